@@ -11,8 +11,8 @@ from pathlib import Path
 import pandas as pd
 from PIL import Image
 
-from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.results.manifest import files_in
+from sinkscope.results.tables import WHOLE_MODEL
 
 COLORS = 256
 LARGEST = 100_000  # bytes

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sinkscope.models.loading import free_memory
+from sinkscope.models.memory import free_memory
 
 Elementwise = Callable[[torch.Tensor], torch.Tensor]
 Divisor = Literal["none", "sum", "at-least-1", "sizes"]  # Z: 1, Σ sim, max(|Σ sim|, 1), or Σ|e^l − 1| + SOFTPICK

@@ -6,23 +6,26 @@ A command's module is imported when it runs, so that `--help` and errors in opti
 import inspect
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 from pydantic_core import PydanticUndefined
 from rich.markup import escape
 
-from sinkscope.cli.ending import WRONG_INPUT, Commands, interruption, printing
+from sinkscope.cli.as_json import as_json
+from sinkscope.cli.ending import WRONG_INPUT, Commands, Told, interruption, printing
 from sinkscope.cli.printing import print_result
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.options import COMMANDS
 from sinkscope.options.measuring import PERMISSIONS
 from sinkscope.options.option import Options, checked, flag
 from sinkscope.options.output import OutputOptions
+from sinkscope.options.recipe import SWEEPS, known_recipes
 
 # for --help: ending.py looks for --debug before any argument is parsed
 _DEBUG = typer.Option(
@@ -35,7 +38,7 @@ def parameters_of(kind: type[Options]) -> list[inspect.Parameter]:
     offered = kind.offered()
     fields = {name: offered[name] for name in kind.arguments if name in offered} | offered
     of_output = [*(("out", "overwrite", "no_page") if kind.writes else ()), *(("from_",) if kind.repeatable else ())]
-    fields |= {name: OutputOptions.model_fields[name] for name in (*of_output, "quiet")}
+    fields |= {name: OutputOptions.model_fields[name] for name in (*of_output, "quiet", "json_")}
     parameters = [_keyword("ctx", typer.Context)]
     for name, field in fields.items():
         extra: Any = field.json_schema_extra
@@ -48,6 +51,7 @@ def parameters_of(kind: type[Options]) -> list[inspect.Parameter]:
             "metavar": extra["metavar"],
             "help": field.description,
             "show_default": shown or listed or value is not None,
+            "autocompletion": _completion(name, field.annotation),
         }
         info: Any = typer.Option(flag(name), **words, rich_help_panel=extra["panel"])
         if name in kind.arguments:
@@ -70,6 +74,31 @@ def _typed(annotation: Any, default: Any) -> tuple[Any, Any]:
     return (str, default) if isinstance(default, str) else (str | None, default)
 
 
+def _kinds() -> Iterable[str]:
+    from sinkscope.commands.list import KINDS  # imports pandas
+
+    return KINDS
+
+
+# arguments that name something which is found without importing torch
+NAMES: dict[str, Callable[[], Iterable[str]]] = {
+    "recipe": known_recipes,
+    "file": partial(known_recipes, SWEEPS),
+    "kind": _kinds,
+}
+
+
+def _completion(name: str, annotation: Any) -> Callable[[str], list[str]]:
+    """Return the function with which a shell completes the value of an option: a choice, or a name."""
+    parts = [annotation, *get_args(annotation)]
+    choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
+
+    def complete(incomplete: str) -> list[str]:
+        return [known for known in (choices or NAMES.get(name, list)()) if known.startswith(incomplete)]
+
+    return complete
+
+
 def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
@@ -77,7 +106,6 @@ def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty)
 app = typer.Typer(
     name="sinkscope",
     cls=Commands,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -126,11 +154,13 @@ def _command(name: str, kind: type[Options]) -> Callable[..., None]:
             result = module.command(asked, output.model_copy(update={"out": folder}))
         # only the first of the processes of `accelerate launch` prints
         is_first = "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0"
-        if not output.quiet and is_first:
-            with printing(result.folder):
+        with printing(result.folder):
+            if output.json_ and is_first:
+                print(as_json(name, result))
+            elif not output.quiet and is_first:
                 print_result(result)
         if result.failure:
-            raise SinkscopeError(result.failure)
+            raise (Told if output.json_ else SinkscopeError)(result.failure)
 
     command.__doc__ = escape(inspect.cleandoc(kind.__doc__ or ""))  # brackets are no markup
     command.__signature__ = inspect.Signature(parameters_of(kind))  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 """How commands end: with an exit status, and with one or two lines on stderr if they fail."""
 
 import contextlib
+import json
 import logging
 import os
 import sys
@@ -16,6 +17,10 @@ from sinkscope.errors import InputError, SinkscopeError, is_out_of_memory, one_l
 from sinkscope.options.option import Options
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2  # exit status
+
+
+class Told(SinkscopeError):
+    """The failure of a command whose result, with this failure, is on standard output as JSON."""
 
 
 class Commands(TyperGroup):
@@ -46,7 +51,11 @@ class Commands(TyperGroup):
                 if debug:
                     traceback.print_exception(error)
                 print("sinkscope:", _message(error), file=sys.stderr)
-            sys.exit(WRONG_INPUT if isinstance(error, InputError) or _is_usage_error(error) else FAILED)
+            status = WRONG_INPUT if isinstance(error, InputError) or _is_usage_error(error) else FAILED
+            if "--json" in args and not isinstance(error, Told):
+                with contextlib.suppress(OSError):
+                    print(json.dumps({"command": args[0], "error": _message(error), "status": status}), flush=True)
+            sys.exit(status)
         sys.exit(status if isinstance(status, int) else DONE)
 
     def invoke(self, ctx: Any) -> Any:

@@ -1,10 +1,13 @@
 """Printing the result of a command: results on stdout, notes and the folder on stderr."""
 
 import sys
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
 
-from rich.console import Console
-from rich.markdown import Markdown
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Group as Stack
+from rich.markdown import Markdown, MarkdownElement, TableElement
 from rich.table import Table
 from rich.text import Text
 
@@ -13,12 +16,14 @@ if TYPE_CHECKING:
 
     from sinkscope.commands.result import Result
 
+BROKEN = 16  # a longer word may be broken over two lines, unless there is a digit in it
+
 
 def print_result(result: "Result") -> None:
     if result.markdown:
         console = Console()
         if console.is_terminal:
-            console.print(Markdown(result.markdown))
+            console.print(InMarkdown(result.markdown))
         else:
             print(result.markdown)
     if result.text:
@@ -39,10 +44,67 @@ def print_table(rows: "pd.DataFrame", title: str | None = None, numbers: bool = 
     console = Console()
     if not console.is_terminal:
         console = Console(width=10_000)
-    table = Table(title=title and Text(title), title_justify="left")
-    for index, column in enumerate(rows.columns):
-        justify: Literal["left", "right"] = "right" if numbers and index else "left"
-        table.add_column(Text(str(column)), justify=justify, overflow="fold")
-    for row in rows.itertuples(index=False):
-        table.add_row(*(Text(str(value) or "–") for value in row))  # Text: brackets are no markup
-    console.print(table)
+    header = [
+        Text(str(column), justify="right" if numbers and at else "left") for at, column in enumerate(rows.columns)
+    ]
+    # Text: brackets are no markup
+    cells = [[Text(str(value) or "–") for value in row] for row in rows.itertuples(index=False)]
+    if title:
+        console.print(Text(title, style="italic"))
+    console.print(fitted(header, cells, console.width))
+
+
+def fitted(header: Sequence[Text], rows: Sequence[Sequence[Text]], room: int) -> RenderableType:
+    """Return a table at most `room` characters wide that cuts no number; one for each row if it does not fit.
+
+    A column is aligned as its header.
+    """
+    columns = list(zip(header, *rows, strict=True))
+    least = [max(_longest_word(cell) for cell in column) for column in columns]
+    most = [max(cell.cell_len for cell in column) for column in columns]
+    spare = room - 1 - sum(width + 3 for width in least)  # between borders
+    if spare < 0:
+        names = max(name.cell_len for name in header)
+        fields = [[[name, cell] for name, cell in zip(header, row, strict=True)] for row in rows]
+        return Stack(*(_table(["", ""], each, [names, room - names - 7], shows_header=False) for each in fields))
+    widths = least
+    while spare and (wanting := [at for at, width in enumerate(widths) if width < most[at]]):
+        widths[min(wanting, key=lambda at: widths[at])] += 1
+        spare -= 1
+    return _table(header, rows, widths)
+
+
+def _table(
+    header: Sequence[Text | str], rows: Sequence[Sequence[Text]], widths: Sequence[int], shows_header: bool = True
+) -> Table:
+    table = Table(box=box.HEAVY_HEAD if shows_header else box.SIMPLE, show_header=shows_header)
+    for name, width in zip(header, widths, strict=True):
+        justify = name.justify if isinstance(name, Text) else None
+        table.add_column(name, width=max(1, width), justify=justify or "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _longest_word(text: Text) -> int:
+    words = text.plain.split()
+    return max((len(word) if any(map(str.isdigit, word)) else min(len(word), BROKEN) for word in words), default=1)
+
+
+class _Table(TableElement):
+    """A table in Markdown, which rich would cut to the width of the terminal."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        header, *rows = [
+            [cell.content for cell in row.cells]
+            for part in (self.header and [self.header.row], self.body and self.body.rows)
+            for row in part or ()
+            if row is not None
+        ]
+        yield fitted(header, rows, options.max_width)
+
+
+class InMarkdown(Markdown):
+    """Markdown whose tables cut no number."""
+
+    elements: ClassVar[dict[str, type[MarkdownElement]]] = {**Markdown.elements, "table_open": _Table}

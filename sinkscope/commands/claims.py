@@ -337,8 +337,7 @@ class Bench:
 
     def _reading(self, config: RunConfig) -> Subject:
         """Return the same model with the input that the options name."""
-        inputs = inputs_for(self.subject.loaded, config, self.subject.family)
-        return Subject(self.subject.loaded, self.subject.family, inputs)
+        return replace(self.subject, inputs=inputs_for(self.subject.loaded, config, self.subject.family))
 
 
 # kind of role → the method that measures its run; roles of other kinds need models that are trained for them

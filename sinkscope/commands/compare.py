@@ -6,43 +6,45 @@ For a single folder that is a comparison, such as the folder of a sweep, it prin
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-
-import pandas as pd
+from typing import TYPE_CHECKING, Any
 
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError
 from sinkscope.options.output import CompareOptions, OutputOptions
-from sinkscope.output.comparison import Comparison, differing_lines
-from sinkscope.output.result import figure_failure
-from sinkscope.output.run import Run
-from sinkscope.output.series import COMMAND as SERIES
-from sinkscope.output.series import Series
-from sinkscope.output.side_by_side import TRAINING, compare, curves
-from sinkscope.output.sweep import open_comparison, summary_tables
-from sinkscope.output.trained import tables_of_arms
 from sinkscope.results.cells import COMMAND as SWEEP
-from sinkscope.results.manifest import FORMAT, folder_of, format_of, older, read_manifest, tables_folder
-from sinkscope.verdict.scorecard import Scorecard
-from sinkscope.verdict.table_formats import formatted
-from sinkscope.verdict.trained import retrofit_summaries
+from sinkscope.results.manifest import FORMAT, folder_of, format_of, older, read_manifest
+from sinkscope.results.side_by_side import Summary, differing_lines, differing_settings, labels, metrics_of
 
-# command whose folder is a comparison → its summary tables by title
-_OF_ONE: Mapping[str, Callable[[Path], Mapping[str, pd.DataFrame]]] = {
-    SERIES: lambda folder: Series.open(folder).summary_tables,
-    SWEEP: lambda folder: summary_tables(open_comparison(tables_folder(folder))),
-    **dict.fromkeys(("retrofit", "train"), lambda folder: retrofit_summaries(tables_of_arms(folder)[1]["retrofit"])),
-    **dict.fromkeys(("intervene", "quantize"), lambda folder: Run.open(folder).summary_tables),
-    "claims": lambda folder: Scorecard.open(folder).summary_tables,
-    TRAINING: lambda folder: curves([folder], time.time()).summary_tables,
-}
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def command(options: CompareOptions, output: OutputOptions) -> Result:
     manifests = {folder_of(run): read_manifest(folder_of(run), None) for run in options.runs}
     old = [f"{folder} is of {older(found)}" for folder, found in manifests.items() if format_of(found) != FORMAT]
+    is_printed = output.out is None and options.format == "text" and len(options.runs) > 1
+    if is_printed and all(manifest["command"] == "analyze" for manifest in manifests.values()):
+        runs = [Summary.open(run) for run in options.runs]
+        names = labels(runs)[0]
+        differing = differing_settings([run.manifest for run in runs], names)
+        notes = [*old, *differing_lines(differing.to_dict(orient="index"))]
+        return Result(numbers=metrics_of(runs, names), notes=notes)
+    return _compared(options, output, manifests, old)
+
+
+def _compared(
+    options: CompareOptions, output: OutputOptions, manifests: Mapping[Path, dict[str, Any]], old: list[str]
+) -> Result:
+    """Compare folders of any kind, by code that imports torch, as that of other commands does."""
+    from sinkscope.output.comparison import Comparison
+    from sinkscope.output.result import figure_failure
+    from sinkscope.output.side_by_side import compare
+    from sinkscope.verdict.table_formats import formatted
+
     if len(options.runs) == 1:
         ((folder, manifest),) = manifests.items()
-        tables = _OF_ONE[manifest["command"]](folder) if manifest["command"] in _OF_ONE else {}
+        found_in = _of_one().get(manifest["command"])
+        tables = found_in(folder) if found_in else {}
         if tables and output.out is not None:
             raise InputError(f"--out: {options.runs[0]} has its tables and figures already")
         if tables:
@@ -58,3 +60,31 @@ def command(options: CompareOptions, output: OutputOptions) -> Result:
         )
     notes = [*old, *differing_lines(found.manifest["differing"])]
     return Result(found, "" if text else found.markdown, text, notes=notes, folder=output.out, failure=failure)
+
+
+def _of_one() -> "dict[str, Callable[[Path], Mapping[str, pd.DataFrame]]]":
+    """Map each command whose folder is a comparison to the function that returns its summary tables by title."""
+    from sinkscope.output.run import Run
+    from sinkscope.output.series import COMMAND as SERIES
+    from sinkscope.output.series import Series
+    from sinkscope.output.side_by_side import TRAINING, curves
+    from sinkscope.output.sweep import open_comparison, summary_tables
+    from sinkscope.output.trained import tables_of_arms
+    from sinkscope.results.manifest import tables_folder
+    from sinkscope.verdict.scorecard import Scorecard
+    from sinkscope.verdict.trained import retrofit_summaries
+
+    def of_arms(folder: Path) -> Mapping[str, "pd.DataFrame"]:
+        return retrofit_summaries(tables_of_arms(folder)[1]["retrofit"])
+
+    def of_run(folder: Path) -> Mapping[str, "pd.DataFrame"]:
+        return Run.open(folder).summary_tables
+
+    return {
+        SERIES: lambda folder: Series.open(folder).summary_tables,
+        SWEEP: lambda folder: summary_tables(open_comparison(tables_folder(folder))),
+        **dict.fromkeys(("retrofit", "train"), of_arms),
+        **dict.fromkeys(("intervene", "quantize"), of_run),
+        "claims": lambda folder: Scorecard.open(folder).summary_tables,
+        TRAINING: lambda folder: curves([folder], time.time()).summary_tables,
+    }

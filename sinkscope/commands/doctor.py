@@ -58,7 +58,7 @@ class Report:
 def command(options: DoctorOptions, output: OutputOptions) -> Result:
     report = doctor(**options.model_dump(exclude={"attn"}))
     wrong = "" if report.ok else "a check failed: numbers from this model cannot be trusted"
-    return Result(report, text=str(report), failure=wrong)
+    return Result(report, text=str(report), data=vars(report) | {"ok": report.ok}, failure=wrong)
 
 
 @with_options(DoctorOptions)

@@ -17,7 +17,10 @@ Rows = list[tuple[Any, ...]]
 
 
 def command(options: ListOptions, output: OutputOptions) -> Result:
-    return Result(tables=listing() if options.kind is None else {options.kind: listing(options.kind)})
+    if options.kind is None:  # an overview, for which no register is imported
+        kinds = [(kind, about, where) for kind, (about, where, *_) in KINDS.items()]
+        return Result(tables={"kinds": pd.DataFrame(kinds, columns=["sinkscope list", "shows", "where they are used"])})
+    return Result(tables=listing() if options.kind == "all" else {options.kind: listing(options.kind)})
 
 
 @overload
@@ -32,8 +35,7 @@ def listing(kind: str | None = None) -> pd.DataFrame | dict[str, pd.DataFrame]:
     """Return all names that the commands know, with what they mean. In Python it is `sinkscope.list`.
 
     Args:
-        kind: observables, interventions, retrofits, architectures, tasks, figures, families, recipes, sweeps, tables,
-            metrics or claims; None for all.
+        kind: one of KINDS; None for all.
 
     Returns:
         The table of the kind, or of every kind by name.
@@ -44,8 +46,8 @@ def listing(kind: str | None = None) -> pd.DataFrame | dict[str, pd.DataFrame]:
     if kind is None:
         return {name: listing(name) for name in KINDS}
     if kind not in KINDS:
-        raise InputError(unknown(kind, KINDS))
-    rows, *columns = KINDS[kind]
+        raise InputError(unknown(kind, (*KINDS, "all")))
+    _, _, rows, *columns = KINDS[kind]
     return pd.DataFrame(rows(), columns=columns)
 
 
@@ -121,31 +123,57 @@ def _claims() -> Rows:
     return rows
 
 
-# kind → (its rows, column, …)
+# kind → (what it is, where its names are used, its rows, column, …)
 KINDS: dict[str, tuple[Any, ...]] = {
     "observables": (
+        "what a run measures", "--observables A,B",
         partial(_entries, "measuring.observables:OBSERVABLES", "about"), "observable", "what it measures",
     ),
     "interventions": (
+        "changes of a model during a run", "intervene --do NAME",
         partial(_entries, "interventions:INTERVENTIONS", "about", "control_about", "paper", "model_fields"),
         "intervention", "what it does", "random control", "whose", "parameters",
     ),
     "retrofits": (
+        "trainable changes of a model", "retrofit --method NAME",
         partial(_entries, "retrofits:RETROFITS", "about", "paper", "model_fields"),
         "retrofit", "what is added", "whose", "parameters",
     ),
-    "architectures": (_architectures, "architecture", "model type", "configuration"),
-    "tasks": (partial(_entries, "training.tasks:TASKS", "about"), "task", "what is learned"),
-    "figures": (_figures, "figure", "of", "what it shows"),
-    "families": (_families, "model type", "where", "wiring", "positions", "door", "sites absent"),
-    "recipes": (partial(_files, "run", 1), "recipe", "title", "reproduces"),
-    "sweeps": (partial(_files, "sweep", 2), "sweep", "title", "reproduces", "cells"),
-    "tables": (_tables, "table", "column", "what it holds", "unit"),
+    "architectures": (
+        "models to train from scratch", "train --config NAME",
+        _architectures, "architecture", "model type", "configuration",
+    ),
+    "tasks": (
+        "tasks to train on", "train --text NAME",
+        partial(_entries, "training.tasks:TASKS", "about"), "task", "what is learned",
+    ),
+    "figures": (
+        "figures of runs and sweeps", "run.figure(NAME)",
+        _figures, "figure", "of", "what it shows",
+    ),
+    "families": (
+        "model types with a known wiring", "MODEL",
+        _families, "model type", "where", "wiring", "positions", "door", "sites absent",
+    ),
+    "recipes": (
+        "experiments and figures of papers", "run NAME",
+        partial(_files, "run", 1), "recipe", "title", "reproduces",
+    ),
+    "sweeps": (
+        "grids of many models", "sweep NAME",
+        partial(_files, "sweep", 2), "sweep", "title", "reproduces", "cells",
+    ),
+    "tables": (
+        "tables and their columns", "run.tables[NAME]",
+        _tables, "table", "column", "what it holds", "unit",
+    ),
     "metrics": (
+        "numbers of the table summary", "run.metric(NAME)",
         partial(_entries, "results.metrics:METRICS", "label", "unit", "definition", "source"),
         "metric", "label", "unit", "definition", "source",
     ),
     "claims": (
+        "claims of papers and their tests", "claims",
         _claims, "claim", "paper", "where", "what it says", "what is measured", "holds if (‡ our threshold)",
     ),
 }  # fmt: skip

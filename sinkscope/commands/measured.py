@@ -18,11 +18,11 @@ from sinkscope.options.given import OBJECTS
 from sinkscope.options.measuring import PERMISSIONS, RunConfig
 from sinkscope.options.option import Options, checked, flag
 from sinkscope.options.output import OutputOptions
-from sinkscope.output.comparison import differing_settings
 from sinkscope.output.result import both, figure_failure
 from sinkscope.output.run import Run
 from sinkscope.results.folders import own_folder
 from sinkscope.results.manifest import MANIFEST, folder_of, read_manifest
+from sinkscope.results.side_by_side import differing_settings
 
 
 @contextmanager

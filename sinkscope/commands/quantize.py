@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Unpack
 
 from transformers import PreTrainedTokenizerBase
@@ -106,5 +107,4 @@ def _split(subject: Subject, config: QuantizeOptions) -> tuple[Subject, TokenInp
             f"{what} holds {counted(len(inputs), 'sequence')}, fewer than the {config.num_seqs} to evaluate and "
             f"{config.calibration} to calibrate with: take a smaller --num-seqs or --calibration"
         )
-    evaluated = Subject(subject.loaded, subject.family, inputs.part(0, config.num_seqs))
-    return evaluated, inputs.part(config.num_seqs, wanted)
+    return replace(subject, inputs=inputs.part(0, config.num_seqs)), inputs.part(config.num_seqs, wanted)

@@ -6,24 +6,23 @@
 import os
 import webbrowser
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, one_line
-from sinkscope.html_page import PAGE, Contents, Page, Paged, page_of, write_page
 from sinkscope.options.output import OutputOptions, ShowOptions
-from sinkscope.output.outputs import redrawn
-from sinkscope.output.result import is_undrawn
-from sinkscope.output.run import Run
 from sinkscope.results.folders import FileList, alone_in
-from sinkscope.results.manifest import RUNS, folder_of, read_manifest, tables_folder, write_manifest
-from sinkscope.verdict.scorecard import Scorecard
+from sinkscope.results.manifest import PAGE, RUNS, folder_of, is_undrawn, read_manifest, tables_folder, write_manifest
+
+if TYPE_CHECKING:  # a page that exists is found in a moment; what makes one imports torch, and is imported when needed
+    from sinkscope.html_page import Page, Paged
+    from sinkscope.verdict.scorecard import Scorecard
 
 
 def command(options: ShowOptions, output: OutputOptions) -> Result:
     page = show(options.run, anew=options.anew)
-    if not options.print and webbrowser.open(page.absolute().as_uri()):
-        return Result(page)
-    return Result(page, text=str(page))
+    is_opened = not options.print and webbrowser.open(page.absolute().as_uri())
+    return Result(page, text="" if is_opened else str(page), data={"page": str(page)})
 
 
 def show(run: str | os.PathLike[str], *, anew: bool = False) -> Path:
@@ -42,11 +41,16 @@ def show(run: str | os.PathLike[str], *, anew: bool = False) -> Path:
     page = folder / PAGE
     manifest = read_manifest(folder, None)
     if manifest["command"] in RUNS and is_undrawn(manifest):
+        from sinkscope.output.outputs import redrawn
+        from sinkscope.output.run import Run
+
         with alone_in(folder, option=""):
             recipe = manifest.get("recipe")  # only the figures that it names are drawn
             redrawn(Run.open(folder), recipe["content"].get("figures", []) if recipe else None)
     if page.is_file() and not anew:
         return page
+    from sinkscope.html_page import Contents, write_page
+
     contents = Contents.of_folder(folder)
     if not contents.all_tables:
         raise InputError(f"{folder} has no table to show: the command that writes it has not finished")
@@ -61,7 +65,7 @@ def show(run: str | os.PathLike[str], *, anew: bool = False) -> Path:
     return page
 
 
-def page(run: Paged | Scorecard | str | os.PathLike[str]) -> Page:
+def page(run: "Paged | Scorecard | str | os.PathLike[str]") -> "Page":
     """Return the page of a run, a series, a training, a comparison or a scorecard, which a notebook displays.
 
     Args:
@@ -70,6 +74,9 @@ def page(run: Paged | Scorecard | str | os.PathLike[str]) -> Page:
     Raises:
         InputError: it is not the folder of a command, or a table in it is damaged.
     """
+    from sinkscope.html_page import Contents, Paged, page_of
+    from sinkscope.verdict.scorecard import Scorecard
+
     if isinstance(run, Paged):
         return run.page()
     if isinstance(run, Scorecard):

@@ -20,6 +20,7 @@ from rich.console import Group as Stack
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from transformers import PreTrainedModel
 
 from sinkscope.commands.result import Result
 from sinkscope.commands.run import check_figures
@@ -28,11 +29,23 @@ from sinkscope.commands.sweeping.worker import Event, Group, Reads, State, Task,
 from sinkscope.errors import InputError, SinkscopeError, counted, described, one_line, unknown
 from sinkscope.figures import FIGURES, is_of
 from sinkscope.html_page import Contents, Paged
-from sinkscope.measuring.console import print_line
-from sinkscope.measuring.passes import TOKENS_ON_CPU, TOKENS_PER_BATCH
+from sinkscope.measuring.console import lasting, print_line
+from sinkscope.measuring.memory import training_memory
 from sinkscope.measuring.processes import team, together
-from sinkscope.models.files import SPARE, evict, find_settings, free_room, gigabytes, is_on_hub, missing_weights, quiet
-from sinkscope.models.loading import count_parameters, read_config, read_once, stays_on_cpu
+from sinkscope.measuring.subject import memory_of
+from sinkscope.models.files import (
+    AWAY,
+    SPARE,
+    HubAway,
+    evict,
+    find_settings,
+    free_room,
+    gigabytes,
+    is_on_hub,
+    missing_weights,
+    quiet,
+)
+from sinkscope.models.loading import on_meta, read_config, read_once, sketched
 from sinkscope.options.files import named_file
 from sinkscope.options.keywords import SweepKeywords
 from sinkscope.options.option import checked
@@ -54,38 +67,29 @@ from sinkscope.verdict.table_formats import Tabular
 # options that do not affect results
 IGNORED_OPTIONS = {"file", "quick", "dry_run", "engine", "address", "workers", "shard", "retry", "evict"}
 MOST_FAILURES = 5  # failures that the final message names
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-AT_LEAST = 700 << 20  # bytes of a process that has imported the libraries
 MARGIN = 1.2
-QUESTION_TOKENS = 128  # approximate length of a question of a benchmark
 
 
 @dataclass(frozen=True)
 class Size:
     """The size of one model."""
 
-    parameters: int | None = None  # None if the configuration cannot be read
-    weights: int = 0  # bytes
-    vocabulary: int = 0  # number of tokens
+    model: PreTrainedModel | None = None  # on the meta device; None if the configuration cannot be read
     download: int = 0  # bytes that must still be downloaded from the hub
     reason: str = ""  # why the configuration cannot be read
+    waits: bool = False  # it is on the hub, which cannot be reached
+
+    @property
+    def parameters(self) -> int | None:
+        return None if self.model is None else sum(parameter.numel() for parameter in self.model.parameters())
 
     def memory(self, options: Any) -> int:
-        """Estimate the bytes that measuring needs: weights, the file they are read from, and the logits of one batch,
-        which are the largest tensor of a pass. 0 if the size is not known.
-        """
-        if self.parameters is None:
+        """Estimate the bytes that a cell needs; 0 if the size is not known."""
+        if self.model is None:
             return 0
-        if isinstance(options, ArmOptions):  # weights, their copy, gradients and AdamW's two moments
-            logits = 3 * options.batch_size * options.block_length * self.vocabulary * BYTES["float32"]
-            return int(MARGIN * (AT_LEAST + 5 * self.parameters * BYTES["float32"] + logits))
-        length = getattr(options, "seq_len", QUESTION_TOKENS)
-        if options.batch_size == "auto":
-            tokens = TOKENS_ON_CPU[False] if stays_on_cpu(options.device_map) else TOKENS_PER_BATCH
-        else:
-            tokens = options.batch_size * length
-        logits = max(tokens, length) * self.vocabulary * BYTES["float32"]
-        return int(MARGIN * (AT_LEAST + 2 * self.weights + logits))
+        if isinstance(options, ArmOptions):
+            return int(MARGIN * training_memory(self.model, options))
+        return int(MARGIN * memory_of(self.model, options).peak(self.model.dtype))
 
 
 @dataclass(frozen=True)
@@ -256,12 +260,18 @@ def _swept(
         todo = sized(
             (each for each in plan if each.is_wanted(asked.retry)), also_local=pool.workers > 1 or asked.engine == "ray"
         )
+        waiting = [each for each in todo if each.size.waits]
+        if waiting:  # they are not recorded as failed, so that the same command measures them
+            todo = [each for each in todo if not each.size.waits]
+            models = len({each.cell.source for each in waiting})
+            what = f"{counted(len(waiting), 'cell')} of {counted(models, 'model')}"
+            print_line(console, f"{AWAY}: {what} not measured; the same command does when it can be")
         if asked.address is None:  # other machines have other disks
             check_disk(todo, pool.workers if asked.evict else None)
         tasks = {each.cell.name: _task(found, each.cell, folders, reads) for each in todo}
         groups = split(groups_of(todo, tasks), pool.workers)
         leaving = Leaving(found.cells, folders, tasks, reads) if asked.evict else None
-        progress, failed = Progress(len(todo)), {}
+        progress, failed = Progress(len(todo)), {each.cell.name: AWAY for each in waiting}
         if todo:
             print_line(
                 console, f"{counted(len(todo), 'cell')} to measure, with {counted(len(groups), 'load')} of a model"
@@ -343,12 +353,14 @@ def sized(plan: Iterable[Planned], also_local: bool = True) -> list[Planned]:
     Local models need not be examined, which takes seconds for a GGUF file, if their memory decides nothing.
     """
     sizes: dict[tuple, Size] = {}
-    found = []
+    found: list[Planned] = []
     for each in plan:
         options = each.cell.options
         key = load_key(options)
         if key not in sizes:
-            sizes[key] = size_of(options) if also_local or is_on_hub(getattr(options, "model", None)) else Size()
+            is_asked = also_local or is_on_hub(getattr(options, "model", None))
+            is_away = any(size.waits for size in sizes.values())  # asked once
+            sizes[key] = size_of(options, only_cached=is_away) if is_asked else Size()
         found.append(replace(each, size=sizes[key]))
     return found
 
@@ -361,30 +373,22 @@ def done_cell(cell: Cell, folders: CellFolders, reads: Reads) -> tuple[dict[str,
     return (found, "") if found["tables"] and found.get("drawn", True) else (None, "")
 
 
-def size_of(options: Any) -> Size:
-    """Return the size of a model, computed from its configuration alone."""
+def size_of(options: Any, only_cached: bool = False) -> Size:
+    """Return the size of a model, computed from its configuration alone; `only_cached`: without asking the hub."""
     try:
         if isinstance(options, TrainOptions):
-            config, files = architecture(options.config), None
-            parameters = count_parameters(config)
-        else:
-            with quiet(), read_once():
-                files = find_settings(options.model, options.revision, options.gguf_file)
-                config = read_config(files, options.trust_remote_code)
-                parameters = count_parameters(config)
+            return Size(on_meta(architecture(options.config)))
+        with quiet(), read_once():
+            files = find_settings(options.model, options.revision, options.gguf_file, only_cached)
+            config = read_config(files, options.trust_remote_code)
+            model = sketched(files, config, options.dtype, options.device_map)
+    except HubAway:
+        return Size(reason=AWAY, waits=True)
     except SinkscopeError as error:
         return Size(reason=one_line(error))
     except Exception as error:  # building a model may raise any error
         return Size(reason=described(error))
-    text = config.get_text_config()
-    vocabulary = int(getattr(text, "vocab_size", 0) or 0)
-    if files is None:  # `train` creates it
-        return Size(parameters, parameters * BYTES["float32"], vocabulary)
-    stored = str(getattr(text, "dtype", None) or "float32").removeprefix("torch.")
-    on_gpu = "bfloat16" if files.gguf else stored
-    dtype = options.dtype or ("float32" if stays_on_cpu(options.device_map) else on_gpu)
-    download = missing_weights(files.source, files.folder) if files.commit is not None else 0
-    return Size(parameters, parameters * BYTES.get(dtype, 4), vocabulary, download)
+    return Size(model, missing_weights(files.source, files.folder) if files.commit is not None else 0)
 
 
 def check_disk(todo: Iterable[Planned], at_once: int | None) -> None:
@@ -504,10 +508,3 @@ class Progress:
         for name, began in self.running.items():
             table.add_row(Text(name), str(State.RUNNING), lasting(time.monotonic() - began))
         return Stack(table, Text(self.summary))
-
-
-def lasting(seconds: float) -> str:
-    """Return a duration as text, for example «45 s», «12 min» or «3.5 h»."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

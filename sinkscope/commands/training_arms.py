@@ -280,8 +280,12 @@ class TrainingArms:
         shutil.rmtree(folder / "training", ignore_errors=True)
 
     def _config(self, model: str | None, **others: Any) -> RunConfig:
-        """Return the options to measure a model on the held-out blocks, which `analyze --from` can repeat."""
-        options = self.measuring.model_dump() | {"model": model, "input": str(self.held_out), "bos": "auto"}
+        """Return the options to measure a model on the held-out blocks, which `analyze --from` can repeat.
+
+        Its training took more memory, so that none is refused.
+        """
+        held_out = {"input": str(self.held_out), "bos": "auto", "force": True}
+        options = self.measuring.model_dump() | {"model": model} | held_out
         count = min(self.measuring.num_seqs, len(self.blocks.held_out))
         return make_config(**options | others | {"num_seqs": count, "dataset": None})
 

@@ -7,13 +7,14 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from sinkscope.figures.labels import escape, heading, model_name, wrapped
+from sinkscope.figures.labels import escape, heading, wrapped
 from sinkscope.figures.plot import hide_y, shade_rows
 from sinkscope.figures.spec import needs
 from sinkscope.figures.style import GRAY, GREEN, NAVY, REFERENCE, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import ROUTES, Effect, measured_models
 from sinkscope.results.judgment import Outcome
+from sinkscope.results.side_by_side import model_name
 from sinkscope.verdict.scorecard import Scorecard, headline, value_text
 
 # --- The claims that were decided on one model: a line for each number, with its interval and the threshold

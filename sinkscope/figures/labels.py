@@ -11,6 +11,7 @@ from matplotlib import font_manager
 from sinkscope.errors import counted
 from sinkscope.figures.style import FONT
 from sinkscope.results.run import RunData
+from sinkscope.results.side_by_side import model_name, shorten
 
 INCHES_PER_CHARACTER = 0.068  # in an 8 pt title, an upper estimate
 VISIBLE = {"\n": "⏎", "\r": "␍", "\t": "⇥", " ": "␣"}
@@ -46,26 +47,6 @@ def heading(*parts: str) -> str:
     return escape(shorten(" · ".join(part for part in parts if part), LONGEST_TITLE))
 
 
-def model_name(model: str) -> str:
-    """Return the part of a hub id or a path after the last slash."""
-    return model.rstrip("/").split("/")[-1]
-
-
-def labels(runs: Sequence[RunData]) -> tuple[list[str], str]:
-    """Return labels of runs: the parts of model, revision and condition that differ, and the common parts."""
-    parts = [(model_name(run.model), run.manifest["model"].get("revision") or "", run.condition) for run in runs]
-    if len(set(parts)) == 1:  # one run, or runs that differ in other options
-        name = " · ".join(part for part in parts[0] if part)
-        return ([name] if len(runs) == 1 else [f"run {place}" for place in range(1, len(runs) + 1)]), name
-    differ = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
-    names = [" · ".join(part for part, keep in zip(row, differ, strict=True) if keep and part) for row in parts]
-    common = " · ".join(part for part, keep in zip(parts[0], differ, strict=True) if part and not keep)
-    names = [shorten(name, 48) for name in names]
-    if len(set(names)) < len(names):
-        names = [f"{name} ({place})" for place, name in enumerate(names, 1)]
-    return names, common
-
-
 def seeds_words(count: int, least: int | None = None) -> str:
     """Return the words for the seeds of means and bands: `count`, or `least` to `count` if some curves have fewer."""
     if count == 1:
@@ -87,14 +68,6 @@ def steps_title(runs: Checkpoints, *more: str) -> str:
 def places(first: int, last: int) -> str:
     """Return «positions 1–15»."""
     return f"positions {first}–{last}" if last > first else f"position {first}"
-
-
-def shorten(text: str, longest: int) -> str:
-    """Leave out the middle of a text that is too long, because names differ at their ends."""
-    if len(text) <= longest:
-        return text
-    head = (longest - 1) // 2
-    return f"{text[:head]}…{text[len(text) - (longest - 1 - head) :]}"
 
 
 def escape(text: str) -> str:

@@ -7,7 +7,7 @@ from matplotlib.typing import HashableList
 
 from sinkscope.errors import counted
 from sinkscope.figures import plot
-from sinkscope.figures.labels import escape, shorten, title, wrapped
+from sinkscope.figures.labels import escape, title, wrapped
 from sinkscope.figures.spec import needs
 from sinkscope.figures.style import (
     HIGHEST,
@@ -26,6 +26,7 @@ from sinkscope.quantization.settings import ALL_LAYERS, ALONE, FULL
 from sinkscope.quantization.sites import INPUT, KEYS, NO_LAYER, OUTPUT, SCORES, SOFTMAX, SUM, VALUES, WEIGHT
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
+from sinkscope.results.side_by_side import shorten
 from sinkscope.verdict.quantization import label, probed, whole
 
 # --- The cost of quantization: perplexity with the model quantized, by setting, and with single sites quantized.

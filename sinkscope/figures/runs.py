@@ -10,13 +10,15 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from sinkscope.figures import plot, style
-from sinkscope.figures.labels import escape, heading, labels, places, title, token_label, token_labels
+from sinkscope.figures.labels import escape, heading, places, title, token_label, token_labels
 from sinkscope.figures.style import COLUMN, GRAY, GUIDE, HIGHEST, OTHERS, SINK, TEXT, WIDE, Figure, Look, new_figure
 from sinkscope.measuring.observables.massive import RATIO, THRESHOLD
-from sinkscope.measuring.summary import WHOLE_MODEL, clear_sinks
+from sinkscope.measuring.summary import clear_sinks
 from sinkscope.results.findings import FEWEST_QUERIES
 from sinkscope.results.metrics import METRICS, UNITS
 from sinkscope.results.run import RunData
+from sinkscope.results.side_by_side import labels
+from sinkscope.results.tables import WHOLE_MODEL
 
 # --- Window mass α₀ (GS eq. 1) of every layer and head, and the threshold of WSE for a sink
 

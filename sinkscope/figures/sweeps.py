@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from sinkscope.figures import plot, style
-from sinkscope.figures.labels import escape, heading, seeds_words, shorten
+from sinkscope.figures.labels import escape, heading, seeds_words
 from sinkscope.figures.spec import needs
 from sinkscope.figures.style import (
     GRAY,
@@ -29,6 +29,7 @@ from sinkscope.figures.style import (
 from sinkscope.results.findings import SINK as SINK_RATE
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.papers import LENGTH, SETTING, TRANSCRIBED, WSE_TABLE_1
+from sinkscope.results.side_by_side import shorten
 from sinkscope.text.sources import DRAWN
 from sinkscope.verdict.factor_study import LEVEL, TABLE, at_the_end, measured_at, published, with_levels, without_key
 from sinkscope.verdict.sweep_tables import ENDS, EPSILON, NO_STEP, SweepTables, several

@@ -17,10 +17,8 @@ from sinkscope.figures.labels import (
     Checkpoints,
     escape,
     heading,
-    model_name,
     places,
     seeds_words,
-    shorten,
     steps_title,
     token_labels,
     wrapped,
@@ -39,10 +37,11 @@ from sinkscope.figures.style import (
     Look,
     new_figure,
 )
-from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.results.findings import SINK as SINK_RATE
 from sinkscope.results.metrics import METRICS, Metric
 from sinkscope.results.run import RunData
+from sinkscope.results.side_by_side import model_name, shorten
+from sinkscope.results.tables import WHOLE_MODEL
 from sinkscope.training.tables import HELD_OUT, UNTOUCHED, courses, sinking_layer
 from sinkscope.verdict.onsets import QUANTITIES, RunsByStep
 from sinkscope.verdict.trained import without_start

@@ -14,18 +14,16 @@ import pandas as pd
 
 from sinkscope.errors import InputError
 from sinkscope.html_page.compact import BY_SEQUENCE, DIGITS
-from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.results.activations import FILE, Activations
 from sinkscope.results.findings import Finding
-from sinkscope.results.manifest import folder_of, format_of, read_manifest
+from sinkscope.results.manifest import PAGE, folder_of, format_of, read_manifest
 from sinkscope.results.run import RunData
-from sinkscope.results.tables import LEADING_COLUMNS, Column, Columns, names_of, newer_columns, read_table
+from sinkscope.results.tables import LEADING_COLUMNS, WHOLE_MODEL, Column, Columns, names_of, newer_columns, read_table
 from sinkscope.training.tables import UNTOUCHED
 from sinkscope.verdict import factor_study, onsets
 from sinkscope.verdict.register import REPORTS, written_tables
 from sinkscope.verdict.trained import gates_moved
 
-PAGE = "index.html"
 RUN = Column("run", "which of the runs side by side", kind="text")
 STEP = Column("step", "of the training", kind="whole")
 COLUMNS = written_tables()  # name of a table → its columns after the leading ones; without tables with a column per run

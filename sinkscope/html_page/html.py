@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.html_page.compact import DIGITS, as_json, compact_maps, compact_tables
-from sinkscope.html_page.contents import PAGE, Contents
+from sinkscope.html_page.contents import Contents
 from sinkscope.measuring.estimates import RUN_CLAIMS
 from sinkscope.results.command_line import command_lines
 from sinkscope.results.findings import Finding
+from sinkscope.results.manifest import PAGE
 from sinkscope.results.metrics import METRICS, PAPERS
 from sinkscope.results.papers import paper_of
 from sinkscope.results.swap import new_file

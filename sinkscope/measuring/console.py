@@ -24,3 +24,10 @@ def print_part(console: Console, label: str, number: int, count: int) -> None:
 def spinner(console: Console, text: str) -> AbstractContextManager:
     """Show a spinner with this text until the end of the block, if stderr is a terminal."""
     return console.status(text) if console.is_terminal else nullcontext()
+
+
+def lasting(seconds: float) -> str:
+    """Return a duration as text, for example «45 s», «12 min» or «3.5 h»."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

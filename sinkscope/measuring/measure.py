@@ -1,6 +1,7 @@
 """Measures all tables of a run: one pass over the batches, then the follow-ups on the first sequence."""
 
 import math
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from sinkscope.attention.taps import denominator_of, operations_of
 from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.measuring.console import lasting, print_line
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.close_ups import AttentionMaps
 from sinkscope.measuring.observables.observable import Observable, Settings
@@ -27,6 +29,8 @@ from sinkscope.options.option import MOST
 from sinkscope.results import manifest
 from sinkscope.retrofits.retrofit import registers_before
 
+WORTH_TELLING = 20  # seconds to wait
+
 
 @dataclass
 class Facts:
@@ -36,6 +40,7 @@ class Facts:
     scaling: tuple[float, ...] = ()  # scale of the logits, by layer
     outside: dict[str, list[int]] = field(default_factory=dict)  # attention targets other than text → their layers
     loss: float | None = None  # cross-entropy per predicted token, if there was a backward pass
+    until: float | None = None  # when it was expected to end, after its first batch, in seconds since 1970
     parity: float | None = None  # largest relative difference from the bare model; None: not compared
     notices: tuple[str, ...] = ()
     not_measured: dict[str, str] = field(default_factory=dict)  # observable that does not apply → the reason
@@ -84,6 +89,10 @@ def make_manifest(
         "kernel": config.attn,
         "scaling": [None if math.isnan(scaling) else scaling for scaling in facts.scaling],
         "batch_size": facts.batch_size,
+        "expected": {  # beside `wall_seconds` and `peak_memory_mb`
+            "memory_mb": subject.memory and round(subject.memory.peak(parameters.dtype) / 2**20, 1),
+            "seconds": facts.until and round(facts.until - start, 2),
+        },
         "parity": facts.parity,
         "notices": list(facts.notices),
         "input": {
@@ -126,7 +135,14 @@ def measure(
 
     with open_tracer(loaded.model, family, config.attn) as tracer:
         step = tracer.forward_backward if chosen.backward else tracer.forward
-        done = pass_over(tracer.model, inputs, fresh, step, config.batch_size, chosen.backward, console)
+
+        def expect(seconds: float) -> None:
+            """Say after the first batch how long the rest takes, and what memory."""
+            facts.until = time.time() + seconds
+            if console is not None and subject.memory is not None and seconds > WORTH_TELLING:
+                print_line(console, f"about {lasting(seconds)}, {subject.memory}")
+
+        done = pass_over(tracer.model, inputs, fresh, step, config.batch_size, chosen.backward, console, expect)
         facts.batch_size, facts.parity = done.batch_size, check.error
         facts.loss = done.loss / inputs.num_predicted if chosen.backward else None
         if facts.loss is not None and not math.isfinite(facts.loss):

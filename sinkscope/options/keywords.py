@@ -50,6 +50,7 @@ class ObservableKeywords(TypedDict, total=False):
 class RunConfigKeywords(ObservableKeywords, InputKeywords, DeviceKeywords, ModelKeywords, total=False):
     batch_size: int | Literal["auto"]
     skip_parity: bool
+    force: bool
 
 
 class CloseUpKeywords(TypedDict, total=False):

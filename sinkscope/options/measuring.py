@@ -181,6 +181,8 @@ class ObservableOptions(Options):
 class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
     """All options that affect the results of a measuring run."""
 
+    forward_only: ClassVar[bool] = False  # no gradients are measured, whatever the observables
+
     batch_size: Annotated[int | Literal["auto"], from_one("at least 1 sequence is needed in a batch")] = option(
         "auto",
         "Measuring",
@@ -190,6 +192,7 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
     skip_parity: bool = option(
         False, "Measuring", "Measure even if the first batch differs from the output of the unpatched model."
     )
+    force: bool = option(False, "Measuring", "Load the model even if an estimate says that it does not fit.")
 
     @model_validator(mode="after")
     def _read_all(self) -> Self:
@@ -364,6 +367,7 @@ class QuantizeOptions(RunConfig):
     writes: ClassVar = "runs/MODEL-INPUT-W8A8"
     repeatable: ClassVar = True
     in_memory: ClassVar = True
+    forward_only: ClassVar = True
     refused: ClassVar = {"observables": "`quantize` always measures perplexity and outliers"}
     hidden: ClassVar = tuple(ObservableOptions.model_fields)
 
@@ -472,6 +476,7 @@ class BenchmarkOptions(SeedOptions, DeviceOptions, ModelOptions):
 
     writes: ClassVar = "runs/MODEL-benchmark"
     refused: ClassVar = {"attn": "the harness runs the model as it is"}
+    forward_only: ClassVar = True
 
     tasks: Annotated[tuple[str, ...], split_at_commas, distinct("name a task, as hellaswag")] = option(
         (HELLASWAG,), "Benchmarks", "Tasks or groups of them by name.", metavar="A,B"

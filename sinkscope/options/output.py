@@ -22,6 +22,7 @@ class OutputOptions(Options):
         metavar="RUN",
     )
     quiet: bool = option(False, "Output", "Print nothing but errors.")
+    json_: bool = option(False, "Output", "Print the result, or the error, as one JSON object on standard output.")
     no_page: bool = option(False, "Output", "Write no index.html, the page to look at in a browser.")
     record: dict[str, Any] | None = option(None, "Output", "The recipe that runs the command, for its run.json.")
 
@@ -78,11 +79,11 @@ class ShowOptions(Options):
 
 
 class ListOptions(Options):
-    """List all names, kind by kind: observables, interventions, recipes, metrics, …"""
+    """List the kinds of names, or the names of one: observables, interventions, recipes, …"""
 
     arguments: ClassVar = ("kind",)
 
-    kind: str | None = option(None, "Input", "One kind of names.", metavar="KIND", shown="all")
+    kind: str | None = option(None, "Input", "One kind of names, or all.", metavar="KIND", shown="the kinds")
 
 
 class SweepOptions(DeviceOptions, ModelOptions):

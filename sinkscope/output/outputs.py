@@ -12,10 +12,10 @@ from rich.console import Console
 from sinkscope.errors import InputError, unknown
 from sinkscope.figures import FIGURES
 from sinkscope.measuring.console import spinner
-from sinkscope.output.result import draw, is_undrawn
+from sinkscope.output.result import draw
 from sinkscope.output.run import Run
 from sinkscope.results.folders import new_folder
-from sinkscope.results.manifest import write_manifest
+from sinkscope.results.manifest import is_undrawn, write_manifest
 from sinkscope.results.papers import paper_tables
 from sinkscope.results.tables import write_tables
 from sinkscope.verdict.quantization import write_spared

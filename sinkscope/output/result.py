@@ -15,12 +15,12 @@ import pandas as pd
 
 from sinkscope.errors import Known, SinkscopeError, counted, described, one_line, was_interrupted
 from sinkscope.figures.style import Figure
-from sinkscope.html_page import PAGE, Contents, Paged, page_of
+from sinkscope.html_page import Contents, Paged, page_of
 from sinkscope.html_page.contents import RUN
 from sinkscope.output.drawing import Drawings, save_figures
 from sinkscope.results.findings import Finding
 from sinkscope.results.folders import FileList, new_folder
-from sinkscope.results.manifest import read_manifest, write_manifest
+from sinkscope.results.manifest import PAGE, read_manifest, write_manifest
 from sinkscope.results.run import RunData
 from sinkscope.results.swap import new_file, remove
 from sinkscope.results.tables import Column, write_tables
@@ -145,11 +145,6 @@ def _write_page(result: Result, files: FileList, wanted: bool) -> dict[str, str]
     with new_file(path) as fresh:
         fresh.write_text(text, encoding="utf-8")
     return {}
-
-
-def is_undrawn(manifest: Mapping[str, Any]) -> bool:
-    """Return whether a folder lacks figures or its page: the command was killed, or one of them failed."""
-    return manifest.get("drawn") is False or bool(manifest.get("failed_figures"))
 
 
 def figure_failure(*manifests: Mapping[str, Any]) -> str:

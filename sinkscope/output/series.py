@@ -20,16 +20,15 @@ from sinkscope.errors import InputError, Known, one_line
 from sinkscope.figures import OF_STEPS
 from sinkscope.figures.style import Figure
 from sinkscope.html_page import STEP
-from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.models.steps import Checkpoint
 from sinkscope.options.option import Options
-from sinkscope.output.comparison import differing_lines, differing_settings
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result
 from sinkscope.output.run import Run
 from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import folder_of, format_of, make_manifest, read_manifest
-from sinkscope.results.tables import LEADING, LEADING_COLUMNS, METRIC, VALUE, Column, names_of, read_table
+from sinkscope.results.side_by_side import differing_lines, differing_settings
+from sinkscope.results.tables import LEADING, LEADING_COLUMNS, METRIC, VALUE, WHOLE_MODEL, Column, names_of, read_table
 from sinkscope.verdict.onsets import COLUMNS as ONSET_COLUMNS
 from sinkscope.verdict.onsets import TABLE as ONSET
 from sinkscope.verdict.onsets import RunsByStep, onset_table, verdict

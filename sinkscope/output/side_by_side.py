@@ -24,7 +24,7 @@ import pandas as pd
 
 from sinkscope.errors import InputError
 from sinkscope.figures import OF_ROUTES
-from sinkscope.output.comparison import Comparison, compared, comparison_manifest, differing_settings
+from sinkscope.output.comparison import Comparison, compared, comparison_manifest
 from sinkscope.output.curves import COMMAND as TRAINING
 from sinkscope.output.curves import TABLE as CURVES
 from sinkscope.output.curves import Curves, curves_of, training_of
@@ -39,6 +39,7 @@ from sinkscope.results.folders import own_folder
 from sinkscope.results.manifest import RUNS, folder_of, read_manifest
 from sinkscope.results.scorecard import COMMAND as CLAIMS
 from sinkscope.results.scorecard import ROUTE, TABLES
+from sinkscope.results.side_by_side import differing_settings
 from sinkscope.verdict.scorecard import Scorecard
 from sinkscope.verdict.table_formats import as_markdown
 

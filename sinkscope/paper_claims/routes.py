@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.paper_claims.arms import before_and_after, beyond_controls, controls, share_left
 from sinkscope.paper_claims.evidence import Evidence
 from sinkscope.paper_claims.studies import Need
@@ -15,7 +14,7 @@ from sinkscope.results.findings import HALF, SINK
 from sinkscope.results.scorecard import ROUTE_COLUMNS
 from sinkscope.results.sequences import Lacks
 from sinkscope.results.statistics import Estimate, bootstrap, one_more_run
-from sinkscope.results.tables import names_of
+from sinkscope.results.tables import WHOLE_MODEL, names_of
 
 PAPER = "GPT-2 in NU (figure 3: maps, no rates)"
 

@@ -29,6 +29,7 @@ from sinkscope.results.schema import KINDS
 from sinkscope.results.swap import PREFIX, find_again, new_file
 
 MANIFEST = "run.json"
+PAGE = "index.html"
 # The version of run.json and of the tables that it lists. Increase it when an entry or a column that readers need is
 # added, renamed or gets another meaning. `_completed` fills in entries that older folders lack, and `since` of a Column
 # fills in columns. Folders without this entry have format 1.
@@ -216,6 +217,11 @@ def _completed(manifest: Any) -> Any:
 def _runs_inside(folder: Path) -> str:
     run = min((str(path.parent) for path in folder.glob(f"*/{MANIFEST}")), default="")
     return f", but holds runs: name one of them, such as {run}" if run else ""
+
+
+def is_undrawn(manifest: Mapping[str, Any]) -> bool:
+    """Return whether a folder lacks figures or its page: the command was killed, or one of them failed."""
+    return manifest.get("drawn") is False or bool(manifest.get("failed_figures"))
 
 
 def format_of(manifest: Mapping[str, Any]) -> int:

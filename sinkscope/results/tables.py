@@ -58,6 +58,8 @@ SEED = Column("seed", "seed of the training")
 STEP = Column("step", "step of the optimizer; 0 is before the first", kind="whole")
 METRIC = Column("metric", "name of the metric (`sinkscope list metrics`)", kind="text")
 VALUE = Column("value", "its value")
+SUMMARY_COLUMNS = (METRIC, VALUE)
+WHOLE_MODEL = -1  # in the column `layer`
 
 # tables that trainings write; measuring/tables.py has all tables
 TRAINING_TABLES: dict[str, Columns] = {

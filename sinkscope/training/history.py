@@ -16,7 +16,6 @@ from sinkscope.measuring.measure import measure
 from sinkscope.measuring.observables.attention import Attention
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.subject import Subject
-from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.family import Family, vocabulary
 from sinkscope.models.in_memory import undisturbed
@@ -24,6 +23,7 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
 from sinkscope.results.findings import FEWEST_QUERIES
 from sinkscope.results.metrics import is_sink
+from sinkscope.results.tables import WHOLE_MODEL
 from sinkscope.retrofits import gate_displacement
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.batch import Batch

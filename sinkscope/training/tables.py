@@ -8,9 +8,8 @@ from collections.abc import Mapping
 import numpy as np
 import pandas as pd
 
-from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.results.run import RunData
-from sinkscope.results.tables import LEADING, TRAINING_TABLES, names_of
+from sinkscope.results.tables import LEADING, TRAINING_TABLES, WHOLE_MODEL, names_of
 
 UNTOUCHED = "untouched"  # the arm of the unchanged model
 

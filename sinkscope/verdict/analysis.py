@@ -19,7 +19,7 @@ from sinkscope.errors import counted
 from sinkscope.measuring.estimates import RUN_CLAIMS, SPIKE, delta_gaps, gradient_ratio, sink_heads
 from sinkscope.measuring.observables.massive import THRESHOLD
 from sinkscope.measuring.observables.reductions import LATER
-from sinkscope.measuring.summary import WHOLE_MODEL, later_sinks
+from sinkscope.measuring.summary import later_sinks
 from sinkscope.models.family import ATTENTION
 from sinkscope.results import findings as limits
 from sinkscope.results.findings import ALMOST_NO_SINK, NO_SINK, STRONG, USUAL, Finding, Outcome
@@ -30,9 +30,10 @@ from sinkscope.results.papers import LENGTH, SETTING, SINK_RATES, published_rate
 from sinkscope.results.positions import ADDED, WITHIN_ATTENTION, kinds_of_positions, unequal
 from sinkscope.results.run import WITH, RunData
 from sinkscope.results.sequences import Lacks, Sequences
+from sinkscope.results.side_by_side import span
 from sinkscope.results.statistics import Estimate
-from sinkscope.results.tables import Column, names_of
-from sinkscope.verdict.report import Report, coordinates_text, layers_text, span
+from sinkscope.results.tables import WHOLE_MODEL, Column, names_of
+from sinkscope.verdict.report import Report, coordinates_text, layers_text
 
 # the table `finding`
 TABLE = "finding"

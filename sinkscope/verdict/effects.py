@@ -16,12 +16,13 @@ from sinkscope.interventions import parse
 from sinkscope.interventions.intervention import Expectation
 from sinkscope.interventions.massive import MeanMassive, ZeroMassive
 from sinkscope.measuring.experiment import BEFORE
-from sinkscope.measuring.summary import NO_POSITION, WHOLE_MODEL
+from sinkscope.measuring.summary import NO_POSITION
 from sinkscope.results.findings import COLLAPSE, HALF, HARM, MATERIAL, NO_SINK, SPREAD, Finding, Outcome
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Lacks, Sequences, table_of
 from sinkscope.results.statistics import bootstrap, positive_jackknife, weighted_means
+from sinkscope.results.tables import WHOLE_MODEL
 from sinkscope.verdict.analysis import settings
 from sinkscope.verdict.report import Report, layers_text
 

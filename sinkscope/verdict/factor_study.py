@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.results.findings import SINK, Published
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.papers import WSE_TRAININGS
+from sinkscope.results.tables import WHOLE_MODEL
 
 TABLE = "sweep_training"
 # metric → its heading

@@ -41,13 +41,12 @@ from scipy import stats
 
 from sinkscope.measuring.estimates import gradient_ratios, norm_ratios, sink_rates
 from sinkscope.measuring.observables.reductions import GROUPS
-from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.results.findings import SINK, Finding, Outcome
 from sinkscope.results.judgment import NotDefined
 from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import DRAWS, LEVEL, SEED, Estimate, bootstrap, resamplings
-from sinkscope.results.tables import Column
+from sinkscope.results.tables import WHOLE_MODEL, Column
 
 TABLE = "onset"
 COLUMNS = (

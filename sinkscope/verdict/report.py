@@ -58,8 +58,3 @@ def spans(numbers: Iterable[int]) -> str:
     runs = groupby(enumerate(sorted(map(int, numbers))), lambda pair: pair[1] - pair[0])  # constant in a run
     ends = [[number for _, number in run] for _, run in runs]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in ends)
-
-
-def span(ends: tuple[int, int]) -> str:
-    """Return "64" for (64, 64) and "5 to 12" for (5, 12)."""
-    return f"{ends[0]}" if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"

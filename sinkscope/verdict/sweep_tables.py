@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.errors import InputError
-from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.models.steps import step_of
 from sinkscope.options.sweep_file import Cell
 from sinkscope.options.training import tokens_a_step
@@ -19,7 +18,7 @@ from sinkscope.results.run import policy_of
 from sinkscope.results.scorecard import TABLES as CLAIM_TABLES
 from sinkscope.results.scores import main_scores
 from sinkscope.results.statistics import bootstrap, resamplings, weighted_means
-from sinkscope.results.tables import LEADING, METRIC, VALUE, Column, names_of, read_table
+from sinkscope.results.tables import LEADING, METRIC, VALUE, WHOLE_MODEL, Column, names_of, read_table
 from sinkscope.verdict.factor_study import TABLE as STUDY
 from sinkscope.verdict.factor_study import studied
 

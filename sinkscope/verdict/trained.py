@@ -6,11 +6,11 @@ from itertools import combinations
 import numpy as np
 import pandas as pd
 
-from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.results.findings import Finding
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 from sinkscope.results.statistics import mean_of_runs
+from sinkscope.results.tables import WHOLE_MODEL
 from sinkscope.training.tables import HELD_OUT, TABLES, at_equal_loss, courses, sinking_layer
 from sinkscope.verdict.table_formats import as_markdown, table_with_spread
 

@@ -1,25 +1,31 @@
 """The command line: its output and files, and its errors for wrong input, which write nothing."""
 
 import errno
+import io
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.text import Text
 from support.figures import rough_figures
 from support.retrofit_command import command_line
 from support.tables import assert_same_tables
 from tiny import tiny_model
-from typer.testing import Result
+from typer.testing import CliRunner, Result
 
 import sinkscope.figures
 import sinkscope.results.tables
 from sinkscope.cli.app import app
+from sinkscope.cli.printing import InMarkdown, fitted
 from sinkscope.figures import FIGURES, applicable
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.output.run import Run
+from sinkscope.results.metrics import METRICS
 from sinkscope.results.tables import LEADING, names_of, write_table
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -291,8 +297,85 @@ def test_series_and_recipes_that_are_interrupted(bare: Path, steps: Path, failin
         assert refused(1, *command, "--quiet") == "sinkscope: interrupted: nothing was written"
 
 
+@pytest.mark.usefixtures("no_figures")
+def test_results_as_json(tiny: Path) -> None:
+    def found(*args: object, status: int = 0) -> dict[str, Any]:
+        result = command_line(*args, "--json")
+        assert result.exit_code == status, result.output
+        return json.loads(result.stdout)
+
+    measured = found("analyze", tiny, *SMALL, "--out", "run", "--no-page")
+    run = Run.open("run")
+    assert (measured["command"], measured["folder"], measured["failure"]) == ("analyze", "run", None)
+    assert measured["metrics"]["sink_rate"] == run.metric("sink_rate")
+    sink = next(each for each in measured["findings"] if each["name"] == "sink")
+    (row,) = run.tables["finding"].query("finding == 'sink' and number == 'value'").to_dict("records")
+    assert (sink["value"], sink["interval"]) == (row["value"], [row["low"], row["high"]])
+    assert (sink["threshold"], sink["null"]) == (row["threshold"], None)
+    shown = found("compare", "run", "run")
+    assert next(each for each in shown["tables"]["numbers"] if each["metric"] == "sink_rate")["difference"] == 0
+    assert found("list", "metrics")["tables"]["metrics"][0]["metric"] == next(iter(METRICS))
+    assert found("show", "run", "--print")["data"] == {"page": "run/index.html"}
+    assert found("doctor", tiny)["data"]["ok"] is True
+    assert found("analyze", "nothing/at/all", status=2)["error"].startswith("nothing/at/all: no such file")
+    assert found("analyze", "--seq-len", "1", status=2)["status"] == 2
+
+
+def test_tables_cut_no_number_in_a_narrow_terminal(finished: tuple[Result, Path]) -> None:
+    """Words are on several lines, and a table that does not fit becomes one for each row."""
+    numbers = ["0.123456", "1,234.5", "[0.69, 0.75]", "-1.5e-05", "97.49%"]
+    rows = [[Text(f"{word} of the whole model", "yellow"), *map(Text, numbers)] for word in ("first", "second")]
+    for columns in (3, 6):
+        header = [Text(name) for name in ("what is measured", *"abcde")][:columns]
+        drawn = render(fitted(header, [row[:columns] for row in rows], 60))
+        for number in " ".join(numbers[: columns - 1]).split():
+            assert drawn.count(number) == 2, drawn
+    drawn = render(InMarkdown(finished[0].stdout))
+    for row in Run.open(finished[1]).report.table.itertuples(index=False):
+        assert all(word in drawn for word in str(row[-1]).split())
+
+
+def render(table: Any) -> str:
+    """Return what a terminal of 60 columns shows."""
+    console = Console(width=60, force_terminal=True, color_system=None, file=io.StringIO())
+    console.print(table)
+    drawn = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, drawn.splitlines())) <= 60
+    return drawn
+
+
+def test_shells_complete_commands_choices_and_names() -> None:
+    for typed, expected in (
+        ("sinkscope qua", "quantize"),
+        ("sinkscope analyze --batch", "--batch-size"),
+        ("sinkscope analyze --dtype bf", "bfloat16"),
+        ("sinkscope list rec", "recipes"),
+        ("sinkscope run all", "all-interventions"),
+    ):
+        asked = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" ")), "_SINKSCOPE_COMPLETE": "complete_bash"}
+        completed = CliRunner().invoke(app, env=asked, prog_name="sinkscope")
+        assert completed.stdout.split() == [expected], typed
+
+
+def test_commands_that_load_no_model_do_not_import_torch(finished: tuple[Result, Path]) -> None:
+    code = f"""
+import sys
+from sinkscope.cli.app import app
+for args in (["show", {str(finished[1])!r}, "--print"], ["list"], ["list", "metrics"], ["list", "recipes"]):
+    try:
+        app(args)
+    except SystemExit as end:
+        assert end.code == 0
+assert not {{"torch", "transformers", "matplotlib"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
 def test_list() -> None:
-    result = command_line("list")
+    overview = command_line("list").stdout
+    assert max(map(len, overview.splitlines())) <= 80
+    assert "observables" in overview
+    result = command_line("list", "all")
     assert (result.exit_code, result.stderr) == (0, "")
     for name in ("attention", "massive", "qwen3_moe", "post-norm", "interceptor", *FIGURES):
         assert name in result.stdout

@@ -90,6 +90,29 @@ def test_a_hub_that_goes_on_failing(
     assert_right(swept(tmp_path, asked, workers=1, retry=True), tiny)
 
 
+def test_a_hub_that_cannot_be_reached(
+    stocked: Hub, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is asked once and reported in one line; the local model is measured, and the others by the same command."""
+    asks: list[bool] = []
+    download = files.snapshot_download
+
+    def counted(*args: Any, local_files_only: bool, **options: Any) -> str:
+        asks.append(not local_files_only)
+        return download(*args, local_files_only=local_files_only, **options)
+
+    monkeypatch.setattr(files, "snapshot_download", counted)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    asked = f"models: [org/one, {{model: org/two, revisions: [main, step1]}}, {tiny}]"
+    done = swept(tmp_path, asked, workers=1, quiet=False)
+    assert [each.state for each in done.plan] == [State.FAILED] * 3 + [State.DONE]
+    assert sum(asks) == 1
+    assert done.failure.count("the hub cannot be reached") == 1
+    assert capsys.readouterr().err.count("cannot be reached") == 1
+    monkeypatch.setattr(constants, "ENDPOINT", stocked.url)
+    assert_right(swept(tmp_path, asked, workers=1), tiny)
+
+
 def test_a_disk_without_room_for_all_models(stocked: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes before any download; with --evict only the models of the workers need room."""
     (content,) = stocked.repos["org/one"].commits.values()

@@ -1,14 +1,19 @@
-"""The choice of a run's observables, and the registration of a new one."""
+"""The registration of a new observable, and the progress bar."""
 
-from typing import ClassVar
+import io
+from typing import Any, ClassVar
 
 import pandas as pd
 import pytest
+from rich.console import Console
+from rich.progress import Progress
+from support.tables import assert_same_tables
 from tiny import tiny_model
 
 import sinkscope
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
+from sinkscope.measuring.processes import Team
 from sinkscope.results.tables import LEADING, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
@@ -44,3 +49,25 @@ def test_a_new_observable_is_a_class_and_a_line_in_the_register(monkeypatch: pyt
     assert columns["column"].tolist() == ["sequence", "token_id", "token", "depth"]
     assert columns["unit"].tolist()[-1] == "layers"
     assert "last-token" in sinkscope.list("observables")["observable"].tolist()
+
+
+def test_the_bar_moves_at_every_layer_and_changes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards and, with gradients, backwards; after the first batch it knows the time that is left."""
+    asked: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 8, "batch_size": 2, "quiet": False}
+    plain = sinkscope.analyze(tiny_model("llama"), **asked)
+    moves: list[tuple[float, str]] = []
+
+    def update(progress: Progress, task: Any, completed: float) -> None:
+        moves.append((completed, progress.tasks[0].fields["bar"].left))
+
+    monkeypatch.setattr(Progress, "update", update)
+    monkeypatch.setattr(Team, "console", lambda *_: Console(file=io.StringIO(), force_terminal=True))
+    watched = sinkscope.analyze(tiny_model("llama"), **asked)
+    layers = plain.tables["summary"]["layer"].max() + 1
+    shares = [2 * move / (2 * layers) for move in range(1, 2 * layers + 1)]
+    assert [done for done, _ in moves] == pytest.approx([*shares, 2, *(2 + share for share in shares), 4])
+    assert [left for _, left in moves[: 2 * layers]] == [""] * (2 * layers)
+    assert moves[2 * layers + 1][1] == "0 s left"
+    assert_same_tables(watched.tables, plain.tables, check_exact=True)
+    assert watched.manifest["expected"]["seconds"] > 0
+    assert watched.manifest["expected"]["memory_mb"] > 500

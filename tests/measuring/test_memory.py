@@ -6,22 +6,26 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from hub import Hub, Repo
 from support.live_memory import LiveMemory
 from tiny import FORWARD, TINY, batched, measured, padded, ragged_tokens, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import sinkscope
+from sinkscope.errors import InputError
 from sinkscope.measuring import memory, tracer
-from sinkscope.measuring.memory import bytes_per_token
+from sinkscope.measuring.memory import Memory, bytes_per_token
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.models.families import find_family
-from sinkscope.models.loading import free_memory
+from sinkscope.models.memory import free_memory
+from sinkscope.options.measuring import make_config
 from sinkscope.retrofits import retrofit_model
 
 ALL = (*FORWARD, "gradient")
 SETTINGS = Settings(positions=4, window=8)
 TOKENS = 512
+HUGE = {"hidden_size": 4096, "intermediate_size": 8192, "num_hidden_layers": 15, "vocab_size": 32000}
 
 
 @pytest.fixture
@@ -30,12 +34,17 @@ def recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracer, "tokens_that_fit", lambda model, backward: 0)
 
 
-def peak(name: str, layers: int, backward: bool, dtype: torch.dtype) -> tuple[int, float]:
-    """Return the largest number of bytes that live in a pass over TOKENS tokens, and its estimate."""
+def grown(name: str, layers: int, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a tiny model with more layers and positions."""
     kind, sizes = TINY[name]
     depth = "n_layer" if "n_layer" in sizes else "num_hidden_layers"
     config = AutoConfig.for_model(kind, **sizes | {depth: layers, "max_position_embeddings": TOKENS})
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+
+
+def peak(name: str, layers: int, backward: bool, dtype: torch.dtype) -> tuple[int, float]:
+    """Return the largest number of bytes that live in a pass over TOKENS tokens, and its estimate."""
+    model = grown(name, layers, dtype)
     names = ALL if backward else FORWARD
     with tracer.open_tracer(model, find_family(model)) as opened:
         observables = [OBSERVABLES[each](SETTINGS) for each in names]
@@ -89,6 +98,42 @@ def test_the_run_says_what_batch_it_took(monkeypatch: pytest.MonkeyPatch, capsys
         assert f"6 sequences in batches of {size} × 10" in capsys.readouterr().err
     sinkscope.analyze(model, batch_size=2, **options)
     assert "in batches of" not in capsys.readouterr().err
+
+
+def test_the_peak_of_a_run_is_estimated() -> None:
+    """Of the libraries, of which a test knows nothing, the weights and one batch."""
+    found, batch = peak("llama", 6, True, torch.float32)
+    model = grown("llama", 6)
+    options = make_config(seq_len=TOKENS, batch_size=3, num_seqs=1)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    estimated = Memory(model, options, True, 1 << 40).peak(torch.float32) - memory.LIBRARIES
+    assert estimated == pytest.approx(weights + batch, rel=1e-6)
+    assert 0.5 < estimated / (weights + found) < 2.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "bfloat16"}, "(5.2 GB of weights in bfloat16), and 4.5 GB are free: no other --dtype, --seq-len"),
+        ({"dtype": "float32"}, "org/huge needs 10.4 GB of memory (10.4 GB of weights in float32)"),
+        ({"dtype": "bfloat16", "free": 5.5, "seq_len": 8192}, "are free: --seq-len "),
+        ({"dtype": "float32", "free": 5.5}, "are free: --dtype bfloat16 would fit; --force goes on"),
+        ({"dtype": "bfloat16", "free": 5.5, "batch_size": 20, "seq_len": 512}, "--batch-size 1 or --seq-len "),
+    ],
+)
+def test_a_model_that_cannot_fit_is_refused_before_its_weights_are_downloaded(
+    options: dict[str, Any], message: str, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = LlamaConfig(**HUGE, architectures=["LlamaForCausalLM"])
+    hub.repos["org/huge"] = Repo({"main": {"config.json": config.to_json_string().encode(), "model.safetensors": b""}})
+    free = int(options.pop("free", 4.5) * 2**30)
+    monkeypatch.setattr(memory, "free_memory", lambda device: free)
+    with pytest.raises(InputError) as refused:
+        sinkscope.analyze("org/huge", **options)
+    assert message in str(refused.value)
+    assert not any("model.safetensors" in request for request in hub.requests)
+    with pytest.raises(InputError, match="damaged or cut short"):  # which only reading the weights shows
+        sinkscope.analyze("org/huge", force=True, **options)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "meta", "mps"])

@@ -11,10 +11,11 @@ from support import made_up_runs
 from tiny import tiny_model
 
 import sinkscope
-from sinkscope.measuring.summary import WHOLE_MODEL, summarize
+from sinkscope.measuring.summary import summarize
 from sinkscope.models.families import find_family
 from sinkscope.output.run import Run
 from sinkscope.results.findings import FEWEST_QUERIES
+from sinkscope.results.tables import WHOLE_MODEL
 from sinkscope.text.inputs import TokenInputs
 
 LLAMA = find_family(tiny_model("llama"))

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from sinkscope.html_page import PAGE, Contents, write_page
+from sinkscope.html_page import Contents, write_page
+from sinkscope.results.manifest import PAGE
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # opens all details, sets every choice to its last and its first value, presses every button; returns their number

@@ -15,15 +15,14 @@ from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any, Protocol
 
-import psutil
 import torch
 
 from sinkscope.commands.sweeping.worker import Event, Group, State, measured, settle
 from sinkscope.errors import InputError, SinkscopeError, described
 from sinkscope.measuring.processes import Team
+from sinkscope.models.memory import available_memory
 from sinkscope.options.output import SweepOptions
 
 
@@ -98,7 +97,6 @@ def split(groups: list[Group], workers: int) -> list[Group]:
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 SILENCE = "sinkscope.commands.sweeping.silence"
 GRACE = 15.0  # seconds for a worker to clean up before it is killed
-CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current"))
 
 
 @dataclass(eq=False)
@@ -183,16 +181,6 @@ def _how_lost(code: int | None) -> str:
         return f"its process ended with status {code}"
     hint = ": memory may have run out" if -code == getattr(signal, "SIGKILL", None) else ""
     return f"its process was ended by signal {-code}{hint}"
-
-
-def available_memory() -> int:
-    """Return the free bytes of this machine, or of this container if it has fewer."""
-    free = int(psutil.virtual_memory().available)
-    try:
-        most, used = (int(path.read_text(encoding="utf-8")) for path in CGROUP)
-    except (OSError, ValueError):  # no container, or one without a limit («max»)
-        return free
-    return min(free, max(0, most - used))
 
 
 # --- in the worker's process

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from huggingface_hub import constants, dataset_info
 
 from sinkscope.errors import LONGEST, InputError, SinkscopeError, described, is_out_of_memory, one_line, was_interrupted
 from sinkscope.measuring.processes import team
+from sinkscope.measuring.subject import check_memory
 from sinkscope.models.adapters import ADAPTER_CONFIG, find_adapter
 from sinkscope.models.files import SMALL_FILES, fetch, find_settings, is_on_hub, quiet
 from sinkscope.options.files import kind_of, names_in, user_path
@@ -153,8 +155,9 @@ def _loaded(options: Any, models: dict[str, Any]) -> Any:
     if not models:
         from sinkscope.commands.load import load
 
+        check = None if getattr(options, "force", True) else partial(check_memory, config=options)
         try:
-            models["loaded"] = load(**{name: getattr(options, name) for name in LOADED_BY})
+            models["loaded"] = load(**{name: getattr(options, name) for name in LOADED_BY}, check=check)
         except Exception as error:
             models["error"] = error
     if "error" in models:

@@ -31,9 +31,9 @@ from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.measuring.observables.close_ups import AttentionMaps
 from sinkscope.measuring.observables.observable import Observable, Settings
-from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.family import Family
+from sinkscope.results.tables import WHOLE_MODEL
 from sinkscope.retrofits.retrofit import RETROFIT, GatePart
 from sinkscope.text.batch import Batch
 from sinkscope.text.sources import documents

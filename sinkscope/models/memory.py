@@ -1,0 +1,39 @@
+"""The memory that is free on a device for this process."""
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+# of this container, by version of control groups: its limit, what it uses, and the entry of its statistics for cached
+# files, which are given up where memory is needed
+CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "inactive_file"),
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+)
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that are free on a device for this process, with those that PyTorch keeps for later tensors."""
+    own: Any = torch.cpu if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    if not hasattr(own, "mem_get_info"):  # nor has mps, which shares the CPU's memory
+        return available_memory()
+    return own.mem_get_info(device)[0] + own.memory_reserved(device) - own.memory_allocated(device)
+
+
+def available_memory() -> int:
+    """Return the free bytes of this machine, or of this container if it has fewer."""
+    free = int(psutil.virtual_memory().available)
+    for limit, used, cached in CGROUPS:
+        try:
+            most, now = (int(Path(path).read_text(encoding="utf-8")) for path in (limit, used))
+            statistics = dict(line.split() for line in Path(used).with_name("memory.stat").open(encoding="utf-8"))
+        except (OSError, ValueError):  # no container of this version, or one without a limit («max»)
+            continue
+        free = min(free, max(0, most - now + int(statistics.get(cached, 0))))
+    return free

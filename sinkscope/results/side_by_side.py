@@ -1,0 +1,103 @@
+"""Runs of `analyze` side by side: their names, their metrics, and the settings in which they differ."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import pandas as pd
+
+from sinkscope.results.run import RunData, policy_of
+from sinkscope.results.tables import SUMMARY_COLUMNS, WHOLE_MODEL, Columns
+
+# the settings that two runs must share for their numbers to be comparable, and where run.json has them
+SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    # the condition of a retrofit's arm is its method
+    "input": lambda manifest: manifest["input"].get("text", manifest["condition"]),
+    "input tokens": lambda manifest: str(manifest["input"]["sha256"])[:12],
+    "BOS": lambda manifest: policy_of(manifest["input"]["token_zero"]),
+    "token 0": lambda manifest: manifest["input"]["token_zero"],
+    "sequences": lambda manifest: manifest["input"]["sequences"],
+    "seq-len": lambda manifest: span((manifest["input"]["shortest"], manifest["input"]["longest"])),
+    "window": lambda manifest: manifest["config"]["window"],
+    "positions": lambda manifest: manifest["config"]["positions"],
+    "epsilon": lambda manifest: manifest["config"]["epsilon"],
+    "dtype": lambda manifest: manifest["dtype"],
+    "kernel": lambda manifest: manifest["kernel"],
+    "sinkscope": lambda manifest: manifest["sinkscope"],
+}
+
+
+class Summary(RunData):
+    """A run of which only the table `summary` is read, without importing what measures the others."""
+
+    columns: ClassVar[Mapping[str, Columns]] = {"summary": SUMMARY_COLUMNS}
+
+
+def metrics_of(runs: Sequence[RunData], names: Sequence[str]) -> pd.DataFrame:
+    """Return the metrics of the whole model by run; for two runs also `difference` (second − first) and `ratio`."""
+    whole = []
+    for run in runs:
+        summary = run.tables["summary"]
+        whole.append(summary[summary["layer"] == WHOLE_MODEL].set_index("metric")["value"])
+    table = pd.concat(whole, axis=1, keys=names, sort=False).rename_axis("metric")
+    if len(runs) == 2:
+        first, second = table.iloc[:, 0], table.iloc[:, 1]
+        table["difference"] = second - first
+        table["ratio"] = second / first.where(first != 0)
+    return table
+
+
+def differing_settings(manifests: Sequence[dict[str, Any]], names: Sequence[str]) -> pd.DataFrame:
+    """Return a row for each setting of the manifests in which the runs differ, and a column for each run."""
+
+    def setting(read: Callable[[dict[str, Any]], Any], manifest: dict[str, Any]) -> str:
+        try:
+            return str(read(manifest))
+        except (KeyError, TypeError):
+            return "not recorded"
+
+    rows = {name: [setting(read, manifest) for manifest in manifests] for name, read in SETTINGS.items()}
+    differing = {name: values for name, values in rows.items() if len(set(values)) > 1}
+    if "input" in differing:
+        differing.pop("input tokens", None)  # these then differ, too
+    return pd.DataFrame.from_dict(differing, orient="index", columns=list(names))
+
+
+def differing_lines(differing: Mapping[Any, Mapping[Any, object]]) -> list[str]:
+    """Return a line for each setting: "dtype differs: float32 (a), bfloat16 (b)"."""
+    return [
+        f"{setting} differs: {', '.join(f'{value} ({run})' for run, value in values.items())}"
+        for setting, values in differing.items()
+    ]
+
+
+def labels(runs: Sequence[RunData]) -> tuple[list[str], str]:
+    """Return labels of runs: the parts of model, revision and condition that differ, and the common parts."""
+    parts = [(model_name(run.model), run.manifest["model"].get("revision") or "", run.condition) for run in runs]
+    if len(set(parts)) == 1:  # one run, or runs that differ in other options
+        name = " · ".join(part for part in parts[0] if part)
+        return ([name] if len(runs) == 1 else [f"run {place}" for place in range(1, len(runs) + 1)]), name
+    differ = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
+    names = [" · ".join(part for part, keep in zip(row, differ, strict=True) if keep and part) for row in parts]
+    common = " · ".join(part for part, keep in zip(parts[0], differ, strict=True) if part and not keep)
+    names = [shorten(name, 48) for name in names]
+    if len(set(names)) < len(names):
+        names = [f"{name} ({place})" for place, name in enumerate(names, 1)]
+    return names, common
+
+
+def model_name(model: str) -> str:
+    """Return the part of a hub id or a path after the last slash."""
+    return model.rstrip("/").split("/")[-1]
+
+
+def shorten(text: str, longest: int) -> str:
+    """Leave out the middle of a text that is too long, because names differ at their ends."""
+    if len(text) <= longest:
+        return text
+    head = (longest - 1) // 2
+    return f"{text[:head]}…{text[len(text) - (longest - 1 - head) :]}"
+
+
+def span(ends: tuple[int, int]) -> str:
+    """Return "64" for (64, 64) and "5 to 12" for (5, 12)."""
+    return f"{ends[0]}" if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
