@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sinkscope.commands.analyze import analyze as analyze
     from sinkscope.commands.analyze import analyze_steps as analyze_steps
     from sinkscope.commands.benchmark import benchmark as benchmark
+    from sinkscope.commands.card import card as card
     from sinkscope.commands.claims import claims as claims
     from sinkscope.commands.doctor import doctor as doctor
     from sinkscope.commands.intervene import intervene as intervene
@@ -45,7 +46,10 @@ _PUBLIC = {
     "commands.analyze": ("analyze", "analyze_steps"),
     "commands.show": ("page", "show"),
     "commands.run": ("run_recipe",),
-    **{f"commands.{name}": (name,) for name in ("benchmark", "claims", "doctor", "intervene", "load", "quantize")},
+    **{
+        f"commands.{name}": (name,)
+        for name in ("benchmark", "card", "claims", "doctor", "intervene", "load", "quantize")
+    },
     **{f"commands.{name}": (name,) for name in ("retrofit", "sweep", "train")},
     "errors": ("InputError", "SinkscopeError"),
     "measuring.intervening": ("intervening",),
