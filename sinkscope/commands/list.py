@@ -12,8 +12,10 @@ import pandas as pd
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, unknown
 from sinkscope.options.output import ListOptions, OutputOptions
+from sinkscope.plugins import package_of
 
 Rows = list[tuple[Any, ...]]
+PACKAGE = "plugin"
 
 
 def command(options: ListOptions, output: OutputOptions) -> Result:
@@ -25,18 +27,26 @@ def listing(kind: str | None = None) -> dict[str, pd.DataFrame]:
     if kind is not None and kind not in KINDS:
         raise InputError(unknown(kind, KINDS))
     return {
-        name: pd.DataFrame(rows(), columns=list(columns))
+        name: _without_empty_package(pd.DataFrame(rows(), columns=list(columns)))
         for name, (rows, *columns) in KINDS.items()
         if kind in (None, name)
     }
 
 
+def _without_empty_package(table: pd.DataFrame) -> pd.DataFrame:
+    """Leave out the column of packages if there is no entry of a plugin."""
+    return table.drop(columns=PACKAGE) if PACKAGE in table and not table[PACKAGE].any() else table
+
+
 def _entries(place: str, *attributes: str) -> Rows:
-    """List the entries of a register, given as MODULE:NAME, with these attributes, which are texts or names."""
+    """List the entries of a register, MODULE:NAME, with these attributes, texts or names, and the plugin's package."""
     module, name = place.split(":")
     register = getattr(import_module(f"sinkscope.{module}"), name)
     values = {name: [getattr(item, attribute) for attribute in attributes] for name, item in register.items()}
-    return [(name, *(part if isinstance(part, str) else ", ".join(part) for part in of)) for name, of in values.items()]
+    return [
+        (name, *(part if isinstance(part, str) else ", ".join(part) for part in of), package_of(register, name))
+        for name, of in values.items()
+    ]
 
 
 def _architectures() -> Rows:
@@ -52,7 +62,11 @@ def _architectures() -> Rows:
 def _figures() -> Rows:
     from sinkscope.figures import KINDS as REGISTERS
 
-    return [(name, kind, spec.about) for kind, specs in REGISTERS.items() for name, spec in specs.items()]
+    return [
+        (name, kind, spec.about, package_of(specs, name))
+        for kind, specs in REGISTERS.items()
+        for name, spec in specs.items()
+    ]
 
 
 def _families() -> Rows:
@@ -99,35 +113,36 @@ def _claims() -> Rows:
     for claim in CLAIMS.values():
         for part in claim.parts:
             test = part.test.text(part.form) + "‡" * claim.is_ours
-            rows.append((claim.id, claim.paper, claim.reference, claim.statement, part.quantity, test))
+            words = (claim.reference, claim.statement, part.quantity, test)
+            rows.append((claim.id, claim.paper, *words, package_of(CLAIMS, claim.id)))
     return rows
 
 
 # kind → (its rows, column, …)
 KINDS: dict[str, tuple[Any, ...]] = {
     "observables": (
-        partial(_entries, "measuring.observables:OBSERVABLES", "about"), "observable", "what it measures",
+        partial(_entries, "measuring.observables:OBSERVABLES", "about"), "observable", "what it measures", PACKAGE,
     ),
     "interventions": (
         partial(_entries, "interventions:INTERVENTIONS", "about", "control_about", "paper", "model_fields"),
-        "intervention", "what it does", "random control", "whose", "parameters",
+        "intervention", "what it does", "random control", "whose", "parameters", PACKAGE,
     ),
     "retrofits": (
         partial(_entries, "retrofits:RETROFITS", "about", "paper", "model_fields"),
-        "retrofit", "what is added", "whose", "parameters",
+        "retrofit", "what is added", "whose", "parameters", PACKAGE,
     ),
     "architectures": (_architectures, "architecture", "model type", "configuration"),
-    "tasks": (partial(_entries, "training.tasks:TASKS", "about"), "task", "what is learned"),
-    "figures": (_figures, "figure", "of", "what it shows"),
+    "tasks": (partial(_entries, "training.tasks:TASKS", "about"), "task", "what is learned", PACKAGE),
+    "figures": (_figures, "figure", "of", "what it shows", PACKAGE),
     "families": (_families, "model type", "where", "wiring", "positions", "door", "sites absent"),
     "recipes": (partial(_files, "run", 1), "recipe", "title", "reproduces"),
     "sweeps": (partial(_files, "sweep", 2), "sweep", "title", "reproduces", "cells"),
     "tables": (_tables, "table", "column", "what it holds", "unit"),
     "metrics": (
         partial(_entries, "results.metrics:METRICS", "label", "unit", "definition", "source"),
-        "metric", "label", "unit", "definition", "source",
+        "metric", "label", "unit", "definition", "source", PACKAGE,
     ),
     "claims": (
-        _claims, "claim", "paper", "where", "what it says", "what is measured", "holds if (‡ our threshold)",
+        _claims, "claim", "paper", "where", "what it says", "what is measured", "holds if (‡ our threshold)", PACKAGE,
     ),
 }  # fmt: skip
