@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from sinkscope.commands.analyze import analyze as analyze
     from sinkscope.commands.analyze import analyze_steps as analyze_steps
     from sinkscope.commands.benchmark import benchmark as benchmark
+    from sinkscope.commands.card import card as card
     from sinkscope.commands.claims import claims as claims
     from sinkscope.commands.doctor import doctor as doctor
     from sinkscope.commands.intervene import intervene as intervene
@@ -54,8 +55,8 @@ _PUBLIC = {
     "commands.show": ("page", "show"),
     "commands.list": ("list",),
     "commands.run": ("run", "run_recipe"),
-    **{f"commands.{name}": (name,) for name in ("benchmark", "claims", "doctor", "intervene", "load", "quantize")},
-    **{f"commands.{name}": (name,) for name in ("retrofit", "sweep", "train")},
+    **{f"commands.{name}": (name,) for name in ("benchmark", "card", "claims", "doctor", "intervene", "load")},
+    **{f"commands.{name}": (name,) for name in ("quantize", "retrofit", "sweep", "train")},
     "errors": ("InputError", "SinkscopeError"),
     "measuring.intervening": ("intervening",),
     "measuring.quantization_study": ("calibrate_ranges",),

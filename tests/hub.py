@@ -1,4 +1,4 @@
-"""A small Hugging Face hub on the loopback: the endpoints that downloads need, over files in memory or disk.
+"""A small Hugging Face hub on the loopback: the endpoints of downloads and small uploads, over files in memory or disk.
 
     with Hub({"org/name": Repo({"main": folder})}) as hub:
         ...  # HF_ENDPOINT=hub.url
@@ -10,6 +10,7 @@ missing repository, revision or file and a gated repository.
 import hashlib
 import json
 import re
+from base64 import b64decode
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,9 +23,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 Files = Path | Mapping[str, bytes]
 
-API = re.compile(r"/api/models/(?P<repo>[^/]+(?:/[^/]+)?)")
+API = re.compile(r"/api/(?:models|datasets)/(?P<repo>[^/]+(?:/[^/]+)?)")
 CUT = 0  # the fault of a download that is cut off
-RESOLVE = re.compile(r"/(?P<repo>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
+RESOLVE = re.compile(r"(?:/datasets)?/(?P<repo>[^/]+(?:/[^/]+)?)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
 
 
 @dataclass(frozen=True)
@@ -112,12 +113,53 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
+    def do_POST(self) -> None:
+        """Create a repository, or commit files to it, which come with the request; a token must be sent."""
+        path = urlsplit(self.path).path
+        self.hub.requests.append(f"{self.command} {unquote(path)}")
+        body = self._body()
+        match = API.match(path)
+        if self._token() is None:
+            self._send(401, {"error": "Invalid username or password."})
+        elif path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}"
+            known = self.hub.repos.setdefault(name, Repo({"main": {}}))
+            self._send(409 if known.commits[_commit("main")] else 200, {"url": f"{self.hub.url}/datasets/{name}"})
+        elif path == "/api/validate-yaml":
+            self._send(200, {"errors": [], "warnings": []})
+        elif match is not None and "/preupload/" in path:
+            files = [file["path"] for file in json.loads(body)["files"]]
+            modes = [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in files]
+            self._send(200, {"files": modes})
+        elif match is not None and "/commit/" in path:
+            operations = [json.loads(line) for line in body.splitlines()]
+            files = [each["value"] for each in operations if each["key"] == "file"]
+            before = self.hub.repos[match["repo"]].commits[_commit("main")]
+            new = {file["path"]: b64decode(file["content"]) for file in files}
+            self.hub.repos[match["repo"]] = Repo({"main": before | new})
+            url = f"{self.hub.url}/datasets/{match['repo']}/commit/{_commit('main')}"
+            self._send(200, {"commitUrl": url, "commitOid": _commit("main")})
+        else:
+            self._send(404, {"error": "not found"})
+
+    def _body(self) -> bytes:
+        """Read the content of a request, of a known length or in chunks."""
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        parts = []
+        while size := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
     def _api_match(self, path: str) -> re.Match[str] | None:
         """Find the repository: in `/api/models/gpt2/tree/main` it is gpt2, not gpt2/tree."""
         match = API.match(path)
         if match is None or match["repo"] in self.hub.repos:
             return match
-        bare = re.match(r"/api/models/(?P<repo>[^/]+)", path)
+        bare = re.match(r"/api/(?:models|datasets)/(?P<repo>[^/]+)", path)
         return bare if bare is not None and bare["repo"] in self.hub.repos else match
 
     def _api(self, repo_id: str, rest: str, query: dict[str, list[str]]) -> None:

@@ -12,8 +12,10 @@ import pandas as pd
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, unknown
 from sinkscope.options.output import ListOptions, OutputOptions
+from sinkscope.plugins import package_of
 
 Rows = list[tuple[Any, ...]]
+PACKAGE = "plugin"
 
 
 def command(options: ListOptions, output: OutputOptions) -> Result:
@@ -48,15 +50,23 @@ def listing(kind: str | None = None) -> pd.DataFrame | dict[str, pd.DataFrame]:
     if kind not in KINDS:
         raise InputError(unknown(kind, (*KINDS, "all")))
     _, _, rows, *columns = KINDS[kind]
-    return pd.DataFrame(rows(), columns=columns)
+    return _without_empty_package(pd.DataFrame(rows(), columns=columns))
+
+
+def _without_empty_package(table: pd.DataFrame) -> pd.DataFrame:
+    """Leave out the column of packages if there is no entry of a plugin."""
+    return table.drop(columns=PACKAGE) if PACKAGE in table and not table[PACKAGE].any() else table
 
 
 def _entries(place: str, *attributes: str) -> Rows:
-    """List the entries of a register, given as MODULE:NAME, with these attributes, which are texts or names."""
+    """List the entries of a register, MODULE:NAME, with these attributes, texts or names, and the plugin's package."""
     module, name = place.split(":")
     register = getattr(import_module(f"sinkscope.{module}"), name)
     values = {name: [getattr(item, attribute) for attribute in attributes] for name, item in register.items()}
-    return [(name, *(part if isinstance(part, str) else ", ".join(part) for part in of)) for name, of in values.items()]
+    return [
+        (name, *(part if isinstance(part, str) else ", ".join(part) for part in of), package_of(register, name))
+        for name, of in values.items()
+    ]
 
 
 def _architectures() -> Rows:
@@ -72,7 +82,11 @@ def _architectures() -> Rows:
 def _figures() -> Rows:
     from sinkscope.figures import KINDS as REGISTERS
 
-    return [(name, kind, spec.about) for kind, specs in REGISTERS.items() for name, spec in specs.items()]
+    return [
+        (name, kind, spec.about, package_of(specs, name))
+        for kind, specs in REGISTERS.items()
+        for name, spec in specs.items()
+    ]
 
 
 def _families() -> Rows:
@@ -119,7 +133,8 @@ def _claims() -> Rows:
     for claim in CLAIMS.values():
         for part in claim.parts:
             test = part.test.text(part.form) + "‡" * claim.is_ours
-            rows.append((claim.id, claim.paper, claim.reference, claim.statement, part.quantity, test))
+            words = (claim.reference, claim.statement, part.quantity, test)
+            rows.append((claim.id, claim.paper, *words, package_of(CLAIMS, claim.id)))
     return rows
 
 
@@ -127,17 +142,17 @@ def _claims() -> Rows:
 KINDS: dict[str, tuple[Any, ...]] = {
     "observables": (
         "what a run measures", "--observables A,B",
-        partial(_entries, "measuring.observables:OBSERVABLES", "about"), "observable", "what it measures",
+        partial(_entries, "measuring.observables:OBSERVABLES", "about"), "observable", "what it measures", PACKAGE,
     ),
     "interventions": (
         "changes of a model during a run", "intervene --do NAME",
         partial(_entries, "interventions:INTERVENTIONS", "about", "control_about", "paper", "model_fields"),
-        "intervention", "what it does", "random control", "whose", "parameters",
+        "intervention", "what it does", "random control", "whose", "parameters", PACKAGE,
     ),
     "retrofits": (
         "trainable changes of a model", "retrofit --method NAME",
         partial(_entries, "retrofits:RETROFITS", "about", "paper", "model_fields"),
-        "retrofit", "what is added", "whose", "parameters",
+        "retrofit", "what is added", "whose", "parameters", PACKAGE,
     ),
     "architectures": (
         "models to train from scratch", "train --config NAME",
@@ -145,11 +160,11 @@ KINDS: dict[str, tuple[Any, ...]] = {
     ),
     "tasks": (
         "tasks to train on", "train --text NAME",
-        partial(_entries, "training.tasks:TASKS", "about"), "task", "what is learned",
+        partial(_entries, "training.tasks:TASKS", "about"), "task", "what is learned", PACKAGE,
     ),
     "figures": (
         "figures of runs and sweeps", "run.figure(NAME)",
-        _figures, "figure", "of", "what it shows",
+        _figures, "figure", "of", "what it shows", PACKAGE,
     ),
     "families": (
         "model types with a known wiring", "MODEL",
@@ -170,10 +185,11 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "metrics": (
         "numbers of the table summary", "run.metric(NAME)",
         partial(_entries, "results.metrics:METRICS", "label", "unit", "definition", "source"),
-        "metric", "label", "unit", "definition", "source",
+        "metric", "label", "unit", "definition", "source", PACKAGE,
     ),
     "claims": (
         "claims of papers and their tests", "claims",
         _claims, "claim", "paper", "where", "what it says", "what is measured", "holds if (‡ our threshold)",
+        PACKAGE,
     ),
 }  # fmt: skip

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, unknown
-from sinkscope.figures import COMMAND, FIGURES, OBSERVABLE, is_of
+from sinkscope.figures import COMMAND, FIGURES, is_of, observable_of
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.models.in_memory import text_of
@@ -164,7 +164,7 @@ def check_figures(figures: Iterable[str], command: str, observables: tuple[str, 
         if not is_of(name, command):
             commands = {COMMAND.get(table, "analyze") for table in FIGURES[name].tables}
             raise InputError(f"figure '{name}' is of `sinkscope {min(commands)}`, not of `{command}`")
-        needed = [OBSERVABLE.get(table, table) for table in FIGURES[name].tables]
+        needed = [observable_of(table) or table for table in FIGURES[name].tables]
         missing = [item for item in needed if item in OBSERVABLES and item not in (observables or OBSERVABLES)]
         if missing:
             raise InputError(f"figure '{name}' needs the observable '{missing[0]}', which `observables` leaves out")

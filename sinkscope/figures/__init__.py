@@ -3,13 +3,14 @@
 The function `draw_NAME` in the file draws the figure NAME; the file is imported when one of its figures is first used.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Never
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from sinkscope.errors import InputError, unknown
 from sinkscope.figures.spec import FigureSpec
 from sinkscope.figures.style import Figure
 from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.plugins import load_plugins
 from sinkscope.results.run import RunData
 
 if TYPE_CHECKING:
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 
 def _register(*rows: tuple[str, ...]) -> dict[str, FigureSpec[Any]]:
-    return {name: FigureSpec(name, file, about, tuple(tables)) for name, file, about, *tables in rows}
+    return {
+        name: FigureSpec(name, f"sinkscope.figures.{file}", about, tuple(tables)) for name, file, about, *tables in rows
+    }
 
 
 # fmt: off
@@ -110,7 +113,7 @@ OF_SWEEP: "dict[str, FigureSpec[SweepTables]]" = _register(
 )
 # fmt: on
 # data of a figure → the register of figures with these data
-KINDS: dict[str, Mapping[str, FigureSpec[Never]]] = {
+KINDS: dict[str, dict[str, FigureSpec[Any]]] = {
     "one run": FIGURES,
     "several runs": OF_RUNS,
     "training steps": OF_STEPS,
@@ -121,8 +124,6 @@ KINDS: dict[str, Mapping[str, FigureSpec[Never]]] = {
     "cells of a sweep": OF_SWEEP,
 }
 
-# table → the observable that makes it
-OBSERVABLE = {table: (kind.after or (name,))[0] for name, kind in OBSERVABLES.items() for table in kind.columns}
 # table → the command that makes it, if not `analyze`
 COMMAND = {
     "effect": "intervene",
@@ -134,6 +135,12 @@ COMMAND = {
 ALL_ARMS = ("effect", "arm_maps")  # one figure shows all arms of an experiment
 
 
+def observable_of(table: str) -> str | None:
+    """Return the observable that makes a table; None if a command makes it."""
+    makers = (kind.after or (name,) for name, kind in OBSERVABLES.items() if table in kind.columns)
+    return next(makers, (None,))[0]
+
+
 def is_of(name: str, command: str) -> bool:
     """Return whether runs of a command can have a figure of one run."""
     return command in {COMMAND.get(table, "analyze") for table in FIGURES[name].tables}
@@ -141,6 +148,7 @@ def is_of(name: str, command: str) -> bool:
 
 def draw(name: str, run: RunData) -> Figure:
     """Draw a figure of one run. Raises InputError if the figure is unknown, or the run lacks what it needs."""
+    load_plugins()
     if name not in FIGURES:
         raise InputError(f"figure {unknown(name, FIGURES)}")
     spec = FIGURES[name]
@@ -177,7 +185,7 @@ def _why_missing(run: RunData, missing: Sequence[str]) -> str:
     needs = f" needs the table '{missing[0]}', which"
     if missing[0] in COMMAND:
         return f"{needs} only some runs of `{COMMAND[missing[0]]}` have"
-    observables = dict.fromkeys(OBSERVABLE[table] for table in missing)
+    observables = dict.fromkeys(str(observable_of(table)) for table in missing)
     for observable, reason in (run.manifest.get("not_measured") or {}).items():
         if observable in observables:
             return f": {observable} does not apply to {run.model}: {reason}"

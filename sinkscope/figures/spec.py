@@ -28,7 +28,7 @@ class FigureSpec(Generic[Data_contra]):
     """A figure in the register."""
 
     name: str  # in `sinkscope list figures`, and of the image files
-    file: str  # module of this folder with the function `draw_NAME`, which is imported when it is used
+    module: str  # the module with the function `draw_NAME`, which is imported when it is used
     about: str  # description in one line
     tables: tuple[str, ...]  # tables that the figure needs, with at least one row each
 
@@ -53,4 +53,4 @@ class FigureSpec(Generic[Data_contra]):
 
     @property
     def _draw(self) -> Any:
-        return getattr(import_module(f"sinkscope.figures.{self.file}"), f"draw_{self.name.replace('-', '_')}")
+        return getattr(import_module(self.module), f"draw_{self.name.replace('-', '_')}")

@@ -16,6 +16,7 @@ from sinkscope.interventions.nu import (
 from sinkscope.interventions.sink import MaskSink, MeanSinkValue, ScaleSinkValue, StreamingWindow
 from sinkscope.options.option import filled_in
 from sinkscope.options.spec import parse_spec
+from sinkscope.plugins import load_plugins
 
 INTERVENTIONS: dict[str, type[Intervention]] = {
     intervention.name: intervention
@@ -42,6 +43,7 @@ def parse(text: str) -> Intervention:
 
     A value may be a list: coordinates=138,447 or layers=1-3.
     """
+    load_plugins()
     name = text.partition(":")[0].strip()
     if name not in INTERVENTIONS:
         raise InputError(f"intervention {unknown(name, INTERVENTIONS)}")

@@ -92,7 +92,7 @@ def later_sinks(sinks: pd.DataFrame) -> pd.DataFrame:
 FIRST, REST = "position == 0", "position > 0"
 
 
-def _by_layer(table: str, column: str, reduction: str = "mean", where: str = "") -> Metric:
+def layerwise(table: str, column: str, reduction: str = "mean", where: str = "") -> Metric:
     """Return the metric that reduces a column of a table, or of the rows `where` a condition holds, layer by layer."""
 
     def metric(given: Measured) -> pd.Series | None:
@@ -148,37 +148,37 @@ def _kurtosis_with_norms(given: Measured) -> pd.Series | None:
 # table → the metrics that are computed from it (and from related tables), before those of gradients and query biases
 METRICS_OF: dict[str, dict[str, Metric]] = {
     "attention": {
-        "sink_rate_outside": _by_layer("attention_outside", "sink_rate_outside"),
-        "sink_rate": _by_layer("attention", "sink_rate", where=FIRST),
+        "sink_rate_outside": layerwise("attention_outside", "sink_rate_outside"),
+        "sink_rate": layerwise("attention", "sink_rate", where=FIRST),
         "sink_rate_later": _sink_rate_later,
-        "window_mass": _by_layer("attention", "window_mass", where=FIRST),
-        "sink_mass": _by_layer("attention", "sink_mass", where=FIRST),
-        "attention_entropy": _by_layer("attention_heads", "attention_entropy"),
-        "missing_mass": _by_layer("attention_heads", "missing_mass"),
+        "window_mass": layerwise("attention", "window_mass", where=FIRST),
+        "sink_mass": layerwise("attention", "sink_mass", where=FIRST),
+        "attention_entropy": layerwise("attention_heads", "attention_entropy"),
+        "missing_mass": layerwise("attention_heads", "missing_mass"),
     },
     "geometry": {
         "value_drain": _drain("geometry", "value_norm"),
-        "sink_logit_gap": _by_layer("geometry", "sink_logit_gap", where=FIRST),
-        "qk_cosine": _by_layer("geometry", "qk_cosine", where=FIRST),
+        "sink_logit_gap": layerwise("geometry", "sink_logit_gap", where=FIRST),
+        "qk_cosine": layerwise("geometry", "qk_cosine", where=FIRST),
         "repeated_bound": _repeated_bound,
     },
-    "largest_logit": {"largest_logit": _by_layer("largest_logit", "largest", "max")},
+    "largest_logit": {"largest_logit": layerwise("largest_logit", "largest", "max")},
     "gate": {
-        "gate_first": _by_layer("gate", "gate", where=FIRST),
-        "gate_later": _by_layer("gate", "gate", where=REST),
+        "gate_first": layerwise("gate", "gate", where=FIRST),
+        "gate_later": layerwise("gate", "gate", where=REST),
         "raw_value_drain": _drain("gate", "raw_value_norm"),
     },
     "activation": {
         "norm_ratio": _norm_ratio,
-        "first_norm": _by_layer("activation", "norm_mean", where="site == 'layer_out' and position == 0"),
+        "first_norm": layerwise("activation", "norm_mean", where="site == 'layer_out' and position == 0"),
     },
     "massive": {
         "massive_count": lambda given: given.tables["massive"].groupby("layer")["is_massive"].sum() / len(given.inputs),
     },
     "outlier": {
-        "max_inf_norm": _by_layer("outlier", "max_inf_norm", "max"),
-        "layer_inf_norm": _by_layer("outlier", "max_inf_norm", "max", "site == 'layer_out'"),  # one row per layer
-        "kurtosis": _by_layer("outlier", "kurtosis"),
+        "max_inf_norm": layerwise("outlier", "max_inf_norm", "max"),
+        "layer_inf_norm": layerwise("outlier", "max_inf_norm", "max", "site == 'layer_out'"),  # one row per layer
+        "kurtosis": layerwise("outlier", "kurtosis"),
         "kurtosis_with_norms": _kurtosis_with_norms,
     },
 }

@@ -12,7 +12,7 @@ from sinkscope.options.measuring import (
     QuantizeOptions,
 )
 from sinkscope.options.option import Options
-from sinkscope.options.output import CompareOptions, ListOptions, RunOptions, ShowOptions, SweepOptions
+from sinkscope.options.output import CardOptions, CompareOptions, ListOptions, RunOptions, ShowOptions, SweepOptions
 from sinkscope.options.training import RetrofitOptions, TrainOptions
 
 # command → its options; the command itself is sinkscope/commands/NAME.py. In the order of `sinkscope --help`
@@ -27,6 +27,7 @@ COMMANDS: dict[str, type[Options]] = {
     "run": RunOptions,
     "sweep": SweepOptions,
     "compare": CompareOptions,
+    "card": CardOptions,
     "show": ShowOptions,
     "doctor": DoctorOptions,
     "list": ListOptions,

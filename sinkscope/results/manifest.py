@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from sinkscope.errors import LONGEST, InputError, one_line
 from sinkscope.options.files import kind_of, read_json, wrong_entry
 from sinkscope.options.recipe import COMPARISON
+from sinkscope.plugins import plugin_versions
 from sinkscope.results.schema import KINDS
 from sinkscope.results.swap import PREFIX, find_again, new_file
 
@@ -66,7 +67,7 @@ def make_manifest(
         "config": dict(config),
         **facts,
         **_NOTED.get(),
-        "versions": {name: version(name) for name in LIBRARIES},
+        "versions": {name: version(name) for name in LIBRARIES} | plugin_versions(),
         "python": platform.python_version(),
         "git_commit": _git_commit(),
         "started": datetime.fromtimestamp(start, UTC).isoformat(timespec="seconds"),

@@ -195,6 +195,7 @@ KINDS: dict[str, type[Manifest]] = {
     "compare": Manifest,
     "claims": ClaimsManifest,
     "benchmark": BenchmarkManifest,
+    "card": Manifest,
     "run": Manifest,
     "sweep": Manifest,
     "training": Manifest,

@@ -33,6 +33,7 @@ from sinkscope.models.family import PREFIX, WITH_TOWERS, Family, is_retrofitted
 from sinkscope.models.in_memory import on_cpu_by_default, unwrapped
 from sinkscope.models.loading import AUTO_CLASSES
 from sinkscope.options.option import filled_in
+from sinkscope.plugins import load_plugins
 from sinkscope.retrofits.biases import KeyBiases, LearnableSink, ValueBiases
 from sinkscope.retrofits.gates import IGA, VGA, VScale
 from sinkscope.retrofits.gradient_valve import GradientValve
@@ -141,6 +142,7 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
 
 def make_retrofit(method: str, parameters: Mapping[str, Any]) -> Retrofit:
     """Create a method from its parameters, given as numbers or as text; raise InputError if one is wrong."""
+    load_plugins()
     if method not in RETROFITS:
         raise InputError(f"retrofit {unknown(method, RETROFITS)}")
     return filled_in(RETROFITS[method], parameters, method)

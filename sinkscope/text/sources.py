@@ -289,8 +289,10 @@ def _keys(record: Mapping[str, Any]) -> str:
 
 
 def _dataset_records(name: str, config: str | None, split: str, label: str) -> Iterator[dict[str, Any]]:
-    import datasets  # imported here, because it takes a second and few runs need it
-
+    try:
+        import datasets  # imported here, because it takes a second and few runs need it
+    except ImportError:
+        raise InputError(f"{label} needs the package datasets: pip install 'sinkscope[datasets]'") from None
     try:
         yield from datasets.load_dataset(name, config, split=split, streaming=True)
     # reading a dataset can raise almost anything: network, hub, compression, parsing, a format's library

@@ -8,6 +8,7 @@ from sinkscope.results.run import RunData
 from sinkscope.results.scorecard import CLAIM, CLAIM_COLUMNS, ROUTE, ROUTE_COLUMNS
 from sinkscope.results.tables import Columns
 from sinkscope.verdict import analysis, effects, onsets, quantization
+from sinkscope.verdict.card_tables import CARD_TABLES
 from sinkscope.verdict.report import Report
 from sinkscope.verdict.sweep_tables import SWEEP_TABLES
 
@@ -23,4 +24,4 @@ def written_tables() -> dict[str, Columns]:
     """Return table → columns after the leading ones, for measured tables and those of verdicts, claims and sweeps."""
     of_reports = {made.TABLE: made.COLUMNS for made in (analysis, onsets, scores)}
     of_claims = {CLAIM: CLAIM_COLUMNS, ROUTE: ROUTE_COLUMNS}
-    return all_tables() | of_reports | of_claims | SWEEP_TABLES
+    return all_tables() | of_reports | of_claims | SWEEP_TABLES | CARD_TABLES

@@ -21,10 +21,8 @@ class Report:
 
 
 def report_markdown(report: Report) -> str:
-    """Return title, headlines, table and settings, and then the other findings under the headings of their sections."""
-    headlines = [f"- **{finding.section}:** {finding.sentence}" for finding in report.findings if finding.is_headline]
-    parts = [f"## {report.title}", "\n".join(headlines), as_markdown(report.table, numbers=True)]
-    parts.append(" ".join(finding.sentence for finding in report.settings))
+    """Return the summary, and then the other findings under the headings of their sections."""
+    parts = [summary_markdown(report)]
     for section in dict.fromkeys(finding.section for finding in report.findings):
         lines: list[str] = []
         for finding in report.findings:
@@ -32,6 +30,14 @@ def report_markdown(report: Report) -> str:
                 lines += ([] if finding.is_headline else [finding.sentence]) + published_lines(finding.published)
         if lines:
             parts += [f"### {section}", "\n".join(f"- {line}" for line in lines)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def summary_markdown(report: Report) -> str:
+    """Return title, headlines, table and settings."""
+    headlines = [f"- **{finding.section}:** {finding.sentence}" for finding in report.findings if finding.is_headline]
+    settings = " ".join(finding.sentence for finding in report.settings)
+    parts = (f"## {report.title}", "\n".join(headlines), as_markdown(report.table, numbers=True), settings)
     return "\n\n".join(part for part in parts if part)
 
 

@@ -6,7 +6,7 @@ Its folder has run.json, figures, scorecard.md, the tables `claim` and `route`, 
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +195,12 @@ def _numbers_of_some(card: Scorecard) -> list[str]:
         sections.setdefault(tuple(models), []).append(claim)
     shown = {models: rows[(rows["model"] == models[0]) & rows["claim"].isin(own)] for models, own in sections.items()}
     return [f"### {', '.join(models)}\n\n{as_markdown(_printed(own))}" for models, own in shown.items()]
+
+
+def scorecard_summary(card: Scorecard, model: str) -> str:
+    """Return which claims hold for a model, and how many do not."""
+    own = replace(card, table=card.table[card.table["model"] == model])
+    return "\n\n".join([f"## {model}: {headline(own)}", *_summary(own.table)])
 
 
 def headline(card: Scorecard) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from importlib.resources import files
 from pathlib import Path
 
@@ -312,6 +313,10 @@ def test_dataset_gives_the_heads_of_its_long_documents(dataset_folder, monkeypat
 
 def test_datasets_that_cannot_be_used(dataset_folder, monkeypatch):
     import datasets
+
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "datasets", None)
+        refused(r"--dataset some/where needs the package datasets: .*sinkscope\[datasets\]", dataset="some/where")
 
     refused("cannot be read: .*no_such", dataset=f"{dataset_folder}:no_such")
     refused("NAME:CONFIG:SPLIT", dataset="a:b:c:d")

@@ -1,0 +1,80 @@
+"""Plugins: other packages that add to the registers. Each has an entry point of the group `sinkscope.plugins`.
+
+An entry point names a function, which is called once, when a register is first read by a command:
+
+    def register(plugin: Plugin) -> None:
+        plugin.add(OBSERVABLES, Dominance)
+"""
+
+import os
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from sinkscope.errors import InputError, described
+
+GROUP = "sinkscope.plugins"
+CHOSEN = "SINKSCOPE_PLUGINS"  # environment variable: the names of the plugins to load, with commas; unset: all
+
+_loaded: list[EntryPoint] = []
+_packages: dict[tuple[int, str], str] = {}  # register (by id) and name of an entry → the package that added it
+
+
+class Plugin:
+    """What one package adds to the registers. It is added when the package's function has returned."""
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+        self._entries: list[tuple[dict[str, Any], str, Any]] = []
+
+    def add(self, register: dict[str, Any], entry: Any, name: str = "") -> None:
+        """Add an entry to a register, under `name` or else the entry's own name. Raises InputError if it is taken."""
+        name = name or (entry.id if hasattr(entry, "id") else entry.name)
+        if name in register:
+            raise InputError(f"the name '{name}' is taken by {package_of(register, name) or 'sinkscope'}")
+        self._entries.append((register, name, entry))
+
+    def commit(self) -> None:
+        """Add the entries to their registers, in order: the last one of a name counts."""
+        for register, name, entry in self._entries:
+            register[name] = entry
+            _packages[id(register), name] = self._package
+
+
+def load_plugins() -> None:
+    """Load the plugins that are installed, each once.
+
+    Raises InputError, which names the package, if one cannot be loaded; the registers are then without it.
+    """
+    for point in _installed():
+        if point in _loaded:
+            continue
+        plugin = Plugin(_package(point))
+        try:
+            point.load()(plugin)
+        except Exception as error:
+            failed = f"plugin '{point.name}' of {_package(point)} failed [{described(error)}]"
+            without = f"uninstall it, or set {CHOSEN} to the names of the plugins to load (`{CHOSEN}=` loads none)"
+            raise InputError(f"{failed}: {without}") from error
+        plugin.commit()
+        _loaded.append(point)
+
+
+@cache
+def _installed() -> tuple[EntryPoint, ...]:
+    chosen, points = os.environ.get(CHOSEN), sorted(entry_points(group=GROUP), key=lambda point: point.name)
+    return tuple(point for point in points if chosen is None or point.name in chosen.split(","))
+
+
+def _package(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist else point.value
+
+
+def plugin_versions() -> dict[str, str]:
+    """Return the packages of the plugins that are loaded, with their versions."""
+    return {point.dist.name: point.dist.version for point in _loaded if point.dist}
+
+
+def package_of(register: dict[str, Any], name: str) -> str:
+    """Return the package and version of the plugin that added an entry to a register; "" for one of sinkscope."""
+    return _packages.get((id(register), name), "")

@@ -1,0 +1,114 @@
+"""The tables of `card`: what runs measured, in a form to share.
+
+models    a row for each run of `analyze`, with a column for each metric of the whole model
+metrics   a row for each metric of a run, also of models that were changed
+layers    the same by layer, of runs of `analyze`
+claims    the judgment of the claims of papers
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from sinkscope.measuring.summary import NO_POSITION, WHOLE_MODEL
+from sinkscope.quantization.settings import FULL
+from sinkscope.results.metrics import METRICS
+from sinkscope.results.run import RunData
+from sinkscope.results.tables import METRIC, VALUE, Column, names_of
+
+MODELS, VALUES, LAYERS, CLAIMS = "models", "metrics", "layers", "claims"
+UNCHANGED = ""  # the setting of a model as it is
+COORDINATES = (
+    Column("family", "family of the model, as a sweep names it; empty without one", kind="text"),
+    Column("parameters", "number of parameters of the model", kind="whole"),
+    Column("revision", "revision of the model, if one was named", kind="text"),
+    Column("commit", "commit of the model on the hub; empty for a model from elsewhere", kind="text"),
+    Column("sequences", "number of sequences that were measured", kind="whole"),
+    Column("tokens", "number of their tokens", kind="whole"),
+    Column("window", "option", "tokens", kind="whole"),
+    Column("epsilon", "option"),
+    Column("dtype", "data type of the weights", kind="text"),
+    Column("token_zero", "description of the token at position 0", kind="text"),
+    Column("input_sha256", "checksum of the token ids", kind="text"),
+)
+SETTING = Column("setting", "an intervention, or quantized sites; empty for the model as it is", kind="text")
+CARD_TABLES = {
+    MODELS: COORDINATES,
+    VALUES: (*COORDINATES, SETTING, METRIC, VALUE),
+    LAYERS: (*COORDINATES, METRIC, VALUE),
+}
+
+
+def card_tables(runs: Sequence[RunData], families: Sequence[str]) -> dict[str, pd.DataFrame]:
+    """Return the tables of these runs, whose models have these families; tables without rows are left out."""
+    parts: dict[str, list[pd.DataFrame]] = {MODELS: [], VALUES: [], LAYERS: []}
+    for run, family in zip(runs, families, strict=True):
+        values, place = values_of(run), _coordinates(run, family)
+        parts[VALUES].append(values.assign(layer=WHOLE_MODEL, **place))
+        if run.command == "analyze":
+            parts[MODELS].append(pd.DataFrame([{**place, "layer": WHOLE_MODEL, **_by_name(values)}]))
+            summary = run.tables["summary"]
+            parts[LAYERS].append(summary[summary["layer"] != WHOLE_MODEL].assign(**place))
+    found = {name: pd.concat(tables, ignore_index=True) for name, tables in parts.items() if tables}
+    measured = {name: [metric for metric in METRICS if metric in table] for name, table in found.items()}
+    columns = {name: ("model", "condition", "layer", *names_of(CARD_TABLES[name]), *measured[name]) for name in found}
+    return {name: table[list(columns[name])] for name, table in found.items()}
+
+
+def values_of(run: RunData) -> pd.DataFrame:
+    """Return setting, metric and value, for every finite metric of the whole model that a run measured."""
+    table = VALUES_OF[run.command](run)[[SETTING.name, METRIC.name, VALUE.name]]
+    known = table["metric"].isin(METRICS.keys()) & table["value"].abs().lt(float("inf"))
+    return table[known].reset_index(drop=True)
+
+
+def _of_analysis(run: RunData) -> pd.DataFrame:
+    summary = run.tables["summary"]
+    return summary[summary["layer"] == WHOLE_MODEL].assign(setting=UNCHANGED)
+
+
+def _of_experiment(run: RunData) -> pd.DataFrame:
+    """Return the model before, after each intervention, and under its random controls, on average over them."""
+    effect = run.tables["effect"]
+    effect = effect[(effect["layer"] == WHOLE_MODEL) & effect["position"].isin((0, NO_POSITION))]
+    words = {"before": "", "after": "{}", "control": "{}, random controls"}
+    settings = [words[row.arm].format(row.name_) for row in effect.rename(columns={"name": "name_"}).itertuples()]
+    by = effect.assign(setting=settings).groupby([SETTING.name, METRIC.name], sort=False)
+    return by[VALUE.name].mean().reset_index()
+
+
+def _of_quantization(run: RunData) -> pd.DataFrame:
+    """Return the settings that quantize the whole model, measured on all sequences."""
+    table = run.tables["quantization"]
+    table = table[(table["site"] == "") & (table["sequences"] == table["sequences"].max())]
+    table = table.replace({SETTING.name: {FULL: UNCHANGED}})
+    return table.melt(SETTING.name, [name for name in METRICS if name in table], METRIC.name, VALUE.name)
+
+
+# command → its values of the whole model
+VALUES_OF: Mapping[str, Callable[[RunData], pd.DataFrame]] = {
+    "analyze": _of_analysis,
+    "intervene": _of_experiment,
+    "quantize": _of_quantization,
+}
+
+
+def _coordinates(run: RunData, family: str) -> dict[str, Any]:
+    model, read, config = (run.manifest[name] for name in ("model", "input", "config"))
+    return {
+        "model": run.model,
+        "condition": run.condition,
+        "family": family,
+        "parameters": model.get("parameters") or 0,
+        "revision": model["revision"] or "",
+        "commit": model.get("commit") or "",
+        **{name: read[name] for name in ("sequences", "tokens", "token_zero")},
+        **{name: config[name] for name in ("window", "epsilon")},
+        "dtype": run.manifest["dtype"],
+        "input_sha256": read["sha256"],
+    }
+
+
+def _by_name(values: pd.DataFrame) -> dict[str, float]:
+    return dict(zip(values["metric"], values["value"], strict=True))

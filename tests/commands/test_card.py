@@ -1,0 +1,85 @@
+"""`card`: model cards that the hub's own parser reads, and a dataset that is uploaded and read back."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import yaml
+from hub import Hub
+from huggingface_hub import ModelCard, metadata_load, snapshot_download
+from huggingface_hub.repocard_data import model_index_to_eval_results
+
+import sinkscope
+from sinkscope import InputError, Run, SinkscopeError
+from sinkscope.commands.card import upload
+from sinkscope.options.option import as_folder_name
+from sinkscope.output.card import Card
+from sinkscope.verdict.analysis import SHOWN
+
+REPORTS = Path(__file__).parents[2] / "reports"
+MODELS = ("smollm2-135m", "gemma3-270m", "mgm")
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Card:
+    return sinkscope.card(*(REPORTS / name for name in MODELS), out=tmp_path_factory.mktemp("three") / "card")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_hubs_parser_reads_the_card_of_a_report(name: str, three: Card) -> None:
+    run = Run.open(REPORTS / name)
+    path = three.folder / f"model-card-{as_folder_name(run.model)}.md"
+    card = ModelCard.load(path)
+    assert card.data.model_name == run.model
+    assert card.text.startswith(f"\n## {run.model}, {run.condition} input\n")
+    model, results = model_index_to_eval_results(metadata_load(path)["model-index"])
+    assert model == run.model
+    values = {metric: run.metric(metric) for metric in SHOWN}
+    expected = {metric: value for metric, value in values.items() if value == value}
+    assert {result.metric_type: result.metric_value for result in results} == pytest.approx(expected, rel=1e-5)
+    assert {result.dataset_type for result in results} == {run.condition}
+
+
+def test_a_dataset_is_uploaded_and_read_back(three: Card, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second upload replaces the first; without a token, or with a wrong name, one line says what to do."""
+    with pytest.raises(InputError, match=r"--push a/b/c: name a dataset as ORG/NAME"):
+        sinkscope.card(REPORTS / "mgm", push="a/b/c")
+    assert three.folder is not None
+    with pytest.raises(SinkscopeError, match=r"^uploading to org/atlas failed .*HF_TOKEN.*; .* is complete$"):
+        upload(three.folder, "org/atlas")
+    monkeypatch.setenv("HF_TOKEN", "hf_token")
+    for _ in range(2):
+        upload(three.folder, "org/atlas")
+    back = Path(snapshot_download("org/atlas", repo_type="dataset"))
+    read = {path.relative_to(back).as_posix() for path in back.rglob("*.*")}
+    cards = {f"model-card-{as_folder_name(model)}.md" for model in three.model_cards}
+    assert read == {"README.md", *cards, *(f"tables/{name}.parquet" for name in three.tables)}
+    configs = metadata_load(back / "README.md")["configs"]
+    tables = {config["config_name"]: pd.read_parquet(back / config["data_files"]) for config in configs}
+    for name, table in three.tables.items():
+        pd.testing.assert_frame_equal(tables[name], table)
+    models = tables["models"].set_index("model")
+    assert (len(models), models.index.is_unique) == (3, True)
+    assert all(models.loc[row.model, row.metric] == row.value for row in tables["metrics"].itertuples())
+
+
+def test_other_folders(tmp_path: Path) -> None:
+    """Claims and changed models have cards, too; a folder of another kind is refused by name."""
+    made = sinkscope.card(
+        *(REPORTS / name for name in ("claims/mgm", "smollm2-135m-w8a8", "smollm2-135m-interventions"))
+    )
+    assert list(made.model_cards) == ["SmolLM2-135M-Instruct.Q4_1", "mgm"]
+    index = [yaml.safe_load(card.split("---")[1])["model-index"] for card in made.model_cards.values()]
+    changed, judged = (model_index_to_eval_results(one)[1] for one in index)
+    claims = pd.read_parquet(REPORTS / "claims/mgm/tables/claim.parquet").query("passes in ('holds', 'fails')")
+    outcomes = dict(zip(claims["claim"], claims["outcome"], strict=True))
+    assert outcomes.items() <= {one.metric_type: one.metric_args["outcome"] for one in judged}.items()
+    quantized = pd.read_parquet(REPORTS / "smollm2-135m-w8a8/tables/quantization.parquet")
+    (perplexity,) = quantized.query("setting == 'all' and site == '' and sequences == 100")["perplexity"]
+    found = {one.metric_config: one.metric_value for one in changed if one.metric_type == "perplexity"}
+    assert found["all"] == pytest.approx(perplexity, rel=1e-5)
+    assert {"zero-massive"} <= {setting.partition(":")[0] for setting in found if setting}
+    with pytest.raises(InputError, match=r"is of `sinkscope train`, not of `analyze`, .*`claims`, `sweep`"):
+        sinkscope.card(REPORTS / "bigram-backcopy")
+    with pytest.raises(InputError, match="at least one run"):
+        sinkscope.card()
