@@ -12,7 +12,6 @@ from huggingface_hub.utils import validate_repo_id
 
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, described, explained
-from sinkscope.html_page import PAGE
 from sinkscope.options.output import CardOptions, OutputOptions
 from sinkscope.output.card import Card
 from sinkscope.output.result import figure_failure, written
@@ -21,7 +20,7 @@ from sinkscope.output.sweep import open_comparison
 from sinkscope.results.cells import COMMAND as SWEEP
 from sinkscope.results.cells import CellFolders
 from sinkscope.results.folders import own_folder
-from sinkscope.results.manifest import MANIFEST, RUNS, folder_of, make_manifest, read_manifest, tables_folder
+from sinkscope.results.manifest import MANIFEST, PAGE, RUNS, folder_of, make_manifest, read_manifest, tables_folder
 from sinkscope.results.scorecard import CLAIM
 from sinkscope.results.scorecard import COMMAND as CLAIMS
 from sinkscope.verdict.card_tables import card_tables
