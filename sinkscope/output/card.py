@@ -20,9 +20,10 @@ from sinkscope.output.run import Run
 from sinkscope.paper_claims.table import NOT_JUDGED
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.scorecard import CLAIM
+from sinkscope.results.side_by_side import span
 from sinkscope.verdict.analysis import SHOWN
 from sinkscope.verdict.card_tables import LAYERS, MODELS, VALUES, values_of
-from sinkscope.verdict.report import span, summary_markdown
+from sinkscope.verdict.report import summary_markdown
 from sinkscope.verdict.scorecard import Scorecard, scorecard_summary
 from sinkscope.verdict.table_formats import as_markdown
 
