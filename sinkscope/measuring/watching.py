@@ -40,7 +40,7 @@ from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import Reader, Sought
 from sinkscope.models.edits import first_argument
 from sinkscope.models.family import Family
-from sinkscope.models.in_memory import called_uncompiled, on_cpu_by_default, outside_autocast, undisturbed
+from sinkscope.models.in_memory import called_uncompiled, on_cpu_by_default, outside_autocast, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import ObservableOptions, make_config
 from sinkscope.options.option import checked
@@ -90,8 +90,8 @@ class Watched:
     def massive(self) -> Largest:
         """The largest entry of the layers' outputs, with its layer, coordinate and token."""
         table = self.tables["massive"]
-        row = table.loc[table["value"].abs().idxmax()]
-        return Largest(*(row[name] for name in Largest._fields))
+        row = table.loc[[table["value"].abs().idxmax()], list(Largest._fields)]
+        return Largest(*next(row.itertuples(index=False)))
 
     def metric(self, name: str, layer: int = -1) -> float:
         """Return a metric of `sinkscope list metrics`, by default of the whole model; NaN if it is not measured."""
@@ -300,7 +300,7 @@ def watch(model: nn.Module, *, tokenizer: PreTrainedTokenizerBase | None = None,
             in the model's calls; numbers raise it if no call was measured.
     """
     settings = checked(ObservableOptions, options)
-    loaded = load_model(model, tokenizer, make_config())
+    loaded = load_model(unwrapped(model, changed=True), tokenizer, make_config())
     network = loaded.model
     with undisturbed(network):
         family, notices = row_or_calibrated(network)

@@ -45,10 +45,10 @@ COMMAND, CONDITION = "training", "held-out"  # in run.json
 OBSERVED = ("attention", "geometry", "massive", "outlier", "largest-logit")
 LOGGED = ("sink_rate", "value_drain", "kurtosis", "massive_share", "largest_activation", "largest_logit")
 LIMITS = {"float16_headroom": torch.float16, "float8_headroom": torch.float8_e4m3fn}
-# metric → what begins, and whether it is there
+# metric → what has begun, and whether it is there
 ONSETS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
-    "sink_rate": ("a sink", lambda rate: 100 * rate > SINK),
-    "massive_share": ("massive activations", lambda share: share >= USUAL),
+    "sink_rate": ("the model has a sink", lambda rate: 100 * rate > SINK),
+    "massive_share": ("the model has massive activations", lambda share: share >= USUAL),
 }
 NAMES = ("training", "largest_activations", "largest_logits")  # of the tables
 Tables = dict[str, pd.DataFrame]
@@ -183,8 +183,10 @@ class SinkCallback(Probing):
         self._log(args, state, control, metrics, largest, logits)
         for name, (what, is_there) in ONSETS.items():
             if name in before and name in metrics and is_there(metrics[name]) and not is_there(before[name]):
-                message = f"{what} in training, at step {state.global_step}: {name} is {metrics[name]:.3g}"
-                self.on_onset(Onset(name, state.global_step, metrics[name], f"{message}, and was {before[name]:.3g}"))
+                message = (
+                    f"{what} at step {state.global_step}: {name} is {metrics[name]:.3g}, and was {before[name]:.3g}"
+                )
+                self.on_onset(Onset(name, state.global_step, metrics[name], message))
 
     def _tables_of(self, subject: Subject) -> tuple[Tables, Largest, pd.DataFrame]:
         model, family = subject.loaded.model, subject.family
@@ -193,6 +195,8 @@ class SinkCallback(Probing):
         with seen.watching():
             for batch in subject.inputs.batches(first_size(subject.inputs, model, "auto")):
                 model(**model_inputs(model, batch, False, family.first_position))
+        if seen.skipped:
+            raise SinkscopeError(next(iter(seen.skipped)))
         tables = seen.tables
         largest = seen.massive
         massive = tables["massive"].query("is_massive").groupby("layer")["sequence"].nunique()
@@ -214,7 +218,7 @@ class SinkCallback(Probing):
     ) -> None:
         """Pass the step's numbers to the reporters, as `Trainer.log` does."""
         logs = {name: metrics[name] for name in (*LOGGED, *LIMITS) if name in metrics}
-        logs |= {f"largest_activation_{name}": int(getattr(largest, name)) for name in Largest._fields[1:-1]}
+        logs |= {f"largest_activation_{name}": getattr(largest, name) for name in Largest._fields[1:-1]}
         if len(logits):
             row = logits.loc[logits["largest"].idxmax()]
             logs |= {f"largest_logit_{name}": int(row[name]) for name in ("layer", "head")}
