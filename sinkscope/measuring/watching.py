@@ -40,7 +40,7 @@ from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import Reader, Sought
 from sinkscope.models.edits import first_argument
 from sinkscope.models.family import Family
-from sinkscope.models.in_memory import called_uncompiled, on_cpu_by_default, outside_autocast, undisturbed
+from sinkscope.models.in_memory import called_uncompiled, on_cpu_by_default, outside_autocast, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import ObservableOptions, make_config
 from sinkscope.options.option import checked
@@ -61,12 +61,6 @@ class Largest(NamedTuple):
     position: int
     token_id: int
     token: str
-
-
-def largest_of(massive: pd.DataFrame) -> Largest:
-    """Return the largest entry of the table `massive`."""
-    row = massive.loc[massive["value"].abs().idxmax()]
-    return Largest(*(row[name] for name in Largest._fields))
 
 
 class NotMeasured(Exception):
@@ -95,7 +89,9 @@ class Watched:
     @property
     def massive(self) -> Largest:
         """The largest entry of the layers' outputs, with its layer, coordinate and token."""
-        return largest_of(self.tables["massive"])
+        table = self.tables["massive"]
+        row = table.loc[[table["value"].abs().idxmax()], list(Largest._fields)]
+        return Largest(*next(row.itertuples(index=False)))
 
     def metric(self, name: str, layer: int = -1) -> float:
         """Return a metric of `sinkscope list metrics`, by default of the whole model; NaN if it is not measured."""
@@ -125,9 +121,17 @@ class Watched:
         summary = summarize(tables, inputs, self.family, scaling, outside=outside)
         return tables | publish({"summary": summary}, self.loaded, CONDITION)
 
-    # --- hooks of the model
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Measure the calls of the model in the block."""
+        network = self.loaded.model
+        with (
+            network.register_forward_pre_hook(self._begin, with_kwargs=True),
+            network.register_forward_hook(self._end, always_call=True),
+        ):
+            yield
 
-    def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Begin to read a call of the model, unless there is a reason not to."""
         if not self._lock.acquire(blocking=False):
             self.skipped["another call was being measured"] += 1
@@ -141,7 +145,7 @@ class Watched:
             self._skip(error)
             self._lock.release()
 
-    def end(self, module: nn.Module, args: tuple, output: Any) -> None:
+    def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
         """Add what was read of a call; also called if the call has failed."""
         call = self._call
         if call is None or call.thread != threading.get_ident():
@@ -296,15 +300,11 @@ def watch(model: nn.Module, *, tokenizer: PreTrainedTokenizerBase | None = None,
             in the model's calls; numbers raise it if no call was measured.
     """
     settings = checked(ObservableOptions, options)
-    loaded = load_model(model, tokenizer, make_config())
+    loaded = load_model(unwrapped(model, changed=True), tokenizer, make_config())
     network = loaded.model
     with undisturbed(network):
         family, notices = row_or_calibrated(network)
     check_beforehand(network, family, is_calibrated=bool(notices))
     seen = Watched(loaded, family, settings)
-    with (
-        called_uncompiled(network),
-        network.register_forward_pre_hook(seen.begin, with_kwargs=True),
-        network.register_forward_hook(seen.end, always_call=True),
-    ):
+    with called_uncompiled(network), seen.watching():
         yield seen

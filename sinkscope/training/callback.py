@@ -21,16 +21,18 @@ import torch
 from transformers import Trainer
 
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.measuring.measure import measure
 from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.parity import check_beforehand
+from sinkscope.measuring.passes import first_size
 from sinkscope.measuring.subject import Subject, inputs_for, load_model, row_or_calibrated
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.measuring.tables import publish
-from sinkscope.measuring.watching import Largest, largest_of
+from sinkscope.measuring.tracer import model_inputs
+from sinkscope.measuring.watching import Largest, Watched
 from sinkscope.models.family import vocabulary
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
-from sinkscope.options.measuring import RunConfig, make_config
+from sinkscope.options.measuring import ObservableOptions, make_config
 from sinkscope.results.findings import SINK, USUAL
 from sinkscope.results.manifest import make_manifest, write_manifest
 from sinkscope.results.tables import read_table, write_tables
@@ -43,10 +45,10 @@ COMMAND, CONDITION = "training", "held-out"  # in run.json
 OBSERVED = ("attention", "geometry", "massive", "outlier", "largest-logit")
 LOGGED = ("sink_rate", "value_drain", "kurtosis", "massive_share", "largest_activation", "largest_logit")
 LIMITS = {"float16_headroom": torch.float16, "float8_headroom": torch.float8_e4m3fn}
-# metric → what begins, and whether it is there
+# metric → what has begun, and whether it is there
 ONSETS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
-    "sink_rate": ("a sink", lambda rate: 100 * rate > SINK),
-    "massive_share": ("massive activations", lambda share: share >= USUAL),
+    "sink_rate": ("the model has a sink", lambda rate: 100 * rate > SINK),
+    "massive_share": ("the model has massive activations", lambda share: share >= USUAL),
 }
 NAMES = ("training", "largest_activations", "largest_logits")  # of the tables
 Tables = dict[str, pd.DataFrame]
@@ -116,14 +118,14 @@ class SinkCallback(Probing):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, processing_class: Any = None, **_: Any
     ) -> None:
-        self._trainer, self._subject, self._checked = _calling_trainer(), None, False
+        self._trainer, self._subject = _calling_trainer(), None
         if not state.is_world_process_zero:
             return
         self.folder = Path(args.output_dir, FOLDER)
         self.tables = self._kept(state.global_step) if state.global_step else {}
         try:
             self._subject = self._subject_of(model, getattr(processing_class, "tokenizer", processing_class))
-        except InputError as error:
+        except SinkscopeError as error:
             warnings.warn(f"SinkCallback measures nothing: {error}", stacklevel=2)
         if not self.tables:
             self._measure(args, state, control)
@@ -139,7 +141,8 @@ class SinkCallback(Probing):
         """Return the model with its texts. Raises InputError if it, or the texts, cannot be measured."""
         loaded = load_model(model, tokenizer, make_config())
         with undisturbed(loaded.model), torch.random.fork_rng():
-            family, _ = row_or_calibrated(loaded.model)
+            family, notices = row_or_calibrated(loaded.model)
+            check_beforehand(loaded.model, family, is_calibrated=bool(notices))
         texts = self.texts
         if texts is None:
             texts = getattr(self._trainer, "eval_dataset", None)
@@ -180,16 +183,22 @@ class SinkCallback(Probing):
         self._log(args, state, control, metrics, largest, logits)
         for name, (what, is_there) in ONSETS.items():
             if name in before and name in metrics and is_there(metrics[name]) and not is_there(before[name]):
-                message = f"{what} in training, at step {state.global_step}: {name} is {metrics[name]:.3g}"
-                self.on_onset(Onset(name, state.global_step, metrics[name], f"{message}, and was {before[name]:.3g}"))
+                message = (
+                    f"{what} at step {state.global_step}: {name} is {metrics[name]:.3g}, and was {before[name]:.3g}"
+                )
+                self.on_onset(Onset(name, state.global_step, metrics[name], message))
 
     def _tables_of(self, subject: Subject) -> tuple[Tables, Largest, pd.DataFrame]:
         model, family = subject.loaded.model, subject.family
         names = tuple(name for name in OBSERVED if OBSERVABLES[name].inapplicable(model, family) is None)
-        config: RunConfig = make_config(observables=names, skip_parity=self._checked, **self.options)
-        tables, _ = measure(subject, config)
-        self._checked = True  # that the model computes the same under the tracer
-        largest = largest_of(tables["massive"])
+        seen = Watched(subject.loaded, family, ObservableOptions(observables=names, epsilon=self.options["epsilon"]))
+        with seen.watching():
+            for batch in subject.inputs.batches(first_size(subject.inputs, model, "auto")):
+                model(**model_inputs(model, batch, False, family.first_position))
+        if seen.skipped:
+            raise SinkscopeError(next(iter(seen.skipped)))
+        tables = seen.tables
+        largest = seen.massive
         massive = tables["massive"].query("is_massive").groupby("layer")["sequence"].nunique()
         whole = {
             "largest_activation": abs(largest.value),
@@ -209,7 +218,7 @@ class SinkCallback(Probing):
     ) -> None:
         """Pass the step's numbers to the reporters, as `Trainer.log` does."""
         logs = {name: metrics[name] for name in (*LOGGED, *LIMITS) if name in metrics}
-        logs |= {f"largest_activation_{name}": int(getattr(largest, name)) for name in Largest._fields[1:-1]}
+        logs |= {f"largest_activation_{name}": getattr(largest, name) for name in Largest._fields[1:-1]}
         if len(logits):
             row = logits.loc[logits["largest"].idxmax()]
             logs |= {f"largest_logit_{name}": int(row[name]) for name in ("layer", "head")}
