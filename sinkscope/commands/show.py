@@ -11,9 +11,8 @@ from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.html_page import PAGE, Contents, Page, Paged, page_of, write_page
 from sinkscope.options.output import OutputOptions, ShowOptions
-from sinkscope.output.outputs import redrawn
 from sinkscope.output.result import is_undrawn
-from sinkscope.output.run import Run
+from sinkscope.output.run import Run, redrawn
 from sinkscope.results.folders import FileList, alone_in
 from sinkscope.results.manifest import RUNS, folder_of, read_manifest, tables_folder, write_manifest
 from sinkscope.verdict.scorecard import Scorecard
