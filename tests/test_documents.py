@@ -12,7 +12,7 @@ import sinkscope
 from sinkscope.measuring.observables import OBSERVABLES, attention
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options import COMMANDS
-from sinkscope.output.outputs import OUTPUTS
+from sinkscope.output.run import OUTPUTS
 
 ROOT = Path(__file__).parents[1]
 OPTIONS: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 12, "bos": "never"}

@@ -24,9 +24,8 @@ from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.signatures import with_options
-from sinkscope.output.outputs import draw_run, finished, write_run
 from sinkscope.output.result import draw, figure_failure, write_data
-from sinkscope.output.run import Run
+from sinkscope.output.run import Run, draw_run, finished, write_run
 from sinkscope.output.series import COMMAND, Series
 from sinkscope.results.activations import Activations
 from sinkscope.results.folders import new_folder, own_folder

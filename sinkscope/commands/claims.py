@@ -43,9 +43,8 @@ from sinkscope.options.keywords import ClaimsKeywords
 from sinkscope.options.measuring import AnalyzeOptions, ClaimsOptions, InterveneOptions, RunConfig
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.signatures import with_options
-from sinkscope.output.outputs import write_run
 from sinkscope.output.result import FIGURES, both, draw, figure_failure
-from sinkscope.output.run import Run
+from sinkscope.output.run import Run, write_run
 from sinkscope.output.scorecard import DrawnScorecard
 from sinkscope.paper_claims.evidence import LONG, MAIN, NATURAL, NULL, POLICIES, RANDOM, REPEATED, Evidence, null_need
 from sinkscope.paper_claims.register import CLAIMS

@@ -19,8 +19,7 @@ from sinkscope.options.keywords import InterveneKeywords
 from sinkscope.options.measuring import InterveneOptions
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.signatures import with_options
-from sinkscope.output.outputs import finished
-from sinkscope.output.run import Run
+from sinkscope.output.run import Run, finished
 
 Do = str | Intervention | Iterable[str | Intervention]
 

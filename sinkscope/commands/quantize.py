@@ -21,8 +21,7 @@ from sinkscope.options.keywords import QuantizeKeywords
 from sinkscope.options.measuring import QuantizeOptions
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.signatures import with_options
-from sinkscope.output.outputs import finished
-from sinkscope.output.run import Run
+from sinkscope.output.run import Run, finished
 from sinkscope.quantization.grids import Precision
 from sinkscope.quantization.sites import INPUT, full_precision_modules, not_quantized
 from sinkscope.text.inputs import TokenInputs

@@ -28,9 +28,8 @@ from sinkscope.options.output import OutputOptions, RunOptions
 from sinkscope.options.recipe import COMPARISON, Recipe, find_recipe, read_recipe
 from sinkscope.options.signatures import with_options
 from sinkscope.output.comparison import Comparison, compared
-from sinkscope.output.outputs import draw_run, write_run
 from sinkscope.output.result import both, draw, figure_failure, write_data
-from sinkscope.output.run import Run
+from sinkscope.output.run import Run, draw_run, write_run
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import RUNS, make_manifest, write_manifest
 

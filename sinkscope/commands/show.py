@@ -41,8 +41,7 @@ def show(run: str | os.PathLike[str], *, anew: bool = False) -> Path:
     page = folder / PAGE
     manifest = read_manifest(folder, None)
     if manifest["command"] in RUNS and is_undrawn(manifest):
-        from sinkscope.output.outputs import redrawn
-        from sinkscope.output.run import Run
+        from sinkscope.output.run import Run, redrawn
 
         with alone_in(folder, option=""):
             recipe = manifest.get("recipe")  # only the figures that it names are drawn

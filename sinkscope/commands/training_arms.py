@@ -50,9 +50,8 @@ from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.training import ArmOptions
 from sinkscope.output.comparison import compared
-from sinkscope.output.outputs import redrawn, write_run
 from sinkscope.output.result import draw, write_data
-from sinkscope.output.run import Run
+from sinkscope.output.run import Run, redrawn, write_run
 from sinkscope.output.trained import Trained, first_runs, retrofit_tables
 from sinkscope.results.folders import FileList, alone_in, check_resumable, claim, new_folder, resumable
 from sinkscope.results.manifest import MANIFEST, files_in, make_manifest, write_manifest

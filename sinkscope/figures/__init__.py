@@ -146,8 +146,8 @@ def is_of(name: str, command: str) -> bool:
     return command in {COMMAND.get(table, "analyze") for table in FIGURES[name].tables}
 
 
-def draw(name: str, run: RunData) -> Figure:
-    """Draw a figure of one run. Raises InputError if the figure is unknown, or the run lacks what it needs."""
+def draw(name: str, run: RunData, **options: Any) -> Figure:
+    """Draw a figure of one run. Raises InputError if figure or option is unknown, or the run lacks what it needs."""
     load_plugins()
     if name not in FIGURES:
         raise InputError(f"figure {unknown(name, FIGURES)}")
@@ -157,7 +157,7 @@ def draw(name: str, run: RunData) -> Figure:
     missing = [table for table in spec.tables if not _has(run, table)]
     if missing:
         raise InputError(f"figure '{name}'{_why_missing(run, missing)}")
-    return spec(run)
+    return spec(run, **options)
 
 
 def applicable(run: RunData) -> list[str]:

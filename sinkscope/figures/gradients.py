@@ -29,10 +29,12 @@ OFF_SCALE = 1e-5
 FLOOR = "below the scale"  # label of the marks at the bottom of a panel
 
 
-def draw_gradient_norms(run: RunData) -> Figure:
+def draw_gradient_norms(run: RunData, positions: int | None = None) -> Figure:
     figure = new_figure(WIDE, 2.3)
     axes = figure.subplots(1, 3, sharex=True, sharey=True)
-    norms = [plot.finite(pathway_norms(run.tables["gradient"], pathway)) for pathway in PATHWAYS]  # layers × positions
+    norms = [  # layers × the first positions
+        plot.finite(pathway_norms(run.tables["gradient"], pathway)).iloc[:, :positions] for pathway in PATHWAYS
+    ]
     depth = Normalize(0, max(table.index.max() for table in norms))
     for ax, table in zip(axes, norms, strict=True):
         mean = table.mean()

@@ -9,6 +9,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
+from sinkscope.errors import InputError
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import escape, heading, places, title, token_label, token_labels
 from sinkscope.figures.style import COLUMN, GRAY, GUIDE, HIGHEST, OTHERS, SINK, TEXT, WIDE, Figure, Look, new_figure
@@ -26,9 +27,11 @@ ASIDE = 1.3  # inches next to the map: axis and color bar
 LOCAL = ("sliding_attention", "chunked_attention")
 
 
-def draw_sink_map(run: RunData) -> Figure:
+def draw_sink_map(run: RunData, position: int = 0) -> Figure:
     attention = run.tables["attention"]
-    first = attention[attention["position"] == 0]
+    first = attention[attention["position"] == position]
+    if first.empty:
+        raise InputError(f"there is no position {position}: the table attention has 0 to {attention['position'].max()}")
     layers, heads = range(int(first["layer"].max()) + 1), range(int(first["head"].max()) + 1)
     mass, share = (
         first.pivot(index="layer", columns="head", values=name).reindex(index=layers, columns=heads).to_numpy(float)
@@ -60,7 +63,7 @@ def draw_sink_map(run: RunData) -> Figure:
         ax.tick_params(axis="y", length=0, pad=5)
         window = run.manifest["model"].get("sliding_window")
         notes["sliding-window layer" + (f" ({window} tokens)" if window else "")] = bar
-    figure.colorbar(image, ax=ax, label=f"{METRICS['window_mass'].short} at position 0", aspect=30, pad=0.03)
+    figure.colorbar(image, ax=ax, label=f"{METRICS['window_mass'].short} at position {position}", aspect=30, pad=0.03)
     return figure.finish(title(run, width + ASIDE), notes, handlelength=1.2)
 
 
@@ -181,14 +184,22 @@ ACROSS = 3
 FAINTEST = 1e-3  # lower end of the color scale, on which both a sink and a diagonal are visible
 
 
-def draw_attention_maps(run: RunData) -> Figure:
+def draw_attention_maps(run: RunData, heads: Sequence[tuple[int, int]] | None = None) -> Figure:
     table = run.tables["attention_maps"]
-    heads = table.groupby(["layer", "head"])
-    across = min(ACROSS, len(heads))
+    if heads is not None:
+        kept = table.set_index(["layer", "head"]).index
+        if missing := [pair for pair in heads if tuple(pair) not in kept]:
+            stored = ", ".join(f"{layer}.{head}" for layer, head in kept.unique())
+            raise InputError(
+                f"the map of head {missing[0][1]} of layer {missing[0][0]} is not stored; stored: {stored}"
+            )
+        table = table[kept.isin([tuple(pair) for pair in heads])]
+    maps = table.groupby(["layer", "head"])
+    across = min(ACROSS, len(maps))
     width = WIDE * (across + 0.45) / (ACROSS + 0.45)
-    figure = new_figure(width, 1.98 * -(-len(heads) // across) + 0.65)
-    axes = plot.panel_grid(figure, len(heads), across)
-    for ax, ((layer, head), rows) in zip(axes, heads, strict=True):
+    figure = new_figure(width, 1.98 * -(-len(maps) // across) + 0.65)
+    axes = plot.panel_grid(figure, len(maps), across)
+    for ax, ((layer, head), rows) in zip(axes, maps, strict=True):
         image = plot.draw_weights(ax, plot.square(rows, int(rows["query"].max()) + 1), FAINTEST)
         ax.set_title(f"layer {layer}, head {head}")
         plot.whole_numbers(ax, "x")

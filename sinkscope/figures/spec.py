@@ -1,11 +1,12 @@
 """An entry of the register of figures: name, description, the tables that the figure needs, and its function."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, unknown
 from sinkscope.figures.style import Figure, in_style
 
 # The data of a figure: a run, several runs, runs by training step, or the arms of a training.
@@ -43,13 +44,20 @@ class FigureSpec(Generic[Data_contra]):
         except Exception:
             return True
 
-    def __call__(self, data: Data_contra) -> Figure:
-        """Draw the figure in sinkscope's style. Raises InputError if the data have nothing to draw."""
+    def __call__(self, data: Data_contra, **options: Any) -> Figure:
+        """Draw the figure in sinkscope's style; its function declares its options, after the data.
+
+        Raises InputError if the data have nothing to draw, or it has no such option.
+        """
+        known = ["figsize", *[*inspect.signature(self._draw).parameters][1:]]
+        for name in options:
+            if name not in known:
+                raise InputError(f"figure '{self.name}': option {unknown(name, known)}")
         reason = self.lacking(data)
         if reason is not None:
             raise InputError(f"figure '{self.name}' has nothing to draw: {reason}")
         with in_style():
-            return self._draw(data)
+            return self._draw(data, **options)
 
     @property
     def _draw(self) -> Any:

@@ -1,29 +1,40 @@
-"""A run with its figures and its verdict."""
+"""A run with its figures and its verdict, and how it is written."""
 
-from collections.abc import Mapping, Sequence
+import base64
+import html
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import pandas as pd
+from rich.console import Console
 
 from sinkscope import figures
-from sinkscope.errors import Known
+from sinkscope.errors import InputError, Known, counted, unknown
+from sinkscope.figures import FIGURES
 from sinkscope.figures.style import Figure
 from sinkscope.html_page import Contents
+from sinkscope.measuring.console import spinner
 from sinkscope.measuring.tables import all_tables
 from sinkscope.output.drawing import Drawings
-from sinkscope.output.result import Result
+from sinkscope.output.result import Result, draw
 from sinkscope.results.activations import ATTENTION, SHOWN
 from sinkscope.results.findings import Finding
+from sinkscope.results.folders import new_folder, own_folder
+from sinkscope.results.manifest import is_undrawn, write_manifest
+from sinkscope.results.metrics import METRICS, MISSING
 from sinkscope.results.papers import paper_tables
 from sinkscope.results.run import RunData
-from sinkscope.results.tables import Columns
+from sinkscope.results.side_by_side import span
+from sinkscope.results.tables import Columns, write_tables
 from sinkscope.verdict import analysis
-from sinkscope.verdict.quantization import spared_files
+from sinkscope.verdict.quantization import spared_files, write_spared
 from sinkscope.verdict.register import REPORTS
 from sinkscope.verdict.report import Report, report_markdown
+from sinkscope.verdict.table_formats import BOLD, as_markdown
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +43,9 @@ if TYPE_CHECKING:
     from sinkscope.models.loading import LoadedModel
 
 ACROSS = 4  # names in a line of the tree
+SHORT = ("sink_rate", "massive_count", "value_drain", "perplexity")  # metrics of one line about a run
+MOST_ARMS = 6  # in this line
+PICTURES = ("sinks-by-layer", "effects", "quantization-cost")  # in a notebook: the first that the run has
 
 
 class Run(RunData, Result):
@@ -52,9 +66,44 @@ class Run(RunData, Result):
         own[analysis.TABLE] = analysis.finding_table(run, run.report)
         return run
 
-    def figure(self, name: str) -> Figure:
-        """Draw one figure from the tables; InputError if it is unknown, or this run has no data for it."""
-        return figures.draw(name, self)
+    def figure(self, name: str, *, figsize: tuple[float, float] | None = None, **options: Any) -> Figure:
+        """Draw one figure from the tables, as a figure of matplotlib.
+
+        Args:
+            name: see `sinkscope list figures`.
+            figsize: width and height in inches; None: the figure's own.
+            **options: what this figure can show instead, such as `position` in sink-map.
+
+        Raises:
+            InputError: there is no such figure or option, or this run has no data for it.
+        """
+        figure = figures.draw(name, self, **options)
+        if figsize is not None:
+            figure.set_size_inches(figsize)
+        return figure
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        figures: Iterable[str] | None = None,
+        page: bool = True,
+    ) -> "Run":
+        """Write the run folder, as the command does with `out`, and return the run with its folder.
+
+        Args:
+            folder: the folder to write.
+            overwrite: replace an earlier run in it.
+            figures: names of the figures to draw; None: all that apply.
+            page: also write index.html.
+
+        Raises:
+            InputError: the folder holds something else, or there is no such figure; nothing was written.
+            SinkscopeError: writing failed.
+        """
+        with own_folder(folder, overwrite, reads=(str(self.folder),)) as own:
+            return finished(replace(self, folder=own), Console(quiet=True), figures, page)
 
     def attention(
         self,
@@ -121,8 +170,40 @@ class Run(RunData, Result):
         """The table of the verdict, and the tables that papers print."""
         return {"": self.report.table, **paper_tables(self)}
 
-    def _repr_markdown_(self) -> str:  # for notebooks
-        return self.verdict
+    def __repr__(self) -> str:
+        """Return three lines: what was measured, the main numbers, and where the run is."""
+        read = self.manifest["input"]
+        lengths = span((read["shortest"], read["longest"]))
+        measured = f"{counted(read['sequences'], 'sequence')} of {lengths} tokens ({self.condition})"
+        where = "in memory; run.save(folder) writes it" if self.folder is None else f"in {self.folder}"
+        return f"Run of `{self.command}` on {self.model}, {self.manifest['dtype']}: {measured}\n{self._short}\n{where}"
+
+    @property
+    def _short(self) -> str:
+        """The main numbers in a line."""
+        if "summary" in self.tables:
+            values = {METRICS[name].short: METRICS[name].text(self.metric(name)) for name in SHORT}
+            return ", ".join(f"{label} {value}" for label, value in values.items() if value != MISSING)
+        if self.command == "analyze":  # one arm of an experiment
+            return f"tables {', '.join(self.tables)}"
+        first, second, *_ = self.report.table
+        rows = zip(self.report.table[first].str.strip(), self.report.table[second], strict=True)
+        values = [BOLD.sub(r"\1", f"{name} {value}") for name, value in rows if value and name != "control"]
+        return f"{second}: {', '.join(values[:MOST_ARMS])}" + ", …" * (len(values) > MOST_ARMS)
+
+    def _repr_html_(self) -> str:  # for notebooks
+        lines = [html.escape(line) for line in repr(self).split("\n")]
+        if "summary" in self.tables or self.command != "analyze":
+            found = [one for one in self.findings if one.is_headline]
+            items = [f"<li><b>{html.escape(one.section)}:</b> {html.escape(one.sentence)}</li>" for one in found]
+            picture = next((name for name in PICTURES if name in self.drawings), None)
+            shown = f"<ul>{''.join(items)}</ul>" if items else lines[1]
+            lines[1] = shown + ("" if picture is None else _as_image(self.figure(picture)))
+        return f"<p><b>{lines[0]}</b></p>{lines[1]}<p>{lines[2]}; <code>run.verdict</code> has all findings</p>"
+
+
+def _as_image(figure: Figure) -> str:
+    return f'<img style="max-width:100%" src="data:image/png;base64,{base64.b64encode(figure._repr_png_()).decode()}">'
 
 
 def _files(run: RunData, folder: Path) -> str:
@@ -139,3 +220,60 @@ def _files(run: RunData, folder: Path) -> str:
     first = ("run.json", "verdict.md", "index.html (except with --no-page)", *spared_files(run))
     lines = [f"{folder.name}/", *(f"├── {name}" for name in first), "├── tables/", *columns(tables, "│   ")]
     return "\n".join([*lines, "└── figures/ (each as .png and .pdf)", *columns(drawn, "    ")])
+
+
+# --- The files of a run folder.
+# A new kind of output is a file with a function `write(run, folder)`, and a line in OUTPUTS.
+
+
+def _paper_tables(run: Run, folder: Path) -> None:
+    for name, table in paper_tables(run).items():
+        _write_text(as_markdown(table), folder / "tables" / f"{name}.md")
+
+
+def _write_text(text: str, path: Path) -> None:
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+# in the order in which they are written; run.json follows, then figures and the page
+OUTPUTS: dict[str, Callable[[Run, Path], None]] = {
+    "tables": lambda run, folder: write_tables(run.tables, folder),
+    "paper tables": _paper_tables,
+    "verdict": lambda run, folder: _write_text(run.verdict, folder / "verdict.md"),
+    "sites to spare": write_spared,
+    "activations": lambda run, folder: run.activations.write(folder),
+}
+
+
+def write_run(run: Run, folder: Path, is_drawn: bool = True) -> None:
+    """Write all outputs of a run except figures and the page into an empty folder; `is_drawn`: `draw_run` follows."""
+    for write in OUTPUTS.values():
+        write(run, folder)
+    write_manifest(folder, run.manifest | ({"drawn": False} if is_drawn else {}))
+
+
+def draw_run(run: Run, figures: Iterable[str] | None = None, page: bool = True) -> Run:
+    """Draw the figures (all that apply, or the named ones) and the page into the folder of a written run.
+
+    The manifest of the returned run names the figures that could not be drawn.
+    """
+    return draw(run, None if figures is None else {name: partial(run.figure, name) for name in figures}, page)
+
+
+def redrawn(run: Run, figures: Iterable[str] | None = None, page: bool = True) -> Run:
+    """Draw the figures and the page that a run folder lacks, because the command was killed or a figure failed."""
+    return draw_run(run, figures, page) if is_undrawn(run.manifest) else run
+
+
+def finished(run: Run, console: Console, figures: Iterable[str] | None = None, page: bool = True) -> Run:
+    """Return the run, written to its folder if it has one; InputError for a figure that does not exist."""
+    figures = None if figures is None else tuple(figures)
+    for name in figures or ():
+        if name not in FIGURES:
+            raise InputError(f"figure {unknown(name, FIGURES)}")
+    if run.folder is None:
+        return run
+    with new_folder(run.folder) as fresh:
+        write_run(run, fresh)
+    with spinner(console, "drawing the figures"):
+        return draw_run(run, figures, page)

@@ -32,7 +32,7 @@ from sinkscope.measuring.processes import Team
 from sinkscope.options.recipe import SWEEPS, shipped_recipes
 from sinkscope.options.sweep_file import read_sweep
 from sinkscope.options.training import RetrofitOptions
-from sinkscope.output.outputs import finished
+from sinkscope.output.run import finished
 from sinkscope.results.folders import own_folder
 from sinkscope.results.manifest import make_manifest, noting, read_manifest, strangers, write_manifest
 from sinkscope.results.tables import LEADING, names_of
