@@ -123,6 +123,9 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "recipes": (partial(_files, "run", 1), "recipe", "title", "reproduces"),
     "sweeps": (partial(_files, "sweep", 2), "sweep", "title", "reproduces", "cells"),
     "tables": (_tables, "table", "column", "what it holds", "unit"),
+    "activations": (
+        partial(_entries, "results.activations:ALL_SITES", "shape", "about"), "tensor", "shape", "what it holds",
+    ),
     "metrics": (
         partial(_entries, "results.metrics:METRICS", "label", "unit", "definition", "source"),
         "metric", "label", "unit", "definition", "source",
