@@ -182,6 +182,10 @@ KINDS: dict[str, tuple[Any, ...]] = {
         "tables and their columns", "run.tables[NAME]",
         _tables, "table", "column", "what it holds", "unit",
     ),
+    "activations": (
+        "raw tensors that a run can keep", "analyze --keep SITE",
+        partial(_entries, "results.activations:ALL_SITES", "shape", "about"), "tensor", "shape", "what it holds",
+    ),
     "metrics": (
         "numbers of the table summary", "run.metric(NAME)",
         partial(_entries, "results.metrics:METRICS", "label", "unit", "definition", "source"),

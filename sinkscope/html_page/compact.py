@@ -136,9 +136,10 @@ def compact_maps(activations: Activations) -> dict[str, Any] | None:
 
     `codes` are deflated bytes in base64: head by head and query by query, up to the query itself if `causal`.
     """
-    if ATTENTION not in activations:
+    found = activations.get(ATTENTION)
+    if not found:
         return None
-    weights = {layer: kept[0].float().numpy() for layer, kept in activations[ATTENTION].items()}
+    weights = {layer: kept[0].float().numpy() for layer, kept in found.items()}
     lengths = {length for kept in weights.values() for length in kept.shape[1:]}
     if len(lengths) > 1:
         raise InputError(f"activations: the tensors {ATTENTION} are not square")

@@ -38,8 +38,9 @@ class Kept(Observable):
 
     sites = (*RESIDUAL_SITES, "attention")
 
-    def __init__(self, wanted: Sequence[str]) -> None:
+    def __init__(self, wanted: Sequence[str], has_maps: bool) -> None:
         self.wanted = wanted
+        self.has_maps = has_maps  # whether the weights are kept
         self.rows: Lists[tuple[str, int], tuple[int, torch.Tensor]] = Lists(list)  # site, layer → sequence, (T,…)
         self.bytes = 0  # of this process
 
@@ -50,14 +51,14 @@ class Kept(Observable):
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         for site in set(self.wanted).intersection(OF_ATTENTION):
             self._add(site, layer, getattr(read, site)[0].transpose(0, 1), batch)
-        if ATTENTION in self.wanted and batch.first == 0:
-            self._add(ATTENTION, layer, weights_among(read, first_tokens(batch)).half(), batch)
+        if self.has_maps and batch.first == 0:
+            self.rows[ATTENTION, layer].append((0, weights_among(read, first_tokens(batch)).half().cpu()))
 
     def _add(self, site: str, layer: int, tensor: torch.Tensor, batch: Batch) -> None:
         self.bytes += tensor.nbytes
         if self.bytes > MOST_BYTES:
             raise InputError(
-                f"--keep {','.join(self.wanted)} takes more than {MOST_BYTES // 10**9} GB: "
+                f"--keep {','.join(self.wanted)} takes more than {MOST_BYTES / 1e9:g} GB: "
                 "name fewer sites, or take fewer --keep-seqs or a shorter --seq-len"
             )
         # a copy, because models may change the tensor in place
@@ -91,11 +92,10 @@ def keep(subject: Subject, config: AnalyzeOptions) -> dict[str, torch.Tensor]:
     for site in config.keep:
         if site in absent:
             raise InputError(f"--keep {site} does not apply to {subject.loaded.name}: {absent[site]}")
-    wanted = (*config.keep, *([ATTENTION] if has_maps else []))
-    if not wanted:
+    if not (has_maps or config.keep):
         return {}
     inputs = subject.inputs.part(0, config.keep_seqs if config.keep else 1)
-    kept = Kept(wanted)
+    kept = Kept(config.keep, has_maps)
     with open_tracer(model, family, config.attn) as tracer:
         pass_over(tracer.model, inputs, lambda: [kept], tracer.forward, 1)
     heads = {layer: len(rows[0][1]) for (site, layer), rows in kept.rows.items() if site == ATTENTION}

@@ -226,7 +226,8 @@ def _spelled(heads: Any) -> Any:
     listed = heads if isinstance(heads, list | tuple) else [heads]
     if any(isinstance(head, float) for head in listed):
         raise ValueError("write heads as text, as in '3.0,7.4': a number loses the last zero of 3.10")
-    return heads and split_all_names([".".join(map(str, one)) if isinstance(one, tuple) else one for one in listed])
+    texts = [".".join(map(str, head)) if isinstance(head, list | tuple) else head for head in listed]
+    return None if heads is None else split_all_names(texts)
 
 
 def _check_head(name: str) -> str:

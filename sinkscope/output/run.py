@@ -21,7 +21,7 @@ from sinkscope.measuring.console import spinner
 from sinkscope.measuring.tables import all_tables
 from sinkscope.output.drawing import Drawings
 from sinkscope.output.result import Result, draw
-from sinkscope.results.activations import ATTENTION, SHOWN
+from sinkscope.results.activations import ATTENTION, FILE, SHOWN
 from sinkscope.results.findings import Finding
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import is_undrawn, write_manifest
@@ -217,7 +217,13 @@ def _files(run: RunData, folder: Path) -> str:
     recipe = run.manifest.get("recipe")  # a recipe draws only its own figures
     drawn = recipe["content"].get("figures", []) if recipe else figures.applicable(run)
     tables = [f"{name}.parquet" for name in sorted(run.tables)] + [f"{name}.md" for name in paper_tables(run)]
-    first = ("run.json", "verdict.md", "index.html (except with --no-page)", *spared_files(run))
+    first = (
+        "run.json",
+        "verdict.md",
+        "index.html (except with --no-page)",
+        *spared_files(run),
+        *([FILE] if run.activations else []),
+    )
     lines = [f"{folder.name}/", *(f"├── {name}" for name in first), "├── tables/", *columns(tables, "│   ")]
     return "\n".join([*lines, "└── figures/ (each as .png and .pdf)", *columns(drawn, "    ")])
 

@@ -38,7 +38,7 @@ SITES = {
     "value": Site("N × T × key/value heads × d", "values as they are attended to"),
 }
 ALL_SITES = SITES | {
-    ATTENTION: Site("heads × T × T", f"weights among the first {SHOWN} tokens of the first sequence, float16"),
+    ATTENTION: Site("1 × heads × T × T", f"weights among the first {SHOWN} tokens of the first sequence, float16"),
     "token_ids": Site("N × T", "ids of the tokens; one tensor for all layers, like the next one"),
     "attention_mask": Site("N × T", "1 for a token, 0 past the end of a sequence"),
 }

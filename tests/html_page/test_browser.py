@@ -6,11 +6,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import reference
+import torch
 from support.browser import USE_EVERY_CONTROL, launched, opened
 from support.pages import KINDS, analysis
 
+import sinkscope
 from sinkscope.html_page import Contents
+from sinkscope.html_page.compact import FAINTEST, STEPS
+from sinkscope.models.loading import LoadedModel
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +72,57 @@ def test_a_head_opens_by_keyboard_and_by_click(page: Any) -> None:
     weight = maps.query("layer == 0 and head == 1 and query == 5 and key == 2")["weight"].item()
     cell = page.locator(".head [role=gridcell][data-row='5'][data-column='2']")
     assert float(cell.get_attribute("aria-label").split(": ")[1].split()[0]) == pytest.approx(weight, abs=6e-4)
+
+
+def labels_of_map(page: Any) -> dict[tuple[int, int], str]:
+    """Return the label of each cell of the attention map that is shown, by query and key."""
+    cells = page.locator(".head [role=gridcell]").evaluate_all(
+        "all => all.map(({ dataset, ariaLabel }) => [+dataset.row, +dataset.column, ariaLabel])"
+    )
+    return {(query, key): label for query, key, label in cells}
+
+
+def numbers_of(labels: dict[tuple[int, int], str]) -> dict[tuple[int, int], float]:
+    return {at: float(label.split(": ")[1].split()[0]) for at, label in labels.items()}
+
+
+ROUNDING = (1 / FAINTEST) ** (0.5 / STEPS) - 1 + 6e-4  # of the page's weights, and of numbers with four digits
+
+
+def rounded(weights: np.ndarray, labels: dict[tuple[int, int], str]) -> dict[tuple[int, int], float]:
+    return {at: float(weights[at]) if weights[at] > FAINTEST else 0.0 for at in labels}
+
+
+def test_choices_open_the_map_of_any_head(page: Any) -> None:
+    page.get_by_label("Layer", exact=True).select_option("2")
+    page.get_by_label("Head", exact=True).select_option("3")
+    assert page.locator("#head-name").text_content() == "Layer 2, head 3"
+    kept = analysis().activations["attention"][2][0, 3].float().numpy()
+    labels = labels_of_map(page)
+    assert labels[5, 2] == f"query 5, key 2: {labels[5, 2].split(': ')[1].split()[0]} (∅ → ⏎)"
+    assert sorted(labels) == [(query, key) for query in range(12) for key in range(query + 1)]
+    assert numbers_of(labels) == pytest.approx(rounded(kept, labels), rel=ROUNDING, abs=FAINTEST)
+
+
+@pytest.mark.real_model
+def test_any_head_of_smollm_shows_the_weights_of_plain_transformers(
+    smollm: LoadedModel, browser: Any, tmp_path
+) -> None:
+    run = sinkscope.analyze(smollm, prompt="The quick brown fox jumps over the lazy dog", observables="attention")
+    ids = run.activations.token_ids
+    with torch.no_grad():
+        eager = torch.cat(reference.eager_twin(smollm.model)(ids, output_attentions=True).attentions).numpy()
+    assert eager.shape == (30, 9, 9, 9)
+    with opened(browser, run.contents, tmp_path) as page:
+        grid = page.locator(".panels [role=grid]")
+        for layer, head in np.ndindex(30, 9):
+            grid.locator(f"[data-row='{layer}'][data-column='{head}']").dispatch_event("click")
+            labels = labels_of_map(page)
+            assert page.locator("#head-name").text_content() == f"Layer {layer}, head {head}"
+            assert len(labels) == 45
+            expected = rounded(eager[layer, head], labels)
+            assert numbers_of(labels) == pytest.approx(expected, rel=ROUNDING, abs=FAINTEST), (layer, head)
+        assert labels[4, 1].endswith("( jumps →  quick)")
 
 
 def test_a_head_shows_the_gradients_of_the_key_value_head_that_it_reads(browser: Any, tmp_path: Path) -> None:

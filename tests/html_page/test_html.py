@@ -4,14 +4,18 @@ import base64
 import hashlib
 import json
 import re
+import zlib
 from math import inf, nan
 
+import numpy as np
 import pandas as pd
 import pytest
+import torch
 from support.pages import KINDS, analysis, data_of, expanded, table_of
 
 from sinkscope.html_page import Contents, page_of
-from sinkscope.html_page.compact import as_json, compact_column, compact_tables, cut
+from sinkscope.html_page.compact import FAINTEST, STEPS, as_json, compact_column, compact_maps, compact_tables, cut
+from sinkscope.results.activations import Activations
 from sinkscope.results.command_line import command_lines
 from sinkscope.results.tables import Column
 
@@ -154,3 +158,21 @@ def test_tables_are_cut_until_they_fit_and_say_so(monkeypatch: pytest.MonkeyPatc
     assert found["columns"][1] == {
         "name": "value", "about": "meaning", "unit": "nats", "kind": "number", "values": {"runs": [0.123456, 1000]},
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_maps_of_all_heads_are_rounded_and_cut_to_fewer_tokens_until_they_fit(causal: bool, monkeypatch) -> None:
+    weights = torch.rand(2, 1, 3, 50, 50, generator=torch.manual_seed(0)) ** 6
+    kept = weights.tril() if causal else weights
+    activations = Activations({f"attention.{layer}": one.half() for layer, one in zip((0, 10), kept, strict=True)})
+    assert (compact_maps(activations) or {})["tokens"] == 50
+    monkeypatch.setattr("sinkscope.html_page.compact.MAPS", 2_500 if causal else 5_000)
+    maps = compact_maps(activations) or {}
+    assert (maps["heads"], maps["tokens"], maps["causal"]) == ([[0, 3], [10, 3]], 24, causal)
+    codes = np.frombuffer(zlib.decompress(base64.b64decode(maps["codes"])), np.uint8)
+    shown = np.where(codes, FAINTEST ** (1 - (codes - 1.0) / STEPS), 0)
+    rows, columns = np.tril_indices(24) if causal else np.indices((24, 24)).reshape(2, -1)
+    expected = kept[:, 0, :, rows, columns].numpy().ravel()
+    np.testing.assert_allclose(shown, expected, rtol=0.019, atol=FAINTEST)
+    assert (shown > 0).mean() > 0.5
+    assert compact_maps(Activations()) is None

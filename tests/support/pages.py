@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 
 from sinkscope.html_page import Contents
 from sinkscope.output.run import Run
+from sinkscope.results.activations import Activations
 from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.tables import LEADING
 from support.made_up_runs import grid, make_run
@@ -37,7 +39,12 @@ def analysis(**given: Any) -> Contents:
         ),
         Finding("gradient-null", "Gradients", value=2.0),
     ]
-    return Contents(manifest, led(run.tables, run.model), findings=findings)
+    tables = led(run.tables, run.model)
+    length = tables["attention_maps"]["key"].max() + 1
+    heads = (1, int(tables["attention"]["head"].max()) + 1, length, length)
+    weights = {f"attention.{layer}": np.random.default_rng(layer).uniform(0, 1, heads) ** 4 for layer in range(4)}
+    activations = Activations({name: torch.tensor(of).tril().half() for name, of in weights.items()})
+    return Contents(manifest, tables, findings=findings, activations=activations)
 
 
 def experiment() -> Contents:

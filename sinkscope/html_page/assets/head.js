@@ -187,7 +187,7 @@ S.attentionMap = (layer, head, heads) => {
   const [key, token, sequence] = ["key", "token", "sequence"].map((name) => table.get(name));
   return S.weightMaps(buttons, d3.groups(rows, (row) => `${labels[row]} ${sequence[row]}`).slice(0, S.MOST_ARMS).map(([, own]) => {
     const label = labels[own[0]];
-    return S.mapOf(table, own, "query", "key", "weight", { ...S.ofTokens(new Map(own.map((row) => [key[row], S.visible(token[row])]))),
+    return S.mapOf(table, own, "query", "key", "weight", { ...S.ofTokens(new Map(own.map((row) => [key[row], token[row]]))),
       title: [`${about}, sequence ${sequence[own[0]]}`, label].filter(Boolean).join(", "),
       caption: label && `${S.visible(label)}, sequence ${sequence[own[0]]}` });
   }), S.leftOut(table));
@@ -195,9 +195,14 @@ S.attentionMap = (layer, head, heads) => {
 
 S.weightScale = d3.scaleSequentialLog([S.FAINTEST, 1], S.ramp).clamp(true);
 
+S.FEW_TOKENS = 24; // of a text whose tokens are written beside its map
+
 /** What maps over tokens have in common; tokens: position → text. */
-S.ofTokens = (tokens) => ({ scale: S.weightScale, maxCell: 9,
-  more: (row, column) => ` (${S.visible(tokens.get(row))} → ${S.visible(tokens.get(column))})` });
+S.ofTokens = (tokens) => {
+  const text = (at) => S.visible(tokens.get(at));
+  return { scale: S.weightScale, more: (row, column) => ` (${text(row)} → ${text(column)})`,
+    ...(tokens.size <= S.FEW_TOKENS ? { maxCell: 18, left: 110, label: (row) => `${S.shorten(text(row).trim(), 12)} ${row}` } : { maxCell: 9 }) };
+};
 
 /** How the weights of all heads are rounded on the page. */
 S.rounding = () => {

@@ -43,6 +43,7 @@ S.colorLegend = (scale, about) => {
  * A map, as a figure.
  * rows, columns: labels; rowName, columnName: their names; value(row, column): number or null; scale: of colors;
  * text: number → text; more(row, column): further text; title; caption: a shorter title; maxCell: pixels;
+ * label(row): its tick, in a margin of `left` pixels;
  * pick(row, column): called by Enter and a click; chosen: [row, column]; hover(row, column): called by the pointer.
  */
 S.heatmap = (given) => {
@@ -50,7 +51,7 @@ S.heatmap = (given) => {
   const figure = S.element("figure.map", { role: "group", "aria-label": given.title },
     S.element("figcaption", {}, given.caption || given.title), S.drawn((width) => map.draw(width), { height: map.height(340), kind: "scroll-map" }),
     S.numbers(() => map.table()));
-  figure.style.width = `${Math.max(190, 38 + given.columns.length * map.maxCell)}px`;
+  figure.style.width = `${Math.max(190, map.left + 4 + given.columns.length * map.maxCell)}px`;
   figure.map = map;
   return figure;
 };
@@ -67,7 +68,7 @@ S.ARROWS = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight
 
 S.Heatmap = class {
   constructor(given) {
-    Object.assign(this, { pick: null, hover: () => {}, more: () => "", chosen: null, maxCell: 26 }, given);
+    Object.assign(this, { pick: null, hover: () => {}, more: () => "", chosen: null, maxCell: 26, left: 34, label: (row) => row }, given);
     this.places = new Map(); // cell → [row, column]
     this.cells = new Map(); // "row column" → cell
   }
@@ -77,7 +78,7 @@ S.Heatmap = class {
   }
 
   sizes(width) {
-    const across = Math.max(3, Math.min(this.maxCell, (width - 38) / this.columns.length));
+    const across = Math.max(3, Math.min(this.maxCell, (width - this.left - 4) / this.columns.length));
     return [across, Math.max(3, Math.min(across, this.rows.length > 40 ? 10 : 16))];
   }
 
@@ -87,7 +88,7 @@ S.Heatmap = class {
 
   draw(width) {
     const [across, down] = this.sizes(width);
-    const [left, top, height] = [34, 18, this.height(width)];
+    const [left, top, height] = [this.left, 18, this.height(width)];
     const svg = d3.create("svg").attr("width", left + this.columns.length * across + 4).attr("height", height)
       .attr("class", "heatmap").attr("role", "grid")
       .attr("aria-label", `${this.title}. Arrow keys move${this.pick ? ", Enter opens" : ""}.`);
@@ -117,7 +118,7 @@ S.Heatmap = class {
     const everyRow = Math.ceil(13 / down), everyColumn = Math.ceil(22 / across);
     text(0, 11, "start", `${this.rowName} ↓`);
     text(left, bottom + 24, "start", `${this.columnName} →`);
-    this.rows.forEach((row, at) => at % everyRow || text(left - 5, top + (at + 0.5) * down + 4, "end", row));
+    this.rows.forEach((row, at) => at % everyRow || text(left - 5, top + (at + 0.5) * down + 4, "end", this.label(row)));
     this.columns.forEach((column, at) => at % everyColumn || text(left + (at + 0.5) * across, bottom + 11, "middle", column));
   }
 
