@@ -1,12 +1,11 @@
 """Printing the result of a command: results on stdout, notes and the folder on stderr."""
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.console import Group as Stack
 from rich.markdown import Markdown, MarkdownElement, TableElement
 from rich.table import Table
 from rich.text import Text
@@ -16,7 +15,8 @@ if TYPE_CHECKING:
 
     from sinkscope.commands.result import Result
 
-BROKEN = 16  # a longer word may be broken over two lines, unless there is a digit in it
+BROKEN = 28  # a longer word may be broken over two lines, unless it is a number
+NUMBER = re.compile(r"\W*\d")
 
 
 def print_result(result: "Result") -> None:
@@ -65,22 +65,21 @@ def fitted(header: Sequence[Text], rows: Sequence[Sequence[Text]], room: int) ->
     spare = room - 1 - sum(width + 3 for width in least)  # between borders
     if spare < 0:
         names = max(name.cell_len for name in header)
-        fields = [[[name, cell] for name, cell in zip(header, row, strict=True)] for row in rows]
-        return Stack(*(_table(["", ""], each, [names, room - names - 7], shows_header=False) for each in fields))
+        stacked = Table(box=None, show_header=False)
+        stacked.add_column(width=names)
+        stacked.add_column(width=room - names - 4, overflow="fold")
+        for row in rows:
+            for name, cell in zip(header, row, strict=True):
+                stacked.add_row(name.plain, cell)
+            stacked.add_row()
+        return stacked
     widths = least
-    while spare and (wanting := [at for at, width in enumerate(widths) if width < most[at]]):
-        widths[min(wanting, key=lambda at: widths[at])] += 1
+    while spare and max(most[at] / width for at, width in enumerate(widths)) > 1:
+        widths[max(range(len(widths)), key=lambda at: most[at] / widths[at])] += 1  # the one with the most lines
         spare -= 1
-    return _table(header, rows, widths)
-
-
-def _table(
-    header: Sequence[Text | str], rows: Sequence[Sequence[Text]], widths: Sequence[int], shows_header: bool = True
-) -> Table:
-    table = Table(box=box.HEAVY_HEAD if shows_header else box.SIMPLE, show_header=shows_header)
+    table = Table()
     for name, width in zip(header, widths, strict=True):
-        justify = name.justify if isinstance(name, Text) else None
-        table.add_column(name, width=max(1, width), justify=justify or "left", overflow="fold")
+        table.add_column(name, width=width, justify=name.justify or "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
@@ -88,7 +87,7 @@ def _table(
 
 def _longest_word(text: Text) -> int:
     words = text.plain.split()
-    return max((len(word) if any(map(str.isdigit, word)) else min(len(word), BROKEN) for word in words), default=1)
+    return max((len(word) if NUMBER.match(word) else min(len(word), BROKEN) for word in words), default=1)
 
 
 class _Table(TableElement):
