@@ -25,7 +25,8 @@ def as_json(command: str, result: Result) -> str:
     manifest = getattr(value, "manifest", {})
     numbers = {} if result.numbers is None else {"numbers": result.numbers.reset_index()}
     tables = {**numbers, **result.tables} or getattr(value, "summary_tables", {})
-    of_value: Mapping[str, Any] = getattr(value, "tables", None) or {}
+    of_value = getattr(value, "tables", None)
+    of_value = of_value if isinstance(of_value, Mapping) else {}  # a sweep's are of all its cells
     claims = of_value["claim"].to_dict("records") if "claim" in of_value else []
     found = {
         "command": command,
@@ -35,7 +36,7 @@ def as_json(command: str, result: Result) -> str:
         "text": result.text or None,
         "data": result.data,
         "findings": [*map(_finding, getattr(value, "findings", ())), *map(_claim, claims)],
-        "metrics": _metrics(of_value["summary"]) if "summary" in of_value and not numbers else {},
+        "metrics": _metrics(of_value["summary"]) if "summary" in of_value else {},
         "tables": {title: table.to_dict("records") for title, table in tables.items()},
     }
     return json.dumps(_plain(found), allow_nan=False, ensure_ascii=False)
