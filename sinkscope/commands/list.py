@@ -184,7 +184,8 @@ KINDS: dict[str, tuple[Any, ...]] = {
     ),
     "activations": (
         "raw tensors that a run can keep", "analyze --keep SITE",
-        partial(_entries, "results.activations:ALL_SITES", "shape", "about"), "tensor", "shape", "what it holds",
+        partial(_entries, "results.activations:ALL_SITES", "shape", "about"),
+        "tensor", "shape", "what it holds", PACKAGE,
     ),
     "metrics": (
         "numbers of the table summary", "run.metric(NAME)",

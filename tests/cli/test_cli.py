@@ -80,7 +80,7 @@ def test_a_finished_run(finished: tuple[Result, Path], tiny: Path) -> None:
     tables = {f"tables/{name}.parquet" for name in manifest["tables"]}
     figures = {f"figures/{name}.{kind}" for name in applicable(run) for kind in ("png", "pdf")}
     written = {path.relative_to(out).as_posix() for path in out.rglob("*") if path.is_file()}
-    assert written == {"run.json", "verdict.md", "index.html"} | tables | figures
+    assert written == {"run.json", "verdict.md", "index.html", "activations.safetensors"} | tables | figures
     assert {"attention", "sink_positions", "geometry", "activation", "massive", "outlier", "summary"} <= set(run.tables)
     assert figures
     for name, table in run.tables.items():
