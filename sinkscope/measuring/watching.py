@@ -13,7 +13,7 @@ checkpointing), also after the block, runs the model as it is.
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ from sinkscope.measuring.passes import tables_of
 from sinkscope.measuring.subject import load_model, row_or_calibrated
 from sinkscope.measuring.summary import summarize
 from sinkscope.measuring.tables import publish
-from sinkscope.measuring.tracer import Reader, Sought
+from sinkscope.measuring.tracer import Address, Reader, Sought
 from sinkscope.models.edits import first_argument
 from sinkscope.models.family import Family
 from sinkscope.models.in_memory import called_uncompiled, on_cpu_by_default, outside_autocast, undisturbed, unwrapped
@@ -223,7 +223,7 @@ class _Call:
     def _send(self, value: Any) -> None:
         self._advance(lambda: self._sought.send(value))
 
-    def _advance(self, go_on: Any) -> None:
+    def _advance(self, go_on: Callable[[], Address]) -> None:
         """Let the reader go on to the next value that it seeks; its exceptions do not reach the user's call."""
         self._awaited = None, ""
         try:
@@ -285,7 +285,8 @@ def watch(model: nn.Module, *, tokenizer: PreTrainedTokenizerBase | None = None,
     training mode, under autocast, with gradient checkpointing, and inside `intervening`. A compiled model runs
     uncompiled in the block. Of `generate` and of serving with a KV cache, the pass over each prompt is measured;
     decoding steps are not. `seen.calls` counts the measured calls, `seen.skipped` the others by their reason: a
-    decoding step, packed sequences, inputs other than token ids, attention that is not recognized, NaN.
+    decoding step, packed sequences, inputs other than token ids, attention that is not recognized, NaN. A block keeps
+    the ids and the tables of all its calls: a server opens one for some of its calls, or for a while.
 
     Args:
         model: A transformers model, also wrapped by torch.compile, PEFT, DistributedDataParallel, or DataParallel on

@@ -2,6 +2,8 @@
 
 import os
 import random
+import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,10 +130,15 @@ def test_tensorboards_event_file_has_the_curves(both: Any) -> None:
     )
 
 
-def test_show_and_compare_open_the_curves(both: Any) -> None:
+def test_show_and_compare_open_the_curves(both: Any, tmp_path: Path) -> None:
     folder = both[0] / "measured" / "sinks"
     assert "largest_activations" in sinkscope.show(folder).read_text()
     assert set(curves(both[0] / "measured")) <= METRICS.keys()
+    again = shutil.copytree(folder, tmp_path / "again" / "sinks")
+    found = sinkscope.compare(folder, again, out=tmp_path / "both", page=False)
+    assert list(found.by_step.loc["again"].index) == [0, 50, 100, 150, 200]
+    assert (found.by_step.loc["again"] == found.by_step.loc["measured"]).all(axis=None)
+    assert (tmp_path / "both" / "figures" / "training-curves.png").is_file()
 
 
 class At(TrainerCallback):
@@ -149,10 +156,24 @@ def test_a_resumed_training_goes_on_with_its_curve(both: Any, tmp_path: Path) ->
     stopping = At(150, lambda control: setattr(control, "should_training_stop", True))
     trained(tmp_path, sinkscope.SinkCallback(every=50, seq_len=LENGTH), stopping)
     assert list(curves(tmp_path).index) == [0, 50, 100, 150]
-    (tmp_path / "checkpoint-150").rename(tmp_path / "lost")  # back to a step before the last measured one
+    # from checkpoint-100, before the last measured step
     resumed = trainer(tmp_path, sinkscope.SinkCallback(every=50, seq_len=LENGTH))
     resumed.train(resume_from_checkpoint=True)
     pd.testing.assert_frame_equal(curves(tmp_path), curves(both[0] / "measured"), rtol=1e-5)
+
+
+def test_a_measurement_is_one_forward_pass_over_its_texts(tmp_path: Path) -> None:
+    """32 × 64 tokens every 100 steps of 8 × 512, whose backward pass costs two forward passes, are then 0.17 %."""
+    model, read = tiny_model("llama"), dict[bool, int]()
+    embedding = model.get_input_embeddings()
+
+    def count(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
+        read[module.training] = read.get(module.training, 0) + args[0].numel()
+
+    with embedding.register_forward_hook(count):
+        trainer(tmp_path, sinkscope.SinkCallback(every=2, seq_len=LENGTH), model=model, steps=4).train()
+    assert read == {True: 4 * 4 * LENGTH, False: 3 * len(HELD_OUT) * LENGTH}
+    assert 32 * 64 / (100 * 3 * 8 * 512) < 0.01
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -238,7 +259,10 @@ def test_two_processes_train_as_without_it_and_the_first_measures(tmp_path: Path
 def test_a_sharded_model_is_not_measured_and_a_warning_says_so(tmp_path: Path) -> None:
     def work() -> None:
         shard_on_cpu()
-        trainer(tmp_path / "sharded", sinkscope.SinkCallback(seq_len=LENGTH), steps=2, save_strategy="no").train()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer(tmp_path / "sharded", sinkscope.SinkCallback(seq_len=LENGTH), steps=2, save_strategy="no").train()
+        print(*(warning.message for warning in caught))
 
     ended = on_two_ranks(work, tmp_path / "log", **sharding_environment())
     assert ended == [0] * COUNT, (tmp_path / "log").read_text()
