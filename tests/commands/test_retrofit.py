@@ -19,8 +19,8 @@ from typer.testing import Result
 
 import sinkscope
 import sinkscope.commands.training_arms
-import sinkscope.output.outputs
 import sinkscope.output.result
+import sinkscope.output.run
 from sinkscope import InputError, Run, compare, new_parameters, retrofit, retrofit_model
 from sinkscope.measuring.tables import column_names
 from sinkscope.models.loading import LoadedModel
@@ -235,7 +235,7 @@ def test_a_full_disk_at_any_stage_says_so_and_loses_nothing(
     arguments = ("retrofit", tiny, "--method", "vga", "--text", text, *TYPED, "--out", tmp_path / "out")
     stages: list[tuple[Any, str, Any, str]] = [
         (sinkscope.commands.training_arms.np, "save", full, "nothing of it is left"),  # the held-out blocks
-        (sinkscope.output.outputs, "write_tables", full, "untouched/run failed"),
+        (sinkscope.output.run, "write_tables", full, "untouched/run failed"),
         (Trainer, "_save_rng_state", full, "what was reached is kept"),  # a checkpoint
         (sinkscope.commands.training_arms, "write_tables", full, "the training up to step 3 is kept"),
         (PreTrainedModel, "save_pretrained", full_in_rust, "the training up to step 3 is kept"),
