@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tiny import tiny_model
+from user_script import notebook
 
 import sinkscope
 from sinkscope.measuring.observables import OBSERVABLES, attention
@@ -150,3 +151,9 @@ def test_the_tour_finds_what_it_says(smollm: LoadedModel, monkeypatch: pytest.Mo
     assert random == pytest.approx(natural, abs=0.1)
     assert natural > 0.5
     assert repeated == 0
+
+
+@pytest.mark.real_model
+def test_the_notebook_of_a_user_runs(smollm: LoadedModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sinkscope, "load", lambda: smollm)
+    notebook(tmp_path)

@@ -32,8 +32,8 @@ def logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
     return model(ids, use_cache=False).logits
 
 
-def under(model: Any, *do: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
-    with intervening(model, *do):
+def under(model: Any, *do: Any, ids: torch.Tensor = IDS, **options: Any) -> torch.Tensor:
+    with intervening(model, *do, **options):
         return logits(model, ids)
 
 
@@ -176,6 +176,48 @@ def test_a_model_with_an_adapter_is_changed_as_the_merged_one_and_one_of_no_know
     expected, model = under(tiny_model("llama"), "mask-sink"), tiny_model("llama")
     model.config.model_type = "of_nobody"  # its row is found numerically
     assert torch.equal(under(model, "mask-sink"), expected)
+
+
+LARGE, AT = 3000.0, 5  # an entry of the embedding of token 1, and its coordinate
+
+
+def without_entry(module: Any, args: Any, output: Any) -> Any:
+    """Set the massive entry of position 0 to 0, in the step of `generate` that reads the prompt."""
+    hidden = output[0] if isinstance(output, tuple) else output
+    if hidden.shape[1] > 1:
+        hidden[:, 0, AT] = 0.0
+    return output
+
+
+def test_what_is_left_open_is_found_by_measuring_and_generate_is_changed() -> None:
+    """Sequences begin with token 1, whose embedding has a massive entry, which all layers pass on."""
+    model: Any = tiny_model("llama")
+    model.get_input_embeddings().weight.data[1, AT] = LARGE
+    prompts = torch.cat([torch.ones(3, 1, dtype=torch.long), tiny_tokens(3, 9) % 90 + 3], dim=1)
+    settings = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    before, plain = snapshot(model), model.generate(prompts, **settings)
+    with intervening(model, ["zero-massive", "mask-sink:positions=3"], input=prompts):
+        changed = model.generate(prompts, **settings)
+    assert differences(before, snapshot(model)) == []
+    hooks = [layer.register_forward_hook(without_entry) for layer in model.model.layers]
+    with intervening(model, "mask-sink:positions=3"):
+        expected = model.generate(prompts, **settings)
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(changed.sequences, expected.sequences)
+    assert all(map(torch.equal, changed.logits, expected.logits))
+    assert not any(map(torch.equal, changed.logits, plain.logits))
+    assert torch.equal(model.generate(prompts, **settings).sequences, plain.sequences)
+
+
+def test_what_cannot_be_found_is_told() -> None:
+    model = tiny_model("llama")
+    for options, message in (
+        ({"input": IDS}, "^zero-massive: no massive activations at position 0 are known: name layers and coordinates$"),
+        ({}, "name layers and coordinates\\nIt could not be found by measuring: natural text needs a tokenizer"),
+    ):
+        with pytest.raises(InputError, match=message):
+            under(model, "zero-massive", **options)
 
 
 def test_copies_on_several_devices_are_refused() -> None:

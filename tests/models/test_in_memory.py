@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from accelerate import cpu_offload
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.utils import convert_outputs_to_fp32
+from support.encoders import word_tokenizer
 from support.everything import differences, snapshot
 from support.figures import skip_figures
 from support.ranks import on_two_ranks
@@ -19,11 +22,12 @@ from support.tables import assert_same_tables
 from tiny import TINY, tiny_model, tiny_tokens
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
 from transformers.pytorch_utils import Conv1D
 
 import sinkscope
 from sinkscope import InputError, Run, doctor
+from sinkscope.measuring.nnsight import NNsight
 from sinkscope.models.families import find_family
 from sinkscope.models.in_memory import fingerprint, unwrapped
 from sinkscope.models.loading import LoadedModel
@@ -111,8 +115,61 @@ def wrapped_by_fsdp(model: PreTrainedModel) -> nn.Module:
     return wrapper
 
 
+class Bridge(nn.Module):
+    """A stand-in for TransformerLens's bridge of one module of transformers, which it replaces and calls."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self._original_component = original
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a bridge attends by itself")
+
+
+class TransformerBridge(nn.Module):
+    """A stand-in for TransformerLens's model, which keeps the one of transformers with bridges in it."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        for layer in model.model.layers:
+            layer.self_attn.q_proj = Bridge(layer.self_attn.q_proj)
+            layer.self_attn, layer.mlp = Bridge(layer.self_attn), Bridge(layer.mlp)
+        self.original_model = model
+
+
+def prepared_by_accelerate(model: PreTrainedModel) -> PreTrainedModel:
+    """Let a model compute in bfloat16, as `Accelerator(mixed_precision="bf16").prepare` does."""
+    model._original_forward = model.forward
+    model.forward = convert_outputs_to_fp32(torch.autocast("cpu", torch.bfloat16)(model.forward))
+    return model
+
+
+HELD: dict[str, Callable[[PreTrainedModel], Any]] = {
+    "nnsight": NNsight,
+    "a bridge": TransformerBridge,
+    "accelerate": prepared_by_accelerate,
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_a_model_in_another_library_is_measured_as_the_plain_one(kind: str, plain: Run) -> None:
+    given = HELD[kind](tiny_model("llama"))
+    assert_equal(sinkscope.analyze(given, **SMALL), plain)
+    if kind == "a bridge":
+        message = "TransformerBridge calls parts of its own, which cannot be changed: pass the model"
+        with pytest.raises(InputError, match=message), sinkscope.intervening(given, "mask-sink"):
+            pass
+
+
+def test_the_tokenizer_of_a_wrapper_is_used() -> None:
+    wrapper: Any = SimpleNamespace(_module=tiny_model("llama"), tokenizer=word_tokenizer())
+    assert sinkscope.analyze(wrapper, input=["w1 w2 w3"], observables="massive").manifest["input"]["tokens"] == 4
+
+
 NO_MODELS: dict[str, tuple[Callable[[], Any], str]] = {
     "a tuple": (lambda: (tiny_model("llama"), None), "builtins.tuple is not a model"),
+    "a trainer": (lambda: Trainer(tiny_model("llama")), r"Trainer is not a model \(pass its `model`\)"),
+    "hooked": (lambda: SimpleNamespace(hook_dict={}), "has weights in a layout of its own: pass the model of transf"),
     "a wrapper": (lambda: nn.Sequential(tiny_model("llama")), "Sequential is not a model"),
     "a loaded number": (lambda: LoadedModel(3, None, "x", "x", None, None, ()), "builtins.int is not a model"),  # type: ignore[arg-type]
     "prompts": (lambda: with_prompt(tiny_model("llama")), "PEFT's prompts"),

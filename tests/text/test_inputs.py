@@ -5,13 +5,18 @@ import os
 import sys
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from datasets import Dataset
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from sinkscope.errors import InputError
+from sinkscope.options.measuring import make_config
+from sinkscope.options.option import MOST
 from sinkscope.text.inputs import TokenInputs, build_inputs
 from sinkscope.text.sources import documents
 from sinkscope.text.tokens import special_token_ids
@@ -427,3 +432,55 @@ def test_a_chat_is_what_transformers_makes_of_it(tmp_path):
     assert inputs.token_zero == "bos <s> (id 1)"
     assert lists(inputs)[0] == ids_of("<s> w1 w4 w2 w4 </s>")  # no further BOS, because the template has it
     assert lists(made(path, tokenizer=tokenizer, num_seqs=1, seq_len=3)) == [ids_of("<s> w1 w4")]
+
+
+TEXTS = ["w1 w2 w3 w4", "w5 w6 w7"]
+CHAT = [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3"}]
+CHATS = "{% for message in messages %}<s> {{ message['content'] }} {% endfor %}"
+IDS = [[5, 6, 7, 8], [9, 10, 11]]
+PADDED = {"input_ids": torch.tensor([[5, 6, 7, 8], [9, 10, 11, PAD]]), "attention_mask": [[1] * 4, [1, 1, 1, 0]]}
+# objects → what they are, and their token ids after LLAMA's BOS
+OBJECTS: dict[str, tuple[Any, str, list[list[int]]]] = {
+    "prompts": (TEXTS, "prompts", [[BOS, *ids_of(text)] for text in TEXTS]),
+    "a generator": ((text for text in TEXTS), "prompts", [[BOS, *ids_of(text)] for text in TEXTS]),
+    "records": ([{"text": TEXTS[0]}], "prompts", [[BOS, *ids_of(TEXTS[0])]]),
+    "a chat": (CHAT, "chats", [[BOS, *ids_of("w1 w2"), BOS, *ids_of("w3")]]),
+    "chats": ([CHAT[:1], CHAT[1:]], "chats", [[BOS, *ids_of("w1 w2")], [BOS, *ids_of("w3")]]),
+    "ids": (IDS[0], "token-ids", IDS[:1]),
+    "ragged ids": (IDS, "token-ids", IDS),
+    "tensors": ([torch.tensor(ids) for ids in IDS], "token-ids", IDS),
+    "an array": (np.array([IDS[0], IDS[0]]), "token-ids", [IDS[0], IDS[0]]),
+    "a tokenizer's output": (PADDED, "token-ids", IDS),
+    "a dataset of ids": (Dataset.from_dict({"input_ids": IDS}).with_format("torch"), "dataset", IDS),
+    "a dataset of chats": (Dataset.from_dict({"messages": [CHAT], "n": [1]}), "dataset", [[BOS, 6, 7, BOS, 8]]),
+}
+
+
+@pytest.mark.parametrize("what", OBJECTS)
+def test_objects_are_read_to_their_end_as_lines_of_json_are(what: str) -> None:
+    given, kind, expected = OBJECTS[what]
+    tokenizer = word_tokenizer("<s> $A")
+    tokenizer.chat_template = CHATS
+    config = make_config(input=given)
+    assert json.loads(config.model_dump_json())["input"] == str(config.input) == kind
+    assert kind == "dataset" or (config.num_seqs, config.seq_len) == (len(expected), MOST)
+    asked = {"num_seqs": config.num_seqs, "seq_len": 64}
+    inputs = build_inputs(config.input, vocab_size=VOCAB, tokenizer=tokenizer, **asked)
+    assert (inputs.condition, lists(inputs)) == (kind, expected)
+
+
+def test_a_dataset_of_texts_is_read_as_by_name_and_wrong_objects_are_refused() -> None:
+    dataset = Dataset.from_dict({"story": [words(9), "w1", words(12, 3)], "n": [1, 2, 3]})
+    config = make_config(input=dataset, seq_len=6, num_seqs=5)
+    inputs = build_inputs(config.input, vocab_size=VOCAB, tokenizer=LLAMA, num_seqs=5, seq_len=6)
+    assert lists(inputs) == [[BOS, *ids_of(words(5))], [BOS, *ids_of(words(5, 3))]]  # shorter texts are left out
+    for given, message in (
+        (3, "a int is neither texts, token ids, chats nor a dataset"),
+        ([], "it is empty"),
+        (["w1 w2", 3], "a list is neither texts"),
+        ({"train": dataset}, "input.0.: a record needs `text`, `messages` or `input_ids`; this one has train"),
+        ([[1.5, 2.5]], "`input_ids.0` cannot be used: it should be a valid integer"),
+        (["w1 w2", ""], "input: 1 document of fewer than 2 tokens, which attention needs"),
+    ):
+        with pytest.raises(InputError, match=message):
+            build_inputs(make_config(input=given).input, vocab_size=VOCAB, tokenizer=PLAIN)
