@@ -11,6 +11,7 @@ from support.tables import assert_same_tables
 from tiny import tiny_model
 
 import sinkscope
+from sinkscope.measuring import measure
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
 from sinkscope.measuring.processes import Team
@@ -61,7 +62,9 @@ def test_the_bar_moves_at_every_layer_and_changes_no_number(monkeypatch: pytest.
         moves.append((completed, progress.tasks[0].fields["bar"].left))
 
     monkeypatch.setattr(Progress, "update", update)
-    monkeypatch.setattr(Team, "console", lambda *_: Console(file=io.StringIO(), force_terminal=True))
+    screen = Console(file=io.StringIO(), force_terminal=True, color_system=None)
+    monkeypatch.setattr(Team, "console", lambda *_: screen)
+    monkeypatch.setattr(measure, "WORTH_TELLING", -1)
     watched = sinkscope.analyze(tiny_model("llama"), **asked)
     layers = plain.tables["summary"]["layer"].max() + 1
     shares = [2 * move / (2 * layers) for move in range(1, 2 * layers + 1)]
@@ -69,5 +72,6 @@ def test_the_bar_moves_at_every_layer_and_changes_no_number(monkeypatch: pytest.
     assert [left for _, left in moves[: 2 * layers]] == [""] * (2 * layers)
     assert moves[2 * layers + 1][1] == "0 s left"
     assert_same_tables(watched.tables, plain.tables, check_exact=True)
+    assert "about 0 s, 0.6 GB; 0.6 GB in bfloat16" in screen.file.getvalue()  # type: ignore[attr-defined]
     assert watched.manifest["expected"]["seconds"] > 0
     assert watched.manifest["expected"]["memory_mb"] > 500
