@@ -5,7 +5,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 MGM := .models/mgm --allow-pickle --input sampled
 
-.PHONY: install models gpu-wheels demo test fast torture golden mutations check format report report-models report-claims report-sweep report-training \
+.PHONY: install models gpu-wheels demo test fast oldest torture golden mutations check format report report-models report-claims report-sweep report-training \
 	report-hybrids report-normalization report-from-scratch report-when-sinks-emerge \
 	report-types corpus clean
 
@@ -52,6 +52,15 @@ test: install models
 
 fast: install  ## the tests that need no real model
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not real_model'
+
+# the versions below which pyproject.toml excludes these libraries
+OLDEST := $(shell sed -nE 's/^ *"(accelerate|huggingface_hub|nnsight|transformers)>=([0-9.]+).*/\1==\2/p' pyproject.toml)
+CORE := models measuring/test_observables.py measuring/test_parity.py interventions retrofits/test_saving.py \
+	training/test_trainer.py commands/test_card.py
+
+oldest: install  ## the core of the tests with the oldest versions of transformers and its neighbors: three minutes
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/oldest $(OLDEST)
+	PYTHONPATH=.venv/oldest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not real_model' $(CORE:%=tests/%)
 
 # how many kills, generated inputs and damaged run folders `make torture` tries, and where chance begins
 KILLS ?= 240

@@ -5,9 +5,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import yaml
-from hub import Hub
+from hub import Hub, Repo
 from huggingface_hub import ModelCard, metadata_load, snapshot_download
 from huggingface_hub.repocard_data import model_index_to_eval_results
+from support.figures import quick_sweeps
 
 import sinkscope
 from sinkscope import InputError, Run, SinkscopeError
@@ -83,3 +84,29 @@ def test_other_folders(tmp_path: Path) -> None:
         sinkscope.card(REPORTS / "bigram-backcopy")
     with pytest.raises(InputError, match="at least one run"):
         sinkscope.card()
+
+
+def test_an_atlas_of_two_models(
+    hub: Hub, tiny: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shipped atlas with the models of the loopback hub: its comparison, and a card with one row a model."""
+    quick_sweeps(monkeypatch)
+    content = yaml.safe_load((REPORTS.parent / "recipes/sweeps/atlas.yaml").read_text(encoding="utf-8"))
+    entries = content["models"]
+    assert len({entry["model"] for entry in entries}) == len(entries) > 40
+    hub.repos |= {name: Repo({"main": folder}) for name, folder in ((entries[0]["model"], models / "gpt2"),
+                                                                    (entries[30]["model"], tiny))}  # fmt: skip
+    content["models"] = chosen = [entries[0], entries[30]]
+    content["options"] |= {"num-seqs": 2, "seq-len": 16}
+    (tmp_path / "atlas.yaml").write_text(yaml.safe_dump(content), encoding="utf-8")
+    done = sinkscope.sweep(tmp_path / "atlas.yaml", out=tmp_path / "atlas", workers=1)
+    assert done.failure == ""
+    assert (tmp_path / "atlas/comparison/index.html").is_file()
+    made = sinkscope.card(tmp_path / "atlas", out=tmp_path / "card", page=False)
+    rows = pd.read_parquet(tmp_path / "card/tables/models.parquet")
+    assert rows["model"].tolist() == [entry["model"].split("/")[1] for entry in chosen]
+    assert rows["family"].tolist() == [entry["family"] for entry in chosen]
+    sweep = done.tables.rates.set_index("model")["sink_rate"]
+    assert rows["sink_rate"].tolist() == sweep[rows["model"]].tolist()
+    assert rows["commit"].str.len().tolist() == [40, 40]
+    assert list(made.model_cards) == rows["model"].tolist()
