@@ -171,3 +171,7 @@ def test_a_call_that_fails_or_gives_nan_is_skipped_with_the_reason() -> None:
         model(IDS)
     assert seen.calls == 1
     assert any("NaN" in reason for reason in seen.skipped)
+    model.config._attn_implementation = "flash_attention_2"
+    with sinkscope.watch(model) as seen:
+        seen._begin(model, (IDS,), {})
+    assert "flash_attention_2" in next(iter(seen.skipped))
