@@ -128,12 +128,12 @@ def open_seam(
                 for handle in interceptor.watch(attention):
                     stack.callback(handle.remove)
         if family.door == "interface":
-            stack.enter_context(_interface(model))
+            stack.enter_context(_interface(model, aside))
         yield seams
 
 
 @contextmanager
-def _interface(model: PreTrainedModel) -> Iterator[None]:
+def _interface(model: PreTrainedModel, aside: bool) -> Iterator[None]:
     """Call `attend` in place of the model's own attention function for the length of the block."""
 
     def attend_if_ours(own: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -151,6 +151,9 @@ def _interface(model: PreTrainedModel) -> Iterator[None]:
     names = {config._attn_implementation for config in configs if isinstance(config, PreTrainedConfig)}
     with ExitStack() as stack:
         if not names <= {*KEPT, NAME}:  # masks of flash attention have other formats
+            if aside:
+                others = ", ".join(map(str, names - {*KEPT, NAME}))
+                raise SinkscopeError(f"{others} has masks of its own: load the model with attn_implementation='sdpa'")
             stack.enter_context(attention_implementation(model, "sdpa"))
         stack.enter_context(attending_by(model, attend_if_ours))
         yield

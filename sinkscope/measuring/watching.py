@@ -129,7 +129,10 @@ class Watched:
             network.register_forward_pre_hook(self._begin, with_kwargs=True),
             network.register_forward_hook(self._end, always_call=True),
         ):
-            yield
+            try:
+                yield
+            finally:
+                self._end(network, (), None)  # of a call that an interrupt has ended, for which torch runs no hook
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Begin to read a call of the model, unless there is a reason not to."""

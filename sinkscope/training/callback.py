@@ -20,6 +20,7 @@ import pandas as pd
 import torch
 from transformers import Trainer
 
+from sinkscope.attention.seam import open_seam
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.parity import check_beforehand
@@ -192,7 +193,7 @@ class SinkCallback(Probing):
         model, family = subject.loaded.model, subject.family
         names = tuple(name for name in OBSERVED if OBSERVABLES[name].inapplicable(model, family) is None)
         seen = Watched(subject.loaded, family, ObservableOptions(observables=names, epsilon=self.options["epsilon"]))
-        with seen.watching():
+        with open_seam(model, family), seen.watching():
             for batch in subject.inputs.batches(first_size(subject.inputs, model, "auto")):
                 model(**model_inputs(model, batch, False, family.first_position))
         if seen.skipped:

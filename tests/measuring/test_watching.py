@@ -150,13 +150,28 @@ def test_an_intervention_is_watched_and_other_threads_are_left_alone() -> None:
     assert seen.sink_rate == plain.sink_rate
 
 
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_call_that_fails_or_gives_nan_is_skipped_with_the_reason() -> None:
     model = tiny_model("llama").eval()
     with sinkscope.watch(model) as seen:
         model(IDS)
         with pytest.raises(IndexError):
             model(IDS + 1000)
+    assert (seen.calls, sum(seen.skipped.values())) == (1, 1)
+    before = [repr(one) for one in attributes(model)]
+    with pytest.raises(KeyboardInterrupt), sinkscope.watch(model), model.lm_head.register_forward_hook(interrupt):
+        model(IDS)
+    assert [repr(one) for one in attributes(model)] == before
+    with sinkscope.watch(model) as seen:
+        model(IDS)
         model.model.layers[1].mlp.down_proj.weight.data.fill_(torch.nan)
         model(IDS)
     assert seen.calls == 1
     assert any("NaN" in reason for reason in seen.skipped)
+    model.config._attn_implementation = "flash_attention_2"
+    with sinkscope.watch(model) as seen:
+        seen._begin(model, (IDS,), {})
+    assert "flash_attention_2" in next(iter(seen.skipped))
