@@ -25,7 +25,6 @@ from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import Reader, open_tracer
 from sinkscope.models.family import text_tower
 from sinkscope.options.measuring import RunConfig
-from sinkscope.options.option import MOST
 from sinkscope.results import manifest
 from sinkscope.retrofits.retrofit import registers_before
 
@@ -108,7 +107,7 @@ def make_manifest(
         "seed": config.seed,
     }
     asked = config.model_dump(mode="json")
-    if config.seq_len == MOST:  # objects in Python, which were read to their end
+    if config.reads_all:
         asked["seq_len"] = inputs.longest
     return manifest.make_manifest(command, asked, start, tables, **described)
 

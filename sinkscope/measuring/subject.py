@@ -35,7 +35,7 @@ from sinkscope.models.family import (
 from sinkscope.models.in_memory import drawing, unchanged_after, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import BenchmarkOptions, ObservableOptions, RunConfig
-from sinkscope.options.option import MOST, checked
+from sinkscope.options.option import checked
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.inputs import TokenInputs, build_inputs, masked
 from sinkscope.text.sources import check_source
@@ -210,7 +210,7 @@ def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = N
         prompt=config.prompt,
         max_positions=limit,
         num_seqs=config.num_seqs,
-        seq_len=config.seq_len if config.seq_len < MOST else (limit or MOST),  # objects are read to their end
+        seq_len=limit if config.reads_all and limit else config.seq_len,
         bos=config.bos,
         closed=not causal,
         bos_token_id=getattr(text, "bos_token_id", None),

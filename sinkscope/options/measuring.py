@@ -215,6 +215,11 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
         return self
 
     @property
+    def reads_all(self) -> bool:
+        """Whether documents that were passed as objects are read to their end."""
+        return isinstance(self.input, Given) and self.seq_len == MOST
+
+    @property
     def run_name(self) -> str:
         """The model's name, its revision and its input as a folder name."""
         text = Path(self.dataset.split(":")[0]).name if self.dataset else Path(str(self.input)).stem

@@ -188,8 +188,8 @@ class Run(RunData, Result):
             return f"tables {', '.join(self.tables)}"
         first, second, *_ = self.report.table
         rows = zip(self.report.table[first].str.strip(), self.report.table[second], strict=True)
-        values = [BOLD.sub(r"\1", f"{name} {value}") for name, value in rows if value and name != "control"]
-        return f"{second}: {', '.join(values[:MOST_ARMS])}" + ", …" * (len(values) > MOST_ARMS)
+        arms = [BOLD.sub(r"\1", f"{name} {value}") for name, value in rows if value and name != "control"]
+        return f"{second}: {', '.join(arms[:MOST_ARMS])}" + ", …" * (len(arms) > MOST_ARMS)
 
     def _repr_html_(self) -> str:  # for notebooks
         lines = [html.escape(line) for line in repr(self).split("\n")]
