@@ -36,9 +36,10 @@ OF_ATTENTION = ("query", "key", "value")
 class Kept(Observable):
     """Keeps activations of each sequence, which is a batch by itself, and the first one's attention weights."""
 
-    sites = (*RESIDUAL_SITES, "attention")
-
     def __init__(self, wanted: Sequence[str], has_maps: bool) -> None:
+        from_attention = has_maps or not set(OF_ATTENTION).isdisjoint(wanted)
+        # of this instance, because every site that is read takes time
+        self.sites = (*set(RESIDUAL_SITES).intersection(wanted), *(["attention"] if from_attention else []))  # type: ignore[misc]
         self.wanted = wanted
         self.has_maps = has_maps  # whether the weights are kept
         self.rows: Lists[tuple[str, int], tuple[int, torch.Tensor]] = Lists(list)  # site, layer → sequence, (T,…)

@@ -108,12 +108,12 @@ S.headPanel = () => {
   return { place: S.element("div.head", {}, title, controls, shown), charts };
 };
 
-/** Choices of any head whose map is kept. */
+/** Choices of any head whose map is kept. The same controls may stay for another head: they change S.head. */
 S.chooseHead = (layer, head) => {
   const counts = new Map(S.maps?.heads);
   if (!counts.has(layer)) return [];
-  return [S.pick("Layer", [...counts.keys()], layer, (now) => S.openHead(now, Math.min(head, counts.get(now) - 1))),
-    S.pick("Head", d3.range(counts.get(layer)), head, (now) => S.openHead(layer, now))];
+  return [S.pick("Layer", [...counts.keys()], layer, (now) => S.openHead(now, Math.min(S.head[1], counts.get(now) - 1))),
+    S.pick("Head", d3.range(counts.get(layer)), head, (now) => S.openHead(S.head[0], now))];
 };
 
 /** The head with the most window mass at position 0. */
