@@ -74,8 +74,8 @@ def fitted(header: Sequence[Text], rows: Sequence[Sequence[Text]], room: int) ->
             stacked.add_row()
         return stacked
     widths = least
-    while spare and max(most[at] / width for at, width in enumerate(widths)) > 1:
-        widths[max(range(len(widths)), key=lambda at: most[at] / widths[at])] += 1  # the one with the most lines
+    while spare and (cut := [at for at, width in enumerate(widths) if width < most[at]]):
+        widths[max(cut, key=lambda at: most[at] / widths[at])] += 1  # the one with the most lines
         spare -= 1
     table = Table()
     for name, width in zip(header, widths, strict=True):

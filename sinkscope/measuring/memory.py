@@ -109,7 +109,10 @@ class Memory:
         tokens = min(size, getattr(self.options, "num_seqs", size)) * length
         itemsize = max(dtype.itemsize, HALF_ON_CPU) if self.on_cpu else dtype.itemsize
         batch = tokens * bytes_per_token(self.model, self.backward, itemsize)
-        return int((LIBRARIES if self.on_cpu else 0) + weights + batch)
+        if not self.on_cpu:
+            return int(weights + batch)
+        largest = max(parameter.numel() for parameter in self.model.parameters())
+        return int(LIBRARIES + weights + max(batch, largest * torch.float32.itemsize))  # while it is loaded or measured
 
     def least(self, dtype: torch.dtype, **changed: Any) -> int:
         """Return the bytes of weights and the smallest batch, in which gradients take no more than a forward pass.
