@@ -43,8 +43,8 @@ def intervening(
     restored bit for bit. A compiled model runs uncompiled in the block.
 
     Args:
-        model: A transformers model, also wrapped by torch.compile, PEFT, DistributedDataParallel, or DataParallel on
-            one device.
+        model: A transformers model or what `load` returned, also wrapped by torch.compile, PEFT, nnsight,
+            DistributedDataParallel, or DataParallel on one device.
         *do: Interventions as objects or in the syntax of the command line, single or in lists.
         tokenizer: That of the model, to read a text; only for parameters that are left open.
         **options: The input on which these are found, as below.

@@ -109,6 +109,7 @@ def make_manifest(
     asked = config.model_dump(mode="json")
     if config.reads_all:
         asked["seq_len"] = inputs.longest
+        asked |= {name: min(asked[name], inputs.longest) for name in ("positions", "window")}
     return manifest.make_manifest(command, asked, start, tables, **described)
 
 

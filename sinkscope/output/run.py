@@ -99,10 +99,13 @@ class Run(RunData, Result):
             page: also write index.html.
 
         Raises:
-            InputError: the folder holds something else, or there is no such figure; nothing was written.
+            InputError: the folder holds something else, there is no such figure, or this is one arm of an experiment;
+                nothing was written.
             SinkscopeError: writing failed.
         """
-        with own_folder(folder, overwrite, reads=(str(self.folder),)) as own:
+        if self._is_arm:
+            raise InputError(f"{self.condition} is one arm of an experiment: save the run of `intervene`")
+        with own_folder(folder, overwrite, reads=(self.folder,)) as own:
             return finished(replace(self, folder=own), Console(quiet=True), figures, page)
 
     def attention(
@@ -175,8 +178,14 @@ class Run(RunData, Result):
         read = self.manifest["input"]
         lengths = span((read["shortest"], read["longest"]))
         measured = f"{counted(read['sequences'], 'sequence')} of {lengths} tokens ({self.condition})"
-        where = "in memory; run.save(folder) writes it" if self.folder is None else f"in {self.folder}"
+        unsaved = "in memory" + ("" if self._is_arm else "; run.save(folder) writes it")
+        where = unsaved if self.folder is None else f"in {self.folder}"
         return f"Run of `{self.command}` on {self.model}, {self.manifest['dtype']}: {measured}\n{self._short}\n{where}"
+
+    @property
+    def _is_arm(self) -> bool:
+        """Whether it is one arm of an experiment, which has no findings of its own."""
+        return self.command == "analyze" and "summary" not in self.tables
 
     @property
     def _short(self) -> str:
@@ -184,7 +193,7 @@ class Run(RunData, Result):
         if "summary" in self.tables:
             values = {METRICS[name].short: METRICS[name].text(self.metric(name)) for name in SHORT}
             return ", ".join(f"{label} {value}" for label, value in values.items() if value != MISSING)
-        if self.command == "analyze":  # one arm of an experiment
+        if self._is_arm:
             return f"tables {', '.join(self.tables)}"
         first, second, *_ = self.report.table
         rows = zip(self.report.table[first].str.strip(), self.report.table[second], strict=True)
@@ -193,13 +202,14 @@ class Run(RunData, Result):
 
     def _repr_html_(self) -> str:  # for notebooks
         lines = [html.escape(line) for line in repr(self).split("\n")]
-        if "summary" in self.tables or self.command != "analyze":
+        if not self._is_arm:
             found = [one for one in self.findings if one.is_headline]
             items = [f"<li><b>{html.escape(one.section)}:</b> {html.escape(one.sentence)}</li>" for one in found]
             picture = next((name for name in PICTURES if name in self.drawings), None)
             shown = f"<ul>{''.join(items)}</ul>" if items else lines[1]
             lines[1] = shown + ("" if picture is None else _as_image(self.figure(picture)))
-        return f"<p><b>{lines[0]}</b></p>{lines[1]}<p>{lines[2]}; <code>run.verdict</code> has all findings</p>"
+            lines[2] += "; <code>run.verdict</code> has all findings"
+        return f"<p><b>{lines[0]}</b></p>{lines[1]}<p>{lines[2]}</p>"
 
 
 def _as_image(figure: Figure) -> str:

@@ -11,6 +11,9 @@ from tiny import tiny_model
 
 import sinkscope
 from sinkscope import InputError, Run
+from sinkscope.commands.measured import options_of_run
+from sinkscope.options.measuring import AnalyzeOptions
+from sinkscope.results.command_line import command_lines
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 3, "seq_len": 10}
 
@@ -43,6 +46,17 @@ def test_a_saved_run_is_the_folder_that_out_writes(run: Run, tmp_path: Path, mon
     assert "index.html" not in files(tmp_path / "saved")
 
 
+def test_a_run_on_objects_says_what_they_were_and_is_not_repeated_from_its_file(tiny: Path, tmp_path: Path) -> None:
+    run = sinkscope.analyze(tiny, input=[[5, 6, 7], [8, 9]], observables="massive")
+    saved = run.save(tmp_path / "run", figures=[], page=False)
+    config, read = run.manifest["config"], run.manifest["input"]
+    assert (config["input"], run.condition, config["num_seqs"], config["seq_len"]) == ("token-ids", "token-ids", 2, 3)
+    assert (read["sequences"], read["tokens"], len(read["sha256"])) == (2, 5, 64)
+    assert command_lines(saved.manifest, saved.folder) == []
+    with pytest.raises(InputError, match=r"its input \(token-ids\) was passed as an object in Python, not by name"):
+        options_of_run(tmp_path / "run", "analyze", AnalyzeOptions)
+
+
 def test_a_run_shows_itself_in_three_lines_and_in_a_notebook(run: Run) -> None:
     first, second, third = repr(run).split("\n")
     assert first == "Run of `analyze` on LlamaForCausalLM, float32: 3 sequences of 10 tokens (random)"
@@ -54,6 +68,8 @@ def test_a_run_shows_itself_in_three_lines_and_in_a_notebook(run: Run) -> None:
     arms = sinkscope.intervene(tiny_model("llama"), "mask-sink", draws=2, **SMALL)
     assert repr(arms).split("\n")[1] == f"sink rate @0: before {run.metric('sink_rate'):.1%}, mask-sink 0.0%"
     assert repr(arms.at("mask-sink")).split("\n")[1].startswith("tables attention, ")
+    with pytest.raises(InputError, match="mask-sink is one arm of an experiment: save the run of `intervene`"):
+        arms.at("mask-sink").save("arm")
     assert all("mask-sink" in one._repr_html_() for one in (arms, arms.at("mask-sink")))
 
 
