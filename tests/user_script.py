@@ -55,6 +55,7 @@ def notebook(folder: Path) -> None:
     sinks = run.tables["attention"].query("position == 0").groupby("layer")["window_mass"].mean()
     figure = run.figure("sink-map", figsize=(4, 3))
     figure.axes[0].set_title(f"strongest sinks: layer {sinks.idxmax()}")
+    assert run.attention(int(sinks.idxmax()), 0).shape == (len(run.attention(0, 0)),) * 2
     words = loaded.tokenizer(prompts[0], return_tensors="pt")  # type: ignore[misc]  # None: without tokenizer
     generate: Any = loaded.model.generate
     plain = generate(**words, max_new_tokens=4, do_sample=False)
@@ -62,6 +63,10 @@ def notebook(folder: Path) -> None:
         changed = generate(**words, max_new_tokens=4, do_sample=False)
     assert changed.tolist() != plain.tolist()
     assert generate(**words, max_new_tokens=4, do_sample=False).tolist() == plain.tolist()
+    with sinkscope.watch(loaded.model) as seen:
+        for prompt in prompts:
+            loaded.model(**loaded.tokenizer(prompt, return_tensors="pt"))  # type: ignore[misc]
+    assert (seen.calls, seen.massive.position) == (2, 0)
     saved = run.save(folder / "run", figures=["sink-map"])
     again = sinkscope.Run.open(folder / "run")
     assert again.metric("sink_rate") == saved.metric("sink_rate") == run.metric("sink_rate") > 0.3
