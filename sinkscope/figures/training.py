@@ -390,7 +390,8 @@ def draw_training_curves(table: pd.DataFrame) -> Figure:
             rows = whole[(whole["metric"] == metric.name) & (whole["condition"] == name)]
             plot.curve(ax, rows.set_index("step")["value"], **look)
         is_share = metric.unit == "share"
-        plot.panel(ax, metric.short, "share of heads" if is_share else metric.unit, None, share=is_share)
+        unit = "share of heads" if is_share else metric.unit or "value"
+        plot.panel(ax, metric.short, unit, None, share=is_share)
     plot.step_axis(axes[0], sorted(whole["step"].unique().tolist()))
     return figure.finish(heading(*dict.fromkeys(map(model_name, whole["model"]))), _signs(looks), ncols=4)
 
