@@ -34,7 +34,7 @@ def command(options: CardOptions, output: OutputOptions) -> Result:
     where = {name: value for name, value in output.where.items() if name != "quiet"}
     made = card(*options.runs, push=options.push, **where)
     pushed = [f"uploaded to {constants.ENDPOINT}/datasets/{options.push}"] if options.push else []
-    text = "\n\n".join(made.model_cards.values())
+    text = "" if made.folder else "\n\n".join(made.model_cards.values())
     return Result(made, text=text, notes=pushed, folder=made.folder, failure=figure_failure(made.manifest))
 
 

@@ -3,7 +3,6 @@
 models    a row for each run of `analyze`, with a column for each metric of the whole model
 metrics   a row for each metric of a run, also of models that were changed
 layers    the same by layer, of runs of `analyze`
-claims    the judgment of the claims of papers
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +14,9 @@ from sinkscope.measuring.summary import NO_POSITION, WHOLE_MODEL
 from sinkscope.quantization.settings import FULL
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
-from sinkscope.results.tables import METRIC, VALUE, Column, names_of
+from sinkscope.results.tables import LEADING, METRIC, VALUE, Column, names_of
 
-MODELS, VALUES, LAYERS, CLAIMS = "models", "metrics", "layers", "claims"
+MODELS, VALUES, LAYERS = "models", "metrics", "layers"
 UNCHANGED = ""  # the setting of a model as it is
 COORDINATES = (
     Column("family", "family of the model, as a sweep names it; empty without one", kind="text"),
@@ -47,12 +46,13 @@ def card_tables(runs: Sequence[RunData], families: Sequence[str]) -> dict[str, p
         values, place = values_of(run), _coordinates(run, family)
         parts[VALUES].append(values.assign(layer=WHOLE_MODEL, **place))
         if run.command == "analyze":
-            parts[MODELS].append(pd.DataFrame([{**place, "layer": WHOLE_MODEL, **_by_name(values)}]))
+            by_name = dict(zip(values["metric"], values["value"], strict=True))
+            parts[MODELS].append(pd.DataFrame([{**place, "layer": WHOLE_MODEL, **by_name}]))
             summary = run.tables["summary"]
             parts[LAYERS].append(summary[summary["layer"] != WHOLE_MODEL].assign(**place))
     found = {name: pd.concat(tables, ignore_index=True) for name, tables in parts.items() if tables}
     measured = {name: [metric for metric in METRICS if metric in table] for name, table in found.items()}
-    columns = {name: ("model", "condition", "layer", *names_of(CARD_TABLES[name]), *measured[name]) for name in found}
+    columns = {name: (*LEADING, *names_of(CARD_TABLES[name]), *measured[name]) for name in found}
     return {name: table[list(columns[name])] for name, table in found.items()}
 
 
@@ -108,7 +108,3 @@ def _coordinates(run: RunData, family: str) -> dict[str, Any]:
         "dtype": run.manifest["dtype"],
         "input_sha256": read["sha256"],
     }
-
-
-def _by_name(values: pd.DataFrame) -> dict[str, float]:
-    return dict(zip(values["metric"], values["value"], strict=True))
