@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sinkscope.commands.claims import claims as claims
     from sinkscope.commands.doctor import doctor as doctor
     from sinkscope.commands.intervene import intervene as intervene
+    from sinkscope.commands.kv_plan import kv_plan as kv_plan
     from sinkscope.commands.load import load as load
     from sinkscope.commands.quantize import quantize as quantize
     from sinkscope.commands.retrofit import retrofit as retrofit
@@ -45,7 +46,10 @@ _PUBLIC = {
     "commands.analyze": ("analyze", "analyze_steps"),
     "commands.show": ("page", "show"),
     "commands.run": ("run_recipe",),
-    **{f"commands.{name}": (name,) for name in ("benchmark", "claims", "doctor", "intervene", "load", "quantize")},
+    **{
+        f"commands.{name}": (name,)
+        for name in ("benchmark", "claims", "doctor", "intervene", "kv_plan", "load", "quantize")
+    },
     **{f"commands.{name}": (name,) for name in ("retrofit", "sweep", "train")},
     "errors": ("InputError", "SinkscopeError"),
     "measuring.intervening": ("intervening",),

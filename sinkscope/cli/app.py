@@ -125,7 +125,7 @@ def _command(name: str, kind: type[Options]) -> Callable[..., None]:
             folder = output.out or asked.folder()
             if folder is not None and output.from_ and output.out is None:
                 folder = folder.with_name(f"{folder.name}-repeated")
-            module = import_module(f"sinkscope.commands.{name}")
+            module = import_module(f"sinkscope.commands.{name.replace('-', '_')}")
             result = module.command(asked, output.model_copy(update={"out": folder}))
         # only the first of the processes of `accelerate launch` prints
         is_first = "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0"

@@ -6,6 +6,7 @@ A new kind of output is a file with a function `write(run, folder)`, and a line 
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from shutil import copyfile
 
 from rich.console import Console
 
@@ -18,6 +19,7 @@ from sinkscope.results.folders import new_folder
 from sinkscope.results.manifest import write_manifest
 from sinkscope.results.papers import paper_tables
 from sinkscope.results.tables import write_tables
+from sinkscope.verdict.kv_plan import PRESS, plan_files, write_plans
 from sinkscope.verdict.quantization import write_spared
 from sinkscope.verdict.table_formats import as_markdown
 
@@ -25,6 +27,11 @@ from sinkscope.verdict.table_formats import as_markdown
 def _paper_tables(run: Run, folder: Path) -> None:
     for name, table in paper_tables(run).items():
         _write_text(as_markdown(table), folder / "tables" / f"{name}.md")
+
+
+def _press(run: Run, folder: Path) -> None:
+    if PRESS in plan_files(run):
+        copyfile(Path(__file__).with_name(PRESS), folder / PRESS)
 
 
 def _write_text(text: str, path: Path) -> None:
@@ -37,6 +44,8 @@ OUTPUTS: dict[str, Callable[[Run, Path], None]] = {
     "paper tables": _paper_tables,
     "verdict": lambda run, folder: _write_text(run.verdict, folder / "verdict.md"),
     "sites to spare": write_spared,
+    "plans": write_plans,
+    "press": _press,
 }
 
 

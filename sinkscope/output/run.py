@@ -18,6 +18,7 @@ from sinkscope.results.papers import paper_tables
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import Columns
 from sinkscope.verdict import analysis
+from sinkscope.verdict.kv_plan import plan_files
 from sinkscope.verdict.quantization import spared_files
 from sinkscope.verdict.register import REPORTS
 from sinkscope.verdict.report import Report, report_markdown
@@ -26,7 +27,7 @@ ACROSS = 4  # names in a line of the tree
 
 
 class Run(RunData, Result):
-    """The result of `analyze`, `intervene` or `quantize`.
+    """The result of `analyze`, `intervene`, `quantize` or `kv-plan`.
 
     `run.tables["attention"]`, `run.metric("sink_rate")`, `run.figure("sink-map")`, `run.verdict`.
     """
@@ -88,6 +89,6 @@ def _files(run: RunData, folder: Path) -> str:
     recipe = run.manifest.get("recipe")  # a recipe draws only its own figures
     drawn = recipe["content"].get("figures", []) if recipe else figures.applicable(run)
     tables = [f"{name}.parquet" for name in sorted(run.tables)] + [f"{name}.md" for name in paper_tables(run)]
-    first = ("run.json", "verdict.md", "index.html (except with --no-page)", *spared_files(run))
+    first = ("run.json", "verdict.md", "index.html (except with --no-page)", *spared_files(run), *plan_files(run))
     lines = [f"{folder.name}/", *(f"├── {name}" for name in first), "├── tables/", *columns(tables, "│   ")]
     return "\n".join([*lines, "└── figures/ (each as .png and .pdf)", *columns(drawn, "    ")])

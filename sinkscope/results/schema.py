@@ -147,6 +147,19 @@ class QuantizeManifest(RunManifest):
     quantization: Quantization
 
 
+class KvPlan(Part):
+    budgets: list[float]
+    calibration: Count
+    copied: Count  # last tokens of a text that repeat its first ones
+    sink_layer: int  # whose output predicts sinks; -1: the first tokens are taken
+    sink_coordinates: list[int]
+    sinks: list[int]  # number of predicted sinks in each measured text
+
+
+class KvPlanManifest(RunManifest):
+    kv_plan: KvPlan
+
+
 class Step(Part):
     step: int
     folder: Name
@@ -188,6 +201,7 @@ KINDS: dict[str, type[Manifest]] = {
     "analyze": RunManifest,
     "intervene": InterveneManifest,
     "quantize": QuantizeManifest,
+    "kv-plan": KvPlanManifest,
     "analyze_steps": SeriesManifest,
     "retrofit": ArmsManifest,
     "train": ArmsManifest,
