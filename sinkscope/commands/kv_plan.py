@@ -14,7 +14,7 @@ from sinkscope.commands.measured import opened, shown
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, counted
 from sinkscope.measuring.console import print_line
-from sinkscope.measuring.kv_plan import Bench, Study, check_applies, predicted_sinks, with_copies
+from sinkscope.measuring.kv_plan import Bench, Study, Text, check_applies, predicted_sinks
 from sinkscope.measuring.measure import Facts, make_manifest
 from sinkscope.measuring.parity import parity_check
 from sinkscope.measuring.subject import ModelLike, check_config, options_of
@@ -68,7 +68,7 @@ def kv_plan(
             raise InputError(f"the input holds {counted(len(whole.inputs), 'sequence')}: a plan needs at least 2")
         parity = parity_check(whole, config)
         print_line(console, "looking for sinks")
-        rule, texts = predicted_sinks(whole, with_copies(whole.inputs.sequences), parity)
+        rule, texts = predicted_sinks(whole, [Text.of(ids) for ids in whole.inputs.sequences], parity)
         with open_seam(whole.loaded.model, whole.family) as seams:
             study = Study(Bench(whole, seams, texts), texts, config.calibration, console, config.seed)
             tables = publish(study.tables(config.budget), whole.loaded, whole.inputs.condition)
@@ -76,7 +76,7 @@ def kv_plan(
         record = {
             "budgets": list(config.budget),
             "calibration": config.calibration,
-            "copied": texts[-1].copied,
+            "copied": texts[0].copied,
             "sink_layer": rule.layer,
             "sink_coordinates": list(rule.coordinates),
             "sink_smallest": None if rule.layer < 0 else rule.smallest,

@@ -5,16 +5,17 @@ A plan is made in four steps. Sinks are predicted: tokens with a massive activat
 others the sinks and a window, so that the memory is the budget (DuoAttention, 2024); calibration texts decide how
 much of it goes to the first. Other texts then show the plan's cost, next to controls of equal memory.
 
-Two tasks: perplexity on the text, and retrieval, where the text's last tokens are its first ones in the same order
-again: a window hides them, and a perplexity hardly shows this.
+There are two tasks: perplexity on the text, and retrieval: the text's first tokens follow it once more, and a window
+hides where they can be read. Perplexity hardly shows this.
 """
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import pandas as pd
@@ -32,7 +33,7 @@ from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.parity import Parity
 from sinkscope.measuring.passes import Change, whole_pass
 from sinkscope.measuring.streaming import token_losses
-from sinkscope.measuring.subject import Subject
+from sinkscope.measuring.subject import Subject, position_limit
 from sinkscope.measuring.tracer import Tracer, logits_of, open_tracer
 from sinkscope.models.family import input_device
 from sinkscope.quantization.grids import RowGrids
@@ -42,8 +43,9 @@ from sinkscope.results.tables import KV_HEAD, SEQUENCE, Column, Columns
 FULL_BITS = 16
 GRID_BITS = 32  # step and zero of a token's grid, for the keys and for the values of each head
 BITS = (8, 4, 2)
-SHARES = (0.0, 0.25, 0.5, 0.75, 0.9)  # of the budget, for the heads that keep all tokens
+SHARES = (0.0, 0.3, 0.6, 0.9)  # of the budget, for the heads that keep all tokens
 COPIED = 8  # the copy is an eighth of the text
+WHOLE = 2**31 - 1  # a window that holds all tokens
 UNKNOWN = 8  # first tokens of the copy, which do not show yet what is copied
 FIRST = 4  # sinks of StreamingLLM
 DRAWS = 3  # random rankings
@@ -96,23 +98,22 @@ KV_PLAN_TABLES: dict[str, Columns] = {
 
 @dataclass(frozen=True)
 class Text:
-    """A sequence, with its predicted sinks."""
+    """A sequence that is followed by a copy of its first tokens, with its predicted sinks."""
 
     ids: np.ndarray
-    copied: int  # number of last tokens that repeat the first ones, after token 0; 0 for the text as it is
+    copied: int  # number of last tokens that repeat those from position 1 on
     sinks: tuple[int, ...] = ()  # positions
 
+    @classmethod
+    def of(cls, ids: np.ndarray) -> Self:
+        copied = len(ids) // COPIED
+        return cls(np.concatenate([ids, ids[1 : 1 + copied]]), copied)
+
     @property
-    def targets(self) -> slice:
-        """The predictions that count, as indices of the losses: all, or the copy's without the first ones."""
-        return slice(len(self.ids) - 1 - self.copied + UNKNOWN if self.copied else 0, None)
-
-
-def with_copies(sequences: Sequence[np.ndarray]) -> list[Text]:
-    """Return every sequence as it is, and then every sequence with the copy of its first tokens at its end."""
-    copied = len(sequences[0]) // COPIED
-    copies = [np.concatenate([ids[:-copied], ids[1 : 1 + copied]]) for ids in sequences]
-    return [*(Text(ids, 0) for ids in sequences), *(Text(ids, copied) for ids in copies)]
+    def parts(self) -> tuple[slice, slice]:
+        """The predictions of the text, and those of the copy that count, as indices of the losses."""
+        end = len(self.ids) - self.copied - 1
+        return slice(0, end), slice(end + UNKNOWN, None)
 
 
 class SinkRule(NamedTuple):
@@ -191,12 +192,10 @@ class OutputLoss(Ranking):
 
 
 class Retrieval(Ranking):
-    about = "attention in the copy to the token after the query's own first occurrence; 0 on the text as it is"
+    about = "attention from the copy to the token after the query's own first occurrence"
 
     def score(self, read: Reading) -> torch.Tensor:
         length, copied = read.query.shape[2], read.text.copied
-        if not copied:
-            return read.lse.new_zeros(read.lse.shape[1])
         rows = slice(length - copied, length - 1)
         first = length - len(read.text.ids) + 2  # of the answers; the first copied token is at position 1 of the text
         logits = raw_logits(read.query[:, :, rows], read.key[:, :, first : first + copied - 1], read.call)
@@ -231,6 +230,7 @@ class Plan:
     windows: np.ndarray  # (L,K): last tokens, at most all that the layer sees
     bits: np.ndarray  # (L,): of keys and values
     sinks: str = PREDICTED  # which tokens all heads keep
+    share: float = 0.0  # of the budget, for the heads that keep all tokens
 
     def kept(self, text: Text) -> tuple[int, ...]:
         counts = {FIRST_FOUR: FIRST, AS_MANY: len(text.sinks), NO_SINKS: 0}
@@ -244,7 +244,7 @@ def bytes_per_token(bits: np.ndarray, width: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The dense cache at the end of a text."""
+    """The dense cache at the end of a text, before the copy."""
 
     tokens: np.ndarray  # (L,): all that the layer sees, at most its own sliding window
     kv_heads: int
@@ -260,27 +260,30 @@ class Sizes:
         return float(taken.sum() / (self.tokens.sum() * self.kv_heads))
 
     @property
-    def all_tokens(self) -> np.ndarray:
+    def dense(self) -> np.ndarray:
         """The windows (L,K) of the dense cache."""
-        return np.repeat(self.tokens[:, None], self.kv_heads, axis=1)
+        return np.full((len(self.tokens), self.kv_heads), WHOLE)
 
-    def split(self, scores: np.ndarray, budget: float, share: float, bits: int = FULL_BITS) -> np.ndarray | None:
+    def split(
+        self, scores: np.ndarray, budget: float, share: float, bits: int = FULL_BITS, sinks: int | None = None
+    ) -> np.ndarray | None:
         """Return windows (L,K): the heads with the highest scores (L,K) take `share` of the budget for all tokens.
 
-        The others divide the rest equally; None if not even one token remains for them.
+        The others get equal windows and `sinks` (None: the predicted ones); None if no token is left for a window.
         """
+        sinks = self.sinks if sinks is None else sinks
         each = float(bytes_per_token(np.array(bits), self.width))
-        whole = self.all_tokens.ravel()
-        room = (budget * whole.sum() - self.sinks * len(whole) * (1 - each)) / each
+        whole = np.repeat(self.tokens, self.kv_heads)
+        room = (budget * whole.sum() - sinks * len(whole) * (1 - each)) / each
         order = np.argsort(-scores.ravel(), kind="stable")
         count = int(np.searchsorted(whole[order].cumsum(), share * room, side="right"))
-        windows, rest = whole.copy(), order[count:]
-        if len(rest):
-            window = int((room - whole[order[:count]].sum()) / len(rest)) - self.sinks
-            if window < 1:
-                return None
-            windows[rest] = np.minimum(window, whole[rest])
-        return windows.reshape(self.all_tokens.shape)
+        windows, rest = self.dense.ravel(), order[count:]
+        left, sizes = room - whole[order[:count]].sum(), range(int(whole.max()) + 1)
+        window = bisect_right(sizes, left, key=lambda size: np.minimum(size + sinks, whole[rest]).sum()) - 1
+        if window < 1 and len(rest):
+            return None
+        windows[rest] = np.where(window < whole[rest], window, WHOLE)
+        return windows.reshape(self.dense.shape)
 
 
 # --- measuring
@@ -332,7 +335,7 @@ class Bench:
 
     def __init__(self, subject: Subject, seams: Mapping[int, Seam], texts: Sequence[Text]) -> None:
         self.subject, self.seams = subject, seams
-        self.known: dict[tuple, tuple[float, float]] = {}  # of plan and text
+        self.known: dict[tuple, tuple[float, float, float]] = {}  # of plan and text
         self.sizes = self._sizes(texts)
 
     def logits(self, text: Text) -> torch.Tensor:
@@ -342,28 +345,28 @@ class Bench:
         return logits_of(model(input_ids=ids, use_cache=False))[0]
 
     def read(self, plan: Plan, texts: Sequence[Text]) -> Cost:
-        """Read texts and then as many copies. SinkscopeError if a loss is not finite."""
+        """Raises SinkscopeError if a loss is not finite."""
         found = np.array([self._read(plan, text) for text in texts])
         if not np.isfinite(found).all():
             raise SinkscopeError("the model gives NaN or infinite losses; try --dtype float32")
-        (loss, _), (copy_loss, retrieval) = (part.T for part in np.split(found, 2))
-        return Cost(loss, copy_loss, retrieval)
+        return Cost(*found.T)
 
-    def _read(self, plan: Plan, text: Text) -> tuple[float, float]:
-        """Return the loss and the share of predicted tokens, over the targets of a text."""
+    def _read(self, plan: Plan, text: Text) -> tuple[float, float, float]:
+        """Return the mean loss of the text, and of the copy the mean loss and the share of predicted tokens."""
         key = (text.ids.tobytes(), plan.windows.tobytes(), plan.bits.tobytes(), plan.kept(text))
         if key not in self.known:
             with holding(self.seams, plan, plan.kept(text)):
                 logits = self.logits(text)
             ids = torch.as_tensor(np.array(text.ids))
             losses, hits = token_losses(logits[None], ids[None])[0], logits[:-1].argmax(-1).cpu() == ids[1:]
-            loss, hit = (float(x[text.targets].double().mean()) for x in (losses, hits))
-            self.known[key] = (loss, hit)
+            of_text, of_copy = text.parts
+            means = [float(x.double().mean()) for x in (losses[of_text], losses[of_copy], hits[of_copy])]
+            self.known[key] = (means[0], means[1], means[2])
         return self.known[key]
 
     def scores(self, rankings: Mapping[str, Ranking], window: int, texts: Sequence[Text]) -> dict[str, np.ndarray]:
         """Return the scores (L,K) of each ranking, mean over texts; a key/value head has its largest query head's."""
-        found = {name: np.zeros(self.sizes.all_tokens.shape) for name in rankings}
+        found = {name: np.zeros(self.sizes.dense.shape) for name in rankings}
 
         def attend(
             text: Text, at: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
@@ -425,7 +428,8 @@ class Bench:
             kinds = ["sliding_attention"] * (1 + max(self.seams))
         limits = {"sliding_attention": sliding, "chunked_attention": getattr(config, "attention_chunk_size", None)}
         seen = [limits.get(kinds[layer]) if kinds else None for layer in sorted(self.seams)]
-        tokens = np.array([min(length, limit or length) for limit in seen])
+        end = length - texts[0].copied
+        tokens = np.array([min(end, limit or end) for limit in seen])
         _, heads, _, width = shapes[0]
         return Sizes(tokens, heads, width, max(len(text.sinks) for text in texts))
 
@@ -447,19 +451,22 @@ def check_applies(subject: Subject) -> None:
         )
     if inputs.longest < SHORTEST:
         raise InputError(f"--seq-len {inputs.longest}: a plan needs texts of at least {SHORTEST} tokens")
+    copied, limit = inputs.longest // COPIED, position_limit(subject.loaded.model, family)
+    if limit is not None and inputs.longest + copied > limit:
+        most = f"take a --seq-len of at most {limit * COPIED // (COPIED + 1)}"
+        what = f"a text of {inputs.longest} tokens and the {copied} that follow it once more"
+        raise InputError(f"{what} are beyond the model's {limit} positions: {most}")
 
 
 class Study:
     """Makes plans for each budget on calibration texts, and measures them on the others."""
 
     def __init__(self, bench: Bench, texts: Sequence[Text], calibration: int, console: Console, seed: int) -> None:
-        """`texts` are as of `with_copies`; the last `calibration` sequences are not measured."""
+        """The last `calibration` texts are not measured."""
         self.bench, self.console, self.seed = bench, console, seed
-        text, copies = texts[: len(texts) // 2], texts[len(texts) // 2 :]
-        self.measured = [*text[:-calibration], *copies[:-calibration]]
-        self.calibration = [*text[-calibration:], *copies[-calibration:]]
+        self.measured, self.calibration = texts[:-calibration], texts[-calibration:]
         self.layers = sorted(bench.seams)
-        self.dense = self._plan(DENSE, bench.sizes.all_tokens, sinks=NO_SINKS)
+        self.dense = self._plan(DENSE, bench.sizes.dense, sinks=NO_SINKS)
         self.rows: list[dict[str, Any]] = []
         self.sequences: list[dict[str, Any]] = []
         self.heads: list[dict[str, Any]] = []
@@ -480,7 +487,9 @@ class Study:
     def _plan_for(self, budget: float) -> None:
         """Measure each ranking's best plan, a plan on fewer bits, and the controls."""
         sizes = self.bench.sizes
-        if sizes.split(np.zeros(sizes.all_tokens.shape), budget, 0.0) is None:
+        equal = np.zeros(sizes.dense.shape)
+        first_and_last = sizes.split(equal, budget, 0.0, sinks=FIRST)
+        if first_and_last is None or sizes.split(equal, budget, 0.0) is None:
             raise InputError(f"--budget {budget:g} leaves no token for a window: take a larger one, or longer texts")
         window = max(1, int(budget / 2 * sizes.tokens.max()))  # if half of the budget is for heads with all tokens
         rankings = {name: kind() for name, kind in RANKINGS.items()}
@@ -493,21 +502,23 @@ class Study:
             self._note(budget, plan)
             self._note_heads(budget, plan, scores[name])
         generator = np.random.default_rng(self.seed)
-        for draw in range(1, 1 + DRAWS):  # as many heads keep all tokens, with the same window
-            shuffled = generator.permutation(best[ranking].windows.ravel()).reshape(sizes.all_tokens.shape)
-            self._note(budget, self._plan(f"{RANDOM} {draw}", np.minimum(shuffled, sizes.all_tokens)))
-        window = int(budget * sizes.tokens.sum() / len(sizes.tokens)) - FIRST
-        windows = np.minimum(max(1, window), sizes.all_tokens)
-        self._note(budget, self._plan(FIRST_AND_LAST, windows, sinks=FIRST_FOUR))
+        for draw in range(1, 1 + DRAWS):
+            splits = (sizes.split(generator.random(equal.shape), budget, share) for share in (best[ranking].share, 0.0))
+            self._note(budget, self._plan(f"{RANDOM} {draw}", next(found for found in splits if found is not None)))
+        self._note(budget, self._plan(FIRST_AND_LAST, first_and_last, sinks=FIRST_FOUR))
 
     def _best_split(self, name: str, scores: np.ndarray, budget: float, bits: int = FULL_BITS) -> Plan:
         """Return the plan that adds least to the losses on the calibration texts."""
-        splits = [self.bench.sizes.split(scores, budget, share, bits) for share in SHARES]
-        plans = [self._plan(name, windows, bits) for windows in splits if windows is not None]
+        splits = {share: self.bench.sizes.split(scores, budget, share, bits) for share in SHARES}
+        plans = [
+            replace(self._plan(name, windows, bits), share=share)
+            for share, windows in splits.items()
+            if windows is not None
+        ]
         return min(plans, key=self._added)
 
     def _added(self, plan: Plan) -> float:
-        """Return how much a plan adds to the losses on calibration texts and copies, in nats."""
+        """Return how much a plan adds to the losses of calibration texts and of their copies, in nats."""
         cost, dense = (self.bench.read(each, self.calibration) for each in (plan, self.dense))
         return float((cost.loss - dense.loss).mean() + (cost.copy_loss - dense.copy_loss).mean())
 
@@ -533,7 +544,7 @@ class Study:
         of_dense = weighted_means(dense.retrieval, weights)
         of_dense[of_dense == 0] = np.nan  # the model itself retrieves nothing
         kept = bootstrap(weighted_means(cost.retrieval, weights) / of_dense)
-        whole = plan.windows == self.dense.windows
+        whole = plan.windows == WHOLE
         loss = float(cost.loss.mean())
         self.rows.append(
             {
@@ -557,7 +568,7 @@ class Study:
             self.sequences.append(of_plan | {"sequence": at, "loss": each, "retrieval": found})
 
     def _note_heads(self, budget: float, plan: Plan, scores: np.ndarray) -> None:
-        whole = plan.windows == self.dense.windows
+        whole = plan.windows == WHOLE
         for (at, head), score in np.ndenumerate(scores):
             row = {"layer": self.layers[at], "budget": budget, "plan": plan.name, "kv_head": head, "score": score}
             window = -1 if whole[at, head] else int(plan.windows[at, head])

@@ -16,6 +16,7 @@ from sinkscope.options.option import (
     distinct,
     distinct_folder_name,
     from_one,
+    one_as_tuple,
     option,
     path_as_text,
     split_at_commas,
@@ -363,7 +364,10 @@ class KvPlanOptions(RunConfig):
     hidden: ClassVar = (*ObservableOptions.model_fields, "batch_size", "attn")
 
     budget: Annotated[
-        tuple[Annotated[float, Field(gt=0, lt=1)], ...], split_at_commas, distinct("name a budget, as 0.25")
+        tuple[Annotated[float, Field(gt=0, lt=1)], ...],
+        split_at_commas,
+        distinct("name a budget, as 0.25"),
+        one_as_tuple,
     ] = option((0.25,), "Planning", "Share of the dense cache's memory, above 0 and below 1.", metavar="A,B")
     calibration: int = option(
         1, "Planning", "Sequences, after those measured, that plans are made on.", metavar="N", ge=1

@@ -102,6 +102,7 @@ def split_all_names(given: Any) -> Any:
 # parts of the types of options, as in Annotated[str, path_as_text]: each converts or checks a value
 path_as_text = BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path)
 text_as_tuple = BeforeValidator(lambda text: (text,) if isinstance(text, str) else text)
+one_as_tuple = BeforeValidator(lambda given: (given,) if isinstance(given, int | float) else given)
 split_at_commas = BeforeValidator(split_all_names)
 
 

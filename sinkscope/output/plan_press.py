@@ -55,9 +55,8 @@ class PlanPress(BasePress):
         self.modules[module.layer_idx] = module
         if len(self.modules) == len(self.windows):
             length = keys.shape[2]
-            is_sink = (
-                self.is_sink if self.sinks["layer"] >= 0 else torch.arange(length, device=keys.device) < self.first
-            )
+            is_first = torch.arange(length, device=keys.device) < self.sinks["first"]
+            is_sink = is_first if self.sinks["layer"] < 0 else self.is_sink
             for at, each in self.modules.items():
                 windows = torch.tensor([length if window is None else window for window in self.windows[at]])
                 old = torch.arange(length) < length - windows[:, None]  # (K,T)

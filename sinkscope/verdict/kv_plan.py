@@ -39,13 +39,11 @@ JSON, PRESS = "plan.json", "plan_press.py"
 
 def report(run: RunData) -> Report:
     given, texts = run.manifest["kv_plan"], run.manifest["input"]["sequences"]
-    sentence = (
-        f"; plans are made on the {counted(given['calibration'], 'sequence')} after them. In the copies, the last "
-    )
+    sentence = f"; plans are made on the {counted(given['calibration'], 'sequence')} after them. Retrieval is of the "
     sentence += (
-        f"{given['copied']} tokens repeat the first ones. Memory counts the bytes of keys and values, of 16 bits "
+        f"text's first {given['copied']} tokens, which follow it once more. Memory is that at the end of the text, "
     )
-    sentence += "where they are not quantized, with the grid's step and zero for each token and head"
+    sentence += "of 16 bits where nothing is quantized, with a step and a zero for each quantized token and head"
     title = f"{run.model}: plans for the KV cache, {run.reads}"
     return Report(title, settings(run, sentence, copied=given["copied"], texts=texts), overview(run), findings(run))
 
