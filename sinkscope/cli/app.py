@@ -45,7 +45,7 @@ def parameters_of(kind: type[Options]) -> list[inspect.Parameter]:
         shown = kind.writes if name == "out" else kind.shown.get(name, extra["shown"])
         is_required = field.default is PydanticUndefined or field.default is ...
         default = None if is_required else field.default
-        listed = ",".join(default) if isinstance(default, tuple) else ""
+        listed = ",".join(map(str, default)) if isinstance(default, tuple) else ""
         kind_of_value, value = _typed(field.annotation, default)
         words: dict[str, Any] = {
             "metavar": extra["metavar"],

@@ -38,7 +38,7 @@ class PlanPress(BasePress):
     def find_sinks(self, layer: Any, args: Any, output: Any) -> None:
         """Keep which tokens are sinks (B,T), of the residual stream after the layer of the rule."""
         hidden = output[0] if isinstance(output, tuple) else output
-        if hidden.shape[1] > 1:
+        if self.sinks["coordinates"] and hidden.shape[1] > 1:  # only in the prompt
             entries = hidden[..., self.sinks["coordinates"]].abs().amax(-1)
             self.is_sink = entries >= self.sinks["at_least"]
 
