@@ -36,7 +36,7 @@ def draw_kv_plan(run: RunData) -> Figure:
         ax.axhline(1, **DENSE_LINE)
         ax.set_xlabel("memory ÷ dense cache")
         ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        ax.set_title(name)
+        ax.set_ylabel(name)
     if table["ratio"].max() > FAR:
         plot.log_axis(left, "y", *table["ratio"])
     right.set_ylim(bottom=0)

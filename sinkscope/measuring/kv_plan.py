@@ -50,7 +50,7 @@ UNKNOWN = 8  # first tokens of the copy, which do not show yet what is copied
 FIRST = 4  # sinks of StreamingLLM
 DRAWS = 3  # random rankings
 SHORTEST = 128  # tokens of a text
-PREDICTED, FIRST_FOUR, AS_MANY, NO_SINKS = "predicted", "first 4", "as many first", "none"
+PREDICTED, FIRST_FOUR, AS_MANY, NO_SINKS = "predicted sinks", "first 4", "as many first", "none"
 DENSE, FIRST_AND_LAST, COMBINED, RANDOM = "dense", "first-and-last", "combined", "random"
 SPARED = 0.1  # share of the layers that a plan may leave unquantized
 
@@ -59,7 +59,11 @@ KV_PLAN_TABLES: dict[str, Columns] = {
         Column("budget", "the wanted share of the dense cache's memory; 1 for comparisons without a budget"),
         Column("plan", "the ranking of heads, or a control: see `sinkscope list rankings`", kind="text"),
         Column("bits", "of keys and values, mean over layers; 16: not quantized"),
-        Column("sinks", "tokens that all heads keep, in full precision: predicted, the first 4, or none", kind="text"),
+        Column(
+            "sinks",
+            "tokens that all heads keep, in full precision: predicted sinks, as many or 4 first tokens, none",
+            kind="text",
+        ),
         Column("whole_heads", "number of key/value heads that keep all tokens", kind="whole"),
         Column("window", "last tokens that the other heads keep, median", "tokens", kind="whole"),
         Column("memory", "share of the dense cache's bytes at the end of the text"),
@@ -69,6 +73,7 @@ KV_PLAN_TABLES: dict[str, Columns] = {
         Column("ratio_low", "lower end of its 95 % interval, over sequences"),
         Column("ratio_high", "upper end"),
         Column("retrieval", "share of the copy's tokens that are predicted"),
+        Column("guessed", "share of the same tokens that are predicted where they occur first"),
         Column("kept", "retrieval ÷ that of the dense cache; NaN if that is 0"),
         Column("kept_low", "lower end of its 95 % interval, over sequences"),
         Column("kept_high", "upper end"),
@@ -110,10 +115,10 @@ class Text:
         return cls(np.concatenate([ids, ids[1 : 1 + copied]]), copied)
 
     @property
-    def parts(self) -> tuple[slice, slice]:
-        """The predictions of the text, and those of the copy that count, as indices of the losses."""
+    def parts(self) -> tuple[slice, slice, slice]:
+        """The predictions of the text, of the copy without its first tokens, and of the same tokens before."""
         end = len(self.ids) - self.copied - 1
-        return slice(0, end), slice(end + UNKNOWN, None)
+        return slice(0, end), slice(end + UNKNOWN, None), slice(UNKNOWN, self.copied)
 
 
 class SinkRule(NamedTuple):
@@ -328,6 +333,7 @@ class Cost:
     loss: np.ndarray  # (N,): mean over the text's tokens, in nats
     copy_loss: np.ndarray  # (N,): mean over the copy's tokens
     retrieval: np.ndarray  # (N,): share of the copy's tokens that are predicted
+    guessed: np.ndarray  # (N,): share of the same tokens that are predicted where they occur first
 
 
 class Bench:
@@ -335,7 +341,7 @@ class Bench:
 
     def __init__(self, subject: Subject, seams: Mapping[int, Seam], texts: Sequence[Text]) -> None:
         self.subject, self.seams = subject, seams
-        self.known: dict[tuple, tuple[float, float, float]] = {}  # of plan and text
+        self.known: dict[tuple, tuple[float, ...]] = {}  # of plan and text
         self.sizes = self._sizes(texts)
 
     def logits(self, text: Text) -> torch.Tensor:
@@ -351,17 +357,17 @@ class Bench:
             raise SinkscopeError("the model gives NaN or infinite losses; try --dtype float32")
         return Cost(*found.T)
 
-    def _read(self, plan: Plan, text: Text) -> tuple[float, float, float]:
-        """Return the mean loss of the text, and of the copy the mean loss and the share of predicted tokens."""
+    def _read(self, plan: Plan, text: Text) -> tuple[float, ...]:
+        """Return the fields of Cost for one text."""
         key = (text.ids.tobytes(), plan.windows.tobytes(), plan.bits.tobytes(), plan.kept(text))
         if key not in self.known:
             with holding(self.seams, plan, plan.kept(text)):
                 logits = self.logits(text)
             ids = torch.as_tensor(np.array(text.ids))
             losses, hits = token_losses(logits[None], ids[None])[0], logits[:-1].argmax(-1).cpu() == ids[1:]
-            of_text, of_copy = text.parts
-            means = [float(x.double().mean()) for x in (losses[of_text], losses[of_copy], hits[of_copy])]
-            self.known[key] = (means[0], means[1], means[2])
+            of_text, of_copy, before = text.parts
+            parts = (losses[of_text], losses[of_copy], hits[of_copy], hits[before])
+            self.known[key] = tuple(float(part.double().mean()) for part in parts)
         return self.known[key]
 
     def scores(self, rankings: Mapping[str, Ranking], window: int, texts: Sequence[Text]) -> dict[str, np.ndarray]:
@@ -544,6 +550,8 @@ class Study:
         of_dense = weighted_means(dense.retrieval, weights)
         of_dense[of_dense == 0] = np.nan  # the model itself retrieves nothing
         kept = bootstrap(weighted_means(cost.retrieval, weights) / of_dense)
+        found = f"perplexity × {ratio.value:.3f}, {cost.retrieval.mean():.0%} of the copy predicted"
+        print_line(self.console, f"{plan.name} ({plan.sinks} kept): {found}")
         whole = plan.windows == WHOLE
         loss = float(cost.loss.mean())
         self.rows.append(
@@ -559,6 +567,7 @@ class Study:
                 "loss": loss,
                 "perplexity": perplexity(loss),
                 "retrieval": float(cost.retrieval.mean()),
+                "guessed": float(cost.guessed.mean()),
                 **_ends("ratio", ratio),
                 **_ends("kept", kept),
             }

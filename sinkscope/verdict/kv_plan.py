@@ -40,10 +40,11 @@ JSON, PRESS = "plan.json", "plan_press.py"
 def report(run: RunData) -> Report:
     given, texts = run.manifest["kv_plan"], run.manifest["input"]["sequences"]
     sentence = f"; plans are made on the {counted(given['calibration'], 'sequence')} after them. Retrieval is of the "
+    sentence += f"text's first {given['copied']} tokens, which follow it once more; where they occur first, the dense "
     sentence += (
-        f"text's first {given['copied']} tokens, which follow it once more. Memory is that at the end of the text, "
+        f"cache predicts {run.tables['kv_plan']['guessed'].iloc[0]:.0%} of them. Memory is that at the end of the "
     )
-    sentence += "of 16 bits where nothing is quantized, with a step and a zero for each quantized token and head"
+    sentence += "text, on 16 bits or fewer; a quantized token takes a step and a zero more for each head"
     title = f"{run.model}: plans for the KV cache, {run.reads}"
     return Report(title, settings(run, sentence, copied=given["copied"], texts=texts), overview(run), findings(run))
 
