@@ -68,7 +68,8 @@ def kv_plan(
             raise InputError(f"the input holds {counted(len(whole.inputs), 'sequence')}: a plan needs at least 2")
         parity = parity_check(whole, config)
         print_line(console, "looking for sinks")
-        rule, texts = predicted_sinks(whole, [Text.of(ids) for ids in whole.inputs.sequences], parity)
+        texts = [Text.of(ids) for ids in whole.inputs.sequences]
+        rule, texts = predicted_sinks(whole, texts, config.calibration, parity)
         with open_seam(whole.loaded.model, whole.family) as seams:
             study = Study(Bench(whole, seams, texts), texts, config.calibration, console, config.seed)
             tables = publish(study.tables(config.budget), whole.loaded, whole.inputs.condition)
@@ -79,7 +80,7 @@ def kv_plan(
             "copied": texts[0].copied,
             "sink_layer": rule.layer,
             "sink_coordinates": list(rule.coordinates),
-            "sink_smallest": None if rule.layer < 0 else rule.smallest,
+            "sink_at_least": None if rule.layer < 0 else rule.at_least,
             "sinks": [len(text.sinks) for text in study.measured],
         }
         manifest |= {"command": "kv-plan", "kv_plan": record}

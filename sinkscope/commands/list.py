@@ -108,6 +108,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "observables": (
         partial(_entries, "measuring.observables:OBSERVABLES", "about"), "observable", "what it measures",
     ),
+    "rankings": (partial(_entries, "measuring.kv_plan:RANKINGS", "about"), "ranking", "what it scores heads by"),
     "interventions": (
         partial(_entries, "interventions:INTERVENTIONS", "about", "control_about", "paper", "model_fields"),
         "intervention", "what it does", "random control", "whose", "parameters",

@@ -59,11 +59,7 @@ KV_PLAN_TABLES: dict[str, Columns] = {
         Column("budget", "the wanted share of the dense cache's memory; 1 for comparisons without a budget"),
         Column("plan", "the ranking of heads, or a control: see `sinkscope list rankings`", kind="text"),
         Column("bits", "of keys and values, mean over layers; 16: not quantized"),
-        Column(
-            "sinks",
-            "tokens that all heads keep, in full precision: predicted sinks, as many or 4 first tokens, none",
-            kind="text",
-        ),
+        Column("sinks", "what all heads keep in full precision: predicted sinks, first tokens or none", kind="text"),
         Column("whole_heads", "number of key/value heads that keep all tokens", kind="whole"),
         Column("window", "last tokens that the other heads keep, median", "tokens", kind="whole"),
         Column("memory", "share of the dense cache's bytes at the end of the text"),
@@ -122,20 +118,37 @@ class Text:
 
 
 class SinkRule(NamedTuple):
-    """The rule that predicts a sink: an entry of the residual stream at one of these coordinates is massive."""
+    """The rule that predicts sinks: tokens with a large entry of the residual stream at one of these coordinates."""
 
     layer: int  # whose output is read; -1 if no layer has massive activations, and the first tokens are taken
-    coordinates: tuple[int, ...]
-    smallest: float  # magnitude of the smallest massive entry on the calibration texts
+    coordinates: tuple[int, ...] = ()
+    at_least: float = float("nan")  # magnitude: half of the smallest massive activation
+
+    @classmethod
+    def of(cls, massive: pd.DataFrame) -> Self:
+        """Return the rule for massive activations (Sun et al. 2024) of some texts.
+
+        Its layer is the first that has them in at least half as many texts as any other layer.
+        """
+        if massive.empty:
+            return cls(-1)
+        texts = massive.groupby("layer")["sequence"].nunique()
+        layer = int(texts.index[texts >= texts.max() / 2][0])
+        found = massive[massive["layer"] == layer]
+        return cls(layer, tuple(sorted(map(int, found["coordinate"].unique()))), float(found["value"].abs().min()) / 2)
+
+    def sinks(self, entries: pd.DataFrame) -> tuple[int, ...]:
+        """Return the positions of the sinks among the largest entries of one text."""
+        if self.layer < 0:
+            return tuple(range(FIRST))
+        is_large = (entries["value"].abs() >= self.at_least) & entries["coordinate"].isin(self.coordinates)
+        return tuple(sorted(map(int, entries["position"][is_large & (entries["layer"] == self.layer)].unique())))
 
 
 def predicted_sinks(
-    subject: Subject, texts: Sequence[Text], parity: Parity | None = None
+    subject: Subject, texts: Sequence[Text], calibration: int, parity: Parity | None = None
 ) -> tuple[SinkRule, list[Text]]:
-    """Find the rule for sinks, and apply it to each text in one pass over the dense model.
-
-    The layer is the first with massive activations (Sun et al. 2024) in at least half as many texts as any other.
-    """
+    """Find the rule for sinks on the last `calibration` texts, and apply it to all, in one pass of the dense model."""
     inputs = replace(subject.inputs, sequences=tuple(text.ids for text in texts))
 
     def fresh() -> list[Observable]:
@@ -143,16 +156,10 @@ def predicted_sinks(
 
     change = Change(0, lambda _: open_tracer(subject.loaded.model, subject.family), fresh)
     done = whole_pass(replace(subject, inputs=inputs), change, Tracer.forward, 1)
-    table = done.observables[0].tables()["massive"].query("is_massive")
-    if table.empty:
-        first = tuple(range(FIRST))
-        return SinkRule(-1, (), float("nan")), [replace(text, sinks=first) for text in texts]
-    frequent = table.groupby("layer")["sequence"].nunique()
-    layer = int(frequent.index[frequent >= frequent.max() / 2][0])
-    table = table[table["layer"] == layer]
-    places = table.groupby("sequence")["position"].unique()
-    rule = SinkRule(layer, tuple(sorted(map(int, table["coordinate"].unique()))), float(table["value"].abs().min()))
-    return rule, [replace(text, sinks=tuple(sorted(map(int, places.get(at, ()))))) for at, text in enumerate(texts)]
+    entries = done.observables[0].tables()["massive"]
+    rule = SinkRule.of(entries[entries["is_massive"] & (entries["sequence"] >= len(texts) - calibration)])
+    by_text = dict(iter(entries.groupby("sequence")))
+    return rule, [replace(text, sinks=rule.sinks(by_text[at])) for at, text in enumerate(texts)]
 
 
 # --- rankings
@@ -207,17 +214,7 @@ class Retrieval(Ranking):
         return (logits.diagonal(dim1=-2, dim2=-1) - read.lse[..., rows]).exp()[0].mean(-1)
 
 
-class Random(Ranking):
-    about = "random scores, a control"
-
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def score(self, read: Reading) -> torch.Tensor:
-        return torch.rand(read.query.shape[1], generator=self.generator)
-
-
-RANKINGS: dict[str, Callable[[], Ranking]] = {
+RANKINGS: dict[str, type[Ranking]] = {
     "beyond-window": BeyondWindow,
     "output-loss": OutputLoss,
     "retrieval": Retrieval,

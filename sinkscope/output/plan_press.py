@@ -1,6 +1,6 @@
 """A press for kvpress that evicts what a plan of `sinkscope kv-plan` evicts. It needs only kvpress and plan.json.
 
-    press = PlanPress.of("plan.json", budget=0.25)
+    press = PlanPress.of("plan.json", 0.25, "output-loss")
     with press(model):
         outputs = model(input_ids, past_key_values=cache)
 
@@ -26,8 +26,8 @@ class PlanPress(BasePress):
     sinks: dict[str, Any]  # the rule that predicts them
 
     @classmethod
-    def of(cls, path: str | Path, budget: float, plan: str = "output-loss") -> "PlanPress":
-        """Return the press of a plan in plan.json."""
+    def of(cls, path: str | Path, budget: float, plan: str) -> "PlanPress":
+        """Return the press of a plan in plan.json. Its windows count; the press does not quantize."""
         content = json.loads(Path(path).read_text(encoding="utf-8"))
         found = [each for each in content["plans"] if (each["budget"], each["plan"]) == (budget, plan)]
         if not found:

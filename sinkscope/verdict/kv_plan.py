@@ -203,11 +203,10 @@ def plans(run: RunData) -> dict[str, Any]:
         numbers = {name: float(row[name]) for name in ("memory", "perplexity", "ratio", "retrieval", "kept")}
         bits = [int(rows["bits"].iloc[0]) for rows in by_layer]
         found.append({"budget": budget, "plan": name, "windows": windows, "bits": bits, **numbers})
-    smallest = given.get("sink_smallest")
     sinks = {
         "layer": given["sink_layer"],
         "coordinates": given["sink_coordinates"],
-        "at_least": None if smallest is None else smallest / 2,
+        "at_least": given["sink_at_least"],
         "first": max(given["sinks"]),
     }
     layers = [int(layer) for layer in run.tables["kv_layers"]["layer"]]

@@ -84,9 +84,10 @@ def test_late_sinks_are_predicted() -> None:
         model.get_input_embeddings().weight[5, 3] = 1e6
     ids = np.full(24, 7)
     ids[[0, 9, 17]] = 5
-    rule, texts = predicted_sinks(subject(model, [ids]), [Text(ids, 3), Text(np.full(24, 7), 3)])
+    texts = [Text(np.full(24, 7), 3), Text(ids, 3), Text(np.roll(ids, 1), 3)]
+    rule, texts = predicted_sinks(subject(model, [ids]), texts, calibration=1)
     assert (rule.layer, rule.coordinates) == (0, (3,))
-    assert [text.sinks for text in texts] == [(0, 9, 17), ()]
+    assert [text.sinks for text in texts] == [(), (0, 9, 17), (1, 10, 18)]
 
 
 SMALL: dict[str, Any] = {"seq_len": 128, "num_seqs": 2}
@@ -121,7 +122,7 @@ def test_press_hides_what_the_plan_evicts(run: Run, monkeypatch: pytest.MonkeyPa
     monkeypatch.syspath_prepend(run.folder)
     from plan_press import PlanPress  # type: ignore[import-not-found]
 
-    press = PlanPress.of(run.folder / "plan.json", 0.25)
+    press = PlanPress.of(run.folder / "plan.json", 0.25, "output-loss")
     press.modules, modules = {}, [SimpleNamespace(layer_idx=at) for at in range(3)]
     keys = torch.zeros(1, 2, 128, 4)
     for module in modules:
