@@ -20,6 +20,7 @@ MARKS: dict[str, Look] = {  # shapes differ, so that colors are not needed
     FIRST_AND_LAST: POINTS | {"marker": "D", "color": "0.45", "mfc": "white"},
     "bits alone": POINTS | {"marker": "P", "color": "black"},
 }
+APART = 0.008  # of the dense cache, between marks of equal memory, so that all are visible
 FAR = 3.0  # a ratio above this needs a logarithmic axis
 DENSE_LINE = REFERENCE | {"zorder": 1}
 
@@ -31,8 +32,8 @@ def draw_kv_plan(run: RunData) -> Figure:
     kinds = {name: table[table["plan"].str.split().str[0] == name] for name in MARKS if name != "bits alone"}
     kinds["bits alone"] = table[table["plan"].str.fullmatch(r"\d+ bits") & (table["sinks"] == PREDICTED)]
     for ax, column, name in ((left, "ratio", "perplexity ÷ dense"), (right, "kept", "retrieval ÷ dense")):
-        for kind, rows in kinds.items():
-            _draw(ax, rows[rows[column].notna()], column, MARKS[kind])
+        for place, (kind, rows) in enumerate(kinds.items()):
+            _draw(ax, rows[rows[column].notna()], column, MARKS[kind], (place - len(kinds) // 2) * APART)
         ax.axhline(1, **DENSE_LINE)
         ax.set_xlabel("memory ÷ dense cache")
         ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -45,7 +46,7 @@ def draw_kv_plan(run: RunData) -> Figure:
     return figure.finish(title(run, WIDE), shown | {"dense": DENSE_LINE}, ncols=4)
 
 
-def _draw(ax: Axes, rows: pd.DataFrame, column: str, look: Look) -> None:
+def _draw(ax: Axes, rows: pd.DataFrame, column: str, look: Look, nudge: float) -> None:
     """Draw values with their intervals."""
     below, above = rows[column] - rows[f"{column}_low"], rows[f"{column}_high"] - rows[column]
-    ax.errorbar(rows["memory"], rows[column], [below, above], elinewidth=0.8, **look)
+    ax.errorbar(rows["memory"] + nudge, rows[column], [below, above], elinewidth=0.8, **look)

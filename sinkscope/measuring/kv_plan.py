@@ -11,8 +11,8 @@ hides where they can be read. Perplexity hardly shows this.
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
@@ -23,7 +23,8 @@ import torch
 from rich.console import Console
 
 from sinkscope.attention.eviction import evicting_attention
-from sinkscope.attention.kernels import AttentionCall, Kernel, fused_attention, raw_logits
+from sinkscope.attention.kernels import AttentionCall, fused_attention, raw_logits
+from sinkscope.attention.seam import attending_by_kernels
 from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.console import print_line
@@ -291,23 +292,13 @@ class Sizes:
 # --- measuring
 
 
-@contextmanager
-def _attending(seams: Mapping[int, Seam], kernels: Mapping[int, Kernel]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for layer, kernel in kernels.items():
-            stack.callback(setattr, seams[layer], "kernel", seams[layer].kernel)
-            seams[layer].kernel = kernel
-        yield
-
-
 def quantized(bits: int, sinks: Sequence[int], *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Round keys or values (B,K,T,d) to one grid for each token and head, except those of the sinks."""
     kept = torch.tensor(sinks, dtype=torch.long, device=tensors[0].device)
     return [RowGrids(bits, is_symmetric=False).snap(x).index_copy(2, kept, x[:, :, kept]) for x in tensors]
 
 
-@contextmanager
-def holding(seams: Mapping[int, Seam], plan: Plan, sinks: Sequence[int]) -> Iterator[None]:
+def holding(seams: Mapping[int, Seam], plan: Plan, sinks: Sequence[int]) -> AbstractContextManager[None]:
     """Let the model read one text with the cache of a plan, of which the tokens in `sinks` are in full precision."""
 
     def attend(
@@ -319,8 +310,7 @@ def holding(seams: Mapping[int, Seam], plan: Plan, sinks: Sequence[int]) -> Iter
         return evicting_attention(query, key, value, call, windows, kept)
 
     rows = zip(sorted(seams), plan.windows.tolist(), plan.bits.tolist(), strict=True)
-    with _attending(seams, {layer: partial(attend, windows, bits) for layer, windows, bits in rows}):
-        yield
+    return attending_by_kernels(seams, {layer: partial(attend, windows, bits) for layer, windows, bits in rows})
 
 
 @dataclass(frozen=True)
@@ -406,7 +396,7 @@ class Bench:
         """Read texts with a kernel that also gets the text and the index of its layer."""
         for text in texts:
             kernels = {layer: partial(attend, text, at) for at, layer in enumerate(sorted(self.seams))}
-            with _attending(self.seams, kernels):
+            with attending_by_kernels(self.seams, kernels):
                 self.logits(text)
 
     def _sizes(self, texts: Sequence[Text]) -> Sizes:
