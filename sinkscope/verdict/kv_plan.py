@@ -38,15 +38,15 @@ JSON, PRESS = "plan.json", "plan_press.py"
 
 
 def report(run: RunData) -> Report:
-    given, texts = run.manifest["kv_plan"], run.manifest["input"]["sequences"]
+    given, guessed = run.manifest["kv_plan"], run.tables["kv_plan"]["guessed"].iloc[0]
     sentence = f"; plans are made on the {counted(given['calibration'], 'sequence')} after them. Retrieval is of the "
-    sentence += f"text's first {given['copied']} tokens, which follow it once more; where they occur first, the dense "
     sentence += (
-        f"cache predicts {run.tables['kv_plan']['guessed'].iloc[0]:.0%} of them. Memory is that at the end of the "
+        f"text's first {given['copied']} tokens, which follow it once more; where they occur first, {guessed:.0%} "
     )
-    sentence += "text, on 16 bits or fewer; a quantized token takes a step and a zero more for each head"
+    sentence += "are predicted. Memory is that of 16 bits or fewer at the end of the text; a quantized token takes a "
+    sentence += "step and a zero more for each head"
     title = f"{run.model}: plans for the KV cache, {run.reads}"
-    return Report(title, settings(run, sentence, copied=given["copied"], texts=texts), overview(run), findings(run))
+    return Report(title, settings(run, sentence, copied=given["copied"]), overview(run), findings(run))
 
 
 def overview(run: RunData) -> pd.DataFrame:
@@ -58,10 +58,7 @@ def overview(run: RunData) -> pd.DataFrame:
             METRICS["perplexity"].label: table["perplexity"].map(METRICS["perplexity"].text),
             "÷ dense": [_interval(row.ratio, row.ratio_low, row.ratio_high, ".3f") for row in table.itertuples()],
             "retrieval": table["retrieval"].map("{:.1%}".format),
-            "of dense": [
-                "" if math.isnan(row.kept) else _interval(row.kept, row.kept_low, row.kept_high, ".0%")
-                for row in table.itertuples()
-            ],
+            "of dense": [_interval(row.kept, row.kept_low, row.kept_high, ".0%") for row in table.itertuples()],
         }
     )
 
@@ -76,16 +73,14 @@ def label(row: Any) -> str:
         kept = {PREDICTED: "predicted sinks", AS_MANY: "as many first tokens", NO_SINKS: "no token"}[row.sinks]
         return f"{row.plan}, {kept} in full precision"
     bits = "" if row.bits == FULL_BITS else f", {row.bits:g} bits"
-    return (
-        f"{row.plan}: {row.whole_heads} heads whole, others last {row.window}{bits}"
-        if row.window >= 0
-        else (f"{row.plan}: all heads whole{bits}")
-    )
+    if row.window < 0:
+        return f"{row.plan}: all heads whole{bits}"
+    return f"{row.plan}: {row.whole_heads} heads whole, others last {row.window}{bits}"
 
 
 def _interval(value: float, low: float, high: float, form: str) -> str:
     ends = f" ({low:{form}} to {high:{form}})" if math.isfinite(low) and math.isfinite(high) else ""
-    return f"{value:{form}}{ends}"
+    return "–" if math.isnan(value) else f"{value:{form}}{ends}"
 
 
 # --- findings
@@ -103,8 +98,7 @@ def findings(run: RunData) -> list[Finding]:
 def _measured(row: Any) -> str:
     ratio = _interval(row["ratio"], row["ratio_low"], row["ratio_high"], ".3f")
     kept = _interval(row["kept"], row["kept_low"], row["kept_high"], ".0%")
-    retrieval = "" if math.isnan(row["kept"]) else f" and {kept} of the dense cache's retrieval"
-    return f"perplexity × {ratio}{retrieval}"
+    return f"perplexity × {ratio}, retrieval {kept} of the dense cache's"
 
 
 def _plan(rows: pd.DataFrame, budget: float) -> Finding:
@@ -132,9 +126,9 @@ def _against_controls(rows: pd.DataFrame, budget: float) -> Finding:
     draws = rows[rows.index.str.startswith(RANDOM)]
     first = rows.loc[FIRST_AND_LAST]
     sentence = f"At {budget:.0%}, the first {FIRST} and the last {first['window']:g} tokens in all heads: "
-    sentence += f"{_measured(first)}; random heads in place of the best ranking's: perplexity × "
-    sentence += f"{draws['ratio'].min():.3f} to {draws['ratio'].max():.3f} and {draws['kept'].min():.0%} to "
-    sentence += f"{draws['kept'].max():.0%} of the retrieval ({counted(len(draws), 'draw')})."
+    kept = _interval(draws["kept"].mean(), draws["kept"].min(), draws["kept"].max(), ".0%")
+    sentence += f"{_measured(first)}; random heads in place of the best ranking's ({counted(len(draws), 'draw')}): "
+    sentence += f"perplexity × {draws['ratio'].min():.3f} to {draws['ratio'].max():.3f}, retrieval {kept}."
     numbers = {"budget": budget, "first": first["ratio"], "first_kept": first["kept"]}
     numbers |= {"random": tuple(draws["ratio"]), "random_kept": tuple(draws["kept"])}
     return Finding("controls", CONTROLS, numbers=numbers, sentence=sentence)
