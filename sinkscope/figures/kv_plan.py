@@ -1,5 +1,6 @@
 """The figure of plans for the KV cache: perplexity and retrieval against the memory that is kept."""
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
@@ -47,6 +48,7 @@ def draw_kv_plan(run: RunData) -> Figure:
 
 
 def _draw(ax: Axes, rows: pd.DataFrame, column: str, look: Look, nudge: float) -> None:
-    """Draw values with their intervals."""
-    below, above = rows[column] - rows[f"{column}_low"], rows[f"{column}_high"] - rows[column]
-    ax.errorbar(rows["memory"] + nudge, rows[column], [below, above], elinewidth=0.8, **look)
+    """Draw values with their intervals, if these are finite."""
+    reach = [(rows[f"{column}_{end}"] - rows[column]).abs() for end in ("low", "high")]
+    reach = [each.where(np.isfinite(each), 0.0) for each in reach]
+    ax.errorbar(rows["memory"] + nudge, rows[column], reach, elinewidth=0.8, **look)

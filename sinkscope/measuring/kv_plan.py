@@ -537,8 +537,8 @@ class Study:
         of_dense = weighted_means(dense.retrieval, weights)
         of_dense[of_dense == 0] = np.nan  # the model itself retrieves nothing
         kept = bootstrap(weighted_means(cost.retrieval, weights) / of_dense)
-        found = f"perplexity × {ratio.value:.3f}, {cost.retrieval.mean():.0%} of the copy predicted"
-        print_line(self.console, f"{plan.name} ({plan.sinks} kept): {found}")
+        measured = f"perplexity × {ratio.value:.3f}, {cost.retrieval.mean():.0%} of the copy predicted"
+        print_line(self.console, f"{plan.name} ({plan.sinks} kept): {measured}")
         whole = plan.windows == WHOLE
         loss = float(cost.loss.mean())
         self.rows.append(

@@ -41,7 +41,7 @@ def report(run: RunData) -> Report:
     given, guessed = run.manifest["kv_plan"], run.tables["kv_plan"]["guessed"].iloc[0]
     sentence = f"; plans are made on the {counted(given['calibration'], 'sequence')} after them. Retrieval is of the "
     sentence += (
-        f"text's first {given['copied']} tokens, which follow it once more; where they occur first, {guessed:.0%} "
+        f"first {given['copied']} tokens, which follow the text once more; where they occur first, {guessed:.0%} "
     )
     sentence += "are predicted. Memory is that of 16 bits or fewer at the end of the text; a quantized token takes a "
     sentence += "step and a zero more for each head"
