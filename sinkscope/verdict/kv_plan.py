@@ -41,10 +41,8 @@ def report(run: RunData) -> Report:
     given, guessed = run.manifest["kv_plan"], run.tables["kv_plan"]["guessed"].iloc[0]
     sentence = f"; plans are made on the {counted(given['calibration'], 'sequence')} after them. Retrieval is of "
     sentence += f"the first {given['copied']} tokens, which follow a text once more; {guessed:.0%} are predicted where "
-    sentence += (
-        "they occur first. Memory is that of 16 bits or fewer at the end of the text; a quantized token takes a "
-    )
-    sentence += "step and a zero more for each head"
+    sentence += "they occur first. Memory is that at the end of the text, of 16 bits or fewer; a quantized token takes "
+    sentence += "a step and a zero more for each head"
     title = f"{run.model}: plans for the KV cache, {run.reads}"
     return Report(title, settings(run, sentence, copied=given["copied"]), overview(run), findings(run))
 
