@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sinkscope.commands.claims import claims as claims
     from sinkscope.commands.doctor import doctor as doctor
     from sinkscope.commands.intervene import intervene as intervene
+    from sinkscope.commands.kv_plan import kv_plan as kv_plan
     from sinkscope.commands.list import listing as list  # noqa: F401
     from sinkscope.commands.load import load as load
     from sinkscope.commands.quantize import quantize as quantize
@@ -55,8 +56,8 @@ _PUBLIC = {
     "commands.show": ("page", "show"),
     "commands.list": ("list",),
     "commands.run": ("run", "run_recipe"),
-    **{f"commands.{name}": (name,) for name in ("benchmark", "card", "claims", "doctor", "intervene", "load")},
-    **{f"commands.{name}": (name,) for name in ("quantize", "retrofit", "sweep", "train")},
+    **{f"commands.{name}": (name,) for name in ("benchmark", "card", "claims", "doctor", "intervene", "kv_plan")},
+    **{f"commands.{name}": (name,) for name in ("load", "quantize", "retrofit", "sweep", "train")},
     "errors": ("InputError", "SinkscopeError"),
     "measuring.intervening": ("intervening",),
     "measuring.quantization_study": ("calibrate_ranges",),

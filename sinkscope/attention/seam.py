@@ -11,7 +11,7 @@ exp(logit - lse) (weights.py), so the weights themselves are never kept.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from sinkscope.attention.kernels import AttentionCall, fused_attention
+from sinkscope.attention.kernels import AttentionCall, Kernel, fused_attention
 from sinkscope.attention.taps import NAME, Interceptor, Seam, attends_by_us, denominator_of, operation_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.edits import Attend, attending_by
@@ -174,4 +174,14 @@ def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None
     """Set the model's attention implementation for the length of the block."""
     with own_configurations(model):
         model.set_attn_implementation(name)
+        yield
+
+
+@contextmanager
+def attending_by_kernels(seams: Mapping[int, Seam], kernels: Mapping[int, Kernel]) -> Iterator[None]:
+    """Let these layers attend by other kernels until the end of the block."""
+    with ExitStack() as stack:
+        for layer, kernel in kernels.items():
+            stack.callback(setattr, seams[layer], "kernel", seams[layer].kernel)
+            seams[layer].kernel = kernel
         yield

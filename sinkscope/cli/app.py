@@ -45,7 +45,7 @@ def parameters_of(kind: type[Options]) -> list[inspect.Parameter]:
         shown = kind.writes if name == "out" else kind.shown.get(name, extra["shown"])
         is_required = field.default is PydanticUndefined or field.default is ...
         default = None if is_required else field.default
-        listed = ",".join(default) if isinstance(default, tuple) else ""
+        listed = ",".join(map(str, default)) if isinstance(default, tuple) else ""
         kind_of_value, value = _typed(field.annotation, default)
         words: dict[str, Any] = {
             "metavar": extra["metavar"],
@@ -150,7 +150,7 @@ def _command(name: str, kind: type[Options]) -> Callable[..., None]:
             folder = output.out or asked.folder()
             if folder is not None and output.from_ and output.out is None:
                 folder = folder.with_name(f"{folder.name}-repeated")
-            module = import_module(f"sinkscope.commands.{name}")
+            module = import_module(f"sinkscope.commands.{name.replace('-', '_')}")
             result = module.command(asked, output.model_copy(update={"out": folder}))
         # only the first of the processes of `accelerate launch` prints
         is_first = "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0"

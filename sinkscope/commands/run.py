@@ -92,7 +92,7 @@ def run_recipe(
     found = read_recipe(find_recipe(recipe))
     given = options if model is None else options | {"model": text_of(model)}
     runs = found.options(given)
-    module = import_module(f"sinkscope.commands.{found.content.command}")
+    module = import_module(f"sinkscope.commands.{found.content.command.replace('-', '_')}")
     check = getattr(module, "check", None)  # only long commands have this check
     first = next(iter(runs.values()))
     has_steps = not found.content.runs and getattr(first, "has_steps", False)

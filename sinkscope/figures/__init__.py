@@ -47,6 +47,7 @@ FIGURES: dict[str, FigureSpec[RunData]] = _register(
     ("gradient-norms", "gradients", "gradient norms of query, key and value by token position (GS fig. 2)", "gradient"),
     ("gradient-reshaping", "gradients",
         "bloat, compress and change against the input's norm (GS fig. 3)", "gradient_ratio"),
+    ("kv-plan", "kv_plan", "perplexity and retrieval by the memory that plans for the KV cache keep", "kv_plan"),
     ("massive-activations", "runs",
         "the three largest activations and the median by layer (Sun et al. 2024)", "massive"),
     ("massive-map", "runs",
@@ -131,6 +132,10 @@ COMMAND = {
     "streaming": "intervene",
     "quantization": "quantize",
     "quantization_sites": "quantize",
+    "kv_plan": "kv-plan",
+    "kv_plan_by_sequence": "kv-plan",
+    "kv_heads": "kv-plan",
+    "kv_layers": "kv-plan",
 }
 ALL_ARMS = ("effect", "arm_maps")  # one figure shows all arms of an experiment
 

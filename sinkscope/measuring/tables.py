@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from sinkscope.measuring.kv_plan import KV_PLAN_TABLES
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.passes import LOSS_TABLES
 from sinkscope.measuring.quantization_study import QUANTIZATION_TABLES
@@ -25,6 +26,7 @@ def all_tables() -> dict[str, Columns]:
         "effect": EFFECT_COLUMNS,
         **STREAMING_TABLES,
         **QUANTIZATION_TABLES,
+        **KV_PLAN_TABLES,
         **TRAINING_TABLES,
     }
 

@@ -9,18 +9,20 @@ from sinkscope.options.measuring import (
     ClaimsOptions,
     DoctorOptions,
     InterveneOptions,
+    KvPlanOptions,
     QuantizeOptions,
 )
 from sinkscope.options.option import Options
 from sinkscope.options.output import CardOptions, CompareOptions, ListOptions, RunOptions, ShowOptions, SweepOptions
 from sinkscope.options.training import RetrofitOptions, TrainOptions
 
-# command → its options; the command itself is sinkscope/commands/NAME.py. In the order of `sinkscope --help`
+# command → its options; the command itself is sinkscope/commands/NAME.py (_ for -). In the order of `sinkscope --help`
 COMMANDS: dict[str, type[Options]] = {
     "analyze": AnalyzeOptions,
     "claims": ClaimsOptions,
     "intervene": InterveneOptions,
     "quantize": QuantizeOptions,
+    "kv-plan": KvPlanOptions,
     "benchmark": BenchmarkOptions,
     "retrofit": RetrofitOptions,
     "train": TrainOptions,

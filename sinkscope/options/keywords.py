@@ -87,6 +87,11 @@ class QuantizeKeywords(RunConfigKeywords, total=False):
     calibration: int
 
 
+class KvPlanKeywords(RunConfigKeywords, total=False):
+    budget: str | float | Sequence[float]
+    calibration: int
+
+
 class BenchmarkKeywords(SeedKeywords, DeviceKeywords, ModelKeywords, total=False):
     tasks: str | Sequence[str]
     task_path: str | None

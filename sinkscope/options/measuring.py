@@ -5,7 +5,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, InstanceOf, PlainSerializer, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    field_validator,
+    model_validator,
+)
 
 from sinkscope.errors import InputError, unknown
 from sinkscope.options.files import UserPath, kind_of, names_in, user_path
@@ -18,6 +26,7 @@ from sinkscope.options.option import (
     distinct,
     distinct_folder_name,
     from_one,
+    one_as_tuple,
     option,
     split_all_names,
     split_at_commas,
@@ -409,6 +418,38 @@ class QuantizeOptions(RunConfig):
         scheme = [] if self.scheme == "linear" else [self.scheme]
         name = f"{self.run_name}-W{self.bits_weights}A{self.bits_activations}{cache}"
         return Path("runs", "-".join([name, *scheme, *parts]))
+
+
+class KvPlanOptions(RunConfig):
+    """Plan the KV cache: which heads need all tokens, what the others and fewer bits cost.
+
+    Ranks key/value heads by what they lose with only sinks and a window, looks for the best plan of each budget on
+    calibration texts, and measures perplexity and retrieval on others, next to controls of equal memory. Also writes
+    the plans as JSON and a press for kvpress. The model itself does not change."""
+
+    writes: ClassVar = "runs/MODEL-INPUT-kv-plan"
+    repeatable: ClassVar = True
+    in_memory: ClassVar = True
+    defaults: ClassVar = {"seq_len": 2048, "num_seqs": 4}
+    refused: ClassVar = {
+        "observables": "`kv-plan` always measures perplexity and retrieval",
+        "batch_size": "texts are read one by one, because each has its own sinks",
+        "attn": "a plan has a kernel of its own",
+    }
+    hidden: ClassVar = (*ObservableOptions.model_fields, "batch_size", "attn")
+
+    budget: Annotated[
+        tuple[Annotated[float, Field(gt=0, lt=1)], ...],
+        split_at_commas,
+        distinct("name a budget, as 0.25"),
+        one_as_tuple,
+    ] = option((0.25,), "Planning", "Share of the dense cache's memory, above 0 and below 1.", metavar="A,B")
+    calibration: int = option(
+        1, "Planning", "Sequences, after those measured, that plans are made on.", metavar="N", ge=1
+    )
+
+    def folder(self) -> Path:
+        return Path("runs", f"{self.run_name}-kv-plan")
 
 
 class DoctorOptions(DeviceOptions, ModelOptions):

@@ -111,6 +111,9 @@ path_as_text = BeforeValidator(
     lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path, json_schema_input_type=os.PathLike[str]
 )
 text_as_tuple = BeforeValidator(lambda text: (text,) if isinstance(text, str) else text, json_schema_input_type=str)
+one_as_tuple = BeforeValidator(
+    lambda given: (given,) if isinstance(given, int | float) else given, json_schema_input_type=float
+)
 split_at_commas = BeforeValidator(split_all_names, json_schema_input_type=str)
 
 

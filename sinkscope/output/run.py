@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
+from shutil import copyfile
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import pandas as pd
@@ -31,6 +32,7 @@ from sinkscope.results.run import RunData
 from sinkscope.results.side_by_side import span
 from sinkscope.results.tables import Columns, write_tables
 from sinkscope.verdict import analysis
+from sinkscope.verdict.kv_plan import PRESS, plan_files, write_plans
 from sinkscope.verdict.quantization import spared_files, write_spared
 from sinkscope.verdict.register import REPORTS
 from sinkscope.verdict.report import Report, report_markdown
@@ -49,7 +51,7 @@ PICTURES = ("sinks-by-layer", "effects", "quantization-cost")  # in a notebook: 
 
 
 class Run(RunData, Result):
-    """The result of `analyze`, `intervene` or `quantize`.
+    """The result of `analyze`, `intervene`, `quantize` or `kv-plan`.
 
     `run.tables["attention"]`, `run.metric("sink_rate")`, `run.figure("sink-map")`, `run.verdict`.
     """
@@ -232,6 +234,7 @@ def _files(run: RunData, folder: Path) -> str:
         "verdict.md",
         "index.html (except with --no-page)",
         *spared_files(run),
+        *plan_files(run),
         *([FILE] if run.activations else []),
     )
     lines = [f"{folder.name}/", *(f"├── {name}" for name in first), "├── tables/", *columns(tables, "│   ")]
@@ -247,6 +250,11 @@ def _paper_tables(run: Run, folder: Path) -> None:
         _write_text(as_markdown(table), folder / "tables" / f"{name}.md")
 
 
+def _press(run: Run, folder: Path) -> None:
+    if PRESS in plan_files(run):
+        copyfile(Path(__file__).with_name(PRESS), folder / PRESS)
+
+
 def _write_text(text: str, path: Path) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
@@ -257,6 +265,8 @@ OUTPUTS: dict[str, Callable[[Run, Path], None]] = {
     "paper tables": _paper_tables,
     "verdict": lambda run, folder: _write_text(run.verdict, folder / "verdict.md"),
     "sites to spare": write_spared,
+    "plans": write_plans,
+    "press": _press,
     "activations": lambda run, folder: run.activations.write(folder),
 }
 

@@ -18,7 +18,7 @@ from sinkscope.attention.kernels import (
     raw_logits,
     row_weights,
 )
-from sinkscope.attention.seam import open_seam
+from sinkscope.attention.seam import attending_by_kernels, open_seam
 from sinkscope.attention.taps import Seam
 from sinkscope.models.edits import edited_output, first_argument, replaced, wrapped_forward
 from sinkscope.models.families import find_family
@@ -44,8 +44,7 @@ from sinkscope.quantization.sites import (
 Change = Callable[[str, torch.Tensor], torch.Tensor]
 
 
-@contextmanager
-def attending_with(seams: Mapping[int, Seam], changes: Mapping[int, Change]) -> Iterator[None]:
+def attending_with(seams: Mapping[int, Seam], changes: Mapping[int, Change]) -> AbstractContextManager[None]:
     """Pass keys, values, scores and attention weights of these layers through their change until the end of the block.
 
     Scores include the softcap, but no mask. A learned sink logit enters the softmax unchanged. No T × T matrix larger
@@ -66,11 +65,7 @@ def attending_with(seams: Mapping[int, Seam], changes: Mapping[int, Change]) -> 
             lses.append(lse)
         return torch.cat(mixes, dim=2), torch.cat(lses, dim=2)
 
-    with ExitStack() as stack:
-        for layer, change in changes.items():
-            stack.callback(setattr, seams[layer], "kernel", seams[layer].kernel)
-            seams[layer].kernel = partial(attend, change)
-        yield
+    return attending_by_kernels(seams, {layer: partial(attend, change) for layer, change in changes.items()})
 
 
 Grids = Grid | RowGrids

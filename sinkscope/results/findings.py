@@ -26,6 +26,8 @@ SPREAD = 2.0  # standard deviations of the random controls that an intervention'
 MATERIAL = 0.005  # a rate or mass that changes by less than this has not changed
 HALF = 0.5  # a sink or a cost has mostly gone when less than this share of it is left
 COLLAPSE = 10.0  # the model has collapsed when perplexity is multiplied by more than this
+SMALL_RATIO = 1.02  # a plan for the cache keeps perplexity when it is multiplied by at most this
+KEPT_RETRIEVAL = 0.9  # … and keeps retrieval when at least this share of it is left
 HARM = 0.05  # perplexity has changed when it changes by more than this share
 
 

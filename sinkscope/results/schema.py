@@ -148,6 +148,20 @@ class QuantizeManifest(RunManifest):
     quantization: Quantization
 
 
+class KvPlan(Part):
+    budgets: list[float]
+    calibration: Count
+    copied: Count  # last tokens of a text that repeat its first ones
+    sink_layer: int  # whose output predicts sinks; -1: the first tokens are taken
+    sink_coordinates: list[int]
+    sink_at_least: float | None  # magnitude of an entry at one of them
+    sinks: list[int]  # number of predicted sinks in each measured text
+
+
+class KvPlanManifest(RunManifest):
+    kv_plan: KvPlan
+
+
 class Step(Part):
     step: int
     folder: Name
@@ -189,6 +203,7 @@ KINDS: dict[str, type[Manifest]] = {
     "analyze": RunManifest,
     "intervene": InterveneManifest,
     "quantize": QuantizeManifest,
+    "kv-plan": KvPlanManifest,
     "analyze_steps": SeriesManifest,
     "retrofit": ArmsManifest,
     "train": ArmsManifest,

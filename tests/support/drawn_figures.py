@@ -86,11 +86,16 @@ def _run() -> Run:
         sites = _values(sites, *sorted([0.5 * size, size]), column)
     ways = pd.DataFrame({"method": ["dense", "window", "sinks kept"], "window": [-1, 64, 64], "keep": [0, 0, 4]})
     streaming = _values(ways.merge(pd.DataFrame({"bucket": [-1, 0, 64, 128, 192]}), how="cross"), 10, 400, "perplexity")
+    plans = pd.DataFrame({"plan": ["dense", "combined", "output-loss", "random 1", "first-and-last", "8 bits"]})
+    plans = plans.assign(memory=[1, 0.25, 0.25, 0.25, 0.25, 0.5], sinks="predicted sinks")
+    for column, size in (("ratio", 1.1), ("kept", 0.9)):
+        plans = _values(plans, 0.9 * size, size, column).assign(**{f"{column}_low": 0.8, f"{column}_high": 1.2})
     given = {"bits_weights": 8, "bits_activations": 8, "calibration": 4}
     plain = make_run()
     return Run(
         plain.manifest | {"quantization": given, "dtype": "float32"},
-        {**plain.tables, "quantization": quantization, "quantization_sites": sites, "streaming": streaming},
+        {**plain.tables, "quantization": quantization, "quantization_sites": sites, "streaming": streaming}
+        | {"kv_plan": plans},
     )
 
 

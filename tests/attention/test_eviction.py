@@ -1,0 +1,57 @@
+"""Attention over evicting heads equals transformers' own attention under a mask that hides the evicted tokens."""
+
+import pytest
+import torch
+from tiny import tiny_model, tiny_tokens
+
+from sinkscope.attention.eviction import evicting_attention
+from sinkscope.attention.kernels import AttentionCall
+from sinkscope.attention.seam import open_seam
+from sinkscope.measuring.kv_plan import NO_SINKS, Plan, holding
+from sinkscope.models.families import find_family
+
+WINDOWS = {"llama": [3, 24], "mistral": [2, 6], "gemma2": [2, 24], "gpt_oss": [1, 5], "gpt2": [1, 4, 9, 24]}
+SINKS = [0, 11]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", WINDOWS)
+def test_equals_a_masked_model(name: str) -> None:
+    model, ids, windows = tiny_model(name, dtype=torch.float64, spread=6.0), tiny_tokens(1), WINDOWS[name]
+    if name != "mistral":
+        model.config.sliding_window = 64  # one mask for all layers
+    layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
+    plan = Plan("", torch.tensor(windows).expand(layers, -1).numpy(), torch.full((layers,), 16).numpy())
+    with open_seam(model, find_family(model)) as seams, holding(seams, plan, SINKS):
+        mine = model(ids, use_cache=False).logits
+    query, key = torch.arange(ids.shape[1])[:, None], torch.arange(ids.shape[1])
+    is_near = query - key < torch.tensor(windows)[:, None, None]
+    seen = (key <= query) & (is_near | torch.isin(key, torch.tensor(SINKS)))
+    if name == "mistral":  # looks back 6 tokens in all layers, also for sinks
+        seen = seen & (query - key < 6)
+    seen = seen.repeat_interleave(heads // len(windows), dim=0)[None]
+    hidden = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
+    model.set_attn_implementation("eager")
+    expected = model(ids, attention_mask=hidden, use_cache=False).logits
+    assert float((mine - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+def test_nothing_is_evicted_from_whole_heads() -> None:
+    model, ids = tiny_model("llama"), tiny_tokens(1)
+    plan = Plan("", torch.full((3, 2), 24).numpy(), torch.full((3,), 16).numpy(), NO_SINKS)
+    with open_seam(model, find_family(model)) as seams, torch.no_grad():
+        dense = model(ids, use_cache=False).logits
+        with holding(seams, plan, ()):
+            assert torch.equal(model(ids, use_cache=False).logits, dense)
+
+
+def test_blocks_of_queries_agree() -> None:
+    query, key, value = (torch.randn(1, heads, 900, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    call, sinks = AttentionCall(None, 0.3), torch.tensor([0, 5, 700])
+    mix, lse = evicting_attention(query, key, value, call, [40, 900], sinks)
+    tokens = torch.arange(900)
+    apart = tokens[:, None] - tokens
+    seen = (apart >= 0) & ((apart < 40) | torch.isin(tokens, sinks))
+    logits = (0.3 * query[:, :2] @ key[:, :1].mT).masked_fill(~seen, -torch.inf)
+    torch.testing.assert_close(lse[:, :2], logits.logsumexp(-1))
+    torch.testing.assert_close(mix[:, :2], logits.softmax(-1) @ value[:, :1])

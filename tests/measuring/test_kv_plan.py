@@ -1,0 +1,161 @@
+"""Plans for the KV cache: sizes, splits, sinks and rankings on exact small cases, and the command on a tiny model."""
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import tiny_model
+from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, MambaConfig
+
+import sinkscope
+from sinkscope.attention.eviction import evicting_attention
+from sinkscope.attention.kernels import AttentionCall, fused_attention
+from sinkscope.errors import InputError
+from sinkscope.measuring.kv_plan import RANKINGS, WHOLE, Plan, Reading, Sizes, Text, predicted_sinks
+from sinkscope.measuring.subject import Subject
+from sinkscope.measuring.tables import column_names
+from sinkscope.models.families import find_family
+from sinkscope.models.loading import LoadedModel
+from sinkscope.output.run import Run
+
+SIZES = Sizes(tokens=np.array([100, 40]), kv_heads=2, width=16, sinks=2)  # the second layer sees 40 tokens
+SCORES = np.array([[0.1, 0.9], [0.5, 0.2]])
+
+
+@pytest.mark.parametrize(
+    ("share", "bits", "windows", "memory"),
+    [
+        (0.0, 16, [[33, 33], [33, 33]], 140 / 280),
+        (0.8, 16, [[11, WHOLE], [11, 11]], 139 / 280),  # 40 tokens for three heads with two sinks each
+        (0.0, 8, [[54, 54], [WHOLE, WHOLE]], 123 / 280),  # a token takes 5/8 of 16 bits, a sink all of them
+    ],
+)
+def test_memory_of_a_split(share: float, bits: int, windows: list, memory: float) -> None:
+    found = SIZES.split(SCORES, 0.5 if bits == 16 else 123 / 280, share, bits)
+    assert found is not None
+    assert found.tolist() == windows
+    assert SIZES.memory(Plan("", found, np.full(2, bits))) == pytest.approx(memory)
+
+
+def test_whole_budget_keeps_everything() -> None:
+    assert np.array_equal(SIZES.split(SCORES, 1.0, 0.0), SIZES.dense)
+    assert SIZES.split(SCORES, 0.01, 0.0) is None
+    assert SIZES.memory(Plan("", SIZES.dense, np.full(2, 16))) == 1
+
+
+def test_planted_retrieval_head_is_first() -> None:
+    text = Text.of(np.arange(64))
+    assert text.ids[64:].tolist() == list(range(1, 9))
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 72, 16) for heads in (4, 2, 2))
+    for t in range(64, 72):  # head 2 attends to the token after the first occurrence of its own
+        query[0, 2, t] = 8 * key[0, 1, text.ids[t] + 1]
+    call, sinks = AttentionCall(None, 0.25), torch.tensor([0])
+    whole = fused_attention(query, key, value, call)
+    streamed = evicting_attention(query, key, value, call, [8, 8], sinks)
+    read = Reading(query, key, call, *whole, *streamed, text)
+    for name, kind in RANKINGS.items():
+        scores = kind().score(read)
+        assert scores.shape == (4,)
+        if name != "output-loss":  # of all tokens, the copy's are few
+            assert int(scores.argmax()) == 2, name
+    tokens = torch.arange(72)
+    logits = (0.25 * query @ key.repeat_interleave(2, 1).mT).masked_fill(tokens > tokens[:, None], -torch.inf)
+    beyond = logits.softmax(-1) * ((tokens[:, None] - tokens >= 8) & (tokens > 0))
+    expected = beyond.sum(-1).mean(-1)[0]
+    torch.testing.assert_close(RANKINGS["beyond-window"]().score(read), expected, atol=1e-6, rtol=1e-4)
+
+
+def subject(model: Any, sequences: list[np.ndarray]) -> Subject:
+    from sinkscope.text.inputs import TokenInputs
+
+    inputs = TokenInputs("", tuple(sequences), "", "")
+    return Subject(LoadedModel(model, None, "tiny", "tiny", None, None, ()), find_family(model), inputs)
+
+
+def test_late_sinks_are_predicted() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5, 3] = 1e6
+    ids = np.full(24, 7)
+    ids[[0, 9, 17]] = 5
+    texts = [Text(np.full(24, 7), 3), Text(ids, 3), Text(np.roll(ids, 1), 3)]
+    rule, texts = predicted_sinks(subject(model, [ids]), texts, calibration=1)
+    assert (rule.layer, rule.coordinates) == (0, (3,))
+    assert [text.sinks for text in texts] == [(), (0, 9, 17), (1, 10, 18)]
+
+
+SMALL: dict[str, Any] = {"seq_len": 128, "num_seqs": 2}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("plans")
+    np.save(folder / "ids.npy", np.random.default_rng(0).integers(3, 96, (3, 128)))
+    return sinkscope.kv_plan(tiny_model("llama"), input=folder / "ids.npy", out=folder / "run", budget=0.25, **SMALL)
+
+
+def test_command(run: Run) -> None:
+    for name, table in run.tables.items():
+        assert tuple(table.columns[3:]) == column_names(name)
+    table = run.tables["kv_plan"].set_index(["budget", "plan"])
+    at_budget = table.loc[0.25]
+    assert ((at_budget["memory"] <= 0.25) & (at_budget["memory"] > 0.23)).all()
+    ids = torch.tensor(np.load(run.manifest["config"]["input"])[:2])
+    losses = [tiny_model("llama")(text[None], labels=text[None]).loss for text in ids]
+    assert table.loc[(1.0, "dense")]["loss"].item() == pytest.approx(float(sum(losses)) / 2, rel=1e-5)
+    assert "25.0% of the memory" in run.verdict
+    assert run.folder is not None
+    assert (run.folder / "figures" / "kv-plan.png").is_file()
+
+
+def test_press_hides_what_the_plan_evicts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file for kvpress marks, of each head, the tokens that are neither sinks nor in the window."""
+    assert run.folder is not None
+    monkeypatch.setitem(sys.modules, "kvpress", ModuleType("kvpress"))
+    monkeypatch.setattr(sys.modules["kvpress"], "BasePress", object, raising=False)
+    monkeypatch.syspath_prepend(run.folder)
+    from plan_press import PlanPress  # type: ignore[import-not-found]
+
+    press = PlanPress.of(run.folder / "plan.json", 0.25, "output-loss")
+    press.modules, modules = {}, [SimpleNamespace(layer_idx=at) for at in range(3)]
+    keys = torch.zeros(1, 2, 128, 4)
+    for module in modules:
+        press.compress(module, None, keys, keys, None, {})
+    plans = json.loads((run.folder / "plan.json").read_text())
+    (plan,) = (each for each in plans["plans"] if each["plan"] == "output-loss")
+    for module, windows in zip(modules, plan["windows"], strict=True):
+        hidden = torch.zeros(2, 128, dtype=torch.bool)
+        hidden[module.masked_key_indices[1:]] = True
+        expected = [[4 <= s < 128 - (128 if window is None else window) for s in range(128)] for window in windows]
+        assert hidden.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("llama", {"budget": 0}, "--budget 0: it must be more than 0"),
+        ("llama", {"budget": 2}, "--budget 2: it must be less than 1"),
+        ("llama", {"budget": 0.02}, "--budget 0.02 leaves no token for a window"),
+        ("llama", {"seq_len": 250}, "beyond the model's 256 positions: take a --seq-len of at most 227"),
+        ("llama", {"seq_len": 512}, "--seq-len 512 is beyond the model's 256 positions"),
+        ("llama", {"seq_len": 24}, "a plan needs texts of at least 128 tokens"),
+        ("mamba", {}, "it has no attention"),
+        ("bert", {}, "its tokens see later ones"),
+        ("bloom", {}, "attention code of its own"),
+    ],
+)
+def test_refused(model: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 96, (3, 600)))
+    sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2}
+    made: Any = {
+        "mamba": lambda: AutoModelForCausalLM.from_config(MambaConfig(**sizes)),
+        "bert": lambda: BertForMaskedLM(BertConfig(**sizes, num_attention_heads=4, intermediate_size=48)),
+    }.get(model, lambda: tiny_model(model))
+    with pytest.raises(InputError, match=message):
+        sinkscope.kv_plan(made(), input=tmp_path / "ids.npy", **SMALL | options)
