@@ -138,7 +138,7 @@ def _interface(model: PreTrainedModel) -> Iterator[None]:
     names = {config._attn_implementation for config in configs if isinstance(config, PreTrainedConfig)}
     with ExitStack() as stack:
         if not names <= {*KEPT, NAME}:  # masks of flash attention have other formats
-            stack.enter_context(attention_implementation(model, "sdpa"))
+            stack.enter_context(attention_implementation(model, "sdpa" if model._supports_sdpa else "eager"))
         stack.enter_context(attending_by(model, attend_if_ours))
         yield
 

@@ -6,6 +6,7 @@ from typing import Any
 import pandas as pd
 
 from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.overflow import OVERFLOW_TABLES
 from sinkscope.measuring.passes import LOSS_TABLES
 from sinkscope.measuring.quantization_study import QUANTIZATION_TABLES
 from sinkscope.measuring.streaming import STREAMING_TABLES
@@ -25,6 +26,7 @@ def all_tables() -> dict[str, Columns]:
         "effect": EFFECT_COLUMNS,
         **STREAMING_TABLES,
         **QUANTIZATION_TABLES,
+        **OVERFLOW_TABLES,
         **TRAINING_TABLES,
     }
 

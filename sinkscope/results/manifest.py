@@ -34,7 +34,7 @@ MANIFEST = "run.json"
 # fills in columns. Folders without this entry have format 1.
 FORMAT = 2
 LIBRARIES = ("torch", "transformers", "nnsight", "accelerate", "pandas")
-RUNS = ("analyze", "intervene", "quantize")  # commands whose folder is one run, with tables of its own
+RUNS = ("analyze", "intervene", "quantize", "doctor")  # commands whose folder is one run, with tables of its own
 _NOTED: ContextVar[Mapping[str, Any]] = ContextVar("noted", default={})  # noqa: B039 (nothing changes it)
 
 

@@ -147,6 +147,16 @@ class QuantizeManifest(RunManifest):
     quantization: Quantization
 
 
+class Overflow(Part):
+    dtype: str
+    limit: float  # its largest finite number
+    refused: Reasons = {}  # remedy → why it was left out
+
+
+class DoctorManifest(RunManifest):
+    overflow: Overflow
+
+
 class Step(Part):
     step: int
     folder: Name
@@ -188,6 +198,7 @@ KINDS: dict[str, type[Manifest]] = {
     "analyze": RunManifest,
     "intervene": InterveneManifest,
     "quantize": QuantizeManifest,
+    "doctor": DoctorManifest,
     "analyze_steps": SeriesManifest,
     "retrofit": ArmsManifest,
     "train": ArmsManifest,

@@ -7,7 +7,7 @@ from sinkscope.results import scores
 from sinkscope.results.run import RunData
 from sinkscope.results.scorecard import CLAIM, CLAIM_COLUMNS, ROUTE, ROUTE_COLUMNS
 from sinkscope.results.tables import Columns
-from sinkscope.verdict import analysis, effects, onsets, quantization
+from sinkscope.verdict import analysis, effects, onsets, overflow, quantization
 from sinkscope.verdict.report import Report
 from sinkscope.verdict.sweep_tables import SWEEP_TABLES
 
@@ -16,6 +16,7 @@ REPORTS: dict[str, Callable[[RunData], Report]] = {
     "analyze": analysis.report,
     "intervene": effects.report,
     "quantize": quantization.report,
+    "doctor": overflow.report,
 }
 
 
