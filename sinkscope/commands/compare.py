@@ -30,7 +30,7 @@ _OF_ONE: Mapping[str, Callable[[Path], Mapping[str, pd.DataFrame]]] = {
     SERIES: lambda folder: Series.open(folder).summary_tables,
     SWEEP: lambda folder: summary_tables(open_comparison(tables_folder(folder))),
     **dict.fromkeys(("retrofit", "train"), lambda folder: retrofit_summaries(tables_of_arms(folder)[1]["retrofit"])),
-    **dict.fromkeys(("intervene", "quantize"), lambda folder: Run.open(folder).summary_tables),
+    **dict.fromkeys(("intervene", "quantize", "doctor"), lambda folder: Run.open(folder).summary_tables),
     "claims": lambda folder: Scorecard.open(folder).summary_tables,
 }
 

@@ -230,10 +230,10 @@ def _examined(loaded: LoadedModel, family: Family, notices: Sequence[str]) -> Re
         report.notes.append("attention weights come from the model's own code: there is nothing to compare them with")
     if family.door == "interface" and not any(map(attends_by_us, model.modules())):
         ids = torch.randint(size // 10, size, (1, tokens_to_compare(model, family)), generator=generator)
-        found = compare_kernels(model, family, Batch(ids, torch.ones_like(ids)), own.tolerance)
-        report.checks += [_kernel(one, own.tolerance) for one in found if not one.untried]
-        for reason in dict.fromkeys(one.untried for one in found if one.untried):
-            names = ", ".join(one.name for one in found if one.untried == reason)
+        kernels = compare_kernels(model, family, Batch(ids, torch.ones_like(ids)), own.tolerance)
+        report.checks += [_kernel(one, own.tolerance) for one in kernels if not one.untried]
+        for reason in dict.fromkeys(one.untried for one in kernels if one.untried):
+            names = ", ".join(one.name for one in kernels if one.untried == reason)
             report.notes.append(f"not compared with eager attention: {names} ({reason})")
     return report
 

@@ -241,5 +241,5 @@ def _token_differences(found: torch.Tensor, expected: torch.Tensor) -> torch.Ten
 
 def _combinations(features: set[str]) -> list[tuple[str, ...]]:
     """Return each feature alone, then all together."""
-    alone = [(feature,) for feature in sorted(features)]
+    alone: list[tuple[str, ...]] = [(feature,) for feature in sorted(features)]
     return alone if len(alone) < 2 else [*alone, tuple(sorted(features))]

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
@@ -37,6 +38,7 @@ from sinkscope.models.family import RESIDUAL_SITES, Family
 from sinkscope.models.quantized import check_not_quantized
 from sinkscope.models.wiring import first_floats
 from sinkscope.quantization.sites import LINEAR, NO_LAYER, layer_and_kind, linear_modules
+from sinkscope.results.findings import HEADROOM
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column, Columns
 from sinkscope.text.batch import Batch
 
@@ -46,7 +48,6 @@ FORMATS = {
     "float8_e4m3": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
 }
-SAFE = 2.0  # headroom below which other text may overflow
 STREAM = ("layer_in", "mid", "layer_out")  # the residual stream itself
 BRANCHES = ("attn_out", "mlp_out")
 SQUARE, CENTERED, TOTAL = "square", "centered square", "sum of squares"  # numbers inside an RMSNorm or a LayerNorm
@@ -427,7 +428,7 @@ class Overflow:
         counted = self._linear_inputs().values() if self._is_float8 else found
         self.magnitudes = {key: one for key, one in found.items() if key in {*counted} and math.isfinite(one.largest)}
         outside = [one for one in self.magnitudes.values() if not one.is_inside]
-        self.is_tight = max((one.largest for one in outside), default=0.0) > self.limit / SAFE
+        self.is_tight = max((one.largest for one in outside), default=0.0) > self.limit / HEADROOM
         self.bounds: dict[str, float] = {}  # first address → the bound of its clip
         self.arms = self._rounding_arms() if self._is_float8 else self._casting_arms()
         with torch.no_grad():
@@ -469,7 +470,7 @@ class Overflow:
         return arms
 
     def _remedies(self) -> Iterator[tuple[str, Change, float]]:
-        bound = self.limit / SAFE
+        bound = self.limit / HEADROOM
         added = {key: one for key, one in self.magnitudes.items() if one.site in (*STREAM, *BRANCHES)}
         self.bounds = {key: bound for key, one in added.items() if one.site in STREAM and one.largest > bound}
         highest = max((one.largest for one in added.values()), default=0.0)
@@ -493,7 +494,8 @@ class Overflow:
         for arm in self.arms:
             with arm.change(), watched(self.model, partial(self._see, arm)):
                 output = self.model(**inputs)[0]
-            arm.difference = max(arm.difference, largest_difference(output, own, batch.attention_mask))
+            difference = largest_difference(output, own, batch.attention_mask)
+            arm.difference = float(np.maximum(arm.difference, difference))  # NaN stays
             if not has_loss:
                 arm.loss = arm.cost = arm.divergence = math.nan
                 continue

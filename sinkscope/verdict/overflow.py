@@ -13,13 +13,12 @@ from sinkscope.measuring.overflow import (
     FULL,
     QK,
     RESCALED,
-    SAFE,
     SCALED_QK,
     SQUARE,
     STREAM,
 )
 from sinkscope.quantization.sites import NO_LAYER
-from sinkscope.results.findings import Finding, Outcome
+from sinkscope.results.findings import HEADROOM, Finding, Outcome
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 from sinkscope.verdict.analysis import settings
@@ -80,14 +79,16 @@ def _overflow(run: RunData) -> Iterator[Finding]:
     if predicted is None:
         sentence = f"The largest number is {_number(largest.largest)}, at {_where(largest)}: "
         sentence += f"{_number(largest.headroom)} × below {dtype}'s limit of {_number(limit)}"
-        sentence += f", less than {SAFE:g} ×, so that other text may overflow" if largest.headroom < SAFE else ""
+        sentence += (
+            f", less than {HEADROOM:g} ×, so that other text may overflow" if largest.headroom < HEADROOM else ""
+        )
     else:
         numbers |= {"first_layer": predicted.layer, "coordinate": predicted.coordinate, "position": predicted.position}
         sentence = f"{dtype} overflows: {_number(predicted.largest)} at {_where(predicted)} is the first number beyond "
         sentence += f"its limit of {_number(limit)}; the largest is {_number(largest.largest)}, at {place(largest)}"
     sentence += _as_run(run, dtype, predicted, as_run)
     outcome = Outcome.PRESENT if predicted is not None or as_run.site else Outcome.ABSENT
-    outcome = Outcome.WEAK if outcome == Outcome.ABSENT and largest.headroom < SAFE else outcome
+    outcome = Outcome.WEAK if outcome == Outcome.ABSENT and largest.headroom < HEADROOM else outcome
     about: dict[str, Any] = {"threshold": 1.0, "numbers": numbers, "is_headline": True, "sentence": f"{sentence}."}
     yield Finding("overflow", OVERFLOW, outcome, largest.headroom, **about)
 
@@ -170,10 +171,11 @@ def _remedies(run: RunData) -> Iterator[Finding]:
             what += f"{row.factor**2:g}"
             what = "A scale for each linear layer's input, a power of two" if is_float8 else what
         cost = [f"{_nats(own.cost)} nats per token in {own.dtype}"] if own is not None else []
-        cost += [f"{place(row)} still is not finite in {dtype}" if row.site else f"{_nats(row.cost)} in {dtype}"]
+        helps = isfinite(row.difference)
+        cost += [f"{_nats(row.cost)} in {dtype}" if helps else f"and {dtype} is not finite from {place(row)} on"]
         numbers = {"factor": row.factor, "cost": row.cost} | ({} if own is None else {"own_cost": own.cost})
         sentence = f"{what} costs {', '.join(cost)}."
-        outcome = Outcome.ABSENT if row.site else Outcome.PRESENT
+        outcome = Outcome.PRESENT if helps else Outcome.ABSENT
         name = f"overflow-{setting}"
         yield Finding(name, REMEDIES, outcome, row.cost, numbers=numbers, sentence=sentence)
     for setting, reason in run.manifest["overflow"]["refused"].items():

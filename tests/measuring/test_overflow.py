@@ -1,4 +1,4 @@
-"""Overflow in a dtype: the predicted first place is the one that a run in the dtype shows; remedies do what they say."""
+"""Overflow in a dtype: the predicted first place is that of a run in the dtype; remedies do what they say."""
 
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError
-from sinkscope.measuring.overflow import CLIPPED, DECOMPOSED, FORMATS, FULL, QK, RESCALED, Overflow, overflows_from
+from sinkscope.measuring.overflow import CLIPPED, DECOMPOSED, FORMATS, FULL, RESCALED, Overflow, overflows_from
 from sinkscope.measuring.subject import Subject, family_of, inputs_for, load_model, options_of
 from sinkscope.models.edits import attending_by, edited_output
 from sinkscope.options.measuring import RunConfig
@@ -74,7 +74,7 @@ def test_magnitudes_and_places_are_those_of_plain_transformers() -> None:
         assert list(row[["sequence", "position", "coordinate"]]) == place
         assert row["token_id"] == int(ids[place[0]][0, place[1]])
     largest = [max(products[layer], products[layer + 3]) for layer in range(3)]
-    assert table.query("site == @QK")["largest"].tolist() == pytest.approx(largest, rel=1e-4)
+    assert table.query("site == 'q·k'")["largest"].tolist() == pytest.approx(largest, rel=1e-4)
 
 
 def test_a_rescaling_leaves_the_function_and_a_clip_leaves_it_finite() -> None:

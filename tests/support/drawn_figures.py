@@ -73,11 +73,20 @@ def _run() -> Run:
         sites = _values(sites, *sorted([0.5 * size, size]), column)
     ways = pd.DataFrame({"method": ["dense", "window", "sinks kept"], "window": [-1, 64, 64], "keep": [0, 0, 4]})
     streaming = _values(ways.merge(pd.DataFrame({"bucket": [-1, 0, 64, 128, 192]}), how="cross"), 10, 400, "perplexity")
+    overflow = grid(layer=range(3), site=["mid", "layer_out", "mlp.down_proj.input"]).assign(is_inside=False)
+    overflow = _values(overflow, 1, 3e5, "largest")
     given = {"bits_weights": 8, "bits_activations": 8, "calibration": 4}
     plain = make_run()
     return Run(
-        plain.manifest | {"quantization": given, "dtype": "float32"},
-        {**plain.tables, "quantization": quantization, "quantization_sites": sites, "streaming": streaming},
+        plain.manifest
+        | {"quantization": given, "dtype": "float32", "overflow": {"dtype": "float16", "limit": 65504.0}},
+        {
+            **plain.tables,
+            "quantization": quantization,
+            "quantization_sites": sites,
+            "streaming": streaming,
+            "overflow": overflow,
+        },
     )
 
 
