@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -124,9 +125,12 @@ def doctor(
     # an accelerator may lack the memory for float32
     is_on_cpu = config.device_map == "cpu" or not torch.accelerator.is_available()
     own = "float32" if is_on_cpu or config.dtype == "float32" else "bfloat16"
-    loaded = load_model(model, tokenizer, config.model_copy(update={"dtype": own if config.dtype else None}))
-    reads = (config.model, config.adapter, config.input)
-    with own_folder(out, overwrite, reads=reads) as folder, undisturbed(loaded.model):
+    loading = config.model_copy(update={"dtype": own if config.dtype else None})
+    with ExitStack() as stack:
+        reads = (config.model, config.adapter, config.input)
+        folder = stack.enter_context(own_folder(out, overwrite, reads=reads))
+        loaded = load_model(model, tokenizer, loading)
+        stack.enter_context(undisturbed(loaded.model))
         family, notices = family_of(loaded.model)
         report = _examined(loaded, family, notices)
         if config.compare is not None:
@@ -135,6 +139,7 @@ def doctor(
             subject = Subject(loaded, family, inputs_for(loaded, config, family))
             run = Run(*_overflow(subject, config, start), folder)
             report.run = finished(run, Console(stderr=True, quiet=quiet), page=page)
+            report.notes += subject.inputs.notices
             for finding in run.findings:
                 if finding.name in ALARMS:
                     what = f"{ALARMS[finding.name]} in {config.dtype}"
@@ -168,17 +173,14 @@ def _logits(loaded: LoadedModel, family: Family, config: DoctorOptions, path: Pa
         )
     dtype = FORMATS.get(config.dtype or str(logits.dtype), torch.float32)
     found = compare_logits(loaded.model, family, torch.tensor(ids), torch.tensor(logits), dtype)
-    what, name = f"{path.name} equals the model's logits", str(dtype).removeprefix("torch.")
-    within = f"{found.excess:.2g} times what round-off in {name} explains"
-    if not found.departing:
-        return what, True, f"{counted(found.tokens, 'token')} within {within}"
-    dropped = f": it equals eager attention without the {' and the '.join(found.dropped)}" if found.dropped else ""
-    where = f"sequence {found.sequence}, position {found.position}"
-    return (
-        what,
-        False,
-        f"{found.departing} of {counted(found.tokens, 'token')} depart, first {where}, by {within}{dropped}",
-    )
+    within = f"{found.excess:.2g} times what round-off in {str(dtype).removeprefix('torch.')} explains"
+    detail = f"{counted(found.tokens, 'token')} within {within}"
+    if found.departing:
+        first = f"sequence {found.sequence}, position {found.position}"
+        detail = f"{found.departing} of {counted(found.tokens, 'token')} depart, first {first}, by {within}"
+    if found.dropped:
+        detail += f": it equals eager attention without the {' and the '.join(found.dropped)}"
+    return f"{path.name} equals the model's logits", found.departing == 0, detail
 
 
 def _read_logits(path: Path) -> np.ndarray:

@@ -50,7 +50,7 @@ FORMATS = {
 }
 STREAM = ("layer_in", "mid", "layer_out")  # the residual stream itself
 BRANCHES = ("attn_out", "mlp_out")
-SQUARE, CENTERED, TOTAL = "square", "centered square", "sum of squares"  # numbers inside an RMSNorm or a LayerNorm
+SQUARE, CENTERED, TOTAL = "x²", "(x − mean)²", "sum of squares"  # numbers inside an RMSNorm or a LayerNorm
 QK, SCALED_QK = "q·k", "scaled q·k"  # and inside attention
 FULL, DECOMPOSED, CLIPPED, RESCALED = "as it is", "norms decomposed", "clipped", "rescaled"  # settings
 
@@ -60,8 +60,8 @@ OVERFLOW_TABLES: dict[str, Columns] = {
         Column(
             "site",
             "a site of the residual stream, query, key, value or attn_mix, or else the module's path in its layer and "
-            "whether its input or output is meant; inside a kernel: q·k, scaled q·k, or a norm's square or sum of "
-            "squares",
+            "whether its input or output is meant; inside a kernel: q·k, scaled q·k, or a norm's x² or (x − mean)² and "
+            "their sum",
             kind="text",
         ),
         Column("path", "where the tensor first appears: a module's path, .input or .output", kind="text"),
@@ -155,6 +155,14 @@ class Prediction:
                 self._inside: dict[str, torch.Tensor] = {}
                 with open_seam(self.model, self.family), watched(self.model, self._see):
                     self.model(**model_inputs(self.model, self._batch, True, self.family.first_position))
+
+    def added(self) -> Iterator[str]:
+        """Yield the first address of each tensor that a branch adds to the residual stream."""
+        for layer in range(len(self.family.layer_modules(self.model))):
+            block = self.family.block(layer)
+            for site in (site for site in BRANCHES if site in block.sites):
+                addresses = [f"{self.family.layers}.{layer}.{term.address}" for term in block.terms(site)]
+                yield from (self.first_address[address] for address in addresses if address in self.first_address)
 
     def _see(self, address: str, module: nn.Module, x: torch.Tensor) -> None:
         path, _, end = address.rpartition(".")
@@ -319,52 +327,34 @@ def clipped(model: PreTrainedModel, bounds: Mapping[str, float]) -> Iterator[Non
         yield
 
 
-class Rescaling:
-    """The residual stream divided by a power of two: the same function if norms are all that reads it.
+@contextmanager
+def rescaled(prediction: Prediction, factor: float) -> Iterator[None]:
+    """Divide the residual stream by a power of two: the same function if norms are all that reads it.
 
     What enters the first layer and what each branch adds are divided by the factor, and the ε of norms that read the
     stream by its square. Where a linear layer computes what a branch adds, its weight and bias are divided.
     """
+    model, family, first = prediction.model, prediction.family, prediction.first_address
 
-    def __init__(self, prediction: Prediction, factor: float) -> None:
-        self.factor = factor
-        model, family = prediction.model, prediction.family
-        self.start = family.layer_modules(model)[0]
-        self.producers: list[str] = []  # paths of the modules whose outputs are added to the stream
-        for layer in range(len(family.layer_modules(model))):
-            block = family.block(layer)
-            for site in BRANCHES:
-                for term in block.terms(site) if site in block.sites else ():
-                    first = prediction.first_address.get(f"{family.layers}.{layer}.{term.address}")
-                    if first is not None:
-                        self.producers.append(first.rpartition(".")[0])
-        self.norms = [
-            path
-            for path in prediction.norms
-            if (first := prediction.first_address.get(f"{path}.input")) and prediction.magnitudes[first].site in STREAM
-        ]
+    def divided(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x / factor
 
-    @contextmanager
-    def applied(self, model: PreTrainedModel) -> Iterator[None]:
-        def divided(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            return x / self.factor
-
-        with ExitStack() as stack:
-            stack.enter_context(edited_input(self.start, divided))
-            for path in self.producers:
-                module = model.get_submodule(path)
-                if isinstance(module, LINEAR):
-                    parts = [(name, x) for name, x in module._parameters.items() if x is not None]
-                    stack.enter_context(replaced([(module, name, x / self.factor) for name, x in parts]))
-                else:
-                    stack.enter_context(edited_output(module, divided))
-            for path in self.norms:
-                module, name = model.get_submodule(path), _epsilon(model.get_submodule(path))
-                assert name is not None
-                epsilon = getattr(module, name)
-                stack.callback(setattr, module, name, epsilon)
-                setattr(module, name, epsilon / self.factor**2)
-            yield
+    with ExitStack() as stack:
+        stack.enter_context(edited_input(family.layer_modules(model)[0], divided))
+        for path in dict.fromkeys(address.rpartition(".")[0] for address in prediction.added()):
+            module = model.get_submodule(path)
+            if isinstance(module, LINEAR):
+                parts = [(name, x) for name, x in module._parameters.items() if x is not None]
+                stack.enter_context(replaced([(module, name, x / factor) for name, x in parts]))
+            else:
+                stack.enter_context(edited_output(module, divided))
+        for path in prediction.norms:
+            module, name = model.get_submodule(path), _epsilon(model.get_submodule(path))
+            read = prediction.magnitudes.get(first.get(f"{path}.input", ""))
+            if name is not None and read is not None and read.site in STREAM:
+                stack.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, getattr(module, name) / factor**2)
+        yield
 
 
 def no_rescaling(family: Family) -> str | None:
@@ -372,12 +362,8 @@ def no_rescaling(family: Family) -> str | None:
     if family.copies is not None:
         return "it keeps its residual stream in several copies"
     wirings = {block.wiring for block in family.blocks} or {family.wiring}
-    if wirings & {"post-norm", "unknown"}:
-        return (
-            f"its wiring is {' and '.join(sorted(wirings & {'post-norm', 'unknown'}))}, so the residual stream is "
-            "not read by norms alone"
-        )
-    return None
+    others = sorted(wirings & {"post-norm", "unknown"})
+    return f"its wiring is {' and '.join(others)}, so that not only norms read it" if others else None
 
 
 # --- runs
@@ -481,8 +467,8 @@ class Overflow:
         elif reason := no_rescaling(self.family):
             self.refused[RESCALED] = reason
         else:
-            rescaling = Rescaling(self.prediction, 2.0 ** math.ceil(math.log2(highest / bound)))
-            yield RESCALED, partial(rescaling.applied, self.model), rescaling.factor
+            factor = 2.0 ** math.ceil(math.log2(highest / bound))
+            yield RESCALED, partial(rescaled, self.prediction, factor), factor
 
     def _run(self, batch: Batch) -> None:
         """Add one sequence to every arm."""
