@@ -122,14 +122,15 @@ def _norms(run: RunData) -> Iterator[Finding]:
         sentence += f"{place(first).replace(f' {kind}', '')} on. torch computes norms in float32; decomposed in "
         sentence += f"{dtype}, their output is wrong"
         sentence += " but finite" if not row.site else ""
-        sentence += f" and costs {NATS(row.cost)} nats per token" if isfinite(row.cost) else ""
+        changed = f", which moves the next tokens by {NATS(row.divergence)} nats (Kullback–Leibler)"
+        sentence += changed if isfinite(row.divergence) else ""
         sentence += (
             ": keep them fused or in float32 when the model is exported."
             if is_alarm
             else (": transformers' code says float32, so keep that in a conversion.")
         )
         outcome = Outcome.PRESENT if is_alarm else Outcome.WEAK
-        numbers = {"largest": largest, "layer": first.layer, "cost": row.cost}
+        numbers = {"largest": largest, "layer": first.layer, "divergence": row.divergence}
         headroom = float(found["headroom"].min())
         yield Finding("overflow-norms", INSIDE, outcome, headroom, threshold=1.0, numbers=numbers, sentence=sentence)
 

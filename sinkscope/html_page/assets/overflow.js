@@ -8,7 +8,7 @@ S.overflow = () => {
   const state = { inside: false };
   return S.section("overflow", "Overflow", `The largest magnitude of each site, and the largest number of ${dtype}.`,
     ...S.panel((redraw) => {
-      const rows = table.all.filter((row) => table.get("layer")[row] >= 0 && table.get("is_inside")[row] === state.inside);
+      const rows = table.all.filter((row) => table.get("layer")[row] >= 0 && Boolean(table.get("is_inside")[row]) === state.inside);
       const largest = d3.rollup(rows, (own) => d3.max(own, (row) => table.get("largest")[row]),
         (row) => table.get("site")[row], (row) => table.get("layer")[row]);
       const sites = d3.sort(largest.keys(), (site) => -d3.max(largest.get(site).values())).slice(0, S.COLORS.length - 1);
