@@ -24,7 +24,6 @@ from sinkscope.figures.style import (
     line_looks,
     new_figure,
 )
-from sinkscope.measuring.overflow import BRANCHES, STREAM
 from sinkscope.quantization.settings import ALL_LAYERS, ALONE, FULL
 from sinkscope.quantization.sites import INPUT, KEYS, NO_LAYER, OUTPUT, SCORES, SOFTMAX, SUM, VALUES, WEIGHT
 from sinkscope.results.metrics import METRICS
@@ -175,8 +174,9 @@ def _kinds(sites: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 # --- Overflow in a dtype: the largest magnitude of each site by layer, and the limit.
 
-BY_NAME = (*STREAM, *BRANCHES, "attn_mix")  # sites that every model may have; of the others, the OTHERS_SHOWN largest
+BY_NAME = ("mid", "layer_out", "attn_out", "mlp_out", "attn_mix")  # and of the others the OTHERS_SHOWN largest
 OTHERS_SHOWN = 2
+LIMIT: Look = {"color": "black", "linewidth": 1.4}
 
 
 def draw_overflow_headroom(run: RunData) -> Figure:
@@ -190,9 +190,9 @@ def draw_overflow_headroom(run: RunData) -> Figure:
     for site, look in looks.items():
         rows = table[table["site"] == site].groupby("layer")["largest"].max()
         ax.plot(rows.index, rows, **look | {"markersize": 3, "linewidth": 1})
-    first = table["layer"].min(), table["layer"].max()
+    ends = table["layer"].min(), table["layer"].max()
     limit, dtype = run.manifest["overflow"]["limit"], run.manifest["overflow"]["dtype"]
-    ax.plot(first, [limit, limit], **REFERENCE)
+    ax.plot(ends, [limit, limit], **LIMIT)
     plot.panel(ax, "", "largest |entry|", log=True)
     signs = {escape(shorten(site, LONGEST)): look for site, look in looks.items()}
-    return figure.finish(title(run, TEXT), signs | {f"limit of {dtype}": REFERENCE}, ncols=4)
+    return figure.finish(title(run, TEXT), signs | {f"limit of {dtype}": LIMIT}, ncols=4)

@@ -103,7 +103,7 @@ def _as_run(run: RunData, dtype: str, predicted: Any, as_run: Any) -> str:
     stream = table[~table["is_finite"] & table["site"].isin(STREAM)]["layer"].unique()
     is_same = predicted is not None and predicted.layer == as_run.layer
     text = f"; {how}, {place(as_run)} is the first that is not finite, {'as' if is_same else 'unlike'} predicted"
-    return text + (f", and the residual stream is not in {layers_text(stream)}" if len(stream) else "")
+    return text + (f", and neither is the residual stream of {layers_text(stream)}" if len(stream) else "")
 
 
 def _norms(run: RunData) -> Iterator[Finding]:
