@@ -154,7 +154,7 @@ def _interface(model: PreTrainedModel, aside: bool) -> Iterator[None]:
             if aside:
                 others = ", ".join(map(str, names - {*KEPT, NAME}))
                 raise SinkscopeError(f"{others} has masks of its own: load the model with attn_implementation='sdpa'")
-            stack.enter_context(attention_implementation(model, "sdpa"))
+            stack.enter_context(attention_implementation(model, "sdpa" if model._supports_sdpa else "eager"))
         stack.enter_context(attending_by(model, attend_if_ours))
         yield
 

@@ -84,7 +84,7 @@ def _of_one() -> "dict[str, Callable[[Path], Mapping[str, pd.DataFrame]]]":
         SERIES: lambda folder: Series.open(folder).summary_tables,
         SWEEP: lambda folder: summary_tables(open_comparison(tables_folder(folder))),
         **dict.fromkeys(("retrofit", "train"), of_arms),
-        **dict.fromkeys(("intervene", "quantize", "kv-plan"), of_run),
+        **dict.fromkeys(("intervene", "quantize", "kv-plan", "doctor"), of_run),
         "claims": lambda folder: Scorecard.open(folder).summary_tables,
         TRAINING: lambda folder: curves([folder], time.time()).summary_tables,
     }

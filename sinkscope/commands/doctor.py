@@ -1,37 +1,66 @@
-"""The command `doctor`: shows the wiring of a model, and checks before a long run that measurements would be right."""
+"""The command `doctor`: shows the wiring of a model, and checks before a long run that its numbers would be right.
 
+With --dtype also whether the model overflows in it, and with --compare whether logits from elsewhere are the model's.
+"""
+
+import os
+import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import inf
-from typing import Unpack
+from pathlib import Path
+from typing import Any, Unpack
 
+import numpy as np
+import pandas as pd
 import torch
-from transformers import PreTrainedModel
+from rich.console import Console
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sinkscope.attention.seam import attention_implementation
 from sinkscope.attention.taps import attends_by_us
 from sinkscope.commands.result import Result
-from sinkscope.errors import counted
+from sinkscope.errors import InputError, counted, one_line
 from sinkscope.interventions import INTERVENTIONS, Target
+from sinkscope.measuring.kernels import Kernel, compare_kernels, compare_logits, tokens_to_compare
+from sinkscope.measuring.measure import Facts, make_manifest
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import undefined_ratios
 from sinkscope.measuring.observables.observable import ATTENTION_SITES, NO_ATTENTION
+from sinkscope.measuring.overflow import FORMATS, Overflow
 from sinkscope.measuring.parity import Comparison, Parity, comparing, round_off
-from sinkscope.measuring.subject import ModelLike, family_of, load_model, options_of
+from sinkscope.measuring.subject import (
+    ModelLike,
+    Subject,
+    check_config,
+    family_of,
+    inputs_for,
+    load_model,
+    options_of,
+)
+from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import model_inputs, open_tracer
-from sinkscope.models.family import RESIDUAL_SITES, Family, embedding_weight, input_device, tower_notice
+from sinkscope.models.family import RESIDUAL_SITES, Family, embedding_weight, input_device, tower_notice, vocabulary
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.wiring import check_wiring, layer_output, read_sites
+from sinkscope.options.files import user_path
 from sinkscope.options.keywords import DoctorKeywords
-from sinkscope.options.measuring import DoctorOptions, RunConfig
+from sinkscope.options.measuring import DoctorOptions
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.signatures import with_options
+from sinkscope.output.run import Run, finished
+from sinkscope.results.findings import Outcome
+from sinkscope.results.folders import own_folder
 from sinkscope.text.batch import Batch
+from sinkscope.text.sources import read_array
+from sinkscope.text.tokens import check_ids
 from sinkscope.verdict.report import layers_text
 
 TOKENS = 64
+ALARMS = {"overflow": "no overflow", "overflow-norms": "norms decomposed"}  # finding of --dtype → the check's name
 Check = tuple[str, bool, str]  # the check, whether it passed, a detail
 
 
@@ -43,6 +72,7 @@ class Report:
     facts: dict[str, str] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    run: Run | None = None  # with --dtype: the tables `overflow` and `overflow_runs`, and their findings
 
     @property
     def ok(self) -> bool:
@@ -56,39 +86,127 @@ class Report:
 
 
 def command(options: DoctorOptions, output: OutputOptions) -> Result:
-    report = doctor(**options.model_dump(exclude={"attn"}))
-    wrong = "" if report.ok else "a check failed: numbers from this model cannot be trusted"
-    return Result(report, text=str(report), data=vars(report) | {"ok": report.ok}, failure=wrong)
+    report = doctor(options.model, config=options, **output.where)
+    failed = [what for what, passed, _ in report.checks if not passed]
+    wrong = "" if report.ok else f"a check failed: {'; '.join(failed)}"
+    return Result(report, text=str(report), data=vars(report) | {"ok": report.ok}, folder=output.out, failure=wrong)
 
 
 @with_options(DoctorOptions)
-def doctor(model: ModelLike = None, **options: Unpack[DoctorKeywords]) -> Report:
-    """Examine one model before it is measured.
+def doctor(
+    model: ModelLike = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    quiet: bool = True,
+    config: DoctorOptions | None = None,
+    page: bool = True,
+    **options: Unpack[DoctorKeywords],
+) -> Report:
+    """Examine one model before it is measured, quantized or served.
 
     Args:
-        model: as for `analyze`.
+        model, tokenizer, out, overwrite, quiet, config, page: as for `analyze`. Only the tables of `dtype` are written.
         **options: those of the command line, which are listed below.
 
     Returns:
         A Report whose `ok` is True if every check passed.
 
     Raises:
-        InputError: the model cannot be loaded, or its architecture is unknown and cannot be calibrated.
+        InputError: an option is wrong, or the model cannot be loaded, or its architecture is unknown and cannot be
+            calibrated.
     """
-    loaded = load_model(model, None, options_of(RunConfig, model, options))
-    with undisturbed(loaded.model):
-        return _examined(loaded)
+    start = time.time()
+    config = config or options_of(DoctorOptions, model, options)
+    check_config(config)
+    has_overflow = config.dtype in FORMATS and config.compare is None
+    if out is not None and not has_overflow:
+        raise InputError("--out writes the tables of --dtype: name one, such as --dtype float16")
+    # an accelerator may lack the memory for float32
+    is_on_cpu = config.device_map == "cpu" or not torch.accelerator.is_available()
+    own = "float32" if is_on_cpu or config.dtype == "float32" else "bfloat16"
+    loading = config.model_copy(update={"dtype": own if config.dtype else None})
+    with ExitStack() as stack:
+        reads = (config.model, config.adapter, config.input)
+        folder = stack.enter_context(own_folder(out, overwrite, reads=reads))
+        loaded = load_model(model, tokenizer, loading)
+        stack.enter_context(undisturbed(loaded.model))
+        family, notices = family_of(loaded.model)
+        report = _examined(loaded, family, notices)
+        if config.compare is not None:
+            report.checks.append(_logits(loaded, family, config, config.compare))
+        if has_overflow:
+            subject = Subject(loaded, family, inputs_for(loaded, config, family))
+            run = Run(*_overflow(subject, config, start), folder)
+            report.run = finished(run, Console(stderr=True, quiet=quiet), page=page)
+            report.notes += subject.inputs.notices
+            for finding in run.findings:
+                if finding.name in ALARMS:
+                    what = f"{ALARMS[finding.name]} in {config.dtype}"
+                    report.checks.append((what, finding.outcome != Outcome.PRESENT, finding.sentence))
+                else:
+                    report.notes.append(finding.sentence)
+    return report
 
 
-def _examined(loaded: LoadedModel) -> Report:
+def _overflow(subject: Subject, config: DoctorOptions, start: float) -> tuple[dict[str, Any], dict[str, pd.DataFrame]]:
+    """Return the manifest and the tables of a run in the dtype."""
+    assert config.dtype is not None
+    overflow = Overflow(subject, config.dtype)
+    tables = publish(overflow.tables, subject.loaded, subject.inputs.condition)
+    manifest = make_manifest(subject, config, Facts(batch_size=1), list(tables), start, "doctor")
+    record = {"dtype": config.dtype, "limit": overflow.limit, "refused": overflow.refused}
+    return manifest | {"overflow": record}, tables
+
+
+def _logits(loaded: LoadedModel, family: Family, config: DoctorOptions, path: Path) -> Check:
+    """Compare logits from elsewhere with the model's; InputError for a file of something else, or of another shape."""
+    ids = np.array([document.ids for document in read_array(user_path(config.input))])
+    size = vocabulary(loaded.model)
+    for row, sequence in enumerate(ids):
+        check_ids(sequence.tolist(), size, f"{config.input}, row {row}")
+    logits = _read_logits(path)
+    if logits.shape != (*ids.shape, size):
+        shape, wanted = (" × ".join(map(str, numbers)) for numbers in (logits.shape, (*ids.shape, size)))
+        raise InputError(
+            f"--compare {path}: its logits are {shape}; these ids and this model's vocabulary need {wanted}"
+        )
+    dtype = FORMATS.get(config.dtype or str(logits.dtype), torch.float32)
+    found = compare_logits(loaded.model, family, torch.tensor(ids), torch.tensor(logits), dtype)
+    within = f"{found.excess:.2g} times what round-off in {str(dtype).removeprefix('torch.')} explains"
+    detail = f"{counted(found.tokens, 'token')} within {within}"
+    if found.departing:
+        first = f"sequence {found.sequence}, position {found.position}"
+        detail = f"{found.departing} of {counted(found.tokens, 'token')} depart, first {first}, by {within}"
+    if found.dropped:
+        detail += f": it equals eager attention without the {' and the '.join(found.dropped)}"
+    return f"{path.name} equals the model's logits", found.departing == 0, detail
+
+
+def _read_logits(path: Path) -> np.ndarray:
+    try:
+        found = np.load(path, allow_pickle=False)
+        arrays = {"logits": found} if isinstance(found, np.ndarray) else dict(found)
+    except Exception as error:  # numpy raises almost anything for a damaged file
+        raise InputError(f"--compare {path} is no .npz or .npy file ({one_line(error)})") from error
+    if "logits" not in arrays and len(arrays) != 1:
+        raise InputError(f"--compare {path}: none of its arrays ({', '.join(arrays)}) is named logits")
+    logits = arrays.get("logits", next(iter(arrays.values())))
+    if logits.dtype.kind != "f":
+        raise InputError(f"--compare {path}: it holds {logits.dtype}, not floating-point logits")
+    return logits
+
+
+def _examined(loaded: LoadedModel, family: Family, notices: Sequence[str]) -> Report:
     model = loaded.model
-    family, notices = family_of(model)
     report = Report(loaded.name, _facts(loaded, family))
     calibrated = _calibrated(family) if notices else []
     report.notes = [*loaded.notices, *tower_notice(model), *notices, *calibrated, *_not_applicable(model, family)]
     # one sequence of random ids, for which no tokenizer is needed
-    vocabulary = embedding_weight(model).shape[0]
-    ids = torch.randint(vocabulary // 10, vocabulary, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    size = embedding_weight(model).shape[0]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(size // 10, size, (1, TOKENS), generator=generator)
     batch = Batch(ids, torch.ones_like(ids))
     inputs = model_inputs(model, batch, False, family.first_position)
     bare = layer_output(model, family, family.last_layer(model), inputs)
@@ -113,7 +231,22 @@ def _examined(loaded: LoadedModel) -> Report:
         report.checks.append(_attention("attention to position 0 equals transformers' eager attention", found))
     else:
         report.notes.append("attention weights come from the model's own code: there is nothing to compare them with")
+    if family.door == "interface" and not any(map(attends_by_us, model.modules())):
+        ids = torch.randint(size // 10, size, (1, tokens_to_compare(model, family)), generator=generator)
+        kernels = compare_kernels(model, family, Batch(ids, torch.ones_like(ids)), own.tolerance)
+        report.checks += [_kernel(one, own.tolerance) for one in kernels if not one.untried]
+        for reason in dict.fromkeys(one.untried for one in kernels if one.untried):
+            names = ", ".join(one.name for one in kernels if one.untried == reason)
+            report.notes.append(f"not compared with eager attention: {names} ({reason})")
     return report
+
+
+def _kernel(kernel: Kernel, tolerance: float) -> Check:
+    what = f"{kernel.name} equals eager attention"
+    if kernel.layer is None:
+        return what, True, f"within {kernel.difference:.1e}, by round-off at most {tolerance:.1e}"
+    dropped = f"{kernel.name} ignores the {' and the '.join(kernel.dropped)}: " if kernel.dropped else ""
+    return what, False, f"{dropped}it departs from layer {kernel.layer} on, by {kernel.difference:.1e} at the end"
 
 
 def _calibrated(family: Family) -> list[str]:

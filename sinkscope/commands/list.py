@@ -144,7 +144,10 @@ KINDS: dict[str, tuple[Any, ...]] = {
         "what a run measures", "--observables A,B",
         partial(_entries, "measuring.observables:OBSERVABLES", "about"), "observable", "what it measures", PACKAGE,
     ),
-    "rankings": (partial(_entries, "measuring.kv_plan:RANKINGS", "about"), "ranking", "what it scores heads by"),
+    "rankings": (
+        "scores of heads for a cache", "table kv_plan",
+        partial(_entries, "measuring.kv_plan:RANKINGS", "about"), "ranking", "what it scores heads by", PACKAGE,
+    ),
     "interventions": (
         "changes of a model during a run", "intervene --do NAME",
         partial(_entries, "interventions:INTERVENTIONS", "about", "control_about", "paper", "model_fields"),

@@ -52,6 +52,8 @@ FIGURES: dict[str, FigureSpec[RunData]] = _register(
         "the three largest activations and the median by layer (Sun et al. 2024)", "massive"),
     ("massive-map", "runs",
         "magnitudes by token and coordinate at the layer with the largest activation", "massive_map"),
+    ("overflow-headroom", "quantization",
+        "largest magnitude of each site by layer, and the limit of the dtype (doctor --dtype)", "overflow"),
     ("quantization-cost", "quantization",
         "perplexity with the model or single sites quantized", "quantization", "quantization_sites"),
     ("quantization-ranges", "quantization", "range and median of every linear layer by layer", "quantization_sites"),
@@ -136,6 +138,8 @@ COMMAND = {
     "kv_plan_by_sequence": "kv-plan",
     "kv_heads": "kv-plan",
     "kv_layers": "kv-plan",
+    "overflow": "doctor",
+    "overflow_runs": "doctor",
 }
 ALL_ARMS = ("effect", "arm_maps")  # one figure shows all arms of an experiment
 

@@ -1,4 +1,4 @@
-"""Figures of simulated quantization."""
+"""Figures of simulated quantization, and of overflow."""
 
 import numpy as np
 import pandas as pd
@@ -16,10 +16,12 @@ from sinkscope.figures.style import (
     REFERENCE,
     SINK,
     SKY,
+    TEXT,
     VERMILION,
     WIDE,
     Figure,
     Look,
+    line_looks,
     new_figure,
 )
 from sinkscope.quantization.settings import ALL_LAYERS, ALONE, FULL
@@ -169,3 +171,29 @@ def _kinds(sites: pd.DataFrame) -> dict[str, pd.DataFrame]:
         joined = names[0] if len(names) == 1 else ", ".join(name.split(".")[-1] for name in names)
         found[f"{shorten(joined, LONGEST)}\n{part}"] = table
     return found
+
+
+# --- Overflow in a dtype: the largest magnitude of each site by layer, and the limit.
+
+BY_NAME = ("mid", "layer_out", "attn_out", "mlp_out", "attn_mix")  # and of the others the OTHERS_SHOWN largest
+OTHERS_SHOWN = 2
+LIMIT: Look = {"color": "black", "linewidth": 1.4}
+
+
+def draw_overflow_headroom(run: RunData) -> Figure:
+    table = run.tables["overflow"]
+    table = table[(table["layer"] != NO_LAYER) & ~table["is_inside"]]
+    largest = table.groupby("site")["largest"].max().sort_values(ascending=False)
+    named = [site for site in BY_NAME if site in largest]
+    chosen = [*named, *largest.drop(named).index[:OTHERS_SHOWN]]
+    figure = new_figure(TEXT, 2.9)
+    ax, looks = figure.subplots(), dict(zip(chosen, line_looks(), strict=False))
+    for site, look in looks.items():
+        rows = table[table["site"] == site].groupby("layer")["largest"].max()
+        ax.plot(rows.index, rows, **look | {"markersize": 3, "linewidth": 1})
+    ends = table["layer"].min(), table["layer"].max()
+    limit, dtype = run.manifest["overflow"]["limit"], run.manifest["overflow"]["dtype"]
+    ax.plot(ends, [limit, limit], **LIMIT)
+    plot.panel(ax, "", "largest |entry|", log=True)
+    signs = {escape(shorten(site, LONGEST)): look for site, look in looks.items()}
+    return figure.finish(title(run, TEXT), signs | {f"limit of {dtype}": LIMIT}, ncols=4)

@@ -184,10 +184,7 @@ def round_off(model: PreTrainedModel, family: Family, batch: Batch, bare: torch.
     """
     layer = family.last_layer(model)
     inputs = model_inputs(model, batch, False, family.first_position)
-    with ExitStack() as edits:
-        perturbed = partial(_perturbed, {})
-        for module in family.layer_modules(model):
-            edits.enter_context(edited_input(module, perturbed))
+    with perturbed_layers(model, family):
         moved = layer_output(model, family, layer, inputs)
     first = Batch(batch.token_ids[:1], batch.attention_mask[:1])
     with comparing(model, family, first) as attention:
@@ -200,14 +197,26 @@ def round_off(model: PreTrainedModel, family: Family, batch: Batch, bare: torch.
     return RoundOff(max(tolerance, ROUNDED if is_quantized(model) else 0.0), tuple(attention))
 
 
-def _perturbed(draw: dict[torch.device, torch.Generator], module: nn.Module, x: Any) -> Any:
+@contextmanager
+def perturbed_layers(model: PreTrainedModel, family: Family, dtype: torch.dtype | None = None) -> Iterator[None]:
+    """Add rounding errors of a dtype, by default the model's, to every layer's input until the end of the block."""
+    perturbed = partial(_perturbed, {}, dtype)
+    with ExitStack() as edits:
+        for module in family.layer_modules(model):
+            edits.enter_context(edited_input(module, perturbed))
+        yield
+
+
+def _perturbed(draw: dict[torch.device, torch.Generator], dtype: torch.dtype | None, module: nn.Module, x: Any) -> Any:
     """Add a rounding error of random sign to every number of a layer's input."""
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         return x
     if x.device not in draw:
         draw[x.device] = torch.Generator(x.device).manual_seed(0)
     rounded = 2 * PRECISION[torch.get_float32_matmul_precision()]  # TF32 rounds the factors of each product
-    size = MARGIN * max(torch.finfo(x.dtype).eps, rounded, math.sqrt(x.shape[-1]) * torch.finfo(torch.float32).eps / 2)
+    size = MARGIN * max(
+        torch.finfo(dtype or x.dtype).eps, rounded, math.sqrt(x.shape[-1]) * torch.finfo(torch.float32).eps / 2
+    )
     up = torch.randint(0, 2, x.shape, generator=draw[x.device], device=x.device, dtype=torch.bool)
     return torch.where(up, x * (1 + size), x * (1 - size))
 

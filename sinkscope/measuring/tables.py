@@ -7,6 +7,7 @@ import pandas as pd
 
 from sinkscope.measuring.kv_plan import KV_PLAN_TABLES
 from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.overflow import OVERFLOW_TABLES
 from sinkscope.measuring.passes import LOSS_TABLES
 from sinkscope.measuring.quantization_study import QUANTIZATION_TABLES
 from sinkscope.measuring.streaming import STREAMING_TABLES
@@ -27,6 +28,7 @@ def all_tables() -> dict[str, Columns]:
         **STREAMING_TABLES,
         **QUANTIZATION_TABLES,
         **KV_PLAN_TABLES,
+        **OVERFLOW_TABLES,
         **TRAINING_TABLES,
     }
 

@@ -155,5 +155,6 @@ class SweepKeywords(DeviceKeywords, ModelKeywords, total=False):
     evict: bool
 
 
-class DoctorKeywords(DeviceKeywords, ModelKeywords, total=False):
-    pass
+class DoctorKeywords(RunConfigKeywords, total=False):
+    dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2"] | None
+    compare: str | PathLike[str] | None

@@ -67,7 +67,7 @@ def sites_of(
     check_no_adapter(model, "simulated quantization")
     # modules that the text passes: the modules of running layers, and the modules outside layers that run
     found = dict(linear_modules(model))
-    layers = {path: _layer_and_kind(path, family)[0] for path in found}
+    layers = {path: layer_and_kind(path, family)[0] for path in found}
     passed = {path for path, at in layers.items() if at != NO_LAYER and family.block(at).kind != NOT_RUN}
     reached = read_a_token(model)[0] if len(passed) < len(found) or scheme == FULL_SCHEME else set()
     sites = []
@@ -75,7 +75,7 @@ def sites_of(
         if path not in passed and path not in reached:
             continue
         _check_weight(path, module)
-        layer, kind = _layer_and_kind(path, family)
+        layer, kind = layer_and_kind(path, family)
         sites += [Site(path, part, layer, kind) for part in PARTS]
     if not sites:
         raise InputError("this model has no linear layers that could be quantized")
@@ -84,7 +84,7 @@ def sites_of(
     if scheme == FULL_SCHEME:
         _check_interface(family, "--scheme full", "scores and softmax outputs")
         for path, module in model.named_modules():
-            if isinstance(module, nn.Embedding) and path in reached and _layer_and_kind(path, family)[0] == NO_LAYER:
+            if isinstance(module, nn.Embedding) and path in reached and layer_and_kind(path, family)[0] == NO_LAYER:
                 _check_weight(path, module)
                 sites += [Site(path, part, NO_LAYER, path) for part in (WEIGHT, OUTPUT)]
         first = next(iter(running))
@@ -136,7 +136,7 @@ def not_quantized(model: PreTrainedModel, family: Family) -> dict[str, float]:
     total = sum(parameter.numel() for parameter in model.parameters())
     shares: dict[str, float] = {}
     for path, parameter in model.named_parameters():
-        layer, kind = _layer_and_kind(path, family)
+        layer, kind = layer_and_kind(path, family)
         if layer != NO_LAYER and parameter.dim() > 1 and path not in covered and not path.endswith("bias"):
             shares[kind] = shares.get(kind, 0.0) + parameter.numel() / total
     return shares
@@ -163,7 +163,7 @@ def chosen_sites(sites: Collection[Site], named: Iterable[Site | str]) -> set[Si
     return found
 
 
-def _layer_and_kind(path: str, family: Family) -> tuple[int, str]:
+def layer_and_kind(path: str, family: Family) -> tuple[int, str]:
     """Return the layer of a path, and the path within it."""
     if not (match := re.fullmatch(rf"{re.escape(family.layers)}\.(\d+)\.(.+)", path)):
         return NO_LAYER, path

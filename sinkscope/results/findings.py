@@ -21,6 +21,8 @@ USUAL = 0.5  # a layer has a massive activation when at least this share of the 
 AT_ONE_POSITION = 0.9  # massive activations are at one position when more than this share of them is there
 OUTLIER = 2.0  # standard deviations by which Δ at position 0 must exceed later ones (NU §4.2.1)
 COARSE_STEP = 2.0  # a quantization step of more median entries than this rounds most of the tensor to zero
+LARGEST_FLOAT16 = 65504.0  # the largest finite number of float16
+HEADROOM = 2.0  # a dtype is safe where its largest number is this many times the largest measured one
 
 SPREAD = 2.0  # standard deviations of the random controls that an intervention's change must exceed
 MATERIAL = 0.005  # a rate or mass that changes by less than this has not changed

@@ -36,7 +36,8 @@ PAGE = "index.html"
 # fills in columns. Folders without this entry have format 1.
 FORMAT = 2
 LIBRARIES = ("torch", "transformers", "nnsight", "accelerate", "pandas")
-RUNS = ("analyze", "intervene", "quantize", "kv-plan")  # commands whose folder is one run, with tables of its own
+# commands whose folder is one run, with tables of its own
+RUNS = ("analyze", "intervene", "quantize", "kv-plan", "doctor")
 _NOTED: ContextVar[Mapping[str, Any]] = ContextVar("noted", default={})  # noqa: B039 (nothing changes it)
 
 

@@ -162,6 +162,16 @@ class KvPlanManifest(RunManifest):
     kv_plan: KvPlan
 
 
+class Overflow(Part):
+    dtype: str
+    limit: float  # its largest finite number
+    refused: Reasons = {}  # remedy → why it was left out
+
+
+class DoctorManifest(RunManifest):
+    overflow: Overflow
+
+
 class Step(Part):
     step: int
     folder: Name
@@ -204,6 +214,7 @@ KINDS: dict[str, type[Manifest]] = {
     "intervene": InterveneManifest,
     "quantize": QuantizeManifest,
     "kv-plan": KvPlanManifest,
+    "doctor": DoctorManifest,
     "analyze_steps": SeriesManifest,
     "retrofit": ArmsManifest,
     "train": ArmsManifest,

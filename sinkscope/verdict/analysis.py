@@ -93,7 +93,7 @@ def findings(run: RunData) -> list[Finding]:
     evidence = Sequences(run)
     of_claims = (_sink, _repeated, _massive, _values, _gradients, _query_bias)
     found = [one for part in of_claims for one in part(run, evidence)]
-    return found + [one for part in (_eight_bits, _windows, _not_applicable) for one in part(run)]
+    return found + [one for part in (_eight_bits, _float16, _windows, _not_applicable) for one in part(run)]
 
 
 def settings(run: RunData, sentence_end: str = "", **more: int | str) -> list[Finding]:
@@ -539,6 +539,29 @@ def _eight_bits(run: RunData) -> Iterator[Finding]:
         sentence += "tokens or coordinates in higher precision, or scale per token."
     numbers = {"layer": worst, "largest": largest[worst], "median": median[worst]}
     yield Finding("8-bit-step", QUANTIZATION, outcome, step, threshold=threshold, numbers=numbers, sentence=sentence)
+
+
+def _float16(run: RunData) -> Iterator[Finding]:
+    """Yield whether the layers' outputs fit float16, from the largest over all sequences."""
+    if "massive" not in run.tables:
+        return
+    entry = run.tables["massive"].loc[run.tables["massive"]["value"].abs().idxmax()]
+    largest, limit = float(abs(entry["value"])), limits.LARGEST_FLOAT16
+    where = f"{largest:,.0f} at the output of layer {entry['layer']}"
+    sentence = f"The residual stream fits float16: the largest entry is {where}, and float16 ends at {limit:,.0f}."
+    outcome = Outcome.ABSENT
+    if largest > limit:
+        outcome = Outcome.PRESENT
+        sentence = f"float16 overflows: it ends at {limit:,.0f}, and the residual stream reaches {where}. `sinkscope "
+        sentence += "doctor --dtype float16` shows where first, and what a clip or a rescaling costs."
+    elif largest > limit / limits.HEADROOM:
+        outcome = Outcome.WEAK
+        sentence = (
+            f"float16 is risky: it ends at {limit:,.0f}, and the residual stream reaches {where}, more than half "
+        )
+        sentence += "of that. `sinkscope doctor --dtype float16` checks every site."
+    numbers = {"layer": entry["layer"]}
+    yield Finding("float16", QUANTIZATION, outcome, largest, threshold=limit, numbers=numbers, sentence=sentence)
 
 
 def _windows(run: RunData) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from sinkscope.results import scores
 from sinkscope.results.run import RunData
 from sinkscope.results.scorecard import CLAIM, CLAIM_COLUMNS, ROUTE, ROUTE_COLUMNS
 from sinkscope.results.tables import Columns
-from sinkscope.verdict import analysis, effects, kv_plan, onsets, quantization
+from sinkscope.verdict import analysis, effects, kv_plan, onsets, overflow, quantization
 from sinkscope.verdict.card_tables import CARD_TABLES
 from sinkscope.verdict.report import Report
 from sinkscope.verdict.sweep_tables import SWEEP_TABLES
@@ -18,6 +18,7 @@ REPORTS: dict[str, Callable[[RunData], Report]] = {
     "intervene": effects.report,
     "quantize": quantization.report,
     "kv-plan": kv_plan.report,
+    "doctor": overflow.report,
 }
 
 

@@ -1,14 +1,17 @@
-"""`doctor`: the facts, checks and notes of its report."""
+"""`doctor`: the facts, checks and notes of its report, overflow, and logits from elsewhere."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.retrofit_command import command_line
-from tiny import tiny_model
+from tiny import tiny_model, tiny_tokens
 
 from sinkscope.commands.doctor import doctor
 from sinkscope.interventions import INTERVENTIONS
 from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.output.run import Run
+from sinkscope.results.findings import Outcome
 
 
 def test_the_doctor_lists_what_applies_and_notes_only_what_is_expected() -> None:
@@ -28,3 +31,44 @@ def test_a_failed_check_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr("sinkscope.commands.doctor.Report.ok", False)
     done = command_line("doctor", tmp_path)
     assert (done.exit_code, done.stderr.startswith("sinkscope: a check failed")) == (1, True)
+
+
+def test_overflow_fails_and_is_written(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    typed = ("--input", "random", "--num-seqs", "2", "--seq-len", "12", "--dtype", "float16")
+    model.save_pretrained(tmp_path / "fits")
+    assert command_line("doctor", tmp_path / "fits", *typed).exit_code == 0
+    model.get_submodule("model.layers.1.mlp.down_proj").weight.mul_(2e4)
+    model.save_pretrained(tmp_path / "overflows")
+    done = command_line("doctor", tmp_path / "overflows", *typed, "--out", tmp_path / "run")
+    assert (done.exit_code, done.stderr.splitlines()[-1]) == (1, "sinkscope: a check failed: no overflow in float16")
+    assert "at mlp_out of layer 1 (coordinate" in done.stdout
+    run = Run.open(tmp_path / "run")
+    outcomes = {finding.name: finding.outcome for finding in run.findings}
+    assert outcomes["overflow"] == outcomes["overflow-clipped"] == outcomes["overflow-rescaled"] == Outcome.PRESENT
+    assert all(finding.sentence in done.stdout for finding in run.findings)
+    assert (tmp_path / "run" / "figures" / "overflow-headroom.png").is_file()
+    assert (tmp_path / "run" / "index.html").is_file()
+
+
+def test_logits_from_elsewhere(tmp_path: Path) -> None:
+    model, ids = tiny_model("llama"), tiny_tokens(2)
+    model.save_pretrained(tmp_path / "model")
+    np.save(tmp_path / "ids.npy", ids.numpy())
+    logits = model(ids).logits.numpy()
+    shifted = logits.copy()
+    shifted[1, 3:] = logits[1, 2:-1]
+
+    def compared(**arrays: np.ndarray) -> tuple[int, str]:
+        np.savez(tmp_path / "logits.npz", **arrays)
+        given = ("--compare", tmp_path / "logits.npz", "--input", tmp_path / "ids.npy")
+        done = command_line("doctor", tmp_path / "model", *given)
+        return done.exit_code, done.stdout + done.stderr
+
+    assert compared(logits=logits)[0] == 0
+    status, text = compared(anything=shifted)
+    assert status == 1
+    assert "first sequence 1, position 3" in text
+    for wrong in ({"logits": logits[:, :-1]}, {"logits": logits[..., 0]}, {"one": logits, "two": logits}):
+        status, text = compared(**wrong)
+        assert (status, text.count("\n")) == (2, 1)

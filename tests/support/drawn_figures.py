@@ -90,12 +90,21 @@ def _run() -> Run:
     plans = plans.assign(memory=[1, 0.25, 0.25, 0.25, 0.25, 0.5], sinks="predicted sinks")
     for column, size in (("ratio", 1.1), ("kept", 0.9)):
         plans = _values(plans, 0.9 * size, size, column).assign(**{f"{column}_low": 0.8, f"{column}_high": 1.2})
+    overflow = grid(layer=range(3), site=["mid", "layer_out", "mlp.down_proj.input"]).assign(is_inside=False)
+    overflow = _values(overflow, 1, 3e5, "largest")
     given = {"bits_weights": 8, "bits_activations": 8, "calibration": 4}
     plain = make_run()
     return Run(
-        plain.manifest | {"quantization": given, "dtype": "float32"},
-        {**plain.tables, "quantization": quantization, "quantization_sites": sites, "streaming": streaming}
-        | {"kv_plan": plans},
+        plain.manifest
+        | {"quantization": given, "dtype": "float32", "overflow": {"dtype": "float16", "limit": 65504.0}},
+        {
+            **plain.tables,
+            "quantization": quantization,
+            "quantization_sites": sites,
+            "streaming": streaming,
+            "kv_plan": plans,
+            "overflow": overflow,
+        },
     )
 
 

@@ -2,7 +2,7 @@
 // The page: the sections that the tables allow, in order.
 
 S.SECTIONS = () => [S.findings, S.claims, S.effects, S.routes, S.study, S.training, S.heads, S.text, S.layers, S.massive,
-  S.gradients, S.quantization, S.plans, S.explore, S.tablesSection, S.runSection];
+  S.gradients, S.overflow, S.quantization, S.plans, S.explore, S.tablesSection, S.runSection];
 
 S.title = () => {
   const recipe = S.manifest.command === "sweep" ? S.manifest.config?.content?.title : null;

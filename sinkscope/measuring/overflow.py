@@ -1,0 +1,529 @@
+"""Whether a model overflows in a dtype: predicted by one pass in the model's own precision, then checked by runs.
+
+The pass keeps the largest magnitude of every tensor that enters or leaves a module, in the order in which they appear:
+a residual sum is a norm's input, the product of gate and up projection is the down projection's. It also keeps what a
+kernel may hide: the largest |q·k|, and the largest square and sum of squares in norms. In float16 and bfloat16 the
+model is then run with its weights cast; for float8, which no plain model computes in, the inputs of linear layers are
+rounded to float8, without scales, and back.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import PreTrainedModel
+
+from sinkscope.attention.kernels import products as products_of
+from sinkscope.attention.kernels import upcast
+from sinkscope.attention.seam import open_seam
+from sinkscope.attention.taps import NAME
+from sinkscope.attention.weights import row_chunks
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.measuring.losses import loss_in_chunks
+from sinkscope.measuring.observables.gradient import NormGain
+from sinkscope.measuring.parity import LARGEST, largest_difference
+from sinkscope.measuring.subject import Subject
+from sinkscope.measuring.tracer import model_inputs
+from sinkscope.models.edits import Edit, edited_input, edited_output, first_argument, replaced, wrapped_forward
+from sinkscope.models.family import RESIDUAL_SITES, Family
+from sinkscope.models.quantized import check_not_quantized
+from sinkscope.models.wiring import first_floats
+from sinkscope.quantization.sites import LINEAR, NO_LAYER, layer_and_kind, linear_modules
+from sinkscope.results.findings import HEADROOM
+from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column, Columns
+from sinkscope.text.batch import Batch
+
+FORMATS = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+}
+STREAM = ("layer_in", "mid", "layer_out")  # the residual stream itself
+BRANCHES = ("attn_out", "mlp_out")
+SQUARE, CENTERED, TOTAL = "x²", "(x − mean)²", "sum of squares"  # numbers inside an RMSNorm or a LayerNorm
+QK, SCALED_QK = "q·k", "scaled q·k"  # and inside attention
+FULL, DECOMPOSED, CLIPPED, RESCALED = "as it is", "norms decomposed", "clipped", "rescaled"  # settings
+
+OVERFLOW_TABLES: dict[str, Columns] = {
+    "overflow": (
+        Column("order", "place in the order in which the tensors are computed, from 0 on", kind="whole"),
+        Column(
+            "site",
+            "a site of the residual stream, query, key, value or attn_mix, or else the module's path in its layer and "
+            "whether its input or output is meant; inside a kernel: q·k, scaled q·k, or a norm's x² or (x − mean)² and "
+            "their sum",
+            kind="text",
+        ),
+        Column("path", "where the tensor first appears: a module's path, .input or .output", kind="text"),
+        Column("largest", "largest magnitude over all sequences, in the model's own precision"),
+        Column("headroom", "the largest finite number of the dtype ÷ largest"),
+        Column("is_inside", "whether it is inside a kernel, where it overflows only if decomposed", kind="truth"),
+        Column("overflows", "whether it rounds to more than the dtype's largest finite number", kind="truth"),
+        Column("is_finite", "whether all its numbers are finite when run in the dtype", kind="truth"),
+        Column("clip", "bound of a clip that keeps it a factor 2 below the limit; NaN if none is needed"),
+        SEQUENCE, POSITION, TOKEN_ID, TOKEN, COORDINATE,
+    ),
+    "overflow_runs": (
+        Column("setting", "the model as it is, with norms decomposed, clipped or rescaled", kind="text"),
+        Column("dtype", "dtype of the run", kind="text"),
+        Column("factor", "the bound of a clip, or the power of two by which the residual stream is divided"),
+        Column("loss", "cross-entropy per predicted token", "nats"),
+        Column("cost", "the loss minus that of the model as it is, in its own precision", "nats"),
+        Column("divergence", "Kullback–Leibler divergence from that model's next tokens, mean over tokens", "nats"),
+        Column("difference", "largest ‖logits − its logits‖ ÷ ‖its logits‖ of a token"),
+        Column("site", "first site that is not finite (in `layer`); empty if all are", kind="text"),
+    ),
+}  # fmt: skip
+
+
+def limit_of(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).max)
+
+
+def overflows_from(dtype: torch.dtype) -> float:
+    """Return the smallest magnitude that does not round to a finite number: 65520 in float16."""
+    largest = limit_of(dtype)
+    return largest + torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(largest)) / 2
+
+
+@dataclass
+class Magnitude:
+    """The largest magnitude of one tensor over all sequences, and where it is."""
+
+    layer: int
+    site: str
+    path: str  # its address: where it first appears
+    is_inside: bool = False
+    largest: float = 0.0
+    sequence: int = -1
+    position: int = -1  # -1: the tensor has no axis of tokens
+    token_id: int = -1
+    coordinate: int = -1
+
+
+# (address, module, tensor); address: the module's path, .input or .output
+See = Callable[[str, nn.Module, torch.Tensor], None]
+
+
+@contextmanager
+def watched(model: nn.Module, see: See) -> Iterator[None]:
+    """Show the first floating-point input and output of every module, in the order in which they are computed."""
+
+    def show(path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], *output: Any) -> None:
+        x = first_floats(output[0] if output else (*args, *kwargs.values()))
+        if x is not None and x.numel():
+            see(f"{path}.output" if output else f"{path}.input", module, x)
+
+    with ExitStack() as hooks:
+        for path, module in model.named_modules():
+            if path:
+                hooks.enter_context(module.register_forward_pre_hook(partial(show, path), with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(partial(show, path), with_kwargs=True))
+        yield
+
+
+class Prediction:
+    """The largest magnitudes of a model's tensors over sequences, in the order in which the tensors are computed."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.model, self.family = subject.loaded.model, subject.family
+        self.magnitudes: dict[str, Magnitude] = {}  # by the tensor's first address; inside a kernel, its part follows
+        self.first_address: dict[str, str] = {}  # address → the first address of the tensor that is there
+        self.norms = {
+            path: NormGain(module, len(module.weight))
+            for path, module in self.model.named_modules()
+            if _epsilon(module) is not None
+        }
+        self._names = _site_names(self.model, self.family)
+        # transformers' eager attention computes q·k before it scales it
+        config: Any = self.model.config
+        self._has_logits = self.family.door == "interface" and config._attn_implementation == "eager"
+        with torch.no_grad():
+            for batch in subject.inputs.batches(1):  # one sequence at a time, so there is no padding
+                self._batch = batch.masked or batch
+                self._tensors = WeakTensorKeyDictionary()  # tensor → its version and its first address
+                self._inside: dict[str, torch.Tensor] = {}
+                with open_seam(self.model, self.family), watched(self.model, self._see):
+                    self.model(**model_inputs(self.model, self._batch, True, self.family.first_position))
+
+    def added(self) -> Iterator[str]:
+        """Yield the first address of each tensor that a branch adds to the residual stream."""
+        for layer in range(len(self.family.layer_modules(self.model))):
+            block = self.family.block(layer)
+            for site in (site for site in BRANCHES if site in block.sites):
+                addresses = [f"{self.family.layers}.{layer}.{term.address}" for term in block.terms(site)]
+                yield from (self.first_address[address] for address in addresses if address in self.first_address)
+
+    def _see(self, address: str, module: nn.Module, x: torch.Tensor) -> None:
+        path, _, end = address.rpartition(".")
+        if NAME in path.split("."):
+            if end == "output":
+                self._see_tap(address, x)
+            return
+        version, first = self._tensors.get(x, (None, address))
+        if version != x._version:  # a new tensor, or one that was changed in place
+            first = address
+            self._tensors[x] = x._version, first
+            self._note(first, x, *self._names.get(address, layer_and_kind(address, self.family)))
+        self.first_address[address] = first
+        own = self.magnitudes[first]
+        if address in self._names and own.site not in RESIDUAL_SITES:
+            own.layer, own.site = self._names[address]
+        if end == "input" and path in self.norms:
+            x, (layer, site) = upcast(x), layer_and_kind(path, self.family)
+            squares = (x - x.mean(-1, keepdim=True) if self.norms[path].centered else x).square()
+            kind = CENTERED if self.norms[path].centered else SQUARE
+            self._note(f"{address} {SQUARE}", squares, layer, f"{site} {kind}", is_inside=True)
+            total = squares.sum(-1, keepdim=True)
+            self._note(f"{address} {TOTAL}", total, layer, f"{site} {TOTAL}", is_inside=True)
+
+    def _see_tap(self, address: str, x: torch.Tensor) -> None:
+        """Note query, key and value as attention reads them, and the largest product of a query and a key."""
+        path, _, _ = address.rpartition(".")
+        attention, _, tap = path.rpartition(f".{NAME}.")
+        layer, _ = layer_and_kind(attention, self.family)
+        if tap in ("query", "key", "value"):
+            self._inside[tap] = x
+            self._note(f"{attention} {tap}", x, layer, tap)
+        if tap != "lse":
+            return
+        query, key = self._inside["query"], self._inside["key"]
+        seam: Any = self.model.get_submodule(f"{attention}.{NAME}")
+        for rows in row_chunks(query.shape[2]):
+            # only positive ones: the softmax of -inf is 0
+            products = products_of(query[:, :, rows], key.transpose(-1, -2)).clamp(min=0)
+            for kind, x in ((QK, products), (SCALED_QK, products * abs(seam.call.scaling))):
+                self._note(f"{attention} {kind}", x, layer, kind, not self._has_logits, rows.start)
+
+    def _note(
+        self, key: str, x: torch.Tensor, layer: int, site: str, is_inside: bool = False, first_row: int | None = None
+    ) -> None:
+        """Keep the largest magnitude of a tensor whose last axis is channels, or keys for queries from a first row."""
+        own = self.magnitudes.setdefault(key, Magnitude(layer, site, key, is_inside))
+        largest = float(torch.maximum(x.amax(), -x.amin()))
+        if own.largest >= largest:
+            return
+        place = [int(index) for index in torch.unravel_index(x.abs().argmax(), x.shape)]
+        length, ids = self._batch.token_ids.shape[1], self._batch.token_ids[0]
+        sizes = zip(place[:-1], x.shape[:-1], strict=True)
+        position = next((index for index, size in sizes if size == length), -1)
+        position = position if first_row is None else first_row + place[-2]
+        own.largest, own.sequence, own.position = largest, self._batch.first, position
+        own.token_id = int(ids[position]) if position >= 0 else -1
+        own.coordinate = place[-1] if x.shape[-1] > 1 else -1
+
+
+def _site_names(model: PreTrainedModel, family: Family) -> dict[str, tuple[int, str]]:
+    """Return address → layer and site, for the sites of the residual stream and the mix of values."""
+    names: dict[str, tuple[int, str]] = {}
+    for layer in range(len(family.layer_modules(model))):
+        block = family.block(layer)
+        sites = {site: block.sites[site] for site in RESIDUAL_SITES if site in block.sites}
+        if block.attention and family.output:
+            sites["attn_mix"] = f"{block.attention}.{family.output}.input"
+        # the first of two names of one address stays: a layer's output, not the next layer's input
+        names |= {f"{family.layers}.{layer}.{address}": (layer, site) for site, address in sites.items()}
+    return names
+
+
+def _epsilon(module: nn.Module) -> str | None:
+    """Return the attribute with a norm's ε; None if the module is no norm with a gain."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.dim() != 1:
+        return None
+    return next((name for name in ("variance_epsilon", "eps") if hasattr(module, name)), None)
+
+
+# --- changes of the model
+
+
+def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> list[Edit]:
+    """Return copies of the weights in a dtype, except those that transformers keeps in float32."""
+    kept = {*(model._keep_in_fp32_modules_strict or ())}
+    kept |= {*(model._keep_in_fp32_modules or ())} if dtype == torch.float16 else set()
+    copies: dict[int, torch.Tensor] = {}  # tied weights share one copy
+    edits: list[Edit] = []
+    for path, module in model.named_modules():
+        for name, weight in module._parameters.items():
+            is_kept = any(f".{part}." in f".{path}.{name}." for part in kept)
+            if weight is not None and weight.is_floating_point() and not is_kept:
+                edits.append((module, name, copies.setdefault(id(weight), weight.detach().to(dtype))))
+    return edits
+
+
+@contextmanager
+def rounding_inputs(
+    model: PreTrainedModel, dtype: torch.dtype, scales: dict[str, float] | None = None, saturates: bool = False
+) -> Iterator[None]:
+    """Round the input of every linear layer to a dtype and back, divided by the scale of its path if there are any."""
+    limit, beyond = limit_of(dtype), overflows_from(dtype)
+
+    def rounded(scale: float, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        scaled = x / scale
+        snapped = scaled.clamp(-limit, limit).to(dtype).to(x.dtype)
+        # e4m3 has NaN in place of infinity; torch's own cast may saturate, depending on version and device
+        snapped = snapped if saturates else torch.where(scaled.abs() < beyond, snapped, scaled * torch.inf)
+        return snapped * scale
+
+    with ExitStack() as stack:
+        for path, module in linear_modules(model):
+            scale = 1.0 if scales is None else scales.get(path, 1.0)
+            stack.enter_context(edited_input(module, partial(rounded, scale)))
+        yield
+
+
+@contextmanager
+def decomposed_norms(model: PreTrainedModel, norms: Mapping[str, NormGain]) -> Iterator[None]:
+    """Compute every norm's squares and their mean in the dtype of its input, as a graph without a fused norm does."""
+
+    def around(gain: NormGain, bias: torch.Tensor | None, forward: Any, x: torch.Tensor, *args: Any, **kw: Any) -> Any:
+        output = forward(x, *args, **kw)
+        own, in_float32 = (_inverse_deviation(z, gain) for z in (x, upcast(x)))
+        offset = 0.0 if bias is None else bias
+        return offset + (output - offset) * (own / in_float32).to(output.dtype)
+
+    with ExitStack() as stack:
+        for path, gain in norms.items():
+            module = model.get_submodule(path)
+            bias = module._parameters.get("bias")
+            stack.enter_context(wrapped_forward(module, partial(around, gain, bias)))
+        yield
+
+
+def _inverse_deviation(x: torch.Tensor, gain: NormGain) -> torch.Tensor:
+    x = x - x.mean(-1, keepdim=True) if gain.centered else x
+    return (x.square().mean(-1, keepdim=True) + gain.epsilon).rsqrt()
+
+
+@contextmanager
+def clipped(model: PreTrainedModel, bounds: Mapping[str, float]) -> Iterator[None]:
+    """Clamp the tensors at these addresses to ± their bounds, for all modules that read them."""
+
+    def clamp(bound: float, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x.clamp(-bound, bound)
+
+    def clamp_in_place(bound: float, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        first_argument(args, kwargs).clamp_(-bound, bound)  # the residual stream continues with the same tensor
+
+    with ExitStack() as stack:
+        for address, bound in bounds.items():
+            path, _, end = address.rpartition(".")
+            module = model.get_submodule(path)
+            if end == "output":
+                stack.enter_context(edited_output(module, partial(clamp, bound)))
+            else:
+                hook = partial(clamp_in_place, bound)
+                stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+        yield
+
+
+@contextmanager
+def rescaled(prediction: Prediction, factor: float) -> Iterator[None]:
+    """Divide the residual stream by a power of two: the same function if norms are all that reads it.
+
+    What enters the first layer and what each branch adds are divided by the factor, and the ε of norms that read the
+    stream by its square. Where a linear layer computes what a branch adds, its weight and bias are divided.
+    """
+    model, family, first = prediction.model, prediction.family, prediction.first_address
+
+    def divided(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x / factor
+
+    with ExitStack() as stack:
+        stack.enter_context(edited_input(family.layer_modules(model)[0], divided))
+        for path in dict.fromkeys(address.rpartition(".")[0] for address in prediction.added()):
+            module = model.get_submodule(path)
+            if isinstance(module, LINEAR):
+                parts = [(name, x) for name, x in module._parameters.items() if x is not None]
+                stack.enter_context(replaced([(module, name, x / factor) for name, x in parts]))
+            else:
+                stack.enter_context(edited_output(module, divided))
+        for path in prediction.norms:
+            module, name = model.get_submodule(path), _epsilon(model.get_submodule(path))
+            read = prediction.magnitudes.get(first.get(f"{path}.input", ""))
+            if name is not None and read is not None and read.site in STREAM:
+                stack.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, getattr(module, name) / factor**2)
+        yield
+
+
+def no_rescaling(family: Family) -> str | None:
+    """Return why the residual stream of a family cannot be rescaled; None if it may be, which a run then shows."""
+    if family.copies is not None:
+        return "it keeps its residual stream in several copies"
+    wirings = {block.wiring for block in family.blocks} or {family.wiring}
+    others = sorted(wirings & {"post-norm", "unknown"})
+    return f"its wiring is {' and '.join(others)}, so that not only norms read it" if others else None
+
+
+# --- runs
+
+Change = Callable[[], AbstractContextManager[Any]]
+
+
+@contextmanager
+def all_of(*changes: Change) -> Iterator[None]:
+    with ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(change())
+        yield
+
+
+@dataclass
+class Arm:
+    """One setting of the model in one dtype, and its sums over sequences."""
+
+    setting: str
+    dtype: str
+    change: Change
+    factor: float = math.nan
+    loss: float = 0.0
+    cost: float = 0.0
+    divergence: float = 0.0
+    difference: float = 0.0
+    broken: dict[str, None] = field(default_factory=dict)  # first addresses of tensors that are not finite, in order
+
+
+class Overflow:
+    """The tables `overflow` and `overflow_runs` of a model in one dtype, and why a remedy was left out.
+
+    Raises:
+        InputError: the weights are quantized, offloaded or in float16.
+        SinkscopeError: the model gives NaN in its own precision.
+    """
+
+    def __init__(self, subject: Subject, dtype: str) -> None:
+        self.subject, self.name, self.dtype = subject, dtype, FORMATS[dtype]
+        self.model, self.family, self.limit = subject.loaded.model, subject.family, limit_of(self.dtype)
+        check_not_quantized(self.model, "doctor --dtype")
+        if self.model.dtype == torch.float16 or any(weight.is_meta for weight in self.model.parameters()):
+            raise InputError("doctor --dtype predicts from weights in memory in float32 or bfloat16: load the model so")
+        self.refused: dict[str, str] = {}  # remedy → why it was left out
+        self.prediction = Prediction(subject)
+        found = self.prediction.magnitudes
+        counted = self._linear_inputs().values() if self._is_float8 else found
+        self.magnitudes = {key: one for key, one in found.items() if key in {*counted} and math.isfinite(one.largest)}
+        outside = [one for one in self.magnitudes.values() if not one.is_inside]
+        self.is_tight = max((one.largest for one in outside), default=0.0) > self.limit / HEADROOM
+        self.bounds: dict[str, float] = {}  # first address → the bound of its clip
+        self.arms = self._rounding_arms() if self._is_float8 else self._casting_arms()
+        with torch.no_grad():
+            for batch in subject.inputs.batches(1):
+                self._run(batch.masked or batch)
+        self.tables = {"overflow": self._overflow(), "overflow_runs": self._overflow_runs()}
+
+    @property
+    def _is_float8(self) -> bool:
+        return self.dtype.itemsize == 1
+
+    def _linear_inputs(self) -> dict[str, str]:
+        """Return path → first address of its input, for the linear layers that run."""
+        first = self.prediction.first_address
+        return {path: first[f"{path}.input"] for path, _ in linear_modules(self.model) if f"{path}.input" in first}
+
+    def _rounding_arms(self) -> list[Arm]:
+        rounding = partial(rounding_inputs, self.model, self.dtype)
+        arms = [Arm(FULL, self.name, rounding)]
+        if self.is_tight:
+            largest = {path: self.magnitudes[first].largest for path, first in self._linear_inputs().items()}
+            scales = {path: 2.0 ** math.ceil(math.log2(x / self.limit)) for path, x in largest.items() if x}
+            arms.append(Arm(CLIPPED, self.name, partial(rounding, saturates=True), self.limit))
+            arms.append(Arm(RESCALED, self.name, partial(rounding, scales)))
+        return arms
+
+    def _casting_arms(self) -> list[Arm]:
+        casting = partial(replaced, cast_weights(self.model, self.dtype))
+        arms = [Arm(FULL, self.name, casting)]
+        squares = [one.largest for one in self.magnitudes.values() if one.site.endswith((SQUARE, CENTERED))]
+        if max(squares, default=0.0) >= overflows_from(self.dtype):
+            decomposed = partial(decomposed_norms, self.model, self.prediction.norms)
+            arms.append(Arm(DECOMPOSED, self.name, partial(all_of, casting, decomposed)))
+        own = str(self.model.dtype).removeprefix("torch.")
+        remedies = self._remedies() if self.is_tight else []
+        for setting, change, factor in remedies:
+            arms.append(Arm(setting, own, change, factor))
+            arms.append(Arm(setting, self.name, partial(all_of, casting, change), factor))
+        return arms
+
+    def _remedies(self) -> Iterator[tuple[str, Change, float]]:
+        bound = self.limit / HEADROOM
+        added = {key: one for key, one in self.magnitudes.items() if one.site in (*STREAM, *BRANCHES)}
+        self.bounds = {key: bound for key, one in added.items() if one.site in STREAM and one.largest > bound}
+        highest = max((one.largest for one in added.values()), default=0.0)
+        if self.bounds:
+            yield CLIPPED, partial(clipped, self.model, self.bounds), bound
+        if highest <= bound:
+            self.refused[RESCALED] = "no number of the residual stream or of what is added to it is too large"
+        elif reason := no_rescaling(self.family):
+            self.refused[RESCALED] = reason
+        else:
+            factor = 2.0 ** math.ceil(math.log2(highest / bound))
+            yield RESCALED, partial(rescaled, self.prediction, factor), factor
+
+    def _run(self, batch: Batch) -> None:
+        """Add one sequence to every arm."""
+        inputs = model_inputs(self.model, batch, True, self.family.first_position)
+        own = self.model(**inputs)[0]
+        if not bool(own.isfinite().all()):
+            raise SinkscopeError(f"the model itself gives NaN or infinite numbers in {self.model.dtype}")
+        has_loss = self.subject.without_loss is None
+        for arm in self.arms:
+            with arm.change(), watched(self.model, partial(self._see, arm)):
+                output = self.model(**inputs)[0]
+            difference = largest_difference(output, own, batch.attention_mask)
+            arm.difference = float(np.maximum(arm.difference, difference))  # NaN stays
+            if not has_loss:
+                arm.loss = arm.cost = arm.divergence = math.nan
+                continue
+            arm.loss += float(loss_in_chunks(output, batch).sum())
+            arm.cost += float(loss_in_chunks(output, batch).sum() - loss_in_chunks(own, batch).sum())
+            logs, own_logs = upcast(output).log_softmax(-1), upcast(own).log_softmax(-1)
+            arm.divergence += float(F.kl_div(logs, own_logs, reduction="sum", log_target=True))
+
+    def _see(self, arm: Arm, address: str, module: nn.Module, x: torch.Tensor) -> None:
+        first = self.prediction.first_address.get(address)
+        if first in self.magnitudes and first not in arm.broken and not bool(x.isfinite().all()):
+            arm.broken[first] = None
+
+    def _overflow(self) -> pd.DataFrame:
+        beyond, broken = overflows_from(self.dtype), self.arms[0].broken
+        rows = [
+            asdict(one)
+            | {
+                "order": order,
+                "headroom": self.limit / one.largest if one.largest else math.inf,
+                "overflows": one.largest >= beyond,
+                "is_finite": key not in broken,
+                "clip": self.bounds.get(key, math.nan),
+            }
+            for order, (key, one) in enumerate(self.magnitudes.items())
+        ]
+        return pd.DataFrame(rows)
+
+    def _overflow_runs(self) -> pd.DataFrame:
+        own = LARGEST[self.model.dtype]
+        if any(arm.setting == RESCALED and arm.dtype != self.name and not arm.difference <= own for arm in self.arms):
+            self.arms = [arm for arm in self.arms if arm.setting != RESCALED]
+            self.refused[RESCALED] = "this model computes something else then: not only norms read its residual stream"
+        predicted = self.subject.inputs.num_predicted or math.nan
+        rows = []
+        for arm in self.arms:
+            first = next((self.magnitudes[key] for key in arm.broken), None)
+            means = {"loss": arm.loss / predicted, "cost": arm.cost / predicted}
+            rows.append(
+                {name: getattr(arm, name) for name in ("setting", "dtype", "factor", "difference")}
+                | means
+                | {"divergence": arm.divergence / self.subject.inputs.num_tokens}
+                | {"layer": first.layer if first else NO_LAYER, "site": first.site if first else ""}
+            )
+        return pd.DataFrame(rows)

@@ -1,0 +1,89 @@
+"""Kernels and logits that lack a feature of the model, against eager attention."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny_model, tiny_tokens
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+from sinkscope.attention.kernels import repeat_heads
+from sinkscope.measuring.kernels import Kernel, compare_kernels, compare_logits
+from sinkscope.models.families import find_family
+from sinkscope.text.batch import Batch
+
+TOLERANCE = 1e-4
+USED = {"gpt_oss": "learned sinks", "gemma2": "softcap", "mistral": "sliding window"}
+
+
+def attend(
+    features: set[str], module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    mask: torch.Tensor, scaling: float, softcap: float | None = None, **given: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """A plain kernel of transformers that supports some of the features."""
+    key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+    logits = scaling * query @ key.transpose(2, 3)
+    logits = logits if softcap is None or "softcap" not in features else softcap * (logits / softcap).tanh()
+    if "sliding window" in features:
+        logits = logits + mask
+    else:
+        logits = logits.masked_fill(torch.ones_like(logits).triu(1).bool(), -torch.inf)
+    sinks = given.get("s_aux")
+    if sinks is not None and "learned sinks" in features:
+        sinks = sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        weights = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        weights = logits.softmax(-1)
+    return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    """Register kernels with all features and without one of them, each with eager attention's mask."""
+    everything = {*USED.values()}
+    for name in ("nothing", *everything):
+        lacking = everything - {name}
+        AttentionInterface.register(
+            f"without {name}", lambda *args, lacking=lacking, **given: attend(lacking, *args, **given)
+        )
+        AttentionMaskInterface.register(f"without {name}", eager_mask)
+
+
+def compared(model: PreTrainedModel) -> dict[str, Kernel]:
+    ids = tiny_tokens(1)
+    found = compare_kernels(model, find_family(model), Batch(ids, torch.ones_like(ids)), TOLERANCE)
+    return {one.name: one for one in found}
+
+
+@pytest.mark.parametrize("name", USED)
+def test_a_kernel_that_drops_what_the_model_needs_is_named(name: str) -> None:
+    model, feature = tiny_model(name), USED[name]
+    assert all(one.layer is None for one in compared(model).values())  # the intact model's
+    model.set_attn_implementation("without nothing")
+    assert compared(model)["without nothing"].layer is None
+    model.set_attn_implementation(f"without {feature}")
+    found = compared(model)[f"without {feature}"]
+    assert (found.layer, found.dropped) == (0, (feature,))
+
+
+def test_logits_from_elsewhere_depart_where_a_feature_is_missing() -> None:
+    model, ids = tiny_model("gpt_oss"), tiny_tokens(2)
+    own = model(ids).logits
+    rounded = model.to(torch.bfloat16)(ids).logits
+    model = tiny_model("gpt_oss")
+    family = find_family(model)
+    log_probabilities = own.log_softmax(-1)
+    assert compare_logits(model, family, ids, log_probabilities, torch.float32).departing == 0
+    assert compare_logits(model, family, ids, rounded, torch.bfloat16).departing == 0
+    assert compare_logits(model, family, ids, rounded, torch.float32).departing > 0
+    model.set_attn_implementation("without learned sinks")
+    wrong = model(ids).logits
+    model.set_attn_implementation("eager")
+    found = compare_logits(model, family, ids, wrong, torch.float32)
+    assert found.dropped == ("learned sinks",)
+    assert (found.sequence, found.position) == (0, 0)
+    own[1, 5] += torch.linspace(0, 1, own.shape[-1])
+    found = compare_logits(model, family, ids, own, torch.float32)
+    assert (found.departing, found.sequence, found.position, found.dropped) == (1, 1, 5, ())

@@ -1,0 +1,142 @@
+"""Overflow in a dtype: the predicted first place is that of a run in the dtype; remedies do what they say."""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from tiny import tiny_model
+from torch import nn
+from transformers import PreTrainedModel
+
+from sinkscope.errors import InputError
+from sinkscope.measuring.overflow import CLIPPED, DECOMPOSED, FORMATS, FULL, RESCALED, Overflow, overflows_from
+from sinkscope.measuring.subject import Subject, family_of, inputs_for, load_model, options_of
+from sinkscope.models.edits import attending_by, edited_output
+from sinkscope.options.measuring import RunConfig
+
+BEYOND = 2e5  # in float16
+
+
+def examined(model: PreTrainedModel, dtype: str = "float16") -> Overflow:
+    config = options_of(RunConfig, model, {"input": "random", "num_seqs": 2, "seq_len": 12})
+    loaded, (family, _) = load_model(model, None, config), family_of(model)
+    return Overflow(Subject(loaded, family, inputs_for(loaded, config, family)), dtype)
+
+
+def planted(model: PreTrainedModel, layer: int, largest: float = BEYOND) -> AbstractContextManager[None]:
+    """Multiply the output of a layer's MLP so that its largest entry is `largest` for the length of a block."""
+    before = examined(model).tables["overflow"].query("site == 'mlp_out'").set_index("layer")["largest"]
+    family, _ = family_of(model)
+    path, _, _ = family.block(layer).sites["mlp_out"].rpartition(".")
+    factor = largest / before[layer]
+    return edited_output(family.layer_modules(model)[layer].get_submodule(path), lambda module, x: factor * x)
+
+
+def first(table: pd.DataFrame) -> Any:
+    return next(table.sort_values("order")[["layer", "site"]].itertuples(index=False), None)
+
+
+# wirings, fused and own attention code, experts, additions in place, both kinds of norms
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [("llama", 1), ("gemma2", 0), ("gpt_oss", 2), ("gpt2", 1), ("falcon", 2), ("bloom", 0), ("opt-post-norm", 1)],
+)
+def test_the_predicted_first_layer_is_the_first_that_is_not_finite(name: str, layer: int) -> None:
+    model = tiny_model(name)
+    plain = examined(model)
+    assert plain.tables["overflow"]["is_finite"].all()
+    assert not plain.tables["overflow"]["overflows"].any()
+    with planted(model, layer):
+        table = examined(model).tables["overflow"]
+    predicted = first(table[table["overflows"] & ~table["is_inside"]])
+    assert predicted == first(table[~table["is_finite"]]) == (layer, "mlp_out")
+
+
+def test_magnitudes_and_places_are_those_of_plain_transformers() -> None:
+    model, products = tiny_model("llama"), []
+    found = examined(model)
+    table = found.tables["overflow"]
+    ids = torch.tensor(found.subject.inputs.sequences[0])[None], torch.tensor(found.subject.inputs.sequences[1])[None]
+
+    def keep(own: Any, module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **given: Any) -> Any:
+        products.append(float((query @ key.repeat_interleave(2, dim=1).transpose(2, 3)).max()))
+        return own(module, query, key, *args, **given)
+
+    with attending_by(model, keep):
+        states = torch.stack([torch.stack(model(each, output_hidden_states=True).hidden_states[:-1]) for each in ids])
+    for layer in (0, 1):  # the output of layers 0 and 1; the last hidden state is normed
+        row = table.query("site == 'layer_out' and layer == @layer").iloc[0]
+        own = states[:, layer + 1, 0]
+        assert row["largest"] == pytest.approx(float(own.abs().max()), rel=1e-5)
+        place = [int(at) for at in torch.unravel_index(own.abs().argmax(), own.shape)]
+        assert list(row[["sequence", "position", "coordinate"]]) == place
+        assert row["token_id"] == int(ids[place[0]][0, place[1]])
+    largest = [max(products[layer], products[layer + 3]) for layer in range(3)]
+    assert table.query("site == 'q·k'")["largest"].tolist() == pytest.approx(largest, rel=1e-4)
+
+
+def test_a_rescaling_leaves_the_function_and_a_clip_leaves_it_finite() -> None:
+    model = tiny_model("llama")
+    weights = {name: id(weight) for name, weight in model.named_parameters()}
+    with torch.no_grad():
+        model.get_submodule("model.layers.1.mlp.down_proj").weight.mul_(2e4)
+    runs = examined(model).tables["overflow_runs"].set_index(["setting", "dtype"])
+    assert runs.loc[(FULL, "float16"), "site"] == "mlp_out"
+    rescaled, clipped = runs.loc[RESCALED], runs.loc[CLIPPED]
+    assert rescaled.loc["float32", "difference"] < 1e-6  # a power of two, but for the norms' ε
+    assert rescaled.loc["float16", "difference"] < 0.02
+    assert (rescaled["site"] == "").all()
+    assert clipped.loc["float32", "difference"] > 0.1  # another function
+    assert {name: id(weight) for name, weight in model.named_parameters()} == weights
+
+
+@pytest.mark.parametrize(("name", "reason"), [("opt-post-norm", "post-norm"), ("llama", "something else")])
+def test_a_rescaling_is_refused_where_not_only_norms_read_the_stream(name: str, reason: str) -> None:
+    model = tiny_model(name)
+    if name == "llama":  # without a norm after the last layer
+        model.model.norm = nn.Identity()
+    with planted(model, 1):
+        found = examined(model)
+    assert reason in found.refused[RESCALED]
+    assert RESCALED not in set(found.tables["overflow_runs"]["setting"])
+
+
+def test_a_layer_norm_decomposed_in_float16_is_finite_and_wrong() -> None:
+    model = tiny_model("gpt2")
+    with planted(model, 1, 2_000.0):
+        found = examined(model)
+    runs = found.tables["overflow_runs"].set_index("setting")
+    table = found.tables["overflow"]
+    assert table["is_finite"].all()
+    assert runs.loc[FULL, "difference"] < 0.02
+    assert runs.loc[DECOMPOSED, "site"] == ""
+    assert runs.loc[DECOMPOSED, "difference"] > 0.5
+    assert first(table[table["overflows"]]) == (2, "ln_1 (x − mean)²")
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3", "float8_e5m2"])
+def test_float8_rounds_the_inputs_of_linear_layers(dtype: str) -> None:
+    model = tiny_model("llama")
+    assert examined(model, dtype).tables["overflow"]["is_finite"].all()
+    with torch.no_grad():
+        model.get_submodule("model.layers.1.mlp.up_proj").weight.mul_(BEYOND)
+    found = examined(model, dtype)
+    table, runs = found.tables["overflow"], found.tables["overflow_runs"].set_index("setting")
+    assert first(table[table["overflows"]]) == first(table[~table["is_finite"]]) == (1, "mlp.down_proj.input")
+    assert runs.loc[[CLIPPED, RESCALED], "site"].eq("").all()
+    assert runs.loc[RESCALED, "difference"] < runs.loc[CLIPPED, "difference"]
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e5m2"])
+def test_the_smallest_magnitude_that_overflows(name: str) -> None:
+    dtype, edge = FORMATS[name], overflows_from(FORMATS[name])
+    below = torch.tensor(edge).nextafter(torch.tensor(0.0))
+    assert bool(torch.isinf(torch.tensor(edge).to(dtype).float()))
+    assert bool(torch.isfinite(below.to(dtype).float()))
+
+
+def test_a_model_in_float16_cannot_be_predicted_from() -> None:
+    with pytest.raises(InputError, match="float32 or bfloat16"):
+        examined(tiny_model("llama", dtype=torch.float16))
