@@ -7,6 +7,7 @@ import pandas as pd
 
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.passes import LOSS_TABLES
+from sinkscope.measuring.quantization_split import SPLIT_TABLES
 from sinkscope.measuring.quantization_study import QUANTIZATION_TABLES
 from sinkscope.measuring.streaming import STREAMING_TABLES
 from sinkscope.measuring.summary import EFFECT_COLUMNS
@@ -25,6 +26,7 @@ def all_tables() -> dict[str, Columns]:
         "effect": EFFECT_COLUMNS,
         **STREAMING_TABLES,
         **QUANTIZATION_TABLES,
+        **SPLIT_TABLES,
         **TRAINING_TABLES,
     }
 

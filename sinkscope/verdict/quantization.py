@@ -17,6 +17,7 @@ import yaml
 
 from sinkscope.errors import counted
 from sinkscope.quantization import settings as levels
+from sinkscope.quantization.prefix_cache import CACHE, HOW
 from sinkscope.quantization.settings import ALL, ALL_LAYERS, ALONE, COSTLIEST_KEPT, COSTLY, FULL, MASSIVE_KEPT
 from sinkscope.quantization.sites import CACHED, FULL_SCHEME, LINEAR_SCHEME, NO_LAYER, PARTS
 from sinkscope.results.findings import Finding, Outcome
@@ -245,7 +246,9 @@ def spared_files(run: RunData) -> list[str]:
     """Return the names of the files; none for other commands, or for runs of versions without these files."""
     if run.command != "quantize" or not run.manifest["quantization"].keys() >= RECORDED:
         return []
-    return [JSON] if run.manifest["quantization"]["full_precision_modules"] is None else [JSON, RECIPE]
+    given = run.manifest["quantization"]
+    files = [JSON] if given["full_precision_modules"] is None else [JSON, RECIPE]
+    return files + [CACHE, HOW] * bool(given.get("prefix") and not given.get("without_cache"))
 
 
 def write_spared(run: RunData, folder: Path) -> None:
