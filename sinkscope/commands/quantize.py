@@ -127,7 +127,7 @@ def _prefix(split: Split) -> tuple[dict[str, Any], Callable[[Path], None] | None
     loaded, ids = split.bench.subject.loaded, split.prefix
     texts = token_texts(loaded.tokenizer, ids)
     record = {"prefix": list(ids), "prefix_text": "".join(texts[token] for token in ids)}
-    record |= {"without_rotation": split.without_rotation}
+    record |= {"without_rotation": split.without_rotation, "without_cache": ""}
     try:
         write = partial(write_prefix, prefix_cache(loaded.model, ids), loaded.name)
     except InputError as error:

@@ -51,6 +51,8 @@ FIGURES: dict[str, FigureSpec[RunData]] = _register(
     ("quantization-cost", "quantization",
         "perplexity with the model or single sites quantized", "quantization", "quantization_sites"),
     ("quantization-ranges", "quantization", "range and median of every linear layer by layer", "quantization_sites"),
+    ("quantization-split", "quantization_split",
+        "cost with tokens, coordinates, a prefix or a rotation, and random controls", "quantization_split"),
     ("query-bias-alignment", "query_bias", "cosine of keys and query bias, by layer (NU figs. 2 and 5)", "query_bias"),
     ("query-bias-distribution", "query_bias",
         "the query bias's shift Δ (NU figs. 1 and 4)", "query_bias", "delta_distribution"),

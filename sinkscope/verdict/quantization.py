@@ -23,6 +23,7 @@ from sinkscope.quantization.sites import CACHED, FULL_SCHEME, LINEAR_SCHEME, NO_
 from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
+from sinkscope.verdict import quantization_split
 from sinkscope.verdict.analysis import quantized_source, settings
 from sinkscope.verdict.report import Report, layers_text
 
@@ -116,7 +117,7 @@ def overview(run: RunData) -> pd.DataFrame:
 
 def findings(run: RunData) -> list[Finding]:
     is_harmless = bool(whole(run)["cost"][ALL] < COSTLY)
-    found = [*_cost(run, is_harmless), *_outliers(run, is_harmless)]
+    found = [*_cost(run, is_harmless), *quantization_split.findings(run), *_outliers(run, is_harmless)]
     if not is_harmless:
         found += [*_kinds(run), *_sites(run)]
     if left := run.manifest["quantization"]["not_quantized"]:
