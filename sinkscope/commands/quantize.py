@@ -88,7 +88,7 @@ def quantize(
         split = None if config.prefix is None else Split(bench, held_out, config.seed, console)
         given = split and _given_prefix(split, config)
         study = Study(bench, held_out, console)
-        raw = study.tables() | (split.tables(given, config.prefix_draws) if split else {})
+        raw = study.tables() | (split.tables(study.ranges, given, config.prefix_draws) if split else {})
         tables = publish(raw, subject.loaded, subject.inputs.condition)
         facts = Facts(bench.used_batch_size, parity=parity.error)
         manifest = make_manifest(subject, config, facts, list(tables), start)
@@ -107,7 +107,7 @@ def quantize(
             of_prefix, further = _prefix(split)
             record |= of_prefix
         manifest |= {"command": "quantize", "quantization": record}
-        return finished(Run(manifest, tables, folder), console, figures, page, further)
+        return finished(Run(manifest, tables, folder, further), console, figures, page)
 
 
 def _given_prefix(split: Split, config: QuantizeOptions) -> tuple[int, ...] | None:

@@ -128,6 +128,7 @@ COMMAND = {
     "streaming": "intervene",
     "quantization": "quantize",
     "quantization_sites": "quantize",
+    "quantization_split": "quantize",
 }
 ALL_ARMS = ("effect", "arm_maps")  # one figure shows all arms of an experiment
 

@@ -95,13 +95,10 @@ class Split:
         self.bos = own_bos(bench)
         self.begins_with_bos = all(ids[0] == self.bos for ids in (*self.inputs.sequences, *calibration.sequences))
         self.activations = [site for site in bench.sites if site.part != WEIGHT]
-        with bench.tracer() as tracer:
-            weights = [site for site in bench.sites if site.part == WEIGHT]
-            self.weights = measured_ranges(tracer, weights, calibration.read[:1])
-        self.drawn = np.random.default_rng(seed)
-        self.seed = seed
+        self.seed, self.drawn = seed, np.random.default_rng(seed)
+        self.prefix: tuple[int, ...] = ()
+        self.without_rotation = ""  # the reason
         self.rows: list[dict[str, Any]] = []
-        self.full = self.everything = bench.losses({}, self.inputs)
 
     def _check_family(self) -> None:
         subject = self.bench.subject
@@ -109,6 +106,7 @@ class Split:
             "it attends in both directions": not subject.family.causal,
             "it is a prefix LM": subject.family.prefix > 0,
             "it has registers before the text": registers_before(subject.loaded.model) > 0,
+            "its experts read only some tokens": any("*" in site.kind for site in self.bench.sites),
         }
         for reason, is_so in reasons.items():
             if is_so:
@@ -132,14 +130,23 @@ class Split:
 
     # --- settings
 
-    def tables(self, prefix: tuple[int, ...] | None, draws: int) -> dict[str, pd.DataFrame]:
-        """Measure everything. `prefix` is the user's, or None: by PrefixQuant's rule or the most frequent tokens."""
+    def tables(
+        self, ranges: Mapping[Site, Range], prefix: tuple[int, ...] | None, draws: int
+    ) -> dict[str, pd.DataFrame]:
+        """Measure all settings.
+
+        Args:
+            ranges: Of all sites, on the calibration sequences.
+            prefix: The user's; None: by PrefixQuant's rule, or the most frequent tokens.
+            draws: Number of random prefixes.
+        """
         print_line(self.console, "splitting the cost: tokens, coordinates, a prefix and a rotation")
-        self._note(Arm(settings.FULL, Text(self.inputs), Text(self.calibration)), self.full, self.full)
-        whole = Arm(settings.ALL, Text(self.inputs), Text(self.calibration))
-        self.everything = self._measure([whole])[0]
-        self._note(whole, self.everything, self.full)
-        self._note(replace(whole, setting=settings.WEIGHTS), self.bench.losses(self.weights, self.inputs), self.full)
+        self.weights = {site: known for site, known in ranges.items() if site.part == WEIGHT}
+        plain = {settings.FULL: {}, settings.ALL: ranges, settings.WEIGHTS: self.weights}
+        losses = {setting: self.bench.losses(quantized, self.inputs) for setting, quantized in plain.items()}
+        self.full, self.everything = losses[settings.FULL], losses[settings.ALL]
+        for setting, measured in losses.items():
+            self._note(Arm(setting, Text(self.inputs), Text(self.calibration)), measured, self.full)
         found = [self._outliers(inputs) for inputs in (self.inputs, self.calibration)]
         self._measure_all(list(self._spared(*([_any(mask) for mask in masks] for masks in found))))
         self.prefix = prefix if prefix is not None else self.checked(self._best(self._candidates(found[1])))

@@ -37,6 +37,7 @@ OUTPUTS: dict[str, Callable[[Run, Path], None]] = {
     "paper tables": _paper_tables,
     "verdict": lambda run, folder: _write_text(run.verdict, folder / "verdict.md"),
     "sites to spare": write_spared,
+    "of the model": lambda run, folder: run.further(folder) if run.further else None,
 }
 
 
@@ -60,17 +61,8 @@ def redrawn(run: Run, figures: Iterable[str] | None = None, page: bool = True) -
     return draw_run(run, figures, page) if is_undrawn(run.manifest) else run
 
 
-def finished(
-    run: Run,
-    console: Console,
-    figures: Iterable[str] | None = None,
-    page: bool = True,
-    further: Callable[[Path], None] | None = None,
-) -> Run:
-    """Return the run, written to its folder if it has one; InputError for a figure that does not exist.
-
-    `further` writes files that are made from the model.
-    """
+def finished(run: Run, console: Console, figures: Iterable[str] | None = None, page: bool = True) -> Run:
+    """Return the run, written to its folder if it has one; InputError for a figure that does not exist."""
     figures = None if figures is None else tuple(figures)
     for name in figures or ():
         if name not in FIGURES:
@@ -78,8 +70,6 @@ def finished(
     if run.folder is None:
         return run
     with new_folder(run.folder) as fresh:
-        if further is not None:
-            further(fresh)
         write_run(run, fresh)
     with spinner(console, "drawing the figures"):
         return draw_run(run, figures, page)

@@ -8,7 +8,7 @@ RUN/index.html        all results, to look at in a browser
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -42,6 +42,7 @@ class RunData:
     manifest: dict[str, Any]  # the content of run.json
     tables: Mapping[str, pd.DataFrame] = field(repr=False)  # name → table
     folder: Path | None = None  # its folder; None if it is in memory only
+    further: Callable[[Path], None] | None = field(default=None, repr=False)  # writes files that are not from tables
 
     def __post_init__(self) -> None:
         if type(self.tables) is dict:

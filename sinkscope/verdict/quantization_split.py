@@ -83,7 +83,7 @@ def _prefix(run: RunData) -> Iterator[Finding]:
     as_good = int((random["loss"] <= found["loss"]).sum())
     if found["share_low"] > 0:
         is_special = (1 + as_good) / (1 + len(random)) <= CHANCE
-        as_much = f"a random one helps as much: {as_good} of {len(random)} have a perplexity as low"
+        as_much = f"random ones may help as much: {as_good} of {len(random)} have a perplexity as low"
         more = f"more than {len(random) - as_good} of {len(random)} random ones as long"
         outcome, verdict = (Outcome.CONFIRMED, more) if is_special else (Outcome.PARTLY, as_much)
         verdict = f"helps, {'and ' if is_special else 'but '}{verdict}"

@@ -14,7 +14,7 @@ from sinkscope.results.metrics import BACKCOPY
 from sinkscope.verdict.factor_study import TABLE as STUDIED
 from sinkscope.verdict.onsets import RunsByStep
 from sinkscope.verdict.sweep_tables import EPSILON, SCORES, SWEEP, SweepTables
-from support.made_up_runs import gradient_tables, grid, make_run
+from support.made_up_runs import gradient_tables, grid, make_run, split_table
 from support.made_up_steps import made_up_steps, sigmoid
 
 SEEDS, STEPS = range(3), range(0, 101, 10)
@@ -73,11 +73,14 @@ def _run() -> Run:
         sites = _values(sites, *sorted([0.5 * size, size]), column)
     ways = pd.DataFrame({"method": ["dense", "window", "sinks kept"], "window": [-1, 64, 64], "keep": [0, 0, 4]})
     streaming = _values(ways.merge(pd.DataFrame({"bucket": [-1, 0, 64, 128, 192]}), how="cross"), 10, 400, "perplexity")
-    given = {"bits_weights": 8, "bits_activations": 8, "calibration": 4}
+    given = {"bits_weights": 8, "bits_activations": 8, "calibration": 4, "prefix": [5]}
+    split = split_table({"tokens": 0.7, "coordinates": 0.1, "prefix": 0.6}, {"tokens": [0.0, 0.1], "prefix": [0.5]})
     plain = make_run()
     return Run(
         plain.manifest | {"quantization": given, "dtype": "float32"},
-        {**plain.tables, "quantization": quantization, "quantization_sites": sites, "streaming": streaming},
+        plain.tables
+        | {"quantization": quantization, "quantization_sites": sites, "quantization_split": split}
+        | {"streaming": streaming},
     )
 
 
