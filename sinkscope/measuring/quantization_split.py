@@ -142,13 +142,14 @@ class Split:
         """
         print_line(self.console, "splitting the cost: tokens, coordinates, a prefix and a rotation")
         self.weights = {site: known for site, known in ranges.items() if site.part == WEIGHT}
-        plain = {settings.FULL: {}, settings.ALL: ranges, settings.WEIGHTS: self.weights}
+        plain: dict[str, Mapping[Site, Range]] = {settings.FULL: {}, settings.ALL: ranges}
+        plain[settings.WEIGHTS] = self.weights
         losses = {setting: self.bench.losses(quantized, self.inputs) for setting, quantized in plain.items()}
         self.full, self.everything = losses[settings.FULL], losses[settings.ALL]
         for setting, measured in losses.items():
             self._note(Arm(setting, Text(self.inputs), Text(self.calibration)), measured, self.full)
         found = [self._outliers(inputs) for inputs in (self.inputs, self.calibration)]
-        self._measure_all(list(self._spared(*([_any(mask) for mask in masks] for masks in found))))
+        self._measure_all(list(self._spared(*([_spared_tokens(each) for each in of] for of in found))))
         self.prefix = prefix if prefix is not None else self.checked(self._best(self._candidates(found[1])))
         arms = [self._prefixed(settings.PREFIX, self.prefix)]
         arms += [self._prefixed(settings.PREFIX, self._random_ids(), draw) for draw in range(draws)]
@@ -172,19 +173,16 @@ class Split:
             yield Arm(settings.COORDINATES, *plain, draw, anywhere)
 
     def _prefixed(self, setting: str, prefix: tuple[int, ...], draw: int = settings.NO_DRAW) -> Arm:
-        return Arm(setting, *map(self._behind(prefix), (self.inputs, self.calibration)), draw, prefix=prefix)
+        texts = (self._behind(prefix, inputs) for inputs in (self.inputs, self.calibration))
+        return Arm(setting, *texts, draw, prefix=prefix)
 
-    def _behind(self, prefix: Sequence[int]) -> Any:
-        """Return a function that puts a prefix before each sequence, in place of its BOS."""
-
-        def text(inputs: TokenInputs) -> Text:
-            own = [ids[self.begins_with_bos :] for ids in inputs.sequences]
-            sequences = tuple(np.concatenate([prefix, ids]).astype(np.int64) for ids in own)
-            first = len(prefix) + (not self.begins_with_bos)  # the same tokens are predicted
-            spared = [np.arange(len(ids)) < len(prefix) for ids in sequences]
-            return Text(replace(inputs, sequences=sequences, first_predicted=first), spared)
-
-        return text
+    def _behind(self, prefix: Sequence[int], inputs: TokenInputs) -> Text:
+        """Put a prefix before each sequence, in place of its BOS. The same tokens are predicted."""
+        own = [ids[self.begins_with_bos :] for ids in inputs.sequences]
+        sequences = tuple(np.concatenate([prefix, ids]).astype(np.int64) for ids in own)
+        first = len(prefix) + (not self.begins_with_bos)
+        spared = [np.arange(len(ids)) < len(prefix) for ids in sequences]
+        return Text(replace(inputs, sequences=sequences, first_predicted=first), spared)
 
     # --- outliers
 
@@ -245,7 +243,7 @@ class Split:
         """Return the candidate with the lowest loss on the calibration sequences, with everything quantized."""
         if len(candidates) == 1:
             return candidates[0]
-        on_calibration = (self._behind(prefix)(self.calibration) for prefix in candidates)
+        on_calibration = (self._behind(prefix, self.calibration) for prefix in candidates)
         losses = self._measure([Arm(settings.PREFIX, text, text) for text in on_calibration])
         return min(zip((each.sum() for each in losses), candidates, strict=True))[1]
 
@@ -326,9 +324,11 @@ def _outliers_of(tracer: Tracer, sites: Iterable[Site], ids: np.ndarray) -> tupl
 
     def see(site: Site, x: torch.Tensor) -> None:
         magnitudes = x.abs().flatten(0, -2)
+        if len(magnitudes) != len(ids):  # several copies of the stream
+            return
         if site.part == SUM:
             massive.append(is_massive(magnitudes, median_magnitude(x)).any(-1).numpy(force=True))
-        elif len(magnitudes) == len(ids):  # an expert reads some tokens
+        else:
             largest = magnitudes.amax(-1)
             peaks.append((largest > OUTLIER * largest.median()).numpy(force=True))
 
@@ -336,7 +336,7 @@ def _outliers_of(tracer: Tracer, sites: Iterable[Site], ids: np.ndarray) -> tupl
     return np.array(peaks), np.array(massive)
 
 
-def _any(found: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+def _spared_tokens(found: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
     """(layers, T) and (layers, T) → (T,): outlier tokens of a sequence, and always position 0."""
     spared = found[0].any(0) | found[1].any(0)
     spared[0] = True
@@ -369,6 +369,7 @@ def outlier_prefix(outliers: Sequence[np.ndarray], sequences: Sequence[np.ndarra
 
 
 def own_bos(bench: Bench) -> int | None:
+    """Return the id of the tokenizer's BOS, or else the configuration's."""
     loaded = bench.subject.loaded
     known = getattr(loaded.tokenizer, "bos_token_id", None)
     return known if known is not None else getattr(loaded.model.config.get_text_config(), "bos_token_id", None)

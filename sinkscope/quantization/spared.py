@@ -48,6 +48,7 @@ class Spared:
 
     def _mask(self, site: Site, x: torch.Tensor, rows: slice) -> torch.Tensor | None:
         coordinates, tokens = self.coordinates.get(site), self._tokens
+        coordinates = None if coordinates is None else coordinates.to(x.device)
         if tokens is None or site.part == WEIGHT:
             return coordinates
         if site.part in (SCORES, SOFTMAX):  # (B,H,R,T)

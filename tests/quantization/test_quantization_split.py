@@ -15,8 +15,8 @@ from support.everything import assert_as_before, state_of
 from support.retrofitted import each_pair
 from tiny import VOCAB, tiny_model, tiny_tokens
 
-from sinkscope import InputError
-from sinkscope.measuring import quantization_split
+from sinkscope import InputError, quantize
+from sinkscope.measuring import quantization_split, quantization_study
 from sinkscope.measuring.quantization_split import Split, outlier_prefix
 from sinkscope.measuring.quantization_study import Bench, measured_ranges
 from sinkscope.measuring.subject import Subject, family_of, open_subject
@@ -174,6 +174,27 @@ def plain_loss(model: Any, sequences: list[np.ndarray], first: int) -> float:
     """Return the mean cross-entropy of the tokens from position `first` on."""
     ids = torch.tensor(np.array(sequences))
     return float(F.cross_entropy(model(ids).logits[:, first - 1 : -1].flatten(0, 1), ids[:, first:].flatten()))
+
+
+def test_the_command_saves_the_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantization_split, "DRAWS", 0)
+    monkeypatch.setattr(quantization_study.Study, "_costly_kinds", lambda self: [])  # the search takes long
+    small = {
+        "input": "random",
+        "num_seqs": 2,
+        "seq_len": 12,
+        "calibration": 1,
+        "bits_weights": 16,
+        "bits_activations": 16,
+    }
+    run = quantize(
+        tiny_model("gemma3"), prefix="5,8", prefix_draws=1, out=tmp_path / "run", figures=(), page=False, **small
+    )
+    written = {path.name for path in (tmp_path / "run").iterdir()}
+    assert {CACHE, HOW} <= written <= {*run.manifest["files"], "run.json"} | {"tables"}
+    assert run.manifest["quantization"]["prefix"] == load_file(tmp_path / "run" / CACHE)["token_ids"].tolist()
+    assert "too little to split" in run.verdict
+    assert "was not rotated: layer 0 adds the output of post_attention_layernorm" in run.verdict
 
 
 @pytest.mark.parametrize(
