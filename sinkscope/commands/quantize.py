@@ -86,7 +86,7 @@ def quantize(
         )
         print_line(console, f"calibrating on {config.calibration} sequences")
         split = None if config.prefix is None else Split(bench, held_out, config.seed, console)
-        given = split and _given_prefix(split, config)
+        given = None if split is None else _given_prefix(split, config)
         study = Study(bench, held_out, console)
         raw = study.tables() | (split.tables(study.ranges, given, config.prefix_draws) if split else {})
         tables = publish(raw, subject.loaded, subject.inputs.condition)

@@ -372,4 +372,6 @@ def own_bos(bench: Bench) -> int | None:
     """Return the id of the tokenizer's BOS, or else the configuration's."""
     loaded = bench.subject.loaded
     known = getattr(loaded.tokenizer, "bos_token_id", None)
-    return known if known is not None else getattr(loaded.model.config.get_text_config(), "bos_token_id", None)
+    configured = getattr(loaded.model.config.get_text_config(), "bos_token_id", None)
+    found: int | None = configured if known is None else known
+    return found

@@ -31,13 +31,18 @@ def _write_text(text: str, path: Path) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
+def _of_model(run: Run, folder: Path) -> None:
+    if run.further is not None:
+        run.further(folder)
+
+
 # in the order in which they are written; run.json follows, then figures and the page
 OUTPUTS: dict[str, Callable[[Run, Path], None]] = {
     "tables": lambda run, folder: write_tables(run.tables, folder),
     "paper tables": _paper_tables,
     "verdict": lambda run, folder: _write_text(run.verdict, folder / "verdict.md"),
     "sites to spare": write_spared,
-    "of the model": lambda run, folder: run.further(folder) if run.further else None,
+    "of the model": _of_model,
 }
 
 

@@ -58,7 +58,7 @@ def _edits(model: PreTrainedModel, family: Family, ids: torch.Tensor, seed: int)
     width = embedding.weight.shape[1]
     rotation = random_rotation(width, seed).to(embedding.weight.device)
     seen = _Seen(model, ids)
-    gains: dict[nn.Module, torch.Tensor] = {}  # of the norm that each layer reads
+    gains: dict[Any, torch.Tensor] = {}  # of the norm that each layer reads
     edits: list[Edit] = [(embedding, "weight", _product(embedding.weight, rotation))]
     for norm in seen.norms(width):
         readers = seen.readers(norm)
@@ -67,10 +67,10 @@ def _edits(model: PreTrainedModel, family: Family, ids: torch.Tensor, seed: int)
             gains |= dict.fromkeys(readers, gain)
             edits.append((norm, "weight", neutral))
     for module, gain in gains.items():
-        folded = by_output(module, module.weight).double() * gain  # type: ignore[operator, arg-type]
+        folded = by_output(module, module.weight).double() * gain
         edits.append((module, "weight", by_output(module, _product(folded, rotation, module.weight))))
     for module in _writers(model, family, seen):
-        weight = by_output(module, module.weight)  # type: ignore[arg-type]
+        weight = by_output(module, module.weight)
         edits.append((module, "weight", by_output(module, _product(rotation.T, weight, module.weight))))
         if module.bias is not None:
             edits.append((module, "bias", _product(module.bias, rotation)))
@@ -131,13 +131,13 @@ class _Seen:
             for hook in hooks:
                 hook.remove()
 
-    def norms(self, width: int) -> list[nn.Module]:
+    def norms(self, width: int) -> list[Any]:
         """Return the modules with one weight for each coordinate."""
         return [
             module for module in self.outputs if getattr(getattr(module, "weight", None), "shape", None) == (width,)
         ]
 
-    def readers(self, norm: nn.Module) -> list[nn.Module]:
+    def readers(self, norm: nn.Module) -> list[Any]:
         made = _storage(self.outputs[norm])
         return [module for module, x in self.inputs.items() if isinstance(module, LINEAR) and _storage(x) == made]
 

@@ -58,8 +58,9 @@ def test_spared_entries_are_exact_and_in_no_range(name: str) -> None:
         (x,) = seen[site.path, site.part]
         exact = tokens[..., None] | coordinates[site]
         low, high = x[~exact].min(), x[~exact].max()
-        assert (ranges[site].low, ranges[site].high) == pytest.approx((min(low, 0), max(high, 0)), rel=1e-5)
-        grid = asymmetric_grid(float(low), float(high), BITS)
+        low, high = min(float(low), 0.0), max(float(high), 0.0)
+        assert (ranges[site].low, ranges[site].high) == pytest.approx((low, high), rel=1e-5)
+        grid = asymmetric_grid(low, high, BITS)
         module = twin.get_submodule(site.path)
         if site.part == INPUT:
             module.register_forward_pre_hook(
@@ -101,8 +102,9 @@ def test_with_all_tokens_spared_nothing_is_quantized_but_the_weights() -> None:
 @each_pair(["llama", "qwen3", "phi3"], [0, 1, 2], ("name", "seed"))
 def test_a_rotation_leaves_the_function_as_it_is(name: str, seed: int) -> None:
     model, ids = tiny_model(name), tiny_tokens()
-    before, plain = state_of(model), model(ids, output_hidden_states=True)
-    with rotated(model, family_of(model)[0], seed):
+    family, plain = family_of(model)[0], model(ids, output_hidden_states=True)
+    before = state_of(model)
+    with rotated(model, family, seed):
         turned = model(ids, output_hidden_states=True)
     torch.testing.assert_close(turned.logits, plain.logits, rtol=1e-3, atol=1e-4 * float(plain.logits.abs().max()))
     stream, other = plain.hidden_states[1], turned.hidden_states[1]
