@@ -128,7 +128,7 @@ def doctor(
     own = "float32" if is_on_cpu or config.dtype == "float32" else "bfloat16"
     loading = config.model_copy(update={"dtype": own if config.dtype else None})
     with ExitStack() as stack:
-        reads = (config.model, config.adapter, config.input)
+        reads = (config.model, config.adapter, str(config.input))
         folder = stack.enter_context(own_folder(out, overwrite, reads=reads))
         loaded = load_model(model, tokenizer, loading)
         stack.enter_context(undisturbed(loaded.model))

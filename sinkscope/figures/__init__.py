@@ -57,6 +57,8 @@ FIGURES: dict[str, FigureSpec[RunData]] = _register(
     ("quantization-cost", "quantization",
         "perplexity with the model or single sites quantized", "quantization", "quantization_sites"),
     ("quantization-ranges", "quantization", "range and median of every linear layer by layer", "quantization_sites"),
+    ("quantization-split", "quantization_split",
+        "cost with tokens, coordinates, a prefix or a rotation, and random controls", "quantization_split"),
     ("query-bias-alignment", "query_bias", "cosine of keys and query bias, by layer (NU figs. 2 and 5)", "query_bias"),
     ("query-bias-distribution", "query_bias",
         "the query bias's shift Δ (NU figs. 1 and 4)", "query_bias", "delta_distribution"),
@@ -140,6 +142,7 @@ COMMAND = {
     "kv_layers": "kv-plan",
     "overflow": "doctor",
     "overflow_runs": "doctor",
+    "quantization_split": "quantize",
 }
 ALL_ARMS = ("effect", "arm_maps")  # one figure shows all arms of an experiment
 

@@ -49,6 +49,7 @@ from sinkscope.quantization.sites import (
     by_output,
     sites_of,
 )
+from sinkscope.quantization.spared import NOTHING, Spared
 from sinkscope.results.tables import Column, Columns
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
@@ -83,12 +84,14 @@ def calibrate_ranges(
             return measured_ranges(tracer, sites, sequences)
 
 
-def measured_ranges(tracer: Tracer, sites: Sequence[Site], sequences: Iterable[Any]) -> dict[Site, Range]:
+def measured_ranges(
+    tracer: Tracer, sites: Sequence[Site], sequences: Iterable[Any], spared: Spared = NOTHING
+) -> dict[Site, Range]:
     """Measure the ranges of these sites, with an open tracer; see `calibrate_ranges`."""
     seen: dict[Site, list[Range]] = defaultdict(list)
     if not (sequences := list(sequences)):
         raise InputError("static ranges need at least one sequence to calibrate by")
-    _read(tracer, sites, sequences, lambda site, x: seen[site].append(_range(site, x)))
+    read(tracer, sites, sequences, lambda site, x: seen[site].append(_range(site, x)), spared)
     return {site: _together(seen[site]) for site in sites if site in seen}
 
 
@@ -133,7 +136,7 @@ def measured_roundings(
         totals = (nonzero.sum(), zeroed.sum(), *energies, float(steps.mean()) * steps.numel(), steps.numel())
         sums[site] += np.array([float(total) for total in totals])
 
-    _read(tracer, ranges, sequences, see)
+    read(tracer, ranges, sequences, see)
     found: dict[Site, Rounding] = {}
     for site in ranges:
         nonzero, zeroed, signal, noise, step, count = map(float, sums[site])
@@ -142,9 +145,9 @@ def measured_roundings(
     return found
 
 
-def _read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: See) -> None:
+def read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: See, spared: Spared = NOTHING) -> None:
     """Call `see` with the tensors at these sites, in float32 or better: while the model reads the sequences, then with
-    the weights.
+    the weights. Spared entries are 0.
     """
     # Outputs are seen before a retrofit's hook changes them, because they are quantized before it. Scores and softmax
     # outputs are seen in row chunks.
@@ -152,11 +155,11 @@ def _read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: 
     def look(site: Site, end: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None) -> None:
         x = first_argument(args, kwargs) if end == INPUT else first_tensor(output)
         if x.numel():  # an expert may be given no token
-            see(site, upcast(x.detach()))
+            see(site, spared.without(site, upcast(x.detach())))
 
-    def shown(mine: Mapping[str, Site], part: str, x: torch.Tensor) -> torch.Tensor:
+    def shown(mine: Mapping[str, Site], part: str, x: torch.Tensor, rows: slice) -> torch.Tensor:
         if part in mine:
-            see(mine[part], upcast(x))
+            see(mine[part], spared.without(mine[part], upcast(x), rows))
         return x
 
     in_attention: dict[int, dict[str, Site]] = defaultdict(dict)
@@ -176,7 +179,8 @@ def _read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: 
         hooks.enter_context(attending_with(tracer.seams, changes))
         for index, sequence in enumerate(sequences):
             ids = torch.as_tensor(np.array(sequence))[None]
-            tracer.forward(Batch(ids, torch.ones_like(ids), index), [])
+            spared.read(batch := Batch(ids, torch.ones_like(ids), index))
+            tracer.forward(batch, [])
     for site in sites:
         if site.part == WEIGHT:
             module = tracer.model.get_submodule(site.path)
@@ -210,14 +214,17 @@ class Bench:
     scheme: str = LINEAR_SCHEME
     used_batch_size: int = field(default=0, init=False)
 
-    def ranges(self, calibration: TokenInputs) -> dict[Site, Range]:
-        model, family = self.subject.loaded.model, self.subject.family
-        sites = sites_of(model, family, self.scheme, has_cache=self.precision.kv_cache_per is not None)
-        with self._tracer() as tracer:
-            return measured_ranges(tracer, sites, calibration.read)
+    @property
+    def sites(self) -> list[Site]:
+        has_cache = self.precision.kv_cache_per is not None
+        return sites_of(self.subject.loaded.model, self.subject.family, self.scheme, has_cache)
+
+    def ranges(self, calibration: TokenInputs, spared: Spared = NOTHING) -> dict[Site, Range]:
+        with self.tracer() as tracer:
+            return measured_ranges(tracer, self.sites, calibration.read, spared)
 
     def roundings(self, calibration: TokenInputs, ranges: Mapping[Site, Range]) -> dict[Site, Rounding]:
-        with self._tracer() as tracer:
+        with self.tracer() as tracer:
             return measured_roundings(tracer, calibration.read, ranges, self.precision)
 
     def measure(self, ranges: Mapping[Site, Range], inputs: TokenInputs, outliers: bool = False) -> Measured:
@@ -237,6 +244,17 @@ class Bench:
         kurtosis = by_site.groupby("layer")["kurtosis"].mean().mean()
         return Measured(loss, float(by_site["max_inf_norm"].max()), float(kurtosis))
 
+    def losses(self, ranges: Mapping[Site, Range], inputs: TokenInputs, spared: Spared = NOTHING) -> np.ndarray:
+        """Measure the loss of each sequence (N,), summed over its predicted tokens, with these sites quantized."""
+
+        def step(tracer: Tracer, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
+            spared.read(batch)
+            return tracer.forward_with_loss(batch, observables)
+
+        change = Change(0, partial(self._quantized, ranges, spared=spared))
+        done = whole_pass(replace(self.subject, inputs=inputs), change, step, *self._sizes)
+        return done.losses.numpy()
+
     def measure_each(self, settings: Sequence[Mapping[Site, Range]], inputs: TokenInputs) -> list[Measured]:
         """Measure every setting. If the model allows it, passes start at the first layer with a quantized site."""
         layers = [min(site.layer for site in ranges) for ranges in settings]
@@ -255,15 +273,17 @@ class Bench:
         return self.used_batch_size or self.batch_size, False, self.console
 
     @contextmanager
-    def _quantized(self, ranges: Mapping[Site, Range], beginning: Beginning | None = None) -> Iterator[Tracer]:
+    def _quantized(
+        self, ranges: Mapping[Site, Range], beginning: Beginning | None = None, spared: Spared = NOTHING
+    ) -> Iterator[Tracer]:
         with (
-            quantized_sites(self.subject.loaded.model, ranges, self.precision),
-            self._tracer(beginning) as tracer,
-            quantized_attention(tracer.seams, ranges, self.precision),
+            quantized_sites(self.subject.loaded.model, ranges, self.precision, spared),
+            self.tracer(beginning) as tracer,
+            quantized_attention(tracer.seams, ranges, self.precision, spared),
         ):
             yield tracer
 
-    def _tracer(self, beginning: Beginning | None = None) -> AbstractContextManager[Tracer]:
+    def tracer(self, beginning: Beginning | None = None) -> AbstractContextManager[Tracer]:
         subject = self.subject
         return open_tracer(subject.loaded.model, subject.family, self.kernel, self.interventions, beginning)
 

@@ -85,6 +85,8 @@ class QuantizeKeywords(RunConfigKeywords, total=False):
     activations_per: Literal["tensor", "token"]
     kv_cache_per: Literal["tensor", "token", "channel"] | None
     calibration: int
+    prefix: str | None
+    prefix_draws: int
 
 
 class KvPlanKeywords(RunConfigKeywords, total=False):

@@ -410,12 +410,21 @@ class QuantizeOptions(RunConfig):
     calibration: int = option(
         16, "Quantizing", "Sequences, after those evaluated, that the ranges come from.", metavar="N", ge=1
     )
+    prefix: str | None = option(
+        None,
+        "Quantizing",
+        "Split the cost by tokens and coordinates, and try a prefix: auto (outlier tokens), token ids (5,8), or text.",
+        metavar="WHAT",
+        shown="no split",
+    )
+    prefix_draws: int = option(20, "Quantizing", "Random prefixes to compare with.", metavar="N", ge=1)
 
     def folder(self) -> Path:
         cache = "" if self.kv_cache_per is None else f"KV{self.bits_kv_cache}"
         per = {"weights": self.weights_per, "activations": self.activations_per, "cache": self.kv_cache_per}
         parts = [f"{what}-per-{grid}" for what, grid in per.items() if grid not in ("tensor", None)]
         scheme = [] if self.scheme == "linear" else [self.scheme]
+        parts += [] if self.prefix is None else ["prefix"]
         name = f"{self.run_name}-W{self.bits_weights}A{self.bits_activations}{cache}"
         return Path("runs", "-".join([name, *scheme, *parts]))
 

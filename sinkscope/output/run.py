@@ -250,6 +250,11 @@ def _paper_tables(run: Run, folder: Path) -> None:
         _write_text(as_markdown(table), folder / "tables" / f"{name}.md")
 
 
+def _of_model(run: Run, folder: Path) -> None:
+    if run.further is not None:
+        run.further(folder)
+
+
 def _press(run: Run, folder: Path) -> None:
     if PRESS in plan_files(run):
         copyfile(Path(__file__).with_name(PRESS), folder / PRESS)
@@ -268,6 +273,7 @@ OUTPUTS: dict[str, Callable[[Run, Path], None]] = {
     "plans": write_plans,
     "press": _press,
     "activations": lambda run, folder: run.activations.write(folder),
+    "of the model": _of_model,
 }
 
 

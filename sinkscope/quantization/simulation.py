@@ -24,7 +24,7 @@ from sinkscope.models.edits import edited_output, first_argument, replaced, wrap
 from sinkscope.models.families import find_family
 from sinkscope.models.in_memory import called_uncompiled, on_cpu_by_default, unwrapped
 from sinkscope.options.measuring import PerActivation, PerCache, PerWeight
-from sinkscope.quantization.grids import Grid, Precision, Range, RowGrids
+from sinkscope.quantization.grids import Precision, Range
 from sinkscope.quantization.sites import (
     IN_ATTENTION,
     INPUT,
@@ -39,9 +39,10 @@ from sinkscope.quantization.sites import (
     by_output,
     chosen_sites,
 )
+from sinkscope.quantization.spared import ALL_ROWS, NOTHING, Spared
 
-# (part, all keys or values (B,Hkv,T,D), or rows of scores or weights (B,H,R,T)) → their replacement
-Change = Callable[[str, torch.Tensor], torch.Tensor]
+# (part, all keys or values (B,Hkv,T,D), or rows of scores or weights (B,H,R,T), these rows) → their replacement
+Change = Callable[[str, torch.Tensor, slice], torch.Tensor]
 
 
 def attending_with(seams: Mapping[int, Seam], changes: Mapping[int, Change]) -> AbstractContextManager[None]:
@@ -54,21 +55,21 @@ def attending_with(seams: Mapping[int, Seam], changes: Mapping[int, Change]) -> 
     def attend(
         change: Change, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        key, value = change(KEYS, key), change(VALUES, value)
+        key, value = change(KEYS, key, ALL_ROWS), change(VALUES, value, ALL_ROWS)
         mixes, lses = [], []
         for start in range(0, query.shape[2], ROW_CHUNK):
             rows = slice(start, min(start + ROW_CHUNK, query.shape[2]))
-            scores = change(SCORES, raw_logits(query[:, :, rows], key, call))
+            scores = change(SCORES, raw_logits(query[:, :, rows], key, call), rows)
             logits = masked(scores, call, rows, query.shape[2])
             weights, lse = row_weights(logits, call, rows)
-            mixes.append(grouped_matmul(change(SOFTMAX, weights).to(value.dtype), value))
+            mixes.append(grouped_matmul(change(SOFTMAX, weights, rows).to(value.dtype), value))
             lses.append(lse)
         return torch.cat(mixes, dim=2), torch.cat(lses, dim=2)
 
     return attending_by_kernels(seams, {layer: partial(attend, change) for layer, change in changes.items()})
 
 
-Grids = Grid | RowGrids
+Snap = Callable[..., torch.Tensor]  # (x), or (x, its rows) → x on its grid
 
 
 @contextmanager
@@ -112,55 +113,55 @@ def quantized(
 
 
 @contextmanager
-def quantized_sites(model: PreTrainedModel, ranges: Mapping[Site, Range], precision: Precision) -> Iterator[None]:
+def quantized_sites(
+    model: PreTrainedModel, ranges: Mapping[Site, Range], precision: Precision, spared: Spared = NOTHING
+) -> Iterator[None]:
     """Quantize these sites, except sites in attention (`quantized_attention`), until the end of the block."""
 
-    def snap_ends(
-        before: Grids | None, after: Grids | None, forward: Any, x: torch.Tensor, *args: Any, **kw: Any
-    ) -> Any:
-        output = forward(x if before is None else before.snap(x), *args, **kw)
-        return output if after is None else after.snap(output)
+    def snap_ends(before: Snap | None, after: Snap | None, forward: Any, x: torch.Tensor, *args: Any, **kw: Any) -> Any:
+        output = forward(x if before is None else before(x), *args, **kw)
+        return output if after is None else after(output)
 
-    def snapped(grid: Grids, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return grid.snap(x)
+    def snapped(snap: Snap, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return snap(x)
 
-    def snap_in_place(grid: Grids, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def snap_in_place(snap: Snap, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         x = first_argument(args, kwargs)
-        x.copy_(grid.snap(x))  # the residual stream continues with the same tensor
+        x.copy_(snap(x))  # the residual stream continues with the same tensor
 
-    grids: dict[str, dict[str, Grids]] = defaultdict(dict)
+    snaps: dict[str, dict[str, Snap]] = defaultdict(dict)
     for site, known in ranges.items():
-        grids[site.path][site.part] = precision.grid(site, known)
+        snaps[site.path][site.part] = partial(spared.snap, site, precision.grid(site, known))
     with ExitStack() as stack:
-        for path, mine in grids.items():
+        for path, mine in snaps.items():
             if WEIGHT in mine:
                 module = model.get_submodule(path)
                 weight = by_output(module, module.get_parameter("weight").detach())
-                stack.enter_context(replaced([(module, "weight", by_output(module, mine[WEIGHT].snap(weight)))]))
+                stack.enter_context(replaced([(module, "weight", by_output(module, mine[WEIGHT](weight)))]))
             if INPUT in mine or OUTPUT in mine:
                 around = partial(snap_ends, mine.get(INPUT), mine.get(OUTPUT))
                 stack.enter_context(wrapped_forward(model.get_submodule(path), around))
             if SUM in mine:  # for all modules that read it
-                grid, (owner, _, end) = mine[SUM], path.rpartition(".")
+                owner, _, end = path.rpartition(".")
                 module = model.get_submodule(owner)
                 if end == "output":
-                    stack.enter_context(edited_output(module, partial(snapped, grid)))
+                    stack.enter_context(edited_output(module, partial(snapped, mine[SUM])))
                 else:
-                    hook = partial(snap_in_place, grid)
+                    hook = partial(snap_in_place, mine[SUM])
                     stack.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
         yield
 
 
 def quantized_attention(
-    seams: Mapping[int, Seam], ranges: Mapping[Site, Range], precision: Precision
+    seams: Mapping[int, Seam], ranges: Mapping[Site, Range], precision: Precision, spared: Spared = NOTHING
 ) -> AbstractContextManager[None]:
     """Quantize the keys, values, scores and softmax outputs among these sites, in a model with its seams in place."""
-    grids: dict[int, dict[str, Grids]] = defaultdict(dict)
+    snaps: dict[int, dict[str, Snap]] = defaultdict(dict)
     for site, known in ranges.items():
         if site.part in IN_ATTENTION:
-            grids[site.layer][site.part] = precision.grid(site, known)
+            snaps[site.layer][site.part] = partial(spared.snap, site, precision.grid(site, known))
 
-    def change(mine: Mapping[str, Grids], part: str, x: torch.Tensor) -> torch.Tensor:
-        return mine[part].snap(x) if part in mine else x
+    def change(mine: Mapping[str, Snap], part: str, x: torch.Tensor, rows: slice) -> torch.Tensor:
+        return mine[part](x, rows) if part in mine else x
 
-    return attending_with(seams, {layer: partial(change, mine) for layer, mine in grids.items()})
+    return attending_with(seams, {layer: partial(change, mine) for layer, mine in snaps.items()})

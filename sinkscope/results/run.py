@@ -46,6 +46,7 @@ class RunData:
     folder: Path | None = None  # its folder; None if it is in memory only
     activations: Activations = field(default_factory=Activations, repr=False)  # raw tensors of the first sequences
     loaded: Callable[[], Any] | None = field(default=None, repr=False)  # the loaded model it is of, while it exists
+    further: Callable[[Path], None] | None = field(default=None, repr=False)  # writes files that are not from tables
 
     def __post_init__(self) -> None:
         if type(self.tables) is dict:

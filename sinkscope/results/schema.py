@@ -142,6 +142,10 @@ class Quantization(Part):
     linear_layers: int
     not_quantized: dict[str, float]  # module → its share of the parameters
     full_precision_modules: list[str] | None = None
+    prefix: list[int] = []  # token ids; empty without --prefix
+    prefix_text: str = ""
+    without_cache: str = ""  # why its keys and values were not saved
+    without_rotation: str = ""  # why the model was not rotated
 
 
 class QuantizeManifest(RunManifest):

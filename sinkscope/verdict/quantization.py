@@ -17,11 +17,13 @@ import yaml
 
 from sinkscope.errors import counted
 from sinkscope.quantization import settings as levels
+from sinkscope.quantization.prefix_cache import CACHE, HOW
 from sinkscope.quantization.settings import ALL, ALL_LAYERS, ALONE, COSTLIEST_KEPT, COSTLY, FULL, MASSIVE_KEPT
 from sinkscope.quantization.sites import CACHED, FULL_SCHEME, LINEAR_SCHEME, NO_LAYER, PARTS
 from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
+from sinkscope.verdict import quantization_split
 from sinkscope.verdict.analysis import quantized_source, settings
 from sinkscope.verdict.report import Report, layers_text
 
@@ -115,7 +117,7 @@ def overview(run: RunData) -> pd.DataFrame:
 
 def findings(run: RunData) -> list[Finding]:
     is_harmless = bool(whole(run)["cost"][ALL] < COSTLY)
-    found = [*_cost(run, is_harmless), *_outliers(run, is_harmless)]
+    found = [*_cost(run, is_harmless), *quantization_split.findings(run), *_outliers(run, is_harmless)]
     if not is_harmless:
         found += [*_kinds(run), *_sites(run)]
     if left := run.manifest["quantization"]["not_quantized"]:
@@ -245,7 +247,9 @@ def spared_files(run: RunData) -> list[str]:
     """Return the names of the files; none for other commands, or for runs of versions without these files."""
     if run.command != "quantize" or not run.manifest["quantization"].keys() >= RECORDED:
         return []
-    return [JSON] if run.manifest["quantization"]["full_precision_modules"] is None else [JSON, RECIPE]
+    given = run.manifest["quantization"]
+    files = [JSON] if given["full_precision_modules"] is None else [JSON, RECIPE]
+    return files + [CACHE, HOW] * bool(given.get("prefix") and not given.get("without_cache"))
 
 
 def write_spared(run: RunData, folder: Path) -> None:

@@ -14,7 +14,7 @@ from sinkscope.results.metrics import BACKCOPY
 from sinkscope.verdict.factor_study import TABLE as STUDIED
 from sinkscope.verdict.onsets import RunsByStep
 from sinkscope.verdict.sweep_tables import EPSILON, SCORES, SWEEP, SweepTables
-from support.made_up_runs import gradient_tables, grid, make_run
+from support.made_up_runs import gradient_tables, grid, make_run, split_table
 from support.made_up_steps import made_up_steps, sigmoid
 
 SEEDS, STEPS = range(3), range(0, 101, 10)
@@ -92,7 +92,8 @@ def _run() -> Run:
         plans = _values(plans, 0.9 * size, size, column).assign(**{f"{column}_low": 0.8, f"{column}_high": 1.2})
     overflow = grid(layer=range(3), site=["mid", "layer_out", "mlp.down_proj.input"]).assign(is_inside=False)
     overflow = _values(overflow, 1, 3e5, "largest")
-    given = {"bits_weights": 8, "bits_activations": 8, "calibration": 4}
+    given = {"bits_weights": 8, "bits_activations": 8, "calibration": 4, "prefix": [5]}
+    split = split_table({"tokens": 0.7, "coordinates": 0.1, "prefix": 0.6}, {"tokens": [0.0, 0.1], "prefix": [0.5]})
     plain = make_run()
     return Run(
         plain.manifest
@@ -104,6 +105,7 @@ def _run() -> Run:
             "streaming": streaming,
             "kv_plan": plans,
             "overflow": overflow,
+            "quantization_split": split,
         },
     )
 

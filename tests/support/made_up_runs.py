@@ -218,3 +218,18 @@ def _by_sequence(summary: Mapping[str, list[float]]) -> dict[str, pd.DataFrame]:
         if "sink_rate" not in summary:
             tables["attention_heads_by_sequence"] = _table(at, window_mass=0.1)
     return tables
+
+
+def split_table(
+    shares: dict[str, float], random: dict[str, list[float]], cost: float = 1.0, half: float = 0.1
+) -> pd.DataFrame:
+    """Make a table `quantization_split`: shares by setting, each with an interval of ± half, and by random draw."""
+    rows = [("full", -1, 1.0), ("all", -1, 0.0), *((setting, -1, share) for setting, share in shares.items())]
+    rows += [(setting, draw, share) for setting, draws in random.items() for draw, share in enumerate(draws)]
+    table = pd.DataFrame(rows, columns=["setting", "draw", "share"])
+    table["cost"] = cost * (1 - table["share"])
+    for name, reach in (("share", half), ("cost", cost * half)):
+        table = table.assign(**{f"{name}_low": table[name] - reach, f"{name}_high": table[name] + reach})
+    table["loss"] = 3.0 + table["cost"]
+    table["perplexity"] = table["loss"].map(lambda loss: 2.718281828**loss)
+    return table.assign(layer=-1, tokens=1.5, coordinates=8, prefix="5", sequences=8, full_loss=3.0)

@@ -2,11 +2,26 @@
 // Quantization: what each setting costs, the range of each site, and which sites to keep in higher precision.
 
 S.quantization = () => {
-  const settings = S.table("quantization"), sites = S.table("quantization_sites");
+  const settings = S.table("quantization"), sites = S.table("quantization_sites"), split = S.table("quantization_split");
   const outlier = S.table("outlier");
   if (!settings && !sites && !outlier) return null;
   return S.section("quantization", "Quantization", "Outliers make one range per tensor coarse: its cost, and the sites where it arises.",
-    S.toSpare(settings, sites) ?? "", sites ? S.siteRanges(sites) : "", outlier ? S.outliers(outlier) : "");
+    split ? S.costSplit(split) : "", S.toSpare(settings, sites) ?? "", sites ? S.siteRanges(sites) : "", outlier ? S.outliers(outlier) : "");
+};
+
+/** What the cost becomes with some tokens, coordinates or a prefix in full precision; a row for each random control. */
+S.costSplit = (table) => {
+  const cell = (name, row) => S.number(table.get(name)[row]);
+  const interval = (name, row) => `${cell(name, row)} (${cell(`${name}_low`, row)} to ${cell(`${name}_high`, row)})`;
+  const rows = (isControl) => table.all.filter((row) => (table.get("draw")[row] >= 0) === isControl).map((row) =>
+    [S.visible(table.get("setting")[row]), cell("tokens", row), cell("coordinates", row), S.visible(table.get("prefix")[row]),
+      cell("perplexity", row), interval("cost", row), interval("share", row)]);
+  const columns = [{ label: "Spared or changed" }, { label: "Tokens", number: true }, { label: "Coordinates", number: true },
+    { label: "Prefix" }, { label: "Perplexity", number: true }, { label: "Cost (95 % interval)", number: true },
+    { label: "Share taken away", number: true }];
+  return S.element("div", {}, S.element("h3", {}, "Tokens, coordinates, a prefix or a rotation"),
+    S.plainTable(columns, rows(false), "Cost in nats per token with everything quantized"),
+    S.element("details", {}, S.element("summary", {}, "Random controls"), S.plainTable(columns, rows(true), "Random controls")));
 };
 
 /** The sites that are worth keeping in full precision. */

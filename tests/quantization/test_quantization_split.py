@@ -1,0 +1,213 @@
+"""Spared entries, rotations and prefixes against plain hooks, plain transformers and exact small cases."""
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from safetensors.torch import load_file
+from support.everything import assert_as_before, state_of
+from support.retrofitted import each_pair
+from tiny import VOCAB, tiny_model, tiny_tokens
+
+from sinkscope import InputError, quantize
+from sinkscope.measuring import quantization_split, quantization_study
+from sinkscope.measuring.quantization_split import Split, outlier_prefix
+from sinkscope.measuring.quantization_study import Bench, measured_ranges
+from sinkscope.measuring.subject import Subject, family_of, open_subject
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.options.measuring import make_config
+from sinkscope.quantization import settings
+from sinkscope.quantization.grids import Precision, asymmetric_grid
+from sinkscope.quantization.prefix_cache import CACHE, HOW, prefix_cache, write_prefix
+from sinkscope.quantization.rotation import rotated
+from sinkscope.quantization.simulation import quantized_sites
+from sinkscope.quantization.sites import INPUT, OUTPUT, WEIGHT, sites_of
+from sinkscope.quantization.spared import Spared
+from sinkscope.text.batch import Batch
+
+BITS = 4
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_spared_entries_are_exact_and_in_no_range(name: str) -> None:
+    """The reference is a copy with plain hooks, whose ranges are of the other entries."""
+    model, ids = tiny_model(name), tiny_tokens(3, 20)
+    family = family_of(model)[0]
+    tokens = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)) < 0.3
+    sites = [site for site in sites_of(model, family) if site.part in (INPUT, OUTPUT)]
+    seen: dict[tuple[str, str], list[torch.Tensor]] = {}
+    twin = copy.deepcopy(model)
+    for path in {site.path for site in sites}:
+        keep = seen.setdefault((path, INPUT), []), seen.setdefault((path, OUTPUT), [])
+        twin.get_submodule(path).register_forward_hook(
+            lambda m, args, output, keep=keep: (keep[0].append(args[0]), keep[1].append(output))[2:] or None
+        )
+    twin(ids)
+    coordinates = {site: torch.arange(seen[site.path, site.part][0].shape[-1]) % 7 == 3 for site in sites}
+    spared = Spared([mask.numpy() for mask in tokens], coordinates)
+    with open_tracer(model, family) as tracer:
+        ranges = measured_ranges(tracer, sites, ids, spared)
+    twin = copy.deepcopy(model)
+    for site in sites:
+        (x,) = seen[site.path, site.part]
+        exact = tokens[..., None] | coordinates[site]
+        low, high = x[~exact].min(), x[~exact].max()
+        low, high = min(float(low), 0.0), max(float(high), 0.0)
+        assert (ranges[site].low, ranges[site].high) == pytest.approx((low, high), rel=1e-5)
+        grid = asymmetric_grid(ranges[site].low, ranges[site].high, BITS)
+        module = twin.get_submodule(site.path)
+        if site.part == INPUT:
+            module.register_forward_pre_hook(
+                lambda m, args, grid=grid, exact=exact: (torch.where(exact, args[0], grid.snap(args[0])),)
+            )
+        else:
+            module.register_forward_hook(
+                lambda m, args, output, grid=grid, exact=exact: torch.where(exact, output, grid.snap(output))
+            )
+    spared.read(Batch(ids, torch.ones_like(ids)))
+    with quantized_sites(model, ranges, Precision(8, BITS), spared):
+        mine = model(ids).logits
+    torch.testing.assert_close(mine, twin(ids).logits, rtol=1e-3, atol=1e-3 * float(mine.abs().max()))
+    assert (mine - model(ids).logits).abs().max() > 0.01 * mine.abs().max()
+
+
+def bench_of(model: Any, scheme: str = "linear", cache: Any = None, **options: Any) -> tuple[Bench, Any]:
+    """Return a bench on the first three of five sequences, and the other two."""
+    config = make_config(**{"input": "random", "num_seqs": 5, "seq_len": 20, "bos": "never"} | options)
+    with open_subject(model, None, config, Console(quiet=True)) as subject:
+        own = Subject(subject.loaded, subject.family, subject.inputs.part(0, 3))
+        precision = Precision(BITS, BITS, BITS, kv_cache_per=cache)
+        return Bench(own, precision, scheme=scheme, batch_size=3), subject.inputs.part(3, 5)
+
+
+def test_with_all_tokens_spared_nothing_is_quantized_but_the_weights() -> None:
+    """Also in attention, in more than one chunk of rows."""
+    bench, held_out = bench_of(tiny_model("llama"), "full", "tensor", seq_len=70)
+    ranges = {site: known for site, known in bench.ranges(held_out).items() if site.part != WEIGHT}
+    inputs = bench.subject.inputs
+    everywhere = Spared([np.ones(len(ids), bool) for ids in inputs.sequences])
+    full, none, all_spared = (
+        bench.losses(*given) for given in (({}, inputs), (ranges, inputs), (ranges, inputs, everywhere))
+    )
+    np.testing.assert_allclose(all_spared, full, rtol=1e-5)
+    assert np.abs(none - full).min() > 1e-3 * full.min()
+
+
+@each_pair(["llama", "qwen3", "phi3"], [0, 1, 2], ("name", "seed"))
+def test_a_rotation_leaves_the_function_as_it_is(name: str, seed: int) -> None:
+    model, ids = tiny_model(name), tiny_tokens()
+    family, plain = family_of(model)[0], model(ids, output_hidden_states=True)
+    before = state_of(model)
+    with rotated(model, family, seed):
+        turned = model(ids, output_hidden_states=True)
+    torch.testing.assert_close(turned.logits, plain.logits, rtol=1e-3, atol=1e-4 * float(plain.logits.abs().max()))
+    stream, other = plain.hidden_states[1], turned.hidden_states[1]
+    torch.testing.assert_close(other.norm(dim=-1), stream.norm(dim=-1), rtol=1e-4, atol=1e-4)
+    assert (other - stream).abs().max() > 0.1 * stream.abs().max()
+    assert_as_before(model, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("gemma3", "post_attention_layernorm"), ("gpt2", "not an RMSNorm"), ("mixtral", "not a linear layer's")],
+)
+def test_a_model_that_cannot_be_rotated_says_why(name: str, reason: str) -> None:
+    model = tiny_model(name)
+    with pytest.raises(InputError, match=reason), rotated(model, family_of(model)[0], 0):
+        pass
+
+
+def test_the_rule_of_prefixquant() -> None:
+    first, second = np.zeros((2, 5), bool), np.zeros((2, 5), bool)
+    first[0, [0, 2]] = first[1, 2] = second[0, [0, 1, 3]] = True  # in layer 0, (2 + 3) ÷ 2 of a sequence
+    sequences = [np.array([9, 8, 7, 6, 5]), np.array([9, 5, 4, 6, 3])]
+    assert outlier_prefix([first, second], sequences) == (7, 5, 6)  # 7 in two layers; 9 is at position 0
+    rare = [np.zeros((1, 5), bool) for _ in range(11)]
+    rare[0][0, 1] = True
+    assert outlier_prefix(rare, sequences[:1] * 11) == ()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_the_saved_keys_and_values_in_plain_transformers(name: str, tmp_path: Path) -> None:
+    """The file's own instructions give the logits of the whole text."""
+    model, prefix, text_ids = tiny_model(name), (5, 9, 7), tiny_tokens(2, 12)
+    write_prefix(prefix_cache(model, prefix), "tiny", tmp_path)
+    assert load_file(tmp_path / CACHE)["token_ids"].tolist() == list(prefix)
+    (code,) = re.findall(r"```python\n(.+?)```", (tmp_path / HOW).read_text(), re.DOTALL)
+    names = {"model": model, "text_ids": text_ids}
+    exec(code.replace(CACHE, str(tmp_path / CACHE)), names)
+    whole = model(torch.cat([torch.tensor(prefix).expand(2, -1), text_ids], dim=1)).logits[:, len(prefix) :]
+    torch.testing.assert_close(names["logits"], whole, rtol=1e-3, atol=1e-4 * float(whole.abs().max()))
+
+
+@pytest.mark.parametrize("bos", ["never", "always"])
+def test_the_split_of_a_llama(bos: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first tokens have outliers, the same tokens are predicted in every setting, and the controls are as many."""
+    monkeypatch.setattr(quantization_split, "DRAWS", 1)
+    model = tiny_model("llama")
+    bench, held_out = bench_of(model, bos=bos)
+    split, inputs = Split(bench, held_out, 0, Console(quiet=True)), bench.subject.inputs
+    table = split.tables(bench.ranges(held_out), split.checked((5, 8)), 1)["quantization_split"]
+    assert split.prefix == ((5, 8, 1) if bos == "always" else (5, 8))
+    rows = table[table["draw"] == settings.NO_DRAW].set_index("setting")
+    full, everything = rows.loc[settings.FULL], rows.loc[settings.ALL]
+    assert full["loss"] == pytest.approx(plain_loss(model, inputs.sequences, 1), rel=1e-5)
+    own = [ids[bos == "always" :] for ids in inputs.sequences]
+    behind = [np.concatenate([split.prefix, ids]) for ids in own]
+    first = len(split.prefix) + (bos == "never")
+    assert rows["full_loss"][settings.PREFIX] == pytest.approx(plain_loss(model, behind, first), rel=1e-5)
+    assert rows["full_loss"][settings.ROTATION] == pytest.approx(full["loss"], rel=1e-4)
+    assert everything["loss"] == pytest.approx(bench.measure(bench.ranges(held_out), inputs).loss, rel=1e-6)
+    assert rows["cost"].between(rows["cost_low"], rows["cost_high"]).all()
+    for setting in (settings.TOKENS, settings.COORDINATES, settings.PREFIX):
+        control = table[(table["setting"] == setting) & (table["draw"] == 0)].iloc[0]
+        assert (control[["tokens", "coordinates"]] == rows.loc[setting][["tokens", "coordinates"]]).all()
+        assert control["loss"] != rows["loss"][setting]
+        assert rows["share"][setting] == pytest.approx(1 - rows["cost"][setting] / everything["cost"])
+
+
+def plain_loss(model: Any, sequences: list[np.ndarray], first: int) -> float:
+    """Return the mean cross-entropy of the tokens from position `first` on."""
+    ids = torch.tensor(np.array(sequences))
+    return float(F.cross_entropy(model(ids).logits[:, first - 1 : -1].flatten(0, 1), ids[:, first:].flatten()))
+
+
+def test_the_command_saves_the_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantization_split, "DRAWS", 0)
+    monkeypatch.setattr(quantization_study.Study, "_costly_kinds", lambda self: [])  # the search takes long
+    small = {
+        "input": "random",
+        "num_seqs": 2,
+        "seq_len": 12,
+        "calibration": 1,
+        "bits_weights": 16,
+        "bits_activations": 16,
+    }
+    run = quantize(
+        tiny_model("gemma3"), prefix="5,8", prefix_draws=1, out=tmp_path / "run", figures=(), page=False, **small
+    )
+    assert {CACHE, HOW} <= set(json.loads((tmp_path / "run" / "run.json").read_text())["files"])
+    assert run.manifest["quantization"]["prefix"] == load_file(tmp_path / "run" / CACHE)["token_ids"].tolist()
+    assert "too little to split" in run.verdict
+    assert "was not rotated: layer 0 adds the output of post_attention_layernorm" in run.verdict
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "message"),
+    [
+        ("llama", (3, VOCAB), f"token id {VOCAB}"),
+        ("llama", (), "no token"),
+        ("llama", (5,) * 240, "240 tokens and the text are beyond the model's 256 positions"),
+    ],
+)
+def test_a_wrong_prefix_is_refused(name: str, prefix: tuple[int, ...], message: str) -> None:
+    bench, held_out = bench_of(tiny_model(name))
+    with pytest.raises(InputError, match=message):
+        Split(bench, held_out, 0, Console(quiet=True)).checked(prefix)
