@@ -44,7 +44,9 @@ def written() -> str:
 def _class(kind: type[Options], named: set[str]) -> str:
     bases = [_name(base) for base in kind.__bases__ if base is not Options] or ["TypedDict"]
     own = {name: of for name, of in types_of(kind).items() if name in kind.__annotations__ and name not in named}
-    fields = [f"    {name}: {_type(of)}" for name, of in own.items()] or ["    pass"]
+    again = {name for base in kind.__bases__ if issubclass(base, Options) for name in base.model_fields}
+    marks = {name: "  # type: ignore[misc]" for name in own if name in again}  # of another type than in the base
+    fields = [f"    {name}: {_type(of)}{marks.get(name, '')}" for name, of in own.items()] or ["    pass"]
     return "\n".join([f"class {_name(kind)}({', '.join(bases)}, total=False):", *fields])
 
 

@@ -162,7 +162,7 @@ def _overflow(subject: Subject, config: DoctorOptions, start: float) -> tuple[di
 
 def _logits(loaded: LoadedModel, family: Family, config: DoctorOptions, path: Path) -> Check:
     """Compare logits from elsewhere with the model's; InputError for a file of something else, or of another shape."""
-    ids = np.array([document.ids for document in read_array(user_path(config.input))])
+    ids = np.array([document.ids for document in read_array(user_path(str(config.input)))])
     size = vocabulary(loaded.model)
     for row, sequence in enumerate(ids):
         check_ids(sequence.tolist(), size, f"{config.input}, row {row}")

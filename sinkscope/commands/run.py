@@ -120,7 +120,7 @@ def run_recipe(
             result = module.command(asked, OutputOptions(quiet=console.quiet))
             record = {"recipe": found.record}
             made: Run = result.value
-            measured[name] = Run(made.manifest | record, made.tables, folder / name, made.further)
+            measured[name] = replace(made, manifest=made.manifest | record, folder=folder / name)
             if result.failure:
                 failures.append(f"run {name}: {result.failure}" if name else result.failure)
         comparison = None
