@@ -167,14 +167,14 @@ class Split:
         peaks = self._peaks(sparing[1])
         yield Arm(settings.BOTH, *sparing, coordinates={site: _largest(peak) for site, peak in peaks.items()})
         for draw in range(DRAWS):
-            others = [Text(text.inputs, [self._others(mask) for mask in text.spared]) for text in sparing]
-            yield Arm(settings.TOKENS, *others, draw)
+            text, calibration = (Text(one.inputs, [self._others(mask) for mask in one.spared]) for one in sparing)
+            yield Arm(settings.TOKENS, text, calibration, draw)
             anywhere = {site: _largest(torch.from_numpy(self.drawn.random(x.shape))) for site, x in peaks.items()}
             yield Arm(settings.COORDINATES, *plain, draw, anywhere)
 
     def _prefixed(self, setting: str, prefix: tuple[int, ...], draw: int = settings.NO_DRAW) -> Arm:
-        texts = (self._behind(prefix, inputs) for inputs in (self.inputs, self.calibration))
-        return Arm(setting, *texts, draw, prefix=prefix)
+        text, calibration = (self._behind(prefix, inputs) for inputs in (self.inputs, self.calibration))
+        return Arm(setting, text, calibration, draw, prefix=prefix)
 
     def _behind(self, prefix: Sequence[int], inputs: TokenInputs) -> Text:
         """Put a prefix before each sequence, in place of its BOS. The same tokens are predicted."""
@@ -338,7 +338,7 @@ def _outliers_of(tracer: Tracer, sites: Iterable[Site], ids: np.ndarray) -> tupl
 
 def _spared_tokens(found: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
     """(layers, T) and (layers, T) → (T,): outlier tokens of a sequence, and always position 0."""
-    spared = found[0].any(0) | found[1].any(0)
+    spared: np.ndarray = np.concatenate(found).any(0)
     spared[0] = True
     return spared
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError
 from sinkscope.models.edits import Edit, first_argument, replaced
-from sinkscope.models.family import NOT_RUN, Family, first_tensor, input_device
+from sinkscope.models.family import NOT_RUN, Family, embedding_weight, first_tensor, input_device
 from sinkscope.quantization.sites import LINEAR, by_output
 
 MOST_CHANGED = 1e-3  # of the largest logit: the rotated model may differ so much by rounding
@@ -41,7 +41,7 @@ def rotated(model: PreTrainedModel, family: Family, seed: int) -> Iterator[None]
     Raises:
         InputError: The model is not built so that a rotation can be folded into it, or it would change the function.
     """
-    ids = torch.arange(3, 14, device=input_device(model))[None] % model.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(3, 14, device=input_device(model))[None] % len(embedding_weight(model))
     with torch.no_grad():
         before = model(ids, use_cache=False).logits
         edits = _edits(model, family, ids, seed)
