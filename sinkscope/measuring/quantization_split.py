@@ -338,7 +338,7 @@ def _outliers_of(tracer: Tracer, sites: Iterable[Site], ids: np.ndarray) -> tupl
 
 def _spared_tokens(found: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
     """(layers, T) and (layers, T) → (T,): outlier tokens of a sequence, and always position 0."""
-    spared: np.ndarray = np.concatenate(found).any(0)
+    spared = np.logical_or.reduce(np.concatenate(found), axis=0)
     spared[0] = True
     return spared
 
