@@ -119,7 +119,8 @@ def run_recipe(
                 print_line(console, f"run {name} ({place} of {len(runs)})")
             result = module.command(asked, OutputOptions(quiet=console.quiet))
             record = {"recipe": found.record}
-            measured[name] = Run(result.value.manifest | record, result.value.tables, folder / name)
+            made: Run = result.value
+            measured[name] = replace(made, manifest=made.manifest | record, folder=folder / name)
             if result.failure:
                 failures.append(f"run {name}: {result.failure}" if name else result.failure)
         comparison = None
