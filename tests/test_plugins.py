@@ -45,7 +45,7 @@ for line in (
     ["analyze", sys.argv[1], "--observables", "dominance", "--out", "run", *small],
     ["intervene", sys.argv[1], "--do", "halve-first-embedding", "--draws", "1", "--out", "do", *small],
     ["claims", "--from", "run", "--out", "claims", "--quiet", "--no-page"],
-    ["list"],
+    ["list", "all"],
 ):
     try:
         app(line, prog_name="sinkscope")

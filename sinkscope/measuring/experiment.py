@@ -114,7 +114,6 @@ class Experiment:
         if all arms failed (see `failed` for the others). KeyboardInterrupt is raised only before the first arm is
         finished; a later one is stored in `interrupt`.
         """
-        self.subject.need_loss()
         resolved = self.resolved()
         for number, (label, stack) in enumerate(resolved.items(), 1):
             print_part(self.console, label, number, len(resolved))
@@ -139,6 +138,8 @@ class Experiment:
         length = min(len(ids) for ids in self.subject.inputs.sequences)
         known = self.known = Known(Target(self.subject.loaded.model, self.subject.family, seams={}), length)
         self._check_arms(known)
+        if BEFORE not in self.without_loss:
+            self.subject.need_loss()
         if self.analyzed and not (
             LOSS_TABLES.keys() <= set(self.analyzed.tables) and max(self._watched()) < self.config.positions
         ):

@@ -14,7 +14,6 @@ from sinkscope.errors import InputError, unknown
 from sinkscope.measuring.measure import choose
 from sinkscope.measuring.observables.close_ups import AttentionMaps, first_tokens, weights_among
 from sinkscope.measuring.observables.observable import NO_ATTENTION, Lists, Observable, Reading
-from sinkscope.measuring.passes import pass_over
 from sinkscope.measuring.subject import ModelLike, Subject, family_of, inputs_for, load_model, position_limit
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.family import RESIDUAL_SITES, vocabulary
@@ -43,7 +42,7 @@ class Kept(Observable):
         self.wanted = wanted
         self.has_maps = has_maps  # whether the weights are kept
         self.rows: Lists[tuple[str, int], tuple[int, torch.Tensor]] = Lists(list)  # site, layer → sequence, (T,…)
-        self.bytes = 0  # of this process
+        self.bytes = 0
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         if site in self.wanted:
@@ -98,7 +97,8 @@ def keep(subject: Subject, config: AnalyzeOptions) -> dict[str, torch.Tensor]:
     inputs = subject.inputs.part(0, config.keep_seqs if config.keep else 1)
     kept = Kept(config.keep, has_maps)
     with open_tracer(model, family, config.attn) as tracer:
-        pass_over(tracer.model, inputs, lambda: [kept], tracer.forward, 1)
+        for batch in inputs.batches(1):  # in every process
+            tracer.forward(batch, [kept])
     heads = {layer: len(rows[0][1]) for (site, layer), rows in kept.rows.items() if site == ATTENTION}
     for layer, head in config.pairs:
         check_head(layer, head, heads)
@@ -168,7 +168,7 @@ def attention_of(
             inputs = inputs_for(loaded, config, family).part(0, 1)
         seen = _Weights(layer, head)
         with open_tracer(network, family, config.attn) as tracer:
-            pass_over(tracer.model, inputs, lambda: [seen], tracer.forward, 1)
+            tracer.forward(next(inputs.batches(1)), [seen])
     check_head(layer, head, seen.heads)
     texts = token_texts(loaded.tokenizer, seen.token_ids)
     return seen.weights.float(), [texts[token] for token in seen.token_ids]

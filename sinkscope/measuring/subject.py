@@ -34,7 +34,7 @@ from sinkscope.models.family import (
 )
 from sinkscope.models.in_memory import drawing, unchanged_after, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
-from sinkscope.options.measuring import BenchmarkOptions, ObservableOptions, RunConfig
+from sinkscope.options.measuring import SEQ_LEN, BenchmarkOptions, ObservableOptions, RunConfig
 from sinkscope.options.option import checked
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.inputs import TokenInputs, build_inputs, masked
@@ -111,7 +111,8 @@ def open_subject(
         inputs = inputs_for(loaded, config, family)
         notices += [] if family.causal else ["it attends in both directions; its loss, if any, is of masked tokens"]
         print_notices(console, (*loaded.notices, *tower_notice(loaded.model), *notices, *inputs.notices))
-        yield Subject(loaded, family, inputs, memory_of(loaded.model, config))
+        read = config.model_copy(update={"seq_len": inputs.longest})
+        yield Subject(loaded, family, inputs, memory_of(loaded.model, read))
 
 
 def is_in_memory(model: ModelLike) -> bool:
@@ -152,6 +153,8 @@ def memory_of(model: PreTrainedModel, config: RunConfig | BenchmarkOptions) -> M
 
 def check_memory(model: PreTrainedModel, config: RunConfig) -> None:
     """Raise InputError if measuring a model, which may be on the meta device, does not fit into memory."""
+    if config.reads_all:  # the lengths are not known yet
+        config = config.model_copy(update={"seq_len": SEQ_LEN})
     memory_of(model, config).check()
 
 

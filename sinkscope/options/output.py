@@ -51,11 +51,12 @@ class CompareOptions(Options):
 
 
 class CardOptions(Options):
-    about: ClassVar[str] = """Make a model card of runs, and a dataset of many models to share on the hub.
+    """Make a model card of runs, and a dataset of many models to share on the hub.
 
     Prints for each model the metrics as the `model-index` of a model card (YAML), and the main findings. --out and
     --push write a folder with these cards and a dataset instead: by model, by metric and by layer. Reads folders of
     `analyze`, `quantize`, `intervene`, `claims`, and of `sweep` with such cells."""
+
     arguments: ClassVar = ("runs",)
     writes: ClassVar = "nothing"
 

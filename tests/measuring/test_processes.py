@@ -98,13 +98,16 @@ def test_two_halves_are_the_whole(tmp_path: Path) -> None:
             assert (halves.manifest["processes"], whole.manifest["processes"]) == (2, 1)
             measured |= {each for each, kind in OBSERVABLES.items() if set(kind.columns) & set(whole.tables)}
     # a new observable has to be measured here, too, because merging needs its sums to be accumulators
-    assert set(OBSERVABLES) - measured == {"equal-tokens", "gate", "mean-maps"}  # below, and of means alone
+    elsewhere = {"equal-tokens", "gate", "largest-logit", "mean-maps"}  # below, and of means alone
+    assert set(OBSERVABLES) - measured == elsewhere
 
 
 def test_two_halves_of_repeated_tokens_or_of_one_sequence_are_the_whole(tmp_path: Path) -> None:
     """With one sequence, the second process reads the batch of the first, and its results are not counted."""
     repeated = {"input": "repeated", "bos": "never", "num_seqs": 5, "seq_len": 12, "observables": ("equal-tokens",)}
-    for name, options in (("bloom", repeated), ("llama", {"input": ids_in(tmp_path, (9,)), **OPTIONS})):
+    one = {"input": ids_in(tmp_path, (9,)), **OPTIONS}
+    logits = {"input": "random", "num_seqs": 5, "seq_len": 12, **OPTIONS, "observables": ("largest-logit",)}
+    for name, options in (("bloom", repeated), ("llama", one), ("llama", logits)):
         model = tiny_model(name)
         whole = sinkscope.analyze(model, **{"batch_size": 2} | options)
         assert_same(by_halves(model, **options).tables, whole.tables)

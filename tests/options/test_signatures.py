@@ -11,7 +11,7 @@ from sinkscope.options.measuring import InputOptions
 from sinkscope.options.option import Options
 
 TAKE_OPTIONS = {
-    **{name: kind for name, kind in COMMANDS.items() if name not in ("compare", "show", "list")},
+    **{name: kind for name, kind in COMMANDS.items() if name not in ("compare", "show", "list", "card")},
     "analyze_steps": COMMANDS["analyze"],
     "intervening": InputOptions,
 }

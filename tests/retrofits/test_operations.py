@@ -232,4 +232,4 @@ def test_logits_stay_float32_under_autocast(kind: str) -> None:
         mix_of_training, lse_of_training = kernels.chunked_attention(*drawn, call)
     assert lse_of_training.dtype == torch.float32
     assert torch.equal(lse_of_training, lse)
-    assert torch.equal(mix_of_training, mix)
+    torch.testing.assert_close(mix_of_training, mix, rtol=0, atol=0, equal_nan=True)  # a sum of weights may be 0
