@@ -109,7 +109,7 @@ def test_it_runs(path: Path, tiny: Path, tiny_gpt2: Path, monkeypatch: pytest.Mo
         return
     done = run_recipe(path.stem, tiny, out="out", **given)
     assert set(drawn) == set(done.recipe.content.figures)
-    table = "effect" if done.recipe.content.command == "intervene" else "summary"
+    table = {"intervene": "effect", "quantize": "quantization"}.get(done.recipe.content.command, "summary")
     assert all(len(run.tables[table]) for run in done.runs.values())
 
 
