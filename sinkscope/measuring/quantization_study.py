@@ -220,8 +220,9 @@ class Bench:
         return sites_of(self.subject.loaded.model, self.subject.family, self.scheme, has_cache)
 
     def ranges(self, calibration: TokenInputs, spared: Spared = NOTHING) -> dict[Site, Range]:
+        sites = self.sites  # in a tracer, modules have another forward, which the check of sites refuses
         with self.tracer() as tracer:
-            return measured_ranges(tracer, self.sites, calibration.read, spared)
+            return measured_ranges(tracer, sites, calibration.read, spared)
 
     def roundings(self, calibration: TokenInputs, ranges: Mapping[Site, Range]) -> dict[Site, Rounding]:
         with self.tracer() as tracer:

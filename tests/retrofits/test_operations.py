@@ -168,7 +168,7 @@ def test_other_kernels_change_nothing(label: str) -> None:
         expected = model(IDS, use_cache=False).logits
         with streaming(model, family, seams, 1, IDS.shape[1]):
             assert_close(model(IDS, use_cache=False).logits, expected)
-        with attending_with(seams, dict.fromkeys(seams, lambda part, x: x)):
+        with attending_with(seams, dict.fromkeys(seams, lambda part, x, rows: x)):
             assert_close(model(IDS, use_cache=False).logits, expected)
 
 
