@@ -27,7 +27,7 @@ BY_POSITION = ("position", "query")
 FAINTEST = 1e-4
 STEPS = 254
 MAPS = 3_000_000  # characters of all maps together
-MAP_TOKENS = (64, 48, 32, 24, 16)  # the first tokens of which maps are kept; tried in this order until they fit
+MAP_TOKENS = (64, 48, 32, 24, 16)  # numbers of tokens that the maps show; the first that fits is taken
 
 
 KINDS: tuple[tuple[Any, Kind], ...] = (

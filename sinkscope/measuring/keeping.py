@@ -33,7 +33,7 @@ OF_ATTENTION = ("query", "key", "value")
 
 
 class Kept(Observable):
-    """Keeps activations of each sequence, which is a batch by itself, and the first one's attention weights."""
+    """Keeps activations of every sequence (one in each batch), and the attention weights of the first."""
 
     def __init__(self, wanted: Sequence[str], has_maps: bool) -> None:
         from_attention = has_maps or not set(OF_ATTENTION).isdisjoint(wanted)

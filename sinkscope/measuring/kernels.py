@@ -140,7 +140,11 @@ def compare_kernels(model: PreTrainedModel, family: Family, batch: Batch, tolera
             continue
         differences = _differences(outputs, expected, batch)
         layer = next((at for at, difference in differences.items() if not difference <= tolerance), None)
-        dropped = () if layer is None else _dropped(model, family, run, outputs, batch, used, tolerance)
+
+        def is_same(outputs: dict[int, torch.Tensor] = outputs) -> bool:
+            return all(difference <= tolerance for difference in _differences(outputs, run(), batch).values())
+
+        dropped = () if layer is None else _dropped(model, family, used, is_same)
         found.append(Kernel(name, list(differences.values())[-1], layer, dropped))
     return found
 
@@ -164,18 +168,11 @@ def _differences(
     return {at: largest_difference(found[at], expected[at], batch.attention_mask) for at in expected}
 
 
-def _dropped(
-    model: PreTrainedModel,
-    family: Family,
-    run: Callable[[], dict[int, torch.Tensor]],
-    outputs: Mapping[int, torch.Tensor],
-    batch: Batch,
-    used: set[str],
-    tolerance: float,
-) -> tuple[str, ...]:
+def _dropped(model: PreTrainedModel, family: Family, used: set[str], is_same: Callable[[], bool]) -> tuple[str, ...]:
+    """Return the features without which eager attention gives the same numbers; empty if there are none."""
     for features in _combinations(used):
         with lacking(model, family, features):
-            if all(difference <= tolerance for difference in _differences(outputs, run(), batch).values()):
+            if is_same():
                 return features
     return ()
 
@@ -224,11 +221,7 @@ def compare_logits(
     if family.door == "interface":
         with lacking(model, family, ()) as used:
             logits()
-        for features in _combinations(used):
-            with lacking(model, family, features):
-                if bool((differences(logits()) <= tolerance).all()):
-                    dropped = features
-                    break
+        dropped = _dropped(model, family, used, lambda: bool((differences(logits()) <= tolerance).all()))
     sequence, position = (int(at) for at in departs.nonzero()[0])
     return Departure(found.numel(), int(departs.sum()), sequence, position, float(found.max()) / tolerance, dropped)
 

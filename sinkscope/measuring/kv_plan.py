@@ -227,7 +227,7 @@ RANKINGS: dict[str, type[Ranking]] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What the cache keeps."""
+    """The tokens that each head's cache keeps, and their bits."""
 
     name: str
     windows: np.ndarray  # (L,K): last tokens, at most all that the layer sees
@@ -315,7 +315,7 @@ def holding(seams: Mapping[int, Seam], plan: Plan, sinks: Sequence[int]) -> Abst
 
 @dataclass(frozen=True)
 class Cost:
-    """What a plan costs on some sequences."""
+    """The losses and the retrieval of a plan on some sequences."""
 
     loss: np.ndarray  # (N,): mean over the text's tokens, in nats
     copy_loss: np.ndarray  # (N,): mean over the copy's tokens

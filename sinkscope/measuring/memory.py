@@ -78,7 +78,7 @@ def _widths(model: PreTrainedModel) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a run needs of memory, from a model, which may be on the meta device, and the options of a command."""
+    """The memory that a run needs, estimated from its options and a model, which may be on the meta device."""
 
     model: PreTrainedModel
     options: Any

@@ -477,6 +477,8 @@ class Overflow:
         if not bool(own.isfinite().all()):
             raise SinkscopeError(f"the model itself gives NaN or infinite numbers in {self.model.dtype}")
         has_loss = self.subject.without_loss is None
+        if has_loss:
+            own_loss, own_logs = loss_in_chunks(own, batch).sum(), upcast(own).log_softmax(-1)
         for arm in self.arms:
             with arm.change(), watched(self.model, partial(self._see, arm)):
                 output = self.model(**inputs)[0]
@@ -485,9 +487,9 @@ class Overflow:
             if not has_loss:
                 arm.loss = arm.cost = arm.divergence = math.nan
                 continue
-            arm.loss += float(loss_in_chunks(output, batch).sum())
-            arm.cost += float(loss_in_chunks(output, batch).sum() - loss_in_chunks(own, batch).sum())
-            logs, own_logs = upcast(output).log_softmax(-1), upcast(own).log_softmax(-1)
+            loss, logs = loss_in_chunks(output, batch).sum(), upcast(output).log_softmax(-1)
+            arm.loss += float(loss)
+            arm.cost += float(loss - own_loss)
             arm.divergence += float(F.kl_div(logs, own_logs, reduction="sum", log_target=True))
 
     def _see(self, arm: Arm, address: str, module: nn.Module, x: torch.Tensor) -> None:

@@ -67,7 +67,7 @@ SPLIT_TABLES: dict[str, Columns] = {
 
 @dataclass(frozen=True)
 class Text:
-    """What is read, and the spared tokens of each sequence (T,)."""
+    """Sequences to read, and the spared tokens of each (T,)."""
 
     inputs: TokenInputs
     spared: Sequence[np.ndarray] = ()

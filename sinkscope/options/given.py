@@ -23,7 +23,7 @@ class Given:
         Raises ValueError for anything else.
         """
         self.documents: Iterable[Any] = thing
-        self.kind, self.count = DATASET, 0  # the number of documents; 0 for a dataset, of which few are read
+        self.kind, self.count = DATASET, 0  # the number of documents; 0 for a dataset, which is not read to its end
         if hasattr(thing, "column_names") and not isinstance(thing, Mapping):  # of the library `datasets`
             return
         try:
