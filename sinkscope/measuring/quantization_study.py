@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -214,7 +214,7 @@ class Bench:
     scheme: str = LINEAR_SCHEME
     used_batch_size: int = field(default=0, init=False)
 
-    @property
+    @cached_property
     def sites(self) -> list[Site]:
         has_cache = self.precision.kv_cache_per is not None
         return sites_of(self.subject.loaded.model, self.subject.family, self.scheme, has_cache)
