@@ -16,17 +16,17 @@ from sinkscope.measuring.observables.close_ups import AttentionMaps, first_token
 from sinkscope.measuring.observables.observable import NO_ATTENTION, Lists, Observable, Reading
 from sinkscope.measuring.subject import ModelLike, Subject, family_of, inputs_for, load_model, position_limit
 from sinkscope.measuring.tracer import open_tracer
-from sinkscope.models.family import RESIDUAL_SITES, vocabulary
+from sinkscope.models.family import RESIDUAL_SITES
 from sinkscope.models.files import is_demo
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
-from sinkscope.options.measuring import PERMISSIONS, PROMPT, AnalyzeOptions, RunConfig
+from sinkscope.options.given import Given
+from sinkscope.options.measuring import PERMISSIONS, AnalyzeOptions, RunConfig
 from sinkscope.options.option import MOST, checked
 from sinkscope.results.activations import ATTENTION, SITES
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.batch import Batch
-from sinkscope.text.inputs import TokenInputs
-from sinkscope.text.tokens import check_ids, token_texts
+from sinkscope.text.tokens import token_texts
 
 MOST_BYTES = 4 * 10**9  # of --keep
 OF_ATTENTION = ("query", "key", "value")
@@ -152,20 +152,17 @@ def attention_of(
     network = loaded.model
     with undisturbed(network):
         family, _ = family_of(network)
-        if isinstance(text, str):
+        if text is None:
+            inputs = inputs_for(loaded, config, family).part(0, 1)
+        else:
             longest = position_limit(network, family) or MOST
-            one = {"prompt": text, "input": "natural", "dataset": None, "seq_len": longest}
+            given = {"prompt": text} if isinstance(text, str) else {"prompt": None, "input": Given(text)}
+            one = given | {"dataset": None, "seq_len": longest}
             inputs = inputs_for(loaded, config.model_copy(update=one), family)
+            if len(inputs) > 1:
+                raise InputError("give the ids of one text")
             if inputs.notices:
                 raise InputError(f"the text has more than the {longest} tokens that the model reads")
-        elif text is not None:
-            ids = torch.as_tensor(text).cpu().squeeze(0)
-            if ids.dim() != 1 or ids.is_floating_point() or len(ids) < 2:
-                raise InputError("give the ids of one text of at least 2 tokens")
-            check_ids(ids.tolist(), vocabulary(network), "the text")
-            inputs = TokenInputs(PROMPT, (ids.long().numpy(),), "", "")
-        else:
-            inputs = inputs_for(loaded, config, family).part(0, 1)
         seen = _Weights(layer, head)
         with open_tracer(network, family, config.attn) as tracer:
             tracer.forward(next(inputs.batches(1)), [seen])

@@ -15,7 +15,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 import torch
 from transformers import Trainer
@@ -30,15 +29,11 @@ from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import model_inputs
 from sinkscope.measuring.watching import Largest, Watched
-from sinkscope.models.family import vocabulary
 from sinkscope.models.in_memory import undisturbed
-from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import ObservableOptions, make_config
 from sinkscope.results.findings import SINK, USUAL
 from sinkscope.results.manifest import make_manifest, write_manifest
 from sinkscope.results.tables import read_table, write_tables
-from sinkscope.text.inputs import TokenInputs
-from sinkscope.text.tokens import check_ids, encode
 from sinkscope.training.history import LENGTH, SEQUENCES, Probing
 
 FOLDER = "sinks"  # in the Trainer's output_dir
@@ -149,14 +144,10 @@ class SinkCallback(Probing):
             texts = getattr(self._trainer, "eval_dataset", None)
         if isinstance(texts, dict):  # several evaluation sets by name
             texts = next(iter(texts.values()))
-        if texts is None or isinstance(texts, str | Path):
-            config = make_config(**self.options, **({} if texts is None else {"input": str(texts)}))
-            return Subject(loaded, family, inputs_for(loaded, config, family))
-        most, length = self.options["num_seqs"], self.options["seq_len"]
-        sequences = tuple(ids for row in islice(texts, most) if len(ids := token_ids(row, loaded)[:length]) > 1)
-        if not sequences:
-            raise InputError("there is no text of at least two tokens: give SinkCallback other `texts`")
-        return Subject(loaded, family, TokenInputs(CONDITION, sequences, "", ""))
+        if texts is not None and not isinstance(texts, str | Path):
+            texts = list(islice(texts, self.options["num_seqs"]))
+        config = make_config(**self.options, **({} if texts is None else {"input": texts}))
+        return Subject(loaded, family, inputs_for(loaded, config, family))
 
     def _kept(self, step: int) -> Tables:
         """Return the measurements up to this step of the training that is resumed."""
@@ -245,22 +236,6 @@ def _whole(training: pd.DataFrame) -> dict[str, float]:
     """Return the metrics of the whole model at the last step of the table `training`."""
     rows = training[(training["layer"] == WHOLE_MODEL) & (training["step"] == training["step"].max())]
     return dict(zip(rows["metric"], rows["value"], strict=True))
-
-
-def token_ids(row: Any, loaded: LoadedModel) -> np.ndarray:
-    """Return the token ids of a text, of a dataset's row, or of ids. Raises InputError for anything else."""
-    if isinstance(row, Mapping):
-        row = row.get("input_ids", row.get("text"))
-    if isinstance(row, str):
-        if loaded.tokenizer is None:
-            raise InputError("texts need a tokenizer: give the Trainer a processing_class, or token ids as texts")
-        row = encode(loaded.tokenizer, row, special=True)
-    try:
-        ids = np.asarray(row, dtype=np.int64).reshape(-1)
-    except (TypeError, ValueError):
-        raise InputError("texts: each is a string, token ids, or a row with `input_ids` or `text`") from None
-    check_ids(ids.tolist(), vocabulary(loaded.model), "texts")
-    return ids
 
 
 def _calling_trainer() -> Trainer | None:

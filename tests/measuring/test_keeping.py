@@ -109,7 +109,7 @@ def test_a_run_forgets_a_model_that_its_user_drops(run: Run) -> None:
         ({"layer": 1, "head": -1}, "layer 1 has no head -1"),
         ({"layer": 1, "head": 0, "text": "words"}, "needs a tokenizer"),
         ({"layer": 1, "head": 0, "text": [96, 1]}, "token id 96 at position 0 is outside"),
-        ({"layer": 1, "head": 0, "text": [5]}, "at least 2 tokens"),
+        ({"layer": 1, "head": 0, "text": [5]}, "at least 2"),
     ],
 )
 def test_a_head_or_a_text_that_cannot_be_read_is_one_line(given: dict, message: str, run: Run, model) -> None:

@@ -233,7 +233,7 @@ def test_texts_of_several_kinds_and_what_cannot_be_measured(tmp_path: Path) -> N
     done.callback_handler.processing_class = tokenizer
     done.train()
     assert curves(tmp_path / "texts")["sink_rate"].notna().all()
-    for number, (given, message) in enumerate((([3.5, "x"], "need a tokenizer"), ([[500, 501]], "outside the model"))):
+    for number, (given, message) in enumerate((([3.5, "x"], "needs a tokenizer"), ([[500, 501]], "outside the model"))):
         with pytest.warns(UserWarning, match=f"measures nothing: .*{message}"):
             trainer(tmp_path / str(number), sinkscope.SinkCallback(texts=given[-1:]), steps=1).train()
     with pytest.raises(InputError, match="every=0"):
