@@ -57,8 +57,11 @@ class Registers(Part):
         for name in ("pixel_values", "token_type_ids", "mm_token_type_ids"):
             if inputs.get(name) is not None:
                 raise InputError(f"register tokens support only text: {name} is not widened")
-        if isinstance(inputs.get("logits_to_keep"), torch.Tensor):
-            raise InputError("with register tokens logits_to_keep must be the number of last tokens")
+        keep = inputs.get("logits_to_keep")
+        if isinstance(keep, torch.Tensor):
+            if keep.dtype == torch.bool:
+                raise InputError("with register tokens logits_to_keep must be positions or the number of last tokens")
+            inputs["logits_to_keep"] = torch.where(keep < 0, keep, keep + self.count)
         return_dict = inputs.pop("return_dict", None)
         embeds = inputs.pop("inputs_embeds", None)
         ids = inputs.pop("input_ids", None)

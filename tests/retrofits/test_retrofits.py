@@ -321,6 +321,7 @@ def test_registers_keep_the_texts_length() -> None:
         assert whole.logits.shape == (2, 9, VOCAB)
         assert torch.equal(model(IDS, logits_to_keep=4).logits, whole.logits[:, -4:])
         assert torch.equal(model(IDS, logits_to_keep=11).logits, whole.logits)
+        assert torch.equal(model(IDS, logits_to_keep=torch.tensor([-2, 3])).logits, whole.logits[:, [-2, 3]])
         assert torch.equal(model(IDS, return_dict=False)[0], whole.logits)
         assert torch.equal(model(inputs_embeds=model.get_input_embeddings()(IDS)).logits, whole.logits)
         batch = padded(ragged_tokens([9, 5]), "left")
