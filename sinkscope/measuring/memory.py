@@ -29,6 +29,7 @@ HALF_ON_CPU = 3  # bytes of a number in half precision, with the float32 in whic
 QUESTION_TOKENS = 128  # approximate length of a question of a benchmark
 FEWEST_TOKENS = 16  # the shortest sequences that are proposed where longer ones do not fit
 LIBRARIES = 600 << 20  # bytes of a process on the CPU that has imported the libraries and opened a small model
+TOKENIZER = 2 << 10  # bytes for each token of a vocabulary, which loading a tokenizer leaves: 480 MB of Gemma 3 from GGUF
 
 
 def sequences_that_fit(
@@ -112,7 +113,8 @@ class Memory:
         if not self.on_cpu:
             return int(weights + batch)
         largest = max(parameter.numel() for parameter in self.model.parameters())
-        return int(LIBRARIES + weights + max(batch, largest * torch.float32.itemsize))  # while it is loaded or measured
+        process = LIBRARIES + TOKENIZER * vocabulary(self.model)
+        return int(process + weights + max(batch, largest * torch.float32.itemsize))  # while it is loaded or measured
 
     def least(self, dtype: torch.dtype, **changed: Any) -> int:
         """Return the bytes of weights and the smallest batch, in which gradients take no more than a forward pass.
