@@ -20,7 +20,7 @@ from sinkscope.results.manifest import PAGE, folder_of, format_of, read_manifest
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import LEADING_COLUMNS, WHOLE_MODEL, Column, Columns, names_of, newer_columns, read_table
 from sinkscope.training.tables import UNTOUCHED
-from sinkscope.verdict import factor_study, onsets
+from sinkscope.verdict import at_a_glance, factor_study, onsets
 from sinkscope.verdict.register import REPORTS, written_tables
 from sinkscope.verdict.trained import gates_moved
 
@@ -102,6 +102,14 @@ class Contents:
         rates = {level: factor_study.published(level) for level in named.values()}
         shown = {level: (rate.value / 100, rate.mark) if rate else (None, "") for level, rate in rates.items()}
         return [(*pair, level, *shown[level]) for pair, level in named.items()]
+
+    @property
+    def glances(self) -> list[dict[str, str]]:
+        """The numbers that a reader of a run of `analyze` sees first, with what they mean."""
+        if self.manifest["command"] != "analyze" or "summary" not in self.tables:
+            return []
+        run = RunData(self.manifest, self.tables, self.folder)
+        return [glance._asdict() for glance in at_a_glance.glances(run)]
 
     @property
     def controls(self) -> list[tuple]:

@@ -99,7 +99,7 @@ def page_data(contents: Contents) -> str:
         "papers": PAPERS,
         "parts": [str(label) for label in contents.parts],
         "part": contents.named_by.name,
-        **{name: getattr(contents, name) for name in ("levels", "controls", "last_steps", "received")},
+        **{name: getattr(contents, name) for name in ("glances", "levels", "controls", "last_steps", "received")},
         "maps": compact_maps(contents.activations),
         "links": {str(label): page for label, page in contents.links.items()},
     }

@@ -210,6 +210,32 @@ def test_the_slider_reads_the_values_at_a_step(page_of_kind: Callable[[str], Any
     assert shown == " / ".join(f"{value:.3f}" for value in rows["value"])
 
 
+def test_a_page_begins_with_five_numbers_and_folds_what_experts_read(browser: Any, tmp_path: Path) -> None:
+    contents = analysis(layers=30, heads=9, kv_heads=3, sequences=100, length=64)
+    with opened(browser, contents, tmp_path) as page:
+        page.reload()
+        page.locator("body[data-ready]").wait_for()
+        assert page.locator("section").first.get_attribute("id") == "glances"
+        rate = contents.tables["summary"].query("layer == -1 and metric == 'sink_rate'")["value"].item()
+        assert page.locator(".glances li").first.locator("strong").text_content() == f"{rate:.1%}"
+        assert page.evaluate("document.documentElement.scrollHeight") <= 4 * 900
+        assert page.locator("#tables select").first.is_hidden()
+        page.get_by_role("link", name="Tables").click()
+        assert page.locator("#tables select").first.is_visible()
+
+
+def test_a_chart_is_saved_with_its_numbers(page: Any) -> None:
+    details = page.locator(".panels figure").first.locator("details.numbers")
+    details.locator("summary").click()
+    for name in ("CSV", "SVG", "PNG"):
+        with page.expect_download() as download:
+            details.get_by_role("button", name=name).click()
+        content = Path(download.value.path()).read_bytes()
+        assert download.value.suggested_filename.endswith(f".{name.lower()}")
+        assert content.startswith({"CSV": b'"layer', "SVG": b"<svg", "PNG": b"\x89PNG"}[name])
+        assert b"var(--" not in content
+
+
 def test_hostile_texts_do_nothing(browser: Any, tmp_path: Path) -> None:
     evil = "</script><img src=x onerror=alert(1)><script>alert(2)</script>"
     contents = analysis(model=evil, condition=evil)

@@ -188,7 +188,53 @@ S.plainTable = (columns, rows, caption = "") => {
 S.numbers = (makeTable, title = "Numbers") => {
   const details = S.element("details.numbers", {}, S.element("summary", {}, title));
   details.addEventListener("toggle", () => {
-    if (details.open && details.childElementCount === 1) details.append(makeTable());
+    if (details.open && details.childElementCount === 1) details.append(S.downloads(details), makeTable());
   });
   return details;
+};
+
+/** Buttons that save the numbers, and the picture of the chart that they belong to. */
+S.downloads = (details) => {
+  const svg = () => details.closest("figure")?.querySelector(".chart svg, .scroll-map svg");
+  const name = () => (details.closest("figure")?.getAttribute("aria-label") ?? details.querySelector("caption")?.textContent ?? "numbers")
+    .replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60);
+  const cell = (node) => `"${node.textContent.replaceAll('"', '""')}"`;
+  const csv = () => [...details.querySelectorAll("tr")].map((row) => [...row.children].map(cell).join(",")).join("\n");
+  const button = (text, act) => S.element("button", { type: "button", onclick: act }, text);
+  return S.element("div.downloads", {},
+    button("CSV", () => S.save(`${name()}.csv`, "text/csv", csv())),
+    svg() ? button("SVG", () => S.save(`${name()}.svg`, "image/svg+xml", S.standalone(svg()))) : null,
+    svg() ? button("PNG", () => S.savePng(`${name()}.png`, svg())) : null);
+};
+
+S.save = (name, type, text) => S.follow(name, URL.createObjectURL(new Blob([text], { type })));
+
+S.follow = (download, href) => {
+  S.element("a", { href, download }).click();
+  if (href.startsWith("blob:")) setTimeout(() => URL.revokeObjectURL(href), 1000);
+};
+
+/** A chart as a file of its own: with the colors that the page's style gives it. */
+S.standalone = (svg) => {
+  const copy = svg.cloneNode(true), styles = ["fill", "stroke", "font-family", "font-size"];
+  const [own, copied] = [svg, copy].map((root) => [root, ...root.querySelectorAll("*")]);
+  own.forEach((node, at) => {
+    const style = getComputedStyle(node);
+    styles.forEach((name) => {
+      copied[at].style.setProperty(name, style.getPropertyValue(name));
+      copied[at].removeAttribute(name); // may name a color of the page
+    });
+  });
+  copy.style.background = getComputedStyle(document.body).backgroundColor;
+  copy.setAttribute("xmlns", "http://www.w3.org/2000/svg");
+  return new XMLSerializer().serializeToString(copy);
+};
+
+S.savePng = async (name, svg) => {
+  const { width, height } = svg.getBoundingClientRect(), picture = new Image(), canvas = document.createElement("canvas");
+  picture.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(S.standalone(svg))}`;
+  await picture.decode();
+  [canvas.width, canvas.height] = [3 * width, 3 * height]; // sharp in print
+  canvas.getContext("2d").drawImage(picture, 0, 0, canvas.width, canvas.height);
+  S.follow(name, canvas.toDataURL("image/png"));
 };

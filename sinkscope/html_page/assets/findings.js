@@ -13,6 +13,17 @@ S.interval = (value, low, high, text = S.number) => {
   return `${text(value)}${known ? ` [${text(low)}, ${text(high)}]` : ""}`;
 };
 
+/** Five numbers: what each means, what nothing would give, and where other models are. */
+S.glances = () => {
+  const { glances, metrics } = S.data;
+  if (!glances.length) return null;
+  const card = ({ metric, title, value, meaning, null: nothing, elsewhere }) =>
+    S.element("li", { title: metrics[metric].definition }, S.element("h3", {}, title),
+      S.element("p", {}, S.element("strong", {}, value), ` ${meaning}`), S.element("p.note", {}, `${nothing} ${elsewhere}`));
+  return S.section("glances", "At a glance", "The other models are compared on 100 sequences of 64 tokens, the default.",
+    S.element("ul.glances", {}, ...glances.map(card)));
+};
+
 S.findings = () => {
   const found = S.data.findings;
   if (!found.length) return S.findingTable();

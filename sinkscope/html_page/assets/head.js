@@ -83,7 +83,7 @@ S.heads = () => {
   const map = S.mapPanel(), head = S.headPanel();
   if (!map && !head) return null;
   return S.section("heads", "Layers and heads",
-    "Each cell is a head of a layer; light cells have the largest values. Choose one with the pointer, or with arrow keys and Enter, to see that head.",
+    "Each cell is a head of a layer; dark cells have the largest values. Choose one with the pointer, or with arrow keys and Enter, to see that head.",
     map?.controls, map?.note, S.element("div.map-and-head", {}, map?.place, head?.place), head?.charts);
 };
 
@@ -91,7 +91,7 @@ S.headPanel = () => {
   const tables = S.byHeadAndPosition();
   if (!tables.length && !S.mapped().length) return null;
   const title = S.element("h3", { id: "head-name", "aria-live": "polite" });
-  const shown = S.element("div"), charts = S.element("div"), controls = S.element("div.controls");
+  const shown = S.element("div"), lines = S.element("div"), controls = S.element("div.controls");
   const heads = S.mapped();
   const first = S.strongest() ?? heads[0] ?? S.anyHead(tables);
   if (!first) return null;
@@ -100,8 +100,9 @@ S.headPanel = () => {
     title.textContent = `Layer ${layer}, head ${head}`;
     S.setControls(controls, ...S.chooseHead(layer, head));
     shown.replaceChildren(S.attentionMap(layer, head, heads), S.headNumbers(layer, head));
-    charts.replaceChildren(S.headLines(tables, layer, head));
+    lines.replaceChildren(S.headLines(tables, layer, head));
   };
+  const charts = S.element("details", {}, S.element("summary", {}, "Every metric of this head by position"), lines);
   S.headListeners.push(show);
   S.head = first;
   show(...first);
@@ -214,7 +215,7 @@ S.rounding = () => {
 /** Maps of attention weights with their legend. */
 S.weightMaps = (first, maps, note = null) =>
   S.element("div", {}, first,
-    S.colorLegend(S.weightScale, { label: "attention weight (darkest: 0.001 and less)", unit: "", text: S.number }),
+    S.colorLegend(S.weightScale, { label: "attention weight (lightest: 0.001 and less)", unit: "", text: S.number }),
     S.element("p.note", {}, "Gray: keys that the query does not see."), S.element("div.maps", {}, ...maps), note);
 
 /** Maps of the layer, means over heads and sequences, for the arms that are side by side; null if the run has none. */

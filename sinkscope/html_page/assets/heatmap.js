@@ -1,8 +1,8 @@
 "use strict";
 // Maps of colored cells: layer × head, layer × position, query × key; also for the keyboard.
 
-// monotone in lightness, also for color-blind readers
-S.ramp = d3.interpolateViridis;
+// monotone in lightness, also for color-blind readers; dark is high, as in the PNGs
+S.ramp = (share) => d3.interpolateMagma(1 - share);
 
 /** A color scale over values: from 0 if none is negative, logarithmic if a few are much larger than the rest. */
 S.colorScale = (values, ramp = S.ramp) => {

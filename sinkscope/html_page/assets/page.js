@@ -1,8 +1,27 @@
 "use strict";
 // The page: the sections that the tables allow, in order.
 
-S.SECTIONS = () => [S.findings, S.claims, S.effects, S.routes, S.study, S.training, S.heads, S.text, S.layers, S.massive,
-  S.gradients, S.overflow, S.quantization, S.plans, S.explore, S.tablesSection, S.runSection];
+S.SECTIONS = () => [S.glances, S.claims, S.effects, S.routes, S.study, S.training, S.text, S.heads, S.findings, S.layers,
+  S.massive, S.gradients, S.overflow, S.quantization, S.plans, S.explore, S.tablesSection, S.runSection];
+
+/** Sections that are open from the beginning; the others open by a click, or by their link. */
+S.OPEN = new Set(["glances", "claims", "effects", "routes", "study", "training", "text", "heads"]);
+
+/** Whether a section waits to be opened: those of experts, on a page that has others. */
+S.isFolded = ({ id }, sections) =>
+  !S.OPEN.has(id) && (id !== "findings" || S.data.glances.length > 0) &&
+  (["layers", "massive", "gradients", "explore", "tables", "run"].includes(id) || sections.some((one) => one.id === "glances"));
+
+S.fold = (section) => {
+  const [title, ...rest] = section.childNodes;
+  section.replaceChildren(S.element("details.fold", {}, S.element("summary", {}, title), ...rest));
+};
+
+/** Open the section that the address names. */
+S.unfold = () => {
+  const fold = document.querySelector(`[id="${CSS.escape(location.hash.slice(1))}"] > details.fold`);
+  if (fold) fold.open = true;
+};
 
 S.title = () => {
   const recipe = S.manifest.command === "sweep" ? S.manifest.config?.content?.title : null;
@@ -41,6 +60,7 @@ S.start = async () => {
   const title = S.title();
   document.title = `${title} – sinkscope`;
   const sections = S.SECTIONS().map(S.made).filter(Boolean);
+  sections.filter((section) => S.isFolded(section, sections)).forEach(S.fold);
   const links = sections.map((section) =>
     S.element("li", {}, S.element("a", { href: `#${section.id}` }, section.querySelector("h2").textContent)));
   document.body.append(
@@ -53,6 +73,8 @@ S.start = async () => {
       S.element("p", {}, `Made by sinkscope ${S.data.version} from the tables of this folder. Nothing on this page is loaded from a network.`)),
     S.tip);
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") S.hideTip(); });
+  window.addEventListener("hashchange", S.unfold);
+  S.unfold();
   document.body.dataset.ready = "true";
 };
 

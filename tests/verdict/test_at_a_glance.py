@@ -1,0 +1,33 @@
+"""The five numbers that a reader sees first."""
+
+from pathlib import Path
+
+import pytest
+
+from sinkscope.results.manifest import read_manifest
+from sinkscope.results.run import RunData
+from sinkscope.results.tables import read_table
+from sinkscope.verdict.at_a_glance import KNOWN, glances
+
+REPORTS = Path(__file__).parents[2] / "reports"
+FOLDERS = {"SmolLM2-135M": "smollm2-135m", "Gemma3-270M": "gemma3-270m", "MGM": "mgm"}
+
+
+@pytest.mark.parametrize("model", FOLDERS)
+def test_the_numbers_of_other_models_are_those_of_their_reports(model: str) -> None:
+    folder = REPORTS / FOLDERS[model]
+    run = RunData(read_manifest(folder, None), {"summary": read_table(folder / "tables/summary.parquet")}, folder)
+    for name, (_, known) in KNOWN.items():
+        assert run.metric(name) == pytest.approx(known[model], rel=5e-4), name
+    assert [glance.metric for glance in glances(run)] == list(KNOWN)
+    assert all("Among" in glance.elsewhere for glance in glances(run))
+
+
+def test_a_number_above_all_others_says_so() -> None:
+    folder = REPORTS / "smollm2-135m"
+    summary = read_table(folder / "tables/summary.parquet")
+    summary.loc[(summary["layer"] == -1) & (summary["metric"] == "sink_rate"), "value"] = 0.95
+    first = next(glances(RunData(read_manifest(folder, None), {"summary": summary}, folder)))
+    assert first.value == "95.0%"
+    assert first.elsewhere.startswith("Above ")
+    assert first.null == "Uniform attention gives 0%."
