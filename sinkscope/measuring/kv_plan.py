@@ -2,8 +2,10 @@
 
 A plan is made in four steps. Sinks are predicted: tokens with a massive activation at the layer where these appear
 (KVSink, 2025). A ranking scores every key/value head on calibration texts. The best heads keep all tokens, and the
-others the sinks and a window, so that the memory is the budget (DuoAttention, 2024); calibration texts decide how
-much of it goes to the first. Other texts then show the plan's cost, next to controls of equal memory.
+others the sinks and a window, so that the memory is the budget (DuoAttention, 2024). Calibration texts decide how
+much of it goes to the first, and on how many bits: fewer bits leave room for more tokens, and where all tokens fit,
+the layers whose output loses most get more bits than the others. Other texts then show the plan's cost, next to
+controls of equal memory.
 
 There are two tasks: perplexity on the text, and retrieval: the text's first tokens follow it once more, and a window
 hides where they can be read. Perplexity hardly shows this.
@@ -15,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -23,7 +26,7 @@ import torch
 from rich.console import Console
 
 from sinkscope.attention.eviction import evicting_attention
-from sinkscope.attention.kernels import AttentionCall, fused_attention, raw_logits
+from sinkscope.attention.kernels import AttentionCall, fused_attention, raw_logits, upcast
 from sinkscope.attention.seam import attending_by_kernels
 from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
@@ -38,12 +41,14 @@ from sinkscope.measuring.subject import Subject, position_limit
 from sinkscope.measuring.tracer import Tracer, logits_of, open_tracer
 from sinkscope.models.family import input_device
 from sinkscope.quantization.grids import RowGrids
+from sinkscope.quantization.rotation import random_rotation
 from sinkscope.results.statistics import Estimate, bootstrap, resamplings, weighted_means
 from sinkscope.results.tables import KV_HEAD, SEQUENCE, Column, Columns
 
 FULL_BITS = 16
 GRID_BITS = 32  # step and zero of a token's grid, for the keys and for the values of each head
 BITS = (8, 4, 2)
+PLANNED_BITS = (FULL_BITS, 8, 4, 3, 2)
 SHARES = (0.0, 0.3, 0.6, 0.9)  # of the budget, for the heads that keep all tokens
 COPIED = 8  # the copy is an eighth of the text
 WHOLE = 2**31 - 1  # a window that holds all tokens
@@ -53,6 +58,7 @@ DRAWS = 3  # random rankings
 SHORTEST = 128  # tokens of a text
 PREDICTED, FIRST_FOUR, AS_MANY, NO_SINKS = "predicted sinks", "first 4", "as many first", "none"
 DENSE, FIRST_AND_LAST, COMBINED, RANDOM = "dense", "first-and-last", "combined", "random"
+RANDOM_COMBINED = f"{RANDOM} {COMBINED}"
 SPARED = 0.1  # share of the layers that a plan may leave unquantized
 
 KV_PLAN_TABLES: dict[str, Columns] = {
@@ -262,6 +268,20 @@ class Sizes:
         taken = kept * each + np.minimum(sinks, kept) * (1 - each)
         return float(taken.sum() / (self.tokens.sum() * self.kv_heads))
 
+    def fitting_bits(self, losses: np.ndarray, budget: float) -> np.ndarray | None:
+        """Return bits (L,) on which all heads can keep all tokens, more in the layers with the largest losses (L,).
+
+        None if all tokens do not fit on any bits.
+        """
+        for more, bits in pairwise(PLANNED_BITS):
+            found = np.full(len(losses), bits)
+            if self.memory(Plan("", self.dense, found)) <= budget:
+                for layer in np.argsort(-losses, kind="stable"):
+                    raised = np.where(np.arange(len(losses)) == layer, more, found)
+                    found = raised if self.memory(Plan("", self.dense, raised)) <= budget else found
+                return found
+        return None
+
     @property
     def dense(self) -> np.ndarray:
         """The windows (L,K) of the dense cache."""
@@ -293,9 +313,17 @@ class Sizes:
 
 
 def quantized(bits: int, sinks: Sequence[int], *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Round keys or values (B,K,T,d) to one grid for each token and head, except those of the sinks."""
+    """Round keys or values (B,K,T,d) to one grid for each token and head, except those of the sinks.
+
+    A rotation first spreads the channels that are large in all tokens, as in vLLM's int4_per_token_head.
+    """
     kept = torch.tensor(sinks, dtype=torch.long, device=tensors[0].device)
-    return [RowGrids(bits, is_symmetric=False).snap(x).index_copy(2, kept, x[:, :, kept]) for x in tensors]
+    rounded = []
+    for x in tensors:
+        rotation = random_rotation(x.shape[-1], 0).to(upcast(x))
+        snapped = RowGrids(bits, is_symmetric=False).snap(upcast(x) @ rotation) @ rotation.T
+        rounded.append(snapped.to(x.dtype).index_copy(2, kept, x[:, :, kept]))
+    return rounded
 
 
 def holding(seams: Mapping[int, Seam], plan: Plan, sinks: Sequence[int]) -> AbstractContextManager[None]:
@@ -466,19 +494,22 @@ class Study:
 
     def tables(self, budgets: Sequence[float]) -> dict[str, pd.DataFrame]:
         self._note(1.0, self.dense)
+        losses = self.bench.quantization_losses(BITS[1], self.calibration)
         for budget in budgets:
             print_line(self.console, f"planning for {budget:.0%} of the memory")
-            self._plan_for(budget)
+            self._plan_for(budget, losses)
         print_line(self.console, f"quantizing to {', '.join(map(str, BITS))} bits")
-        layers = self._quantize()
+        self._quantize(losses)
         tables = {"kv_plan": self.rows, "kv_plan_by_sequence": self.sequences, "kv_heads": self.heads}
-        return {name: pd.DataFrame(rows) for name, rows in tables.items()} | {"kv_layers": layers}
+        return {name: pd.DataFrame(rows) for name, rows in tables.items()} | {
+            "kv_layers": pd.DataFrame({"layer": self.layers, "output_loss": losses})
+        }
 
     def _plan(self, name: str, windows: np.ndarray, bits: int = FULL_BITS, sinks: str = PREDICTED) -> Plan:
         return Plan(name, windows, np.full(len(windows), bits), sinks)
 
-    def _plan_for(self, budget: float) -> None:
-        """Measure each ranking's best plan, a plan on fewer bits, and the controls."""
+    def _plan_for(self, budget: float, losses: np.ndarray) -> None:
+        """Measure each ranking's best plan, the best with fewer bits, and the controls; `losses` (L,) are of 4 bits."""
         sizes = self.bench.sizes
         equal = np.zeros(sizes.dense.shape)
         first_and_last = sizes.split(equal, budget, 0.0, sinks=FIRST)
@@ -489,16 +520,28 @@ class Study:
         scores = self.bench.scores(rankings, window, self.calibration)
         best = {name: self._best_split(name, scores[name], budget) for name in RANKINGS}
         ranking = min(best, key=lambda name: self._added(best[name]))
-        by_bits = [self._best_split(COMBINED, scores[ranking], budget, bits) for bits in (FULL_BITS, *BITS)]
-        combined = min(by_bits, key=self._added)
+        mixed = sizes.fitting_bits(losses, budget)
+        candidates = [Plan(COMBINED, sizes.dense, mixed)] if mixed is not None else []
+        too_many = [bits for bits in PLANNED_BITS if mixed is None or bits > mixed.min()]
+        candidates += [self._best_split(COMBINED, scores[ranking], budget, bits) for bits in too_many]
+        combined = min(candidates, key=self._added)
         for name, plan in [*best.items(), (ranking, combined)]:
             self._note(budget, plan)
             self._note_heads(budget, plan, scores[name])
         generator = np.random.default_rng(self.seed)
         for draw in range(1, 1 + DRAWS):
-            splits = (sizes.split(generator.random(equal.shape), budget, share) for share in (best[ranking].share, 0.0))
-            self._note(budget, self._plan(f"{RANDOM} {draw}", next(found for found in splits if found is not None)))
+            drawn = generator.random(equal.shape)
+            for name, plan in ((RANDOM, best[ranking]), (RANDOM_COMBINED, combined)):
+                self._note(budget, replace(self._redrawn(plan, drawn, budget), name=f"{name} {draw}"))
         self._note(budget, self._plan(FIRST_AND_LAST, first_and_last, sinks=FIRST_FOUR))
+
+    def _redrawn(self, plan: Plan, drawn: np.ndarray, budget: float) -> Plan:
+        """Return a plan for random scores (L,K) in place of those of its heads, or of its layers if their bits differ."""
+        sizes, fewest = self.bench.sizes, int(plan.bits.min())
+        if (plan.windows == WHOLE).all():
+            return replace(plan, bits=sizes.fitting_bits(drawn.mean(1), budget))
+        splits = (sizes.split(drawn, budget, share, fewest) for share in (plan.share, 0.0))
+        return replace(plan, windows=next(windows for windows in splits if windows is not None))
 
     def _best_split(self, name: str, scores: np.ndarray, budget: float, bits: int = FULL_BITS) -> Plan:
         """Return the plan that adds least to the losses on the calibration texts."""
@@ -515,19 +558,17 @@ class Study:
         cost, dense = (self.bench.read(each, self.calibration) for each in (plan, self.dense))
         return float((cost.loss - dense.loss).mean() + (cost.copy_loss - dense.copy_loss).mean())
 
-    def _quantize(self) -> pd.DataFrame:
-        """Measure keys and values on fewer bits, and which layers to spare; returns each layer's loss of output."""
+    def _quantize(self, losses: np.ndarray) -> None:
+        """Measure keys and values on fewer bits, also without the layers whose output loses most on 4 bits."""
         for bits in BITS:
             for sinks in (PREDICTED, AS_MANY, NO_SINKS):
                 self._note(1.0, self._plan(f"{bits} bits", self.dense.windows, bits, sinks))
-        losses = self.bench.quantization_losses(BITS[1], self.calibration)
         spared = max(1, round(SPARED * len(losses)))
         drawn = np.random.default_rng(self.seed).permutation(len(losses))[:spared]
         for name, layers in (("spared", np.argsort(-losses)[:spared]), ("random spared", drawn)):
-            plan = self._plan(f"{BITS[1]} bits, {name}", self.dense.windows, BITS[1])
+            plan = self._plan(f"{BITS[1]} bits, {name}", self.dense.windows, BITS[1], NO_SINKS)  # as servers do
             plan.bits[layers] = FULL_BITS
             self._note(1.0, plan)
-        return pd.DataFrame({"layer": self.layers, "output_loss": losses})
 
     def _note(self, budget: float, plan: Plan) -> None:
         """Measure a plan and record it."""

@@ -16,12 +16,13 @@ import sinkscope
 from sinkscope.attention.eviction import evicting_attention
 from sinkscope.attention.kernels import AttentionCall, fused_attention
 from sinkscope.errors import InputError
-from sinkscope.measuring.kv_plan import RANKINGS, WHOLE, Plan, Reading, Sizes, Text, predicted_sinks
+from sinkscope.measuring.kv_plan import RANKINGS, WHOLE, Plan, Reading, Sizes, Text, predicted_sinks, quantized
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tables import column_names
 from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.output.run import Run
+from sinkscope.quantization.grids import RowGrids
 
 SIZES = Sizes(tokens=np.array([100, 40]), kv_heads=2, width=16, sinks=2)  # the second layer sees 40 tokens
 SCORES = np.array([[0.1, 0.9], [0.5, 0.2]])
@@ -46,6 +47,27 @@ def test_whole_budget_keeps_everything() -> None:
     assert np.array_equal(SIZES.split(SCORES, 1.0, 0.0), SIZES.dense)
     assert SIZES.split(SCORES, 0.01, 0.0) is None
     assert SIZES.memory(Plan("", SIZES.dense, np.full(2, 16))) == 1
+
+
+@pytest.mark.parametrize(
+    ("losses", "budget", "bits"), [([0.9, 0.1], 0.6, [8, 4]), ([0.1, 0.9], 0.6, [4, 8]), ([0.9, 0.1], 0.5, [4, 8])]
+)
+def test_layers_that_lose_most_get_more_bits_if_they_fit(losses: list, budget: float, bits: list) -> None:
+    """On 4 bits a token takes 3/8 of 16 bits, on 8 bits 5/8: with sinks the layers take 77.5 and 32.5, or 126.5, 51.5."""
+    found = SIZES.fitting_bits(np.array(losses), budget)
+    assert found is not None
+    assert found.tolist() == bits
+    assert SIZES.fitting_bits(np.array(losses), 0.1) is None
+
+
+def test_rounding_spreads_large_channels_and_keeps_sinks() -> None:
+    torch.manual_seed(0)
+    keys = torch.randn(1, 2, 50, 32)
+    keys[..., 7] += 40
+    (rounded,) = quantized(4, (0, 9), keys)
+    assert torch.equal(rounded[:, :, [0, 9]], keys[:, :, [0, 9]])
+    unrotated = RowGrids(4, is_symmetric=False).snap(keys)
+    assert float((rounded - keys).norm()) < 0.5 * float((unrotated - keys).norm())
 
 
 def test_planted_retrieval_head_is_first() -> None:
