@@ -536,7 +536,7 @@ class Study:
         self._note(budget, self._plan(FIRST_AND_LAST, first_and_last, sinks=FIRST_FOUR))
 
     def _redrawn(self, plan: Plan, drawn: np.ndarray, budget: float) -> Plan:
-        """Return a plan for random scores (L,K) in place of those of its heads, or of its layers if their bits differ."""
+        """Return a plan for random scores (L,K) of its heads, or of its layers if all tokens stay."""
         sizes, fewest = self.bench.sizes, int(plan.bits.min())
         if (plan.windows == WHOLE).all():
             return replace(plan, bits=sizes.fitting_bits(drawn.mean(1), budget))

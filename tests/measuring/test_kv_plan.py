@@ -53,7 +53,7 @@ def test_whole_budget_keeps_everything() -> None:
     ("losses", "budget", "bits"), [([0.9, 0.1], 0.6, [8, 4]), ([0.1, 0.9], 0.6, [4, 8]), ([0.9, 0.1], 0.5, [4, 8])]
 )
 def test_layers_that_lose_most_get_more_bits_if_they_fit(losses: list, budget: float, bits: list) -> None:
-    """On 4 bits a token takes 3/8 of 16 bits, on 8 bits 5/8: with sinks the layers take 77.5 and 32.5, or 126.5, 51.5."""
+    """A token takes 3/8 of its 16 bits on 4 bits and 5/8 on 8, a sink all of them."""
     found = SIZES.fitting_bits(np.array(losses), budget)
     assert found is not None
     assert found.tolist() == bits
