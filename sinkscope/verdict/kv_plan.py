@@ -16,6 +16,7 @@ import pandas as pd
 from sinkscope.errors import counted
 from sinkscope.measuring.kv_plan import (
     AS_MANY,
+    AS_VLLM,
     BITS,
     COMBINED,
     DENSE,
@@ -23,7 +24,6 @@ from sinkscope.measuring.kv_plan import (
     FIRST_AND_LAST,
     FULL_BITS,
     NO_SINKS,
-    PLANNED_BITS,
     PREDICTED,
     RANDOM,
     RANDOM_COMBINED,
@@ -107,8 +107,7 @@ def _plan(rows: pd.DataFrame, budget: float) -> Finding:
     outcome = (Outcome.REFUTED, Outcome.PARTLY, Outcome.CONFIRMED)[met]
     heads = f"{counted(int(row['whole_heads']), 'key/value head')} with all tokens"
     heads += f", the others with sinks and the last {row['window']:g}" if row["window"] >= 0 else ""
-    bits = "" if row["bits"] == FULL_BITS else f", on {row['bits']:.3g} bits"
-    bits += "" if row["bits"] in PLANNED_BITS else " in the mean over layers"
+    bits = "" if row["bits"] == FULL_BITS else f", on {row['bits']:.3g} bits, mean over keys and values of all layers"
     sentence = f"With {row['memory']:.1%} of the memory ({heads}{bits}): {_measured(row)}."
     numbers = {"budget": budget, "memory": row["memory"], "kept": row["kept"], "bits": row["bits"]}
     ends = {"low": row["ratio_low"], "high": row["ratio_high"], "threshold": SMALL_RATIO}
@@ -128,7 +127,7 @@ def _against_controls(rows: pd.DataFrame, budget: float) -> Finding:
     sentence = f"At {budget:.0%}, the first {FIRST} and the last {first['window']:g} tokens in all heads: "
     sentence += _measured(first)
     numbers = {"budget": budget, "first": first["ratio"], "first_kept": first["kept"]}
-    for name, what in ((RANDOM, "heads in the best ranking's"), (RANDOM_COMBINED, "heads or layers in the whole")):
+    for name, what in ((RANDOM, "heads in the best ranking's"), (RANDOM_COMBINED, "heads and layers in the complete")):
         draws = rows[rows.index.str.fullmatch(rf"{name} \d+")]
         kept = _interval(draws["kept"].mean(), draws["kept"].min(), draws["kept"].max(), ".0%")
         sentence += f"; random {what} plan ({counted(len(draws), 'draw')}): perplexity × {draws['ratio'].min():.3f} to "
@@ -149,11 +148,11 @@ def _bits(run: RunData) -> Iterator[Finding]:
         sentence += f"tokens, {rows.loc[NO_SINKS]['ratio']:.3f} with none."
         numbers = {"bits": bits, "first": rows.loc[AS_MANY]["ratio"], "none": rows.loc[NO_SINKS]["ratio"]}
         yield Finding("bits", BITS_OF_CACHE, value=best["ratio"], numbers=numbers, sentence=sentence)
-    spared, drawn = (table.loc[(f"{BITS[1]} bits, {name}", NO_SINKS)] for name in ("spared", "random spared"))
+    spared, drawn = (table.loc[(f"{BITS[1]} bits {AS_VLLM}, {name}", NO_SINKS)] for name in ("spared", "random spared"))
     layers = _costliest(run)
-    sentence = f"On {BITS[1]} bits, {layers_text(sorted(layers))} {'lose' if len(layers) > 1 else 'loses'} most of the "
-    sentence += f"output; without them perplexity × {spared['ratio']:.3f}, without random layers {drawn['ratio']:.3f} "
-    sentence += "(no token in full precision)."
+    sentence = f"On {BITS[1]} bits {AS_VLLM}, which keeps no token in full precision, {layers_text(sorted(layers))} "
+    sentence += f"{'lose' if len(layers) > 1 else 'loses'} most of the output; without them perplexity × "
+    sentence += f"{spared['ratio']:.3f}, without random layers {drawn['ratio']:.3f}."
     numbers = {"layers": tuple(layers), "random": drawn["ratio"]}
     yield Finding("spared-layers", BITS_OF_CACHE, value=spared["ratio"], numbers=numbers, sentence=sentence)
 
@@ -161,9 +160,10 @@ def _bits(run: RunData) -> Iterator[Finding]:
 def _costliest(run: RunData) -> list[int]:
     """Return the layers that the plan with spared layers does not quantize, the costliest first."""
     table, plans = run.tables["kv_layers"], run.tables["kv_plan"].set_index("plan")
-    bits = plans.loc[f"{BITS[1]} bits, spared"]["bits"]
+    bits = plans.loc[f"{BITS[1]} bits {AS_VLLM}, spared"]["bits"]
     count = round((bits - BITS[1]) / (FULL_BITS - BITS[1]) * len(table))
-    return [int(layer) for layer in table.sort_values("output_loss", ascending=False, kind="stable")["layer"][:count]]
+    losses = table.set_index("layer")[["key_loss", "value_loss"]].sum(axis=1)
+    return [int(layer) for layer in losses.sort_values(ascending=False, kind="stable").index[:count]]
 
 
 def _sinks(run: RunData) -> Finding:
@@ -200,7 +200,7 @@ def plans(run: RunData) -> dict[str, Any]:
         windows = [[None if window < 0 else int(window) for window in rows["window"]] for rows in by_layer]
         row = measured.loc[(budget, name)]
         numbers = {name: float(row[name]) for name in ("memory", "perplexity", "ratio", "retrieval", "kept")}
-        bits = [int(rows["bits"].iloc[0]) for rows in by_layer]
+        bits = [rows[["key_bits", "value_bits"]].iloc[0].tolist() for rows in by_layer]
         found.append({"budget": budget, "plan": name, "windows": windows, "bits": bits, **numbers})
     sinks = {
         "layer": given["sink_layer"],
@@ -218,12 +218,12 @@ def plans(run: RunData) -> dict[str, Any]:
 def vllm_options(run: RunData) -> dict[str, Any]:
     """Return the options with the fewest bits that keep perplexity, as in vLLM's CacheConfig; none if no bits do.
 
-    vLLM keeps no token in full precision. The rotated grids are those of its int4_per_token_head.
+    vLLM keeps no token in full precision, and the rotated grids are those of its int4_per_token_head.
     """
     table = run.tables["kv_plan"].query("budget == 1 and sinks == @NO_SINKS").set_index("plan")
     options: dict[str, Any] = {}
-    for bits, name in ((BITS[0], "8 bits"), (BITS[1], "4 bits, spared"), (BITS[1], "4 bits")):
-        if table.loc[name]["ratio"] <= SMALL_RATIO:
-            skipped = [str(layer) for layer in sorted(_costliest(run))] if name.endswith("spared") else []
+    for bits, which in ((BITS[0], ""), (BITS[1], ", spared"), (BITS[1], "")):
+        if table.loc[f"{bits} bits {AS_VLLM}{which}"]["ratio"] <= SMALL_RATIO:
+            skipped = [str(layer) for layer in sorted(_costliest(run))] if which else []
             options = {"kv_cache_dtype": f"int{bits}_per_token_head", "kv_cache_dtype_skip_layers": skipped}
     return options
