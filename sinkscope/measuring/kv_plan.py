@@ -46,8 +46,8 @@ from sinkscope.results.tables import KV_HEAD, SEQUENCE, Column, Columns
 FULL_BITS = 16
 GRID_BITS = 32  # step and zero of a token's grid, for the keys and for the values of each head
 BITS = (8, 4, 2)
-KEPT = (1.0, 0.85, 0.7, 0.5)  # of all tokens, on fewer bits
-SHARES = (0.0, 0.3, 0.6, 0.9)  # of the kept tokens, for the heads that keep all
+KEPT = (1.0, 0.8, 0.6)  # of all tokens, on fewer bits
+SHARES = (0.0, 0.5, 0.9)  # of the kept tokens, for the heads that keep all
 COPIED = 8  # the copy is an eighth of the text
 WHOLE = 2**31 - 1  # a window that holds all tokens
 UNKNOWN = 8  # first tokens of the copy, which do not show yet what is copied
@@ -350,9 +350,11 @@ def holding(
         value: torch.Tensor,
         call: AttentionCall,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        means = centers[layer] if centers and plan.is_centered else (0.0, 0.0)
-        rounded = (quantized(each, sinks, *of) for each, *of in zip(bits, (key, value), means, strict=True))
-        return evicting_attention(query, *rounded, call, windows, torch.tensor(sinks, dtype=torch.long).to(key.device))
+        key_mean, value_mean = centers[layer] if centers and plan.is_centered else (0.0, 0.0)
+        key, value = quantized(bits[0], sinks, key, key_mean), quantized(bits[1], sinks, value, value_mean)
+        return evicting_attention(
+            query, key, value, call, windows, torch.tensor(sinks, dtype=torch.long).to(key.device)
+        )
 
     rows = zip(sorted(seams), plan.windows.tolist(), plan.bits.tolist(), strict=True)
     return attending_by_kernels(seams, {row[0]: partial(attend, *row) for row in rows})
@@ -459,7 +461,8 @@ class Bench:
             others[list(text.sinks)] = False
             means = [upcast(x)[0, :, others].mean(1, keepdim=True) / calibration for x in (key, value)]
             layer = sorted(self.seams)[at]
-            self.centers[layer] = [a + b for a, b in zip(means, self.centers.get(layer, (0.0, 0.0)), strict=True)]
+            known = self.centers.get(layer)
+            self.centers[layer] = [a + b for a, b in zip(means, known, strict=True)] if known else means
             return fused_attention(query, key, value, call)
 
         self._attend(attend, texts[-calibration:])
@@ -560,10 +563,10 @@ class Study:
             self._note_heads(budget, plan, scores[name])
         shuffled = np.random.default_rng(self.seed).permutation
         for draw in range(1, 1 + DRAWS):
-            drawn = [shuffled(each.ravel()).reshape(each.shape) for each in (scores[ranking], losses)]
+            heads, layers = (shuffled(each.ravel()).reshape(each.shape) for each in (scores[ranking], losses))
             for name, plan in ((RANDOM, best[ranking]), (RANDOM_COMBINED, combined)):
                 for share in (plan.share, 0.0):  # heads whose layers see more tokens may leave none for windows
-                    control = self._made(f"{name} {draw}", *drawn, budget, plan.tokens, share)
+                    control = self._made(f"{name} {draw}", heads, layers, budget, plan.tokens, share)
                     if control is not None:
                         self._note(budget, control)
                         break
@@ -574,7 +577,9 @@ class Study:
     ) -> Plan | None:
         """Return the plan that keeps a share of all tokens, on as many bits as the budget permits."""
         windows = self.bench.sizes.split(scores, tokens, share)
-        bits = None if windows is None else self.bench.sizes.fitting_bits(losses, budget, windows)
+        if windows is None:
+            return None
+        bits = self.bench.sizes.fitting_bits(losses, budget, windows)
         return None if bits is None else Plan(name, windows, bits, tokens=tokens, share=share)
 
     def _added(self, plan: Plan) -> float:
