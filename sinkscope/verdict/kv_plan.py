@@ -44,7 +44,8 @@ def report(run: RunData) -> Report:
     sentence = f"; plans are made on the {counted(given['calibration'], 'sequence')} after them. Retrieval is of "
     sentence += f"the first {given['copied']} tokens, which follow a text once more; {guessed:.0%} are predicted where "
     sentence += "they occur first. Memory is that at the end of the text, of 16 bits or fewer; a quantized token takes "
-    sentence += "a step and a zero more for each head"
+    sentence += "a step and a zero more for each head, whose keys and values are centered and rotated before they are "
+    sentence += "rounded"
     title = f"{run.model}: plans for the KV cache, {run.reads}"
     return Report(title, settings(run, sentence, copied=given["copied"]), overview(run), findings(run))
 
