@@ -118,6 +118,9 @@ report-models: install models  ## of pretrained models: 40 minutes on two cores
 	$(call report,mgm-position-or-token,run not-universal-position-or-token --model $(MGM))
 	$(call report,smollm2-135m-w8a8,quantize)
 	$(call report,smollm2-135m-streaming,run streaming-perplexity)
+	$(call report,smollm2-135m-kv-plan,run kv-plan)
+	$(call report,smollm2-135m-float16,doctor --dtype float16)
+	-$(call report,gemma3-270m-float16,doctor .models/gemma3-270m.gguf --dtype float16)  # status 1: it overflows
 	$(call report,quantization-prefix/smollm2-135m,run quantization-prefix)
 	$(call report,quantization-prefix/gemma3-270m,run quantization-prefix --model .models/gemma3-270m.gguf)
 

@@ -11,15 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from sinkscope.attention.kernels import (
-    AttentionCall,
-    fused_attention,
-    grouped_matmul,
-    numbers_at_once,
-    raw_logits,
-    row_weights,
-    rows_at_once,
-)
+from sinkscope.attention.kernels import AttentionCall, fused_attention, numbers_at_once, rows_at_once
 
 
 def evicting_attention(
@@ -67,14 +59,14 @@ def _over_window(
         band = max(0, rows.start - window + 1)  # the first token that is in the window of any of these queries
         kept = torch.cat([sinks[sinks < band], torch.arange(band, rows.stop, device=device)])
         tokens = torch.arange(rows.start, rows.stop, device=device)[:, None]
-        visible = (kept <= tokens) & ((tokens - kept < window) | torch.isin(kept, sinks))
-        logits = raw_logits(query[:, :, rows], key[:, :, kept], call)
-        mask = None if call.mask is None else call.mask[:, :, rows][..., kept]
-        if mask is not None and mask.dtype == torch.bool:
-            visible = visible & mask
-        elif mask is not None:
-            logits = logits + mask
-        weights, lse = row_weights(logits.masked_fill(~visible, torch.finfo(logits.dtype).min), call, rows)
-        mixes.append(grouped_matmul(weights.to(value.dtype), value[:, :, kept]))
+        seen = ((kept <= tokens) & ((tokens - kept < window) | torch.isin(kept, sinks)))[None, None]
+        if call.mask is not None:
+            mask = call.mask[:, :, rows][..., kept]
+            seen = seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
+        own = replace(call, mask=seen)
+        if call.sink_logits is not None and call.sink_logits.dim() == 3:
+            own = replace(own, sink_logits=call.sink_logits[:, :, rows])
+        mix, lse = fused_attention(query[:, :, rows], key[:, :, kept], value[:, :, kept], own)
+        mixes.append(mix)
         lses.append(lse)
     return torch.cat(mixes, dim=2), torch.cat(lses, dim=2)

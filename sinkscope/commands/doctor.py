@@ -142,9 +142,10 @@ def doctor(
             report.run = finished(run, Console(stderr=True, quiet=quiet), page=page)
             report.notes += subject.inputs.notices
             for finding in run.findings:
-                if finding.name in ALARMS:
+                is_alarm = finding.outcome == Outcome.PRESENT
+                if finding.name == "overflow" or (finding.name in ALARMS and is_alarm):
                     what = f"{ALARMS[finding.name]} in {config.dtype}"
-                    report.checks.append((what, finding.outcome != Outcome.PRESENT, finding.sentence))
+                    report.checks.append((what, not is_alarm, finding.sentence))
                 else:
                     report.notes.append(finding.sentence)
     return report

@@ -72,7 +72,9 @@ def kv_plan(
         texts = [Text.of(ids) for ids in whole.inputs.sequences]
         rule, texts = predicted_sinks(whole, texts, config.calibration, parity)
         with open_seam(whole.loaded.model, whole.family) as seams:
-            study = Study(Bench(whole, seams, texts), texts, config.calibration, console, config.seed)
+            study = Study(
+                Bench(whole, seams, texts, config.calibration), texts, config.calibration, console, config.seed
+            )
             tables = publish(study.tables(config.budget), whole.loaded, whole.inputs.condition)
         manifest = make_manifest(subject, config, Facts(1, parity=parity.error), list(tables), start)
         record = {

@@ -2,8 +2,9 @@
 
 A plan is made in four steps. Sinks are predicted: tokens with a massive activation at the layer where these appear
 (KVSink, 2025). A ranking scores every key/value head on calibration texts. The best heads keep all tokens, and the
-others the sinks and a window, so that the memory is the budget (DuoAttention, 2024); calibration texts decide how
-much of it goes to the first. Other texts then show the plan's cost, next to controls of equal memory.
+others the sinks and a window (DuoAttention, 2024). Keys and values of each layer get as many bits as the budget
+permits, more where the output loses most. Calibration texts decide how many tokens are kept, on how many bits. Other
+texts then show the plan's cost, next to controls of equal memory.
 
 There are two tasks: perplexity on the text, and retrieval: the text's first tokens follow it once more, and a window
 hides where they can be read. Perplexity hardly shows this.
@@ -11,7 +12,7 @@ hides where they can be read. Perplexity hardly shows this.
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +24,7 @@ import torch
 from rich.console import Console
 
 from sinkscope.attention.eviction import evicting_attention
-from sinkscope.attention.kernels import AttentionCall, fused_attention, raw_logits
+from sinkscope.attention.kernels import AttentionCall, fused_attention, raw_logits, upcast
 from sinkscope.attention.seam import attending_by_kernels
 from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError
@@ -38,13 +39,15 @@ from sinkscope.measuring.subject import Subject, position_limit
 from sinkscope.measuring.tracer import Tracer, logits_of, open_tracer
 from sinkscope.models.family import input_device
 from sinkscope.quantization.grids import RowGrids
+from sinkscope.quantization.rotation import random_rotation
 from sinkscope.results.statistics import Estimate, bootstrap, resamplings, weighted_means
 from sinkscope.results.tables import KV_HEAD, SEQUENCE, Column, Columns
 
 FULL_BITS = 16
 GRID_BITS = 32  # step and zero of a token's grid, for the keys and for the values of each head
 BITS = (8, 4, 2)
-SHARES = (0.0, 0.3, 0.6, 0.9)  # of the budget, for the heads that keep all tokens
+KEPT = (1.0, 0.8, 0.6)  # of all tokens, on fewer bits
+SHARES = (0.0, 0.5, 0.9)  # of the kept tokens, for the heads that keep all
 COPIED = 8  # the copy is an eighth of the text
 WHOLE = 2**31 - 1  # a window that holds all tokens
 UNKNOWN = 8  # first tokens of the copy, which do not show yet what is copied
@@ -53,13 +56,15 @@ DRAWS = 3  # random rankings
 SHORTEST = 128  # tokens of a text
 PREDICTED, FIRST_FOUR, AS_MANY, NO_SINKS = "predicted sinks", "first 4", "as many first", "none"
 DENSE, FIRST_AND_LAST, COMBINED, RANDOM = "dense", "first-and-last", "combined", "random"
+RANDOM_COMBINED = f"{RANDOM} {COMBINED}"
+AS_VLLM = "as in vLLM"  # without centers, and with no token in full precision
 SPARED = 0.1  # share of the layers that a plan may leave unquantized
 
 KV_PLAN_TABLES: dict[str, Columns] = {
     "kv_plan": (
         Column("budget", "the wanted share of the dense cache's memory; 1 for comparisons without a budget"),
         Column("plan", "the ranking of heads, or a control: see `sinkscope list rankings`", kind="text"),
-        Column("bits", "of keys and values, mean over layers; 16: not quantized"),
+        Column("bits", "of keys and values, mean over layers and both; 16: not quantized"),
         Column("sinks", "what all heads keep in full precision: predicted sinks, first tokens or none", kind="text"),
         Column("whole_heads", "number of key/value heads that keep all tokens", kind="whole"),
         Column("window", "last tokens that the other heads keep, median", "tokens", kind="whole"),
@@ -89,9 +94,13 @@ KV_PLAN_TABLES: dict[str, Columns] = {
         KV_HEAD,
         Column("score", "by the plan's ranking: the largest of the query heads that read this head"),
         Column("window", "last tokens that the head keeps; -1: all", "tokens", kind="whole"),
-        Column("bits", "of keys and values; 16: not quantized", kind="whole"),
+        Column("key_bits", "of keys; 16: not quantized", kind="whole"),
+        Column("value_bits", "of values", kind="whole"),
     ),
-    "kv_layers": (Column("output_loss", "‖y − y with keys and values on 4 bits‖ ÷ ‖y‖, mean over heads and texts"),),
+    "kv_layers": (
+        Column("key_loss", "‖y − y with keys on 4 bits‖ ÷ ‖y‖, mean over heads and texts"),
+        Column("value_loss", "the same with values on 4 bits"),
+    ),
 }
 
 
@@ -231,9 +240,11 @@ class Plan:
 
     name: str
     windows: np.ndarray  # (L,K): last tokens, at most all that the layer sees
-    bits: np.ndarray  # (L,): of keys and values
+    bits: np.ndarray  # (L,2): of keys and of values
     sinks: str = PREDICTED  # which tokens all heads keep
-    share: float = 0.0  # of the budget, for the heads that keep all tokens
+    tokens: float = 1.0  # share of all tokens that is kept
+    share: float = 0.0  # of these, for the heads that keep all
+    is_centered: bool = True  # whether the mean of keys and values is subtracted before they are rounded
 
     def kept(self, text: Text) -> tuple[int, ...]:
         counts = {FIRST_FOUR: FIRST, AS_MANY: len(text.sinks), NO_SINKS: 0}
@@ -241,8 +252,8 @@ class Plan:
 
 
 def bytes_per_token(bits: np.ndarray, width: int) -> np.ndarray:
-    """Return the share of a token's 16-bit keys or values of `width` that it takes on a grid of its own."""
-    return np.where(bits < FULL_BITS, (bits * width + GRID_BITS) / (FULL_BITS * width), 1.0)
+    """Return the share (L,) of a token's 16-bit keys and values of `width` that it takes with these bits (L,2)."""
+    return np.where(bits < FULL_BITS, (bits * width + GRID_BITS) / (FULL_BITS * width), 1.0).mean(-1)
 
 
 @dataclass(frozen=True)
@@ -262,22 +273,38 @@ class Sizes:
         taken = kept * each + np.minimum(sinks, kept) * (1 - each)
         return float(taken.sum() / (self.tokens.sum() * self.kv_heads))
 
+    def fitting_bits(self, losses: np.ndarray, budget: float, windows: np.ndarray) -> np.ndarray | None:
+        """Return bits (L,2) of keys and values, in all as many as the budget permits; None if it permits none.
+
+        One bit more halves a loss (L,2), so the next bit always goes to the largest loss that is left.
+        """
+        bits = np.full(losses.shape, BITS[-1])
+        if self.memory(Plan("", windows, bits)) > budget:
+            return None
+        while True:
+            for at in np.argsort(-np.where(bits < FULL_BITS, losses * 2.0**-bits, -1), axis=None, kind="stable"):
+                raised = bits.copy()
+                raised.flat[at] = FULL_BITS if bits.flat[at] >= BITS[0] else bits.flat[at] + 1
+                if bits.flat[at] < FULL_BITS and self.memory(Plan("", windows, raised)) <= budget:
+                    bits = raised
+                    break
+            else:
+                return bits
+
     @property
     def dense(self) -> np.ndarray:
         """The windows (L,K) of the dense cache."""
         return np.full((len(self.tokens), self.kv_heads), WHOLE)
 
-    def split(
-        self, scores: np.ndarray, budget: float, share: float, bits: int = FULL_BITS, sinks: int | None = None
-    ) -> np.ndarray | None:
-        """Return windows (L,K): the heads with the highest scores (L,K) take `share` of the budget for all tokens.
+    def split(self, scores: np.ndarray, budget: float, share: float, sinks: int | None = None) -> np.ndarray | None:
+        """Return windows (L,K) that keep `budget` of all tokens; the heads with the highest scores (L,K) keep all.
 
-        The others get equal windows and `sinks` (None: the predicted ones); None if no token is left for a window.
+        These take `share` of the budget. The others get equal windows and `sinks` (None: the predicted ones); None if
+        no token is left for a window.
         """
         sinks = self.sinks if sinks is None else sinks
-        each = float(bytes_per_token(np.array(bits), self.width))
         whole = np.repeat(self.tokens, self.kv_heads)
-        room = (budget * whole.sum() - sinks * len(whole) * (1 - each)) / each
+        room = budget * whole.sum()
         order = np.argsort(-scores.ravel(), kind="stable")
         count = int(np.searchsorted(whole[order].cumsum(), share * room, side="right"))
         windows, rest = self.dense.ravel(), order[count:]
@@ -292,25 +319,45 @@ class Sizes:
 # --- measuring
 
 
-def quantized(bits: int, sinks: Sequence[int], *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Round keys or values (B,K,T,d) to one grid for each token and head, except those of the sinks."""
-    kept = torch.tensor(sinks, dtype=torch.long, device=tensors[0].device)
-    return [RowGrids(bits, is_symmetric=False).snap(x).index_copy(2, kept, x[:, :, kept]) for x in tensors]
+def quantized(bits: int, sinks: Sequence[int], x: torch.Tensor, center: torch.Tensor | float = 0.0) -> torch.Tensor:
+    """Round keys or values (B,K,T,d) to one grid for each token and head, except those of the sinks.
+
+    A rotation first spreads the channels that are large in all tokens, as in vLLM's int4_per_token_head. `center`
+    (K,1,d), which is subtracted before, is the same for all tokens and texts, so it takes no memory of the cache.
+    """
+    if bits == FULL_BITS:
+        return x
+    kept, rotation = torch.tensor(sinks, dtype=torch.long, device=x.device), random_rotation(x.shape[-1], 0)
+    rotation = rotation.to(upcast(x))
+    snapped = RowGrids(bits, is_symmetric=False).snap((upcast(x) - center) @ rotation) @ rotation.T + center
+    return snapped.to(x.dtype).index_copy(2, kept, x[:, :, kept])
 
 
-def holding(seams: Mapping[int, Seam], plan: Plan, sinks: Sequence[int]) -> AbstractContextManager[None]:
+Centers = Mapping[int, Sequence[torch.Tensor | float]]  # layer → means of keys and values
+
+
+def holding(
+    seams: Mapping[int, Seam], plan: Plan, sinks: Sequence[int], centers: Centers | None = None
+) -> AbstractContextManager[None]:
     """Let the model read one text with the cache of a plan, of which the tokens in `sinks` are in full precision."""
 
     def attend(
-        windows: list[int], bits: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+        layer: int,
+        windows: list[int],
+        bits: list[int],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        call: AttentionCall,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        kept = torch.tensor(sinks, dtype=torch.long, device=key.device)
-        if bits < FULL_BITS:
-            key, value = quantized(bits, sinks, key, value)
-        return evicting_attention(query, key, value, call, windows, kept)
+        key_mean, value_mean = centers[layer] if centers and plan.is_centered else (0.0, 0.0)
+        key, value = quantized(bits[0], sinks, key, key_mean), quantized(bits[1], sinks, value, value_mean)
+        return evicting_attention(
+            query, key, value, call, windows, torch.tensor(sinks, dtype=torch.long).to(key.device)
+        )
 
     rows = zip(sorted(seams), plan.windows.tolist(), plan.bits.tolist(), strict=True)
-    return attending_by_kernels(seams, {layer: partial(attend, windows, bits) for layer, windows, bits in rows})
+    return attending_by_kernels(seams, {row[0]: partial(attend, *row) for row in rows})
 
 
 @dataclass(frozen=True)
@@ -324,12 +371,13 @@ class Cost:
 
 
 class Bench:
-    """Reads texts with plans, in a model with its seams in place."""
+    """Reads texts with plans, in a model with its seams in place; the last `calibration` texts are not measured."""
 
-    def __init__(self, subject: Subject, seams: Mapping[int, Seam], texts: Sequence[Text]) -> None:
+    def __init__(self, subject: Subject, seams: Mapping[int, Seam], texts: Sequence[Text], calibration: int) -> None:
         self.subject, self.seams = subject, seams
         self.known: dict[tuple, tuple[float, ...]] = {}  # of plan and text
-        self.sizes = self._sizes(texts)
+        self.centers: dict[int, list[torch.Tensor]] = {}  # layer → means of keys and values (K,1,d), without sinks
+        self.sizes = self._sizes(texts, calibration)
 
     def logits(self, text: Text) -> torch.Tensor:
         """Return the model's logits (T,V)."""
@@ -346,9 +394,9 @@ class Bench:
 
     def _read(self, plan: Plan, text: Text) -> tuple[float, ...]:
         """Return the fields of Cost for one text."""
-        key = (text.ids.tobytes(), plan.windows.tobytes(), plan.bits.tobytes(), plan.kept(text))
+        key = (text.ids.tobytes(), plan.windows.tobytes(), plan.bits.tobytes(), plan.kept(text), plan.is_centered)
         if key not in self.known:
-            with holding(self.seams, plan, plan.kept(text)):
+            with holding(self.seams, plan, plan.kept(text), self.centers):
                 logits = self.logits(text)
             ids = torch.as_tensor(np.array(text.ids))
             losses, hits = token_losses(logits[None], ids[None])[0], logits[:-1].argmax(-1).cpu() == ids[1:]
@@ -377,16 +425,18 @@ class Bench:
         return found
 
     def quantization_losses(self, bits: int, texts: Sequence[Text]) -> np.ndarray:
-        """Return what each layer's output loses with keys and values on `bits`, (L,), mean over heads and texts."""
-        found = np.zeros(len(self.seams))
+        """Return what each layer's output loses with keys or values on `bits`, (L,2), mean over heads and texts."""
+        found = np.zeros((len(self.seams), 2))
 
         def attend(
             text: Text, at: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
         ) -> tuple[torch.Tensor, torch.Tensor]:
             whole = fused_attention(query, key, value, call)
-            rounded_key, rounded_value = quantized(bits, text.sinks, key, value)
-            read = Reading(query, key, call, *whole, *fused_attention(query, rounded_key, rounded_value, call), text)
-            found[at] += float(OutputLoss().score(read).mean()) / len(texts)
+            means = self.centers[sorted(self.seams)[at]]
+            rounded = [quantized(bits, text.sinks, x, mean) for x, mean in zip((key, value), means, strict=True)]
+            for which, pair in enumerate(((rounded[0], value), (key, rounded[1]))):
+                read = Reading(query, key, call, *whole, *fused_attention(query, *pair, call), text)
+                found[at, which] += float(OutputLoss().score(read).mean()) / len(texts)
             return whole
 
         self._attend(attend, texts)
@@ -399,17 +449,23 @@ class Bench:
             with attending_by_kernels(self.seams, kernels):
                 self.logits(text)
 
-    def _sizes(self, texts: Sequence[Text]) -> Sizes:
-        """Read the dense cache's sizes in one pass. Raises InputError where the model's own code has no kernel."""
+    def _sizes(self, texts: Sequence[Text], calibration: int) -> Sizes:
+        """Read the dense cache's sizes and centers. Raises InputError where the model's own code has no kernel."""
         shapes: dict[int, torch.Size] = {}
 
         def attend(
-            _: Text, at: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+            text: Text, at: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
         ) -> tuple[torch.Tensor, torch.Tensor]:
             shapes[at] = key.shape
+            others = torch.ones(key.shape[2], dtype=torch.bool, device=key.device)
+            others[list(text.sinks)] = False
+            means = [upcast(x)[0, :, others].mean(1, keepdim=True) / calibration for x in (key, value)]
+            layer = sorted(self.seams)[at]
+            known = self.centers.get(layer)
+            self.centers[layer] = [a + b for a, b in zip(means, known, strict=True)] if known else means
             return fused_attention(query, key, value, call)
 
-        self._attend(attend, texts[:1])
+        self._attend(attend, texts[-calibration:])
         if len(shapes) < len(self.seams):
             raise does_not_apply(self.subject, "it has attention code of its own, whose cache cannot be simulated")
         if len({shape[1::2] for shape in shapes.values()}) > 1:
@@ -466,68 +522,86 @@ class Study:
 
     def tables(self, budgets: Sequence[float]) -> dict[str, pd.DataFrame]:
         self._note(1.0, self.dense)
+        losses = self.bench.quantization_losses(BITS[1], self.calibration)
         for budget in budgets:
             print_line(self.console, f"planning for {budget:.0%} of the memory")
-            self._plan_for(budget)
+            self._plan_for(budget, losses)
         print_line(self.console, f"quantizing to {', '.join(map(str, BITS))} bits")
-        layers = self._quantize()
+        self._quantize(losses)
         tables = {"kv_plan": self.rows, "kv_plan_by_sequence": self.sequences, "kv_heads": self.heads}
-        return {name: pd.DataFrame(rows) for name, rows in tables.items()} | {"kv_layers": layers}
+        return {name: pd.DataFrame(rows) for name, rows in tables.items()} | {
+            "kv_layers": pd.DataFrame({"layer": self.layers, "key_loss": losses[:, 0], "value_loss": losses[:, 1]})
+        }
 
     def _plan(self, name: str, windows: np.ndarray, bits: int = FULL_BITS, sinks: str = PREDICTED) -> Plan:
-        return Plan(name, windows, np.full(len(windows), bits), sinks)
+        return Plan(name, windows, np.full((len(windows), 2), bits), sinks)
 
-    def _plan_for(self, budget: float) -> None:
-        """Measure each ranking's best plan, a plan on fewer bits, and the controls."""
+    def _plan_for(self, budget: float, losses: np.ndarray) -> None:
+        """Measure each ranking's best plan without quantization, the best with it, and the controls.
+
+        `losses` (L,2) are those of each layer's output with keys or values on fewer bits.
+        """
         sizes = self.bench.sizes
         equal = np.zeros(sizes.dense.shape)
         first_and_last = sizes.split(equal, budget, 0.0, sinks=FIRST)
         if first_and_last is None or sizes.split(equal, budget, 0.0) is None:
             raise InputError(f"--budget {budget:g} leaves no token for a window: take a larger one, or longer texts")
         window = max(1, int(budget / 2 * sizes.tokens.max()))  # if half of the budget is for heads with all tokens
-        rankings = {name: kind() for name, kind in RANKINGS.items()}
-        scores = self.bench.scores(rankings, window, self.calibration)
-        best = {name: self._best_split(name, scores[name], budget) for name in RANKINGS}
+        scores = self.bench.scores({name: kind() for name, kind in RANKINGS.items()}, window, self.calibration)
+
+        def best_plan(name: str, scores: np.ndarray, kept: Iterable[float]) -> Plan:
+            """Return the plan that adds least to the losses on the calibration texts."""
+            plans = [self._made(name, scores, losses, budget, tokens, share) for tokens in kept for share in SHARES]
+            return min(filter(None, plans), key=self._added)
+
+        best = {name: best_plan(name, scores[name], [budget]) for name in RANKINGS}
         ranking = min(best, key=lambda name: self._added(best[name]))
-        by_bits = [self._best_split(COMBINED, scores[ranking], budget, bits) for bits in (FULL_BITS, *BITS)]
-        combined = min(by_bits, key=self._added)
+        kept = [budget, *(tokens for tokens in KEPT if tokens > budget)]
+        combined = best_plan(COMBINED, scores[ranking], kept)
         for name, plan in [*best.items(), (ranking, combined)]:
             self._note(budget, plan)
             self._note_heads(budget, plan, scores[name])
-        generator = np.random.default_rng(self.seed)
+        shuffled = np.random.default_rng(self.seed).permutation
         for draw in range(1, 1 + DRAWS):
-            splits = (sizes.split(generator.random(equal.shape), budget, share) for share in (best[ranking].share, 0.0))
-            self._note(budget, self._plan(f"{RANDOM} {draw}", next(found for found in splits if found is not None)))
+            heads, layers = (shuffled(each.ravel()).reshape(each.shape) for each in (scores[ranking], losses))
+            for name, plan in ((RANDOM, best[ranking]), (RANDOM_COMBINED, combined)):
+                for share in (plan.share, 0.0):  # heads whose layers see more tokens may leave none for windows
+                    control = self._made(f"{name} {draw}", heads, layers, budget, plan.tokens, share)
+                    if control is not None:
+                        self._note(budget, control)
+                        break
         self._note(budget, self._plan(FIRST_AND_LAST, first_and_last, sinks=FIRST_FOUR))
 
-    def _best_split(self, name: str, scores: np.ndarray, budget: float, bits: int = FULL_BITS) -> Plan:
-        """Return the plan that adds least to the losses on the calibration texts."""
-        splits = {share: self.bench.sizes.split(scores, budget, share, bits) for share in SHARES}
-        plans = [
-            replace(self._plan(name, windows, bits), share=share)
-            for share, windows in splits.items()
-            if windows is not None
-        ]
-        return min(plans, key=self._added)
+    def _made(
+        self, name: str, scores: np.ndarray, losses: np.ndarray, budget: float, tokens: float, share: float
+    ) -> Plan | None:
+        """Return the plan that keeps a share of all tokens, on as many bits as the budget permits."""
+        windows = self.bench.sizes.split(scores, tokens, share)
+        if windows is None:
+            return None
+        bits = self.bench.sizes.fitting_bits(losses, budget, windows)
+        return None if bits is None else Plan(name, windows, bits, tokens=tokens, share=share)
 
     def _added(self, plan: Plan) -> float:
         """Return how much a plan adds to the losses of calibration texts and of their copies, in nats."""
         cost, dense = (self.bench.read(each, self.calibration) for each in (plan, self.dense))
         return float((cost.loss - dense.loss).mean() + (cost.copy_loss - dense.copy_loss).mean())
 
-    def _quantize(self) -> pd.DataFrame:
-        """Measure keys and values on fewer bits, and which layers to spare; returns each layer's loss of output."""
+    def _quantize(self, losses: np.ndarray) -> None:
+        """Measure keys and values on fewer bits, also without the layers whose output loses most on 4 bits."""
         for bits in BITS:
             for sinks in (PREDICTED, AS_MANY, NO_SINKS):
                 self._note(1.0, self._plan(f"{bits} bits", self.dense.windows, bits, sinks))
-        losses = self.bench.quantization_losses(BITS[1], self.calibration)
         spared = max(1, round(SPARED * len(losses)))
         drawn = np.random.default_rng(self.seed).permutation(len(losses))[:spared]
-        for name, layers in (("spared", np.argsort(-losses)[:spared]), ("random spared", drawn)):
-            plan = self._plan(f"{BITS[1]} bits, {name}", self.dense.windows, BITS[1])
+        costliest = np.argsort(-losses.sum(1))[:spared]
+        for bits, name, layers in (
+            (BITS[0], AS_VLLM, []), (BITS[1], AS_VLLM, []),
+            (BITS[1], f"{AS_VLLM}, spared", costliest), (BITS[1], f"{AS_VLLM}, random spared", drawn),
+        ):  # fmt: skip
+            plan = replace(self._plan(f"{bits} bits {name}", self.dense.windows, bits, NO_SINKS), is_centered=False)
             plan.bits[layers] = FULL_BITS
             self._note(1.0, plan)
-        return pd.DataFrame({"layer": self.layers, "output_loss": losses})
 
     def _note(self, budget: float, plan: Plan) -> None:
         """Measure a plan and record it."""
@@ -568,7 +642,8 @@ class Study:
         for (at, head), score in np.ndenumerate(scores):
             row = {"layer": self.layers[at], "budget": budget, "plan": plan.name, "kv_head": head, "score": score}
             window = -1 if whole[at, head] else int(plan.windows[at, head])
-            self.heads.append(row | {"window": window, "bits": int(plan.bits[at])})
+            bits = dict(zip(("key_bits", "value_bits"), map(int, plan.bits[at]), strict=True))
+            self.heads.append(row | {"window": window} | bits)
 
 
 def _ends(name: str, estimate: Estimate) -> dict[str, float]:

@@ -255,7 +255,7 @@ _BIAS = (
 _QUANTIZED = (
     Metric("cost", "cost of quantization (nats per token)", "cost",
         "loss − loss in full precision on the same sequences",
-        unit="nats", form="{:.3f}", whole="", lower_is_better=True, tables=(QUANTIZATION,)),
+        unit="nats", form="{:z.3f}", whole="", lower_is_better=True, tables=(QUANTIZATION,)),
     Metric("perplexity_quantized", "perplexity of the run's text in W8A8", "perplexity in W8A8",
         "perplexity with every linear layer but the LM head in simulated W8A8",
         form="{:,.2f}", source="VGA table 2", whole="", lower_is_better=True, tables=(RETROFIT,)),

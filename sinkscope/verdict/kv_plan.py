@@ -16,6 +16,7 @@ import pandas as pd
 from sinkscope.errors import counted
 from sinkscope.measuring.kv_plan import (
     AS_MANY,
+    AS_VLLM,
     BITS,
     COMBINED,
     DENSE,
@@ -25,6 +26,7 @@ from sinkscope.measuring.kv_plan import (
     NO_SINKS,
     PREDICTED,
     RANDOM,
+    RANDOM_COMBINED,
     RANKINGS,
 )
 from sinkscope.results.findings import KEPT_RETRIEVAL, SMALL_RATIO, Finding, Outcome
@@ -42,7 +44,8 @@ def report(run: RunData) -> Report:
     sentence = f"; plans are made on the {counted(given['calibration'], 'sequence')} after them. Retrieval is of "
     sentence += f"the first {given['copied']} tokens, which follow a text once more; {guessed:.0%} are predicted where "
     sentence += "they occur first. Memory is that at the end of the text, of 16 bits or fewer; a quantized token takes "
-    sentence += "a step and a zero more for each head"
+    sentence += "a step and a zero more for each head, whose keys and values are centered and rotated before they are "
+    sentence += "rounded"
     title = f"{run.model}: plans for the KV cache, {run.reads}"
     return Report(title, settings(run, sentence, copied=given["copied"]), overview(run), findings(run))
 
@@ -70,7 +73,7 @@ def label(row: Any) -> str:
     if row.budget == 1:
         kept = {PREDICTED: "predicted sinks", AS_MANY: "as many first tokens", NO_SINKS: "no token"}[row.sinks]
         return f"{row.plan}, {kept} in full precision"
-    bits = "" if row.bits == FULL_BITS else f", {row.bits:g} bits"
+    bits = "" if row.bits == FULL_BITS else f", {row.bits:.3g} bits"
     if row.window < 0:
         return f"{row.plan}: all heads whole{bits}"
     return f"{row.plan}: {row.whole_heads} heads whole, others last {row.window}{bits}"
@@ -105,7 +108,7 @@ def _plan(rows: pd.DataFrame, budget: float) -> Finding:
     outcome = (Outcome.REFUTED, Outcome.PARTLY, Outcome.CONFIRMED)[met]
     heads = f"{counted(int(row['whole_heads']), 'key/value head')} with all tokens"
     heads += f", the others with sinks and the last {row['window']:g}" if row["window"] >= 0 else ""
-    bits = "" if row["bits"] == FULL_BITS else f", on {row['bits']:g} bits"
+    bits = "" if row["bits"] == FULL_BITS else f", on {row['bits']:.3g} bits, mean over keys and values of all layers"
     sentence = f"With {row['memory']:.1%} of the memory ({heads}{bits}): {_measured(row)}."
     numbers = {"budget": budget, "memory": row["memory"], "kept": row["kept"], "bits": row["bits"]}
     ends = {"low": row["ratio_low"], "high": row["ratio_high"], "threshold": SMALL_RATIO}
@@ -121,14 +124,17 @@ def _ranking(rows: pd.DataFrame, budget: float) -> Finding:
 
 
 def _against_controls(rows: pd.DataFrame, budget: float) -> Finding:
-    draws = rows[rows.index.str.startswith(RANDOM)]
     first = rows.loc[FIRST_AND_LAST]
     sentence = f"At {budget:.0%}, the first {FIRST} and the last {first['window']:g} tokens in all heads: "
-    kept = _interval(draws["kept"].mean(), draws["kept"].min(), draws["kept"].max(), ".0%")
-    sentence += f"{_measured(first)}; random heads in place of the best ranking's ({counted(len(draws), 'draw')}): "
-    sentence += f"perplexity × {draws['ratio'].min():.3f} to {draws['ratio'].max():.3f}, retrieval {kept}."
+    sentence += _measured(first)
     numbers = {"budget": budget, "first": first["ratio"], "first_kept": first["kept"]}
-    numbers |= {"random": tuple(draws["ratio"]), "random_kept": tuple(draws["kept"])}
+    for name, what in ((RANDOM, "heads in the best ranking's"), (RANDOM_COMBINED, "heads and layers in the complete")):
+        draws = rows[rows.index.str.fullmatch(rf"{name} \d+")]
+        kept = _interval(draws["kept"].mean(), draws["kept"].min(), draws["kept"].max(), ".0%")
+        sentence += f"; random {what} plan ({counted(len(draws), 'draw')}): perplexity × {draws['ratio'].min():.3f} to "
+        sentence += f"{draws['ratio'].max():.3f}, retrieval {kept}"
+        numbers |= {name: tuple(draws["ratio"]), f"{name} kept": tuple(draws["kept"])}
+    sentence += "."
     return Finding("controls", CONTROLS, numbers=numbers, sentence=sentence)
 
 
@@ -143,10 +149,11 @@ def _bits(run: RunData) -> Iterator[Finding]:
         sentence += f"tokens, {rows.loc[NO_SINKS]['ratio']:.3f} with none."
         numbers = {"bits": bits, "first": rows.loc[AS_MANY]["ratio"], "none": rows.loc[NO_SINKS]["ratio"]}
         yield Finding("bits", BITS_OF_CACHE, value=best["ratio"], numbers=numbers, sentence=sentence)
-    spared, drawn = (table.loc[(f"{BITS[1]} bits, {name}", PREDICTED)] for name in ("spared", "random spared"))
+    spared, drawn = (table.loc[(f"{BITS[1]} bits {AS_VLLM}, {name}", NO_SINKS)] for name in ("spared", "random spared"))
     layers = _costliest(run)
-    sentence = f"On {BITS[1]} bits, {layers_text(sorted(layers))} {'lose' if len(layers) > 1 else 'loses'} most of the "
-    sentence += f"output; without them perplexity × {spared['ratio']:.3f}, without random layers {drawn['ratio']:.3f}."
+    sentence = f"On {BITS[1]} bits {AS_VLLM}, which keeps no token in full precision, {layers_text(sorted(layers))} "
+    sentence += f"{'lose' if len(layers) > 1 else 'loses'} most of the output; without them perplexity × "
+    sentence += f"{spared['ratio']:.3f}, without random layers {drawn['ratio']:.3f}."
     numbers = {"layers": tuple(layers), "random": drawn["ratio"]}
     yield Finding("spared-layers", BITS_OF_CACHE, value=spared["ratio"], numbers=numbers, sentence=sentence)
 
@@ -154,9 +161,10 @@ def _bits(run: RunData) -> Iterator[Finding]:
 def _costliest(run: RunData) -> list[int]:
     """Return the layers that the plan with spared layers does not quantize, the costliest first."""
     table, plans = run.tables["kv_layers"], run.tables["kv_plan"].set_index("plan")
-    bits = plans.loc[f"{BITS[1]} bits, spared"]["bits"]
+    bits = plans.loc[f"{BITS[1]} bits {AS_VLLM}, spared"]["bits"]
     count = round((bits - BITS[1]) / (FULL_BITS - BITS[1]) * len(table))
-    return [int(layer) for layer in table.sort_values("output_loss", ascending=False, kind="stable")["layer"][:count]]
+    losses = table.set_index("layer")[["key_loss", "value_loss"]].sum(axis=1)
+    return [int(layer) for layer in losses.sort_values(ascending=False, kind="stable").index[:count]]
 
 
 def _sinks(run: RunData) -> Finding:
@@ -193,7 +201,7 @@ def plans(run: RunData) -> dict[str, Any]:
         windows = [[None if window < 0 else int(window) for window in rows["window"]] for rows in by_layer]
         row = measured.loc[(budget, name)]
         numbers = {name: float(row[name]) for name in ("memory", "perplexity", "ratio", "retrieval", "kept")}
-        bits = [int(rows["bits"].iloc[0]) for rows in by_layer]
+        bits = [rows[["key_bits", "value_bits"]].iloc[0].tolist() for rows in by_layer]
         found.append({"budget": budget, "plan": name, "windows": windows, "bits": bits, **numbers})
     sinks = {
         "layer": given["sink_layer"],
@@ -209,13 +217,14 @@ def plans(run: RunData) -> dict[str, Any]:
 
 
 def vllm_options(run: RunData) -> dict[str, Any]:
-    """Return the options with the fewest bits that keep perplexity, as in vLLM's CacheConfig; none if no bits do."""
-    table = run.tables["kv_plan"].query("budget == 1").set_index(["plan", "sinks"])
+    """Return the options with the fewest bits that keep perplexity, as in vLLM's CacheConfig; none if no bits do.
+
+    vLLM keeps no token in full precision, and the rotated grids are those of its int4_per_token_head.
+    """
+    table = run.tables["kv_plan"].query("budget == 1 and sinks == @NO_SINKS").set_index("plan")
     options: dict[str, Any] = {}
-    for bits in BITS[:2]:
-        if table.loc[(f"{bits} bits", NO_SINKS)]["ratio"] <= SMALL_RATIO:
-            options = {"kv_cache_dtype": f"int{bits}_per_token_head", "kv_cache_dtype_skip_layers": []}
-    if not options and table.loc[(f"{BITS[1]} bits, spared", PREDICTED)]["ratio"] <= SMALL_RATIO:
-        skipped = [str(layer) for layer in sorted(_costliest(run))]
-        options = {"kv_cache_dtype": f"int{BITS[1]}_per_token_head", "kv_cache_dtype_skip_layers": skipped}
+    for bits, which in ((BITS[0], ""), (BITS[1], ", spared"), (BITS[1], "")):
+        if table.loc[f"{bits} bits {AS_VLLM}{which}"]["ratio"] <= SMALL_RATIO:
+            skipped = [str(layer) for layer in sorted(_costliest(run))] if which else []
+            options = {"kv_cache_dtype": f"int{bits}_per_token_head", "kv_cache_dtype_skip_layers": skipped}
     return options

@@ -21,7 +21,7 @@ def test_equals_a_masked_model(name: str) -> None:
     if name != "mistral":
         model.config.sliding_window = 64  # one mask for all layers
     layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
-    plan = Plan("", torch.tensor(windows).expand(layers, -1).numpy(), torch.full((layers,), 16).numpy())
+    plan = Plan("", torch.tensor(windows).expand(layers, -1).numpy(), torch.full((layers, 2), 16).numpy())
     with open_seam(model, find_family(model)) as seams, holding(seams, plan, SINKS):
         mine = model(ids, use_cache=False).logits
     query, key = torch.arange(ids.shape[1])[:, None], torch.arange(ids.shape[1])
@@ -38,7 +38,7 @@ def test_equals_a_masked_model(name: str) -> None:
 
 def test_nothing_is_evicted_from_whole_heads() -> None:
     model, ids = tiny_model("llama"), tiny_tokens(1)
-    plan = Plan("", torch.full((3, 2), 24).numpy(), torch.full((3,), 16).numpy(), NO_SINKS)
+    plan = Plan("", torch.full((3, 2), 24).numpy(), torch.full((3, 2), 16).numpy(), NO_SINKS)
     with open_seam(model, find_family(model)) as seams, torch.no_grad():
         dense = model(ids, use_cache=False).logits
         with holding(seams, plan, ()):

@@ -16,36 +16,60 @@ import sinkscope
 from sinkscope.attention.eviction import evicting_attention
 from sinkscope.attention.kernels import AttentionCall, fused_attention
 from sinkscope.errors import InputError
-from sinkscope.measuring.kv_plan import RANKINGS, WHOLE, Plan, Reading, Sizes, Text, predicted_sinks
+from sinkscope.measuring.kv_plan import RANKINGS, WHOLE, Plan, Reading, Sizes, Text, predicted_sinks, quantized
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tables import column_names
 from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.output.run import Run
+from sinkscope.quantization.grids import RowGrids
 
 SIZES = Sizes(tokens=np.array([100, 40]), kv_heads=2, width=16, sinks=2)  # the second layer sees 40 tokens
 SCORES = np.array([[0.1, 0.9], [0.5, 0.2]])
 
 
 @pytest.mark.parametrize(
-    ("share", "bits", "windows", "memory"),
-    [
-        (0.0, 16, [[33, 33], [33, 33]], 140 / 280),
-        (0.8, 16, [[11, WHOLE], [11, 11]], 139 / 280),  # 40 tokens for three heads with two sinks each
-        (0.0, 8, [[54, 54], [WHOLE, WHOLE]], 123 / 280),  # a token takes 5/8 of 16 bits, a sink all of them
-    ],
+    ("share", "windows", "kept"),
+    [(0.0, [[33, 33], [33, 33]], 140), (0.8, [[11, WHOLE], [11, 11]], 139)],  # 40 tokens for three heads with two sinks
 )
-def test_memory_of_a_split(share: float, bits: int, windows: list, memory: float) -> None:
-    found = SIZES.split(SCORES, 0.5 if bits == 16 else 123 / 280, share, bits)
+def test_memory_of_a_split(share: float, windows: list, kept: int) -> None:
+    found = SIZES.split(SCORES, 0.5, share)
     assert found is not None
     assert found.tolist() == windows
-    assert SIZES.memory(Plan("", found, np.full(2, bits))) == pytest.approx(memory)
+    assert SIZES.memory(Plan("", found, np.full((2, 2), 16))) == pytest.approx(kept / 280)
+    # on 8 and 4 bits a token's keys take 5/8 and its values 3/8 of 16 bits, those of the 8 sinks all of them
+    fewer = SIZES.memory(Plan("", found, np.array([[8, 4], [8, 4]])))
+    assert fewer == pytest.approx((8 + (kept - 8) / 2) / 280)
 
 
 def test_whole_budget_keeps_everything() -> None:
     assert np.array_equal(SIZES.split(SCORES, 1.0, 0.0), SIZES.dense)
     assert SIZES.split(SCORES, 0.01, 0.0) is None
-    assert SIZES.memory(Plan("", SIZES.dense, np.full(2, 16))) == 1
+    assert SIZES.memory(Plan("", SIZES.dense, np.full((2, 2), 16))) == 1
+
+
+def test_the_next_bit_goes_to_the_largest_loss_that_is_left() -> None:
+    """One bit of the first layer's keys or values takes 98 tokens ÷ 32, and of the second's 38 ÷ 32."""
+    losses = np.array([[8.0, 1.0], [2.1, 0.4]])
+    fewest = SIZES.memory(Plan("", SIZES.dense, np.full((2, 2), 2)))
+    assert SIZES.fitting_bits(losses, fewest - 1e-6, SIZES.dense) is None
+    for bits, raises in (([[2, 2], [2, 2]], 0), ([[4, 2], [3, 2]], 2 * 98 + 38), ([[5, 2], [4, 2]], 3 * 98 + 2 * 38)):
+        found = SIZES.fitting_bits(losses, fewest + raises / 32 / 140 + 1e-6, SIZES.dense)
+        assert found is not None
+        assert found.tolist() == bits
+    assert np.array_equal(SIZES.fitting_bits(losses, 1.0, SIZES.dense), np.full((2, 2), 16))
+
+
+def test_rounding_spreads_large_channels_and_keeps_sinks() -> None:
+    torch.manual_seed(0)
+    keys = torch.randn(1, 2, 50, 32)
+    keys[..., 7] += 40
+    rounded = quantized(4, (0, 9), keys)
+    assert torch.equal(rounded[:, :, [0, 9]], keys[:, :, [0, 9]])
+    unrotated = RowGrids(4, is_symmetric=False).snap(keys)
+    assert float((rounded - keys).norm()) < 0.5 * float((unrotated - keys).norm())
+    centered = quantized(4, (), keys, keys.mean(2, keepdim=True)[0])
+    assert float((centered - keys).norm()) < 0.5 * float((rounded - keys).norm())
 
 
 def test_planted_retrieval_head_is_first() -> None:
@@ -109,7 +133,7 @@ def test_command(run: Run) -> None:
     ids = torch.tensor(np.load(run.manifest["config"]["input"])[:2])
     losses = [tiny_model("llama")(text[None], labels=text[None]).loss for text in ids]
     assert table.loc[(1.0, "dense")]["loss"].item() == pytest.approx(float(sum(losses)) / 2, rel=1e-5)
-    assert "25.0% of the memory" in run.verdict
+    assert "% of the memory (" in run.verdict
     assert run.folder is not None
     assert (run.folder / "figures" / "kv-plan.png").is_file()
 

@@ -10,7 +10,7 @@ S.plans = () => {
 
 S.planCosts = (table) => {
   const state = { column: "ratio" };
-  const kind = (name) => name.replace(/^random \d+$/, "random").replace(/^\d+ bits$/, "bits alone").replace(/^\d+ bits, /, "layers ");
+  const kind = (name) => name.replace(/^random (combined )?\d+$/, "random").replace(/^\d+ bits.*$/, "bits alone");
   return S.panel((redraw) => {
     const about = S.aboutColumn(table.byName.get(state.column));
     const points = table.all.map((row) => ({ x: table.get("memory")[row], y: table.get(state.column)[row], group: kind(table.get("plan")[row]),
@@ -25,9 +25,9 @@ S.planHeads = (table) => {
   const state = { plan: plans.find(({ plan }) => plan === "combined") ?? plans[0] };
   return S.element("div", {}, S.element("h3", {}, "Heads"), ...S.panel((redraw) => {
     const rows = table.where(state.plan), { label, meaning } = S.aboutColumn(table.byName.get("score"));
-    const [layer, head, windows, bits] = ["layer", "kv_head", "window", "bits"].map((name) => table.get(name));
+    const [layer, head, windows, keys, values] = ["layer", "kv_head", "window", "key_bits", "value_bits"].map((name) => table.get(name));
     const of = new Map(rows.map((row) => [`${layer[row]} ${head[row]}`, row]));
-    const kept = (row) => `, keeps ${windows[row] < 0 ? "all tokens" : `sinks and the last ${windows[row]} tokens`} on ${bits[row]} bits`;
+    const kept = (row) => `, keeps ${windows[row] < 0 ? "all tokens" : `sinks and the last ${windows[row]} tokens`} on ${keys[row]} bits (values ${values[row]})`;
     const scale = S.colorScale(rows.map((row) => table.get("score")[row]));
     return [[S.choose("Plan", plans, state, "plan", redraw, ({ budget, plan }) => `${plan}, ${S.number(100 * budget)} % of the memory`)],
       S.colorLegend(scale, { label, unit: "", text: S.number }),
