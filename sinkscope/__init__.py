@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from sinkscope.commands.run import run_recipe as run_recipe
     from sinkscope.commands.show import page as page
     from sinkscope.commands.show import show as show
+    from sinkscope.commands.spike_mask import spike_mask as spike_mask
     from sinkscope.commands.sweep import sweep as sweep
     from sinkscope.commands.train import train as train
     from sinkscope.errors import InputError as InputError
@@ -57,7 +58,7 @@ _PUBLIC = {
     "commands.list": ("list",),
     "commands.run": ("run", "run_recipe"),
     **{f"commands.{name}": (name,) for name in ("benchmark", "card", "claims", "doctor", "intervene", "kv_plan")},
-    **{f"commands.{name}": (name,) for name in ("load", "quantize", "retrofit", "sweep", "train")},
+    **{f"commands.{name}": (name,) for name in ("load", "quantize", "retrofit", "spike_mask", "sweep", "train")},
     "errors": ("InputError", "SinkscopeError"),
     "measuring.intervening": ("intervening",),
     "measuring.quantization_study": ("calibrate_ranges",),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 FILE = "activations.safetensors"
+MASK_FILE = "spike_mask.safetensors"  # of `analyze --export-mask`
 ATTENTION = "attention"
 SHOWN = 64  # number of first tokens of the first sequence of which all weights are kept
 
@@ -92,13 +93,18 @@ class Activations(Mapping[str, "dict[int, torch.Tensor]"]):
 
     def write(self, folder: Path) -> None:
         """Write the file, if there are tensors."""
-        from safetensors.torch import save_file  # imported late, because it loads torch
-
         if self.tensors:
-            with new_file(folder / FILE) as fresh:
-                permissions = fresh.stat().st_mode
-                save_file(dict(self.tensors), fresh, {"format": "pt"})  # readable for its owner only
-                fresh.chmod(permissions)
+            write_tensors(self.tensors, folder / FILE)
+
+
+def write_tensors(tensors: "Mapping[str, torch.Tensor]", path: Path) -> None:
+    """Write tensors by name as safetensors."""
+    from safetensors.torch import save_file  # imported late, because it loads torch
+
+    with new_file(path) as fresh:
+        permissions = fresh.stat().st_mode
+        save_file(dict(tensors), fresh, {"format": "pt"})  # readable for its owner only
+        fresh.chmod(permissions)
 
 
 @dataclass(frozen=True, eq=False)

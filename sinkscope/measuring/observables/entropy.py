@@ -1,0 +1,101 @@
+"""The entropy of a sequence's states: compression valleys (arXiv 2510.06477).
+
+The states X (T,D) of a layer have singular values σ, and p_j = σ_j² ÷ Σσ². Their matrix-based entropy −Σ p_j log p_j
+falls where one token's norm dominates. With M = ‖x_0‖², R = Σ_{i>0} ‖x_i‖², c = M/R and α = Σ_{i>0} ‖x_i‖² cos²(x_i,
+x_0) ÷ R, p = (c + α)/(c + 1) is a lower bound of p_1 and gives an upper bound of the entropy. Both are algebra: only
+how tight they are is a finding.
+"""
+
+from typing import ClassVar
+
+import pandas as pd
+import torch
+
+from sinkscope.measuring.observables.observable import BySequence, Means, Observable, Reading, Settings
+from sinkscope.measuring.observables.reductions import filled
+from sinkscope.results.tables import SEQUENCE, Column
+from sinkscope.text.batch import Batch
+
+ENTROPIES = (
+    Column("entropy", "matrix-based entropy of the layer's output ÷ log min(T, D)"),
+    Column("entropy_without_first", "the same of all tokens but position 0"),
+    Column("entropy_rescaled", "the same with position 0 at the median norm of the others, which keeps its direction"),
+    Column("entropy_bound", "upper bound of the entropy that anisotropy_bound gives"),
+    Column("anisotropy", "p_1, the largest squared singular value ÷ the sum of all"),
+    Column("anisotropy_bound", "(c + α) ÷ (c + 1), which is at most p_1"),
+    Column("norm_share", "c, the squared norm of position 0 ÷ those of all other tokens together"),
+    Column("alignment", "α, cos² of the other tokens' states and position 0's, weighted by their squared norms"),
+)
+
+
+class Entropy(Observable):
+    """Measures the entropy of each layer's output: `entropy` (means over sequences) and `entropy_by_sequence`."""
+
+    name = "entropy"
+    about = "entropy of the states of each layer with and without position 0, and its bounds (compression valleys)"
+    sites = ("layer_out",)
+    by_default = False
+    columns: ClassVar = {"entropy": ENTROPIES, "entropy_by_sequence": (SEQUENCE, *ENTROPIES)}
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(settings)
+        self.means, self.by_sequence = Means(), BySequence()
+
+    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
+        states = batch.tokens_at(reading.tensor, int(batch.lengths.max())).double()  # zero past a sequence's end
+        statistics = valley(states, batch.lengths.to(states.device))
+        self.means.add(statistics, layer=layer)
+        self.by_sequence.add(batch, statistics, layer=layer)
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        return {"entropy": self.means.table(), "entropy_by_sequence": self.by_sequence.table()}
+
+
+def spectrum(x: torch.Tensor) -> torch.Tensor:
+    """Return the squared singular values ÷ their sum, in ascending order, (…,T,D) → (…,min(T,D)); zeros for zeros.
+
+    They are the eigenvalues of the smaller Gram matrix. Its rounding errors are relative to the largest of them, so
+    that in float64 they change no entropy visibly, and it costs a tenth of the decomposition of x.
+    """
+    values = torch.linalg.eigvalsh(x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x).clamp(min=0.0)
+    return values / values.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
+
+
+def entropy(p: torch.Tensor) -> torch.Tensor:
+    """Return −Σ p log p in nats, (…,N) → (…)."""
+    return -torch.special.xlogy(p, p).sum(-1)
+
+
+def valley(x: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the columns of `entropy` for states (B,T,D) in float64, with zeros past each sequence's length (B,)."""
+    norms = torch.linalg.vector_norm(x, dim=-1)
+    first, others = norms[:, 0], norms[:, 1:]
+    present = torch.arange(1, x.shape[1], device=x.device) < lengths[:, None]
+    median = filled(others, present, torch.nan).nanmedian(-1).values
+    tiny = torch.finfo(x.dtype).tiny
+    rescaled = x.clone()
+    rescaled[:, 0] *= (median / first.clamp(min=tiny))[:, None]
+    energy = others.square().sum(-1).clamp(min=tiny)
+    share = first.square() / energy
+    along = (x[:, 1:] @ x[:, 0, :, None])[..., 0] / first.clamp(min=tiny)[:, None]
+    alignment = along.square().sum(-1) / energy
+    bound = (share + alignment) / (share + 1)
+    rank = lengths.clamp(max=x.shape[-1])
+    # it holds where p ≥ 1/r; below, only the entropy of r equal values bounds it
+    two = torch.stack([bound, 1 - bound], dim=-1).clamp(0, 1)
+    most = entropy(two) + two[..., 1] * (rank - 1).clamp(min=1).log()
+    p = spectrum(x)
+
+    def normalized(h: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return h / tokens.clamp(min=2, max=x.shape[-1]).log()  # the entropy of a single token is 0
+
+    return {
+        "entropy": normalized(entropy(p), lengths),
+        "entropy_without_first": normalized(entropy(spectrum(x[:, 1:])), lengths - 1),
+        "entropy_rescaled": normalized(entropy(spectrum(rescaled)), lengths),
+        "entropy_bound": torch.where(bound * rank >= 1, normalized(most, lengths), 1.0),
+        "anisotropy": p[:, -1],
+        "anisotropy_bound": bound,
+        "norm_share": share,
+        "alignment": alignment,
+    }
