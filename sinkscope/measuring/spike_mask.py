@@ -65,6 +65,6 @@ def measured_mask(subject: Subject, config: RunConfig) -> SpikeMask:
 
 
 def _coordinates(rows: pd.DataFrame, depth: int, width: int) -> torch.Tensor:
-    found = torch.zeros(depth, width, dtype=torch.bool)
-    found[torch.from_numpy(rows["layer"].to_numpy(int)), torch.from_numpy(rows["coordinate"].to_numpy(int))] = True
-    return found
+    found = np.zeros((depth, width), bool)
+    found[rows["layer"].to_numpy(int), rows["coordinate"].to_numpy(int)] = True
+    return torch.from_numpy(found)

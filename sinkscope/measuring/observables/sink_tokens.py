@@ -141,7 +141,8 @@ class SinkTokens(Observable):
             found.append(known_mean(self.elsewhere[token] / self.counts[token], *life) if known else np.nan)
         by_sequence = self.by_sequence.table()
         return {
-            "sink_tokens": table.assign(attention_elsewhere=np.array(found, float)),
+            # in single precision, so that the order in which float64 sums were added has no effect
+            "sink_tokens": table.assign(attention_elsewhere=np.array(found, np.float32)),
             "parallel_tokens": by_sequence.drop(columns="sequence").groupby("layer", as_index=False).mean(),
             "parallel_tokens_by_sequence": by_sequence,
         }
