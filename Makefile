@@ -118,6 +118,9 @@ report-models: install models  ## of pretrained models: 40 minutes on two cores
 	$(call report,mgm-position-or-token,run not-universal-position-or-token --model $(MGM))
 	$(call report,smollm2-135m-w8a8,quantize)
 	$(call report,smollm2-135m-streaming,run streaming-perplexity)
+	$(call report,residual-stream/smollm2-135m,run residual-stream)
+	$(call report,residual-stream/gemma3-270m,run residual-stream --model .models/gemma3-270m.gguf)
+	$(BIN)/python recipes/spike-mask/autoencoders.py reports/spike-mask
 	$(call report,quantization-prefix/smollm2-135m,run quantization-prefix)
 	$(call report,quantization-prefix/gemma3-270m,run quantization-prefix --model .models/gemma3-270m.gguf)
 

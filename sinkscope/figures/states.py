@@ -39,6 +39,7 @@ def draw_entropy_by_layer(run: RunData) -> Figure:
 # --- Tokens that join the first sink (2512.22213): shares of parallel tokens and of sinks by layer, and which they are.
 
 MOST_TOKENS = 12
+RARE = 0.1  # up to this share of tokens, the axis ends at the largest
 
 
 def draw_sink_tokens(run: RunData) -> Figure:
@@ -47,7 +48,7 @@ def draw_sink_tokens(run: RunData) -> Figure:
     left, right = figure.subplots(1, 2, width_ratios=(1.3, 1))
     plot.line_by_layer(left, shares["parallel"], label="parallel to the first sink", **OTHERS)
     plot.line_by_layer(left, shares["sinks"], label="and with 3 × the median norm", **SINK)
-    plot.panel(left, "tokens but the first sink", "share of tokens", share=True)
+    plot.panel(left, "tokens but the first sink", "share of tokens", share=bool(shares["parallel"].max() > RARE))
     table = run.tables["sink_tokens"]
     others = table[table["kind"] != FIRST_SINK]
     if others.empty:
@@ -61,7 +62,7 @@ def draw_sink_tokens(run: RunData) -> Figure:
         ends = counts[SECONDARY]
         right.barh(range(len(counts)), counts[LASTING], left=ends, color=style.NAVY, height=0.65, label=LASTING)
         right.set_ylim(max(len(counts), 4) - 0.4, -0.6)
-        right.set_xlabel("sinks in all sequences")
+        right.set_xlabel("number of sinks")
         right.xaxis.get_major_locator().set_params(integer=True)
         right.legend(loc="lower right")
     left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=2)

@@ -112,6 +112,7 @@ def test_sink_tokens_are_listed_with_their_lives() -> None:
     """Three sequences of one layer stack: the first sink at position 1 of the second, and a token that joins it."""
     batch = padded(ragged_tokens((5, 6)), "left")
     observable, depth, width = SinkTokens(SETTINGS), 8, 6
+    observable.depth = depth
     spike = torch.zeros(width)
     spike[2] = 100.0
     generator = torch.Generator().manual_seed(0)
@@ -127,7 +128,7 @@ def test_sink_tokens_are_listed_with_their_lives() -> None:
         for site, tensor in (("layer_in", x), ("mlp_out", written), ("layer_out", x)):
             if site != "layer_in" or layer == 0:
                 observable.see(layer, site, Reading(tensor, batch), batch)
-    observable.finish(batch)
+        observable.finish(batch)  # which is called before the last layer if other observables keep much
     tables = observable.tables()
     table = tables["sink_tokens"].set_index(["sequence", "position"])
     assert table["kind"].to_dict() == {(0, 0): "first", (1, 1): "first", (1, 4): "secondary"}

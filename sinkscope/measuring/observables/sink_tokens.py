@@ -12,11 +12,13 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead, keys_seen, row_chunks
 from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import BySequence, Observable, Reading, Rows, Settings, Sums
+from sinkscope.models.family import Family
 from sinkscope.results.tables import POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
@@ -70,6 +72,9 @@ class SinkTokens(Observable):
         self.received: dict[int, torch.Tensor] = {}
         self.written: torch.Tensor | None = None
 
+    def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
+        self.depth = len(family.layer_modules(model))
+
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         self.received[layer] = attention_received(read).cpu()
 
@@ -90,6 +95,8 @@ class SinkTokens(Observable):
         self.states[layer] = {name: x.cpu() for name, x in found.items()}
 
     def finish(self, batch: Batch) -> None:
+        if self.depth - 1 not in self.states:  # other observables cannot wait for the last layer
+            return
         before, *layers = (self.states[layer] for layer in sorted(self.states))
         nothing = torch.full_like(before["norm"], torch.nan)
         received = [self.received.get(layer, nothing) for layer in range(len(layers))]

@@ -11,8 +11,9 @@ from sinkscope.paper_claims.arms import falls, had_a_sink
 from sinkscope.paper_claims.claim import Claim, Part
 from sinkscope.paper_claims.evidence import STATES, Evidence
 from sinkscope.paper_claims.papers.s2m import TO_ZERO
-from sinkscope.paper_claims.scopes import causal
+from sinkscope.paper_claims.scopes import causal, requires
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below
+from sinkscope.results.run import WITH
 from sinkscope.results.side_by_side import span
 from sinkscope.results.statistics import Estimate, bootstrap, rank_correlation, resamplings, weighted_means
 
@@ -156,5 +157,5 @@ CLAIMS = (
         (Part("cosine of the largest tokens of two sequences, mean over pairs", partial(_spike_cosine, "cosine"),
             at_least(0.95)),
          Part("the same of tokens with the median norm", partial(_spike_cosine, "cosine_of_others"), below(0.95))),
-        (STATES,)),
+        (STATES,), (requires(lambda run: run.bos != WITH, "the BOS before all sequences has one state"),)),
 )  # fmt: skip
