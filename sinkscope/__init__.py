@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sinkscope.commands.analyze import analyze as analyze
     from sinkscope.commands.analyze import analyze_steps as analyze_steps
+    from sinkscope.commands.analyze import spike_mask as spike_mask
     from sinkscope.commands.benchmark import benchmark as benchmark
     from sinkscope.commands.card import card as card
     from sinkscope.commands.claims import claims as claims
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from sinkscope.commands.run import run_recipe as run_recipe
     from sinkscope.commands.show import page as page
     from sinkscope.commands.show import show as show
-    from sinkscope.commands.spike_mask import spike_mask as spike_mask
     from sinkscope.commands.sweep import sweep as sweep
     from sinkscope.commands.train import train as train
     from sinkscope.errors import InputError as InputError
@@ -53,12 +53,12 @@ if TYPE_CHECKING:
 _RENAMED = {"list": "listing", "run": "run_recipe"}  # commands that have another name in their module
 # module → the public names that it defines
 _PUBLIC = {
-    "commands.analyze": ("analyze", "analyze_steps"),
+    "commands.analyze": ("analyze", "analyze_steps", "spike_mask"),
     "commands.show": ("page", "show"),
     "commands.list": ("list",),
     "commands.run": ("run", "run_recipe"),
     **{f"commands.{name}": (name,) for name in ("benchmark", "card", "claims", "doctor", "intervene", "kv_plan")},
-    **{f"commands.{name}": (name,) for name in ("load", "quantize", "retrofit", "spike_mask", "sweep", "train")},
+    **{f"commands.{name}": (name,) for name in ("load", "quantize", "retrofit", "sweep", "train")},
     "errors": ("InputError", "SinkscopeError"),
     "measuring.intervening": ("intervening",),
     "measuring.quantization_study": ("calibrate_ranges",),

@@ -21,9 +21,9 @@ from sinkscope.results.statistics import mean_of_runs
 
 LAYERS = (14, 20, 26)
 SEEDS = (0, 1, 2)
-SEQUENCES, HELD_OUT = 400, 100  # the last are held out
-FEATURES, ACTIVE = 1024, 16
-STEPS, BATCH, RATE = 400, 256, 1e-3
+SEQUENCES, HELD_OUT = 240, 60  # the last are held out
+FEATURES, ACTIVE = 768, 16
+STEPS, BATCH, RATE = 300, 192, 1e-3
 ARMS = ("mask", "none", "random")
 
 

@@ -16,7 +16,7 @@ from sinkscope.measuring.console import print_notices
 from sinkscope.measuring.keeping import Remembered, check_sites, keep
 from sinkscope.measuring.measure import make_manifest, measure
 from sinkscope.measuring.processes import together
-from sinkscope.measuring.spike_mask import measured_mask
+from sinkscope.measuring.spike_mask import SpikeMask, measured_mask
 from sinkscope.measuring.subject import ModelLike, check_config, is_in_memory, options_of
 from sinkscope.models.in_memory import text_of
 from sinkscope.models.steps import find_checkpoints
@@ -165,3 +165,28 @@ def analyze_steps(
             draw_run(run, record["content"].get("figures", ()) if record else None, page)
         draw(series, page=page)
     return Series.open(folder)
+
+
+@with_options(AnalyzeOptions)
+def spike_mask(
+    model: ModelLike = None,
+    ids: Any = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    quiet: bool = True,
+    **options: Unpack[AnalyzeKeywords],
+) -> SpikeMask:
+    """Return which tokens are sinks in which layers' outputs, and massive coordinates: what `export_mask` writes.
+
+    Args:
+        model, tokenizer, quiet: as for `analyze`.
+        ids: token ids (N,T), or texts; None: the input that the options name.
+        **options: those of `analyze`.
+
+    Raises:
+        InputError: an option or the input is wrong, or the model has no attention.
+        SinkscopeError: the measurement failed.
+    """
+    config = options_of(AnalyzeOptions, model, options if ids is None else {"bos": "never", "input": ids} | options)
+    with opened(model, tokenizer, config, None, False, quiet) as (subject, _, _):
+        return measured_mask(subject, config)

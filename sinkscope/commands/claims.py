@@ -46,22 +46,11 @@ from sinkscope.options.signatures import with_options
 from sinkscope.output.result import FIGURES, both, draw, figure_failure
 from sinkscope.output.run import Run, write_run
 from sinkscope.output.scorecard import DrawnScorecard
-from sinkscope.paper_claims.evidence import (
-    LONG,
-    MAIN,
-    NATURAL,
-    NULL,
-    OF_STATES,
-    POLICIES,
-    RANDOM,
-    REPEATED,
-    Evidence,
-    null_need,
-)
+from sinkscope.paper_claims.evidence import LONG, MAIN, NATURAL, NULL, POLICIES, RANDOM, REPEATED, Evidence, null_need
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import ROLES as ROUTE_ROLES
 from sinkscope.paper_claims.routes import routes_of_models
-from sinkscope.paper_claims.studies import ALONE, Need
+from sinkscope.paper_claims.studies import ALONE, OF_STATES, Need
 from sinkscope.paper_claims.table import evidence_of, judged, models_of
 from sinkscope.results.folders import FileList, alone_in, check_resumable, claim, new_folder, resumable
 from sinkscope.results.manifest import MANIFEST, write_manifest
@@ -80,7 +69,7 @@ OF_EQUAL_TOKENS = ("attention", "geometry", "activation", "equal-tokens")
 # observables that claims read from random weights
 OF_NULL = (
     "activation", "attention", "gate", "geometry", "gradient", "massive", "query-bias", "logit-terms", "epe",
-    "window-edge", *OF_STATES,
+    "window-edge", *OF_STATES[2:],
 )  # fmt: skip
 
 
@@ -282,10 +271,6 @@ class Bench:
         given = {"seq_len": tokens, "window": tokens, "positions": positions, "observables": ("attention",)}
         return self._analyzed(None, given)
 
-    def states(self) -> Run:
-        observables = self._applying(("attention", "massive", *OF_STATES))
-        return self._analyzed(self.subject, {"observables": observables, "skip_parity": True})
-
     def null(self, roles: Sequence[Need]) -> Run:
         """Measure random weights on as many sequences as the model, since norms of gradients depend on their number."""
         draw = int(roles[0].of or 0)
@@ -359,7 +344,7 @@ WAYS: dict[str, Callable[[Bench, list[Need]], Run]] = {
     **{kind: partial(Bench.under_policy, policy=policy) for policy, kind in POLICIES.items()},
     NULL.kind: Bench.null,
     "length": Bench.length,
-    "states": lambda bench, roles: bench.states(),
+    "states": lambda bench, _: bench._analyzed(bench.subject, {"observables": bench._applying(OF_STATES)}),
     "domain": lambda bench, roles: bench.input({"input": roles[0].of}),
     "do": Bench.arms,
     "gradient-do": partial(Bench.arms, observables=("gradient",), draws=2),

@@ -1,12 +1,18 @@
 """Figures of the residual stream: its entropy, the tokens that join the first sink, residual sinks and spikes."""
 
+from matplotlib.axes import Axes
+
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import title, token_label
 from sinkscope.figures.style import GUIDE, HIGHEST, OTHERS, SINK, WIDE, Figure, new_figure
-from sinkscope.measuring.observables.residual_sinks import RESIDUAL
-from sinkscope.measuring.observables.sink_tokens import FIRST_SINK, LASTING, SECONDARY
+from sinkscope.measuring.observables.spikes import FIRST_SINK, RESIDUAL_SINK
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
+
+
+def _legend(ax: Axes, columns: int = 1) -> None:
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=columns, columnspacing=0.8)
+
 
 # --- Compression valleys (2510.06477): the entropy of each layer's output with and without position 0, and with
 # position 0 at the median norm; and the anisotropy with its bound, next to the sink rate of the layer that reads it.
@@ -16,23 +22,23 @@ def draw_entropy_by_layer(run: RunData) -> Figure:
     table = run.tables["entropy"].set_index("layer")
     figure = new_figure(WIDE, 2.4)
     left, right = figure.subplots(1, 2)
-    for column, label, look in (
-        ("entropy", "all tokens", SINK),
-        ("entropy_without_first", "without position 0", OTHERS),
-        ("entropy_rescaled", "position 0 at the median norm", HIGHEST),
-        ("entropy_bound", "upper bound by norm and alignment", GUIDE),
+    for ax, column, label, look in (
+        (left, "entropy", "all tokens", SINK),
+        (left, "entropy_without_first", "without position 0", OTHERS),
+        (left, "entropy_rescaled", "position 0 at the median norm", HIGHEST),
+        (left, "entropy_bound", "upper bound by norm and alignment", GUIDE),
+        (right, "anisotropy", "anisotropy", SINK),
+        (right, "anisotropy_bound", "lower bound by norm and alignment", GUIDE),
     ):
-        plot.line_by_layer(left, table[column], label=label, **look)
-    plot.panel(left, METRICS["state_entropy"].short, "share of the largest entropy", share=True)
-    plot.line_by_layer(right, table["anisotropy"], label=METRICS["anisotropy"].short, **SINK)
-    plot.line_by_layer(right, table["anisotropy_bound"], label="lower bound by norm and alignment", **GUIDE)
+        plot.line_by_layer(ax, table[column], label=label, **look)
     if "attention" in run.tables:
         rate = run.tables["attention"].query("position == 0").groupby("layer")["sink_rate"].mean()
-        reading = rate.rename(lambda layer: layer - 1).drop(-1, errors="ignore")
-        plot.line_by_layer(right, reading, label="sink rate of the next layer", **OTHERS)
+        rate = rate.rename(lambda layer: layer - 1).drop(-1, errors="ignore")
+        plot.line_by_layer(right, rate, label="sink rate of the next layer", **OTHERS)
+    plot.panel(left, METRICS["state_entropy"].short, "share of the largest", share=True)
     plot.panel(right, "anisotropy and sinks", "share", share=True)
     for ax in (left, right):
-        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=1)
+        _legend(ax)
     return figure.finish(title(run, WIDE))
 
 
@@ -43,29 +49,24 @@ RARE = 0.1  # up to this share of tokens, the axis ends at the largest
 
 
 def draw_sink_tokens(run: RunData) -> Figure:
-    shares = run.tables["parallel_tokens"].set_index("layer")
+    shares = run.tables["parallel_tokens"].groupby("layer")[["parallel", "sinks"]].mean()
     figure = new_figure(WIDE, 2.5)
     left, right = figure.subplots(1, 2, width_ratios=(1.3, 1))
     plot.line_by_layer(left, shares["parallel"], label="parallel to the first sink", **OTHERS)
     plot.line_by_layer(left, shares["sinks"], label="and with 3 × the median norm", **SINK)
     plot.panel(left, "tokens but the first sink", "share of tokens", share=bool(shares["parallel"].max() > RARE))
+    _legend(left, 2)
     table = run.tables["sink_tokens"]
     others = table[table["kind"] != FIRST_SINK]
-    if others.empty:
+    counts = others.groupby(["token_id", "token"], dropna=False).size().sort_values(ascending=False, kind="stable")
+    counts = counts.head(MOST_TOKENS)
+    if counts.empty:
         plot.say(right, "no other token is a sink")
-    else:
-        counts = others.groupby(["token_id", "token"], dropna=False)["kind"].value_counts().unstack(fill_value=0)
-        counts = counts.reindex(columns=[SECONDARY, LASTING], fill_value=0)
-        counts = counts.loc[counts.sum(axis=1).sort_values(ascending=False, kind="stable").index[:MOST_TOKENS]]
-        plot.name_rows(right, [token_label(token, token_id) for token_id, token in counts.index], shaded=False)
-        right.barh(range(len(counts)), counts[SECONDARY], color=style.VERMILION, height=0.65, label=SECONDARY)
-        ends = counts[SECONDARY]
-        right.barh(range(len(counts)), counts[LASTING], left=ends, color=style.NAVY, height=0.65, label=LASTING)
-        right.set_ylim(max(len(counts), 4) - 0.4, -0.6)
-        right.set_xlabel("number of sinks")
-        right.xaxis.get_major_locator().set_params(integer=True)
-        right.legend(loc="lower right")
-    left.legend(loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=2)
+        return figure.finish(title(run, WIDE))
+    plot.name_rows(right, [token_label(token, token_id) for token_id, token in counts.index], shaded=False)
+    right.barh(range(len(counts)), counts, color=style.NAVY, height=0.65)
+    right.set_ylim(max(len(counts), 4) - 0.4, -0.6)
+    right.set_xlabel("number of sinks, secondary or lasting")
     return figure.finish(title(run, WIDE))
 
 
@@ -79,9 +80,10 @@ def draw_residual_sinks(run: RunData) -> Figure:
     coordinates, spikes = run.tables["residual_sinks"], run.tables["spikes"].set_index("layer")
     figure = new_figure(WIDE, 2.6)
     left, middle, right = figure.subplots(1, 3)
-    sinks = coordinates[coordinates["kind"] == RESIDUAL]
-    layers = sinks.groupby("coordinate").size().sort_values(ascending=False, kind="stable")
-    for coordinate, look in zip(layers.index[:MOST_COORDINATES], style.line_looks(), strict=False):
+    frequent = (
+        coordinates.loc[coordinates["kind"] == RESIDUAL_SINK, "coordinate"].value_counts().index[:MOST_COORDINATES]
+    )
+    for coordinate, look in zip(frequent, style.line_looks(), strict=False):
         own = coordinates[coordinates["coordinate"] == coordinate].set_index("layer")["share"]
         plot.line_by_layer(left, own, label=f"{coordinate}", **look)
     plot.line_by_layer(left, spikes["rotated_share"], label="rotated", **GUIDE)
@@ -95,5 +97,5 @@ def draw_residual_sinks(run: RunData) -> Figure:
     plot.line_by_layer(right, spikes["cosine_of_others"], label="tokens of the median norm", **OTHERS)
     plot.panel(right, "cosine of two sequences", "mean over pairs", share=True)
     for ax, columns in ((left, 3), (middle, 1), (right, 1)):
-        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=columns, columnspacing=0.8)
+        _legend(ax, columns)
     return figure.finish(title(run, WIDE))

@@ -12,15 +12,13 @@ import pandas as pd
 import torch
 
 from sinkscope.measuring.measure import measure
-from sinkscope.measuring.observables.massive import Massive
-from sinkscope.measuring.observables.residual_sinks import RESIDUAL, ResidualSinks
-from sinkscope.measuring.observables.sink_tokens import SinkTokens
+from sinkscope.measuring.observables.spikes import RESIDUAL_SINK
 from sinkscope.measuring.subject import Subject
 from sinkscope.options.measuring import RunConfig
-from sinkscope.results.activations import MASK_FILE, write_tensors
+from sinkscope.results.activations import MASK_FILE, Activations
 from sinkscope.retrofits.retrofit import registers_before
 
-MEASURED = (SinkTokens.name, ResidualSinks.name, Massive.name)
+MEASURED = ("sink-tokens", "residual-sinks", "massive")
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,34 +35,27 @@ class SpikeMask:
 
     def write(self, folder: Path) -> None:
         """Write FOLDER/spike_mask.safetensors, with a tensor for each field."""
-        write_tensors(vars(self), folder / MASK_FILE)
+        Activations(vars(self)).write(folder, MASK_FILE)
 
 
 def measured_mask(subject: Subject, config: RunConfig) -> SpikeMask:
     """Measure the mask of all sequences of a subject, in a pass of its own. Raises InputError without attention."""
-    asked = config.model_copy(update={"observables": MEASURED, "skip_parity": True})
-    tables, _ = measure(subject, asked)
-    model = subject.loaded.model
+    tables, _ = measure(subject, config.model_copy(update={"observables": MEASURED, "skip_parity": True}))
+    model, sinks, residual = subject.loaded.model, tables["sink_tokens"], tables["residual_sinks"]
     batch = next(subject.inputs.batches(len(subject.inputs))).with_registers(registers_before(model))
-    width, depth = model.config.get_text_config().hidden_size, tables["spikes"]["layer"].nunique()
-    sinks, residual, shape = tables["sink_tokens"], tables["residual_sinks"], batch.token_ids.shape
+    sizes = tables["spikes"]["layer"].nunique(), model.config.get_text_config().hidden_size
     place = sinks["sequence"].to_numpy(), sinks["position"].to_numpy()
-    start, last, lifetime = (np.full(shape, fill) for fill in (-1, -1, 0))
-    for array, column in ((start, "layer"), (last, "last_layer"), (lifetime, "lifetime")):
-        array[place] = sinks[column]
-    layers = np.arange(depth)[:, None, None]
-    return SpikeMask(
-        torch.from_numpy((start >= 0) & (layers >= start) & (layers <= last)),
-        torch.from_numpy(start),
-        torch.from_numpy(lifetime),
-        _coordinates(tables["massive"].query("is_massive"), depth, width),
-        _coordinates(residual[residual["kind"] == RESIDUAL], depth, width),
-        batch.token_ids,
-        batch.attention_mask,
-    )
+    start, last, lifetime = (torch.full(batch.token_ids.shape, fill) for fill in (-1, -2, 0))
+    for tensor, column in ((start, "layer"), (last, "last_layer"), (lifetime, "lifetime")):
+        tensor[place] = torch.tensor(sinks[column].to_numpy(int))
+    layers = torch.arange(sizes[0])[:, None, None]
+    massive = _coordinates(tables["massive"].query("is_massive"), sizes)
+    residual = _coordinates(residual[residual["kind"] == RESIDUAL_SINK], sizes)
+    is_sink = (layers >= start) & (layers <= last)
+    return SpikeMask(is_sink, start, lifetime, massive, residual, batch.token_ids, batch.attention_mask)
 
 
-def _coordinates(rows: pd.DataFrame, depth: int, width: int) -> torch.Tensor:
-    found = np.zeros((depth, width), bool)
+def _coordinates(rows: pd.DataFrame, sizes: tuple[int, int]) -> torch.Tensor:
+    found = np.zeros(sizes, bool)
     found[rows["layer"].to_numpy(int), rows["coordinate"].to_numpy(int)] = True
     return torch.from_numpy(found)

@@ -12,7 +12,7 @@ import pandas as pd
 from sinkscope.measuring.losses import perplexity
 from sinkscope.measuring.observables.activation import BONDARENKO_SITES
 from sinkscope.measuring.observables.reductions import ALL_HEADS, LATER
-from sinkscope.measuring.observables.sink_tokens import SECONDARY
+from sinkscope.measuring.observables.spikes import SECONDARY
 from sinkscope.models.family import NO_POSITIONS, Family
 from sinkscope.results.findings import FEWEST_QUERIES, OUTLIER
 from sinkscope.results.metrics import TOKEN_GROUPS
@@ -23,7 +23,6 @@ from sinkscope.text.inputs import TokenInputs
 REDUCTIONS: Mapping[str, Callable[[pd.Series], float]] = {
     "massive_count": pd.Series.sum,
     "secondary_sinks": pd.Series.sum,
-    "spike_cosine": pd.Series.max,
     "residual_share": pd.Series.max,
     "max_inf_norm": pd.Series.max,
     "layer_inf_norm": pd.Series.max,
@@ -193,13 +192,9 @@ METRICS_OF: dict[str, dict[str, Metric]] = {
     "entropy": {
         "state_entropy": layerwise("entropy", "entropy"),
         "state_entropy_without_first": layerwise("entropy", "entropy_without_first"),
-        "anisotropy": layerwise("entropy", "anisotropy"),
     },
     "sink_tokens": {"secondary_sinks": _secondary_sinks},
-    "spikes": {
-        "spike_cosine": layerwise("spikes", "cosine"),
-        "residual_share": layerwise("spikes", "largest_share"),
-    },
+    "spikes": {"residual_share": layerwise("spikes", "largest_share")},
 }
 
 

@@ -38,6 +38,7 @@ OtherStudy = Literal["factor", "steps", "course", "sizes", "base", "scores"]
 Kind = Analysis | Controlled | Alone | Literal["streaming"] | Arms | OtherStudy
 
 ARMS, STUDIES = get_args(Arms), (*get_args(Arms), *get_args(OtherStudy))
+OF_STATES = ("attention", "massive", "entropy", "sink-tokens", "residual-sinks")  # observables of "states"
 CONTROLLED, ALONE = get_args(Controlled), get_args(Alone)
 
 

@@ -91,20 +91,15 @@ class Activations(Mapping[str, "dict[int, torch.Tensor]"]):
         """(N,T): 1 for a token, 0 past the end of a sequence."""
         return self.tensors["attention_mask"]
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, name: str = FILE) -> None:
         """Write the file, if there are tensors."""
+        from safetensors.torch import save_file  # imported late, because it loads torch
+
         if self.tensors:
-            write_tensors(self.tensors, folder / FILE)
-
-
-def write_tensors(tensors: "Mapping[str, torch.Tensor]", path: Path) -> None:
-    """Write tensors by name as safetensors."""
-    from safetensors.torch import save_file  # imported late, because it loads torch
-
-    with new_file(path) as fresh:
-        permissions = fresh.stat().st_mode
-        save_file(dict(tensors), fresh, {"format": "pt"})  # readable for its owner only
-        fresh.chmod(permissions)
+            with new_file(folder / name) as fresh:
+                permissions = fresh.stat().st_mode
+                save_file(dict(self.tensors), fresh, {"format": "pt"})  # readable for its owner only
+                fresh.chmod(permissions)
 
 
 @dataclass(frozen=True, eq=False)

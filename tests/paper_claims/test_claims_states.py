@@ -52,7 +52,7 @@ def states(
         "massive": massive.assign(is_massive=massive["value"] > 0),
         "attention": pd.DataFrame({"layer": range(LAYERS), "head": 0, "position": 0, "sink_rate": rate}),
         "sink_tokens": secondary,
-        "parallel_tokens_by_sequence": by_sequence({"parallel": 0.05 * inside, "sinks": sinks * inside}, LAYERS),
+        "parallel_tokens": by_sequence({"parallel": 0.05 * inside, "sinks": sinks * inside}, LAYERS),
         "spikes_by_sequence": by_sequence({"largest_share": residual, "rotated_share": rotated}, LAYERS),
         "spikes": spikes,
     }
@@ -65,7 +65,6 @@ def states(
         ("CV-1", {"loose": 0.1}),
         ("CV-2", {"valley": 0.5}),
         ("CV-3", {"rescaled": 0.1}),
-        ("CV-4", {"valley": 0.9}),
         ("SS-1", {"written": 0.5}),
         ("SS-3", {"attention": 0.9}),
         ("SS-4", {"sinks": 0.001}),
@@ -82,6 +81,9 @@ def test_a_claim_on_states_holds_where_its_number_passes_and_fails_where_not(cla
 def test_the_numbers_of_claims_on_states() -> None:
     valley = judged("CV-2", states()).estimates[0]
     assert valley.value == pytest.approx(0.02 / 0.71, rel=1e-2)  # the largest entropy is the last layer's
+    ends = [judged("CV-4", states(valley=entropy)) for entropy in (0.02, 0.9)]
+    assert [found.outcome == HOLDS for found in ends] == [True, False]
+    assert ends[0].estimates[0].value < 0 < ends[1].estimates[0].value
     assert judged("SS-3", states()).estimates[0].value == pytest.approx(3.0)
     assert judged("SS-2", states()).estimates[0].value == pytest.approx(1.0)
     assert judged("SS-2", states()).outcome in (HOLDS, INCONCLUSIVE)

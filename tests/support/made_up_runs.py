@@ -78,7 +78,7 @@ def state_tables(layers: int, sequences: int) -> dict[str, pd.DataFrame]:
     entropy = grid(layer=range(layers))
     names = ("entropy", "entropy_without_first", "entropy_rescaled", "entropy_bound", "anisotropy", "anisotropy_bound")
     entropy = entropy.assign(**{name: random.uniform(0, 1, layers) for name in names})
-    parallel = grid(layer=range(layers)).assign(parallel=random.uniform(0, 0.5, layers), sinks=0.01)
+    parallel = grid(layer=range(layers), sequence=range(sequences)).assign(parallel=0.3, sinks=0.01)
     sinks = grid(layer=[0], sequence=range(sequences), position=[0, 1, 5]).assign(token_id=lambda t: t["position"])
     kinds = {0: "first", 1: "lasting", 5: "secondary"}
     sinks = sinks.assign(token=sinks["position"].map({0: "<s>", 1: "\n", 5: None}), kind=sinks["position"].map(kinds))

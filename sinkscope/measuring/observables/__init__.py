@@ -13,8 +13,7 @@ from sinkscope.measuring.observables.gradient import Gradient
 from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Observable
 from sinkscope.measuring.observables.query_bias import Epe, LogitTerms, QueryBias
-from sinkscope.measuring.observables.residual_sinks import ResidualSinks
-from sinkscope.measuring.observables.sink_tokens import SinkTokens
+from sinkscope.measuring.observables.spikes import ResidualSinks, SinkTokens
 
 # the order of `sinkscope list` and of the tables
 OBSERVABLES: dict[str, type[Observable]] = {

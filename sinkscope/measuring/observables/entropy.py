@@ -52,13 +52,13 @@ class Entropy(Observable):
 
 
 def spectrum(x: torch.Tensor) -> torch.Tensor:
-    """Return the squared singular values ÷ their sum, in ascending order, (…,T,D) → (…,min(T,D)); zeros for zeros.
+    """Return the squared singular values ÷ their sum, in ascending order, (…,T,D) → (…,min(T,D)).
 
-    They are the eigenvalues of the smaller Gram matrix. Its rounding errors are relative to the largest of them, so
-    that in float64 they change no entropy visibly, and it costs a tenth of the decomposition of x.
+    They are the eigenvalues of the smaller Gram matrix, whose rounding errors are relative to the largest of them: in
+    float64 they change no entropy visibly.
     """
     values = torch.linalg.eigvalsh(x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x).clamp(min=0.0)
-    return values / values.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
+    return values / values.sum(-1, keepdim=True)
 
 
 def entropy(p: torch.Tensor) -> torch.Tensor:
@@ -67,33 +67,24 @@ def entropy(p: torch.Tensor) -> torch.Tensor:
 
 
 def valley(x: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the columns of `entropy` for states (B,T,D) in float64, with zeros past each sequence's length (B,)."""
+    """Return the columns of `entropy` for states (B,T,D) with zeros past each sequence's length (B,), in float64."""
     norms = torch.linalg.vector_norm(x, dim=-1)
-    first, others = norms[:, 0], norms[:, 1:]
-    present = torch.arange(1, x.shape[1], device=x.device) < lengths[:, None]
-    median = filled(others, present, torch.nan).nanmedian(-1).values
-    tiny = torch.finfo(x.dtype).tiny
+    first, present = norms[:, 0], torch.arange(1, x.shape[1], device=x.device) < lengths[:, None]
     rescaled = x.clone()
-    rescaled[:, 0] *= (median / first.clamp(min=tiny))[:, None]
-    energy = others.square().sum(-1).clamp(min=tiny)
+    rescaled[:, 0] *= (filled(norms[:, 1:], present, torch.nan).nanmedian(-1).values / first)[:, None]
+    energy = norms[:, 1:].square().sum(-1)
     share = first.square() / energy
-    along = (x[:, 1:] @ x[:, 0, :, None])[..., 0] / first.clamp(min=tiny)[:, None]
-    alignment = along.square().sum(-1) / energy
-    bound = (share + alignment) / (share + 1)
-    rank = lengths.clamp(max=x.shape[-1])
-    # it holds where p ≥ 1/r; below, only the entropy of r equal values bounds it
+    alignment = ((x[:, 1:] @ x[:, 0, :, None])[..., 0] / first[:, None]).square().sum(-1) / energy
+    bound, rank = (share + alignment) / (share + 1), lengths.clamp(max=x.shape[-1])
     two = torch.stack([bound, 1 - bound], dim=-1).clamp(0, 1)
-    most = entropy(two) + two[..., 1] * (rank - 1).clamp(min=1).log()
+    most = entropy(two) + two[..., 1] * (rank - 1).log()
     p = spectrum(x)
-
-    def normalized(h: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return h / tokens.clamp(min=2, max=x.shape[-1]).log()  # the entropy of a single token is 0
-
+    largest = [tokens.clamp(min=2, max=x.shape[-1]).log() for tokens in (lengths, lengths - 1)]  # one token has 0
     return {
-        "entropy": normalized(entropy(p), lengths),
-        "entropy_without_first": normalized(entropy(spectrum(x[:, 1:])), lengths - 1),
-        "entropy_rescaled": normalized(entropy(spectrum(rescaled)), lengths),
-        "entropy_bound": torch.where(bound * rank >= 1, normalized(most, lengths), 1.0),
+        "entropy": entropy(p) / largest[0],
+        "entropy_without_first": entropy(spectrum(x[:, 1:])) / largest[1],
+        "entropy_rescaled": entropy(spectrum(rescaled)) / largest[0],
+        "entropy_bound": torch.where(bound * rank >= 1, most / largest[0], 1.0),  # p ≥ 1/r, else it says nothing
         "anisotropy": p[:, -1],
         "anisotropy_bound": bound,
         "norm_share": share,

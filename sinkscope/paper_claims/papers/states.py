@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.estimates import massive_layers
-from sinkscope.measuring.observables.sink_tokens import SECONDARY
+from sinkscope.measuring.observables.spikes import SECONDARY
 from sinkscope.paper_claims.arms import falls, had_a_sink
 from sinkscope.paper_claims.claim import Claim, Part
 from sinkscope.paper_claims.evidence import STATES, Evidence
@@ -15,46 +15,41 @@ from sinkscope.paper_claims.scopes import causal, requires
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below
 from sinkscope.results.run import WITH
 from sinkscope.results.side_by_side import span
-from sinkscope.results.statistics import Estimate, bootstrap, rank_correlation, resamplings, weighted_means
+from sinkscope.results.statistics import Estimate, bootstrap, exact, rank_correlation, resamplings, weighted_means
 
 # --- compression valleys
 
 
-def _massive_layers(evidence: Evidence) -> np.ndarray:
-    layers = massive_layers(evidence.sequences(STATES))
+def _in_valley(evidence: Evidence) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return columns of `entropy`, (R, layers), and the layers with massive activations at position 0."""
+    run = evidence.sequences(STATES)
+    layers = massive_layers(run)
     if not len(layers):
         raise NotDefined("position 0 has no massive activation in any layer")
-    return layers
-
-
-def _by_layer(evidence: Evidence, column: str) -> np.ndarray:
-    """(R, layers): a column of `entropy`."""
-    return evidence.sequences(STATES).means("entropy_by_sequence", column)
+    columns = ("entropy", "entropy_rescaled", "anisotropy", "anisotropy_bound")
+    return {name: run.means("entropy_by_sequence", name) for name in columns}, layers
 
 
 def _looseness(evidence: Evidence) -> Estimate:
-    layers = _massive_layers(evidence)
-    loose = (_by_layer(evidence, "anisotropy") - _by_layer(evidence, "anisotropy_bound"))[:, layers]
-    return bootstrap(loose.max(1)).over(f"layers {span((layers[0], layers[-1]))}")
+    found, layers = _in_valley(evidence)
+    loose = (found["anisotropy"] - found["anisotropy_bound"])[:, layers].max(1)
+    return bootstrap(loose).over(f"layers {span((layers[0], layers[-1]))}")
 
 
-def _in_valley(column: str, evidence: Evidence) -> Estimate:
+def _against_largest(column: str, evidence: Evidence) -> Estimate:
     """Return the mean of a column over the layers with massive activations ÷ the largest entropy of any layer."""
-    found = _by_layer(evidence, column)[:, _massive_layers(evidence)].mean(1)
-    entropy = _by_layer(evidence, "entropy")
-    return bootstrap(found / entropy.max(1)).over(
-        f"largest entropy {entropy[0].max():.2f}, layer {entropy[0].argmax()}"
-    )
+    found, layers = _in_valley(evidence)
+    ratio, largest = found[column][:, layers].mean(1) / found["entropy"].max(1), found["entropy"][0]
+    return bootstrap(ratio).over(f"largest entropy {largest.max():.2f}, layer {largest.argmax()}")
 
 
 def _valley_at_sinks(evidence: Evidence) -> Estimate:
     """Correlate over layers the entropy of a layer's output and the sink rate of the next layer, which reads it."""
-    run = evidence.run(STATES)
-    attention = run.tables["attention"].query("position == 0").groupby("layer")["sink_rate"].mean()
-    entropy = run.tables["entropy"].set_index("layer")["entropy"].rename(lambda layer: layer + 1)
-    both = pd.concat([attention, entropy], axis=1).dropna()
-    rate, states = both.to_numpy(float).T
-    return rank_correlation(states, rate, both.index.to_numpy())
+    tables = evidence.run(STATES).tables
+    rate = tables["attention"].query("position == 0").groupby("layer")["sink_rate"].mean()
+    entropy = tables["entropy"].set_index("layer")["entropy"].rename(lambda layer: layer + 1)
+    both = pd.concat([entropy, rate], axis=1).dropna()
+    return rank_correlation(*both.to_numpy(float).T, both.index.to_numpy())
 
 
 # --- secondary sinks
@@ -65,42 +60,27 @@ def _secondary(evidence: Evidence) -> pd.DataFrame:
     found = table[table["kind"] == SECONDARY]
     if found.empty:
         raise NotDefined("no token is a secondary sink")
-    return found
+    return found.assign(preferred=found["attention"] / found["attention_elsewhere"])
 
 
-def _over_sequences(values: pd.Series, evidence: Evidence, note: str) -> Estimate:
-    """Estimate a mean over tokens, with sequences as units."""
-    sequence = evidence.sequences(STATES).table("sink_tokens")["sequence"]
-    known = values.dropna()
+def _of_secondary(column: str, evidence: Evidence) -> Estimate:
+    """Estimate a mean over secondary sinks, with sequences as units."""
+    known = _secondary(evidence).dropna(subset=column)
     if known.empty:
         raise NotDefined("no secondary sink has the number")
-    groups = known.groupby(sequence[known.index]).agg(["sum", "count"]).to_numpy(float)
+    groups = known.groupby("sequence")[column].agg(["sum", "count"]).to_numpy(float)
     means = weighted_means(groups, resamplings(len(groups)))
-    return bootstrap(means[:, 0] / means[:, 1]).over(f"{len(known)} tokens of {len(groups)} sequences, {note}")
-
-
-def _written(evidence: Evidence) -> Estimate:
-    found = _secondary(evidence)
-    return _over_sequences(
-        found["written"], evidence, f"which join in layers {span((found['layer'].min(), found['layer'].max()))}"
-    )
+    return bootstrap(means[:, 0] / means[:, 1]).over(f"{len(known)} tokens of {len(groups)} sequences")
 
 
 def _lifetime_follows_norm(evidence: Evidence) -> Estimate:
     found = _secondary(evidence)
-    return rank_correlation(found["norm"].to_numpy(float), found["lifetime"].to_numpy(float), found["layer"].to_numpy())
-
-
-def _attracts(evidence: Evidence) -> Estimate:
-    found = _secondary(evidence)
-    return _over_sequences(found["attention"] / found["attention_elsewhere"], evidence, "with equal tokens elsewhere")
+    return rank_correlation(*found[["norm", "lifetime"]].to_numpy(float).T, found["layer"].to_numpy())
 
 
 def _parallel_are_sinks(evidence: Evidence) -> Estimate:
-    """Return the number of sinks ÷ of tokens that are parallel to the first sink, over all layers of its life."""
-    sinks, parallel = (
-        evidence.sequences(STATES).means("parallel_tokens_by_sequence", name).mean(1) for name in ("sinks", "parallel")
-    )
+    run = evidence.sequences(STATES)
+    sinks, parallel = (run.means("parallel_tokens", name).mean(1) for name in ("sinks", "parallel"))
     if not parallel[0]:
         raise NotDefined("no other token is parallel to the first sink")
     return bootstrap(sinks / parallel).over(f"parallel: {parallel[0]:.1%} of tokens, mean over layers")
@@ -116,9 +96,8 @@ def _residual_share(column: str, evidence: Evidence) -> Estimate:
 
 def _spike_cosine(column: str, evidence: Evidence) -> Estimate:
     """Return the cosine in the layer of the spike, where the norm of the largest tokens has risen most."""
-    spikes = evidence.run(STATES).tables["spikes"]
-    at = spikes[spikes["step"] == "up"].iloc[0]
-    return Estimate(at[column], at[column], at[column]).over(f"layer {at['layer']}, all pairs of sequences")
+    at = evidence.run(STATES).tables["spikes"].query("step == 'up'").iloc[0]
+    return exact(at[column]).over(f"layer {at['layer']}, all pairs of sequences")
 
 
 LARGEST = "of the tokens at which one coordinate is above 20 × their median entry, layer with the largest"
@@ -129,10 +108,10 @@ CLAIMS = (
         (STATES,)),
     Claim("CV-2", "2510.06477", "Entropy has a valley where activations are massive.",
         (Part("entropy, mean over the layers with massive activations ÷ largest of all layers",
-            partial(_in_valley, "entropy"), at_most(0.5)),), (STATES,)),
+            partial(_against_largest, "entropy"), at_most(0.5)),), (STATES,)),
     Claim("CV-3", "2510.06477", "The first token's norm makes the valley: at the median norm, the entropy is back.",
         (Part("entropy with position 0 at the median norm, in these layers ÷ largest of all layers",
-            partial(_in_valley, "entropy_rescaled"), at_least(0.5)),), (STATES,)),
+            partial(_against_largest, "entropy_rescaled"), at_least(0.5)),), (STATES,)),
     Claim("CV-4", "2510.06477", "The valley is where the sinks are.",
         (Part("rank correlation over layers of the states' entropy and the sink rate of the layer that reads them",
             _valley_at_sinks, below(0.0)),), (STATES,), (causal,)),
@@ -140,13 +119,13 @@ CLAIMS = (
         (falls(TO_ZERO), had_a_sink(TO_ZERO)), (TO_ZERO,)),
     Claim("SS-1", "2512.22213", "MLPs write secondary sinks.",
         (Part("cosine of the MLP's output and the first sink's state, where they join, mean over secondary sinks",
-            _written, at_least(0.9)),), (STATES,), (causal,)),
+            partial(_of_secondary, "written"), at_least(0.9)),), (STATES,), (causal,)),
     Claim("SS-2", "2512.22213", "The norm of a secondary sink sets its lifetime.",
         (Part("rank correlation of norm and lifetime over secondary sinks", _lifetime_follows_norm, above(0.0)),),
         (STATES,), (causal,)),
     Claim("SS-3", "2512.22213", "Secondary sinks attract attention.",
         (Part("attention to a secondary sink ÷ to equal tokens that are no sinks, both ÷ uniform attention, mean",
-            _attracts, above(1.0)),), (STATES,), (causal,)),
+            partial(_of_secondary, "preferred"), above(1.0)),), (STATES,), (causal,)),
     Claim("SS-4", "2512.22213", "Tokens that are parallel to the first sink are sinks.",
         (Part("tokens with 3 × the median norm ÷ all tokens parallel to the first sink", _parallel_are_sinks,
             at_least(0.5)),), (STATES,), (causal,)),
