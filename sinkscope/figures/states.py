@@ -90,9 +90,11 @@ def draw_residual_sinks(run: RunData) -> Figure:
     plot.panel(left, "coordinates with residual sinks", "share of tokens", share=True)
     plot.line_by_layer(middle, spikes["norm_ratio"], **SINK)
     plot.panel(middle, "norm of the largest token ÷ median", "ratio", log=True)
-    for step, look in (("up", "-"), ("down", ":")):
+    for step, dashes in (("up", "-"), ("down", ":")):
         for layer in spikes.index[spikes["step"] == step]:
-            middle.axvline(layer, color=style.GRAY, linewidth=0.9, linestyle=look, label=f"step {step}: layer {layer}")
+            middle.axvline(
+                layer, color=style.GRAY, linewidth=0.9, linestyle=dashes, label=f"step {step}: layer {layer}"
+            )
     plot.line_by_layer(right, spikes["cosine"], label="largest tokens", **SINK)
     plot.line_by_layer(right, spikes["cosine_of_others"], label="tokens of the median norm", **OTHERS)
     plot.panel(right, "cosine of two sequences", "mean over pairs", share=True)

@@ -49,7 +49,7 @@ def _valley_at_sinks(evidence: Evidence) -> Estimate:
     rate = tables["attention"].query("position == 0").groupby("layer")["sink_rate"].mean()
     entropy = tables["entropy"].set_index("layer")["entropy"].rename(lambda layer: layer + 1)
     both = pd.concat([entropy, rate], axis=1).dropna()
-    return rank_correlation(*both.to_numpy(float).T, both.index.to_numpy())
+    return rank_correlation(both["entropy"].to_numpy(), both["sink_rate"].to_numpy(), both.index.to_numpy())
 
 
 # --- secondary sinks
@@ -75,7 +75,8 @@ def _of_secondary(column: str, evidence: Evidence) -> Estimate:
 
 def _lifetime_follows_norm(evidence: Evidence) -> Estimate:
     found = _secondary(evidence)
-    return rank_correlation(*found[["norm", "lifetime"]].to_numpy(float).T, found["layer"].to_numpy())
+    norm, lifetime, layer = (found[name].to_numpy(float) for name in ("norm", "lifetime", "layer"))
+    return rank_correlation(norm, lifetime, layer)
 
 
 def _parallel_are_sinks(evidence: Evidence) -> Estimate:
