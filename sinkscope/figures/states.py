@@ -67,6 +67,7 @@ def draw_sink_tokens(run: RunData) -> Figure:
     right.barh(range(len(counts)), counts, color=style.NAVY, height=0.65)
     right.set_ylim(max(len(counts), 4) - 0.4, -0.6)
     right.set_xlabel("number of sinks, secondary or lasting")
+    plot.whole_numbers(right, "x")
     return figure.finish(title(run, WIDE))
 
 
