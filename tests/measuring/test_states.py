@@ -113,6 +113,9 @@ def test_sink_tokens_are_listed_with_their_lives() -> None:
     batch = padded(ragged_tokens((5, 6)), "left")
     observable, depth, width = SinkTokens(SETTINGS), 8, 6
     observable.depth = depth
+    batch.token_ids[0, 3] = batch.token_ids[1, 4]  # the token that joins, where it is no sink
+    for layer in range(depth):  # attention, which tells layers and sequences apart
+        observable.received[layer] = torch.tensor([[10.0 * layer], [1.0 * layer]]).expand(2, 6)
     spike = torch.zeros(width)
     spike[2] = 100.0
     generator = torch.Generator().manual_seed(0)
@@ -134,6 +137,8 @@ def test_sink_tokens_are_listed_with_their_lives() -> None:
     assert table["kind"].to_dict() == {(0, 0): "first", (1, 1): "first", (1, 4): "secondary"}
     assert table.loc[(1, 4), ["layer", "last_layer", "lifetime"]].tolist() == [3, 5, 3]
     assert table.loc[(1, 4), ["norm", "written"]].tolist() == pytest.approx([50.0, 1.0])
+    # layers 4 to 6 read the outputs of layers 3 to 5
+    assert table.loc[(1, 4), ["attention", "attention_elsewhere"]].tolist() == pytest.approx([5.0, 50.0])
     assert table["token_id"].tolist() == [int(batch.token_ids[0, 1]), *batch.token_ids[1, [1, 4]].tolist()]
     assert tables["parallel_tokens"].query("sequence == 1")["sinks"].tolist() == pytest.approx(
         [0, 0, 0, 0.2, 0.2, 0.2, 0, 0]
