@@ -184,7 +184,7 @@ def spike_mask(
         **options: those of `analyze`.
 
     Raises:
-        InputError: an option or the input is wrong, or the model has no attention.
+        InputError: an option or the input is wrong.
         SinkscopeError: the measurement failed.
     """
     config = options_of(AnalyzeOptions, model, options if ids is None else {"bos": "never", "input": ids} | options)

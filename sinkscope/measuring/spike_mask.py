@@ -39,15 +39,16 @@ class SpikeMask:
 
 
 def measured_mask(subject: Subject, config: RunConfig) -> SpikeMask:
-    """Measure the mask of all sequences of a subject, in a pass of its own. Raises InputError without attention."""
+    """Measure the mask of all sequences of a subject, in a pass of its own."""
     tables, _ = measure(subject, config.model_copy(update={"observables": MEASURED, "skip_parity": True}))
     model, sinks, residual = subject.loaded.model, tables["sink_tokens"], tables["residual_sinks"]
     batch = next(subject.inputs.batches(len(subject.inputs))).with_registers(registers_before(model))
     sizes = tables["spikes"]["layer"].nunique(), model.config.get_text_config().hidden_size
-    place = sinks["sequence"].to_numpy(), sinks["position"].to_numpy()
+    of_sinks = {name: torch.tensor(sinks[name].to_numpy(int)) for name in sinks.select_dtypes("integer")}
+    place = of_sinks["sequence"], of_sinks["position"]
     start, last, lifetime = (torch.full(batch.token_ids.shape, fill) for fill in (-1, -2, 0))
     for tensor, column in ((start, "layer"), (last, "last_layer"), (lifetime, "lifetime")):
-        tensor[place] = torch.tensor(sinks[column].to_numpy(int))
+        tensor[place] = of_sinks[column]
     layers = torch.arange(sizes[0])[:, None, None]
     massive = _coordinates(tables["massive"].query("is_massive"), sizes)
     residual = _coordinates(residual[residual["kind"] == RESIDUAL_SINK], sizes)
