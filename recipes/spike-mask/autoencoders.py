@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sinkscope
-from sinkscope.results.statistics import mean_of_runs
+from sinkscope.results.statistics import mean_of_rates, mean_of_runs
 
 LAYERS = (14, 20, 26)
 SEEDS = (0, 1, 2)
@@ -106,21 +106,21 @@ def report(table: pd.DataFrame) -> str:
         "# Autoencoders with the spike mask",
         "",
         f"TopK autoencoders ({FEATURES} features, {ACTIVE} active) of SmolLM2-135M-Instruct's states, tested on "
-        f"held-out tokens that are no sinks: mean over {len(SEEDS)} seeds and its 95 % interval (Student's). "
+        f"held-out tokens that are no sinks: mean over {len(SEEDS)} seeds and its 95 % interval. "
         "`python recipes/spike-mask/autoencoders.py reports/spike-mask` repeats it.",
         "",
-        f"The training tokens are {table['tokens'].iloc[0]:,}; the mask leaves out the first token of each sequence and "
-        "a few others that join it, whose norm is up to 170 times the median. Center, scale and loss of the other arms "
-        "are those of all their tokens, so that the sinks take part in each. The random mask leaves out as many tokens "
-        "that are no sinks: fewer tokens alone change nothing.",
+        f"Of {table['tokens'].iloc[0]:,} training tokens the mask leaves out {table['left_out'].max()}. "
+        f"{SEQUENCES - HELD_OUT} of these are first tokens: in this model, leaving out position 0 alone would do nearly "
+        "the same. Center, scale and loss of the other arms are those of all their tokens, so that the sinks take part "
+        "in each. The random mask leaves out as many tokens that are no sinks: fewer tokens alone change nothing.",
         "",
         "| layer | arm | tokens left out | explained variance | dead features |",
         "| ---: | --- | ---: | ---: | ---: |",
     ]
     for (layer, arm), own in table.groupby(["layer", "arm"], sort=False):
         cells = []
-        for column in ("explained_variance", "dead_features"):
-            found = mean_of_runs(own[column].to_numpy())
+        for column, mean in (("explained_variance", mean_of_runs), ("dead_features", mean_of_rates)):
+            found = mean(own[column].to_numpy())
             cells.append(f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]")
         share = own["left_out"].iloc[0] / own["tokens"].iloc[0]
         lines.append(f"| {layer} | {arm} | {share:.2%} | {' | '.join(cells)} |")
