@@ -110,8 +110,8 @@ def report(table: pd.DataFrame) -> str:
         "`python recipes/spike-mask/autoencoders.py reports/spike-mask` repeats it.",
         "",
         f"Of {table['tokens'].iloc[0]:,} training tokens the mask leaves out {table['left_out'].max()}. "
-        f"{SEQUENCES - HELD_OUT} of these are first tokens: in this model, leaving out position 0 alone would do nearly "
-        "the same. Center, scale and loss of the other arms are those of all their tokens, so that the sinks take part "
+        f"{SEQUENCES - HELD_OUT} of these are first tokens: in this model, leaving out position 0 alone would do "
+        "nearly the same. Center, scale and loss of the other arms are those of all their tokens, so that sinks take part "
         "in each. The random mask leaves out as many tokens that are no sinks: fewer tokens alone change nothing.",
         "",
         "| layer | arm | tokens left out | explained variance | dead features |",
