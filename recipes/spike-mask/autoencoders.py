@@ -111,7 +111,7 @@ def report(table: pd.DataFrame) -> str:
         "",
         f"Of {table['tokens'].iloc[0]:,} training tokens the mask leaves out {table['left_out'].max()}. "
         f"{SEQUENCES - HELD_OUT} of these are first tokens: in this model, leaving out position 0 alone would do "
-        "nearly the same. Center, scale and loss of the other arms are those of all their tokens, so that sinks take part "
+        "nearly the same. Center, scale and loss of the other arms are those of all their tokens, so sinks take part "
         "in each. The random mask leaves out as many tokens that are no sinks: fewer tokens alone change nothing.",
         "",
         "| layer | arm | tokens left out | explained variance | dead features |",

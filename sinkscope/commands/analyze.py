@@ -179,9 +179,8 @@ def spike_mask(
     """Return which tokens are sinks in which layers' outputs, and massive coordinates: what `export_mask` writes.
 
     Args:
-        model, tokenizer, quiet: as for `analyze`.
+        model, tokenizer, quiet, **options: as for `analyze`.
         ids: token ids (N,T), or texts; None: the input that the options name.
-        **options: those of `analyze`.
 
     Raises:
         InputError: an option or the input is wrong.

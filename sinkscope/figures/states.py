@@ -14,8 +14,7 @@ def _legend(ax: Axes, columns: int = 1) -> None:
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=columns, columnspacing=0.8)
 
 
-# --- Compression valleys (2510.06477): the entropy of each layer's output with and without position 0, and with
-# position 0 at the median norm; and the anisotropy with its bound, next to the sink rate of the layer that reads it.
+# --- Compression valleys (2510.06477), next to the sink rate of the layer that reads the states
 
 
 def draw_entropy_by_layer(run: RunData) -> Figure:
@@ -42,7 +41,7 @@ def draw_entropy_by_layer(run: RunData) -> Figure:
     return figure.finish(title(run, WIDE))
 
 
-# --- Tokens that join the first sink (2512.22213): shares of parallel tokens and of sinks by layer, and which they are.
+# --- Tokens that join the first sink (2512.22213), and tokens that are only parallel to it
 
 MOST_TOKENS = 12
 RARE = 0.1  # up to this share of tokens, the axis ends at the largest
@@ -71,8 +70,7 @@ def draw_sink_tokens(run: RunData) -> Figure:
     return figure.finish(title(run, WIDE))
 
 
-# --- Residual sinks (2601.22966) and spikes (2603.05498): coordinates that are large at most tokens, the norm of each
-# sequence's largest token, and its cosine over sequences.
+# --- Residual sinks (2601.22966) and spikes (2603.05498)
 
 MOST_COORDINATES = 6
 

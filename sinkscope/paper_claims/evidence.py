@@ -169,8 +169,7 @@ class Evidence:
         runs = [run for role, run in self.runs.items() if role.kind == NULL.kind]
         return [
             Evidence(
-                dict.fromkeys((MAIN, STATES), run)
-                | {null_need(at): other for at, other in enumerate(runs[:draw] + runs[draw + 1 :])}
+                {MAIN: run, STATES: run} | {null_need(at): x for at, x in enumerate(runs[:draw] + runs[draw + 1 :])}
             )
             for draw, run in enumerate(runs)
         ]

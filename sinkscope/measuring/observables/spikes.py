@@ -176,7 +176,7 @@ class ResidualSinks(Observable):
         self.sums: Sums[tuple[int, str]] = Sums()  # layer, -1 for the first one's input, and statistic
         self.largest: Maxima[int] = Maxima()
         self.by_sequence = BySequence()
-        self.rotations: dict[int, torch.Tensor] = {}  # by width
+        self.rotation = torch.empty(0)  # (D,D), made when D is known
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         if site == "layer_in" and layer > 0:
@@ -188,20 +188,15 @@ class ResidualSinks(Observable):
         if site == "layer_in":
             self._add(-1, norm=largest.sum())
             return
-        width = hidden.shape[-1]
-        if width not in self.rotations:
-            self.rotations[width] = random_rotation(width, seed=0)
-        # (B,D,T), zero at padding
-        ratios, rotated = (
+        if not self.rotation.numel():
+            self.rotation = random_rotation(hidden.shape[-1], seed=0)
+        ratios, rotated = (  # (B,D,T), zero at padding
             filled((x.abs() / x.abs().median(-1, keepdim=True).values).movedim(-1, 1), batch.valid)
-            for x in (hidden, hidden @ self.rotations[width].to(hidden))
+            for x in (hidden, hidden @ self.rotation.to(hidden))
         )
         lengths = batch.lengths.to(hidden.device)
-        shares = {
-            column.name: ((x > LARGE).sum(-1) / lengths[:, None]).amax(-1)
-            for column, x in zip(SHARES, (ratios, rotated), strict=True)
-        }
-        self.by_sequence.add(batch, shares, layer=layer)
+        largest_share, rotated_share = (((x > LARGE).sum(-1) / lengths[:, None]).amax(-1) for x in (ratios, rotated))
+        self.by_sequence.add(batch, {"largest_share": largest_share, "rotated_share": rotated_share}, layer=layer)
         rows = torch.arange(len(hidden), device=hidden.device)
         self._add(
             layer, norm=largest.sum(), norm_ratio=(largest / medians).sum(), sequences=torch.tensor(len(hidden)),
@@ -229,17 +224,15 @@ class ResidualSinks(Observable):
         for layer, largest in sorted(self.largest.items()):
             own = {name: self.sums[layer, name].numpy() / tokens for name in ("share", "ratio_mean")}
             table = pd.DataFrame({"layer": layer, "coordinate": range(len(largest)), **own, "ratio_max": largest})
-            table["kind"] = np.select(
-                [table["share"] >= MOST_TOKENS, table["share"] <= FEW_TOKENS], [RESIDUAL_SINK, SPIKE], BETWEEN
-            )
-            in_order = table.sort_values(["share", "ratio_max"], ascending=False, kind="stable").head(LISTED)
-            listed.append(in_order[in_order["ratio_max"] > LARGE])
-        residual_sinks = pd.concat(listed, ignore_index=True)
-        return {"residual_sinks": residual_sinks, "spikes": spikes, "spikes_by_sequence": by_sequence}
+            table = table.sort_values(["share", "ratio_max"], ascending=False, kind="stable").head(LISTED)
+            listed.append(table[table["ratio_max"] > LARGE])
+        found = pd.concat(listed, ignore_index=True)
+        is_sink, is_spike = found["share"] >= MOST_TOKENS, found["share"] <= FEW_TOKENS
+        found["kind"] = np.select([is_sink, is_spike], [RESIDUAL_SINK, SPIKE], BETWEEN)
+        return {"residual_sinks": found, "spikes": spikes, "spikes_by_sequence": by_sequence}
 
 
 def mean_of_life(by_layer: np.ndarray, first: int, last: int) -> float:
-    """Return the mean over the layers from `first` to `last` that have a value; NaN if none has."""
     return float(pd.Series(by_layer[first : last + 1]).mean())
 
 
@@ -257,10 +250,8 @@ def life(norms: torch.Tensor) -> tuple[int, int]:
 def sinks(norms: torch.Tensor, cosine: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which tokens are parallel to the first sink in which layers of its life, and which are sinks, (T,L) bool.
 
-    Args:
-        norms: (T,1+L), of the first layer's input and of each layer's output.
-        cosine: (T,L), of each layer's output and the first sink's.
-        first: the position of the first sink; if its norm is no spike, no token is a sink.
+    `norms` (T,1+L) are as in `life`, `cosine` (T,L) those of each layer's output and the first sink's, at position
+    `first`. If its own norm is not large, no token is a sink.
     """
     start, end = life(norms[first])
     layers = torch.arange(cosine.shape[1])
