@@ -121,6 +121,9 @@ report-models: install models  ## of pretrained models: 40 minutes on two cores
 	$(call report,smollm2-135m-kv-plan,run kv-plan)
 	$(call report,smollm2-135m-float16,doctor --dtype float16)
 	-$(call report,gemma3-270m-float16,doctor .models/gemma3-270m.gguf --dtype float16)  # status 1: it overflows
+	$(call report,residual-stream/smollm2-135m,run residual-stream)
+	$(call report,residual-stream/gemma3-270m,run residual-stream --model .models/gemma3-270m.gguf)
+	$(BIN)/python recipes/spike-mask/autoencoders.py reports/spike-mask
 	$(call report,quantization-prefix/smollm2-135m,run quantization-prefix)
 	$(call report,quantization-prefix/gemma3-270m,run quantization-prefix --model .models/gemma3-270m.gguf)
 

@@ -16,6 +16,7 @@ from sinkscope.measuring.console import print_notices
 from sinkscope.measuring.keeping import Remembered, check_sites, keep
 from sinkscope.measuring.measure import make_manifest, measure
 from sinkscope.measuring.processes import together
+from sinkscope.measuring.spike_mask import SpikeMask, measured_mask
 from sinkscope.measuring.subject import ModelLike, check_config, is_in_memory, options_of
 from sinkscope.models.in_memory import text_of
 from sinkscope.models.steps import find_checkpoints
@@ -91,7 +92,8 @@ def analyze(
         print_notices(console, facts.notices)
         manifest = make_manifest(subject, config, facts, list(tables), start) | {"activations": list(activations)}
         loaded = Remembered(subject.loaded) if is_in_memory(model) else None
-        run = Run.of_analysis(manifest, tables, folder, activations=activations, loaded=loaded)
+        mask = measured_mask(subject, config).write if config.export_mask else None
+        run = Run.of_analysis(manifest, tables, folder, activations=activations, loaded=loaded, further=mask)
         return finished(run, console, figures, page)
 
 
@@ -163,3 +165,27 @@ def analyze_steps(
             draw_run(run, record["content"].get("figures", ()) if record else None, page)
         draw(series, page=page)
     return Series.open(folder)
+
+
+@with_options(AnalyzeOptions)
+def spike_mask(
+    model: ModelLike = None,
+    ids: Any = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    quiet: bool = True,
+    **options: Unpack[AnalyzeKeywords],
+) -> SpikeMask:
+    """Return which tokens are sinks in which layers' outputs, and massive coordinates: what `export_mask` writes.
+
+    Args:
+        model, tokenizer, quiet, **options: as for `analyze`.
+        ids: token ids (N,T), or texts; None: the input that the options name.
+
+    Raises:
+        InputError: an option or the input is wrong.
+        SinkscopeError: the measurement failed.
+    """
+    config = options_of(AnalyzeOptions, model, options if ids is None else {"bos": "never", "input": ids} | options)
+    with opened(model, tokenizer, config, None, False, quiet) as (subject, _, _):
+        return measured_mask(subject, config)

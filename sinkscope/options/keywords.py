@@ -60,7 +60,7 @@ class CloseUpKeywords(TypedDict, total=False):
 
 
 class AnalyzeKeywords(CloseUpKeywords, RunConfigKeywords, total=False):
-    pass
+    export_mask: bool
 
 
 class ControlKeywords(TypedDict, total=False):

@@ -292,6 +292,13 @@ class AnalyzeOptions(CloseUpOptions, RunConfig):
     repeatable: ClassVar = True
     in_memory: ClassVar = True
 
+    export_mask: bool = option(
+        False,
+        "Measuring",
+        "Also write which tokens are sinks in which layers, and the massive coordinates, as spike_mask.safetensors: "
+        "for sparse autoencoders, steering and probes.",
+    )
+
     @property
     def has_steps(self) -> bool:
         """Whether the run is over training steps: revisions separated by commas, or a folder of only checkpoints."""

@@ -169,6 +169,22 @@ _ACTIVATIONS = (
         source="VGA table 1", whole="", lower_is_better=True, tables=(SUMMARY, EFFECT, QUANTIZATION, RETROFIT)),
 )
 
+_STATES = (
+    Metric("state_entropy", "entropy of a layer's states (mean over layers; 1 is the largest)", "entropy of states",
+        "−Σ p_j log p_j ÷ log min(T, D), p_j the squared singular values of the layer's output (T,D) ÷ their sum",
+        form="{:.3f}", source="arXiv 2510.06477", scope="runs with the observable entropy"),
+    Metric("state_entropy_without_first", "the same entropy without position 0", "entropy without position 0",
+        "as state_entropy, of all tokens but position 0",
+        form="{:.3f}", source="arXiv 2510.06477", scope="runs with the observable entropy"),
+    Metric("secondary_sinks", "secondary sinks per sequence", "secondary sinks",
+        "tokens per sequence that join the first sink in the layer, for more than 1/8 of the depth and less than 17/32",
+        unit="entries", source="arXiv 2512.22213", whole="sum", scope="runs with the observable sink-tokens"),
+    Metric("residual_share", "share of tokens at which one coordinate is large (largest layer)", "residual sink",
+        "largest share of tokens with |entry| > 20 × the median of the token's |entries| at one coordinate",
+        unit="share", form="{:.1%}", source="arXiv 2601.22966", whole="largest",
+        scope="runs with the observable residual-sinks"),
+)
+
 _GRADIENTS = (
     Metric("value_gradient_ratio", "value gradient at position 0 ÷ positions 5–15", "value gradient ÷ later",
         "gradient norm of the value states at position 0 ÷ its mean over positions 5–15, all heads together",
@@ -365,5 +381,5 @@ BACKCOPY: dict[str, Metric] = {
 # fmt: on
 METRICS: dict[str, Metric] = {
     metric.name: metric
-    for metric in (*_ATTENTION, *_GEOMETRY, *_ACTIVATIONS, *_GRADIENTS, *_BIAS, *_QUANTIZED, *_TRAINED)
+    for metric in (*_ATTENTION, *_GEOMETRY, *_ACTIVATIONS, *_STATES, *_GRADIENTS, *_BIAS, *_QUANTIZED, *_TRAINED)
 } | BACKCOPY

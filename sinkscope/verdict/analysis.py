@@ -53,7 +53,8 @@ SHOWN = (
     "sink_rate", "sink_rate_outside", "sink_rate_later", "window_mass", "sink_mass", "repeated_bound",
     "attention_entropy", "missing_mass", "value_drain", "raw_value_drain", "gate_first", "gate_later", "norm_ratio",
     "massive_count", "value_gradient_ratio", "uniform_gradient_ratio", "compress_slope", "delta_gap",
-    "key_alignment_first", "perplexity", "max_inf_norm", "kurtosis",
+    "key_alignment_first", "perplexity", "max_inf_norm", "kurtosis", "state_entropy", "state_entropy_without_first",
+    "secondary_sinks", "residual_share",
 )  # fmt: skip
 HIDDEN_AT_ZERO = ("missing_mass",)  # 0 by definition for models without learned sink logits
 

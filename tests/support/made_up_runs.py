@@ -72,6 +72,24 @@ def gradient_tables(layers: int = 4, heads: int = 4, kv_heads: int = 2, position
     return {"gradient": gradient, "gradient_ratio": ratio, "gradient_check": check, "norm_bound": bound}
 
 
+def state_tables(layers: int, sequences: int) -> dict[str, pd.DataFrame]:
+    """Return random tables of the residual stream: two tokens join the first sink, a coordinate is a residual sink."""
+    random = np.random.default_rng(2)
+    entropy = grid(layer=range(layers))
+    names = ("entropy", "entropy_without_first", "entropy_rescaled", "entropy_bound", "anisotropy", "anisotropy_bound")
+    entropy = entropy.assign(**{name: random.uniform(0, 1, layers) for name in names})
+    parallel = grid(layer=range(layers), sequence=range(sequences)).assign(parallel=0.3, sinks=0.01)
+    sinks = grid(layer=[0], sequence=range(sequences), position=[0, 1, 5]).assign(token_id=lambda t: t["position"])
+    kinds = {0: "first", 1: "lasting", 5: "secondary"}
+    sinks = sinks.assign(token=sinks["position"].map({0: "<s>", 1: "\n", 5: None}), kind=sinks["position"].map(kinds))
+    coordinates = grid(layer=range(layers), coordinate=[7, 38]).assign(share=random.uniform(0.9, 1, 2 * layers))
+    coordinates["kind"] = coordinates["coordinate"].map({7: "residual sink", 38: "spike"})
+    spikes = grid(layer=range(layers)).assign(norm_ratio=10 ** random.uniform(0, 2, layers), rotated_share=0.0)
+    spikes = spikes.assign(cosine=1.0, cosine_of_others=random.uniform(0, 1, layers), step=["up"] + [""] * (layers - 1))
+    named = {"entropy": entropy, "parallel_tokens": parallel, "sink_tokens": sinks}
+    return named | {"residual_sinks": coordinates, "spikes": spikes}
+
+
 TOKENS = ["<s>", " the", "\n", ".", " $x$", "漢字", "\x00", None, "\t", " incomprehensibilities", "�", "  "]
 
 
@@ -129,7 +147,7 @@ def tables_of(layers: int, heads: int, kv_heads: int, positions: int, sequences:
         "query_bias": query_bias, "gamma": gamma, "gate": of(by_head, gate=(0, 1), raw_value_norm=(1, 20)),
         "delta_distribution": bins.assign(count=random.integers(0, 9, len(bins))),
         "summary": of(grid(layer=range(-1, layers), metric=metrics), value=(0, 1)),
-    } | gradient_tables(layers, heads, kv_heads, positions)  # fmt: skip
+    } | gradient_tables(layers, heads, kv_heads, positions) | state_tables(layers, sequences)  # fmt: skip
 
 
 def make_run(
