@@ -87,7 +87,7 @@ class ZeroSuperWeight(_AtFeedForward):
             raise InputError(
                 f"{self.name}: no entry is the one of at least half of the sequences: name layer and entry"
             )
-        found = {name: int(x) for name, x in table.loc[table["output"].idxmax()][["layer", *PAIR]].items()}
+        found = {name: int(x) for name, x in table.loc[table["written"].idxmax()][["layer", *PAIR]].items()}
         expert = None if found["expert"] == DENSE else found["expert"]
         if self.which == "largest":
             weight = feed_forwards(known.target.model, known.target.family)[found["layer"]].weight(found["expert"])
@@ -158,13 +158,14 @@ PAIR = ["expert", "row", "column"]
 
 
 def usual_pairs(super_weights: pd.DataFrame) -> pd.DataFrame:
-    """Return each layer's most frequent pair of row and column, with means over its sequences of |u|, |m| and the rest.
+    """Return each layer's most frequent pair of row and column, with means over the sequences that have it.
 
-    The columns are layer, expert, row, column, input, output, weight, share, sequences (their share) and is_early.
+    The columns are layer, expert, row, column; written, input and output, as magnitudes; weight, share, sequences
+    (the share of sequences with the pair) and is_early.
     """
-    table = super_weights.assign(input=super_weights["input"].abs(), output=super_weights["output"].abs())
+    table = super_weights.assign(**super_weights[["written", "input", "output"]].abs())
     groups = table.groupby(["layer", *PAIR])
-    found = groups[["input", "output", "weight", "share"]].mean()
+    found = groups[["written", "input", "output", "weight", "share"]].mean()
     found["sequences"] = groups.size() / table["sequence"].nunique()
-    found = found.reset_index().sort_values(["sequences", "output"], ascending=False).drop_duplicates("layer")
+    found = found.reset_index().sort_values(["sequences", "written"], ascending=False).drop_duplicates("layer")
     return found.sort_values("layer").assign(is_early=found["layer"] < EARLY * (table["layer"].max() + 1))

@@ -11,10 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import upcast
-from sinkscope.interventions.super_weight import EARLY
-from sinkscope.measuring.observables.observable import NEURONS, Maxima, Observable, Rows, Settings
+from sinkscope.interventions.super_weight import EARLY, PAIR
+from sinkscope.measuring.observables.observable import NEURONS, Maxima, Observable, Reading, Rows, Settings
+from sinkscope.measuring.observables.reductions import filled
 from sinkscope.models.family import Family
-from sinkscope.models.feed_forward import DENSE, FeedForward, without_feed_forward
+from sinkscope.models.feed_forward import FeedForward, without_feed_forward
 from sinkscope.results.tables import POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
@@ -23,23 +24,26 @@ EXPERT = Column("expert", "expert of a mixture, from 0 on; −1 without a mixtur
 
 
 class SuperWeight(Observable):
-    """Lists, for each layer and sequence, the largest output |m| of m = W u + b and the largest input |u| to it.
+    """Lists, for each layer and sequence, the largest entry that the feed-forward network adds to the residual stream,
+    and the largest input |u| of its last projection m = W u + b at the same token: the row and the column of W.
 
-    Both are of the same token and, in a mixture, of the same expert before its routing weight; the row of W is that of
-    m, the column that of u. Yu et al. read the largest m and u of a layer at any token.
+    Yu et al. take the row from the largest |m|. This is the same in models without a norm after the feed-forward
+    network; with one, the largest m is not the largest entry of the stream. In a mixture, the expert is the one of the
+    token's experts with the largest |m| in this row, before routing weights.
     """
 
     name = "super-weight"
     about = "entry of each feed-forward network's last projection between its largest input and output; super experts"
-    sites = (NEURONS,)
+    sites = (NEURONS, "mlp_out")
     by_default = False
     columns: ClassVar = {
         "super_weights": (
             EXPERT, SEQUENCE, POSITION, TOKEN_ID, TOKEN,
-            Column("row", "row of W: coordinate of the largest output", kind="whole"),
-            Column("column", "column of W: neuron with the largest input to it", kind="whole"),
+            Column("row", "row of W: coordinate of the largest entry that is added to the stream", kind="whole"),
+            Column("column", "column of W: neuron with the largest input", kind="whole"),
+            Column("written", "that entry"),
             Column("input", "that input u"),
-            Column("output", "that output m, before norms and routing weights"),
+            Column("output", "the row's output m, before a norm and routing weights"),
             Column("weight", "the entry of W"),
             Column("share", "weight × input ÷ output: the share of the output that this entry writes"),
         ),
@@ -56,36 +60,55 @@ class SuperWeight(Observable):
         self.rows = Rows(list)
         self.experts: Maxima[tuple[int, int]] = Maxima()
         self.depth = Maxima[str]()
+        self.called: tuple[FeedForward, tuple] | None = None
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
-        return without_feed_forward(model, family)
+        return family.absent_sites().get("mlp_out") or without_feed_forward(model, family)
 
     def see_neurons(self, layer: int, part: FeedForward, args: tuple, batch: Batch) -> None:
-        real = batch.attention_mask.to(args[0].device).flatten().bool()
-        best = {name: real.new_zeros(len(real), dtype=torch.float64) for name in ("expert", *FOUND)}
-        for expert, tokens, u in part.inputs(args):
-            found = largest_pairs(u, part.weight(expert), part.bias(expert))
-            found["output"] = found["output"].where(real[tokens], 0.0)  # no padding
-            found["expert"] = torch.full_like(found["output"], expert)
-            if expert != DENSE:
-                self.experts.receive(partial(self.experts.add, (layer, expert)), found["output"].abs().max())
-            is_larger = found["output"].abs() > best["output"][tokens].abs()
-            for name, values in best.items():
-                values[tokens] = found[name].to(values).where(is_larger, values[tokens])
-        token = best["output"].view(len(batch.token_ids), -1).abs().argmax(1)
-        flat = token + torch.arange(len(token), device=token.device) * batch.token_ids.shape[1]
-        self.rows.receive(partial(self._list, layer, batch), token, *(values[flat] for values in best.values()))
+        self.called = part, args  # until the layer's mlp_out is read
+        for expert, tokens, u in part.inputs(args) if part.experts else ():
+            largest = upcast(outputs(u, part, expert)).abs().amax(1)
+            largest = largest.where(batch.attention_mask.flatten().bool().to(u.device)[tokens], 0.0)
+            self.experts.receive(partial(self.experts.add, (layer, expert)), largest.max().double())
 
-    def _list(self, layer: int, batch: Batch, token: torch.Tensor, *values: torch.Tensor) -> None:
-        found = dict(zip(("expert", *FOUND), (x.numpy() for x in values), strict=True))
+    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
+        if self.called is None:  # a layer without this projection
+            return
+        (part, args), self.called = self.called, None
+        written = upcast(reading.tensor)
+        token = filled(written.abs().amax(-1), batch.valid, -1.0).argmax(1)
+        sequence = torch.arange(len(token), device=token.device)
+        row = written[sequence, token].abs().argmax(1)
+        best = {name: torch.zeros(len(token), dtype=torch.float64, device=token.device) for name in FOUND}
+        place = sequence * written.shape[1] + token  # in the flattened batch
+        for expert, tokens, u in part.inputs(args):
+            at, own = (tokens == place[:, None]).nonzero().unbind(1)  # sequences whose token the expert gets
+            column = u[own].abs().argmax(1)
+            found = {
+                "expert": torch.full_like(column, expert),
+                "column": column,
+                "input": u[own, column],
+                "output": outputs(u[own], part, expert).gather(1, row[at, None])[:, 0],
+                "weight": part.weight(expert)[row[at], column],
+            }
+            is_larger = found["output"].abs() >= best["output"][at].abs()
+            for name, values in best.items():
+                values[at] = found[name].to(values).where(is_larger, values[at])
+        best |= {"row": row, "written": written[sequence, token, row]}
+        self.rows.receive(partial(self._list, layer, batch, tuple(best)), token, *best.values())
+
+    def _list(
+        self, layer: int, batch: Batch, names: tuple[str, ...], token: torch.Tensor, *found: torch.Tensor
+    ) -> None:
         sequence = np.arange(len(token))
         self.rows.add({
             "layer": np.full(len(token), layer),
             "sequence": sequence + batch.first,
             "position": (token - batch.start).numpy(),
             "token_id": batch.token_ids.numpy()[sequence, token.numpy()],
-            **{name: x.astype(int) if name in ("expert", "row", "column") else x for name, x in found.items()},
+            **{name: x.numpy().astype(int if name in PAIR else float) for name, x in zip(names, found, strict=True)},
         })  # fmt: skip
         self.depth.add("layers", torch.tensor(layer + 1))
 
@@ -105,12 +128,9 @@ class SuperWeight(Observable):
         return found
 
 
-FOUND = ("row", "column", "input", "output", "weight")
+FOUND = ("expert", "column", "input", "output", "weight")
 
 
-def largest_pairs(u: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
-    """Return, for inputs u (n,F) of m = W u + b, each token's largest |m| and |u|: row, column, values and W there."""
-    output = upcast(torch.nn.functional.linear(u, weight, bias))
-    row, column = output.abs().argmax(1, keepdim=True), u.abs().argmax(1, keepdim=True)
-    found = {"row": row, "column": column, "input": u.gather(1, column), "output": output.gather(1, row)}
-    return {**{name: x[:, 0] for name, x in found.items()}, "weight": weight[row[:, 0], column[:, 0]]}
+def outputs(u: torch.Tensor, part: FeedForward, expert: int) -> torch.Tensor:
+    """Return m = W u + b of inputs u (n,F), (n,D)."""
+    return torch.nn.functional.linear(u, part.weight(expert), part.bias(expert))
