@@ -18,6 +18,9 @@ CLAIMS_PAPERS = {  # first part of a claim's id → title of the paper
     "S": "StreamingLLM; Massive Activations in Large Language Models (Sun et al. 2024)",
     "N": PAPERS["NU"],
     "V": PAPERS["VGA"],
+    "SW": "The Super Weight in Large Language Models",
+    "IH": "Identifying and Evaluating Inactive Heads in Pretrained LLMs",
+    "FT": "Why do LLMs attend to the first token?",
 }
 
 
