@@ -351,13 +351,8 @@ WAYS: dict[str, Callable[[Bench, list[Need]], Run]] = {
     "repeated-do": partial(Bench.arms, input=REPEATED, dataset=None, prompt=None, bos="never"),
     "streaming": Bench.streamed,
 }
-IN_ONE_RUN = {
-    "do",
-    "gradient-do",
-    "mixing-do",
-    "repeated-do",
-    "streaming",
-}  # ways that measure all their roles in one run
+# ways that measure all their roles in one run
+IN_ONE_RUN = {"do", "gradient-do", "mixing-do", "repeated-do", "streaming"}
 # kinds of roles that are measured together with others
 WITH = {"loss-do": "do", "loss-do-alone": "do", "gradient-do-alone": "gradient-do"}
 

@@ -10,6 +10,7 @@ from sinkscope.interventions.super_weight import usual_pairs
 from sinkscope.measuring.experiment import BEFORE
 from sinkscope.results.run import RunData
 
+STAR: Look = OTHERS | {"linestyle": "none", "marker": "*", "markersize": 7, "zorder": 5}
 BAND: Look = {"color": "0.75", "linewidth": 0, "alpha": 0.7}
 
 
@@ -26,11 +27,10 @@ def draw_super_weights(run: RunData) -> Figure:
     ):
         plot.line_by_layer(ax, usual[column], **SINK)
         chosen = usual[usual["is_early"]]["written"].idxmax()
-        ax.plot([chosen], [usual[column][chosen]], linestyle="none", **{**OTHERS, "marker": "*", "markersize": 7})
+        ax.plot([chosen], [usual[column][chosen]], **STAR)
         plot.panel(ax, name, unit, log=column != "share")
     place = f"layer {chosen}, row {usual['row'][chosen]:.0f}, column {usual['column'][chosen]:.0f}"
-    signs = {f"super weight: {place}": {**OTHERS, "linestyle": "none", "marker": "*", "markersize": 7}}
-    return figure.finish(title(run, TEXT), signs)
+    return figure.finish(title(run, TEXT), {f"super weight: {place}": STAR})
 
 
 def draw_head_scores(run: RunData) -> Figure:

@@ -148,8 +148,8 @@ class ZeroSuperExpert(_AtFeedForward):
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
         parts = feed_forwards(known.target.model, known.target.family).items()
-        places = [(layer, expert) for layer, part in parts for expert in range(part.experts)]
-        places.remove((self.layer, self.expert))
+        every = [(layer, expert) for layer, part in parts for expert in range(part.experts)]
+        places = [place for place in every if place != (self.layer, self.expert)]
         layer, expert = places[int(torch.randint(len(places), (), generator=draw))]
         return ZeroSuperExpert(layer=layer, expert=expert)
 

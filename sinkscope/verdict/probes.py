@@ -1,6 +1,7 @@
 """Findings on super weights, dormant heads and over-mixing, where a run of `analyze` or `intervene` measured them."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -29,11 +30,11 @@ def _super_weight(run: RunData, table: pd.DataFrame) -> Finding:
     layer, chosen = int(found), usual.set_index("layer").loc[found]
     row, column = int(chosen["row"]), int(chosen["column"])
     sentence = "The largest entry that a feed-forward network adds in the first three quarters of the layers is "
+    sentence += f"{chosen['written']:,.4g}, in layer {layer} at coordinate {row}. There the weight at row {row} and "
     sentence += (
-        f"{chosen['written']:,.4g}, in layer {layer} at coordinate {row}. There the entry of its last projection "
+        f"column {column}, the neuron with the largest input, writes {chosen['share']:.0%} of the row's output, "
     )
-    sentence += f"at row {row} and column {column}, the neuron with the largest input, writes {chosen['share']:.0%} of "
-    sentence += f"the row's output, in {chosen['sequences']:.0%} of the sequences"
+    sentence += f"in {chosen['sequences']:.0%} of the sequences"
     massive = run.tables["massive"][lambda x: x["is_massive"]] if "massive" in run.tables else pd.DataFrame()
     if len(massive):
         usually = int(massive.loc[massive["value"].abs().idxmax(), "coordinate"])
@@ -45,7 +46,8 @@ def _super_weight(run: RunData, table: pd.DataFrame) -> Finding:
 
 
 def _heads(run: RunData, table: pd.DataFrame) -> Finding:
-    found = rank_correlation(-table["relative_norm"].to_numpy(float), table["first_mass"].to_numpy(float))
+    norm, mass, layers = (table[name].to_numpy() for name in ("relative_norm", "first_mass", "layer"))
+    found = rank_correlation(-norm, mass, layers)
     flagged = [set(dormant(table, by, SHARE)) for by in ("output-norm", "first-mass")]
     both = len(flagged[0] & flagged[1]) / len(flagged[0])
     sentence = "Two scores of dormant heads, a small norm of the output in its layer and much attention to position 0, "
@@ -53,8 +55,8 @@ def _heads(run: RunData, table: pd.DataFrame) -> Finding:
     sentence += f"{found.high:.2f}); of the {len(flagged[0])} heads that each of them flags, {both:.0%} are the same, "
     sentence += f"where chance gives {SHARE:.0%}."
     numbers = {"heads": len(table), "flagged": len(flagged[0]), "both": both, "chance": SHARE}
-    ends = {"low": found.low, "high": found.high}
-    return Finding("dormant-heads", SECTION, value=found.value, numbers=numbers, sentence=sentence, **ends)
+    about: dict[str, Any] = {"low": found.low, "high": found.high, "numbers": numbers, "sentence": sentence}
+    return Finding("dormant-heads", SECTION, value=found.value, **about)
 
 
 def _over_mixing(run: RunData, table: pd.DataFrame) -> Finding:
