@@ -1,6 +1,5 @@
 """Interventions on the entries and experts that write massive activations (Yu et al. 2024; Su et al. 2025)."""
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal, Self
@@ -10,14 +9,14 @@ import torch
 
 from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import Expectation, Index, Intervention, Known, Open, Target
-from sinkscope.models.edits import Edit, check_changes, replaced
+from sinkscope.models.edits import check_changes, replaced
 from sinkscope.models.feed_forward import DENSE, FeedForward, feed_forwards, without_feed_forward
 
 EARLY = 0.75  # massive activations form in this first part of the layers (Su et al., code)
 
 
-class _AtFeedForward(Intervention):
-    """Changes the last projection of one layer's feed-forward network until the end of the block."""
+class _Zeroed(Intervention):
+    """Sets a part of the last projection of one layer's feed-forward network to zero until the end of the block."""
 
     reads = ("super-weight",)
     expects = Expectation.PERPLEXITY_COLLAPSES
@@ -30,34 +29,39 @@ class _AtFeedForward(Intervention):
         return without_feed_forward(target.model, target.family)
 
     def part(self, target: Target) -> FeedForward:
-        """Return the projection; raise InputError if this layer or expert has none."""
+        """Return the projection; raise InputError if there is no such layer, expert, row or column."""
         found = feed_forwards(target.model, target.family)
-        if self.layer is None:
-            raise InputError(f"{self.name}: name the layer, or measure it as `sinkscope intervene` does")
         if self.layer not in found:
-            raise InputError(f"{self.name}: layer {self.layer} has no last projection of a feed-forward network")
-        experts = found[self.layer].experts
-        if (self.expert or 0) >= (experts or 1) or (self.expert is None) == bool(experts):
-            has = f"{experts} experts, from 0 on: name one" if experts else "no experts"
+            raise InputError(f"{self.name}: name a layer with a feed-forward network, not {self.layer}")
+        part = found[self.layer]
+        if (self.expert is None) == bool(part.experts):
+            has = f"{part.experts} experts: name one" if part.experts else "no experts"
             raise InputError(f"{self.name}: layer {self.layer} has {has}")
-        return found[self.layer]
+        rows, column = self.entries
+        sizes = part.experts or 1, *part.weight(0).shape
+        numbers = self.expert or 0, max(rows or (0,)), column or 0
+        for what, number, size in zip(("expert", "row", "column"), numbers, sizes, strict=True):
+            if number >= size:
+                raise InputError(f"{self.name}: there is no {what} {number}: layer {self.layer} has {size}, from 0 on")
+        return part
+
+    @property
+    def entries(self) -> tuple[tuple[int, ...] | None, int | None]:
+        """The rows and the column of W; None, None: all of W, and the bias."""
+        return None, None
 
     def begins_at(self, target: Target) -> int:
         return self.layer or 0
 
-    @abstractmethod
-    def edits(self, part: FeedForward) -> list[Edit]:
-        """Return the changed parameters."""
-
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
-        edits = self.edits(self.part(target))
+        edits = self.part(target).zeroed(self.expert, *self.entries)
         check_changes(self.name, edits)
         with replaced(edits):
             yield
 
 
-class ZeroSuperWeight(_AtFeedForward):
+class ZeroSuperWeight(_Zeroed):
     """Sets entries of one column of W, the weights that one neuron writes, to zero; by default the super weight alone.
 
     Rows that share a column are one neuron. With which=largest, the default is the entry of the same matrix with the
@@ -76,6 +80,12 @@ class ZeroSuperWeight(_AtFeedForward):
     column: Index | None = None
     which: Literal["super", "largest"] = "super"
 
+    @property
+    def entries(self) -> tuple[tuple[int, ...] | None, int | None]:
+        if self.rows is None or self.column is None:
+            raise InputError(f"{self.name}: name the rows and the column")
+        return self.rows, self.column
+
     def resolved(self, known: Known) -> Self:
         if self.layer is not None and self.rows is not None and self.column is not None:
             return self
@@ -84,43 +94,25 @@ class ZeroSuperWeight(_AtFeedForward):
         table = usual_pairs(known.tables["super_weights"])
         table = table[table["layer"] == self.layer] if self.layer is not None else table[table["is_early"]]
         if table.empty:
-            raise InputError(
-                f"{self.name}: no entry is the one of at least half of the sequences: name layer and entry"
-            )
+            raise InputError(f"{self.name}: name a layer with a feed-forward network, not {self.layer}")
         found = {name: int(x) for name, x in table.loc[table["written"].idxmax()][["layer", *PAIR]].items()}
-        expert = None if found["expert"] == DENSE else found["expert"]
         if self.which == "largest":
             weight = feed_forwards(known.target.model, known.target.family)[found["layer"]].weight(found["expert"])
             found["row"], found["column"] = divmod(int(weight.abs().argmax()), weight.shape[1])
-        decided = {"layer": found["layer"], "rows": (found["row"],), "column": found["column"], "expert": expert}
-        return self.model_copy(update=decided)
-
-    def part(self, target: Target) -> FeedForward:
-        found = super().part(target)
-        if self.rows is None or self.column is None:
-            raise InputError(f"{self.name}: name the rows and the column")
-        sizes = found.weight(DENSE if self.expert is None else self.expert).shape
-        for what, number, size in (("row", max(self.rows), sizes[0]), ("column", self.column, sizes[1])):
-            if number >= size:
-                raise InputError(f"{self.name}: there is no {what} {number}: this projection has {size}, from 0 on")
-        return found
-
-    def edits(self, part: FeedForward) -> list[Edit]:
-        assert self.rows is not None  # checked in `part`
-        assert self.column is not None
-        return part.zeroed(DENSE if self.expert is None else self.expert, self.rows, self.column)
+        found["rows"] = (found.pop("row"),)  # type: ignore[assignment]
+        return self.model_copy(update=found | ({"expert": None} if found["expert"] == DENSE else {}))
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
         """Return the change of a random other row of the column, or of a random other column of the row."""
-        weight = self.part(known.target).weight(DENSE if self.expert is None else self.expert)
+        (rows, column), shape = self.entries, self.part(known.target).weight(self.expert or 0).shape
         along_row = bool(torch.randint(2, (), generator=draw))
-        own = self.column if along_row else (self.rows or (0,))[0]
-        other = int(torch.randint(weight.shape[along_row] - 1, (), generator=draw))
-        other += other >= (own or 0)
+        own = (column if along_row else (rows or (0,))[0]) or 0
+        other = int(torch.randint(shape[along_row] - 1, (), generator=draw))
+        other += other >= own
         return self.model_copy(update={"column": other} if along_row else {"rows": (other,)})
 
 
-class ZeroSuperExpert(_AtFeedForward):
+class ZeroSuperExpert(_Zeroed):
     name = "zero-super-expert"
     about = "the output of one expert of a mixture = 0 (layer, expert: those with the largest output)"
     paper = "Su et al."
@@ -141,10 +133,6 @@ class ZeroSuperExpert(_AtFeedForward):
         table = table[table["is_super"]] if table["is_super"].any() else table
         found = table.loc[table["largest"].idxmax()]
         return self.model_copy(update={"layer": int(found["layer"]), "expert": int(found["expert"])})
-
-    def edits(self, part: FeedForward) -> list[Edit]:
-        assert self.expert is not None  # checked in `part`
-        return part.without(self.expert)
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
         parts = feed_forwards(known.target.model, known.target.family).items()

@@ -1,6 +1,6 @@
 """The last projection of a feed-forward network, m = W u + b, of one network or of every expert of a mixture."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,18 +51,15 @@ class FeedForward:
         bias = getattr(self.module, f"{self._name}_bias" if self.experts else "bias", None)
         return bias if bias is None or not self.experts else bias[expert]
 
-    def zeroed(self, expert: int, rows: tuple[int, ...], column: int) -> list[Edit]:
-        """Return the edit that sets W at these rows of one column to 0."""
-        copy = getattr(self.module, self._name).detach().clone()
-        self._oriented(copy, expert)[list(rows), column] = 0
-        return [(self.module, self._name, copy)]
-
-    def without(self, expert: int) -> list[Edit]:
-        """Return the edits that set W and b of an expert to 0."""
-        names = [self._name] if self.bias(expert) is None else [self._name, f"{self._name}_bias"]
-        copies = {name: getattr(self.module, name).detach().clone() for name in names}
+    def zeroed(self, expert: int | None, rows: Sequence[int] | None, column: int | None) -> list[Edit]:
+        """Return the edits that set W at some rows of a column to 0; with rows None all of an expert's W and b."""
+        bias = [] if rows or self.bias(expert or 0) is None else [f"{self._name}_bias"]
+        copies = {name: getattr(self.module, name).detach().clone() for name in (self._name, *bias)}
         for copy in copies.values():
-            copy[expert] = 0
+            if rows:
+                self._oriented(copy, expert or 0)[list(rows), column] = 0
+            else:
+                copy[expert] = 0
         return [(self.module, name, copy) for name, copy in copies.items()]
 
     def inputs(self, args: tuple) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
