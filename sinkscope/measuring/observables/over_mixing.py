@@ -47,7 +47,8 @@ class OverMixing(Observable):
         self.by_distance: Sums[int] = Sums()  # layer → (2, BUCKETS): sums of changes, and their numbers
         self.by_sequence: Sums[tuple[int, int]] = Sums()  # layer, sequence → (2,): sum over substitutions, their number
         self.states: dict[int, torch.Tensor] = {}  # of the batch's unchanged text, by layer
-        self.unchanged: torch.Tensor | None = None  # its ids, as the layers see them, while it is read again
+        self.seen = torch.empty(0)  # its token ids (B,T), as the layers see them
+        self.unchanged: torch.Tensor | None = None  # the same while it is read again
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
