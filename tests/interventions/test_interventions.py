@@ -687,6 +687,7 @@ AWKWARD = {
     **{"coordinates": (138, 1234567), "means": (1 / 3, -123456.789, 1e22, -1e-22), "factor": 1 / 3, "keep": (0, 3)},
     **{"elsewhere": (11.0, 507.0, 9388.058, -9515.98), "source": 1234567, "target": 7654321, "window": (64, 1234567)},
     **{"layer": 11, "expert": 3, "rows": (0, 1234567), "column": 1229, "which": "largest", "by": "first-mass"},
+    **{"begin": "massive"},
     **{"share": 1 / 3, "numbers": (0, 1234567)},
 }
 

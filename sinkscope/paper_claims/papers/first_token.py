@@ -12,7 +12,7 @@ from sinkscope.paper_claims.studies import Need
 from sinkscope.results.judgment import above
 from sinkscope.results.statistics import Estimate, bootstrap, one_more_run
 
-MASKED = Need("mixing-do", "mask-sink")
+MASKED = Need("mixing-do", "mask-sink:begin=massive")
 
 
 def _change(evidence: Evidence, condition: str | None = None) -> np.ndarray:
