@@ -40,8 +40,8 @@ class MaskSink(Intervention):
 
     name = "mask-sink"
     about = (
-        "no other token attends to the sink, which still sees itself (layers, query heads, positions; begin=massive: in "
-        "the layers after its first massive activation)"
+        "no other token attends to the sink, which still sees itself (layers, query heads, positions; begin=massive: "
+        "in the layers after its first massive activation)"
     )
     paper = "S2M §1"
     control_about = "another position"
