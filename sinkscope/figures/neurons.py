@@ -60,7 +60,8 @@ def draw_over_mixing(run: RunData) -> Figure:
     left, right = figure.subplots(1, 2, sharey=True)
     by_layer = run.tables["over_mixing_by_sequence"].groupby(["condition", "layer"])["change"].mean()
     by_distance = table.groupby(["condition", "distance"])["change"].mean()
-    for label, look in zip((BEFORE, *run.manifest["arms"]), style.line_looks(), strict=False):
+    labels = [label for label in (BEFORE, *run.manifest["arms"]) if label in by_layer.index.levels[0]]
+    for label, look in zip(labels, style.line_looks(), strict=False):
         look = REFERENCE | {"zorder": 3} if label == BEFORE else look
         drawn = [name for name in by_layer.index.levels[0] if name.startswith(f"{label} control ")]
         for ax, values in ((left, by_layer), (right, by_distance)):

@@ -42,14 +42,14 @@ class FeedForward:
         return part.T if transposed else part
 
     def weight(self, expert: int = DENSE) -> torch.Tensor:
-        """Return W (D,F) of the network or of an expert."""
+        """Return W (D,F) of the network or of an expert, without gradient, like `bias`."""
         if not self.experts:
             check_plain(self.module)
-        return self._oriented(getattr(self.module, self._name), expert)
+        return self._oriented(getattr(self.module, self._name).detach(), expert)
 
     def bias(self, expert: int = DENSE) -> torch.Tensor | None:
         bias = getattr(self.module, f"{self._name}_bias" if self.experts else "bias", None)
-        return bias if bias is None or not self.experts else bias[expert]
+        return bias if bias is None else bias.detach()[expert] if self.experts else bias.detach()
 
     def zeroed(self, expert: int | None, rows: Sequence[int] | None, column: int | None) -> list[Edit]:
         """Return the edits that set W at some rows of a column to 0; with rows None all of an expert's W and b."""
@@ -68,10 +68,10 @@ class FeedForward:
         The module of a mixture gets the normed states (N,D) and each token's experts (N,k).
         """
         if not self.experts:
-            u = args[0].flatten(0, -2)
+            u = args[0].detach().flatten(0, -2)
             yield DENSE, torch.arange(len(u), device=u.device), u
             return
-        states, chosen = args[0].flatten(0, -2), args[1].flatten(0, -2)
+        states, chosen = args[0].detach().flatten(0, -2), args[1].flatten(0, -2)
         module = self.module
         for expert in range(self.experts):
             tokens = (chosen == expert).any(-1).nonzero()[:, 0]

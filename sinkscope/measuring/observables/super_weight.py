@@ -66,6 +66,7 @@ class SuperWeight(Observable):
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
         return family.absent_sites().get("mlp_out") or without_feed_forward(model, family)
 
+    @torch.no_grad()
     def see_neurons(self, layer: int, part: FeedForward, args: tuple, batch: Batch) -> None:
         self.called = part, args  # until the layer's mlp_out is read
         for expert, tokens, u in part.inputs(args) if part.experts else ():
@@ -73,6 +74,7 @@ class SuperWeight(Observable):
             largest = largest.where(batch.attention_mask.flatten().bool().to(u.device)[tokens], 0.0)
             self.experts.receive(partial(self.experts.add, (layer, expert)), largest.max().double())
 
+    @torch.no_grad()
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         if self.called is None:  # a layer without this projection
             return
