@@ -69,7 +69,7 @@ OF_EQUAL_TOKENS = ("attention", "geometry", "activation", "equal-tokens")
 # observables that claims read from random weights
 OF_NULL = (
     "activation", "attention", "gate", "geometry", "gradient", "massive", "query-bias", "logit-terms", "epe",
-    "window-edge", *OF_STATES[2:],
+    "window-edge", "super-weight", *OF_STATES[2:],
 )  # fmt: skip
 
 
@@ -348,10 +348,12 @@ WAYS: dict[str, Callable[[Bench, list[Need]], Run]] = {
     "domain": lambda bench, roles: bench.input({"input": roles[0].of}),
     "do": Bench.arms,
     "gradient-do": partial(Bench.arms, observables=("gradient",), draws=2),
+    "mixing-do": partial(Bench.arms, observables=("over-mixing",)),
     "repeated-do": partial(Bench.arms, input=REPEATED, dataset=None, prompt=None, bos="never"),
     "streaming": Bench.streamed,
 }
-IN_ONE_RUN = {"do", "gradient-do", "repeated-do", "streaming"}  # ways that measure all their roles in one run
+# ways that measure all their roles in one run
+IN_ONE_RUN = {"do", "gradient-do", "mixing-do", "repeated-do", "streaming"}
 # kinds of roles that are measured together with others
 WITH = {"loss-do": "do", "loss-do-alone": "do", "gradient-do-alone": "gradient-do"}
 

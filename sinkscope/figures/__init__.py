@@ -49,6 +49,7 @@ FIGURES: dict[str, FigureSpec[RunData]] = _register(
     ("gradient-norms", "gradients", "gradient norms of query, key and value by token position (GS fig. 2)", "gradient"),
     ("gradient-reshaping", "gradients",
         "bloat, compress and change against the input's norm (GS fig. 3)", "gradient_ratio"),
+    ("head-scores", "neurons", "heads by the norm of their output and by their attention to position 0", "head_scores"),
     ("kv-plan", "kv_plan", "perplexity and retrieval by the memory that plans for the KV cache keep", "kv_plan"),
     ("massive-activations", "runs",
         "the three largest activations and the median by layer (Sun et al. 2024)", "massive"),
@@ -56,6 +57,8 @@ FIGURES: dict[str, FigureSpec[RunData]] = _register(
         "magnitudes by token and coordinate at the layer with the largest activation", "massive_map"),
     ("overflow-headroom", "quantization",
         "largest magnitude of each site by layer, and the limit of the dtype (doctor --dtype)", "overflow"),
+    ("over-mixing", "neurons",
+        "change of later tokens by a changed token, by layer and distance, under every arm", "effect", "over_mixing"),
     ("quantization-cost", "quantization",
         "perplexity with the model or single sites quantized", "quantization", "quantization_sites"),
     ("quantization-ranges", "quantization", "range and median of every linear layer by layer", "quantization_sites"),
@@ -75,6 +78,8 @@ FIGURES: dict[str, FigureSpec[RunData]] = _register(
         "sinks and norms by layer: token 0 and other early tokens (GS fig. 1)", "attention", "activation"),
     ("streaming-perplexity", "runs",
         "perplexity with a short cache, with and without first tokens (StreamingLLM)", "streaming"),
+    ("super-weights", "neurons",
+        "the largest entry that each feed-forward network adds, and the weight that writes it", "super_weights"),
 )
 OF_RUNS: dict[str, FigureSpec[Sequence[RunData]]] = _register(
     ("by-layer", "runs", "sink rate, value norm, residual norm and massive activations of all runs", "summary"),

@@ -69,6 +69,7 @@ KINDS: dict[Kind, tuple[Callable[[RunData, str], bool], str]] = {
     "loss-do-alone": _WITH_LOSS,
     "gradient-do": _WITH_GRADIENT,
     "gradient-do-alone": _WITH_GRADIENT,
+    "mixing-do": (partial(_has_arm, table="over_mixing_by_sequence"), f"{_DO} --observables over-mixing"),
     "repeated-do": (partial(_has_arm, repeated=True), f"{_DO} --input repeated --bos never"),
     "with-bos": (partial(_analyzed, bos=WITH), f"{_INPUT} --bos {BOS_OPTIONS[WITH]}"),
     "without-bos": (partial(_analyzed, bos=WITHOUT), f"{_INPUT} --bos {BOS_OPTIONS[WITHOUT]}"),

@@ -33,6 +33,7 @@ from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.side_by_side import span
 from sinkscope.results.statistics import Estimate
 from sinkscope.results.tables import WHOLE_MODEL, Column, names_of
+from sinkscope.verdict import probes
 from sinkscope.verdict.report import Report, coordinates_text, layers_text
 
 # the table `finding`
@@ -94,7 +95,8 @@ def findings(run: RunData) -> list[Finding]:
     evidence = Sequences(run)
     of_claims = (_sink, _repeated, _massive, _values, _gradients, _query_bias)
     found = [one for part in of_claims for one in part(run, evidence)]
-    return found + [one for part in (_eight_bits, _float16, _windows, _not_applicable) for one in part(run)]
+    others = (probes.findings, _eight_bits, _float16, _windows, _not_applicable)
+    return found + [one for part in others for one in part(run)]
 
 
 def settings(run: RunData, sentence_end: str = "", **more: int | str) -> list[Finding]:

@@ -100,6 +100,7 @@ def test_two_halves_are_the_whole(tmp_path: Path) -> None:
             measured |= {each for each, kind in OBSERVABLES.items() if set(kind.columns) & set(whole.tables)}
     # a new observable has to be measured here, too, because merging needs its sums to be accumulators
     elsewhere = {"equal-tokens", "gate", "largest-logit", "mean-maps", *OF_STATES[2:]}  # below, and of means alone
+    elsewhere |= {"super-weight", "head-scores", "over-mixing"}  # below
     assert set(OBSERVABLES) - measured == elsewhere
 
 
@@ -109,7 +110,15 @@ def test_two_halves_of_repeated_tokens_or_of_one_sequence_are_the_whole(tmp_path
     one = {"input": ids_in(tmp_path, (9,)), **OPTIONS}
     logits = {"input": "random", "num_seqs": 5, "seq_len": 12, **OPTIONS, "observables": ("largest-logit",)}
     states = {"input": ids_in(tmp_path), **OPTIONS, "observables": OF_STATES}
-    for name, options in (("bloom", repeated), ("llama", one), ("llama", logits), ("llama", states)):
+    names = ("super-weight", "head-scores", "over-mixing")
+    asked_for = {"input": ids_in(tmp_path), **OPTIONS, "observables": names}
+    for name, options in (
+        ("bloom", repeated),
+        ("llama", one),
+        ("llama", logits),
+        ("llama", states),
+        ("gpt_oss", asked_for),
+    ):
         model = tiny_model(name)
         whole = sinkscope.analyze(model, **{"batch_size": 2} | options)
         assert_same(by_halves(model, **options).tables, whole.tables)
