@@ -4,6 +4,7 @@ Functions read a run's tables by sequence (`results/sequences.py`) and return an
 axis R (`results/statistics.py`).
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -11,9 +12,10 @@ import pandas as pd
 
 from sinkscope.measuring.observables.reductions import ALL_HEADS, LATER
 from sinkscope.measuring.summary import pathway_norms
-from sinkscope.results.findings import OUTLIER, SINK, USUAL
+from sinkscope.results.findings import AFTER_LAYER, HIGH_NORM, OUTLIER, PHI, SINK, USUAL
 from sinkscope.results.judgment import NotDefined, Number, above, at_least, at_most, below, between
 from sinkscope.results.metrics import is_sink
+from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import Estimate, bootstrap, exact, positive_jackknife, resamplings, weighted_means
 
@@ -279,3 +281,60 @@ RUN_CLAIMS: dict[str, RunClaim] = {
         (Number("cos(W_k EPE₀, b_Q), mean over the second half of layers", _first_alignment, above(0.5)),
          Number("magnitude of the same at positions 5–15, mean over them", _later_alignment, below(0.2)))),
 }  # fmt: skip
+
+
+# --- pictures: means over pictures, which are resampled
+
+
+def _per_picture(table: pd.DataFrame, columns: dict[str, pd.Series]) -> dict[str, np.ndarray]:
+    """Return sums of some numbers over each picture, for all resamplings of the pictures, (R,)."""
+    sums = pd.DataFrame(columns).groupby(table["sequence"]).sum()
+    weights = resamplings(len(sums))
+    return {name: weights @ sums[name].to_numpy(float) for name in sums}
+
+
+def _with_null(found: np.ndarray, null: np.ndarray, note: str = "") -> Estimate:
+    return replace(bootstrap(found), null=float(null[0]), null_low=float(null[0]), null_high=float(null[0]), note=note)
+
+
+def visual_sink_share(run: RunData) -> Estimate:
+    """Estimate the share of visual tokens that are sinks by φ; the null is the share by random coordinates."""
+    table = _visual(run)
+    of = {"sinks": table["phi"] > PHI, "random": table["random_share"], "all": table["phi"] > -1}
+    sums = _per_picture(table, of)
+    return _with_null(sums["sinks"] / sums["all"], sums["random"] / sums["all"])
+
+
+def visual_sink_attention(run: RunData) -> Estimate:
+    """Estimate the attention to a visual sink ÷ to another visual token; the null is by random coordinates."""
+    table = _visual(run)
+    sinks, mass, random = (table["phi"] > PHI).astype(float), table["mass"], table["random_share"]
+    ratios = []
+    for share in (sinks, random):
+        sums = _per_picture(table, {"own": share * mass, "count": share, "rest": (1 - share) * mass, "others": 1 - share})
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratios.append((sums["own"] / sums["count"]) / (sums["rest"] / sums["others"]))
+    if not sinks.any():
+        raise NotDefined("no visual token is a sink")
+    return _with_null(*ratios)
+
+
+def _visual(run: RunData) -> pd.DataFrame:
+    if "visual_patch" not in run.tables:
+        raise Lacks("sinkscope analyze MODEL --images DIR")
+    return run.tables["visual_patch"].query(f"layer >= {AFTER_LAYER}")
+
+
+def outlier_patches(run: RunData) -> pd.DataFrame:
+    """Return the patches of an encoder with their norm ÷ the median of their layer, and whether they are outliers."""
+    table = run.tables["encoder_patch"].query("row >= 0")
+    ratio = table["norm"] / table.groupby("layer")["norm"].transform("median")
+    return table.assign(ratio=ratio, is_outlier=ratio > HIGH_NORM)
+
+
+def outlier_share(run: RunData) -> Estimate:
+    """Estimate the share of patches that are outliers by norm after the last layer of an encoder."""
+    table = outlier_patches(run)
+    last = table[table["layer"] == table["layer"].max()]
+    sums = _per_picture(last, {"outliers": last["is_outlier"], "all": last["ratio"] > -1})
+    return bootstrap(sums["outliers"] / sums["all"])

@@ -60,7 +60,7 @@ class CloseUpKeywords(TypedDict, total=False):
 
 
 class AnalyzeKeywords(CloseUpKeywords, RunConfigKeywords, total=False):
-    pass
+    images: str | PathLike[str] | None
 
 
 class ControlKeywords(TypedDict, total=False):

@@ -292,6 +292,15 @@ class AnalyzeOptions(CloseUpOptions, RunConfig):
     repeatable: ClassVar = True
     in_memory: ClassVar = True
 
+    images: UserPath | None = option(
+        None,
+        "Input",
+        "A folder of pictures. A model that reads them is also measured on each with a question; a vision transformer "
+        "(ViT, DINOv2, CLIP, SigLIP) is measured on them alone.",
+        metavar="DIR",
+        shown="none",
+    )
+
     @property
     def has_steps(self) -> bool:
         """Whether the run is over training steps: revisions separated by commas, or a folder of only checkpoints."""

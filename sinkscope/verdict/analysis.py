@@ -33,6 +33,7 @@ from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.side_by_side import span
 from sinkscope.results.statistics import Estimate
 from sinkscope.results.tables import WHOLE_MODEL, Column, names_of
+from sinkscope.verdict import pictures
 from sinkscope.verdict.report import Report, coordinates_text, layers_text
 
 # the table `finding`
@@ -83,6 +84,8 @@ def report(run: RunData) -> Report:
 
 
 def overview(run: RunData) -> pd.DataFrame:
+    if "summary" not in run.tables:  # of pictures alone
+        return pd.DataFrame(columns=["whole model", "value"])
     values = {name: run.metric(name) for name in SHOWN}
     shown = [name for name, x in values.items() if np.isfinite(x) and (x or name not in HIDDEN_AT_ZERO)]
     rows = [(METRICS[name].label, METRICS[name].text(values[name])) for name in shown]
@@ -90,10 +93,13 @@ def overview(run: RunData) -> pd.DataFrame:
 
 
 def findings(run: RunData) -> list[Finding]:
+    if "summary" not in run.tables:
+        return list(pictures.findings(run))
     evidence = Sequences(run)
     of_claims = (_sink, _repeated, _massive, _values, _gradients, _query_bias)
     found = [one for part in of_claims for one in part(run, evidence)]
-    return found + [one for part in (_eight_bits, _float16, _windows, _not_applicable) for one in part(run)]
+    parts = (pictures.findings, _eight_bits, _float16, _windows, _not_applicable)
+    return found + [one for part in parts for one in part(run)]
 
 
 def settings(run: RunData, sentence_end: str = "", **more: int | str) -> list[Finding]:

@@ -1,7 +1,7 @@
 "use strict";
 // The page: the sections that the tables allow, in order.
 
-S.SECTIONS = () => [S.findings, S.claims, S.effects, S.routes, S.study, S.training, S.heads, S.text, S.layers, S.massive,
+S.SECTIONS = () => [S.findings, S.claims, S.effects, S.routes, S.study, S.training, S.heads, S.text, S.pictures, S.layers, S.massive,
   S.gradients, S.overflow, S.quantization, S.plans, S.explore, S.tablesSection, S.runSection];
 
 S.title = () => {
