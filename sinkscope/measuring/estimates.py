@@ -311,7 +311,9 @@ def visual_sink_attention(run: RunData) -> Estimate:
     sinks, mass, random = (table["phi"] > PHI).astype(float), table["mass"], table["random_share"]
     ratios = []
     for share in (sinks, random):
-        sums = _per_picture(table, {"own": share * mass, "count": share, "rest": (1 - share) * mass, "others": 1 - share})
+        sums = _per_picture(
+            table, {"own": share * mass, "count": share, "rest": (1 - share) * mass, "others": 1 - share}
+        )
         with np.errstate(invalid="ignore", divide="ignore"):
             ratios.append((sums["own"] / sums["count"]) / (sums["rest"] / sums["others"]))
     if not sinks.any():

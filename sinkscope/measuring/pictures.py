@@ -235,6 +235,14 @@ def measure_encoder(loaded: LoadedModel, config: AnalyzeOptions) -> tuple[dict[s
 
 def subject_of_pictures(loaded: LoadedModel, pictures: int, tokens: int) -> Subject:
     """Return a vision transformer as the subject of a run: a sequence for each picture."""
-    family = Family(loaded.model.config.model_type, "", "", {}, "unknown", NO_POSITIONS, causal=False)
+    family = Family(
+        loaded.model.config.model_type,
+        "",
+        "",
+        {"layer_in": "input", "layer_out": "output"},
+        "unknown",
+        NO_POSITIONS,
+        causal=False,
+    )
     sequences = (np.zeros(tokens, np.int64),) * pictures
     return Subject(loaded, family, TokenInputs(PICTURES, sequences, "a special token or the first patch", ""))

@@ -22,7 +22,9 @@ def findings(run: RunData) -> Iterator[Finding]:
 
 
 def _ends(found: Estimate, scale: float = 1.0, form: str = ".2f") -> str:
-    return f" (95 % interval {found.low * scale:{form}} to {found.high * scale:{form}})" if found.low < found.high else ""
+    return (
+        f" (95 % interval {found.low * scale:{form}} to {found.high * scale:{form}})" if found.low < found.high else ""
+    )
 
 
 def _visual_sinks(run: RunData) -> Iterator[Finding]:
@@ -42,7 +44,9 @@ def _visual_sinks(run: RunData) -> Iterator[Finding]:
         numbers |= {"ratio": ratio.value, "ratio_low": ratio.low, "ratio_high": ratio.high, "ratio_random": ratio.null}
     except NotDefined:
         pass
-    yield Finding("visual-sinks", SECTION, outcome, share.value, threshold=PHI, numbers=numbers, sentence=sentence, **ends)
+    yield Finding(
+        "visual-sinks", SECTION, outcome, share.value, threshold=PHI, numbers=numbers, sentence=sentence, **ends
+    )
     heads = run.tables["visual_head"].groupby(["layer", "head"])[["first_mass", "visual_mass", "sink_mass"]].mean()
     first, visual, on_sinks = heads.mean()
     centric = (heads["visual_mass"] >= VISUAL) & (heads["sink_mass"] <= ON_SINKS * heads["visual_mass"])

@@ -40,7 +40,13 @@ def tokenizer(**more: Any) -> PreTrainedTokenizerFast:
     core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     core.add_special_tokens(list(MARKS))
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    extra = {"image_token": IMAGE, "boi_token": BEGIN, "eoi_token": END, "fake_image_token": FAKE, "global_image_token": GLOBAL}
+    extra = {
+        "image_token": IMAGE,
+        "boi_token": BEGIN,
+        "eoi_token": END,
+        "fake_image_token": FAKE,
+        "global_image_token": GLOBAL,
+    }
     return PreTrainedTokenizerFast(tokenizer_object=core, **special, extra_special_tokens=extra, **more)
 
 
