@@ -40,7 +40,7 @@ def _maps(run: RunData, table: pd.DataFrame, columns: dict[str, str], layer: int
     axes = figure.subplots(rows, len(pictures), squeeze=False)
     for ax in axes.flat:
         ax.set_axis_off()
-    ends = {name: (0.0, float(table[name].max())) for name in columns}
+    ends = {name: (float(table[name].min()), float(table[name].max())) for name in columns}
     for at, (_, picture) in enumerate(pictures.iterrows()):
         data = base64.b64decode(picture["thumbnail"].partition(",")[2])
         axes[0, at].imshow(np.asarray(Image.open(io.BytesIO(data))))
@@ -52,7 +52,7 @@ def _maps(run: RunData, table: pd.DataFrame, columns: dict[str, str], layer: int
             axes[place, at].imshow(values, cmap=style.SEQUENTIAL, vmin=ends[name][0], vmax=ends[name][1])
             marked = own[own[mark[0]] > mark[1]]
             axes[place, at].plot(marked["column"], marked["row"], "s", mfc="none", mec="black", ms=3, mew=0.6)
-    for place, (name, label) in enumerate(columns.items(), 1):
+    for place, label in enumerate(columns.values(), 1):
         shown = axes[place, -1].images[0]
         figure.colorbar(shown, ax=list(axes[place]), label=label, aspect=14, pad=0.015)
     return figure

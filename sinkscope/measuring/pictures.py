@@ -180,15 +180,16 @@ def listed(pictures: Sequence[Picture]) -> pd.DataFrame:
 
 
 @torch.no_grad()
-def encode(model: Any, processor: Any, pictures: Sequence[Picture]) -> tuple[pd.DataFrame, int]:
+def encode(model: Any, processor: Any, pictures: Sequence[Picture]) -> tuple[pd.DataFrame, int, list[Picture]]:
     """Return the norm of every token of a vision transformer after each layer, and the attention that it receives.
 
     Special tokens, which precede the patches, are in row −1: CLS is column 0, registers follow. Also returns the
-    number of tokens of a picture. Raises InputError for an encoder whose tokens are no such sequence.
+    number of tokens of a picture, and the pictures as the processor cuts them. Raises InputError for an encoder whose tokens are no such sequence.
     """
-    rows, tokens = Rows(list), 0
+    rows, tokens, seen = Rows(list), 0, []
     for at, picture in enumerate(pictures):
         pixels = processor(images=picture.image, return_tensors="pt")["pixel_values"]
+        seen.append(Picture(picture.name, _as_image(pixels[0], processor)))
         masses: list[torch.Tensor] = []
         with attending_by(model, _recording(masses)):
             given = pixels.to(next(model.parameters()).device, next(model.parameters()).dtype)
@@ -206,7 +207,16 @@ def encode(model: Any, processor: Any, pictures: Sequence[Picture]) -> tuple[pd.
                 "column": np.where(index < 0, np.arange(tokens), index % wide),
                 "norm": torch.linalg.vector_norm(upcast(state[0]), dim=-1).cpu(), "mass": mass.cpu(),
             })  # fmt: skip
-    return rows.table("layer", "sequence"), tokens
+    return rows.table("layer", "sequence"), tokens, seen
+
+
+def _as_image(pixels: torch.Tensor, processor: Any) -> Any:
+    """Return a picture (3,H,W) as it was before it was normalized."""
+    from PIL import Image  # comes with matplotlib
+
+    mean, std = (torch.tensor(getattr(processor, f"image_{name}"))[:, None, None] for name in ("mean", "std"))
+    colors = (255 * (pixels * std + mean)).round().clamp(0, 255).to(torch.uint8)
+    return Image.fromarray(colors.permute(1, 2, 0).numpy())
 
 
 def _recording(masses: list[torch.Tensor]) -> Callable[..., Any]:
@@ -228,8 +238,8 @@ def measure_encoder(loaded: LoadedModel, config: AnalyzeOptions) -> tuple[dict[s
     """Measure a vision transformer on the pictures of --images. Returns its tables and the tokens of a picture."""
     assert config.images is not None
     pictures = read_pictures(config.images, config.num_seqs)
-    patches, tokens = encode(loaded.model, load_processor(loaded.source, loaded.revision, text=False), pictures)
-    tables = {"encoder_patch": patches, "picture": listed(pictures)}
+    patches, tokens, seen = encode(loaded.model, load_processor(loaded.source, loaded.revision, text=False), pictures)
+    tables = {"encoder_patch": patches, "picture": listed(seen)}
     return tables, tokens
 
 

@@ -107,6 +107,7 @@ class TrainingConfigKeywords(SeedKeywords, total=False):
     block_length: int
     batch_size: int
     accumulation: int
+    optimizer: Literal["adamw", "muon"]
     learning_rate: float
     new_learning_rate: float
     weight_decay: float

@@ -18,6 +18,8 @@ CLAIMS_PAPERS = {  # first part of a claim's id → title of the paper
     "S": "StreamingLLM; Massive Activations in Large Language Models (Sun et al. 2024)",
     "N": PAPERS["NU"],
     "V": PAPERS["VGA"],
+    "GA": "Gated Attention for Large Language Models (Qiu et al. 2025)",
+    "VS": "See What You Are Told: Visual Attention Sink in Large Multimodal Models (Kang et al. 2025)",
 }
 
 

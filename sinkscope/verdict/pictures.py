@@ -36,7 +36,6 @@ def _visual_sinks(run: RunData) -> Iterator[Finding]:
     numbers = {"pictures": about["pictures"], "coordinates": tuple(about["coordinates"]), "random": share.null}
     numbers |= {"layer": AFTER_LAYER}
     outcome = Outcome.PRESENT if share.low > share.null else Outcome.ABSENT if not share.value else Outcome.UNDECIDED
-    ends = {"low": share.low, "high": share.high}
     try:
         ratio = visual_sink_attention(run)
         sentence += f" The text gives a visual sink {ratio.value:.2f} times{_ends(ratio)} the attention of another "
@@ -45,7 +44,15 @@ def _visual_sinks(run: RunData) -> Iterator[Finding]:
     except NotDefined:
         pass
     yield Finding(
-        "visual-sinks", SECTION, outcome, share.value, threshold=PHI, numbers=numbers, sentence=sentence, **ends
+        "visual-sinks",
+        SECTION,
+        outcome,
+        share.value,
+        threshold=PHI,
+        numbers=numbers,
+        sentence=sentence,
+        low=share.low,
+        high=share.high,
     )
     heads = run.tables["visual_head"].groupby(["layer", "head"])[["first_mass", "visual_mass", "sink_mass"]].mean()
     first, visual, on_sinks = heads.mean()
@@ -81,6 +88,6 @@ def _outliers(run: RunData) -> Finding:
         sentence += f" In the last layer an outlier receives {own / others:.2f} times the attention of another patch."
         numbers["ratio"] = own / others
     outcome = Outcome.PRESENT if share.low > 0 else Outcome.UNDECIDED if share.value else Outcome.ABSENT
-    ends = {"low": share.low, "high": share.high, "is_headline": True}
     return Finding("outlier-patches", SECTION, outcome, share.value, threshold=HIGH_NORM, numbers=numbers,
-        sentence=sentence, **ends)  # fmt: skip
+        sentence=sentence,
+        low=share.low, high=share.high, is_headline=True)  # fmt: skip

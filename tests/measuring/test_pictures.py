@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.pictures import MARKS, PATCH, SEEING, SIDE, draw_pictures, processor, save, seeing
@@ -93,7 +94,8 @@ def encoder(kind: str, **more: Any) -> Any:
 def test_norms_and_attention_of_an_encoder_are_those_of_plain_transformers(kind: str, tmp_path: Path) -> None:
     model, images = encoder(kind), SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE})
     pictures = read_pictures(draw_pictures(tmp_path), 2)
-    table, tokens = encode(model, images, pictures)
+    table, tokens, seen = encode(model, images, pictures)
+    assert np.array_equal(np.asarray(seen[0].image), np.asarray(pictures[0].image))
     special = ENCODERS[kind][1]
     assert tokens == special + (SIDE // PATCH) ** 2
     assert (table.query("layer == 0 and sequence == 0")["row"] < 0).sum() == special

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from tiny import spread_weights
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForImageTextToText,
@@ -21,7 +22,6 @@ from transformers import (
 )
 
 from support.every_model import tiny_config
-from tiny import spread_weights
 
 SIDE, PATCH = 16, 4  # pixels: a picture has 16 patches
 SEEING = ("llava", "gemma3", "paligemma", "idefics3")
