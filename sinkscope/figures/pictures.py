@@ -39,7 +39,8 @@ def _maps(run: RunData, table: pd.DataFrame, columns: dict[str, str], layer: int
     figure = new_figure(WIDE, 1.55 * rows + 0.5).finish(title(run, WIDE, f"layer {layer}"))
     axes = figure.subplots(rows, len(pictures), squeeze=False)
     for ax in axes.flat:
-        ax.set_axis_off()
+        ax.set(xticks=[], yticks=[])
+        ax.spines[:].set_visible(False)
     ends = {name: (float(table[name].min()), float(table[name].max())) for name in columns}
     for at, (_, picture) in enumerate(pictures.iterrows()):
         data = base64.b64decode(picture["thumbnail"].partition(",")[2])

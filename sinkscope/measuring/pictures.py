@@ -184,7 +184,8 @@ def encode(model: Any, processor: Any, pictures: Sequence[Picture]) -> tuple[pd.
     """Return the norm of every token of a vision transformer after each layer, and the attention that it receives.
 
     Special tokens, which precede the patches, are in row −1: CLS is column 0, registers follow. Also returns the
-    number of tokens of a picture, and the pictures as the processor cuts them. Raises InputError for an encoder whose tokens are no such sequence.
+    number of tokens of a picture, and the pictures as the processor cuts them. Raises InputError for an encoder whose
+    tokens are no such sequence.
     """
     rows, tokens, seen = Rows(list), 0, []
     for at, picture in enumerate(pictures):

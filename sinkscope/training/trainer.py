@@ -303,7 +303,8 @@ class MuonAndAdamW(torch.optim.AdamW):
 
     def __init__(self, groups: Iterable[dict[str, Any]], matrices: Collection[nn.Parameter], **options: Any) -> None:
         chosen = set(matrices)
-        by_adam, by_muon = [], []
+        by_adam: list[dict[str, Any]] = []
+        by_muon: list[dict[str, Any]] = []
         for group in groups:
             for of, is_in in ((by_adam, False), (by_muon, True)):
                 own = [p for p in group["params"] if (p in chosen) == is_in]

@@ -24,7 +24,7 @@ S.pictures = () => {
         S.choose("Picture", table.distinct("sequence"), state, "sequence", redraw, (at) => pictures.get("name")[names.get(at)]),
         tiles.length > 1 ? S.choose("Tile", tiles, state, "tile", redraw) : null],
       S.element("figure.map", {}, S.element("figcaption", {}, S.visible(name)), image),
-      S.mapOf(table, rows, "row", "column", state.column.name, { title: `${about.label}, layer ${state.layer}`,
+      S.mapOf(table, rows, "row", "column", state.column.name, { title: `${about.label}, layer ${state.layer}`, maxCell: 14,
         scale: S.colorScale(rows.map((row) => table.get(state.column.name)[row])) }), S.leftOut(table)];
     }, "div.panels"));
 };
