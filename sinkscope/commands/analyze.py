@@ -16,12 +16,11 @@ from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.console import print_notices
 from sinkscope.measuring.keeping import Remembered, check_sites, keep
 from sinkscope.measuring.measure import Facts, make_manifest, measure
-from sinkscope.measuring.pictures import PICTURES, measure_encoder, measure_pictures, subject_of_pictures
+from sinkscope.measuring.pictures import PICTURES, measure_encoder, measure_pictures
 from sinkscope.measuring.processes import together
 from sinkscope.measuring.subject import ModelLike, check_config, is_in_memory, options_of
 from sinkscope.measuring.tables import publish
 from sinkscope.models.in_memory import text_of
-from sinkscope.models.loading import LoadedModel
 from sinkscope.models.pictures import load_encoder
 from sinkscope.models.steps import find_checkpoints
 from sinkscope.options.keywords import AnalyzeKeywords
@@ -91,7 +90,11 @@ def analyze(
     config = config or options_of(AnalyzeOptions, model, options)
     check_sites(config.keep)
     if config.images is not None and not is_in_memory(model) and (encoder := load_encoder(config)) is not None:
-        return _analyze_encoder(encoder, config, start, out, overwrite, quiet, figures, page)
+        with own_folder(out, overwrite, reads=(config.model, str(config.images))) as folder:
+            raw, subject = measure_encoder(encoder, config)
+            tables, facts = publish(raw, encoder, PICTURES), Facts(batch_size=1)
+            manifest = make_manifest(subject, config, facts, list(tables), start)
+            return finished(Run.of_analysis(manifest, tables, folder), Console(quiet=quiet), figures, page)
     with opened(model, tokenizer, config, out, overwrite, quiet) as (subject, folder, console):
         activations = Activations(keep(subject, config))
         tables, facts = measure(subject, config, console, config.pairs)
@@ -103,26 +106,6 @@ def analyze(
         loaded = Remembered(subject.loaded) if is_in_memory(model) else None
         run = Run.of_analysis(manifest, tables, folder, activations=activations, loaded=loaded)
         return finished(run, console, figures, page)
-
-
-def _analyze_encoder(
-    loaded: LoadedModel,
-    config: AnalyzeOptions,
-    start: float,
-    out: str | os.PathLike[str] | None,
-    overwrite: bool,
-    quiet: bool,
-    figures: Iterable[str] | None,
-    page: bool,
-) -> Run:
-    """Measure a vision transformer, which reads pictures and no text, and return its run."""
-    with own_folder(out, overwrite, reads=(config.model, str(config.images))) as folder:
-        raw, tokens = measure_encoder(loaded, config)
-        tables = publish(raw, loaded, PICTURES)
-        subject = subject_of_pictures(loaded, len(tables["picture"]), tokens)
-        facts = Facts(batch_size=1, pictures={"pictures": len(subject.inputs)})
-        manifest = make_manifest(subject, config, facts, list(tables), start)
-        return finished(Run.of_analysis(manifest, tables, folder), Console(quiet=quiet), figures, page)
 
 
 @with_options(AnalyzeOptions)

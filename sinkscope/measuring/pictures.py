@@ -235,25 +235,13 @@ def _recording(masses: list[torch.Tensor]) -> Callable[..., Any]:
     return attend
 
 
-def measure_encoder(loaded: LoadedModel, config: AnalyzeOptions) -> tuple[dict[str, pd.DataFrame], int]:
-    """Measure a vision transformer on the pictures of --images. Returns its tables and the tokens of a picture."""
+def measure_encoder(loaded: LoadedModel, config: AnalyzeOptions) -> tuple[dict[str, pd.DataFrame], Subject]:
+    """Measure a vision transformer on the pictures of --images: its tables, and the subject, a sequence a picture."""
     assert config.images is not None
     pictures = read_pictures(config.images, config.num_seqs)
     patches, tokens, seen = encode(loaded.model, load_processor(loaded.source, loaded.revision, text=False), pictures)
-    tables = {"encoder_patch": patches, "picture": listed(seen)}
-    return tables, tokens
-
-
-def subject_of_pictures(loaded: LoadedModel, pictures: int, tokens: int) -> Subject:
-    """Return a vision transformer as the subject of a run: a sequence for each picture."""
-    family = Family(
-        loaded.model.config.model_type,
-        "",
-        "",
-        {"layer_in": "input", "layer_out": "output"},
-        "unknown",
-        NO_POSITIONS,
-        causal=False,
-    )
-    sequences = (np.zeros(tokens, np.int64),) * pictures
-    return Subject(loaded, family, TokenInputs(PICTURES, sequences, "a special token or the first patch", ""))
+    ends = {"layer_in": "input", "layer_out": "output"}
+    family = Family(loaded.model.config.model_type, "", "", ends, "unknown", NO_POSITIONS, causal=False)
+    sequences = (np.zeros(tokens, np.int64),) * len(pictures)
+    inputs = TokenInputs(PICTURES, sequences, "a special token or the first patch", "")
+    return {"encoder_patch": patches, "picture": listed(seen)}, Subject(loaded, family, inputs)

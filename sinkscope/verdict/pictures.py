@@ -43,17 +43,8 @@ def _visual_sinks(run: RunData) -> Iterator[Finding]:
         numbers |= {"ratio": ratio.value, "ratio_low": ratio.low, "ratio_high": ratio.high, "ratio_random": ratio.null}
     except NotDefined:
         pass
-    yield Finding(
-        "visual-sinks",
-        SECTION,
-        outcome,
-        share.value,
-        threshold=PHI,
-        numbers=numbers,
-        sentence=sentence,
-        low=share.low,
-        high=share.high,
-    )
+    yield Finding("visual-sinks", SECTION, outcome, share.value, threshold=PHI, numbers=numbers, sentence=sentence,
+        low=share.low, high=share.high)  # fmt: skip
     heads = run.tables["visual_head"].groupby(["layer", "head"])[["first_mass", "visual_mass", "sink_mass"]].mean()
     first, visual, on_sinks = heads.mean()
     centric = (heads["visual_mass"] >= VISUAL) & (heads["sink_mass"] <= ON_SINKS * heads["visual_mass"])
