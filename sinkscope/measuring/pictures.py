@@ -15,10 +15,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 import torch
+from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
 from sinkscope.errors import InputError
+from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Observable, Reading, Rows, Settings
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import open_tracer
@@ -31,7 +33,7 @@ from sinkscope.results.findings import PHI
 from sinkscope.results.tables import HEAD, SEQUENCE, Column, Columns
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
-from sinkscope.text.pictures import Picture, Places, asked_about, read_pictures
+from sinkscope.text.pictures import Picture, Places, asked_about
 
 PICTURES = "pictures"  # the condition of a run on pictures alone
 DRAWS = 20  # sets of random coordinates
@@ -137,33 +139,39 @@ def massive_coordinates(massive: pd.DataFrame) -> tuple[list[int], bool]:
     return sorted(map(int, largest)), False
 
 
-def measure_pictures(
-    subject: Subject, config: AnalyzeOptions, massive: pd.DataFrame | None
-) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
-    """Measure a language model on each picture of --images. Returns its tables, and facts for run.json.
+def visual_id(model: PreTrainedModel) -> int | None:
+    """Return the id of the tokens that stand for patches of a picture; None for a model that reads no pictures."""
+    names = ("image_token_id", "image_token_index")
+    found = next((getattr(model.config, name) for name in names if hasattr(model.config, name)), None)
+    return found if text_tower(model)[0] else None
 
-    `massive` is the run's table on text, which names the coordinates of φ. Raises InputError if the model reads no
-    pictures, has no processor, or the run did not measure massive activations.
+
+def processor_for(subject: Subject, config: AnalyzeOptions) -> Any:
+    """Return the model's processor. Raises InputError where --images cannot be measured."""
+    if visual_id(subject.loaded.model) is None:
+        raise InputError(f"--images: {subject.loaded.name} reads no pictures")
+    if config.observables is not None and Massive.name not in config.observables:
+        raise InputError("--images needs the model's massive coordinates: name massive in --observables, too")
+    return load_processor(subject.loaded.source, subject.loaded.revision)
+
+
+def measure_pictures(
+    subject: Subject, config: AnalyzeOptions, pictures: Sequence[Picture], processor: Any, massive: pd.DataFrame
+) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+    """Measure a language model on each picture. Returns its tables, and facts for run.json.
+
+    `massive` is the run's table on text, which names the coordinates of φ.
     """
-    loaded = subject.loaded
-    assert config.images is not None
-    visual_id = getattr(loaded.model.config, "image_token_id", getattr(loaded.model.config, "image_token_index", None))
-    if visual_id is None or not text_tower(loaded.model)[0]:
-        raise InputError(f"--images: {loaded.name} reads no pictures")
-    if massive is None:
-        raise InputError("--images needs the model's massive coordinates: measure massive, too")
-    pictures = read_pictures(config.images, config.num_seqs)
-    processor = load_processor(loaded.source, loaded.revision)
+    model, own_id = subject.loaded.model, visual_id(subject.loaded.model)
+    assert own_id is not None
     coordinates, has_massive = massive_coordinates(massive)
-    width = loaded.model.config.get_text_config().hidden_size
-    observable = VisualSinks(config, coordinates, width)
-    with open_tracer(loaded.model, subject.family, config.attn) as tracer:
+    observable = VisualSinks(config, coordinates, model.config.get_text_config().hidden_size)
+    with open_tracer(model, subject.family, config.attn) as tracer:
         for at, picture in enumerate(pictures):
-            batch, observable.places = asked_about(picture, processor, int(visual_id), at)
+            batch, observable.places = asked_about(picture, processor, own_id, at)
             tracer.forward(batch, [observable])
-    tables = observable.tables() | {"picture": listed(pictures)}
     facts = {"pictures": len(pictures), "coordinates": coordinates, "is_massive": has_massive}
-    return tables, facts
+    return observable.tables() | {"picture": listed(pictures)}, facts
 
 
 def listed(pictures: Sequence[Picture]) -> pd.DataFrame:
@@ -235,10 +243,8 @@ def _recording(masses: list[torch.Tensor]) -> Callable[..., Any]:
     return attend
 
 
-def measure_encoder(loaded: LoadedModel, config: AnalyzeOptions) -> tuple[dict[str, pd.DataFrame], Subject]:
-    """Measure a vision transformer on the pictures of --images: its tables, and the subject, a sequence a picture."""
-    assert config.images is not None
-    pictures = read_pictures(config.images, config.num_seqs)
+def measure_encoder(loaded: LoadedModel, pictures: Sequence[Picture]) -> tuple[dict[str, pd.DataFrame], Subject]:
+    """Measure a vision transformer on pictures: its tables, and the subject of the run, with a sequence a picture."""
     patches, tokens, seen = encode(loaded.model, load_processor(loaded.source, loaded.revision, text=False), pictures)
     ends = {"layer_in": "input", "layer_out": "output"}
     family = Family(loaded.model.config.model_type, "", "", ends, "unknown", NO_POSITIONS, causal=False)
