@@ -4,7 +4,6 @@ Functions read a run's tables by sequence (`results/sequences.py`) and return an
 axis R (`results/statistics.py`).
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -283,48 +282,41 @@ RUN_CLAIMS: dict[str, RunClaim] = {
 }  # fmt: skip
 
 
-# --- pictures: means over pictures, which are resampled
+# --- pictures: ratios of sums over pictures, which are resampled
 
 
-def _per_picture(table: pd.DataFrame, columns: dict[str, pd.Series]) -> dict[str, np.ndarray]:
-    """Return sums of some numbers over each picture, for all resamplings of the pictures, (R,)."""
-    sums = pd.DataFrame(columns).groupby(table["sequence"]).sum()
-    weights = resamplings(len(sums))
-    return {name: weights @ sums[name].to_numpy(float) for name in sums}
-
-
-def _with_null(found: np.ndarray, null: np.ndarray, note: str = "") -> Estimate:
-    return replace(bootstrap(found), null=float(null[0]), null_low=float(null[0]), null_high=float(null[0]), note=note)
-
-
-def visual_sink_share(run: RunData) -> Estimate:
-    """Estimate the share of visual tokens that are sinks by φ; the null is the share by random coordinates."""
-    table = _visual(run)
-    of = {"sinks": table["phi"] > PHI, "random": table["random_share"], "all": table["phi"] > -1}
-    sums = _per_picture(table, of)
-    return _with_null(sums["sinks"] / sums["all"], sums["random"] / sums["all"])
-
-
-def visual_sink_attention(run: RunData) -> Estimate:
-    """Estimate the attention to a visual sink ÷ to another visual token; the null is by random coordinates."""
-    table = _visual(run)
-    sinks, mass, random = (table["phi"] > PHI).astype(float), table["mass"], table["random_share"]
-    ratios = []
-    for share in (sinks, random):
-        sums = _per_picture(
-            table, {"own": share * mass, "count": share, "rest": (1 - share) * mass, "others": 1 - share}
-        )
-        with np.errstate(invalid="ignore", divide="ignore"):
-            ratios.append((sums["own"] / sums["count"]) / (sums["rest"] / sums["others"]))
-    if not sinks.any():
-        raise NotDefined("no visual token is a sink")
-    return _with_null(*ratios)
+def _ratio(table: pd.DataFrame, above: pd.Series, below: pd.Series) -> np.ndarray:
+    """Return Σ above ÷ Σ below for all resamplings of the pictures, (R,); NaN where nothing was drawn."""
+    sums = pd.DataFrame({"above": above, "below": below}).astype(float).groupby(table["sequence"]).sum()
+    totals = resamplings(len(sums)) @ sums.to_numpy()
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio: np.ndarray = totals[:, 0] / totals[:, 1]
+    return ratio
 
 
 def _visual(run: RunData) -> pd.DataFrame:
     if "visual_patch" not in run.tables:
         raise Lacks("sinkscope analyze MODEL --images DIR")
     return run.tables["visual_patch"].query(f"layer >= {AFTER_LAYER}")
+
+
+def visual_sink_share(run: RunData) -> Estimate:
+    """Estimate the share of visual tokens that are sinks by φ; the null is the share by random coordinates."""
+    table = _visual(run)
+    every = pd.Series(1.0, table.index)
+    found, null = (_ratio(table, own, every) for own in (table["phi"] > PHI, table["random_share"]))
+    return bootstrap(found).against(float(null[0]))
+
+
+def visual_sink_attention(run: RunData) -> Estimate:
+    """Estimate the attention to a visual sink ÷ to another visual token; the null is by random coordinates."""
+    table = _visual(run)
+    sinks, mass = (table["phi"] > PHI).astype(float), table["mass"]
+    if not sinks.any():
+        raise NotDefined("no visual token is a sink")
+    shares = (sinks, table["random_share"])
+    found, null = (_ratio(table, own * mass, own) / _ratio(table, (1 - own) * mass, 1 - own) for own in shares)
+    return bootstrap(found).against(float(null[0]))
 
 
 def outlier_patches(run: RunData) -> pd.DataFrame:
@@ -338,5 +330,4 @@ def outlier_share(run: RunData) -> Estimate:
     """Estimate the share of patches that are outliers by norm after the last layer of an encoder."""
     table = outlier_patches(run)
     last = table[table["layer"] == table["layer"].max()]
-    sums = _per_picture(last, {"outliers": last["is_outlier"], "all": last["ratio"] > -1})
-    return bootstrap(sums["outliers"] / sums["all"])
+    return bootstrap(_ratio(last, last["is_outlier"], pd.Series(1.0, last.index)))

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from support.pictures import MARKS, PATCH, SEEING, SIDE, draw_pictures, processor, save, seeing
@@ -18,8 +19,14 @@ from transformers import (
 
 import sinkscope
 from sinkscope import InputError
+from sinkscope.measuring.estimates import outlier_patches, outlier_share, visual_sink_attention, visual_sink_share
 from sinkscope.measuring.pictures import encode, massive_coordinates, phi
+from sinkscope.paper_claims.claim import judge
+from sinkscope.paper_claims.evidence import MAIN, Evidence
+from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.results.findings import PHI
+from sinkscope.results.judgment import Outcome
+from sinkscope.results.run import RunData
 from sinkscope.text.pictures import asked_about, places_of, read_pictures
 
 NEAR = {"rtol": 1e-5, "atol": 1e-6}  # norms of transformers compute in float32
@@ -127,3 +134,32 @@ def test_models_and_folders_without_pictures_are_refused(tmp_path: Path) -> None
         read_pictures(tmp_path / "away", 1)
     with pytest.raises(InputError, match="reads no pictures"):
         sinkscope.analyze(images=draw_pictures(tmp_path / "pictures"), **GIVEN)
+
+
+def made_up(**tables: pd.DataFrame) -> RunData:
+    return RunData({"model": {"text_tower": {"path": "model"}}, "command": "analyze", "condition": "natural"}, tables)
+
+
+def test_visual_sinks_by_hand() -> None:
+    """Two pictures with the same two tokens; layer 1 is before the layers that count."""
+    rows = [(2, 30.0, 0.4, 0.0), (2, 10.0, 0.1, 0.5), (1, 99.0, 0.9, 1.0)]
+    both = [(at, *row) for at in range(2) for row in rows]
+    run = made_up(visual_patch=pd.DataFrame(both, columns=["sequence", "layer", "phi", "mass", "random_share"]))
+    share, ratio = visual_sink_share(run), visual_sink_attention(run)
+    assert (share.value, share.low, share.high, share.null) == (0.5, 0.5, 0.5, 0.25)
+    assert (ratio.value, ratio.null) == pytest.approx((4.0, 0.1 / (0.45 / 1.5)))
+    judged = {id: judge(CLAIMS[id], Evidence({MAIN: run})).outcome for id in ("VS-1", "VS-2")}
+    assert set(judged.values()) == {Outcome.HOLDS}
+    none = made_up(visual_patch=run.tables["visual_patch"].assign(phi=1.0))
+    judged = {id: judge(CLAIMS[id], Evidence({MAIN: none})).outcome for id in ("VS-1", "VS-2")}
+    assert judged == {"VS-1": Outcome.FAILS, "VS-2": Outcome.DOES_NOT_APPLY}
+    assert judge(CLAIMS["VS-1"], Evidence({MAIN: made_up()})).outcome == Outcome.NOT_MEASURED
+
+
+def test_outlier_patches_by_hand() -> None:
+    norms = [1.0, 2.0, 2.0, 7.0]  # 7 is more than three times the median
+    table = pd.DataFrame({"sequence": 0, "layer": 0, "row": [0, 0, 1, 1], "column": [0, 1, 0, 1], "norm": norms})
+    special = pd.DataFrame({"sequence": [0], "layer": 0, "row": -1, "column": 0, "norm": 100.0})
+    run = made_up(encoder_patch=pd.concat([special, table], ignore_index=True))
+    assert outlier_patches(run)["is_outlier"].tolist() == [False, False, False, True]
+    assert outlier_share(run).value == 0.25
