@@ -268,6 +268,12 @@ def _sink(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         sentence += f"{_text('gate_later', later)} at later ones; {where} a sink at position 0 (sink rate "
         sentence += f"{rate.value:.1f}%)."
         outcome, numbers = Outcome.PRESENT if has_sink else Outcome.ABSENT, {"later": later, "rate": rate.value}
+        if "gate_heads" in run.tables:
+            of_all = {name: run.metric(f"gate_{name}") for name in ("mean", "closed", "deviation")}
+            numbers |= of_all | {"below": limits.CLOSED}
+            mean, closed, deviation = (_text(f"gate_{name}", value) for name, value in of_all.items())
+            sentence += f" Over all tokens a gate is {mean} on average, {closed} of gates are below {limits.CLOSED:g}, "
+            sentence += f"and a head's gate has a standard deviation of {deviation} over tokens."
         yield Finding("own-gates", SINK, outcome, first, threshold=NO_SINK, numbers=numbers, sentence=sentence)
     if "sink_positions" in run.tables:
         yield _later_sinks(run)

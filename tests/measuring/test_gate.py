@@ -141,6 +141,9 @@ def test_own_gates_are_found_and_are_those_that_the_models_code_computes(model_t
     expected = (gate * mix.square()).sum(-1) / mix.square().sum(-1)
     found = run.tables["gate"].query(f"layer == {layer}").pivot(index="position", columns="head", values="gate")
     np.testing.assert_allclose(found.to_numpy(), expected[0].numpy(), rtol=1e-4)
+    moments = run.tables["gate_heads"].query(f"layer == {layer}")
+    np.testing.assert_allclose(moments["mean"], expected[0].mean(0), rtol=1e-4)
+    np.testing.assert_allclose(moments["deviation"], expected[0].std(0, correction=0), rtol=1e-3)
 
 
 @pytest.mark.parametrize("label", ["vga", "iga-output", "vscale"])
