@@ -13,7 +13,7 @@ from sinkscope.measuring.estimates import outlier_patches
 from sinkscope.results.findings import AFTER_LAYER, HIGH_NORM, PHI
 from sinkscope.results.run import RunData
 
-SHOWN = 4  # pictures
+SHOWN = 3  # pictures
 
 
 def draw_visual_sinks(run: RunData) -> Figure:
