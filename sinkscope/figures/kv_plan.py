@@ -1,4 +1,4 @@
-"""The figure of plans for the KV cache: perplexity and retrieval against the memory that is kept."""
+"""The figure of plans for the KV cache: a row for each kind of plan and budget, with its controls."""
 
 import numpy as np
 import pandas as pd
@@ -7,48 +7,59 @@ from matplotlib.ticker import PercentFormatter
 
 from sinkscope.figures import plot
 from sinkscope.figures.labels import title
-from sinkscope.figures.style import NAVY, REFERENCE, SKY, VERMILION, WIDE, Figure, Look, new_figure
+from sinkscope.figures.style import NAVY, REFERENCE, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.measuring.kv_plan import COMBINED, FIRST_AND_LAST, PREDICTED, RANDOM
 from sinkscope.results.run import RunData
 
-POINTS: Look = {"linestyle": "none", "markersize": 4.5}
-MARKS: dict[str, Look] = {  # shapes differ, so that colors are not needed
-    COMBINED: POINTS | {"marker": "*", "color": VERMILION, "markersize": 8},
-    "output-loss": POINTS | {"marker": "o", "color": NAVY},
-    "beyond-window": POINTS | {"marker": "s", "color": SKY},
-    "retrieval": POINTS | {"marker": "^", "color": NAVY, "mfc": "white"},
-    RANDOM: POINTS | {"marker": "x", "color": "0.45"},
-    FIRST_AND_LAST: POINTS | {"marker": "D", "color": "0.45", "mfc": "white"},
-    "bits alone": POINTS | {"marker": "P", "color": "black"},
+DOT: Look = {"linestyle": "none", "markersize": 4.5}
+LOOKS: dict[str, Look] = {  # shapes differ, so that colors are not needed
+    "plan": DOT | {"marker": "o", "color": NAVY},
+    "plan that combines heads, tokens and bits": DOT | {"marker": "*", "color": VERMILION, "markersize": 8},
+    "control": DOT | {"marker": "D", "color": "0.45", "mfc": "white", "markersize": 3.5},
 }
-APART = 0.008  # of the dense cache, between marks of equal memory, so that all are visible
-FAR = 3.0  # a ratio above this needs a logarithmic axis
+LARGEST = 1.2  # ratios of perplexity above this are beyond the axis, which says them
 DENSE_LINE = REFERENCE | {"zorder": 1}
 
 
 def draw_kv_plan(run: RunData) -> Figure:
     table = run.tables["kv_plan"]
-    figure = new_figure(WIDE, 2.7)
-    left, right = figure.subplots(1, 2)
-    kinds = {name: table[table["plan"].str.split().str[0] == name] for name in MARKS if name != "bits alone"}
-    kinds["bits alone"] = table[table["plan"].str.fullmatch(r"\d+ bits") & (table["sinks"] == PREDICTED)]
-    for ax, column, name in ((left, "ratio", "perplexity ÷ dense"), (right, "kept", "retrieval ÷ dense")):
-        for place, (kind, rows) in enumerate(kinds.items()):
-            _draw(ax, rows[rows[column].notna()], column, MARKS[kind], (place - len(kinds) // 2) * APART)
-        ax.axhline(1, **DENSE_LINE)
-        ax.set_xlabel("memory ÷ dense cache")
-        ax.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        ax.set_ylabel(name)
-    if table["ratio"].max() > FAR:
-        plot.log_axis(left, "y", *table["ratio"])
-    right.set_ylim(bottom=0)
-    right.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    shown = {kind: MARKS[kind] for kind, rows in kinds.items() if len(rows)}
-    return figure.finish(title(run, WIDE), shown | {"dense": DENSE_LINE}, ncols=4)
+    is_bits = table["plan"].str.fullmatch(r"\d+ bits") & (table["sinks"] == PREDICTED)
+    table = table[is_bits | (table["budget"] < 1)]
+    kind = table["plan"].str.replace(r" \d+$", "", regex=True).where(table["budget"] < 1, table["plan"])
+    table = table.assign(row=kind + table["budget"].map(lambda budget: f", {budget:.0%}" if budget < 1 else ""))
+    memory = table.groupby("row")["memory"].mean().sort_values(kind="stable", ascending=False)
+    rows = list(table.sort_values(["budget", "kept"], ascending=False)["row"].drop_duplicates())
+    names = [f"{row.split(', ')[0]} ({memory[row]:.0%} of the memory)" for row in rows]
+    figure = new_figure(WIDE, 0.2 * len(rows) + 1.1)
+    left, right = figure.subplots(1, 2, sharey=True)
+    for ax, column in ((left, "ratio"), (right, "kept")):
+        plot.name_rows(ax, names)
+        for place, row in enumerate(rows):
+            _draw(ax, table[table["row"] == row], column, place)
+        ax.axvline(1, **DENSE_LINE)
+    left.set_xlim(right=min(LARGEST, 1.02 * table["ratio_high"].max()))
+    left.set_xlabel("perplexity ÷ dense cache")
+    right.set_xlabel("retrieval ÷ dense cache")
+    right.set_xlim(left=0)
+    right.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    shown = {_kind(plan) for plan in table["plan"]}
+    return figure.finish(
+        title(run, WIDE), {k: v for k, v in LOOKS.items() if k in shown} | {"dense": DENSE_LINE}, ncols=4
+    )
 
 
-def _draw(ax: Axes, rows: pd.DataFrame, column: str, look: Look, nudge: float) -> None:
-    """Draw values with their intervals, if these are finite."""
-    reach = [(rows[f"{column}_{end}"] - rows[column]).abs() for end in ("low", "high")]
-    reach = [each.where(np.isfinite(each), 0.0) for each in reach]
-    ax.errorbar(rows["memory"] + nudge, rows[column], reach, elinewidth=0.8, **look)
+def _kind(plan: str) -> str:
+    plain, combined, control = LOOKS
+    return control if plan.startswith((RANDOM, FIRST_AND_LAST)) else combined if plan == COMBINED else plain
+
+
+def _draw(ax: Axes, rows: pd.DataFrame, column: str, place: int) -> None:
+    """Draw the values of one row with their intervals; draws of a control are one below the other."""
+    offsets = np.linspace(-0.25, 0.25, len(rows)) if len(rows) > 1 else [0.0]
+    for offset, row in zip(offsets, rows.to_dict("records"), strict=True):
+        value, low, high = row[column], row[f"{column}_low"], row[f"{column}_high"]
+        if column == "ratio" and value > LARGEST:
+            ax.text(0.98, place, f"{value:.1f} →", transform=ax.get_yaxis_transform(), ha="right", va="center")
+        elif np.isfinite(value):
+            reach = [[value - low], [high - value]] if np.isfinite([low, high]).all() else None
+            ax.errorbar([value], [place + offset], xerr=reach, elinewidth=1.0, **LOOKS[_kind(str(row["plan"]))])
