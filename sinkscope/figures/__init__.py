@@ -61,7 +61,7 @@ FIGURES: dict[str, FigureSpec[RunData]] = _register(
         "cost with tokens, coordinates, a prefix or a rotation, and random controls", "quantization_split"),
     ("query-bias-alignment", "query_bias", "cosine of keys and query bias, by layer (NU figs. 2 and 5)", "query_bias"),
     ("query-bias-distribution", "query_bias",
-        "the query bias's shift Δ (NU figs. 1 and 4)", "query_bias", "delta_distribution"),
+        "the query bias's shift Δ by layer (NU figs. 1 and 4)", "delta_distribution", "summary"),
     ("query-key-geometry", "runs", "norms and angles of queries, keys and values by layer (WSE fig. 2)", "geometry"),
     ("sink-map", "runs",
         "window mass at position 0 of every layer and head; dots: sinks in most sequences", "attention"),
