@@ -66,7 +66,7 @@ FIGURES: dict[str, FigureSpec[RunData]] = _register(
     ("sink-map", "runs",
         "window mass at position 0 of every layer and head; dots: sinks in most sequences", "attention"),
     ("sink-positions", "runs",
-        "heads with a sink at each position, and the tokens of later sinks", "sink_positions", "attention"),
+        "heads with a sink by layer, and later sinks by position and token", "sink_positions", "attention"),
     ("sinks-by-layer", "runs",
         "sinks and norms by layer: token 0 and other early tokens (GS fig. 1)", "attention", "activation"),
     ("streaming-perplexity", "runs",

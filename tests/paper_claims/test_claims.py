@@ -14,6 +14,8 @@ from tiny import VOCAB, tiny_model
 from transformers import PreTrainedModel
 
 import sinkscope
+from sinkscope.figures import OF_CLAIMS
+from sinkscope.figures.claims import LOOKS
 from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
 from sinkscope.output.run import Run
 from sinkscope.paper_claims.claim import Judgment, Null, judge
@@ -103,6 +105,24 @@ def test_a_scorecard_begins_with_what_is_unusual() -> None:
     smollm = replace(card, table=card.table[card.table["model"] == "SmolLM2-135M-Instruct.Q4_1"])
     assert "huge: fails in gemma3-270m, mgm; holds in this model (S-5)." in unusual(smollm)[1]
     assert "(GS-4)" not in unusual(smollm)[1]  # it holds here and in one of the others
+
+
+def test_the_figure_of_several_models_has_each_decided_claim_once_and_those_that_differ_first() -> None:
+    card = Scorecard.open("reports/claims")
+    texts = [label.get_text() for label in OF_CLAIMS["scorecard-by-model"](card).axes[0].get_yticklabels()]
+    rows = [text.partition("  ")[0] for text in texts if text.partition("  ")[0] in CLAIMS]
+    others = set()
+    for text in texts:
+        code, _, numbers = text.removeprefix("hold wherever they are decided: ").partition("-")
+        for span in numbers.split(", ") if text.startswith("hold ") else ():
+            first, _, last = span.partition("–")
+            others |= {f"{code}-{number}" for number in range(int(first), int(last or first) + 1)}
+    outcomes = card.by_model
+    decided = outcomes.isin(list(LOOKS)).any(axis=1)
+    assert {*rows} | others == {*outcomes.index[decided]}
+    assert not {*rows} & others
+    assert rows.index("S-11") < rows.index("S-2")  # models differ on S-11
+    assert rows.index("GS-8") < rows.index("GS-4")
 
 
 def test_an_intervention_is_compared_with_its_random_controls() -> None:
