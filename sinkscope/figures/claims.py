@@ -115,16 +115,14 @@ def draw_scorecard_by_model(card: Scorecard) -> Figure:
     width = max(WIDE, NAMES + CELL * len(card.models))
     figure = new_figure(width, LINE_HEIGHT * len(lines) + 0.8)
     ax = figure.subplots()
-    shaded = [row for row, (_, found) in enumerate(lines) if found is not None][::2]
-    for row in shaded:
-        ax.axhspan(row - 0.5, row + 0.5, color="0.955", linewidth=0)
     for row, (_, found) in enumerate(lines):
+        if found is not None and row % 2:
+            ax.axhspan(row - 0.5, row + 0.5, color="0.955", linewidth=0)
         for column, outcome in enumerate(() if found is None else found):
             ax.plot([column], [row], **LOOKS.get(outcome, NOTHING))
     ax.set_yticks(range(len(lines)), [escape(text) for text, _ in lines], fontsize=7, ha="left")
-    papers = set(card.table["paper"])
     for (text, _), label in zip(lines, ax.get_yticklabels(), strict=True):
-        label.set_fontweight("bold" if text in papers else "normal")
+        label.set_fontweight("bold" if text in set(card.table["paper"]) else "normal")
     ax.tick_params(axis="y", length=0, pad=72 * (width - CELL * len(card.models) - 0.1))
     ax.set(ylim=(len(lines) - 0.5, -0.5), xlim=(-0.5, len(card.models) - 0.5))
     ax.xaxis.tick_top()
@@ -137,8 +135,7 @@ def draw_scorecard_by_model(card: Scorecard) -> Figure:
 
 def _lines(card: Scorecard, paper: str) -> list[tuple[str, pd.Series | None]]:
     """Return the lines of a paper: text, and the outcome in each model; nothing if no model decides a claim of it."""
-    outcomes = card.by_model
-    own = outcomes.loc[[name for name in outcomes.index if paper_of(name) == paper]]
+    own = card.by_model[[paper_of(name) == paper for name in card.by_model.index]]
     decided = own.where(own.isin(list(LOOKS))).dropna(how="all")
     holds = (decided.isna() | (decided == Outcome.HOLDS)).all(axis=1)
     others = decided[~holds]

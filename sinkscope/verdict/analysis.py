@@ -323,10 +323,8 @@ def _repeated(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         return
     if run.bos == WITH:
         token = run.manifest["input"]["token_zero"]
-        sentence = (
-            f"Position 0 is {token}, and one token is repeated after it: the propositions are about equal tokens "
-        )
-        sentence += "from position 0 on, as `--bos never` gives them (WSE)."
+        sentence = f"Position 0 is {token}, and one token is repeated after it: the propositions are about equal "
+        sentence += "tokens from position 0 on, as `--bos never` gives them (WSE)."
         yield Finding("repeated-bos", SINK, Outcome.UNDECIDED, numbers={"token": token}, sentence=sentence)
         return
     kinds, stay_equal = kinds_of_positions(run), not any(unequal(run).values())
@@ -379,13 +377,9 @@ def _massive(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         return
     coordinates = tuple(int(coordinate) for coordinate in massive["coordinate"].value_counts().index[:MOST_COORDINATES])
     largest = massive["value"].abs().max()
-    sentence = (
-        f"In the layer with the most, a sequence has {_with_interval(count, '.3g', ' massive activations')}, most "
-    )
-    sentence += (
-        f"often at {coordinates_text(coordinates)}; the largest over all sequences is {largest:,.0f} (Sun et al. "
-    )
-    sentence += "2024)."
+    sentence = f"In the layer with the most, a sequence has {_with_interval(count, '.3g', ' massive activations')}, "
+    sentence += f"most often at {coordinates_text(coordinates)}; the largest over all sequences is "
+    sentence += f"{largest:,.0f} (Sun et al. 2024)."
     numbers = {"coordinates": coordinates, "largest": largest}
     given = {"outcome": Outcome.PRESENT, "numbers": numbers, "is_headline": True, "sentence": sentence}
     yield finding("massive", MASSIVE, count, "S-6", **given)
