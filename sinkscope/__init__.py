@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sinkscope.commands.analyze import analyze as analyze
     from sinkscope.commands.analyze import analyze_steps as analyze_steps
+    from sinkscope.commands.analyze import spike_mask as spike_mask
     from sinkscope.commands.benchmark import benchmark as benchmark
     from sinkscope.commands.card import card as card
     from sinkscope.commands.claims import claims as claims
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 _RENAMED = {"list": "listing", "run": "run_recipe"}  # commands that have another name in their module
 # module → the public names that it defines
 _PUBLIC = {
-    "commands.analyze": ("analyze", "analyze_steps"),
+    "commands.analyze": ("analyze", "analyze_steps", "spike_mask"),
     "commands.show": ("page", "show"),
     "commands.list": ("list",),
     "commands.run": ("run", "run_recipe"),

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Unpack
 
+from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.measured import opened, shown
@@ -14,10 +15,14 @@ from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.console import print_notices
 from sinkscope.measuring.keeping import Remembered, check_sites, keep
-from sinkscope.measuring.measure import make_manifest, measure
+from sinkscope.measuring.measure import Facts, make_manifest, measure
+from sinkscope.measuring.pictures import PICTURES, measure_encoder, measure_pictures, processor_for
 from sinkscope.measuring.processes import together
+from sinkscope.measuring.spike_mask import SpikeMask, measured_mask
 from sinkscope.measuring.subject import ModelLike, check_config, is_in_memory, options_of
+from sinkscope.measuring.tables import publish
 from sinkscope.models.in_memory import text_of
+from sinkscope.models.pictures import load_encoder
 from sinkscope.models.steps import find_checkpoints
 from sinkscope.options.keywords import AnalyzeKeywords
 from sinkscope.options.measuring import AnalyzeOptions
@@ -29,6 +34,7 @@ from sinkscope.output.run import Run, draw_run, finished, write_run
 from sinkscope.output.series import COMMAND, Series
 from sinkscope.results.activations import Activations
 from sinkscope.results.folders import new_folder, own_folder
+from sinkscope.text.pictures import read_pictures
 
 
 def command(options: AnalyzeOptions, output: OutputOptions) -> Result:
@@ -85,13 +91,25 @@ def analyze(
     start = time.time()
     config = config or options_of(AnalyzeOptions, model, options)
     check_sites(config.keep)
+    pictures = None if config.images is None else read_pictures(config.images, config.num_seqs)
+    if pictures is not None and not is_in_memory(model) and (encoder := load_encoder(config)) is not None:
+        with own_folder(out, overwrite, reads=(config.model, str(config.images))) as folder:
+            raw, subject = measure_encoder(encoder, pictures)
+            tables, facts = publish(raw, encoder, PICTURES), Facts(batch_size=1)
+            manifest = make_manifest(subject, config, facts, list(tables), start)
+            return finished(Run.of_analysis(manifest, tables, folder), Console(quiet=quiet), figures, page)
     with opened(model, tokenizer, config, out, overwrite, quiet) as (subject, folder, console):
+        processor = None if pictures is None else processor_for(subject, config)
         activations = Activations(keep(subject, config))
         tables, facts = measure(subject, config, console, config.pairs)
+        if pictures is not None:
+            pictured, facts.pictures = measure_pictures(subject, config, pictures, processor, tables["massive"])
+            tables |= publish(pictured, subject.loaded, subject.inputs.condition)
         print_notices(console, facts.notices)
         manifest = make_manifest(subject, config, facts, list(tables), start) | {"activations": list(activations)}
         loaded = Remembered(subject.loaded) if is_in_memory(model) else None
-        run = Run.of_analysis(manifest, tables, folder, activations=activations, loaded=loaded)
+        mask = measured_mask(subject, config).write if config.export_mask else None
+        run = Run.of_analysis(manifest, tables, folder, activations=activations, loaded=loaded, further=mask)
         return finished(run, console, figures, page)
 
 
@@ -163,3 +181,27 @@ def analyze_steps(
             draw_run(run, record["content"].get("figures", ()) if record else None, page)
         draw(series, page=page)
     return Series.open(folder)
+
+
+@with_options(AnalyzeOptions)
+def spike_mask(
+    model: ModelLike = None,
+    ids: Any = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    quiet: bool = True,
+    **options: Unpack[AnalyzeKeywords],
+) -> SpikeMask:
+    """Return which tokens are sinks in which layers' outputs, and massive coordinates: what `export_mask` writes.
+
+    Args:
+        model, tokenizer, quiet, **options: as for `analyze`.
+        ids: token ids (N,T), or texts; None: the input that the options name.
+
+    Raises:
+        InputError: an option or the input is wrong.
+        SinkscopeError: the measurement failed.
+    """
+    config = options_of(AnalyzeOptions, model, options if ids is None else {"bos": "never", "input": ids} | options)
+    with opened(model, tokenizer, config, None, False, quiet) as (subject, _, _):
+        return measured_mask(subject, config)

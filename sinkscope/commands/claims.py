@@ -50,7 +50,7 @@ from sinkscope.paper_claims.evidence import LONG, MAIN, NATURAL, NULL, POLICIES,
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import ROLES as ROUTE_ROLES
 from sinkscope.paper_claims.routes import routes_of_models
-from sinkscope.paper_claims.studies import ALONE, Need
+from sinkscope.paper_claims.studies import ALONE, OF_STATES, Need
 from sinkscope.paper_claims.table import evidence_of, judged, models_of
 from sinkscope.results.folders import FileList, alone_in, check_resumable, claim, new_folder, resumable
 from sinkscope.results.manifest import MANIFEST, write_manifest
@@ -69,7 +69,7 @@ OF_EQUAL_TOKENS = ("attention", "geometry", "activation", "equal-tokens")
 # observables that claims read from random weights
 OF_NULL = (
     "activation", "attention", "gate", "geometry", "gradient", "massive", "query-bias", "logit-terms", "epe",
-    "window-edge",
+    "window-edge", "super-weight", *OF_STATES[2:],
 )  # fmt: skip
 
 
@@ -344,13 +344,16 @@ WAYS: dict[str, Callable[[Bench, list[Need]], Run]] = {
     **{kind: partial(Bench.under_policy, policy=policy) for policy, kind in POLICIES.items()},
     NULL.kind: Bench.null,
     "length": Bench.length,
+    "states": lambda bench, _: bench._analyzed(bench.subject, {"observables": bench._applying(OF_STATES)}),
     "domain": lambda bench, roles: bench.input({"input": roles[0].of}),
     "do": Bench.arms,
     "gradient-do": partial(Bench.arms, observables=("gradient",), draws=2),
+    "mixing-do": partial(Bench.arms, observables=("over-mixing",)),
     "repeated-do": partial(Bench.arms, input=REPEATED, dataset=None, prompt=None, bos="never"),
     "streaming": Bench.streamed,
 }
-IN_ONE_RUN = {"do", "gradient-do", "repeated-do", "streaming"}  # ways that measure all their roles in one run
+# ways that measure all their roles in one run
+IN_ONE_RUN = {"do", "gradient-do", "mixing-do", "repeated-do", "streaming"}
 # kinds of roles that are measured together with others
 WITH = {"loss-do": "do", "loss-do-alone": "do", "gradient-do-alone": "gradient-do"}
 

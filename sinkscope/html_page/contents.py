@@ -108,7 +108,7 @@ class Contents:
         """The numbers that a reader of a run of `analyze` sees first, with what they mean."""
         if self.manifest["command"] != "analyze" or "summary" not in self.tables:
             return []
-        run = RunData(self.manifest, self.tables, self.folder)
+        run = RunData(dict(self.manifest), dict(self.tables), self.folder)
         return [glance._asdict() for glance in at_a_glance.glances(run)]
 
     @property

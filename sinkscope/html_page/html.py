@@ -23,8 +23,8 @@ from sinkscope.verdict.report import published_lines
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = (  # in the order in which they run; each uses earlier ones
     "d3.min.js", "plot.umd.min.js", "data.js", "elements.js", "charts.js", "heatmap.js", "findings.js", "maps.js",
-    "head.js", "text.js", "layers.js", "quantization.js", "overflow.js", "plans.js", "arms.js", "study.js", "claims.js",
-    "explore.js", "tables.js", "run.js", "page.js",
+    "head.js", "text.js", "pictures.js", "layers.js", "quantization.js", "overflow.js", "plans.js", "arms.js",
+    "study.js", "claims.js", "explore.js", "tables.js", "run.js", "page.js",
 )  # fmt: skip
 FRAME_HEIGHT = 720  # pixels, in a notebook
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from sinkscope.errors import InputError, unknown
+from sinkscope.interventions.heads import AblateHeads
 from sinkscope.interventions.intervention import Intervention, Known, Target, applied
 from sinkscope.interventions.massive import MeanMassive, RescaleNorm, ZeroMassive
 from sinkscope.interventions.nu import (
@@ -14,6 +15,7 @@ from sinkscope.interventions.nu import (
     ZeroKeyColumns,
 )
 from sinkscope.interventions.sink import MaskSink, MeanSinkValue, ScaleSinkValue, StreamingWindow
+from sinkscope.interventions.super_weight import ZeroSuperExpert, ZeroSuperWeight
 from sinkscope.options.option import filled_in
 from sinkscope.options.spec import parse_spec
 from sinkscope.plugins import load_plugins
@@ -33,6 +35,9 @@ INTERVENTIONS: dict[str, type[Intervention]] = {
         ScaleSinkValue,
         MeanSinkValue,
         RescaleNorm,
+        ZeroSuperWeight,
+        ZeroSuperExpert,
+        AblateHeads,
         StreamingWindow,
     )
 }

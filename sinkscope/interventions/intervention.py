@@ -202,6 +202,7 @@ class Intervention(BaseModel, ABC):
     expects: ClassVar[Expectation | None] = None  # the effect according to the paper
     is_control: ClassVar[bool] = False  # useful only as the control of another intervention
     expected: ClassVar[bool] = True  # applies to most models: the doctor reports models where it does not
+    reads: ClassVar[tuple[str, ...]] = ()  # observables of the unchanged model, beyond the usual, that `resolved` reads
     measured_by: ClassVar[str] = "pass"  # a key of Experiment.METHODS; can be combined only if "pass"
     heads_of: ClassVar[Role] = "query"  # the heads that the parameter `heads` counts
 

@@ -27,11 +27,22 @@ from sinkscope.interventions.intervention import (
     edited_positions,
     must_touch,
 )
+from sinkscope.interventions.massive import sink_massive
 
 
 class MaskSink(Intervention):
+    """Masks the sink's key.
+
+    With position 0 masked in every layer, position 1 is the first token that the others see, and may become the sink in
+    its place. With begin=massive, only the layers after the first massive activation are masked: then no other token
+    has one.
+    """
+
     name = "mask-sink"
-    about = "no other token attends to the sink, which still sees itself (layers, query heads, positions)"
+    about = (
+        "no other token attends to the sink, which still sees itself (layers, query heads, positions; begin=massive: "
+        "in the layers after its first massive activation)"
+    )
     paper = "S2M §1"
     control_about = "another position"
     redraws = "positions"
@@ -39,6 +50,14 @@ class MaskSink(Intervention):
     layers: Chosen = None
     heads: Chosen = None
     positions: Indices = (0,)
+    begin: Literal["first", "massive"] = "first"
+
+    def resolved(self, known: Known) -> Self:
+        if self.begin == "first" or self.layers is not None:
+            return self
+        (first, *_), _ = sink_massive(self.name, known, self.positions[0], to_name="layers")
+        later = tuple(layer for layer in known.target.attending() if layer > first)
+        return self.model_copy(update={"layers": later})
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:

@@ -11,9 +11,10 @@ import pandas as pd
 
 from sinkscope.measuring.observables.reductions import ALL_HEADS, LATER
 from sinkscope.measuring.summary import pathway_norms
-from sinkscope.results.findings import OUTLIER, SINK, USUAL
+from sinkscope.results.findings import AFTER_LAYER, HIGH_NORM, OUTLIER, PHI, SINK, USUAL
 from sinkscope.results.judgment import NotDefined, Number, above, at_least, at_most, below, between
 from sinkscope.results.metrics import is_sink
+from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import Estimate, bootstrap, exact, positive_jackknife, resamplings, weighted_means
 
@@ -279,3 +280,54 @@ RUN_CLAIMS: dict[str, RunClaim] = {
         (Number("cos(W_k EPE₀, b_Q), mean over the second half of layers", _first_alignment, above(0.5)),
          Number("magnitude of the same at positions 5–15, mean over them", _later_alignment, below(0.2)))),
 }  # fmt: skip
+
+
+# --- pictures: ratios of sums over pictures, which are resampled
+
+
+def _ratio(table: pd.DataFrame, above: pd.Series, below: pd.Series) -> np.ndarray:
+    """Return Σ above ÷ Σ below for all resamplings of the pictures, (R,); NaN where nothing was drawn."""
+    sums = pd.DataFrame({"above": above, "below": below}).astype(float).groupby(table["sequence"]).sum()
+    totals = resamplings(len(sums)) @ sums.to_numpy()
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio: np.ndarray = totals[:, 0] / totals[:, 1]
+    return ratio
+
+
+def _visual(run: RunData) -> pd.DataFrame:
+    if "visual_patch" not in run.tables:
+        raise Lacks("sinkscope analyze MODEL --images DIR")
+    return run.tables["visual_patch"].query(f"layer >= {AFTER_LAYER}")
+
+
+def visual_sink_share(run: RunData) -> Estimate:
+    """Estimate the share of visual tokens that are sinks by φ; the null is the share by random coordinates."""
+    table = _visual(run)
+    every = pd.Series(1.0, table.index)
+    found, null = (_ratio(table, own, every) for own in (table["phi"] > PHI, table["random_share"]))
+    return bootstrap(found).against(float(null[0]))
+
+
+def visual_sink_attention(run: RunData) -> Estimate:
+    """Estimate the attention to a visual sink ÷ to another visual token; the null is by random coordinates."""
+    table = _visual(run)
+    sinks, mass = (table["phi"] > PHI).astype(float), table["mass"]
+    if not sinks.any():
+        raise NotDefined("no visual token is a sink")
+    shares = (sinks, table["random_share"])
+    found, null = (_ratio(table, own * mass, own) / _ratio(table, (1 - own) * mass, 1 - own) for own in shares)
+    return bootstrap(found).against(float(null[0]))
+
+
+def outlier_patches(run: RunData) -> pd.DataFrame:
+    """Return the patches of an encoder with their norm ÷ the median of their layer, and whether they are outliers."""
+    table = run.tables["encoder_patch"].query("row >= 0")
+    ratio = table["norm"] / table.groupby("layer")["norm"].transform("median")
+    return table.assign(ratio=ratio, is_outlier=ratio > HIGH_NORM)
+
+
+def outlier_share(run: RunData) -> Estimate:
+    """Estimate the share of patches that are outliers by norm after the last layer of an encoder."""
+    table = outlier_patches(run)
+    last = table[table["layer"] == table["layer"].max()]
+    return bootstrap(_ratio(last, last["is_outlier"], pd.Series(1.0, last.index)))

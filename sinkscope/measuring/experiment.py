@@ -140,9 +140,9 @@ class Experiment:
         self._check_arms(known)
         if BEFORE not in self.without_loss:
             self.subject.need_loss()
-        if self.analyzed and not (
-            LOSS_TABLES.keys() <= set(self.analyzed.tables) and max(self._watched()) < self.config.positions
-        ):
+        named = [name for name in self.config.observables or () if not OBSERVABLES[name].by_default and name != MAPS]
+        needed = LOSS_TABLES.keys() | {table for name in named for table in OBSERVABLES[name].columns}
+        if self.analyzed and not (needed <= set(self.analyzed.tables) and max(self._watched()) < self.config.positions):
             self.analyzed = None
         closer = next((name for name in self.config.observables or () if OBSERVABLES[name].after), None)
         if closer is not None:
@@ -152,7 +152,7 @@ class Experiment:
             self.chosen = replace(self.chosen, first=tuple(name for name in self.chosen.first if name != MAPS))
         if any(stack[0].measured_by == "pass" for stack in self.wanted.values()):
             self.before = self._measured_before() if self.analyzed is None else self._taken_from(self.analyzed)
-            known.tables, known.hidden_means = self.before.tables, self._mean
+            known.tables, known.hidden_means = {**self.before.tables, **self._read_before()}, self._mean
             known.value_means = partial(self._mean, of_values=True)
         return self._resolved(known)
 
@@ -197,6 +197,20 @@ class Experiment:
         self.parity_error = check.error
         self._means |= {(one.position, False): one.by_layer() for one in done.observables if isinstance(one, MeanAt)}
         return self._arm(BEFORE, -1, done)
+
+    def _read_before(self) -> dict[str, pd.DataFrame]:
+        """Measure on the unchanged model what interventions read, unless it is measured anyway."""
+        read = dict.fromkeys(name for stack in self.wanted.values() for part in stack for name in part.reads)
+        names = [name for name in read if name not in self.chosen.first and self._applies(name)]
+        if not names:
+            return {}
+        settings = settings_of(self.subject, self.config)
+        done = self._pass((), lambda: prepared(names, settings, self.subject), Tracer.forward)
+        self._collect(tables := tables_of(done.observables), BEFORE)
+        return tables
+
+    def _applies(self, observable: str) -> bool:
+        return OBSERVABLES[observable].inapplicable(self.subject.loaded.model, self.subject.family) is None
 
     def _taken_from(self, run: RunData) -> Arm:
         """Take the unchanged model's tables and loss from a run instead of measuring them."""

@@ -43,6 +43,7 @@ class Facts:
     parity: float | None = None  # largest relative difference from the bare model; None: not compared
     notices: tuple[str, ...] = ()
     not_measured: dict[str, str] = field(default_factory=dict)  # observable that does not apply → the reason
+    pictures: dict[str, Any] | None = None  # how many, and the coordinates of φ (measuring/pictures.py)
 
 
 def make_manifest(
@@ -94,6 +95,7 @@ def make_manifest(
         },
         "parity": facts.parity,
         "notices": list(facts.notices),
+        "pictures": facts.pictures,
         "input": {
             "sequences": len(inputs),
             "tokens": inputs.num_tokens,

@@ -12,6 +12,7 @@ import pandas as pd
 from sinkscope.measuring.losses import perplexity
 from sinkscope.measuring.observables.activation import BONDARENKO_SITES
 from sinkscope.measuring.observables.reductions import ALL_HEADS, LATER
+from sinkscope.measuring.observables.spikes import SECONDARY
 from sinkscope.models.family import NO_POSITIONS, Family
 from sinkscope.results.findings import FEWEST_QUERIES, OUTLIER
 from sinkscope.results.metrics import TOKEN_GROUPS
@@ -21,6 +22,8 @@ from sinkscope.text.inputs import TokenInputs
 # the reduction over layers to a metric of the whole model; the default is the mean
 REDUCTIONS: Mapping[str, Callable[[pd.Series], float]] = {
     "massive_count": pd.Series.sum,
+    "secondary_sinks": pd.Series.sum,
+    "residual_share": pd.Series.max,
     "max_inf_norm": pd.Series.max,
     "layer_inf_norm": pd.Series.max,
     "first_norm": pd.Series.max,
@@ -145,6 +148,11 @@ def _kurtosis_with_norms(given: Measured) -> pd.Series | None:
     return pd.concat([table[table["site"].isin(BONDARENKO_SITES)], norms]).groupby("layer")["kurtosis"].mean()
 
 
+def _secondary_sinks(given: Measured) -> pd.Series:
+    sinks = given.tables["sink_tokens"]
+    return sinks[sinks["kind"] == SECONDARY].groupby("layer").size() / len(given.inputs)
+
+
 # table → the metrics that are computed from it (and from related tables), before those of gradients and query biases
 METRICS_OF: dict[str, dict[str, Metric]] = {
     "attention": {
@@ -167,6 +175,7 @@ METRICS_OF: dict[str, dict[str, Metric]] = {
         "gate_first": layerwise("gate", "gate", where=FIRST),
         "gate_later": layerwise("gate", "gate", where=REST),
         "raw_value_drain": _drain("gate", "raw_value_norm"),
+        **{f"gate_{column}": layerwise("gate_heads", column) for column in ("mean", "closed", "deviation")},
     },
     "activation": {
         "norm_ratio": _norm_ratio,
@@ -181,6 +190,12 @@ METRICS_OF: dict[str, dict[str, Metric]] = {
         "kurtosis": layerwise("outlier", "kurtosis"),
         "kurtosis_with_norms": _kurtosis_with_norms,
     },
+    "entropy": {
+        "state_entropy": layerwise("entropy", "entropy"),
+        "state_entropy_without_first": layerwise("entropy", "entropy_without_first"),
+    },
+    "sink_tokens": {"secondary_sinks": _secondary_sinks},
+    "spikes": {"residual_share": layerwise("spikes", "largest_share")},
 }
 
 

@@ -9,6 +9,7 @@ from sinkscope.measuring.kv_plan import KV_PLAN_TABLES
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.overflow import OVERFLOW_TABLES
 from sinkscope.measuring.passes import LOSS_TABLES
+from sinkscope.measuring.pictures import PICTURE_TABLES
 from sinkscope.measuring.quantization_split import SPLIT_TABLES
 from sinkscope.measuring.quantization_study import QUANTIZATION_TABLES
 from sinkscope.measuring.streaming import STREAMING_TABLES
@@ -31,6 +32,7 @@ def all_tables() -> dict[str, Columns]:
         **KV_PLAN_TABLES,
         **OVERFLOW_TABLES,
         **SPLIT_TABLES,
+        **PICTURE_TABLES,
         **TRAINING_TABLES,
     }
 

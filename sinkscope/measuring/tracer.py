@@ -28,6 +28,7 @@ from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import (
     ATTENTION_SITES,
     COPIED,
+    NEURONS,
     Accumulator,
     Kept,
     Observable,
@@ -38,6 +39,7 @@ from sinkscope.measuring.observables.observable import (
 from sinkscope.measuring.observables.reductions import filled
 from sinkscope.models.edits import Beginning, begun
 from sinkscope.models.family import Block, Family, embedding_path, first_tensor, input_device
+from sinkscope.models.feed_forward import feed_forwards
 from sinkscope.models.in_memory import one_thread, outside_autocast, unchanged_after
 from sinkscope.retrofits.retrofit import RETROFIT, ValuePart, registers_before
 from sinkscope.text.batch import Batch
@@ -68,6 +70,7 @@ class Reader:
         self.first = first  # the first layer that is read
         self.depth = len(family.layer_modules(model))
         self.registers = registers_before(model)
+        self._feed_forwards = feed_forwards(model, family)
         self.values_are_gated = any(isinstance(module, ValuePart) for module in model.modules())
         self._attended: list[torch.Tensor] = []  # values and mix of the current layer, for its gate
         self._finite = _Finite()
@@ -97,6 +100,12 @@ class Reader:
                     (_, value), _ = yield self._inside(layer, RETROFIT, "inputs")
                     for observable in watching:
                         observable.watch_raw_value(layer, value, batch)
+                    continue
+                if site == NEURONS:
+                    if part := self._feed_forwards.get(layer):
+                        args, _ = yield Address(layer, part.path, "inputs")
+                        for observable in watching:
+                            observable.see_neurons(layer, part, args, batch)
                     continue
                 if site in ("attention", "gate"):
                     see = self._see_attention if site == "attention" else self._see_gate
@@ -165,9 +174,12 @@ class Reader:
             if not observable.backward:
                 observable.see_attention(layer, plain, batch)
         backward = [observable for observable in watching if observable.backward]
-        if backward or self.family.gated:
+        reading = [observable for observable in watching if observable.reads_mix]
+        if backward or reading or self.family.gated:
             mix = yield self._tap(layer, "mix")
             self._attended = [plain.value, mix.detach()]
+            for observable in reading:
+                observable.see_mix(layer, plain, mix.detach(), batch)
             for observable in backward:
                 observable.watch_attention(layer, read, mix, batch)
 
@@ -185,6 +197,7 @@ class Reader:
             block = self.family.block(layer)
             paths = {term.address.rpartition(".")[0] for site in block.sites for term in block.terms(site)}
             paths |= {f"{block.attention}.{name}" for name in inside}
+            paths |= {part.path for at, part in self._feed_forwards.items() if at == layer}
             yield from (part for path, part in module.named_modules() if path in paths)
 
     def check_finite(self) -> None:
@@ -233,10 +246,20 @@ class Tracer(Reader):
 
     def forward(self, batch: Batch, observables: Sequence[Observable]) -> None:
         """Run one forward pass without logits. Raises SinkscopeError for NaN, or attention that is not recognized."""
+        self._forward(batch, observables)
+        self._read_again(batch, observables)
+
+    def _forward(self, batch: Batch, observables: Sequence[Observable]) -> None:
         inputs = self._inputs(batch, with_logits=False)
         with outside_autocast(), torch.no_grad(), self.traced.trace(**inputs):
             self._read_layers(batch, observables)
         self.check_finite()
+
+    def _read_again(self, batch: Batch, observables: Sequence[Observable]) -> None:
+        """Run a forward pass on each further batch that an observable wants to see after this one."""
+        for observable in observables:
+            for other in observable.again(batch):
+                self._forward(other, [observable])
 
     def forward_with_loss(self, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
         """Run one forward pass with logits and return the summed cross-entropy of each sequence, (B,).
@@ -250,6 +273,7 @@ class Tracer(Reader):
             self._read_layers(batch, observables)
             losses = save(loss_in_chunks(self.traced.output.logits, batch))
         self.check_finite()
+        self._read_again(batch, observables)
         return losses.cpu()
 
     def forward_backward(self, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
@@ -277,6 +301,7 @@ class Tracer(Reader):
             losses = save(found)
         self._finish(observables, batch.with_registers(self.registers))
         self.check_finite()
+        self._read_again(batch, observables)
         return losses.cpu()
 
     def logits(self, batch: Batch) -> torch.Tensor:
@@ -362,7 +387,9 @@ def _added(before: torch.Tensor | None, tensor: torch.Tensor, scale: float, batc
 
 def _reading_order(block: Block, wanted: set[str], gated: bool) -> list[tuple[str, int]]:
     """Return the wanted sites of a layer and their terms in reading order, attention just before its output."""
-    order = block.reading_order({*wanted, "attn_out"})
+    order = block.reading_order({*wanted, "attn_out", "mlp_out", "layer_out"})
+    if NEURONS in wanted:  # the last projection of the feed-forward network, whose output mlp_out is or follows
+        order.insert([site in ("mlp_out", "layer_out") for site, _ in order].index(True), (NEURONS, 0))
     of_attention = ("raw_value", "attention", "gate") if gated else ATTENTION_SITES  # own gates follow attention
     if block.attention:
         holding = [
@@ -394,6 +421,8 @@ def model_inputs(
         # only with padding on the left; otherwise the model's own are right, which may not start at 0
         if "position_ids" in parameters and first_position is not None and bool(batch.start.any()):
             inputs["position_ids"] = batch.position_ids.to(device) + first_position
+    for name, x in batch.pictures.items():
+        inputs[name] = x.to(device, model.dtype if x.is_floating_point() else x.dtype)
     if not with_logits and "logits_to_keep" in parameters:
         # A tensor, because for a number Gemma 4 leaves out all other tokens in its last layers, and others slice a
         # view, for which torch copies lm_head once per sequence (bfloat16 on CPUs: 80 s in place of 0.3 s).

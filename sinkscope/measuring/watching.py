@@ -267,7 +267,8 @@ def _observables(loaded: LoadedModel, family: Family, named: tuple[str, ...] | N
     reasons = {
         name: kind.inapplicable(loaded.model, family)
         for name, kind in OBSERVABLES.items()
-        if not (kind.backward or kind.after or kind.of_equal_tokens) and kind.prepare is Observable.prepare
+        if not (kind.backward or kind.after or kind.of_equal_tokens)
+        and (kind.prepare, kind.again) == (Observable.prepare, Observable.again)
     }
     for name in named or ():
         if reason := reasons.get(name, "it takes more than the forward pass itself: use `analyze`"):

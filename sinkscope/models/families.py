@@ -54,6 +54,7 @@ _GPT2 = Family(
     fused="blocks",
     position_embedding="transformer.wpe",
     output="c_proj",
+    down="mlp.c_proj",
     sites=_sequential("ln_1", "attn", "ln_2", "mlp"),
 )
 _GPT_NEO = replace(
@@ -73,6 +74,7 @@ _GPTJ = replace(
     wiring="parallel",
     positions="rotary",
     position_embedding="",
+    down="mlp.fc_out",
     scaling=None,
     sites=_parallel("ln_1", "attn", "mlp"),
 )
@@ -83,6 +85,7 @@ _GPT_NEOX = Family(
     qkv=("query_key_value",),
     fused="groups",
     output="dense",
+    down="mlp.dense_4h_to_h",
     sites=_sequential("input_layernorm", "attention", "post_attention_layernorm", "mlp"),
     when={"use_parallel_residual": False},
 )
@@ -95,6 +98,7 @@ _OPT = Family(
     position_embedding="model.decoder.embed_positions",
     position_offset=2,
     output="out_proj",
+    down="fc2",
     sites=_sequential("self_attn_layer_norm", "self_attn", "final_layer_norm", "fc2"),
     when={"do_layer_norm_before": True},
 )
@@ -107,6 +111,7 @@ _BLOOM = Family(
     positions="alibi",
     door="interceptor",
     output="dense",
+    down="mlp.dense_4h_to_h",
     # the attention module and the MLP add the residual themselves, so their last projections are read
     sites=_sequential("input_layernorm", "self_attention.dense", "post_attention_layernorm", "mlp.dense_4h_to_h"),
     when={"apply_residual_connection_post_layernorm": False},
@@ -130,6 +135,7 @@ _MPT = Family(
     positions="alibi",
     door="interceptor",
     output="out_proj",
+    down="ffn.down_proj",
     # the MLP adds the residual itself
     sites=_sequential("norm_1", "resid_attn_dropout", "norm_2", "ffn.down_proj"),
 )
@@ -143,6 +149,7 @@ _BERT = Family(
     qkv=("query", "key", "value"),
     output="",  # it is outside the attention module
     mlp=("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
+    down="output.dense",
     sites=_sites(
         attn_out="attention.output.dense.output",
         mid="attention.output.LayerNorm.input",
@@ -168,7 +175,7 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
     "gemma3_text": (_GEMMA,),
     "gemma3": (replace(_GEMMA, layers="model.language_model.layers"),),
     "olmo2": (_OLMO2,),
-    "phi": (replace(_LLAMA_PARALLEL, name="phi", output="dense"),),
+    "phi": (replace(_LLAMA_PARALLEL, name="phi", output="dense", down="mlp.fc2"),),
     "phi3": (replace(_LLAMA, name="phi3", qkv=("qkv_proj",), fused="blocks"),),
     "stablelm": (
         replace(_LLAMA, name="stablelm", when={"use_parallel_residual": False}),

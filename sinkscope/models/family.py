@@ -127,6 +127,8 @@ class Family:
     fused: str = ""  # layout of a fused one: "blocks" (all of q, of k, of v) or "groups" (a key head's q, k and v)
     output: str = "o_proj"  # in the attention module: the projection that reads every head's output, heads in order
     mlp: tuple[str, ...] = ("mlp",)  # the modules that make up the feed-forward network, in order
+    down: str = "mlp.down_proj"  # the last projection of the feed-forward network
+    experts: str = "mlp.experts"  # in its place in a mixture of experts: the module that holds all their projections
     position_embedding: str = ""  # the embedding of learned positions, from the model's root
     position_offset: int = 0  # its row of position 0
     first_position: int | None = 0  # `position_ids` of a sequence's first token; None: they cannot be given

@@ -1,7 +1,7 @@
 """`varied_llama`: Llama's block with exchangeable parts, to train from scratch (WSE §6 and §7).
 
     positions      none, absolute, learned, relative (T5), ALiBi, rotary (WSE §7.1, table 3)
-    norms          before each branch, or after its sum with the residual stream (post-norm)
+    norms          before each branch, or after its sum with the residual stream (post-norm); a scale per channel or one
     feed-forward   gated by SiLU, GELU or ReLU, or a plain network of these
     heads          concatenated before the output projection, or summed
     attention      to all earlier tokens, to a window of them, or also among the tokens of a prefix
@@ -181,6 +181,7 @@ FEED_FORWARDS: dict[str, tuple[bool, str]] = {
 CHOICES: dict[str, Collection[str]] = {
     "position_scheme": POSITION_SCHEMES,
     "norm_placement": ("pre", "post"),
+    "norm_scale": ("channel", "single"),
     "feed_forward": FEED_FORWARDS,
     "head_mix": ("concatenated", "summed"),
 }
@@ -207,6 +208,7 @@ class VariedLlamaConfig(LlamaConfig):
     position_scheme: str = "rotary"
     # "pre": norms before the branches; "post": after their sum with the residual stream, and none after the last layer
     norm_placement: str = "pre"
+    norm_scale: str = "channel"  # a learned scale for each channel, or one for all (SSNorm, Park et al. 2025)
     feed_forward: str = "swiglu"  # also decides `hidden_act`; the width is always `intermediate_size`
     head_mix: str = "concatenated"  # whether the output projection reads all heads, or their sum ("summed")
     sliding_window: int | None = None  # the number of tokens that a query sees, itself included; None: all
@@ -274,6 +276,13 @@ class FeedForward(nn.Module):
         return self.down_proj(self.act_fn(up) if self.gate_proj is None else self.act_fn(self.gate_proj(x)) * up)
 
 
+def norm_of(config: VariedLlamaConfig) -> LlamaRMSNorm:
+    norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+    if config.norm_scale == "single":
+        norm.weight = nn.Parameter(torch.ones(1))
+    return norm
+
+
 class VariedLlamaLayer(GradientCheckpointingLayer):
     """Two branches, attention and feed-forward, with norms before or after them."""
 
@@ -282,8 +291,7 @@ class VariedLlamaLayer(GradientCheckpointingLayer):
         self.is_post_norm = config.norm_placement == "post"
         self.self_attn = VariedLlamaAttention(config, layer_idx)
         self.mlp = FeedForward(config)
-        self.attention_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attention_norm, self.mlp_norm = norm_of(config), norm_of(config)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if self.is_post_norm:
@@ -319,7 +327,7 @@ class VariedLlamaModel(VariedLlamaPreTrainedModel):
         self.positions = POSITION_SCHEMES[config.position_scheme](config)
         self.layers = nn.ModuleList([VariedLlamaLayer(config, index) for index in range(config.num_hidden_layers)])
         ends_normed = config.norm_placement == "post"
-        self.norm = nn.Identity() if ends_normed else LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = nn.Identity() if ends_normed else norm_of(config)
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -60,7 +60,8 @@ class CloseUpKeywords(TypedDict, total=False):
 
 
 class AnalyzeKeywords(CloseUpKeywords, RunConfigKeywords, total=False):
-    pass
+    export_mask: bool
+    images: str | PathLike[str] | None
 
 
 class ControlKeywords(TypedDict, total=False):
@@ -107,6 +108,7 @@ class TrainingConfigKeywords(SeedKeywords, total=False):
     block_length: int
     batch_size: int
     accumulation: int
+    optimizer: Literal["adamw", "muon"]
     learning_rate: float
     new_learning_rate: float
     weight_decay: float

@@ -292,6 +292,21 @@ class AnalyzeOptions(CloseUpOptions, RunConfig):
     repeatable: ClassVar = True
     in_memory: ClassVar = True
 
+    export_mask: bool = option(
+        False,
+        "Measuring",
+        "Also write which tokens are sinks in which layers, and the massive coordinates, as spike_mask.safetensors: "
+        "for sparse autoencoders, steering and probes.",
+    )
+    images: UserPath | None = option(
+        None,
+        "Input",
+        "A folder of pictures. A model that reads them is also measured on each with a question; a vision transformer "
+        "(ViT, DINOv2, CLIP, SigLIP) is measured on them alone.",
+        metavar="DIR",
+        shown="none",
+    )
+
     @property
     def has_steps(self) -> bool:
         """Whether the run is over training steps: revisions separated by commas, or a folder of only checkpoints."""

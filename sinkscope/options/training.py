@@ -37,7 +37,13 @@ class TrainingConfig(SeedOptions):
     block_length: int = option(256, "Training", "Tokens in each block, the BOS included.", metavar="T", ge=2)
     batch_size: int = option(8, "Training", "Blocks at once, on each GPU.", metavar="N", ge=1)
     accumulation: int = option(1, "Training", "Batches in a step.", metavar="N", ge=1)
-    learning_rate: float = option(5e-5, "Training", "Rate of the model's own weights, by AdamW.", metavar="R", gt=0)
+    optimizer: Literal["adamw", "muon"] = option(
+        "adamw",
+        "Training",
+        "adamw, or muon: Muon for the matrices of the layers, its updates as large as AdamW's, and AdamW for the rest.",
+        metavar="O",
+    )
+    learning_rate: float = option(5e-5, "Training", "Rate of the model's own weights.", metavar="R", gt=0)
     new_learning_rate: float = option(1e-3, "Training", "Rate of the parameters that a method adds.", metavar="R", gt=0)
     weight_decay: float = option(0.01, "Training", "Decay of the parameters that --decay names.", metavar="W", ge=0)
     decay: Literal["matrices", "all"] = option(

@@ -22,7 +22,7 @@ from sinkscope.measuring.console import spinner
 from sinkscope.measuring.tables import all_tables
 from sinkscope.output.drawing import Drawings
 from sinkscope.output.result import Result, draw
-from sinkscope.results.activations import ATTENTION, FILE, SHOWN
+from sinkscope.results.activations import ATTENTION, FILE, MASK_FILE, SHOWN
 from sinkscope.results.findings import Finding
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import is_undrawn, write_manifest
@@ -236,6 +236,7 @@ def _files(run: RunData, folder: Path) -> str:
         *spared_files(run),
         *plan_files(run),
         *([FILE] if run.activations else []),
+        *([MASK_FILE] if run.manifest["config"].get("export_mask") else []),
     )
     lines = [f"{folder.name}/", *(f"├── {name}" for name in first), "├── tables/", *columns(tables, "│   ")]
     return "\n".join([*lines, "└── figures/ (each as .png and .pdf)", *columns(drawn, "    ")])

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
-from sinkscope.paper_claims.studies import Kind, Need, Study
+from sinkscope.paper_claims.studies import OF_STATES, Kind, Need, Study
 from sinkscope.results.run import BOS_OPTIONS, WITH, WITHOUT, RunData
 from sinkscope.results.sequences import Lacks, Sequences
 
 NATURAL = "natural"  # the text that a model is measured on
 MAIN, NULL = Need("natural"), Need("null")  # unchanged model; random weights (further draws: null_need)
+STATES = Need("states")  # the unchanged model, with OF_STATES
 LONG = 256  # tokens of a text that is streamed, so that the first leave the window
 RANDOM, REPEATED = OTHER_INPUTS = ("random", "repeated")
 POLICIES: dict[str, Kind] = {WITH: "with-bos", WITHOUT: "without-bos"}
@@ -68,11 +69,16 @@ KINDS: dict[Kind, tuple[Callable[[RunData, str], bool], str]] = {
     "loss-do-alone": _WITH_LOSS,
     "gradient-do": _WITH_GRADIENT,
     "gradient-do-alone": _WITH_GRADIENT,
+    "mixing-do": (partial(_has_arm, table="over_mixing_by_sequence"), f"{_DO} --observables over-mixing"),
     "repeated-do": (partial(_has_arm, repeated=True), f"{_DO} --input repeated --bos never"),
     "with-bos": (partial(_analyzed, bos=WITH), f"{_INPUT} --bos {BOS_OPTIONS[WITH]}"),
     "without-bos": (partial(_analyzed, bos=WITHOUT), f"{_INPUT} --bos {BOS_OPTIONS[WITHOUT]}"),
     "length": (_of_length, "sinkscope analyze {model} --seq-len {of} --window {of} --observables attention"),
     "domain": (_analyzed, "sinkscope claims {model}"),
+    "states": (
+        lambda run, _: _analyzed(run) and {"entropy", "sink_tokens", "spikes"} <= set(run.tables),
+        f"sinkscope analyze {{model}} --observables {','.join(OF_STATES)}",
+    ),
 }
 
 
@@ -163,7 +169,9 @@ class Evidence:
         """For each draw of random weights, the evidence with this draw as the model and the other draws as nulls."""
         runs = [run for role, run in self.runs.items() if role.kind == NULL.kind]
         return [
-            Evidence({MAIN: run, **{null_need(at): other for at, other in enumerate(runs[:draw] + runs[draw + 1 :])}})
+            Evidence(
+                {MAIN: run, STATES: run} | {null_need(at): x for at, x in enumerate(runs[:draw] + runs[draw + 1 :])}
+            )
             for draw, run in enumerate(runs)
         ]
 

@@ -30,14 +30,15 @@ from sinkscope.training.tables import HELD_OUT, LOGGED, UNTOUCHED, courses, sink
 
 # --- needs of claims: a run of the model, or a study
 
-Analysis = Literal["natural", "null", "with-bos", "without-bos", "length", "domain"]
-Controlled = Literal["do", "loss-do", "gradient-do", "repeated-do"]  # interventions with random controls
+Analysis = Literal["natural", "null", "with-bos", "without-bos", "length", "domain", "states"]
+Controlled = Literal["do", "loss-do", "gradient-do", "mixing-do", "repeated-do"]  # interventions with random controls
 Alone = Literal["loss-do-alone", "gradient-do-alone"]  # interventions without random controls
 Arms = Literal["arms", "retrofit", "train", "backcopy"]  # arms of trainings, over seeds
 OtherStudy = Literal["factor", "steps", "course", "sizes", "base", "scores"]
 Kind = Analysis | Controlled | Alone | Literal["streaming"] | Arms | OtherStudy
 
 ARMS, STUDIES = get_args(Arms), (*get_args(Arms), *get_args(OtherStudy))
+OF_STATES = ("attention", "massive", "entropy", "sink-tokens", "residual-sinks")  # observables of "states"
 CONTROLLED, ALONE = get_args(Controlled), get_args(Alone)
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 FILE = "activations.safetensors"
+MASK_FILE = "spike_mask.safetensors"  # of `analyze --export-mask`
 ATTENTION = "attention"
 SHOWN = 64  # number of first tokens of the first sequence of which all weights are kept
 
@@ -90,12 +91,12 @@ class Activations(Mapping[str, "dict[int, torch.Tensor]"]):
         """(N,T): 1 for a token, 0 past the end of a sequence."""
         return self.tensors["attention_mask"]
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, name: str = FILE) -> None:
         """Write the file, if there are tensors."""
         from safetensors.torch import save_file  # imported late, because it loads torch
 
         if self.tensors:
-            with new_file(folder / FILE) as fresh:
+            with new_file(folder / name) as fresh:
                 permissions = fresh.stat().st_mode
                 save_file(dict(self.tensors), fresh, {"format": "pt"})  # readable for its owner only
                 fresh.chmod(permissions)

@@ -30,6 +30,12 @@ HALF = 0.5  # a sink or a cost has mostly gone when less than this share of it i
 COLLAPSE = 10.0  # the model has collapsed when perplexity is multiplied by more than this
 SMALL_RATIO = 1.02  # a plan for the cache keeps perplexity when it is multiplied by at most this
 KEPT_RETRIEVAL = 0.9  # … and keeps retrieval when at least this share of it is left
+CLOSED = 0.1  # a gate below this is closed
+PHI = 20.0  # a visual token with φ above this is a visual sink (Kang et al. 2025) …
+AFTER_LAYER = 2  # … in layers from this on
+VISUAL = 0.2  # a head sees the picture when it gives visual tokens at least this mass …
+ON_SINKS = 0.5  # … and at most this share of it to visual sinks
+HIGH_NORM = 3.0  # a patch is an outlier when its norm is this many times the median patch's in its layer
 HARM = 0.05  # perplexity has changed when it changes by more than this share
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from math import isnan
 from typing import Any
 
+from sinkscope.results.findings import CLOSED
+
 SUMMARY, EFFECT, QUANTIZATION = "summary", "effect", "quantization"
 RETROFIT, TRAINING = "retrofit", "training"
 
@@ -93,7 +95,7 @@ _ATTENTION = (
         "and sequences", unit="attention", form="{:.3f}", source="GS eq. 1", tables=(SUMMARY, EFFECT)),
     Metric("sink_mass", "mean sink mass at position 0", "sink mass",
         "mean attention to position 0 over all queries, averaged over heads and sequences",
-        unit="attention", form="{:.3f}", source="GS eq. 2"),
+        unit="attention", form="{:.3f}", source="GS eq. 2", tables=(SUMMARY, RETROFIT)),
     Metric("repeated_bound", "upper bound of the sink mass on repeated tokens", "bound on the sink mass",
         "mean over heads and queries of exp(2ξ) ÷ (exp(2ξ) + n), n the other keys of the query, ξ = scaling · ‖q‖‖k‖",
         unit="attention", form="{:.3f}", source="WSE proposition 4",
@@ -126,6 +128,14 @@ _GEOMETRY = (
     Metric("gate_later", "mean gate at later positions", "gate at others",
         "as gate_first, averaged over the other reported positions",
         form="{:.3f}", source="VGA eq. 6–10; GS §5.1", scope=_GATED, tables=(SUMMARY, RETROFIT)),
+    Metric("gate_mean", "mean gate over all tokens", "mean gate", "as gate_first, averaged over all tokens",
+        form="{:.3f}", source="Qiu et al. 2025", scope=_GATED, tables=(SUMMARY, RETROFIT)),
+    Metric("gate_closed", "share of closed gates", "closed gates",
+        f"share of tokens whose gate is below {CLOSED:g}, averaged over heads",
+        unit="share", form="{:.1%}", source="Qiu et al. 2025", scope=_GATED, tables=(SUMMARY, RETROFIT)),
+    Metric("gate_deviation", "standard deviation of gates over tokens", "deviation of gates",
+        "standard deviation of a head's gate over all tokens, averaged over heads; 0 if it does not depend on them",
+        form="{:.3f}", source="Qiu et al. 2025", scope=_GATED, tables=(SUMMARY, RETROFIT)),
 )
 
 _ACTIVATIONS = (
@@ -167,6 +177,22 @@ _ACTIVATIONS = (
         unit="nats", form="{:.3f}", whole="", lower_is_better=True, tables=(TRAINING,)),
     Metric("perplexity", "perplexity of the run's text", "perplexity", "exp(loss)", form="{:,.2f}",
         source="VGA table 1", whole="", lower_is_better=True, tables=(SUMMARY, EFFECT, QUANTIZATION, RETROFIT)),
+)
+
+_STATES = (
+    Metric("state_entropy", "entropy of a layer's states (mean over layers; 1 is the largest)", "entropy of states",
+        "−Σ p_j log p_j ÷ log min(T, D), p_j the squared singular values of the layer's output (T,D) ÷ their sum",
+        form="{:.3f}", source="arXiv 2510.06477", scope="runs with the observable entropy"),
+    Metric("state_entropy_without_first", "the same entropy without position 0", "entropy without position 0",
+        "as state_entropy, of all tokens but position 0",
+        form="{:.3f}", source="arXiv 2510.06477", scope="runs with the observable entropy"),
+    Metric("secondary_sinks", "secondary sinks per sequence", "secondary sinks",
+        "tokens per sequence that join the first sink in the layer, for more than 1/8 of the depth and less than 17/32",
+        unit="entries", source="arXiv 2512.22213", whole="sum", scope="runs with the observable sink-tokens"),
+    Metric("residual_share", "share of tokens at which one coordinate is large (largest layer)", "residual sink",
+        "largest share of tokens with |entry| > 20 × the median of the token's |entries| at one coordinate",
+        unit="share", form="{:.1%}", source="arXiv 2601.22966", whole="largest",
+        scope="runs with the observable residual-sinks"),
 )
 
 _GRADIENTS = (
@@ -365,5 +391,5 @@ BACKCOPY: dict[str, Metric] = {
 # fmt: on
 METRICS: dict[str, Metric] = {
     metric.name: metric
-    for metric in (*_ATTENTION, *_GEOMETRY, *_ACTIVATIONS, *_GRADIENTS, *_BIAS, *_QUANTIZED, *_TRAINED)
+    for metric in (*_ATTENTION, *_GEOMETRY, *_ACTIVATIONS, *_STATES, *_GRADIENTS, *_BIAS, *_QUANTIZED, *_TRAINED)
 } | BACKCOPY

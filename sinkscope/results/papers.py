@@ -18,6 +18,14 @@ CLAIMS_PAPERS = {  # first part of a claim's id → title of the paper
     "S": "StreamingLLM; Massive Activations in Large Language Models (Sun et al. 2024)",
     "N": PAPERS["NU"],
     "V": PAPERS["VGA"],
+    "CV": "Attention Sinks and Compression Valleys in LLMs are Two Sides of the Same Coin (2510.06477)",
+    "SS": "On the Existence and Behavior of Secondary Attention Sinks (2512.22213)",
+    "RS": "Attention and Residual Sinks (2601.22966); The Spike, the Sparse and the Sink (2603.05498)",
+    "SW": "The Super Weight in Large Language Models",
+    "IH": "Identifying and Evaluating Inactive Heads in Pretrained LLMs",
+    "FT": "Why do LLMs attend to the first token?",
+    "GA": "Gated Attention for Large Language Models (Qiu et al. 2025)",
+    "VS": "See What You Are Told: Visual Attention Sink in Large Multimodal Models (Kang et al. 2025)",
 }
 
 

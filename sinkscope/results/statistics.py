@@ -153,7 +153,7 @@ def rank_correlation(x: np.ndarray, y: np.ndarray, layers: np.ndarray | None = N
     reach = np.arctanh(critical / np.hypot(critical, np.sqrt(freedom)))
     largest = 1 - 6 / (units**3 - units)  # half a step from 1 to the next smaller value: 1 itself has no artanh
     off = np.abs(np.arctanh(np.clip(value, -largest, largest)) - np.arctanh(RHO))
-    inside = RHO[off <= reach * np.sqrt(1 + RHO**2 / 2)]
+    inside = RHO[off <= np.maximum(reach * np.sqrt(1 + RHO**2 / 2), off.min())]  # a value of 1 is beyond all of RHO
     low, high = (-1.0 if inside[0] == RHO[0] else inside[0]), (1.0 if inside[-1] == RHO[-1] else inside[-1])
     return Estimate(value, min(float(low), value), max(float(high), value))
 

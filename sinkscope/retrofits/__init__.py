@@ -34,7 +34,7 @@ from sinkscope.models.in_memory import on_cpu_by_default, unwrapped
 from sinkscope.models.loading import AUTO_CLASSES
 from sinkscope.options.option import filled_in
 from sinkscope.plugins import load_plugins
-from sinkscope.retrofits.biases import KeyBiases, LearnableSink, ValueBiases
+from sinkscope.retrofits.biases import KeyBiases, LearnableSink, OffByOne, ValueBiases
 from sinkscope.retrofits.gates import IGA, VGA, VScale
 from sinkscope.retrofits.gradient_valve import GradientValve
 from sinkscope.retrofits.operation import AttentionOperation
@@ -56,6 +56,7 @@ RETROFITS: dict[str, type[Retrofit]] = {
         IGA,
         KeyBiases,
         LearnableSink,
+        OffByOne,
         AttentionOperation,
         Plain,
         RegisterTokens,

@@ -1,4 +1,7 @@
-"""Biases of attention: learned keys, value biases (WSE §7.2 and §7.3), and learnable sink logits (S2M §1, gpt-oss)."""
+"""Biases of attention: learned keys, value biases (WSE §7.2 and §7.3), and learnable sink logits (S2M §1, gpt-oss).
+
+Softmax off by one (Miller 2023) is a sink logit that is fixed at 0.
+"""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -166,3 +169,24 @@ class LearnableSink(Retrofit):
 
     def part(self, layer: Layer) -> SinkLogit:
         return SinkLogit(layer, self.first)
+
+
+class One(DenominatorPart):
+    """A 1 in every row's denominator: a[t,s] = exp(l[t,s]) / (1 + Σ exp(l[t,·])), a sink logit of 0."""
+
+    called = "a one in the denominator"
+
+    def forward(self, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
+        return torch.zeros_like(upcast(query[..., 0]))
+
+
+class OffByOne(Retrofit):
+    name = "off-by-one"
+    about = "softmax off by one: 1 is added to the denominator, so that a query may attend to nothing"
+    paper = "Miller 2023"
+
+    def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
+        return LearnableSink().inapplicable(model, family)
+
+    def part(self, layer: Layer) -> One:
+        return One(layer)

@@ -1,6 +1,7 @@
 """A batch of token sequences with the start and end of each, and padding on either side."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -31,6 +32,7 @@ class Batch:
     labels: torch.Tensor | None = None  # (B,T): the target at each token, or IGNORED; None: its successor
     masked: "Batch | None" = None  # for an encoder: the same sequences with masked tokens, which the encoder predicts
     first_predicted: int = 1  # the first position that is predicted; for a prefix LM the first one after its prefix
+    pictures: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the model's arguments for the pictures in it
 
     @cached_property
     def valid(self) -> torch.Tensor | None:

@@ -20,6 +20,7 @@ TABLES: dict[str, tuple[str, ...]] = {
     "Position 0 against the others": (
         "sink_rate",
         "sink_rate_outside",
+        "sink_mass",
         "massive_count",
         "norm_ratio",
         "value_gradient_norm",
@@ -29,6 +30,9 @@ TABLES: dict[str, tuple[str, ...]] = {
         "raw_value_drain",
         "gate_first",
         "gate_later",
+        "gate_mean",
+        "gate_closed",
+        "gate_deviation",
         "gate_displacement_max",
     ),
 }

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import PartialState
 from rich.console import Console
+from torch import nn
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging as transformers_logging
@@ -281,11 +282,70 @@ class _Trainer(Trainer):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             kind, options = self.get_optimizer_cls_and_kwargs(self.args)
-            self.optimizer = kind(parameter_groups(self.model, self.config), **options)
+            groups = parameter_groups(self.model, self.config)
+            if self.config.optimizer == "muon":
+                if not hasattr(torch.optim, "Muon") or is_sharded():
+                    raise InputError("--optimizer muon needs torch 2.9, and a model that is not sharded")
+                self.optimizer = MuonAndAdamW(groups, matrices_of(self.model), **options)
+            else:
+                self.optimizer = kind(groups, **options)
         return self.optimizer
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Do nothing: `train` has loaded the weights."""
+
+
+class MuonAndAdamW(torch.optim.AdamW):
+    """Muon (Jordan et al. 2024) for some matrices, AdamW for the other parameters.
+
+    Both have the learning rate of their group: Muon's updates are scaled to the root mean square of AdamW's.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], matrices: Collection[nn.Parameter], **options: Any) -> None:
+        chosen = set(matrices)
+        by_adam: list[dict[str, Any]] = []
+        by_muon: list[dict[str, Any]] = []
+        for group in groups:
+            for of, is_in in ((by_adam, False), (by_muon, True)):
+                own = [p for p in group["params"] if (p in chosen) == is_in]
+                of += [group | {"params": own}] if own else []
+        super().__init__(by_adam, **options)
+        self.muon = torch.optim.Muon(by_muon, lr=options["lr"], weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+        self.own = self.param_groups
+        self.param_groups = [*self.own, *self.muon.param_groups]  # the schedule sets the rates of all
+
+    def step(self, closure: Any = None) -> Any:
+        with self._only(self.own):
+            loss = super().step(closure)
+        self.muon.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        with self._only(self.own):
+            return super().state_dict() | {"muon": self.muon.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        with self._only(self.own):
+            super().load_state_dict({name: part for name, part in state_dict.items() if name != "muon"})
+            self.own = self.param_groups
+        self.muon.load_state_dict(state_dict["muon"])
+        self.param_groups = [*self.own, *self.muon.param_groups]
+
+    @contextmanager
+    def _only(self, groups: list[dict[str, Any]]) -> Iterator[None]:
+        every, self.param_groups = self.param_groups, groups
+        try:
+            yield
+        finally:
+            self.param_groups = every
+
+
+def matrices_of(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the model's own matrices that map activations: no embeddings, no head of the vocabulary."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    left_out = {id(p) for p in new_parameters(model).values()}
+    left_out |= {id(table.weight) for table in (*tables, model.get_output_embeddings()) if table is not None}
+    return [p for p in model.parameters() if p.dim() == 2 and p.requires_grad and id(p) not in left_out]
 
 
 def _arguments(config: TrainingConfig, folder: Path, kept: int, cpu: bool) -> TrainingArguments:

@@ -33,6 +33,7 @@ from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.side_by_side import span
 from sinkscope.results.statistics import Estimate
 from sinkscope.results.tables import WHOLE_MODEL, Column, names_of
+from sinkscope.verdict import pictures, probes
 from sinkscope.verdict.report import Report, coordinates_text, layers_text
 
 # the table `finding`
@@ -53,7 +54,8 @@ SHOWN = (
     "sink_rate", "sink_rate_outside", "sink_rate_later", "window_mass", "sink_mass", "repeated_bound",
     "attention_entropy", "missing_mass", "value_drain", "raw_value_drain", "gate_first", "gate_later", "norm_ratio",
     "massive_count", "value_gradient_ratio", "uniform_gradient_ratio", "compress_slope", "delta_gap",
-    "key_alignment_first", "perplexity", "max_inf_norm", "kurtosis",
+    "key_alignment_first", "perplexity", "max_inf_norm", "kurtosis", "state_entropy", "state_entropy_without_first",
+    "secondary_sinks", "residual_share",
 )  # fmt: skip
 STATED = {  # metric → the finding whose sentence has it
     "sink_rate": "sink", "sink_rate_outside": "sink-outside", "sink_rate_later": "later-sinks",
@@ -90,6 +92,8 @@ def report(run: RunData) -> Report:
 
 def overview(run: RunData, said: Collection[str] = ()) -> pd.DataFrame:
     """Return the metrics of the whole model without those that the findings named `said` state."""
+    if "summary" not in run.tables:  # of pictures alone
+        return pd.DataFrame(columns=["whole model", "value"])
     values = {name: run.metric(name) for name in SHOWN if STATED.get(name) not in said}
     shown = [name for name, x in values.items() if np.isfinite(x) and (x or name not in HIDDEN_AT_ZERO)]
     rows = [(METRICS[name].label, METRICS[name].text(values[name])) for name in shown]
@@ -97,10 +101,13 @@ def overview(run: RunData, said: Collection[str] = ()) -> pd.DataFrame:
 
 
 def findings(run: RunData) -> list[Finding]:
+    if "summary" not in run.tables:
+        return list(pictures.findings(run))
     evidence = Sequences(run)
     of_claims = (_sink, _repeated, _massive, _values, _gradients, _query_bias)
     found = [one for part in of_claims for one in part(run, evidence)]
-    return found + [one for part in (_eight_bits, _float16, _windows, _not_applicable) for one in part(run)]
+    others = (probes.findings, pictures.findings, _eight_bits, _float16, _windows, _not_applicable)
+    return found + [one for part in others for one in part(run)]
 
 
 def settings(run: RunData, sentence_end: str = "", **more: int | str) -> list[Finding]:
@@ -271,6 +278,12 @@ def _sink(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         sentence += f"{_text('gate_later', later)} at later ones; {where} a sink at position 0 (sink rate "
         sentence += f"{rate.value:.1f}%)."
         outcome, numbers = Outcome.PRESENT if has_sink else Outcome.ABSENT, {"later": later, "rate": rate.value}
+        if "gate_heads" in run.tables:
+            of_all = {name: run.metric(f"gate_{name}") for name in ("mean", "closed", "deviation")}
+            numbers |= of_all | {"below": limits.CLOSED}
+            mean, closed, deviation = (_text(f"gate_{name}", value) for name, value in of_all.items())
+            sentence += f" Over all tokens a gate is {mean} on average, {closed} of gates are below {limits.CLOSED:g}, "
+            sentence += f"and a head's gate has a standard deviation of {deviation} over tokens."
         yield Finding("own-gates", SINK, outcome, first, threshold=NO_SINK, numbers=numbers, sentence=sentence)
     if "sink_positions" in run.tables:
         yield _later_sinks(run)

@@ -23,6 +23,7 @@ from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Lacks, Sequences, table_of
 from sinkscope.results.statistics import bootstrap, positive_jackknife, weighted_means
 from sinkscope.results.tables import WHOLE_MODEL
+from sinkscope.verdict import probes
 from sinkscope.verdict.analysis import settings
 from sinkscope.verdict.report import Report, layers_text
 
@@ -139,7 +140,7 @@ CHANGES = {
 
 def findings(run: RunData) -> list[Finding]:
     """Return the effects of every arm, compared with the findings of papers, and the arms that were not measured."""
-    found = [finding for label in arms(run) for finding in findings_of(run, label)]
+    found = [finding for label in arms(run) for finding in findings_of(run, label)] + list(probes.findings(run))
     for kind, section, words in (
         ("skipped", "Does not apply here", "does not apply"), ("failed", "Failed", "could not be measured"),
     ):  # fmt: skip

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import reference
@@ -44,10 +45,14 @@ EACH = {
     "mean-sink-value": "mean-sink-value:means=3",
     "mask-sink": "mask-sink",
     "rescale-norm": "rescale-norm:layers=1",
+    "zero-super-weight": "zero-super-weight:layer=1,rows=3,column=5",
+    "zero-super-expert": "zero-super-expert:layer=1,expert=1",
+    "ablate-heads": "ablate-heads:numbers=1,6",
     "streaming-window": "streaming-window:window=4,keep=1",
 }
 BIASED = ("gpt2", "gpt_neox", "gpt_neox-sequential", "bloom", "opt", "opt-post-norm", "qwen2", "phi", "gpt_oss")
 LEARNED = {"gpt2": 0, "gpt_neo": 0, "opt": 2, "opt-post-norm": 2}  # family → row of position 0
+MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss")
 WITHOUT_NORMS = ("olmo2", "opt-post-norm")  # no norms before the branches
 OWN_CODE = ("bloom", "falcon", "falcon-alibi", "falcon-new", "mpt", "gptj", "gpt_neo")  # no attention interface
 # Row chunks and ungrouped heads are computed by other operations than in the bare model's own kernel (test_tracer.py).
@@ -93,7 +98,9 @@ def applicable(model: PreTrainedModel, combined: bool = False) -> dict[str, str]
     """Return the texts of EACH that apply; `combined` leaves out streaming-window, which cannot be combined."""
     with target_of(model) as target:
         names = [name for name in EACH if INTERVENTIONS[name].inapplicable(target) is None]
-    return {name: EACH[name] for name in names if not (combined and name == "streaming-window")}
+    expert = ",expert=1" if "zero-super-expert" in names else ""
+    texts = EACH | {"zero-super-weight": EACH["zero-super-weight"] + expert}
+    return {name: texts[name] for name in names if not (combined and name == "streaming-window")}
 
 
 def inputs_of(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
@@ -175,6 +182,24 @@ def with_scaled_inputs(model: PreTrainedModel, layers: Sequence[int], positions:
     return model
 
 
+def without_entries(model: PreTrainedModel, parts: dict[str, tuple[int, Sequence[int], Sequence[int]]]) -> Any:
+    """Set the entries at rows and columns of linear maps m = W x to 0; paths in a layer → layer, rows, columns."""
+    model = copy.deepcopy(model)
+    for path, (layer, rows, columns) in parts.items():
+        module = dict(layers_of(model)[layer].named_modules()).get(path)
+        if module is not None:
+            weight = module.weight.data.T if isinstance(module, Conv1D) else module.weight.data
+            weight[np.ix_(rows, columns)] = 0
+    return model
+
+
+# the last map of the feed-forward network, whatever its name
+DOWN = ("mlp.down_proj", "mlp.c_proj", "mlp.fc_out", "mlp.fc2", "mlp.dense_4h_to_h", "fc2", "ffn.down_proj")
+OUT = ("self_attn.o_proj", "self_attn.dense", "attn.c_proj", "attention.dense", "self_attn.out_proj", "attn.out_proj",
+    "self_attention.dense", "attn.attention.out_proj")  # fmt: skip
+ROWS = list(range(32))
+
+
 AT = "layers=0,2,positions=0,3,coordinates=3,17"
 PLACES = [(layer, position, coordinate) for layer in (0, 2) for position in (0, 3) for coordinate in (3, 17)]
 MEANS = (1.5, -20.0, 3.25, 40.0, -5.0, 6.0, 70.0, -8.5)
@@ -192,6 +217,9 @@ BY_HAND: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
     f"mean-massive:{AT},means={','.join(map(str, MEANS))}": partial(
         with_entries, entries=dict(zip(PLACES, MEANS, strict=True))
     ),
+    "zero-super-weight:layer=1,rows=3,7,column=5": partial(
+        without_entries, parts=dict.fromkeys(DOWN, (1, [3, 7], [5]))
+    ),
     "rescale-norm:layers=0,2,positions=0,3,factor=4": partial(
         with_scaled_inputs, layers=(0, 2), positions=[0, 3], factor=4.0
     ),
@@ -202,9 +230,39 @@ BY_HAND: dict[str, Callable[[PreTrainedModel], PreTrainedModel]] = {
 def test_an_intervention_is_the_model_edited_by_hand(name: str) -> None:
     model = tiny_model(name)
     for text, edited in BY_HAND.items():
-        if text.partition(":")[0] in applicable(model):
+        if text.partition(":")[0] in applicable(model) and not (name in MIXTURES and "weight" in text):
             with naming(text):
                 assert_same(name, under(model, text), logits(edited(model)))
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_an_ablated_head_is_one_that_the_output_projection_does_not_read(name: str) -> None:
+    model = tiny_model(name)
+    paths = [path for path in OUT if path in dict(layers_of(model)[1].named_modules())]
+    assert len(paths) == 1
+    module = layers_of(model)[1].get_submodule(paths[0])
+    width = (module.nx if isinstance(module, Conv1D) else module.in_features) // 4
+    columns = [*range(width), *range(2 * width, 3 * width)]  # heads 0 and 2 of layer 1
+    edited = without_entries(model, {paths[0]: (1, ROWS, columns)})
+    assert_close(under(model, "ablate-heads:numbers=4,6"), logits(edited), 1e-5)
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_an_expert_or_a_weight_of_it_is_zeroed_alone(name: str) -> None:
+    model = tiny_model(name)
+    for text, rows, column in (
+        ("zero-super-expert:layer=1,expert=2", slice(None), slice(None)),
+        ("zero-super-weight:layer=1,expert=2,rows=4,column=9", 4, 9),
+    ):
+        edited = copy.deepcopy(model)
+        experts = layers_of(edited)[1].mlp.experts
+        own = experts.down_proj.data[2]
+        (own.T if experts.is_transposed else own)[rows, column] = 0
+        if experts.has_bias and column == slice(None):
+            experts.down_proj_bias.data[2] = 0
+        assert_same(name, under(model, text), logits(edited))
+    with pytest.raises(InputError, match="layer 1 has 4 experts: name one"):
+        under(model, "zero-super-weight:layer=1,rows=4,column=9")
 
 
 def gradients(model: PreTrainedModel) -> list[torch.Tensor]:
@@ -248,7 +306,8 @@ def test_what_does_not_apply_says_why_and_is_refused() -> None:
             biased = {"nullify-query-bias", "perturb-query-bias"} if name not in BIASED else set()
             learned = {"replace-epe", "transplant-epe"} if name not in LEARNED else set()
             normed = {"rescale-norm"} if name in WITHOUT_NORMS else set()
-            assert refused == biased | learned | normed
+            mixed = {"zero-super-expert"} if name not in MIXTURES else set()
+            assert refused == biased | learned | normed | mixed
             for intervention in refused:
                 with pytest.raises(InputError, match=f"{intervention} does not apply to this model: .+"):
                     under(model, EACH[intervention])
@@ -627,6 +686,9 @@ AWKWARD = {
     **{"at": "epe", "where": "sinks", "layers": (0, 5), "heads": (3,), "positions": (0, 1000000), "seed": 2**31 - 1},
     **{"coordinates": (138, 1234567), "means": (1 / 3, -123456.789, 1e22, -1e-22), "factor": 1 / 3, "keep": (0, 3)},
     **{"elsewhere": (11.0, 507.0, 9388.058, -9515.98), "source": 1234567, "target": 7654321, "window": (64, 1234567)},
+    **{"layer": 11, "expert": 3, "rows": (0, 1234567), "column": 1229, "which": "largest", "by": "first-mass"},
+    **{"begin": "massive"},
+    **{"share": 1 / 3, "numbers": (0, 1234567)},
 }
 
 
@@ -771,6 +833,49 @@ def test_the_control_of_no_query_bias_is_another_one_at_the_same_heads() -> None
     assert str(first).startswith("perturb-query-bias:layers=0+1,heads=2,seed=")
     assert first == original.control(known, torch.Generator().manual_seed(1)) != second
     assert first.control(known, draw) is None
+
+
+def test_controls_are_other_weights_of_the_row_or_the_column_and_as_many_random_heads() -> None:
+    known = known_of(tiny_model("gpt2"))
+    weight, heads = parse("zero-super-weight:layer=1,rows=3,column=5"), parse("ablate-heads:numbers=1,6,7")
+    drawn: list[Any] = [weight.control(known, torch.Generator().manual_seed(seed)) for seed in range(30)]
+    assert all((each.rows == (3,)) != (each.column == 5) and each.layer == 1 for each in drawn)
+    assert {each.rows == (3,) for each in drawn} == {True, False}
+    sets: list[Any] = [heads.control(known, torch.Generator().manual_seed(seed)) for seed in range(30)]
+    assert all(len(each.numbers) == 3 for each in sets)
+    assert {number for each in sets for number in each.numbers} == set(range(12))
+
+
+def test_the_heads_and_the_weight_are_those_of_the_tables() -> None:
+    scores = pd.DataFrame({
+        "layer": [0, 0, 1, 1], "head": [0, 1, 0, 1], "relative_norm": [1.0, 0.2, 0.3, 1.0],
+        "first_mass": [0.9, 0.1, 0.2, 0.8],
+    })  # fmt: skip
+    columns = ["layer", "expert", "row", "column", "sequence", "written", "input", "output", "weight", "share"]
+    weights = pd.DataFrame(
+        [
+            (0, -1, 7, 9, 0, -50.0, 3.0, -50.0, 1.0, 0.5), (0, -1, 7, 9, 1, 50.0, 3.0, 50.0, 1.0, 0.5),
+            (0, -1, 8, 9, 2, 900.0, 3.0, 50.0, 1.0, 0.5),
+            *((1, -1, 2, 3, at, 9.0, 3.0, 9.0, 1.0, 0.5) for at in range(3)),
+            *((2, -1, 1, 1, at, 70.0, 3.0, 9.0, 1.0, 0.5) for at in range(3)),
+            *((3, -1, 1, 1, at, 99.0, 3.0, 9.0, 1.0, 0.5) for at in range(3)),  # the last quarter of the layers
+        ],
+        columns=columns,
+    )  # fmt: skip
+    known = known_of(tiny_model("gpt2"), tables={"head_scores": scores, "super_weights": weights})
+    for text, found in (
+        ("ablate-heads:share=0.5", (1, 2)), ("ablate-heads:by=first-mass,share=0.5", (0, 3)),
+        ("ablate-heads", (1,)),
+    ):  # fmt: skip
+        decided: Any = parse(text).resolved(known)
+        assert decided.numbers == found
+    chosen: Any = parse("zero-super-weight").resolved(known)
+    assert (chosen.layer, chosen.rows, chosen.column, chosen.expert) == (2, (1,), 1, None)
+    chosen = parse("zero-super-weight:layer=0").resolved(known)
+    assert (chosen.rows, chosen.column) == ((7,), 9)  # of most sequences
+    largest: Any = parse("zero-super-weight:which=largest").resolved(known)
+    matrix = layers_of(tiny_model("gpt2"))[2].mlp.c_proj.weight.T
+    assert matrix[largest.rows[0], largest.column].abs() == matrix.abs().max()
 
 
 @pytest.mark.parametrize("columns", [4, 300])

@@ -23,6 +23,7 @@ from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tables import column_names
 from sinkscope.models.families import find_family
 from sinkscope.models.projections import projections
+from sinkscope.results.findings import CLOSED
 
 GATED = [label for label in METHODS if label.startswith(("vga", "iga", "vscale"))]
 SEQUENCES = ragged_tokens([10, 7, 10])  # 7: shorter than the positions reported
@@ -140,3 +141,20 @@ def test_own_gates_are_found_and_are_those_that_the_models_code_computes(model_t
     expected = (gate * mix.square()).sum(-1) / mix.square().sum(-1)
     found = run.tables["gate"].query(f"layer == {layer}").pivot(index="position", columns="head", values="gate")
     np.testing.assert_allclose(found.to_numpy(), expected[0].numpy(), rtol=1e-4)
+    moments = run.tables["gate_heads"].query(f"layer == {layer}")
+    np.testing.assert_allclose(moments["mean"], expected[0].mean(0), rtol=1e-4)
+    np.testing.assert_allclose(moments["deviation"], expected[0].std(0, correction=0), rtol=1e-3)
+
+
+@pytest.mark.parametrize("label", ["vga", "iga-output", "vscale"])
+def test_moments_of_gates_are_those_of_all_tokens(label: str) -> None:
+    """`direct` returns a row for each token of a sequence that is as long as the positions reported."""
+    model = shared("llama", label)
+    ids = [ids[: SETTINGS.positions] for ids in SEQUENCES]
+    with in_double(model):
+        found = measured(model, batched(ids, 2), SETTINGS, ["gate"])["gate_heads"].set_index(["layer", "head"])
+    gates = pd.concat([direct(model, [own]) for own in ids]).groupby(["layer", "head"])["gate"]
+    near = {"check_names": False, "rtol": 1e-6}
+    pd.testing.assert_series_equal(found["mean"], gates.mean(), **near)
+    pd.testing.assert_series_equal(found["closed"], gates.agg(lambda gate: (gate < CLOSED).mean()), **near)
+    pd.testing.assert_series_equal(found["deviation"], gates.std(ddof=0), atol=1e-9, **near)

@@ -22,6 +22,7 @@ from sinkscope.measuring import processes
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.processes import Team
 from sinkscope.measuring.tracer import Tracer
+from sinkscope.paper_claims.studies import OF_STATES
 from sinkscope.results.tables import read_table
 
 LENGTHS = (24, 17, 4, 11, 24, 9, 24)  # in batches of two: the longest sequences are in both halves, not in every batch
@@ -98,7 +99,8 @@ def test_two_halves_are_the_whole(tmp_path: Path) -> None:
             assert (halves.manifest["processes"], whole.manifest["processes"]) == (2, 1)
             measured |= {each for each, kind in OBSERVABLES.items() if set(kind.columns) & set(whole.tables)}
     # a new observable has to be measured here, too, because merging needs its sums to be accumulators
-    elsewhere = {"equal-tokens", "gate", "largest-logit", "mean-maps"}  # below, and of means alone
+    elsewhere = {"equal-tokens", "gate", "largest-logit", "mean-maps", *OF_STATES[2:]}  # below, and of means alone
+    elsewhere |= {"super-weight", "head-scores", "over-mixing"}  # below
     assert set(OBSERVABLES) - measured == elsewhere
 
 
@@ -107,7 +109,16 @@ def test_two_halves_of_repeated_tokens_or_of_one_sequence_are_the_whole(tmp_path
     repeated = {"input": "repeated", "bos": "never", "num_seqs": 5, "seq_len": 12, "observables": ("equal-tokens",)}
     one = {"input": ids_in(tmp_path, (9,)), **OPTIONS}
     logits = {"input": "random", "num_seqs": 5, "seq_len": 12, **OPTIONS, "observables": ("largest-logit",)}
-    for name, options in (("bloom", repeated), ("llama", one), ("llama", logits)):
+    states = {"input": ids_in(tmp_path), **OPTIONS, "observables": OF_STATES}
+    names = ("super-weight", "head-scores", "over-mixing")
+    asked_for = {"input": ids_in(tmp_path), **OPTIONS, "observables": names}
+    for name, options in (
+        ("bloom", repeated),
+        ("llama", one),
+        ("llama", logits),
+        ("llama", states),
+        ("gpt_oss", asked_for),
+    ):
         model = tiny_model(name)
         whole = sinkscope.analyze(model, **{"batch_size": 2} | options)
         assert_same(by_halves(model, **options).tables, whole.tables)

@@ -73,9 +73,10 @@ def formula(
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     seen = torch.ones(logits.shape[-2:], dtype=torch.bool).tril() if attention_mask is None else attention_mask > -1
     further = 0.0
-    if method == "key-bias":
+    if method in ("key-bias", "off-by-one"):  # a key and a value of 0 add 1 to the denominator
         k, v = torch.zeros(2, heads, width, dtype=torch.float64)
-        k[:, : parameters["key"].shape[1]] = parameters["key"]
+        if method == "key-bias":
+            k[:, : parameters["key"].shape[1]] = parameters["key"]
         if given.get("value") == "learned":
             v[:] = parameters["value"]
         if given.get("value") == "axis":
@@ -220,6 +221,17 @@ def test_softpick_does_not_overflow(shift: float, dtype: torch.dtype) -> None:
     (weights * factors.to(dtype)).sum().backward()
     (expected * factors).sum().backward()
     torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=100 * tolerance, atol=100 * tolerance)
+
+
+def test_the_gradient_of_softpick_is_that_of_finite_differences() -> None:
+    logits = torch.randn(1, 1, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    seen = torch.ones(4, 4, dtype=torch.bool).tril()
+    masked = torch.finfo(torch.float64).min
+
+    def weights(x: torch.Tensor) -> torch.Tensor:
+        return KINDS["softpick"][1].weights(x.masked_fill(~seen, masked))[0]
+
+    assert torch.autograd.gradcheck(weights, logits)
 
 
 @pytest.mark.parametrize("kind", KINDS)

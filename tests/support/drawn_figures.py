@@ -14,7 +14,7 @@ from sinkscope.results.metrics import BACKCOPY
 from sinkscope.verdict.factor_study import TABLE as STUDIED
 from sinkscope.verdict.onsets import RunsByStep
 from sinkscope.verdict.sweep_tables import EPSILON, SCORES, SWEEP, SweepTables
-from support.made_up_runs import gradient_tables, grid, make_run, split_table
+from support.made_up_runs import gradient_tables, grid, make_run, picture_tables, split_table
 from support.made_up_steps import made_up_steps, sigmoid
 
 SEEDS, STEPS = range(3), range(0, 101, 10)
@@ -32,7 +32,7 @@ STEP_METRICS = (
     "loss", "sink_rate", "value_gradient_ratio", "key_gradient_ratio", "norm_ratio", "compress_slope",
     "compress_correlation",
 )  # fmt: skip
-OF_EXPERIMENTS = {"effects", "effects-by-layer", "arm-maps", "arm-maps-by-layer"}
+OF_EXPERIMENTS = {"over-mixing", "effects", "effects-by-layer", "arm-maps", "arm-maps-by-layer"}
 # figures of text, whose cells have no axes
 TEXTS = {"scorecard", "scorecard-by-model", "routes"}
 
@@ -94,18 +94,26 @@ def _run() -> Run:
     overflow = _values(overflow, 1, 3e5, "largest")
     given = {"bits_weights": 8, "bits_activations": 8, "calibration": 4, "prefix": [5]}
     split = split_table({"tokens": 0.7, "coordinates": 0.1, "prefix": 0.6}, {"tokens": [0.0, 0.1], "prefix": [0.5]})
+    heads = _values(grid(layer=range(3), head=range(4)).assign(kv_head=0), 0.0, 1.0, "first_mass")
+    heads = _values(heads, 0.3, 1.5, "relative_norm").assign(output_norm=1.0)
+    weights = grid(layer=range(4), sequence=range(2)).assign(expert=-1, row=7, column=9, weight=-3.0)
+    for column, size in (("written", 2e4), ("input", 3e3), ("output", 2e4), ("share", 0.9)):
+        weights = _values(weights, 0.001 * size, size, column)
     plain = make_run()
     return Run(
         plain.manifest
         | {"quantization": given, "dtype": "float32", "overflow": {"dtype": "float16", "limit": 65504.0}},
         {
             **plain.tables,
+            **picture_tables(),
             "quantization": quantization,
             "quantization_sites": sites,
             "streaming": streaming,
             "kv_plan": plans,
             "overflow": overflow,
             "quantization_split": split,
+            "head_scores": heads,
+            "super_weights": weights,
         },
     )
 
@@ -142,8 +150,13 @@ def experiment(
 ) -> Run:
     labels = [label for label in watched if label not in without_maps]
     conditions = ["before", *labels, *(f"{label} control 0" for label in labels if draws)]
+    measured = ["before", *watched, *(f"{label} control {draw}" for label in watched for draw in range(draws))]
     tables = {
         "effect": effect_table(watched, layers, draws),
+        "over_mixing": _values(grid(condition=measured, layer=range(layers), distance=[1, 2, 4]), column="change"),
+        "over_mixing_by_sequence": _values(
+            grid(condition=measured, layer=range(layers), sequence=range(2)), column="change"
+        ),
         "arm_maps": maps_table(conditions, range(layers), tokens),
         "attention": make_run().tables["attention"],  # one table for all arms, which sink-map cannot draw
     }

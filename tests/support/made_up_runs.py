@@ -41,6 +41,19 @@ def grid(**axes: Any) -> pd.DataFrame:
     return pd.MultiIndex.from_product(axes.values(), names=list(axes)).to_frame(index=False)
 
 
+def picture_tables() -> dict[str, pd.DataFrame]:
+    """Return random tables of two pictures, in two tiles, and of a vision transformer with a CLS token."""
+    random, patches = np.random.default_rng(1), grid(layer=range(4), sequence=range(2), tile=range(2), row=range(2))
+    visual = pd.concat([patches.assign(column=at) for at in range(3)], ignore_index=True)
+    visual = visual.assign(mass=random.uniform(0, 1, len(visual)), phi=random.uniform(0, 40, len(visual)))
+    places = pd.DataFrame({"row": [-1, 0, 0, 1, 1], "column": [0, 0, 1, 0, 1]})
+    encoder = grid(layer=range(2), sequence=range(2)).merge(places, how="cross")
+    encoder = encoder.assign(norm=random.uniform(1, 9, len(encoder)), mass=random.uniform(0, 1, len(encoder)))
+    dot = "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///yH5BAEAAAAALAAAAAABAAEAAAIBRAA7"
+    picture = pd.DataFrame({"layer": -1, "sequence": range(2), "name": ["a $1.png", "b.png"], "thumbnail": dot})
+    return {"visual_patch": visual.assign(random_share=0.1), "encoder_patch": encoder, "picture": picture}
+
+
 def gradient_tables(layers: int = 4, heads: int = 4, kv_heads: int = 2, positions: int = 16) -> dict[str, pd.DataFrame]:
     """Return random tables of a backward pass: query 0 has no gradient, compress falls as the input's norm grows."""
     random = np.random.default_rng(1)
@@ -70,6 +83,24 @@ def gradient_tables(layers: int = 4, heads: int = 4, kv_heads: int = 2, position
     bound["tightness"] = random.uniform(0.1, 1, len(bound))
     bound = bound.assign(bound=bound["measured"] / bound["tightness"], holds=1.0)
     return {"gradient": gradient, "gradient_ratio": ratio, "gradient_check": check, "norm_bound": bound}
+
+
+def state_tables(layers: int, sequences: int) -> dict[str, pd.DataFrame]:
+    """Return random tables of the residual stream: two tokens join the first sink, a coordinate is a residual sink."""
+    random = np.random.default_rng(2)
+    entropy = grid(layer=range(layers))
+    names = ("entropy", "entropy_without_first", "entropy_rescaled", "entropy_bound", "anisotropy", "anisotropy_bound")
+    entropy = entropy.assign(**{name: random.uniform(0, 1, layers) for name in names})
+    parallel = grid(layer=range(layers), sequence=range(sequences)).assign(parallel=0.3, sinks=0.01)
+    sinks = grid(layer=[0], sequence=range(sequences), position=[0, 1, 5]).assign(token_id=lambda t: t["position"])
+    kinds = {0: "first", 1: "lasting", 5: "secondary"}
+    sinks = sinks.assign(token=sinks["position"].map({0: "<s>", 1: "\n", 5: None}), kind=sinks["position"].map(kinds))
+    coordinates = grid(layer=range(layers), coordinate=[7, 38]).assign(share=random.uniform(0.9, 1, 2 * layers))
+    coordinates["kind"] = coordinates["coordinate"].map({7: "residual sink", 38: "spike"})
+    spikes = grid(layer=range(layers)).assign(norm_ratio=10 ** random.uniform(0, 2, layers), rotated_share=0.0)
+    spikes = spikes.assign(cosine=1.0, cosine_of_others=random.uniform(0, 1, layers), step=["up"] + [""] * (layers - 1))
+    named = {"entropy": entropy, "parallel_tokens": parallel, "sink_tokens": sinks}
+    return named | {"residual_sinks": coordinates, "spikes": spikes}
 
 
 TOKENS = ["<s>", " the", "\n", ".", " $x$", "漢字", "\x00", None, "\t", " incomprehensibilities", "�", "  "]
@@ -129,7 +160,7 @@ def tables_of(layers: int, heads: int, kv_heads: int, positions: int, sequences:
         "query_bias": query_bias, "gamma": gamma, "gate": of(by_head, gate=(0, 1), raw_value_norm=(1, 20)),
         "delta_distribution": bins.assign(count=random.integers(0, 9, len(bins))),
         "summary": of(grid(layer=range(-1, layers), metric=metrics), value=(0, 1)),
-    } | gradient_tables(layers, heads, kv_heads, positions)  # fmt: skip
+    } | gradient_tables(layers, heads, kv_heads, positions) | state_tables(layers, sequences)  # fmt: skip
 
 
 def make_run(

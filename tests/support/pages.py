@@ -14,7 +14,7 @@ from sinkscope.output.run import Run
 from sinkscope.results.activations import Activations
 from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.tables import LEADING
-from support.made_up_runs import grid, make_run
+from support.made_up_runs import grid, make_run, picture_tables
 
 Table = dict[str, list[Any]]
 
@@ -45,6 +45,12 @@ def analysis(**given: Any) -> Contents:
     weights = {f"attention.{layer}": np.random.default_rng(layer).uniform(0, 1, heads) ** 4 for layer in range(4)}
     activations = Activations({name: torch.tensor(of).tril().half() for name, of in weights.items()})
     return Contents(manifest, tables, findings=findings, activations=activations)
+
+
+def pictures() -> Contents:
+    """Return the contents for a run of `analyze --images`."""
+    manifest = {"command": "analyze", "config": {}, "tables": [], "condition": "natural"}
+    return Contents(manifest, led({name: table for name, table in picture_tables().items() if name != "encoder_patch"}))
 
 
 def experiment() -> Contents:
@@ -114,7 +120,7 @@ def side_by_side() -> Contents:
 
 
 KINDS = {"analysis": analysis, "experiment": experiment, "training": training, "claims": claims, "sweep": sweep,
-         "factors": factors, "side by side": side_by_side}  # fmt: skip
+         "factors": factors, "side by side": side_by_side, "pictures": pictures}  # fmt: skip
 
 
 # --- reading

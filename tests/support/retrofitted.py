@@ -36,6 +36,7 @@ FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "scaled": ("operation", {"kind": "softmax", "factor": 0.1}),
     "scaled-sigmoid": ("operation", {"kind": "sigmoid", "factor": 0.1}),
     "p-norm": ("operation", {"kind": "softmax", "power": 2.0}),
+    "off-by-one": ("off-by-one", {}),
     "kv-bias": ("key-bias", {"value": "learned", "deviation": 0.02}),
     "kv-bias-shared": ("key-bias", {"value": "learned", "shared": True}),
     "key-bias-axis": ("key-bias", {"value": "axis", "norm": 5.0}),

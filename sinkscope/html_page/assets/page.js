@@ -1,11 +1,11 @@
 "use strict";
 // The page: the sections that the tables allow, in order.
 
-S.SECTIONS = () => [S.glances, S.claims, S.effects, S.routes, S.study, S.training, S.text, S.heads, S.findings, S.layers,
+S.SECTIONS = () => [S.glances, S.claims, S.effects, S.routes, S.study, S.training, S.text, S.pictures, S.heads, S.findings, S.layers,
   S.massive, S.gradients, S.overflow, S.quantization, S.plans, S.explore, S.tablesSection, S.runSection];
 
 /** Sections that are open from the beginning; the others open by a click, or by their link. */
-S.OPEN = new Set(["glances", "claims", "effects", "routes", "study", "training", "text", "heads"]);
+S.OPEN = new Set(["glances", "claims", "effects", "routes", "study", "training", "text", "pictures", "heads"]);
 
 /** Whether a section waits to be opened: those of experts, on a page that has others. */
 S.isFolded = ({ id }, sections) =>

@@ -6,19 +6,25 @@ from sinkscope.errors import InputError, unknown
 from sinkscope.measuring.observables.activation import Activation, Outlier
 from sinkscope.measuring.observables.attention import Attention, WindowEdge
 from sinkscope.measuring.observables.close_ups import AttentionMaps, MassiveMap, MeanMaps
+from sinkscope.measuring.observables.entropy import Entropy
 from sinkscope.measuring.observables.equal_tokens import EqualTokens
 from sinkscope.measuring.observables.geometry import Gate, Geometry, LargestLogit
 from sinkscope.measuring.observables.gradient import Gradient
+from sinkscope.measuring.observables.heads import HeadScores
 from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Observable
+from sinkscope.measuring.observables.over_mixing import OverMixing
 from sinkscope.measuring.observables.query_bias import Epe, LogitTerms, QueryBias
+from sinkscope.measuring.observables.spikes import ResidualSinks, SinkTokens
+from sinkscope.measuring.observables.super_weight import SuperWeight
 
 # the order of `sinkscope list` and of the tables
 OBSERVABLES: dict[str, type[Observable]] = {
     observable.name: observable
     for observable in (
         Activation, Attention, EqualTokens, Gate, Geometry, LargestLogit, Gradient, Massive, Outlier, QueryBias,
-        LogitTerms, Epe, WindowEdge, AttentionMaps, MassiveMap, MeanMaps,
+        LogitTerms, Epe, WindowEdge, Entropy, SinkTokens, ResidualSinks, SuperWeight, HeadScores, OverMixing,
+        AttentionMaps, MassiveMap, MeanMaps,
     )
 }  # fmt: skip
 

@@ -5,15 +5,17 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import ClassVar
 
+import numpy as np
 import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import grouped_matmul, repeat_heads, upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
-from sinkscope.measuring.observables.observable import BySequence, Kept, Maxima, Means, Observable, Settings
-from sinkscope.measuring.observables.reductions import LATER, later_mean, long_table, with_kv_head
+from sinkscope.measuring.observables.observable import BySequence, Kept, Maxima, Means, Observable, Settings, Sums
+from sinkscope.measuring.observables.reductions import LATER, filled, later_mean, long_table, with_kv_head
 from sinkscope.models.family import Family
+from sinkscope.results.findings import CLOSED
 from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, Column
 from sinkscope.retrofits import has_gates
 from sinkscope.text.batch import Batch
@@ -144,11 +146,19 @@ class Gate(Observable):
             ),
             Column("raw_value_norm", "L2 norm of the value as it is projected, before any gate"),
         ),
+        "gate_heads": (
+            Column("head", "as in the table gate", kind="whole"),
+            KV_HEAD,
+            Column("mean", "mean gate over all tokens"),
+            Column("closed", f"share of tokens whose gate is below {CLOSED:g}", "share"),
+            Column("deviation", "standard deviation of the gate over tokens; 0 if it does not depend on them"),
+        ),
     }
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.means = Means("head", "position")
+        self.moments: Sums[tuple[int, int]] = Sums()  # number of tokens, sum, sum of squares and closed gates by head
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
@@ -161,9 +171,20 @@ class Gate(Observable):
         by_column = {"gate": upcast(gate).transpose(1, 2), "raw_value_norm": repeat_heads(norms, heads)}
         at_positions = {name: batch.at_positions(x, positions) for name, x in by_column.items()}
         self.means.add(at_positions, batch.present(positions), layer=layer, group=heads // value.shape[2])
+        gates = by_column["gate"].double()
+        moments = torch.stack([torch.ones_like(gates), gates, gates.square(), (gates < CLOSED).double()])
+        sums = filled(moments.movedim(0, 1), batch.valid).sum((0, 3))  # (4, heads)
+        self.moments.receive(partial(self.moments.add, (layer, heads // value.shape[2])), sums)
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        return {"gate": with_kv_head(self.means.table())}
+        parts = []
+        for (layer, group), sums in sorted(self.moments.items()):
+            count, total, squares, closed = sums.numpy()
+            mean = total / count
+            spread = np.sqrt(np.maximum(0.0, squares / count - mean**2))
+            columns = {"mean": mean, "closed": closed / count, "deviation": spread}
+            parts.append(({"layer": layer, "group": group, "head": range(len(mean))}, columns))
+        return {"gate": with_kv_head(self.means.table()), "gate_heads": with_kv_head(long_table(parts))}
 
 
 def causal_pair_sums(

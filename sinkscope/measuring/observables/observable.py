@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.measuring.observables.reductions import filled, long_table
 from sinkscope.models.family import Family
+from sinkscope.models.feed_forward import FeedForward
 from sinkscope.options.measuring import ObservableOptions
 from sinkscope.results.tables import Columns
 from sinkscope.text.batch import Batch
@@ -136,6 +137,7 @@ def merge(mine: Any, other: Any) -> None:
 Settings = ObservableOptions  # in a run, `positions` and `window` are limited to the longest sequence
 
 ATTENTION_SITES = ("raw_value", "gate", "attention")  # in the order in which a forward pass reaches them
+NEURONS = "neurons"  # the site of the last projection of the feed-forward network
 NO_ATTENTION = "no layer attends by a softmax"
 
 
@@ -192,12 +194,13 @@ class Observable:
 
     name: ClassVar[str]
     about: ClassVar[str]  # one line for `sinkscope list observables`
-    sites: ClassVar[tuple[str, ...]]  # residual-stream sites (families.py) and ATTENTION_SITES
+    sites: ClassVar[tuple[str, ...]]  # residual-stream sites (families.py), ATTENTION_SITES and NEURONS
     columns: ClassVar[Mapping[str, Columns]] = {}  # its tables, and their columns after model, condition and layer
     expected: ClassVar[bool] = True  # most models have it: runs and the doctor report if it does not apply
     by_default: ClassVar[bool] = True  # measured if the user names no observables
     of_equal_tokens: ClassVar[bool] = False  # needs input in which each sequence repeats a single token
     backward: ClassVar[bool] = False  # needs gradients: `watch` and `watch_attention` are called, not `see`
+    reads_mix: ClassVar[bool] = False  # also sees the outputs of heads: `see_mix`
     stacks: ClassVar[bool] = False  # takes several sites of the residual stream at once: `see_stack`, not `see`
     # A follow-up: after a pass with these observables, it sees the first sequence and is configured by their tables.
     after: ClassVar[tuple[str, ...]] = ()
@@ -230,6 +233,16 @@ class Observable:
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         """Reduce one layer's attention."""
+
+    def see_mix(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
+        """Reduce the outputs (B,T,H,d) of one layer's heads, before its output projection and before a gate on them."""
+
+    def see_neurons(self, layer: int, part: FeedForward, args: tuple, batch: Batch) -> None:
+        """Reduce the last projection of one layer's feed-forward network, whose module is called with `args`."""
+
+    def again(self, batch: Batch) -> Iterator[Batch]:
+        """Yield further batches for this observable alone, such as the same with other tokens, after it saw `batch`."""
+        yield from ()
 
     def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch, scale: float) -> None:
         """Register hooks that reduce the gradient of one residual-stream site.

@@ -1,0 +1,102 @@
+"""Figures of the residual stream: its entropy, the tokens that join the first sink, residual sinks and spikes."""
+
+from matplotlib.axes import Axes
+
+from sinkscope.figures import plot, style
+from sinkscope.figures.labels import title, token_label
+from sinkscope.figures.style import GUIDE, HIGHEST, OTHERS, SINK, WIDE, Figure, new_figure
+from sinkscope.measuring.observables.spikes import FIRST_SINK, RESIDUAL_SINK
+from sinkscope.results.metrics import METRICS
+from sinkscope.results.run import RunData
+
+
+def _legend(ax: Axes, columns: int = 1) -> None:
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.24), ncols=columns, columnspacing=0.8)
+
+
+# --- Compression valleys (2510.06477), next to the sink rate of the layer that reads the states
+
+
+def draw_entropy_by_layer(run: RunData) -> Figure:
+    table = run.tables["entropy"].set_index("layer")
+    figure = new_figure(WIDE, 2.4)
+    left, right = figure.subplots(1, 2)
+    for ax, column, label, look in (
+        (left, "entropy", "all tokens", SINK),
+        (left, "entropy_without_first", "without position 0", OTHERS),
+        (left, "entropy_rescaled", "position 0 at the median norm", HIGHEST),
+        (left, "entropy_bound", "upper bound by norm and alignment", GUIDE),
+        (right, "anisotropy", "anisotropy", SINK),
+        (right, "anisotropy_bound", "lower bound by norm and alignment", GUIDE),
+    ):
+        plot.line_by_layer(ax, table[column], label=label, **look)
+    if "attention" in run.tables:
+        rate = run.tables["attention"].query("position == 0").groupby("layer")["sink_rate"].mean()
+        rate = rate.rename(lambda layer: layer - 1).drop(-1, errors="ignore")
+        plot.line_by_layer(right, rate, label="sink rate of the next layer", **OTHERS)
+    plot.panel(left, METRICS["state_entropy"].short, "share of the largest", share=True)
+    plot.panel(right, "anisotropy and sinks", "share", share=True)
+    for ax in (left, right):
+        _legend(ax)
+    return figure.finish(title(run, WIDE))
+
+
+# --- Tokens that join the first sink (2512.22213), and tokens that are only parallel to it
+
+MOST_TOKENS = 12
+RARE = 0.1  # up to this share of tokens, the axis ends at the largest
+
+
+def draw_sink_tokens(run: RunData) -> Figure:
+    shares = run.tables["parallel_tokens"].groupby("layer")[["parallel", "sinks"]].mean()
+    figure = new_figure(WIDE, 2.5)
+    left, right = figure.subplots(1, 2, width_ratios=(1.3, 1))
+    plot.line_by_layer(left, shares["parallel"], label="parallel to the first sink", **OTHERS)
+    plot.line_by_layer(left, shares["sinks"], label="and with 3 × the median norm", **SINK)
+    plot.panel(left, "tokens but the first sink", "share of tokens", share=bool(shares["parallel"].max() > RARE))
+    _legend(left, 2)
+    table = run.tables["sink_tokens"]
+    others = table[table["kind"] != FIRST_SINK]
+    counts = others.groupby(["token_id", "token"], dropna=False).size().sort_values(ascending=False, kind="stable")
+    counts = counts.head(MOST_TOKENS)
+    if counts.empty:
+        plot.say(right, "no other token is a sink")
+        return figure.finish(title(run, WIDE))
+    plot.name_rows(right, [token_label(token, token_id) for token_id, token in counts.index], shaded=False)
+    right.barh(range(len(counts)), counts, color=style.NAVY, height=0.65)
+    right.set_ylim(max(len(counts), 4) - 0.4, -0.6)
+    right.set_xlabel("number of sinks, secondary or lasting")
+    plot.whole_numbers(right, "x")
+    return figure.finish(title(run, WIDE))
+
+
+# --- Residual sinks (2601.22966) and spikes (2603.05498)
+
+MOST_COORDINATES = 6
+
+
+def draw_residual_sinks(run: RunData) -> Figure:
+    coordinates, spikes = run.tables["residual_sinks"], run.tables["spikes"].set_index("layer")
+    figure = new_figure(WIDE, 2.6)
+    left, middle, right = figure.subplots(1, 3)
+    frequent = (
+        coordinates.loc[coordinates["kind"] == RESIDUAL_SINK, "coordinate"].value_counts().index[:MOST_COORDINATES]
+    )
+    for coordinate, look in zip(frequent, style.line_looks(), strict=False):
+        own = coordinates[coordinates["coordinate"] == coordinate].set_index("layer")["share"]
+        plot.line_by_layer(left, own, label=f"{coordinate}", **look)
+    plot.line_by_layer(left, spikes["rotated_share"], label="rotated", **GUIDE)
+    plot.panel(left, "coordinates with residual sinks", "share of tokens", share=True)
+    plot.line_by_layer(middle, spikes["norm_ratio"], **SINK)
+    plot.panel(middle, "norm of the largest token ÷ median", "ratio", log=True)
+    for step, dashes in (("up", "-"), ("down", ":")):
+        for layer in spikes.index[spikes["step"] == step]:
+            middle.axvline(
+                layer, color=style.GRAY, linewidth=0.9, linestyle=dashes, label=f"step {step}: layer {layer}"
+            )
+    plot.line_by_layer(right, spikes["cosine"], label="largest tokens", **SINK)
+    plot.line_by_layer(right, spikes["cosine_of_others"], label="tokens of the median norm", **OTHERS)
+    plot.panel(right, "cosine of two sequences", "mean over pairs", share=True)
+    for ax, columns in ((left, 3), (middle, 1), (right, 1)):
+        _legend(ax, columns)
+    return figure.finish(title(run, WIDE))

@@ -1,0 +1,118 @@
+"""Heads ablated by a score of how dormant they are (Sandoval-Segura et al. 2025)."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Annotated, Any, Literal, Self
+
+import pandas as pd
+import torch
+from pydantic import Field
+from torch import nn
+
+from sinkscope.errors import InputError
+from sinkscope.interventions.intervention import Intervention, Known, Open, Target, must_touch
+from sinkscope.interventions.sink import MaskSink
+from sinkscope.models.edits import edited_input
+
+# score → the column of `head_scores`, and whether the heads with the smallest values are dormant
+SCORES = {"output-norm": ("relative_norm", True), "first-mass": ("first_mass", False)}
+
+
+class AblateHeads(Intervention):
+    """Sets the outputs of some heads to zero before the output projection.
+
+    The paper flags heads on each input by itself; here the mean score over the sequences chooses them once, so that the
+    same heads are ablated on every input. Controls are as many random heads of the whole model.
+    """
+
+    name = "ablate-heads"
+    about = (
+        "outputs of heads = 0 (share: 0.12 of all heads; by: output-norm, those with the smallest norm in their layer, "
+        "or first-mass, those with most attention to position 0; or numbers: layer × heads of a layer + head)"
+    )
+    paper = "Sandoval-Segura et al."
+    control_about = "as many random heads"
+    reads = ("head-scores",)
+
+    by: Literal["output-norm", "first-mass"] = "output-norm"
+    share: Annotated[float, Field(gt=0, lt=1)] = 0.12
+    numbers: Open = None  # None: chosen by score and share
+
+    @classmethod
+    def inapplicable(cls, target: Target) -> str | None:
+        if reason := MaskSink.inapplicable(target):
+            return reason
+        heads = _heads(target)
+        for layer, attention in target.family.attentions(target.model).items():
+            module = attention._modules.get(target.family.output)
+            if module is None or _width(module) % heads:
+                return f"layer {layer} has no projection that reads the outputs of its heads one after the other"
+        return None
+
+    def check(self, target: Target, length: int | None = None) -> None:
+        super().check(target, length)
+        heads = _heads(target)
+        have = {layer * heads + head for layer in target.attending() for head in range(heads)}
+        if missing := sorted(set(self.numbers or ()) - have):
+            layer, head = divmod(missing[0], heads)
+            raise InputError(f"{self.name}: there is no head {missing[0]}, which is head {head} of layer {layer}")
+
+    def resolved(self, known: Known) -> Self:
+        if self.numbers is not None:
+            return self
+        if "head_scores" not in known.tables:
+            raise InputError(f"{self.name}: no scores of heads are known: name the numbers of heads")
+        return self.model_copy(update={"numbers": dormant(known.tables["head_scores"], self.by, self.share)})
+
+    def control(self, known: Known, draw: torch.Generator) -> Intervention:
+        heads = _heads(known.target)
+        every = [layer * heads + head for layer in known.target.attending() for head in range(heads)]
+        chosen = torch.randperm(len(every), generator=draw)[: len(self.numbers or ())].tolist()
+        return self.model_copy(update={"numbers": tuple(sorted(every[at] for at in chosen))})
+
+    def begins_at(self, target: Target) -> int:
+        return min(self.numbers or (0,)) // _heads(target)
+
+    @contextmanager
+    def applied(self, target: Target) -> Iterator[None]:
+        if self.numbers is None:
+            raise InputError(f"{self.name}: name the numbers of heads")
+        heads = _heads(target)
+        by_layer: dict[int, list[int]] = {}
+        for number in self.numbers:
+            by_layer.setdefault(number // heads, []).append(number % heads)
+
+        def zeroed(own: list[int], module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            x = x.clone()
+            x.unflatten(-1, (heads, -1))[..., own, :] = 0.0
+            touch()
+            return x
+
+        with must_touch(self.name, "a token") as touch, ExitStack() as stack:
+            for layer, attention in target.family.attentions(target.model).items():
+                if layer in by_layer:
+                    module = attention.get_submodule(target.family.output)
+                    stack.enter_context(edited_input(module, partial(zeroed, by_layer[layer])))
+            yield
+
+
+def dormant(head_scores: pd.DataFrame, by: str, share: float) -> tuple[int, ...]:
+    """Return the numbers (layer × heads + head) of this share of all heads, at least one, the most dormant by a score.
+
+    Ties are broken by layer and head.
+    """
+    column, smallest = SCORES[by]
+    ranked = head_scores.sort_values([column, "layer", "head"], ascending=[smallest, True, True])
+    chosen = ranked.head(max(1, round(share * len(ranked))))
+    heads = int(head_scores["head"].max()) + 1
+    return tuple(sorted((chosen["layer"] * heads + chosen["head"]).astype(int).tolist()))
+
+
+def _heads(target: Target) -> int:
+    """Return the number of query heads of a layer."""
+    return int(target.model.config.get_text_config().num_attention_heads)
+
+
+def _width(module: Any) -> int:
+    return int(module.nx if hasattr(module, "nx") else module.in_features)

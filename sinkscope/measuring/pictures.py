@@ -1,0 +1,253 @@
+"""Pictures: attention to their patches, and tokens that are large in few coordinates or in norm.
+
+A visual token of a language model with eyes is a sink if it is large in the coordinates of the model's own massive
+activations (Kang et al. 2025, Visual Attention Sink):
+
+    φ(h) = max over c in D of |h_c| ÷ √(mean of h² + 1e-6) > 20        D: the massive coordinates on text
+
+The null is φ on as many random coordinates. In a vision transformer (Darcet et al. 2024, Vision Transformers Need
+Registers) some patches have a norm many times that of the others, and take the place of registers.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel
+
+from sinkscope.attention.kernels import upcast
+from sinkscope.attention.weights import AttentionRead, row_chunks
+from sinkscope.errors import InputError
+from sinkscope.measuring.observables.massive import Massive
+from sinkscope.measuring.observables.observable import Observable, Reading, Rows, Settings
+from sinkscope.measuring.subject import Subject
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.edits import attending_by
+from sinkscope.models.family import NO_POSITIONS, Family, text_tower
+from sinkscope.models.loading import LoadedModel
+from sinkscope.models.pictures import load_processor
+from sinkscope.options.measuring import AnalyzeOptions
+from sinkscope.results.findings import PHI
+from sinkscope.results.tables import HEAD, SEQUENCE, Column, Columns
+from sinkscope.text.batch import Batch
+from sinkscope.text.inputs import TokenInputs
+from sinkscope.text.pictures import Picture, Places, asked_about
+
+PICTURES = "pictures"  # the condition of a run on pictures alone
+DRAWS = 20  # sets of random coordinates
+FEWEST = 2  # coordinates of φ in a model without massive activations
+
+_ROW = Column("row", "row of the patch from the top; −1 for CLS and registers, which precede the patches", kind="whole")
+_COLUMN = Column("column", "column of the patch from the left; of a special token, its index", kind="whole")
+PICTURE_TABLES: dict[str, Columns] = {
+    "picture": (
+        SEQUENCE,
+        Column("name", "file name of the picture", kind="text"),
+        Column("thumbnail", "a small copy, as a data URI", kind="text"),
+    ),
+    "visual_patch": (
+        SEQUENCE, Column("tile", "part of the picture, if the processor cuts it", kind="whole"), _ROW, _COLUMN,
+        Column("mass", "attention of the text after the picture, mean over its queries and heads", "attention"),
+        Column("phi", "φ of the layer's input at the model's massive coordinates (Kang et al. 2025)"),
+        Column("random_share", f"share of {DRAWS} sets of as many random coordinates at which φ is above 20", "share"),
+    ),
+    "visual_head": (
+        SEQUENCE, HEAD,
+        Column("first_mass", "attention of the text after the picture to position 0", "attention"),
+        Column("visual_mass", "to all visual tokens", "attention"),
+        Column("sink_mass", "to visual sinks, with φ above 20", "attention"),
+        Column("random_sink_mass", "to visual sinks by random coordinates", "attention"),
+    ),
+    "encoder_patch": (
+        SEQUENCE, _ROW, _COLUMN,
+        Column("norm", "L2 norm of the layer's output"),
+        Column("mass", "attention that the token receives, mean over queries and heads", "attention"),
+    ),
+}  # fmt: skip
+
+
+class VisualSinks(Observable):
+    """Measures φ of every visual token, and the attention that the text after the picture gives it."""
+
+    name = "visual-sinks"
+    about = "attention to each patch of a picture, and visual sink tokens"
+    sites: ClassVar = ("layer_in", "attention")
+
+    def __init__(self, settings: Settings, coordinates: Sequence[int], width: int) -> None:
+        super().__init__(settings)
+        self.coordinates = torch.tensor(sorted(coordinates))
+        others = torch.tensor([at for at in range(width) if at not in set(coordinates)])
+        generator = torch.Generator().manual_seed(settings.seed)  # type: ignore[attr-defined]  # a run's settings
+        drawn = [torch.randperm(len(others), generator=generator)[: len(coordinates)] for _ in range(DRAWS)]
+        self.random = others[torch.stack(drawn)]  # (draws, coordinates)
+        self.places: Places | None = None  # of the next picture
+        self.of_layer: dict[str, torch.Tensor] = {}
+        self.patches, self.heads = Rows(list), Rows(list)
+
+    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
+        assert self.places is not None
+        hidden = upcast(reading.tensor[0].detach().cpu())[self.places.column]
+        in_random = torch.stack([phi(hidden, own) for own in self.random])
+        is_random = (in_random > PHI).to(hidden.dtype).mean(0)
+        self.of_layer = {"phi": phi(hidden, self.coordinates), "random_share": is_random}
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        assert self.places is not None
+        columns, length = self.places.column, read.length
+        queries = slice(int(columns[-1]) + 1, length)
+        if queries.start == length:
+            raise InputError("no text follows the picture, whose attention to it could be measured")
+        sums = [read.weights(rows, slice(0, length))[0][0].sum(1) for rows in _within(queries)]
+        mass = (torch.stack(sums).sum(0) / (length - queries.start)).cpu()  # (H,T)
+        on_patches, found = mass[:, columns], self.of_layer
+        sinks = (found["phi"] > PHI).to(mass.dtype)
+        count = len(columns)
+        self.patches.add({
+            "layer": np.full(count, layer), "sequence": np.full(count, batch.first), "tile": self.places.tile,
+            "row": self.places.grid_row, "column": self.places.grid_column, "mass": on_patches.mean(0), **found,
+        })  # fmt: skip
+        self.heads.add({
+            "layer": np.full(len(mass), layer), "sequence": np.full(len(mass), batch.first),
+            "head": np.arange(len(mass)), "first_mass": mass[:, 0], "visual_mass": on_patches.sum(1),
+            "sink_mass": on_patches @ sinks, "random_sink_mass": on_patches @ found["random_share"].to(mass.dtype),
+        })  # fmt: skip
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        return {
+            "visual_patch": self.patches.table("layer", "sequence"),
+            "visual_head": self.heads.table("layer", "sequence", "head"),
+        }
+
+
+def phi(hidden: torch.Tensor, coordinates: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude of states (N,D) at some coordinates ÷ their root mean square, (N,)."""
+    return hidden[:, coordinates].abs().amax(-1) / (hidden.square().mean(-1) + 1e-6).sqrt()
+
+
+def _within(rows: slice) -> list[slice]:
+    return [slice(rows.start + own.start, rows.start + own.stop) for own in row_chunks(rows.stop - rows.start)]
+
+
+def massive_coordinates(massive: pd.DataFrame) -> tuple[list[int], bool]:
+    """Return the coordinates of a model's massive activations, and whether it has any; without any, FEWEST others."""
+    found = massive.loc[massive["is_massive"], "coordinate"]
+    if len(found):
+        return sorted(map(int, found.unique())), True
+    largest = massive.sort_values("ratio", ascending=False)["coordinate"].unique()[:FEWEST]
+    return sorted(map(int, largest)), False
+
+
+def visual_id(model: PreTrainedModel) -> int | None:
+    """Return the id of the tokens that stand for patches of a picture; None for a model that reads no pictures."""
+    names = ("image_token_id", "image_token_index")
+    found = next((getattr(model.config, name) for name in names if hasattr(model.config, name)), None)
+    return found if text_tower(model)[0] else None
+
+
+def processor_for(subject: Subject, config: AnalyzeOptions) -> Any:
+    """Return the model's processor. Raises InputError where --images cannot be measured."""
+    if visual_id(subject.loaded.model) is None:
+        raise InputError(f"--images: {subject.loaded.name} reads no pictures")
+    if config.observables is not None and Massive.name not in config.observables:
+        raise InputError("--images needs the model's massive coordinates: name massive in --observables, too")
+    return load_processor(subject.loaded.source, subject.loaded.revision)
+
+
+def measure_pictures(
+    subject: Subject, config: AnalyzeOptions, pictures: Sequence[Picture], processor: Any, massive: pd.DataFrame
+) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
+    """Measure a language model on each picture. Returns its tables, and facts for run.json.
+
+    `massive` is the run's table on text, which names the coordinates of φ.
+    """
+    model, own_id = subject.loaded.model, visual_id(subject.loaded.model)
+    assert own_id is not None
+    coordinates, has_massive = massive_coordinates(massive)
+    observable = VisualSinks(config, coordinates, model.config.get_text_config().hidden_size)
+    with open_tracer(model, subject.family, config.attn) as tracer:
+        for at, picture in enumerate(pictures):
+            batch, observable.places = asked_about(picture, processor, own_id, at)
+            tracer.forward(batch, [observable])
+    facts = {"pictures": len(pictures), "coordinates": coordinates, "is_massive": has_massive}
+    return observable.tables() | {"picture": listed(pictures)}, facts
+
+
+def listed(pictures: Sequence[Picture]) -> pd.DataFrame:
+    columns = {
+        "layer": -1,
+        "sequence": range(len(pictures)),
+        "name": [picture.name for picture in pictures],
+        "thumbnail": [picture.thumbnail for picture in pictures],
+    }
+    return pd.DataFrame(columns)
+
+
+# --- vision transformers
+
+
+@torch.no_grad()
+def encode(model: Any, processor: Any, pictures: Sequence[Picture]) -> tuple[pd.DataFrame, int, list[Picture]]:
+    """Return the norm of every token of a vision transformer after each layer, and the attention that it receives.
+
+    Special tokens, which precede the patches, are in row −1: CLS is column 0, registers follow. Also returns the
+    number of tokens of a picture, and the pictures as the processor cuts them. Raises InputError for an encoder whose
+    tokens are no such sequence.
+    """
+    rows, tokens, seen = Rows(list), 0, []
+    for at, picture in enumerate(pictures):
+        pixels = processor(images=picture.image, return_tensors="pt")["pixel_values"]
+        seen.append(Picture(picture.name, _as_image(pixels[0], processor)))
+        masses: list[torch.Tensor] = []
+        with attending_by(model, _recording(masses)):
+            given = pixels.to(next(model.parameters()).device, next(model.parameters()).dtype)
+            states = model(pixel_values=given, output_hidden_states=True).hidden_states[1:]
+        high, wide = (side // model.config.patch_size for side in pixels.shape[-2:])
+        tokens = states[0].shape[1] if states[0].dim() == 3 else 0
+        special = tokens - high * wide
+        if special < 0 or len(masses) < len(states):
+            raise InputError(f"{type(model).__name__}: its layers do not attend to one token per patch")
+        index = np.arange(tokens) - special
+        for layer, (state, mass) in enumerate(zip(states, masses, strict=False)):
+            rows.add({
+                "layer": np.full(tokens, layer), "sequence": np.full(tokens, at),
+                "row": np.where(index < 0, -1, index // wide),
+                "column": np.where(index < 0, np.arange(tokens), index % wide),
+                "norm": torch.linalg.vector_norm(upcast(state[0]), dim=-1).cpu(), "mass": mass.cpu(),
+            })  # fmt: skip
+    return rows.table("layer", "sequence"), tokens, seen
+
+
+def _as_image(pixels: torch.Tensor, processor: Any) -> Any:
+    """Return a picture (3,H,W) as it was before it was normalized."""
+    from PIL import Image  # comes with matplotlib
+
+    mean, std = (torch.tensor(getattr(processor, f"image_{name}"))[:, None, None] for name in ("mean", "std"))
+    colors = (255 * (pixels * std + mean)).round().clamp(0, 255).to(torch.uint8)
+    return Image.fromarray(colors.permute(1, 2, 0).numpy())
+
+
+def _recording(masses: list[torch.Tensor]) -> Callable[..., Any]:
+    """Return an attention function that also appends the mean attention that each token receives, (T,)."""
+
+    def attend(own: Callable[..., Any], module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **more: Any):  # type: ignore[no-untyped-def]
+        scaling = more.get("scaling") or query.shape[-1] ** -0.5
+        sums = [
+            torch.softmax(upcast(query[0, :, rows]) @ upcast(key[0]).transpose(-1, -2) * scaling, -1).sum((0, 1))
+            for rows in row_chunks(query.shape[2])
+        ]
+        masses.append(torch.stack(sums).sum(0) / (query.shape[1] * query.shape[2]))
+        return own(module, query, key, *args, **more)
+
+    return attend
+
+
+def measure_encoder(loaded: LoadedModel, pictures: Sequence[Picture]) -> tuple[dict[str, pd.DataFrame], Subject]:
+    """Measure a vision transformer on pictures: its tables, and the subject of the run, with a sequence a picture."""
+    patches, tokens, seen = encode(loaded.model, load_processor(loaded.source, loaded.revision, text=False), pictures)
+    ends = {"layer_in": "input", "layer_out": "output"}
+    family = Family(loaded.model.config.model_type, "", "", ends, "unknown", NO_POSITIONS, causal=False)
+    sequences = (np.zeros(tokens, np.int64),) * len(pictures)
+    inputs = TokenInputs(PICTURES, sequences, "a special token or the first patch", "")
+    return {"encoder_patch": patches, "picture": listed(seen)}, Subject(loaded, family, inputs)

@@ -1,0 +1,70 @@
+"""Claims of The Super Weight in Large Language Models (SW)."""
+
+import pandas as pd
+
+from sinkscope.interventions.super_weight import PAIR, usual_pairs
+from sinkscope.measuring.experiment import BEFORE
+from sinkscope.paper_claims.arms import perplexity_of_controls, perplexity_ratio
+from sinkscope.paper_claims.claim import Claim, Null, Part
+from sinkscope.paper_claims.evidence import MAIN, Evidence
+from sinkscope.paper_claims.studies import Need
+from sinkscope.results.findings import COLLAPSE
+from sinkscope.results.judgment import NotDefined, at_least, between
+from sinkscope.results.papers import published
+from sinkscope.results.sequences import Sequences
+from sinkscope.results.statistics import Estimate, bootstrap, resamplings, weighted_means
+
+KEY = ["layer", *PAIR]
+TO_ZERO, LARGEST = Need("loss-do", "zero-super-weight"), Need("loss-do-alone", "zero-super-weight:which=largest")
+
+
+def _pairs(evidence: Evidence) -> tuple[Sequences, pd.DataFrame, pd.Series]:
+    """Return a run of the unchanged model, its table `super_weights`, and the super weight."""
+    natural = evidence.natural
+    if "super_weights" not in natural.run.tables and evidence.has(TO_ZERO):
+        natural = evidence.sequences(TO_ZERO, BEFORE)  # measured there to find the entry
+    table = natural.table("super_weights")
+    usual = usual_pairs(table)
+    usual = usual[usual["is_early"]]
+    if usual.empty:
+        raise NotDefined("no early layer has a feed-forward network of this form")
+    return natural, table, usual.loc[usual["written"].idxmax()]
+
+
+def _written(evidence: Evidence) -> Estimate:
+    """Return the share of the row's output that the one entry writes, on the sequences that have the pair."""
+    natural, table, chosen = _pairs(evidence)
+    rows = table[
+        (table[["layer", "expert", "row", "column"]] == chosen[["layer", "expert", "row", "column"]]).all(axis=1)
+    ]
+    shares = rows.set_index("sequence")["share"].reindex(range(natural.weights.shape[1]))
+    note = f"layer {chosen['layer']:.0f}, row {chosen['row']:.0f}, column {chosen['column']:.0f}"
+    return bootstrap(weighted_means(shares.to_numpy(float), resamplings(len(shares)))).over(note)
+
+
+def _is_massive(evidence: Evidence) -> Estimate:
+    """Return the share of sequences whose largest massive activation is at the super weight's row."""
+    natural, _, chosen = _pairs(evidence)
+    massive = natural.table("massive")
+    massive = massive[massive["is_massive"]]
+    if massive.empty:
+        raise NotDefined("no entry is a massive activation")
+    largest = massive.loc[massive.groupby("sequence")["value"].apply(lambda x: x.abs().idxmax())]
+    there = (largest.set_index("sequence")["coordinate"] == chosen["row"]).reindex(range(natural.weights.shape[1]))
+    return bootstrap(weighted_means(there.fillna(False).to_numpy(float), natural.weights))
+
+
+CLAIMS = (
+    Claim("SW-1", "table 1", "Setting the super weight alone to zero breaks the model.",
+        (Part("perplexity ÷ before", lambda e: perplexity_ratio(e, TO_ZERO), at_least(COLLAPSE)),
+         Part("of random entries of its row and column ÷ before", lambda e: perplexity_of_controls(e, TO_ZERO),
+            between(0.9, 1.1))),
+        (TO_ZERO,), published=published("SW table 1", {"Llama-7B": 1211 / 5.67}, "Wikitext-2", "†")),
+    Claim("SW-2", "§3", "Magnitude does not make a super weight.",
+        (Part("perplexity with the largest entry of its matrix zeroed ÷ before",
+            lambda e: perplexity_ratio(e, LARGEST), between(0.9, 1.1)),), (LARGEST,)),
+    Claim("SW-3", "§3", "One entry writes the massive activation.",
+        (Part("share of the row's output that the entry writes", _written, at_least(0.5)),
+         Part("share of sequences whose largest massive activation is at its row", _is_massive, at_least(0.9))),
+        (MAIN, TO_ZERO), set_against=Null.RANDOM_WEIGHTS),
+)  # fmt: skip

@@ -1,0 +1,84 @@
+"""The findings of a run of `analyze --images`: visual sinks, and patches of an encoder with a large norm."""
+
+from collections.abc import Iterator
+from math import isnan
+
+from sinkscope.errors import counted
+from sinkscope.measuring.estimates import outlier_patches, outlier_share, visual_sink_attention, visual_sink_share
+from sinkscope.results.findings import AFTER_LAYER, HIGH_NORM, ON_SINKS, PHI, VISUAL, Finding, Outcome
+from sinkscope.results.judgment import NotDefined
+from sinkscope.results.run import RunData
+from sinkscope.results.statistics import Estimate
+from sinkscope.verdict.report import coordinates_text
+
+SECTION = "Pictures"
+
+
+def findings(run: RunData) -> Iterator[Finding]:
+    if "visual_patch" in run.tables:
+        yield from _visual_sinks(run)
+    if "encoder_patch" in run.tables:
+        yield _outliers(run)
+
+
+def _ends(found: Estimate, scale: float = 1.0, form: str = ".2f") -> str:
+    return (
+        f" (95 % interval {found.low * scale:{form}} to {found.high * scale:{form}})" if found.low < found.high else ""
+    )
+
+
+def _visual_sinks(run: RunData) -> Iterator[Finding]:
+    about, share = run.manifest["pictures"], visual_sink_share(run)
+    of = "massive coordinates" if about["is_massive"] else "largest coordinates, none of them massive,"
+    sentence = f"Of the visual tokens of {counted(about['pictures'], 'picture')}, in layers from {AFTER_LAYER} on, "
+    sentence += f"{100 * share.value:.2f}%{_ends(share, 100)} are sinks: φ is above {PHI:g} at the model's {of} "
+    sentence += f"({coordinates_text(about['coordinates'])}); at as many random ones {100 * share.null:.2f}%."
+    numbers = {"pictures": about["pictures"], "coordinates": tuple(about["coordinates"]), "random": share.null}
+    numbers |= {"layer": AFTER_LAYER}
+    outcome = Outcome.PRESENT if share.low > share.null else Outcome.ABSENT if not share.value else Outcome.UNDECIDED
+    try:
+        ratio = visual_sink_attention(run)
+        sentence += f" The text gives a visual sink {ratio.value:.2f} times{_ends(ratio)} the attention of another "
+        sentence += "visual token" + ("." if isnan(ratio.null) else f", a sink by random ones {ratio.null:.2f} times.")
+        numbers |= {"ratio": ratio.value, "ratio_low": ratio.low, "ratio_high": ratio.high, "ratio_random": ratio.null}
+    except NotDefined:
+        pass
+    yield Finding("visual-sinks", SECTION, outcome, share.value, threshold=PHI, numbers=numbers, sentence=sentence,
+        low=share.low, high=share.high)  # fmt: skip
+    heads = run.tables["visual_head"].groupby(["layer", "head"])[["first_mass", "visual_mass", "sink_mass"]].mean()
+    first, visual, on_sinks = heads.mean()
+    centric = (heads["visual_mass"] >= VISUAL) & (heads["sink_mass"] <= ON_SINKS * heads["visual_mass"])
+    sentence = f"Of the attention of the text after a picture {100 * first:.1f}% goes to position 0, "
+    sentence += f"{100 * visual:.1f}% to visual tokens, and {100 * on_sinks:.1f}% to visual sinks. "
+    sentence += f"{centric.sum()} of {len(heads)} heads see the picture: they give it at least {VISUAL:g} of their "
+    sentence += f"attention, and at most {ON_SINKS:g} of that to sinks."
+    numbers = {"first": first, "sinks": on_sinks, "seeing": int(centric.sum()), "heads": len(heads)}
+    numbers |= {"visual": VISUAL, "on_sinks": ON_SINKS}
+    yield Finding("visual-attention", SECTION, value=visual, numbers=numbers, sentence=sentence)
+
+
+def _outliers(run: RunData) -> Finding:
+    share, table = outlier_share(run), outlier_patches(run)
+    special = run.tables["encoder_patch"].query("row < 0")
+    last = table[table["layer"] == table["layer"].max()]
+    pictures = last["sequence"].nunique()
+    sentence = f"After the last layer {100 * share.value:.2f}%{_ends(share, 100)} of the patches of "
+    sentence += f"{counted(pictures, 'picture')} are outliers, with more than {HIGH_NORM:g} times the median patch's "
+    sentence += f"norm; the largest has {last['ratio'].max():.2f} times."
+    numbers = {"pictures": pictures, "largest": last["ratio"].max()}
+    by_layer = table.groupby("layer")["is_outlier"].mean()
+    if by_layer.max() > share.value:
+        sentence += f" Most are after layer {by_layer.idxmax()}: {100 * by_layer.max():.2f}%."
+        numbers |= {"layer": int(by_layer.idxmax()), "most": by_layer.max()}
+    if len(special):
+        mass = special.groupby(["layer", "sequence"])["mass"].sum().mean()
+        sentence += f" {100 * mass:.1f}% of the attention goes to CLS and registers, mean over layers."
+        numbers["special"] = mass
+    if last["is_outlier"].any():
+        own, others = (last.loc[of, "mass"].mean() for of in (last["is_outlier"], ~last["is_outlier"]))
+        sentence += f" In the last layer an outlier receives {own / others:.2f} times the attention of another patch."
+        numbers["ratio"] = own / others
+    outcome = Outcome.PRESENT if share.low > 0 else Outcome.UNDECIDED if share.value else Outcome.ABSENT
+    return Finding("outlier-patches", SECTION, outcome, share.value, threshold=HIGH_NORM, numbers=numbers,
+        sentence=sentence,
+        low=share.low, high=share.high, is_headline=True)  # fmt: skip

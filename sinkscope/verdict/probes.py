@@ -1,0 +1,73 @@
+"""Findings on super weights, dormant heads and over-mixing, where a run of `analyze` or `intervene` measured them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sinkscope.interventions.heads import AblateHeads, dormant
+from sinkscope.interventions.super_weight import usual_pairs
+from sinkscope.measuring.experiment import BEFORE
+from sinkscope.results.findings import Finding
+from sinkscope.results.run import RunData
+from sinkscope.results.statistics import rank_correlation
+
+SECTION = "Neurons and heads"
+SHARE = AblateHeads().share
+
+
+def findings(run: RunData) -> Iterator[Finding]:
+    for name, part in (("super_weights", _super_weight), ("head_scores", _heads), ("over_mixing", _over_mixing)):
+        table = run.tables.get(name)
+        if table is not None and len(table):
+            yield part(run, table[table["condition"] == BEFORE] if run.is_experiment else table)
+
+
+def _super_weight(run: RunData, table: pd.DataFrame) -> Finding:
+    usual = usual_pairs(table)
+    found = usual[usual["is_early"]].set_index("layer")["written"].idxmax()
+    layer, chosen = int(found), usual.set_index("layer").loc[found]
+    row, column = int(chosen["row"]), int(chosen["column"])
+    sentence = "The largest entry that a feed-forward network adds in the first three quarters of the layers is "
+    sentence += f"{chosen['written']:,.4g}, in layer {layer} at coordinate {row}. There the weight at row {row} and "
+    sentence += (
+        f"column {column}, the neuron with the largest input, writes {chosen['share']:.0%} of the row's output, "
+    )
+    sentence += f"in {chosen['sequences']:.0%} of the sequences"
+    massive = run.tables["massive"][lambda x: x["is_massive"]] if "massive" in run.tables else pd.DataFrame()
+    if len(massive):
+        usually = int(massive.loc[massive["value"].abs().idxmax(), "coordinate"])
+        sentence += f"; the largest massive activation is at {'the same' if usually == row else 'another'} coordinate"
+        sentence += "" if usually == row else f", {usually}"
+    numbers = {name: float(chosen[name]) for name in ("written", "input", "output", "weight", "sequences")}
+    numbers |= {"layer": layer, "row": row, "column": column}
+    return Finding("super-weight", SECTION, value=float(chosen["share"]), numbers=numbers, sentence=f"{sentence}.")
+
+
+def _heads(run: RunData, table: pd.DataFrame) -> Finding:
+    norm, mass, layers = (table[name].to_numpy() for name in ("relative_norm", "first_mass", "layer"))
+    found = rank_correlation(-norm, mass, layers)
+    flagged = [set(dormant(table, by, SHARE)) for by in ("output-norm", "first-mass")]
+    both = len(flagged[0] & flagged[1]) / len(flagged[0])
+    sentence = "Two scores of dormant heads, a small norm of the output in its layer and much attention to position 0, "
+    sentence += f"have rank correlation {found.value:.2f} over {len(table)} heads (95 % interval {found.low:.2f} to "
+    sentence += f"{found.high:.2f}); of the {len(flagged[0])} heads that each of them flags, {both:.0%} are the same, "
+    sentence += f"where chance gives {SHARE:.0%}."
+    numbers = {"heads": len(table), "flagged": len(flagged[0]), "both": both, "chance": SHARE}
+    about: dict[str, Any] = {"low": found.low, "high": found.high, "numbers": numbers, "sentence": sentence}
+    return Finding("dormant-heads", SECTION, value=found.value, **about)
+
+
+def _over_mixing(run: RunData, table: pd.DataFrame) -> Finding:
+    every = run.tables["over_mixing_by_sequence"].groupby("condition")["change"].mean()
+    value = float(every[BEFORE] if run.is_experiment else every.iloc[0])
+    sentence = "A changed token changes the states of later tokens by "
+    sentence += f"{value:.1%} of their norm, mean over layers, substitutions and sequences"
+    numbers: dict[str, float] = {}
+    for label in run.manifest.get("arms", {}) if run.is_experiment else ():
+        drawn = [float(x) for name, x in every.items() if str(name).startswith(f"{label} control ")]
+        numbers |= {label: float(every[label]), f"{label} control": float(np.mean(drawn)) if drawn else float("nan")}
+        sentence += f"; under {label} by {every[label]:.1%}"
+        sentence += f", under its {len(drawn)} controls by {min(drawn):.1%} to {max(drawn):.1%}" if drawn else ""
+    return Finding("over-mixing", SECTION, value=value, numbers=numbers, sentence=f"{sentence}.")

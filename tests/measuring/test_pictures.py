@@ -1,0 +1,165 @@
+"""Pictures: visual sinks and outlier patches, against plain transformers in float64."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from support.pictures import MARKS, PATCH, SEEING, SIDE, draw_pictures, processor, save, seeing
+from transformers import (
+    AutoModel,
+    CLIPVisionConfig,
+    Dinov2WithRegistersConfig,
+    SiglipImageProcessorPil,
+    SiglipVisionConfig,
+    ViTConfig,
+)
+
+import sinkscope
+from sinkscope import InputError
+from sinkscope.measuring.estimates import outlier_patches, outlier_share, visual_sink_attention, visual_sink_share
+from sinkscope.measuring.pictures import encode, massive_coordinates, phi
+from sinkscope.paper_claims.claim import judge
+from sinkscope.paper_claims.evidence import MAIN, Evidence
+from sinkscope.paper_claims.register import CLAIMS
+from sinkscope.results.findings import PHI
+from sinkscope.results.judgment import Outcome
+from sinkscope.results.run import RunData
+from sinkscope.text.pictures import asked_about, places_of, read_pictures
+
+NEAR = {"rtol": 1e-5, "atol": 1e-6}  # norms of transformers compute in float32
+GIVEN: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 12, "observables": ["massive"]}
+
+
+@pytest.mark.parametrize("kind", SEEING)
+def test_attention_to_patches_and_phi_are_those_of_plain_transformers(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = seeing(kind, torch.float64)
+    if kind == "llava":  # a coordinate that is massive at every token
+        model.model.language_model.layers[1].mlp.down_proj.weight[7] *= 3000
+    folder = save(kind, tmp_path / "model", model)
+    monkeypatch.setattr("sinkscope.models.loading.DTYPES", {"float32": torch.float64})
+    run = sinkscope.analyze(str(folder), images=draw_pictures(tmp_path / "pictures"), **GIVEN)
+    coordinates, is_massive = massive_coordinates(run.tables["massive"])
+    assert run.manifest["pictures"] == {"pictures": 2, "coordinates": coordinates, "is_massive": is_massive}
+    assert is_massive == (kind == "llava")
+
+    model.set_attn_implementation("eager")
+    for at, picture in enumerate(read_pictures(tmp_path / "pictures", 2)):
+        batch, places = asked_about(picture, processor(kind), MARKS.index("<image>"), at)
+        given = {name: x.double() if x.is_floating_point() else x for name, x in batch.pictures.items()}
+        found = model(batch.token_ids, **given, output_attentions=True, output_hidden_states=True)
+        for layer, weights in enumerate(found.attentions):
+            mass = weights[0, :, int(places.column[-1]) + 1 :].mean(1)
+            rows = run.tables["visual_patch"].query("layer == @layer and sequence == @at")
+            torch.testing.assert_close(torch.tensor(rows["mass"].to_numpy()), mass[:, places.column].mean(0), **NEAR)
+            hidden = found.hidden_states[layer][0, places.column]
+            expected = hidden[:, coordinates].abs().amax(1) / (hidden.pow(2).mean(1) + 1e-6).sqrt()
+            torch.testing.assert_close(torch.tensor(rows["phi"].to_numpy()), expected, **NEAR)
+            heads = run.tables["visual_head"].query("layer == @layer and sequence == @at")
+            torch.testing.assert_close(torch.tensor(heads["first_mass"].to_numpy()), mass[:, 0], **NEAR)
+            sinks = mass[:, places.column] @ (expected > PHI).double()
+            torch.testing.assert_close(torch.tensor(heads["sink_mass"].to_numpy()), sinks, **NEAR)
+    assert run.figure("visual-sinks") is not None
+    assert any(one.name == "visual-sinks" for one in run.findings)
+
+
+def test_phi_by_hand() -> None:
+    hidden = torch.tensor([[3.0, -4.0, 0.0, 0.0]])
+    assert float(phi(hidden, torch.tensor([1, 2]))) == pytest.approx(4 / 2.5, rel=1e-6)
+
+
+def test_places_of_tiles_and_of_merged_patches() -> None:
+    visual = torch.tensor([0, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0]).bool()
+    places = places_of(visual)
+    assert places.tile.tolist() == [0] * 4 + [1] * 4
+    assert places.grid_row.tolist() == [0, 0, 1, 1] * 2
+    wide = places_of(torch.ones(6).bool(), torch.tensor([[1, 4, 6]]))  # 24 patches, 2 × 2 merged
+    assert wide.grid_row.tolist() == [0, 0, 0, 1, 1, 1]
+    assert wide.grid_column.tolist() == [0, 1, 2] * 2
+
+
+SMALL: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+ENCODERS = {
+    "vit": (ViTConfig, 1),
+    "dinov2 with registers": (Dinov2WithRegistersConfig, 5),
+    "siglip": (SiglipVisionConfig, 0),
+    "clip": (CLIPVisionConfig, 1),
+}
+
+
+def encoder(kind: str, **more: Any) -> Any:
+    config, _ = ENCODERS[kind]
+    torch.manual_seed(0)
+    return AutoModel.from_config(config(**SMALL, image_size=SIDE, patch_size=PATCH, **more)).eval().double()
+
+
+@pytest.mark.parametrize("kind", ENCODERS)
+def test_norms_and_attention_of_an_encoder_are_those_of_plain_transformers(kind: str, tmp_path: Path) -> None:
+    model, images = encoder(kind), SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE})
+    pictures = read_pictures(draw_pictures(tmp_path), 2)
+    table, tokens, seen = encode(model, images, pictures)
+    assert np.array_equal(np.asarray(seen[0].image), np.asarray(pictures[0].image))
+    special = ENCODERS[kind][1]
+    assert tokens == special + (SIDE // PATCH) ** 2
+    assert (table.query("layer == 0 and sequence == 0")["row"] < 0).sum() == special
+    model.set_attn_implementation("eager")
+    pixels = images(images=[picture.image for picture in pictures], return_tensors="pt")["pixel_values"].double()
+    plain = model(pixels, output_attentions=True, output_hidden_states=True)
+    for layer, weights in enumerate(plain.attentions):
+        rows = table[table["layer"] == layer]
+        mass, norm = weights.mean((1, 2)).flatten(), plain.hidden_states[layer + 1].norm(dim=-1).flatten()
+        torch.testing.assert_close(torch.tensor(rows["mass"].to_numpy()), mass)
+        torch.testing.assert_close(torch.tensor(rows["norm"].to_numpy()), norm)
+
+
+def test_a_run_on_an_encoder(tmp_path: Path) -> None:
+    encoder("vit").float().save_pretrained(tmp_path / "vit")
+    SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE}).save_pretrained(tmp_path / "vit")
+    out = tmp_path / "run"
+    run = sinkscope.analyze(str(tmp_path / "vit"), images=draw_pictures(tmp_path / "pictures"), out=out)
+    assert set(run.tables) == {"encoder_patch", "picture", "finding"}
+    assert (out / "index.html").is_file()
+    assert (out / "figures" / "outlier-patches.png").is_file()
+    assert "Pictures" in sinkscope.Run.open(out).verdict
+
+
+def test_models_and_folders_without_pictures_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="holds no picture"):
+        read_pictures(tmp_path, 1)
+    with pytest.raises(InputError, match="no such folder"):
+        read_pictures(tmp_path / "away", 1)
+    with pytest.raises(InputError, match="reads no pictures"):
+        sinkscope.analyze(images=draw_pictures(tmp_path / "pictures"), **GIVEN)
+
+
+def made_up(**tables: pd.DataFrame) -> RunData:
+    return RunData({"model": {"text_tower": {"path": "model"}}, "command": "analyze", "condition": "natural"}, tables)
+
+
+def test_visual_sinks_by_hand() -> None:
+    """Two pictures with the same two tokens; layer 1 is before the layers that count."""
+    rows = [(2, 30.0, 0.4, 0.0), (2, 10.0, 0.1, 0.5), (1, 99.0, 0.9, 1.0)]
+    both = [(at, *row) for at in range(2) for row in rows]
+    run = made_up(visual_patch=pd.DataFrame(both, columns=["sequence", "layer", "phi", "mass", "random_share"]))
+    share, ratio = visual_sink_share(run), visual_sink_attention(run)
+    assert (share.value, share.low, share.high, share.null) == (0.5, 0.5, 0.5, 0.25)
+    assert (ratio.value, ratio.null) == pytest.approx((4.0, 0.1 / (0.45 / 1.5)))
+    judged = {id: judge(CLAIMS[id], Evidence({MAIN: run})).outcome for id in ("VS-1", "VS-2")}
+    assert set(judged.values()) == {Outcome.HOLDS}
+    none = made_up(visual_patch=run.tables["visual_patch"].assign(phi=1.0))
+    judged = {id: judge(CLAIMS[id], Evidence({MAIN: none})).outcome for id in ("VS-1", "VS-2")}
+    assert judged == {"VS-1": Outcome.FAILS, "VS-2": Outcome.DOES_NOT_APPLY}
+    assert judge(CLAIMS["VS-1"], Evidence({MAIN: made_up()})).outcome == Outcome.NOT_MEASURED
+
+
+def test_outlier_patches_by_hand() -> None:
+    norms = [1.0, 2.0, 2.0, 7.0]  # 7 is more than three times the median
+    table = pd.DataFrame({"sequence": 0, "layer": 0, "row": [0, 0, 1, 1], "column": [0, 1, 0, 1], "norm": norms})
+    special = pd.DataFrame({"sequence": [0], "layer": 0, "row": -1, "column": 0, "norm": 100.0})
+    run = made_up(encoder_patch=pd.concat([special, table], ignore_index=True))
+    assert outlier_patches(run)["is_outlier"].tolist() == [False, False, False, True]
+    assert outlier_share(run).value == 0.25

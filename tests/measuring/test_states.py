@@ -1,0 +1,177 @@
+"""Entropy of states, sink tokens, residual sinks and the spike mask: formulas, small cases, plain transformers."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.attention_reads import EACH_KIND, make_read
+from tiny import batched, measured, padded, ragged_tokens, tiny_model
+
+import sinkscope
+from sinkscope.measuring.observables.entropy import entropy, spectrum, valley
+from sinkscope.measuring.observables.observable import Reading, Settings
+from sinkscope.measuring.observables.spikes import SinkTokens, attention_received, kinds_of, life, mean_cosine, sinks
+
+SETTINGS = Settings(positions=4, window=4)
+
+
+def entropy_by_svd(x: np.ndarray) -> float:
+    """The definition, from the singular values themselves."""
+    p = np.linalg.svd(x, compute_uv=False) ** 2
+    p = p / p.sum()
+    return float(-(p[p > 0] * np.log(p[p > 0])).sum() / np.log(max(2, min(x.shape))))
+
+
+def test_entropy_is_that_of_the_singular_values_and_bounded_by_norm_and_alignment() -> None:
+    drawn = np.random.default_rng(0)
+    for tokens, width in ((5, 9), (12, 4)):
+        x = drawn.standard_normal((tokens, width)) + 2
+        x[0] *= 50
+        singular = np.linalg.svd(x, compute_uv=False) ** 2
+        p = spectrum(torch.from_numpy(x))
+        np.testing.assert_allclose(p.flip(-1), singular / singular.sum(), atol=1e-14)
+        padded_x = torch.zeros(1, tokens + 3, width, dtype=torch.float64)
+        padded_x[0, :tokens] = torch.from_numpy(x)
+        found = {
+            name: float(value[0])
+            for name, value in valley(padded_x, torch.tensor([tokens], dtype=torch.float64)).items()
+        }
+        norms = np.linalg.norm(x, axis=1)
+        rescaled = np.concatenate([x[:1] * np.quantile(norms[1:], 0.5, method="lower") / norms[0], x[1:]])
+        for name, states in (("entropy", x), ("entropy_without_first", x[1:]), ("entropy_rescaled", rescaled)):
+            assert found[name] == pytest.approx(entropy_by_svd(states), rel=1e-10), name
+        cosines = (x[1:] @ x[0]) ** 2 / norms[0] ** 2
+        share, alignment = norms[0] ** 2 / (norms[1:] ** 2).sum(), cosines.sum() / (norms[1:] ** 2).sum()
+        assert found["norm_share"] == pytest.approx(share)
+        assert found["alignment"] == pytest.approx(alignment)
+        assert found["anisotropy_bound"] == pytest.approx((share + alignment) / (share + 1))
+        assert found["anisotropy_bound"] <= found["anisotropy"] == pytest.approx(singular[0] / singular.sum())
+        assert found["entropy"] <= found["entropy_bound"] < 1
+    # both bounds are reached where all other tokens are orthogonal to the first and to each other, of one norm
+    exact = valley(torch.diag(torch.tensor([3.0, 1, 1, 1], dtype=torch.float64))[None], torch.tensor([4.0]).double())
+    assert float(exact["anisotropy"]) == pytest.approx(float(exact["anisotropy_bound"])) == pytest.approx(9 / 12)
+    assert float(exact["entropy"]) == pytest.approx(float(exact["entropy_bound"]))
+    assert float(entropy(torch.full((8,), 1 / 8, dtype=torch.float64))) == pytest.approx(np.log(8))
+
+
+def hidden_states(model: torch.nn.Module, ids: np.ndarray) -> np.ndarray:
+    """(L,T,D): the layers' outputs of one sequence alone, by hooks."""
+    kept: list[Any] = []
+    hooks = [
+        layer.register_forward_hook(lambda _, __, out: kept.append(out[0] if isinstance(out, tuple) else out))
+        for layer in model.model.layers
+    ]
+    model(torch.as_tensor(ids)[None])
+    for hook in hooks:
+        hook.remove()
+    return torch.cat(kept).numpy()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_tables_of_states_are_those_of_plain_transformers(side: str) -> None:
+    model, sequences = tiny_model("llama", dtype=torch.float64), ragged_tokens((9, 24, 14))
+    tables = measured(model, batched(sequences, 2, side), SETTINGS, ("entropy", "sink-tokens", "residual-sinks"))
+    states = [hidden_states(model, ids) for ids in sequences]
+    by_sequence = tables["entropy_by_sequence"].set_index(["layer", "sequence"])
+    shares = tables["spikes_by_sequence"].set_index(["layer", "sequence"])
+    for at, own in enumerate(states):
+        for layer, x in enumerate(own):
+            assert by_sequence["entropy"][layer, at] == pytest.approx(entropy_by_svd(x), rel=1e-6)
+            ratios = np.abs(x) / np.quantile(np.abs(x), 0.5, axis=1, method="lower", keepdims=True)
+            assert shares["largest_share"][layer, at] == pytest.approx((ratios > 20).mean(0).max())
+    largest = np.mean([np.linalg.norm(own, axis=-1).max(-1) for own in states], axis=0)
+    np.testing.assert_allclose(tables["spikes"]["norm"], largest)
+    top = np.stack([own[2][np.linalg.norm(own[2], axis=1).argmax()] for own in states])
+    top /= np.linalg.norm(top, axis=1, keepdims=True)
+    pairs = (top @ top.T)[np.triu_indices(len(top), 1)]
+    assert tables["spikes"]["cosine"][2] == pytest.approx(pairs.mean())
+    assert np.isnan(mean_cosine(torch.ones(3), 1))
+
+
+def test_a_token_is_a_sink_while_it_is_parallel_to_the_first_and_large() -> None:
+    assert life(torch.tensor([1.0, 2, 50, 49, 10, 12])) == (1, 3)  # outputs of layers 1 and 2 are large
+    assert life(torch.tensor([1.0, 2, 3, 9])) == (2, 3)  # the norm never falls
+    depth = 8
+    norms = torch.full((4, 1 + depth), 2.0)
+    norms[0, 2:8] = 100  # the first sink: outputs of layers 1 to 6
+    norms[2, 4:8] = 30  # joins in layer 3
+    norms[3, 4:8] = 5  # large, but not parallel
+    cosine = torch.zeros(4, depth)
+    cosine[0], cosine[1], cosine[2] = 1, -0.95, 0.95  # token 1 is parallel, but not large
+    is_parallel, is_sink = sinks(norms, cosine, first=0)
+    assert is_parallel.sum(1).tolist() == [6, 6, 6, 0]
+    assert [np.flatnonzero(row).tolist() for row in is_sink] == [[*range(1, 7)], [], [3, 4, 5, 6], []]
+    assert kinds_of(is_sink, first=0).tolist() == ["first", "", "secondary", ""]  # fewer than 17/32 of 8 layers
+    flat = torch.full((4, 1 + depth), 2.0).cumsum(1)
+    assert not sinks(flat, torch.ones(4, depth), first=0)[1].any()  # without a spike, no token is a sink
+
+
+def test_sink_tokens_are_listed_with_their_lives() -> None:
+    """Three sequences of one layer stack: the first sink at position 1 of the second, and a token that joins it."""
+    batch = padded(ragged_tokens((5, 6)), "left")
+    observable, depth, width = SinkTokens(SETTINGS), 8, 6
+    observable.depth = depth
+    batch.token_ids[0, 3] = batch.token_ids[1, 4]  # the token that joins, where it is no sink
+    for layer in range(depth):  # attention, which tells layers and sequences apart
+        observable.received[layer] = torch.tensor([[10.0 * layer], [1.0 * layer]]).expand(2, 6)
+    spike = torch.zeros(width)
+    spike[2] = 100.0
+    generator = torch.Generator().manual_seed(0)
+    for layer in range(depth):
+        x = torch.randn(2, 6, width, generator=generator)
+        written = torch.randn(2, 6, width, generator=generator)
+        if 1 <= layer < 7:
+            x[0, 1] = x[1, 1] = spike  # positions 0 and 1
+            written[:, 1] = spike
+        if 3 <= layer < 6:
+            x[1, 4] = 0.5 * spike
+            written[1, 4] = spike / 7 if layer == 3 else -spike
+        for site, tensor in (("layer_in", x), ("mlp_out", written), ("layer_out", x)):
+            if site != "layer_in" or layer == 0:
+                observable.see(layer, site, Reading(tensor, batch), batch)
+        observable.finish(batch)  # which is called before the last layer if other observables keep much
+    tables = observable.tables()
+    table = tables["sink_tokens"].set_index(["sequence", "position"])
+    assert table["kind"].to_dict() == {(0, 0): "first", (1, 1): "first", (1, 4): "secondary"}
+    assert table.loc[(1, 4), ["layer", "last_layer", "lifetime"]].tolist() == [3, 5, 3]
+    assert table.loc[(1, 4), ["norm", "written"]].tolist() == pytest.approx([50.0, 1.0])
+    # layers 4 to 6 read the outputs of layers 3 to 5
+    assert table.loc[(1, 4), ["attention", "attention_elsewhere"]].tolist() == pytest.approx([5.0, 50.0])
+    assert table["token_id"].tolist() == [int(batch.token_ids[0, 1]), *batch.token_ids[1, [1, 4]].tolist()]
+    assert tables["parallel_tokens"].query("sequence == 1")["sinks"].tolist() == pytest.approx(
+        [0, 0, 0, 0.2, 0.2, 0.2, 0, 0]
+    )
+
+
+@EACH_KIND
+def test_attention_received_is_that_of_the_loops(kind: str, lengths: tuple | None, side: str) -> None:
+    read = make_read(kind, lengths=lengths, side=side)
+    every = slice(0, read.length)
+    weights, allowed = read.weights(every, every)[0], read.allowed(every, every)
+    seen = (torch.ones_like(weights, dtype=torch.bool) if allowed is None else allowed).expand_as(weights)
+    real = read.batch.attention_mask.bool()[:, None, :, None]
+    later = torch.ones(read.length, read.length).tril(-1).bool()
+    uniform = (seen / seen.sum(-1, keepdim=True).clamp(min=1)) * (later & real)
+    expected = (weights * later).mean(1).sum(1) / uniform.mean(1).sum(1)
+    is_token = read.batch.attention_mask.bool()
+    found, expected = (x.nan_to_num(nan=-1.0, posinf=-1.0)[is_token] for x in (attention_received(read), expected))
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.real_model
+def test_the_mask_of_a_real_model_is_exported(tmp_path: Any) -> None:
+    """In SmolLM2 the first token is a sink in the outputs of layers 11 to 27, at coordinate 507."""
+    run = sinkscope.analyze(num_seqs=2, seq_len=16, observables=["massive"], export_mask=True, out=tmp_path / "run")
+    mask = load_file(tmp_path / "run" / "spike_mask.safetensors")
+    assert run.manifest["config"]["export_mask"]
+    again = sinkscope.spike_mask(None, mask["token_ids"])
+    for name, tensor in vars(again).items():
+        torch.testing.assert_close(mask[name], tensor)
+    expected = torch.zeros(30, 2, 16, dtype=torch.bool)
+    expected[11:28, :, 0] = True
+    torch.testing.assert_close(again.tokens, expected)
+    assert again.start[:, 0].tolist() == [11, 11]
+    assert again.lifetime[:, 0].tolist() == [17, 17]
+    assert again.massive_coordinates[12].nonzero().flatten().tolist() == [507]
