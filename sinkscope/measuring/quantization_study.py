@@ -356,7 +356,7 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
 }
 
 
-def resampled_cost(losses: np.ndarray, full: np.ndarray, predicted: Sequence[int]) -> np.ndarray:
+def resampled_cost(losses: np.ndarray, full: np.ndarray, predicted: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return (1 + draws,) replicates of the cost in nats per token, from the losses (N,) of sequences."""
     weights = resamplings(len(predicted))
     with np.errstate(invalid="ignore", divide="ignore"):  # a single sequence has no interval
