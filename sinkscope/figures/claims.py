@@ -8,13 +8,15 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from sinkscope.figures.labels import escape, heading, wrapped
-from sinkscope.figures.plot import hide_y, shade_rows
+from sinkscope.figures.plot import hide_y
 from sinkscope.figures.spec import needs
-from sinkscope.figures.style import GRAY, GREEN, NAVY, REFERENCE, VERMILION, WIDE, Figure, Look, new_figure
+from sinkscope.figures.style import GRAY, NAVY, REFERENCE, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import ROUTES, Effect, measured_models
 from sinkscope.results.judgment import Outcome
+from sinkscope.results.papers import paper_of
 from sinkscope.results.side_by_side import model_name
+from sinkscope.verdict.report import spans
 from sinkscope.verdict.scorecard import Scorecard, headline, value_text
 
 # --- The claims that were decided on one model: a line for each number, with its interval and the threshold
@@ -23,7 +25,7 @@ REACH = 4.0  # length of the axis to both sides of the threshold
 DOT: Look = {"linestyle": "none"}
 LOOKS: dict[str, Look] = {
     Outcome.HOLDS: DOT | {"color": NAVY, "marker": "o", "markersize": 3.4},
-    Outcome.INCONCLUSIVE: DOT | {"color": GREEN, "marker": "o", "markersize": 3.4, "markerfacecolor": "white"},
+    Outcome.INCONCLUSIVE: DOT | {"color": GRAY, "marker": "o", "markersize": 3.4, "markerfacecolor": "white"},
     Outcome.NOT_ENOUGH_SEEDS: DOT | {"color": GRAY, "marker": "s", "markersize": 3, "markerfacecolor": "white"},
     Outcome.FAILS: DOT | {"color": VERMILION, "marker": "X", "markersize": 4},
 }
@@ -100,34 +102,52 @@ def _place(value: float, row: Any) -> float:
     return float(np.clip(min(distances), -REACH, REACH))
 
 
-# --- The outcomes of all claims on several models: a row for each claim, a column for each model
+# --- Claims on several models, by paper: a row for each claim that does not hold in every model that decides it, those
+# on which models differ first, and a line with all others. A column for each model.
 
-NAMES = 4.2  # inches
+NAMES, CELL, LINE_HEIGHT = 4.5, 0.75, 0.15  # inches
 NOTHING: Look = {"color": "0.7", "marker": "_", "markersize": 4, "linestyle": "none"}
 
 
 @needs(lambda card: len(card.models) > 1, "there is one model")
 def draw_scorecard_by_model(card: Scorecard) -> Figure:
-    outcomes = card.by_model
-    decided = outcomes[outcomes.isin(list(LOOKS)).any(axis=1)]
-    figure = new_figure(NAMES + 0.75 * len(card.models), 0.135 * len(decided) + 1)
+    lines = [line for paper in dict.fromkeys(card.table["paper"]) for line in _lines(card, paper)]
+    width = max(WIDE, NAMES + CELL * len(card.models))
+    figure = new_figure(width, LINE_HEIGHT * len(lines) + 0.8)
     ax = figure.subplots()
-    shade_rows(ax, len(decided))
-    for row, (_, found) in enumerate(decided.iterrows()):
-        for column, outcome in enumerate(found):
+    for row, (_, found) in enumerate(lines):
+        if found is not None and row % 2:
+            ax.axhspan(row - 0.5, row + 0.5, color="0.955", linewidth=0)
+        for column, outcome in enumerate(() if found is None else found):
             ax.plot([column], [row], **LOOKS.get(outcome, NOTHING))
-    names = [
-        escape(textwrap.shorten(f"{name}  {CLAIMS[name].statement}", 84, placeholder=" …")) for name in decided.index
-    ]
-    ax.set_yticks(range(len(names)), names, fontsize=5.6, ha="left")
-    ax.tick_params(axis="y", length=0, pad=NAMES * 66)
-    ax.set(ylim=(len(decided) - 0.5, -0.5), xlim=(-0.5, len(card.models) - 0.5))
+    ax.set_yticks(range(len(lines)), [escape(text) for text, _ in lines], fontsize=7, ha="left")
+    for (text, _), label in zip(lines, ax.get_yticklabels(), strict=True):
+        label.set_fontweight("bold" if text in set(card.table["paper"]) else "normal")
+    ax.tick_params(axis="y", length=0, pad=72 * (width - CELL * len(card.models) - 0.1))
+    ax.set(ylim=(len(lines) - 0.5, -0.5), xlim=(-0.5, len(card.models) - 0.5))
     ax.xaxis.tick_top()
     ax.set_xticks(range(len(card.models)), [wrapped(model_name(name), 14, 3) for name in card.models])
     ax.tick_params(axis="x", length=0)
     ax.spines[:].set_visible(False)
-    signs = {str(outcome): look for outcome, look in LOOKS.items()} | {"does not apply, or not measured": NOTHING}
-    return figure.finish("", signs, ncols=4)
+    signs = {str(outcome): look for outcome, look in LOOKS.items() if (card.by_model == outcome).any(axis=None)}
+    return figure.finish("", signs | {"does not apply, or not measured": NOTHING}, ncols=5)
+
+
+def _lines(card: Scorecard, paper: str) -> list[tuple[str, pd.Series | None]]:
+    """Return the lines of a paper: text, and the outcome in each model; nothing if no model decides a claim of it."""
+    own = card.by_model[[paper_of(name) == paper for name in card.by_model.index]]
+    decided = own.where(own.isin(list(LOOKS))).dropna(how="all")
+    holds = (decided.isna() | (decided == Outcome.HOLDS)).all(axis=1)
+    others = decided[~holds]
+    order = (-others.nunique(axis=1)).sort_values(kind="stable").index  # those on which models differ first
+    lines: list[tuple[str, pd.Series | None]] = [(paper, None)] if len(decided) else []
+    for name in order:
+        text = textwrap.shorten(f"{name}  {CLAIMS[name].statement.rstrip('.')}", 80, placeholder=" …")
+        lines.append((text, own.loc[name]))
+    if holds.any():
+        code, numbers = holds.index[0].partition("-")[0], [int(name.partition("-")[2]) for name in holds.index[holds]]
+        lines.append((f"hold wherever they are decided: {code}-{spans(numbers)}", None))
+    return lines
 
 
 # --- The routes that carry the sink: models × routes, with the sink rate with and without each route

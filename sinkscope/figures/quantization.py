@@ -1,15 +1,17 @@
 """Figures of simulated quantization, and of overflow."""
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.typing import HashableList
 
 from sinkscope.errors import counted
 from sinkscope.figures import plot
 from sinkscope.figures.labels import escape, title, wrapped
 from sinkscope.figures.spec import needs
 from sinkscope.figures.style import (
+    COLUMN,
     HIGHEST,
     NAVY,
     OTHERS,
@@ -32,12 +34,13 @@ from sinkscope.results.side_by_side import shorten
 from sinkscope.verdict.quantization import label, probed, whole
 
 # --- The cost of quantization: perplexity with the model quantized, by setting, and with single sites quantized.
-# Upper left: settings, on all sequences. Lower left: every kind of site. Right: layers of the costliest kinds. The last
-# two are on the few sequences of the search for costly sites. The broken line is full precision on the same sequences.
+# Settings are on all sequences, kinds of site and layers of the costliest kinds on the few sequences of the search for
+# costly sites. The broken line is full precision on the same sequences.
 
 LONGEST = 30  # characters in a site, and in a title
+INTERVAL: Look = {"color": "0.35", "linewidth": 0.8, "zorder": 1.5}
 MASSIVE = "†"  # after the name of a site
-MOST = 16  # number of the costliest modules, and of the costliest single sites, that are drawn
+MOST = 10  # number of the costliest modules, and of the costliest single sites, that are drawn
 # offsets within a row, so that marks with equal values are all visible
 NUDGE = {INPUT: -0.24, WEIGHT: 0.0, OUTPUT: 0.24, SCORES: -0.12, SOFTMAX: 0.12, SUM: 0.0, KEYS: -0.12, VALUES: 0.12}
 
@@ -60,31 +63,42 @@ def draw_quantization_cost(run: RunData) -> Figure:
     alone = probed(run, ALONE)
     kinds, sites = alone[alone["layer"] == ALL_LAYERS], alone[alone["layer"] != ALL_LAYERS].head(MOST)
     modules = list(kinds["site"].unique()[:MOST])
-    heights = [1.6 * (len(whole(run)) - 1), len(modules)]  # in rows: the label of a setting has two lines
-    figure = new_figure(WIDE, 0.2 * max(sum(heights), len(sites)) + 1.5)
-    mosaic: list[HashableList[str]] = [["whole", "sites"], ["kinds", "sites"]] if len(sites) else [["whole"], ["kinds"]]
-    axes = figure.subplot_mosaic(mosaic, height_ratios=heights)
-    settings = whole(run)["perplexity"]
-    quantized = settings.drop(FULL)
+    quantized, probes = whole(run).drop(FULL), float(probed(run, FULL)["perplexity"].iloc[0])
+    heights = [
+        1.9 * len(quantized),
+        1.4 * len(modules),
+        *[len(sites)] * (len(sites) > 0),
+    ]
+    figure = new_figure(COLUMN, 0.14 * sum(heights) + 0.5 * len(heights) + 0.6)
+    axes = figure.subplots(len(heights), 1, height_ratios=heights)
     names = [wrapped(label(run, str(setting)), 26, 2) for setting in quantized.index]
-    _rows(axes["whole"], "whole model quantized", names, float(settings[FULL]))
-    for row, perplexity in enumerate(quantized):
-        axes["whole"].plot([perplexity], [row], **SETTING)
-    reference = float(probed(run, FULL)["perplexity"].iloc[0])
-    _draw_kinds(axes["kinds"], kinds[kinds["site"].isin(modules)], reference)
+    _rows(axes[0], "whole model quantized", names, float(whole(run)["perplexity"][FULL]))
+    for place, row in enumerate(quantized.itertuples()):
+        _mark(axes[0], row, place, whole(run)["perplexity"][FULL], SETTING)
+    _draw_kinds(axes[1], kinds[kinds["site"].isin(modules)], probes)
     if len(sites):
-        _draw_sites(axes["sites"], sites, reference, run.tables["quantization_sites"])
-    for name, ax in axes.items():
-        table = run.tables["quantization"] if name == "whole" else alone
+        _draw_sites(axes[2], sites, probes, run.tables["quantization_sites"])
+    for ax in axes:
+        table = run.tables["quantization"] if ax is axes[0] else alone
         values = plot.drawn(ax, "x")
         values = values[np.isfinite(values)]  # infinite values are beyond the axis
         plot.wide_x_axis(ax, values.min(), values.max(), room=1.02)
         ax.set_xlabel(f"{METRICS['perplexity'].short}, {counted(table['sequences'].max(), 'sequence')}")
     shown = {str(part) for part in alone["part"]}
     marks = {part: look for part, look in MARKS.items() if part in shown} | {"full precision": FULL_PRECISION}
-    if len(sites) and any(name.get_text().endswith(MASSIVE) for name in axes["sites"].get_yticklabels()):
-        marks[f"{MASSIVE} holds massive activations"] = DOT
-    return figure.finish(title(run, WIDE), marks, ncols=5)
+    if np.isfinite(run.tables["quantization"][["cost_low", "cost_high"]]).any(axis=None):
+        marks["95 % over sequences"] = INTERVAL
+    if len(sites) and any(name.get_text().endswith(MASSIVE) for name in axes[2].get_yticklabels()):
+        marks[f"{MASSIVE} massive activations"] = DOT
+    return figure.finish(title(run, COLUMN), marks, ncols=3, columnspacing=1.0, handlelength=1.8)
+
+
+def _mark(ax: Axes, row: Any, place: float, full: float, look: Look) -> None:
+    """Draw a perplexity, with the interval of its cost; that of full precision is taken as fixed."""
+    ends = full * np.exp([row.cost_low, row.cost_high])
+    if np.isfinite(ends).all():
+        ax.plot(ends, [place, place], **INTERVAL)
+    ax.plot([row.perplexity], [place], **look)
 
 
 def _draw_kinds(ax: Axes, kinds: pd.DataFrame, reference: float) -> None:
@@ -93,18 +107,18 @@ def _draw_kinds(ax: Axes, kinds: pd.DataFrame, reference: float) -> None:
     _rows(ax, "one kind of site quantized", [escape(shorten(module, LONGEST)) for module in modules], reference)
     for row in kinds.itertuples():
         part = str(row.part)
-        ax.plot([row.perplexity], [modules.index(row.site) + NUDGE[part]], **MARKS[part])
+        _mark(ax, row, modules.index(row.site) + NUDGE[part], reference, MARKS[part])
 
 
 def _draw_sites(ax: Axes, sites: pd.DataFrame, reference: float, known: pd.DataFrame) -> None:
     massive = known[known["is_massive"]].set_index(["layer", "site", "part"]).index
     names = []
     for place, row in enumerate(sites.itertuples()):
-        where = "" if row.layer == NO_LAYER else f"layer {row.layer} "
+        where = "" if row.layer == NO_LAYER else f"{row.layer} "
         mark = f" {MASSIVE}" if (row.layer, row.site, row.part) in massive else ""
-        names.append(escape(where + shorten(str(row.name), LONGEST)) + mark)
-        ax.plot([row.perplexity], [place], **MARKS[str(row.part)])
-    _rows(ax, "one site quantized", names, reference)
+        names.append(escape(where + shorten(str(row.site), LONGEST)) + mark)
+        _mark(ax, row, place, reference, MARKS[str(row.part)])
+    _rows(ax, "one site quantized (layer, site)", names, reference)
 
 
 def _rows(ax: Axes, title: str, names: list[str], reference: float) -> None:

@@ -1,7 +1,7 @@
 """Figures of the query bias and of the effective positional encodings (NU)."""
 
 import numpy as np
-from matplotlib.ticker import MaxNLocator
+import pandas as pd
 
 from sinkscope.errors import counted
 from sinkscope.figures import plot
@@ -14,6 +14,7 @@ from sinkscope.figures.style import (
     HIGHEST,
     NAVY,
     OTHERS,
+    REFERENCE,
     SINK,
     VERMILION,
     WIDE,
@@ -22,49 +23,49 @@ from sinkscope.figures.style import (
     new_figure,
 )
 from sinkscope.measuring.observables.reductions import ALL_HEADS
-from sinkscope.measuring.summary import delta_gap
+from sinkscope.results.findings import OUTLIER
 from sinkscope.results.run import RunData
 
-# --- The shift Δ_j that the query bias adds to the logits of a key, over tokens (NU figures 1 and 4).
-# A panel for each layer, all heads together. Position 0 is one token of each sequence, so each histogram is scaled to
-# its own highest bin. Δ is before the logits' scaling by 1/√d. Titles give the distance of position 0 from the later
-# tokens' mean Δ, in standard deviations (σ) of the later tokens.
+# --- The shift Δ_j that the query bias adds to the logits of a key, over tokens of all heads (NU figures 1 and 4):
+# position 0 among the later positions, in their standard deviations from their mean. NU's threshold is the broken line.
 
-LOOKS: dict[str, Look] = {  # the later tokens are drawn first
-    "later": {"facecolor": VERMILION, "alpha": 0.45, "linewidth": 0},
-    "position 0": {"facecolor": NAVY, "alpha": 0.85, "linewidth": 0},
-}
+LATER_SPAN: Look = {"facecolor": VERMILION, "alpha": 0.35, "linewidth": 0}
+MEDIAN: Look = {"color": VERMILION, "linestyle": "none", "marker": "_", "markersize": 5, "mew": 1.2}
+QUANTILES = (0.1, 0.5, 0.9)
 
 
 def draw_query_bias_distribution(run: RunData) -> Figure:
-    table, by_position = run.tables["delta_distribution"], run.tables["query_bias"]
-    gaps = delta_gap(by_position[by_position["head"] == ALL_HEADS])
-    layers = sorted(table["layer"].unique())
-    columns = min(len(layers), 4 if len(layers) <= 16 else 6 if len(layers) <= 36 else 8)
-    rows = -(-len(layers) // columns)
-    figure = new_figure(WIDE, min(7.6, 0.8 + rows * (1.15 if columns == 4 else 0.85)))
-    axes = figure.subplots(rows, columns, squeeze=False).ravel()
-    for ax, layer in zip(axes, layers, strict=False):
-        for group, look in LOOKS.items():
-            bins = table[(table["layer"] == layer) & (table["group"] == group)].sort_values("delta")
-            centers, counts = bins["delta"].to_numpy(float), bins["count"].to_numpy(float)
-            if np.isfinite(centers).all() and counts.any():
-                width = (centers[-1] - centers[0]) / max(1, len(centers) - 1) or 1.0
-                ax.bar(centers, counts / counts.max(), width=width, **look)
-        ax.set_ylim(0, 1.08)
-        plot.hide_y(ax)
-        ax.xaxis.set_major_locator(MaxNLocator(3))
-        ax.tick_params(axis="x", labelsize=6)
-        gap = gaps.get(layer, np.nan)
-        text = f"layer {layer}" + (f": {gap:+.1f}σ".replace("-", "−") if np.isfinite(gap) else "")
-        ax.set_title(text, fontsize=7 if columns == 4 else 6, pad=2)
-    for ax in axes[len(layers) :]:
-        ax.set_axis_off()
-    for ax in axes[: len(layers)][-columns:]:  # the lowest panel of each column
-        ax.set_xlabel("Δ, unscaled", fontsize=7)
-    figure.supylabel("tokens (highest bin = 1)")
-    signs = {"position 0": LOOKS["position 0"], "later positions": LOOKS["later"]}
-    return figure.finish(title(run, WIDE), signs, ncols=2)
+    later = run.tables["delta_distribution"].query("group == 'later'")
+    ends = {layer: found for layer, bins in later.groupby("layer") if (found := standard_quantiles(bins)) is not None}
+    gaps = run.tables["summary"].query("metric == 'delta_gap' and layer >= 0").set_index("layer")["value"]
+    figure = new_figure(COLUMN, 2.5)
+    ax = figure.subplots()
+    low, median, high = np.array(list(ends.values())).T if ends else np.empty((3, 0))
+    ax.bar(list(ends), high - low, bottom=low, width=0.7, **LATER_SPAN)
+    ax.plot(list(ends), median, **MEDIAN)
+    plot.line_by_layer(ax, plot.finite(gaps), **SINK | {"linestyle": "none"})
+    ax.use_sticky_edges = False  # of the bars, which would have no margin
+    if plot.panel(ax, "", "Δ: std above the later mean"):
+        ax.axhline(0, color=GRAY, linewidth=0.6, zorder=1)
+        ax.axhline(OUTLIER, **REFERENCE)
+    signs = {"position 0": SINK | {"linestyle": "none"}, "later positions, 10–90 %": LATER_SPAN, "median": MEDIAN}
+    signs |= {f"{OUTLIER:g} std": REFERENCE}
+    return figure.finish(title(run, COLUMN), signs, ncols=2)
+
+
+def standard_quantiles(bins: pd.DataFrame) -> np.ndarray | None:
+    """Return QUANTILES of a histogram in its standard deviations from its mean; None if all tokens are in one bin."""
+    bins = bins.sort_values("delta")
+    centers, counts = bins["delta"].to_numpy(float), bins["count"].to_numpy(float)
+    if not (np.isfinite(centers).all() and counts.any()):
+        return None
+    mean = np.average(centers, weights=counts)
+    deviation = np.sqrt(np.average((centers - mean) ** 2, weights=counts))
+    if not deviation > 0:
+        return None
+    edges = np.concatenate([[centers[0]], (centers[1:] + centers[:-1]) / 2, [centers[-1]]])
+    shares = np.concatenate([[0.0], counts.cumsum() / counts.sum()])
+    return (np.interp(QUANTILES, shares, edges) - mean) / deviation
 
 
 # --- Alignment of the query bias with the key of each position, cos(W_k EPE_i, b_Q), by layer (NU figures 2 and 5).

@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from sinkscope.errors import InputError
 from sinkscope.figures import plot, style
@@ -112,6 +112,7 @@ def draw_sinks_by_layer(run: RunData) -> Figure:
 # would look like a sink. In an encoder all tokens are queries of every position.
 
 PERCENT = FuncFormatter(lambda share, _: percent(share))
+TOKENS = 6  # tokens that are named
 
 
 def percent(share: float) -> str:
@@ -120,58 +121,51 @@ def percent(share: float) -> str:
 
 
 def draw_sink_positions(run: RunData) -> Figure:
-    pairs = len(run.tables["attention"].drop_duplicates(["layer", "head"])) * run.manifest["input"]["sequences"]
+    """Draw shares of heads, means over sequences: by layer, and of later sinks also by position and by token."""
+    heads = run.tables["attention"].drop_duplicates(["layer", "head"]).groupby("layer").size()
+    by_layer, pairs = heads * run.manifest["input"]["sequences"], heads.sum() * run.manifest["input"]["sequences"]
     longest = run.manifest["input"]["longest"]
     last = max(0, longest - FEWEST_QUERIES) if run.is_causal else longest - 1
     sinks = clear_sinks(run.tables["sink_positions"])
-    width = WIDE if sinks.empty or sinks["position"].any() else COLUMN
-    figure = new_figure(width, 0.9 if sinks.empty else 2.5).finish(title(run, width))
     if sinks.empty:
+        figure = new_figure(COLUMN, 0.9).finish(title(run, COLUMN))
         plot.say(figure.subplots(), f"no head has a sink at {places(0, last)}, in any sequence")
         return figure
-    later = sinks[sinks["position"] > 0]
-    widths = [1.0] if later.empty else [1.35, 1.0]
-    left, *right = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
-    _draw_shares(left, sinks, last, pairs)
-    left.set_xlabel("position of the sink" + f" (with ≥ {FEWEST_QUERIES} queries after it)" * run.is_causal)
-    if right:
-        _draw_tokens(right[0], later, pairs)
-    else:
-        left.set_title(f"no sink at {places(1, last)}" if last else "too few queries after later positions")
-    return figure
+    first, later = sinks[sinks["position"] == 0], sinks[sinks["position"] > 0]
+    having = later.drop_duplicates(["layer", "head", "sequence"])
+    once = later.drop_duplicates(["layer", "head", "sequence", "token_id"])  # a repeated token counts once
+    tokens = once.groupby(["token_id", "token"], dropna=False).size().sort_values(ascending=False, kind="stable")
+    tokens = tokens.head(TOKENS) / pairs
+    heights = [1.2] if later.empty else [1.2, 0.9, 0.15 * (len(tokens) + 1)]
+    figure = new_figure(COLUMN, 0.9 + sum(heights) + 0.45 * (len(heights) - 1))
+    axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for found, look in ((first, SINK), (having, OTHERS)):
+        plot.line_by_layer(axes[0], (found.groupby("layer").size() / by_layer).fillna(0), **look)
+    nowhere = f"no sink at {places(1, last)}" if last else "too few queries after later ones"
+    rates = f"later: {percent(len(having) / pairs)}" if len(later) else nowhere
+    plot.panel(axes[0], f"position 0: {percent(len(first) / pairs)}; {rates}", "share of heads", share=True)
+    axes[0].yaxis.set_major_formatter(PERCENT)
+    if len(later):
+        _draw_shares(axes[1], later.groupby("position").size() / pairs, last)
+        axes[1].set_xlabel("later position" + f" (with ≥ {FEWEST_QUERIES} queries after it)" * run.is_causal)
+        _draw_tokens(axes[2], tokens)
+    return figure.finish(title(run, COLUMN), {"position 0": SINK, "a later position": OTHERS}, ncols=2)
 
 
-def _draw_shares(ax: Axes, sinks: pd.DataFrame, last: int, pairs: int) -> None:
-    """Draw the share of (head, sequence) pairs with a sink at each position. The broken line is one pair."""
-    # The axis is logarithmic, because later sinks are rare, and has dots only, because a length on it has no meaning.
-    shares = sinks.groupby("position").size() / pairs
-    ax.set_yscale("log")
-    ax.set_ylim(0.6 * min(1 / pairs, 0.01), 1.3)
-    ax.axhline(1 / pairs, **GUIDE)
-    ax.annotate("one pair", (1, 1 / pairs), (0, 1), xycoords=ax.get_yaxis_transform(), textcoords="offset points",
-        ha="right", va="bottom", fontsize=6, color="0.35")  # fmt: skip
+def _draw_shares(ax: Axes, shares: pd.Series, last: int) -> None:
+    ax.bar(shares.index, shares, color=style.VERMILION, width=0.8)
     plot.grid(ax, "y")
-    size = max(0.8, 2.6 * min(1.0, 50 / max(last, 1)))  # smaller dots for long sequences
-    ax.plot(shares.index, shares, linestyle="none", marker="o", markersize=size, color=style.NAVY, clip_on=False)
+    ax.yaxis.set_major_locator(MaxNLocator(3))
     ax.yaxis.set_major_formatter(PERCENT)
-    ax.yaxis.set_minor_formatter(NullFormatter())
-    if 0 in shares.index:
-        plot.write_beside(ax, percent(shares[0]), 0, shares[0], space=5)
-    ax.set_ylabel("share of (head, sequence) pairs")
+    ax.set_ylabel("share of heads")
     plot.whole_numbers(ax, "x")
-    ax.set_xlim(-0.03 * max(last, 20), max(last, 0.5) + 0.03 * max(last, 20))
+    ax.set_xlim(0, last + 1)
 
 
-def _draw_tokens(ax: Axes, later: pd.DataFrame, pairs: int) -> None:
-    """Draw the share of (head, sequence) pairs with a token as a later sink; a repeated token counts once in a pair."""
-    once = later.drop_duplicates(["layer", "head", "sequence", "token_id"])
-    shares = once.groupby(["token_id", "token"], dropna=False).size() / pairs
-    shares = shares.sort_values(ascending=False, kind="stable").head(12)
+def _draw_tokens(ax: Axes, shares: pd.Series) -> None:
     plot.name_rows(ax, [token_label(token, token_id) for token_id, token in shares.index], shaded=False)
     ax.barh(range(len(shares)), shares, color=style.VERMILION, height=0.65)
-    ax.set(xlabel="share of (head, sequence) pairs", ylabel="token of a later sink")
-    ax.set_ylim(max(len(shares), 4) - 0.4, -0.6)
-    ax.set_xlim(0, shares.max() * 1.18)
+    ax.set(xlabel="share of heads with a later sink at a token", xlim=(0, shares.max() * 1.25))
     ax.xaxis.set_major_locator(MaxNLocator(4))
     ax.xaxis.set_major_formatter(PERCENT)
     for row, share in enumerate(shares):

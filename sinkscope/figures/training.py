@@ -417,48 +417,49 @@ def draw_retrofit_equal_loss(arms: Arms) -> Figure:
 
 
 # --- Value drain and gates of each arm (VGA figures 1 and 4, GS §5)
-# Columns: values as projected and as attended to (norm of each head ÷ its mean over the later positions), and gates;
-# all are means over heads. Upper row: by position, median and quartiles over layers. Lower row: by layer, at position
-# 0. Without gates both values are equal, and there is no third column; with one layer there is no second row. With
-# register tokens, position 0 is the first register.
+# Panels: values as projected and as attended to (norm of each head ÷ its mean over the later positions), and gates;
+# all are means over heads. Without gates the values are the same, in one panel. A line is position 0 by layer, over a
+# band of the later positions in all arms; of a model with one layer, the line is by position. With register tokens,
+# position 0 is the first register.
+
+SPAN: Look = {"facecolor": "0.87", "linewidth": 0}
 
 
 @needs(lambda arms: arms.all_have("geometry"), "not all arms have the table geometry")
 def draw_retrofit_values(arms: Arms) -> Figure:
-    looks = arm_looks(arms.runs)
-    has_gates = any("gate" in run.tables for run in arms.runs.values())
-    columns = 3 if has_gates else 2
-    rows = 2 if any(run.tables["geometry"]["layer"].nunique() > 1 for run in arms.runs.values()) else 1
-    figure = new_figure(WIDE * columns / 3, 1.95 * rows + 0.15 * (1 + len(looks) // 4))
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for arm, run in arms.runs.items():
-        attended = to_others(run.tables["geometry"], "value_norm")
-        shown = [attended, attended]  # layers × positions
-        if "gate" in run.tables:
-            gate = run.tables["gate"]
-            gates = gate.groupby(["layer", "position"])["gate"].mean().unstack()
-            shown = [to_others(gate, "raw_value_norm"), attended, gates]
-        for column, by_layer in enumerate(shown):
-            above, look = axes[0, column], looks[arm]
-            above.plot(by_layer.columns, by_layer.median(), **look)
-            low, high = by_layer.quantile(0.25), by_layer.quantile(0.75)
-            above.fill_between(by_layer.columns, low, high, color=look["color"], alpha=0.12, linewidth=0)
-            if rows > 1:
-                if column == 2:
-                    plot.line_by_layer(axes[1, column], by_layer.drop(columns=0).mean(axis=1), **look | FAINT)
-                plot.line_by_layer(axes[1, column], by_layer[0], **look)
-    names = (METRICS["raw_value_drain"].short, "attended value norm ÷ others", "gate")
-    for column, name in enumerate(names[:columns]):
-        unit = "ratio of L2 norms" if column < 2 else "factor"
-        for ax, text, across in zip(axes[:, column], (name, ""), ("position", "layer, at position 0"), strict=False):
-            ax.axhline(1.0, **style.NEUTRAL)
-            plot.panel(ax, text, unit, across, log=column < 2)
+    looks, has_gates = arm_looks(arms.runs), any("gate" in run.tables for run in arms.runs.values())
+    names = [METRICS["raw_value_drain"].short, "attended value norm ÷ others", "gate"] if has_gates else []
+    names = names or [METRICS["value_drain"].short]
+    values = {arm: _values_and_gates(run)[: len(names)] for arm, run in arms.runs.items()}
+    is_deep = any(len(by_layer) > 1 for shown in values.values() for by_layer in shown)
+    figure = new_figure(COLUMN, 0.75 + 1.15 * len(names) + 0.15 * -(-len(looks) // 2))
+    axes = plot.panel_grid(figure, len(names), 1, "layer, at position 0" if is_deep else "position", sharey=False)
+    for place, (ax, name) in enumerate(zip(axes, names, strict=True)):
+        drawn = {arm: shown[place] for arm, shown in values.items() if place < len(shown)}
+        for arm, by_layer in drawn.items():
+            plot.line_by_layer(ax, by_layer[0] if is_deep else by_layer.iloc[0], **looks[arm])
+            if is_deep and name == "gate":
+                plot.line_by_layer(ax, by_layer.drop(columns=0).mean(axis=1), **looks[arm] | FAINT)
+        if is_deep and name != "gate":
+            later = pd.concat([by_layer.drop(columns=0) for by_layer in drawn.values()], axis=1)
+            plot.band_by_layer(ax, later.quantile(0.1, axis=1), later.quantile(0.9, axis=1), **SPAN | {"zorder": 0})
+        ax.axhline(1.0, **style.NEUTRAL)
+        if plot.panel(ax, name, "factor" if name == "gate" else "ratio of norms", None):
+            ax.set_ylim(0, 1.08 * max(1.0, np.nanmax(plot.drawn(ax, "y"))))
     signs = _signs(looks)
-    if has_gates and rows > 1:
-        signs["gate, mean over later positions"] = FAINT | {"color": "0.3"}
-    over = "by position: median and quartiles over layers" if rows > 1 else ""
-    text = arms.title(arms.seeds_text(of_runs=True), over)
-    return figure.finish(text, signs, ncols=4 if columns > 2 else 2)
+    if is_deep:
+        signs["later positions, 10–90 %"] = SPAN
+        signs |= {"later positions, mean": FAINT | {"color": "0.3"}} if has_gates else {}
+    return figure.finish(arms.title(arms.seeds_text(of_runs=True)), signs, ncols=2)
+
+
+def _values_and_gates(run: RunData) -> list[pd.DataFrame]:
+    """Return values as projected, values as attended to and gates, layers × positions; without gates, values twice."""
+    attended = to_others(run.tables["geometry"], "value_norm")
+    if "gate" not in run.tables:
+        return [attended, attended]
+    gate = run.tables["gate"]
+    return [to_others(gate, "raw_value_norm"), attended, gate.groupby(["layer", "position"])["gate"].mean().unstack()]
 
 
 def to_others(table: pd.DataFrame, column: str) -> pd.DataFrame:

@@ -23,7 +23,7 @@ from sinkscope.errors import InputError, counted
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.losses import perplexity
 from sinkscope.measuring.observables.massive import is_massive, median_magnitude
-from sinkscope.measuring.quantization_study import Bench, measured_ranges, read
+from sinkscope.measuring.quantization_study import Bench, measured_ranges, read, resampled_cost
 from sinkscope.measuring.subject import position_limit
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.models.family import vocabulary
@@ -33,7 +33,7 @@ from sinkscope.quantization.rotation import rotated
 from sinkscope.quantization.simulation import quantized_sites
 from sinkscope.quantization.sites import CACHED, INPUT, SCORES, SOFTMAX, SUM, WEIGHT, Site
 from sinkscope.quantization.spared import Spared
-from sinkscope.results.statistics import bootstrap, resamplings
+from sinkscope.results.statistics import bootstrap
 from sinkscope.results.tables import Column, Columns
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.inputs import TokenInputs
@@ -286,10 +286,9 @@ class Split:
 
     def _note(self, arm: Arm, losses: np.ndarray, full: np.ndarray) -> None:
         predicted = np.array(self.inputs.predicted)
-        weights = resamplings(len(predicted))
+        cost, everything = (resampled_cost(x, self.full, predicted) for x in (losses, self.everything))
         with np.errstate(invalid="ignore", divide="ignore"):
-            cost, everything = (weights @ (x - self.full) / (weights @ predicted) for x in (losses, self.everything))
-            costs, shares = bootstrap(cost), bootstrap(1 - cost / everything)
+            found, shares = bootstrap(cost), bootstrap(1 - cost / everything)
         loss = float(losses.sum() / predicted.sum())
         spared = [int(mask.sum()) for mask in arm.text.spared]
         self.rows.append(
@@ -303,9 +302,9 @@ class Split:
                 "sequences": len(self.inputs),
                 "loss": loss,
                 "perplexity": perplexity(loss),
-                "cost": costs.value,
-                "cost_low": costs.low,
-                "cost_high": costs.high,
+                "cost": found.value,
+                "cost_low": found.low,
+                "cost_high": found.high,
                 "share": shares.value,
                 "share_low": shares.low,
                 "share_high": shares.high,

@@ -50,6 +50,7 @@ from sinkscope.quantization.sites import (
     sites_of,
 )
 from sinkscope.quantization.spared import NOTHING, Spared
+from sinkscope.results.statistics import bootstrap, resamplings
 from sinkscope.results.tables import Column, Columns
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
@@ -191,7 +192,8 @@ def read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: S
 class Measured:
     """The measurements of one setting."""
 
-    loss: float  # per predicted token, in nats
+    losses: np.ndarray  # (N,): the loss of each sequence, summed over its predicted tokens, in nats
+    loss: float  # per predicted token
     max_inf_norm: float = math.nan  # largest over sites and layers
     kurtosis: float = math.nan  # mean over sites and layers
 
@@ -238,12 +240,12 @@ class Bench:
         subject, change = replace(self.subject, inputs=inputs), Change(0, partial(self._quantized, ranges), fresh)
         done = whole_pass(subject, change, Tracer.forward_with_loss, *self._sizes)
         self.used_batch_size = self.used_batch_size or done.batch_size
-        loss = done.loss / inputs.num_predicted
+        losses, loss = done.losses.numpy(), done.loss / inputs.num_predicted
         if not outliers:
-            return Measured(loss)
+            return Measured(losses, loss)
         by_site = done.observables[0].tables()["outlier"]
         kurtosis = by_site.groupby("layer")["kurtosis"].mean().mean()
-        return Measured(loss, float(by_site["max_inf_norm"].max()), float(kurtosis))
+        return Measured(losses, loss, float(by_site["max_inf_norm"].max()), float(kurtosis))
 
     def losses(self, ranges: Mapping[Site, Range], inputs: TokenInputs, spared: Spared = NOTHING) -> np.ndarray:
         """Measure the loss of each sequence (N,), summed over its predicted tokens, with these sites quantized."""
@@ -266,7 +268,8 @@ class Bench:
         if not may_resume or not resumes(*how, changes[-1], None, step, *self._sizes):
             return [self.measure(ranges, inputs) for ranges in settings]
         done = dict(zip(order, passes_over(*how, changes, step, *self._sizes), strict=True))
-        return [Measured(done[index].loss / inputs.num_predicted) for index in range(len(settings))]
+        each = [done[index] for index in range(len(settings))]
+        return [Measured(one.losses.numpy(), one.loss / inputs.num_predicted) for one in each]
 
     @property
     def _sizes(self) -> tuple[int | Literal["auto"], bool, Console | None]:
@@ -332,6 +335,8 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
         Column("loss", "mean cross-entropy", "nats per token"),
         Column("perplexity", "exp(loss)"),
         Column("cost", "loss minus the loss in full precision on the same sequences", "nats per token"),
+        Column("cost_low", "lower end of its 95 % interval over sequences", "nats per token", since=2),
+        Column("cost_high", "upper end", "nats per token", since=2),
         Column("max_inf_norm", "largest absolute entry over sites and layers; NaN where it was not measured"),
         Column("kurtosis", "mean over sites and layers; NaN where it was not measured"),
     ),
@@ -351,6 +356,13 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
 }
 
 
+def resampled_cost(losses: np.ndarray, full: np.ndarray, predicted: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return (1 + draws,) replicates of the cost in nats per token, from the losses (N,) of sequences."""
+    weights = resamplings(len(predicted))
+    with np.errstate(invalid="ignore", divide="ignore"):  # a single sequence has no interval
+        return (weights @ (losses - full)) / (weights @ np.array(predicted))
+
+
 class Study:
     """Measures the settings of `quantize`, each of which is a row of the table `quantization`."""
 
@@ -362,6 +374,7 @@ class Study:
         self.roundings = bench.roundings(calibration, self.ranges)
         self.console = console
         self.rows: list[dict[str, Any]] = []
+        self.full: dict[int, Measured] = {}  # number of sequences → full precision on them
 
     def tables(self) -> dict[str, pd.DataFrame]:
         print_line(self.console, f"{self.bench.precision} on {counted(len(self.inputs), 'sequence')}")
@@ -439,7 +452,11 @@ class Study:
         """Measure and record one setting. Returns its cost: the loss minus that in full precision on the same text."""
         inputs = inputs or self.inputs
         measured = measured or self.bench.measure(ranges, inputs, outliers)
-        cost = 0.0 if setting == settings.FULL else measured.loss - self._row(settings.FULL, inputs)["loss"]
+        full = self.full.setdefault(len(inputs), measured)  # full precision is measured first
+        cost, interval = (
+            measured.loss - full.loss,
+            bootstrap(resampled_cost(measured.losses, full.losses, inputs.predicted)),
+        )
         self.rows.append(
             {
                 "layer": layer,
@@ -450,8 +467,10 @@ class Study:
                 "kept": ", ".join(str(site) for site in kept),
                 "sequences": len(inputs),
                 "cost": cost,
+                "cost_low": interval.low,
+                "cost_high": interval.high,
                 "perplexity": measured.perplexity,
-                **asdict(measured),
+                **{name: value for name, value in vars(measured).items() if name != "losses"},
             }
         )
         return cost

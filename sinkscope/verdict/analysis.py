@@ -5,7 +5,7 @@ A finding whose number belongs to a claim has the value, interval, threshold and
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from math import inf, isclose, isfinite, isnan, nan
@@ -57,6 +57,11 @@ SHOWN = (
     "key_alignment_first", "perplexity", "max_inf_norm", "kurtosis", "state_entropy", "state_entropy_without_first",
     "secondary_sinks", "residual_share",
 )  # fmt: skip
+STATED = {  # metric → the finding whose sentence has it
+    "sink_rate": "sink", "sink_rate_outside": "sink-outside", "sink_rate_later": "later-sinks",
+    "gate_first": "own-gates", "gate_later": "own-gates", "value_gradient_ratio": "value-gradient",
+    "uniform_gradient_ratio": "value-gradient", "compress_slope": "compress",
+}  # fmt: skip
 HIDDEN_AT_ZERO = ("missing_mass",)  # 0 by definition for models without learned sink logits
 
 SINK, MASSIVE, GRADIENTS = "Sink", "Massive activations", "Gradients"
@@ -81,13 +86,15 @@ OUTCOMES = {
 
 
 def report(run: RunData) -> Report:
-    return Report(f"{run.model}, {run.reads}", settings(run), overview(run), findings(run))
+    found = findings(run)
+    return Report(f"{run.model}, {run.reads}", settings(run), overview(run, {one.name for one in found}), found)
 
 
-def overview(run: RunData) -> pd.DataFrame:
+def overview(run: RunData, said: Collection[str] = ()) -> pd.DataFrame:
+    """Return the metrics of the whole model without those that the findings named `said` state."""
     if "summary" not in run.tables:  # of pictures alone
         return pd.DataFrame(columns=["whole model", "value"])
-    values = {name: run.metric(name) for name in SHOWN}
+    values = {name: run.metric(name) for name in SHOWN if STATED.get(name) not in said}
     shown = [name for name, x in values.items() if np.isfinite(x) and (x or name not in HIDDEN_AT_ZERO)]
     rows = [(METRICS[name].label, METRICS[name].text(values[name])) for name in shown]
     return pd.DataFrame(rows, columns=["whole model", "value"])
@@ -236,17 +243,19 @@ def _sink(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     published = WSE.get(run.condition, ()) if comparable else ()
     found = finding("sink", SINK, rate, "W-1", published=published, numbers=numbers, is_headline=True)
 
-    ends = "" if isnan(found.low) else f"95 % interval {found.low:.1f} to {found.high:.1f}%, "
-    what = f"{METRICS['sink_rate'].label} is {found.value:.1f}% ({ends}ε = {config['epsilon']:g})."
-    sentence = f"Whether there is a sink at position 0 is not decided{_single(run)}: the {what} A sink has more than "
-    sentence += f"{found.threshold:g}%."
+    ends = "" if isnan(found.low) else f" (95 % interval {found.low:.1f} to {found.high:.1f}%)"
+    ends = " (one text, so no interval)" if _single(run) else ends
+    what = f"{found.value:.1f}% of the heads give the first token more than {100 * config['epsilon']:g}% of their "
+    what += f"attention{ends}"
+    limit = f"; a sink has more than {found.threshold:g}%"
+    sentence = f"Whether there is a sink at position 0 is not decided: {what}{limit}."
     if found.outcome == Outcome.PRESENT:
-        sentence = f"The {what}"
+        sentence = f"{what}."
     elif found.outcome == Outcome.ABSENT:
-        sentence = f"There is no sink at position 0: the {what} That is not more than {found.threshold:g}%."
-    where = f"At least {STRONG:.0%} of the heads have it in {layers_text(strong)}." if strong else ""
-    sentence += f" {where or f'In no layer do {STRONG:.0%} of the heads have it.'}"
-    sentence += f" Fewer than {ALMOST_NO_SINK:.0%} have it in {layers_text(weak)}." if weak else ""
+        sentence = f"There is no sink at position 0: only {what}{limit}."
+    where = f"At least {STRONG:.0%} of the heads do in {layers_text(strong)}" if strong else ""
+    sentence += f" {where or f'In no layer do {STRONG:.0%} of the heads'}"
+    sentence += f"; fewer than {ALMOST_NO_SINK:.0%} in {layers_text(weak)}." if weak else "."
     yield replace(found, sentence=sentence)
 
     yield from _outside(run)
@@ -327,8 +336,8 @@ def _repeated(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         return
     if run.bos == WITH:
         token = run.manifest["input"]["token_zero"]
-        sentence = f"Position 0 is {token}, and one token is repeated after it: WSE's propositions are about equal "
-        sentence += "tokens from position 0 on, as `--bos never` gives them."
+        sentence = f"Position 0 is {token}, and one token is repeated after it: the propositions are about equal "
+        sentence += "tokens from position 0 on, as `--bos never` gives them (WSE)."
         yield Finding("repeated-bos", SINK, Outcome.UNDECIDED, numbers={"token": token}, sentence=sentence)
         return
     kinds, stay_equal = kinds_of_positions(run), not any(unequal(run).values())
@@ -355,11 +364,11 @@ def _expected_on_repeated(run: RunData) -> Finding:
     kinds, reasons = kinds_of_positions(run), unequal(run)
     if not any(reasons.values()) and kinds <= ADDED | WITHIN_ATTENTION:
         outcome, fate = (Outcome.PRESENT, "survive") if kinds & ADDED else (Outcome.ABSENT, "vanish on")
-        sentence = f"This model's positions are {positions}, for which WSE expects the sink to {fate} repeated tokens."
+        sentence = f"This model's positions are {positions}, with which the sink should {fate} repeated tokens (WSE)."
         return Finding("repeated", SINK, outcome, numbers={"positions": positions}, sentence=sentence)
     others = _counted_kinds(reasons.pop("others"))
     words = {name: " and ".join(of) for name, of in reasons.items()}
-    sentence = f"WSE's propositions on repeated tokens do not cover this model: its positions are {positions}"
+    sentence = f"The propositions on repeated tokens do not cover this model: its positions are {positions}"
     sentence += f", and tokens are also mixed by {others}" if others else ""
     if operations := words.get("operations"):
         sentence += f", its attention is {operations}, whose weights do not sum to 1"
@@ -367,7 +376,7 @@ def _expected_on_repeated(run: RunData) -> Finding:
         sentence += f"; attention also goes to {outside}, more of it if a query sees fewer tokens, so that equal "
         sentence += "tokens do not stay equal"
     numbers = {"positions": positions, "others": others} | words
-    return Finding("repeated", SINK, Outcome.UNDECIDED, numbers=numbers, sentence=f"{sentence}.")
+    return Finding("repeated", SINK, Outcome.UNDECIDED, numbers=numbers, sentence=f"{sentence} (WSE).")
 
 
 def _massive(run: RunData, evidence: Sequences) -> Iterator[Finding]:
@@ -381,9 +390,9 @@ def _massive(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         return
     coordinates = tuple(int(coordinate) for coordinate in massive["coordinate"].value_counts().index[:MOST_COORDINATES])
     largest = massive["value"].abs().max()
-    sentence = "The layer with the most massive activations (Sun et al. 2024) has "
-    sentence += f"{_with_interval(count, '.3g', ' per sequence')}, most often at {coordinates_text(coordinates)}; "
-    sentence += f"the largest over all sequences is {largest:,.0f}."
+    sentence = f"In the layer with the most, a sequence has {_with_interval(count, '.3g', ' massive activations')}, "
+    sentence += f"most often at {coordinates_text(coordinates)}; the largest over all sequences is "
+    sentence += f"{largest:,.0f} (Sun et al. 2024)."
     numbers = {"coordinates": coordinates, "largest": largest}
     given = {"outcome": Outcome.PRESENT, "numbers": numbers, "is_headline": True, "sentence": sentence}
     yield finding("massive", MASSIVE, count, "S-6", **given)
@@ -397,7 +406,8 @@ def _massive(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         value = float(rows["value"].abs().max())
         where = f"in the output of {layers_text(layers)}" if layers else f"in less than {USUAL:.0%} of the sequences"
         where += f", at position {position}" if is_one else f", at {places} positions"
-        sentence = f"Coordinate {coordinate} is massive {where}; the largest over all sequences is {value:,.0f}."
+        size = "" if value == largest else f"; its largest is {value:,.0f}"  # the headline has the largest of all
+        sentence = f"Coordinate {coordinate} is massive {where}{size}."
         numbers = {"coordinate": coordinate, "layers": layers, "usual": None if layers else USUAL}
         numbers |= {"position": position, "places": places}
         yield Finding("massive-coordinate", MASSIVE, Outcome.PRESENT, value, numbers=numbers, sentence=sentence)
@@ -422,9 +432,9 @@ def _nothing_massive(run: RunData, table: pd.DataFrame) -> Finding:
     else:
         entry = table.loc[table["ratio"].idxmax()]
         outcome, value = Outcome.ABSENT, float(abs(entry["value"]))
-        sentence = "No entry of the residual stream is a massive activation as Sun et al. (2024) define it; the "
-        sentence += f"nearest, at coordinate {entry['coordinate']} of layer {entry['layer']}'s output and position "
-        sentence += f"{entry['position']}, is {value:,.0f}: {entry['ratio']:,.0f} × the median"
+        sentence = "No entry of the residual stream is a massive activation; the nearest, at coordinate "
+        sentence += f"{entry['coordinate']} of layer {entry['layer']}'s output and position {entry['position']}, is "
+        sentence += f"{value:,.0f}: {entry['ratio']:,.0f} × the median (Sun et al. 2024)"
         numbers = {name: entry[name] for name in ("coordinate", "layer", "position", "ratio")}
     return Finding("massive", MASSIVE, outcome, value, numbers=numbers, is_headline=True, sentence=f"{sentence}.")
 
@@ -542,13 +552,12 @@ def _eight_bits(run: RunData) -> Iterator[Finding]:
     steps = (largest / EIGHT_BITS / median).fillna(0.0)  # NaN in layers with only zero outputs
     worst = steps.idxmax()
     step, threshold = float(steps[worst]), limits.COARSE_STEP
-    entries = f"(largest over all sequences {largest[worst]:,.0f}, median {median[worst]:.2g})"
     outcome = Outcome.PRESENT if step > threshold else Outcome.ABSENT
     sentence = f"One step of per-tensor 8-bit activations is at most {step:.1f} × the median entry, at the output of "
-    sentence += f"layer {worst} {entries}: outliers do not rule out per-tensor scales."
+    sentence += f"layer {worst}: outliers do not rule out per-tensor scales."
     if outcome == Outcome.PRESENT:
         sentence = f"One step of per-tensor 8-bit activations at the output of layer {worst} is {step:.1f} × the "
-        sentence += f"median entry {entries}, more than {threshold:g}: most of the tensor rounds to zero. Keep these "
+        sentence += f"median entry, more than {threshold:g}: most of the tensor rounds to zero. Keep these "
         sentence += "tokens or coordinates in higher precision, or scale per token."
     numbers = {"layer": worst, "largest": largest[worst], "median": median[worst]}
     yield Finding("8-bit-step", QUANTIZATION, outcome, step, threshold=threshold, numbers=numbers, sentence=sentence)
@@ -561,7 +570,7 @@ def _float16(run: RunData) -> Iterator[Finding]:
     entry = run.tables["massive"].loc[run.tables["massive"]["value"].abs().idxmax()]
     largest, limit = float(abs(entry["value"])), limits.LARGEST_FLOAT16
     where = f"{largest:,.0f} at the output of layer {entry['layer']}"
-    sentence = f"The residual stream fits float16: the largest entry is {where}, and float16 ends at {limit:,.0f}."
+    sentence = f"The residual stream fits float16, which ends at {limit:,.0f}: no entry is more than half of that."
     outcome = Outcome.ABSENT
     if largest > limit:
         outcome = Outcome.PRESENT

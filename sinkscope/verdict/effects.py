@@ -256,7 +256,7 @@ def _expected(run: RunData, label: str, section: str, expectation: Expectation) 
         factor = perplexity.after / perplexity.before
         if expectation == Expectation.PERPLEXITY_COLLAPSES:
             value, threshold, is_so = factor, COLLAPSE, factor > COLLAPSE
-            here = f"it is multiplied by {value:,.4g}"
+            here = f"it is multiplied by {value:,.{'0f' if value >= 1000 else '4g'}}"
             here += "" if is_so else f", which is not a collapse (a factor above {threshold:g})"
         else:
             value, threshold, is_so = factor - 1, HARM, abs(factor - 1) < HARM
@@ -272,7 +272,7 @@ def _expected(run: RunData, label: str, section: str, expectation: Expectation) 
             outcome, here = _moves(rate, gain, sink, target)
         else:
             outcome, here = _falls_or_stays(rate, expectation == Expectation.SINK_FALLS)
-    sentence = f"{arm['paper']} found that {FOUND[expectation]}. Here {here}."
+    sentence = f"Published: {FOUND[expectation]}. Here {here} ({arm['paper']})."
     about: dict[str, Any] = {"threshold": threshold, "numbers": numbers, "is_headline": True, "sentence": sentence}
     return Finding(str(expectation), section, outcome, value, **about)
 

@@ -111,6 +111,26 @@ class Scorecard(Tabular):
 
 # --- words
 
+# model → claims that hold and that fail, in reports/claims
+ELSEWHERE = {
+    model: dict.fromkeys(holding.split(), Outcome.HOLDS) | dict.fromkeys(failing.split(), Outcome.FAILS)
+    for model, holding, failing in (
+        ("SmolLM2-135M-Instruct.Q4_1",
+            "GS-1 GS-2 GS-3 GS-4 GS-5 GS-7 GS-9 GS-10 GS-11 GS-12 GS-13 GS-14 GS-15 GS-16 GS-17 GS-18 GS-19 GS-20 "
+            "GS-29 W-1 W-2 W-3 W-5 W-6 W-9 W-13 W-14 W-15 W-16 W-17 W-18 W-20 W-21 S-1 S-5 S-6 S-7 S-8 S-9 S-10 S-11 "
+            "S-12 S-13 S-15 N-12 V-1 V-2 V-3",
+            "GS-8 S-3 V-24"),
+        ("gemma3-270m",
+            "GS-1 GS-2 GS-3 GS-6 GS-7 GS-8 GS-9 GS-10 GS-11 GS-12 GS-13 GS-14 GS-15 GS-17 GS-18 GS-19 GS-20 GS-28 W-1 "
+            "W-2 W-5 W-9 W-13 W-14 W-15 W-16 W-17 W-18 W-19 W-20 S-1 S-9 S-12 S-13 S-15 N-12 V-2",
+            "GS-4 GS-16 S-3 S-5 S-6 S-7 S-8 S-10 S-11 V-24"),
+        ("mgm",
+            "GS-1 GS-2 GS-3 GS-4 GS-5 GS-9 GS-10 GS-11 GS-12 GS-13 GS-14 GS-15 GS-16 GS-18 GS-19 GS-20 W-1 W-2 W-4 "
+            "W-10 W-14 W-15 W-16 W-17 W-18 W-20 W-21 N-3 N-4 N-5 N-6 N-8 N-9 N-10 N-13 V-1 V-2 V-24",
+            "GS-7 GS-17 W-11 S-5 S-6 S-7 S-8 N-1 N-2 N-7 N-11 N-14"),
+    )
+}  # fmt: skip
+
 # whether a claim distinguishes the model from its null → heading of the claims that hold
 KINDS_OF_HOLDING = {
     "yes": "Hold, and their null does not pass them",
@@ -143,8 +163,27 @@ def scorecard_markdown(card: Scorecard) -> str:
     return "\n\n".join(parts)
 
 
+def unusual(card: Scorecard) -> list[str]:
+    """Return the claims that fail in a model of the card, or hold in it alone, with the others that decide them.
+
+    The others are those of the card, or for a card of one model those of `reports/claims`.
+    """
+    own = {str(model): outcomes.to_dict() for model, outcomes in card.by_model.items()}
+    every, lines = own if len(own) > 1 else ELSEWHERE | own, []
+    for claim in card.by_model.index:
+        fails, holds = (
+            [model for model in every if every[model].get(claim) == end] for end in (Outcome.FAILS, Outcome.HOLDS)
+        )
+        if own.keys() & fails or (fails and holds and own.keys() >= {*holds}):
+            names = {model: "this model" if [model] == [*own] else model for model in every}
+            ends = [(end, models) for end, models in ((Outcome.FAILS, fails), (Outcome.HOLDS, holds)) if models]
+            where = "; ".join(f"{end} in {', '.join(names[model] for model in models)}" for end, models in ends)
+            lines.append(f"- {CLAIMS[claim].statement.rstrip('.')}: {where} ({claim}).")
+    return ["What is unusual:", "\n".join(lines)] if lines else []
+
+
 def _of_one(card: Scorecard) -> list[str]:
-    parts = [f"## {card.models[0]}: {headline(card)}", *_summary(card.table)]
+    parts = [f"## {card.models[0]}: {headline(card)}", *unusual(card), *_summary(card.table)]
     for paper, rows in card.table.groupby("paper", sort=False):
         parts += [f"### {paper}"]
         judged = rows[~rows["outcome"].isin(NOT_JUDGED)]
@@ -161,7 +200,7 @@ def _of_one(card: Scorecard) -> list[str]:
 def _of_several(card: Scorecard) -> list[str]:
     outcomes = _outcomes(card)
     others = ", ".join(name for name in card.by_model.index if name not in set(outcomes["claim"]))
-    parts = [f"## {len(card.models)} models: {headline(card)}"]
+    parts = [f"## {len(card.models)} models: {headline(card)}", *unusual(card)]
     by_model = {model: card.table[card.table["model"] == model] for model in card.models}
     for model, rows in by_model.items():
         parts += [f"**{model}**", *_summary(rows)]
@@ -200,7 +239,7 @@ def _numbers_of_some(card: Scorecard) -> list[str]:
 def scorecard_summary(card: Scorecard, model: str) -> str:
     """Return which claims hold for a model, and how many do not."""
     own = replace(card, table=card.table[card.table["model"] == model])
-    return "\n\n".join([f"## {model}: {headline(own)}", *_summary(own.table)])
+    return "\n\n".join([f"## {model}: {headline(own)}", *unusual(own), *_summary(own.table)])
 
 
 def headline(card: Scorecard) -> str:

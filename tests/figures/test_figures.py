@@ -13,6 +13,8 @@ from support.made_up_runs import make_run
 from sinkscope import InputError, Run
 from sinkscope.figures import COMMAND, OF_RUNS, applicable, draw
 from sinkscope.figures import FIGURES as ALL_FIGURES
+from sinkscope.figures.query_bias import standard_quantiles
+from sinkscope.figures.runs import TOKENS
 from sinkscope.figures.style import SETTINGS
 from sinkscope.output.drawing import save_figures
 
@@ -109,22 +111,48 @@ def test_attention_maps_shows_each_head_below_the_diagonal(run: Run) -> None:
 
 
 def test_sink_positions_counts_sinks_with_enough_queries_after_them(run: Run) -> None:
-    left, right = draw("sink-positions", run).axes
+    by_layer, by_position, by_token = draw("sink-positions", run).axes
     sinks = run.tables["sink_positions"].query("position <= 24 - 16")
     pairs = 4 * 4 * 3  # layers × heads × sequences
-    pair, dots = left.lines
-    assert pair.get_ydata() == [1 / pairs] * 2
-    assert not left.collections  # no stems, because a length on a log axis has no meaning
-    np.testing.assert_allclose(dots.get_xdata(), range(9))
-    np.testing.assert_allclose(dots.get_ydata(), sinks.groupby("position").size() / pairs)
     later = sinks[sinks["position"] > 0]  # here each token has one position, so each row is a pair
-    expected = (later.groupby("token_id").size() / pairs).sort_values(ascending=False)
-    np.testing.assert_allclose([bar.get_width() for bar in right.patches], expected)
+    any_later = later.groupby(["layer", "head", "sequence"]).size().groupby("layer").size()
+    first, others = by_layer.lines
+    np.testing.assert_allclose(first.get_ydata(), sinks[sinks["position"] == 0].groupby("layer").size() / (pairs / 4))
+    np.testing.assert_allclose(others.get_ydata(), any_later / (pairs / 4))
+    assert [round(bar.get_x() + bar.get_width() / 2) for bar in by_position.patches] == list(range(1, 9))
+    np.testing.assert_allclose(heights(by_position), later.groupby("position").size() / pairs)
+    expected = (later.groupby("token_id").size() / pairs).sort_values(ascending=False).head(TOKENS)
+    np.testing.assert_allclose([bar.get_width() for bar in by_token.patches], expected)
     twice = pd.DataFrame({"layer": 0, "head": 0, "sequence": 0, "position": [0, 3, 5], "token_id": [1, 4, 4]})
     twice = twice.assign(token=["a", ",", ","], queries=[24, 21, 19])
-    left, right = draw("sink-positions", make_run(sink_positions=twice)).axes
-    assert [bar.get_width() for bar in right.patches] == [1 / 48]  # a token counts once in a sequence
-    np.testing.assert_allclose(left.lines[1].get_ydata(), [1 / 48] * 3)
+    by_layer, by_position, by_token = draw("sink-positions", make_run(sink_positions=twice)).axes
+    assert [bar.get_width() for bar in by_token.patches] == [1 / 48]  # a token counts once in a sequence
+    np.testing.assert_allclose(heights(by_position), [1 / 48] * 2)
+    np.testing.assert_allclose(by_layer.lines[1].get_ydata(), [1 / 12, 0, 0, 0])
+    (alone,) = draw("sink-positions", make_run(sink_positions=twice[:1])).axes
+    assert alone.get_title() == "position 0: 2.1 %; no sink at positions 1–8"
+    np.testing.assert_allclose(alone.lines[0].get_ydata(), [1 / 12, 0, 0, 0])
+
+
+def heights(ax: Axes) -> list[float]:
+    return [bar.get_height() for bar in ax.patches]
+
+
+def test_query_bias_distribution_is_in_standard_deviations_of_the_later_positions() -> None:
+    random = np.random.default_rng(0).normal(30.0, 5.0, 200_000)
+    counts, edges = np.histogram(random, 60)
+    bins = pd.DataFrame({"delta": (edges[1:] + edges[:-1]) / 2, "count": counts})
+    normal = [-1.2816, 0.0, 1.2816]  # quantiles 0.1, 0.5 and 0.9 of the standard normal distribution
+    np.testing.assert_allclose(standard_quantiles(bins.sample(frac=1, random_state=0)), normal, atol=0.02)
+    assert standard_quantiles(bins.assign(count=0)) is None
+    table = pd.concat(
+        [bins.assign(layer=layer, group=group) for layer in range(4) for group in ("later", "position 0")]
+    )
+    run = make_run(delta_distribution=table)
+    (ax,) = draw("query-bias-distribution", run).axes
+    np.testing.assert_allclose([bar.get_y() for bar in ax.patches], [normal[0]] * 4, atol=0.02)
+    gaps = run.tables["summary"].query("metric == 'delta_gap' and layer >= 0")["value"]
+    np.testing.assert_allclose(ax.lines[1].get_ydata(), gaps)
 
 
 @pytest.mark.parametrize("value", [None, np.nan, 0.0, np.inf, 1.0])

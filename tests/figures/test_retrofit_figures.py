@@ -63,20 +63,27 @@ def test_layers_are_position_0_against_the_mean_of_the_others() -> None:
     assert [ax.get_yscale() for ax in axes] == ["linear", "log", "log", "log"]
 
 
-def test_values_and_gates_by_position_and_by_layer() -> None:
-    axes = OF_ARMS["retrofit-values"](Arms({}, RUNS)).axes
-    above, below = axes[:3], axes[3:]
-    for arm, run in RUNS.items():
-        attended = to_others(run.tables["geometry"], "value_norm")
-        raw = to_others(run.tables["gate"], "raw_value_norm") if arm == "vga" else attended
-        for column, by_layer in enumerate((raw, attended)):
-            np.testing.assert_allclose(drawn(above[column], arm), by_layer.median())
-            np.testing.assert_allclose(drawn(below[column], arm), by_layer[0])
-    gates = RUNS["vga"].tables["gate"].pivot(index="layer", columns="position", values="gate")
-    np.testing.assert_allclose(drawn(above[2], "vga"), gates.median())
-    np.testing.assert_allclose(drawn(below[2], "vga"), gates[0])
-    np.testing.assert_allclose(drawn(below[2], "vga", solid=False), gates[[1, 2, 3]].mean(axis=1))
-    assert len(above[2].lines) == 2  # the one gated arm, and the line of no effect
+def test_values_and_gates_are_by_layer_and_in_a_single_layer_by_position() -> None:
+    single = {
+        arm: Run(run.manifest, {name: table[table["layer"] == 0] for name, table in run.tables.items()})
+        for arm, run in RUNS.items()
+    }
+    for runs, is_deep in ((RUNS, True), (single, False)):
+        axes = OF_ARMS["retrofit-values"](Arms({}, runs)).axes
+        assert len(axes) == 3
+        assert all(ax.get_yscale() == "linear" and ax.get_ylim()[0] == 0 for ax in axes)
+        for arm, run in runs.items():
+            attended = to_others(run.tables["geometry"], "value_norm")
+            raw = to_others(run.tables["gate"], "raw_value_norm") if arm == "vga" else attended
+            for ax, table in zip(axes, (raw, attended), strict=False):
+                np.testing.assert_allclose(drawn(ax, arm), table[0] if is_deep else table.loc[0])
+        gates = runs["vga"].tables["gate"].pivot(index="layer", columns="position", values="gate")
+        np.testing.assert_allclose(drawn(axes[2], "vga"), gates[0] if is_deep else gates.loc[0])
+        if is_deep:
+            np.testing.assert_allclose(drawn(axes[2], "vga", solid=False), gates[[1, 2, 3]].mean(axis=1))
+        assert len(axes[2].lines) == 2 + is_deep  # the one gated arm, its later positions, and the line of no effect
+    ungated = {arm: run for arm, run in RUNS.items() if arm != "vga"}
+    assert len(OF_ARMS["retrofit-values"](Arms({}, ungated)).axes) == 1  # values are attended to as projected
 
 
 def bars_of(**by_metric: list[float]) -> Any:

@@ -1,18 +1,21 @@
 """Claims on models with a known truth, as a planted sink, and their nulls: random weights, controls, plain arms."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from support.hand_made_runs import HOLDS, analysis, by_sequence, experiment
+from support.hand_made_runs import FAILS, HOLDS, analysis, by_sequence, experiment
 from support.hand_made_trainings import gradients, training
 from support.hand_made_trainings import judged as judged_trainings
 from tiny import VOCAB, tiny_model
 from transformers import PreTrainedModel
 
 import sinkscope
+from sinkscope.figures import OF_CLAIMS
+from sinkscope.figures.claims import LOOKS
 from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
 from sinkscope.output.run import Run
 from sinkscope.paper_claims.claim import Judgment, Null, judge
@@ -23,7 +26,7 @@ from sinkscope.results.judgment import Outcome, above, below, between
 from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Sequences
 from sinkscope.results.statistics import Estimate
-from sinkscope.verdict.scorecard import Scorecard, headline, scorecard_markdown
+from sinkscope.verdict.scorecard import ELSEWHERE, Scorecard, headline, scorecard_markdown, unusual
 
 
 def as_draw(run: RunData, draw: int) -> RunData:
@@ -86,6 +89,40 @@ def test_the_first_line_counts_the_claims_that_hold_and_whose_null_fails(monkeyp
         card = Scorecard({}, table, pd.DataFrame({"effect": [], "model": []}))
         assert headline(card).startswith(count)
         assert scorecard_markdown(card).splitlines()[0] == f"## made: {headline(card)}"
+
+
+def test_a_scorecard_begins_with_what_is_unusual() -> None:
+    """What a scorecard of one model is compared with is in reports/claims."""
+    card = Scorecard.open("reports/claims")
+    decided = {model: outcomes[outcomes.isin([HOLDS, FAILS])].to_dict() for model, outcomes in card.by_model.items()}
+    assert decided == ELSEWHERE
+    assert "- Sinks are drained" not in "\n".join(unusual(card))  # holds, or is inconclusive
+    assert "- Few MLP blocks write token 0's norm: fails in gemma3-270m; holds in" in unusual(card)[1]
+    alone = replace(card, table=card.table[card.table["model"] == "gemma3-270m"])
+    assert scorecard_markdown(alone).split("\n\n")[1:3] == unusual(alone)
+    assert "norm: fails in this model; holds in SmolLM2-135M-Instruct.Q4_1, mgm (GS-4)." in unusual(alone)[1]
+    assert "(W-1)" not in unusual(alone)[1]
+    smollm = replace(card, table=card.table[card.table["model"] == "SmolLM2-135M-Instruct.Q4_1"])
+    assert "huge: fails in gemma3-270m, mgm; holds in this model (S-5)." in unusual(smollm)[1]
+    assert "(GS-4)" not in unusual(smollm)[1]  # it holds here and in one of the others
+
+
+def test_the_figure_of_several_models_has_each_decided_claim_once_and_those_that_differ_first() -> None:
+    card = Scorecard.open("reports/claims")
+    texts = [label.get_text() for label in OF_CLAIMS["scorecard-by-model"](card).axes[0].get_yticklabels()]
+    rows = [text.partition("  ")[0] for text in texts if text.partition("  ")[0] in CLAIMS]
+    others = set()
+    for text in texts:
+        code, _, numbers = text.removeprefix("hold wherever they are decided: ").partition("-")
+        for span in numbers.split(", ") if text.startswith("hold ") else ():
+            first, _, last = span.partition("–")
+            others |= {f"{code}-{number}" for number in range(int(first), int(last or first) + 1)}
+    outcomes = card.by_model
+    decided = outcomes.isin(list(LOOKS)).any(axis=1)
+    assert {*rows} | others == {*outcomes.index[decided]}
+    assert not {*rows} & others
+    assert rows.index("S-11") < rows.index("S-2")  # models differ on S-11
+    assert rows.index("GS-8") < rows.index("GS-4")
 
 
 def test_an_intervention_is_compared_with_its_random_controls() -> None:

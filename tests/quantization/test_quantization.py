@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 import sinkscope
 from sinkscope import InputError, Run, SinkscopeError, quantize, quantized
 from sinkscope.figures.quantization import draw_quantization_cost as draw
-from sinkscope.measuring.quantization_study import Bench, calibrate_ranges, measured_roundings, w8a8
+from sinkscope.measuring.quantization_study import Bench, calibrate_ranges, measured_roundings, resampled_cost, w8a8
 from sinkscope.measuring.subject import Subject, open_subject
 from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import open_tracer
@@ -308,9 +308,18 @@ def test_the_tables_and_settings(coarse: Run) -> None:
     np.testing.assert_allclose(table["perplexity"], np.exp(table["loss"]))
     for _, rows in table.groupby("sequences"):
         np.testing.assert_allclose(rows["cost"], rows["loss"] - rows.loc[rows["setting"] == FULL, "loss"].iloc[0])
+    assert (table["cost_low"] < table["cost_high"]).eq(table["setting"] != FULL).all()
     kept = table[table["setting"] == COSTLIEST_KEPT]["kept"].str.split(", ").str.len().to_list()
     assert kept[:3] == [1, 2, 4][: len(kept) - 1] or kept[-1] == kept[-2]
     assert kept[-1] == kept[-2]  # on the probes, then on all
+
+
+def test_the_interval_of_a_cost_resamples_sequences_in_pairs() -> None:
+    random = np.random.default_rng(0)
+    full, predicted = 100.0 + 10 * random.normal(size=400), [10] * 400
+    drawn = resampled_cost(full + 5 + random.normal(size=400), full, predicted)
+    assert drawn[0] == pytest.approx(0.5, abs=0.02)
+    assert drawn[1:].std() == pytest.approx(0.1 / 20, rel=0.1)  # the spread of the costs only, not of the losses
 
 
 def test_full_precision_is_the_model_and_all_is_quantized(llama: PreTrainedModel, coarse: Run) -> None:

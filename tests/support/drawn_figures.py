@@ -80,7 +80,7 @@ def _run() -> Run:
     one = grid(layer=range(3), setting=["alone"], site=["down_proj"], part=["input"])
     whole = grid(layer=[-1], setting=["full", "all", "weights", "activations"], site=[""], part=[""])
     quantization = _values(pd.concat([kinds, one, whole], ignore_index=True), 20, 400, "perplexity")
-    quantization = quantization.assign(sequences=16, kept="", cost=0.1)
+    quantization = quantization.assign(sequences=16, kept="", cost=0.1, cost_low=-0.1, cost_high=0.3)
     sites = grid(layer=range(3), site=["q_proj", "down_proj"], part=["input", "output"]).assign(is_massive=False)
     for column, size in (("median_abs", 1.0), ("max_abs", 3e3), ("step", 20.0), ("low", -3e3), ("high", 1e3)):
         sites = _values(sites, *sorted([0.5 * size, size]), column)

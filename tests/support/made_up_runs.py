@@ -145,7 +145,7 @@ def tables_of(layers: int, heads: int, kv_heads: int, positions: int, sequences:
         grid(layer=[0, layers - 1], head=range(min(heads, 2)), sequence=[0], query=shown, key=shown), weight=(0, 1)
     )
     maps = with_tokens(maps[maps["key"] <= maps["query"]].drop_duplicates(["layer", "head", "query", "key"]), "key")
-    metrics = ["sink_rate", "value_drain", "norm_ratio", "massive_count"]
+    metrics = ["sink_rate", "value_drain", "norm_ratio", "massive_count", "delta_gap"]
     query_bias = of(
         grid(layer=range(layers), head=range(-1, heads), position=range(length)),
         delta_mean=(-160, 100), delta_std=(0, 20), key_alignment=(-1, 1),

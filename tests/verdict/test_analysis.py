@@ -35,10 +35,10 @@ def test_w1_decides_on_a_sink_and_layers_are_named() -> None:
     assert found.numbers["weak_layers"] == (0,)
     weak = finding(summarized({"sink_rate": [0.1, 0.4]}, ENTROPY, ATTENTION), "sink")
     assert weak.outcome == Outcome.PRESENT
-    assert "In no layer do 50% of the heads have it." in weak.sentence
+    assert weak.sentence.endswith(" In no layer do 50% of the heads.")
     one_of_ten = finding(summarized({"sink_rate": [0.0] * 9 + [0.9]}, ENTROPY, ATTENTION), "sink")
     assert one_of_ten.outcome == Outcome.ABSENT
-    assert "That is not more than 10%. At least 50% of the heads have it in layer 9." in one_of_ten.sentence
+    assert "; a sink has more than 10%. At least 50% of the heads do in layer 9" in one_of_ten.sentence
 
 
 def test_a_sink_that_the_interval_does_not_decide_is_not_decided() -> None:
@@ -47,7 +47,8 @@ def test_a_sink_that_the_interval_does_not_decide_is_not_decided() -> None:
     rows.loc[(rows["position"] == 0) & (rows["sequence"] == 1), "sink_rate"] = 0.3
     found = finding(run, "sink")
     assert (found.outcome, found.low, found.high) == (Outcome.UNDECIDED, pytest.approx(10), pytest.approx(30))
-    assert "is 20.0% (95 % interval 10.0 to 30.0%, ε = 0.3). A sink has more than 10%." in found.sentence
+    said = "20.0% of the heads give the first token more than 30% of their attention (95 % interval 10.0 to 30.0%)"
+    assert f"is not decided: {said}; a sink has more than 10%." in found.sentence
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,8 @@ def test_without_controls_an_expectation_is_undecided(expects: str) -> None:
     ("expects", "after", "words"),
     [
         ("perplexity-collapses", 40_000.0, "multiplied by 2,000"),
-        ("perplexity-unharmed", 20.2, "changes by +1.0%."),
-        ("perplexity-unharmed", 22.0, "+10.0%, by more than 5%."),
+        ("perplexity-unharmed", 20.2, "changes by +1.0% (NU)."),
+        ("perplexity-unharmed", 22.0, "+10.0%, by more than 5% (NU)."),
     ],
 )
 def test_perplexity(expects: str, after: float, words: str) -> None:
