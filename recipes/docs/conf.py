@@ -1,0 +1,49 @@
+"""Settings of Sphinx. `build.py` calls it; everything is static and works without a network."""
+
+from importlib.metadata import version
+from typing import Any
+
+from docutils.nodes import SkipNode
+from latex2mathml.converter import convert
+
+project = "sinkscope"
+author = "the sinkscope authors"
+release = version("sinkscope")
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "furo"
+html_title = f"sinkscope {release}"
+html_show_copyright = False
+html_copy_source = html_show_sourcelink = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+templates_path: list[str] = []
+
+myst_enable_extensions = ["deflist"]
+myst_fence_as_directive = ["math"]  # as the forges render it
+myst_heading_anchors = 4
+myst_links_external_new_tab = False
+# verdicts and scorecards, which commands write, begin at the second level
+suppress_warnings = ["myst.header"]
+
+autodoc_typehints = "description"
+autodoc_typehints_format = "short"
+autodoc_member_order = "bysource"
+python_maximum_signature_line_length = 88
+napoleon_custom_sections = [("Options", "params_style")]  # `options/signatures.py` writes it
+nitpicky = True
+# types of other libraries, and of modules that are not public, have no page here
+nitpick_ignore_regex = [("py:.*", r"(?!sinkscope\.\w+$).*")]
+
+
+def mathml(self: Any, node: Any) -> None:
+    """Browsers draw MathML: no script and no picture is needed."""
+    display = "block" if node.tagname == "math_block" else "inline"
+    self.body.append(convert(node.astext(), display=display))
+    raise SkipNode
+
+
+def setup(app: Any) -> None:
+    app.add_html_math_renderer("mathml", inline_renderers=(mathml, None), block_renderers=(mathml, None))
+
+
+html_math_renderer = "mathml"
