@@ -51,7 +51,7 @@ test: install models
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 fast: install  ## the tests that need no real model
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not real_model'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not real_model and not slow'
 
 # the versions below which pyproject.toml excludes these libraries
 OLDEST := $(shell sed -nE 's/^ *"(accelerate|huggingface_hub|nnsight|transformers)>=([0-9.]+).*/\1==\2/p' pyproject.toml)

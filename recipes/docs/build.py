@@ -35,6 +35,11 @@ PAGES = {
     **{f"recipes/docs/{path.name}": path.name for path in HERE.glob("*.md") if path.name != "site.md"},
     **{(place := path.relative_to(ROOT).as_posix()): place for path in ROOT.glob("reports/**/*.md")},
 }
+# document → the tables of contents below it
+CONTENTS = {
+    "README.md": (HERE / "site.md").read_text(encoding="utf-8"),
+    "reports/README.md": "\n```{toctree}\n:hidden:\n:glob:\n\npapers\n*/README\n```\n",
+}
 
 
 class BrokenLink(Exception):
@@ -79,14 +84,15 @@ def of_notebook(path: Path, source: Path) -> str:
                 name = f"{path.stem}-{len(parts)}.png"
                 (source / name).write_bytes(base64.b64decode("".join(data["image/png"])))
                 parts.append(f"![A figure of the tour]({name})")
-            else:
+            elif "text/plain" in data:
                 parts.append(f"```text\n{''.join(data['text/plain']).rstrip()}\n```")
+            else:
+                parts.append("".join(data["text/markdown"]))
     return "\n\n".join(parts) + "\n"
 
 
 def assemble(source: Path) -> None:
     """Write the sources of the site."""
-    site = (HERE / "site.md").read_text(encoding="utf-8")  # the tables of contents, below the README
     for document, page in PAGES.items():
         path = source / page
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,9 +100,9 @@ def assemble(source: Path) -> None:
         text = PLACE.sub(lambda found: GENERATED[found[1]](found[2]), text)
         if document == "recipes/docs/gallery.md":
             text += gallery(source)
-        if document.startswith("reports/") and not document.endswith("README.md"):
+        if document.startswith("reports/") and not document.endswith(("README.md", "papers.md")):
             text = f"---\norphan: true\n---\n{text}"  # linked from the report's page
-        path.write_text(moved(text, document, source) + site * (page == "index.md"), encoding="utf-8")
+        path.write_text(moved(text, document, source) + CONTENTS.get(document, ""), encoding="utf-8")
     (source / "reference").mkdir()
     for kind, text in reference().items():
         (source / "reference" / f"{kind}.md").write_text(text, encoding="utf-8")

@@ -1,6 +1,7 @@
 """Settings of Sphinx. `build.py` calls it; everything is static and works without a network."""
 
-from importlib.metadata import version
+import re
+from importlib import metadata
 from typing import Any
 
 from docutils.nodes import SkipNode
@@ -8,7 +9,7 @@ from latex2mathml.converter import convert
 
 project = "sinkscope"
 author = "the sinkscope authors"
-release = version("sinkscope")
+release = metadata.version("sinkscope")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"sinkscope {release}"
@@ -29,6 +30,7 @@ autodoc_typehints = "description"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 88
+default_role = "code"  # docstrings are written as Markdown: see `as_restructured`
 napoleon_custom_sections = [("Options", "params_style")]  # `options/signatures.py` writes it
 nitpicky = True
 # types of other libraries, and of modules that are not public, have no page here
@@ -42,7 +44,23 @@ def mathml(self: Any, node: Any) -> None:
     raise SkipNode
 
 
+def as_restructured(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """Mark the code in a docstring, which is only indented, and escape signs that reStructuredText would read."""
+    escaped = [re.sub(r"(`[^`]*`)|(\*\*|\|)", lambda sign: sign[1] or "\\" + "\\".join(sign[2]), line) for line in lines]
+    lines.clear()
+    last, is_code = "", False
+    for line in escaped:
+        is_indented = line.startswith("    ")
+        if is_indented and not is_code and not lines[-1:] == [last] and not last.startswith(" ") and last:
+            is_code = not last.endswith(":")  # else a section, such as Args
+            lines += ["::", ""] * is_code
+        is_code = is_code and (is_indented or not line)
+        lines.append(line)
+        last = line or last
+
+
 def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", as_restructured, priority=100)  # before napoleon
     app.add_html_math_renderer("mathml", inline_renderers=(mathml, None), block_renderers=(mathml, None))
 
 

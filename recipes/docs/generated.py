@@ -12,16 +12,18 @@ from typing import Any
 
 import sinkscope
 from sinkscope.commands.list import KINDS
-from sinkscope.figures import COMMAND
+from sinkscope.figures import COMMAND, OF_CLAIMS
 from sinkscope.figures import KINDS as FIGURES
 from sinkscope.options import COMMANDS
 from sinkscope.options.option import flag
 from sinkscope.options.recipe import known_recipes, read_recipe
 from sinkscope.results.command_line import command_lines
 from sinkscope.results.metrics import METRICS
+from sinkscope.verdict.scorecard import Scorecard
 
 ROOT = Path(__file__).parents[2]
 REPORTS = ROOT / "reports"
+CLAIMS = REPORTS / "claims" / "smollm2-135m"
 # classes that public functions return, beside those that are public themselves
 RETURNED = (
     "measuring.watching.Watched", "models.loading.LoadedModel", "output.comparison.Comparison",
@@ -124,9 +126,8 @@ def gallery(folder: Path) -> str:
         for name, spec in figures.items():
             picture, command = _of_a_report(name)
             if picture is None:
-                picture = _of_made_up_numbers(name, folder)
-                note, path = " *Drawn from made-up numbers.*", picture.name
-                command = _making(name, spec.tables)
+                path, command = f"{name}.png", _making(name, spec.tables)
+                note = _draw(name, folder / path)
             else:
                 note, path = f" From [{picture.parents[1].name}](../../{_report_page(picture)}).", _link(picture)
             parts.append(f"### {name}\n\n{escaped(spec.about)}.{note}\n\n```text\n{command}\n```\n\n![{name}]({path})")
@@ -162,14 +163,17 @@ def _making(name: str, tables: Iterable[str]) -> str:
     return f"sinkscope {next((COMMAND[one] for one in tables if one in COMMAND), 'analyze')} …"
 
 
-def _of_made_up_numbers(name: str, folder: Path) -> Path:
+def _draw(name: str, path: Path) -> str:
+    """Draw a figure of which no report has a picture, and return what it is drawn from."""
+    if name in OF_CLAIMS:
+        OF_CLAIMS[name](Scorecard.open(CLAIMS)).savefig(path, dpi=100)
+        return f" From [{CLAIMS.name}](../../reports/claims/README.md)."
     if (tests := str(ROOT / "tests")) not in sys.path:
         sys.path.append(tests)
     from support.drawn_figures import drawn
 
-    path = folder / f"{name}.png"
     drawn(name).savefig(path, dpi=100)
-    return path
+    return " *Drawn from made-up numbers.*"
 
 
 GENERATED: dict[str, Callable[[str], str]] = {
