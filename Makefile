@@ -88,7 +88,7 @@ check: install
 	$(BIN)/lint-imports --no-cache
 
 docs: install  ## the documentation site, build/docs/html: guides, reference, gallery and reports
-	OMP_NUM_THREADS=1 $(BIN)/python recipes/docs/build.py build/docs
+	OMP_NUM_THREADS=1 $(BIN)/python recipes/docs/make_site.py build/docs
 	@echo build/docs/html/index.html
 
 format: install

@@ -3,10 +3,9 @@
 import inspect
 import re
 import shlex
-import sys
 from html.parser import HTMLParser
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from urllib.parse import unquote
 
@@ -46,8 +45,8 @@ def small(line: str, tiny: Path) -> list[str]:
     elif "model" in kind.arguments and "--from" not in words and not (words and not words[0].startswith("-")):
         words.insert(0, str(tiny))
     for option, value in SMALL.items():
-        if option in kind.offered() and flag(option) not in words and "--from" not in words:
-            words += [flag(option), str(value)]
+        if option in kind.offered() and flag(option) not in words and "--from" not in words and name != "run":
+            words += [flag(option), "128" if (name, option) == ("kv-plan", "seq_len") else str(value)]
     return [name, *words]
 
 
@@ -130,15 +129,12 @@ class Links(HTMLParser):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, with small pictures in place of the figures that no report has."""
-    sys.path.insert(0, str(DOCS))
-    import build
-    import generated
-
+    out = tmp_path_factory.mktemp("docs") / "docs"
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(generated, "_draw", _pixel)
-        out = tmp_path_factory.mktemp("docs")
-        assert build.build(out / "docs") == 0  # any warning gives another status
-    return out / "docs" / "html"
+        patched.syspath_prepend(str(DOCS))
+        patched.setattr("generated._draw", _pixel)
+        assert import_module("make_site").build(out) == 0  # any warning gives another status
+    return out / "html"
 
 
 def _pixel(name: str, path: Path) -> str:
@@ -176,10 +172,10 @@ def test_the_site_has_every_name(site: Path) -> None:
 
 def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(DOCS))
-    build: ModuleType = __import__("build")
-    with pytest.raises(build.BrokenLink, match=r"README.md: no/such/file.md"):
-        build.moved("[x](no/such/file.md)", "README.md", tmp_path)
-    text = build.moved("[x](reports/README.md#top) `[x](no.md)`", "README.md", tmp_path)
+    make_site = import_module("make_site")
+    with pytest.raises(make_site.BrokenLink, match=r"README.md: no/such/file.md"):
+        make_site.moved("[x](no/such/file.md)", "README.md", tmp_path)
+    text = make_site.moved("[x](reports/README.md#top) `[x](no.md)`", "README.md", tmp_path)
     assert text == "[x](reports/README.md#top) `[x](no.md)`"
 
 

@@ -1,4 +1,4 @@
-"""Settings of Sphinx. `build.py` calls it; everything is static and works without a network."""
+"""Settings of Sphinx. `make_site.py` calls it; everything is static and works without a network."""
 
 import re
 from importlib import metadata
@@ -17,7 +17,7 @@ html_show_copyright = False
 html_copy_source = html_show_sourcelink = False
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-templates_path: list[str] = []
+smartquotes = False  # they would change --option
 
 myst_enable_extensions = ["deflist"]
 myst_fence_as_directive = ["math"]  # as the forges render it
@@ -29,12 +29,12 @@ suppress_warnings = ["myst.header"]
 autodoc_typehints = "description"
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
-python_maximum_signature_line_length = 88
 default_role = "code"  # docstrings are written as Markdown: see `as_restructured`
-napoleon_custom_sections = [("Options", "params_style")]  # `options/signatures.py` writes it
 nitpicky = True
 # types of other libraries, and of modules that are not public, have no page here
 nitpick_ignore_regex = [("py:.*", r"(?!sinkscope\.\w+$).*")]
+
+SIGNS = re.compile(r"(`[^`]*`)|(\*\*|\|)")  # code, or a sign that reStructuredText would read
 
 
 def mathml(self: Any, node: Any) -> None:
@@ -45,17 +45,24 @@ def mathml(self: Any, node: Any) -> None:
 
 
 def as_restructured(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
-    """Mark the code in a docstring, which is only indented, and escape signs that reStructuredText would read."""
-    escaped = [re.sub(r"(`[^`]*`)|(\*\*|\|)", lambda sign: sign[1] or "\\" + "\\".join(sign[2]), line) for line in lines]
+    """Mark the code in a docstring, which is only indented, and escape signs that reStructuredText would read.
+
+    The options of a command, which `options/signatures.py` lists last, join the other arguments.
+    """
+    if "Options:" in lines and "Args:" in lines:
+        at, start = lines.index("Options:"), lines.index("Args:")
+        end = lines.index("", start)
+        lines[:] = [*lines[:end], *filter(None, lines[at + 1 :]), *lines[end:at]]
+    found = lines.copy()
     lines.clear()
-    last, is_code = "", False
-    for line in escaped:
+    last, is_code = "", False  # the last line that is not empty
+    for before, line in zip(["", *found], found, strict=False):
         is_indented = line.startswith("    ")
-        if is_indented and not is_code and not lines[-1:] == [last] and not last.startswith(" ") and last:
-            is_code = not last.endswith(":")  # else a section, such as Args
-            lines += ["::", ""] * is_code
+        if is_indented and not before and last and not last.startswith(" ") and not last.endswith(":"):
+            is_code = True
+            lines += ["::", ""]
         is_code = is_code and (is_indented or not line)
-        lines.append(line)
+        lines.append(line if is_code else SIGNS.sub(lambda sign: sign[1] or "\\" + "\\".join(sign[2]), line))
         last = line or last
 
 

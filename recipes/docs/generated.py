@@ -5,6 +5,7 @@
 
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -32,9 +33,10 @@ RETURNED = (
 
 
 def escaped(cell: object) -> str:
-    """Return a cell of a table as text in which Markdown finds no markup."""
-    text = " ".join(str(cell).split())
-    return "".join(f"\\{sign}" if sign in "\\`*_[]<>|$~#" else sign for sign in text)
+    """Return a cell of a table as text in which Markdown finds no markup but code."""
+    parts = re.split(r"(`[^`]+`)", " ".join(str(cell).split()))
+    text = "".join(part if at % 2 else re.sub(r"([\\`*_\[\]<>$~#])", r"\\\1", part) for at, part in enumerate(parts))
+    return text.replace("|", "\\|")
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[object]], code: int = 1) -> str:
@@ -58,7 +60,9 @@ def reference() -> dict[str, str]:
     """Return a page for each kind of names."""
     pages = {}
     for kind, (about, where, *_) in KINDS.items():
-        pages[kind] = f"# {kind.capitalize()}\n\n{about.capitalize()}, for `{where}`: `sinkscope list {kind}`.\n\n{listed(kind)}\n"
+        pages[kind] = (
+            f"# {kind.capitalize()}\n\n{about.capitalize()}, for `{where}`: `sinkscope list {kind}`.\n\n{listed(kind)}\n"
+        )
     return pages
 
 

@@ -1,4 +1,4 @@
-"""Builds the documentation: `python recipes/docs/build.py OUT` (`make docs`) writes OUT/html.
+"""Builds the documentation: `python recipes/docs/make_site.py OUT` (`make docs`) writes OUT/html.
 
 OUT/source gets the pages of this folder, the other documents of the repository and the pages that are generated from
 registers. A link between documents of the repository becomes one between pages of the site; a link to a file that is no
