@@ -189,6 +189,16 @@ def test_the_citation_names_the_version() -> None:
     assert f"## {cited['version']}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
 
 
+def test_the_numbers_that_the_readme_quotes_are_those_of_the_reports() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    for command, report in (("analyze", "smollm2-135m"), ("quantize", "smollm2-135m-w8a8")):
+        quoted = text.partition(f"`sinkscope {command}` ")[2].partition("\n\n")[2].partition("\n\n")[0]
+        verdict = (ROOT / "reports" / report / "verdict.md").read_text("utf-8")
+        numbers = re.findall(r"\d[\d,]*\.?\d+%?", quoted.replace("2024", ""))
+        assert len(numbers) >= 5
+        assert [number for number in numbers if number not in verdict] == []
+
+
 def test_words_are_those_of_the_documents() -> None:
     """The README stays one screen and a half, and the results a gallery."""
     assert len((ROOT / "README.md").read_text("utf-8").split()) <= 700

@@ -60,9 +60,8 @@ def reference() -> dict[str, str]:
     """Return a page for each kind of names."""
     pages = {}
     for kind, (about, where, *_) in KINDS.items():
-        pages[kind] = (
-            f"# {kind.capitalize()}\n\n{about.capitalize()}, for `{where}`: `sinkscope list {kind}`.\n\n{listed(kind)}\n"
-        )
+        head = f"# {kind.capitalize()}\n\n{about.capitalize()}, for `{where}`: `sinkscope list {kind}`."
+        pages[kind] = f"{head}\n\n{listed(kind)}\n"
     return pages
 
 
