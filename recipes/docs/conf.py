@@ -4,7 +4,7 @@ import re
 from importlib import metadata
 from typing import Any
 
-from docutils.nodes import SkipNode
+from docutils.nodes import SkipNode, Text
 from latex2mathml.converter import convert
 
 project = "sinkscope"
@@ -66,7 +66,14 @@ def as_restructured(app: Any, what: str, name: str, thing: Any, options: Any, li
         last = line or last
 
 
+def dashes(app: Any, tree: Any) -> None:
+    """Put a dash between a parameter and its description, as smartquotes would."""
+    for text in [text for text in tree.findall(Text) if text == " -- "]:
+        text.parent.replace(text, Text(" – "))
+
+
 def setup(app: Any) -> None:
+    app.connect("doctree-read", dashes)
     app.connect("autodoc-process-docstring", as_restructured, priority=100)  # before napoleon
     app.add_html_math_renderer("mathml", inline_renderers=(mathml, None), block_renderers=(mathml, None))
 

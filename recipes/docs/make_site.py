@@ -23,7 +23,7 @@ from sphinx.cmd.build import main as sphinx  # noqa: E402
 TOUR = "recipes/tour.ipynb"
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
-PLACE = re.compile(r"<!-- generated: (\S+) ?(\S*) -->")
+PLACE = re.compile(r"^<!-- generated: (\S+) ?(\S*) -->$", re.MULTILINE)
 # document of the repository → page of the site
 PAGES = {
     "README.md": "index.md",
