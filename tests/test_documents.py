@@ -129,7 +129,7 @@ def test_the_committed_tour_was_executed_without_errors() -> None:
     outputs = [output for cell in cells for output in cell["outputs"]]
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     assert {output["output_type"] for output in outputs} <= {"execute_result", "stream"}
-    assert sum("image/png" in output.get("data", {}) for output in outputs) == 2
+    assert sum("image/png" in output.get("data", {}) for output in outputs) == 1
     assert TOUR.stat().st_size < 400_000
 
 
@@ -154,7 +154,7 @@ def test_the_tour_finds_what_it_says(smollm: LoadedModel, monkeypatch: pytest.Mo
     assert natural > 0.5
     assert repeated == 0
     rates = names["whole_model"].query("metric == 'sink_rate'").groupby(["condition", "arm"])["value"].first()
-    assert rates["no embedding", "after"] < 0.1 * rates["no embedding", "before"]
+    assert rates["no embedding", "after"] < 0.25 * rates["no embedding", "before"]
     full, all_sites, spared = names["cost"].values()
     assert all_sites > 1.5 * full
     assert full < spared < 0.8 * all_sites
