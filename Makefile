@@ -5,7 +5,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 MGM := .models/mgm --allow-pickle --input sampled
 
-.PHONY: install models gpu-wheels demo test fast oldest torture golden mutations check format report report-models report-claims report-sweep report-training \
+.PHONY: install models gpu-wheels demo test fast oldest torture golden mutations check docs format report report-models report-claims report-sweep report-training \
 	report-hybrids report-normalization report-from-scratch report-when-sinks-emerge \
 	report-types corpus clean
 
@@ -55,7 +55,7 @@ test: install models
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 fast: install  ## the tests that need no real model
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not real_model'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not real_model and not slow'
 
 # the versions below which pyproject.toml excludes these libraries
 OLDEST := $(shell sed -nE 's/^ *"(accelerate|huggingface_hub|nnsight|transformers)>=([0-9.]+).*/\1==\2/p' pyproject.toml)
@@ -91,18 +91,25 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+docs: install  ## the documentation site, build/docs/html: guides, reference, gallery and reports
+	OMP_NUM_THREADS=1 $(BIN)/python recipes/docs/make_site.py build/docs
+	@echo build/docs/html/index.html
+
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 SHRINK := $(BIN)/python tests/shrink.py
 
+# $(call emptied,FOLDER): only the text of the report stays
+emptied = mkdir -p $(1) && find $(1) -mindepth 1 ! -path '$(1)/README.md' -delete
+
 # Run `sinkscope ARGUMENTS` into runs/report/NAME, and keep of it in reports/NAME: the manifests, the texts, the figures
 # as PNG below 300 kB, and the tables below 100 kB but for those by sequence.
 # $(call report,NAME,ARGUMENTS); a third argument resumes what is in runs/report/NAME
 define report
 	$(BIN)/sinkscope $(2) --out runs/report/$(1) $(if $(3),,--overwrite)
-	rm -rf reports/$(1)
+	$(call emptied,reports/$(1))
 	mkdir -p reports/$(1)/figures reports/$(1)/tables
 	cp runs/report/$(1)/*.json runs/report/$(1)/*.md reports/$(1)/
 	find runs/report/$(1)/figures -name '*.png' -size -300k -exec cp {} reports/$(1)/figures/ \;
@@ -165,7 +172,7 @@ SWEPT_TABLES := sweep sweep_epsilon
 
 report-sweep: install models  ## three models on five inputs: ten minutes on two cores
 	$(BIN)/sinkscope sweep offline-models --allow-pickle --out runs/report/offline-models
-	rm -rf $(SWEPT)
+	$(call emptied,$(SWEPT))
 	mkdir -p $(SWEPT)/figures $(SWEPT)/tables
 	cp runs/report/offline-models/comparison/run.json runs/report/offline-models/comparison/sweep.md $(SWEPT)/
 	cp runs/report/offline-models/comparison/figures/*.png $(SWEPT)/figures/
@@ -207,7 +214,7 @@ report-from-scratch: install  ## V-scale and its parts from the first step on: a
 # $(call hybrid,NAME)
 define hybrid
 	$(BIN)/sinkscope run hybrid-$(1) --out runs/report/hybrid-$(1) --overwrite
-	rm -rf reports/hybrid-$(1)
+	$(call emptied,reports/hybrid-$(1))
 	mkdir -p reports/hybrid-$(1)/figures reports/hybrid-$(1)/tables
 	cp runs/report/hybrid-$(1)/run.json runs/report/hybrid-$(1)/retrofit.md reports/hybrid-$(1)/
 	cp runs/report/hybrid-$(1)/none-seed0/run/verdict.md reports/hybrid-$(1)/seed0.md

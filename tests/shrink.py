@@ -44,7 +44,7 @@ def shrink_manifest(path: Path) -> None:
     content, folder = json.loads(path.read_text(encoding="utf-8")), path.parent
     content["tables"] = [name for name in content["tables"] if (folder / "tables" / f"{name}.parquet").is_file()]
     if "files" in content:
-        content["files"] = files_in(folder)
+        content["files"] = [name for name in files_in(folder) if name != "README.md"]  # the text of the report
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

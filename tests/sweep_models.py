@@ -1,4 +1,6 @@
-"""Write the lists in reports/models/ and the README with the outcome of every type in transformers' mappings.
+"""Write the lists in reports/models/ with the outcome of every type in transformers' mappings, and their summaries.
+
+The types by outcome are in recipes/docs/models.md, and their numbers in the README.
 
     python tests/sweep_models.py [LIST …]
 
@@ -45,7 +47,7 @@ def agreement(row: Row, auto: Any, file: Path) -> dict[str, str]:
 
 
 ROOT = Path(__file__).parents[1]
-TABLES, README = ROOT / "reports" / "models", ROOT / "README.md"
+TABLES, README, PAGE = ROOT / "reports" / "models", ROOT / "README.md", ROOT / "recipes" / "docs" / "models.md"
 BEGIN = "<!-- made by tests/sweep_models.py, up to the next empty line -->"
 OUTCOMES = ("row", "wiring", "refused", "not built")
 
@@ -56,18 +58,31 @@ def written_rows(name: str) -> list[dict[str, str]]:
 
 
 HEADS = {
-    "models": "Of the causal types, each in [models.csv](reports/models/models.csv):",
-    "encoders": "Of those that predict masked tokens, each in [encoders.csv](reports/models/encoders.csv):",
+    "models": "Of the causal types, each in [models.csv](../../reports/models/models.csv):",
+    "encoders": "Of those that predict masked tokens, each in [encoders.csv](../../reports/models/encoders.csv):",
     "image_text": "Of those that also read pictures or sound, measured where they read text alone, each in "
-    "[image_text.csv](reports/models/image_text.csv):",
+    "[image_text.csv](../../reports/models/image_text.csv):",
 }
 
 
+KINDS = {"models": "causal", "encoders": "masked", "image_text": "with pictures or sound"}
+
+
 def readme_text() -> str:
-    return "\n".join(f"- {HEADS[name]} {readme_list(written_rows(name))}" for name in LISTS)
+    """Return a table of how many types are measured, equal to plain transformers, of those that could be tried."""
+    counts = []
+    for name in LISTS:
+        rows = [row for row in written_rows(name) if row["outcome"] != "not built"]
+        counts.append(f"{sum(row['agrees'].startswith('yes') for row in rows)} of {len(rows)}")
+    lines = ([KINDS[name] for name in LISTS], ["---:"] * len(LISTS), counts)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def readme_list(rows: list[dict[str, str]]) -> str:
+def page_text() -> str:
+    return "\n".join(f"- {HEADS[name]} {page_list(written_rows(name))}" for name in LISTS)
+
+
+def page_list(rows: list[dict[str, str]]) -> str:
     """Return the types by outcome, and the number of types with layers of other kinds."""
     by_outcome = {outcome: [row for row in rows if row["outcome"] == outcome] for outcome in OUTCOMES}
     attending = [row for row in by_outcome["wiring"] if "attention" in _kinds(row["layers"])]
@@ -112,9 +127,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as here:
         for name in sys.argv[1:] or LISTS:
             write_table(name, Path(here, "ids.npy"))
-    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
-    after = rest.partition("\n\n")[2]
-    README.write_text(f"{before}{BEGIN}\n{readme_text()}\n\n{after}", encoding="utf-8")
+    for document, text in ((README, readme_text()), (PAGE, page_text())):
+        before, _, rest = document.read_text(encoding="utf-8").partition(BEGIN)
+        after = rest.partition("\n\n")[2]
+        document.write_text(f"{before}{BEGIN}\n{text}\n\n{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 from support.agreement import ROUND_OFF, differences, is_equal, padded_differences, row_of
 from support.every_model import LISTS, every_type, tiny_of
 from support.plain import only_float64, run_plainly
-from sweep_models import BEGIN, README, readme_text, written_rows
+from sweep_models import BEGIN, PAGE, README, page_text, readme_text, written_rows
 from tiny import tiny_model, tiny_tokens, written
 
 import sinkscope
@@ -57,8 +57,9 @@ def test_the_list_holds_every_type(name: str) -> None:
     assert list(ROWS[name]) == every_type(LISTS[name])
 
 
-def test_the_readme_has_them() -> None:
+def test_the_documents_have_them() -> None:
     assert f"{BEGIN}\n{readme_text()}\n\n" in README.read_text(encoding="utf-8")
+    assert f"{BEGIN}\n{page_text()}\n\n" in PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("name", "model_type"), EACH)

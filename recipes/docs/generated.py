@@ -1,0 +1,184 @@
+"""The parts of the documentation that are made from registers and docstrings, as Markdown.
+
+`<!-- generated: NAME ARGUMENT -->` in a page is replaced by what the function NAME of GENERATED returns.
+"""
+
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import sinkscope
+from sinkscope.commands.list import KINDS
+from sinkscope.figures import COMMAND, OF_CLAIMS
+from sinkscope.figures import KINDS as FIGURES
+from sinkscope.options import COMMANDS
+from sinkscope.options.option import flag
+from sinkscope.options.recipe import known_recipes, read_recipe
+from sinkscope.results.command_line import command_lines
+from sinkscope.results.metrics import METRICS
+from sinkscope.verdict.scorecard import Scorecard
+
+ROOT = Path(__file__).parents[2]
+REPORTS = ROOT / "reports"
+CLAIMS = REPORTS / "claims" / "smollm2-135m"
+# classes that public functions return, beside those that are public themselves
+RETURNED = (
+    "measuring.watching.Watched", "models.loading.LoadedModel", "output.comparison.Comparison",
+    "output.curves.Curves", "output.side_by_side.Routes", "output.trained.Trained", "training.callback.Onset",
+)  # fmt: skip
+
+
+def escaped(cell: object) -> str:
+    """Return a cell of a table as text in which Markdown finds no markup but code."""
+    parts = re.split(r"(`[^`]+`)", " ".join(str(cell).split()))
+    text = "".join(part if at % 2 else re.sub(r"([\\`*_\[\]<>$~#])", r"\\\1", part) for at, part in enumerate(parts))
+    return text.replace("|", "\\|")
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[object]], code: int = 1) -> str:
+    """Return a table whose first `code` columns are names, as code."""
+    columns = list(columns)
+    lines = [columns, ["---"] * len(columns)]
+    for row in rows:
+        cells = [str(cell) for cell in row]
+        names = [f"`{cell}`".replace("|", "\\|") if cell else "" for cell in cells[:code]]
+        lines.append([*names, *map(escaped, cells[code:])])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def listed(kind: str) -> str:
+    """Return what `sinkscope list KIND` shows."""
+    found = sinkscope.list(kind)
+    return table(found.columns, found.itertuples(index=False), code=2 if kind == "tables" else 1)
+
+
+def reference() -> dict[str, str]:
+    """Return a page for each kind of names."""
+    pages = {}
+    for kind, (about, where, *_) in KINDS.items():
+        head = f"# {kind.capitalize()}\n\n{about.capitalize()}, for `{where}`: `sinkscope list {kind}`."
+        pages[kind] = f"{head}\n\n{listed(kind)}\n"
+    return pages
+
+
+def commands(_: str = "") -> str:
+    """Return every command with its options."""
+    parts = []
+    for name, kind in COMMANDS.items():
+        arguments = " ".join(word.upper() for word in kind.arguments if word in kind.offered())
+        parts += [f"## {name}", f"```text\nsinkscope {name} {arguments} [OPTIONS]\n```", inspect.getdoc(kind) or ""]
+        rows = []
+        for option, field in sorted(kind.offered().items(), key=lambda one: _panel(one[1])):
+            extra: Any = field.json_schema_extra
+            default = kind.shown.get(option, extra["shown"])
+            if default is None:
+                plain = "" if field.is_required() or field.default is None else field.default
+                default = ", ".join(map(str, plain)) if isinstance(plain, tuple) else plain
+            typed = option.upper() if option in kind.arguments else f"{flag(option)} {extra['metavar']}".strip()
+            rows.append((typed, _panel(field), field.description, "" if default is False else default))
+        parts.append(table(("option", "group", "what it does", "default"), rows))
+    return "\n\n".join(parts)
+
+
+def _panel(field: Any) -> str:
+    return str(field.json_schema_extra["panel"])
+
+
+def metric(name: str) -> str:
+    """Return the definition of a metric, from the register."""
+    one = METRICS[name]
+    facts = [f"unit: {one.unit}"] * bool(one.unit) + [f"source: {one.source}"] * bool(one.source)
+    facts += [f"only: {one.scope}"] * bool(one.scope)
+    return f"`{name}`, {escaped(one.label)}\n: {escaped(one.definition)}{escaped('; '.join(['', *facts]))}."
+
+
+def api(_: str = "") -> str:
+    """Return autodoc's directives for every public name, by kind."""
+    names = [*sinkscope.__all__, "list"]
+    classes = [name for name in names if inspect.isclass(getattr(sinkscope, name))]
+    named_as_commands = {name.replace("-", "_") for name in COMMANDS}
+    heads = {
+        "Commands": [name for name in names if name in named_as_commands],
+        "Your own models and loops": [n for n in names if n not in classes and n not in named_as_commands],
+        "Classes": classes,
+    }
+    parts = []
+    for head, found in heads.items():
+        parts.append(f"## {head}")
+        for name in sorted(found):
+            kind = "class" if name in classes else "function"
+            parts.append(_directive(kind, f"sinkscope.{name}"))
+    parts += ["## What they return", *(_directive("class", f"sinkscope.{name}") for name in RETURNED)]
+    return "\n\n".join(parts)
+
+
+def _directive(kind: str, name: str) -> str:
+    members = "   :members:\n" if kind == "class" else ""
+    return f"```{{eval-rst}}\n.. auto{kind}:: {name}\n{members}```"
+
+
+def gallery(folder: Path) -> str:
+    """Return every figure with what it shows, a command, and a picture: of a report, else drawn into `folder`."""
+    parts = []
+    for kind, figures in FIGURES.items():
+        parts.append(f"## Of {kind}")
+        for name, spec in figures.items():
+            picture, command = _of_a_report(name)
+            if picture is None:
+                path, command = f"{name}.png", _making(name, spec.tables)
+                note = _draw(name, folder / path)
+            else:
+                note, path = f" From [{picture.parents[1].name}](../../{_report_page(picture)}).", _link(picture)
+            parts.append(f"### {name}\n\n{escaped(spec.about)}.{note}\n\n```text\n{command}\n```\n\n![{name}]({path})")
+    return "\n\n".join(parts)
+
+
+def _link(path: Path) -> str:
+    return f"../../{path.relative_to(ROOT).as_posix()}"
+
+
+def _report_page(picture: Path) -> str:
+    folder = next(parent for parent in picture.parents if (parent / "README.md").exists())
+    return (folder / "README.md").relative_to(ROOT).as_posix()
+
+
+def _of_a_report(name: str) -> tuple[Path | None, str]:
+    """Return the figure and the command of the first report that has it: of the demo model, if there is one."""
+    found = sorted(REPORTS.rglob(f"{name}.png"), key=lambda path: ("smollm2-135m" not in path.parts, path))
+    for path in found:
+        folder = path.parent.parent if path.parent.name == "figures" else path.parent
+        if (folder / "run.json").exists():
+            manifest = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            lines = command_lines(manifest, None) or [f"sinkscope {manifest['command']} …"]
+            return path, lines[0]
+    return None, ""
+
+
+def _making(name: str, tables: Iterable[str]) -> str:
+    """Return a command that draws a figure: of the first recipe that names it, else the one that makes its tables."""
+    for recipe, path in known_recipes().items():
+        if name in (read_recipe(path).content.figures or ()):
+            return f"sinkscope run {recipe}"
+    return f"sinkscope {next((COMMAND[one] for one in tables if one in COMMAND), 'analyze')} …"
+
+
+def _draw(name: str, path: Path) -> str:
+    """Draw a figure of which no report has a picture, and return what it is drawn from."""
+    if name in OF_CLAIMS:
+        OF_CLAIMS[name](Scorecard.open(CLAIMS)).savefig(path, dpi=100)
+        return f" From [{CLAIMS.name}](../../reports/claims/README.md)."
+    if (tests := str(ROOT / "tests")) not in sys.path:
+        sys.path.append(tests)
+    from support.drawn_figures import drawn
+
+    drawn(name).savefig(path, dpi=100)
+    return " *Drawn from made-up numbers.*"
+
+
+GENERATED: dict[str, Callable[[str], str]] = {
+    "api": api, "commands": commands, "list": listed, "metric": metric,
+}  # fmt: skip

@@ -1,0 +1,205 @@
+"""The documentation: its code and commands run on a tiny model, and the site is built without a warning."""
+
+import inspect
+import re
+import shlex
+from html.parser import HTMLParser
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import matplotlib.pyplot as plt
+import pytest
+import torch
+from support.retrofit_command import command_line, words_tokenizer
+from tiny import tiny_model
+
+import sinkscope
+from sinkscope.figures import KINDS as FIGURES
+from sinkscope.options import COMMANDS
+from sinkscope.options.option import flag
+from sinkscope.options.output import OutputOptions
+from sinkscope.paper_claims.register import CLAIMS
+from sinkscope.results.metrics import METRICS
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "recipes" / "docs"
+PAGES = [path for path in (*sorted(DOCS.glob("*.md")), ROOT / "README.md") if "\n```python" in path.read_text("utf-8")]
+MODEL = "HuggingFaceTB/SmolLM2-135M"  # in the documents; the tests use a tiny model in its place
+# options that make a command small, where it has them and the document does not give them
+SMALL = {
+    "num_seqs": 2, "seq_len": 20, "draws": 1, "nulls": 1, "block_length": 16, "batch_size": 2, "calibration": 2,
+    "positions": 8, "window": 16,
+}  # fmt: skip
+
+
+def small(line: str, tiny: Path) -> list[str]:
+    """Return the words of a command of the documents, with the tiny model and small options."""
+    _, name, *words = shlex.split(line, comments=True)
+    kind = COMMANDS[name]
+    if "MODEL" in words:
+        words[words.index("MODEL")] = str(tiny)
+    elif name in ("run", "sweep"):
+        words += ["--model", str(tiny)] * (name == "run")
+    elif "model" in kind.arguments and "--from" not in words and not (words and not words[0].startswith("-")):
+        words.insert(0, str(tiny))
+    for option, value in SMALL.items():
+        if option in kind.offered() and flag(option) not in words and "--from" not in words and name != "run":
+            words += [flag(option), "128" if (name, option) == ("kv-plan", "seq_len") else str(value)]
+    return [name, *words]
+
+
+def ran(line: str, tiny: Path) -> None:
+    result = command_line(*small(line, tiny))
+    assert result.exit_code == 0, f"{line}: {result.output[-600:]}"
+
+
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_the_code_and_commands_of_a_page_run(
+    page: Path, tiny: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("webbrowser.open", lambda *_: True)
+    monkeypatch.setitem(CLAIMS, "W-900", CLAIMS["W-1"])  # a page adds it: it is removed after the test
+    del CLAIMS["W-900"]
+    ids = torch.randint(3, 90, (8, 16), generator=torch.Generator().manual_seed(0))
+    blocks = [{"input_ids": row, "labels": row} for row in ids]
+    words = words_tokenizer()
+    words.pad_token = "<pad>"
+    names: dict[str, Any] = {
+        "model": tiny_model("llama").requires_grad_(True),
+        "tokenizer": words,
+        "blocks": blocks,
+        "batch": {"input_ids": ids, "labels": ids},
+    }
+    for language, block in re.findall(r"^```(python|sh)\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE):
+        if language == "python":
+            exec(compile(block.replace(MODEL, str(tiny)), page.name, "exec"), names)
+        else:
+            for line in block.splitlines():
+                ran(line, tiny)
+    plt.close("all")
+
+
+@pytest.mark.parametrize("page", [*DOCS.glob("*.md"), ROOT / "README.md"], ids=lambda path: path.stem)
+def test_commands_within_sentences_exist(page: Path) -> None:
+    for command in re.findall(r"`sinkscope ([a-z][^`]*)`", " ".join(page.read_text("utf-8").split())):
+        name, *words = command.split()
+        options = set().union(*(kind.model_fields for kind in (COMMANDS[name], OutputOptions)))
+        flags = {flag(option) for option in options}
+        assert {word for word in words if word.startswith("--")} <= flags, command
+
+
+def test_every_question_of_the_readme_has_a_command() -> None:
+    text = (ROOT / "README.md").read_text("utf-8").partition("## What do you want to know?")[2].partition("\n## ")[0]
+    rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) == 10
+    assert all("`sinkscope" in row.split("|")[2] for row in rows)
+
+
+def test_every_public_name_has_types() -> None:
+    for name in [*sinkscope.__all__, "list"]:
+        thing = getattr(sinkscope, name)
+        assert inspect.getdoc(thing), name
+        if inspect.isfunction(thing):
+            parameters = inspect.signature(thing).parameters.values()
+            assert [one.name for one in parameters if one.annotation is one.empty] == [], name
+
+
+class Links(HTMLParser):
+    """The links, the anchors and the loaded files of a page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.loaded: list[str] = []
+        self.feed(path.read_text("utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attrs}
+        self.anchors |= {found[name] for name in ("id", "name") if name in found}
+        if tag == "a" and "href" in found:
+            self.links.append(found["href"])
+        if "src" in found or tag == "link":
+            self.loaded.append(found.get("src", found.get("href", "")))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, with small pictures in place of the figures that no report has."""
+    out = tmp_path_factory.mktemp("docs") / "docs"
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(DOCS))
+        patched.setattr("generated._draw", _pixel)
+        assert import_module("make_site").build(out) == 0  # any warning gives another status
+    return out / "html"
+
+
+def _pixel(name: str, path: Path) -> str:
+    plt.imsave(path, [[0.0]])
+    return " *A pixel.*"
+
+
+@pytest.mark.slow
+def test_the_site_has_no_broken_link_and_needs_no_network(site: Path) -> None:
+    pages = {path: Links(path) for path in site.rglob("*.html")}
+    for path, page in pages.items():
+        assert [name for name in page.loaded if name.startswith(("http", "//"))] == []
+        for link in (*page.links, *page.loaded):
+            target, _, anchor = unquote(link).partition("#")
+            if "://" in target or target.startswith(("mailto:", "data:")):
+                continue
+            found = (path.parent / target.partition("?")[0]).resolve() if target else path
+            assert found.exists(), f"{path.relative_to(site)}: {link}"
+            if anchor and found in pages:
+                assert anchor in pages[found].anchors, f"{path.relative_to(site)}: {link}"
+
+
+@pytest.mark.slow
+def test_the_site_has_every_name(site: Path) -> None:
+    api = Links(site / "api.html").anchors
+    assert {f"sinkscope.{name}" for name in [*sinkscope.__all__, "list"]} <= api
+    anchors = Links(site / "gallery.html").anchors
+    assert {name for figures in FIGURES.values() for name in figures} <= anchors
+    for page, names in (("metrics", METRICS), ("claims", CLAIMS), ("tables", ("attention",))):
+        text = (site / "reference" / f"{page}.html").read_text("utf-8")
+        assert [name for name in names if name not in text] == []
+    options = (site / "commands.html").read_text("utf-8")
+    assert [name for name in COMMANDS if f'id="{name}"' not in options] == []
+
+
+def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS))
+    make_site = import_module("make_site")
+    with pytest.raises(make_site.BrokenLink, match=r"README.md: no/such/file.md"):
+        make_site.moved("[x](no/such/file.md)", "README.md", tmp_path)
+    text = make_site.moved("[x](reports/README.md#top) `[x](no.md)`", "README.md", tmp_path)
+    assert text == "[x](reports/README.md#top) `[x](no.md)`"
+
+
+def test_the_citation_names_the_version() -> None:
+    import yaml
+
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))
+    assert cited["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors"} <= cited.keys()
+    assert cited["version"] == sinkscope.__version__
+    assert f"## {cited['version']}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+def test_the_numbers_that_the_readme_quotes_are_those_of_the_reports() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    for command, report in (("analyze", "smollm2-135m"), ("quantize", "smollm2-135m-w8a8")):
+        quoted = text.partition(f"`sinkscope {command}` ")[2].partition("\n\n")[2].partition("\n\n")[0]
+        verdict = (ROOT / "reports" / report / "verdict.md").read_text("utf-8")
+        numbers = re.findall(r"\d[\d,]*\.?\d+%?", quoted.replace("2024", ""))
+        assert len(numbers) >= 5
+        assert [number for number in numbers if number not in verdict] == []
+
+
+def test_words_are_those_of_the_documents() -> None:
+    """The README stays one screen and a half, and the results a gallery."""
+    assert len((ROOT / "README.md").read_text("utf-8").split()) <= 700
+    assert len((ROOT / "reports" / "README.md").read_text("utf-8").split()) <= 1400
