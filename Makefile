@@ -137,13 +137,9 @@ report-models: install models  ## of pretrained models: 40 minutes on two cores
 	$(BIN)/python recipes/spike-mask/autoencoders.py reports/spike-mask
 	$(call report,super-weights/smollm2-135m,run super-weights)
 	$(call report,super-weights/gemma3-270m,run super-weights --model .models/gemma3-270m.gguf)
-	$(call report,super-weights/mgm,run super-weights --model $(MGM))
 	$(call report,dormant-heads/smollm2-135m,run dormant-heads)
 	$(call report,dormant-heads/gemma3-270m,run dormant-heads --model .models/gemma3-270m.gguf)
-	$(call report,dormant-heads/mgm,run dormant-heads --model $(MGM))
 	$(call report,over-mixing/smollm2-135m,run over-mixing)
-	$(call report,over-mixing/gemma3-270m,run over-mixing --model .models/gemma3-270m.gguf)
-	$(call report,over-mixing/mgm,run over-mixing --model $(MGM))
 	$(call report,quantization-prefix/smollm2-135m,run quantization-prefix)
 	$(call report,quantization-prefix/gemma3-270m,run quantization-prefix --model .models/gemma3-270m.gguf)
 
@@ -245,7 +241,7 @@ report-outlier-safe: install  ## gated attention, softpick, softmax off by one, 
 	$(BIN)/sinkscope sweep outlier-safe --out $(OUTLIER_SAFE)
 	rm -rf reports/outlier-safe
 	mkdir -p reports/outlier-safe
-	cp $(OUTLIER_SAFE)/comparison/run.json $(OUTLIER_SAFE)/comparison/sweep.md reports/outlier-safe/
+	cp $(OUTLIER_SAFE)/comparison/sweep.md reports/outlier-safe/
 	cp $(OUTLIER_SAFE)/comparison/tables/sweep_training.parquet reports/outlier-safe/
 	cp $(OUTLIER_SAFE)/comparison/figures/sweep-factor.png reports/outlier-safe/
 	$(SHRINK) reports/outlier-safe

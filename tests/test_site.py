@@ -202,4 +202,4 @@ def test_the_numbers_that_the_readme_quotes_are_those_of_the_reports() -> None:
 def test_words_are_those_of_the_documents() -> None:
     """The README stays one screen and a half, and the results a gallery."""
     assert len((ROOT / "README.md").read_text("utf-8").split()) <= 700
-    assert len((ROOT / "reports" / "README.md").read_text("utf-8").split()) <= 1400
+    assert len((ROOT / "reports" / "README.md").read_text("utf-8").split()) <= 1700

@@ -51,7 +51,7 @@ def _words(name: str, value: float, run: RunData) -> tuple[str, str]:
     match name:
         case "sink_rate":
             uniform = sum(1 / (at + 1) for at in range(length)) / length  # attention to position 0, causal
-            null = "0%" if not run.is_causal or uniform < epsilon else "100%"
+            null = "100%" if run.is_causal and epsilon < uniform else "0%"
             meaning = f"of the heads give the first token more than {epsilon:g} of their attention."
             return meaning, f"Uniform attention gives {null}."
         case "max_inf_norm":

@@ -18,7 +18,8 @@ SHARE = AblateHeads().share
 
 
 def findings(run: RunData) -> Iterator[Finding]:
-    for name, part in (("super_weights", _super_weight), ("head_scores", _heads), ("over_mixing", _over_mixing)):
+    parts = {"super_weights": _super_weight, "head_scores": _heads, "over_mixing_by_sequence": _over_mixing}
+    for name, part in parts.items():
         table = run.tables.get(name)
         if table is not None and len(table):
             yield part(run, table[table["condition"] == BEFORE] if run.is_experiment else table)

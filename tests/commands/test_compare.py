@@ -111,11 +111,13 @@ def test_every_report_opens(tmp_path: Path) -> None:
             page = data_of(sinkscope.show(folder).read_text(encoding="utf-8"))
             manifest = read_manifest(folder, None)
             assert set(manifest["tables"]) <= {table["name"] for table in page["tables"]}
+            if "summary" not in manifest["tables"] and manifest["command"] == "analyze":  # of pictures alone
+                continue
             several = [folder, folder] if manifest["command"] == "analyze" else [folder]
             result = command_line("compare", *several)
             assert result.exit_code == 0, result.output
             assert len(result.stdout.splitlines()) > 2
-            older = f"{folder} is of an older sinkscope (format 1, this one writes {FORMAT})"
+            older = f"{folder} is of an older sinkscope (format {manifest.get('format', 1)}, this one writes {FORMAT})"
             assert (older in result.stderr) == (manifest.get("format", 1) < FORMAT)
 
 
@@ -156,7 +158,7 @@ def test_newer_columns_of_an_older_scorecard_are_empty(tmp_path: Path, monkeypat
     newer = (Column("kind", "", kind="text", since=FORMAT), Column("is_identity", "", kind="truth", since=FORMAT))
     folder = Path(shutil.copytree(REPORTS / "claims" / "mgm", tmp_path / "mgm"))
     path = folder / "tables" / "claim.parquet"
-    since = [column.name for column in scorecard.TABLES["claim"] if column.since == FORMAT]
+    since = [column.name for column in scorecard.TABLES["claim"] if column.since > 1]
     pd.read_parquet(path).drop(columns=since).to_parquet(path)
     monkeypatch.setitem(scorecard.TABLES, "claim", (*scorecard.TABLES["claim"], *newer))
     content = json.loads((folder / "run.json").read_text())
@@ -166,5 +168,5 @@ def test_newer_columns_of_an_older_scorecard_are_empty(tmp_path: Path, monkeypat
     assert set(table["kind"]) == {""}
     assert not table["is_identity"].any()
     (folder / "run.json").write_text(json.dumps(content | {"format": FORMAT}))
-    with pytest.raises(InputError, match="it has no column null_low"):
+    with pytest.raises(InputError, match="it has no column (null_low|kind)"):
         Scorecard.open(folder)

@@ -14,7 +14,7 @@ from sinkscope.figures import applicable, draw
 from sinkscope.figures.interventions import FAINTEST
 from sinkscope.figures.style import Figure
 
-OURS = {"arm-maps", "arm-maps-by-layer", "effects", "effects-by-layer"}
+OURS = {"arm-maps", "arm-maps-by-layer", "effects", "effects-by-layer", "over-mixing"}
 
 
 @pytest.fixture(scope="module")

@@ -110,7 +110,7 @@ def test_a_scorecard_begins_with_what_is_unusual() -> None:
 def test_the_figure_of_several_models_has_each_decided_claim_once_and_those_that_differ_first() -> None:
     card = Scorecard.open("reports/claims")
     texts = [label.get_text() for label in OF_CLAIMS["scorecard-by-model"](card).axes[0].get_yticklabels()]
-    rows = [text.partition("  ")[0] for text in texts if text.partition("  ")[0] in CLAIMS]
+    rows = [text.split()[0] for text in texts if text.split()[0] in CLAIMS]
     others = set()
     for text in texts:
         code, _, numbers = text.removeprefix("hold wherever they are decided: ").partition("-")

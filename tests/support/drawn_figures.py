@@ -87,7 +87,9 @@ def _run() -> Run:
     ways = pd.DataFrame({"method": ["dense", "window", "sinks kept"], "window": [-1, 64, 64], "keep": [0, 0, 4]})
     streaming = _values(ways.merge(pd.DataFrame({"bucket": [-1, 0, 64, 128, 192]}), how="cross"), 10, 400, "perplexity")
     plans = pd.DataFrame({"plan": ["dense", "combined", "output-loss", "random 1", "first-and-last", "8 bits"]})
-    plans = plans.assign(memory=[1, 0.25, 0.25, 0.25, 0.25, 0.5], sinks="predicted sinks")
+    plans = plans.assign(
+        memory=[1, 0.25, 0.25, 0.25, 0.25, 0.5], sinks="predicted sinks", budget=[1, 0.25, 0.25, 0.25, 0.25, 1]
+    )
     for column, size in (("ratio", 1.1), ("kept", 0.9)):
         plans = _values(plans, 0.9 * size, size, column).assign(**{f"{column}_low": 0.8, f"{column}_high": 1.2})
     overflow = grid(layer=range(3), site=["mid", "layer_out", "mlp.down_proj.input"]).assign(is_inside=False)
