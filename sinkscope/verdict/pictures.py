@@ -30,8 +30,11 @@ def _ends(found: Estimate, scale: float = 1.0, form: str = ".2f") -> str:
 def _visual_sinks(run: RunData) -> Iterator[Finding]:
     about, share = run.manifest["pictures"], visual_sink_share(run)
     of = "massive coordinates" if about["is_massive"] else "largest coordinates, none of them massive,"
-    sentence = f"Of the visual tokens of {counted(about['pictures'], 'picture')}, in layers from {AFTER_LAYER} on, "
-    sentence += f"{100 * share.value:.2f}%{_ends(share, 100)} are sinks: φ is above {PHI:g} at the model's {of} "
+    sentence = f"{100 * share.value:.2f}%{_ends(share, 100)} of the visual tokens of "
+    sentence += (
+        f"{counted(about['pictures'], 'picture')} are sinks in layers from {AFTER_LAYER} on: φ is above {PHI:g} at "
+    )
+    sentence += f"the model's {of} "
     sentence += f"({coordinates_text(about['coordinates'])}); at as many random ones {100 * share.null:.2f}%."
     numbers = {"pictures": about["pictures"], "coordinates": tuple(about["coordinates"]), "random": share.null}
     numbers |= {"layer": AFTER_LAYER}
@@ -48,7 +51,7 @@ def _visual_sinks(run: RunData) -> Iterator[Finding]:
     heads = run.tables["visual_head"].groupby(["layer", "head"])[["first_mass", "visual_mass", "sink_mass"]].mean()
     first, visual, on_sinks = heads.mean()
     centric = (heads["visual_mass"] >= VISUAL) & (heads["sink_mass"] <= ON_SINKS * heads["visual_mass"])
-    sentence = f"Of the attention of the text after a picture {100 * first:.1f}% goes to position 0, "
+    sentence = f"The text after a picture gives {100 * first:.1f}% of its attention to position 0, "
     sentence += f"{100 * visual:.1f}% to visual tokens, and {100 * on_sinks:.1f}% to visual sinks. "
     sentence += f"{centric.sum()} of {len(heads)} heads see the picture: they give it at least {VISUAL:g} of their "
     sentence += f"attention, and at most {ON_SINKS:g} of that to sinks."
