@@ -1,7 +1,7 @@
 """Pictures: attention to their patches, and tokens that are large in few coordinates or in norm.
 
-A visual token of a language model that reads pictures is a sink if it is large in the coordinates of the model's own massive
-activations (Kang et al. 2025, Visual Attention Sink):
+A visual token of a language model that reads pictures is a sink if it is large in the coordinates of the model's own
+massive activations (Kang et al. 2025, Visual Attention Sink):
 
     φ(h) = max over c in D of |h_c| ÷ √(mean of h² + 1e-6) > 20        D: the massive coordinates on text
 
