@@ -82,5 +82,5 @@ def test_the_wheel_works_in_an_environment_of_its_own(distributions: Path, tmp_p
     command = (python, "-c", "from sinkscope.cli.app import main; main()")
     assert "gradient-sinks-figure-2" in run(*command, "list", "recipes", cwd=here)
     options = ("--num-seqs", "2", "--seq-len", "16", "--observables", "attention", "--out", "run")
-    assert "sink rate" in run(*command, "analyze", tiny, *options, cwd=here)
+    assert "**Sink:**" in run(*command, "analyze", tiny, *options, cwd=here)
     assert (here / "run" / "index.html").exists()

@@ -56,7 +56,7 @@ def draw_head_scores(run: RunData) -> Figure:
 def draw_over_mixing(run: RunData) -> Figure:
     """Draw the change of later tokens by layer and by distance, before and under each arm, with its controls."""
     table = run.tables["over_mixing"]
-    figure = new_figure(TEXT, 2.4)
+    figure = new_figure(TEXT, 2.1 + 0.1 * len(run.manifest["arms"]))
     left, right = figure.subplots(1, 2, sharey=True)
     by_layer = run.tables["over_mixing_by_sequence"].groupby(["condition", "layer"])["change"].mean()
     by_distance = table.groupby(["condition", "distance"])["change"].mean()

@@ -192,7 +192,9 @@ def read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: S
 class Measured:
     """The measurements of one setting."""
 
-    losses: np.ndarray  # (N,): the loss of each sequence, summed over its predicted tokens, in nats
+    losses: np.ndarray = field(
+        compare=False
+    )  # (N,): the loss of each sequence, summed over its predicted tokens, in nats
     loss: float  # per predicted token
     max_inf_norm: float = math.nan  # largest over sites and layers
     kurtosis: float = math.nan  # mean over sites and layers

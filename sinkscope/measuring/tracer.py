@@ -425,8 +425,10 @@ def model_inputs(
         inputs[name] = x.to(device, model.dtype if x.is_floating_point() else x.dtype)
     if not with_logits and "logits_to_keep" in parameters:
         # A tensor, because for a number Gemma 4 leaves out all other tokens in its last layers, and others slice a
-        # view, for which torch copies lm_head once per sequence (bfloat16 on CPUs: 80 s in place of 0.3 s).
-        inputs["logits_to_keep"] = torch.tensor([-1], device=device)
+        # view, for which torch copies lm_head once per sequence (bfloat16 on CPUs: 80 s in place of 0.3 s). Hooks of a
+        # model on several devices would move a tensor to the first of them, and not to that of the last layer.
+        is_in_one_place = len({parameter.device for parameter in model.parameters()}) == 1
+        inputs["logits_to_keep"] = torch.tensor([-1], device=device) if is_in_one_place else 1
     return inputs
 
 

@@ -34,9 +34,11 @@ LATE = (  # interventions on later layers alone, in the order of layers; in the 
     "mask-sink:layers=1",
     "scale-sink-value:layers=1,factor=3",
     "mean-sink-value:layers=1,means=0.5",
+    "zero-super-weight:layer=1,rows=3,column=5",
+    "ablate-heads:numbers=5",
     "rescale-norm:layers=2",
 )
-EARLY = ("replace-epe", "transplant-epe", "nullify-first-embedding", "streaming-window")
+EARLY = ("zero-super-expert", "replace-epe", "transplant-epe", "nullify-first-embedding", "streaming-window")
 FEW = ("zero-massive", "mask-sink", "rescale-norm")  # an output, an attention layer and an input changed
 FAMILIES = {"llama": INTERVENTIONS, "gpt2": INTERVENTIONS, "gpt_neox": FEW, "gemma3": FEW, "qwen3_next": FEW}
 OBSERVABLES = ("attention", "massive", "mean-maps", "activation", "outlier")

@@ -94,7 +94,7 @@ def state_tables(layers: int, sequences: int) -> dict[str, pd.DataFrame]:
     parallel = grid(layer=range(layers), sequence=range(sequences)).assign(parallel=0.3, sinks=0.01)
     sinks = grid(layer=[0], sequence=range(sequences), position=[0, 1, 5]).assign(token_id=lambda t: t["position"])
     kinds = {0: "first", 1: "lasting", 5: "secondary"}
-    sinks = sinks.assign(token=sinks["position"].map({0: "<s>", 1: "\n", 5: None}), kind=sinks["position"].map(kinds))
+    sinks = sinks.assign(token=sinks["position"].map({0: "<s>", 1: "\n", 5: "漢字"}), kind=sinks["position"].map(kinds))
     coordinates = grid(layer=range(layers), coordinate=[7, 38]).assign(share=random.uniform(0.9, 1, 2 * layers))
     coordinates["kind"] = coordinates["coordinate"].map({7: "residual sink", 38: "spike"})
     spikes = grid(layer=range(layers)).assign(norm_ratio=10 ** random.uniform(0, 2, layers), rotated_share=0.0)

@@ -32,7 +32,7 @@ class OverMixing(Observable):
     by_default = False
     columns: ClassVar = {
         "over_mixing": (
-            Column("distance", "shortest of a range of distances: 1, 2–3, 4–7, … tokens after the changed one",
+            Column("distance", "shortest of an octave of distances: 1, 2–3, 4–7 and so on, in tokens",
                 kind="whole"),
             Column("change", "‖h − h′‖ ÷ ‖h‖ of the layer's output, mean over tokens, substitutions and sequences"),
         ),
