@@ -28,7 +28,7 @@ TOKENS_ON_CPU = {False: 2048, True: 512}  # by whether there are gradients
 HALF_ON_CPU = 3  # bytes of a number in half precision, with the float32 in which most CPUs compute
 QUESTION_TOKENS = 128  # approximate length of a question of a benchmark
 FEWEST_TOKENS = 16  # the shortest sequences that are proposed where longer ones do not fit
-LIBRARIES = 600 << 20  # bytes of a process on the CPU that has imported the libraries and opened a small model
+LIBRARIES = 500 << 20  # bytes of a process on the CPU that has imported the libraries and opened a model of no size
 TOKENIZER = 2 << 10  # bytes for each token of a vocabulary, which a tokenizer takes: 480 MB of Gemma 3 from GGUF
 
 
