@@ -29,7 +29,7 @@ from sinkscope.results.judgment import Outcome
 from sinkscope.results.run import RunData
 from sinkscope.text.pictures import asked_about, places_of, read_pictures
 
-NEAR = {"rtol": 1e-5, "atol": 1e-6}  # norms of transformers compute in float32
+NEAR = {"rtol": 5e-5, "atol": 1e-5}  # norms of transformers compute in float32
 GIVEN: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 12, "observables": ["massive"]}
 
 
