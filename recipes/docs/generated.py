@@ -167,7 +167,7 @@ def _making(name: str, tables: Iterable[str]) -> str:
 
 
 def _draw(name: str, path: Path) -> str:
-    """Draw a figure of which no report has a picture, and return what it is drawn from."""
+    """Draw a figure that no report shows, and return what it is drawn from."""
     if name in OF_CLAIMS:
         OF_CLAIMS[name](Scorecard.open(CLAIMS)).savefig(path, dpi=100)
         return f" From [{CLAIMS.name}](../../reports/claims/README.md)."

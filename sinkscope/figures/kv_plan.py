@@ -27,7 +27,7 @@ def draw_kv_plan(run: RunData) -> Figure:
     table = table[is_bits | (table["budget"] < 1)]
     kind = table["plan"].str.replace(r" \d+$", "", regex=True).where(table["budget"] < 1, table["plan"])
     table = table.assign(row=kind + table["budget"].map(lambda budget: f", {budget:.0%}" if budget < 1 else ""))
-    memory = table.groupby("row")["memory"].mean().sort_values(kind="stable", ascending=False)
+    memory = table.groupby("row")["memory"].mean()
     rows = list(table.sort_values(["budget", "kept"], ascending=False)["row"].drop_duplicates())
     names = [f"{row.split(', ')[0]} ({memory[row]:.0%} of the memory)" for row in rows]
     figure = new_figure(WIDE, 0.2 * len(rows) + 1.1)

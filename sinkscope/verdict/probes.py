@@ -18,11 +18,13 @@ SHARE = AblateHeads().share
 
 
 def findings(run: RunData) -> Iterator[Finding]:
-    parts = {"super_weights": _super_weight, "head_scores": _heads, "over_mixing_by_sequence": _over_mixing}
-    for name, part in parts.items():
+    for name, part in (("super_weights", _super_weight), ("head_scores", _heads)):
         table = run.tables.get(name)
         if table is not None and len(table):
             yield part(run, table[table["condition"] == BEFORE] if run.is_experiment else table)
+    mixing = run.tables.get("over_mixing_by_sequence")
+    if mixing is not None and len(mixing):
+        yield _over_mixing(run, mixing)
 
 
 def _super_weight(run: RunData, table: pd.DataFrame) -> Finding:
@@ -61,7 +63,7 @@ def _heads(run: RunData, table: pd.DataFrame) -> Finding:
 
 
 def _over_mixing(run: RunData, table: pd.DataFrame) -> Finding:
-    every = run.tables["over_mixing_by_sequence"].groupby("condition")["change"].mean()
+    every = table.groupby("condition")["change"].mean()
     value = float(every[BEFORE] if run.is_experiment else every.iloc[0])
     sentence = "A changed token changes the states of later tokens by "
     sentence += f"{value:.1%} of their norm, mean over layers, substitutions and sequences"

@@ -4,13 +4,11 @@
 S.SECTIONS = () => [S.glances, S.claims, S.effects, S.routes, S.study, S.training, S.text, S.pictures, S.heads, S.findings, S.layers,
   S.massive, S.gradients, S.overflow, S.quantization, S.plans, S.explore, S.tablesSection, S.runSection];
 
-/** Sections that are open from the beginning; the others open by a click, or by their link. */
-S.OPEN = new Set(["glances", "claims", "effects", "routes", "study", "training", "text", "pictures", "heads"]);
+// sections that are folded until a click, or their link, opens them: on every page, and where five numbers come first
+S.OF_EXPERTS = new Set(["layers", "massive", "gradient", "explore", "tables", "run"]);
+S.OF_DETAILS = new Set(["findings", "overflow", "quantization", "kv-plan"]);
 
-/** Whether a section waits to be opened: those of experts, on a page that has others. */
-S.isFolded = ({ id }, sections) =>
-  !S.OPEN.has(id) && (id !== "findings" || S.data.glances.length > 0) &&
-  (["layers", "massive", "gradients", "explore", "tables", "run"].includes(id) || sections.some((one) => one.id === "glances"));
+S.isFolded = ({ id }) => S.OF_EXPERTS.has(id) || (S.OF_DETAILS.has(id) && S.data.glances.length > 0);
 
 S.fold = (section) => {
   const [title, ...rest] = section.childNodes;
@@ -60,7 +58,7 @@ S.start = async () => {
   const title = S.title();
   document.title = `${title} – sinkscope`;
   const sections = S.SECTIONS().map(S.made).filter(Boolean);
-  sections.filter((section) => S.isFolded(section, sections)).forEach(S.fold);
+  sections.filter(S.isFolded).forEach(S.fold);
   const links = sections.map((section) =>
     S.element("li", {}, S.element("a", { href: `#${section.id}` }, section.querySelector("h2").textContent)));
   document.body.append(
