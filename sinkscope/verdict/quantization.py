@@ -175,9 +175,9 @@ def _restored(run: RunData, kept: str, which: str, is_headline: bool = False) ->
     if share <= 0:
         outcome, effect = Outcome.ABSENT, f"recovers nothing: perplexity {text}"
     elif share >= threshold:
-        outcome, effect = Outcome.CONFIRMED, f"nearly restores perplexity: {text}, {share:.0%} of the cost recovered"
+        outcome, effect = Outcome.CONFIRMED, f"nearly restores perplexity: {text}, {share:.0%} of the cost in nats recovered"
     else:
-        outcome, effect = Outcome.PARTLY, f"recovers {share:.0%} of the cost: perplexity {text}"
+        outcome, effect = Outcome.PARTLY, f"recovers {share:.0%} of the cost in nats: perplexity {text}"
     about: dict[str, Any] = {"threshold": threshold, "numbers": {"which": which, "perplexity": perplexity}}
     about |= {"is_headline": is_headline, "sentence": f"Leaving {which} in full precision {effect}."}
     return Finding("restored", OUTLIERS, outcome, share, **about)
