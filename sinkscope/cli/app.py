@@ -80,21 +80,34 @@ def _kinds() -> Iterable[str]:
     return KINDS
 
 
-# arguments that name something which is found without importing torch
+def _listed(kind: str) -> Iterable[str]:
+    from sinkscope.commands.list import listing  # imports the register, and with it torch
+
+    return listing(kind).iloc[:, 0]
+
+
+# arguments and options whose values are names, and where these are found
 NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "recipe": known_recipes,
     "file": partial(known_recipes, SWEEPS),
     "kind": _kinds,
+    "do": partial(_listed, "interventions"),
+    "observables": partial(_listed, "observables"),
+    "keep": partial(_listed, "activations"),
+    "method": partial(_listed, "retrofits"),
+    "config": partial(_listed, "architectures"),
 }
 
 
 def _completion(name: str, annotation: Any) -> Callable[[str], list[str]]:
-    """Return the function with which a shell completes the value of an option: a choice, or a name."""
+    """Return the function with which a shell completes a value: a choice or a name, or the last one after a comma."""
     parts = [annotation, *get_args(annotation)]
     choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
 
     def complete(incomplete: str) -> list[str]:
-        return [known for known in (choices or NAMES.get(name, list)()) if known.startswith(incomplete)]
+        before, comma, last = incomplete.rpartition(",")
+        found = choices or NAMES.get(name, list)()
+        return [f"{before}{comma}{known}" for known in found if known.startswith(last)]
 
     return complete
 

@@ -351,6 +351,9 @@ def test_shells_complete_commands_choices_and_names() -> None:
         ("sinkscope analyze --dtype bf", "bfloat16"),
         ("sinkscope list rec", "recipes"),
         ("sinkscope run all", "all-interventions"),
+        ("sinkscope intervene --do zero-m", "zero-massive"),
+        ("sinkscope analyze --observables attention,gr", "attention,gradient"),
+        ("sinkscope retrofit --method none,vs", "none,vscale"),
     ):
         asked = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" ")), "_SINKSCOPE_COMPLETE": "complete_bash"}
         completed = CliRunner().invoke(app, env=asked, prog_name="sinkscope")
