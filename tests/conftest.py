@@ -6,6 +6,7 @@ They import slow libraries when used, because the process that starts pytest-xdi
 from __future__ import annotations
 
 import gc
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,10 @@ if TYPE_CHECKING:
     from hub import Hub
 
     from sinkscope.models.loading import LoadedModel
+
+if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
+    # oneDNN chooses its instructions by itself; PyTorch's attention mixes both, and fails if they differ
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 pytest.register_assert_rewrite("gradient_reference", "reference", "support", "tiny")
 
