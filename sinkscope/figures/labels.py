@@ -9,14 +9,13 @@ import pandas as pd
 from matplotlib import font_manager
 
 from sinkscope.errors import counted
-from sinkscope.figures.style import FONT
+from sinkscope.figures.style import FONT, WIDE
 from sinkscope.results.run import RunData
 from sinkscope.results.side_by_side import model_name, shorten
 
 INCHES_PER_CHARACTER = 0.068  # in an 8 pt title, an upper estimate
 VISIBLE = {"\n": "⏎", "\r": "␍", "\t": "⇥", " ": "␣"}
 LONGEST_TOKEN = 12
-LONGEST_TITLE = 90  # characters, in figures as wide as a page
 Checkpoints = Sequence[tuple[int, RunData]]  # (training step, its run)
 
 
@@ -25,8 +24,6 @@ def title(run: RunData, width: float, *shown: str) -> str:
 
     `shown` replaces the number of tokens in figures of a part of the run.
     """
-    room = int(width / INCHES_PER_CHARACTER)
-    name = shorten(model_name(run.model), room)
     read = run.manifest.get("input") or {}
     sequences, tokens = read.get("sequences"), read.get("tokens")
     if sequences and tokens and not shown:
@@ -37,14 +34,16 @@ def title(run: RunData, width: float, *shown: str) -> str:
             else f"{counted(sequences, 'sequence')}, {tokens} tokens"
         )
         shown = (size,)
-    rest = " · ".join([run.condition, *shown])
-    text = f"{name} · {rest}"
-    return escape(text if len(text) <= room else f"{name}\n{shorten(rest, room)}")
+    return heading(model_name(run.model), run.condition, *shown, width=width)
 
 
-def heading(*parts: str) -> str:
-    """Return the title of a figure of several runs."""
-    return escape(shorten(" · ".join(part for part in parts if part), LONGEST_TITLE))
+def heading(*parts: str, width: float = WIDE) -> str:
+    """Return a title for a figure `width` inches wide: the parts, the first in its own line if they are too long."""
+    room = int(width / INCHES_PER_CHARACTER)
+    first, *rest = [part for part in parts if part] or [""]
+    text = " · ".join([first, *rest])
+    lines = [text] if len(text) <= room else [first, " · ".join(rest)]
+    return escape("\n".join(shorten(line, room) for line in lines if line))
 
 
 def seeds_words(count: int, least: int | None = None) -> str:
@@ -54,7 +53,7 @@ def seeds_words(count: int, least: int | None = None) -> str:
     return f"mean and range of {count if least in (None, count) else f'{least} to {count}'} seeds"
 
 
-def steps_title(runs: Checkpoints, *more: str) -> str:
+def steps_title(runs: Checkpoints, *more: str, width: float = WIDE) -> str:
     """Return «model · condition · steps 0–1000». Checkpoints in one folder are named by the folder."""
     names = {model_name(run.model) for _, run in runs}
     if len(names) > 1:
@@ -62,7 +61,7 @@ def steps_title(runs: Checkpoints, *more: str) -> str:
     conditions = dict.fromkeys(run.condition for _, run in runs)
     first, last = runs[0][0], runs[-1][0]
     steps = f"step {first}" if first == last else f"steps {first}–{last}"
-    return heading(names.pop() if len(names) == 1 else "", ", ".join(conditions), steps, *more)
+    return heading(names.pop() if len(names) == 1 else "", ", ".join(conditions), steps, *more, width=width)
 
 
 def places(first: int, last: int) -> str:

@@ -9,11 +9,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.ticker import FuncFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentFormatter
 
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import (
-    INCHES_PER_CHARACTER,
     Checkpoints,
     escape,
     heading,
@@ -156,7 +155,7 @@ def draw_training_onsets(runs: RunsByStep) -> Figure:
     signs: dict[str, Look] = {"onset": {"color": VERMILION, "linewidth": 1}, "threshold": GUIDE}
     signs |= {"95 % over sequences": {"facecolor": SINK["color"], "alpha": BAND["alpha"]}}
     signs |= {"steps in random order": CHANCE} if len(leads) else {}
-    return figure.finish(shorten(steps_title(runs), int(COLUMN / INCHES_PER_CHARACTER)), signs, ncols=2)
+    return figure.finish(steps_title(runs, width=COLUMN), signs, ncols=2)
 
 
 def _onset_label(onset: Any) -> str:
@@ -217,9 +216,9 @@ class Arms:
             return "1 seed"
         return f"first of {self.seeds} seeds" if of_runs else f"{self.seeds} seeds"
 
-    def title(self, *more: str) -> str:
-        """Return a title with the model from which all arms were made."""
-        return heading(model_name(next(iter(self.runs.values())).model), *more)
+    def title(self, *more: str, width: float = WIDE) -> str:
+        """Return a title with the model from which all arms were made, for a figure `width` inches wide."""
+        return heading(model_name(next(iter(self.runs.values())).model), *more, width=width)
 
 
 def arm_looks(arms: Iterable[str]) -> dict[str, Look]:
@@ -296,8 +295,9 @@ def _bars(ax: Axes, metric: Metric, rows: pd.DataFrame, looks: dict[str, Look]) 
         ends.append(float(max([length + np.nan_to_num(spreads[arm]), *single])))
         number = plot.write_beside(ax, text, ends[-1], row, space=4, size=6.5)
         number.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.4})  # hides the line of the first arm
-    ax.set_xlim(0, (1.8 if has_spread else 1.45) * (max(ends) or 1.0))  # with room for the numbers
-    ax.xaxis.set_major_locator(MaxNLocator(3))
+    limit = (1.8 if has_spread else 1.45) * (max(ends) or 1.0)  # with room for the numbers
+    ax.set_xlim(0, limit)
+    ax.xaxis.set_major_locator(FixedLocator([0, 0.5, 1]) if metric.unit == "share" and limit > 1 else MaxNLocator(3))
     if metric.unit == "share":
         ax.xaxis.set_major_formatter(PercentFormatter(1))
     plot.grid(ax, "x")
@@ -413,7 +413,8 @@ def draw_retrofit_equal_loss(arms: Arms) -> Figure:
     ax.axhline(SINK_RATE, **REFERENCE)
     ax.invert_xaxis()  # training goes to the right
     ax.set_xlabel(METRICS[HELD_OUT[0]].label)
-    return figure.finish(arms.title(arms.seeds_text(), "marks: the end of training"), _signs(looks), ncols=4)
+    title = arms.title(arms.seeds_text(), "marks: the end of training", width=style.TEXT)
+    return figure.finish(title, _signs(looks), ncols=4)
 
 
 # --- Value drain and gates of each arm (VGA figures 1 and 4, GS §5)
@@ -450,7 +451,7 @@ def draw_retrofit_values(arms: Arms) -> Figure:
     if is_deep:
         signs["later positions, 10–90 %"] = SPAN
         signs |= {"later positions, mean": FAINT | {"color": "0.3"}} if has_gates else {}
-    return figure.finish(arms.title(arms.seeds_text(of_runs=True)), signs, ncols=2)
+    return figure.finish(arms.title(arms.seeds_text(of_runs=True), width=COLUMN), signs, ncols=2)
 
 
 def _values_and_gates(run: RunData) -> list[pd.DataFrame]:

@@ -88,19 +88,23 @@ def together(role: Need, of: Callable[[Mapping[str, Arm]], float], *methods: str
     return measure
 
 
+def _check_plain(study: Study, where: Where | None) -> None:
+    """Raise NotDefined if plain training lacks what the arm can remove or move: its name, number, and least number."""
+    if where is not None:
+        what, of_plain, least = where
+        plain = _values(study, of_plain, PLAIN).mean()
+        if plain <= least:
+            raise NotDefined(f"plain training has no {what} is {plain:.3g}, not above {least:g}")
+
+
 def of_one(
     role: Need, of: OfArm, method: str, null: str | None = None, ends: Ends | None = None, where: Where | None = None
 ) -> Measure:
     """Return the mean over seeds of one arm's number, with the mean of a null arm."""
-    # `where`: name, number, and least number of what plain training must have, so that the arm can remove or move it
 
     def measure(evidence: Evidence) -> Estimate:
         study = evidence.studies[role]
-        if where is not None:
-            what, of_plain, least = where
-            plain = _values(study, of_plain, PLAIN).mean()
-            if plain <= least:
-                raise NotDefined(f"plain training has no {what} is {plain:.3g}, not above {least:g}")
+        _check_plain(study, where)
         found = together(role, lambda arms: of(arms[method]), method, ends=ends)(evidence)
         return found.against(nan if null is None else float(np.mean(_values(study, of, null))))
 
@@ -117,11 +121,14 @@ def ranked(role: Need, of: OfArm, levels: Mapping[float, str]) -> Measure:
     return together(role, found, *levels.values(), ends=CORRELATION)
 
 
-def difference(role: Need, of: OfArm, method: str, against: str = PLAIN, as_ratio: bool = False) -> Measure:
+def difference(
+    role: Need, of: OfArm, method: str, against: str = PLAIN, as_ratio: bool = False, where: Where | None = None
+) -> Measure:
     """Return the mean over seeds of one arm's number − another's of the same seed, or the geometric mean of ratios."""
 
     def measure(evidence: Evidence) -> Estimate:
         study = evidence.studies[role]
+        _check_plain(study, where)
         first, second = (_values(study, of, name) for name in (method, against))
         labels = [study.by_seed[0][name].label for name in (method, against)]
         if as_ratio and (not (second > 0).all() or (first < 0).any()):
