@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.attention_reads import causal_mask
 from support.naming import naming
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -90,20 +89,7 @@ def furthest(found: torch.Tensor, exact: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", ERRORS)
 @pytest.mark.parametrize("case", CALLS)
 def test_mix_log_sum_exp_and_gradients(case: str, dtype: torch.dtype, device: str) -> None:
-    if device == "cpu" and case != "softcap":  # which is computed in chunks
-        skip_where_torch_fails(dtype)
     check_outcome(case, dtype, device)
-
-
-def skip_where_torch_fails(dtype: torch.dtype) -> None:
-    """Skip the test if PyTorch cannot compute plain attention, as bfloat16 on a CPU with AMX but AVX-512 turned off."""
-    x = torch.zeros(1, 1, max(LENGTHS), min(WIDTHS), dtype=dtype)
-    try:
-        F.scaled_dot_product_attention(x, x, x)
-    except RuntimeError as error:
-        if "pack_vnni2" not in str(error):
-            raise
-        pytest.skip(f"PyTorch's own attention fails on this CPU: {error}")
 
 
 def check_outcome(case: str, dtype: torch.dtype, device: str) -> None:
