@@ -8,6 +8,7 @@ import pytest
 import torch
 from hub import Hub, Repo
 from support.live_memory import LiveMemory
+from support.retrofitted import each_pair
 from tiny import FORWARD, TINY, batched, measured, padded, ragged_tokens, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
@@ -56,8 +57,7 @@ def peak(name: str, layers: int, backward: bool, dtype: torch.dtype) -> tuple[in
     return live.most, TOKENS * bytes_per_token(model, backward)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral"])
+@each_pair(["llama", "gpt2", "gemma2", "mixtral"], [torch.bfloat16, torch.float32], ("name", "dtype"))
 def test_layers_keep_less_than_the_estimate(name: str, dtype: torch.dtype) -> None:
     few, more = (peak(name, layers, True, dtype) for layers in (3, 6))
     kept, estimated = (more[at] - few[at] for at in (0, 1))
