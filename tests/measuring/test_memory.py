@@ -9,7 +9,7 @@ import torch
 from hub import Hub, Repo
 from support.live_memory import LiveMemory
 from support.retrofitted import each_pair
-from tiny import FORWARD, TINY, batched, measured, padded, ragged_tokens, tiny_model
+from tiny import FORWARD, REPRESENTATIVE, TINY, batched, measured, padded, ragged_tokens, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import sinkscope
@@ -71,7 +71,7 @@ def test_layers_that_are_computed_again_keep_little() -> None:
     assert more[0] - few[0] < 0.3 * (more[1] - few[1])
 
 
-@pytest.mark.parametrize("name", [*TINY, "gated"])
+@pytest.mark.parametrize("name", [*REPRESENTATIVE, "gated"])
 def test_layers_that_are_computed_again_have_the_same_gradients(name: str, request: pytest.FixtureRequest) -> None:
     def tables() -> dict[str, pd.DataFrame]:
         model: Any = tiny_model("llama" if name == "gated" else name)
