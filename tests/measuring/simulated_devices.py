@@ -94,8 +94,7 @@ def test_default_analysis(name: str, places: int) -> None:
 
 
 @needs_simulation
-@pytest.mark.parametrize("places", [1, 2])
-@pytest.mark.parametrize("name", ["llama", "bloom"])
+@pytest.mark.parametrize(("name", "places"), [("llama", 2), ("bloom", 1)])
 def test_batches_fit_into_the_free_memory(name: str, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """If one sequence with gradients does not fit, each layer is computed again in the backward pass."""
     from support.simulated import Device
@@ -139,8 +138,7 @@ def test_sums_of_gradients_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         measured(tiny_model("llama"), [padded(list(tiny_tokens(2, 20).numpy()))], SETTINGS, ["gradient"], backward=True)
 
 
-@pytest.mark.parametrize("places", [1, 2])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "falcon"])
+@pytest.mark.parametrize(("name", "places"), [("llama", 2), ("gpt2", 1), ("falcon", 2)])
 def test_an_unknown_family(name: str, places: int) -> None:
     """Its wiring is found in tensors of several devices."""
     here = calibrate(tiny_model(name), tiny_tokens(2, 9))
@@ -156,8 +154,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("places", [1, 2])
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize(("name", "places"), [("llama", 2), ("gpt2", 1)])
 def test_interventions(name: str, places: int) -> None:
     def tables(model: Any) -> dict[str, pd.DataFrame]:
         return sinkscope.intervene(model, do=CHANGES[name], draws=1, **OPTIONS).tables
@@ -167,12 +164,11 @@ def test_interventions(name: str, places: int) -> None:
     assert far(tables(tiny_model(name)), there, 1e-2) == {}
 
 
-@pytest.mark.parametrize("places", [1, 2])
-def test_quantization(places: int) -> None:
+def test_quantization() -> None:
     options = OPTIONS | {"calibration": 2}
     here = sinkscope.quantize(tiny_model("llama"), **options)
     with simulated():
-        there = sinkscope.quantize(moved(tiny_model("llama"), places), **options)
+        there = sinkscope.quantize(moved(tiny_model("llama"), PLACES), **options)
     assert here.tables["quantization"]["setting"].tolist() == there.tables["quantization"]["setting"].tolist()
     assert far(here.tables, there.tables, 1e-2) == {}
 
