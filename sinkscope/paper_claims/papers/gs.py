@@ -162,7 +162,7 @@ def _masked_ratios(evidence: Evidence, position: int) -> pd.Series:
 
 def _with_first_masked(evidence: Evidence) -> Estimate:
     """Note what position 1 gets, since the sink may move there."""
-    found, second = _spike(evidence, "value", MASKED), _masked_ratios(evidence, position=1)
+    found, second = _spike("value", evidence, MASKED), _masked_ratios(evidence, position=1)
     return found.over(f"{found.note}; at position 1 {second[BEFORE]:.2g} → {second[evidence.label(MASKED)]:.2g}")
 
 
