@@ -28,11 +28,8 @@ def title(run: RunData, width: float, *shown: str) -> str:
     sequences, tokens = read.get("sequences"), read.get("tokens")
     if sequences and tokens and not shown:
         even = tokens % sequences == 0
-        size = (
-            f"{sequences} × {tokens // sequences} tokens"
-            if even
-            else f"{counted(sequences, 'sequence')}, {tokens} tokens"
-        )
+        several = f"{counted(sequences, 'sequence')}, {tokens} tokens"
+        size = f"{sequences} × {tokens // sequences} tokens" if even else several
         shown = (size,)
     return heading(model_name(run.model), run.condition, *shown, width=width)
 

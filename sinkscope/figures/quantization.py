@@ -64,11 +64,7 @@ def draw_quantization_cost(run: RunData) -> Figure:
     kinds, sites = alone[alone["layer"] == ALL_LAYERS], alone[alone["layer"] != ALL_LAYERS].head(MOST)
     modules = list(kinds["site"].unique()[:MOST])
     quantized, probes = whole(run).drop(FULL), float(probed(run, FULL)["perplexity"].iloc[0])
-    heights = [
-        1.9 * len(quantized),
-        1.4 * len(modules),
-        *[len(sites)] * (len(sites) > 0),
-    ]
+    heights = [1.9 * len(quantized), 1.4 * len(modules), *[len(sites)] * (len(sites) > 0)]
     figure = new_figure(COLUMN, 0.14 * sum(heights) + 0.5 * len(heights) + 0.6)
     axes = figure.subplots(len(heights), 1, height_ratios=heights)
     names = [wrapped(label(run, str(setting)), 26, 2) for setting in quantized.index]

@@ -79,10 +79,8 @@ def draw_residual_sinks(run: RunData) -> Figure:
     coordinates, spikes = run.tables["residual_sinks"], run.tables["spikes"].set_index("layer")
     figure = new_figure(WIDE, 2.6)
     left, middle, right = figure.subplots(1, 3)
-    frequent = (
-        coordinates.loc[coordinates["kind"] == RESIDUAL_SINK, "coordinate"].value_counts().index[:MOST_COORDINATES]
-    )
-    for coordinate, look in zip(frequent, style.line_looks(), strict=False):
+    frequent = coordinates.query(f"kind == {RESIDUAL_SINK!r}")["coordinate"].value_counts()
+    for coordinate, look in zip(frequent.index[:MOST_COORDINATES], style.line_looks(), strict=False):
         own = coordinates[coordinates["coordinate"] == coordinate].set_index("layer")["share"]
         plot.line_by_layer(left, own, label=f"{coordinate}", **look)
     plot.line_by_layer(left, spikes["rotated_share"], label="rotated", **GUIDE)

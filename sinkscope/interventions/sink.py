@@ -208,9 +208,7 @@ class _AtValues(Intervention):
 
 class ScaleSinkValue(_AtValues):
     name = "scale-sink-value"
-    about = (
-        "value states at the sink times a factor (layers, key/value heads, positions, where: all or sinks, factor: 0)"
-    )
+    about = "value states at the sink × a factor (layers, key/value heads, positions, where: all or sinks, factor: 0)"
 
     factor: Real = 0.0
 

@@ -73,11 +73,7 @@ def intervening(
 
 
 def _measured(
-    model: Given,
-    parts: Stack,
-    tokenizer: PreTrainedTokenizerBase | None,
-    options: InputKeywords,
-    left_open: InputError,
+    model: Given, parts: Stack, tokenizer: PreTrainedTokenizerBase | None, options: InputKeywords, left_open: InputError
 ) -> Stack:
     """Return the interventions with everything decided that `left_open` misses, by measuring the unchanged model."""
     config, console, label = make_config(observables=("attention", "massive"), **options), Console(quiet=True), "do"

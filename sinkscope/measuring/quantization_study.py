@@ -192,9 +192,7 @@ def read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: S
 class Measured:
     """The measurements of one setting."""
 
-    losses: np.ndarray = field(
-        compare=False
-    )  # (N,): the loss of each sequence, summed over its predicted tokens, in nats
+    losses: np.ndarray = field(compare=False)  # (N,): of each sequence, summed over its predicted tokens, in nats
     loss: float  # per predicted token
     max_inf_norm: float = math.nan  # largest over sites and layers
     kurtosis: float = math.nan  # mean over sites and layers
@@ -455,10 +453,8 @@ class Study:
         inputs = inputs or self.inputs
         measured = measured or self.bench.measure(ranges, inputs, outliers)
         full = self.full.setdefault(len(inputs), measured)  # full precision is measured first
-        cost, interval = (
-            measured.loss - full.loss,
-            bootstrap(resampled_cost(measured.losses, full.losses, inputs.predicted)),
-        )
+        cost = measured.loss - full.loss
+        interval = bootstrap(resampled_cost(measured.losses, full.losses, inputs.predicted))
         self.rows.append(
             {
                 "layer": layer,

@@ -427,7 +427,7 @@ def model_inputs(
         # A tensor, because for a number Gemma 4 leaves out all other tokens in its last layers, and others slice a
         # view, for which torch copies lm_head once per sequence (bfloat16 on CPUs: 80 s in place of 0.3 s). Hooks of a
         # model on several devices would move a tensor to the first of them, and not to that of the last layer.
-        is_in_one_place = len({parameter.device for parameter in model.parameters()}) == 1
+        is_in_one_place = len(set(getattr(model, "hf_device_map", {"": None}).values())) == 1
         inputs["logits_to_keep"] = torch.tensor([-1], device=device) if is_in_one_place else 1
     return inputs
 

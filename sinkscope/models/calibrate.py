@@ -104,6 +104,7 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
             attention_fields["projections"] = dict(zip(attending, found, strict=True))
     feed_forward = next((paths for paths in FEED_FORWARDS if _has(layers[first], *paths)), None)
     address = main.sites.get("mlp_out", "")
+    mlp = feed_forward or ((address.partition(".")[0],) if address else ())
     return Family(
         name=name,
         layers=path,
@@ -111,7 +112,8 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
         sites=main.sites,
         wiring=main.wiring,
         door=door,
-        mlp=feed_forward or ((address.partition(".")[0],) if address else ()),
+        mlp=mlp,
+        down=_last_projection(layers[first], records[first], mlp, address) or Family.down,
         blocks=() if are_alike else tuple(blocks),
         copies=copies,
         causal=not sees_later_tokens(model, layers[ran[-1]], token_ids),
@@ -177,6 +179,16 @@ def _projections(model: Any, attentions: list[nn.Module]) -> tuple[tuple[str, ..
     taken = getattr(attention.get_submodule(output), "in_features", query) if output else query
     is_plain = query % heads == 0 and key == value and key % (query // heads) == 0 and taken == query
     return known if is_plain else (), output
+
+
+def _last_projection(layer: nn.Module, events: list[Event], mlp: tuple[str, ...], mlp_out: str) -> str | None:
+    """Return the path of the projection that ends the feed-forward network; None if something else ends it."""
+    inside = tuple(f"{path}." for path in mlp)
+    own = [event for event in events if event.end == "output" and f"{event.path}.".startswith(inside)]
+    linear = [event for event in own if isinstance(layer.get_submodule(event.path), nn.Linear | Conv1D)]
+    # a norm may follow the network, or it adds the residual stream itself
+    ends = [event.x for event in events if event.address == mlp_out] + [event.x for event in own[-1:]]
+    return linear[-1].path if linear and any(torch.equal(linear[-1].x, x) for x in ends) else None
 
 
 def _has(layer: nn.Module, *paths: str) -> bool:

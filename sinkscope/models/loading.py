@@ -321,10 +321,8 @@ def _placed(files: ModelFiles, config: PreTrainedConfig, dtype: str, trust_remot
 
     Weights that fit only as they are packed stay so, if transformers can compute with them, by kernels from the hub.
     """
-    room, stored = (
-        FILLED * free_memory(torch.device("cuda")),
-        sum((files.folder / name).stat().st_size for name in files.weights),
-    )
+    room = FILLED * free_memory(torch.device("cuda"))
+    stored = sum((files.folder / name).stat().st_size for name in files.weights)
     if _bytes_in_memory(files, config, dtype, stored) <= room:
         return "cuda", ""
     fits_packed = stored <= room and runs_packed(config)

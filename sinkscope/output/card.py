@@ -79,9 +79,8 @@ class Card(Result):
         defined = [(name, one.label, one.definition) for name, one in METRICS.items() if name in measured]
         metrics = as_markdown(pd.DataFrame(defined, columns=["metric", "label", "definition"])) if defined else ""
         files = "\n".join(f"- `tables/{name}.parquet`: {TABLES[name]}" for name in names)
-        measured_by = (
-            f"Measured by sinkscope {self.manifest['sinkscope']}. Position 0 is the first token of a sequence."
-        )
+        version = self.manifest["sinkscope"]
+        measured_by = f"Measured by sinkscope {version}. Position 0 is the first token of a sequence."
         parts = [f"---\n{data}\n---\n\n# {TITLE}", measured_by, files, *self.findings_on.values(), metrics]
         return "\n\n".join(part for part in parts if part)
 

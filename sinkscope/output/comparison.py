@@ -67,11 +67,12 @@ def compared(given: Sequence[Run | str | os.PathLike[str]], start: float) -> Com
             )
     names = labels(runs)[0]
     differing = differing_settings([run.manifest for run in runs], names)
+    metrics = metrics_of(runs, names)
     summaries = {name: run.tables["summary"] for name, run in zip(names, runs, strict=True)}
     layers = [table[table["layer"] != WHOLE_MODEL].assign(run=name) for name, table in summaries.items()]
     columns = ["model", "condition", "layer", "run", "metric", "value"]
     tables = {
-        "comparison": metrics_of(runs, names).reset_index(),
+        "comparison": metrics.reset_index(),
         "comparison_by_layer": pd.concat(layers, ignore_index=True)[columns],
     }
     facts = [

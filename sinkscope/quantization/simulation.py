@@ -10,14 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.attention.kernels import (
-    ROW_CHUNK,
-    AttentionCall,
-    grouped_matmul,
-    masked,
-    raw_logits,
-    row_weights,
-)
+from sinkscope.attention.kernels import ROW_CHUNK, AttentionCall, grouped_matmul, masked, raw_logits, row_weights
 from sinkscope.attention.seam import attending_by_kernels, open_seam
 from sinkscope.attention.taps import Seam
 from sinkscope.models.edits import edited_output, first_argument, replaced, wrapped_forward

@@ -21,9 +21,8 @@ def command_lines(manifest: Mapping[str, Any], folder: Path | None) -> list[str]
     if recipe:
         return [shlex.join(["sinkscope", "run", str(recipe["name"]), *_in_place_of(recipe, name, manifest["config"])])]
     kind, model = COMMANDS.get(name), manifest.get("model")
-    is_named = (
-        manifest["config"].get("model") is not None or not isinstance(model, dict) or is_demo(str(model.get("source")))
-    )
+    named = manifest["config"].get("model")
+    is_named = named is not None or not isinstance(model, dict) or is_demo(str(model.get("source")))
     is_named = is_named and manifest["config"].get("input") not in OBJECTS
     if kind is None or name == "sweep" or not is_named:  # a sweep's run.json holds the file's content
         return []

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
+from sinkscope.errors import InputError
 from sinkscope.results.run import RunData, policy_of
 from sinkscope.results.tables import SUMMARY_COLUMNS, WHOLE_MODEL, Columns
 
@@ -36,6 +37,8 @@ def metrics_of(runs: Sequence[RunData], names: Sequence[str]) -> pd.DataFrame:
     """Return the metrics of the whole model by run; for two runs also `difference` (second − first) and `ratio`."""
     whole = []
     for run in runs:
+        if "summary" not in run.tables:
+            raise InputError(f"{run.folder or run.model} has no metrics to compare: it measured only pictures")
         summary = run.tables["summary"]
         whole.append(summary[summary["layer"] == WHOLE_MODEL].set_index("metric")["value"])
     table = pd.concat(whole, axis=1, keys=names, sort=False).rename_axis("metric")

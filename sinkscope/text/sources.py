@@ -309,9 +309,8 @@ def _dataset_records(name: str, config: str | None, split: str, label: str) -> I
 
 # --- documents become sequences
 
-DOCUMENTS_PER_SEQUENCE = (
-    200  # at most so many are read of a dataset, or one of short documents would be read to its end
-)
+# at most so many are read of a dataset, or one of short documents would be read to its end
+DOCUMENTS_PER_SEQUENCE = 200
 TEXT = "first text token"  # describes position 0 of a text without a prefix
 # Consecutive windows of a text have one topic, and are about equally easy to predict: so many tokens are one passage.
 # The shipped text changes its source about as often.

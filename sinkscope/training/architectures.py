@@ -89,10 +89,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-1m": (VARIED_LLAMA, _size(256, 512, 2, 8, **_WSE)),
     # The same block at the size of `bigram-backcopy`, with equally small initial weights. With those of WSE's released
     # code attention dominates: a token that needs no attention attends to itself, and there is no sink.
-    "bigram-backcopy-llama": (
-        VARIED_LLAMA,
-        _size(64, 256, 1, 1, max_position_embeddings=64, initializer_range=0.02),
-    ),
+    "bigram-backcopy-llama": (VARIED_LLAMA, _size(64, 256, 1, 1, max_position_embeddings=64, initializer_range=0.02)),
 }
 
 

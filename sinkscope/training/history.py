@@ -167,11 +167,8 @@ def metrics_of(
         pairs = hidden or zip(sequences, sequences, strict=True)
         ids, labels = (torch.from_numpy(np.stack(part)).to(model.device) for part in zip(*pairs, strict=True))
         with torch.no_grad():
-            found.loc[len(found)] = (
-                WHOLE_MODEL,
-                "held_out_loss",
-                float(model(ids, labels=labels, use_cache=False).loss),
-            )
+            loss = float(model(ids, labels=labels, use_cache=False).loss)
+            found.loc[len(found)] = WHOLE_MODEL, "held_out_loss", loss
     return found[found["metric"] != "perplexity"]
 
 

@@ -578,10 +578,8 @@ def _float16(run: RunData) -> Iterator[Finding]:
         sentence += "doctor --dtype float16` shows where first, and what a clip or a rescaling costs."
     elif largest > limit / limits.HEADROOM:
         outcome = Outcome.WEAK
-        sentence = (
-            f"float16 is risky: it ends at {limit:,.0f}, and the residual stream reaches {where}, more than half "
-        )
-        sentence += "of that. `sinkscope doctor --dtype float16` checks every site."
+        sentence = f"float16 is risky: it ends at {limit:,.0f}, and the residual stream reaches {where}, more than "
+        sentence += "half of that. `sinkscope doctor --dtype float16` checks every site."
     numbers = {"layer": entry["layer"]}
     yield Finding("float16", QUANTIZATION, outcome, largest, threshold=limit, numbers=numbers, sentence=sentence)
 

@@ -21,23 +21,19 @@ def findings(run: RunData) -> Iterator[Finding]:
         yield _outliers(run)
 
 
-def _ends(found: Estimate, scale: float = 1.0, form: str = ".2f") -> str:
-    return (
-        f" (95 % interval {found.low * scale:{form}} to {found.high * scale:{form}})" if found.low < found.high else ""
-    )
+def _ends(found: Estimate, form: str = ".2f") -> str:
+    return f" (95 % interval {found.low:{form}} to {found.high:{form}})" if found.low < found.high else ""
 
 
 def _visual_sinks(run: RunData) -> Iterator[Finding]:
     about, share = run.manifest["pictures"], visual_sink_share(run)
     of = "massive coordinates" if about["is_massive"] else "largest coordinates, none of them massive,"
-    sentence = f"{100 * share.value:.2f}%{_ends(share, 100)} of the visual tokens of "
-    sentence += (
-        f"{counted(about['pictures'], 'picture')} are sinks in layers from {AFTER_LAYER} on: φ is above {PHI:g} at "
-    )
-    sentence += f"the model's {of} "
-    sentence += f"({coordinates_text(about['coordinates'])}); at as many random ones {100 * share.null:.2f}%."
-    numbers = {"pictures": about["pictures"], "coordinates": tuple(about["coordinates"]), "random": share.null}
-    numbers |= {"layer": AFTER_LAYER}
+    of += f" ({coordinates_text(about['coordinates'])})"
+    shown = counted(about["pictures"], "picture")
+    sentence = f"{share.value:.2%}{_ends(share, '.2%')} of the visual tokens of {shown} are sinks in layers from "
+    sentence += f"{AFTER_LAYER} on: φ is above {PHI:g} at the model's {of}; at as many random ones {share.null:.2%}."
+    numbers = {"pictures": about["pictures"], "coordinates": tuple(about["coordinates"]), "random": share.null,
+        "layer": AFTER_LAYER}  # fmt: skip
     outcome = Outcome.PRESENT if share.low > share.null else Outcome.ABSENT if not share.value else Outcome.UNDECIDED
     try:
         ratio = visual_sink_attention(run)
@@ -51,8 +47,8 @@ def _visual_sinks(run: RunData) -> Iterator[Finding]:
     heads = run.tables["visual_head"].groupby(["layer", "head"])[["first_mass", "visual_mass", "sink_mass"]].mean()
     first, visual, on_sinks = heads.mean()
     centric = (heads["visual_mass"] >= VISUAL) & (heads["sink_mass"] <= ON_SINKS * heads["visual_mass"])
-    sentence = f"The text after a picture gives {100 * first:.1f}% of its attention to position 0, "
-    sentence += f"{100 * visual:.1f}% to visual tokens, and {100 * on_sinks:.1f}% to visual sinks. "
+    sentence = f"The text after a picture gives {first:.1%} of its attention to position 0, "
+    sentence += f"{visual:.1%} to visual tokens, and {on_sinks:.1%} to visual sinks. "
     sentence += f"{centric.sum()} of {len(heads)} heads see the picture: they give it at least {VISUAL:g} of their "
     sentence += f"attention, and at most {ON_SINKS:g} of that to sinks."
     numbers = {"first": first, "sinks": on_sinks, "seeing": int(centric.sum()), "heads": len(heads)}
@@ -65,17 +61,17 @@ def _outliers(run: RunData) -> Finding:
     special = run.tables["encoder_patch"].query("row < 0")
     last = table[table["layer"] == table["layer"].max()]
     pictures = last["sequence"].nunique()
-    sentence = f"After the last layer {100 * share.value:.2f}%{_ends(share, 100)} of the patches of "
+    sentence = f"After the last layer {share.value:.2%}{_ends(share, '.2%')} of the patches of "
     sentence += f"{counted(pictures, 'picture')} are outliers, with more than {HIGH_NORM:g} times the median patch's "
     sentence += f"norm; the largest has {last['ratio'].max():.2f} times."
     numbers = {"pictures": pictures, "largest": last["ratio"].max()}
     by_layer = table.groupby("layer")["is_outlier"].mean()
     if by_layer.max() > share.value:
-        sentence += f" Most are after layer {by_layer.idxmax()}: {100 * by_layer.max():.2f}%."
+        sentence += f" Most are after layer {by_layer.idxmax()}: {by_layer.max():.2%}."
         numbers |= {"layer": int(by_layer.idxmax()), "most": by_layer.max()}
     if len(special):
         mass = special.groupby(["layer", "sequence"])["mass"].sum().mean()
-        sentence += f" {100 * mass:.1f}% of the attention goes to CLS and registers, mean over layers."
+        sentence += f" {mass:.1%} of the attention goes to CLS and registers, mean over layers."
         numbers["special"] = mass
     if last["is_outlier"].any():
         own, others = (last.loc[of, "mass"].mean() for of in (last["is_outlier"], ~last["is_outlier"]))
@@ -83,5 +79,4 @@ def _outliers(run: RunData) -> Finding:
         numbers["ratio"] = own / others
     outcome = Outcome.PRESENT if share.low > 0 else Outcome.UNDECIDED if share.value else Outcome.ABSENT
     return Finding("outlier-patches", SECTION, outcome, share.value, threshold=HIGH_NORM, numbers=numbers,
-        sentence=sentence,
-        low=share.low, high=share.high, is_headline=True)  # fmt: skip
+        sentence=sentence, low=share.low, high=share.high, is_headline=True)  # fmt: skip

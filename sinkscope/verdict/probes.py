@@ -34,10 +34,8 @@ def _super_weight(run: RunData, table: pd.DataFrame) -> Finding:
     row, column = int(chosen["row"]), int(chosen["column"])
     sentence = "The largest entry that a feed-forward network adds in the first three quarters of the layers is "
     sentence += f"{chosen['written']:,.4g}, in layer {layer} at coordinate {row}. There the weight at row {row} and "
-    sentence += (
-        f"column {column}, the neuron with the largest input, writes {chosen['share']:.0%} of the row's output, "
-    )
-    sentence += f"in {chosen['sequences']:.0%} of the sequences"
+    sentence += f"column {column}, the neuron with the largest input, writes {chosen['share']:.0%} of the row's "
+    sentence += f"output, in {chosen['sequences']:.0%} of the sequences"
     massive = run.tables["massive"][lambda x: x["is_massive"]] if "massive" in run.tables else pd.DataFrame()
     if len(massive):
         usually = int(massive.loc[massive["value"].abs().idxmax(), "coordinate"])

@@ -91,6 +91,9 @@ def test_refusals(tmp_path: Path) -> None:
     assert compare(run, folder / "run.json").table["ratio"]["sink_rate"] == 1.0
     with pytest.raises(InputError, match=r"a run, .* this is a int"):
         compare([run, 3])
+    pictures = Run(run.manifest, {"finding": run.tables["summary"].head(0)})
+    with pytest.raises(InputError, match="has no metrics to compare: it measured only pictures"):
+        compare(run, pictures)
     (folder / "tables" / "summary.parquet").write_bytes(b"PAR1")
     with pytest.raises(InputError, match=r"summary\.parquet is damaged"):
         compare(run, folder)
@@ -111,10 +114,12 @@ def test_every_report_opens(tmp_path: Path) -> None:
             page = data_of(sinkscope.show(folder).read_text(encoding="utf-8"))
             manifest = read_manifest(folder, None)
             assert set(manifest["tables"]) <= {table["name"] for table in page["tables"]}
-            if "summary" not in manifest["tables"] and manifest["command"] == "analyze":  # of pictures alone
-                continue
             several = [folder, folder] if manifest["command"] == "analyze" else [folder]
             result = command_line("compare", *several)
+            if manifest["command"] == "analyze" and "summary" not in manifest["tables"]:  # its page shows it
+                assert result.exit_code == 2
+                assert result.stderr.endswith(f"{folder} has no metrics to compare: it measured only pictures\n")
+                continue
             assert result.exit_code == 0, result.output
             assert len(result.stdout.splitlines()) > 2
             older = f"{folder} is of an older sinkscope (format {manifest.get('format', 1)}, this one writes {FORMAT})"

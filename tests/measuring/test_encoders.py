@@ -40,7 +40,7 @@ def test_the_row_of_bert_is_what_is_found_numerically(headless: bool) -> None:
     model = encoder("bert").base_model if headless else encoder("bert")
     row, found = find_family(model), calibrate(model, torch.arange(3, 14)[None])
     for field in fields(Family):
-        if field.name not in ("when", "projections", "positions", "position_embedding", "down"):
+        if field.name not in ("when", "projections", "positions", "position_embedding"):
             assert getattr(row, field.name) == getattr(found, field.name), field.name
     assert model.get_submodule(row.position_embedding) is model.base_model.embeddings.position_embeddings
     for sites in read_sites(model, row, torch.arange(3, 14)[None]):
@@ -212,9 +212,9 @@ def test_quantizing_and_interventions_cost_masked_tokens_loss(folder: Path) -> N
 
 
 def test_a_retrofit_is_trained_on_masked_tokens(folder: Path, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"steps": 2, "block_length": 16, "batch_size": 2, "num_seqs": 4}
-    text = str(folder / "text.txt")
-    done = sinkscope.retrofit(folder, "vga,none", out=tmp_path / "out", text=text, **options, observables="attention")
+    options: dict[str, Any] = {"steps": 2, "block_length": 16, "batch_size": 2, "num_seqs": 4, "figures": False}
+    options |= {"text": str(folder / "text.txt"), "observables": "attention", "page": False}
+    done = sinkscope.retrofit(folder, "vga,none", out=tmp_path / "out", **options)
     losses = {label: run.manifest["w8a8"]["loss"] for label, run in done.runs.items()}
     assert set(losses) == {"untouched", "vga", "none"}
     assert np.isfinite(list(losses.values())).all()

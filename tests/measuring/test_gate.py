@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 import torch
 from support.every_model import tiny_of
-from support.retrofitted import METHODS, SETTINGS, each_pair, in_double, retrofitted, shared
-from tiny import TINY, batched, measured, ragged_tokens, tiny_tokens
+from support.retrofitted import METHODS, NAMES, SETTINGS, each_pair, in_double, retrofitted, shared
+from tiny import batched, measured, ragged_tokens, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -90,7 +90,7 @@ def assert_same(found: pd.DataFrame, expected: pd.DataFrame) -> None:
     pd.testing.assert_frame_equal(found[expected.columns], expected, rtol=1e-9, check_dtype=False)
 
 
-@each_pair(list(TINY), GATED)
+@each_pair(NAMES, GATED)
 def test_gates_and_raw_values_are_those_of_a_plain_forward(name: str, label: str) -> None:
     model = shared(name, label)
     found, expected = ours(model), direct(model)

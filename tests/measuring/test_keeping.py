@@ -144,7 +144,9 @@ def test_run_json_spells_heads_and_sites_as_they_are_typed() -> None:
 
 def test_a_damaged_file_is_one_line_and_a_missing_one_is_no_error(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    sinkscope.analyze(tiny_model("llama"), input="random", num_seqs=1, seq_len=8, observables="attention", out=folder)
+    sinkscope.analyze(
+        tiny_model("llama"), input="random", num_seqs=1, seq_len=8, observables="attention", figures=(), out=folder
+    )
     page = (folder / "index.html").read_text()
     (folder / FILE).write_bytes(b"\x08" * 20)
     with pytest.raises(InputError, match=f"{FILE} is damaged"):

@@ -121,7 +121,9 @@ SMALL: dict[str, Any] = {"seq_len": 128, "num_seqs": 2}
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("plans")
     np.save(folder / "ids.npy", np.random.default_rng(0).integers(3, 96, (3, 128)))
-    return sinkscope.kv_plan(tiny_model("llama"), input=folder / "ids.npy", out=folder / "run", budget=0.25, **SMALL)
+    return sinkscope.kv_plan(
+        tiny_model("llama"), input=folder / "ids.npy", out=folder / "run", budget=0.25, page=False, **SMALL
+    )
 
 
 def test_command(run: Run) -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from hub import Hub, Repo
 from support.live_memory import LiveMemory
-from tiny import FORWARD, TINY, batched, measured, padded, ragged_tokens, tiny_model
+from support.retrofitted import each_pair
+from tiny import FORWARD, REPRESENTATIVE, TINY, batched, measured, padded, ragged_tokens, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import sinkscope
@@ -56,8 +57,7 @@ def peak(name: str, layers: int, backward: bool, dtype: torch.dtype) -> tuple[in
     return live.most, TOKENS * bytes_per_token(model, backward)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mixtral"])
+@each_pair(["llama", "gpt2", "gemma2", "mixtral"], [torch.bfloat16, torch.float32], ("name", "dtype"))
 def test_layers_keep_less_than_the_estimate(name: str, dtype: torch.dtype) -> None:
     few, more = (peak(name, layers, True, dtype) for layers in (3, 6))
     kept, estimated = (more[at] - few[at] for at in (0, 1))
@@ -71,7 +71,7 @@ def test_layers_that_are_computed_again_keep_little() -> None:
     assert more[0] - few[0] < 0.3 * (more[1] - few[1])
 
 
-@pytest.mark.parametrize("name", [*TINY, "gated"])
+@pytest.mark.parametrize("name", [*REPRESENTATIVE, "gated"])
 def test_layers_that_are_computed_again_have_the_same_gradients(name: str, request: pytest.FixtureRequest) -> None:
     def tables() -> dict[str, pd.DataFrame]:
         model: Any = tiny_model("llama" if name == "gated" else name)

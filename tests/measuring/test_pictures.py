@@ -8,6 +8,8 @@ import pandas as pd
 import pytest
 import torch
 from support.pictures import MARKS, PATCH, SEEING, SIDE, draw_pictures, processor, save, seeing
+from support.plain import only_float64
+from tiny import tiny_model
 from transformers import (
     AutoModel,
     CLIPVisionConfig,
@@ -29,11 +31,12 @@ from sinkscope.results.judgment import Outcome
 from sinkscope.results.run import RunData
 from sinkscope.text.pictures import asked_about, places_of, read_pictures
 
-NEAR = {"rtol": 5e-5, "atol": 1e-5}  # norms of transformers compute in float32
+NEAR = {"rtol": 1e-10, "atol": 1e-12}
 GIVEN: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 12, "observables": ["massive"]}
 
 
 @pytest.mark.parametrize("kind", SEEING)
+@only_float64()
 def test_attention_to_patches_and_phi_are_those_of_plain_transformers(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +136,7 @@ def test_models_and_folders_without_pictures_are_refused(tmp_path: Path) -> None
     with pytest.raises(InputError, match="no such folder"):
         read_pictures(tmp_path / "away", 1)
     with pytest.raises(InputError, match="reads no pictures"):
-        sinkscope.analyze(images=draw_pictures(tmp_path / "pictures"), **GIVEN)
+        sinkscope.analyze(tiny_model("llama"), images=draw_pictures(tmp_path / "pictures"), **GIVEN)
 
 
 def made_up(**tables: pd.DataFrame) -> RunData:

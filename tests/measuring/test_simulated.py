@@ -12,7 +12,7 @@ import pytest
 
 FILE = Path(__file__).with_name("simulated_devices.py")
 NAMES = re.findall(r"^def (test_\w+)", FILE.read_text(encoding="utf-8"), re.MULTILINE)
-PARTS = 5  # of about the same time, so that processes of pytest-xdist share them
+PARTS = 3  # of about the same time, so that processes of pytest-xdist share them
 
 
 @pytest.mark.parametrize("part", range(PARTS))

@@ -13,6 +13,7 @@ import sinkscope
 from sinkscope.measuring.observables.entropy import entropy, spectrum, valley
 from sinkscope.measuring.observables.observable import Reading, Settings
 from sinkscope.measuring.observables.spikes import SinkTokens, attention_received, kinds_of, life, mean_cosine, sinks
+from sinkscope.models.loading import LoadedModel
 
 SETTINGS = Settings(positions=4, window=4)
 
@@ -161,12 +162,13 @@ def test_attention_received_is_that_of_the_loops(kind: str, lengths: tuple | Non
 
 
 @pytest.mark.real_model
-def test_the_mask_of_a_real_model_is_exported(tmp_path: Any) -> None:
+def test_the_mask_of_a_real_model_is_exported(smollm: LoadedModel, tmp_path: Any) -> None:
     """In SmolLM2 the first token is a sink in the outputs of layers 11 to 27, at coordinate 507."""
-    run = sinkscope.analyze(num_seqs=2, seq_len=16, observables=["massive"], export_mask=True, out=tmp_path / "run")
+    asked: dict[str, Any] = {"num_seqs": 2, "seq_len": 16, "observables": ["massive"], "figures": (), "page": False}
+    run = sinkscope.analyze(smollm, export_mask=True, out=tmp_path / "run", **asked)
     mask = load_file(tmp_path / "run" / "spike_mask.safetensors")
     assert run.manifest["config"]["export_mask"]
-    again = sinkscope.spike_mask(None, mask["token_ids"])
+    again = sinkscope.spike_mask(smollm, mask["token_ids"])
     for name, tensor in vars(again).items():
         torch.testing.assert_close(mask[name], tensor)
     expected = torch.zeros(30, 2, 16, dtype=torch.bool)

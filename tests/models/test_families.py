@@ -132,9 +132,8 @@ def test_calibration_finds_a_known_family_again(name: str, monkeypatch: pytest.M
     model = tiny_model(name)
     known, found = find_family(model), calibrated(model, monkeypatch)
     assert found.name == model.config.model_type
-    assert (found.layers, found.attention, found.wiring, found.door) == (
-        known.layers, known.attention, known.wiring, known.door
-    )  # fmt: skip
+    for field in ("layers", "attention", "wiring", "door", "down"):
+        assert getattr(found, field) == getattr(known, field), field
     assert list(found.sites) == list(known.sites)
     assert not found.blocks
     assert found.positions in (known.positions, "unknown")

@@ -19,7 +19,7 @@ from support.figures import skip_figures
 from support.ranks import on_two_ranks
 from support.retrofitted import each_pair
 from support.tables import assert_same_tables
-from tiny import TINY, tiny_model, tiny_tokens
+from tiny import REPRESENTATIVE, tiny_model, tiny_tokens
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
@@ -287,7 +287,7 @@ def used(name: str) -> PreTrainedModel:
     return model
 
 
-@each_pair(list(TINY), [f"{command}, {ending}" for ending in ENDINGS for command in COMMANDS])
+@each_pair(REPRESENTATIVE, [f"{command}, {ending}" for ending in ENDINGS for command in COMMANDS])
 def test_nothing_is_left(name: str, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_figures(monkeypatch)
     command, ending = label.split(", ")

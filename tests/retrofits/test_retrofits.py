@@ -18,6 +18,7 @@ from support.retrofitted import (
     EVERYWHERE,
     IDS,
     METHODS,
+    NAMES,
     SETTINGS,
     assert_close,
     each_pair,
@@ -183,7 +184,7 @@ BY_HAND: dict[str, Callable] = {
 }
 
 
-@each_pair(list(TINY), AT_TAPS)
+@each_pair(NAMES, AT_TAPS)
 def test_logits_are_those_of_the_definition(name: str, label: str) -> None:
     """The parameters are at their start, or all moved; key biases also read a text with more rows than one chunk."""
     # the ALiBi of BLOOM, Falcon and MPT is computed in float32
@@ -200,7 +201,7 @@ def test_logits_are_those_of_the_definition(name: str, label: str) -> None:
 
 
 def test_register_tokens_are_embeddings_before_the_text() -> None:
-    for name in TINY:
+    for name in NAMES:
         with naming(name):
             model, plain = retrofitted(name, "register-tokens"), plain_model(name)
             embedded = plain.get_input_embeddings()(IDS)
@@ -229,7 +230,7 @@ UNCHANGED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@each_pair(list(TINY), list(UNCHANGED))
+@each_pair(NAMES, list(UNCHANGED))
 def test_starts_as_the_pretrained_model_bit_for_bit(name: str, label: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         with naming(dtype):
@@ -255,7 +256,7 @@ def test_other_starts_come_as_near_as_their_parameters_say() -> None:
     assert_close(logits(model), logits(plain))  # the paper's own gate starts at ½
 
 
-@each_pair(list(TINY), list(METHODS))
+@each_pair(NAMES, list(METHODS))
 def test_gradients_reach_every_new_parameter(name: str, label: str) -> None:
     model = retrofitted(name, label, torch.float32, trained=False)
     added = new_parameters(model)
@@ -380,7 +381,7 @@ def as_the_plain_family(model: PreTrainedModel, name: str) -> PreTrainedModel:
     return model
 
 
-@each_pair(list(TINY), ["vscale", "vga", "vga-output", "iga"])
+@each_pair(NAMES, ["vscale", "vga", "vga-output", "iga"])
 def test_tables_of_a_retrofitted_model_are_those_of_eager_attention(name: str, label: str) -> None:
     model = shared(name, label)
     sequences = ragged_tokens([10, 10, 7])
@@ -398,7 +399,7 @@ def test_tables_of_a_retrofitted_model_are_those_of_eager_attention(name: str, l
 
 
 @each_pair(
-    [name for name in TINY if TINY[name][0] not in ("bloom", "mpt", "gptj", "gpt_neo")],
+    [name for name in NAMES if TINY[name][0] not in ("bloom", "mpt", "gptj", "gpt_neo")],
     ["vscale", "vga", "vga-output", "iga-output"],
 )
 def test_gradient_tables_of_a_retrofitted_model_are_autograds(name: str, label: str) -> None:
@@ -436,7 +437,7 @@ def rows_of(model: PreTrainedModel) -> Rows:
     return rows
 
 
-@each_pair(list(TINY), ["learnable-sink", "key-bias"])
+@each_pair(NAMES, ["learnable-sink", "key-bias"])
 def test_missing_mass_is_what_the_new_denominator_takes(name: str, label: str) -> None:
     """In the first layer, where nothing else differs, the weights are the plain ones times one factor per row."""
     rows, plain = rows_of(shared(name, label)), rows_of(shared_plain(name))

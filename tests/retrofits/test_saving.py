@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.retrofit_command import words_tokenizer
-from support.retrofitted import FURTHER, pairs
+from support.retrofitted import FURTHER, NAMES, pairs
 from support.retrofitted import METHODS as ALL_METHODS
-from tiny import TINY, tiny_model, tiny_tokens
+from tiny import tiny_model, tiny_tokens
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sinkscope
@@ -75,7 +75,7 @@ HALVED = ("llama", "mixtral", "gemma2", "gpt_oss", "gpt2", "gptj", "falcon", "bl
 
 @pytest.mark.parametrize(
     ("name", "label", "dtype"),
-    [(*pair, torch.float32) for pair in pairs(list(TINY), list(ALL_METHODS))]
+    [(*pair, torch.float32) for pair in pairs(NAMES, list(ALL_METHODS))]
     + [(*pair, torch.bfloat16) for pair in pairs(HALVED, list(ALL_METHODS))]
     + [("llama", label, torch.float32) for label in ("mlp-kernel", "p-norm", "kv-bias", "key-bias-axis")],
 )

@@ -9,14 +9,14 @@ error on its thread ends the process. So the tensors are of another type in C++,
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from accelerate import dispatch_model
-from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import (
     _DummyBackendModule,
     _DummyPrivateUse1Hook,
@@ -133,44 +133,76 @@ def _place_of(x: torch.Tensor) -> torch.device:
     return x.place if isinstance(x, Simulated) else x.device
 
 
-def _count(what: str) -> None:
-    if Device.counts is not None:
-        Device.counts[what] += 1
+class _Facts:
+    """What an operation's schema says, which is read once."""
+
+    def __init__(self, func: Any) -> None:
+        self.name = func._schema.name.removeprefix("aten::")
+        arguments, returns = func._schema.arguments, func._schema.returns
+        self.written = [
+            (at, argument.name)
+            for at, argument in enumerate(arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        self.is_mutable, self.returns = func._schema.is_mutable, len(returns)
+        is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+        self.is_launch = not (is_view or self.name in FREE or self.name == "_local_scalar_dense")
+
+
+_facts = cache(_Facts)
+
+
+def is_launch(func: Any) -> bool:
+    """Return whether an operation launches a kernel: views and allocations do not."""
+    return _facts(func).is_launch
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _each(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return a value with its tensors changed, also those in lists."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    return type(value)(_each(change, each) for each in value) if type(value) in (list, tuple) else value
+
+
+def _inner(x: torch.Tensor) -> torch.Tensor:
+    return x.inner if isinstance(x, Simulated) else x
 
 
 def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run an operation on the CPU, and return tensors on its device."""
-    name = func._schema.name.removeprefix("aten::")
-    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    asked = kwargs.get("device")
-    place = _common_place(name, tensors, asked)
-    given, named = pytree.tree_map(lambda x: x.inner if isinstance(x, Simulated) else x, (args, kwargs))
+    facts = _facts(func)
+    name, tensors = facts.name, [*_tensors((*args, *kwargs.values()))]
+    place = _common_place(name, tensors, kwargs.get("device"))
+    given, named = _each(_inner, args), {key: _each(_inner, value) for key, value in kwargs.items()}
     if "device" in named:
         named["device"] = Device.holds if place.type == NAME else torch.device("cpu")
     if "pin_memory" in named:
         named["pin_memory"] = False
-    _count_of(func, name, tensors, place)
+    if Device.counts is not None:
+        _count(facts, tensors, place, Device.counts)
     if name in PRODUCTS and torch.get_float32_matmul_precision() != "highest":
         given = tuple(_to_tf32(x) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in given)
-    found = _without_data(func, name, given, named, place) if Device.holds.type == "meta" else NotImplemented
+    found = _without_data(name, given, named, place) if Device.holds.type == "meta" else NotImplemented
     if found is NotImplemented:
         found = KERNELS.get(name, func)(*given, **named)
     if Device.watch is not None:
         Device.watch(func, given, named, found)
-    if func._schema.is_mutable and tensors:  # the same object: the caller may hold it
-        written = [
-            (args[at] if at < len(args) else kwargs.get(argument.name))
-            for at, argument in enumerate(func._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
+    if facts.is_mutable and tensors:  # the same object: the caller may hold it
+        written = [args[at] if at < len(args) else kwargs.get(argument) for at, argument in facts.written]
         assert all(x.shape == x.inner.shape for x in written if isinstance(x, Simulated)), f"{name} resized its output"
-        return written[0] if len(func._schema.returns) == 1 else tuple(written) if func._schema.returns else None
-    if place.type == "cpu":
-        return found
-    return pytree.tree_map(lambda x: Simulated(x, place) if isinstance(x, torch.Tensor) else x, found)
+        return written[0] if facts.returns == 1 else tuple(written) if facts.returns else None
+    return found if place.type == "cpu" else _each(lambda x: Simulated(x, place), found)
 
 
-def _without_data(func: Any, name: str, given: tuple, named: dict[str, Any], place: torch.device) -> Any:
+def _without_data(name: str, given: tuple, named: dict[str, Any], place: torch.device) -> Any:
     """Return ones where the CPU reads data that are not there, or NotImplemented."""
     if name in ("_local_scalar_dense", "equal"):
         return name == "_local_scalar_dense" and torch.ones((), dtype=given[0].dtype).item()
@@ -199,27 +231,18 @@ def _common_place(name: str, tensors: list[torch.Tensor], asked: torch.device | 
     return own if asked is None else _seen_place(torch.device(asked))
 
 
-def is_launch(func: Any) -> bool:
-    """Return whether an operation launches a kernel: views and allocations do not."""
-    name, returns = func._schema.name.removeprefix("aten::"), func._schema.returns
-    is_view = bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
-    return not (is_view or name in FREE or name == "_local_scalar_dense")
-
-
-def _count_of(func: Any, name: str, tensors: list[torch.Tensor], place: torch.device) -> None:
+def _count(facts: _Facts, tensors: list[torch.Tensor], place: torch.device, counts: Counter[str]) -> None:
     """Count the operation as a kernel, a copy between devices or a wait for the device."""
+    name = facts.name
     if name in ("_to_copy", "copy_", "copy") or (name in TAKES_CPU_INDICES):
         others = {_place_of(x) for x in tensors if x.dim() or name not in TAKES_CPU_INDICES} - {place}
-        if others:
-            _count("copies")
+        counts["copies"] += bool(others)
         if place.type == "cpu":
-            _count("synchronizations")
+            counts["synchronizations"] += 1
             return
     is_masked = name in TAKES_CPU_INDICES and any(x.dtype == torch.bool for x in tensors[1:])
-    if name in SYNCHRONIZING or is_masked:
-        _count("synchronizations")
-    if is_launch(func):
-        _count("launches")
+    counts["synchronizations"] += name in SYNCHRONIZING or is_masked
+    counts["launches"] += facts.is_launch
 
 
 # --- CUDA's attention kernels, which refuse what CUDA refuses

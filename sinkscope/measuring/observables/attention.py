@@ -181,9 +181,7 @@ class WindowEdge(Observable):
     """
 
     name = "window-edge"
-    about = (
-        "weight on the first token of a sliding window, from queries that do not see the text's first token (WSE §6)"
-    )
+    about = "weight on a sliding window's first token, from queries that do not see the text's first token (WSE §6)"
     sites = ("attention",)
     expected = False
     columns: ClassVar = {

@@ -45,9 +45,7 @@ class QueryBias(Observable):
     """Measures Δ and γ in layers whose queries have a bias. All heads together have the sum of the heads' Δ."""
 
     name = "query-bias"
-    about = (
-        "the term of each key's logits from the query bias, by layer and position, and the coordinates that it reads"
-    )
+    about = "the term of each key's logits from the query bias, by layer and position, and coordinates that it reads"
     sites = ("layer_in", "attn_norm")
     columns: ClassVar = {
         "query_bias": (

@@ -25,9 +25,8 @@ def _more_mixing(evidence: Evidence, beyond: bool) -> Estimate:
     before, after = _change(evidence, BEFORE), _change(evidence)
     controls = np.array([_change(evidence, draw)[0] - before[0] for draw in evidence.controls(MASKED)])
     found = bootstrap(after - before)
-    note = (
-        f"{np.exp(before[0]):.3g} → {np.exp(after[0]):.3g}; controls {np.exp(controls + before[0]).round(3).tolist()}"
-    )
+    drawn = np.exp(controls + before[0]).round(3).tolist()
+    note = f"{np.exp(before[0]):.3g} → {np.exp(after[0]):.3g}; controls {drawn}"
     return (found - one_more_run(controls) if beyond else found).over(note)
 
 
