@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,27 +37,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("cuda"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call() -> Generator[None, object, object]:
-    """Skip a test in which PyTorch's own attention fails.
-
-    It does in bfloat16 on a CPU with AMX whose AVX-512 is turned off (`ATEN_CPU_CAPABILITY=default`).
-    """
-    import torch
-
-    try:
-        return (yield)
-    except RuntimeError as error:
-        if "pack_vnni2" not in str(error):
-            raise
-        x = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16)
-        try:
-            torch.nn.functional.scaled_dot_product_attention(x, x, x)
-        except RuntimeError as own:
-            pytest.skip(f"PyTorch's own attention fails on this CPU: {own}")
-        raise
 
 
 @pytest.fixture(scope="module", autouse=True)
