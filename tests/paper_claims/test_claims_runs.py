@@ -169,6 +169,15 @@ def no_op(name: str, *losses: float) -> RunData:
     return RunData(manifest("natural", "intervene", arms=arms), {"loss_by_sequence": pd.concat(parts)})
 
 
+def test_the_largest_entry_may_be_the_super_weight() -> None:
+    super_weight, largest = no_op("zero-super-weight", 2.0, 4.5), no_op("zero-super-weight:which=largest", 2.0, 2.0)
+    for run, entry in ((super_weight, "rows=3,column=5"), (largest, "rows=3,column=53,which=largest")):
+        next(iter(run.manifest["arms"].values()))["do"] = [f"zero-super-weight:layer=1,{entry}"]
+    assert judged("SW-2", super_weight, largest).outcome == judged("SW-2", largest).outcome == HOLDS
+    next(iter(largest.manifest["arms"].values()))["do"] = ["zero-super-weight:layer=1,rows=3,column=5,which=largest"]
+    assert judged("SW-2", super_weight, largest).outcome == NOT_APPLIES
+
+
 def outliers(*shares: float) -> RunData:
     """Make sequences whose other tokens have this share of the largest entry, in the second of two layers."""
     count = len(shares)
