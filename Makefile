@@ -144,6 +144,7 @@ report-models: install models  ## of pretrained models: 40 minutes on two cores
 	$(call report,dormant-heads/mgm,run dormant-heads --model $(MGM))
 	$(call report,over-mixing/smollm2-135m,run over-mixing)
 	$(call report,over-mixing/gemma3-270m,run over-mixing --model .models/gemma3-270m.gguf)
+	$(call report,over-mixing/mgm,intervene $(MGM) --do mask-sink --observables over-mixing --draws 3 --num-seqs 16)
 	$(call report,quantization-prefix/smollm2-135m,run quantization-prefix)
 	$(call report,quantization-prefix/gemma3-270m,run quantization-prefix --model .models/gemma3-270m.gguf)
 
