@@ -134,12 +134,17 @@ report-models: install models  ## of pretrained models: 40 minutes on two cores
 	-$(call report,gemma3-270m-float16,doctor .models/gemma3-270m.gguf --dtype float16)  # status 1: it overflows
 	$(call report,residual-stream/smollm2-135m,run residual-stream)
 	$(call report,residual-stream/gemma3-270m,run residual-stream --model .models/gemma3-270m.gguf)
+	$(call report,residual-stream/mgm,run residual-stream --model $(MGM))
 	$(BIN)/python recipes/spike-mask/autoencoders.py reports/spike-mask
 	$(call report,super-weights/smollm2-135m,run super-weights)
 	$(call report,super-weights/gemma3-270m,run super-weights --model .models/gemma3-270m.gguf)
+	$(call report,super-weights/mgm,run super-weights --model $(MGM))
 	$(call report,dormant-heads/smollm2-135m,run dormant-heads)
 	$(call report,dormant-heads/gemma3-270m,run dormant-heads --model .models/gemma3-270m.gguf)
+	$(call report,dormant-heads/mgm,run dormant-heads --model $(MGM))
 	$(call report,over-mixing/smollm2-135m,run over-mixing)
+	$(call report,over-mixing/gemma3-270m,run over-mixing --model .models/gemma3-270m.gguf)
+	$(call report,over-mixing/mgm,intervene $(MGM) --do mask-sink --observables over-mixing --draws 3 --num-seqs 16)
 	$(call report,quantization-prefix/smollm2-135m,run quantization-prefix)
 	$(call report,quantization-prefix/gemma3-270m,run quantization-prefix --model .models/gemma3-270m.gguf)
 

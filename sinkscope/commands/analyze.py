@@ -108,7 +108,7 @@ def analyze(
         print_notices(console, facts.notices)
         manifest = make_manifest(subject, config, facts, list(tables), start) | {"activations": list(activations)}
         loaded = Remembered(subject.loaded) if is_in_memory(model) else None
-        mask = measured_mask(subject, config).write if config.export_mask else None
+        mask = measured_mask(subject, config, tables).write if config.export_mask else None
         run = Run.of_analysis(manifest, tables, folder, activations=activations, loaded=loaded, further=mask)
         return finished(run, console, figures, page)
 

@@ -173,8 +173,11 @@ def _logits(loaded: LoadedModel, family: Family, config: DoctorOptions, path: Pa
         raise InputError(
             f"--compare {path}: its logits are {shape}; these ids and this model's vocabulary need {wanted}"
         )
-    dtype = FORMATS.get(config.dtype or str(logits.dtype), torch.float32)
-    found = compare_logits(loaded.model, family, torch.tensor(ids), torch.tensor(logits), dtype)
+    given = torch.tensor(logits)
+    # NumPy has no bfloat16, so such logits are saved in float32
+    stored = "bfloat16" if torch.equal(given, given.bfloat16().to(given.dtype)) else str(logits.dtype)
+    dtype = FORMATS.get(config.dtype or stored, torch.float32)
+    found = compare_logits(loaded.model, family, torch.tensor(ids), given, dtype)
     within = f"{found.excess:.2g} times what round-off in {str(dtype).removeprefix('torch.')} explains"
     detail = f"{counted(found.tokens, 'token')} within {within}"
     if found.departing:
@@ -196,6 +199,8 @@ def _read_logits(path: Path) -> np.ndarray:
     logits = arrays.get("logits", next(iter(arrays.values())))
     if logits.dtype.kind != "f":
         raise InputError(f"--compare {path}: it holds {logits.dtype}, not floating-point logits")
+    if len(infinite := np.argwhere(~np.isfinite(logits))):
+        raise InputError(f"--compare {path}: its logits are NaN or infinite, first at {infinite[0].tolist()}")
     return logits
 
 

@@ -53,7 +53,7 @@ def draw_sink_tokens(run: RunData) -> Figure:
     left, right = figure.subplots(1, 2, width_ratios=(1.3, 1))
     plot.line_by_layer(left, shares["parallel"], label="parallel to the first sink", **OTHERS)
     plot.line_by_layer(left, shares["sinks"], label="and with 3 × the median norm", **SINK)
-    plot.panel(left, "tokens but the first sink", "share of tokens", share=bool(shares["parallel"].max() > RARE))
+    plot.panel(left, "tokens but the first sink", "share of tokens", share=not 0 < shares["parallel"].max() <= RARE)
     _legend(left, 2)
     table = run.tables["sink_tokens"]
     others = table[table["kind"] != FIRST_SINK]

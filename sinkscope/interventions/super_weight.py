@@ -81,6 +81,11 @@ class ZeroSuperWeight(_Zeroed):
     which: Literal["super", "largest"] = "super"
 
     @property
+    def expects(self) -> Expectation | None:  # type: ignore[override]
+        """The paper's effect is that of the super weight alone."""
+        return super().expects if self.which == "super" else None
+
+    @property
     def entries(self) -> tuple[tuple[int, ...] | None, int | None]:
         if self.rows is None or self.column is None:
             raise InputError(f"{self.name}: name the rows and the column")

@@ -4,6 +4,7 @@ A sparse autoencoder, a probe or a steering vector that is fitted to all tokens 
 be hundreds of times that of the others: the mask leaves them out.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from sinkscope.results.activations import MASK_FILE, Activations
 from sinkscope.retrofits.retrofit import registers_before
 
 MEASURED = ("sink-tokens", "residual-sinks", "massive")
+READ = {"sink_tokens", "residual_sinks", "spikes", "massive"}  # tables of these observables
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,9 +40,10 @@ class SpikeMask:
         Activations(vars(self)).write(folder, MASK_FILE)
 
 
-def measured_mask(subject: Subject, config: RunConfig) -> SpikeMask:
-    """Measure the mask of all sequences of a subject, in a pass of its own."""
-    tables, _ = measure(subject, config.model_copy(update={"observables": MEASURED, "skip_parity": True}))
+def measured_mask(subject: Subject, config: RunConfig, tables: Mapping[str, pd.DataFrame] | None = None) -> SpikeMask:
+    """Return the mask of all sequences of a subject, from a run's `tables` or, where one is missing, a further pass."""
+    if tables is None or not tables.keys() >= READ:
+        tables, _ = measure(subject, config.model_copy(update={"observables": MEASURED, "skip_parity": True}))
     model, sinks, residual = subject.loaded.model, tables["sink_tokens"], tables["residual_sinks"]
     batch = next(subject.inputs.batches(len(subject.inputs))).with_registers(registers_before(model))
     sizes = tables["spikes"]["layer"].nunique(), model.config.get_text_config().hidden_size

@@ -1,5 +1,7 @@
 """A press for kvpress that evicts what a plan of `sinkscope kv-plan` evicts. It needs only kvpress and plan.json.
 
+kvpress 0.5.5 runs with transformers before 5.3, whose attention modules still get `cache_position`.
+
     press = PlanPress.of("plan.json", 0.25, "output-loss")
     with press(model):
         outputs = model(input_ids, past_key_values=cache)
@@ -52,6 +54,8 @@ class PlanPress(BasePress):
         kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hide the evicted tokens of all layers, once the last layer has read the prompt and sinks are known."""
+        if module.layer_idx == 0:  # of another prompt
+            self.modules.clear()
         self.modules[module.layer_idx] = module
         if len(self.modules) == len(self.windows):
             length = keys.shape[2]

@@ -66,9 +66,13 @@ def test_logits_from_elsewhere(tmp_path: Path) -> None:
         return done.exit_code, done.stdout + done.stderr
 
     assert compared(logits=logits)[0] == 0
+    rounded = model.bfloat16()(ids).logits.float().numpy()  # as NumPy keeps bfloat16
+    status, text = compared(logits=rounded)
+    assert (status, "bfloat16 explains" in text) == (0, True)
     status, text = compared(anything=shifted)
     assert status == 1
     assert "first sequence 1, position 3" in text
-    for wrong in ({"logits": logits[:, :-1]}, {"logits": logits[..., 0]}, {"one": logits, "two": logits}):
+    nan = np.where(logits == logits.max(), np.nan, logits)
+    for wrong in ({"logits": logits[:, :-1]}, {"logits": logits[..., 0]}, {"one": logits, "two": logits}, {"a": nan}):
         status, text = compared(**wrong)
         assert (status, text.count("\n")) == (2, 1)

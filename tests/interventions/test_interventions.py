@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from sinkscope import InputError, intervening
 from sinkscope.attention.seam import open_seam
 from sinkscope.interventions import INTERVENTIONS, Intervention, Known, Target, applied, parse
+from sinkscope.interventions.intervention import Expectation
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
 from sinkscope.measuring.tracer import open_tracer
@@ -833,6 +834,11 @@ def test_the_control_of_no_query_bias_is_another_one_at_the_same_heads() -> None
     assert str(first).startswith("perturb-query-bias:layers=0+1,heads=2,seed=")
     assert first == original.control(known, torch.Generator().manual_seed(1)) != second
     assert first.control(known, draw) is None
+
+
+def test_the_paper_expects_a_collapse_from_the_super_weight_alone() -> None:
+    expected = [parse(f"zero-super-weight:which={which}").expects for which in ("super", "largest")]
+    assert expected == [Expectation.PERPLEXITY_COLLAPSES, None]
 
 
 def test_controls_are_other_weights_of_the_row_or_the_column_and_as_many_random_heads() -> None:

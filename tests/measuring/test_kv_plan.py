@@ -161,6 +161,18 @@ def test_press_hides_what_the_plan_evicts(run: Run, monkeypatch: pytest.MonkeyPa
         expected = [[4 <= s < 128 - (128 if window is None else window) for s in range(128)] for window in windows]
         assert hidden.tolist() == expected
 
+    press.sinks = {"layer": 0, "coordinates": [1], "at_least": 2.0, "first": 1}
+    press.windows = [[9, None]] * 3
+    for length, sink in ((40, 3), (30, 5)):  # prompts one after the other
+        states = torch.zeros(1, length, 4)
+        states[0, sink, 1] = -3.0
+        for module in modules:
+            press.compress(module, None, keys[:, :, :length], keys, None, {})
+            if module.layer_idx == 0:  # kvpress reads a layer's cache before the layer ends
+                press.find_sinks(module, None, states)
+        kept = [s for s in range(length - 9) if s != sink]
+        assert all(module.masked_key_indices[2].tolist() == kept for module in modules)
+
 
 @pytest.mark.parametrize(
     ("model", "options", "message"),

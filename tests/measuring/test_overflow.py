@@ -1,6 +1,7 @@
 """Overflow in a dtype: the predicted first place is that of a run in the dtype; remedies do what they say."""
 
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -10,8 +11,19 @@ from tiny import tiny_model
 from torch import nn
 from transformers import PreTrainedModel
 
+import sinkscope
 from sinkscope.errors import InputError
-from sinkscope.measuring.overflow import CLIPPED, DECOMPOSED, FORMATS, FULL, RESCALED, Overflow, overflows_from
+from sinkscope.measuring.overflow import (
+    CLIPPED,
+    DECOMPOSED,
+    FORMATS,
+    FULL,
+    RESCALED,
+    Overflow,
+    Prediction,
+    overflows_from,
+    rescaled,
+)
 from sinkscope.measuring.subject import Subject, family_of, inputs_for, load_model, options_of
 from sinkscope.models.edits import attending_by, edited_output
 from sinkscope.options.measuring import RunConfig
@@ -19,10 +31,14 @@ from sinkscope.options.measuring import RunConfig
 BEYOND = 2e5  # in float16
 
 
-def examined(model: PreTrainedModel, dtype: str = "float16") -> Overflow:
+def subject_of(model: PreTrainedModel) -> Subject:
     config = options_of(RunConfig, model, {"input": "random", "num_seqs": 2, "seq_len": 12})
     loaded, (family, _) = load_model(model, None, config), family_of(model)
-    return Overflow(Subject(loaded, family, inputs_for(loaded, config, family)), dtype)
+    return Subject(loaded, family, inputs_for(loaded, config, family))
+
+
+def examined(model: PreTrainedModel, dtype: str = "float16") -> Overflow:
+    return Overflow(subject_of(model), dtype)
 
 
 def planted(model: PreTrainedModel, layer: int, largest: float = BEYOND) -> AbstractContextManager[None]:
@@ -48,10 +64,27 @@ def test_the_predicted_first_layer_is_the_first_that_is_not_finite(name: str, la
     plain = examined(model)
     assert plain.tables["overflow"]["is_finite"].all()
     assert not plain.tables["overflow"]["overflows"].any()
+    assert_first_is(model, layer)
+
+
+def assert_first_is(model: PreTrainedModel, layer: int) -> None:
     with planted(model, layer):
         table = examined(model).tables["overflow"]
     predicted = first(table[table["overflows"] & ~table["is_inside"]])
     assert predicted == first(table[~table["is_finite"]]) == (layer, "mlp_out")
+
+
+@pytest.mark.real_model
+def test_late_layers_of_a_real_model() -> None:
+    """Gemma3 overflows in layer 7 by itself, so that its residual stream is divided by 8 first."""
+    path = Path(__file__).parents[2] / ".models" / "gemma3-270m.gguf"
+    if not path.exists():
+        pytest.fail(".models/gemma3-270m.gguf is missing: run `make models`")
+    model = sinkscope.load(str(path), dtype="float32", device_map="cpu").model
+    with rescaled(Prediction(subject_of(model)), 8.0):
+        assert not examined(model).tables["overflow"].query("not is_inside")["overflows"].any()
+        for layer in (9, 13, 17):
+            assert_first_is(model, layer)
 
 
 def test_magnitudes_and_places_are_those_of_plain_transformers() -> None:

@@ -13,6 +13,7 @@ import sinkscope
 from sinkscope.measuring.observables.entropy import entropy, spectrum, valley
 from sinkscope.measuring.observables.observable import Reading, Settings
 from sinkscope.measuring.observables.spikes import SinkTokens, attention_received, kinds_of, life, mean_cosine, sinks
+from sinkscope.measuring.spike_mask import MEASURED
 from sinkscope.models.loading import LoadedModel
 
 SETTINGS = Settings(positions=4, window=4)
@@ -159,6 +160,18 @@ def test_attention_received_is_that_of_the_loops(kind: str, lengths: tuple | Non
     is_token = read.batch.attention_mask.bool()
     found, expected = (x.nan_to_num(nan=-1.0, posinf=-1.0)[is_token] for x in (attention_received(read), expected))
     torch.testing.assert_close(found, expected)
+
+
+def test_a_run_with_its_observables_needs_no_second_pass(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, given = tiny_model("llama"), {"input": "random", "num_seqs": 2, "seq_len": 16}
+    expected = sinkscope.spike_mask(model, **given)
+    monkeypatch.setattr("sinkscope.measuring.spike_mask.measure", None)
+    run = tmp_path / "run"
+    sinkscope.analyze(model, observables=MEASURED, export_mask=True, out=run, figures=(), page=False, **given)
+    mask = load_file(run / "spike_mask.safetensors")
+    assert all(torch.equal(mask[name], tensor) for name, tensor in vars(expected).items())
+    with pytest.raises(TypeError):  # without them, there is one
+        sinkscope.analyze(model, observables=["massive"], export_mask=True, figures=(), page=False, **given)
 
 
 @pytest.mark.real_model

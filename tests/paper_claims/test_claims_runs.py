@@ -169,6 +169,14 @@ def no_op(name: str, *losses: float) -> RunData:
     return RunData(manifest("natural", "intervene", arms=arms), {"loss_by_sequence": pd.concat(parts)})
 
 
+def test_a_super_weight_matters_more_than_the_largest_entry() -> None:
+    """Without the second part, the claim would hold for any weight of any model, with random weights, too."""
+    largest, matters = no_op("zero-super-weight:which=largest", 2.0, 2.0), no_op("zero-super-weight", 2.0, 4.5, 2.0)
+    assert judged("SW-2", matters, largest).outcome == HOLDS
+    assert judged("SW-2", matters, largest).null_passes == 0
+    assert judged("SW-2", no_op("zero-super-weight", 2.0, 2.0, 2.0), largest).outcome == FAILS
+
+
 def outliers(*shares: float) -> RunData:
     """Make sequences whose other tokens have this share of the largest entry, in the second of two layers."""
     count = len(shares)
