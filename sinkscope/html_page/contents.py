@@ -117,7 +117,7 @@ class Contents:
         """Title → table of texts that sums up the folder: the arms of an experiment, the models of a sweep, …"""
         tables, command = dict(self.tables), self.manifest["command"]
         if "retrofit" in tables:
-            return retrofit_summaries(tables["retrofit"])
+            return dict(reversed(retrofit_summaries(tables["retrofit"]).items()))  # sinks first
         if SWEEP in tables:
             return {"Sink rate at position 0, by model and input": SweepTables(tables, {}).overview}
         if self.findings and command in OVERVIEWS:

@@ -39,10 +39,11 @@ S.findings = () => {
   const headlines = found.filter((one) => one.headline);
   const sections = d3.groups(found.filter((one) => !one.headline), (one) => one.section);
   const table = ({ title, columns, rows }) =>
-    S.plainTable(columns.map((label, at) => ({ label, number: at > 0 })), rows, title || "In numbers");
+    S.plainTable(columns.map((label, at) => ({ label, number: at > 0 && rows.every((row) => /^[-+–\d]|^$/.test(row[at])) })), rows, title || "In numbers");
   return S.section("findings", overviews.length ? "Summary" : "Findings",
     S.manifest.command === "sweep" ? "" : "± is the standard deviation over random controls or seeds; other ranges are 95 % intervals.",
-    S.element("ul.findings.headlines", {}, ...headlines.map(S.finding)), ...overviews.map(table),
+    S.element("ul.findings.headlines", {}, ...headlines.map(S.finding)), ...overviews.slice(0, 1).map(table),
+    ...overviews.slice(1).map((one) => S.element("details", {}, S.element("summary", {}, one.title), table(one))),
     ...sections.map(([section, own]) =>
       S.element("details", { open: !headlines.length && !overviews.length }, S.element("summary", {}, ...S.sentence(`${section} (${own.length})`)),
         S.element("ul.findings", {}, ...own.map(S.finding)))), S.findingNumbers(true));
