@@ -21,7 +21,7 @@ from sinkscope.results.run import RunData
 from sinkscope.results.tables import LEADING_COLUMNS, WHOLE_MODEL, Column, Columns, names_of, newer_columns, read_table
 from sinkscope.training.tables import UNTOUCHED
 from sinkscope.verdict import at_a_glance, factor_study, onsets
-from sinkscope.verdict.register import OVERVIEWS, REPORTS, written_tables
+from sinkscope.verdict.register import REPORTS, written_tables
 from sinkscope.verdict.sweep_tables import SWEEP, SweepTables
 from sinkscope.verdict.trained import gates_moved, retrofit_summaries
 
@@ -118,10 +118,10 @@ class Contents:
         tables, command = dict(self.tables), self.manifest["command"]
         if "retrofit" in tables:
             return dict(reversed(retrofit_summaries(tables["retrofit"]).items()))  # sinks first
-        if SWEEP in tables:
+        if SWEEP in tables and "token_zero" in tables[SWEEP]:
             return {"Sink rate at position 0, by model and input": SweepTables(tables, {}).overview}
-        if self.findings and command in OVERVIEWS:
-            return {"": OVERVIEWS[command](RunData(dict(self.manifest), tables, self.folder))}
+        if self.findings and command in REPORTS and command != "analyze":
+            return {"": REPORTS[command](RunData(dict(self.manifest), tables, self.folder)).table}
         return {}
 
     @property

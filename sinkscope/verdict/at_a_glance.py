@@ -57,18 +57,12 @@ def _words(name: str, value: float, run: RunData) -> tuple[str, str]:
         case "max_inf_norm":
             meaning = "is the largest activation of a sequence, on average."
             room = LARGEST_FLOAT16 / value
-            return (
-                meaning,
-                f"float16 holds numbers up to {room:,.2g} times that{', so it overflows' if room < 1 else ''}.",
-            )
+            return meaning, f"float16 holds {room:,.2g} times that; below 1, it overflows."
         case "value_drain":
-            return "is the norm of the first token's values, relative to later tokens.", "Without a drain it is 1."
+            return "is the norm of the first token's values, relative to later tokens.", "Without one it is 1."
         case "value_gradient_ratio":
             meaning = "is the gradient at the first token's values, relative to positions 5–15."
             null = METRICS[name].text(run.metric("uniform_gradient_ratio"))
             return meaning, f"Uniform attention alone gives {null}."
         case _:
-            return (
-                "is the kurtosis of the activations, which a few large entries raise.",
-                "A normal distribution has 3.",
-            )
+            return "is the kurtosis of the activations (few large entries).", "A normal distribution has 3."

@@ -9,87 +9,62 @@ import pandas as pd
 from sinkscope.interventions.heads import AblateHeads, dormant
 from sinkscope.interventions.super_weight import usual_pairs
 from sinkscope.measuring.experiment import BEFORE
-from sinkscope.measuring.observables.spikes import RESIDUAL_SINK, SECONDARY
+from sinkscope.measuring.observables.spikes import SECONDARY
 from sinkscope.results.findings import Finding
 from sinkscope.results.run import RunData
 from sinkscope.results.statistics import rank_correlation
 
 SECTION, STATES = "Neurons and heads", "States of the residual stream"
 SHARE = AblateHeads().share
-MOST_COORDINATES = 3  # that are named
 
 
 def findings(run: RunData) -> Iterator[Finding]:
-    parts = (("entropy", _entropy), ("parallel_tokens", _secondary), ("spikes", _spikes))
-    for name, part in (*parts, ("super_weights", _super_weight), ("head_scores", _heads)):
+    parts = {"entropy": _entropy, "sink_tokens": _secondary, "spikes": _spikes}
+    for name, part in (parts | {"super_weights": _super_weight, "head_scores": _heads}).items():
         table = run.tables.get(name)
         if table is not None and len(table):
-            yield from part(_before(run, name), run)
+            yield from part(table[table["condition"] == BEFORE] if run.is_experiment else table, run)
     mixing = run.tables.get("over_mixing_by_sequence")
     if mixing is not None and len(mixing):
         yield _over_mixing(run, mixing)
 
 
-def _before(run: RunData, name: str) -> pd.DataFrame:
-    """Return a table without the arms of an experiment."""
-    table = run.tables[name]
-    return table[table["condition"] == BEFORE] if run.is_experiment else table
-
-
 def _entropy(table: pd.DataFrame, run: RunData) -> Iterator[Finding]:
-    lowest = table.loc[table["entropy"].idxmin()]
-    names = ("entropy_without_first", "entropy_rescaled")
-    without, rescaled = (float(lowest[name]) for name in names)
-    sentence = f"The entropy of the states is lowest after layer {lowest['layer']}: {lowest['entropy']:.3f} of the "
-    sentence += f"largest possible. Without position 0 it is {without:.3f} there, and with position 0 at the median "
-    sentence += f"norm of the others {rescaled:.3f}."
-    numbers = {"layer": int(lowest["layer"]), "without_first": without, "rescaled": rescaled}
-    yield Finding("state-entropy", STATES, value=float(lowest["entropy"]), numbers=numbers, sentence=sentence)
+    lowest = table.loc[table["entropy"].idxmin(), ["layer", "entropy", "entropy_without_first", "entropy_rescaled"]]
+    sentence = (
+        "The entropy of the states is lowest after layer {:.0f}: {:.3f} of the largest possible. Without position "
+    )
+    sentence += "0 it is {:.3f} there, and with position 0 at the median norm of the others {:.3f}."
+    about: dict[str, Any] = {"numbers": lowest.to_dict(), "sentence": sentence.format(*lowest)}
+    yield Finding("state-entropy", STATES, value=float(lowest["entropy"]), **about)
 
 
-def _secondary(parallel: pd.DataFrame, run: RunData) -> Iterator[Finding]:
-    share = parallel.groupby("layer")["parallel"].mean()
-    among = f"at most {share.max():.1%} of the other tokens have its direction (layer {share.idxmax()})"
-    table = _before(run, "sink_tokens") if "sink_tokens" in run.tables else pd.DataFrame({"kind": []})
+def _secondary(table: pd.DataFrame, run: RunData) -> Iterator[Finding]:
     found = table[table["kind"] == SECONDARY]
-    sentence = f"No later token joins the first sink for a part of its layers; {among}."
-    numbers = {"parallel": float(share.max()), "layer": int(share.idxmax())}
+    attention, elsewhere = found["attention"].mean(), found["attention_elsewhere"].mean()
+    sentence = f"{len(found) or 'No'} later tokens join the first sink for a part of its layers"
     if len(found):
-        usual = found["token"].value_counts()
-        attention, elsewhere = found["attention"].mean(), found["attention_elsewhere"].mean()
-        sentence = f"{len(found)} later tokens join the first sink for a part of its layers, most often "
-        sentence += (
-            f"{usual.index[0]!r} ({usual.iloc[0]} times). They receive {attention:.1f} times the attention that "
-        )
-        sentence += f"uniform attention gives, equal tokens that are no sinks {elsewhere:.1f} times; {among}."
-        numbers |= {"attention": attention, "elsewhere": elsewhere}
-    yield Finding("secondary-sinks", STATES, value=len(found), numbers=numbers, sentence=sentence)
+        sentence += f", most often {found['token'].astype(str).mode()[0]!r}. They receive {attention:.1f} times "
+        sentence += f"uniform attention, equal tokens that are no sinks {elsewhere:.1f} times"
+    numbers = {"attention": attention, "elsewhere": elsewhere}
+    yield Finding("secondary-sinks", STATES, value=len(found), numbers=numbers, sentence=f"{sentence}.")
 
 
 def _spikes(table: pd.DataFrame, run: RunData) -> Iterator[Finding]:
     most, rotated = table.loc[table["largest_share"].idxmax()], float(table["rotated_share"].max())
-    sentence = (
-        f"One coordinate is large, above 20 times the median entry, at {most['largest_share']:.1%} of the tokens "
-    )
-    sentence += f"after layer {most['layer']}; after a random rotation of the states at {rotated:.1%} at most."
-    if "residual_sinks" in run.tables:
-        found = _before(run, "residual_sinks")
-        found = found.loc[found["kind"] == RESIDUAL_SINK, "coordinate"].value_counts()
-        listed = ", ".join(map(str, found.index[:MOST_COORDINATES]))
-        sentence += f" The coordinates that are large in most layers are {listed}." if listed else ""
+    sentence = f"One coordinate is large, above 20 times the median entry, at {most['largest_share']:.1%} of the "
+    sentence += f"tokens after layer {most['layer']}; after a random rotation of the states at {rotated:.1%} at most."
     numbers = {"layer": int(most["layer"]), "rotated": rotated}
     value = float(most["largest_share"])
     yield Finding("residual-sinks", STATES, value=value, numbers=numbers, sentence=sentence)
-    for rise in table[table["step"] == "up"].head(1).itertuples():
+    rise = table.loc[table["step"] == "up", ["layer", "norm_ratio", "cosine", "cosine_of_others"]]
+    if len(rise):
         sentence = (
-            f"The norm of a sequence's largest token rises most in layer {rise.layer}, to {rise.norm_ratio:,.4g} "
+            "The norm of a sequence's largest token rises most in layer {:.0f}, to {:.4g} times the median. There "
         )
-        sentence += (
-            f"times the median. There the largest tokens of two sequences have cosine {rise.cosine:.3f}, tokens "
-        )
-        sentence += f"with the median norm {rise.cosine_of_others:.3f}."
-        numbers = {"layer": rise.layer, "cosine": rise.cosine, "cosine_of_others": rise.cosine_of_others}
-        yield Finding("spike", STATES, value=rise.norm_ratio, numbers=numbers, sentence=sentence)
+        sentence += "the largest tokens of two sequences have cosine {:.3f}, tokens with the median norm {:.3f}."
+        about: dict[str, Any] = {"numbers": rise.iloc[0].to_dict(), "sentence": sentence.format(*rise.iloc[0])}
+        yield Finding("spike", STATES, value=float(rise.iloc[0]["norm_ratio"]), **about)
 
 
 def _super_weight(table: pd.DataFrame, run: RunData) -> Iterator[Finding]:

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-import pandas as pd
-
 from sinkscope.measuring.tables import all_tables
 from sinkscope.results import scores
 from sinkscope.results.run import RunData
@@ -21,13 +19,6 @@ REPORTS: dict[str, Callable[[RunData], Report]] = {
     "quantize": quantization.report,
     "kv-plan": kv_plan.report,
     "doctor": overflow.report,
-}
-# command → function that makes the table of its report; a run of `analyze` has five numbers in its place
-OVERVIEWS: dict[str, Callable[[RunData], pd.DataFrame]] = {
-    "intervene": effects.overview,
-    "quantize": quantization.overview,
-    "kv-plan": kv_plan.overview,
-    "doctor": overflow.overview,
 }
 
 

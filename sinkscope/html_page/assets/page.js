@@ -4,8 +4,7 @@
 S.SECTIONS = () => [S.glances, S.findings, S.claims, S.effects, S.routes, S.study, S.training, S.text, S.pictures, S.heads, S.overflow, S.quantization, S.plans,
   S.layers, S.massive, S.gradients, ...S.TOPICS.map((topic) => () => S.topic(topic)), S.explore, S.tablesSection, S.runSection];
 
-// sections that are folded until a click, or their link, opens them: on every page, where five numbers come first, and
-// where a table sums up the folder
+// sections that are folded until a click, or their link, opens them: on every page, and where five numbers come first
 S.OF_EXPERTS = new Set(["layers", "massive", "gradient", "explore", "tables", "run", ...S.TOPICS.map(({ id }) => id)]);
 S.OF_DETAILS = new Set(["findings", "overflow", "quantization", "kv-plan"]);
 
