@@ -20,18 +20,18 @@ if TYPE_CHECKING:  # a page that exists is found in a moment; what makes one imp
 
 
 def command(options: ShowOptions, output: OutputOptions) -> Result:
-    page = show(options.run, anew=options.anew)
+    page = show(options.run, again=options.again)
     is_opened = not options.print and webbrowser.open(page.absolute().as_uri())
     return Result(page, text="" if is_opened else str(page), data={"page": str(page)})
 
 
-def show(run: str | os.PathLike[str], *, anew: bool = False) -> Path:
+def show(run: str | os.PathLike[str], *, again: bool = False) -> Path:
     """Return the page of a folder. It is made if it is missing; figures of a run that failed are drawn again.
 
     Args:
         run: the folder of any command, or its run.json. For a folder of runs, such as the folder of `sweep`,
             this is the page of their comparison.
-        anew: make the page again.
+        again: make the page again.
 
     Raises:
         InputError: it is not the folder of a command, a table in it is damaged, or it has no table.
@@ -46,7 +46,7 @@ def show(run: str | os.PathLike[str], *, anew: bool = False) -> Path:
         with alone_in(folder, option=""):
             recipe = manifest.get("recipe")  # only the figures that it names are drawn
             redrawn(Run.open(folder), recipe["content"].get("figures", []) if recipe else None)
-    if page.is_file() and not anew:
+    if page.is_file() and not again:
         return page
     from sinkscope.html_page import Contents, write_page
 

@@ -52,6 +52,10 @@ class MaskSink(Intervention):
     positions: Indices = (0,)
     begin: Literal["first", "massive"] = "first"
 
+    @property
+    def watched(self) -> tuple[int, ...]:
+        return (*self.positions, max(self.positions) + 1)  # where the sink may move
+
     def resolved(self, known: Known) -> Self:
         if self.begin == "first" or self.layers is not None:
             return self

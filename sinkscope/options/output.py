@@ -98,7 +98,7 @@ class ShowOptions(Options):
 
     run: UserPath = option(..., "Input", "The folder of any command, or its run.json.", metavar="RUN")
     print: bool = option(False, "Output", "Print the path of the page and open no browser.")
-    anew: bool = option(False, "Output", "Make the page again if it exists.")
+    again: bool = option(False, "Output", "Write the page again if it exists.")
 
 
 class ListOptions(Options):

@@ -144,7 +144,7 @@ def train(
 ) -> pd.DataFrame:
     """Train a loaded model in place, retrofitted or not. Afterwards it is in eval mode with its parameters frozen.
 
-    An encoder, whose blocks have `masked_by`, predicts masked tokens, drawn anew whenever a block is read.
+    An encoder, whose blocks have `masked_by`, predicts masked tokens, which are drawn again whenever a block is read.
 
     With `resume`, the training continues from the last complete checkpoint in `out`; otherwise they are deleted. The
     last two are kept, or all with `keep_all`. `probe` measures the model at step 0 and at every log, without influence

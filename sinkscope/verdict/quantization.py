@@ -172,14 +172,10 @@ def _outliers(run: RunData, is_harmless: bool) -> Iterator[Finding]:
 def _restored(run: RunData, kept: str, which: str, is_headline: bool = False) -> Finding:
     cost, perplexity, threshold = whole(run)["cost"], whole(run)["perplexity"][kept], 1 - levels.RESTORED
     share, text = 1 - float(cost[kept] / cost[ALL]), PERPLEXITY(perplexity)
-    if share <= 0:
-        outcome, effect = Outcome.ABSENT, f"recovers nothing: perplexity {text}"
-    elif share >= threshold:
-        outcome, effect = Outcome.CONFIRMED, f"nearly restores perplexity: {text}, {share:.0%} of the cost recovered"
-    else:
-        outcome, effect = Outcome.PARTLY, f"recovers {share:.0%} of the cost: perplexity {text}"
+    effect = f"recovers {share:.0%} of the cost in nats" if share > 0 else "recovers nothing"
+    outcome = Outcome.ABSENT if share <= 0 else Outcome.CONFIRMED if share >= threshold else Outcome.PARTLY
     about: dict[str, Any] = {"threshold": threshold, "numbers": {"which": which, "perplexity": perplexity}}
-    about |= {"is_headline": is_headline, "sentence": f"Leaving {which} in full precision {effect}."}
+    about |= {"is_headline": is_headline, "sentence": f"Leaving {which} in full precision {effect}: perplexity {text}."}
     return Finding("restored", OUTLIERS, outcome, share, **about)
 
 

@@ -70,4 +70,4 @@ def test_what_is_no_run_is_refused(tmp_path: Path, run: Path) -> None:
         sinkscope.show(tmp_path)
     (run / "tables" / "summary.parquet").write_text("")
     with pytest.raises(sinkscope.InputError, match="is damaged"):
-        sinkscope.show(run, anew=True)
+        sinkscope.show(run, again=True)

@@ -151,5 +151,5 @@ def test_a_damaged_file_is_one_line_and_a_missing_one_is_no_error(run: Run, tmp_
         Run.open(folder).attention(0, 0)
     (folder / FILE).unlink()
     assert dict(Run.open(folder).activations) == {}
-    assert "activations.safetensors" in sinkscope.show(folder, anew=True).read_text()
+    assert "activations.safetensors" in sinkscope.show(folder, again=True).read_text()
     assert len((folder / "index.html").read_text()) < len(page)

@@ -64,8 +64,8 @@ def test_costly_kinds_and_sites_are_findings_of_their_own() -> None:
 @pytest.mark.parametrize(
     ("cost", "outcome", "words"),
     [
-        (0.1, Outcome.CONFIRMED, "nearly restores perplexity"),
-        (0.7, Outcome.PARTLY, "recovers 50% of the cost"),
+        (0.1, Outcome.CONFIRMED, "recovers 93% of the cost in nats"),
+        (0.7, Outcome.PARTLY, "recovers 50% of the cost in nats"),
         (1.5, Outcome.ABSENT, "recovers nothing"),
     ],
 )
