@@ -22,7 +22,8 @@ from sinkscope.results.tables import LEADING_COLUMNS, WHOLE_MODEL, Column, Colum
 from sinkscope.training.tables import UNTOUCHED
 from sinkscope.verdict import at_a_glance, factor_study, onsets
 from sinkscope.verdict.register import REPORTS, written_tables
-from sinkscope.verdict.trained import gates_moved
+from sinkscope.verdict.sweep_tables import SWEEP, SweepTables
+from sinkscope.verdict.trained import gates_moved, retrofit_summaries
 
 RUN = Column("run", "which of the runs side by side", kind="text")
 STEP = Column("step", "of the training", kind="whole")
@@ -112,13 +113,25 @@ class Contents:
         return [glance._asdict() for glance in at_a_glance.glances(run)]
 
     @property
+    def overviews(self) -> dict[str, pd.DataFrame]:
+        """Title → table of texts that sums up the folder: the arms of an experiment, the models of a sweep, …"""
+        tables, command = dict(self.tables), self.manifest["command"]
+        if "retrofit" in tables:
+            return dict(reversed(retrofit_summaries(tables["retrofit"]).items()))  # sinks first
+        if SWEEP in tables and "token_zero" in tables[SWEEP]:
+            return {"Sink rate at position 0, by model and input": SweepTables(tables, {}).overview}
+        if self.findings and command in REPORTS and command != "analyze":
+            return {"": REPORTS[command](RunData(dict(self.manifest), tables, self.folder)).table}
+        return {}
+
+    @property
     def controls(self) -> list[tuple]:
         """The mean, standard deviation and number of controls for every arm of `effect`, metric and position."""
         table = self.all_tables.get("effect", pd.DataFrame())
         if table.empty:
             return []
         rows = table[(table["layer"] == WHOLE_MODEL) & (table["arm"] == "control")]
-        arm = "condition" if table["condition"].nunique() > 1 else "name"  # as the page calls them
+        arm = "condition" if self.manifest.get("arms") else "name"  # as the page calls them
         return _spreads(rows, [arm, "metric", "position"])
 
     @property

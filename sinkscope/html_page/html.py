@@ -16,15 +16,15 @@ from sinkscope.results.command_line import command_lines
 from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import PAGE
 from sinkscope.results.metrics import METRICS, PAPERS
-from sinkscope.results.papers import paper_of
+from sinkscope.results.papers import CLAIMS_PAPERS, paper_of
 from sinkscope.results.swap import new_file
 from sinkscope.verdict.report import published_lines
 
 ASSETS = Path(__file__).parent / "assets"
 SCRIPTS = (  # in the order in which they run; each uses earlier ones
     "d3.min.js", "plot.umd.min.js", "data.js", "elements.js", "charts.js", "heatmap.js", "findings.js", "maps.js",
-    "head.js", "text.js", "pictures.js", "layers.js", "quantization.js", "overflow.js", "plans.js", "arms.js",
-    "study.js", "claims.js", "explore.js", "tables.js", "run.js", "page.js",
+    "head.js", "text.js", "pictures.js", "layers.js", "topics.js", "quantization.js", "overflow.js", "plans.js",
+    "arms.js", "study.js", "claims.js", "explore.js", "tables.js", "run.js", "page.js",
 )  # fmt: skip
 FRAME_HEIGHT = 720  # pixels, in a notebook
 
@@ -95,8 +95,12 @@ def page_data(contents: Contents) -> str:
             for name, metric in METRICS.items()
         },
         "findings": [_as_data(finding) for finding in contents.findings],
+        "overviews": [
+            {"title": title, "columns": list(table), "rows": table.astype(str).to_numpy().tolist()}
+            for title, table in contents.overviews.items()
+        ],
         "absent": list(contents.absent),
-        "papers": PAPERS,
+        "papers": PAPERS | {"S2M": CLAIMS_PAPERS["S"]},
         "parts": [str(label) for label in contents.parts],
         "part": contents.named_by.name,
         **{name: getattr(contents, name) for name in ("glances", "levels", "controls", "last_steps", "received")},
@@ -109,6 +113,7 @@ def page_data(contents: Contents) -> str:
 def _as_data(finding: Finding) -> dict[str, Any]:
     claim = RUN_CLAIMS.get(finding.claim)
     return {
+        "name": finding.name,
         "section": finding.section,
         "sentence": finding.sentence,
         "published": published_lines(finding.published),

@@ -37,7 +37,7 @@ def glances(run: RunData) -> Iterator[Glance]:
             others = ", ".join(f"{model} {_text(name, other)}" for model, other in known.items())
             among = [value >= 0.99 * min(known.values()), value <= 1.01 * max(known.values())]
             place = "Among" if all(among) else "Above" if among[0] else "Below"
-            yield Glance(name, title, _text(name, value), *_words(name, value, run), f"{place} {others}.")
+            yield Glance(name, title, _text(name, value), *_words(name, value, run), f"{place} three models: {others}.")
 
 
 def _text(name: str, value: float) -> str:
@@ -57,12 +57,12 @@ def _words(name: str, value: float, run: RunData) -> tuple[str, str]:
         case "max_inf_norm":
             meaning = "is the largest activation of a sequence, on average."
             room = LARGEST_FLOAT16 / value
-            return meaning, f"The largest number of float16 is {room:,.2g} times that; below 1, it overflows."
+            return meaning, f"float16 holds {room:,.2g} times that; below 1, it overflows."
         case "value_drain":
-            return "is the norm of the first token's values, relative to later tokens.", "1 is no drain."
+            return "is the norm of the first token's values, relative to later tokens.", "Without one it is 1."
         case "value_gradient_ratio":
             meaning = "is the gradient at the first token's values, relative to positions 5–15."
             null = METRICS[name].text(run.metric("uniform_gradient_ratio"))
             return meaning, f"Uniform attention alone gives {null}."
         case _:
-            return "is the kurtosis of the activations, by a few large entries.", "A normal distribution has 3."
+            return "is the kurtosis of the activations (few large entries).", "A normal distribution has 3."

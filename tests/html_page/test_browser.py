@@ -258,6 +258,15 @@ def test_it_fits_into_a_narrow_window(browser: Any, tmp_path: Path) -> None:
         assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 
 
+def test_measurements_of_states_have_sections_with_charts(browser: Any, tmp_path: Path) -> None:
+    folder = Path(__file__).parents[2] / "reports/residual-stream/smollm2-135m"
+    with opened(browser, Contents.of_folder(folder), tmp_path) as page:
+        page.evaluate("window.dispatchEvent(new Event('beforeprint'))")
+        for section, charts in (("entropy", 1), ("sink-tokens", 1), ("residual-sinks", 3)):
+            page.locator(f"#{section} .chart svg").nth(charts - 1).wait_for(state="attached")
+            assert page.locator(f"#{section} ul.findings li").count() >= 1
+
+
 # the last test, because it leaves every choice at its first value
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import zlib
 from math import inf, nan
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -19,6 +20,7 @@ from sinkscope.results.activations import Activations
 from sinkscope.results.command_line import command_lines
 from sinkscope.results.tables import Column
 
+REPORTS = Path(__file__).parents[2] / "reports"
 HOSTILE = "</script><script>document.title='run'</script><img src=x onerror=\"alert(1)\">'\"&\u2028"
 
 
@@ -176,3 +178,25 @@ def test_maps_of_all_heads_are_rounded_and_cut_to_fewer_tokens_until_they_fit(ca
     np.testing.assert_allclose(shown, expected, rtol=0.019, atol=FAINTEST)
     assert (shown > 0).mean() > 0.5
     assert compact_maps(Activations()) is None
+
+
+def test_a_sweep_and_an_experiment_begin_with_a_table_that_sums_them_up() -> None:
+    (sweep,) = Contents.of_folder(REPORTS / "offline-models").overviews.values()
+    assert sweep.query("model == 'gemma3-270m' and BOS == 'with'")["natural"].item() == "78.7%"
+    contents = Contents.of_folder(REPORTS / "over-mixing/smollm2-135m")
+    (arms,) = contents.overviews.values()
+    rate = contents.tables["effect"].query("layer == -1 and metric == 'sink_rate' and position == 0 and arm == 'after'")
+    shown = arms.set_index("arm")["sink rate @0"]
+    for row in rate.itertuples():
+        assert shown[row.condition] == f"{row.value:.1%}"
+
+
+def test_findings_on_states_have_their_nulls() -> None:
+    contents = Contents.of_folder(REPORTS / "residual-stream/smollm2-135m")
+    found = {finding.name: finding for finding in contents.findings}
+    entropy, spikes = contents.tables["entropy"].set_index("layer"), contents.tables["spikes"]
+    valley = found["state-entropy"]
+    assert valley.value == entropy["entropy"].min()
+    assert valley.numbers["entropy_without_first"] == entropy["entropy_without_first"][valley.numbers["layer"]]
+    assert found["residual-sinks"].numbers["rotated"] == spikes["rotated_share"].max() < 0.1
+    assert found["spike"].numbers["cosine"] > found["spike"].numbers["cosine_of_others"]

@@ -12,7 +12,7 @@ S.effects = () => {
     const rows = table.where({ metric: state.metric }, whole);
     const positions = table.distinct("position", rows);
     if (!positions.includes(state.position)) state.position = S.usual("position", positions);
-    const name = table.varies("condition") ? "condition" : "name"; // a label is shorter than an arm's parameters
+    const name = S.manifest.arms ? "condition" : "name"; // a label is shorter than an arm's parameters
     const points = table.where({ position: state.position }, rows).map((row) => ({ name: table.get(name)[row],
       arm: table.get("arm")[row], draw: table.get("draw")[row], value: table.get("value")[row] }));
     const controls = [S.chooseMetric(metrics, state, redraw),

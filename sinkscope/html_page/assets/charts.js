@@ -87,7 +87,7 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
       width, height: height + (isTight ? 74 : 12), marginLeft: isTight ? 80 : 56, marginTop: 28, marginBottom: isTight ? 104 : 42, ariaLabel: plain,
       x: { label: S.withUnit(x), labelOffset: isTight ? 96 : 34, tickRotate: isTight ? -35 : 0, type: ordinal ? "point" : undefined, domain: x.all ? [first, last] : undefined, grid: false, inset: 5,
         tickFormat: ordinal ? short : (value) => S.number(value), ticks: Math.min(10, Math.floor(width / 60), steps) },
-      y: { label: S.withUnit(y), type: isLog ? "log" : "linear", grid: true, nice: true, zero: !isLog && S.isShare(y),
+      y: { label: S.withUnit(y), type: isLog ? "log" : "linear", grid: true, nice: true, zero: !isLog && S.isShare(y), domain: shown.every(({ y: value }) => value === 0) ? [0, 1] : undefined,
         ticks: isLog ? S.decades(shown.map(({ y: value }) => value)) : Math.max(3, Math.round(height / 50)), tickFormat: S.tick(y) },
       marks: [
         !isLog && d3.min(shown, ({ y: value }) => value) <= 0 ? Plot.ruleY([0], { strokeOpacity: 0.4 }) : null,
@@ -100,7 +100,7 @@ S.lines = ({ points, x, y, title, rule = null, log = null, dots = false, height 
         }),
         ...series.map(([group, own]) =>
           own.length > 80 && !dots ? null : Plot.dot(own, {
-            ...styles, symbol: look(S.SYMBOLS)(group), r: 2.6, fill: look(S.COLORS)(group),
+            ...styles, symbol: look(S.SYMBOLS)(group), r: 2.6, fill: look(S.COLORS)(group), stroke: look(S.COLORS)(group), strokeWidth: 1,
           })),
         Plot.tip(shown, Plot.pointer({
           x: "x", y: "y",

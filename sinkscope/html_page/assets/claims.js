@@ -21,33 +21,36 @@ S.claims = () => {
   };
   const redraw = () => {
     const rows = ids.filter((id) => models.some((model) => state.shown.includes(found.get(id).get(model)?.[0].outcome)));
-    body.replaceChildren(...rows.map((id) => {
+    let paper = null;
+    body.replaceChildren(...rows.flatMap((id) => {
       const one = found.get(id).values().next().value[0];
-      return S.element("tr", {}, S.element("th", { scope: "row" }, id), S.element("td.statement", {}, one.statement),
+      const title = one.paper === paper ? [] : [S.element("tr", {}, S.element("th.paper", { colspan: models.length + 2, scope: "rowgroup" }, S.visible(one.paper)))];
+      paper = one.paper;
+      return [...title, S.element("tr", {}, S.element("th", { scope: "row" }, id), S.element("td.statement", {}, one.statement),
         ...models.map((model) => {
           const own = found.get(id).get(model);
           if (!own) return S.element("td", {}, "–");
           const { outcome } = own[0];
-          const null_ = { no: "its null passes or gives as much", theorem: "theorem: a test of the code" }[own[0].tells];
+          const null_ = { no: "so does its null", theorem: "theorem: a test of the code" }[own[0].tells];
           return S.element("td", {}, S.element(`button.outcome.${outcome.replaceAll(" ", "-")}`, { type: "button",
             "aria-label": `${id}, ${model}: ${outcome}. Show its numbers`, onclick: () => open(id, model) },
             `${S.MARKS[outcome] ?? ""} ${outcome}`),
           Number.isFinite(own[0].value) ? S.element("div.note", {}, S.interval(own[0].value, own[0].low, own[0].high)) : null,
           null_ && outcome === "holds" ? S.element("div.note", {}, null_) : null);
-        }));
+        }))];
     }));
   };
   redraw();
-  const counts = S.plainTable([{ label: "Model" }, ...outcomes.map((label) => ({ label, number: true }))],
-    models.map((model) => [model, ...outcomes.map((outcome) =>
-      S.number(ids.filter((id) => found.get(id).get(model)?.[0].outcome === outcome).length))]), "Claims by outcome");
-  const telling = new Set(all.filter((one) => one.outcome === "holds" && one.tells === "yes").map(({ claim }) => claim));
-  const first = "tells" in all[0]
-    ? `${telling.size} claims hold, and their null (random weights, random controls or plain training) does not pass them: ${[...telling].join(", ")}. `
-    : "";
-  return S.section("claims", "Claims × models", first + "Statements of papers, and whether they hold here. Below each outcome is the claim's first number [95 %]; choose the outcome to see all numbers that decide it.",
+  const telling = "tells" in all[0] ? ["holds, unlike its null"] : [];
+  const count = (model, is) => S.number(ids.filter((id) => found.get(id).get(model)?.some(is)).length);
+  const counts = S.plainTable([{ label: "Model" }, ...[...telling, ...outcomes].map((label) => ({ label, number: true }))],
+    models.map((model) => [model, ...telling.map(() => count(model, (one) => one.outcome === "holds" && one.tells === "yes")),
+      ...outcomes.map((outcome) => count(model, (one) => one.outcome === outcome))]), "Number of claims by outcome");
+  return S.section("claims", "Claims × models", "Statements of papers, and whether they hold here. " + (telling.length
+    ? "A claim’s null is a model in which it should fail: with random weights, a random change or plain training. " : "") +
+    "Below each outcome is the claim’s first number [95 % interval]; choose the outcome to see all numbers that decide it.",
     counts, S.several("Shown where a model's outcome is", outcomes, state.shown, (now) => { state.shown = now; redraw(); }),
-    S.element("div.scroll", { tabindex: 0, role: "region", "aria-label": "Claims by model" },
+    S.element("div.scroll.rows", { tabindex: 0, role: "region", "aria-label": "Claims by model" },
       S.element("table.matrix", {}, S.element("thead", {}, S.element("tr", {}, S.element("th", { scope: "col" }, "Claim"),
         S.element("th", { scope: "col" }, "Statement"), ...models.map((model) => S.element("th", { scope: "col" }, S.visible(model))))), body)),
     place);

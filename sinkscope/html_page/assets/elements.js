@@ -160,18 +160,19 @@ S.withTip = (node, text) => {
 // --- numbers
 
 S.CELLS_AT_ONCE = 300; // of a table: the page stays responsive while a long one is made
+S.ROWS_AT_ONCE = 16; // more rows scroll
 
 /** A plain table; later rows of a long one are added step by step. `columns`: [{label, title, number}]; `rows`: arrays of texts. */
 S.plainTable = (columns, rows, caption = "") => {
   const body = S.element("tbody"), atOnce = Math.ceil(S.CELLS_AT_ONCE / columns.length);
-  const line = (row) => S.element("tr", {}, ...row.map((text, at) => S.element(columns[at].number ? "td.number" : String(text).length < 12 ? "td.short" : "td", {}, text)));
+  const line = (row) => S.element("tr", {}, ...row.map((text, at) => S.element(columns[at].number ? "td.number" : text.length < 12 ? "td.short" : text.length > 40 ? "td.long" : "td", {}, text)));
   const go = (from) => {
     body.append(...rows.slice(from, from + atOnce).map(line));
     if (from + atOnce < rows.length) setTimeout(() => go(from + atOnce));
   };
   go(0);
   return S.element(
-    "div.scroll",
+    rows.length > S.ROWS_AT_ONCE ? "div.scroll.rows" : "div.scroll",
     { tabindex: 0, role: "region", "aria-label": caption || "table" },
     S.element(
       "table",

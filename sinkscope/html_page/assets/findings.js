@@ -20,28 +20,33 @@ S.glances = () => {
   const card = ({ metric, title, value, meaning, null: nothing, elsewhere }) =>
     S.element("li", { title: metrics[metric].definition }, S.element("h3", {}, title),
       S.element("p", {}, S.element("strong", {}, value), ` ${meaning}`), S.element("p.note", {}, `${nothing} ${elsewhere}`));
-  return S.section("glances", "At a glance", "The other models are compared on 100 sequences of 64 tokens, the default.",
+  return S.section("glances", "At a glance", "What each number means, what it would be without a sink, and what three models have on 100 sequences of 64 tokens.",
     S.element("ul.glances", {}, ...glances.map(card)));
 };
 
+S.finding = (one) =>
+  S.element("li", {}, S.badge(one.outcome), " ", one.headline ? S.element("strong", {}, ...S.sentence(`${one.section}: `)) : null,
+    ...S.sentence(one.sentence),
+    one.claim ? S.element("p.note", {}, `To be compared with claim ${one.claim} of ${one.paper}: “${one.statement}”`) : null,
+    one.published.length
+      ? S.element("details", {}, S.element("summary", {}, "Published values"), ...one.published.map((line) => S.element("p.note", {}, line)))
+      : null);
+
+/** The findings in words, below the table that sums up an experiment, a training or a sweep. */
 S.findings = () => {
-  const found = S.data.findings;
-  if (!found.length) return S.findingTable();
+  const { findings: found, overviews } = S.data;
+  if (!found.length && !overviews.length) return S.findingTable();
   const headlines = found.filter((one) => one.headline);
   const sections = d3.groups(found.filter((one) => !one.headline), (one) => one.section);
-  const item = (one) =>
-    S.element("li", {}, S.badge(one.outcome), " ", one.headline ? S.element("strong", {}, ...S.sentence(`${one.section}: `)) : null,
-      ...S.sentence(one.sentence),
-      one.claim ? S.element("p.note", {}, `To be compared with claim ${one.claim} of ${one.paper}: “${one.statement}”`) : null,
-      one.published.length
-        ? S.element("details", {}, S.element("summary", {}, "Published values"), ...one.published.map((line) => S.element("p.note", {}, line)))
-        : null);
-  return S.section("findings", "Findings",
-    "Intervals are 95 %. Sentences and numbers are those of the verdict, which is made from the tables.",
-    S.element("ul.findings.headlines", {}, ...headlines.map(item)),
+  const table = ({ title, columns, rows }) =>
+    S.plainTable(columns.map((label, at) => ({ label, number: at > 0 && rows.every((row) => /^[-+–\d]|^$/.test(row[at])) })), rows, title || "In numbers");
+  return S.section("findings", overviews.length ? "Summary" : "Findings",
+    S.manifest.command === "sweep" ? "" : "± is the standard deviation over random controls or seeds; other ranges are 95 % intervals.",
+    S.element("ul.findings.headlines", {}, ...headlines.map(S.finding)), ...overviews.slice(0, 1).map(table),
+    ...overviews.slice(1).map((one) => S.element("details", {}, S.element("summary", {}, one.title), table(one))),
     ...sections.map(([section, own]) =>
-      S.element("details", { open: !headlines.length }, S.element("summary", {}, ...S.sentence(`${section} (${own.length})`)),
-        S.element("ul.findings", {}, ...own.map(item)))), S.findingNumbers(true));
+      S.element("details", { open: !headlines.length && !overviews.length }, S.element("summary", {}, ...S.sentence(`${section} (${own.length})`)),
+        S.element("ul.findings", {}, ...own.map(S.finding)))), S.findingNumbers(true));
 };
 
 /** The numbers of the findings, if tables for the sentences are missing. */

@@ -66,7 +66,7 @@ S.narrowed = (table, axes, chosen, changed, from = table.all) => {
   let rows = from;
   const selects = [];
   const keys = table.keys.map(({ name }) => name).filter((name) => !axes.includes(name) && table.varies(name));
-  for (const name of d3.sort(keys, (key) => (key === "metric" ? 0 : key === "layer" ? 1 : 2))) {
+  for (const name of d3.sort(keys, (key) => ({ metric: 0, layer: 1, cell: 3 })[key] ?? 2)) {
     if (!S.distinguishes(table, name, axes, rows)) continue;
     const values = table.distinct(name, rows);
     if (!values.includes(chosen[name])) chosen[name] = S.usual(name, values);

@@ -1,14 +1,15 @@
 "use strict";
 // The page: the sections that the tables allow, in order.
 
-S.SECTIONS = () => [S.glances, S.claims, S.effects, S.routes, S.study, S.training, S.text, S.pictures, S.heads, S.findings, S.layers,
-  S.massive, S.gradients, S.overflow, S.quantization, S.plans, S.explore, S.tablesSection, S.runSection];
+S.SECTIONS = () => [S.glances, S.findings, S.claims, S.effects, S.routes, S.study, S.training, S.text, S.pictures, S.heads, S.overflow, S.quantization, S.plans,
+  S.layers, S.massive, S.gradients, ...S.TOPICS.map((topic) => () => S.topic(topic)), S.explore, S.tablesSection, S.runSection];
 
 // sections that are folded until a click, or their link, opens them: on every page, and where five numbers come first
-S.OF_EXPERTS = new Set(["layers", "massive", "gradient", "explore", "tables", "run"]);
+S.OF_EXPERTS = new Set(["layers", "massive", "gradient", "explore", "tables", "run", ...S.TOPICS.map(({ id }) => id)]);
 S.OF_DETAILS = new Set(["findings", "overflow", "quantization", "kv-plan"]);
 
-S.isFolded = ({ id }) => S.OF_EXPERTS.has(id) || (S.OF_DETAILS.has(id) && S.data.glances.length > 0);
+S.isFolded = ({ id }) => S.OF_EXPERTS.has(id) || (S.OF_DETAILS.has(id) && S.data.glances.length > 0) ||
+  (id === "heads" && S.data.overviews.length > 0);
 
 S.fold = (section) => {
   const [title, ...rest] = section.childNodes;
@@ -26,7 +27,8 @@ S.title = () => {
   if (recipe) return S.visible(recipe);
   if (typeof S.manifest.model === "string") return S.visible(S.manifest.model);
   const models = [...new Set([...S.tables.values()].flatMap((table) => (table.has("model") ? table.distinct("model") : [])))];
-  return S.visible(models.length > 3 ? `${models.length} models` : models.join(", ") || S.manifest.command);
+  const name = (model) => (S.manifest.command === "train" ? model.split(":")[0] : model); // without its sizes
+  return S.visible(models.length > 3 ? `${models.length} models` : models.map(name).join(", ") || S.manifest.command);
 };
 
 S.facts = () => {

@@ -15,8 +15,8 @@ S.planCosts = (table) => {
     const about = S.aboutColumn(table.byName.get(state.column));
     const points = table.all.map((row) => ({ x: table.get("memory")[row], y: table.get(state.column)[row], group: kind(table.get("plan")[row]),
       low: table.get(`${state.column}_low`)[row], high: table.get(`${state.column}_high`)[row] }));
-    return [[S.choose("Measure", ["ratio", "kept"], state, "column", redraw)], S.lines({ points, x: { label: "memory ÷ dense cache" },
-      y: { ...about, text: S.number }, dots: true, title: `${about.label}: ${about.meaning}`, distinguishedBy: table.byName.get("plan") })];
+    return [[S.choose("Measure", ["ratio", "kept"], state, "column", redraw, (name) => S.aboutColumn(table.byName.get(name)).meaning)], S.lines({ points, x: { label: "memory ÷ dense cache" },
+      y: { ...about, text: S.number }, dots: true, title: about.meaning, distinguishedBy: table.byName.get("plan") })];
   });
 };
 
@@ -30,8 +30,8 @@ S.planHeads = (table) => {
     const kept = (row) => `, keeps ${windows[row] < 0 ? "all tokens" : `sinks and the last ${windows[row]} tokens`} on ${keys[row]} bits (values ${values[row]})`;
     const scale = S.colorScale(rows.map((row) => table.get("score")[row]));
     return [[S.choose("Plan", plans, state, "plan", redraw, ({ budget, plan }) => `${plan}, ${S.number(100 * budget)} % of the memory`)],
-      S.colorLegend(scale, { label, unit: "", text: S.number }),
-      S.mapOf(table, rows, "layer", "kv_head", "score", { scale, title: `${label} ${meaning}`, maxCell: 40,
+      S.element("p.about", {}, `${label}: ${meaning}`), S.colorLegend(scale, { label, unit: "", text: S.number }),
+      S.mapOf(table, rows, "layer", "kv_head", "score", { scale, title: `${label} ${meaning}`, caption: label, maxCell: 40,
         more: (row, column) => kept(of.get(`${row} ${column}`)) })];
   }));
 };

@@ -14,7 +14,7 @@ S.costSplit = (table) => {
   const cell = (name, row) => S.number(table.get(name)[row]);
   const interval = (name, row) => `${cell(name, row)} (${cell(`${name}_low`, row)} to ${cell(`${name}_high`, row)})`;
   const rows = (isControl) => table.all.filter((row) => (table.get("draw")[row] >= 0) === isControl).map((row) =>
-    [S.visible(table.get("setting")[row]), cell("tokens", row), cell("coordinates", row), S.visible(table.get("prefix")[row]),
+    [S.visible(table.get("setting")[row]), cell("tokens", row), cell("coordinates", row), table.get("prefix")[row] || "–",
       cell("perplexity", row), interval("cost", row), interval("share", row)]);
   const columns = [{ label: "Spared or changed" }, { label: "Tokens", number: true }, { label: "Coordinates", number: true },
     { label: "Prefix" }, { label: "Perplexity", number: true }, { label: "Cost (95 % interval)", number: true },
