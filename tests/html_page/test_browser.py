@@ -166,16 +166,16 @@ def test_a_table_sorts_and_filters(page: Any) -> None:
     section = page.locator("#tables")
     section.get_by_label("Table", exact=True).select_option(label="attention (128 rows)")
     section.get_by_label("Filter").fill("head = 2")
-    assert section.get_by_role("status").text_content() == "Rows 1 to 32 of 32 that match, of 128"
+    assert section.get_by_role("status").text_content() == "Rows 1 to 30 of 32 that match, of 128"
     column = section.get_by_role("button", name="window_mass")
     for click, ascending in ((1, True), (2, False)):
         column.click()
         shown = [float(text) for text in section.locator("tbody tr td:nth-child(7)").all_text_contents()]
-        expected = table["window_mass"].sort_values(ascending=ascending).tolist()
+        expected = table["window_mass"].sort_values(ascending=ascending).tolist()[:30]
         assert shown == pytest.approx(expected, rel=1e-3), click
     section.get_by_label("Filter").fill("")
     section.get_by_role("button", name="Next rows").click()
-    assert section.get_by_role("status").text_content() == "Rows 51 to 100 of 128"
+    assert section.get_by_role("status").text_content() == "Rows 31 to 60 of 128"
 
 
 def test_effects_and_claims_show_the_tables_numbers(page_of_kind: Callable[[str], Any]) -> None:

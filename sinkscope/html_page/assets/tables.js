@@ -1,7 +1,7 @@
 "use strict";
 // Every table, which can be sorted and filtered, with the meaning of its columns.
 
-S.PAGE_ROWS = 50;
+S.PAGE_ROWS = 50; // at most, and fewer of a wide table
 
 S.tablesSection = () => {
   const tables = [...S.tables.values()];
@@ -17,6 +17,7 @@ S.tablesSection = () => {
 
 S.tableView = (table) => {
   const state = { sort: null, down: false, first: 0, filter: "" };
+  const most = Math.max(10, Math.min(S.PAGE_ROWS, Math.round(S.CELLS_AT_ONCE / table.columns.length)));
   const body = S.element("tbody"), head = S.element("tr"), status = S.element("p.note", { role: "status" });
   const texts = (row) => table.columns.map(({ name, kind }) => cellText(table.get(name)[row], kind, name));
   const filter = S.element("input", { id: S.newId("filter"), type: "search", placeholder: "text, or column = value",
@@ -58,7 +59,7 @@ S.tableView = (table) => {
       rows = d3.sort(rows, (a, b) => (values[a] === null) - (values[b] === null) ||
         (state.down ? d3.descending : d3.ascending)(values[a], values[b]));
     }
-    const shown = rows.slice(state.first, state.first + S.PAGE_ROWS);
+    const shown = rows.slice(state.first, state.first + most);
     headers.forEach((header, at) => {
       const sorted = table.columns[at].name === state.sort;
       if (sorted) header.setAttribute("aria-sort", state.down ? "descending" : "ascending");
@@ -74,8 +75,8 @@ S.tableView = (table) => {
     on.disabled = last >= rows.length;
   };
   const turn = (by) => () => { state.first = Math.max(0, state.first + by); redraw(); };
-  const back = S.element("button", { type: "button", onclick: turn(-S.PAGE_ROWS) }, "Previous rows");
-  const on = S.element("button", { type: "button", onclick: turn(S.PAGE_ROWS) }, "Next rows");
+  const back = S.element("button", { type: "button", onclick: turn(-most) }, "Previous rows");
+  const on = S.element("button", { type: "button", onclick: turn(most) }, "Next rows");
   redraw();
   const meanings = S.element("dl.meanings", {}, ...table.columns.flatMap(({ name, about, unit }) =>
     [S.element("dt", {}, S.visible(name)), S.element("dd", {}, `${about || "–"}${unit ? ` (${unit})` : ""}`)]));
