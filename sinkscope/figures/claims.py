@@ -45,7 +45,8 @@ def draw_scorecard(card: Scorecard) -> Figure:
     ax.axvline(0, **REFERENCE)
     height = 0
     for paper, own in rows.groupby("paper", sort=False):
-        text.text(0, height, paper, fontsize=6.5, fontweight="bold", va="center")
+        # a title may be longer than the column of the claims, which the layout would narrow
+        text.text(0, height, paper, fontsize=6.5, fontweight="bold", va="center", in_layout=False)
         for place, row in enumerate(own.itertuples(), height + 1):
             _line(text, ax, row, place)
             ax.axhline(place, color="0.93", linewidth=0.4, zorder=0)
