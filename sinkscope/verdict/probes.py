@@ -31,10 +31,8 @@ def findings(run: RunData) -> Iterator[Finding]:
 
 def _entropy(table: pd.DataFrame, run: RunData) -> Iterator[Finding]:
     lowest = table.loc[table["entropy"].idxmin(), ["layer", "entropy", "entropy_without_first", "entropy_rescaled"]]
-    sentence = (
-        "The entropy of the states is lowest after layer {:.0f}: {:.3f} of the largest possible. Without position "
-    )
-    sentence += "0 it is {:.3f} there, and with position 0 at the median norm of the others {:.3f}."
+    sentence = "The entropy of the states is lowest after layer {:.0f}: {:.3f} of the largest possible. Without "
+    sentence += "position 0 it is {:.3f} there, and with position 0 at the median norm of the others {:.3f}."
     about: dict[str, Any] = {"numbers": lowest.to_dict(), "sentence": sentence.format(*lowest)}
     yield Finding("state-entropy", STATES, value=float(lowest["entropy"]), **about)
 
@@ -59,10 +57,8 @@ def _spikes(table: pd.DataFrame, run: RunData) -> Iterator[Finding]:
     yield Finding("residual-sinks", STATES, value=value, numbers=numbers, sentence=sentence)
     rise = table.loc[table["step"] == "up", ["layer", "norm_ratio", "cosine", "cosine_of_others"]]
     if len(rise):
-        sentence = (
-            "The norm of a sequence's largest token rises most in layer {:.0f}, to {:.4g} times the median. There "
-        )
-        sentence += "the largest tokens of two sequences have cosine {:.3f}, tokens with the median norm {:.3f}."
+        sentence = "The norm of a sequence's largest token rises most in layer {:.0f}, to {:.4g} times the median. "
+        sentence += "There the largest tokens of two sequences have cosine {:.3f}, tokens with the median norm {:.3f}."
         about: dict[str, Any] = {"numbers": rise.iloc[0].to_dict(), "sentence": sentence.format(*rise.iloc[0])}
         yield Finding("spike", STATES, value=float(rise.iloc[0]["norm_ratio"]), **about)
 
