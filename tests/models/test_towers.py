@@ -99,7 +99,8 @@ def test_only_what_text_passes_is_changed() -> None:
         model(IDS[None])
         assert torch.equal(model.model.vision_tower(pictures).last_hidden_state, before)
     run = sinkscope.intervene(model, "mask-sink", input="random", num_seqs=2, seq_len=8)
-    effects = run.tables["effect"].query("metric == 'window_mass' and layer == -1").set_index("arm")["value"]
+    effects = run.tables["effect"].query("metric == 'window_mass' and layer == -1 and position == 0")
+    effects = effects.set_index("arm")["value"]
     assert effects["after"] < effects["before"]
     assert torch.equal(model.model.vision_tower(pictures).last_hidden_state, before)
 
