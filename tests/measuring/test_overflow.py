@@ -75,7 +75,7 @@ def assert_first_is(model: PreTrainedModel, layer: int) -> None:
 
 
 @pytest.mark.real_model
-def test_late_layers_of_a_real_model() -> None:
+def test_a_late_layer_of_a_real_model() -> None:
     """Gemma3 overflows in layer 7 by itself, so that its residual stream is divided by 8 first."""
     path = Path(__file__).parents[2] / ".models" / "gemma3-270m.gguf"
     if not path.exists():
@@ -83,8 +83,7 @@ def test_late_layers_of_a_real_model() -> None:
     model = sinkscope.load(str(path), dtype="float32", device_map="cpu").model
     with rescaled(Prediction(subject_of(model)), 8.0):
         assert not examined(model).tables["overflow"].query("not is_inside")["overflows"].any()
-        for layer in (9, 13, 17):
-            assert_first_is(model, layer)
+        assert_first_is(model, 13)
 
 
 def test_magnitudes_and_places_are_those_of_plain_transformers() -> None:
