@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sinkscope.models.loading import LoadedModel
 
 if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
-    # oneDNN chooses its instructions by itself; PyTorch's attention mixes both, and fails if they differ
+    # oneDNN detects the CPU on its own, and PyTorch's attention fails if it packs for AVX-512 that PyTorch must not use
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 pytest.register_assert_rewrite("gradient_reference", "reference", "support", "tiny")

@@ -49,12 +49,13 @@ def draw_effects(run: RunData) -> Figure:
         ax.tick_params(axis="y", length=0)
         positions = {label: positions_of(some) for label, some in watched.items()}
         values = []
-        for label, at in ((label, at) for label, some in positions.items() for at in some):
-            one = effect_of(run, label, metric, at)
-            values += [one.before, one.after, *one.controls, *(interval(run, label, metric, at) or ())]
+        for label, some in positions.items() if may_be_log else ():  # a linear axis finds its own range
+            for at in some:
+                one = effect_of(run, label, metric, at)
+                values += [one.before, one.after, *one.controls, *(interval(run, label, metric, at) or ())]
         found = _drawable(values, log=True)
         # a log axis over less than a power of ten could not be read
-        log = bool(may_be_log and len(found) and found.max() >= 10 * found.min())
+        log = bool(len(found) and found.max() >= 10 * found.min())
         _draw_metric(ax, run, metric, positions, log)
         _value_axis(ax, log, from_zero=not may_be_log)
     signs = {"before": REFERENCE, "after": AFTER | {"markevery": None}}
