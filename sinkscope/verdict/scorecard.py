@@ -117,17 +117,18 @@ ELSEWHERE = {
     for model, holding, failing in (
         ("SmolLM2-135M-Instruct.Q4_1",
             "GS-1 GS-2 GS-3 GS-4 GS-5 GS-7 GS-9 GS-10 GS-11 GS-12 GS-13 GS-14 GS-15 GS-16 GS-17 GS-18 GS-19 GS-20 "
-            "GS-29 W-1 W-2 W-3 W-5 W-6 W-9 W-13 W-14 W-15 W-16 W-17 W-18 W-20 W-21 S-1 S-5 S-6 S-7 S-8 S-9 S-10 S-11 "
-            "S-12 S-13 S-15 N-12 V-1 V-2 V-3",
-            "GS-8 S-3 V-24"),
+            "GS-29 W-1 W-2 W-3 W-5 W-6 W-9 W-13 W-14 W-15 W-16 W-17 W-18 W-20 W-21 S-1 S-5 S-6 S-7 S-8 S-9 S-10 "
+            "S-11 S-12 S-13 S-15 N-12 V-1 V-2 V-3 CV-1 CV-2 CV-3 CV-4 RS-1 RS-2 SW-3 FT-1",
+            "GS-8 S-3 V-24 CV-5 SW-1 SW-2"),
         ("gemma3-270m",
-            "GS-1 GS-2 GS-3 GS-6 GS-7 GS-8 GS-9 GS-10 GS-11 GS-12 GS-13 GS-14 GS-15 GS-17 GS-18 GS-19 GS-20 GS-28 W-1 "
-            "W-2 W-5 W-9 W-13 W-14 W-15 W-16 W-17 W-18 W-19 W-20 S-1 S-9 S-12 S-13 S-15 N-12 V-2",
-            "GS-4 GS-16 S-3 S-5 S-6 S-7 S-8 S-10 S-11 V-24"),
+            "GS-1 GS-2 GS-3 GS-6 GS-7 GS-8 GS-9 GS-10 GS-11 GS-12 GS-13 GS-14 GS-15 GS-17 GS-18 GS-19 GS-20 GS-28 "
+            "W-1 W-2 W-5 W-9 W-13 W-14 W-15 W-16 W-17 W-18 W-19 W-20 S-1 S-9 S-12 S-13 S-15 N-12 V-2 CV-2 RS-1 SW-3 "
+            "IH-1 FT-1",
+            "GS-4 GS-16 S-3 S-5 S-6 S-7 S-8 S-10 S-11 V-24 CV-1 CV-3 CV-5 SS-4 SW-1 SW-2 IH-2"),
         ("mgm",
             "GS-1 GS-2 GS-3 GS-4 GS-5 GS-9 GS-10 GS-11 GS-12 GS-13 GS-14 GS-15 GS-16 GS-18 GS-19 GS-20 W-1 W-2 W-4 "
             "W-10 W-14 W-15 W-16 W-17 W-18 W-20 W-21 N-3 N-4 N-5 N-6 N-8 N-9 N-10 N-13 V-1 V-2 V-24",
-            "GS-7 GS-17 W-11 S-5 S-6 S-7 S-8 N-1 N-2 N-7 N-11 N-14"),
+            "GS-7 GS-17 W-11 S-5 S-6 S-7 S-8 N-1 N-2 N-7 N-11 N-14 RS-1 SW-1 SW-2 IH-1"),
     )
 }  # fmt: skip
 
