@@ -20,27 +20,15 @@ from sinkscope.options.option import filled_in
 from sinkscope.options.spec import parse_spec
 from sinkscope.plugins import load_plugins
 
+# the order of `sinkscope list`
 INTERVENTIONS: dict[str, type[Intervention]] = {
     intervention.name: intervention
     for intervention in (
-        NullifyFirstEmbedding,
-        ZeroKeyColumns,
-        ZeroMassive,
-        MeanMassive,
-        ReplaceEpe,
-        TransplantEpe,
-        NullifyQueryBias,
-        PerturbQueryBias,
-        MaskSink,
-        ScaleSinkValue,
-        MeanSinkValue,
-        RescaleNorm,
-        ZeroSuperWeight,
-        ZeroSuperExpert,
-        AblateHeads,
-        StreamingWindow,
+        NullifyFirstEmbedding, ZeroKeyColumns, ZeroMassive, MeanMassive, ReplaceEpe, TransplantEpe, NullifyQueryBias,
+        PerturbQueryBias, MaskSink, ScaleSinkValue, MeanSinkValue, RescaleNorm, ZeroSuperWeight, ZeroSuperExpert,
+        AblateHeads, StreamingWindow,
     )
-}
+}  # fmt: skip
 
 
 def parse(text: str) -> Intervention:

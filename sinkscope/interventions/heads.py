@@ -11,7 +11,8 @@ from pydantic import Field
 from torch import nn
 
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import Intervention, Known, Open, Target, must_touch
+from sinkscope.interventions.intervention import Intervention, Known, Target, must_touch
+from sinkscope.interventions.parameters import Open
 from sinkscope.interventions.sink import MaskSink
 from sinkscope.models.edits import edited_input
 

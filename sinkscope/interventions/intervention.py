@@ -1,18 +1,17 @@
 """The base class of interventions, editing of tensors at given positions, random controls, and expectations."""
 
 import inspect
-import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self
 
 import pandas as pd
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -115,59 +114,6 @@ class Target:
         return projections(self.model, self.family, layer)[role]
 
 
-def chosen(numbers: tuple[int, ...] | None, count: int) -> list[int]:
-    return list(range(count)) if numbers is None else list(numbers)
-
-
-MOST_NUMBERS = 1_000_000  # in a range
-
-
-def _parse_numbers(value: Any) -> Any:
-    """Parse numbers as on the command line: `all`, `3`, `1-3`, `138,447`, `0-2,5`."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return (value,)
-    if isinstance(value, tuple | list):
-        return tuple(dict.fromkeys(value))
-    if not isinstance(value, str):
-        return value
-    if value.strip() == "all":
-        return None
-    found: list[int] = []
-    for part in value.replace("+", ",").split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
-        if not match:
-            raise ValueError(f"'{part.strip()}' is neither a number, nor a range such as 1-3, nor all")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
-            raise ValueError(f"the range {part.strip()} is empty")
-        if last - first >= MOST_NUMBERS:
-            raise ValueError(f"the range {part.strip()} has more than {MOST_NUMBERS} numbers")
-        found += range(first, last + 1)
-    return tuple(dict.fromkeys(found))
-
-
-def _parse_named_numbers(value: Any) -> Any:
-    if isinstance(value, str) and value.strip() == "all":
-        raise ValueError("all cannot be used here: name some numbers")
-    return _parse_numbers(value)
-
-
-def _parse_reals(value: Any) -> Any:
-    """Split numbers as on the command line: `0.5`, `0.5,-1e-3`."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return (value,)
-    return re.split(r"(?<!e)\+|,", value) if isinstance(value, str) else value
-
-
-Index = Annotated[int, Field(ge=0, lt=2**62)]
-Indices = Annotated[tuple[Index, ...], BeforeValidator(_parse_named_numbers), Field(min_length=1)]
-_Some = Annotated[tuple[Index, ...], Field(min_length=1)] | None
-Chosen = Annotated[_Some, BeforeValidator(_parse_numbers)]  # None: all
-Open = Annotated[_Some, BeforeValidator(_parse_named_numbers)]  # None: to be decided by `resolved`
-Real = Annotated[float, Field(allow_inf_nan=False)]
-Reals = Annotated[tuple[Real, ...], BeforeValidator(_parse_reals)]
-
-
 @dataclass
 class Known:
     """Facts about the unchanged model, from which defaults and random controls are chosen."""
@@ -177,6 +123,10 @@ class Known:
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # tables of the arm `before`
     hidden_means: Callable[[int, int], torch.Tensor] | None = None  # (layer, position) → (D,) mean over sequences
     value_means: Callable[[int, int], torch.Tensor] | None = None  # the same for the value projection → (heads · d,)
+
+    def draw_positions(self, count: int, draw: torch.Generator, but: Iterable[int]) -> tuple[int, ...]:
+        """Draw positions for a control, except `but`, 0 (the usual sink) and the last (which no later query sees)."""
+        return _drawn(count, self.length - 1, draw, {0, *but}, "position")
 
 
 class Expectation(StrEnum):
@@ -241,7 +191,7 @@ class Intervention(BaseModel, ABC):
             return None
         own: tuple[int, ...] = getattr(self, self.redraws) or ()
         if self.redraws == "positions":
-            others = random_positions(len(own), known, draw, own)
+            others = known.draw_positions(len(own), draw, own)
         else:
             others = _drawn(len(own), known.target.width, draw, own, "coordinate")
         return self.model_copy(update={self.redraws: others})
@@ -337,11 +287,6 @@ def edited_positions(
         for module in modules:
             stack.enter_context(edited(module, changed))
         yield
-
-
-def random_positions(count: int, known: Known, draw: torch.Generator, but: Iterable[int]) -> tuple[int, ...]:
-    """Draw positions for a control, except `but`, 0 (the usual sink) and the last (which no later query sees)."""
-    return _drawn(count, known.length - 1, draw, {0, *but}, "position")
 
 
 def _drawn(count: int, total: int, draw: torch.Generator, but: Iterable[int], what: str) -> tuple[int, ...]:

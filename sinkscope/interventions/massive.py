@@ -12,17 +12,8 @@ from pydantic import Field
 from torch import nn
 
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import (
-    Expectation,
-    Indices,
-    Intervention,
-    Known,
-    Open,
-    Real,
-    Reals,
-    Target,
-    edited_positions,
-)
+from sinkscope.interventions.intervention import Expectation, Intervention, Known, Target, edited_positions
+from sinkscope.interventions.parameters import Indices, Open, Real, Reals
 from sinkscope.models.edits import edited_input, edited_output
 
 ELSEWHERE = 0.25  # a coordinate of the sink is massive at no more than this share of the other tokens

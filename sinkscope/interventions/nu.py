@@ -12,20 +12,9 @@ from typing import Literal, Self
 import torch
 
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import (
-    Chosen,
-    Expectation,
-    Index,
-    Indices,
-    Intervention,
-    Known,
-    Open,
-    Target,
-    chosen,
-    edited_positions,
-    random_positions,
-)
+from sinkscope.interventions.intervention import Expectation, Intervention, Known, Target, edited_positions
 from sinkscope.interventions.massive import sink_massive
+from sinkscope.interventions.parameters import Chosen, Index, Indices, Open, chosen
 from sinkscope.models.edits import Edit, check_changes, replaced
 from sinkscope.models.projections import effective_positions, massive_coordinates
 
@@ -163,7 +152,7 @@ class ReplaceEpe(_PositionVectors):
         return tuple(dict.fromkeys((*self.positions, self.source)))
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
-        *positions, source = random_positions(len(self.positions) + 1, known, draw, self.watched)
+        *positions, source = known.draw_positions(len(self.positions) + 1, draw, self.watched)
         return ReplaceEpe(positions=tuple(positions), source=source, at=self.at)
 
 
@@ -185,7 +174,7 @@ class TransplantEpe(_PositionVectors):
         return (self.source, self.target)
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
-        (other,) = random_positions(1, known, draw, self.watched)
+        (other,) = known.draw_positions(1, draw, self.watched)
         return TransplantEpe(source=other, target=self.target, at=self.at)
 
 

@@ -15,19 +15,9 @@ from torch import nn
 from sinkscope.attention.kernels import ForbiddenKeys
 from sinkscope.attention.streaming import inapplicable, streaming
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import (
-    Chosen,
-    Indices,
-    Intervention,
-    Known,
-    Real,
-    Reals,
-    Target,
-    chosen,
-    edited_positions,
-    must_touch,
-)
+from sinkscope.interventions.intervention import Intervention, Known, Target, edited_positions, must_touch
 from sinkscope.interventions.massive import sink_massive
+from sinkscope.interventions.parameters import Chosen, Indices, Real, Reals, chosen
 
 
 class MaskSink(Intervention):

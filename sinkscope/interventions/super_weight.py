@@ -8,7 +8,8 @@ import pandas as pd
 import torch
 
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import Expectation, Index, Intervention, Known, Open, Target
+from sinkscope.interventions.intervention import Expectation, Intervention, Known, Target
+from sinkscope.interventions.parameters import Index, Open
 from sinkscope.models.edits import check_changes, replaced
 from sinkscope.models.feed_forward import DENSE, FeedForward, feed_forwards, without_feed_forward
 

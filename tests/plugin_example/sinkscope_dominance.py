@@ -12,7 +12,8 @@ from sinkscope.figures.labels import title
 from sinkscope.figures.spec import FigureSpec
 from sinkscope.figures.style import COLUMN, SINK, Figure, new_figure
 from sinkscope.interventions import INTERVENTIONS, Intervention, Target
-from sinkscope.interventions.intervention import Expectation, Indices, edited_positions
+from sinkscope.interventions.intervention import Expectation, edited_positions
+from sinkscope.interventions.parameters import Indices
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Means, Observable, Reading, Settings
 from sinkscope.measuring.summary import METRICS_OF, layerwise
