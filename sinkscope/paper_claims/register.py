@@ -16,16 +16,12 @@ from sinkscope.paper_claims.papers import (
 )
 from sinkscope.results.papers import CLAIMS_PAPERS
 
-_PAPERS = list(CLAIMS_PAPERS)
-
 
 def _place(claim: Claim) -> tuple[int, int]:
     paper, _, number = claim.id.partition("-")
-    return _PAPERS.index(paper), int(number)
+    return list(CLAIMS_PAPERS).index(paper), int(number)
 
 
-_OF_PAPERS = (
-    *gs.CLAIMS, *wse.CLAIMS, *s2m.CLAIMS, *nu.CLAIMS, *vga.CLAIMS, *states.CLAIMS,
-    *super_weight.CLAIMS, *inactive_heads.CLAIMS, *first_token.CLAIMS, *gated.CLAIMS, *visual.CLAIMS,
-)  # fmt: skip
-CLAIMS: dict[str, Claim] = {claim.id: claim for claim in sorted(_OF_PAPERS, key=_place)}
+PAPERS = (gs, wse, s2m, nu, vga, states, super_weight, inactive_heads, first_token, gated, visual)
+_CLAIMS: list[Claim] = [claim for paper in PAPERS for claim in paper.CLAIMS]
+CLAIMS = {claim.id: claim for claim in sorted(_CLAIMS, key=_place)}

@@ -14,7 +14,7 @@ from sinkscope.results.findings import HALF, SINK
 from sinkscope.results.scorecard import ROUTE_COLUMNS
 from sinkscope.results.sequences import Lacks
 from sinkscope.results.statistics import Estimate, bootstrap, one_more_run
-from sinkscope.results.tables import WHOLE_MODEL, names_of
+from sinkscope.results.tables import LEADING, WHOLE_MODEL, names_of
 
 PAPER = "GPT-2 in NU (figure 3: maps, no rates)"
 
@@ -56,12 +56,11 @@ ROLES = tuple(route.role for route in ROUTES)
 
 
 def routes_of(evidence: Evidence) -> pd.DataFrame:
-    table = pd.DataFrame([_row(route, evidence) for route in ROUTES]).reindex(columns=names_of(ROUTE_COLUMNS))
-    table = table.astype({"draws": int} | {column.name: float for column in ROUTE_COLUMNS if column.kind == "number"})
     run = evidence.any_run
-    for name, value in (("layer", WHOLE_MODEL), ("condition", run.condition), ("model", run.model)):
-        table.insert(0, name, value)
-    return table
+    labels = {"model": run.model, "condition": run.condition, "layer": WHOLE_MODEL}
+    rows = [labels | _row(route, evidence) for route in ROUTES]
+    table = pd.DataFrame(rows, columns=[*LEADING, *names_of(ROUTE_COLUMNS)])
+    return table.astype({column.name: float for column in ROUTE_COLUMNS if column.kind == "number"})
 
 
 def routes_of_models(evidence: Mapping[str, Evidence]) -> pd.DataFrame:

@@ -20,6 +20,10 @@ def requires(holds: Callable[[RunData], object], reason: str) -> Scope:
 
 causal = requires(lambda run: run.is_causal, "it attends both ways")
 gated = requires(lambda run: "gate" in run.tables, "its values and heads' outputs have no gate")
+several_attention_layers = requires(
+    lambda run: "attention" not in run.tables or run.tables["attention"]["layer"].nunique() != 1,
+    "it has one attention layer",
+)
 with_tokenizer = requires(lambda run: run.condition != "sampled", "it has no tokenizer to read other texts")
 
 
@@ -58,8 +62,3 @@ def in_float32(run: RunData) -> str | None:
 def small(run: RunData) -> str | None:
     count = run.manifest["model"].get("parameters") or 0
     return None if count < SMALL else f"it has {count / 1e6:,.0f} M parameters, more than {SMALL / 1e6:.0f} M"
-
-
-def several_attention_layers(run: RunData) -> str | None:
-    attention = run.tables.get("attention")
-    return "it has one attention layer" if attention is not None and attention["layer"].nunique() == 1 else None

@@ -16,7 +16,7 @@ from sinkscope.results.judgment import Outcome
 from sinkscope.results.run import RunData
 from sinkscope.results.scorecard import CLAIM_COLUMNS
 from sinkscope.results.statistics import Estimate
-from sinkscope.results.tables import names_of
+from sinkscope.results.tables import LEADING, WHOLE_MODEL, names_of
 
 Measured = TypeVar("Measured", bound=RunData)
 
@@ -50,17 +50,15 @@ def judged(evidence: Evidence, name: str | None = None) -> pd.DataFrame:
             f"{item.name} {item.value:g}{item.mark} ({item.setting}; {item.source})" for item in claim.published
         )
         rows += [
-            (claim.id, claim.paper, claim.reference, claim.statement, number, part.quantity,
+            (name or run.model, run.condition, WHOLE_MODEL,
+             claim.id, claim.paper, claim.reference, claim.statement, number, part.quantity,
              estimate.value, estimate.low, estimate.high, estimate.null, estimate.null_low, estimate.null_high,
              part.test.text(part.form), part.test.least, part.test.most, claim.is_ours, published,
              str(outcome), part.test.power(estimate), str(judgment.outcome), str(claim.null), judgment.null_passes,
              judgment.tells, judgment.reason or estimate.note)
             for number, (part, estimate, outcome) in enumerate(zip(claim.parts, estimates, passes, strict=True))
         ]  # fmt: skip
-    table = pd.DataFrame(rows, columns=names_of(CLAIM_COLUMNS))
-    for column, value in (("layer", -1), ("condition", run.condition), ("model", name or run.model)):
-        table.insert(0, column, value)
-    return table
+    return pd.DataFrame(rows, columns=[*LEADING, *names_of(CLAIM_COLUMNS)])
 
 
 def models_of(runs: Iterable[Measured]) -> dict[str, list[Measured]]:

@@ -175,7 +175,6 @@ def _with_another_masked(evidence: Evidence) -> Estimate:
 
 
 def _inverse(evidence: Evidence) -> Estimate:
-    """Return compress at position 0 of the rescaled layer, after ÷ before, × the factor."""
     (do,) = evidence.run(RESCALED).manifest["arms"][evidence.label(RESCALED)]["do"]
     given = dict(part.split("=") for part in do.partition(":")[2].split(","))
     layer, factor = int(given["layers"]), float(given.get("factor", 0.5))
@@ -198,7 +197,6 @@ def _largest_norm(site: str, arm: Arm) -> float:
 
 
 def _falls_more(arms: Mapping[str, Arm]) -> float:
-    """Return the share of their norm that MLP outputs lose − the share that attention outputs lose."""
     left = [_largest_norm(site, arms[VALVE]) / _largest_norm(site, arms[PLAIN]) for site in ("mlp_out", "attn_out")]
     return (1 - left[0]) - (1 - left[1])
 

@@ -80,7 +80,6 @@ def _rank(evidence: Evidence) -> Estimate:
 
 
 def _share_of_delta(evidence: Evidence) -> Estimate:
-    """Return Δ's share of the mean logit gap over all layers except the first, which reads no EPE."""
     if "logit_terms_by_sequence" not in evidence.natural.run.tables:
         raise NotDefined("its queries and keys are not what its projections give, or its attention has a window")
     means, columns = partial(evidence.natural.means, "logit_terms_by_sequence"), ("at_first", "at_others")

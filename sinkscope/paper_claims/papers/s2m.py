@@ -15,7 +15,7 @@ from sinkscope.paper_claims.studies import PLAIN, Need
 from sinkscope.results.findings import COLLAPSE, FEWEST_QUERIES, HARM
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
 from sinkscope.results.run import RunData
-from sinkscope.results.sequences import Lacks
+from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import Estimate, bootstrap, positive_jackknife, resamplings, weighted_means
 
 BIASES = "key-bias:value=learned"
@@ -58,11 +58,18 @@ def _registers_alone(evidence: Evidence) -> Estimate:
 # --- massive activations
 
 
-def _massive(evidence: Evidence) -> pd.DataFrame:
-    found = evidence.natural.table("massive").query("is_massive")
+def massive_entries(run: Sequences) -> pd.DataFrame:
+    found = run.table("massive").query("is_massive")
     if found.empty:
         raise NotDefined("no entry is a massive activation")
     return found
+
+
+def coordinates_of_largest(run: Sequences) -> pd.Series:
+    """Return the coordinate of the largest massive activation of each sequence that has one."""
+    massive = massive_entries(run)
+    largest = massive.loc[massive.groupby("sequence")["value"].apply(lambda x: x.abs().idxmax())]
+    return largest.set_index("sequence")["coordinate"]
 
 
 def _largest(evidence: Evidence, column: str) -> np.ndarray:
@@ -83,10 +90,9 @@ def _onset(evidence: Evidence) -> Estimate:
 
 
 def _fixed_coordinate(evidence: Evidence) -> Estimate:
-    massive = _massive(evidence)
-    places = massive.loc[massive.groupby("sequence")["value"].apply(lambda x: x.abs().idxmax())]
-    usual = places["coordinate"].mode().iloc[0]
-    return bootstrap(_means(places["coordinate"] == usual)).over(f"coordinate {usual}")
+    coordinates = coordinates_of_largest(evidence.natural)
+    usual = coordinates.mode().iloc[0]
+    return bootstrap(_means(coordinates == usual)).over(f"coordinate {usual}")
 
 
 def _is_delimiter(token: object) -> bool:
@@ -94,7 +100,7 @@ def _is_delimiter(token: object) -> bool:
 
 
 def _at_first_or_delimiter(evidence: Evidence) -> Estimate:
-    massive = _massive(evidence)
+    massive = massive_entries(evidence.natural)
     there = (massive["position"] == 0) | massive["token"].map(_is_delimiter)
     means = _means(pd.DataFrame({"there": there, "all": 1}).groupby(massive["sequence"]).sum())
     return bootstrap(means[:, 0] / means[:, 1])
@@ -102,7 +108,7 @@ def _at_first_or_delimiter(evidence: Evidence) -> Estimate:
 
 def _attracts(evidence: Evidence) -> Estimate:
     """Return P(sink | massive input) ÷ P(sink), over positions with enough queries in all layers except the first."""
-    massive, sinks = _massive(evidence), evidence.natural.table("sink_positions")
+    massive, sinks = massive_entries(evidence.natural), evidence.natural.table("sink_positions")
     run = evidence.natural.run
     count, longest = run.manifest["input"]["sequences"], run.manifest["input"]["longest"]
     heads = evidence.natural.table("attention_heads").groupby("layer")["head"].nunique()
@@ -127,7 +133,7 @@ def _attracts(evidence: Evidence) -> Estimate:
 def _outlier_features(evidence: Evidence) -> Estimate:
     """Return the ratio for every sequence in the layer with the largest activation."""
     # An outlier feature would be large at most tokens (Dettmers et al. 2022).
-    massive = _massive(evidence)
+    massive = massive_entries(evidence.natural)
     layer = massive.loc[massive["ratio"].idxmax(), "layer"]
     table = evidence.natural.table("massive_elsewhere")
     rows = table[table["layer"] == layer]

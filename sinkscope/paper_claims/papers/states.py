@@ -37,14 +37,12 @@ def _looseness(evidence: Evidence) -> Estimate:
 
 
 def _against_largest(column: str, evidence: Evidence) -> Estimate:
-    """Return the mean of a column over the layers with massive activations ÷ the largest entropy of any layer."""
     found, layers = _in_valley(evidence)
     ratio, largest = found[column][:, layers].mean(1) / found["entropy"].max(1), found["entropy"][0]
     return bootstrap(ratio).over(f"largest entropy {largest.max():.2f}, layer {largest.argmax()}")
 
 
 def _valley_at_sinks(evidence: Evidence) -> Estimate:
-    """Correlate over layers the entropy of a layer's output and the sink rate of the next layer, which reads it."""
     tables = evidence.run(STATES).tables
     rate = tables["attention"].query("position == 0").groupby("layer")["sink_rate"].mean()
     entropy = tables["entropy"].set_index("layer")["entropy"].rename(lambda layer: layer + 1)

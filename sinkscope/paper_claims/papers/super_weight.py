@@ -8,6 +8,7 @@ from sinkscope.measuring.experiment import BEFORE
 from sinkscope.paper_claims.arms import perplexity_of_controls, perplexity_ratio
 from sinkscope.paper_claims.claim import Claim, Null, Part
 from sinkscope.paper_claims.evidence import MAIN, Evidence
+from sinkscope.paper_claims.papers.s2m import coordinates_of_largest
 from sinkscope.paper_claims.studies import Need
 from sinkscope.results.findings import COLLAPSE
 from sinkscope.results.judgment import NotDefined, above, at_least, between
@@ -35,29 +36,16 @@ def _pairs(evidence: Evidence) -> tuple[Sequences, pd.DataFrame, pd.Series]:
 def _written(evidence: Evidence) -> Estimate:
     """Return the share of the row's output that the one entry writes, on the sequences that have the pair."""
     natural, table, chosen = _pairs(evidence)
-    rows = table[
-        (table[["layer", "expert", "row", "column"]] == chosen[["layer", "expert", "row", "column"]]).all(axis=1)
-    ]
+    rows = table[(table[KEY] == chosen[KEY]).all(axis=1)]
     shares = rows.set_index("sequence")["share"].reindex(range(natural.weights.shape[1]))
     note = f"layer {chosen['layer']:.0f}, row {chosen['row']:.0f}, column {chosen['column']:.0f}"
     return bootstrap(weighted_means(shares.to_numpy(float), resamplings(len(shares)))).over(note)
 
 
 def _is_massive(evidence: Evidence) -> Estimate:
-    """Return the share of sequences whose largest massive activation is at the super weight's row."""
     natural, _, chosen = _pairs(evidence)
-    massive = natural.table("massive")
-    massive = massive[massive["is_massive"]]
-    if massive.empty:
-        raise NotDefined("no entry is a massive activation")
-    largest = massive.loc[massive.groupby("sequence")["value"].apply(lambda x: x.abs().idxmax())]
-    there = (largest.set_index("sequence")["coordinate"] == chosen["row"]).reindex(range(natural.weights.shape[1]))
+    there = (coordinates_of_largest(natural) == chosen["row"]).reindex(range(natural.weights.shape[1]))
     return bootstrap(weighted_means(there.fillna(False).to_numpy(float), natural.weights))
-
-
-def _more_than_largest(evidence: Evidence) -> Estimate:
-    """Return perplexity without the super weight ÷ without the largest entry of its matrix, which may be the same."""
-    return positive_jackknife(np.exp(evidence.sequences(TO_ZERO).losses - evidence.sequences(LARGEST).losses))
 
 
 CLAIMS = (
@@ -69,7 +57,9 @@ CLAIMS = (
     Claim("SW-2", "§3", "Magnitude does not make a super weight.",
         (Part("perplexity with the largest entry of its matrix zeroed ÷ before",
             lambda e: perplexity_ratio(e, LARGEST), between(0.9, 1.1)),
-         Part("with the super weight zeroed ÷ with that entry zeroed", _more_than_largest, above(1.1))),
+         Part("with the super weight zeroed ÷ with that entry zeroed",   # it may be the same entry
+            lambda e: positive_jackknife(np.exp(e.sequences(TO_ZERO).losses - e.sequences(LARGEST).losses)),
+            above(1.1))),
         (TO_ZERO, LARGEST)),
     Claim("SW-3", "§3", "One entry writes the massive activation.",
         (Part("share of the row's output that the entry writes", _written, at_least(0.5)),

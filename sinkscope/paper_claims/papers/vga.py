@@ -34,7 +34,6 @@ def _drain_follows(evidence: Evidence) -> Estimate:
 
 
 def _starved(evidence: Evidence) -> Estimate:
-    """Return the median over key/value heads that attend almost only to position 0."""
     attention = evidence.natural.table("attention").query("position == 0")
     mass = attention.groupby(["layer", "kv_head"])["window_mass"].mean()
     strong = mass.index[mass > STRONG]

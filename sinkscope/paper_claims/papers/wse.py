@@ -17,17 +17,7 @@ from sinkscope.paper_claims import arms, over_seeds, scopes, studies
 from sinkscope.paper_claims.arms import LARGE_NORM, NO_COST, falls, had_a_sink, share_left
 from sinkscope.paper_claims.claim import HAS_SINK_HEADS, Claim, Null, Part, of_run, of_sink_heads, run_claim
 from sinkscope.paper_claims.evidence import MAIN, NATURAL, POLICIES, RANDOM, REPEATED, Evidence
-from sinkscope.paper_claims.over_seeds import (
-    PERCENT,
-    Ends,
-    Measure,
-    at_equal_loss,
-    difference,
-    metric,
-    of_one,
-    over_levels,
-    ranked,
-)
+from sinkscope.paper_claims.over_seeds import PERCENT, at_equal_loss, difference, metric, of_one, over_levels, ranked
 from sinkscope.paper_claims.scopes import causal, equal_tokens_stay_equal, learned_positions, requires, some_positions
 from sinkscope.paper_claims.studies import PLAIN, Arm, Need, Study
 from sinkscope.results import statistics
@@ -306,7 +296,7 @@ def _rise_within(evidence: Evidence, *places: tuple[int, int], names: tuple[stud
     return mean_of_runs(rates[:, 1] - rates[:, 0]).over(over_seeds.by_level(study, names, rates))
 
 
-def _at_fixed(of: Callable[[RunData, int], float], ends: Ends | None = None) -> Measure:
+def _at_fixed(of: Callable[[RunData, int], float], ends: over_seeds.Ends | None = None) -> over_seeds.Measure:
     """Return the smallest, over levels, of a number computed from each run and the position k of its fixed token."""
 
     def measure(evidence: Evidence) -> Estimate:
@@ -385,11 +375,12 @@ def _rise_over_steps(steps: list[int], rates: np.ndarray) -> tuple[np.ndarray, s
     return rates[:, -1] - rates[:, 0], words
 
 
-def _over_steps(of: Callable[[list[int], np.ndarray], tuple[np.ndarray, str]], ends: Ends | None = None) -> Measure:
-    """Return a number over seeds, or over sequences if a single training was measured, as for any model.
+# steps and sink rates (R, steps) → (R,) and words
+OfSteps = Callable[[list[int], np.ndarray], tuple[np.ndarray, str]]
 
-    `of` makes (R,) and words from the steps and the sink rates (R, steps).
-    """
+
+def _over_steps(of: OfSteps, ends: over_seeds.Ends | None = None) -> over_seeds.Measure:
+    """Return a number over seeds, or over sequences if a single training was measured, as for any model."""
 
     def measure(evidence: Evidence) -> Estimate:
         study = evidence.studies[COURSE]
