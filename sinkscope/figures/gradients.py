@@ -125,10 +125,8 @@ def draw_gradient_reshaping(run: RunData) -> Figure:
     for name, ax in axes.items():
         for (_, first, last), (color, marker) in reversed(list(zip(groups, LOOKS, strict=False))):
             rows = ratios[ratios["position"].between(first, last)]
-            for in_first, look in (
-                (False, {"mfc": color, "mec": "white", "mew": 0.3}),
-                (True, HOLLOW | {"mec": color}),
-            ):
+            looks = {False: {"mfc": color, "mec": "white", "mew": 0.3}, True: HOLLOW | {"mec": color}}
+            for in_first, look in looks.items():
                 chosen = rows[((rows["layer"] == 0) == in_first) & (rows["input_norm"] > 0) & (rows[name] > 0)]
                 ax.plot(chosen["input_norm"], chosen[name], marker=marker, **POINT, **look)
         ax.set(title=f"{name}  {PANELS[name]}", xlabel="norm of the branch's input, ‖h‖")
@@ -163,7 +161,6 @@ def _token_groups(ratios: pd.DataFrame) -> list[tuple[str, int, int]]:
 
 
 def _undefined(run: RunData, ratio: str) -> str:
-    """Return why a ratio is undefined."""
     wiring = (run.manifest.get("family") or {}).get("wiring")
     return UNDEFINED.get((str(wiring), ratio), "no values")
 

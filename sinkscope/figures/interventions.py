@@ -13,7 +13,7 @@ from sinkscope.figures.labels import title, wrapped
 from sinkscope.figures.style import COLUMN, NAVY, OTHERS, REFERENCE, SINK, WIDE, Figure, Look, new_figure
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
-from sinkscope.verdict.effects import NO_POSITION, SPREAD, arms, effect_of, interval, interval_by_layer
+from sinkscope.verdict.effects import NO_POSITION, SPREAD, Effect, arms, effect_of, interval, interval_by_layer
 
 PAGE = 9.0  # inches, at most
 BEFORE, CONTROL = "before", "random control"
@@ -47,17 +47,7 @@ def draw_effects(run: RunData) -> Figure:
     for ax, (metric, positions_of, may_be_log, _) in zip(axes, panels, strict=True):
         plot.shade_rows(ax, len(watched))
         ax.tick_params(axis="y", length=0)
-        positions = {label: positions_of(some) for label, some in watched.items()}
-        values = []
-        for label, some in positions.items() if may_be_log else ():  # a linear axis finds its own range
-            for at in some:
-                one = effect_of(run, label, metric, at)
-                values += [one.before, one.after, *one.controls, *(interval(run, label, metric, at) or ())]
-        found = _drawable(values, log=True)
-        # a log axis over less than a power of ten could not be read
-        log = bool(len(found) and found.max() >= 10 * found.min())
-        _draw_metric(ax, run, metric, positions, log)
-        _value_axis(ax, log, from_zero=not may_be_log)
+        _draw_metric(ax, run, metric, {label: positions_of(some) for label, some in watched.items()}, may_be_log)
     signs = {"before": REFERENCE, "after": AFTER | {"markevery": None}}
     if "attention_by_sequence" in run.tables:
         signs["change, 95 % over sequences"] = INTERVAL
@@ -74,44 +64,51 @@ def _watched(run: RunData) -> dict[str, list[int]]:
     return {label: arm["watched"] for label, arm in arms(run).items() if arm["watched"]}
 
 
-def _draw_metric(ax: Axes, run: RunData, metric: str, positions: dict[str, list[int]], log: bool) -> None:
+def _draw_metric(ax: Axes, run: RunData, metric: str, positions: dict[str, list[int]], may_be_log: bool) -> None:
     """Draw one metric of all arms, a row for each arm; several positions of an arm are drawn one below the other."""
     different = {position for some in positions.values() for position in some}
     where = f"\nat position {min(different)}" if len(different) == 1 else "\nat @position"
     where = "" if different == {NO_POSITION} else where
     ax.set_xlabel(METRICS[metric].axis.replace(" (", "\n(") + where)  # panels are narrow
+    effects = {
+        (label, at): (effect_of(run, label, metric, at), interval(run, label, metric, at) or ())
+        for label, some in positions.items()
+        for at in some
+    }
+    values = [x for one, ends in effects.values() for x in (one.before, one.after, *one.controls, *ends)]
+    found = _drawable(values, log=True)
+    # a linear axis finds its own range, and a log axis over less than a power of ten could not be read
+    log = bool(may_be_log and len(found) and found.max() >= 10 * found.min())
     for row, (label, some) in enumerate(positions.items()):
         if not some:
             ax.text(0.5, row, "–", transform=ax.get_yaxis_transform(), ha="center", va="center", color="0.5")
         for place, position in enumerate(some):
             height = 1 / len(some)
             middle = row - 0.5 + height * (place + 0.5)
-            _draw_effect(ax, run, label, metric, position, middle, height, log)
+            _draw_effect(ax, *effects[label, position], middle, height, log)
             if len(different) > 1:
                 ax.text(1.02, middle, f"@{position}", transform=ax.get_yaxis_transform(), va="center", fontsize=6)
+    _value_axis(ax, log, from_zero=not may_be_log)
 
 
-def _draw_effect(
-    ax: Axes, run: RunData, label: str, metric: str, position: int, middle: float, height: float, log: bool
-) -> None:
+def _draw_effect(ax: Axes, effect: Effect, ends: Sequence[float], middle: float, height: float, log: bool) -> None:
     """Draw interval, controls, before and after around `middle`. Lines of the value before join across rows."""
-    effect = effect_of(run, label, metric, position)
     above, under = middle + ABOVE * height, middle + UNDER * height
-    ends = _drawable(interval(run, label, metric, position) or (), log)
-    if len(ends) == 2:
-        ax.plot(ends, [above] * 2, **INTERVAL)
+    change = _drawable(ends, log)
+    if len(change) == 2:
+        ax.plot(change, [above] * 2, **INTERVAL)
     before, after = _drawable([effect.before], log), _drawable([effect.after], log)
     controls = _drawable(effect.controls, log)
     if len(controls) > 1:  # mean ± 2 standard deviations; on a log axis, those of the logarithms
         values = np.log(controls) if log else controls
-        ends = values.mean() + SPREAD * values.std(ddof=1) * np.array([-1, 1])
-        ax.plot(np.exp(ends) if log else ends, [under, under], **SPREAD_BAR)
+        spread = values.mean() + SPREAD * values.std(ddof=1) * np.array([-1, 1])
+        ax.plot(np.exp(spread) if log else spread, [under, under], **SPREAD_BAR)
     ax.plot(controls, np.full(len(controls), under), **DRAWS)
     for value in before:
         ax.plot([value, value], [middle - height / 2, middle + height / 2], **REFERENCE)
     if len(after):
-        ends = np.concatenate([before, after])
-        ax.plot(ends, np.full(len(ends), above), **AFTER)
+        both = np.concatenate([before, after])
+        ax.plot(both, np.full(len(both), above), **AFTER)
     else:
         transform = ax.get_yaxis_transform()
         ax.text(0.98, above, f"after: {effect.after:g}", transform=transform, ha="right", va="center", fontsize=6)
@@ -279,7 +276,6 @@ def _cells(run: RunData, maps: Maps) -> dict[tuple[int, int], tuple[str, str, in
 
 
 def _name_axes(ax: Axes) -> None:
-    """Name the axes and their ends."""
     ends = [0, int(ax.get_xlim()[1])]
     ax.set(xticks=ends, yticks=ends)
     first, *last = ax.get_xticklabels()
@@ -325,7 +321,6 @@ def _axes_at(figure: Figure, left: float, top: float, width: float, height: floa
 
 
 def _draw_map(ax: Axes, weights: np.ndarray, masked: np.ndarray | None = None) -> AxesImage:
-    """Draw a map without ticks."""
     image = plot.draw_weights(ax, weights, FAINTEST, masked)
     ax.spines[:].set(color="0.6", linewidth=0.4)
     ax.xaxis.set_major_locator(NullLocator())

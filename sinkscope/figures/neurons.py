@@ -11,6 +11,11 @@ from sinkscope.interventions.super_weight import usual_pairs
 from sinkscope.measuring.experiment import BEFORE
 from sinkscope.results.run import RunData
 
+PANELS = (  # column, name, unit
+    ("written", "largest entry added", "|entry|"),
+    ("input", "largest input to W", "|u|"),
+    ("share", "written by one weight", "share of output"),
+)
 STAR: Look = OTHERS | {"linestyle": "none", "marker": "*", "markersize": 7, "zorder": 5}
 BAND: Look = {"color": "0.75", "linewidth": 0, "alpha": 0.7}
 
@@ -19,15 +24,9 @@ def draw_super_weights(run: RunData) -> Figure:
     """Draw the largest entry that each layer adds, the largest input, and what the weight between them writes."""
     usual = usual_pairs(run.tables["super_weights"]).set_index("layer")
     figure = new_figure(WIDE, 2.2)
-    for ax, column, name, unit in zip(
-        figure.subplots(1, 3, sharex=True),
-        ("written", "input", "share"),
-        ("largest entry added", "largest input to W", "written by one weight"),
-        ("|entry|", "|u|", "share of output"),
-        strict=True,
-    ):
+    chosen = usual[usual["is_early"]]["written"].idxmax()
+    for ax, (column, name, unit) in zip(figure.subplots(1, 3, sharex=True), PANELS, strict=True):
         plot.line_by_layer(ax, usual[column], **SINK)
-        chosen = usual[usual["is_early"]]["written"].idxmax()
         ax.plot([chosen], [usual[column][chosen]], **STAR)
         plot.panel(ax, name, unit, log=column != "share")
     place = f"layer {chosen}, row {usual['row'][chosen]:.0f}, column {usual['column'][chosen]:.0f}"
