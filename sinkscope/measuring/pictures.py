@@ -30,7 +30,7 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.models.pictures import load_processor
 from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.results.findings import PHI
-from sinkscope.results.tables import HEAD, SEQUENCE, Column, Columns
+from sinkscope.results.tables import HEAD, SEQUENCE, Column, Columns, names_of
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
 from sinkscope.text.pictures import Picture, Places, asked_about
@@ -96,21 +96,21 @@ class VisualSinks(Observable):
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         assert self.places is not None
         columns, length = self.places.column, read.length
-        queries = slice(int(columns[-1]) + 1, length)
-        if queries.start == length:
+        start = int(columns[-1]) + 1
+        if start == length:
             raise InputError("no text follows the picture, whose attention to it could be measured")
-        sums = [read.weights(rows, slice(0, length))[0][0].sum(1) for rows in _within(queries)]
-        mass = (torch.stack(sums).sum(0) / (length - queries.start)).cpu()  # (H,T)
+        chunks = [slice(start + rows.start, start + rows.stop) for rows in row_chunks(length - start)]
+        sums = [read.weights(rows, slice(0, length))[0][0].sum(1) for rows in chunks]
+        mass = (torch.stack(sums).sum(0) / (length - start)).cpu()  # (H,T)
         on_patches, found = mass[:, columns], self.of_layer
         sinks = (found["phi"] > PHI).to(mass.dtype)
-        count = len(columns)
         self.patches.add({
-            "layer": np.full(count, layer), "sequence": np.full(count, batch.first), "tile": self.places.tile,
+            "layer": layer, "sequence": batch.first, "tile": self.places.tile,
             "row": self.places.grid_row, "column": self.places.grid_column, "mass": on_patches.mean(0), **found,
         })  # fmt: skip
         self.heads.add({
-            "layer": np.full(len(mass), layer), "sequence": np.full(len(mass), batch.first),
-            "head": np.arange(len(mass)), "first_mass": mass[:, 0], "visual_mass": on_patches.sum(1),
+            "layer": layer, "sequence": batch.first, "head": np.arange(len(mass)),
+            "first_mass": mass[:, 0], "visual_mass": on_patches.sum(1),
             "sink_mass": on_patches @ sinks, "random_sink_mass": on_patches @ found["random_share"].to(mass.dtype),
         })  # fmt: skip
 
@@ -124,10 +124,6 @@ class VisualSinks(Observable):
 def phi(hidden: torch.Tensor, coordinates: torch.Tensor) -> torch.Tensor:
     """Return the largest magnitude of states (N,D) at some coordinates ÷ their root mean square, (N,)."""
     return hidden[:, coordinates].abs().amax(-1) / (hidden.square().mean(-1) + 1e-6).sqrt()
-
-
-def _within(rows: slice) -> list[slice]:
-    return [slice(rows.start + own.start, rows.start + own.stop) for own in row_chunks(rows.stop - rows.start)]
 
 
 def massive_coordinates(massive: pd.DataFrame) -> tuple[list[int], bool]:
@@ -175,13 +171,8 @@ def measure_pictures(
 
 
 def listed(pictures: Sequence[Picture]) -> pd.DataFrame:
-    columns = {
-        "layer": -1,
-        "sequence": range(len(pictures)),
-        "name": [picture.name for picture in pictures],
-        "thumbnail": [picture.thumbnail for picture in pictures],
-    }
-    return pd.DataFrame(columns)
+    rows = [(-1, at, picture.name, picture.thumbnail) for at, picture in enumerate(pictures)]
+    return pd.DataFrame(rows, columns=["layer", *names_of(PICTURE_TABLES["picture"])])
 
 
 # --- vision transformers
@@ -211,7 +202,7 @@ def encode(model: Any, processor: Any, pictures: Sequence[Picture]) -> tuple[pd.
         index = np.arange(tokens) - special
         for layer, (state, mass) in enumerate(zip(states, masses, strict=False)):
             rows.add({
-                "layer": np.full(tokens, layer), "sequence": np.full(tokens, at),
+                "layer": layer, "sequence": at,
                 "row": np.where(index < 0, -1, index // wide),
                 "column": np.where(index < 0, np.arange(tokens), index % wide),
                 "norm": torch.linalg.vector_norm(upcast(state[0]), dim=-1).cpu(), "mass": mass.cpu(),

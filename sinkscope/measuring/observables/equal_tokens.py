@@ -43,17 +43,13 @@ class EqualTokens(Observable):
             SEQUENCE,
             Column("positions", "the kind of positions that this layer's attention has; '': no attention", kind="text"),
             Column("state_difference", "largest ‖h_t − h_0‖ ÷ ‖h_0‖ of the layer's output"),
-            Column(
-                "weight_difference",
-                "largest |attention weight − its closed form| over heads, queries and keys; NaN without closed form",
-            ),
-            Column(
-                "bound_share",
-                "rotary: share of heads and queries from 1 on within WSE's bound (prop. 4); NaN without bound",
-            ),
+            Column("weight_difference", "largest |attention weight − its closed form| over heads, queries and keys; "
+                "NaN without closed form"),
+            Column("bound_share", "rotary: share of heads and queries from 1 on within WSE's bound (prop. 4); "
+                "NaN without bound"),
             Column("bound_ratio", "rotary: largest a[t,0] ÷ that bound"),
         ),
-    }
+    }  # fmt: skip
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)

@@ -137,13 +137,9 @@ class Gate(Observable):
     columns: ClassVar = {
         "gate": (
             Column("head", "key/value head if values are gated, query head if heads' outputs are", kind="whole"),
-            KV_HEAD,
-            POSITION,
-            Column(
-                "gate",
-                "the factor: scale · σ(·) of VGA and IGA, φ(‖v‖²) of V-scale; for a model's own gate on the channels "
-                "of a head's output, its mean over channels, weighted by the squares of the gated entries",
-            ),
+            KV_HEAD, POSITION,
+            Column("gate", "the factor: scale · σ(·) of VGA and IGA, φ(‖v‖²) of V-scale; for a model's own gate on the "
+                "channels of a head's output, its mean over channels, weighted by the squares of the gated entries"),
             Column("raw_value_norm", "L2 norm of the value as it is projected, before any gate"),
         ),
         "gate_heads": (
@@ -153,7 +149,7 @@ class Gate(Observable):
             Column("closed", f"share of tokens whose gate is below {CLOSED:g}", "share"),
             Column("deviation", "standard deviation of the gate over tokens; 0 if it does not depend on them"),
         ),
-    }
+    }  # fmt: skip
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)

@@ -338,9 +338,9 @@ class Gradient(Observable):
         self.by_sequence = BySequence("position")
         self.gains: dict[tuple[int, str], NormGain] = {}
         self.branches: dict[int, dict[str, Branch]] = {}  # by layer
-        # gradients at layers' inputs: numbers of zero gradients and of all gradients of the predicting tokens, and of
-        # overflowed gradients of any token
-        self.counts: Sums[str] = Sums({"vanished": 0, "all": 0, "overflowed": 0})
+        # gradients at layers' inputs: numbers of zero ones of the predicting tokens, of all of these tokens, and of
+        # overflowed ones of any token, (3,)
+        self.counts: Sums[str] = Sums()
         self.theorem = TheoremOne(settings.positions)
         self.kept = Kept()
         # of this batch, until they have been used
@@ -415,7 +415,10 @@ class Gradient(Observable):
             if site == branch.x:  # the last of a branch's gradients
                 self._add_ratios(layer, name, branch, batch)
         if site == "layer_in":
-            self._look_for_underflow(self._seen[layer, site], batch)
+            norms = torch.linalg.vector_norm(self._seen[layer, site], dim=-1)
+            in_loss = batch.in_loss.to(norms.device)
+            counts = torch.stack([(norms == 0) & in_loss, in_loss, ~norms.isfinite()]).sum((1, 2))
+            self.counts.receive(partial(self.counts.add, "tokens"), counts)
             for key in [key for key in self._seen if key[0] == layer]:
                 del self._seen[key]
 
@@ -469,22 +472,12 @@ class Gradient(Observable):
             means.add_layers(rows, {name: at_positions}, counted)
         return finite
 
-    def _look_for_underflow(self, gradient: torch.Tensor, batch: Batch) -> None:
-        norms = torch.linalg.vector_norm(gradient, dim=-1)
-        vanished = (norms == 0) & batch.in_loss.to(norms.device)
-        sums = torch.stack([vanished, ~norms.isfinite()]).sum((1, 2))
-        self.counts.receive(lambda sums: self._count(int(batch.in_loss.sum()), *sums.tolist()), sums)
-
-    def _count(self, tokens: int, vanished: int, overflowed: int) -> None:
-        self.counts.add("all", tokens)
-        self.counts.add("vanished", vanished)
-        self.counts.add("overflowed", overflowed)
-
     def notices(self) -> list[str]:
-        if self.counts["overflowed"]:
+        vanished, every, overflowed = self.counts.get("tokens", torch.zeros(3)).tolist()
+        if overflowed:
             raise SinkscopeError("a gradient overflowed: take --dtype bfloat16 or float32")
-        if self.counts["vanished"]:
-            share = self.counts["vanished"] / self.counts["all"]
+        if vanished:
+            share = vanished / every
             return [f"{share:.1%} of the tokens' gradients underflowed to zero: take --dtype bfloat16 or float32"]
         return []
 

@@ -26,6 +26,8 @@ from sinkscope.text.batch import Batch
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
+Statistics = Mapping[str, torch.Tensor]  # by the name of their column
+Labels = Sequence[Mapping[str, Any]]  # the other columns, such as the layer, of several layers
 
 
 class Accumulator:
@@ -73,8 +75,9 @@ class Lists(defaultdict[Key, list[Value]], Accumulator):
 class Rows(Lists[str, Any]):
     """Rows of a table, to which each batch adds some, on the CPU."""
 
-    def add(self, columns: Mapping[str, torch.Tensor | np.ndarray]) -> None:
-        for name, column in columns.items():
+    def add(self, columns: Mapping[str, torch.Tensor | np.ndarray | int]) -> None:
+        """Add rows; a number is the same in all of them."""
+        for name, column in zip(columns, np.broadcast_arrays(*columns.values()), strict=True):
             self[name].append(np.array(column))  # a copy, so that no larger array stays in memory
 
     def table(self, *by: str) -> pd.DataFrame:
@@ -174,9 +177,9 @@ class Kept:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[tuple, list[tuple[dict[str, Any], Mapping[str, torch.Tensor]]]] = defaultdict(list)
+        self._rows: dict[tuple, list[tuple[dict[str, Any], Statistics]]] = defaultdict(list)
 
-    def add(self, statistics: Mapping[str, torch.Tensor], *alike: Any, **labels: Any) -> None:
+    def add(self, statistics: Statistics, *alike: Any, **labels: Any) -> None:
         """Keep the statistics of a layer. Layers whose `alike` differ are not reduced together."""
         shapes = ((name, x.shape, x.dtype, x.device) for name, x in statistics.items())
         self._rows[alike, *shapes].append((labels, statistics))
@@ -279,20 +282,15 @@ class Means(Accumulator):
         self._sums: Sums[tuple] = Sums()  # by labels and names, (names, *axes)
         self._counts: Sums[tuple] = Sums()
 
-    def add(self, statistics: Mapping[str, torch.Tensor], present: torch.Tensor | None = None, **labels: Any) -> None:
-        """Add a batch's statistics by column name. `labels`: constant columns, such as the layer.
+    def add(self, statistics: Statistics, present: torch.Tensor | None = None, **labels: Any) -> None:
+        """Add a batch's statistics. `labels`: constant columns, such as the layer.
 
         `present` (B,P) is True where a sequence has the position, the last axis; None means everywhere.
         """
         self.add_layers([labels], {name: x.unsqueeze(1) for name, x in statistics.items()}, present)
 
-    def add_layers(
-        self,
-        rows: Sequence[Mapping[str, Any]],
-        statistics: Mapping[str, torch.Tensor],
-        present: torch.Tensor | None = None,
-    ) -> None:
-        """Add statistics (B,L,*axes) of several layers, whose labels are `rows`; `present` may be (B,L,P)."""
+    def add_layers(self, rows: Labels, statistics: Statistics, present: torch.Tensor | None = None) -> None:
+        """Add statistics (B,L,*axes) of several layers; `present` may be (B,L,P)."""
         sums = torch.stack([filled(x, present).sum(0, dtype=torch.float64) for x in statistics.values()])
         size = len(next(iter(statistics.values())))
         count = torch.tensor(size) if present is None else present.sum(0)
@@ -336,20 +334,14 @@ class BySequence(Accumulator):
         self._parts: dict[tuple, dict[int, tuple[slice, torch.Size]]] = defaultdict(dict)  # labels → first sequence → …
         self._names: tuple[str, ...] = ()
 
-    def add(
-        self, batch: Batch, statistics: Mapping[str, torch.Tensor], present: torch.Tensor | None = None, **labels: Any
-    ) -> None:
+    def add(self, batch: Batch, statistics: Statistics, present: torch.Tensor | None = None, **labels: Any) -> None:
         """Add a batch's statistics in float32 or float64, as in `Means.add`; NaN where `present` (B,P) is False."""
         self.add_layers(batch, [labels], {name: x.unsqueeze(1) for name, x in statistics.items()}, present)
 
     def add_layers(
-        self,
-        batch: Batch,
-        rows: Sequence[Mapping[str, Any]],
-        statistics: Mapping[str, torch.Tensor],
-        present: torch.Tensor | None = None,
+        self, batch: Batch, rows: Labels, statistics: Statistics, present: torch.Tensor | None = None
     ) -> None:
-        """Add statistics (B,L,*axes) of several layers, whose labels are `rows`."""
+        """Add statistics (B,L,*axes) of several layers."""
         self._names = tuple(statistics)
         values = torch.stack([filled(statistic, present, torch.nan) for statistic in statistics.values()])
 

@@ -76,7 +76,6 @@ class QueryBias(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.site = "attn_norm"
         self.directions: dict[int, torch.Tensor] = {}  # u (H,D), Δ_j^h = u_h · x_j
         self.moments: dict[int, Moments] = {}
         self.by_sequence = BySequence()

@@ -125,7 +125,7 @@ class SinkTokens(Observable):
             layer, last = lives.argmax(1), self.depth - 1 - lives[:, ::-1].argmax(1)
             norm = norms[at, own, 1:].numpy()
             self.rows.add({
-                "layer": layer, "sequence": np.full(len(position), batch.first + at), "position": position,
+                "layer": layer, "sequence": batch.first + at, "position": position,
                 "token_id": ids[position], "kind": kinds[position], "last_layer": last, "lifetime": lives.sum(1),
                 "norm": norm[position, layer],
                 "norm_ratio": norm[position, layer] / np.median(norm, axis=0)[layer],

@@ -59,7 +59,6 @@ class SuperWeight(Observable):
         super().__init__(settings)
         self.rows = Rows(list)
         self.experts: Maxima[tuple[int, int]] = Maxima()
-        self.depth = Maxima[str]()
         self.called: tuple[FeedForward, tuple] | None = None
 
     @classmethod
@@ -106,13 +105,12 @@ class SuperWeight(Observable):
     ) -> None:
         sequence = np.arange(len(token))
         self.rows.add({
-            "layer": np.full(len(token), layer),
+            "layer": layer,
             "sequence": sequence + batch.first,
             "position": (token - batch.start).numpy(),
             "token_id": batch.token_ids.numpy()[sequence, token.numpy()],
             **{name: x.numpy().astype(int if name in PAIR else float) for name, x in zip(names, found, strict=True)},
         })  # fmt: skip
-        self.depth.add("layers", torch.tensor(layer + 1))
 
     def tables(self) -> dict[str, pd.DataFrame]:
         if not self.rows:
@@ -125,7 +123,7 @@ class SuperWeight(Observable):
             experts = pd.DataFrame(keys, columns=["layer", "expert"])
             experts["largest"] = [float(self.experts[key]) for key in keys]
             least = max(experts["largest"].quantile(SUPER[1]), SUPER[0] * experts["largest"].max())
-            early = experts["layer"] < EARLY * int(self.depth["layers"])
+            early = experts["layer"] < EARLY * (table["layer"].max() + 1)
             found["super_experts"] = experts.assign(is_super=early & (experts["largest"] >= least))
         return found
 
