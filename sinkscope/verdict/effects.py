@@ -114,13 +114,12 @@ def _heading(metric: str, position: int) -> str:
 
 
 def _texts(effects: Mapping[tuple[str, int], Effect], part: str) -> dict[str, str]:
-    spreads = {column: effect.spread if part == "control" else nan for column, effect in effects.items()}
-    values = {column: getattr(effect, part) for column, effect in effects.items()}
-    return {
-        _heading(*column): METRICS[column[0]].text_with_spread(value, spreads[column])
-        for column, value in values.items()
-        if not isnan(value)
-    }
+    texts = {}
+    for (metric, position), effect in effects.items():
+        if not isnan(value := getattr(effect, part)):
+            spread = effect.spread if part == "control" else nan
+            texts[_heading(metric, position)] = METRICS[metric].text_with_spread(value, spread)
+    return texts
 
 
 def _streamed(run: RunData, label: str) -> pd.DataFrame:
