@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.image import AxesImage
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from sinkscope.figures import plot
+from sinkscope.figures import plot, style
 from sinkscope.figures.labels import title, wrapped
-from sinkscope.figures.style import COLUMN, NAVY, OTHERS, REFERENCE, SINK, WIDE, Figure, Look, new_figure
+from sinkscope.figures.style import COLUMN, NAVY, OTHERS, REFERENCE, SINK, TEXT, WIDE, Figure, Look, new_figure
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 from sinkscope.verdict.effects import NO_POSITION, SPREAD, Effect, arms, effect_of, interval, interval_by_layer
@@ -193,6 +193,35 @@ def _draw_arm(ax: Axes, rates: pd.DataFrame, positions: list[int], all_targets: 
     draws = controls["draw"].nunique()
     name = f"random control: mean ± {SPREAD:g} std of {draws} draws" if draws > 1 else "random control, 1 draw"
     plot.band_by_layer(ax, mean - deviation, mean + deviation, label=name, **BAND)
+
+
+# --- Over-mixing (Barbero et al. 2025) before and under each arm
+
+RANGE: Look = {"color": "0.75", "linewidth": 0, "alpha": 0.7}
+
+
+def draw_over_mixing(run: RunData) -> Figure:
+    """Draw the change of later tokens by layer and by distance, before and under each arm, with its controls."""
+    table = run.tables["over_mixing"]
+    figure = new_figure(TEXT, 2.1 + 0.1 * len(run.manifest["arms"]))
+    left, right = figure.subplots(1, 2, sharey=True)
+    by_layer = run.tables["over_mixing_by_sequence"].groupby(["condition", "layer"])["change"].mean()
+    by_distance = table.groupby(["condition", "distance"])["change"].mean()
+    labels = [label for label in (BEFORE, *run.manifest["arms"]) if label in by_layer.index.levels[0]]
+    for label, look in zip(labels, style.line_looks(), strict=False):
+        look = REFERENCE | {"zorder": 3} if label == BEFORE else look
+        drawn = [name for name in by_layer.index.levels[0] if name.startswith(f"{label} control ")]
+        for ax, values in ((left, by_layer), (right, by_distance)):
+            if drawn:
+                every = values[drawn].unstack(0)
+                ax.fill_between(every.index, every.min(axis=1), every.max(axis=1), label="range of controls", **RANGE)
+            plot.curve(ax, values[label], label=wrapped(label, 34, 1), **look)
+    plot.panel(left, "mean over later tokens", "‖h − h′‖ ÷ ‖h‖")
+    plot.panel(right, "mean over layers", "", x="tokens after the changed one")
+    right.set_xscale("log", base=2)
+    right.set_xticks(distances := sorted(table["distance"].unique()), [str(distance) for distance in distances])
+    once = {label: handle for handle, label in zip(*left.get_legend_handles_labels(), strict=True)}
+    return figure.finish(title(run, TEXT), list(once.values()), ncols=2)
 
 
 # --- One layer's attention maps under every arm of an experiment (NU figure 3).

@@ -1,10 +1,14 @@
-"""Figures of the residual stream: its entropy, the tokens that join the first sink, residual sinks and spikes."""
+"""Figures of the residual stream (entropy, sink tokens, residual sinks and spikes), and of weights and heads."""
 
+import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import title, token_label
-from sinkscope.figures.style import GUIDE, HIGHEST, OTHERS, SINK, WIDE, Figure, new_figure
+from sinkscope.figures.style import COLUMN, GUIDE, HIGHEST, OTHERS, SINK, WIDE, Figure, Look, new_figure
+from sinkscope.interventions.heads import AblateHeads, dormant
+from sinkscope.interventions.super_weight import usual_pairs
 from sinkscope.measuring.observables.spikes import FIRST_SINK, RESIDUAL_SINK
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
@@ -98,3 +102,45 @@ def draw_residual_sinks(run: RunData) -> Figure:
     for ax, columns in ((left, 3), (middle, 1), (right, 1)):
         _legend(ax, columns)
     return figure.finish(title(run, WIDE))
+
+
+# --- Super weights (Yu et al. 2024), and the scores of dormant heads (Sandoval-Segura et al. 2025)
+
+PANELS = (  # column, name, unit
+    ("written", "largest entry added", "|entry|"),
+    ("input", "largest input to W", "|u|"),
+    ("share", "written by one weight", "share of output"),
+)
+STAR: Look = OTHERS | {"linestyle": "none", "marker": "*", "markersize": 7, "zorder": 5}
+
+
+def draw_super_weights(run: RunData) -> Figure:
+    """Draw the largest entry that each layer adds, the largest input, and what the weight between them writes."""
+    usual = usual_pairs(run.tables["super_weights"]).set_index("layer")
+    figure = new_figure(WIDE, 2.2)
+    chosen = usual[usual["is_early"]]["written"].idxmax()
+    for ax, (column, name, unit) in zip(figure.subplots(1, 3, sharex=True), PANELS, strict=True):
+        plot.line_by_layer(ax, usual[column], **SINK)
+        ax.plot([chosen], [usual[column][chosen]], **STAR)
+        plot.panel(ax, name, unit, log=column != "share")
+    place = f"layer {chosen}, row {usual['row'][chosen]:.0f}, column {usual['column'][chosen]:.0f}"
+    return figure.finish(title(run, WIDE), {f"super weight: {place}": STAR})
+
+
+def draw_head_scores(run: RunData) -> Figure:
+    """Draw every head by its two scores, with the heads that each score flags."""
+    table, share = run.tables["head_scores"], AblateHeads().share
+    numbers = table["layer"] * (table["head"].max() + 1) + table["head"]
+    figure = new_figure(COLUMN, 2.9)
+    ax = figure.subplots()
+    image = ax.scatter(table["first_mass"], table["relative_norm"], c=table["layer"], cmap=style.GRADUAL, s=9, zorder=3)
+    rings = {"output-norm": "o", "first-mass": "s"}
+    signs: dict[str, Look] = {}
+    for by, marker in rings.items():
+        own = table[np.isin(numbers, dormant(table, by, share))]
+        look: Look = {"linestyle": "none", "marker": marker, "mfc": "none", "mec": "0.2", "mew": 0.6, "markersize": 5.5}
+        ax.plot(own["first_mass"], own["relative_norm"], **look)
+        signs[f"{share:.0%} flagged by {by}"] = look
+    ax.set(xlabel="attention to position 0", ylabel="output norm ÷ mean of the layer", ylim=(0, None))
+    figure.colorbar(image, ax=ax, label="layer", aspect=30, pad=0.03, ticks=MaxNLocator(5, integer=True))
+    return figure.finish(title(run, COLUMN), signs, ncols=1)

@@ -44,16 +44,15 @@ class AblateHeads(Intervention):
     def inapplicable(cls, target: Target) -> str | None:
         if reason := MaskSink.inapplicable(target):
             return reason
-        heads = _heads(target)
         for layer, attention in target.family.attentions(target.model).items():
             module = attention._modules.get(target.family.output)
-            if module is None or _width(module) % heads:
+            if module is None or _width(module) % target.query_heads:
                 return f"layer {layer} has no projection that reads the outputs of its heads one after the other"
         return None
 
     def check(self, target: Target, length: int | None = None) -> None:
         super().check(target, length)
-        heads = _heads(target)
+        heads = target.query_heads
         have = {layer * heads + head for layer in target.attending() for head in range(heads)}
         if missing := sorted(set(self.numbers or ()) - have):
             layer, head = divmod(missing[0], heads)
@@ -67,19 +66,19 @@ class AblateHeads(Intervention):
         return self.model_copy(update={"numbers": dormant(known.tables["head_scores"], self.by, self.share)})
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
-        heads = _heads(known.target)
+        heads = known.target.query_heads
         every = [layer * heads + head for layer in known.target.attending() for head in range(heads)]
         chosen = torch.randperm(len(every), generator=draw)[: len(self.numbers or ())].tolist()
         return self.model_copy(update={"numbers": tuple(sorted(every[at] for at in chosen))})
 
     def begins_at(self, target: Target) -> int:
-        return min(self.numbers or (0,)) // _heads(target)
+        return min(self.numbers or (0,)) // target.query_heads
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
         if self.numbers is None:
             raise InputError(f"{self.name}: name the numbers of heads")
-        heads = _heads(target)
+        heads = target.query_heads
         by_layer: dict[int, list[int]] = {}
         for number in self.numbers:
             by_layer.setdefault(number // heads, []).append(number % heads)
@@ -108,11 +107,6 @@ def dormant(head_scores: pd.DataFrame, by: str, share: float) -> tuple[int, ...]
     chosen = ranked.head(max(1, round(share * len(ranked))))
     heads = int(head_scores["head"].max()) + 1
     return tuple(sorted((chosen["layer"] * heads + chosen["head"]).astype(int).tolist()))
-
-
-def _heads(target: Target) -> int:
-    """Return the number of query heads of a layer."""
-    return int(target.model.config.get_text_config().num_attention_heads)
 
 
 def _width(module: Any) -> int:

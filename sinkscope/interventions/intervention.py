@@ -90,6 +90,11 @@ class Target:
         return int(self.model.config.get_text_config().hidden_size)
 
     @property
+    def query_heads(self) -> int:
+        """The number of query heads of a layer."""
+        return int(self.model.config.get_text_config().num_attention_heads)
+
+    @property
     def has_query_bias(self) -> bool:
         return any(self.projection(layer, "query").bias is not None for layer in self.attending())
 
@@ -325,6 +330,5 @@ def expectation(intervention: Intervention, target: Target) -> Expectation | Non
     """
     if not intervention.paper.startswith("NU "):
         return intervention.expects
-    if target.family.kinds_of_positions != {"learned"} or target.without_weights("query"):
-        return None
-    return intervention.expects if target.has_query_bias else None
+    applies = target.family.kinds_of_positions == {"learned"} and not target.without_weights("query")
+    return intervention.expects if applies and target.has_query_bias else None

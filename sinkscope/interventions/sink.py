@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import product
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from pydantic import PrivateAttr
@@ -55,17 +55,15 @@ class MaskSink(Intervention):
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
-        config: Any = target.model.config.get_text_config()
         found = [roles["query"] for roles in target.family.projections.values() if "query" in roles]
-        if any(len(query.places) != config.num_attention_heads for query in found):
+        if any(len(query.places) != target.query_heads for query in found):
             return "its layers differ in their numbers of heads"
         return None
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
         layout = target.layout
-        count = int(target.model.config.get_text_config().num_attention_heads)
-        heads = chosen(self.heads, count)
+        heads = chosen(self.heads, target.query_heads)
 
         def columns(device: torch.device) -> torch.Tensor:
             found = layout.start(device)[:, None] + torch.tensor(self.positions, device=device)
@@ -81,7 +79,7 @@ class MaskSink(Intervention):
             shift = layout.length - cols.stop if layout.past or cols.stop > layout.length else 0
             row, col = row + shift, col + max(shift, 0)
             is_sink = (col == columns(device)[:, :, None]).any(1)  # (B,C)
-            hidden = torch.zeros(count, dtype=torch.bool, device=device)
+            hidden = torch.zeros(target.query_heads, dtype=torch.bool, device=device)
             hidden[heads] = True
             return (is_sink[:, None] & (row[:, None] != col))[:, None] & hidden[:, None, None]
 

@@ -86,8 +86,9 @@ def feed_forwards(model: PreTrainedModel, family: Family) -> dict[int, FeedForwa
     """Return layer → its last projection, of the layers whose feed-forward network has the form of the family."""
     found = {}
     for layer, module in enumerate(family.layer_modules(model)):
+        parts = dict(module.named_modules(remove_duplicate=False))
         for path in (family.down, family.experts):
-            part = _submodule(module, path)
+            part = parts.get(path)
             if isinstance(part, nn.Linear | Conv1D) or _holds_experts(part):
                 found[layer] = FeedForward(path, part)
     return found
@@ -109,10 +110,3 @@ def without_feed_forward(model: PreTrainedModel, family: Family) -> str | None:
 def _holds_experts(module: Any) -> bool:
     has_form = all(hasattr(module, name) for name in ("down_proj", "gate_up_proj", "is_transposed", "_apply_gate"))
     return has_form and isinstance(module.down_proj, nn.Parameter) and module.down_proj.dim() == 3
-
-
-def _submodule(module: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return module.get_submodule(path)
-    except AttributeError:
-        return None

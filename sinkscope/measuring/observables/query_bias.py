@@ -325,15 +325,12 @@ class LogitTerms(Observable):
     columns: ClassVar = {
         "logit_terms_by_sequence": (
             SEQUENCE,
-            Column(
-                "term",
-                "content: (W_q x_t)ᵀ W_k x_j; key bias: (W_q x_t)ᵀ b_K; delta: b_Qᵀ W_k x_j; biases: b_Qᵀ b_K",
-                kind="text",
-            ),
+            Column("term", "content: (W_q x_t)ᵀ W_k x_j; key bias: (W_q x_t)ᵀ b_K; delta: b_Qᵀ W_k x_j; "
+                "biases: b_Qᵀ b_K", kind="text"),
             Column("at_first", "the term in the scaled logits of position 0's key, mean over later queries and heads"),
             Column("at_others", "mean of the term over each query's other keys, then over queries and heads"),
         ),
-    }
+    }  # fmt: skip
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
