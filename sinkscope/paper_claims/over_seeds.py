@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from math import exp, nan
+from typing import Concatenate, ParamSpec
 
 import numpy as np
 from scipy import stats
@@ -27,6 +28,16 @@ OfArm = Callable[[Arm], float]
 Ends = tuple[float, float]  # the smallest and the largest possible value
 Where = tuple[str, OfArm, float]
 PERCENT, CORRELATION = (0.0, 100.0), (-1.0, 1.0)
+P = ParamSpec("P")
+
+
+def of_study(estimate: Callable[Concatenate[Study, P], Estimate]) -> Callable[Concatenate[Need, P], Measure]:
+    """Make of an estimate from a study a function of the study's role, which returns the measure of a claim."""
+
+    def measure(role: Need, *args: P.args, **options: P.kwargs) -> Measure:
+        return lambda evidence: estimate(evidence.studies[role], *args, **options)
+
+    return measure
 
 
 def mean_over_seeds(values: np.ndarray, ends: Ends | None = None) -> Estimate:
@@ -77,15 +88,13 @@ def _words(study: Study, labels: str, scale: str = "") -> str:
     return f"{labels}; {with_setting(study, f'{steps} steps, {words_for(len(study.by_seed), scale)}')}"
 
 
-def together(role: Need, of: Callable[[Mapping[str, Arm]], float], *methods: str, ends: Ends | None = None) -> Measure:
+@of_study
+def together(
+    study: Study, of: Callable[[Mapping[str, Arm]], float], *methods: str, ends: Ends | None = None
+) -> Estimate:
     """Return the mean over seeds of a number computed from several arms. The note names the arms `methods`."""
-
-    def measure(evidence: Evidence) -> Estimate:
-        study = evidence.studies[role]
-        labels = ", ".join(study.by_seed[0][method].label for method in methods)
-        return mean_over_seeds(np.array([of(arms) for arms in study.by_seed]), ends).over(_words(study, labels))
-
-    return measure
+    labels = ", ".join(study.by_seed[0][method].label for method in methods)
+    return mean_over_seeds(np.array([of(arms) for arms in study.by_seed]), ends).over(_words(study, labels))
 
 
 def _check_plain(study: Study, where: Where | None) -> None:
@@ -97,18 +106,14 @@ def _check_plain(study: Study, where: Where | None) -> None:
             raise NotDefined(f"plain training has no {what} is {plain:.3g}, not above {least:g}")
 
 
+@of_study
 def of_one(
-    role: Need, of: OfArm, method: str, null: str | None = None, ends: Ends | None = None, where: Where | None = None
-) -> Measure:
+    study: Study, of: OfArm, method: str, null: str | None = None, ends: Ends | None = None, where: Where | None = None
+) -> Estimate:
     """Return the mean over seeds of one arm's number, with the mean of a null arm."""
-
-    def measure(evidence: Evidence) -> Estimate:
-        study = evidence.studies[role]
-        _check_plain(study, where)
-        found = together(role, lambda arms: of(arms[method]), method, ends=ends)(evidence)
-        return found.against(nan if null is None else float(np.mean(_values(study, of, null))))
-
-    return measure
+    _check_plain(study, where)
+    found = mean_over_seeds(_values(study, of, method), ends).over(_words(study, study.by_seed[0][method].label))
+    return found.against(nan if null is None else float(np.mean(_values(study, of, null))))
 
 
 def ranked(role: Need, of: OfArm, levels: Mapping[float, str]) -> Measure:
@@ -121,52 +126,44 @@ def ranked(role: Need, of: OfArm, levels: Mapping[float, str]) -> Measure:
     return together(role, found, *levels.values(), ends=CORRELATION)
 
 
+@of_study
 def difference(
-    role: Need, of: OfArm, method: str, against: str = PLAIN, as_ratio: bool = False, where: Where | None = None
-) -> Measure:
+    study: Study, of: OfArm, method: str, against: str = PLAIN, as_ratio: bool = False, where: Where | None = None
+) -> Estimate:
     """Return the mean over seeds of one arm's number − another's of the same seed, or the geometric mean of ratios."""
-
-    def measure(evidence: Evidence) -> Estimate:
-        study = evidence.studies[role]
-        _check_plain(study, where)
-        first, second = (_values(study, of, name) for name in (method, against))
-        labels = [study.by_seed[0][name].label for name in (method, against)]
-        if as_ratio and (not (second > 0).all() or (first < 0).any()):
-            raise NotDefined(f"it is 0 in {labels[1]}, so that the ratio is not defined")
-        found = mean_of_ratios(first / second) if as_ratio else mean_of_runs(first - second)
-        means = f"{labels[0]} {first.mean():.3g}, {labels[1]} {second.mean():.3g}"
-        return found.over(_words(study, means, " of logarithms" if as_ratio else ""))
-
-    return measure
+    _check_plain(study, where)
+    first, second = (_values(study, of, name) for name in (method, against))
+    labels = [study.by_seed[0][name].label for name in (method, against)]
+    if as_ratio and (not (second > 0).all() or (first < 0).any()):
+        raise NotDefined(f"it is 0 in {labels[1]}, so that the ratio is not defined")
+    found = mean_of_ratios(first / second) if as_ratio else mean_of_runs(first - second)
+    means = f"{labels[0]} {first.mean():.3g}, {labels[1]} {second.mean():.3g}"
+    return found.over(_words(study, means, " of logarithms" if as_ratio else ""))
 
 
 ratio = partial(difference, as_ratio=True)
 
 
-def at_equal_loss(role: Need, method: str, against: str = PLAIN) -> Measure:
+@of_study
+def at_equal_loss(study: Study, method: str, against: str = PLAIN) -> Estimate:
     """Return the mean over seeds of one arm's sink rate − another's in points, at the lowest loss that both reach.
 
     These are the held-out loss and the rate by total weight if a probe measured them, else the training loss and the
     usual rate.
     """
-
-    def measure(evidence: Evidence) -> Estimate:
-        study = evidence.studies[role]
-        pairs = [[arms[method], arms[against]] for arms in study.by_seed]
-        for names in (HELD_OUT, LOGGED):
-            found = [[arm.training.courses[names].get((arm.label, arm.seed)) for arm in pair] for pair in pairs]
-            if all(course is not None for pair in found for course in pair):
-                break
-        else:
-            raise Lacks(f"the trainings of {pairs[0][0].label} and {pairs[0][1].label} have no sink rates by step")
-        read = np.stack([training_tables.at_equal_loss(*pair).to_numpy() for pair in found])  # (seeds, arms, 3)
-        if np.isnan(read).any():
-            raise NotDefined("these arms have no held-out loss in common")
-        (_, level, _), rates = read.mean((0, 1)), 100 * read[..., 2]
-        means = ", ".join(f"{arm.label} {rate:.1f}" for arm, rate in zip(pairs[0], rates.mean(0), strict=True))
-        return mean_of_runs(rates[:, 0] - rates[:, 1]).over(_words(study, f"{means} % at {names[0]} {level:.3f}"))
-
-    return measure
+    pairs = [[arms[method], arms[against]] for arms in study.by_seed]
+    for names in (HELD_OUT, LOGGED):
+        found = [[arm.training.courses[names].get((arm.label, arm.seed)) for arm in pair] for pair in pairs]
+        if all(course is not None for pair in found for course in pair):
+            break
+    else:
+        raise Lacks(f"the trainings of {pairs[0][0].label} and {pairs[0][1].label} have no sink rates by step")
+    read = np.stack([training_tables.at_equal_loss(*pair).to_numpy() for pair in found])  # (seeds, arms, 3)
+    if np.isnan(read).any():
+        raise NotDefined("these arms have no held-out loss in common")
+    (_, level, _), rates = read.mean((0, 1)), 100 * read[..., 2]
+    means = ", ".join(f"{arm.label} {rate:.1f}" for arm, rate in zip(pairs[0], rates.mean(0), strict=True))
+    return mean_of_runs(rates[:, 0] - rates[:, 1]).over(_words(study, f"{means} % at {names[0]} {level:.3f}"))
 
 
 # --- plain trainings that differ in one setting
@@ -189,20 +186,16 @@ def sink_rates(study: Study) -> np.ndarray:
 OfLevels = Callable[[np.ndarray, np.ndarray], np.ndarray | Estimate]
 
 
+@of_study
 def over_levels(
-    role: Need, of: OfLevels, ends: Ends | None = None, check: Callable[[Study], None] = lambda study: None
-) -> Measure:
+    study: Study, of: OfLevels, ends: Ends | None = None, check: Callable[[Study], None] = lambda study: None
+) -> Estimate:
     """Return a number computed from all levels. `check` raises Lacks if the levels cannot be compared."""
-
-    def measure(evidence: Evidence) -> Estimate:
-        study = evidence.studies[role]
-        check(study)
-        rates = sink_rates(study)
-        found = of(np.array(list(study.by_level)), rates)
-        estimate = found if isinstance(found, Estimate) else mean_over_seeds(found, ends)
-        return estimate.over(by_level(study, study.by_level, rates))
-
-    return measure
+    check(study)
+    rates = sink_rates(study)
+    found = of(np.array(list(study.by_level)), rates)
+    estimate = found if isinstance(found, Estimate) else mean_over_seeds(found, ends)
+    return estimate.over(by_level(study, study.by_level, rates))
 
 
 def largest_rate(levels: np.ndarray, rates: np.ndarray) -> Estimate:

@@ -7,6 +7,7 @@ from itertools import combinations
 
 import numpy as np
 
+from sinkscope.errors import counted
 from sinkscope.measuring import estimates
 from sinkscope.measuring.estimates import RUN_CLAIMS, equal_tokens, massive_layers, norm_ratios, sink_rates
 from sinkscope.measuring.observables.equal_tokens import CLOSED_FORMS
@@ -77,14 +78,10 @@ def _on_drawn(evidence: Evidence, drawn: str, policy: str) -> tuple[Estimate, Es
     return bootstrap(sink_rates(evidence.sequences(other))), before, words
 
 
-def _against_text(drawn: str, policy: str = "") -> Callable[[Evidence], Estimate]:
+def _against_text(drawn: str, evidence: Evidence, policy: str = "") -> Estimate:
     """Return the sink rate on drawn tokens ÷ on text, by default under the BOS policy of the model's own text."""
-
-    def measure(evidence: Evidence) -> Estimate:
-        after, before, words = _on_drawn(evidence, drawn, policy or evidence.runs[MAIN].bos)
-        return (after / before).over(words)
-
-    return measure
+    after, before, words = _on_drawn(evidence, drawn, policy or evidence.runs[MAIN].bos)
+    return (after / before).over(words)
 
 
 def _on_repeated(evidence: Evidence) -> Estimate:
@@ -165,18 +162,13 @@ TEXT, ALONE = _policy_roles((NATURAL, REPEATED), (WITHOUT,))  # equal tokens mus
 REPEATED_TOKENS = "T = 64 and ε = 0.3, repeated tokens"
 
 
-def _largest(column: str, kind: str | None = None) -> Callable[[Evidence], Estimate]:
+def _largest(column: str, evidence: Evidence, kind: str | None = None) -> Estimate:
     """Return the largest entry of a column over layers (if given, with one kind of positions). Raises NotDefined."""
-
-    def measure(evidence: Evidence) -> Estimate:
-        table = equal_tokens(evidence.sequences(ALONE))
-        rows = (table if kind is None else table[table["positions"] == kind]).dropna(subset=[column])
-        if not len(rows):
-            raise NotDefined("a further term in its softmax's denominator takes part of the weight")
-        layers = rows["layer"].nunique()
-        return exact(rows[column].max()).over(f"{layers} {'layer' if layers == 1 else 'layers'}")
-
-    return measure
+    table = equal_tokens(evidence.sequences(ALONE))
+    rows = (table if kind is None else table[table["positions"] == kind]).dropna(subset=[column])
+    if not len(rows):
+        raise NotDefined("a further term in its softmax's denominator takes part of the weight")
+    return exact(rows[column].max()).over(counted(rows["layer"].nunique(), "layer"))
 
 
 def _all_massive(evidence: Evidence) -> Estimate:
@@ -209,8 +201,8 @@ def _post_norm(run: RunData) -> str | None:
     return None if wiring == "post-norm" else f"its norms do not follow the residual sum: its wiring is {wiring}"
 
 
-def _largest_norm_ratio(site: str) -> Callable[[Evidence], Estimate]:
-    return lambda evidence: bootstrap(norm_ratios(evidence.natural, site).max(1))
+def _largest_norm_ratio(site: str, evidence: Evidence) -> Estimate:
+    return bootstrap(norm_ratios(evidence.natural, site).max(1))
 
 
 # --- related models: sizes of a family, a chat model and its base
@@ -220,8 +212,9 @@ SIZES, BASE, HELLASWAG = Need("sizes"), Need("base"), Need("scores", "hellaswag"
 BASES = ("Mistral-7B", "LLaMA2-7B", "LLaMA2-13B", "LLaMA3-8B")
 
 
-def _with_size(evidence: Evidence, role: Need, on_task: bool = False) -> Estimate:
-    study, form = evidence.studies[role], "{:.3g} M {:.3f}" if on_task else "{:.3g} M {:.1f} %"
+@over_seeds.of_study
+def _with_size(study: Study, on_task: bool = False) -> Estimate:
+    form = "{:.3g} M {:.3f}" if on_task else "{:.3g} M {:.1f} %"
     counts = np.array([studies.parameters(run) for run in study.runs.values()])
     rates = [sink_rates(Sequences(run))[0] for run in study.runs.values()]
     numbers = np.array(list(study.scores.values()) if on_task else rates)
@@ -284,9 +277,9 @@ def _rate_at(run: RunData, position: int) -> float:
     return 100 * float(rows["sink_rate"].mean())
 
 
-def _rise_within(evidence: Evidence, *places: tuple[int, int], names: tuple[studies.Level, ...]) -> Estimate:
+@over_seeds.of_study
+def _rise_within(study: Study, *places: tuple[int, int], names: tuple[studies.Level, ...]) -> Estimate:
     """Return the second − the first of two rates, each for a number of random tokens and a position. Raises Lacks."""
-    study = evidence.studies[RANDOM_TOKENS]
     for count, _ in places:
         if count not in study.by_level:
             raise Lacks(f"no training has {count} random tokens at the beginning of its blocks")
@@ -296,17 +289,13 @@ def _rise_within(evidence: Evidence, *places: tuple[int, int], names: tuple[stud
     return mean_of_runs(rates[:, 1] - rates[:, 0]).over(over_seeds.by_level(study, names, rates))
 
 
-def _at_fixed(of: Callable[[RunData, int], float], ends: over_seeds.Ends | None = None) -> over_seeds.Measure:
+@over_seeds.of_study
+def _at_fixed(study: Study, of: Callable[[RunData, int], float], ends: over_seeds.Ends | None = None) -> Estimate:
     """Return the smallest, over levels, of a number computed from each run and the position k of its fixed token."""
-
-    def measure(evidence: Evidence) -> Estimate:
-        study = evidence.studies[FIXED_TOKEN]
-        seeds, levels = over_seeds.common_seeds(study), study.by_level
-        found = np.array([[of(runs[seed], int(level)) for level, runs in levels.items()] for seed in seeds])
-        smallest = least_of([over_seeds.mean_over_seeds(each, ends) for each in found.T])
-        return smallest.over(over_seeds.by_level(study, levels, found))
-
-    return measure
+    seeds, levels = over_seeds.common_seeds(study), study.by_level
+    found = np.array([[of(runs[seed], int(level)) for level, runs in levels.items()] for seed in seeds])
+    smallest = least_of([over_seeds.mean_over_seeds(each, ends) for each in found.T])
+    return smallest.over(over_seeds.by_level(study, levels, found))
 
 
 def _above_others(run: RunData, position: int) -> float:
@@ -379,20 +368,16 @@ def _rise_over_steps(steps: list[int], rates: np.ndarray) -> tuple[np.ndarray, s
 OfSteps = Callable[[list[int], np.ndarray], tuple[np.ndarray, str]]
 
 
-def _over_steps(of: OfSteps, ends: over_seeds.Ends | None = None) -> over_seeds.Measure:
+@over_seeds.of_study
+def _over_steps(study: Study, of: OfSteps, ends: over_seeds.Ends | None = None) -> Estimate:
     """Return a number over seeds, or over sequences if a single training was measured, as for any model."""
-
-    def measure(evidence: Evidence) -> Estimate:
-        study = evidence.studies[COURSE]
-        found = [of(*arms.rates_over_steps(runs)) for runs in study.steps]
-        found += [of(list(rates), np.array([list(rates.values())])) for rates in study.logged]
-        words = ", ".join(dict.fromkeys(words for _, words in found))
-        if len(study.steps) == 1:
-            return bootstrap(found[0][0]).over(f"{words}; one training, interval over its sequences")
-        seeds = over_seeds.with_setting(study, over_seeds.words_for(len(found)))
-        return over_seeds.mean_over_seeds(np.array([values[0] for values, _ in found]), ends).over(f"{words}; {seeds}")
-
-    return measure
+    found = [of(*arms.rates_over_steps(runs)) for runs in study.steps]
+    found += [of(list(rates), np.array([list(rates.values())])) for rates in study.logged]
+    words = ", ".join(dict.fromkeys(words for _, words in found))
+    if len(study.steps) == 1:
+        return bootstrap(found[0][0]).over(f"{words}; one training, interval over its sequences")
+    seeds = over_seeds.with_setting(study, over_seeds.words_for(len(found)))
+    return over_seeds.mean_over_seeds(np.array([values[0] for values, _ in found]), ends).over(f"{words}; {seeds}")
 
 
 # --- trained sink tokens and biases, to which the sink moves or not (§7)
@@ -471,7 +456,7 @@ CLAIMS = (
     Claim("W-1", "table 1", RUN_CLAIMS["W-1"].statement, (_AT_FIRST,), scope=(causal,), published=SINK_RATES,
         also_reads=_policy_roles((NATURAL,))),
     Claim("W-2", "table 1", "The sink stays on random tokens.",
-        (Part("sink rate on random tokens ÷ on text, with a BOS on both or on none", _against_text(RANDOM),
+        (Part("sink rate on random tokens ÷ on text, with a BOS on both or on none", partial(_against_text, RANDOM),
             at_least(0.5)),),
         (MAIN,), (causal,), published_rates("random"), also_reads=_policy_roles((NATURAL, RANDOM))),
     Claim("W-3", "table 1", "On repeated tokens the sink vanishes (positions that leave equal tokens equal).",
@@ -479,8 +464,9 @@ CLAIMS = (
         (TEXT, ALONE), (causal, equal_tokens_stay_equal), NONE_ON_REPEATED,
         also_reads=_policy_roles((NATURAL, REPEATED), (WITH,))),
     Claim("W-4", "tables 1 and 7", "On repeated tokens the sink stays (positions added to the embeddings).",
-        (Part("sink rate on repeated tokens ÷ on text, no BOS on either", _against_text(REPEATED, WITHOUT),
-            at_least(0.5)),), (TEXT, ALONE), (causal, scopes.absolute_positions), ON_REPEATED,
+        (Part("sink rate on repeated tokens ÷ on text, no BOS on either",
+            partial(_against_text, REPEATED, policy=WITHOUT), at_least(0.5)),),
+        (TEXT, ALONE), (causal, scopes.absolute_positions), ON_REPEATED,
         also_reads=_policy_roles((NATURAL, REPEATED), (WITH,))),
     Claim("W-13", "fig. 2", "The sink's hidden norm is larger.",
         (Part("norm at 0 ÷ later, median over layers with massive activations", _norm_in_massive_layers, above(1.0)),),
@@ -507,7 +493,7 @@ CLAIMS = (
     Claim("W-21", "fig. 4", "Small models also have a sink.",
         (_AT_FIRST,), scope=(causal, scopes.small)),
     Claim("W-5", "eq. 10–17", "Equal tokens have equal states in every layer (positions not added to the embeddings).",
-        (Part("largest ‖h_t − h_0‖ ÷ ‖h_0‖ over layers, tokens and sequences", _largest("state_difference"),
+        (Part("largest ‖h_t − h_0‖ ÷ ‖h_0‖ over layers, tokens and sequences", partial(_largest, "state_difference"),
             below(1e-3), "{:.1e}"),),
         (ALONE,), (equal_tokens_stay_equal,), (Published("any", 0.0, "in exact arithmetic", "WSE eq. 10–17"),),
         set_against=Null.THEOREM),
@@ -515,10 +501,12 @@ CLAIMS = (
         (Part("smallest ‖h_t‖ on repeated ÷ ‖h_0‖ on natural tokens, over layers with massive activations",
             _all_massive, at_least(0.5)),), (TEXT, ALONE), (equal_tokens_stay_equal,)),
     Claim("W-7", "proposition 1", "Without positions, attention on repeated tokens is uniform.",
-        (Part(_DIFFERENCE.format("1/(t + 1)"), _largest("weight_difference", NO_POSITIONS), below(1e-4), "{:.1e}"),),
+        (Part(_DIFFERENCE.format("1/(t + 1)"), partial(_largest, "weight_difference", kind=NO_POSITIONS),
+            below(1e-4), "{:.1e}"),),
         (ALONE,), (equal_tokens_stay_equal, some_positions(NO_POSITIONS)), set_against=Null.THEOREM),
     Claim("W-8", "proposition 3", "With ALiBi, attention on repeated tokens is that of its biases alone.",
-        (Part(_DIFFERENCE.format("e^g ÷ Σ e^g"), _largest("weight_difference", ALIBI), below(1e-4), "{:.1e}"),),
+        (Part(_DIFFERENCE.format("e^g ÷ Σ e^g"), partial(_largest, "weight_difference", kind=ALIBI),
+            below(1e-4), "{:.1e}"),),
         (ALONE,), (equal_tokens_stay_equal, some_positions(ALIBI)), set_against=Null.THEOREM),
     run_claim("W-9", role=ALONE, needs=(ALONE,), scope=(equal_tokens_stay_equal, some_positions("rotary")),
         is_ours=False, set_against=Null.THEOREM),
@@ -540,21 +528,20 @@ CLAIMS = (
         published=published("WSE §7.2", {"post-norm": 13.54})),
     Claim("W-44", "fig. 7", "In post-norm models, states are massive before the norm and not after it.",
         (Part("norm at 0 ÷ later before the norm, layer with the largest",
-            _largest_norm_ratio("mid"), at_least(LARGE_NORM)),
-         Part("norm at 0 ÷ later after the norm", _largest_norm_ratio("layer_out"), below(LARGE_NORM))),
+            partial(_largest_norm_ratio, "mid"), at_least(LARGE_NORM)),
+         Part("norm at 0 ÷ later after the norm", partial(_largest_norm_ratio, "layer_out"), below(LARGE_NORM))),
         scope=(causal, _post_norm)),
     Claim("W-12", "C7", "Chat models have the sink of their base.",
         (Part("sink rate, chat model − base, in points", _against_base, between(-ALIKE, ALIKE)),), (BASE,),
         (causal, _tuned_to_chat), published("WSE table 1", {name: round(WSE_TABLE_1[f"{name} chat"]["natural"].value
             - WSE_TABLE_1[name]["natural"].value, 2) for name in BASES}, "chat model − base, in points")),
     Claim("W-22", "fig. 4", "The sink grows with size within a family.",
-        (Part("rank correlation of the sink rate and the number of parameters",
-            lambda e: _with_size(e, SIZES), above(0.0)),), (SIZES,), (causal,), is_ours=False),
+        (Part("rank correlation of the sink rate and the number of parameters", _with_size(SIZES), above(0.0)),),
+        (SIZES,), (causal,), is_ours=False),
     Claim("W-23", "fig. 10", "Size raises the sink and HellaSwag within a family.",
-        (Part("rank correlation of the sink rate and the number of parameters",
-            lambda e: _with_size(e, HELLASWAG), above(0.0)),
+        (Part("rank correlation of the sink rate and the number of parameters", _with_size(HELLASWAG), above(0.0)),
          Part("rank correlation of the score on HellaSwag and the number of parameters",
-            lambda e: _with_size(e, HELLASWAG, on_task=True), above(0.0))), (HELLASWAG,), (causal,), is_ours=False),
+            _with_size(HELLASWAG, on_task=True), above(0.0))), (HELLASWAG,), (causal,), is_ours=False),
     Claim("W-39", "fig. 5", "The sink of a prefix LM is in the prefix.",
         (Part("share of sinks within the prefix", _within_prefix, at_least(0.9)),), scope=(causal, _prefix_lm)),
     Claim("W-41", "fig. 6", "The sink is the first token of the text, not of the window.",
@@ -569,15 +556,16 @@ CLAIMS = (
             "bucket, `bucket-number` here")),
     Claim("W-35", "§5", "With a random first token there is more sink.",
         (Part("sink rate, first token random − plain, in points",
-            lambda e: _rise_within(e, (0, 0), (1, 0), names=(0, 1)), above(0.0)),), (RANDOM_TOKENS,),
+            _rise_within(RANDOM_TOKENS, (0, 0), (1, 0), names=(0, 1)), above(0.0)),), (RANDOM_TOKENS,),
         published=published("WSE §5", {"difference": 8.85}, "60M model: 27.03 against 18.18 %"), is_ours=False),
     Claim("W-36", "§5", "Two random first tokens move the sink to the second.",
         (Part("S₁ − S₀ in points, two tokens random",
-            lambda e: _rise_within(e, (2, 0), (2, 1), names=("S₀", "S₁")), above(0.0)),), (RANDOM_TOKENS,),
+            _rise_within(RANDOM_TOKENS, (2, 0), (2, 1), names=("S₀", "S₁")), above(0.0)),), (RANDOM_TOKENS,),
         published=published("WSE §5", {"difference": 12.10}, "60M model: S₀ 1.98, S₁ 14.08 %"), is_ours=False),
     Claim("W-37", "table 10", "A fixed token at position k makes k the sink.",
-        (Part("S_k in %, k with the least", _at_fixed(_rate_at, PERCENT), above(SINK)),
-         Part("S_k − the largest elsewhere in points, k with the least", _at_fixed(_above_others), above(0.0))),
+        (Part("S_k in %, k with the least", _at_fixed(FIXED_TOKEN, _rate_at, PERCENT), above(SINK)),
+         Part("S_k − the largest elsewhere in points, k with the least", _at_fixed(FIXED_TOKEN, _above_others),
+            above(0.0))),
         (FIXED_TOKEN,), published=published("WSE table 10", {"k = 0": 74.11, "k = 1": 69.03, "k = 2": 69.64})),
     Claim("W-31", "table 9", "A larger learning rate gives more sink (equal steps).",
         (Part(POINTS, over_levels(RATE, over_seeds.slope), above(0.0)),), (RATE,),
@@ -614,9 +602,9 @@ CLAIMS = (
         published=published("WSE table 12", {"range": 8.82},
             "60M model: 18.18, 10.68, 12.95, 19.50 % with 8, 4, 2, 1 heads, 21.76 % with 8 that are summed", "†")),
     Claim("W-30", "fig. 4", "The sink appears in training.",
-        (Part("rise of the sink rate over steps, in points", _over_steps(_rise_over_steps), above(SINK)),
+        (Part("rise of the sink rate over steps, in points", _over_steps(COURSE, _rise_over_steps), above(SINK)),
          Part("sink rate at the first step, in %",
-            _over_steps(lambda steps, rates: (rates[:, 0], f"step {steps[0]}"), PERCENT), below(BEGINNING))),
+            _over_steps(COURSE, lambda steps, rates: (rates[:, 0], f"step {steps[0]}"), PERCENT), below(BEGINNING))),
         (COURSE,)),
     Claim("W-47", "table 4", "A sink token takes the sink.",
         (Part("S* − S₀ in points", _moves(WITH_TOKEN, method=TOKEN), above(SINK)),), (WITH_TOKEN,),
