@@ -73,12 +73,8 @@ def _finish(figure: Figure, axes: np.ndarray, text: str, signs: dict[str, Look])
     last = max(max(line.get_xdata()) for ax in axes for line in ax.lines)
     margin = max(0.5, 0.04 * last)
     axes[0].set_xlim(-margin, last + margin)  # also for a panel with only a mark at the bottom
-    for ax, pathway in zip(axes, PATHWAYS, strict=True):
-        ax.set_title(pathway)
-        plot.whole_numbers(ax, "x")
-        ax.set_xlabel("token position")
-    drawn = [ax for ax in axes if plot.value_axis(ax, "", log=True)]
-    if drawn:
+    named = zip(axes, PATHWAYS, strict=True)
+    if drawn := [ax for ax, name in named if plot.panel(ax, name, "", "token position", log=True)]:
         drawn[0].set_ylabel("gradient, L2 norm")
         drawn[0].tick_params(labelleft=True)
         low, high = drawn[0].get_ylim()

@@ -184,9 +184,8 @@ def draw_attention_maps(run: RunData, heads: Sequence[tuple[int, int]] | None = 
         kept = table.set_index(["layer", "head"]).index
         if missing := [pair for pair in heads if tuple(pair) not in kept]:
             stored = ", ".join(f"{layer}.{head}" for layer, head in kept.unique())
-            raise InputError(
-                f"the map of head {missing[0][1]} of layer {missing[0][0]} is not stored; stored: {stored}"
-            )
+            layer, head = missing[0]
+            raise InputError(f"the map of head {head} of layer {layer} is not stored; stored: {stored}")
         table = table[kept.isin([tuple(pair) for pair in heads])]
     maps = table.groupby(["layer", "head"])
     across = min(ACROSS, len(maps))

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import pandas as pd
 import torch
@@ -46,7 +46,8 @@ class AblateHeads(Intervention):
             return reason
         for layer, attention in target.family.attentions(target.model).items():
             module = attention._modules.get(target.family.output)
-            if module is None or _width(module) % target.query_heads:
+            width = getattr(module, "nx", getattr(module, "in_features", 0))
+            if not width or width % target.query_heads:
                 return f"layer {layer} has no projection that reads the outputs of its heads one after the other"
         return None
 
@@ -107,7 +108,3 @@ def dormant(head_scores: pd.DataFrame, by: str, share: float) -> tuple[int, ...]
     chosen = ranked.head(max(1, round(share * len(ranked))))
     heads = int(head_scores["head"].max()) + 1
     return tuple(sorted((chosen["layer"] * heads + chosen["head"]).astype(int).tolist()))
-
-
-def _width(module: Any) -> int:
-    return int(module.nx if hasattr(module, "nx") else module.in_features)

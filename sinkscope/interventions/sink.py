@@ -248,11 +248,10 @@ class MeanSinkValue(_AtValues):
             found = {at: self._measured(*at).view(shape)[heads].flatten() for at, (shape, heads) in values.items()}
         else:
             sizes, means = [len(heads) * shape[1] for shape, heads in values.values()], self.means or ()
-            if len(means) not in (1, sum(sizes)):
-                raise InputError(
-                    f"{self.name}: {sum(sizes)} means are needed, one by layer, position, head and dimension"
-                )
-            parts = torch.tensor(means, dtype=torch.float64).expand(sum(sizes)).split(sizes)
+            total = sum(sizes)
+            if len(means) not in (1, total):
+                raise InputError(f"{self.name}: {total} means are needed, one by layer, position, head and dimension")
+            parts = torch.tensor(means, dtype=torch.float64).expand(total).split(sizes)
             found = dict(zip(values, parts, strict=True))
         return lambda layer, position, x: found[layer, position].expand_as(x)
 

@@ -55,9 +55,10 @@ def falls(role: Need) -> Part:
     return Part(quantity, lambda evidence: beyond_controls(evidence, role), below(0.0))
 
 
-def perplexity_ratio(evidence: Evidence, role: Need) -> Estimate:
-    """Return perplexity with an intervention ÷ without; both leave out the same passage."""
-    return positive_jackknife(np.exp(evidence.sequences(role).losses - evidence.sequences(role, BEFORE).losses))
+def perplexity_ratio(evidence: Evidence, role: Need, against: Need | None = None) -> Estimate:
+    """Return perplexity with an intervention ÷ without, or ÷ with another; both leave out the same passage."""
+    other = evidence.sequences(against) if against else evidence.sequences(role, BEFORE)
+    return positive_jackknife(np.exp(evidence.sequences(role).losses - other.losses))
 
 
 def perplexity_of_controls(evidence: Evidence, role: Need) -> Estimate:

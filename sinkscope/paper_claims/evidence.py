@@ -168,11 +168,10 @@ class Evidence:
     def nulls(self) -> list["Evidence"]:
         """For each draw of random weights, the evidence with this draw as the model and the other draws as nulls."""
         runs = [run for role, run in self.runs.items() if role.kind == NULL.kind]
+        others = [runs[:draw] + runs[draw + 1 :] for draw in range(len(runs))]
         return [
-            Evidence(
-                {MAIN: run, STATES: run} | {null_need(at): x for at, x in enumerate(runs[:draw] + runs[draw + 1 :])}
-            )
-            for draw, run in enumerate(runs)
+            Evidence({MAIN: run, STATES: run} | {null_need(at): other for at, other in enumerate(rest)})
+            for run, rest in zip(runs, others, strict=True)
         ]
 
     @property

@@ -1,19 +1,7 @@
 """All claims by id, paper after paper."""
 
 from sinkscope.paper_claims.claim import Claim
-from sinkscope.paper_claims.papers import (
-    first_token,
-    gated,
-    gs,
-    inactive_heads,
-    nu,
-    s2m,
-    states,
-    super_weight,
-    vga,
-    visual,
-    wse,
-)
+from sinkscope.paper_claims.papers import gs, nu, s2m, states, vga, visual, weights_and_heads, wse
 from sinkscope.results.papers import CLAIMS_PAPERS
 
 
@@ -22,6 +10,6 @@ def _place(claim: Claim) -> tuple[int, int]:
     return list(CLAIMS_PAPERS).index(paper), int(number)
 
 
-PAPERS = (gs, wse, s2m, nu, vga, states, super_weight, inactive_heads, first_token, gated, visual)
+PAPERS = (gs, wse, s2m, nu, vga, states, weights_and_heads, visual)
 _CLAIMS: list[Claim] = [claim for paper in PAPERS for claim in paper.CLAIMS]
 CLAIMS = {claim.id: claim for claim in sorted(_CLAIMS, key=_place)}

@@ -1,1 +1,1 @@
-"""The claims of each paper, one file per paper."""
+"""The claims of each paper: a file for a paper, or for several on one topic."""

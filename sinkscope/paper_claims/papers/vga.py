@@ -1,4 +1,4 @@
-"""Claims of Value-State Gated Attention (VGA)."""
+"""Claims on gates: Value-State Gated Attention (VGA), and Gated Attention for Large Language Models (GA)."""
 
 from collections.abc import Callable
 
@@ -165,6 +165,15 @@ def _correlated(x: pd.Series | pd.Index, y: pd.Series) -> float:
     return float(stats.spearmanr(x, y)[0])
 
 
+# --- Qiu et al. 2025: gates on heads' outputs or on values
+
+ON_OUTPUTS, ON_VALUES = "iga:placement=output,scale=1", "iga:placement=value,scale=1"
+OUTPUTS, VALUES = Need("train", f"{PLAIN},{ON_OUTPUTS}"), Need("train", f"{PLAIN},{ON_VALUES}")
+MIXTURE = "15B mixture of experts"  # its tables are known from its abstract and reviews
+FIRST, LARGEST = metric("sink_mass"), metric("max_inf_norm")
+MASSIVE = ("massive activation: their number per sequence", metric("massive_count"), 0.0)
+
+
 def _claim(id: str, reference: str, statement: str, role: Need, *parts: tuple) -> Claim:
     return Claim(id, reference, statement, tuple(Part(*part) for part in parts), (role,))
 
@@ -258,4 +267,19 @@ CLAIMS = (
     _claim("V-11", "fig. 6", "IGA is between plain and VGA.", ALL,
         (f"{BEFORE_TRIGGERS}, plain − IGA", difference(ALL, _at_end(_attention), PLAIN, INPUT_GATE), above(0.0)),
         ("IGA − VGA", difference(ALL, _at_end(_attention), INPUT_GATE, GATE), above(0.0))),
+    Claim("GA-1", "§4.2", "A gate on heads' outputs removes the sink.",
+        (Part("attention to position 0, gated ÷ plain", ratio(OUTPUTS, FIRST, ON_OUTPUTS), at_most(0.25)),), (OUTPUTS,),
+        published=published("Qiu et al.", {"elementwise": 0.048 / 0.467, "headwise": 0.073 / 0.467}, MIXTURE)),
+    Claim("GA-2", "§4.2", "The gate removes massive activations.",
+        (Part("max infinity norm, gated ÷ plain", ratio(OUTPUTS, LARGEST, ON_OUTPUTS, where=MASSIVE), below(0.5)),),
+        (OUTPUTS,),
+        published=published("Qiu et al.", {"elementwise": 94 / 1053, "headwise": 98 / 1053}, MIXTURE)),
+    Claim("GA-3", "§4.2", "Gates are sparse, and depend on the query.",
+        (Part("mean gate", of_one(OUTPUTS, metric("gate_mean"), ON_OUTPUTS, ends=(0.0, 1.0)), below(0.5)),
+         Part("standard deviation of gates over tokens ÷ their mean", of_one(OUTPUTS,
+            lambda arm: metric("gate_deviation")(arm) / metric("gate_mean")(arm), ON_OUTPUTS), above(0.5))), (OUTPUTS,),
+        published=published("Qiu et al.", {"elementwise": 0.116, "headwise": 0.172}, MIXTURE)),
+    Claim("GA-4", "§4.2", "A gate on values leaves the sink.",
+        (Part("attention to position 0, gated ÷ plain", ratio(VALUES, FIRST, ON_VALUES), at_least(0.5)),), (VALUES,),
+        published=published("Qiu et al.", {"on values": 0.297 / 0.467}, MIXTURE)),
 )  # fmt: skip

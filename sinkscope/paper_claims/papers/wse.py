@@ -185,9 +185,8 @@ def _all_massive(evidence: Evidence) -> Estimate:
     weakest = min(ratios, key=lambda layer: ratios[layer].value)
     median = float(np.median([ratio.value for ratio in ratios.values()]))
     token = evidence.run(TEXT).manifest["input"]["token_zero"]
-    return least_of(list(ratios.values())).over(
-        f"layer {weakest}; median over {len(layers)} layers {median:.3g}; h_0 is of {token}"
-    )
+    note = f"layer {weakest}; median over {len(layers)} layers {median:.3g}; h_0 is of {token}"
+    return least_of(list(ratios.values())).over(note)
 
 
 _DIFFERENCE = "largest |a[t,s] − {0}| over layers, heads, queries and keys"
