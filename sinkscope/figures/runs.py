@@ -146,20 +146,15 @@ def draw_sink_positions(run: RunData) -> Figure:
     plot.panel(axes[0], f"position 0: {percent(len(first) / pairs)}; {rates}", "share of heads", share=True)
     axes[0].yaxis.set_major_formatter(PERCENT)
     if len(later):
-        _draw_shares(axes[1], later.groupby("position").size() / pairs, last)
-        axes[1].set_xlabel("later position" + f" (with ≥ {FEWEST_QUERIES} queries after it)" * run.is_causal)
+        by_position = later.groupby("position").size() / pairs
+        axes[1].bar(by_position.index, by_position, color=style.VERMILION, width=0.8)
+        plot.grid(axes[1], "y")
+        axes[1].yaxis.set(major_locator=MaxNLocator(3), major_formatter=PERCENT)
+        plot.whole_numbers(axes[1], "x")
+        note = f" (with ≥ {FEWEST_QUERIES} queries after it)" * run.is_causal
+        axes[1].set(xlabel=f"later position{note}", ylabel="share of heads", xlim=(0, last + 1))
         _draw_tokens(axes[2], tokens)
     return figure.finish(title(run, COLUMN), {"position 0": SINK, "a later position": OTHERS}, ncols=2)
-
-
-def _draw_shares(ax: Axes, shares: pd.Series, last: int) -> None:
-    ax.bar(shares.index, shares, color=style.VERMILION, width=0.8)
-    plot.grid(ax, "y")
-    ax.yaxis.set_major_locator(MaxNLocator(3))
-    ax.yaxis.set_major_formatter(PERCENT)
-    ax.set_ylabel("share of heads")
-    plot.whole_numbers(ax, "x")
-    ax.set_xlim(0, last + 1)
 
 
 def _draw_tokens(ax: Axes, shares: pd.Series) -> None:

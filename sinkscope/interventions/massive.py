@@ -127,8 +127,7 @@ class MeanMassive(_Massive):
 def _replace_large(module: nn.Module, x: torch.Tensor, coordinate: int, least: float, value: float) -> torch.Tensor:
     """Set a coordinate of x (B,T,D) to a value wherever its magnitude is at least `least`."""
     x = x.clone()
-    entries = x[..., coordinate]
-    x[..., coordinate] = torch.where(entries.abs() >= least, torch.full_like(entries, value), entries)
+    x[..., coordinate].masked_fill_(x[..., coordinate].abs() >= least, value)
     return x
 
 

@@ -1,7 +1,7 @@
 """All claims by id, paper after paper."""
 
 from sinkscope.paper_claims.claim import Claim
-from sinkscope.paper_claims.papers import gs, nu, s2m, states, vga, visual, weights_and_heads, wse
+from sinkscope.paper_claims.papers import gs, nu, s2m, states, vga, weights_and_heads, wse
 from sinkscope.results.papers import CLAIMS_PAPERS
 
 
@@ -10,6 +10,6 @@ def _place(claim: Claim) -> tuple[int, int]:
     return list(CLAIMS_PAPERS).index(paper), int(number)
 
 
-PAPERS = (gs, wse, s2m, nu, vga, states, weights_and_heads, visual)
+PAPERS = (gs, wse, s2m, nu, vga, states, weights_and_heads)
 _CLAIMS: list[Claim] = [claim for paper in PAPERS for claim in paper.CLAIMS]
 CLAIMS = {claim.id: claim for claim in sorted(_CLAIMS, key=_place)}

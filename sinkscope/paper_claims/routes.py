@@ -97,7 +97,6 @@ def _row(route: Route, evidence: Evidence) -> dict[str, Any]:
 
 # --- words
 
-
 ROUTES_TITLE = "Which route carries the sink (sink rate at position 0 in % [95 %])"
 
 

@@ -142,8 +142,6 @@ Settings = ObservableOptions  # in a run, `positions` and `window` are limited t
 ATTENTION_SITES = ("raw_value", "gate", "attention")  # in the order in which a forward pass reaches them
 NEURONS = "neurons"  # the site of the last projection of the feed-forward network
 NO_ATTENTION = "no layer attends by a softmax"
-
-
 COPIED = 2**26  # numbers in copies of residual-stream sites on an accelerator
 
 

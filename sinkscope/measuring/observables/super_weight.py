@@ -98,19 +98,16 @@ class SuperWeight(Observable):
             for name, values in best.items():
                 values[at] = found[name].to(values).where(is_larger, values[at])
         best |= {"row": row, "written": written[sequence, token, row]}
-        self.rows.receive(partial(self._list, layer, batch, tuple(best)), token, *best.values())
 
-    def _list(
-        self, layer: int, batch: Batch, names: tuple[str, ...], token: torch.Tensor, *found: torch.Tensor
-    ) -> None:
-        sequence = np.arange(len(token))
-        self.rows.add({
-            "layer": layer,
-            "sequence": sequence + batch.first,
-            "position": (token - batch.start).numpy(),
-            "token_id": batch.token_ids.numpy()[sequence, token.numpy()],
-            **{name: x.numpy().astype(int if name in PAIR else float) for name, x in zip(names, found, strict=True)},
-        })  # fmt: skip
+        def add(token: torch.Tensor, *found: torch.Tensor) -> None:
+            sequence = np.arange(len(token))
+            self.rows.add({
+                "layer": layer, "sequence": sequence + batch.first, "position": (token - batch.start).numpy(),
+                "token_id": batch.token_ids.numpy()[sequence, token.numpy()],
+                **{name: x.numpy().astype(int if name in PAIR else float) for name, x in zip(best, found, strict=True)},
+            })  # fmt: skip
+
+        self.rows.receive(add, token, *best.values())
 
     def tables(self) -> dict[str, pd.DataFrame]:
         if not self.rows:

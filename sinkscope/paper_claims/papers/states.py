@@ -1,15 +1,17 @@
-"""Claims on the residual stream: compression valleys (CV), secondary sinks (SS), residual sinks and spikes (RS)."""
+"""Claims on the residual stream: compression valleys (CV), secondary sinks (SS), residual sinks and spikes (RS), and
+visual attention sinks (VS; their null is φ on random coordinates).
+"""
 
 from functools import partial
 
 import numpy as np
 import pandas as pd
 
-from sinkscope.measuring.estimates import massive_layers
+from sinkscope.measuring.estimates import massive_layers, visual_sink_attention, visual_sink_share
 from sinkscope.measuring.observables.spikes import SECONDARY
 from sinkscope.paper_claims.arms import falls, had_a_sink, share_left
-from sinkscope.paper_claims.claim import Claim, Part
-from sinkscope.paper_claims.evidence import STATES, Evidence
+from sinkscope.paper_claims.claim import Claim, Null, Part
+from sinkscope.paper_claims.evidence import MAIN, STATES, Evidence
 from sinkscope.paper_claims.papers.s2m import TO_ZERO
 from sinkscope.paper_claims.scopes import causal, requires
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below
@@ -99,6 +101,15 @@ def _spike_cosine(column: str, evidence: Evidence) -> Estimate:
     return exact(at[column]).over(f"layer {at['layer']}, all pairs of sequences")
 
 
+# --- visual sinks, on runs with pictures
+
+
+def _beyond_random(evidence: Evidence) -> Estimate:
+    share = visual_sink_share(evidence.run(MAIN))
+    return Estimate(share.value - share.null, share.low - share.null, share.high - share.null, null=0.0)
+
+
+SEEING = (requires(lambda run: run.manifest["model"].get("text_tower"), "it reads no pictures"),)
 LARGEST = "of the tokens at which one coordinate is above 20 × their median entry, layer with the largest"
 
 CLAIMS = (
@@ -137,4 +148,11 @@ CLAIMS = (
             at_least(0.95)),
          Part("the same of tokens with the median norm", partial(_spike_cosine, "cosine_of_others"), below(0.95))),
         (STATES,), (requires(lambda run: run.bos != WITH, "the BOS before all sequences has one state"),)),
+    Claim("VS-1", "§3.1", "Some visual tokens are large in the model's massive coordinates.",
+        (Part("share of visual tokens with φ > 20 − the same for random coordinates", _beyond_random, above(0.0)),),
+        scope=SEEING, set_against=Null.NONE),
+    Claim("VS-2", "§3.2", "Visual sinks take the attention of the text.",
+        (Part("attention to a visual sink ÷ to another visual token",
+            lambda e: visual_sink_attention(e.run(MAIN)), above(1.0)),),
+        scope=SEEING, set_against=Null.NONE),
 )  # fmt: skip

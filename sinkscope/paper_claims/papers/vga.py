@@ -136,7 +136,6 @@ INPUT_GATE = "iga"
 ALONE = Need("backcopy", PLAIN)
 BOTH = Need("backcopy", f"{PLAIN},{GATE}")
 ALL = Need("backcopy", f"{PLAIN},{GATE},{INPUT_GATE}")
-COST = 0.02  # nats: smaller differences of risks are ignored
 
 
 def _attention(arm: Arm) -> pd.Series:
@@ -170,7 +169,7 @@ def _correlated(x: pd.Series | pd.Index, y: pd.Series) -> float:
 ON_OUTPUTS, ON_VALUES = "iga:placement=output,scale=1", "iga:placement=value,scale=1"
 OUTPUTS, VALUES = Need("train", f"{PLAIN},{ON_OUTPUTS}"), Need("train", f"{PLAIN},{ON_VALUES}")
 MIXTURE = "15B mixture of experts"  # its tables are known from its abstract and reviews
-FIRST, LARGEST = metric("sink_mass"), metric("max_inf_norm")
+FIRST = metric("sink_mass")
 MASSIVE = ("massive activation: their number per sequence", metric("massive_count"), 0.0)
 
 
@@ -180,8 +179,7 @@ def _claim(id: str, reference: str, statement: str, role: Need, *parts: tuple) -
 
 BEFORE_TRIGGERS = "attention on <s> before any trigger"
 DRAIN = "‖v of <s>‖ ÷ others"
-NOT_MORE = at_most(COST)
-
+NOT_MORE = at_most(NO_COST)
 
 CLAIMS = (
     Claim("V-1", "§1", "Sinks are drained.",
@@ -210,15 +208,15 @@ CLAIMS = (
         published=published("VGA table 1", {"BERT": 4.52 / 4.52, "OPT": 15.49 / 15.95, "GPT-2": 16.52 / 17.03},
             TRAINED)),
     Claim("V-15", "table 1", "The largest norm falls.",
-        (Part("max infinity norm, plain ÷ VGA", ratio(FROM_SCRATCH, metric("max_inf_norm"), PLAIN, GATE), above(1.0)),),
+        (Part("max infinity norm, plain ÷ VGA", ratio(FROM_SCRATCH, NORM, PLAIN, GATE), above(1.0)),),
         (FROM_SCRATCH,), published=published("VGA table 1", {"BERT": 24.5, "OPT": 2.2, "GPT-2": 20.8}, TRAINED),
         is_ours=False),
     Claim("V-16", "table 1", "Kurtosis falls.",
-        (Part("kurtosis, plain ÷ VGA", ratio(FROM_SCRATCH, metric("kurtosis"), PLAIN, GATE), above(1.0)),),
+        (Part("kurtosis, plain ÷ VGA", ratio(FROM_SCRATCH, KURTOSIS, PLAIN, GATE), above(1.0)),),
         (FROM_SCRATCH,),
         published=published("VGA table 1", {"BERT": 35.0, "OPT": 63.0, "GPT-2": 429.0}, TRAINED), is_ours=False),
     Claim("V-17", "table 1", "Register tokens worsen kurtosis.",
-        (Part("kurtosis, registers ÷ plain", ratio(WITH_REGISTERS, metric("kurtosis"), REGISTERS), above(1.0)),),
+        (Part("kurtosis, registers ÷ plain", ratio(WITH_REGISTERS, KURTOSIS, REGISTERS), above(1.0)),),
         (WITH_REGISTERS,), published=published("VGA table 1", {"BERT": 2.6, "OPT": 3.8, "GPT-2": 0.36}, TRAINED),
         is_ours=False),
     Claim("V-18", "table 2", "VGA quantizes best.",
@@ -271,7 +269,7 @@ CLAIMS = (
         (Part("attention to position 0, gated ÷ plain", ratio(OUTPUTS, FIRST, ON_OUTPUTS), at_most(0.25)),), (OUTPUTS,),
         published=published("Qiu et al.", {"elementwise": 0.048 / 0.467, "headwise": 0.073 / 0.467}, MIXTURE)),
     Claim("GA-2", "§4.2", "The gate removes massive activations.",
-        (Part("max infinity norm, gated ÷ plain", ratio(OUTPUTS, LARGEST, ON_OUTPUTS, where=MASSIVE), below(0.5)),),
+        (Part("max infinity norm, gated ÷ plain", ratio(OUTPUTS, NORM, ON_OUTPUTS, where=MASSIVE), below(0.5)),),
         (OUTPUTS,),
         published=published("Qiu et al.", {"elementwise": 94 / 1053, "headwise": 98 / 1053}, MIXTURE)),
     Claim("GA-3", "§4.2", "Gates are sparse, and depend on the query.",

@@ -354,7 +354,7 @@ RANGE = "largest difference of two levels, in points"
 # --- the steps of a training
 
 COURSE = Need("course")
-BEGINNING = 1.0  # percent: lower rates are no sink
+NONE = 1.0  # percent: lower rates are no sink
 
 
 def _rise_over_steps(steps: list[int], rates: np.ndarray) -> tuple[np.ndarray, str]:
@@ -406,19 +406,14 @@ def norm_ratio(arm: Arm) -> float:
     return float(table[(table["metric"] == "norm_ratio") & (table["layer"] >= 0)]["value"].max())
 
 
+SINK_RATE = metric("sink_rate", 100)
 # properties of plain training that an arm can prevent or take over
-SINKS = ("sink: its sink rate in %", metric("sink_rate", 100), SINK)
+SINKS = ("sink: its sink rate in %", SINK_RATE, SINK)
 NORMS = ("token of a large norm: that of position 0 ÷ others", norm_ratio, LARGE_NORM)
-
-
 _moves = partial(of_one, of=_moved, null=PLAIN, where=SINKS)
 
 
 # --- other attention operations than softmax (§7.4); their sink rates are of the proxy |sim| ÷ Σ|sim|
-
-NONE = 1.0  # percent: lower rates are no sink
-SINK_RATE = metric("sink_rate", 100)
-
 
 OPERATION = "operation:kind="
 SIGMOID = f"{OPERATION}sigmoid"
@@ -449,7 +444,6 @@ def _of_a_billion(run: RunData) -> str | None:
 # --- fine-tuning (figure 30)
 
 TUNED = Need("retrofit", f"{PLAIN},{UNTOUCHED}")
-
 
 CLAIMS = (
     Claim("W-1", "table 1", RUN_CLAIMS["W-1"].statement, (_AT_FIRST,), scope=(causal,), published=SINK_RATES,
@@ -603,7 +597,7 @@ CLAIMS = (
     Claim("W-30", "fig. 4", "The sink appears in training.",
         (Part("rise of the sink rate over steps, in points", _over_steps(COURSE, _rise_over_steps), above(SINK)),
          Part("sink rate at the first step, in %",
-            _over_steps(COURSE, lambda steps, rates: (rates[:, 0], f"step {steps[0]}"), PERCENT), below(BEGINNING))),
+            _over_steps(COURSE, lambda steps, rates: (rates[:, 0], f"step {steps[0]}"), PERCENT), below(NONE))),
         (COURSE,)),
     Claim("W-47", "table 4", "A sink token takes the sink.",
         (Part("S* − S₀ in points", _moves(WITH_TOKEN, method=TOKEN), above(SINK)),), (WITH_TOKEN,),
@@ -626,7 +620,7 @@ CLAIMS = (
         published=published("WSE table 4", {"difference": 72.72}, "60M model: S* 72.76, S₀ 0.04 %; shared by heads "
             "56.61, 12.44 %", "†")),
     Claim("W-50", "table 4", "Value biases do not take the sink.",
-        (Part("sink rate in %", of_one(WITH_VALUE, metric("sink_rate", 100), VALUE, PLAIN, PERCENT, SINKS),
+        (Part("sink rate in %", of_one(WITH_VALUE, SINK_RATE, VALUE, PLAIN, PERCENT, SINKS),
             above(SINK)),),
         (WITH_VALUE,), published=published("WSE table 4", {"S₀": 17.53}, "60M model: 18.18 % without")),
     Claim("W-51", "table 5", "With a fixed value of the bias, S* falls and S₀ rises with its norm.",
