@@ -127,7 +127,8 @@ class MeanMassive(_Massive):
 def _replace_large(module: nn.Module, x: torch.Tensor, coordinate: int, least: float, value: float) -> torch.Tensor:
     """Set a coordinate of x (B,T,D) to a value wherever its magnitude is at least `least`."""
     x = x.clone()
-    x[..., coordinate].masked_fill_(x[..., coordinate].abs() >= least, value)
+    entries = x[..., coordinate]
+    entries.masked_fill_(entries.abs() >= least, value)
     return x
 
 
