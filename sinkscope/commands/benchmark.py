@@ -18,14 +18,13 @@ from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.processes import together
-from sinkscope.measuring.subject import ModelLike, is_in_memory, load_model
+from sinkscope.measuring.subject import ModelLike, is_in_memory, load_model, options_of
 from sinkscope.models.files import quiet as silent
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.files import kind_of, user_path
 from sinkscope.options.keywords import BenchmarkKeywords
 from sinkscope.options.measuring import BenchmarkOptions
-from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.signatures import with_options
 from sinkscope.output.result import draw, figure_failure, write_data
@@ -79,8 +78,7 @@ def benchmark(
         SinkscopeError: the harness fails.
     """
     start = time.time()
-    named = os.fspath(model) if isinstance(model, str | os.PathLike) else None
-    config = config or checked(BenchmarkOptions, {"model": named} | options)
+    config = config or options_of(BenchmarkOptions, model, options)
     check(config)
     with (
         together(config.device_map, is_in_memory(model)) as members,
