@@ -71,7 +71,12 @@ def draw_quantization_cost(run: RunData) -> Figure:
     _rows(axes[0], "whole model quantized", names, float(whole(run)["perplexity"][FULL]))
     for place, row in enumerate(quantized.itertuples()):
         _mark(axes[0], row, place, whole(run)["perplexity"][FULL], SETTING)
-    _draw_kinds(axes[1], kinds[kinds["site"].isin(modules)], probes)
+    kinds = kinds[kinds["site"].isin(modules)]
+    modules = list(kinds.sort_index()["site"].unique())  # in the order of the model
+    _rows(axes[1], "one kind of site quantized", [escape(shorten(module, LONGEST)) for module in modules], probes)
+    for row in kinds.itertuples():
+        part = str(row.part)
+        _mark(axes[1], row, modules.index(row.site) + NUDGE[part], probes, MARKS[part])
     if len(sites):
         _draw_sites(axes[2], sites, probes, run.tables["quantization_sites"])
     for ax in axes:
@@ -97,15 +102,6 @@ def _mark(ax: Axes, row: Any, place: float, full: float, look: Look) -> None:
     ax.plot([row.perplexity], [place], **look)
 
 
-def _draw_kinds(ax: Axes, kinds: pd.DataFrame, reference: float) -> None:
-    """Draw a row for each module, in the order of the model, with a mark for each of its parts."""
-    modules = list(kinds.sort_index()["site"].unique())
-    _rows(ax, "one kind of site quantized", [escape(shorten(module, LONGEST)) for module in modules], reference)
-    for row in kinds.itertuples():
-        part = str(row.part)
-        _mark(ax, row, modules.index(row.site) + NUDGE[part], reference, MARKS[part])
-
-
 def _draw_sites(ax: Axes, sites: pd.DataFrame, reference: float, known: pd.DataFrame) -> None:
     massive = known[known["is_massive"]].set_index(["layer", "site", "part"]).index
     names = []
@@ -129,13 +125,7 @@ def _rows(ax: Axes, title: str, names: list[str], reference: float) -> None:
 
 COLUMNS, RANGES_MOST = 4, 24  # panels in a row, and in the figure
 
-RING: Look = DOT | {
-    "marker": "o",
-    "markersize": 7,
-    "markerfacecolor": "none",
-    "markeredgecolor": VERMILION,
-    "zorder": 5,
-}
+RING: Look = DOT | {"marker": "o", "markersize": 7, "mfc": "none", "mec": VERMILION, "zorder": 5}
 
 
 @needs(lambda run: len(_sites(run)), "the layers of the model contain no linear layer")
