@@ -78,11 +78,6 @@ def summarize(
     return pd.DataFrame(rows, columns=["layer", "metric", "value"])
 
 
-def attention_by_layer(attention: pd.DataFrame, position: int = 0) -> pd.DataFrame:
-    """Average the table `attention` over heads at one position (GS eq. 1 and 2), with layers as rows."""
-    return attention[attention["position"] == position].groupby("layer").mean(numeric_only=True)
-
-
 def clear_sinks(sinks: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of the table `sink_positions` whose key has at least FEWEST_QUERIES queries."""
     return sinks[sinks["queries"] >= FEWEST_QUERIES]
@@ -360,7 +355,7 @@ def arm_metrics(tables: Mapping[str, pd.DataFrame], watched: Sequence[int], loss
         rows.append((WHOLE_MODEL, metric, position, float(whole)))
 
     for position in watched:
-        by_layer = attention_by_layer(tables["attention"], position)
+        by_layer = tables["attention"].query("position == @position").groupby("layer").mean(numeric_only=True)
         for metric in ("sink_rate", "window_mass"):
             add(metric, position, by_layer[metric], by_layer[metric].mean())
     massive = tables["massive"]
