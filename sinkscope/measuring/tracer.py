@@ -346,18 +346,15 @@ class Tracer(Reader):
 
     def _read_layers(self, batch: Batch, observables: Sequence[Observable]) -> None:
         """Read every site from the current trace."""
-        sought = self.sought(batch, observables)
+        sought, layers = self.sought(batch, observables), _part(self.traced, self.family.layers)
         with suppress(StopIteration):
             address = next(sought)
             while True:
                 try:
-                    value = getattr(_part(self._envoy(address.layer), address.path), address.end)
+                    value = getattr(_part(layers[address.layer], address.path), address.end)
                 except OutOfOrderError as error:
                     sought.throw(error)
                 address = sought.send(value)
-
-    def _envoy(self, layer: int) -> Any:
-        return _part(self.traced, self.family.layers)[layer]
 
 
 def _part(envoy: Any, path: str) -> Any:
