@@ -92,7 +92,10 @@ class Split:
         self.bench, self.calibration, self.console = bench, calibration, console
         self.inputs = bench.subject.inputs
         self._check_family()
-        self.bos = own_bos(bench)
+        loaded = bench.subject.loaded
+        known = getattr(loaded.tokenizer, "bos_token_id", None)
+        configured = getattr(loaded.model.config.get_text_config(), "bos_token_id", None)
+        self.bos: int | None = configured if known is None else known
         self.begins_with_bos = all(ids[0] == self.bos for ids in (*self.inputs.sequences, *calibration.sequences))
         self.activations = [site for site in bench.sites if site.part != WEIGHT]
         self.seed, self.drawn = seed, np.random.default_rng(seed)
@@ -151,9 +154,10 @@ class Split:
         found = [self._outliers(inputs) for inputs in (self.inputs, self.calibration)]
         self._measure_all(list(self._spared(*([_spared_tokens(each) for each in of] for of in found))))
         self.prefix = prefix if prefix is not None else self.checked(self._best(self._candidates(found[1])))
-        arms = [self._prefixed(settings.PREFIX, self.prefix)]
-        arms += [self._prefixed(settings.PREFIX, self._random_ids(), draw) for draw in range(draws)]
-        self._measure_all(arms)
+        loaded, length = self.bench.subject.loaded, len(self.prefix)
+        ordinary = np.setdiff1d(np.arange(vocabulary(loaded.model)), list(special_token_ids(loaded.tokenizer)))
+        random = [tuple(map(int, self.drawn.choice(ordinary, length))) for _ in range(draws)]
+        self._measure_all([self._prefixed(self.prefix), *map(self._prefixed, random, range(draws))])
         self.without_rotation = self._rotate()
         return {"quantization_split": pd.DataFrame(self.rows)}
 
@@ -172,9 +176,9 @@ class Split:
             anywhere = {site: _largest(torch.from_numpy(self.drawn.random(x.shape))) for site, x in peaks.items()}
             yield Arm(settings.COORDINATES, *plain, draw, anywhere)
 
-    def _prefixed(self, setting: str, prefix: tuple[int, ...], draw: int = settings.NO_DRAW) -> Arm:
+    def _prefixed(self, prefix: tuple[int, ...], draw: int = settings.NO_DRAW) -> Arm:
         text, calibration = (self._behind(prefix, inputs) for inputs in (self.inputs, self.calibration))
-        return Arm(setting, text, calibration, draw, prefix=prefix)
+        return Arm(settings.PREFIX, text, calibration, draw, prefix=prefix)
 
     def _behind(self, prefix: Sequence[int], inputs: TokenInputs) -> Text:
         """Put a prefix before each sequence, in place of its BOS. The same tokens are predicted."""
@@ -246,12 +250,6 @@ class Split:
         on_calibration = (self._behind(prefix, self.calibration) for prefix in candidates)
         losses = self._measure([Arm(settings.PREFIX, text, text) for text in on_calibration])
         return min(zip((each.sum() for each in losses), candidates, strict=True))[1]
-
-    def _random_ids(self) -> tuple[int, ...]:
-        """Draw a prefix as long, uniformly from the vocabulary without special tokens."""
-        loaded = self.bench.subject.loaded
-        ordinary = np.setdiff1d(np.arange(vocabulary(loaded.model)), list(special_token_ids(loaded.tokenizer)))
-        return tuple(map(int, self.drawn.choice(ordinary, len(self.prefix))))
 
     # --- measuring
 
@@ -365,12 +363,3 @@ def outlier_prefix(outliers: Sequence[np.ndarray], sequences: Sequence[np.ndarra
     if len(counts) == 1 and counts.total() < RARE * len(sequences):
         return ()
     return tuple(token for token, _ in counts.most_common(number))
-
-
-def own_bos(bench: Bench) -> int | None:
-    """Return the id of the tokenizer's BOS, or else the configuration's."""
-    loaded = bench.subject.loaded
-    known = getattr(loaded.tokenizer, "bos_token_id", None)
-    configured = getattr(loaded.model.config.get_text_config(), "bos_token_id", None)
-    found: int | None = configured if known is None else known
-    return found
