@@ -5,8 +5,7 @@ import importlib.util
 import os
 import random
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 import numpy as np
@@ -130,8 +129,9 @@ def _asked(loaded: LoadedModel, config: BenchmarkOptions, tasks: Any) -> dict[st
     if loaded.tokenizer is None:
         raise InputError(f"{loaded.name} has no tokenizer, and tasks are texts")
     seed = config.seed % 2**32  # numpy's seeds are below 2**32
+    plain, of_numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002  # the harness seeds them
     try:
-        with silent(), _own_random_numbers():
+        with silent(), torch.random.fork_rng():
             network = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=config.batch_size)
             found = lm_eval.simple_evaluate(
                 model=network,
@@ -151,20 +151,11 @@ def _asked(loaded: LoadedModel, config: BenchmarkOptions, tasks: Any) -> dict[st
         if is_out_of_memory(error):
             raise
         raise SinkscopeError(f"lm-evaluation-harness fails [{described(error)}]") from error
-    kept = ("results", "groups", "n-shot", "versions", "n-samples")
-    return {name: dict(found.get(name) or {}) for name in kept}
-
-
-@contextmanager
-def _own_random_numbers() -> Iterator[None]:
-    """Restore the process's random number generators, which the harness seeds."""
-    plain, of_numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
-    try:
-        with torch.random.fork_rng():
-            yield
     finally:
         random.setstate(plain)
         np.random.set_state(of_numpy)  # noqa: NPY002
+    kept = ("results", "groups", "n-shot", "versions", "n-samples")
+    return {name: dict(found.get(name) or {}) for name in kept}
 
 
 def table_of(results: Mapping[str, Any], model: str, asked: tuple[str, ...]) -> pd.DataFrame:
