@@ -132,10 +132,6 @@ def _repeated_bound(given: Measured) -> pd.Series | None:
     return pd.Series(bound.mean(1), index=first["layer"]).groupby("layer").mean()
 
 
-def _norm_ratio(given: Measured) -> pd.Series:
-    return _ratio_to_others(given.tables["activation"].query("site == 'layer_out'"), "norm_mean", ["layer"])
-
-
 def _kurtosis_with_norms(given: Measured) -> pd.Series | None:
     table, norms = given.tables["outlier"], given.tables.get("outlier_norms")
     if norms is None or norms.empty:  # a model may have no norms before its branches
@@ -173,7 +169,9 @@ METRICS_OF: dict[str, dict[str, Metric]] = {
         **{f"gate_{column}": layerwise("gate_heads", column) for column in ("mean", "closed", "deviation")},
     },
     "activation": {
-        "norm_ratio": _norm_ratio,
+        "norm_ratio": lambda given: _ratio_to_others(
+            given.tables["activation"].query("site == 'layer_out'"), "norm_mean", ["layer"]
+        ),
         "first_norm": layerwise("activation", "norm_mean", where="site == 'layer_out' and position == 0"),
     },
     "massive": {
