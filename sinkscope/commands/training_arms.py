@@ -39,6 +39,7 @@ from sinkscope.errors import InputError
 from sinkscope.measuring.console import print_notices, print_part, spinner
 from sinkscope.measuring.measure import make_manifest as run_manifest
 from sinkscope.measuring.measure import measure, publish
+from sinkscope.measuring.processes import Team
 from sinkscope.measuring.quantization_study import w8a8
 from sinkscope.measuring.subject import Subject, inputs_for, open_subject, with_masked, without_head_or_mask
 from sinkscope.measuring.tables import all_tables
@@ -62,7 +63,7 @@ from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.training.arms import Arm, Method, arms_of, parse_methods
 from sinkscope.training.blocks import Blocks, begun, limited, read_blocks
 from sinkscope.training.history import probe_of
-from sinkscope.training.sharding import by_the_first, launched
+from sinkscope.training.sharding import launched
 from sinkscope.training.tables import UNTOUCHED
 from sinkscope.training.tasks import Task
 from sinkscope.training.trainer import check_trainable, checkpoints, failures, keep_models, no_bars, train
@@ -119,7 +120,8 @@ class TrainingArms:
                 stack.enter_context(alone_in(self.folder))
                 check_resumable(self.folder, self.command, self.options, self.overwrite, self.defaults, reads, RENEWED)
 
-            by_the_first(take)
+            state = PartialState()
+            Team(state.process_index, state.num_processes).of_the_first(take)
             yield
 
     def _check_methods(self, methods: Iterable[Method], loaded: LoadedModel, family: Family) -> None:
