@@ -91,8 +91,16 @@ class Split:
     def __init__(self, bench: Bench, calibration: TokenInputs, seed: int, console: Console) -> None:
         self.bench, self.calibration, self.console = bench, calibration, console
         self.inputs = bench.subject.inputs
-        self._check_family()
-        loaded = bench.subject.loaded
+        loaded, family = bench.subject.loaded, bench.subject.family
+        reasons = {
+            "it attends in both directions": not family.causal,
+            "it is a prefix LM": family.prefix > 0,
+            "it has registers before the text": registers_before(loaded.model) > 0,
+            "its experts read only some tokens": any("*" in site.kind for site in bench.sites),
+        }
+        for reason, is_so in reasons.items():
+            if is_so:
+                raise InputError(f"--prefix does not apply to {loaded.name}: {reason}")
         known = getattr(loaded.tokenizer, "bos_token_id", None)
         configured = getattr(loaded.model.config.get_text_config(), "bos_token_id", None)
         self.bos: int | None = configured if known is None else known
@@ -102,18 +110,6 @@ class Split:
         self.prefix: tuple[int, ...] = ()
         self.without_rotation = ""  # the reason
         self.rows: list[dict[str, Any]] = []
-
-    def _check_family(self) -> None:
-        subject = self.bench.subject
-        reasons = {
-            "it attends in both directions": not subject.family.causal,
-            "it is a prefix LM": subject.family.prefix > 0,
-            "it has registers before the text": registers_before(subject.loaded.model) > 0,
-            "its experts read only some tokens": any("*" in site.kind for site in self.bench.sites),
-        }
-        for reason, is_so in reasons.items():
-            if is_so:
-                raise InputError(f"--prefix does not apply to {subject.loaded.name}: {reason}")
 
     def checked(self, prefix: tuple[int, ...]) -> tuple[int, ...]:
         """Return a prefix with the text's own BOS last; InputError if the model cannot read it before the text."""

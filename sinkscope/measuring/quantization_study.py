@@ -225,10 +225,6 @@ class Bench:
         with self.tracer() as tracer:
             return measured_ranges(tracer, sites, calibration.read)
 
-    def roundings(self, calibration: TokenInputs, ranges: Mapping[Site, Range]) -> dict[Site, Rounding]:
-        with self.tracer() as tracer:
-            return measured_roundings(tracer, calibration.read, ranges, self.precision)
-
     def measure(self, ranges: Mapping[Site, Range], inputs: TokenInputs, outliers: bool = False) -> Measured:
         """Measure the loss with these sites quantized; with `outliers` also infinity norm and kurtosis."""
 
@@ -368,7 +364,8 @@ class Study:
         self.inputs = bench.subject.inputs
         self.probes = self.inputs.part(0, settings.PROBED)
         self.ranges = bench.ranges(calibration)
-        self.roundings = bench.roundings(calibration, self.ranges)
+        with bench.tracer() as tracer:
+            self.roundings = measured_roundings(tracer, calibration.read, self.ranges, bench.precision)
         self.console = console
         self.rows: list[dict[str, Any]] = []
         self.full: dict[int, Measured] = {}  # number of sequences → full precision on them
