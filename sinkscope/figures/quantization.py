@@ -67,8 +67,8 @@ def draw_quantization_cost(run: RunData) -> Figure:
     heights = [1.9 * len(quantized), 1.4 * len(modules), *[len(sites)] * (len(sites) > 0)]
     figure = new_figure(COLUMN, 0.14 * sum(heights) + 0.5 * len(heights) + 0.6)
     axes = figure.subplots(len(heights), 1, height_ratios=heights)
-    names = [wrapped(label(run, str(setting)), 26, 2) for setting in quantized.index]
-    _rows(axes[0], "whole model quantized", names, float(whole(run)["perplexity"][FULL]))
+    settings = [wrapped(label(run, str(setting)), 26, 2) for setting in quantized.index]
+    _rows(axes[0], "whole model quantized", settings, float(whole(run)["perplexity"][FULL]))
     for place, row in enumerate(quantized.itertuples()):
         _mark(axes[0], row, place, whole(run)["perplexity"][FULL], SETTING)
     kinds = kinds[kinds["site"].isin(modules)]
@@ -77,8 +77,15 @@ def draw_quantization_cost(run: RunData) -> Figure:
     for row in kinds.itertuples():
         part = str(row.part)
         _mark(axes[1], row, modules.index(row.site) + NUDGE[part], probes, MARKS[part])
+    names, known = [], run.tables["quantization_sites"]
+    massive = known[known["is_massive"]].set_index(["layer", "site", "part"]).index
+    for place, row in enumerate(sites.itertuples()):
+        where = "" if row.layer == NO_LAYER else f"{row.layer} "
+        mark = f" {MASSIVE}" if (row.layer, row.site, row.part) in massive else ""
+        names.append(escape(where + shorten(str(row.site), LONGEST)) + mark)
+        _mark(axes[2], row, place, probes, MARKS[str(row.part)])
     if len(sites):
-        _draw_sites(axes[2], sites, probes, run.tables["quantization_sites"])
+        _rows(axes[2], "one site quantized (layer, site)", names, probes)
     for ax in axes:
         table = run.tables["quantization"] if ax is axes[0] else alone
         values = plot.drawn(ax, "x")
@@ -89,7 +96,7 @@ def draw_quantization_cost(run: RunData) -> Figure:
     marks = {part: look for part, look in MARKS.items() if part in shown} | {"full precision": FULL_PRECISION}
     if np.isfinite(run.tables["quantization"][["cost_low", "cost_high"]]).any(axis=None):
         marks["95 % over sequences"] = INTERVAL
-    if len(sites) and any(name.get_text().endswith(MASSIVE) for name in axes[2].get_yticklabels()):
+    if any(name.endswith(MASSIVE) for name in names):
         marks[f"{MASSIVE} massive activations"] = DOT
     return figure.finish(title(run, COLUMN), marks, ncols=3, columnspacing=1.0, handlelength=1.8)
 
@@ -100,17 +107,6 @@ def _mark(ax: Axes, row: Any, place: float, full: float, look: Look) -> None:
     if np.isfinite(ends).all():
         ax.plot(ends, [place, place], **INTERVAL)
     ax.plot([row.perplexity], [place], **look)
-
-
-def _draw_sites(ax: Axes, sites: pd.DataFrame, reference: float, known: pd.DataFrame) -> None:
-    massive = known[known["is_massive"]].set_index(["layer", "site", "part"]).index
-    names = []
-    for place, row in enumerate(sites.itertuples()):
-        where = "" if row.layer == NO_LAYER else f"{row.layer} "
-        mark = f" {MASSIVE}" if (row.layer, row.site, row.part) in massive else ""
-        names.append(escape(where + shorten(str(row.site), LONGEST)) + mark)
-        _mark(ax, row, place, reference, MARKS[str(row.part)])
-    _rows(ax, "one site quantized (layer, site)", names, reference)
 
 
 def _rows(ax: Axes, title: str, names: list[str], reference: float) -> None:
