@@ -84,6 +84,9 @@ class Arm:
     coordinates: Mapping[Site, torch.Tensor] = field(default_factory=dict)  # spared ones
     prefix: tuple[int, ...] = ()
 
+    def sparing(self, text: Text) -> Spared:
+        return Spared(text.spared, self.coordinates)
+
 
 class Split:
     """Measures the settings of `quantization_split`."""
@@ -257,12 +260,12 @@ class Split:
         """Return the losses of each arm (N,), with weights and all activations that are not spared quantized."""
         with self.bench.tracer() as tracer:
             ranges = [
-                measured_ranges(tracer, self.activations, arm.calibration.inputs.read, _spared(arm, arm.calibration))
+                measured_ranges(tracer, self.activations, arm.calibration.inputs.read, arm.sparing(arm.calibration))
                 for arm in arms
             ]
         with quantized_sites(self.bench.subject.loaded.model, weights or self.weights, self.bench.precision):
             each = zip(arms, ranges, strict=True)
-            return [self.bench.losses(known, arm.text.inputs, _spared(arm, arm.text)) for arm, known in each]
+            return [self.bench.losses(known, arm.text.inputs, arm.sparing(arm.text)) for arm, known in each]
 
     def _rotate(self) -> str:
         """Measure a rotation of the residual stream. Returns the reason if the model cannot be rotated, else ""."""
@@ -305,10 +308,6 @@ class Split:
                 "full_loss": float(full.sum() / predicted.sum()),
             }
         )
-
-
-def _spared(arm: Arm, text: Text) -> Spared:
-    return Spared(text.spared, arm.coordinates)
 
 
 def _outliers_of(tracer: Tracer, sites: Iterable[Site], ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
