@@ -301,11 +301,8 @@ def _swept(
     return SweepRun(found, plan, comparison.compared, folders.folder, comparison.manifest.get("failed_figures", {}))
 
 
-def compared(
-    found: Sweep, folders: CellFolders, start: float, page: bool = True, reads: Reads | None = None
-) -> SweepComparison:
+def compared(found: Sweep, folders: CellFolders, start: float, page: bool, reads: Reads) -> SweepComparison:
     """Compare the finished cells of all shards, and write the comparison."""
-    reads = reads or Reads()
     measured = [
         Measured(cell, folders.run(cell.name), manifest)
         for cell in found.cells
