@@ -72,13 +72,13 @@ def card(
     if not entries:
         raise InputError("a card needs at least one run, or a sweep with a cell that is done")
     with own_folder(out, overwrite, (COMMAND,), reads=[entry.folder for entry, _ in entries]) as folder:
-        runs = tuple(entry for entry, _ in entries if isinstance(entry, Run))
+        measured = tuple(entry for entry, _ in entries if isinstance(entry, Run))
         scorecards = tuple(entry for entry, _ in entries if isinstance(entry, Scorecard))
-        tables = card_tables(runs, [family for entry, family in entries if isinstance(entry, Run)])
+        tables = card_tables(measured, [family for entry, family in entries if isinstance(entry, Run)])
         if scorecards:
             tables[CLAIM] = pd.concat([one.table for one in scorecards], ignore_index=True)
         manifest = make_manifest(COMMAND, {"runs": [str(entry.folder) for entry, _ in entries]}, start, tables)
-        made = written(Card(manifest, tables, folder, runs=runs, scorecards=scorecards), page)
+        made = written(Card(manifest, tables, folder, runs=measured, scorecards=scorecards), page)
     if push is not None:
         assert made.folder is not None
         upload(made.folder, push)
