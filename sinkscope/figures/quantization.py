@@ -7,25 +7,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from sinkscope.errors import counted
-from sinkscope.figures import plot
+from sinkscope.figures import plot, style
 from sinkscope.figures.labels import escape, title, wrapped
 from sinkscope.figures.spec import needs
-from sinkscope.figures.style import (
-    COLUMN,
-    HIGHEST,
-    NAVY,
-    OTHERS,
-    REFERENCE,
-    SINK,
-    SKY,
-    TEXT,
-    VERMILION,
-    WIDE,
-    Figure,
-    Look,
-    line_looks,
-    new_figure,
-)
+from sinkscope.figures.style import HIGHEST, NAVY, OTHERS, SINK, SKY, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.quantization.settings import ALL_LAYERS, ALONE, FULL
 from sinkscope.quantization.sites import INPUT, KEYS, NO_LAYER, OUTPUT, SCORES, SOFTMAX, SUM, VALUES, WEIGHT
 from sinkscope.results.metrics import METRICS
@@ -56,7 +41,7 @@ MARKS: dict[str, Look] = {  # shapes differ, so that colors are not needed
     KEYS: DOT | {"marker": "<", "color": NAVY, "markersize": 4.2},
     VALUES: DOT | {"marker": ">", "color": SKY, "markersize": 4.2},
 }
-FULL_PRECISION = REFERENCE | {"zorder": 1}
+FULL_PRECISION = style.REFERENCE | {"zorder": 1}
 
 
 def draw_quantization_cost(run: RunData) -> Figure:
@@ -65,7 +50,7 @@ def draw_quantization_cost(run: RunData) -> Figure:
     modules = list(kinds["site"].unique()[:MOST])
     quantized, probes = whole(run).drop(FULL), float(probed(run, FULL)["perplexity"].iloc[0])
     heights = [1.9 * len(quantized), 1.4 * len(modules), *[len(sites)] * (len(sites) > 0)]
-    figure = new_figure(COLUMN, 0.14 * sum(heights) + 0.5 * len(heights) + 0.6)
+    figure = new_figure(style.COLUMN, 0.14 * sum(heights) + 0.5 * len(heights) + 0.6)
     axes = figure.subplots(len(heights), 1, height_ratios=heights)
     settings = [wrapped(label(run, str(setting)), 26, 2) for setting in quantized.index]
     _rows(axes[0], "whole model quantized", settings, float(whole(run)["perplexity"][FULL]))
@@ -98,7 +83,7 @@ def draw_quantization_cost(run: RunData) -> Figure:
         marks["95 % over sequences"] = INTERVAL
     if any(name.endswith(MASSIVE) for name in names):
         marks[f"{MASSIVE} massive activations"] = DOT
-    return figure.finish(title(run, COLUMN), marks, ncols=3, columnspacing=1.0, handlelength=1.8)
+    return figure.finish(title(run, style.COLUMN), marks, ncols=3, columnspacing=1.0, handlelength=1.8)
 
 
 def _mark(ax: Axes, row: Any, place: float, full: float, look: Look) -> None:
@@ -182,8 +167,8 @@ def draw_overflow_headroom(run: RunData) -> Figure:
     largest = table.groupby("site")["largest"].max().sort_values(ascending=False)
     named = [site for site in BY_NAME if site in largest]
     chosen = [*named, *largest.drop(named).index[:OTHERS_SHOWN]]
-    figure = new_figure(TEXT, 2.9)
-    ax, looks = figure.subplots(), dict(zip(chosen, line_looks(), strict=False))
+    figure = new_figure(style.TEXT, 2.9)
+    ax, looks = figure.subplots(), dict(zip(chosen, style.line_looks(), strict=False))
     for site, look in looks.items():
         rows = table[table["site"] == site].groupby("layer")["largest"].max()
         ax.plot(rows.index, rows, **look | {"markersize": 3, "linewidth": 1})
@@ -192,4 +177,4 @@ def draw_overflow_headroom(run: RunData) -> Figure:
     ax.plot(ends, [limit, limit], **LIMIT)
     plot.panel(ax, "", "largest |entry|", log=True)
     signs = {escape(shorten(site, LONGEST)): look for site, look in looks.items()}
-    return figure.finish(title(run, TEXT), signs | {f"limit of {dtype}": LIMIT}, ncols=4)
+    return figure.finish(title(run, style.TEXT), signs | {f"limit of {dtype}": LIMIT}, ncols=4)
