@@ -118,7 +118,9 @@ class SinkCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.folder = Path(args.output_dir, FOLDER)
-        self.tables = self._kept(state.global_step) if state.global_step else {}
+        paths = [self.folder / "tables" / f"{name}.parquet" for name in NAMES if state.global_step]
+        kept = {path.stem: read_table(path) for path in paths if path.is_file()}  # of a training that is resumed
+        self.tables = {name: table[table["step"] <= state.global_step] for name, table in kept.items()}
         try:
             self._subject = self._subject_of(model, getattr(processing_class, "tokenizer", processing_class))
         except SinkscopeError as error:
@@ -148,12 +150,6 @@ class SinkCallback(TrainerCallback):
             texts = list(islice(texts, self.options["num_seqs"]))
         config = make_config(**self.options, **({} if texts is None else {"input": texts}))
         return Subject(loaded, family, inputs_for(loaded, config, family))
-
-    def _kept(self, step: int) -> Tables:
-        """Return the measurements up to this step of the training that is resumed."""
-        paths = [path for name in NAMES if (path := self.folder / "tables" / f"{name}.parquet").is_file()]
-        tables = {path.stem: read_table(path) for path in paths}
-        return {name: table[table["step"] <= step] for name, table in tables.items()}
 
     def _measure(self, args: Any, state: Any, control: Any) -> None:
         subject = self._subject
