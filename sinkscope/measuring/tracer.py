@@ -406,8 +406,7 @@ def _reading_order(block: Block, wanted: set[str], gated: bool) -> list[tuple[st
 
 def logits_of(output: Any) -> torch.Tensor:
     """Return the logits (B,T,V), or the last hidden state (B,T,D) of an encoder without a head."""
-    logits: torch.Tensor = output["logits"] if "logits" in output else output["last_hidden_state"]
-    return logits
+    return output["logits"] if "logits" in output else output["last_hidden_state"]
 
 
 def model_inputs(
