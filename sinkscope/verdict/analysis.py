@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from math import inf, isclose, isfinite, isnan, nan
+from math import inf, isfinite, isnan, nan
 from numbers import Real
 from typing import Any
 
@@ -34,7 +34,7 @@ from sinkscope.results.side_by_side import span
 from sinkscope.results.statistics import Estimate
 from sinkscope.results.tables import WHOLE_MODEL, Column, names_of
 from sinkscope.verdict import pictures, probes
-from sinkscope.verdict.report import Report, coordinates_text, layers_text
+from sinkscope.verdict.report import Report, coordinates_text, interval, layers_text, with_interval
 
 # the table `finding`
 TABLE = "finding"
@@ -202,19 +202,6 @@ def finding(name: str, section: str, estimate: Estimate, claim: str = "", **give
         threshold = test.most if test.least == -inf else test.least
         given = {"outcome": OUTCOMES[test.outcome(estimate)], "threshold": threshold, "claim": claim} | given
     return Finding(name, section, value=estimate.value, **interval(estimate), **given)
-
-
-def interval(estimate: Estimate, name: str = "") -> dict[str, Any]:
-    """Return `low` and `high` of an estimate, after a prefix; empty if nothing was resampled or they are not finite."""
-    if isclose(estimate.low, estimate.high, rel_tol=1e-9) or not (isfinite(estimate.low) and isfinite(estimate.high)):
-        return {}
-    return {f"{name}low": estimate.low, f"{name}high": estimate.high}
-
-
-def _with_interval(estimate: Estimate, form: str, unit: str = "", label: str = "95 % interval ") -> str:
-    low, high = (interval(estimate).get(end, nan) for end in ("low", "high"))
-    ends = "" if isnan(low) else f" ({label}{low:{form}} to {high:{form}})"
-    return f"{estimate.value:{form}}{unit}{ends}"
 
 
 def _text(metric: str, value: float) -> str:
@@ -390,7 +377,7 @@ def _massive(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         return
     coordinates = tuple(int(coordinate) for coordinate in massive["coordinate"].value_counts().index[:MOST_COORDINATES])
     largest = massive["value"].abs().max()
-    sentence = f"In the layer with the most, a sequence has {_with_interval(count, '.3g', ' massive activations')}, "
+    sentence = f"In the layer with the most, a sequence has {with_interval(count, '.3g', ' massive activations')}, "
     sentence += f"most often at {coordinates_text(coordinates)}; the largest over all sequences is "
     sentence += f"{largest:,.0f} (Sun et al. 2024)."
     numbers = {"coordinates": coordinates, "largest": largest}
@@ -443,7 +430,7 @@ def _values(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     drain, having = of_claim(evidence, "GS-20"), of_claim(evidence, "GS-20", part=1)
     if drain is None or having is None:
         return
-    ratio = f"{_with_interval(drain, '.2f')} of that at positions 5–15, median over"
+    ratio = f"{with_interval(drain, '.2f')} of that at positions 5–15, median over"
     if not having.value:  # in this case, the median is over all heads
         sentence = f"No head has its sink at position 0. The value norm there is {ratio} all heads."
         yield finding("value-drain", VALUES, drain, "GS-20", outcome=Outcome.MEASURED, sentence=sentence)
@@ -470,10 +457,10 @@ def _gradients(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     if value is not None:
         uniform = run.metric("uniform_gradient_ratio")
         numbers = {"uniform": uniform}
-        sentence = f"The value gradient at position 0 is {_with_interval(value, '.1f', ' ×')}"
+        sentence = f"The value gradient at position 0 is {with_interval(value, '.1f', ' ×')}"
         if key is not None:
             numbers |= {"key": key.value, **interval(key, "key_")}
-            sentence += f" and the key gradient {_with_interval(key, '.1f', ' ×', label='')}"
+            sentence += f" and the key gradient {with_interval(key, '.1f', ' ×', label='')}"
         sentence += " that of positions 5–15"
         if not isnan(uniform):
             alone = _text("uniform_gradient_ratio", uniform)
@@ -493,7 +480,7 @@ def _gradients(run: RunData, evidence: Sequences) -> Iterator[Finding]:
             yield Finding("gradient-null", GRADIENTS, value=SPIKE, sentence=sentence)
     norms = of_claim(evidence, "GS-8")
     if norms is not None:
-        sentence = f"At position 0 the value gradient is {_with_interval(norms, '.1f', ' ×')} the key gradient."
+        sentence = f"At position 0 the value gradient is {with_interval(norms, '.1f', ' ×')} the key gradient."
         yield finding("gradient-norms", GRADIENTS, norms, "GS-8", outcome=Outcome.MEASURED, sentence=sentence)
     gains = {name: run.metric(name) for name in ("bloat", "bloat_later", "compress", "compress_later", "change")}
     texts = {name: f"× {gain:,.0f}" if abs(gain) >= 100 else f"× {gain:.3g}" for name, gain in gains.items()}
@@ -506,8 +493,8 @@ def _gradients(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         yield Finding("reshaping", GRADIENTS, value=gains["change"], numbers=gains, sentence=sentence)
     slope, correlation = of_claim(evidence, "GS-17"), of_claim(evidence, "GS-17", part=1)
     if slope is not None and correlation is not None:
-        sentence = f"log₁₀ compress against log₁₀‖h‖: slope {_with_interval(slope, '.2f')}, r = "
-        sentence += f"{_with_interval(correlation, '.2f', label='')} (GS fig. 3)."
+        sentence = f"log₁₀ compress against log₁₀‖h‖: slope {with_interval(slope, '.2f')}, r = "
+        sentence += f"{with_interval(correlation, '.2f', label='')} (GS fig. 3)."
         numbers = {"r": correlation.value, **interval(correlation, "r_")}
         given = {"outcome": Outcome.MEASURED, "threshold": None, "numbers": numbers, "sentence": sentence}
         yield finding("compress", GRADIENTS, slope, "GS-17", **given)
@@ -521,7 +508,7 @@ def _query_bias(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     layers = tuple(every[delta_gaps(evidence)[0] > limits.OUTLIER])
     numbers = {"layers": layers, "total": len(every), "outlier": limits.OUTLIER}
     sentence = f"The query bias lifts the logits of position 0 by more than {limits.OUTLIER:g} standard deviations "
-    sentence += f"above those of later tokens in {_with_interval(apart, '.0%')} of the second half of the layers"
+    sentence += f"above those of later tokens in {with_interval(apart, '.0%')} of the second half of the layers"
     sentence += f"; among all {len(every)} layers, in {layers_text(layers)}" if layers else ""
     given = {"outcome": Outcome.MEASURED, "numbers": numbers, "sentence": f"{sentence}."}
     yield finding("query-bias", BIAS, apart, "N-1", **given)

@@ -1,110 +1,144 @@
 """Findings on states, super weights, dormant heads and over-mixing, where `analyze` or `intervene` measured them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from sinkscope.interventions.heads import AblateHeads, dormant
-from sinkscope.interventions.super_weight import usual_pairs
+from sinkscope.interventions.super_weight import PAIR, usual_pairs
 from sinkscope.measuring.experiment import BEFORE
 from sinkscope.measuring.observables.spikes import SECONDARY
 from sinkscope.results.findings import Finding
 from sinkscope.results.run import RunData
-from sinkscope.results.statistics import rank_correlation
+from sinkscope.results.sequences import Lacks, Sequences
+from sinkscope.results.statistics import Estimate, bootstrap, exact, rank_correlation, weighted_means
+from sinkscope.verdict.report import interval, with_interval
 
 SECTION, STATES = "Neurons and heads", "States of the residual stream"
 SHARE = AblateHeads().share
 
 
 def findings(run: RunData) -> Iterator[Finding]:
-    parts = {"entropy": _entropy, "sink_tokens": _secondary, "spikes": _spikes}
-    for name, part in (parts | {"super_weights": _super_weight, "head_scores": _heads}).items():
-        table = run.tables.get(name)
-        if table is not None and len(table):
-            yield from part(table[table["condition"] == BEFORE] if run.is_experiment else table, run)
-    mixing = run.tables.get("over_mixing_by_sequence")
-    if mixing is not None and len(mixing):
-        yield _over_mixing(run, mixing)
+    natural = Sequences(run, BEFORE if run.is_experiment else None)
+    parts: dict[str, Callable[[Sequences], Iterator[Finding]]] = {
+        "entropy": _entropy,
+        "sink_tokens": _secondary,
+        "spikes": _spikes,
+        "super_weights": _super_weight,
+        "head_scores": _heads,
+        "over_mixing_by_sequence": _over_mixing,
+    }
+    for name, part in parts.items():
+        if name in run.tables and len(natural.table(name)):
+            yield from part(natural)
 
 
-def _entropy(table: pd.DataFrame, run: RunData) -> Iterator[Finding]:
+def _finding(name: str, section: str, estimate: Estimate, numbers: dict[str, Any], sentence: str) -> Finding:
+    return Finding(name, section, value=estimate.value, **interval(estimate), numbers=numbers, sentence=sentence)
+
+
+def _estimate(replicates: Callable[[], np.ndarray], value: float) -> Estimate:
+    """Estimate from (1 + draws,) replicates; return `value` without an interval where the run lacks their table."""
+    try:
+        return bootstrap(replicates())
+    except Lacks:
+        return exact(value)
+
+
+def _entropy(run: Sequences) -> Iterator[Finding]:
+    table = run.table("entropy")
     lowest = table.loc[table["entropy"].idxmin(), ["layer", "entropy", "entropy_without_first", "entropy_rescaled"]]
-    sentence = "The entropy of the states is lowest after layer {:.0f}: {:.3f} of the largest possible. Without "
-    sentence += "position 0 it is {:.3f} there, and with position 0 at the median norm of the others {:.3f}."
-    about: dict[str, Any] = {"numbers": lowest.to_dict(), "sentence": sentence.format(*lowest)}
-    yield Finding("state-entropy", STATES, value=float(lowest["entropy"]), **about)
+    found = _estimate(lambda: run.means("entropy_by_sequence", "entropy").min(1), lowest["entropy"])
+    sentence = f"The entropy of the states is lowest after layer {lowest['layer']:.0f}: {with_interval(found, '.3f')} "
+    sentence += f"of the largest possible. Without position 0 it is {lowest['entropy_without_first']:.3f} there, and "
+    sentence += f"with position 0 at the median norm of the others {lowest['entropy_rescaled']:.3f}."
+    yield _finding("state-entropy", STATES, found, lowest.to_dict(), sentence)
 
 
-def _secondary(table: pd.DataFrame, run: RunData) -> Iterator[Finding]:
+def _secondary(run: Sequences) -> Iterator[Finding]:
+    table = run.table("sink_tokens")
     found = table[table["kind"] == SECONDARY]
+    counts = np.bincount(found["sequence"], minlength=run.weights.shape[1])
+    number = bootstrap(weighted_means(counts, run.weights) * len(counts))
     attention, elsewhere = found["attention"].mean(), found["attention_elsewhere"].mean()
-    sentence = f"{len(found) or 'No'} later tokens join the first sink for a part of its layers"
+    some = with_interval(number, ".0f") if len(found) else "No"
+    sentence = f"{some} later tokens join the first sink for a part of its layers"
     if len(found):
         sentence += f", most often {found['token'].astype(str).mode()[0]!r}. They receive {attention:.1f} times "
         sentence += f"uniform attention, equal tokens that are no sinks {elsewhere:.1f} times"
-    numbers = {"attention": attention, "elsewhere": elsewhere}
-    yield Finding("secondary-sinks", STATES, value=len(found), numbers=numbers, sentence=f"{sentence}.")
+    yield _finding("secondary-sinks", STATES, number, {"attention": attention, "elsewhere": elsewhere}, f"{sentence}.")
 
 
-def _spikes(table: pd.DataFrame, run: RunData) -> Iterator[Finding]:
+def _spikes(run: Sequences) -> Iterator[Finding]:
+    table = run.table("spikes")
     most, rotated = table.loc[table["largest_share"].idxmax()], float(table["rotated_share"].max())
-    sentence = f"One coordinate is large, above 20 times the median entry, at {most['largest_share']:.1%} of the "
+    found = _estimate(lambda: run.means("spikes_by_sequence", "largest_share").max(1), most["largest_share"])
+    sentence = f"One coordinate is large, above 20 times the median entry, at {with_interval(found, '.1%')} of the "
     sentence += f"tokens after layer {most['layer']}; after a random rotation of the states at {rotated:.1%} at most."
-    numbers = {"layer": int(most["layer"]), "rotated": rotated}
-    value = float(most["largest_share"])
-    yield Finding("residual-sinks", STATES, value=value, numbers=numbers, sentence=sentence)
-    rise = table.loc[table["step"] == "up", ["layer", "norm_ratio", "cosine", "cosine_of_others"]]
-    if len(rise):
-        sentence = "The norm of a sequence's largest token rises most in layer {:.0f}, to {:.4g} times the median. "
-        sentence += "There the largest tokens of two sequences have cosine {:.3f}, tokens with the median norm {:.3f}."
-        about: dict[str, Any] = {"numbers": rise.iloc[0].to_dict(), "sentence": sentence.format(*rise.iloc[0])}
-        yield Finding("spike", STATES, value=float(rise.iloc[0]["norm_ratio"]), **about)
+    yield _finding("residual-sinks", STATES, found, {"layer": int(most["layer"]), "rotated": rotated}, sentence)
+    for rise in table[table["step"] == "up"].to_dict("records"):
+        at = int(np.searchsorted(table["layer"], rise["layer"]))
+        ratio = _estimate(lambda: run.means("spikes_by_sequence", "norm_ratio")[:, at], rise["norm_ratio"])  # noqa: B023
+        sentence = f"The norm of a sequence's largest token rises most in layer {rise['layer']}, to "
+        sentence += f"{with_interval(ratio, '.4g')} times the median. There the largest tokens of two sequences have "
+        sentence += f"cosine {rise['cosine']:.3f}, tokens with the median norm {rise['cosine_of_others']:.3f}."
+        numbers = {name: rise[name] for name in ("layer", "norm_ratio", "cosine", "cosine_of_others")}
+        yield _finding("spike", STATES, ratio, numbers, sentence)
 
 
-def _super_weight(table: pd.DataFrame, run: RunData) -> Iterator[Finding]:
+def _super_weight(run: Sequences) -> Iterator[Finding]:
+    table = run.table("super_weights")
     usual = usual_pairs(table)
-    found = usual[usual["is_early"]].set_index("layer")["written"].idxmax()
-    layer, chosen = int(found), usual.set_index("layer").loc[found]
-    row, column = int(chosen["row"]), int(chosen["column"])
+    chosen = usual.loc[usual[usual["is_early"]]["written"].idxmax()]
+    place = {name: int(chosen[name]) for name in ("layer", *PAIR)}
+    shares = np.full(run.weights.shape[1], np.nan)
+    own = table[(table[[*place]] == place).all(axis=1)]
+    shares[own["sequence"]] = own["share"]
+    share = bootstrap(weighted_means(shares, run.weights))
+    layer, row = place["layer"], place["row"]
     sentence = "The largest entry that a feed-forward network adds in the first three quarters of the layers is "
     sentence += f"{chosen['written']:,.4g}, in layer {layer} at coordinate {row}. There the weight at row {row} and "
-    sentence += f"column {column}, the neuron with the largest input, writes {chosen['share']:.0%} of the row's "
-    sentence += f"output, in {chosen['sequences']:.0%} of the sequences"
-    massive = run.tables["massive"][lambda x: x["is_massive"]] if "massive" in run.tables else pd.DataFrame()
+    sentence += f"column {place['column']}, the neuron with the largest input, writes {with_interval(share, '.0%')} of "
+    sentence += f"the row's output, in {chosen['sequences']:.0%} of the sequences"
+    massive = run.table("massive").query("is_massive") if "massive" in run.run.tables else pd.DataFrame()
     if len(massive):
         usually = int(massive.loc[massive["value"].abs().idxmax(), "coordinate"])
         sentence += f"; the largest massive activation is at {'the same' if usually == row else 'another'} coordinate"
         sentence += "" if usually == row else f", {usually}"
     numbers = {name: float(chosen[name]) for name in ("written", "input", "output", "weight", "sequences")}
-    numbers |= {"layer": layer, "row": row, "column": column}
-    yield Finding("super-weight", SECTION, value=float(chosen["share"]), numbers=numbers, sentence=f"{sentence}.")
+    numbers |= {name: place[name] for name in ("layer", "row", "column")}
+    yield _finding("super-weight", SECTION, share, numbers, f"{sentence}.")
 
 
-def _heads(table: pd.DataFrame, run: RunData) -> Iterator[Finding]:
+def _heads(run: Sequences) -> Iterator[Finding]:
+    table = run.table("head_scores")
     norm, mass, layers = (table[name].to_numpy() for name in ("relative_norm", "first_mass", "layer"))
     found = rank_correlation(-norm, mass, layers)
     flagged = [set(dormant(table, by, SHARE)) for by in ("output-norm", "first-mass")]
     both = len(flagged[0] & flagged[1]) / len(flagged[0])
     sentence = "Two scores of dormant heads, a small norm of the output in its layer and much attention to position 0, "
-    sentence += f"have rank correlation {found.value:.2f} over {len(table)} heads (95 % interval {found.low:.2f} to "
-    sentence += f"{found.high:.2f}); of the {len(flagged[0])} heads that each of them flags, {both:.0%} are the same, "
-    sentence += f"where chance gives {SHARE:.0%}."
+    sentence += f"have rank correlation {with_interval(found, '.2f')} over {len(table)} heads; of the "
+    sentence += f"{len(flagged[0])} heads that each of them flags, {both:.0%} are the same, where chance gives "
+    sentence += f"{SHARE:.0%}."
     numbers = {"heads": len(table), "flagged": len(flagged[0]), "both": both, "chance": SHARE}
-    about: dict[str, Any] = {"low": found.low, "high": found.high, "numbers": numbers, "sentence": sentence}
-    yield Finding("dormant-heads", SECTION, value=found.value, **about)
+    yield _finding("dormant-heads", SECTION, found, numbers, sentence)
 
 
-def _over_mixing(run: RunData, table: pd.DataFrame) -> Finding:
-    every = table.groupby("condition")["change"].mean()
-    value = float(every[BEFORE] if run.is_experiment else every.iloc[0])
-    sentence = "A changed token changes the states of later tokens by "
-    sentence += f"{value:.1%} of their norm, mean over layers, substitutions and sequences"
-    numbers: dict[str, float] = {}
-    for label in run.manifest.get("arms", {}) if run.is_experiment else ():
+def _over_mixing(run: Sequences) -> Iterator[Finding]:
+    def change(sequences: Sequences) -> Estimate:
+        return bootstrap(sequences.means("over_mixing_by_sequence", "change").mean(1))
+
+    value, numbers = change(run), dict[str, float]()
+    sentence = f"A changed token changes the states of later tokens by {with_interval(value, '.1%')} of their norm, "
+    sentence += "mean over layers, substitutions and sequences"
+    every = run.run.tables["over_mixing_by_sequence"].groupby("condition")["change"].mean()
+    for label in run.run.manifest.get("arms", {}) if run.run.is_experiment else ():
+        arm = change(Sequences(run.run, label))
         drawn = [float(x) for name, x in every.items() if str(name).startswith(f"{label} control ")]
-        numbers |= {label: float(every[label]), f"{label} control": float(np.mean(drawn)) if drawn else float("nan")}
-        sentence += f"; under {label} by {every[label]:.1%}"
+        numbers |= {label: arm.value, **interval(arm, f"{label}_")}
+        numbers |= {f"{label} control": float(np.mean(drawn)) if drawn else float("nan")}
+        sentence += f"; under {label} by {with_interval(arm, '.1%')}"
         sentence += f", under its {len(drawn)} controls by {min(drawn):.1%} to {max(drawn):.1%}" if drawn else ""
-    return Finding("over-mixing", SECTION, value=value, numbers=numbers, sentence=f"{sentence}.")
+    yield _finding("over-mixing", SECTION, value, numbers, f"{sentence}.")

@@ -3,10 +3,13 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import isclose, isfinite, isnan, nan
+from typing import Any
 
 import pandas as pd
 
 from sinkscope.results.findings import Finding, Published
+from sinkscope.results.statistics import Estimate
 from sinkscope.verdict.table_formats import as_markdown
 
 
@@ -48,6 +51,20 @@ def published_lines(published: Sequence[Published]) -> list[str]:
         note = " († from a transcription of the paper)" if "†" in listed else ""
         lines.append(f"Published, {setting} ({source}): {listed}{note}.")
     return lines
+
+
+def interval(estimate: Estimate, name: str = "") -> dict[str, Any]:
+    """Return `low` and `high` of an estimate, after a prefix; empty if nothing was resampled or they are not finite."""
+    if isclose(estimate.low, estimate.high, rel_tol=1e-9) or not (isfinite(estimate.low) and isfinite(estimate.high)):
+        return {}
+    return {f"{name}low": estimate.low, f"{name}high": estimate.high}
+
+
+def with_interval(estimate: Estimate, form: str, unit: str = "", label: str = "95 % interval ") -> str:
+    """Return an estimate as text, with its interval if it has one."""
+    low, high = (interval(estimate).get(end, nan) for end in ("low", "high"))
+    ends = "" if isnan(low) else f" ({label}{low:{form}} to {high:{form}})"
+    return f"{estimate.value:{form}}{unit}{ends}"
 
 
 def layers_text(layers: Iterable[int]) -> str:

@@ -40,6 +40,7 @@ MOST_TOKENS = 0.9  # share of tokens at which the coordinate of a residual sink 
 FEW_TOKENS = 0.1  # share of tokens up to which it is the coordinate of a spike
 LISTED = 16  # coordinates of a layer that are listed at most, those that are large at the most tokens first
 RESIDUAL_SINK, SPIKE, BETWEEN = "residual sink", "spike", "between"
+RATIO = Column("norm_ratio", "L2 norm of a sequence's largest token ÷ the median norm of its tokens", "ratio")
 SHARES = (
     Column("largest_share", "largest share of the tokens at which one coordinate is large", "share"),
     Column("rotated_share", "the same after a random rotation of the states", "share"),
@@ -162,13 +163,13 @@ class ResidualSinks(Observable):
         ),
         "spikes": (
             Column("norm", "L2 norm of the largest token of each sequence, mean over sequences"),
-            Column("norm_ratio", "the same ÷ the median norm of the sequence's tokens, mean over sequences", "ratio"),
+            RATIO,
             Column("cosine", "cosine of the largest tokens of two sequences, mean over all pairs"),
             Column("cosine_of_others", "the same of the tokens with the median norm"),
             Column("step", "up: the layer with the norm's largest rise; down: its largest later fall", kind="text"),
             *SHARES,
         ),
-        "spikes_by_sequence": (SEQUENCE, *SHARES),
+        "spikes_by_sequence": (SEQUENCE, RATIO, *SHARES),
     }  # fmt: skip
 
     def __init__(self, settings: Settings) -> None:
@@ -196,11 +197,12 @@ class ResidualSinks(Observable):
         )
         lengths = batch.lengths.to(hidden.device)
         largest_share, rotated_share = (((x > LARGE).sum(-1) / lengths[:, None]).amax(-1) for x in (ratios, rotated))
-        self.by_sequence.add(batch, {"largest_share": largest_share, "rotated_share": rotated_share}, layer=layer)
+        by_sequence = {"norm_ratio": largest / medians, "largest_share": largest_share, "rotated_share": rotated_share}
+        self.by_sequence.add(batch, by_sequence, layer=layer)
         rows = torch.arange(len(hidden), device=hidden.device)
         self._add(
-            layer, norm=largest.sum(), norm_ratio=(largest / medians).sum(), sequences=torch.tensor(len(hidden)),
-            tokens=lengths.sum(), share=(ratios > LARGE).sum((0, 2)), ratio_mean=ratios.sum((0, 2)),
+            layer, norm=largest.sum(), sequences=torch.tensor(len(hidden)), tokens=lengths.sum(),
+            share=(ratios > LARGE).sum((0, 2)), ratio_mean=ratios.sum((0, 2)),
             cosine=F.normalize(hidden[rows, top], dim=-1).sum(0),
             cosine_of_others=F.normalize(hidden[rows, middle], dim=-1).sum(0),
         )  # fmt: skip
@@ -214,8 +216,7 @@ class ResidualSinks(Observable):
         by_sequence = self.by_sequence.table()
         spikes = by_sequence.drop(columns="sequence").groupby("layer", as_index=False).mean()
         sequences, tokens = (float(self.sums[0, name]) for name in ("sequences", "tokens"))
-        for name in ("norm", "norm_ratio"):
-            spikes[name] = [float(self.sums[layer, name]) / sequences for layer in spikes["layer"]]
+        spikes["norm"] = [float(self.sums[layer, "norm"]) / sequences for layer in spikes["layer"]]
         for name in ("cosine", "cosine_of_others"):
             spikes[name] = [mean_cosine(self.sums[layer, name], sequences) for layer in spikes["layer"]]
         up, down = life(torch.tensor([float(self.sums[-1, "norm"]) / sequences, *spikes["norm"]]))
