@@ -148,11 +148,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
             text = moved(text, document, source)  # with an error for a link that leads nowhere
             folder, _, name = document.removeprefix("reports/").partition("/")
             is_whole = not document.startswith("reports/") or not name or folder in whole.values()
-            return (
-                text
-                if is_whole
-                else "\n\n".join(re.findall(r"\A---.*?^---$|^#+ [^\n]*", text, re.DOTALL | re.MULTILINE))
-            )
+            headings = re.findall(r"\A---.*?^---$|^#+ [^\n]*", text, re.DOTALL | re.MULTILINE)
+            return text if is_whole else "\n\n".join(headings)
 
         patched.setattr(make_site, "moved", shortened)
         assert make_site.build(out) == 0  # any warning gives another status
