@@ -5,8 +5,7 @@ import importlib.util
 import os
 import random
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 import numpy as np
@@ -18,14 +17,13 @@ from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.processes import together
-from sinkscope.measuring.subject import ModelLike, is_in_memory, load_model
+from sinkscope.measuring.subject import ModelLike, is_in_memory, load_model, options_of
 from sinkscope.models.files import quiet as silent
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.files import kind_of, user_path
 from sinkscope.options.keywords import BenchmarkKeywords
 from sinkscope.options.measuring import BenchmarkOptions
-from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.signatures import with_options
 from sinkscope.output.result import draw, figure_failure, write_data
@@ -79,8 +77,7 @@ def benchmark(
         SinkscopeError: the harness fails.
     """
     start = time.time()
-    named = os.fspath(model) if isinstance(model, str | os.PathLike) else None
-    config = config or checked(BenchmarkOptions, {"model": named} | options)
+    config = config or options_of(BenchmarkOptions, model, options)
     check(config)
     with (
         together(config.device_map, is_in_memory(model)) as members,
@@ -132,8 +129,9 @@ def _asked(loaded: LoadedModel, config: BenchmarkOptions, tasks: Any) -> dict[st
     if loaded.tokenizer is None:
         raise InputError(f"{loaded.name} has no tokenizer, and tasks are texts")
     seed = config.seed % 2**32  # numpy's seeds are below 2**32
+    plain, of_numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002  # the harness seeds them
     try:
-        with silent(), _own_random_numbers():
+        with silent(), torch.random.fork_rng():
             network = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=config.batch_size)
             found = lm_eval.simple_evaluate(
                 model=network,
@@ -153,20 +151,11 @@ def _asked(loaded: LoadedModel, config: BenchmarkOptions, tasks: Any) -> dict[st
         if is_out_of_memory(error):
             raise
         raise SinkscopeError(f"lm-evaluation-harness fails [{described(error)}]") from error
-    kept = ("results", "groups", "n-shot", "versions", "n-samples")
-    return {name: dict(found.get(name) or {}) for name in kept}
-
-
-@contextmanager
-def _own_random_numbers() -> Iterator[None]:
-    """Restore the process's random number generators, which the harness seeds."""
-    plain, of_numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002
-    try:
-        with torch.random.fork_rng():
-            yield
     finally:
         random.setstate(plain)
         np.random.set_state(of_numpy)  # noqa: NPY002
+    kept = ("results", "groups", "n-shot", "versions", "n-samples")
+    return {name: dict(found.get(name) or {}) for name in kept}
 
 
 def table_of(results: Mapping[str, Any], model: str, asked: tuple[str, ...]) -> pd.DataFrame:

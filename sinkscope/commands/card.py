@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,7 +72,13 @@ def card(
     if not entries:
         raise InputError("a card needs at least one run, or a sweep with a cell that is done")
     with own_folder(out, overwrite, (COMMAND,), reads=[entry.folder for entry, _ in entries]) as folder:
-        made = written(_card(entries, start, folder), page)
+        measured = tuple(entry for entry, _ in entries if isinstance(entry, Run))
+        scorecards = tuple(entry for entry, _ in entries if isinstance(entry, Scorecard))
+        tables = card_tables(measured, [family for entry, family in entries if isinstance(entry, Run)])
+        if scorecards:
+            tables[CLAIM] = pd.concat([one.table for one in scorecards], ignore_index=True)
+        manifest = make_manifest(COMMAND, {"runs": [str(entry.folder) for entry, _ in entries]}, start, tables)
+        made = written(Card(manifest, tables, folder, runs=measured, scorecards=scorecards), page)
     if push is not None:
         assert made.folder is not None
         upload(made.folder, push)
@@ -102,16 +108,6 @@ def _opened(given: Given) -> Iterator[tuple[Run | Scorecard, str]]:
             run = Run.open(path)
             named = run.manifest | {"model": run.manifest["model"] | {"name": cell.model}}
             yield replace(run, manifest=named), cell.family
-
-
-def _card(entries: Sequence[tuple[Run | Scorecard, str]], start: float, folder: Path | None) -> Card:
-    runs = tuple(entry for entry, _ in entries if isinstance(entry, Run))
-    scorecards = tuple(entry for entry, _ in entries if isinstance(entry, Scorecard))
-    tables = card_tables(runs, [family for entry, family in entries if isinstance(entry, Run)])
-    if scorecards:
-        tables[CLAIM] = pd.concat([card.table for card in scorecards], ignore_index=True)
-    config = {"runs": [str(entry.folder) for entry, _ in entries]}
-    return Card(make_manifest(COMMAND, config, start, tables), tables, folder, runs=runs, scorecards=scorecards)
 
 
 def upload(folder: Path, repo: str) -> None:

@@ -7,8 +7,8 @@ interrupted one.
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -119,12 +119,14 @@ def claims(
     known, skipped = collected(runs, given), skipped_in(given)
     check_config(config)
     judges_only = model is None and (config.only_judges or bool(known.runs and config.model is None))
-    reads = (config.model, config.adapter, str(config.input), *config.from_)
-    with (
-        together(config.device_map, is_in_memory(model)) as members,
-        _own_folder(members.only_first(out), config, start, overwrite, reads, page) as kept,
-    ):
+    reads, saved = (config.model, config.adapter, str(config.input), *config.from_), config.model_dump(mode="json")
+    with together(config.device_map, is_in_memory(model)) as members, ExitStack() as stack:
         console = members.console(quiet)
+        kept: ScorecardFolder | None = None
+        if (folder := members.only_first(out)) is not None:  # locked and checked before anything is computed
+            path = stack.enter_context(alone_in(folder))
+            check_resumable(path, COMMAND, {"config": saved}, overwrite, reads=reads, renewed=(FIGURES,))
+            kept = ScorecardFolder(path, saved, start, overwrite, page)
         if judges_only:
             if kept is not None:
                 kept.begin()
@@ -359,25 +361,6 @@ WITH = {"loss-do": "do", "loss-do-alone": "do", "gradient-do-alone": "gradient-d
 
 
 # ----------------------------------------------------------------------------------------------------- the folder
-
-
-@contextmanager
-def _own_folder(
-    folder: str | os.PathLike[str] | None,
-    config: ClaimsOptions,
-    start: float,
-    overwrite: bool,
-    reads: Iterable[str | os.PathLike[str] | None],
-    page: bool,
-) -> Iterator["ScorecardFolder | None"]:
-    """Lock the folder, and check it before anything is computed; None if the scorecard stays in memory."""
-    if folder is None:
-        yield None
-        return
-    options = config.model_dump(mode="json")
-    with alone_in(folder) as path:
-        check_resumable(path, COMMAND, {"config": options}, overwrite, reads=reads, renewed=(FIGURES,))
-        yield ScorecardFolder(path, options, start, overwrite, page)
 
 
 @dataclass

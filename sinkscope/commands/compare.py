@@ -74,17 +74,11 @@ def _of_one() -> "dict[str, Callable[[Path], Mapping[str, pd.DataFrame]]]":
     from sinkscope.verdict.scorecard import Scorecard
     from sinkscope.verdict.trained import retrofit_summaries
 
-    def of_arms(folder: Path) -> Mapping[str, "pd.DataFrame"]:
-        return retrofit_summaries(tables_of_arms(folder)[1]["retrofit"])
-
-    def of_run(folder: Path) -> Mapping[str, "pd.DataFrame"]:
-        return Run.open(folder).summary_tables
-
     return {
-        SERIES: lambda folder: Series.open(folder).summary_tables,
-        SWEEP: lambda folder: summary_tables(open_comparison(tables_folder(folder))),
-        **dict.fromkeys(("retrofit", "train"), of_arms),
-        **dict.fromkeys(("intervene", "quantize", "kv-plan", "doctor"), of_run),
-        "claims": lambda folder: Scorecard.open(folder).summary_tables,
-        TRAINING: lambda folder: curves([folder], time.time()).summary_tables,
+        SERIES: lambda at: Series.open(at).summary_tables,
+        SWEEP: lambda at: summary_tables(open_comparison(tables_folder(at))),
+        **dict.fromkeys(("retrofit", "train"), lambda at: retrofit_summaries(tables_of_arms(at)[1]["retrofit"])),
+        **dict.fromkeys(("intervene", "quantize", "kv-plan", "doctor"), lambda at: Run.open(at).summary_tables),
+        "claims": lambda at: Scorecard.open(at).summary_tables,
+        TRAINING: lambda at: curves([at], time.time()).summary_tables,
     }

@@ -11,10 +11,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import numpy as np
-import pandas as pd
 import torch
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -138,7 +137,11 @@ def doctor(
             report.checks.append(_logits(loaded, family, config, config.compare))
         if has_overflow:
             subject = Subject(loaded, family, inputs_for(loaded, config, family))
-            run = Run(*_overflow(subject, config, start), folder)
+            overflow = Overflow(subject, str(config.dtype))
+            tables = publish(overflow.tables, loaded, subject.inputs.condition)
+            manifest = make_manifest(subject, config, Facts(batch_size=1), list(tables), start, "doctor")
+            record = {"dtype": config.dtype, "limit": overflow.limit, "refused": overflow.refused}
+            run = Run(manifest | {"overflow": record}, tables, folder)
             report.run = finished(run, Console(stderr=True, quiet=quiet), page=page)
             report.notes += subject.inputs.notices
             for finding in run.findings:
@@ -149,16 +152,6 @@ def doctor(
                 else:
                     report.notes.append(finding.sentence)
     return report
-
-
-def _overflow(subject: Subject, config: DoctorOptions, start: float) -> tuple[dict[str, Any], dict[str, pd.DataFrame]]:
-    """Return the manifest and the tables of a run in the dtype."""
-    assert config.dtype is not None
-    overflow = Overflow(subject, config.dtype)
-    tables = publish(overflow.tables, subject.loaded, subject.inputs.condition)
-    manifest = make_manifest(subject, config, Facts(batch_size=1), list(tables), start, "doctor")
-    record = {"dtype": config.dtype, "limit": overflow.limit, "refused": overflow.refused}
-    return manifest | {"overflow": record}, tables
 
 
 def _logits(loaded: LoadedModel, family: Family, config: DoctorOptions, path: Path) -> Check:

@@ -80,12 +80,9 @@ class Collection:
         return found
 
     def _complete(self, evidence: Evidence, name: str, variant: int) -> Evidence:
-        naturals = {}
-        for model, runs in models_of(self.runs).items():
-            if (natural := Evidence.of(runs, [MAIN]).runs.get(MAIN)) is not None:
-                naturals[model] = natural
-        if MAIN in evidence.runs:
-            naturals[name] = evidence.runs[MAIN]
+        known = {model: Evidence.of(runs, [MAIN]).runs for model, runs in models_of(self.runs).items()}
+        known[name] = known.get(name, {}) | evidence.runs
+        naturals = {model: of[MAIN] for model, of in known.items() if MAIN in of}
         series = self._series_by_model.get(name, ())
         given = Given(name, self.trainings, tuple(series), naturals, variant, self.scores)
         examples = [run for part in (*given.own, *series) for run in part.runs.values()]

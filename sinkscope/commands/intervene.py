@@ -86,9 +86,8 @@ def intervene(
         if experiment.interrupt is not None and folder is None:
             raise experiment.interrupt
         facts = Facts(experiment.batch_size, parity=experiment.parity_error, notices=tuple(experiment.notices))
-        manifest = make_manifest(subject, config, facts, list(tables), start)
-        manifest |= {"command": "intervene", "arms": experiment.records}
-        manifest |= {"skipped": experiment.skipped, "failed": experiment.failed}
+        manifest = make_manifest(subject, config, facts, list(tables), start, "intervene")
+        manifest |= {"arms": experiment.records, "skipped": experiment.skipped, "failed": experiment.failed}
         print_notices(console, (f"{label} failed: {reason}" for label, reason in experiment.failed.items()))
         run = finished(Run(manifest, tables, folder), console, figures, page)
         if experiment.interrupt is not None:

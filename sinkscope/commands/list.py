@@ -50,12 +50,9 @@ def listing(kind: str | None = None) -> pd.DataFrame | dict[str, pd.DataFrame]:
     if kind not in KINDS:
         raise InputError(unknown(kind, (*KINDS, "all")))
     _, _, rows, *columns = KINDS[kind]
-    return _without_empty_package(pd.DataFrame(rows(), columns=columns))
-
-
-def _without_empty_package(table: pd.DataFrame) -> pd.DataFrame:
-    """Leave out the column of packages if there is no entry of a plugin."""
-    return table.drop(columns=PACKAGE) if PACKAGE in table and not table[PACKAGE].any() else table
+    table = pd.DataFrame(rows(), columns=columns)
+    has_plugin = PACKAGE in table and table[PACKAGE].any()
+    return table if has_plugin else table.drop(columns=PACKAGE, errors="ignore")
 
 
 def _entries(place: str, *attributes: str) -> Rows:

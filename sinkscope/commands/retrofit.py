@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping
 from typing import Any, Unpack
 
-from accelerate import PartialState
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.result import Result
@@ -23,9 +22,8 @@ from sinkscope.options.output import OutputOptions
 from sinkscope.options.signatures import with_options
 from sinkscope.options.training import RetrofitOptions
 from sinkscope.output.trained import Trained
-from sinkscope.training.arms import Methods, arms_of, parse_methods
-from sinkscope.training.blocks import begun, check_options, limited, read_blocks
-from sinkscope.training.sharding import launched
+from sinkscope.training.arms import Methods, parse_methods
+from sinkscope.training.blocks import check_options
 
 
 def command(options: RetrofitOptions, output: OutputOptions) -> Result:
@@ -84,9 +82,7 @@ def retrofit(
     given = options if methods is None else options | {"method": methods}
     config = config or options_of(RetrofitOptions, model, given)
     check(config)
-    launched(cpu=config.device_map == "cpu")
     arms = TrainingArms("retrofit", config, out, overwrite, quiet, record, page, figures)
-    wanted, training = parse_methods(config.method), config.training
     with arms.own_folder(config.model, config.adapter, config.text):
         with spinner(arms.console, "loading the model"):
             loaded = load_model(model, tokenizer, arms.measuring.model_copy(update={"device_map": "cpu"}))
@@ -94,11 +90,4 @@ def retrofit(
             family, notices = family_of(loaded.model)
             check_beforehand(loaded.model, family, is_calibrated=bool(notices))
             print_notices(arms.console, (*loaded.notices, *notices))
-            arms.check_methods(wanted, loaded, family)
-            count = training.blocks_wanted(PartialState().num_processes)
-            with spinner(arms.console, "reading the text"):
-                source = (config.text, config.dataset, training.block_length, count, training.eval_share)
-                read = read_blocks(loaded, *source, seed=training.seed, bos=config.bos, family=family)
-                blocks = limited(begun(read, loaded, config), config)
-            every = arms_of(wanted, training.seed, config.seeds)
-            return arms.finish(every, loaded, family, blocks, begin=lambda arm: copy.deepcopy(loaded.model))
+            return arms.finish(loaded, family, begin=lambda arm: copy.deepcopy(loaded.model))

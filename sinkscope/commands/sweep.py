@@ -268,7 +268,10 @@ def _swept(
             print_line(console, f"{AWAY}: {what} not measured; the same command does when it can be")
         if asked.address is None:  # other machines have other disks
             check_disk(todo, pool.workers if asked.evict else None)
-        tasks = {each.cell.name: _task(found, each.cell, folders, reads) for each in todo}
+        tasks = {}
+        for cell in (each.cell for each in todo):
+            target, figures = folders.run(cell.name).absolute(), _figures(found, cell.command)
+            tasks[cell.name] = Task(cell.name, cell.command, cell.options, target, figures, reads.of(cell.options))
         groups = split(groups_of(todo, tasks), pool.workers)
         leaving = Leaving(found.cells, folders, tasks, reads) if asked.evict else None
         progress, failed = Progress(len(todo)), {each.cell.name: AWAY for each in waiting}
@@ -298,11 +301,8 @@ def _swept(
     return SweepRun(found, plan, comparison.compared, folders.folder, comparison.manifest.get("failed_figures", {}))
 
 
-def compared(
-    found: Sweep, folders: CellFolders, start: float, page: bool = True, reads: Reads | None = None
-) -> SweepComparison:
+def compared(found: Sweep, folders: CellFolders, start: float, page: bool, reads: Reads) -> SweepComparison:
     """Compare the finished cells of all shards, and write the comparison."""
-    reads = reads or Reads()
     measured = [
         Measured(cell, folders.run(cell.name), manifest)
         for cell in found.cells
@@ -321,11 +321,6 @@ def _figures(found: Sweep, command: str) -> tuple[str, ...]:
 def _record(found: Sweep) -> dict[str, Any]:
     """Return the content of the file and the options of the command line, for run.json."""
     return {"content": found.content.model_dump(mode="json", exclude_unset=True), "given": dict(found.given)}
-
-
-def _task(found: Sweep, cell: Cell, folders: CellFolders, reads: Reads) -> Task:
-    folder = folders.run(cell.name).absolute()
-    return Task(cell.name, cell.command, cell.options, folder, _figures(found, cell.command), reads.of(cell.options))
 
 
 # ------------------------------------------------------------------- the plan: states of cells, and sizes of models

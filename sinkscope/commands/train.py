@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping
 from typing import Any, Unpack
 
-from accelerate import PartialState
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from sinkscope.commands.result import Result
@@ -28,9 +27,8 @@ from sinkscope.options.training import TrainOptions
 from sinkscope.output.trained import Trained
 from sinkscope.text.sources import documents
 from sinkscope.training.architectures import architecture, fresh_model, predicts_next, tokenizer_of
-from sinkscope.training.arms import Methods, arms_of, parse_methods
-from sinkscope.training.blocks import begun, check_options, is_written, limited, read_blocks
-from sinkscope.training.sharding import launched
+from sinkscope.training.arms import Methods, parse_methods
+from sinkscope.training.blocks import check_options, is_written
 from sinkscope.training.tasks import TASKS, Task
 from sinkscope.training.tasks.backcopy import Opening
 
@@ -90,13 +88,11 @@ def train(
         typed = {"config": config and text_of(config), "method": methods, "tokenizer": named and os.fspath(named)}
         options = checked(TrainOptions, given | {name: value for name, value in typed.items() if value is not None})
     check(options)
-    launched(cpu=options.device_map == "cpu")
     task = _task(options, tokenizer)
     shape = architecture(options.config)
     arms = TrainingArms(
         "train", options, out, overwrite, quiet, record, page, figures, architecture=shape.to_diff_dict()
     )
-    wanted, training = parse_methods(options.method), options.training
     with arms.own_folder(options.config, options.text, options.tokenizer):
         with spinner(arms.console, "making the tokenizer"):
             tokens = task.tokenizer if task else _tokenizer(tokenizer or options.tokenizer, options, shape)
@@ -104,21 +100,11 @@ def train(
             shape.vocab_size = len(tokens)
             for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
                 setattr(shape, name, getattr(tokens, name))
-        fresh = fresh_model(shape, training.seed)
+        fresh = fresh_model(shape, options.seed)
         loaded = LoadedModel(fresh, tokens, options.shape_name, options.config, None, None, ())
         family, notices = family_of(loaded.model)
         print_notices(arms.console, notices)
-        arms.check_methods(wanted, loaded, family)
-        length, count = training.block_length, training.blocks_wanted(PartialState().num_processes)
-        with spinner(arms.console, "reading the text"):
-            if task:
-                blocks = task.blocks(length, count, options.num_seqs, training.seed)
-            else:
-                source = (options.text, options.dataset, length, count, training.eval_share)
-                blocks = begun(read_blocks(loaded, *source, bos=options.bos, family=family), loaded, options)
-            blocks = limited(blocks, options)
-        every = arms_of(wanted, training.seed, options.seeds)
-        return arms.finish(every, loaded, family, blocks, lambda arm: fresh_model(shape, arm.seed), task)
+        return arms.finish(loaded, family, lambda arm: fresh_model(shape, arm.seed), task)
 
 
 def _task(options: TrainOptions, tokenizer: object) -> Task | None:

@@ -39,6 +39,7 @@ from sinkscope.errors import InputError
 from sinkscope.measuring.console import print_notices, print_part, spinner
 from sinkscope.measuring.measure import make_manifest as run_manifest
 from sinkscope.measuring.measure import measure, publish
+from sinkscope.measuring.processes import Team
 from sinkscope.measuring.quantization_study import w8a8
 from sinkscope.measuring.subject import Subject, inputs_for, open_subject, with_masked, without_head_or_mask
 from sinkscope.measuring.tables import all_tables
@@ -59,10 +60,10 @@ from sinkscope.results.swap import new_file
 from sinkscope.results.tables import LEADING_COLUMNS, read_table, write_tables
 from sinkscope.retrofits import gate_displacement
 from sinkscope.retrofits.retrofit import registers_before
-from sinkscope.training.arms import Arm, Method
-from sinkscope.training.blocks import Blocks
+from sinkscope.training.arms import Arm, Method, arms_of, parse_methods
+from sinkscope.training.blocks import Blocks, begun, limited, read_blocks
 from sinkscope.training.history import probe_of
-from sinkscope.training.sharding import by_the_first
+from sinkscope.training.sharding import launched
 from sinkscope.training.tables import UNTOUCHED
 from sinkscope.training.tasks import Task
 from sinkscope.training.trainer import check_trainable, checkpoints, failures, keep_models, no_bars, train
@@ -79,9 +80,8 @@ def shown(done: Trained, output: OutputOptions) -> Result:
 class TrainingArms:
     """One call of `retrofit` or `train`, which finishes what its folder lacks.
 
-    The command enters `own_folder`, loads its model and text, calls `check_methods`, and then `finish`. The folder
-    is resumed only with identical options and `facts` (further entries of run.json that affect results); methods may be
-    added later.
+    The command enters `own_folder`, loads its model, and then calls `finish`. The folder is resumed only with identical
+    options and `facts` (further entries of run.json that affect results); methods may be added later.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class TrainingArms:
         **facts: Any,
     ) -> None:
         self.start = time.time()
+        launched(cpu=asked.device_map == "cpu")
         self.command, self.asked, self.folder, self.overwrite = command, asked, Path(out), overwrite
         self.record, self.page, self.figures = record, page, figures
         self.training, self.measuring = asked.training, asked.measuring  # how arms are trained, and measured
@@ -119,10 +120,11 @@ class TrainingArms:
                 stack.enter_context(alone_in(self.folder))
                 check_resumable(self.folder, self.command, self.options, self.overwrite, self.defaults, reads, RENEWED)
 
-            by_the_first(take)
+            state = PartialState()
+            Team(state.process_index, state.num_processes).of_the_first(take)
             yield
 
-    def check_methods(self, methods: Iterable[Method], loaded: LoadedModel, family: Family) -> None:
+    def _check_methods(self, methods: Iterable[Method], loaded: LoadedModel, family: Family) -> None:
         """Raise InputError for a method that cannot be trained on this model, before another trains for hours."""
         model = loaded.model
         if (reason := without_head_or_mask(loaded, family)) is not None:
@@ -143,21 +145,24 @@ class TrainingArms:
 
     def finish(
         self,
-        arms: list[Arm],
         loaded: LoadedModel,
         family: Family,
-        blocks: Blocks,
         begin: Callable[[Arm], PreTrainedModel],
         task: Task | None = None,
     ) -> Trained:
-        """Train and measure everything that is not done yet; arms of earlier calls stay.
+        """Read the text, train and measure everything that is not done yet; arms of earlier calls stay.
 
         `loaded` is the unchanged model on the CPU, which `retrofit` measures, too. `begin` returns the model of an arm
-        before the method is built in. `task` made the blocks; None for a text.
+        before the method is built in. `task` makes the blocks; None for a text.
         """
-        self.loaded, self.family, self.blocks, self.begin, self.task = loaded, family, blocks, begin, task
+        self.loaded, self.family, self.begin, self.task = loaded, family, begin, task
+        methods, wanted = parse_methods(self.asked.method), self.training.blocks_wanted(PartialState().num_processes)
+        self._check_methods(methods, loaded, family)
+        with spinner(self.console, "reading the text"):
+            self.blocks = self._read(wanted)
+        arms = arms_of(methods, self.training.seed, self.asked.seeds)
         self._claim(arms)
-        print_notices(self.console, blocks.notices(self.training.blocks_wanted(PartialState().num_processes)))
+        print_notices(self.console, self.blocks.notices(wanted))
         if self.command == "retrofit" and self.is_main and not self._is_measured(UNTOUCHED):
             on_gpu = torch.cuda.is_available() and self.measuring.device_map != "cpu"
             loaded.model.to("cuda" if on_gpu else "cpu")  # type: ignore[arg-type]
@@ -173,6 +178,16 @@ class TrainingArms:
                 self._measure_arm(arm.label)
             PartialState().wait_for_everyone()
         return self._conclude()
+
+    def _read(self, wanted: int) -> Blocks:
+        """Return the blocks of the task, or of the text with its first tokens replaced as the options say."""
+        options, training = self.asked, self.training
+        if self.task is not None:
+            drawn = self.task.blocks(training.block_length, wanted, options.num_seqs, training.seed)
+            return limited(drawn, options)
+        source = (options.text, options.dataset, training.block_length, wanted, training.eval_share)
+        read = read_blocks(self.loaded, *source, seed=training.seed, bos=options.bos, family=self.family)
+        return limited(begun(read, self.loaded, options), options)
 
     # ------------------------------------------------------------------------------------------- the folder
 

@@ -7,25 +7,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from sinkscope.errors import counted
-from sinkscope.figures import plot
+from sinkscope.figures import plot, style
 from sinkscope.figures.labels import escape, title, wrapped
 from sinkscope.figures.spec import needs
-from sinkscope.figures.style import (
-    COLUMN,
-    HIGHEST,
-    NAVY,
-    OTHERS,
-    REFERENCE,
-    SINK,
-    SKY,
-    TEXT,
-    VERMILION,
-    WIDE,
-    Figure,
-    Look,
-    line_looks,
-    new_figure,
-)
+from sinkscope.figures.style import HIGHEST, NAVY, OTHERS, SINK, SKY, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.quantization.settings import ALL_LAYERS, ALONE, FULL
 from sinkscope.quantization.sites import INPUT, KEYS, NO_LAYER, OUTPUT, SCORES, SOFTMAX, SUM, VALUES, WEIGHT
 from sinkscope.results.metrics import METRICS
@@ -56,7 +41,7 @@ MARKS: dict[str, Look] = {  # shapes differ, so that colors are not needed
     KEYS: DOT | {"marker": "<", "color": NAVY, "markersize": 4.2},
     VALUES: DOT | {"marker": ">", "color": SKY, "markersize": 4.2},
 }
-FULL_PRECISION = REFERENCE | {"zorder": 1}
+FULL_PRECISION = style.REFERENCE | {"zorder": 1}
 
 
 def draw_quantization_cost(run: RunData) -> Figure:
@@ -65,15 +50,27 @@ def draw_quantization_cost(run: RunData) -> Figure:
     modules = list(kinds["site"].unique()[:MOST])
     quantized, probes = whole(run).drop(FULL), float(probed(run, FULL)["perplexity"].iloc[0])
     heights = [1.9 * len(quantized), 1.4 * len(modules), *[len(sites)] * (len(sites) > 0)]
-    figure = new_figure(COLUMN, 0.14 * sum(heights) + 0.5 * len(heights) + 0.6)
+    figure = new_figure(style.COLUMN, 0.14 * sum(heights) + 0.5 * len(heights) + 0.6)
     axes = figure.subplots(len(heights), 1, height_ratios=heights)
-    names = [wrapped(label(run, str(setting)), 26, 2) for setting in quantized.index]
-    _rows(axes[0], "whole model quantized", names, float(whole(run)["perplexity"][FULL]))
+    settings = [wrapped(label(run, str(setting)), 26, 2) for setting in quantized.index]
+    _rows(axes[0], "whole model quantized", settings, float(whole(run)["perplexity"][FULL]))
     for place, row in enumerate(quantized.itertuples()):
         _mark(axes[0], row, place, whole(run)["perplexity"][FULL], SETTING)
-    _draw_kinds(axes[1], kinds[kinds["site"].isin(modules)], probes)
+    kinds = kinds[kinds["site"].isin(modules)]
+    modules = list(kinds.sort_index()["site"].unique())  # in the order of the model
+    _rows(axes[1], "one kind of site quantized", [escape(shorten(module, LONGEST)) for module in modules], probes)
+    for row in kinds.itertuples():
+        part = str(row.part)
+        _mark(axes[1], row, modules.index(row.site) + NUDGE[part], probes, MARKS[part])
+    names, known = [], run.tables["quantization_sites"]
+    massive = known[known["is_massive"]].set_index(["layer", "site", "part"]).index
+    for place, row in enumerate(sites.itertuples()):
+        where = "" if row.layer == NO_LAYER else f"{row.layer} "
+        mark = f" {MASSIVE}" if (row.layer, row.site, row.part) in massive else ""
+        names.append(escape(where + shorten(str(row.site), LONGEST)) + mark)
+        _mark(axes[2], row, place, probes, MARKS[str(row.part)])
     if len(sites):
-        _draw_sites(axes[2], sites, probes, run.tables["quantization_sites"])
+        _rows(axes[2], "one site quantized (layer, site)", names, probes)
     for ax in axes:
         table = run.tables["quantization"] if ax is axes[0] else alone
         values = plot.drawn(ax, "x")
@@ -84,9 +81,9 @@ def draw_quantization_cost(run: RunData) -> Figure:
     marks = {part: look for part, look in MARKS.items() if part in shown} | {"full precision": FULL_PRECISION}
     if np.isfinite(run.tables["quantization"][["cost_low", "cost_high"]]).any(axis=None):
         marks["95 % over sequences"] = INTERVAL
-    if len(sites) and any(name.get_text().endswith(MASSIVE) for name in axes[2].get_yticklabels()):
+    if any(name.endswith(MASSIVE) for name in names):
         marks[f"{MASSIVE} massive activations"] = DOT
-    return figure.finish(title(run, COLUMN), marks, ncols=3, columnspacing=1.0, handlelength=1.8)
+    return figure.finish(title(run, style.COLUMN), marks, ncols=3, columnspacing=1.0, handlelength=1.8)
 
 
 def _mark(ax: Axes, row: Any, place: float, full: float, look: Look) -> None:
@@ -95,26 +92,6 @@ def _mark(ax: Axes, row: Any, place: float, full: float, look: Look) -> None:
     if np.isfinite(ends).all():
         ax.plot(ends, [place, place], **INTERVAL)
     ax.plot([row.perplexity], [place], **look)
-
-
-def _draw_kinds(ax: Axes, kinds: pd.DataFrame, reference: float) -> None:
-    """Draw a row for each module, in the order of the model, with a mark for each of its parts."""
-    modules = list(kinds.sort_index()["site"].unique())
-    _rows(ax, "one kind of site quantized", [escape(shorten(module, LONGEST)) for module in modules], reference)
-    for row in kinds.itertuples():
-        part = str(row.part)
-        _mark(ax, row, modules.index(row.site) + NUDGE[part], reference, MARKS[part])
-
-
-def _draw_sites(ax: Axes, sites: pd.DataFrame, reference: float, known: pd.DataFrame) -> None:
-    massive = known[known["is_massive"]].set_index(["layer", "site", "part"]).index
-    names = []
-    for place, row in enumerate(sites.itertuples()):
-        where = "" if row.layer == NO_LAYER else f"{row.layer} "
-        mark = f" {MASSIVE}" if (row.layer, row.site, row.part) in massive else ""
-        names.append(escape(where + shorten(str(row.site), LONGEST)) + mark)
-        _mark(ax, row, place, reference, MARKS[str(row.part)])
-    _rows(ax, "one site quantized (layer, site)", names, reference)
 
 
 def _rows(ax: Axes, title: str, names: list[str], reference: float) -> None:
@@ -129,13 +106,7 @@ def _rows(ax: Axes, title: str, names: list[str], reference: float) -> None:
 
 COLUMNS, RANGES_MOST = 4, 24  # panels in a row, and in the figure
 
-RING: Look = DOT | {
-    "marker": "o",
-    "markersize": 7,
-    "markerfacecolor": "none",
-    "markeredgecolor": VERMILION,
-    "zorder": 5,
-}
+RING: Look = DOT | {"marker": "o", "markersize": 7, "mfc": "none", "mec": VERMILION, "zorder": 5}
 
 
 @needs(lambda run: len(_sites(run)), "the layers of the model contain no linear layer")
@@ -196,8 +167,8 @@ def draw_overflow_headroom(run: RunData) -> Figure:
     largest = table.groupby("site")["largest"].max().sort_values(ascending=False)
     named = [site for site in BY_NAME if site in largest]
     chosen = [*named, *largest.drop(named).index[:OTHERS_SHOWN]]
-    figure = new_figure(TEXT, 2.9)
-    ax, looks = figure.subplots(), dict(zip(chosen, line_looks(), strict=False))
+    figure = new_figure(style.TEXT, 2.9)
+    ax, looks = figure.subplots(), dict(zip(chosen, style.line_looks(), strict=False))
     for site, look in looks.items():
         rows = table[table["site"] == site].groupby("layer")["largest"].max()
         ax.plot(rows.index, rows, **look | {"markersize": 3, "linewidth": 1})
@@ -206,4 +177,4 @@ def draw_overflow_headroom(run: RunData) -> Figure:
     ax.plot(ends, [limit, limit], **LIMIT)
     plot.panel(ax, "", "largest |entry|", log=True)
     signs = {escape(shorten(site, LONGEST)): look for site, look in looks.items()}
-    return figure.finish(title(run, TEXT), signs | {f"limit of {dtype}": LIMIT}, ncols=4)
+    return figure.finish(title(run, style.TEXT), signs | {f"limit of {dtype}": LIMIT}, ncols=4)

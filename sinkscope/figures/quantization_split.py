@@ -21,7 +21,17 @@ def draw_quantization_split(run: RunData) -> Figure:
     table, draws = measured(run).drop(settings.FULL), run.tables["quantization_split"]["draw"].max() + 1
     figure = new_figure(TEXT, 0.3 * len(table) + 1.0)
     ax = figure.subplots()
-    plot.name_rows(ax, [_label(run, str(setting)) for setting in table.index])
+    prefix = run.manifest["quantization"]["prefix"]
+    labels = {
+        settings.ALL: "everything quantized",
+        settings.WEIGHTS: "weights only",
+        settings.TOKENS: f"outlier tokens spared ({table['tokens'][settings.TOKENS]:.3g} of a sequence)",
+        settings.COORDINATES: f"{table['coordinates'][settings.COORDINATES]} coordinates spared",
+        settings.BOTH: "both spared",
+        settings.PREFIX: f"a prefix of {counted(len(prefix), 'token')}",
+        settings.ROTATION: "rotated",
+    }
+    plot.name_rows(ax, [labels[str(setting)] for setting in table.index])
     for row, (setting, found) in enumerate(table.iterrows()):
         ax.barh([row], [found["cost"]], height=0.55, **BAR)
         ax.plot([found["cost_low"], found["cost_high"]], [row, row], **INTERVAL)
@@ -31,16 +41,3 @@ def draw_quantization_split(run: RunData) -> Figure:
     ax.set_xlabel(METRICS["cost"].label)
     signs = {"cost": BAR, "95 % interval": INTERVAL, f"random control (up to {counted(draws, 'draw')})": RANDOM}
     return figure.finish(title(run, TEXT), signs, ncols=3)
-
-
-def _label(run: RunData, setting: str) -> str:
-    table, prefix = measured(run), run.manifest["quantization"]["prefix"]
-    return {
-        settings.ALL: "everything quantized",
-        settings.WEIGHTS: "weights only",
-        settings.TOKENS: f"outlier tokens spared ({table['tokens'][settings.TOKENS]:.3g} of a sequence)",
-        settings.COORDINATES: f"{table['coordinates'][settings.COORDINATES]} coordinates spared",
-        settings.BOTH: "both spared",
-        settings.PREFIX: f"a prefix of {counted(len(prefix), 'token')}",
-        settings.ROTATION: "rotated",
-    }[setting]

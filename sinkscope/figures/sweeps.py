@@ -12,20 +12,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import escape, heading, seeds_words
 from sinkscope.figures.spec import needs
-from sinkscope.figures.style import (
-    GRAY,
-    GUIDE,
-    HIGHEST,
-    NAVY,
-    SINK,
-    TEXT,
-    VERMILION,
-    WIDE,
-    Figure,
-    Look,
-    line_looks,
-    new_figure,
-)
+from sinkscope.figures.style import SINK, TEXT, WIDE, Figure, Look, line_looks, new_figure
 from sinkscope.results.findings import SINK as SINK_RATE
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.papers import LENGTH, SETTING, TRANSCRIBED, WSE_TABLE_1
@@ -136,7 +123,7 @@ def draw_sweep_inputs(tables: SweepTables) -> Figure:
             for reads, found in WSE_TABLE_1.get(tables.papers.get(model, ""), {}).items():
                 ax.plot(
                     [found.value], [at + places.get(reads, 0.0)], marker="o", markersize=8, fillstyle="none",
-                    linestyle="none", color=colors.get(reads, GRAY), zorder=1,
+                    linestyle="none", color=colors.get(reads, style.GRAY), zorder=1,
                 )  # fmt: skip
         if tables.papers:
             ax.set_title("rings: as published (WSE)", fontsize=7)
@@ -192,7 +179,7 @@ def draw_sweep_epsilon(tables: SweepTables) -> Figure:
     figure, axes = lines_by_input(_rows_by_epsilon(tables), "epsilon", "ε (dashed: of the cells)")
     for ax in axes:
         for epsilon in tables.main["epsilon"].unique():
-            ax.axvline(epsilon, **GUIDE)
+            ax.axvline(epsilon, **style.GUIDE)
     return figure
 
 
@@ -251,9 +238,8 @@ def _chat_rows(tables: SweepTables) -> pd.DataFrame:
 @needs(lambda tables: len(_chat_rows(tables)), "no model names its base model")
 def draw_sweep_chat(tables: SweepTables) -> Figure:
     rows = _chat_rows(tables)
-    figure, ax = dots_by_model(
-        rows, "kind", {BASE: {"color": NAVY, "marker": "o"}, TUNED: {"color": VERMILION, "marker": "s"}}
-    )
+    tuned: Look = {"color": style.VERMILION, "marker": "s"}
+    figure, ax = dots_by_model(rows, "kind", {BASE: {"color": style.NAVY, "marker": "o"}, TUNED: tuned})
     places = places_in_row(rows["kind"])
     for at, (_, pair) in enumerate(rows.groupby("model", sort=False)):
         ax.plot(100 * pair["sink_rate"], at + pair["kind"].map(places), **style.NEUTRAL)
@@ -326,7 +312,7 @@ def draw_sweep_factor(tables: SweepTables) -> Figure:
     for mark, (shape, name) in PUBLISHED.items():
         points = [(rate.value, row) for rate, row in known if rate.mark == mark]
         if points:
-            look = {"color": HIGHEST["color"], "markersize": 4, "fillstyle": "none"}
+            look = {"color": style.HIGHEST["color"], "markersize": 4, "fillstyle": "none"}
             ax.plot(*zip(*points, strict=True), shape, label=name, **look)
     key, names = without_key(levels)
     plot.name_rows(ax, [escape(shorten(name, 40)) for name in names])
@@ -350,25 +336,27 @@ def _training_rows(tables: SweepTables, metric: str) -> pd.DataFrame:
 @needs(lambda tables: len(_training_rows(tables, "sink_rate")), "no cell is a training with sink rates by step")
 def draw_sweep_training_sink(tables: SweepTables) -> Figure:
     rows = _training_rows(tables, "sink_rate")
-    figure, axes = _panels(rows.assign(value=100 * rows["value"]), f"sink rate at\n{measured_at(rows)} in %", SINK)
+    name = f"sink rate at\n{measured_at(rows)} in %"
+    figure, axes, of_all = _panels(rows.assign(value=100 * rows["value"]), name, SINK)
     for ax in axes:
         ax.axhline(SINK_RATE, color="0.55", linestyle="--", linewidth=0.8)
     top = max(1.5 * SINK_RATE, 100 * rows["value"].max())
     axes[0].set_ylim(-0.03 * top, 1.03 * top)  # of all panels
-    return figure.finish(heading(*_of_all(rows), f"dashed: {SINK_RATE:g} %, the limit for a sink"))
+    return figure.finish(heading(*of_all, f"dashed: {SINK_RATE:g} %, the limit for a sink"))
 
 
 @needs(lambda tables: len(_training_rows(tables, "loss")), "no cell is a training")
 def draw_sweep_training_loss(tables: SweepTables) -> Figure:
     rows = _training_rows(tables, "loss")
-    figure, _ = _panels(rows, METRICS["loss"].label, style.OTHERS)
-    return figure.finish(heading(*_of_all(rows)))
+    figure, _, of_all = _panels(rows, METRICS["loss"].label, style.OTHERS)
+    return figure.finish(heading(*of_all))
 
 
-def _panels(rows: pd.DataFrame, name: str, look: Look) -> tuple[Figure, list[Axes]]:
+def _panels(rows: pd.DataFrame, name: str, look: Look) -> tuple[Figure, list[Axes], list[str]]:
+    """Return figure, panels, and what all panels share: the setting whose values are their titles, and the seeds."""
     levels = list(dict.fromkeys(rows[LEVEL]))
     across = min(4, len(levels))
-    _, names = without_key(levels)
+    key, names = without_key(levels)
     titles = ["\n".join(escape(shorten(part, 24)) for part in name.split()) for name in names]
     panel = 0.92 + 0.13 * max(title.count("\n") + 1 for title in titles)  # inches, with its title
     figure = new_figure(WIDE, 0.9 + panel * -(-len(levels) // across))
@@ -380,12 +368,6 @@ def _panels(rows: pd.DataFrame, name: str, look: Look) -> tuple[Figure, list[Axe
     plot.step_axis(axes[0], sorted(rows["step"].unique()))
     figure.supxlabel("training step")
     figure.supylabel(name)
-    return figure, axes
-
-
-def _of_all(rows: pd.DataFrame) -> list[str]:
-    """Return the setting whose values are the titles, if it is a single setting, and the seeds of the curves."""
-    key, _ = without_key(list(rows[LEVEL].unique()))
     counts = rows.groupby(LEVEL)["seed"].nunique()
     seeds = seeds_words(counts.max(), counts.min())
-    return [f"by {key}", seeds] if key else [seeds]
+    return figure, axes, [f"by {key}", seeds] if key else [seeds]

@@ -23,19 +23,7 @@ from sinkscope.figures.labels import (
     wrapped,
 )
 from sinkscope.figures.spec import needs
-from sinkscope.figures.style import (
-    COLUMN,
-    GUIDE,
-    HIGHEST,
-    OTHERS,
-    REFERENCE,
-    SINK,
-    VERMILION,
-    WIDE,
-    Figure,
-    Look,
-    new_figure,
-)
+from sinkscope.figures.style import COLUMN, OTHERS, SINK, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.results.findings import SINK as SINK_RATE
 from sinkscope.results.metrics import METRICS, Metric
 from sinkscope.results.run import RunData
@@ -105,7 +93,7 @@ def draw_training_by_step(runs: Checkpoints) -> Figure:
         for label, look in zip(table, (SINK, OTHERS), strict=False):
             plot.curve(ax, table[label], label=label, **look)
         if neutral is not None:
-            ax.axhline(neutral, **GUIDE)
+            ax.axhline(neutral, **style.GUIDE)
             ax.autoscale(axis="y")  # with a margin below the line
         plot.value_axis(ax, unit, **scale, lacking="not measured")
         if len(table.columns) > 1:
@@ -137,7 +125,7 @@ def draw_training_onsets(runs: RunsByStep) -> Figure:
         onset, quantity = found["onset", name], QUANTITIES[name]
         plot.curve(ax, course["value"], **SINK)
         ax.fill_between(course.index, course["low"], course["high"], color=SINK["color"], **BAND)
-        ax.axhline(found["threshold", name].value, **GUIDE)
+        ax.axhline(found["threshold", name].value, **style.GUIDE)
         if np.isfinite(onset.value):
             ax.axvspan(onset.low, min(onset.high, course.index[-1]), color=VERMILION, **BAND)
             ax.axvline(onset.value, color=VERMILION, linewidth=1)
@@ -152,7 +140,7 @@ def draw_training_onsets(runs: RunsByStep) -> Figure:
     axes[len(names) - 1].set_xlabel("training step")
     if len(leads):
         _draw_leads(axes[-1], leads)
-    signs: dict[str, Look] = {"onset": {"color": VERMILION, "linewidth": 1}, "threshold": GUIDE}
+    signs: dict[str, Look] = {"onset": {"color": VERMILION, "linewidth": 1}, "threshold": style.GUIDE}
     signs |= {"95 % over sequences": {"facecolor": SINK["color"], "alpha": BAND["alpha"]}}
     signs |= {"steps in random order": CHANCE} if len(leads) else {}
     return figure.finish(steps_title(runs, width=COLUMN), signs, ncols=2)
@@ -266,7 +254,7 @@ def draw_retrofit_bars(arms: Arms) -> Figure:
     for ax in list(axes.flat)[len(shown) :]:
         ax.set_visible(False)
     plot.name_rows(axes[0, 0], [wrapped(arm, LETTERS, 2) for arm in looks], shaded=False)
-    signs = {escape(shorten(next(iter(looks)), LETTERS)): REFERENCE}
+    signs = {escape(shorten(next(iter(looks)), LETTERS)): style.REFERENCE}
     if arms.seeds > 1:
         signs["one seed"] = SEED
         signs["± standard deviation of seeds"] = {"color": "black", "linewidth": 0.8, "marker": "|"}
@@ -283,7 +271,7 @@ def _bars(ax: Axes, metric: Metric, rows: pd.DataFrame, looks: dict[str, Look]) 
     ax.set_xlabel(metric.axis)
     ax.tick_params(axis="y", length=0)
     ax.barh(range(len(looks)), lengths, height=0.66, color=[look["color"] for look in looks.values()])
-    ax.axvline(float(lengths[0]), **REFERENCE | {"zorder": 3})
+    ax.axvline(float(lengths[0]), **style.REFERENCE | {"zorder": 3})
     if has_spread:
         ax.errorbar(lengths, range(len(looks)), xerr=spreads.fillna(0), zorder=4, **WHISKER)
     ends = []
@@ -311,12 +299,11 @@ def _bars(ax: Axes, metric: Metric, rows: pd.DataFrame, looks: dict[str, Look]) 
 NORMS = {"layer_out": "layer output", "mlp_out": "MLP output", "attn_out": "attention output"}  # site → name
 
 
-def _has_layers(arms: Arms) -> bool:
-    return next(iter(arms.runs.values())).tables["activation"]["layer"].nunique() > 1
-
-
 @needs(lambda arms: arms.all_have("attention", "activation"), "not all arms have the tables attention and activation")
-@needs(_has_layers, "the model has only one layer")
+@needs(
+    lambda arms: next(iter(arms.runs.values())).tables["activation"]["layer"].nunique() > 1,
+    "the model has only one layer",
+)
 def draw_retrofit_layers(arms: Arms) -> Figure:
     looks = arm_looks(arms.runs)
     figure = new_figure(WIDE, 4.2 + 0.15 * (1 + len(looks) // 4))
@@ -410,7 +397,7 @@ def draw_retrofit_equal_loss(arms: Arms) -> Figure:
         ax.plot(course["loss"], 100 * course["rate"], **looks[arm] | {"marker": "", "linewidth": 0.9})
         ax.plot(course["loss"].iloc[-1:], 100 * course["rate"].iloc[-1:], **looks[arm] | {"label": None})
     plot.value_axis(ax, f"{METRICS[HELD_OUT[1]].short} in %")
-    ax.axhline(SINK_RATE, **REFERENCE)
+    ax.axhline(SINK_RATE, **style.REFERENCE)
     ax.invert_xaxis()  # training goes to the right
     ax.set_xlabel(METRICS[HELD_OUT[0]].label)
     title = arms.title(arms.seeds_text(), "marks: the end of training", width=style.TEXT)
@@ -485,7 +472,8 @@ def draw_backcopy_maps(arms: Arms) -> Figure:
     axes = figure.subplots(2, len(names), sharex="col", sharey="row", squeeze=False, height_ratios=[3, 2])
     for (above, below), name in zip(axes.T, names, strict=True):
         maps = attention_maps[attention_maps["condition"] == name]
-        layer, head = sinking_head(maps)
+        later = maps[(maps["key"] == 0) & (maps["query"] > 0)]
+        layer, head = later.groupby(["layer", "head"])["weight"].mean().idxmax()  # whose queries attend most to <s>
         norms = value_norms[(value_norms["condition"] == name) & (value_norms["layer"] == layer)]
         norms = norms.sort_values("position")
         weights = plot.square(maps[(maps["layer"] == layer) & (maps["head"] == head)], len(norms))
@@ -508,13 +496,6 @@ def draw_backcopy_maps(arms: Arms) -> Figure:
     return figure.finish(arms.title("one sequence", arms.seeds_text(of_runs=True)))
 
 
-def sinking_head(maps: pd.DataFrame) -> tuple[int, int]:
-    """Return the layer and head whose later queries attend most to <s>."""
-    first = maps[(maps["key"] == 0) & (maps["query"] > 0)]
-    layer, head = first.groupby(["layer", "head"])["weight"].mean().idxmax()
-    return int(layer), int(head)
-
-
 def _name_tokens(axis: Axis, norms: pd.DataFrame) -> None:
     """Name the tokens along an axis; triggers are bold and red, so that they are visible in grayscale, too."""
     axis.set_ticks(norms["position"], token_labels(norms["token"], norms["token_id"]), fontsize=SMALL)
@@ -535,23 +516,22 @@ ROWS: dict[str, dict[str, tuple[str, Look]]] = {  # name of a row → metric →
     "attention of\nothers (share)": {
         "attention_to_start": ("on <s>", SINK),
         "attention_to_triggers": ("on triggers", OTHERS),
-        "early_attention_to_start": ("on <s>, before\nany trigger", HIGHEST),
+        "early_attention_to_start": ("on <s>, before\nany trigger", style.HIGHEST),
     },
     "value\n(L2 norm)": {
         "start_value_norm": ("<s>", SINK),
         "other_value_norm": ("others", OTHERS),
-        "start_attended_norm": ("<s>, gated", HIGHEST),
+        "start_attended_norm": ("<s>, gated", style.HIGHEST),
     },
     "Δlogit\nof <s>": {"delta_logit": ("", SINK)},
 }
 BACKCOPY_METRICS = [metric for row in ROWS.values() for metric in row]
 
 
-def _has_task(arms: Arms) -> bool:
-    return arms.has("training") and bool(arms.tables["training"]["metric"].isin(BACKCOPY_METRICS).any())
-
-
-@needs(_has_task, "the table training has no metric of the Bigram-Backcopy task")
+@needs(
+    lambda arms: arms.has("training") and arms.tables["training"]["metric"].isin(BACKCOPY_METRICS).any(),
+    "the table training has no metric of the Bigram-Backcopy task",
+)
 def draw_backcopy_training(arms: Arms) -> Figure:
     training = arms.tables["training"]
     table = training[training["metric"].isin(BACKCOPY_METRICS)]

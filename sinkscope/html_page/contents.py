@@ -20,10 +20,9 @@ from sinkscope.results.manifest import PAGE, folder_of, format_of, read_manifest
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import LEADING_COLUMNS, WHOLE_MODEL, Column, Columns, names_of, newer_columns, read_table
 from sinkscope.training.tables import UNTOUCHED
-from sinkscope.verdict import at_a_glance, factor_study, onsets
+from sinkscope.verdict import at_a_glance, factor_study, onsets, scorecard, trained
 from sinkscope.verdict.register import REPORTS, written_tables
 from sinkscope.verdict.sweep_tables import SWEEP, SweepTables
-from sinkscope.verdict.trained import gates_moved, retrofit_summaries
 
 RUN = Column("run", "which of the runs side by side", kind="text")
 STEP = Column("step", "of the training", kind="whole")
@@ -75,8 +74,10 @@ class Contents:
             findings = REPORTS[manifest["command"]](RunData(manifest, tables, folder)).findings
         elif onsets.TABLE in tables:
             findings = onsets.findings(tables[onsets.TABLE])
-        elif len(tables) == len(files) and "gates" in tables:
-            findings = gates_moved(tables["gates"])
+        elif manifest["command"] == scorecard.COMMAND:
+            findings = scorecard.unusual(scorecard.Scorecard.open(folder))
+        elif len(tables) == len(files) and {"gates", "retrofit"} <= tables.keys():
+            findings = trained.findings(tables, manifest["arms"])
         return cls(manifest, tables, parts, findings, folder, absent, named_by, activations)
 
     @cached_property
@@ -117,7 +118,7 @@ class Contents:
         """Title → table of texts that sums up the folder: the arms of an experiment, the models of a sweep, …"""
         tables, command = dict(self.tables), self.manifest["command"]
         if "retrofit" in tables:
-            return dict(reversed(retrofit_summaries(tables["retrofit"]).items()))  # sinks first
+            return dict(reversed(trained.retrofit_summaries(tables["retrofit"]).items()))  # sinks first
         if SWEEP in tables and "token_zero" in tables[SWEEP]:
             return {"Sink rate at position 0, by model and input": SweepTables(tables, {}).overview}
         if self.findings and command in REPORTS and command != "analyze":

@@ -294,8 +294,7 @@ def _ratio(table: pd.DataFrame, above: pd.Series, below: pd.Series) -> np.ndarra
     sums = pd.DataFrame({"above": above, "below": below}).astype(float).groupby(table["sequence"]).sum()
     totals = resamplings(len(sums)) @ sums.to_numpy()
     with np.errstate(invalid="ignore", divide="ignore"):
-        ratio: np.ndarray = totals[:, 0] / totals[:, 1]
-    return ratio
+        return totals[:, 0] / totals[:, 1]
 
 
 def _visual(run: RunData) -> pd.DataFrame:

@@ -154,7 +154,20 @@ class Experiment:
             self.before = self._measured_before() if self.analyzed is None else self._taken_from(self.analyzed)
             known.tables, known.hidden_means = {**self.before.tables, **self._read_before()}, self._mean
             known.value_means = partial(self._mean, of_values=True)
-        return self._resolved(known)
+        resolved: dict[str, Stack] = {}
+        for label, stack in self.wanted.items():
+            if label in self.skipped:
+                continue
+            try:
+                decided = tuple(part.resolved(known) for part in stack)
+                for part in decided:
+                    part.check(known.target, known.length)
+                resolved[label] = decided
+            except InputError as error:
+                if not self.lenient:
+                    raise
+                self.skipped[label] = str(error).removeprefix(f"{label}: ")
+        return resolved
 
     @property
     def failed(self) -> dict[str, str]:
@@ -201,16 +214,15 @@ class Experiment:
     def _read_before(self) -> dict[str, pd.DataFrame]:
         """Measure on the unchanged model what interventions read, unless it is measured anyway."""
         read = dict.fromkeys(name for stack in self.wanted.values() for part in stack for name in part.reads)
-        names = [name for name in read if name not in self.chosen.first and self._applies(name)]
+        model, family = self.subject.loaded.model, self.subject.family
+        names = [name for name in read if name not in self.chosen.first]
+        names = [name for name in names if OBSERVABLES[name].inapplicable(model, family) is None]
         if not names:
             return {}
         settings = settings_of(self.subject, self.config)
         done = self._pass((), lambda: prepared(names, settings, self.subject), Tracer.forward)
         self._collect(tables := tables_of(done.observables), BEFORE)
         return tables
-
-    def _applies(self, observable: str) -> bool:
-        return OBSERVABLES[observable].inapplicable(self.subject.loaded.model, self.subject.family) is None
 
     def _taken_from(self, run: RunData) -> Arm:
         """Take the unchanged model's tables and loss from a run instead of measuring them."""
@@ -222,23 +234,6 @@ class Experiment:
         by_sequence = tables["loss_by_sequence"]
         loss = by_sequence["loss"] @ by_sequence["predicted"] / self.subject.inputs.num_predicted
         return Arm(tables, float(loss))
-
-    def _resolved(self, known: Known) -> dict[str, Stack]:
-        """Decide the open parameters of every arm, before any arm is measured."""
-        resolved: dict[str, Stack] = {}
-        for label, stack in self.wanted.items():
-            if label in self.skipped:
-                continue
-            try:
-                decided = tuple(part.resolved(known) for part in stack)
-                for part in decided:
-                    part.check(known.target, known.length)
-                resolved[label] = decided
-            except InputError as error:
-                if not self.lenient:
-                    raise
-                self.skipped[label] = str(error).removeprefix(f"{label}: ")
-        return resolved
 
     @contextmanager
     def _isolated_failure(self, label: str) -> Iterator[None]:

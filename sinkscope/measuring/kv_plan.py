@@ -341,20 +341,12 @@ def holding(
 ) -> AbstractContextManager[None]:
     """Let the model read one text with the cache of a plan, of which the tokens in `sinks` are in full precision."""
 
-    def attend(
-        layer: int,
-        windows: list[int],
-        bits: list[int],
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        call: AttentionCall,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        key_mean, value_mean = centers[layer] if centers and plan.is_centered else (0.0, 0.0)
-        key, value = quantized(bits[0], sinks, key, key_mean), quantized(bits[1], sinks, value, value_mean)
-        return evicting_attention(
-            query, key, value, call, windows, torch.tensor(sinks, dtype=torch.long).to(key.device)
-        )
+    def attend(layer: int, windows: list[int], bits: list[int], *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        query, *cached, call = given
+        means = centers[layer] if centers and plan.is_centered else (0.0, 0.0)
+        key, value = (quantized(b, sinks, x, mean) for b, x, mean in zip(bits, cached, means, strict=True))
+        kept = torch.tensor(sinks, dtype=torch.long, device=key.device)
+        return evicting_attention(query, key, value, call, windows, kept)
 
     rows = zip(sorted(seams), plan.windows.tolist(), plan.bits.tolist(), strict=True)
     return attending_by_kernels(seams, {row[0]: partial(attend, *row) for row in rows})
@@ -409,10 +401,9 @@ class Bench:
         """Return the scores (L,K) of each ranking, mean over texts; a key/value head has its largest query head's."""
         found = {name: np.zeros(self.sizes.dense.shape) for name in rankings}
 
-        def attend(
-            text: Text, at: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            whole = fused_attention(query, key, value, call)
+        def attend(text: Text, at: int, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            query, key, value, call = given
+            whole = fused_attention(*given)
             sinks = torch.tensor(text.sinks, dtype=torch.long, device=key.device)
             streamed = evicting_attention(query, key, value, call, [window] * key.shape[1], sinks)
             read = Reading(query, key, call, *whole, *streamed, text)
@@ -428,10 +419,9 @@ class Bench:
         """Return what each layer's output loses with keys or values on `bits`, (L,2), mean over heads and texts."""
         found = np.zeros((len(self.seams), 2))
 
-        def attend(
-            text: Text, at: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            whole = fused_attention(query, key, value, call)
+        def attend(text: Text, at: int, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            query, key, value, call = given
+            whole = fused_attention(*given)
             means = self.centers[sorted(self.seams)[at]]
             rounded = [quantized(bits, text.sinks, x, mean) for x, mean in zip((key, value), means, strict=True)]
             for which, pair in enumerate(((rounded[0], value), (key, rounded[1]))):
@@ -453,9 +443,8 @@ class Bench:
         """Read the dense cache's sizes and centers. Raises InputError where the model's own code has no kernel."""
         shapes: dict[int, torch.Size] = {}
 
-        def attend(
-            text: Text, at: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
-        ) -> tuple[torch.Tensor, torch.Tensor]:
+        def attend(text: Text, at: int, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            key, value = given[1:3]
             shapes[at] = key.shape
             others = torch.ones(key.shape[2], dtype=torch.bool, device=key.device)
             others[list(text.sinks)] = False
@@ -463,7 +452,7 @@ class Bench:
             layer = sorted(self.seams)[at]
             known = self.centers.get(layer)
             self.centers[layer] = [a + b for a, b in zip(means, known, strict=True)] if known else means
-            return fused_attention(query, key, value, call)
+            return fused_attention(*given)
 
         self._attend(attend, texts[-calibration:])
         if len(shapes) < len(self.seams):

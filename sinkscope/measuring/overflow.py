@@ -8,7 +8,7 @@ rounded to float8, without scales, and back.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -371,21 +371,13 @@ def no_rescaling(family: Family) -> str | None:
 Change = Callable[[], AbstractContextManager[Any]]
 
 
-@contextmanager
-def all_of(*changes: Change) -> Iterator[None]:
-    with ExitStack() as stack:
-        for change in changes:
-            stack.enter_context(change())
-        yield
-
-
 @dataclass
 class Arm:
     """One setting of the model in one dtype, and its sums over sequences."""
 
     setting: str
     dtype: str
-    change: Change
+    changes: Sequence[Change]  # in the order in which they are made
     factor: float = math.nan
     loss: float = 0.0
     cost: float = 0.0
@@ -433,26 +425,25 @@ class Overflow:
 
     def _rounding_arms(self) -> list[Arm]:
         rounding = partial(rounding_inputs, self.model, self.dtype)
-        arms = [Arm(FULL, self.name, rounding)]
+        arms = [Arm(FULL, self.name, [rounding])]
         if self.is_tight:
             largest = {path: self.magnitudes[first].largest for path, first in self._linear_inputs().items()}
             scales = {path: 2.0 ** math.ceil(math.log2(x / self.limit)) for path, x in largest.items() if x}
-            arms.append(Arm(CLIPPED, self.name, partial(rounding, saturates=True), self.limit))
-            arms.append(Arm(RESCALED, self.name, partial(rounding, scales)))
+            arms.append(Arm(CLIPPED, self.name, [partial(rounding, saturates=True)], self.limit))
+            arms.append(Arm(RESCALED, self.name, [partial(rounding, scales)]))
         return arms
 
     def _casting_arms(self) -> list[Arm]:
         casting = partial(replaced, cast_weights(self.model, self.dtype))
-        arms = [Arm(FULL, self.name, casting)]
+        arms = [Arm(FULL, self.name, [casting])]
         squares = [one.largest for one in self.magnitudes.values() if one.site.endswith((SQUARE, CENTERED))]
         if max(squares, default=0.0) >= overflows_from(self.dtype):
             decomposed = partial(decomposed_norms, self.model, self.prediction.norms)
-            arms.append(Arm(DECOMPOSED, self.name, partial(all_of, casting, decomposed)))
+            arms.append(Arm(DECOMPOSED, self.name, [casting, decomposed]))
         own = str(self.model.dtype).removeprefix("torch.")
-        remedies = self._remedies() if self.is_tight else []
-        for setting, change, factor in remedies:
-            arms.append(Arm(setting, own, change, factor))
-            arms.append(Arm(setting, self.name, partial(all_of, casting, change), factor))
+        for setting, change, factor in self._remedies() if self.is_tight else ():
+            arms.append(Arm(setting, own, [change], factor))
+            arms.append(Arm(setting, self.name, [casting, change], factor))
         return arms
 
     def _remedies(self) -> Iterator[tuple[str, Change, float]]:
@@ -480,7 +471,10 @@ class Overflow:
         if has_loss:
             own_loss, own_logs = loss_in_chunks(own, batch).sum(), upcast(own).log_softmax(-1)
         for arm in self.arms:
-            with arm.change(), watched(self.model, partial(self._see, arm)):
+            with ExitStack() as stack:
+                for change in arm.changes:
+                    stack.enter_context(change())
+                stack.enter_context(watched(self.model, partial(self._see, arm)))
                 output = self.model(**inputs)[0]
             difference = largest_difference(output, own, batch.attention_mask)
             arm.difference = float(np.maximum(arm.difference, difference))  # NaN stays

@@ -200,25 +200,23 @@ def round_off(model: PreTrainedModel, family: Family, batch: Batch, bare: torch.
 @contextmanager
 def perturbed_layers(model: PreTrainedModel, family: Family, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Add rounding errors of a dtype, by default the model's, to every layer's input until the end of the block."""
-    perturbed = partial(_perturbed, {}, dtype)
+    draw: dict[torch.device, torch.Generator] = {}
+    rounded = 2 * PRECISION[torch.get_float32_matmul_precision()]  # TF32 rounds the factors of each product
+
+    def perturbed(module: nn.Module, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+            return x
+        if x.device not in draw:
+            draw[x.device] = torch.Generator(x.device).manual_seed(0)
+        sum_over_channels = math.sqrt(x.shape[-1]) * torch.finfo(torch.float32).eps / 2
+        size = MARGIN * max(torch.finfo(dtype or x.dtype).eps, rounded, sum_over_channels)
+        up = torch.randint(0, 2, x.shape, generator=draw[x.device], device=x.device, dtype=torch.bool)
+        return torch.where(up, x * (1 + size), x * (1 - size))
+
     with ExitStack() as edits:
         for module in family.layer_modules(model):
             edits.enter_context(edited_input(module, perturbed))
         yield
-
-
-def _perturbed(draw: dict[torch.device, torch.Generator], dtype: torch.dtype | None, module: nn.Module, x: Any) -> Any:
-    """Add a rounding error of random sign to every number of a layer's input."""
-    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-        return x
-    if x.device not in draw:
-        draw[x.device] = torch.Generator(x.device).manual_seed(0)
-    rounded = 2 * PRECISION[torch.get_float32_matmul_precision()]  # TF32 rounds the factors of each product
-    size = MARGIN * max(
-        torch.finfo(dtype or x.dtype).eps, rounded, math.sqrt(x.shape[-1]) * torch.finfo(torch.float32).eps / 2
-    )
-    up = torch.randint(0, 2, x.shape, generator=draw[x.device], device=x.device, dtype=torch.bool)
-    return torch.where(up, x * (1 + size), x * (1 - size))
 
 
 class Parity(Observable):

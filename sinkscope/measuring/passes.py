@@ -15,8 +15,7 @@ import pandas as pd
 import torch
 from accelerate.utils import find_executable_batch_size
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.text import Text
+from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from transformers import PreTrainedModel
 
 from sinkscope.attention.seam import open_seam
@@ -220,18 +219,13 @@ class _BackwardBar(_Bar):
     backward = True
 
 
-class _TimeLeft(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(task.fields["bar"].left)
-
-
 @contextmanager
 def _progress(console: Console | None, model: PreTrainedModel, total: int, backward: bool) -> Iterator[list[_Bar]]:
     """Yield a progress bar if the console is a terminal, else none."""
     if console is None or console.quiet or not console.is_terminal:
         yield []
         return
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("sequences"), _TimeLeft())
+    columns = ("measuring", BarColumn(), MofNCompleteColumn(), "sequences {task.fields[bar].left}")
     layers = model.config.get_text_config().num_hidden_layers
     with Progress(*columns, console=console, transient=True) as progress:
         yield [(_BackwardBar if backward else _Bar)(progress, total, layers)]

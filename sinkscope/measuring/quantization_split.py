@@ -84,6 +84,9 @@ class Arm:
     coordinates: Mapping[Site, torch.Tensor] = field(default_factory=dict)  # spared ones
     prefix: tuple[int, ...] = ()
 
+    def sparing(self, text: Text) -> Spared:
+        return Spared(text.spared, self.coordinates)
+
 
 class Split:
     """Measures the settings of `quantization_split`."""
@@ -91,26 +94,25 @@ class Split:
     def __init__(self, bench: Bench, calibration: TokenInputs, seed: int, console: Console) -> None:
         self.bench, self.calibration, self.console = bench, calibration, console
         self.inputs = bench.subject.inputs
-        self._check_family()
-        self.bos = own_bos(bench)
+        loaded, family = bench.subject.loaded, bench.subject.family
+        reasons = {
+            "it attends in both directions": not family.causal,
+            "it is a prefix LM": family.prefix > 0,
+            "it has registers before the text": registers_before(loaded.model) > 0,
+            "its experts read only some tokens": any("*" in site.kind for site in bench.sites),
+        }
+        for reason, is_so in reasons.items():
+            if is_so:
+                raise InputError(f"--prefix does not apply to {loaded.name}: {reason}")
+        known = getattr(loaded.tokenizer, "bos_token_id", None)
+        configured = getattr(loaded.model.config.get_text_config(), "bos_token_id", None)
+        self.bos: int | None = configured if known is None else known
         self.begins_with_bos = all(ids[0] == self.bos for ids in (*self.inputs.sequences, *calibration.sequences))
         self.activations = [site for site in bench.sites if site.part != WEIGHT]
         self.seed, self.drawn = seed, np.random.default_rng(seed)
         self.prefix: tuple[int, ...] = ()
         self.without_rotation = ""  # the reason
         self.rows: list[dict[str, Any]] = []
-
-    def _check_family(self) -> None:
-        subject = self.bench.subject
-        reasons = {
-            "it attends in both directions": not subject.family.causal,
-            "it is a prefix LM": subject.family.prefix > 0,
-            "it has registers before the text": registers_before(subject.loaded.model) > 0,
-            "its experts read only some tokens": any("*" in site.kind for site in self.bench.sites),
-        }
-        for reason, is_so in reasons.items():
-            if is_so:
-                raise InputError(f"--prefix does not apply to {subject.loaded.name}: {reason}")
 
     def checked(self, prefix: tuple[int, ...]) -> tuple[int, ...]:
         """Return a prefix with the text's own BOS last; InputError if the model cannot read it before the text."""
@@ -151,9 +153,10 @@ class Split:
         found = [self._outliers(inputs) for inputs in (self.inputs, self.calibration)]
         self._measure_all(list(self._spared(*([_spared_tokens(each) for each in of] for of in found))))
         self.prefix = prefix if prefix is not None else self.checked(self._best(self._candidates(found[1])))
-        arms = [self._prefixed(settings.PREFIX, self.prefix)]
-        arms += [self._prefixed(settings.PREFIX, self._random_ids(), draw) for draw in range(draws)]
-        self._measure_all(arms)
+        loaded, length = self.bench.subject.loaded, len(self.prefix)
+        ordinary = np.setdiff1d(np.arange(vocabulary(loaded.model)), list(special_token_ids(loaded.tokenizer)))
+        random = [tuple(map(int, self.drawn.choice(ordinary, length))) for _ in range(draws)]
+        self._measure_all([self._prefixed(self.prefix), *map(self._prefixed, random, range(draws))])
         self.without_rotation = self._rotate()
         return {"quantization_split": pd.DataFrame(self.rows)}
 
@@ -172,9 +175,9 @@ class Split:
             anywhere = {site: _largest(torch.from_numpy(self.drawn.random(x.shape))) for site, x in peaks.items()}
             yield Arm(settings.COORDINATES, *plain, draw, anywhere)
 
-    def _prefixed(self, setting: str, prefix: tuple[int, ...], draw: int = settings.NO_DRAW) -> Arm:
+    def _prefixed(self, prefix: tuple[int, ...], draw: int = settings.NO_DRAW) -> Arm:
         text, calibration = (self._behind(prefix, inputs) for inputs in (self.inputs, self.calibration))
-        return Arm(setting, text, calibration, draw, prefix=prefix)
+        return Arm(settings.PREFIX, text, calibration, draw, prefix=prefix)
 
     def _behind(self, prefix: Sequence[int], inputs: TokenInputs) -> Text:
         """Put a prefix before each sequence, in place of its BOS. The same tokens are predicted."""
@@ -247,12 +250,6 @@ class Split:
         losses = self._measure([Arm(settings.PREFIX, text, text) for text in on_calibration])
         return min(zip((each.sum() for each in losses), candidates, strict=True))[1]
 
-    def _random_ids(self) -> tuple[int, ...]:
-        """Draw a prefix as long, uniformly from the vocabulary without special tokens."""
-        loaded = self.bench.subject.loaded
-        ordinary = np.setdiff1d(np.arange(vocabulary(loaded.model)), list(special_token_ids(loaded.tokenizer)))
-        return tuple(map(int, self.drawn.choice(ordinary, len(self.prefix))))
-
     # --- measuring
 
     def _measure_all(self, arms: Sequence[Arm]) -> None:
@@ -263,12 +260,12 @@ class Split:
         """Return the losses of each arm (N,), with weights and all activations that are not spared quantized."""
         with self.bench.tracer() as tracer:
             ranges = [
-                measured_ranges(tracer, self.activations, arm.calibration.inputs.read, _spared(arm, arm.calibration))
+                measured_ranges(tracer, self.activations, arm.calibration.inputs.read, arm.sparing(arm.calibration))
                 for arm in arms
             ]
         with quantized_sites(self.bench.subject.loaded.model, weights or self.weights, self.bench.precision):
             each = zip(arms, ranges, strict=True)
-            return [self.bench.losses(known, arm.text.inputs, _spared(arm, arm.text)) for arm, known in each]
+            return [self.bench.losses(known, arm.text.inputs, arm.sparing(arm.text)) for arm, known in each]
 
     def _rotate(self) -> str:
         """Measure a rotation of the residual stream. Returns the reason if the model cannot be rotated, else ""."""
@@ -311,10 +308,6 @@ class Split:
                 "full_loss": float(full.sum() / predicted.sum()),
             }
         )
-
-
-def _spared(arm: Arm, text: Text) -> Spared:
-    return Spared(text.spared, arm.coordinates)
 
 
 def _outliers_of(tracer: Tracer, sites: Iterable[Site], ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -365,12 +358,3 @@ def outlier_prefix(outliers: Sequence[np.ndarray], sequences: Sequence[np.ndarra
     if len(counts) == 1 and counts.total() < RARE * len(sequences):
         return ()
     return tuple(token for token, _ in counts.most_common(number))
-
-
-def own_bos(bench: Bench) -> int | None:
-    """Return the id of the tokenizer's BOS, or else the configuration's."""
-    loaded = bench.subject.loaded
-    known = getattr(loaded.tokenizer, "bos_token_id", None)
-    configured = getattr(loaded.model.config.get_text_config(), "bos_token_id", None)
-    found: int | None = configured if known is None else known
-    return found

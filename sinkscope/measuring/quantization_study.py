@@ -57,8 +57,6 @@ from sinkscope.text.inputs import TokenInputs
 
 See = Callable[[Site, torch.Tensor], None]
 
-WITHOUT_HIDDEN_STATES = (WEIGHT, *IN_ATTENTION)  # parts that cannot have massive activations
-
 
 def calibrate_ranges(
     model: PreTrainedModel, sequences: Iterable[Any], scheme: str = LINEAR_SCHEME, has_cache: bool = False
@@ -102,7 +100,8 @@ def _range(site: Site, x: torch.Tensor) -> Range:
     if not (math.isfinite(low) and math.isfinite(high)):
         raise SinkscopeError(f"{site}: the model itself gives NaN or infinite numbers; try --dtype float32")
     median = median_magnitude(x)
-    massive = site.part not in WITHOUT_HIDDEN_STATES and bool(is_massive(median.new_tensor(max(-low, high)), median))
+    is_hidden_state = site.part not in (WEIGHT, *IN_ATTENTION)  # others cannot have massive activations
+    massive = is_hidden_state and bool(is_massive(median.new_tensor(max(-low, high)), median))
     by_channel = (x.amin((0, 2), keepdim=True), x.amax((0, 2), keepdim=True)) if site.part in CACHED else None
     return Range(low, high, float(median), massive, by_channel)  # keys and values are (B,Hkv,T,D)
 
@@ -221,14 +220,10 @@ class Bench:
         has_cache = self.precision.kv_cache_per is not None
         return sites_of(self.subject.loaded.model, self.subject.family, self.scheme, has_cache)
 
-    def ranges(self, calibration: TokenInputs, spared: Spared = NOTHING) -> dict[Site, Range]:
+    def ranges(self, calibration: TokenInputs) -> dict[Site, Range]:
         sites = self.sites  # in a tracer, modules have another forward, which the check of sites refuses
         with self.tracer() as tracer:
-            return measured_ranges(tracer, sites, calibration.read, spared)
-
-    def roundings(self, calibration: TokenInputs, ranges: Mapping[Site, Range]) -> dict[Site, Rounding]:
-        with self.tracer() as tracer:
-            return measured_roundings(tracer, calibration.read, ranges, self.precision)
+            return measured_ranges(tracer, sites, calibration.read)
 
     def measure(self, ranges: Mapping[Site, Range], inputs: TokenInputs, outliers: bool = False) -> Measured:
         """Measure the loss with these sites quantized; with `outliers` also infinity norm and kurtosis."""
@@ -316,8 +311,6 @@ def w8a8(
     return {name + ending: getattr(found, name) for ending, found in measured.items() for name in names}
 
 
-Ranges = Mapping[Site, Range]
-
 LINEAR = Column("site", "kind of module, as mlp.down_proj, or mid or layer_out of a residual sum", kind="text")
 PART = Column(
     "part",
@@ -371,7 +364,8 @@ class Study:
         self.inputs = bench.subject.inputs
         self.probes = self.inputs.part(0, settings.PROBED)
         self.ranges = bench.ranges(calibration)
-        self.roundings = bench.roundings(calibration, self.ranges)
+        with bench.tracer() as tracer:
+            self.roundings = measured_roundings(tracer, calibration.read, self.ranges, bench.precision)
         self.console = console
         self.rows: list[dict[str, Any]] = []
         self.full: dict[int, Measured] = {}  # number of sequences → full precision on them
@@ -424,7 +418,8 @@ class Study:
 
     def _keep_costliest(self, costliest: list[Site]) -> None:
         """Keep 1, 2, 4, … sites in full precision until little of the cost remains; measure that choice on all text."""
-        full_cost = self._row(settings.ALL, self.probes)["cost"]
+        quantized = (row for row in self.rows if row["setting"] == settings.ALL)
+        full_cost = next(row["cost"] for row in quantized if row["sequences"] == len(self.probes))
         if not costliest or full_cost < settings.COSTLY:
             return
         count, cost = 0, math.inf
@@ -441,7 +436,7 @@ class Study:
     def _note(
         self,
         setting: str,
-        ranges: Ranges,
+        ranges: Mapping[Site, Range],
         inputs: TokenInputs | None = None,
         site: Site | None = None,
         layer: int = settings.ALL_LAYERS,
@@ -472,9 +467,6 @@ class Study:
             }
         )
         return cost
-
-    def _row(self, setting: str, inputs: TokenInputs) -> dict[str, Any]:
-        return next(row for row in self.rows if row["setting"] == setting and row["sequences"] == len(inputs))
 
     def _sites(self) -> pd.DataFrame:
         rows = [

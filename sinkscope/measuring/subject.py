@@ -34,8 +34,8 @@ from sinkscope.models.family import (
 )
 from sinkscope.models.in_memory import drawing, unchanged_after, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
-from sinkscope.options.measuring import SEQ_LEN, BenchmarkOptions, ObservableOptions, RunConfig
-from sinkscope.options.option import checked
+from sinkscope.options.measuring import SEQ_LEN, BenchmarkOptions, RunConfig
+from sinkscope.options.option import Options, checked
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.inputs import TokenInputs, build_inputs, masked
 from sinkscope.text.sources import check_source
@@ -47,7 +47,7 @@ MOST_SAMPLES = 20  # texts drawn for each text that is needed
 # supports); None is the demo model.
 ModelLike = str | os.PathLike[str] | nn.Module | LoadedModel | None
 
-Asked = TypeVar("Asked", bound=ObservableOptions)
+Asked = TypeVar("Asked", bound=Options)
 
 
 @dataclass(frozen=True)

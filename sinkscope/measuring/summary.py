@@ -78,11 +78,6 @@ def summarize(
     return pd.DataFrame(rows, columns=["layer", "metric", "value"])
 
 
-def attention_by_layer(attention: pd.DataFrame, position: int = 0) -> pd.DataFrame:
-    """Average the table `attention` over heads at one position (GS eq. 1 and 2), with layers as rows."""
-    return attention[attention["position"] == position].groupby("layer").mean(numeric_only=True)
-
-
 def clear_sinks(sinks: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of the table `sink_positions` whose key has at least FEWEST_QUERIES queries."""
     return sinks[sinks["queries"] >= FEWEST_QUERIES]
@@ -137,10 +132,6 @@ def _repeated_bound(given: Measured) -> pd.Series | None:
     return pd.Series(bound.mean(1), index=first["layer"]).groupby("layer").mean()
 
 
-def _norm_ratio(given: Measured) -> pd.Series:
-    return _ratio_to_others(given.tables["activation"].query("site == 'layer_out'"), "norm_mean", ["layer"])
-
-
 def _kurtosis_with_norms(given: Measured) -> pd.Series | None:
     table, norms = given.tables["outlier"], given.tables.get("outlier_norms")
     if norms is None or norms.empty:  # a model may have no norms before its branches
@@ -178,7 +169,9 @@ METRICS_OF: dict[str, dict[str, Metric]] = {
         **{f"gate_{column}": layerwise("gate_heads", column) for column in ("mean", "closed", "deviation")},
     },
     "activation": {
-        "norm_ratio": _norm_ratio,
+        "norm_ratio": lambda given: _ratio_to_others(
+            given.tables["activation"].query("site == 'layer_out'"), "norm_mean", ["layer"]
+        ),
         "first_norm": layerwise("activation", "norm_mean", where="site == 'layer_out' and position == 0"),
     },
     "massive": {
@@ -360,7 +353,7 @@ def arm_metrics(tables: Mapping[str, pd.DataFrame], watched: Sequence[int], loss
         rows.append((WHOLE_MODEL, metric, position, float(whole)))
 
     for position in watched:
-        by_layer = attention_by_layer(tables["attention"], position)
+        by_layer = tables["attention"].query("position == @position").groupby("layer").mean(numeric_only=True)
         for metric in ("sink_rate", "window_mass"):
             add(metric, position, by_layer[metric], by_layer[metric].mean())
     massive = tables["massive"]

@@ -38,7 +38,7 @@ from sinkscope.measuring.observables.observable import (
 )
 from sinkscope.measuring.observables.reductions import filled
 from sinkscope.models.edits import Beginning, begun
-from sinkscope.models.family import Block, Family, embedding_path, first_tensor, input_device
+from sinkscope.models.family import RESIDUAL_SITES, Block, Family, embedding_path, first_tensor, input_device
 from sinkscope.models.feed_forward import feed_forwards
 from sinkscope.models.in_memory import one_thread, outside_autocast, unchanged_after
 from sinkscope.retrofits.retrofit import RETROFIT, ValuePart, registers_before
@@ -346,18 +346,15 @@ class Tracer(Reader):
 
     def _read_layers(self, batch: Batch, observables: Sequence[Observable]) -> None:
         """Read every site from the current trace."""
-        sought = self.sought(batch, observables)
+        sought, layers = self.sought(batch, observables), _part(self.traced, self.family.layers)
         with suppress(StopIteration):
             address = next(sought)
             while True:
                 try:
-                    value = getattr(_part(self._envoy(address.layer), address.path), address.end)
+                    value = getattr(_part(layers[address.layer], address.path), address.end)
                 except OutOfOrderError as error:
                     sought.throw(error)
                 address = sought.send(value)
-
-    def _envoy(self, layer: int) -> Any:
-        return _part(self.traced, self.family.layers)[layer]
 
 
 def _part(envoy: Any, path: str) -> Any:
@@ -387,7 +384,10 @@ def _added(before: torch.Tensor | None, tensor: torch.Tensor, scale: float, batc
 
 def _reading_order(block: Block, wanted: set[str], gated: bool) -> list[tuple[str, int]]:
     """Return the wanted sites of a layer and their terms in reading order, attention just before its output."""
-    order = block.reading_order({*wanted, "attn_out", "mlp_out", "layer_out"})
+    reached = {address: at for at, address in enumerate(block.sites.values())}
+    present = {*wanted, "attn_out", "mlp_out", "layer_out"} & block.sites.keys()
+    steps = [(site, at) for site in RESIDUAL_SITES if site in present for at in range(len(block.terms(site)))]
+    order = sorted(steps, key=lambda step: reached[block.terms(step[0])[step[1]].address])
     if NEURONS in wanted:  # the last projection of the feed-forward network, whose output mlp_out is or follows
         order.insert([site in ("mlp_out", "layer_out") for site, _ in order].index(True), (NEURONS, 0))
     of_attention = ("raw_value", "attention", "gate") if gated else ATTENTION_SITES  # own gates follow attention
@@ -406,8 +406,7 @@ def _reading_order(block: Block, wanted: set[str], gated: bool) -> list[tuple[st
 
 def logits_of(output: Any) -> torch.Tensor:
     """Return the logits (B,T,V), or the last hidden state (B,T,D) of an encoder without a head."""
-    logits: torch.Tensor = output["logits"] if "logits" in output else output["last_hidden_state"]
-    return logits
+    return output["logits"] if "logits" in output else output["last_hidden_state"]
 
 
 def model_inputs(

@@ -19,7 +19,7 @@ transformers models that contain them, it is the outermost with the same configu
 language model it is the model itself.
 """
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -102,13 +102,6 @@ class Block:
 
     def terms(self, site: str) -> tuple[Term, ...]:
         return self.sums.get(site) or (Term(self.sites[site], 1.0),)
-
-    def reading_order(self, wanted: Container[str]) -> list[tuple[str, int]]:
-        """Return pairs (wanted site, index of a term), one per term, in the order of a forward pass."""
-        order = {address: at for at, address in enumerate(self.sites.values())}
-        present = [site for site in RESIDUAL_SITES if site in self.sites and site in wanted]
-        steps = [(site, at, term.address) for site in present for at, term in enumerate(self.terms(site))]
-        return [(site, at) for site, at, address in sorted(steps, key=lambda step: order[step[2]])]
 
 
 @dataclass(frozen=True)

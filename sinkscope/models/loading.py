@@ -207,19 +207,15 @@ def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
     """Return a configuration's model on the meta device, which holds no numbers; all errors are raised."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        model: PreTrainedModel = class_for(config, "the model").from_config(
-            copy.deepcopy(config), attn_implementation=None
-        )
-        return model
+        return class_for(config, "the model").from_config(copy.deepcopy(config), attn_implementation=None)
 
 
 def sketched(files: ModelFiles, config: PreTrainedConfig, dtype: str | None, device_map: str | None) -> PreTrainedModel:
     """Return the model on the meta device, in the dtype in which it would be loaded; all errors are raised."""
     name = _dtype_name(files, dtype, device_map)
     stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
-    model: Any = on_meta(config)
-    sketch: PreTrainedModel = model.to(DTYPES.get(name, stored))
-    return sketch
+    sketch: Any = on_meta(config)
+    return sketch.to(DTYPES.get(name, stored))
 
 
 def _check_sketch(check: Callable[[PreTrainedModel], None], files: ModelFiles, config: Any, *where: str | None) -> None:

@@ -326,8 +326,7 @@ class VariedLlamaModel(VariedLlamaPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.positions = POSITION_SCHEMES[config.position_scheme](config)
         self.layers = nn.ModuleList([VariedLlamaLayer(config, index) for index in range(config.num_hidden_layers)])
-        ends_normed = config.norm_placement == "post"
-        self.norm = nn.Identity() if ends_normed else norm_of(config)
+        self.norm = nn.Identity() if config.norm_placement == "post" else norm_of(config)
         self.gradient_checkpointing = False
         self.post_init()
 

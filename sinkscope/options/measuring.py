@@ -53,9 +53,6 @@ DEMO_NAME = "SmolLM2-135M-Instruct"  # the model of a run that names none
 PERMISSIONS = ("trust_remote_code", "allow_pickle")
 
 
-NO_OBSERVABLES = "none was named; `sinkscope list observables` shows the names"
-
-
 class ModelOptions(Options):
     """The model, and how it is loaded."""
 
@@ -170,9 +167,11 @@ class InputOptions(SeedOptions, SequenceOptions, TextOptions):
 class ObservableOptions(Options):
     """The observables, and the positions, window and threshold of their tables."""
 
-    observables: Annotated[tuple[str, ...] | None, split_at_commas, distinct(NO_OBSERVABLES)] = option(
-        None, "Measuring", "See `sinkscope list observables`.", metavar="A,B", shown="all that apply"
-    )
+    observables: Annotated[
+        tuple[str, ...] | None,
+        split_at_commas,
+        distinct("none was named; `sinkscope list observables` shows the names"),
+    ] = option(None, "Measuring", "See `sinkscope list observables`.", metavar="A,B", shown="all that apply")
     positions: int = option(
         POSITIONS, "Measuring", "Report the first P positions.", metavar="P", shown=f"{POSITIONS}, or T if less", ge=1
     )
@@ -571,9 +570,6 @@ class ClaimsOptions(ControlOptions, RunConfig):
         return None if self.only_judges else Path("runs", as_folder_name(self.folder_name, "claims"))
 
 
-HELLASWAG = "hellaswag"  # WSE figure 10
-
-
 class BenchmarkOptions(SeedOptions, DeviceOptions, ModelOptions):
     """Score one model on tasks of lm-evaluation-harness: pip install 'sinkscope[lm-eval]'.
 
@@ -584,8 +580,8 @@ class BenchmarkOptions(SeedOptions, DeviceOptions, ModelOptions):
     forward_only: ClassVar = True
 
     tasks: Annotated[tuple[str, ...], split_at_commas, distinct("name a task, as hellaswag")] = option(
-        (HELLASWAG,), "Benchmarks", "Tasks or groups of them by name.", metavar="A,B"
-    )
+        ("hellaswag",), "Benchmarks", "Tasks or groups of them by name.", metavar="A,B"
+    )  # WSE figure 10
     task_path: str | None = option(None, "Benchmarks", "A folder with YAML files of your own tasks.", metavar="DIR")
     shots: int | None = option(
         None, "Benchmarks", "Examples before each question.", metavar="N", shown="each task's own", ge=0, le=MOST

@@ -58,8 +58,6 @@ LONGEST_NAME = 120  # characters of a cell's name in front of its checksum
 CHECKSUM = 10  # characters of the checksum
 MOST_CELLS = 100_000
 
-Named = dict[str, Any]  # options by the names of their fields
-
 
 class Part(BaseModel):
     """A part of the file. A key with an empty value is ignored."""
@@ -271,7 +269,7 @@ def _cell(
     revision: str | None,
     command: str,
     name: str,
-    setting: Named,
+    setting: dict[str, Any],
     given: Mapping[str, Any],
 ) -> Cell:
     """Return one cell; for `train`, whose options make its model, `entry` is None."""
@@ -281,7 +279,7 @@ def _cell(
     if command in MEASURING and not {"input", "dataset", "prompt"} & named(reads).keys():
         reads = {"input": name, **reads}
 
-    options: Named = {}
+    options: dict[str, Any] = {}
     if entry is not None:
         options = {"model": entry.model, "revision": revision}
         if revision is not None and entry.model is not None and kind_of(user_path(entry.model)) == "folder":

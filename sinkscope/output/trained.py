@@ -51,8 +51,8 @@ class Trained(Result):
 
     @property
     def verdict(self) -> str:
-        """The table `retrofit` as Markdown, and the metrics of a task."""
-        parts = [words.retrofit_markdown(self.tables["retrofit"])]
+        """The methods compared, the table `retrofit`, and the metrics of a task, as Markdown."""
+        parts = [words.retrofit_markdown(self.tables["retrofit"], self.findings)]
         if UNTOUCHED in self.runs:
             parts += [f"{finding.sentence}\n" for finding in quantized_source(self.runs[UNTOUCHED], "W8A8")]
         if equal := words.equal_loss_markdown(self.tables["training"]):
@@ -68,8 +68,8 @@ class Trained(Result):
 
     @property
     def findings(self) -> list[Finding]:
-        """How far the new parameters of each method have moved."""
-        return words.gates_moved(self.tables["gates"])
+        """Each method against plain training, and how far its new parameters have moved."""
+        return words.findings(self.tables, self.manifest["arms"])
 
     @property
     def parts(self) -> Mapping[str, Run]:

@@ -194,8 +194,15 @@ def read_json_lines(path: Path) -> Iterator[Document]:
         for number, line in enumerate(lines, 1):
             where = f"{path.name}, line {number}"
             content = _decoded(line, where).strip()
-            if content:
-                yield _json_document(content, where)
+            if not content:
+                continue
+            try:
+                record = json.loads(content)
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{where} is not JSON ({one_line(error)}): give one JSON object a line") from error
+            if not isinstance(record, dict):
+                raise InputError(f"{where} is not a JSON object: give one JSON object a line")
+            yield _document(record, where)
         if lines.tell() == 0:
             raise InputError(f"{path.name} is empty")
 
@@ -257,16 +264,6 @@ def _decoded(content: bytes, label: str) -> str:
         raise InputError(
             f"{label} is not UTF-8 (byte 0x{content[error.start]:02x} at {error.start}): save it as UTF-8"
         ) from error
-
-
-def _json_document(content: str, where: str) -> Document:
-    try:
-        record = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{where} is not JSON ({one_line(error)}): give one JSON object a line") from error
-    if not isinstance(record, dict):
-        raise InputError(f"{where} is not a JSON object: give one JSON object a line")
-    return _document(record, where)
 
 
 def _document(record: Mapping[str, Any], where: str) -> Document:

@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -107,7 +106,24 @@ def architecture(source: str | os.PathLike[str]) -> PreTrainedConfig:
     path = path / "config.json" if kind_of(path) == "folder" else path
     if kind_of(path) != "file":
         raise InputError(f"--config {unknown(text, ARCHITECTURES)}, or a config.json")
-    return _read(path)
+    try:
+        fields = read_settings(path)
+        model_type = fields.pop("model_type")
+        config = CONFIG_MAPPING[model_type].from_dict(fields)
+    except KeyError as error:
+        what = "it has no model_type" if error.args == ("model_type",) else f"{error} is no model type of transformers"
+        raise InputError(f"--config {path}: {what}") from None
+    except InputError as error:
+        raise InputError(f"--config {path} is not a model's config.json: {error}") from None
+    except Exception as error:  # the family's class may raise any error
+        raise InputError(f"--config {path} is not a model's config.json: {one_line(error)}") from None
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
+        raise InputError(f"--config {path}: {model_type} is neither a causal language model nor an encoder")
+    try:
+        count_parameters(config)
+    except Exception as error:
+        raise InputError(f"--config {path}: no model can be made from it [{described(error)}]") from None
+    return config
 
 
 def _named(name: str, given: str) -> PreTrainedConfig:
@@ -131,27 +147,6 @@ def _named(name: str, given: str) -> PreTrainedConfig:
         count_parameters(config)
     except Exception as error:  # the family's class may raise any error
         raise InputError(f"--config {name}:{given}: {one_line(error)}") from None
-    return config
-
-
-def _read(path: Path) -> PreTrainedConfig:
-    try:
-        fields = read_settings(path)
-        model_type = fields.pop("model_type")
-        config = CONFIG_MAPPING[model_type].from_dict(fields)
-    except KeyError as error:
-        what = "it has no model_type" if error.args == ("model_type",) else f"{error} is no model type of transformers"
-        raise InputError(f"--config {path}: {what}") from None
-    except InputError as error:
-        raise InputError(f"--config {path} is not a model's config.json: {error}") from None
-    except Exception as error:  # the family's class may raise any error
-        raise InputError(f"--config {path} is not a model's config.json: {one_line(error)}") from None
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
-        raise InputError(f"--config {path}: {model_type} is neither a causal language model nor an encoder")
-    try:
-        count_parameters(config)
-    except Exception as error:
-        raise InputError(f"--config {path}: no model can be made from it [{described(error)}]") from None
     return config
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from sinkscope.attention.seam import open_seam
 from sinkscope.errors import InputError, SinkscopeError
@@ -34,7 +34,7 @@ from sinkscope.options.measuring import ObservableOptions, make_config
 from sinkscope.results.findings import SINK, USUAL
 from sinkscope.results.manifest import make_manifest, write_manifest
 from sinkscope.results.tables import read_table, write_tables
-from sinkscope.training.history import LENGTH, SEQUENCES, Probing
+from sinkscope.training.history import LENGTH, SEQUENCES, probed
 
 FOLDER = "sinks"  # in the Trainer's output_dir
 COMMAND, CONDITION = "training", "held-out"  # in run.json
@@ -63,7 +63,7 @@ def warn_of(onset: Onset) -> None:
     warnings.warn(onset.message, stacklevel=2)
 
 
-class SinkCallback(Probing):
+class SinkCallback(TrainerCallback):
     """Measures the model every N steps of transformers' Trainer, which does not notice.
 
         trainer = Trainer(model, args, train_dataset=…, callbacks=[sinkscope.SinkCallback(every=100)])
@@ -118,7 +118,9 @@ class SinkCallback(Probing):
         if not state.is_world_process_zero:
             return
         self.folder = Path(args.output_dir, FOLDER)
-        self.tables = self._kept(state.global_step) if state.global_step else {}
+        paths = [self.folder / "tables" / f"{name}.parquet" for name in NAMES if state.global_step]
+        kept = {path.stem: read_table(path) for path in paths if path.is_file()}  # of a training that is resumed
+        self.tables = {name: table[table["step"] <= state.global_step] for name, table in kept.items()}
         try:
             self._subject = self._subject_of(model, getattr(processing_class, "tokenizer", processing_class))
         except SinkscopeError as error:
@@ -149,23 +151,15 @@ class SinkCallback(Probing):
         config = make_config(**self.options, **({} if texts is None else {"input": texts}))
         return Subject(loaded, family, inputs_for(loaded, config, family))
 
-    def _kept(self, step: int) -> Tables:
-        """Return the measurements up to this step of the training that is resumed."""
-        paths = [path for name in NAMES if (path := self.folder / "tables" / f"{name}.parquet").is_file()]
-        tables = {path.stem: read_table(path) for path in paths}
-        return {name: table[table["step"] <= step] for name, table in tables.items()}
-
     def _measure(self, args: Any, state: Any, control: Any) -> None:
         subject = self._subject
         if subject is None:
             return
         try:
-            found = self.measured(subject.loaded.model, state, lambda _: self._tables_of(subject))
+            tables, largest, logits = probed(subject.loaded.model, lambda _: self._tables_of(subject))
         except SinkscopeError as error:  # such as NaN, which is the training's to report
             warnings.warn(f"SinkCallback has not measured step {state.global_step}: {error}", stacklevel=2)
             return
-        assert found is not None
-        tables, largest, logits = found
         new = {name: table.assign(step=state.global_step, seed=args.seed) for name, table in tables.items()}
         new = publish(new, subject.loaded, CONDITION)
         before = _whole(self.tables["training"]) if self.tables else {}

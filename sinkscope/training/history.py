@@ -36,18 +36,15 @@ Probe = Callable[[PreTrainedModel], pd.DataFrame]  # → layer (−1: the whole 
 LOGGED = {"loss": "loss", "learning_rate": "learning_rate", "grad_norm": "gradient_norm"}  # the Trainer's → ours
 
 
-class Probing(TrainerCallback):
-    """A callback that measures the model in the first process, which the training does not notice."""
-
-    def measured(self, model: PreTrainedModel, state: Any, probe: Callable[[PreTrainedModel], Found]) -> Found | None:
-        """Run a probe in eval mode, not compiled, outside autocast and with random numbers of its own."""
-        if not state.is_world_process_zero:
-            return None
-        with undisturbed(model), torch.random.fork_rng(), torch.no_grad():
-            return probe(model)
+def probed(model: PreTrainedModel, probe: Callable[[PreTrainedModel], Found]) -> Found:
+    """Run a probe, which the training does not notice: in eval mode, not compiled, outside autocast, with own random
+    numbers.
+    """
+    with undisturbed(model), torch.random.fork_rng(), torch.no_grad():
+        return probe(model)
 
 
-class Recorder(Probing):
+class Recorder(TrainerCallback):
     """Adds the displacement of the gates and the measurements of the probe to each log of the Trainer, which is kept in
     checkpoints. Ends the training if the loss is not finite.
     """
@@ -84,8 +81,8 @@ class Recorder(Probing):
         self._measure(state)
 
     def _measure(self, state: Any) -> None:
-        found = None if self.probe is None else self.measured(self.model, state, self.probe)
-        if found is not None:
+        if self.probe is not None and state.is_world_process_zero:
+            found = probed(self.model, self.probe)
             rows = zip(found["layer"], found["metric"], found["value"], strict=True)
             state.log_history[-1]["probe"] = [[int(layer), str(name), float(value)] for layer, name, value in rows]
 

@@ -9,11 +9,9 @@ gathered with the layer.
 """
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
 
 from sinkscope.errors import InputError
 from sinkscope.measuring.processes import joined
@@ -34,18 +32,6 @@ def launched(cpu: bool = False) -> PartialState:
     state = joined(cpu)
     check_sharding()
     return state
-
-
-def by_the_first(work: Callable[[], object]) -> None:
-    """Call `work` on the first process. If it raises InputError, all processes raise it."""
-    wrong: list[str] = [""]
-    try:
-        if PartialState().is_main_process:
-            work()
-    except InputError as error:
-        wrong = [str(error)]
-    if broadcast_object_list(wrong)[0]:
-        raise InputError(wrong[0])
 
 
 def is_sharded() -> bool:

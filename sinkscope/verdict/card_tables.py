@@ -63,11 +63,6 @@ def values_of(run: RunData) -> pd.DataFrame:
     return table[known].reset_index(drop=True)
 
 
-def _of_analysis(run: RunData) -> pd.DataFrame:
-    summary = run.tables["summary"]
-    return summary[summary["layer"] == WHOLE_MODEL].assign(setting=UNCHANGED)
-
-
 def _of_experiment(run: RunData) -> pd.DataFrame:
     """Return the model before, after each intervention, and under its random controls, on average over them."""
     effect = run.tables["effect"]
@@ -88,7 +83,7 @@ def _of_quantization(run: RunData) -> pd.DataFrame:
 
 # command → its values of the whole model
 VALUES_OF: Mapping[str, Callable[[RunData], pd.DataFrame]] = {
-    "analyze": _of_analysis,
+    "analyze": lambda run: run.tables["summary"].query("layer == @WHOLE_MODEL").assign(setting=UNCHANGED),
     "intervene": _of_experiment,
     "quantize": _of_quantization,
 }

@@ -5,7 +5,7 @@ The change under an arm counts only if it exceeds that of random changes of the 
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import isnan, nan
+from math import isfinite, isnan, nan
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,14 @@ from sinkscope.results.findings import COLLAPSE, HALF, HARM, MATERIAL, NO_SINK, 
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Lacks, Sequences, table_of
-from sinkscope.results.statistics import bootstrap, positive_jackknife, weighted_means
+from sinkscope.results.statistics import Estimate, bootstrap, positive_jackknife, weighted_means
 from sinkscope.results.tables import WHOLE_MODEL
 from sinkscope.verdict import probes
 from sinkscope.verdict.analysis import settings
-from sinkscope.verdict.report import Report, layers_text
+from sinkscope.verdict.report import Report, layers_text, with_interval
+from sinkscope.verdict.report import interval as estimate_interval
 
 MOST_CHANGED = 3  # number of layers that are named
-PERPLEXITY, SINK_RATE = METRICS["perplexity"].text, METRICS["sink_rate"].text
 
 # --- reading the table
 
@@ -158,34 +158,59 @@ def findings_of(run: RunData, label: str) -> list[Finding]:
     sink, *targets = arm["watched"]
     rate = effect_of(run, label, "sink_rate", sink)
     moved = rate.outcome in (Outcome.FALLS, Outcome.RISES)
-    found = [_change_of("sink_rate", section, rate, sink, _most_changed(run, label, sink) if moved else ())]
+    layers = _most_changed(run, label, sink) if moved else ()
+    found = [_change_of(run, label, section, "sink_rate", sink, layers)]
     if rate.before < NO_SINK and rate.after < NO_SINK:
         sentence = f"There is no sink at position {sink}, before or after."
         found = [replace(found[0], outcome=Outcome.ABSENT, sentence=sentence)]
-    found += [_change_of("window_mass", section, effect_of(run, label, "window_mass", at), at) for at in targets]
-    cost = effect_of(run, label, "perplexity")
-    numbers, sentence = {"before": cost.before, "control": cost.control}, _change_text("perplexity", cost)
-    about: dict[str, Any] = {"numbers": numbers, "sentence": f"Perplexity {sentence}."}
-    found.append(Finding("perplexity", section, value=cost.after, spread=cost.spread, **about))
+    found += [_change_of(run, label, section, "window_mass", at) for at in targets]
+    found.append(_perplexity(run, label, section))
     found += _largest_elsewhere(run, label, section)
     if arm["expects"]:
         found.append(_expected(run, label, section, Expectation(arm["expects"])))
     return found
 
 
-def _change_text(metric: str, effect: Effect) -> str:
-    text = METRICS[metric].text
-    change = f"{text(effect.before)} → {text(effect.after)}"
-    change += "" if np.isnan(effect.control) else f", control {text(effect.control)}"
-    return change + ("" if np.isnan(effect.spread) else f" ± {text(effect.spread)}")
+def _ratio(run: RunData, label: str, metric: str, position: int = NO_POSITION) -> Estimate:
+    """Return a metric of the model under an arm ÷ before it; the interval resamples the sequences that both read."""
+    effect, pair = effect_of(run, label, metric, position), _pair(run, label, metric, position)
+    value = effect.after / (effect.before or nan)
+    if pair is None or isnan(value):
+        return Estimate(value)
+    before, after = (found if found.ndim == 1 else found.mean(1) for found in pair)
+    found = (positive_jackknife if metric == "perplexity" else bootstrap)(after / before)
+    return replace(found, value=value)
 
 
-def _change_of(metric: str, section: str, effect: Effect, position: int, layers: tuple[int, ...] = ()) -> Finding:
+def _times(ratio: Estimate, of: str = "its value before") -> str:
+    form = ".3f" if ratio.value < 10 else ",.4g" if ratio.value < 1000 else ",.0f"
+    return with_interval(ratio, form, f" times {of}")
+
+
+def _change_of(
+    run: RunData, label: str, section: str, metric: str, position: int, layers: tuple[int, ...] = ()
+) -> Finding:
+    effect, ratio = effect_of(run, label, metric, position), _ratio(run, label, metric, position)
+    sentence = f"The {METRICS[metric].short} at position {position} {CHANGES[effect.outcome]}"
+    if effect.outcome != Outcome.UNCHANGED and isfinite(ratio.value):
+        sentence += f"{', at' if effect.outcome == Outcome.UNDECIDED else ' to'} {_times(ratio)}"
+    sentence += f", most in {layers_text(layers)}." if layers else "."
     numbers = {"metric": metric, "position": position, "before": effect.before, "control": effect.control}
-    sentence = f"The {METRICS[metric].short} at position {position} {CHANGES[effect.outcome]}: "
-    sentence += f"{_change_text(metric, effect)}{f', most in {layers_text(layers)}' if layers else ''}."
-    about: dict[str, Any] = {"threshold": SPREAD, "numbers": numbers | {"layers": layers}, "sentence": sentence}
+    numbers |= {"layers": layers, "ratio": ratio.value, **estimate_interval(ratio, "ratio_")}
+    about: dict[str, Any] = {"threshold": SPREAD, "numbers": numbers, "sentence": sentence}
     return Finding("change", section, effect.outcome, effect.after, effect.spread, **about)
+
+
+def _perplexity(run: RunData, label: str, section: str) -> Finding:
+    cost, ratio = effect_of(run, label, "perplexity"), _ratio(run, label, "perplexity")
+    numbers = {"before": cost.before, "control": cost.control, "ratio": ratio.value}
+    numbers |= estimate_interval(ratio, "ratio_")
+    sentence = f"Perplexity is {_times(ratio)}"
+    if not isnan(cost.control):
+        numbers["control_ratio"] = cost.control / cost.before
+        sentence += f", and {_times(Estimate(numbers['control_ratio']), 'under the control')}"
+    about: dict[str, Any] = {"numbers": numbers, "sentence": f"{sentence}."}
+    return Finding("perplexity", section, value=cost.after, spread=cost.spread, **about)
 
 
 def _most_changed(run: RunData, label: str, position: int) -> tuple[int, ...]:
@@ -215,10 +240,8 @@ def _largest_elsewhere(run: RunData, label: str, section: str) -> Iterator[Findi
         if any(value in (getattr(one, f"{place}s") or ()) for one in done):
             continue
         what = " and ".join(one.name for one in done)
-        sentence = "The largest |activation| rises, "
-        sentence += f"{_change_text('massive_magnitude', replace(change, controls=()))}: it is now at coordinate "
-        sentence += f"{coordinate} of layer {layer}'s output and position {position}, a {place} that `{what}` does not "
-        sentence += "change."
+        sentence = f"The largest |activation| rises: it is now at coordinate {coordinate} of layer {layer}'s output "
+        sentence += f"and position {position}, a {place} that `{what}` does not change."
         numbers = {"before": change.before, "place": place, "what": what} | where
         yield Finding("largest-rises", section, value=change.after, numbers=numbers, sentence=sentence)
         return
@@ -229,9 +252,10 @@ def _streaming(run: RunData, label: str, section: str) -> Iterator[Finding]:
     dense = float(table.query("method == 'dense'")["perplexity"].iloc[0])
     for row in table.query("method != 'dense'").sort_values(["window", "keep"]).itertuples():
         kept = f" and the first {row.keep}" if row.keep else ""
-        sentence = f"The last {counted(row.window, 'token')}{kept}: perplexity {PERPLEXITY(row.perplexity)}; with "
-        sentence += f"dense attention {PERPLEXITY(dense)}."
-        numbers = {"window": row.window, "keep": row.keep or None, "dense": dense}
+        ratio = Estimate(row.perplexity / dense)
+        sentence = f"With the last {counted(row.window, 'token')}{kept}, perplexity is "
+        sentence += f"{_times(ratio, 'that of dense attention')}."
+        numbers = {"window": row.window, "keep": row.keep or None, "dense": dense, "ratio": ratio.value}
         yield Finding("streaming", section, value=float(row.perplexity), numbers=numbers, sentence=sentence)
 
 
@@ -252,15 +276,13 @@ def _expected(run: RunData, label: str, section: str, expectation: Expectation) 
     sink, *targets = arm["watched"]
     numbers = {"paper": arm["paper"]}
     if expectation in (Expectation.PERPLEXITY_COLLAPSES, Expectation.PERPLEXITY_UNHARMED):
-        perplexity = effect_of(run, label, "perplexity")
-        factor = perplexity.after / perplexity.before
+        factor = _ratio(run, label, "perplexity").value
         if expectation == Expectation.PERPLEXITY_COLLAPSES:
             value, threshold, is_so = factor, COLLAPSE, factor > COLLAPSE
-            here = f"it is multiplied by {value:,.{'0f' if value >= 1000 else '4g'}}"
-            here += "" if is_so else f", which is not a collapse (a factor above {threshold:g})"
+            here = "it does" if is_so else f"it does not: it changes by no factor above {threshold:g}"
         else:
             value, threshold, is_so = factor - 1, HARM, abs(factor - 1) < HARM
-            here = f"it changes by {value:+.1%}" + ("" if is_so else f", by more than {threshold:.0%}")
+            here = f"it is{'' if is_so else ' not'}: it changes by {'less' if is_so else 'more'} than {threshold:.0%}"
         outcome = Outcome.CONFIRMED if is_so else Outcome.REFUTED
     else:
         rate = effect_of(run, label, "sink_rate", sink)
@@ -279,7 +301,6 @@ def _expected(run: RunData, label: str, section: str, expectation: Expectation) 
 
 def _falls_or_stays(rate: Effect, falls: bool) -> tuple[Outcome, str]:
     """Return whether the sink falls (or stays, if not `falls`), and the end of the sentence "Here …"."""
-    rates = f"{SINK_RATE(rate.before)} → {SINK_RATE(rate.after)}"
     if rate.before < NO_SINK:
         return Outcome.ABSENT, "there is no sink before the intervention"
     if rate.outcome == Outcome.UNDECIDED:
@@ -287,11 +308,11 @@ def _falls_or_stays(rate: Effect, falls: bool) -> tuple[Outcome, str]:
     has_fallen = rate.outcome == Outcome.FALLS
     if has_fallen and rate.after >= HALF * rate.before:
         part = f"but at least {HALF:.0%} of it is left" if falls else "though part of it is lost"
-        return Outcome.PARTLY, f"it does, {part}: {rates}"
+        return Outcome.PARTLY, f"it does, {part}"
     if has_fallen == falls:
-        return Outcome.CONFIRMED, f"it does: {rates}"
+        return Outcome.CONFIRMED, "it does"
     words = "it does not fall beyond the control's spread" if falls else f"less than {HALF:.0%} of it is left"
-    return Outcome.REFUTED, f"{words}: {rates}"
+    return Outcome.REFUTED, words
 
 
 def _moves(rate: Effect, gain: Outcome, source: int, target: int | None) -> tuple[Outcome, str]:

@@ -314,16 +314,12 @@ def _onset(rows: Mapping[tuple[str, str, str], Any], table: pd.DataFrame, row: A
         sentence += f"not above {threshold:.3g}{unit} at the last step."
     else:
         side = "above" if last["value"] > threshold else "below"
-        sentence += f"{side} {threshold:.3g}{unit} from step {row.value:.0f} on {interval_of_steps(row.low, row.high)}."
+        low, high = (f"{end:.0f}" if isfinite(end) else "after the last step" for end in (row.low, row.high))
+        sentence += f"{side} {threshold:.3g}{unit} from step {row.value:.0f} on [{low}, {high}]."
     outcome = Outcome.PRESENT if isfinite(row.value) else Outcome.ABSENT
     return Finding(
         f"onset-{name}", SECTION, outcome, row.value, threshold=threshold, low=row.low, high=row.high, sentence=sentence
     )
-
-
-def interval_of_steps(low: float, high: float) -> str:
-    ends = (f"{end:.0f}" if isfinite(end) else "after the last step" for end in (low, high))
-    return f"[{', '.join(ends)}]"
 
 
 def _order(called: Mapping[str, str], row: Any) -> Finding:

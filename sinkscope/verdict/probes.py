@@ -51,7 +51,7 @@ def _entropy(run: Sequences) -> Iterator[Finding]:
     table = run.table("entropy")
     lowest = table.loc[table["entropy"].idxmin(), ["layer", "entropy", "entropy_without_first", "entropy_rescaled"]]
     found = _estimate(lambda: run.means("entropy_by_sequence", "entropy").min(1), lowest["entropy"])
-    sentence = f"The entropy of the states is lowest after layer {lowest['layer']:.0f}: {with_interval(found, '.3f')} "
+    sentence = f"The entropy of the states is lowest after layer {lowest['layer']:.0f}: {with_interval(found, '.3g')} "
     sentence += f"of the largest possible. Without position 0 it is {lowest['entropy_without_first']:.3f} there, and "
     sentence += f"with position 0 at the median norm of the others {lowest['entropy_rescaled']:.3f}."
     yield _finding("state-entropy", STATES, found, lowest.to_dict(), sentence)

@@ -23,9 +23,10 @@ from sinkscope.quantization.sites import CACHED, FULL_SCHEME, LINEAR_SCHEME, NO_
 from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
+from sinkscope.results.statistics import Estimate
 from sinkscope.verdict import quantization_split
 from sinkscope.verdict.analysis import quantized_source, settings
-from sinkscope.verdict.report import Report, layers_text
+from sinkscope.verdict.report import Report, interval, layers_text, with_interval
 
 SHOWN = 5  # entries of a ranking
 COLUMNS = ("perplexity", "loss", "max_inf_norm", "kurtosis")
@@ -45,7 +46,7 @@ GRIDS = {
 }
 # settings of the whole model
 WHOLE = (FULL, ALL, levels.WEIGHTS, levels.ACTIVATIONS, levels.KV_CACHE, MASSIVE_KEPT, COSTLIEST_KEPT)
-NATS, PERPLEXITY = METRICS["cost"].text, METRICS["perplexity"].text
+NATS = METRICS["cost"].text
 
 
 def report(run: RunData) -> Report:
@@ -129,13 +130,17 @@ def findings(run: RunData) -> list[Finding]:
 
 
 def _cost(run: RunData, is_harmless: bool) -> Iterator[Finding]:
-    cost, perplexity = whole(run)["cost"], whole(run)["perplexity"]
-    factor = float(np.exp(cost[ALL]))
+    table = whole(run)
+    cost, perplexity = table["cost"], table["perplexity"]
+    ends = table.reindex(columns=["cost", "cost_low", "cost_high"])  # a run of an older format has no interval
+    value, low, high = np.exp(ends.loc[ALL])
+    factor = Estimate(value, low, high)
     numbers = {"scheme": bits(run), "before": perplexity[FULL], "after": perplexity[ALL]}
-    what = "is harmless: perplexity" if is_harmless else f"multiplies perplexity by {factor:,.4g}:"
-    sentence = f"{bits(run)} {what} {PERPLEXITY(perplexity[FULL])} → {PERPLEXITY(perplexity[ALL])}."
+    sentence = f"{bits(run)} {'is harmless: it ' * is_harmless}multiplies perplexity by "
+    sentence += f"{with_interval(factor, ',.4g')}."
     about: dict[str, Any] = {"threshold": COSTLY, "numbers": numbers, "is_headline": True, "sentence": sentence}
-    yield Finding("cost", COST, Outcome.ABSENT if is_harmless else Outcome.PRESENT, factor, **about)
+    outcome = Outcome.ABSENT if is_harmless else Outcome.PRESENT
+    yield Finding("cost", COST, outcome, factor.value, **interval(factor), **about)
     if not is_harmless:
         weights, activations = cost[levels.WEIGHTS], cost[levels.ACTIVATIONS]
         sentence = f"Weights alone cost {NATS(weights)} nats per token, activations alone {NATS(activations)}, both "
@@ -171,11 +176,11 @@ def _outliers(run: RunData, is_harmless: bool) -> Iterator[Finding]:
 
 def _restored(run: RunData, kept: str, which: str, is_headline: bool = False) -> Finding:
     cost, perplexity, threshold = whole(run)["cost"], whole(run)["perplexity"][kept], 1 - levels.RESTORED
-    share, text = 1 - float(cost[kept] / cost[ALL]), PERPLEXITY(perplexity)
+    share = 1 - float(cost[kept] / cost[ALL])
     effect = f"recovers {share:.0%} of the cost in nats" if share > 0 else "recovers nothing"
     outcome = Outcome.ABSENT if share <= 0 else Outcome.CONFIRMED if share >= threshold else Outcome.PARTLY
     about: dict[str, Any] = {"threshold": threshold, "numbers": {"which": which, "perplexity": perplexity}}
-    about |= {"is_headline": is_headline, "sentence": f"Leaving {which} in full precision {effect}: perplexity {text}."}
+    about |= {"is_headline": is_headline, "sentence": f"Leaving {which} in full precision {effect}."}
     return Finding("restored", OUTLIERS, outcome, share, **about)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import isclose, isfinite, isnan, nan
+from math import isclose, isfinite
 from typing import Any
 
 import pandas as pd
@@ -61,10 +61,10 @@ def interval(estimate: Estimate, name: str = "") -> dict[str, Any]:
 
 
 def with_interval(estimate: Estimate, form: str, unit: str = "", label: str = "95 % interval ") -> str:
-    """Return an estimate as text, with its interval if it has one."""
-    low, high = (interval(estimate).get(end, nan) for end in ("low", "high"))
-    ends = "" if isnan(low) else f" ({label}{low:{form}} to {high:{form}})"
-    return f"{estimate.value:{form}}{unit}{ends}"
+    """Return an estimate as text, with its interval if it has one that is wider than the digits shown."""
+    texts = [f"{value:{form}}" for value in (estimate.value, *interval(estimate).values())]
+    ends = f" ({label}{texts[1]} to {texts[2]})" if len(set(texts)) > 1 else ""
+    return f"{texts[0]}{unit}{ends}"
 
 
 def layers_text(layers: Iterable[int]) -> str:

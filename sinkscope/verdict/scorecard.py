@@ -18,6 +18,8 @@ from sinkscope.paper_claims.evidence import NATURAL
 from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.paper_claims.routes import ROUTES_TITLE, measured_models, routes_text
 from sinkscope.paper_claims.table import NOT_JUDGED
+from sinkscope.results.findings import Finding
+from sinkscope.results.findings import Outcome as Judgment
 from sinkscope.results.judgment import Outcome
 from sinkscope.results.manifest import folder_of, format_of, read_manifest
 from sinkscope.results.metrics import MISSING
@@ -164,13 +166,13 @@ def scorecard_markdown(card: Scorecard) -> str:
     return "\n\n".join(parts)
 
 
-def unusual(card: Scorecard) -> list[str]:
-    """Return the claims that fail in a model of the card, or hold in it alone, with the others that decide them.
+def unusual(card: Scorecard) -> list[Finding]:
+    """Return the claims that fail in a model of the card, or hold in its models alone, with others that decide them.
 
     The others are those of the card, or for a card of one model those of `reports/claims`.
     """
     own = {str(model): outcomes.to_dict() for model, outcomes in card.by_model.items()}
-    every, lines = own if len(own) > 1 else ELSEWHERE | own, []
+    every, found = own if len(own) > 1 else ELSEWHERE | own, []
     for claim in card.by_model.index:
         fails, holds = (
             [model for model in every if every[model].get(claim) == end] for end in (Outcome.FAILS, Outcome.HOLDS)
@@ -179,12 +181,19 @@ def unusual(card: Scorecard) -> list[str]:
             names = {model: "this model" if [model] == [*own] else model for model in every}
             ends = [(end, models) for end, models in ((Outcome.FAILS, fails), (Outcome.HOLDS, holds)) if models]
             where = "; ".join(f"{end} in {', '.join(names[model] for model in models)}" for end, models in ends)
-            lines.append(f"- {CLAIMS[claim].statement.rstrip('.')}: {where} ({claim}).")
-    return ["What is unusual:", "\n".join(lines)] if lines else []
+            sentence = f"{CLAIMS[claim].statement.rstrip('.')}: {where} ({claim})."
+            outcome = Judgment.REFUTED if own.keys() & fails else Judgment.CONFIRMED
+            found.append(Finding("unusual", "What is unusual", outcome, numbers={"claim": claim}, sentence=sentence))
+    return found
+
+
+def _unusual(card: Scorecard) -> list[str]:
+    found = unusual(card)
+    return ["What is unusual:", "\n".join(f"- {finding.sentence}" for finding in found)] if found else []
 
 
 def _of_one(card: Scorecard) -> list[str]:
-    parts = [f"## {card.models[0]}: {headline(card)}", *unusual(card), *_summary(card.table)]
+    parts = [f"## {card.models[0]}: {headline(card)}", *_unusual(card), *_summary(card.table)]
     for paper, rows in card.table.groupby("paper", sort=False):
         parts += [f"### {paper}"]
         judged = rows[~rows["outcome"].isin(NOT_JUDGED)]
@@ -201,7 +210,7 @@ def _of_one(card: Scorecard) -> list[str]:
 def _of_several(card: Scorecard) -> list[str]:
     outcomes = _outcomes(card)
     others = ", ".join(name for name in card.by_model.index if name not in set(outcomes["claim"]))
-    parts = [f"## {len(card.models)} models: {headline(card)}", *unusual(card)]
+    parts = [f"## {len(card.models)} models: {headline(card)}", *_unusual(card)]
     by_model = {model: card.table[card.table["model"] == model] for model in card.models}
     for model, rows in by_model.items():
         parts += [f"**{model}**", *_summary(rows)]
@@ -240,7 +249,7 @@ def _numbers_of_some(card: Scorecard) -> list[str]:
 def scorecard_summary(card: Scorecard, model: str) -> str:
     """Return which claims hold for a model, and how many do not."""
     own = replace(card, table=card.table[card.table["model"] == model])
-    return "\n\n".join([f"## {model}: {headline(own)}", *unusual(own), *_summary(own.table)])
+    return "\n\n".join([f"## {model}: {headline(own)}", *_unusual(own), *_summary(own.table)])
 
 
 def headline(card: Scorecard) -> str:

@@ -1,7 +1,8 @@
 """The findings on trained arms: the table `retrofit`, the Bigram-Backcopy task, and movements of new parameters."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -9,9 +10,10 @@ import pandas as pd
 from sinkscope.results.findings import Finding
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
-from sinkscope.results.statistics import mean_of_runs
+from sinkscope.results.statistics import Estimate, mean_of_runs
 from sinkscope.results.tables import WHOLE_MODEL
-from sinkscope.training.tables import HELD_OUT, TABLES, at_equal_loss, courses, sinking_layer
+from sinkscope.training.tables import HELD_OUT, TABLES, UNTOUCHED, at_equal_loss, courses, sinking_layer
+from sinkscope.verdict.report import interval, with_interval
 from sinkscope.verdict.table_formats import as_markdown, table_with_spread
 
 BACKCOPY_COLUMNS = (
@@ -61,6 +63,45 @@ def without_start(runs: Iterable[RunData]) -> str:
     return "" if begin_with_it else "the first token takes the place of <s>"
 
 
+def findings(tables: Mapping[str, pd.DataFrame], arms: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+    """Return each method against plain training, and how far its new parameters have moved."""
+    return methods_compared(tables["retrofit"], arms) + gates_moved(tables["gates"])
+
+
+def methods_compared(retrofit: pd.DataFrame, arms: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+    """Compare the sink rate and perplexities of each method with those of plain training, seed by seed.
+
+    A command without plain training compares with the untouched model.
+
+    Args:
+        retrofit: the table `retrofit`.
+        arms: the entry of run.json: label of an arm → its method, seed and label in tables.
+    """
+    plain = next((arm["label"] for arm in arms.values() if arm["method"] == "none"), UNTOUCHED)
+    wide = retrofit.pivot_table(index=["condition", "seed"], columns="metric", values="value", sort=False)
+    methods = dict.fromkeys(arm["label"] for arm in arms.values() if arm["label"] != plain)
+    if plain not in wide.index or not methods:
+        return []
+    against, found = "the untouched model" if plain == UNTOUCHED else "plain training", []
+    for method in methods:
+        own, others = wide.loc[method], wide.loc[plain]
+        points = mean_of_runs((100 * (own["sink_rate"] - others["sink_rate"])).to_numpy())
+        sentence = f"{method}, compared with {against}: sink rate {with_interval(points, '+.1f', ' points')}"
+        numbers: dict[str, Any] = {"method": method, "seeds": len(own)}
+        for name, what in (("perplexity", "perplexity"), ("perplexity_quantized", "in W8A8")):
+            ratios = np.log(own[name] / others[name]) if name in wide else pd.Series(dtype=float)
+            if not len(ratios) or not np.isfinite(ratios).all():
+                continue
+            mean = mean_of_runs(ratios.to_numpy())
+            ratio = Estimate(*np.exp((mean.value, mean.low, mean.high)))
+            numbers |= {f"{name}_ratio": ratio.value, **interval(ratio, f"{name}_ratio_")}
+            sentence += f", {what} × {with_interval(ratio, '.3f', label='')}"
+        sentence += "." if len(own) > 1 else "; one seed has no interval."
+        about: dict[str, Any] = {"numbers": numbers, "sentence": sentence, "is_headline": True, **interval(points)}
+        found.append(Finding("method", "Methods", value=points.value, **about))
+    return found
+
+
 def gates_moved(gates: pd.DataFrame) -> list[Finding]:
     found = []
     for arm, rows in gates.groupby("condition", sort=False):
@@ -87,8 +128,9 @@ def retrofit_summaries(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
     return {heading: table_with_spread(wide, spread, metrics) for heading, metrics in known.items() if metrics}
 
 
-def retrofit_markdown(table: pd.DataFrame) -> str:
+def retrofit_markdown(table: pd.DataFrame, findings: Iterable[Finding] = ()) -> str:
     parts = [f"# {model}" for model in table["model"].unique()]
+    parts += ["\n".join(f"- {finding.sentence}" for finding in findings if finding.is_headline)]
     for heading, summary in retrofit_summaries(table).items():
         parts += [f"## {heading}", as_markdown(summary, numbers=True)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part for part in parts if part) + "\n"

@@ -135,7 +135,8 @@ def test_it_goes_on_where_it_was_broken_off(
     done = retrofit(str(tiny), "iga", text=text, out=tmp_path / "out", **SMALL)  # one more arm
     assert trained == ["vga", "none", "iga"]
     assert list(done.runs) == ["untouched", "vga", "none", "iga"]
-    assert [note.partition(":")[0] for note in done.notes] == ["vga", "iga"]
+    compared = [f"{method}, compared with plain training" for method in ("vga", "iga")]
+    assert [note.partition(":")[0] for note in done.notes] == [*compared, "vga", "iga"]
     assert (tmp_path / "out" / "iga" / "run" / "run.json").is_file()
 
 

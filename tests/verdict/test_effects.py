@@ -86,10 +86,10 @@ def test_a_sink_moves_only_if_the_target_gains_beyond_the_control() -> None:
 @pytest.mark.parametrize(
     ("expects", "after", "words"),
     [
-        ("sink-falls", 0.1, "Here it does: "),
+        ("sink-falls", 0.1, "Here it does (NU)."),
         ("sink-falls", 0.5, "at least 50% of it is left"),
         ("sink-falls", 0.7, "does not fall beyond the control's spread"),
-        ("sink-stays", 0.69, "Here it does: "),
+        ("sink-stays", 0.69, "Here it does (NU)."),
         ("sink-stays", 0.6, "though part of it is lost"),
         ("sink-stays", 0.1, "less than 50% of it is left"),
     ],
@@ -106,19 +106,25 @@ def test_without_controls_an_expectation_is_undecided(expects: str) -> None:
     run = run_of({0: (0.7, 0.0, ()), 1: (0.0, 0.7, ())}, expects=expects)
     assert [found.outcome for found in findings_of(run, "x") if found.name == expects] == [Outcome.UNDECIDED]
     assert "too few controls to judge it" in finding(run, "x")
-    assert "70.0% → 0.0%." in finding(run, "x")
+    assert "has too few controls to be judged, at 0.000 times its value before." in finding(run, "x")
 
 
 @pytest.mark.parametrize(
     ("expects", "after", "words"),
     [
-        ("perplexity-collapses", 40_000.0, "multiplied by 2,000"),
-        ("perplexity-unharmed", 20.2, "changes by +1.0% (NU)."),
-        ("perplexity-unharmed", 22.0, "+10.0%, by more than 5% (NU)."),
+        ("perplexity-collapses", 40_000.0, "Here it does (NU)."),
+        ("perplexity-unharmed", 20.2, "Here it is: it changes by less than 5% (NU)."),
+        ("perplexity-unharmed", 22.0, "Here it is not: it changes by more than 5% (NU)."),
     ],
 )
 def test_perplexity(expects: str, after: float, words: str) -> None:
     assert words in finding(run_of({0: (0.7, 0.7, (0.7, 0.7))}, perplexity=(20.0, after, ()), expects=expects), "x")
+
+
+def test_a_change_is_said_once_as_a_ratio() -> None:
+    sentences = finding(run_of({0: (0.8, 0.2, (0.8, 0.8))}, perplexity=(20.0, 25.0, (21.0, 22.0))), "x")
+    assert "falls to 0.250 times its value before, most in layers 0–2." in sentences
+    assert "Perplexity is 1.250 times its value before, and 1.075 times under the control." in sentences
 
 
 def test_the_metrics_of_an_arm() -> None:
@@ -146,8 +152,8 @@ def test_each_streaming_arm_has_its_own_windows() -> None:
     manifest = run.manifest | {"arms": {"near": arm, "far": arm}}
     run = Run(manifest, {"streaming": pd.DataFrame(rows, columns=columns)})
     assert list(overview(run)["perplexity"]) == ["20.00", "90.00", "20.00", "40.00"]
-    assert "The last 32 tokens" in finding(run, "far")
-    assert "The last 8 tokens" not in finding(run, "far")
+    assert finding(run, "far") == "With the last 32 tokens, perplexity is 2.000 times that of dense attention."
+    assert "the last 8 tokens" not in finding(run, "far")
 
 
 SEQUENCES, LAYERS = 20, 3
@@ -170,7 +176,11 @@ def arm() -> Run:
     effect = effect.merge(arms, how="cross").assign(value=0.5)
     tables = {"attention_by_sequence": [before, after], "loss_by_sequence": [loss, doubled], "massive": [massive]}
     plain = make_run(sequences=SEQUENCES)
-    manifest = plain.manifest | {"command": "intervene", "arms": {"arm": {"watched": [0]}}, "draws": 0}
+    manifest = plain.manifest | {
+        "command": "intervene",
+        "arms": {"arm": {"do": [], "watched": [0], "expects": ""}},
+        "draws": 0,
+    }
     return Run(manifest, {name: pd.concat(parts) for name, parts in tables.items()} | {"effect": effect})
 
 
@@ -180,6 +190,15 @@ def test_a_change_that_all_sequences_share_has_no_width(arm: Run) -> None:
     loss = arm.tables["loss_by_sequence"].groupby("condition")["loss"].mean()
     assert interval(arm, "arm", "perplexity") == pytest.approx([np.exp(loss["arm"])] * 2)
     assert interval(arm, "arm", "massive_magnitude") == pytest.approx([95.0, 95.0])
+
+
+def test_a_ratio_resamples_both_runs_together(arm: Run) -> None:
+    rates = arm.tables["attention_by_sequence"].groupby(["condition", "sequence"])["sink_rate"].mean().unstack(0)
+    means = resamplings(SEQUENCES) @ rates
+    ends = np.quantile((means["arm"] / means["before"])[1:], [0.025, 0.975])
+    change, perplexity = findings_of(arm, "arm")
+    assert (change.numbers["ratio_low"], change.numbers["ratio_high"]) == pytest.approx(tuple(ends))
+    assert "ratio_low" not in perplexity.numbers  # twice the perplexity in all sequences
 
 
 def test_changes_that_differ_between_sequences_are_resampled(arm: Run) -> None:

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import yaml
@@ -47,6 +48,12 @@ def test_a_cost_is_found_from_its_threshold_on() -> None:
     (cost,) = found(run_of(SETTINGS), "cost")
     assert (cost.outcome, cost.threshold) == (Outcome.PRESENT, COSTLY)
     assert cost.value == pytest.approx(2.718281828**1.4)
+    assert cost.sentence == "W8A8 multiplies perplexity by 4.055."
+    run = run_of(SETTINGS)
+    table = run.tables["quantization"].assign(cost_low=np.log(4.0), cost_high=np.log(4.5))
+    (cost,) = found(Run(run.manifest, {**run.tables, "quantization": table}), "cost")
+    assert (cost.low, cost.high) == pytest.approx((4.0, 4.5))
+    assert cost.sentence == "W8A8 multiplies perplexity by 4.055 (95 % interval 4 to 4.5)."
     harmless = run_of(SETTINGS | {"all": 0.009})
     assert found(harmless, "cost")[0].outcome == Outcome.ABSENT
     assert {finding.name for finding in quantization.findings(harmless)} == {"cost", "massive-sites"}

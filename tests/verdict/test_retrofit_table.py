@@ -5,13 +5,14 @@ import math
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from sinkscope import InputError, Run
 from sinkscope.measuring.tables import column_names
 from sinkscope.results.tables import LEADING
 from sinkscope.training.tables import ROWS, UNTOUCHED, retrofit_table
 from sinkscope.verdict.table_formats import formatted
-from sinkscope.verdict.trained import equal_loss_markdown, retrofit_markdown
+from sinkscope.verdict.trained import equal_loss_markdown, methods_compared, retrofit_markdown
 
 GATES = pd.DataFrame(
     [("vga", 0, 0, "weight", 0.25), ("vga", 1, 2, "weight", 0.75), ("vga", 1, 1, "weight", 0.5)],
@@ -57,6 +58,35 @@ def test_the_table_has_the_measured_numbers_and_no_others() -> None:
     table = retrofit_table({UNTOUCHED: RUNS[UNTOUCHED]}, {}, GATES.iloc[:0])
     assert set(table["metric"]) == {"perplexity", "sink_rate", "value_drain", "massive_count"}
     assert "W8A8" not in retrofit_markdown(table)
+
+
+def test_methods_are_compared_with_plain_training_seed_by_seed() -> None:
+    rates, perplexities = {"plain": (0.5, 0.7, 0.6), "vga": (0.1, 0.4, 0.2)}, {"plain": 20.0, "vga": 22.0}
+    runs = [{arm: (rates[arm][seed], perplexities[arm] + seed) for arm in rates} for seed in range(3)]
+    table = pd.concat(
+        retrofit_table({arm: run_of(arm, sink_rate=x, perplexity=y) for arm, (x, y) in own.items()}, {}, GATES, seed)
+        for seed, own in enumerate(runs)
+    )
+    methods = {"plain": "none", "vga": "vga"}
+    arms = {f"{arm}-seed{at}": {"method": methods[arm], "label": arm, "seed": at} for arm in methods for at in range(3)}
+    (found,) = methods_compared(table, arms)
+    changes = np.array([-40, -30, -40])
+    reach = stats.t.ppf(0.975, 2) * changes.std(ddof=1) / np.sqrt(3)
+    assert (found.value, found.low, found.high) == pytest.approx(changes.mean() + np.array([0, -reach, reach]))
+    assert found.numbers["perplexity_ratio"] == pytest.approx((22 / 20 * 23 / 21 * 24 / 22) ** (1 / 3))
+    assert found.sentence.startswith(
+        "vga, compared with plain training: sink rate -36.7 points (95 % interval -51.0 to"
+    )
+    assert retrofit_markdown(table, [found]).startswith(f"# org/model\n\n- {found.sentence}\n\n## ")
+
+
+def test_without_plain_training_methods_are_compared_with_the_untouched_model() -> None:
+    arms = {"vga": {"method": "vga", "label": "vga", "seed": 0}}
+    (found,) = methods_compared(retrofit_table(RUNS, {UNTOUCHED: W8A8}, GATES), arms)
+    assert found.sentence == (
+        "vga, compared with the untouched model: sink rate -23.1 points, perplexity × 0.995; one seed has no interval."
+    )
+    assert methods_compared(retrofit_table({"vga": RUNS["vga"]}, {}, GATES), arms) == []
 
 
 def test_a_model_that_quantizing_ruins_is_infinitely_worse() -> None:

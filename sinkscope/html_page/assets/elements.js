@@ -165,7 +165,7 @@ S.ROWS_AT_ONCE = 16; // more rows scroll
 /** A plain table; later rows of a long one are added step by step. `columns`: [{label, title, number}]; `rows`: arrays of texts. */
 S.plainTable = (columns, rows, caption = "") => {
   const body = S.element("tbody"), atOnce = Math.ceil(S.CELLS_AT_ONCE / columns.length);
-  const line = (row) => S.element("tr", {}, ...row.map((text, at) => S.element(columns[at].number ? "td.number" : text.length < 12 ? "td.short" : text.length > 40 ? "td.long" : "td", {}, text)));
+  const line = (row) => S.element("tr", {}, ...row.map((text, at) => S.element(columns[at].number ? "td.number" : text.length < 24 ? "td.short" : text.length > 40 ? "td.long" : "td", {}, text)));
   const go = (from) => {
     body.append(...rows.slice(from, from + atOnce).map(line));
     if (from + atOnce < rows.length) setTimeout(() => go(from + atOnce));
