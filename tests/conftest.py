@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -41,9 +42,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> None:
-    """Leave libraries, tests and cached models out of the garbage collection, which comes before every measurement."""
+    """Leave libraries, tests and cached models out of the garbage collection."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def few_collections() -> Iterator[None]:
+    """Leave out the garbage collection before every pass over a text, which takes longer than passes of tiny models."""
+    import accelerate.utils.memory
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(accelerate.utils.memory, "gc", SimpleNamespace(collect=lambda: 0))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,18 @@ import sinkscope
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
+# two commands in one process, which imports torch once
+COMMANDS = """
+import sys
+from sinkscope.cli.app import app, main
+
+try:
+    app(["list", "recipes"], prog_name="sinkscope")
+except SystemExit as end:
+    assert not end.code
+sys.argv[1:1] = ["analyze"]
+main()
+"""
 
 
 def run(*command: object, cwd: Path, **more: str) -> str:
@@ -79,8 +91,8 @@ def test_the_wheel_works_in_an_environment_of_its_own(distributions: Path, tmp_p
     assert origin.split() == [str(site / "sinkscope" / "__init__.py"), sinkscope.__version__]
     entry = next(site.glob("sinkscope-*.dist-info")) / "entry_points.txt"
     assert "sinkscope = sinkscope.cli.app:main" in entry.read_text("utf-8")
-    command = (python, "-c", "from sinkscope.cli.app import main; main()")
-    assert "gradient-sinks-figure-2" in run(*command, "list", "recipes", cwd=here)
-    options = ("--num-seqs", "2", "--seq-len", "16", "--observables", "attention", "--out", "run")
-    assert "**Sink:**" in run(*command, "analyze", tiny, *options, cwd=here)
+    options = ("--num-seqs", "2", "--seq-len", "16", "--observables", "attention")
+    said = run(python, "-c", COMMANDS, tiny, *options, "--out", "run", cwd=here)
+    assert "gradient-sinks-figure-2" in said
+    assert "**Sink:**" in said
     assert (here / "run" / "index.html").exists()

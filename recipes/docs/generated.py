@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -160,10 +161,16 @@ def _of_a_report(name: str) -> tuple[Path | None, str]:
 
 def _making(name: str, tables: Iterable[str]) -> str:
     """Return a command that draws a figure: of the first recipe that names it, else the one that makes its tables."""
-    for recipe, path in known_recipes().items():
-        if name in (read_recipe(path).content.figures or ()):
+    for recipe, figures in _recipe_figures().items():
+        if name in figures:
             return f"sinkscope run {recipe}"
     return f"sinkscope {next((COMMAND[one] for one in tables if one in COMMAND), 'analyze')} …"
+
+
+@cache
+def _recipe_figures() -> dict[str, tuple[str, ...]]:
+    """Return each recipe → the figures that it names."""
+    return {name: tuple(read_recipe(path).content.figures or ()) for name, path in known_recipes().items()}
 
 
 def _draw(name: str, path: Path) -> str:

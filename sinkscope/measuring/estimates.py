@@ -124,6 +124,10 @@ def massive_count(sequences: Sequences) -> Estimate:
 
 def gradients(sequences: Sequences, pathway: str) -> np.ndarray:
     """Return norms of all heads, before gates, (1 + groups, layers, positions): of the run, then without each group."""
+    return sequences.once(("gradients", pathway), lambda: _gradients(sequences, pathway))  # many claims read them
+
+
+def _gradients(sequences: Sequences, pathway: str) -> np.ndarray:
     tables = (sequences.table("gradient").assign(group=-1), sequences.table("gradient_by_group"))
     columns = ["group", "layer", "pathway", "head", "position", "grad_norm"]
     parts = [table.loc[table["head"] == ALL_HEADS, columns] for table in tables]  # most rows are of single heads

@@ -1,5 +1,6 @@
 """The by-sequence tables of a run, under resamplings of its sequences."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -27,7 +28,7 @@ class Sequences:
 
     run: RunData
     condition: str | None = None  # the arm of a run of `intervene`
-    _pivoted: dict[tuple, np.ndarray] = field(default_factory=dict, repr=False)
+    _found: dict[tuple, np.ndarray] = field(default_factory=dict, repr=False)
 
     def table(self, name: str) -> pd.DataFrame:
         """Return one table of the run, or its rows for the arm. Raises Lacks."""
@@ -41,8 +42,8 @@ class Sequences:
 
     def values(self, table: str, column: str, by: tuple[str, ...] = ("layer",), **where: object) -> np.ndarray:
         """(N, *by): the value of each sequence, NaN where it has none. The axes are sorted like the columns `by`."""
-        key = (table, column, by, *sorted(where.items()))
-        if key not in self._pivoted:
+
+        def pivoted() -> np.ndarray:
             rows = self.table(table)
             for name, value in where.items():
                 rows = rows[rows[name] == value]
@@ -50,8 +51,15 @@ class Sequences:
             count = self.run.manifest["input"]["sequences"]
             found = np.full((count, *(len(labels) for labels, _ in axes)), np.nan)
             found[(rows["sequence"].to_numpy(), *(index for _, index in axes))] = rows[column].to_numpy(float)
-            self._pivoted[key] = found
-        return self._pivoted[key]
+            return found
+
+        return self.once((table, column, by, *sorted(where.items())), pivoted)
+
+    def once(self, key: tuple, find: Callable[[], np.ndarray]) -> np.ndarray:
+        """Return the array that is called `key`, which is found when it is first asked for."""
+        if key not in self._found:
+            self._found[key] = find()
+        return self._found[key]
 
     def means(self, table: str, column: str, by: tuple[str, ...] = ("layer",), **where: object) -> np.ndarray:
         """(1 + draws, *by): means over sequences; the first are the means of the run itself."""

@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,7 @@ def test_processes_that_measure_each_cell_together(models: Path, whole: SweepRun
 
 def test_sweeps_that_come_with_sinkscope(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sinkscope.training.blocks.check_source", lambda text: None)  # without `make corpus`
+    shape = cache(architecture)  # that many cells share
     for path in sorted((shipped_recipes() / SWEEPS).glob("*.yaml")):
         with naming(path.stem):
             found = read_sweep(path.stem, {})
@@ -155,7 +156,7 @@ def test_sweeps_that_come_with_sinkscope(monkeypatch: pytest.MonkeyPatch) -> Non
                 check(each)
                 for options in (cell.options for cell in each.cells if cell.command == "train"):
                     registers = any(method.name == "register-tokens" for method in parse_methods(options.method))
-                    limit = architecture(options.config).max_position_embeddings
+                    limit = shape(options.config).max_position_embeddings
                     assert options.block_length + registers <= limit
             assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= 120
 

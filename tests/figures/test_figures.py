@@ -170,7 +170,7 @@ def test_small_runs_and_columns_without_information_are_drawn(value: float | Non
     for run in runs:  # figures of learned positions have nothing to draw if no position has a vector
         drawn = applicable(run)
         assert set(FIGURES) - set(drawn) <= {"query-bias-alignment", "epe-coordinates", "gamma"}
-        check_all_draw(run, drawn, layout=not value)
+        check_all_draw(run, drawn, layout=not value and run is runs[0])
 
 
 def test_figures_that_cannot_be_drawn_are_refused_with_the_reason(run: Run) -> None:
@@ -192,15 +192,17 @@ def test_figures_are_saved_as_png_and_pdf_with_truetype_fonts_and_no_date(
     before = dict(dict.items(mpl.rcParams))  # reading it in this way does not choose a backend
     monkeypatch.setitem(SETTINGS, "pdf.compression", 0)  # so that the fonts' names can be read
     rough_figures(monkeypatch)
-    assert save_figures(make_run(layers=2, heads=2).drawings, tmp_path) == {}
-    for name in FIGURES:
+    names = sorted(FIGURES)[::4]  # others are saved in the same way, and tests of commands save all of a run
+    drawings = make_run(layers=2, heads=2).drawings
+    assert save_figures({name: drawings[name] for name in names}, tmp_path) == {}
+    for name in names:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         pdf = (tmp_path / f"{name}.pdf").read_bytes()
         assert pdf.startswith(b"%PDF")
         assert b"/Type3" not in pdf
         assert b"/FontFile2" in pdf  # TrueType, embedded
         assert b"CreationDate" not in pdf
-    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted([*FIGURES] * 2)
+    assert sorted(path.stem for path in tmp_path.iterdir()) == sorted(names * 2)
     assert dict(dict.items(mpl.rcParams)) == before
 
 

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 import torch
 import yaml
-from attention.test_kernels import CALLS, ERRORS, check_kernels, check_outcome
+from attention.test_kernels import CALLS, ERRORS, LENGTHS, check_kernels, check_outcome
 from support.accelerators import IS_REAL, NAME, PLACES, counting, moved, simulated
 from support.retrofitted import FURTHER, METHODS
 from tiny import FORWARD, REPRESENTATIVE, TINY, batched, measured, padded, ragged_tokens, tiny_model, tiny_tokens
@@ -24,6 +24,7 @@ import sinkscope
 from sinkscope.attention import kernels
 from sinkscope.commands.sweeping import pools
 from sinkscope.errors import SinkscopeError
+from sinkscope.measuring import kernels as compared_kernels
 from sinkscope.measuring import tracer
 from sinkscope.measuring.memory import USABLE, bytes_per_token
 from sinkscope.measuring.observables import OBSERVABLES, gradient, massive
@@ -60,11 +61,13 @@ def far(here: dict[str, pd.DataFrame], there: dict[str, pd.DataFrame], tolerance
     return {name: found for name, found in furthest(here, there).items() if found > tolerance}
 
 
-# Each kind of family sees one and two devices, both dtypes, and batches with and without padding.
+# Each kind of family sees several devices, where tensors meet those of the CPU and of the other device, and one dtype:
+# in half precision also padding. A GPU sees each with one device and the other dtype, too.
 CASES = [
     (name, places, dtype)
     for at, name in enumerate(REPRESENTATIVE)
-    for places, dtype in zip((1, 2), (torch.float32, torch.bfloat16)[:: 1 - at % 2 * 2], strict=True)
+    for places, dtype in zip((2, 1), (torch.bfloat16, torch.float32)[:: 1 - at % 2 * 2], strict=True)
+    if IS_REAL or places == 2
 ]
 
 
@@ -83,7 +86,7 @@ def test_observables(name: str, places: int, dtype: torch.dtype) -> None:
     assert far(here, there, CLOSE[dtype]) == {}
 
 
-@pytest.mark.parametrize(("name", "places"), [("llama", 2), ("gpt2", 1), ("gemma2", 2), ("bloom", 1)])
+@pytest.mark.parametrize(("name", "places"), [("gpt2", 1), ("gemma2", 2)])
 def test_default_analysis(name: str, places: int) -> None:
     here = sinkscope.analyze(tiny_model(name), **OPTIONS)
     with simulated():
@@ -94,15 +97,14 @@ def test_default_analysis(name: str, places: int) -> None:
 
 
 @needs_simulation
-@pytest.mark.parametrize(("name", "places"), [("llama", 2), ("bloom", 1)])
-def test_batches_fit_into_the_free_memory(name: str, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_fit_into_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """If one sequence with gradients does not fit, each layer is computed again in the backward pass."""
     from support.simulated import Device
 
-    here = sinkscope.analyze(tiny_model(name), **OPTIONS)
+    here = sinkscope.analyze(tiny_model("llama"), **OPTIONS)
     with simulated():
-        assert sinkscope.analyze(moved(tiny_model(name), places), **OPTIONS).manifest["batch_size"] == 4
-        model = moved(tiny_model(name), places)
+        assert sinkscope.analyze(moved(tiny_model("llama"), 2), **OPTIONS).manifest["batch_size"] == 4
+        model = moved(tiny_model("llama"), 2)
         monkeypatch.setattr(Device, "free", int(19 * bytes_per_token(model, backward=True) / USABLE) + 1)
         there = sinkscope.analyze(model, **OPTIONS)
     assert there.manifest["batch_size"] == 1
@@ -139,8 +141,11 @@ def test_sums_of_gradients_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "places"), [("llama", 2), ("gpt2", 1), ("falcon", 2)])
-def test_an_unknown_family(name: str, places: int) -> None:
+def test_an_unknown_family(name: str, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its wiring is found in tensors of several devices."""
+    if not IS_REAL:  # flex attention would be compiled for the CPU, which `doctor` does not try there
+        own = compared_kernels._not_here
+        monkeypatch.setattr(compared_kernels, "_not_here", lambda kernel, _: own(kernel, torch.device("cpu")))
     here = calibrate(tiny_model(name), tiny_tokens(2, 9))
     with simulated():
         model = moved(tiny_model(name), places)
@@ -164,18 +169,19 @@ def test_interventions(name: str, places: int) -> None:
     assert far(tables(tiny_model(name)), there, 1e-2) == {}
 
 
-def test_quantization() -> None:
+def test_quantization(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TINY, "shallow", ("llama", TINY["llama"][1] | {"num_hidden_layers": 2}))  # one on each device
     options = OPTIONS | {"calibration": 2}
-    here = sinkscope.quantize(tiny_model("llama"), **options)
+    here = sinkscope.quantize(tiny_model("shallow"), **options)
     with simulated():
-        there = sinkscope.quantize(moved(tiny_model("llama"), PLACES), **options)
+        there = sinkscope.quantize(moved(tiny_model("shallow"), PLACES), **options)
     assert here.tables["quantization"]["setting"].tolist() == there.tables["quantization"]["setting"].tolist()
     assert far(here.tables, there.tables, 1e-2) == {}
 
 
 @pytest.mark.parametrize("label", METHODS | FURTHER)
 def test_a_retrofit_is_trained(label: str) -> None:
-    """One step of gradient descent has the same losses before and after it on one device and on two."""
+    """One step of gradient descent has the same losses before and after it on the CPU and on devices."""
     method, parameters = (METHODS | FURTHER)[label]
 
     def losses(places: int) -> list[float]:
@@ -195,28 +201,26 @@ def test_a_retrofit_is_trained(label: str) -> None:
 
     here = losses(0)
     with simulated():
-        assert losses(1) == pytest.approx(here, rel=1e-3)
-        assert losses(2) == pytest.approx(here, rel=1e-3)
+        assert losses(PLACES) == pytest.approx(here, rel=1e-3)
 
 
 @needs_simulation
 def test_a_sweep_spawns_workers_for_its_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its cells are measured on a device, by processes that this one, whose autograd has threads, does not fork."""
+    """A cell is measured on a device, by a process that this one, whose autograd has threads, does not fork."""
     from support import simulated_cells
 
-    for name in ("llama", "gpt2"):
-        tiny_model(name).save_pretrained(tmp_path / name)
+    tiny_model("gpt2").save_pretrained(tmp_path / "gpt2")
     options = {"num_seqs": 4, "seq_len": 20, "positions": 8, "observables": ["attention", "gradient"]}
-    cells = {"models": [str(tmp_path / name) for name in ("llama", "gpt2")], "inputs": ["random"], "options": options}
+    cells = {"models": [str(tmp_path / "gpt2")], "inputs": ["random"], "options": options}
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({"title": "Devices", **cells}))
     here = sinkscope.analyze(tiny_model("gpt2"), input="random", **options)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(pools, "_main", simulated_cells.work)
     done = sinkscope.sweep(tmp_path / "sweep.yaml", out=tmp_path / "out", workers=2, page=False)
     assert not done.failure
-    there = [sinkscope.Run.open(tmp_path / "out" / "cells" / each.cell.name) for each in done.plan]
-    assert [run.manifest["device"] for run in there] == [f"{NAME}:0"] * 2
-    assert far(here.tables, there[1].tables, 1e-3) == {}
+    (there,) = (sinkscope.Run.open(tmp_path / "out" / "cells" / each.cell.name) for each in done.plan)
+    assert there.manifest["device"] == f"{NAME}:0"
+    assert far(here.tables, there.tables, 1e-3) == {}
 
 
 def test_the_benchmark_of_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,14 +235,11 @@ def test_the_benchmark_of_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
             assert all(one_pass() > 0 for one_pass in passes.values())
 
 
-# at 8 × 64 tokens, 16 positions, in float32: kernel launches by layer, and synchronizations and copies of a batch
+# at 8 × 64 tokens, 16 positions, in float32: kernel launches by layer, and synchronizations and copies of a batch;
+# FORWARD has those of the other observables
 BUDGETS = {
     (): (37, 1, 2),
     ("attention",): (71, 3, 6),
-    ("geometry",): (63, 2, 3),
-    ("activation",): (44, 2, 3),
-    ("massive",): (48, 4, 12),
-    ("outlier",): (47, 2, 12),
     FORWARD: (120, 5, 24),
     ("gradient",): (240, 4, 70),
     (*FORWARD, "gradient"): (324, 7, 90),
@@ -313,8 +314,8 @@ def test_parity_at_depth_32_in_half_precision(monkeypatch: pytest.MonkeyPatch) -
 def test_kernels(case: str, capability: tuple[int, int]) -> None:
     """They take the widths, dtypes and biases that CUDA's kernels take on a GPU of this compute capability."""
     with simulated(capability):
-        for dtype in ERRORS:
-            check_outcome(case, dtype, f"{NAME}:0")
+        for dtype in ERRORS if capability >= (8, 0) else (torch.float16, torch.bfloat16):  # kernels take others alike
+            check_outcome(case, dtype, f"{NAME}:0", LENGTHS if IS_REAL else (1, 33, 40))  # odd, and a multiple of 8
 
 
 def test_which_kernel_serves_which_case() -> None:

@@ -26,6 +26,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import sinkscope
 from sinkscope.attention.kernels import AttentionCall, chunked_attention
 from sinkscope.attention.weights import AttentionRead
+from sinkscope.measuring.estimates import gradients
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import Gradient, NormGain, TheoremOne, undefined_ratios
 from sinkscope.measuring.observables.observable import Observable, Settings
@@ -34,6 +35,7 @@ from sinkscope.measuring.summary import gradient_summary
 from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
+from sinkscope.results.sequences import Sequences
 from sinkscope.text.batch import Batch
 
 POSITIONS, LENGTH = 12, 24
@@ -397,3 +399,12 @@ def test_the_summary_compares_gradient_sinks_with_later_tokens_and_fits_compress
     assert gradient_summary(tables, longest=8)[1]["compress_slope"] == pytest.approx(-1.0)
     assert "compress_slope_2-3" in totals
     assert "compress_slope_0" not in totals  # two layers are two points: no fit
+
+
+def test_estimates_read_the_rows_of_their_pathway_also_when_others_were_read_before() -> None:
+    run = sinkscope.analyze(tiny_model("llama"), input="random", num_seqs=2, seq_len=20, observables="gradient")
+    sequences, table = Sequences(run), run.tables["gradient"]
+    for pathway in ("value", "key", "query"):
+        rows = table[(table["pathway"] == pathway) & (table["head"] == -1)]
+        by_position = rows.pivot(index="layer", columns="position", values="grad_norm")
+        np.testing.assert_array_equal(gradients(sequences, pathway)[0], by_position)

@@ -1,17 +1,15 @@
 """Overflow in a dtype: the predicted first place is that of a run in the dtype; remedies do what they say."""
 
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 import torch
-from tiny import tiny_model
+from tiny import tiny_model, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
 
-import sinkscope
 from sinkscope.errors import InputError
 from sinkscope.measuring.overflow import (
     CLIPPED,
@@ -26,24 +24,31 @@ from sinkscope.measuring.overflow import (
 )
 from sinkscope.measuring.subject import Subject, family_of, inputs_for, load_model, options_of
 from sinkscope.models.edits import attending_by, edited_output
+from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import RunConfig
 
 BEYOND = 2e5  # in float16
 
 
-def subject_of(model: PreTrainedModel) -> Subject:
-    config = options_of(RunConfig, model, {"input": "random", "num_seqs": 2, "seq_len": 12})
+def subject_of(model: PreTrainedModel, num_seqs: int = 2) -> Subject:
+    config = options_of(RunConfig, model, {"input": "random", "num_seqs": num_seqs, "seq_len": 12})
     loaded, (family, _) = load_model(model, None, config), family_of(model)
     return Subject(loaded, family, inputs_for(loaded, config, family))
 
 
-def examined(model: PreTrainedModel, dtype: str = "float16") -> Overflow:
-    return Overflow(subject_of(model), dtype)
+def examined(model: PreTrainedModel, dtype: str = "float16", num_seqs: int = 2) -> Overflow:
+    return Overflow(subject_of(model, num_seqs), dtype)
 
 
-def planted(model: PreTrainedModel, layer: int, largest: float = BEYOND) -> AbstractContextManager[None]:
-    """Multiply the output of a layer's MLP so that its largest entry is `largest` for the length of a block."""
-    before = examined(model).tables["overflow"].query("site == 'mlp_out'").set_index("layer")["largest"]
+def planted(
+    model: PreTrainedModel, layer: int, largest: float = BEYOND, plain: Overflow | None = None
+) -> AbstractContextManager[None]:
+    """Multiply the output of a layer's MLP so that its largest entry is `largest` for the length of a block.
+
+    `plain` is the result without it, if it is known.
+    """
+    table = (plain or examined(model)).tables["overflow"]
+    before = table.query("site == 'mlp_out'").set_index("layer")["largest"]
     family, _ = family_of(model)
     path, _, _ = family.block(layer).sites["mlp_out"].rpartition(".")
     factor = largest / before[layer]
@@ -64,26 +69,34 @@ def test_the_predicted_first_layer_is_the_first_that_is_not_finite(name: str, la
     plain = examined(model)
     assert plain.tables["overflow"]["is_finite"].all()
     assert not plain.tables["overflow"]["overflows"].any()
-    assert_first_is(model, layer)
+    assert_first_is(model, layer, plain)
 
 
-def assert_first_is(model: PreTrainedModel, layer: int) -> None:
-    with planted(model, layer):
-        table = examined(model).tables["overflow"]
+def assert_first_is(model: PreTrainedModel, layer: int, plain: Overflow) -> None:
+    with planted(model, layer, plain=plain):
+        table = examined(model, num_seqs=len(plain.subject.inputs.sequences)).tables["overflow"]
     predicted = first(table[table["overflows"] & ~table["is_inside"]])
     assert predicted == first(table[~table["is_finite"]]) == (layer, "mlp_out")
 
 
 @pytest.mark.real_model
-def test_a_late_layer_of_a_real_model() -> None:
-    """Gemma3 overflows in layer 7 by itself, so that its residual stream is divided by 8 first."""
-    path = Path(__file__).parents[2] / ".models" / "gemma3-270m.gguf"
-    if not path.exists():
-        pytest.fail(".models/gemma3-270m.gguf is missing: run `make models`")
-    model = sinkscope.load(str(path), dtype="float32", device_map="cpu").model
+def test_a_late_layer_of_a_real_model(smollm_on_cpu: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remedies, which are tested on tiny models, are left out: a pass in float16 takes seconds."""
+    monkeypatch.setattr(Overflow, "_remedies", lambda overflow: ())
+    plain = examined(smollm_on_cpu.model, num_seqs=1)
+    assert not plain.tables["overflow"].query("not is_inside")["overflows"].any()
+    assert_first_is(smollm_on_cpu.model, 25, plain)
+
+
+def test_a_norm_after_a_branch_divides_what_it_adds() -> None:
+    """Gemma's residual stream is divided by dividing the embeddings and the outputs of norms."""
+    model, ids = tiny_model("gemma2"), tiny_tokens(1, 12)
+    own = model(ids, output_hidden_states=True)
     with rescaled(Prediction(subject_of(model)), 8.0):
-        assert not examined(model).tables["overflow"].query("not is_inside")["overflows"].any()
-        assert_first_is(model, 13)
+        divided = model(ids, output_hidden_states=True)
+    torch.testing.assert_close(divided.logits, own.logits, rtol=1e-4, atol=1e-4)
+    for before, after in zip(own.hidden_states[:-1], divided.hidden_states[:-1], strict=True):  # the last is normed
+        torch.testing.assert_close(8 * after, before, rtol=1e-4, atol=1e-4)
 
 
 def test_magnitudes_and_places_are_those_of_plain_transformers() -> None:

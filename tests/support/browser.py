@@ -50,12 +50,12 @@ def launched() -> Iterator[Any]:
 
 
 @contextmanager
-def opened(browser: Any, contents: Contents, folder: Path, **context: Any) -> Iterator[Any]:
+def opened(browser: Any, contents: Contents, folder: Path) -> Iterator[Any]:
     """Open the page of some contents, and assert that it logs no error and makes no request."""
     write_page(contents, folder)
     path = folder / PAGE
     complaints: list[str] = []
-    window = browser.new_context(**{"viewport": {"width": 1280, "height": 900}} | context)
+    window = browser.new_context(viewport={"width": 1280, "height": 900})
     page = window.new_page()
     page.on(
         "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None

@@ -10,9 +10,14 @@ from sinkscope.cli.app import app
 
 WORDS = ("<pad>", "<s>", "</s>", "<unk>", "the", "of", "and", "drain")
 
-SMALL: dict[str, Any] = {"steps": 3, "block_length": 16, "batch_size": 2, "log_every": 1}
+SMALL: dict[str, Any] = {
+    "steps": 3, "block_length": 16, "batch_size": 2, "log_every": 1, "observables": "attention,gradient",
+}  # fmt: skip
 
-TYPED = ("--steps", "3", "--block-length", "16", "--batch-size", "2", "--log-every", "1")
+TYPED = (
+    "--steps", "3", "--block-length", "16", "--batch-size", "2", "--log-every", "1",
+    "--observables", "attention,gradient",
+)  # fmt: skip
 
 
 def words_tokenizer() -> PreTrainedTokenizerFast:

@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import pytest
-from torture.kills import torture
+from torture import kills
 
 
 @pytest.mark.usefixtures("no_figures")
-def test_a_handful_of_kills(tmp_path: Path) -> None:
-    found, wrong = torture(2, tmp_path, ("analyze", "retrofit"))
+def test_a_handful_of_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MEASURED", "TRAINED"):
+        monkeypatch.setattr(kills, name, (*getattr(kills, name), "--observables", "attention"))
+    found, wrong = kills.torture(2, tmp_path, ("analyze", "retrofit"))
     assert not wrong
     assert sum(counts["kills"] for counts in found.values()) >= 2

@@ -86,7 +86,7 @@ def test_every_block_is_read_once_before_any_is_read_again() -> None:
 
 OPTIONS: dict[str, Any] = {
     "steps": 8, "block_length": 16, "accumulation": 2, "learning_rate": 1e-3, "log_every": 1, "save_every": 4,
-    "eval_share": 0.2,
+    "eval_share": 0.2, "observables": "attention",
 }  # fmt: skip
 
 
