@@ -371,7 +371,8 @@ def _pair(run: RunData, label: str, metric: str, position: int) -> tuple[np.ndar
 
 def _replicates(sequences: Sequences, metric: str, position: int) -> np.ndarray:
     if metric == "perplexity":
-        return np.exp(sequences.losses)
+        is_empty = sequences.table("loss_by_sequence").empty  # `claims` measures the model before all arms only once
+        return np.empty(0) if is_empty else np.exp(sequences.losses)
     if metric != "massive_magnitude":
         return sequences.means("attention_by_sequence", metric, position=position)
     massive = table_of(sequences.run, "massive")  # to find the layer with the largest |activation|

@@ -199,6 +199,8 @@ def test_a_ratio_resamples_both_runs_together(arm: Run) -> None:
     change, perplexity = findings_of(arm, "arm")
     assert (change.numbers["ratio_low"], change.numbers["ratio_high"]) == pytest.approx(tuple(ends))
     assert "ratio_low" not in perplexity.numbers  # twice the perplexity in all sequences
+    alone = Run(arm.manifest, {name: table[table["condition"] == "arm"] for name, table in arm.tables.items()})
+    assert all("ratio_low" not in found.numbers for found in findings_of(alone, "arm"))  # `before` is elsewhere
 
 
 def test_changes_that_differ_between_sequences_are_resampled(arm: Run) -> None:
