@@ -275,14 +275,20 @@ def _expected(run: RunData, label: str, section: str, expectation: Expectation) 
     sink, *targets = arm["watched"]
     numbers = {"paper": arm["paper"]}
     if expectation in (Expectation.PERPLEXITY_COLLAPSES, Expectation.PERPLEXITY_UNHARMED):
-        factor = _ratio(run, label, "perplexity").value
+        factor = _ratio(run, label, "perplexity")
+        ends = tuple(estimate_interval(factor).values()) or (factor.value,)
         if expectation == Expectation.PERPLEXITY_COLLAPSES:
-            value, threshold, is_so = factor, COLLAPSE, factor > COLLAPSE
-            here = "it does" if is_so else f"it does not: it changes by no factor above {threshold:g}"
+            value, threshold = factor.value, COLLAPSE
+            passes = [end > COLLAPSE for end in ends]
+            yes, no = "it does", f"it does not: no factor above {COLLAPSE:g}"
         else:
-            value, threshold, is_so = factor - 1, HARM, abs(factor - 1) < HARM
-            here = f"it is{'' if is_so else ' not'}: it changes by {'less' if is_so else 'more'} than {threshold:.0%}"
-        outcome = Outcome.CONFIRMED if is_so else Outcome.REFUTED
+            value, threshold = factor.value - 1, HARM
+            passes = [abs(end - 1) < HARM for end in ends]
+            passes += [True] * (min(ends) < 1 < max(ends))  # unharmed lies between the ends
+            yes, no = f"it is: it changes by less than {HARM:.0%}", f"it is not: it changes by more than {HARM:.0%}"
+        is_decided = len(set(passes)) == 1
+        outcome = (Outcome.CONFIRMED if passes[0] else Outcome.REFUTED) if is_decided else Outcome.UNDECIDED
+        here = (yes if passes[0] else no) if is_decided else "the interval of perplexity does not decide"
     else:
         rate = effect_of(run, label, "sink_rate", sink)
         value, threshold = rate.after, HALF

@@ -173,7 +173,9 @@ def arm() -> Run:
     massive["value"] = -10.0 * massive["sequence"]
     arms = pd.DataFrame({"arm": ["before", "after"], "draw": -1})
     effect = grid(condition=["arm"], name=["arm"], layer=range(-1, LAYERS), metric=["sink_rate"], position=[0])
+    effect = pd.concat([effect, effect[effect["layer"] == -1].assign(metric="perplexity", position=-1)])
     effect = effect.merge(arms, how="cross").assign(value=0.5)
+    effect.loc[(effect["metric"] == "perplexity") & (effect["arm"] == "after"), "value"] = 1.0
     tables = {"attention_by_sequence": [before, after], "loss_by_sequence": [loss, doubled], "massive": [massive]}
     plain = make_run(sequences=SEQUENCES)
     manifest = plain.manifest | {
@@ -199,6 +201,13 @@ def test_a_ratio_resamples_both_runs_together(arm: Run) -> None:
     change, perplexity = findings_of(arm, "arm")
     assert (change.numbers["ratio_low"], change.numbers["ratio_high"]) == pytest.approx(tuple(ends))
     assert "ratio_low" not in perplexity.numbers  # twice the perplexity in all sequences
+    expects = {"arm": {"do": [], "paper": "NU", "watched": [0], "expects": "perplexity-unharmed"}}
+    for spread, outcome in ((0.0, Outcome.REFUTED), (9.0, Outcome.UNDECIDED)):  # doubled, on average
+        loss = arm.tables["loss_by_sequence"].copy()
+        loss.loc[(loss["condition"] == "arm") & (loss["sequence"] < 10), "loss"] += spread
+        loss.loc[(loss["condition"] == "arm") & (loss["sequence"] >= 10), "loss"] -= spread
+        run = Run(arm.manifest | {"arms": expects}, arm.tables | {"loss_by_sequence": loss})
+        assert findings_of(run, "arm")[-1].outcome == outcome
     alone = Run(arm.manifest, {name: table[table["condition"] == "arm"] for name, table in arm.tables.items()})
     assert all("ratio_low" not in found.numbers for found in findings_of(alone, "arm"))  # `before` is elsewhere
 
