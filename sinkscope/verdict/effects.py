@@ -280,7 +280,7 @@ def _expected(run: RunData, label: str, section: str, expectation: Expectation) 
         if expectation == Expectation.PERPLEXITY_COLLAPSES:
             value, threshold = factor.value, COLLAPSE
             passes = [end > COLLAPSE for end in ends]
-            yes, no = "it does", f"it does not: no factor above {COLLAPSE:g}"
+            yes, no = "it does", f"it does not: the factor is not above {COLLAPSE:g}"
         else:
             value, threshold = factor.value - 1, HARM
             passes = [abs(end - 1) < HARM for end in ends]
