@@ -177,8 +177,9 @@ def _ratio(run: RunData, label: str, metric: str, position: int = NO_POSITION) -
     if pair is None or isnan(value):
         return Estimate(value)
     before, after = (found if found.ndim == 1 else found.mean(1) for found in pair)
-    found = (positive_jackknife if metric == "perplexity" else bootstrap)(after / before)
-    return replace(found, value=value)
+    with np.errstate(divide="ignore", invalid="ignore"):  # a resample may hold only sequences without a sink
+        ratios = after / before
+    return replace((positive_jackknife if metric == "perplexity" else bootstrap)(ratios), value=value)
 
 
 def _times(ratio: Estimate, of: str = "its value before") -> str:

@@ -208,6 +208,11 @@ def test_a_ratio_resamples_both_runs_together(arm: Run) -> None:
         loss.loc[(loss["condition"] == "arm") & (loss["sequence"] >= 10), "loss"] -= spread
         run = Run(arm.manifest | {"arms": expects}, arm.tables | {"loss_by_sequence": loss})
         assert findings_of(run, "arm")[-1].outcome == outcome
+    rare = arm.tables["attention_by_sequence"].copy()
+    rare["sink_rate"] *= rare["sequence"] == 0  # many resamples have no sink at all
+    change = findings_of(Run(arm.manifest, arm.tables | {"attention_by_sequence": rare}), "arm")[0]
+    assert "ratio" in change.numbers
+    assert "ratio_low" not in change.numbers
     alone = Run(arm.manifest, {name: table[table["condition"] == "arm"] for name, table in arm.tables.items()})
     assert all("ratio_low" not in found.numbers for found in findings_of(alone, "arm"))  # `before` is elsewhere
 
