@@ -173,7 +173,7 @@ S.plainTable = (columns, rows, caption = "") => {
   go(0);
   return S.element(
     rows.length > S.ROWS_AT_ONCE ? "div.scroll.rows" : "div.scroll",
-    { tabindex: 0, role: "region", "aria-label": caption || "table" },
+    { tabindex: 0, role: "group", "aria-label": caption || "table" },
     S.element(
       "table",
       {},
