@@ -97,7 +97,7 @@ S.Heatmap = class {
     this.cells.clear();
     // no value, no cell: half of a causal map is empty
     svg.append("rect").attr("x", left).attr("y", top).attr("width", this.columns.length * across)
-      .attr("height", this.rows.length * down).attr("fill", "var(--nothing)").attr("aria-hidden", "true");
+      .attr("height", this.rows.length * down).attr("fill", "var(--nothing)").attr("stroke", "var(--control-line)").attr("aria-hidden", "true");
     this.rows.forEach((row, y) => {
       const line = svg.append("g").attr("role", "row").node();
       this.columns.forEach((column, x) => this.value(row, column) !== null && line.append(
