@@ -62,9 +62,12 @@ OLDEST := $(shell sed -nE 's/^ *"(accelerate|huggingface_hub|nnsight|transformer
 CORE := models measuring/test_observables.py measuring/test_parity.py interventions retrofits/test_saving.py \
 	training/test_trainer.py commands/test_card.py
 
+# the list of model types is that of the newest transformers; older ones keep the scales of compressed-tensors as parameters
+THERE := 'not the_list_holds_every_type and not the_result_is_that_of_the_list and not (unpacked_weights and compressed)'
+
 oldest: install  ## the core of the tests with the oldest versions of transformers and its neighbors: three minutes
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/oldest $(OLDEST)
-	PYTHONPATH=.venv/oldest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not real_model' $(CORE:%=tests/%)
+	PYTHONPATH=.venv/oldest OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'not real_model' -k $(THERE) $(CORE:%=tests/%)
 
 # how many kills, generated inputs and damaged run folders `make torture` tries, and where chance begins
 KILLS ?= 240
