@@ -18,7 +18,7 @@ from sinkscope.results.activations import FILE, Activations
 from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import PAGE, folder_of, format_of, read_manifest
 from sinkscope.results.run import RunData
-from sinkscope.results.scorecard import COMMAND
+from sinkscope.results.scorecard import CLAIM
 from sinkscope.results.tables import LEADING_COLUMNS, WHOLE_MODEL, Column, Columns, names_of, newer_columns, read_table
 from sinkscope.training.tables import UNTOUCHED
 from sinkscope.verdict import at_a_glance, factor_study, onsets, trained
@@ -75,10 +75,10 @@ class Contents:
             findings = REPORTS[manifest["command"]](RunData(manifest, tables, folder)).findings
         elif onsets.TABLE in tables:
             findings = onsets.findings(tables[onsets.TABLE])
-        elif manifest["command"] == COMMAND:
+        elif manifest["command"] == "claims" and CLAIM in tables:
             from sinkscope.verdict import scorecard  # other pages need no claims
 
-            findings = scorecard.unusual(scorecard.Scorecard.open(folder))
+            findings = scorecard.unusual(scorecard.Scorecard(dict(manifest), tables[CLAIM], pd.DataFrame()))
         elif len(tables) == len(files) and {"gates", "retrofit"} <= tables.keys():
             findings = trained.findings(tables, manifest["arms"])
         return cls(manifest, tables, parts, findings, folder, absent, named_by, activations)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
+from sinkscope.interventions.super_weight import PAIR, usual_pairs
 from sinkscope.measuring.observables.reductions import ALL_HEADS, LATER
 from sinkscope.measuring.summary import pathway_norms
 from sinkscope.results.findings import AFTER_LAYER, HIGH_NORM, OUTLIER, PHI, SINK, USUAL
@@ -295,6 +296,22 @@ def _ratio(table: pd.DataFrame, above: pd.Series, below: pd.Series) -> np.ndarra
     totals = resamplings(len(sums)) @ sums.to_numpy()
     with np.errstate(invalid="ignore", divide="ignore"):
         return totals[:, 0] / totals[:, 1]
+
+
+def super_weight(sequences: Sequences) -> tuple[pd.Series, Estimate]:
+    """Return the super weight, a row of `usual_pairs`, and the share of its row's output that it writes.
+
+    The share is the mean over the sequences that have the pair. Raises NotDefined.
+    """
+    table = sequences.table("super_weights")
+    usual = usual_pairs(table)
+    usual = usual[usual["is_early"]]
+    if usual.empty:
+        raise NotDefined("no early layer has a feed-forward network of this form")
+    chosen, key = usual.loc[usual["written"].idxmax()], ["layer", *PAIR]
+    own = table[(table[key] == chosen[key]).all(axis=1)]
+    shares = own.set_index("sequence")["share"].reindex(range(sequences.weights.shape[1]))
+    return chosen, bootstrap(weighted_means(shares.to_numpy(float), sequences.weights))
 
 
 def _visual(run: RunData) -> pd.DataFrame:

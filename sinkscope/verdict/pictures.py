@@ -8,8 +8,7 @@ from sinkscope.measuring.estimates import outlier_patches, outlier_share, visual
 from sinkscope.results.findings import AFTER_LAYER, HIGH_NORM, ON_SINKS, PHI, VISUAL, Finding, Outcome
 from sinkscope.results.judgment import NotDefined
 from sinkscope.results.run import RunData
-from sinkscope.results.statistics import Estimate
-from sinkscope.verdict.report import coordinates_text
+from sinkscope.verdict.report import coordinates_text, with_interval
 
 SECTION = "Pictures"
 
@@ -21,23 +20,19 @@ def findings(run: RunData) -> Iterator[Finding]:
         yield _outliers(run)
 
 
-def _ends(found: Estimate, form: str = ".2f") -> str:
-    return f" (95 % interval {found.low:{form}} to {found.high:{form}})" if found.low < found.high else ""
-
-
 def _visual_sinks(run: RunData) -> Iterator[Finding]:
     about, share = run.manifest["pictures"], visual_sink_share(run)
     of = "massive coordinates" if about["is_massive"] else "largest coordinates, none of them massive,"
     of += f" ({coordinates_text(about['coordinates'])})"
     shown = counted(about["pictures"], "picture")
-    sentence = f"{share.value:.2%}{_ends(share, '.2%')} of the visual tokens of {shown} are sinks in layers from "
+    sentence = f"{with_interval(share, '.2%')} of the visual tokens of {shown} are sinks in layers from "
     sentence += f"{AFTER_LAYER} on: φ is above {PHI:g} at the model's {of}; at as many random ones {share.null:.2%}."
     numbers = {"pictures": about["pictures"], "coordinates": tuple(about["coordinates"]), "random": share.null,
         "layer": AFTER_LAYER}  # fmt: skip
     outcome = Outcome.PRESENT if share.low > share.null else Outcome.ABSENT if not share.value else Outcome.UNDECIDED
     try:
         ratio = visual_sink_attention(run)
-        sentence += f" The text gives a visual sink {ratio.value:.2f} times{_ends(ratio)} the attention of another "
+        sentence += f" The text gives a visual sink {with_interval(ratio, '.2f', ' times')} the attention of another "
         sentence += "visual token" + ("." if isnan(ratio.null) else f", a sink by random ones {ratio.null:.2f} times.")
         numbers |= {"ratio": ratio.value, "ratio_low": ratio.low, "ratio_high": ratio.high, "ratio_random": ratio.null}
     except NotDefined:
@@ -61,7 +56,7 @@ def _outliers(run: RunData) -> Finding:
     special = run.tables["encoder_patch"].query("row < 0")
     last = table[table["layer"] == table["layer"].max()]
     pictures = last["sequence"].nunique()
-    sentence = f"After the last layer {share.value:.2%}{_ends(share, '.2%')} of the patches of "
+    sentence = f"After the last layer {with_interval(share, '.2%')} of the patches of "
     sentence += f"{counted(pictures, 'picture')} are outliers, with more than {HIGH_NORM:g} times the median patch's "
     sentence += f"norm; the largest has {last['ratio'].max():.2f} times."
     numbers = {"pictures": pictures, "largest": last["ratio"].max()}

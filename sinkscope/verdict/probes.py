@@ -7,10 +7,11 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.interventions.heads import AblateHeads, dormant
-from sinkscope.interventions.super_weight import PAIR, usual_pairs
+from sinkscope.measuring.estimates import super_weight
 from sinkscope.measuring.experiment import BEFORE
 from sinkscope.measuring.observables.spikes import SECONDARY
 from sinkscope.results.findings import Finding
+from sinkscope.results.judgment import NotDefined
 from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import Estimate, bootstrap, exact, rank_correlation, weighted_means
@@ -78,25 +79,24 @@ def _spikes(run: Sequences) -> Iterator[Finding]:
     sentence = f"One coordinate is large, above 20 times the median entry, at {with_interval(found, '.1%')} of the "
     sentence += f"tokens after layer {most['layer']}; after a random rotation of the states at {rotated:.1%} at most."
     yield _finding("residual-sinks", STATES, found, {"layer": int(most["layer"]), "rotated": rotated}, sentence)
-    for rise in table[table["step"] == "up"].to_dict("records"):
-        at = int(np.searchsorted(table["layer"], rise["layer"]))
-        ratio = _estimate(lambda: run.means("spikes_by_sequence", "norm_ratio")[:, at], rise["norm_ratio"])  # noqa: B023
-        sentence = f"The norm of a sequence's largest token rises most in layer {rise['layer']}, to "
-        sentence += f"{with_interval(ratio, '.4g')} times the median. There the largest tokens of two sequences have "
-        sentence += f"cosine {rise['cosine']:.3f}, tokens with the median norm {rise['cosine_of_others']:.3f}."
-        numbers = {name: rise[name] for name in ("layer", "norm_ratio", "cosine", "cosine_of_others")}
-        yield _finding("spike", STATES, ratio, numbers, sentence)
+    (rises,) = np.nonzero(table["step"] == "up")
+    if not len(rises):
+        return
+    rise = table.iloc[rises[0]]
+    ratio = _estimate(lambda: run.means("spikes_by_sequence", "norm_ratio")[:, rises[0]], rise["norm_ratio"])
+    sentence = f"The norm of a sequence's largest token rises most in layer {rise['layer']}, to "
+    sentence += f"{with_interval(ratio, '.4g')} times the median. There the largest tokens of two sequences have "
+    sentence += f"cosine {rise['cosine']:.3f}, tokens with the median norm {rise['cosine_of_others']:.3f}."
+    numbers = {name: rise[name] for name in ("layer", "norm_ratio", "cosine", "cosine_of_others")}
+    yield _finding("spike", STATES, ratio, numbers, sentence)
 
 
 def _super_weight(run: Sequences) -> Iterator[Finding]:
-    table = run.table("super_weights")
-    usual = usual_pairs(table)
-    chosen = usual.loc[usual[usual["is_early"]]["written"].idxmax()]
-    place = {name: int(chosen[name]) for name in ("layer", *PAIR)}
-    shares = np.full(run.weights.shape[1], np.nan)
-    own = table[(table[[*place]] == place).all(axis=1)]
-    shares[own["sequence"]] = own["share"]
-    share = bootstrap(weighted_means(shares, run.weights))
+    try:
+        chosen, share = super_weight(run)
+    except NotDefined:
+        return
+    place = {name: int(chosen[name]) for name in ("layer", "row", "column")}
     layer, row = place["layer"], place["row"]
     sentence = "The largest entry that a feed-forward network adds in the first three quarters of the layers is "
     sentence += f"{chosen['written']:,.4g}, in layer {layer} at coordinate {row}. There the weight at row {row} and "
@@ -108,8 +108,7 @@ def _super_weight(run: Sequences) -> Iterator[Finding]:
         sentence += f"; the largest massive activation is at {'the same' if usually == row else 'another'} coordinate"
         sentence += "" if usually == row else f", {usually}"
     numbers = {name: float(chosen[name]) for name in ("written", "input", "output", "weight", "sequences")}
-    numbers |= {name: place[name] for name in ("layer", "row", "column")}
-    yield _finding("super-weight", SECTION, share, numbers, f"{sentence}.")
+    yield _finding("super-weight", SECTION, share, numbers | place, f"{sentence}.")
 
 
 def _heads(run: Sequences) -> Iterator[Finding]:

@@ -5,9 +5,8 @@ Inactive Heads in Pretrained LLMs (IH), and Why do LLMs attend to the first toke
 from functools import partial
 
 import numpy as np
-import pandas as pd
 
-from sinkscope.interventions.super_weight import PAIR, usual_pairs
+from sinkscope.measuring.estimates import super_weight
 from sinkscope.measuring.experiment import BEFORE
 from sinkscope.paper_claims.arms import perplexity_of_controls, perplexity_ratio
 from sinkscope.paper_claims.claim import Claim, Null, Part
@@ -23,34 +22,24 @@ from sinkscope.results.statistics import Estimate, bootstrap, jackknife, one_mor
 
 # --- super weights
 
-KEY = ["layer", *PAIR]
 TO_ZERO, LARGEST = Need("loss-do", "zero-super-weight"), Need("loss-do-alone", "zero-super-weight:which=largest")
 
 
-def _pairs(evidence: Evidence) -> tuple[Sequences, pd.DataFrame, pd.Series]:
-    """Return a run of the unchanged model, its table `super_weights`, and the super weight."""
-    natural = evidence.natural
-    if "super_weights" not in natural.run.tables and evidence.has(TO_ZERO):
-        natural = evidence.sequences(TO_ZERO, BEFORE)  # measured there to find the entry
-    table = natural.table("super_weights")
-    usual = usual_pairs(table)
-    usual = usual[usual["is_early"]]
-    if usual.empty:
-        raise NotDefined("no early layer has a feed-forward network of this form")
-    return natural, table, usual.loc[usual["written"].idxmax()]
+def _unchanged(evidence: Evidence) -> Sequences:
+    """Return a run of the unchanged model, with the table `super_weights` if there is one."""
+    if "super_weights" not in evidence.natural.run.tables and evidence.has(TO_ZERO):
+        return evidence.sequences(TO_ZERO, BEFORE)  # measured there to find the entry
+    return evidence.natural
 
 
 def _written(evidence: Evidence) -> Estimate:
-    """Return the share of the row's output that the one entry writes, on the sequences that have the pair."""
-    natural, table, chosen = _pairs(evidence)
-    rows = table[(table[KEY] == chosen[KEY]).all(axis=1)]
-    shares = rows.set_index("sequence")["share"].reindex(range(natural.weights.shape[1]))
-    note = f"layer {chosen['layer']:.0f}, row {chosen['row']:.0f}, column {chosen['column']:.0f}"
-    return bootstrap(weighted_means(shares.to_numpy(float), natural.weights)).over(note)
+    chosen, share = super_weight(_unchanged(evidence))
+    return share.over(f"layer {chosen['layer']:.0f}, row {chosen['row']:.0f}, column {chosen['column']:.0f}")
 
 
 def _is_massive(evidence: Evidence) -> Estimate:
-    natural, _, chosen = _pairs(evidence)
+    natural = _unchanged(evidence)
+    chosen, _ = super_weight(natural)
     there = (coordinates_of_largest(natural) == chosen["row"]).reindex(range(natural.weights.shape[1]))
     return bootstrap(weighted_means(there.fillna(False).to_numpy(float), natural.weights))
 
