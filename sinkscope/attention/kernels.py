@@ -108,10 +108,21 @@ def numbers_at_once(device: torch.device, wanted: int) -> int:
     """Return how many of `wanted` attention weights are computed at a time, by device and its free memory."""
     if device.type == "cpu":
         return ON_CPU
-    if device.type != "cuda" or wanted <= ON_ACCELERATOR // 8:  # few: asking would cost more time
+    if device.type != "cuda" or wanted <= ON_ACCELERATOR // 8:
         return ON_ACCELERATOR
+    return numbers_that_fit(device)
+
+
+@cache
+def numbers_that_fit(device: torch.device) -> int:
+    """Return how many attention weights a GPU with little free memory computes at a time.
+
+    The memory is read once a run (`open_seam` forgets it), and the number is a power of two: sums in other chunks have
+    other round-off, so that repeated runs would differ in their last bits.
+    """
     # up to eight tensors of float32 are derived from the weights, in half of what is free
-    return max(ON_CPU, min(ON_ACCELERATOR, free_memory(device) // 64))
+    numbers = max(ON_CPU, free_memory(device) // 64)
+    return min(ON_ACCELERATOR, 1 << numbers.bit_length() - 1)
 
 
 def rows_at_once(room: int, before: int) -> int:
@@ -129,11 +140,12 @@ class ForbiddenKeys:
 
     def hidden(self, heads: int, device: torch.device) -> torch.Tensor:
         """Return from which of all heads the keys are hidden, (H,1,1) bool."""
-        return _chosen_heads(self.heads, heads, device)
+        return head_mask(self.heads, heads, device)
 
 
 @cache
-def _chosen_heads(chosen: tuple[int, ...], heads: int, device: torch.device) -> torch.Tensor:
+def head_mask(chosen: tuple[int, ...], heads: int, device: torch.device) -> torch.Tensor:
+    """Return which of all heads are chosen, (H,1,1) bool."""
     return torch.tensor([head in chosen for head in range(heads)], device=device)[:, None, None]
 
 

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from sinkscope.attention.kernels import AttentionCall, Kernel, fused_attention
+from sinkscope.attention.kernels import AttentionCall, Kernel, fused_attention, numbers_that_fit
 from sinkscope.attention.taps import NAME, Interceptor, Seam, attends_by_us, denominator_of, operation_of
 from sinkscope.errors import SinkscopeError
 from sinkscope.models.edits import Attend, attending_by
@@ -109,6 +109,7 @@ def open_seam(
     seams, bit for bit; in this thread, the taps then run on the same tensors, without gradient and dropout. A model
     with open seams raises SinkscopeError.
     """
+    numbers_that_fit.cache_clear()
     attentions = family.attentions(model)
     seams = {layer: Seam(kernel, family.door, family.causal, family.prefix) for layer in attentions}
     with ExitStack() as stack:

@@ -83,7 +83,7 @@ class AttentionRead:
             parts.append(mask if mask.dtype == torch.bool else mask > MASKED)
         elif not call.looks_ahead and rows.start < cols.stop - 1:
             parts.append(causal(rows, cols, 0, device)[None, None])
-        valid = self.batch.valid_on(device)
+        valid = self.batch.on(device, "valid")
         if valid is not None:
             parts += [valid[:, None, rows, None], valid[:, None, None, cols]]
         return reduce(torch.logical_and, parts) if parts else None

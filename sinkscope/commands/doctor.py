@@ -132,7 +132,7 @@ def doctor(
         loaded = load_model(model, tokenizer, loading)
         stack.enter_context(undisturbed(loaded.model))
         family, notices = family_of(loaded.model)
-        report = _examined(loaded, family, notices)
+        report, tolerance = _examined(loaded, family, notices)
         if config.compare is not None:
             report.checks.append(_logits(loaded, family, config, config.compare))
         if has_overflow:
@@ -151,6 +151,8 @@ def doctor(
                     report.checks.append((what, not is_alarm, finding.sentence))
                 else:
                     report.notes.append(finding.sentence)
+        if family.door == "interface" and not any(map(attends_by_us, loaded.model.modules())):
+            _compare_kernels(report, loaded.model, family, tolerance, Console(stderr=True, quiet=quiet))
     return report
 
 
@@ -197,16 +199,13 @@ def _read_logits(path: Path) -> np.ndarray:
     return logits
 
 
-def _examined(loaded: LoadedModel, family: Family, notices: Sequence[str]) -> Report:
+def _examined(loaded: LoadedModel, family: Family, notices: Sequence[str]) -> tuple[Report, float]:
+    """Return the report, without the comparison of kernels, and the difference that round-off explains."""
     model = loaded.model
     report = Report(loaded.name, _facts(loaded, family))
     calibrated = _calibrated(family) if notices else []
     report.notes = [*loaded.notices, *tower_notice(model), *notices, *calibrated, *_not_applicable(model, family)]
-    # one sequence of random ids, for which no tokenizer is needed
-    size = embedding_weight(model).shape[0]
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(size // 10, size, (1, TOKENS), generator=generator)
-    batch = Batch(ids, torch.ones_like(ids))
+    batch = _random_batch(model, TOKENS)
     inputs = model_inputs(model, batch, False, family.first_position)
     bare = layer_output(model, family, family.last_layer(model), inputs)
     own = round_off(model, family, batch, bare)
@@ -230,14 +229,27 @@ def _examined(loaded: LoadedModel, family: Family, notices: Sequence[str]) -> Re
         report.checks.append(_attention("attention to position 0 equals transformers' eager attention", found))
     else:
         report.notes.append("attention weights come from the model's own code: there is nothing to compare them with")
-    if family.door == "interface" and not any(map(attends_by_us, model.modules())):
-        ids = torch.randint(size // 10, size, (1, tokens_to_compare(model, family)), generator=generator)
-        kernels = compare_kernels(model, family, Batch(ids, torch.ones_like(ids)), own.tolerance)
-        report.checks += [_kernel(one, own.tolerance) for one in kernels if not one.untried]
-        for reason in dict.fromkeys(one.untried for one in kernels if one.untried):
-            names = ", ".join(one.name for one in kernels if one.untried == reason)
-            report.notes.append(f"not compared with eager attention: {names} ({reason})")
-    return report
+    return report, own.tolerance
+
+
+def _random_batch(model: PreTrainedModel, length: int) -> Batch:
+    """Return one sequence of random ids, for which no tokenizer is needed."""
+    size = embedding_weight(model).shape[0]
+    ids = torch.randint(size // 10, size, (1, length), generator=torch.Generator().manual_seed(0))
+    return Batch(ids, torch.ones_like(ids))
+
+
+def _compare_kernels(
+    report: Report, model: PreTrainedModel, family: Family, tolerance: float, console: Console
+) -> None:
+    """Add checks of all kernels; this comes last, because torch compiles one of them."""
+    if input_device(model).type != "cpu":
+        console.print("comparing attention kernels: flex attention is compiled first, which takes a minute or more")
+    kernels = compare_kernels(model, family, _random_batch(model, tokens_to_compare(model, family)), tolerance)
+    report.checks += [_kernel(one, tolerance) for one in kernels if not one.untried]
+    for reason in dict.fromkeys(one.untried for one in kernels if one.untried):
+        names = ", ".join(one.name for one in kernels if one.untried == reason)
+        report.notes.append(f"not compared with eager attention: {names} ({reason})")
 
 
 def _kernel(kernel: Kernel, tolerance: float) -> Check:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import pandas as pd
 import torch
@@ -31,6 +31,7 @@ class Layout(threading.local):
         self.mask: torch.Tensor | None = None
         self.past = 0  # tokens in the cache
         self.length = 0  # tokens in the cache and the batch
+        self._places: dict[tuple, Any] = {}  # what `once` has computed for the current batch
 
     def record(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         kwargs = inspect.signature(type(module).forward).bind_partial(module, *args).arguments | kwargs
@@ -41,6 +42,13 @@ class Layout(threading.local):
         self.mask = mask if isinstance(mask, torch.Tensor) else None
         self.past = int(cache.get_seq_length()) if cache is not None else 0  # a static cache returns a mutable tensor
         self.length = self.past + tokens.shape[1] + (0 if self.past else registers_before(module))
+        self._places = {}
+
+    def once(self, compute: Callable[..., Any], *arguments: Any) -> Any:
+        """Return compute(*arguments), which all layers of the current batch share: each would wait for the device."""
+        if (compute, *arguments) not in self._places:
+            self._places[compute, *arguments] = compute(*arguments)
+        return self._places[compute, *arguments]
 
     def start(self, device: torch.device) -> torch.Tensor:
         """Return the column of each sequence's position 0, (B,) or (1,), counted from the first column of the cache."""
@@ -58,8 +66,13 @@ class Layout(threading.local):
 
     def locate(self, x: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows and columns of x (B,T,…) that are at this position of their sequence."""
-        columns = (self.start(x.device) + position - self.past).expand(x.shape[0])
-        rows = ((columns >= 0) & (columns < x.shape[1])).nonzero().flatten()
+        return self.once(self._located, x.device, *x.shape[:2], position)
+
+    def _located(
+        self, device: torch.device, sequences: int, length: int, position: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        columns = (self.start(device) + position - self.past).expand(sequences)
+        rows = ((columns >= 0) & (columns < length)).nonzero().flatten()
         return rows, columns[rows]
 
 

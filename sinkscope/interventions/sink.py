@@ -5,6 +5,7 @@ StreamingLLM), or its value state is changed and its key kept (VGA §1: does the
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
 from itertools import product
 from typing import Literal, Self
 
@@ -12,7 +13,7 @@ import torch
 from pydantic import PrivateAttr
 from torch import nn
 
-from sinkscope.attention.kernels import ForbiddenKeys
+from sinkscope.attention.kernels import ForbiddenKeys, head_mask
 from sinkscope.attention.streaming import inapplicable, streaming
 from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import Intervention, Known, Target, edited_positions, must_touch
@@ -66,6 +67,9 @@ class MaskSink(Intervention):
         heads = chosen(self.heads, target.query_heads)
 
         def columns(device: torch.device) -> torch.Tensor:
+            return layout.once(of_positions, device)
+
+        def of_positions(device: torch.device) -> torch.Tensor:
             found = layout.start(device)[:, None] + torch.tensor(self.positions, device=device)
             if bool((found < layout.length - target.family.causal).any()):  # the last token has no later query
                 touch()
@@ -79,9 +83,8 @@ class MaskSink(Intervention):
             shift = layout.length - cols.stop if layout.past or cols.stop > layout.length else 0
             row, col = row + shift, col + max(shift, 0)
             is_sink = (col == columns(device)[:, :, None]).any(1)  # (B,C)
-            hidden = torch.zeros(target.query_heads, dtype=torch.bool, device=device)
-            hidden[heads] = True
-            return (is_sink[:, None] & (row[:, None] != col))[:, None] & hidden[:, None, None]
+            hidden = head_mask(tuple(heads), target.query_heads, device)
+            return (is_sink[:, None] & (row[:, None] != col))[:, None] & hidden
 
         missing = f"a token after position {', '.join(map(str, self.positions))}"
         with must_touch(self.name, missing) as touch, ExitStack() as stack:
@@ -185,8 +188,11 @@ class _AtValues(Intervention):
             if heads := self.heads_in(target, layer):
                 places[projection.module] = layer, projection.places[heads].flatten()
 
+        copied = cache(torch.Tensor.to)  # once to each device: a copy waits for it
+
         def edit(module: nn.Module, position: int, x: torch.Tensor) -> torch.Tensor:
             layer, columns = places[module]
+            columns = copied(columns, x.device)
             x[:, columns] = changed(layer, position, x[:, columns]).to(x)
             return x
 

@@ -124,7 +124,7 @@ def compare_kernels(model: PreTrainedModel, family: Family, batch: Batch, tolera
     with lacking(model, family, ()) as used:
         run()
     found = []
-    for name in dict.fromkeys((current, "sdpa", "flex_attention", *FLASH)):
+    for name in dict.fromkeys((current, "sdpa", *FLASH, "flex_attention")):  # what is compiled first comes last
         if name == "eager":
             continue
         if reason := _not_here(name, input_device(model)) if name != current else "":

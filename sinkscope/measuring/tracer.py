@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from sinkscope.attention.kernels import upcast
+from sinkscope.attention.kernels import MASKED, AttentionCall, upcast
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import NAME, Seam
 from sinkscope.attention.weights import AttentionRead
@@ -221,6 +221,8 @@ class Reader:
         except OutOfOrderError as error:  # a tap that never ran
             raise unrecognized from error
         sequences, length = batch.token_ids.shape
+        if seam.call is not None and seen["key"].shape[2] > length:
+            seam.call = _without_empty_slots(seam.call, seen, length)
         keys = seen["key"].shape[2]
         if seam.call is not None and keys != length:
             raise SinkscopeError(
@@ -233,6 +235,21 @@ class Reader:
         call = replace(seam.call, **{name: x.detach() for name, x in tensors.items() if x is not None})
         seam.call = replace(call, scores=None)  # T × T with its graph: freed as soon as it is read
         return AttentionRead(**seen, call=call, batch=batch)
+
+
+def _without_empty_slots(call: AttentionCall, seen: dict[str, torch.Tensor], length: int) -> AttentionCall:
+    """Cut the keys and values in `seen` to those of the tokens, if no query sees the later ones.
+
+    Those are the slots of a static cache that the prompt leaves empty (`generate` with cache_implementation="static").
+    Without a mask, causal attention is aligned at the first key.
+    """
+    masks = [x for x in (call.mask, call.scores) if x is not None]
+    slots = [mask[..., length:] if mask.dtype == torch.bool else mask[..., length:] > MASKED for mask in masks]
+    if any(bool(visible.any()) for visible in slots) or not (slots or call.causal):
+        return call
+    seen.update({name: seen[name][:, :, :length] for name in ("key", "value")})
+    cut = {name: x[..., :length] for name in ("mask", "scores") if (x := getattr(call, name)) is not None}
+    return replace(call, **cut)
 
 
 class Tracer(Reader):
@@ -426,9 +443,14 @@ def model_inputs(
         # A tensor, because for a number Gemma 4 leaves out all other tokens in its last layers, and others slice a
         # view, for which torch copies lm_head once per sequence (bfloat16 on CPUs: 80 s in place of 0.3 s). Hooks of a
         # model on several devices would move a tensor to the first of them, and not to that of the last layer.
-        is_in_one_place = len(set(getattr(model, "hf_device_map", {"": None}).values())) == 1
-        inputs["logits_to_keep"] = torch.tensor([-1], device=device) if is_in_one_place else 1
+        inputs["logits_to_keep"] = 1 if is_spread(model) else torch.tensor([-1], device=device)
     return inputs
+
+
+def is_spread(model: PreTrainedModel) -> bool:
+    """Return whether a model is on several devices: spread by accelerate, which may offload weights, or by hand."""
+    spread_by_accelerate = len(set(getattr(model, "hf_device_map", {}).values())) > 1
+    return spread_by_accelerate or len({parameter.device for parameter in model.parameters()}) > 1
 
 
 class _Finite(Accumulator):
@@ -444,7 +466,9 @@ class _Finite(Accumulator):
 
     def finish(self, batch: Batch) -> None:
         for _, rows, kept in self.kept.take():
-            finite = filled(kept["sums"], batch.valid).sum((0, 2), dtype=torch.float64).isfinite()
+            finite = (
+                filled(kept["sums"], batch.on(kept["sums"].device, "valid")).sum((0, 2), dtype=torch.float64).isfinite()
+            )
             layers = [row["layer"] for row in rows]
             self.receive(
                 lambda finite, layers=layers: self.without.extend(compress(layers, (~finite).tolist())), finite

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from sinkscope.attention.kernels import MASKED
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import NAME
 from sinkscope.errors import InputError, SinkscopeError, described, was_interrupted
@@ -250,6 +251,10 @@ def _batch(given: Mapping[str, Any], first: int) -> Batch:
         raise NotMeasured("a single token")
     if mask is None:
         mask = torch.ones_like(ids)
+    if isinstance(mask, Mapping):  # by kind of layer, as `generate` makes them for a static cache
+        mask = next(iter(mask.values()))
+    if isinstance(mask, torch.Tensor) and mask.dim() == 4:
+        mask = _tokens_seen(mask)
     if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
         raise NotMeasured("an attention mask of other than one number for each token")
     beginnings = F.pad(mask.long(), (1, 0)).diff() == 1
@@ -259,6 +264,19 @@ def _batch(given: Mapping[str, Any], first: int) -> Batch:
     if not bool((beginnings.sum(1) == 1).all()):
         raise NotMeasured("several sequences in one row, or none")
     return Batch(ids.detach().cpu(), mask.long().detach().cpu(), first)
+
+
+def _tokens_seen(mask: torch.Tensor) -> torch.Tensor | None:
+    """Return which tokens are real (B,T) according to a mask (B,1,T,S); None if it is not causal over one sequence.
+
+    A real token sees itself. It sees all real tokens before it, or in a sliding window the last of them.
+    """
+    visible = (mask if mask.dtype == torch.bool else mask > MASKED)[:, 0]
+    real = visible.diagonal(dim1=1, dim2=2)
+    query, key = (torch.arange(size, device=mask.device) for size in visible.shape[1:])
+    distance = query[:, None] - key
+    expected = (distance >= 0) & (distance < visible.sum(-1).max()) & F.pad(real, (0, len(key) - len(query)))[:, None]
+    return real.long() if torch.equal(visible & real[..., None], expected & real[..., None]) else None
 
 
 def _observables(loaded: LoadedModel, family: Family, named: tuple[str, ...] | None) -> list[str]:

@@ -24,15 +24,17 @@ import sinkscope.models.varied_llama  # noqa: F401  # registers its type
 from sinkscope.errors import InputError, SinkscopeError, described, explained, is_out_of_memory, unknown
 from sinkscope.models import files as model_files
 from sinkscope.models.adapters import find_adapter, with_adapter
-from sinkscope.models.files import ADAPTER_CONFIG, ModelFiles, check_settings, is_path, quiet, read_settings
+from sinkscope.models.files import ADAPTER_CONFIG, ModelFiles, check_settings, gigabytes, is_path, quiet, read_settings
 from sinkscope.models.in_memory import on_cpu_by_default, text_of
 from sinkscope.models.memory import free_memory
 from sinkscope.models.quantized import (
+    BY_KERNELS,
     DEQUANTIZED,
     UNPACKED,
     is_ordinary,
     is_quantized,
     method_of,
+    packed_bytes,
     runs_packed,
     unpacking,
 )
@@ -114,7 +116,8 @@ def load(
         change = None if adapter is None else find_adapter(text_of(adapter), allow_pickle)
         if check is not None and gguf_file is None and model_files.is_on_hub(model):
             settings = model_files.find_settings(model, revision, None)
-            _check_sketch(check, settings, read_config(settings, trust_remote_code), dtype, device_map)
+            config = read_config(settings, trust_remote_code)
+            _check_sketch(check, settings, config, dtype, device_map, trust_remote_code)
         files = model_files.find_files(model, revision, gguf_file, allow_pickle)
         model_files.check_weights(files)
         config = read_config(files, trust_remote_code)
@@ -124,7 +127,7 @@ def load(
         if is_known and not files.gguf:
             _check_size(files, config)
         if check is not None:
-            _check_sketch(check, files, config, dtype, device_map)
+            _check_sketch(check, files, config, dtype, device_map, trust_remote_code)
         unpacking(config)
         network, ignored = _build(files, config, dtype, device_map, trust_remote_code)
         _check_values(files, network)
@@ -218,15 +221,35 @@ def sketched(files: ModelFiles, config: PreTrainedConfig, dtype: str | None, dev
     return sketch.to(DTYPES.get(name, stored))
 
 
-def _check_sketch(check: Callable[[PreTrainedModel], None], files: ModelFiles, config: Any, *where: str | None) -> None:
+def _check_sketch(
+    check: Callable[[PreTrainedModel], None],
+    files: ModelFiles,
+    config: Any,
+    dtype: str | None,
+    device_map: str | None,
+    trust_remote_code: bool,
+) -> None:
     """Check a model before it is loaded, unless its weights stay packed, or its own code needs them."""
     method = method_of(config.to_dict())
     if not files.gguf and method and method not in UNPACKED:
         return
     try:
-        sketch = sketched(files, config, *where)
+        sketch = sketched(files, config, dtype, device_map)
     except Exception:
         return
+    if method in BY_KERNELS and device_map is None and not stays_on_cpu(None) and not was_launched():
+        # where one GPU has no room for the unpacked weights, the user chooses before gigabytes are downloaded
+        free, packed = int(FILLED * free_memory(torch.device("cuda"))), packed_bytes(sketch, config)
+        unpacked = sum(parameter.numel() * parameter.itemsize for parameter in sketch.parameters())
+        if packed <= free < unpacked:
+            if trust_remote_code and runs_packed(config):
+                return
+            raise InputError(
+                f"{files.source}: its {method} weights take {gigabytes(unpacked)} unpacked, and the GPU has "
+                f"{gigabytes(free)}. --trust-remote-code measures them as they are packed ({gigabytes(packed)}) by "
+                "kernels from the hub, for which the package kernels is needed; --device-map auto spreads the "
+                "unpacked weights over all GPUs and the CPU's memory"
+            )
     check(sketch)
 
 

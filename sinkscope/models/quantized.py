@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, __version__
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import is_kernels_available
 
 from sinkscope.errors import InputError, SinkscopeError, unknown
@@ -34,6 +35,7 @@ PACKAGES = {  # method → the packages that transformers needs to load it
 }
 REFUSED = {"eetq": "its kernels are code that would be downloaded from the hub and run"}
 BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp8": 8, "mxfp4": 4, "nvfp4": 4}  # bits of the methods with a fixed number
+SCALES = 0.25  # bits of a packed weight's share of its block's scale, at most
 ORDINARY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 PLAIN: tuple[type, ...] = (nn.Parameter, torch.Tensor)  # types of weights that hold their numbers as they are
 AGREEING = 0.1  # largest relative error of a linear layer's gradient
@@ -102,6 +104,18 @@ def runs_packed(config: Any) -> bool:
         quantizer.validate_environment(device_map="cuda")
         return not quantizer.quantization_config.dequantize
     return False
+
+
+def packed_bytes(model: PreTrainedModel, config: Any) -> int:
+    """Return about how many bytes the weights of a model on the meta device take as its checkpoint packs them."""
+    settings, total = config.quantization_config, 0.0
+    size = (BITS[settings["quant_method"]] + SCALES) / 8
+    plain = [*(settings.get("modules_to_not_convert") or ()), "lm_head"]
+    for path, module in model.named_modules():
+        is_packed = not isinstance(module, nn.Embedding) and should_convert_module(path, plain)
+        for parameter in module.parameters(recurse=False):
+            total += parameter.numel() * (size if is_packed and parameter.dim() > 1 else parameter.itemsize)
+    return int(total)
 
 
 def is_ordinary(weight: Any) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -41,16 +42,19 @@ class Batch:
         return None if bool(mask.all()) else mask
 
     @cached_property
-    def _valid_on(self) -> dict[torch.device, torch.Tensor]:
+    def _copies(self) -> dict[tuple, torch.Tensor | None]:
         return {}
 
-    def valid_on(self, device: torch.device) -> torch.Tensor | None:
-        """Return `valid` on a device, to which it is copied once for all layers."""
-        if self.valid is None:
-            return None
-        if device not in self._valid_on:
-            self._valid_on[device] = self.valid.to(device)
-        return self._valid_on[device]
+    def on(self, device: torch.device, name: str, *arguments: Any) -> Any:
+        """Return the attribute `name`, or what the method `name` returns, on a device.
+
+        It is computed and copied once for all layers: each copy waits until the device has run all earlier kernels.
+        """
+        key = device, name, *arguments
+        if key not in self._copies:
+            tensor = getattr(self, name)(*arguments) if arguments else getattr(self, name)
+            self._copies[key] = None if tensor is None else tensor.to(device)
+        return self._copies[key]
 
     @cached_property
     def registers(self) -> torch.Tensor | None:
@@ -71,6 +75,11 @@ class Batch:
     @cached_property
     def lengths(self) -> torch.Tensor:
         return self.attention_mask.sum(dim=1)
+
+    @property
+    def without_padding(self) -> torch.Tensor:
+        """(N,): the rows of the sequences that fill all columns."""
+        return self.attention_mask.bool().all(1).nonzero()[:, 0]
 
     @cached_property
     def predicting(self) -> torch.Tensor:
@@ -117,18 +126,21 @@ class Batch:
         """Gather statistics by column (B,…,C) by position (B,…,P); undefined past a sequence's end."""
         if self.valid is None and positions <= x.shape[-1]:
             return x[..., :positions]
-        index = self.start[:, None] + torch.arange(positions, device=self.start.device)
-        index = index.clamp(max=x.shape[-1] - 1).to(x.device)
+        index = self.on(x.device, "columns_of", positions, x.shape[-1])
         for _ in range(x.dim() - 2):
             index = index.unsqueeze(1)
         return x.gather(-1, index.expand(*x.shape[:-1], positions))
 
+    def columns_of(self, positions: int, columns: int) -> torch.Tensor:
+        """(B,P): the column of each position, among the first `columns`; the last one past a sequence's end."""
+        position = torch.arange(positions, device=self.start.device)
+        return (self.start[:, None] + position).clamp(max=columns - 1)
+
     def tokens_at(self, x: torch.Tensor, positions: int) -> torch.Tensor:
         """Gather tokens by column (B,T,…) by position (B,P,…); zero past a sequence's end."""
         by_position = self.at_positions(x.movedim(1, -1), positions)
-        present = self.present(positions)
+        present = self.on(x.device, "present", positions)
         if present is not None:
-            present = present.to(x.device)
             by_position = by_position.masked_fill(~present.view(len(present), *[1] * (x.dim() - 2), -1), 0.0)
         return by_position.movedim(-1, 1)
 

@@ -6,10 +6,13 @@ import pytest
 import torch
 from support.attention_reads import causal_mask
 from support.naming import naming
+from tiny import tiny_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sinkscope.attention import kernels
 from sinkscope.attention.kernels import EFFICIENT, FLASH, AttentionCall, chunked_attention, fused_attention, upcast
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.families import find_family
 
 HEADS, CALL = 6, AttentionCall(mask=None, scaling=0.3)
 LENGTHS = (1, 33, 200)
@@ -151,4 +154,9 @@ def test_fewer_weights_at_once_on_a_gpu_with_little_memory(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free // 2, free))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: free)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: free // 2)
+    kernels.numbers_that_fit.cache_clear()
     assert kernels.numbers_at_once(torch.device("cuda"), 10**10) == most
+    free = 0  # read once
+    assert kernels.numbers_at_once(torch.device("cuda"), 10**10) == most
+    with open_tracer(model := tiny_model("llama"), find_family(model)):  # and again in the next run
+        assert kernels.numbers_at_once(torch.device("cuda"), 10**10) == 2**18

@@ -10,6 +10,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from sinkscope.attention.kernels import repeat_heads
+from sinkscope.measuring import kernels as compared_kernels
 from sinkscope.measuring.kernels import Kernel, compare_kernels, compare_logits
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch
@@ -66,6 +67,14 @@ def test_a_kernel_that_drops_what_the_model_needs_is_named(name: str) -> None:
     model.set_attn_implementation(f"without {feature}")
     found = compared(model)[f"without {feature}"]
     assert (found.layer, found.dropped) == (0, (feature,))
+
+
+def test_the_kernel_that_torch_compiles_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    monkeypatch.setattr(compared_kernels, "_not_here", lambda name, device: tried.append(name) or "not here")
+    compared(tiny_model("llama"))
+    assert tried[-1] == "flex_attention"
+    assert len(tried) > 1
 
 
 def test_logits_from_elsewhere_depart_where_a_feature_is_missing() -> None:

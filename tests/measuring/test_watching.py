@@ -18,6 +18,7 @@ import sinkscope
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.tracer import model_inputs
+from sinkscope.measuring.watching import Watched
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch
 
@@ -70,6 +71,32 @@ def test_tables_are_those_of_a_trace_and_a_training_step_does_not_notice(name: s
     assert seen.sink_rate == pytest.approx(seen.tables["attention"].query("position == 0")["sink_rate"].mean())
     assert abs(seen.massive.value) == seen.tables["massive"]["value"].abs().max()
     assert_unnoticed(model, inputs)
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "gpt_oss"])  # the last two: masks by kind of layer
+def test_the_prompt_in_a_static_cache_is_measured(name: str, is_padded: bool) -> None:
+    """Its slots for later tokens are empty: they are left out of keys and values."""
+    model, mask = tiny_model(name).eval(), torch.ones_like(IDS[:2])
+    mask[1, :5] -= int(is_padded)
+
+    def watched(**options: Any) -> Watched:
+        with sinkscope.watch(model) as seen:
+            model.generate(IDS[:2], attention_mask=mask, max_new_tokens=4, do_sample=False, **options)
+        return seen
+
+    static = watched(cache_implementation="static", disable_compile=True)
+    assert static.calls == 1
+    assert_same_tables(dict(static.tables), dict(watched().tables), rtol=1e-4, atol=1e-6)
+
+
+def test_a_mask_of_several_sequences_is_skipped() -> None:
+    model, ids = tiny_model("llama").eval(), IDS[:1, :12]
+    apart = torch.block_diag(*[torch.ones(6, 6).tril()] * 2).bool()[None, None]
+    with sinkscope.watch(model) as seen:
+        model(ids, attention_mask=apart)
+        model(ids, attention_mask=torch.ones(12, 12).tril().bool()[None, None])
+    assert (seen.calls, [*seen.skipped.values()]) == (1, [1])
 
 
 def test_calls_add_up_and_decoding_is_skipped_by_name() -> None:

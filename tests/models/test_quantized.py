@@ -1,8 +1,10 @@
 """Quantized checkpoints: measured as plain transformers runs them, or refused where weights are needed."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,6 +177,35 @@ def test_weights_that_fit_only_packed_stay_packed(plain: Path, tmp_path: Path, m
     assert "--trust-remote-code" in placed(whole - 1)[2]
     capability = (8, 0)  # has no products of fp8
     assert placed(whole - 1, trust=True) == ("auto", True, "its weights are")
+
+
+def test_what_to_do_is_said_before_packed_weights_are_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gpt-oss-120b takes 61 GB packed and 218 unpacked: its checkpoint's size, and two bytes a parameter."""
+    packed = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+    }
+    config = AutoConfig.for_model("gpt_oss", dtype="bfloat16", quantization_config=packed)
+    plain = copy.deepcopy(config)
+    del plain.quantization_config
+    assert quantized.packed_bytes(loading.on_meta(plain).bfloat16(), config) == pytest.approx(65.2e9, rel=0.01)
+    monkeypatch.setattr(loading, "stays_on_cpu", lambda device_map: False)
+    monkeypatch.setattr(loading, "runs_packed", lambda config: True)
+    checked: list[Any] = []
+
+    def check(gigabytes: int, device_map: str | None = None, trust: bool = False) -> int:
+        monkeypatch.setattr(loading, "free_memory", lambda device: gigabytes << 30)
+        files: Any = SimpleNamespace(gguf=None, source="openai/gpt-oss-120b")
+        checked.clear()
+        loading._check_sketch(checked.append, files, config, None, device_map, trust)
+        return len(checked)
+
+    with pytest.raises(
+        InputError, match=r"217.6 GB unpacked, and the GPU has .*--trust-remote-code .*--device-map auto"
+    ):
+        check(80)
+    assert check(80, trust=True) == 0  # its size is not that of the sketch
+    assert check(80, device_map="auto") == check(300) == check(40) == 1
 
 
 def test_gradients_through_packed_experts_are_not_measured() -> None:

@@ -187,7 +187,8 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if "pin_memory" in named:
         named["pin_memory"] = False
     if Device.counts is not None:
-        _count(facts, tensors, place, Device.counts)
+        is_blocking = not (named.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
+        _count(facts, tensors, place, is_blocking, Device.counts)
     if name in PRODUCTS and torch.get_float32_matmul_precision() != "highest":
         given = tuple(_to_tf32(x) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in given)
     found = _without_data(name, given, named, place) if Device.holds.type == "meta" else NotImplemented
@@ -231,15 +232,22 @@ def _common_place(name: str, tensors: list[torch.Tensor], asked: torch.device | 
     return own if asked is None else _seen_place(torch.device(asked))
 
 
-def _count(facts: _Facts, tensors: list[torch.Tensor], place: torch.device, counts: Counter[str]) -> None:
-    """Count the operation as a kernel, a copy between devices or a wait for the device."""
+def _count(
+    facts: _Facts, tensors: list[torch.Tensor], place: torch.device, is_blocking: bool, counts: Counter[str]
+) -> None:
+    """Count the operation as a kernel, a copy between devices or a wait for the device.
+
+    A copy to the device, too, waits for all kernels before it (copy_kernel_cuda: cudaMemcpyAsync, then
+    cudaStreamSynchronize), unless it is `non_blocking`. A copy to the CPU always does: its result is read at once.
+    """
     name = facts.name
     if name in ("_to_copy", "copy_", "copy") or (name in TAKES_CPU_INDICES):
-        others = {_place_of(x) for x in tensors if x.dim() or name not in TAKES_CPU_INDICES} - {place}
-        counts["copies"] += bool(others)
+        sources = {_place_of(x) for x in tensors if x.dim() or name not in TAKES_CPU_INDICES} - {place}
+        counts["copies"] += bool(sources)
         if place.type == "cpu":
             counts["synchronizations"] += 1
             return
+        counts["synchronizations"] += is_blocking and any(source.type == "cpu" for source in sources)
     is_masked = name in TAKES_CPU_INDICES and any(x.dtype == torch.bool for x in tensors[1:])
     counts["synchronizations"] += name in SYNCHRONIZING or is_masked
     counts["launches"] += facts.is_launch

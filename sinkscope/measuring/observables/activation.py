@@ -70,14 +70,14 @@ class Activation(Observable):
 
     def finish(self, batch: Batch) -> None:
         positions = self.settings.positions
-        present = batch.present(positions)
         for _, rows, kept in self.kept.take():
             norms = kept["norm"]  # (B,L,T)
+            present = batch.on(norms.device, "present", positions)
             at_positions = batch.at_positions(norms, LATER.stop)
             statistics = {
                 "norm": at_positions[..., 0],
-                "norm_later": later_mean(at_positions, batch.present(LATER.stop)),
-                "norm_smallest": filled(norms, batch.valid, torch.inf).amin(-1),
+                "norm_later": later_mean(at_positions, batch.on(norms.device, "present", LATER.stop)),
+                "norm_smallest": filled(norms, batch.on(norms.device, "valid"), torch.inf).amin(-1),
             }
             self.by_sequence.add_layers(batch, rows, statistics)
             norms = batch.at_positions(norms, positions)
@@ -152,7 +152,8 @@ def value_norms(value: torch.Tensor) -> torch.Tensor:
 def powers(x: torch.Tensor, batch: Batch) -> dict[str, torch.Tensor]:
     """Return Σ(x-μ)² and √Σ(x-μ)⁴ of each token, (B,S,T,D) → (B,S,T); μ is the mean over the sequence's entries."""
     x = upcast(x)
-    mean = filled(x.sum(-1), batch.valid).sum(-1, dtype=torch.float64) / entries_of(x.shape[-1], batch, x.device)
+    sums = filled(x.sum(-1), batch.on(x.device, "valid")).sum(-1, dtype=torch.float64)
+    mean = sums / entries_of(x.shape[-1], batch, x.device)
     # (x-μ)² in one operation, without a copy of x-μ
     squares = F.mse_loss(x, mean.to(x.dtype)[..., None, None].expand_as(x), reduction="none")
     return {"second": squares.sum(-1), "root_of_fourth": torch.linalg.vector_norm(squares, dim=-1)}
@@ -163,11 +164,12 @@ def kurtosis(powers: Mapping[str, torch.Tensor], width: int, batch: Batch) -> to
 
     Sums of single tokens are added in float64, so that no long sum is in single precision.
     """
-    second = filled(powers["second"], batch.valid).sum(-1, dtype=torch.float64)
-    fourth = filled(powers["root_of_fourth"], batch.valid).double().square().sum(-1)
+    valid = batch.on(powers["second"].device, "valid")
+    second = filled(powers["second"], valid).sum(-1, dtype=torch.float64)
+    fourth = filled(powers["root_of_fourth"], valid).double().square().sum(-1)
     return entries_of(width, batch, second.device) * fourth / second.square()
 
 
 def entries_of(width: int, batch: Batch, device: torch.device) -> torch.Tensor:
     """Return how many entries the states of each sequence have, (B,1)."""
-    return (batch.lengths[:, None] * width).to(device)
+    return batch.on(device, "lengths")[:, None] * width

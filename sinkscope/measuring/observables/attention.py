@@ -88,11 +88,12 @@ class Attention(Observable):
 
     def finish(self, batch: Batch) -> None:
         positions, window = self.settings.positions, self.settings.window
-        present = batch.present(positions)
         for (causal, prefix), rows, kept in self.kept.take():
+            device = kept["window"].device
+            present, valid = batch.on(device, "present", positions), batch.on(device, "valid")
             every = window_means(kept["window"], batch, window, kept["window"].shape[-1], causal, prefix)
             self._list_sinks([row["layer"] for row in rows], every, batch, (causal, prefix))
-            queries = batch.queries(positions, None, causal, prefix)[:, None, None].to(every.device)
+            queries = batch.on(device, "queries", positions, None, causal, prefix)[:, None, None]
             window_mass = window_means(kept["window"], batch, window, positions, causal, prefix)  # (B,L,H,P)
             statistics = {
                 "window_mass": window_mass,
@@ -108,7 +109,7 @@ class Attention(Observable):
             # NaN if a sequence is too long to read all columns, and then for the mean over sequences
             without = {"entropy": torch.nan, "missing": 0.0}
             entropy, missing = (
-                mean_over(kept[name], batch.valid) if name in kept else torch.full_like(window_mass[..., 0], number)
+                mean_over(kept[name], valid) if name in kept else torch.full_like(window_mass[..., 0], number)
                 for name, number in without.items()
             )
             self.by_head.add_layers(rows, {"attention_entropy": entropy, "missing_mass": missing})
@@ -122,9 +123,9 @@ class Attention(Observable):
     ) -> None:
         """List the sinks among the window masses (B,L,H,T) of some layers."""
         sinks = is_sink(window_mass, self.settings.epsilon)
-        present = batch.present(window_mass.shape[-1])
+        present = batch.on(sinks.device, "present", window_mass.shape[-1])
         if present is not None:
-            sinks &= present[:, None, None].to(sinks.device)
+            sinks &= present[:, None, None]
         queries = batch.queries(window_mass.shape[-1], None, *seen)
         where = sinks.nonzero()
 
@@ -158,8 +159,8 @@ def window_means(
     window_sums: torch.Tensor, batch: Batch, window: int, positions: int, causal: bool = True, prefix: int = 0
 ) -> torch.Tensor:
     """Turn sums over the queries in the window, by column (B,L,H,T), into means by position, (B,L,H,P): GS eq. 1."""
-    queries = batch.queries(positions, window, causal, prefix)
-    return batch.at_positions(window_sums, positions) / queries[:, None, None].to(window_sums.device)
+    queries = batch.on(window_sums.device, "queries", positions, window, causal, prefix)
+    return batch.at_positions(window_sums, positions) / queries[:, None, None]
 
 
 def outside_mass(read: AttentionRead, batch: Batch) -> torch.Tensor | None:
@@ -203,7 +204,7 @@ class WindowEdge(Observable):
         return super().inapplicable(model, family)
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        start = batch.start.to(read.lse.device)[:, None, None]
+        start = batch.on(read.lse.device, "start")[:, None, None]
         mass, queries = read.lse.new_zeros(read.lse.shape[:2]), read.lse.new_zeros(len(start))
         for rows in row_chunks(read.length):
             keys = read.keys(rows)

@@ -85,7 +85,7 @@ class MeanMaps(Observable):
         columns = slice(0, batch.columns(MAP_TOKENS))
         by_key = batch.tokens_at(read.weights(columns, columns)[0].mean(1).transpose(1, 2), MAP_TOKENS)
         by_both = batch.tokens_at(by_key.transpose(1, 2), MAP_TOKENS)  # (B, query, key)
-        self.maps.add({"weight": by_both.transpose(1, 2)}, batch.present(MAP_TOKENS), layer=layer)
+        self.maps.add({"weight": by_both.transpose(1, 2)}, batch.on(by_both.device, "present", MAP_TOKENS), layer=layer)
         self.causal = not read.call.looks_ahead
 
     def tables(self) -> dict[str, pd.DataFrame]:

@@ -43,7 +43,7 @@ class Entropy(Observable):
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         states = batch.tokens_at(reading.tensor, int(batch.lengths.max())).double()  # zero past a sequence's end
-        statistics = valley(states, batch.lengths.to(states))
+        statistics = valley(states, batch.on(states.device, "lengths").to(states))
         self.means.add(statistics, layer=layer)
         self.by_sequence.add(batch, statistics, layer=layer)
 

@@ -96,7 +96,10 @@ def state_difference(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
     states = batch.tokens_at(upcast(hidden), longest)
     first = states[:, :1]
     distance = torch.linalg.vector_norm(states - first, dim=-1)
-    return filled(distance, batch.present(longest)).amax(1) / torch.linalg.vector_norm(first, dim=-1)[:, 0]
+    return (
+        filled(distance, batch.on(hidden.device, "present", longest)).amax(1)
+        / torch.linalg.vector_norm(first, dim=-1)[:, 0]
+    )
 
 
 def linear_slope(read: AttentionRead, batch: Batch) -> torch.Tensor:

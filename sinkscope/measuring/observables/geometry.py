@@ -72,13 +72,14 @@ class Geometry(Observable):
     def finish(self, batch: Batch) -> None:
         positions = self.settings.positions
         columns = max(positions, LATER.stop)
-        present = batch.present(columns)
         for (scaling,), rows, kept in self.kept.take():
+            device = next(iter(kept.values())).device
+            present = batch.on(device, "present", columns)
             if "dots" in kept:
                 kept |= causal_pair_means(kept.pop("dots"), kept.pop("row_sum"), kept, scaling)
             at_positions = {name: batch.at_positions(statistic, columns) for name, statistic in kept.items()}
             first = {name: statistic[..., :positions] for name, statistic in at_positions.items()}
-            self.means.add_layers(rows, first, batch.present(positions))
+            self.means.add_layers(rows, first, batch.on(device, "present", positions))
             by_sequence = {}
             for name in ("key_norm", "value_norm", "qk_cosine", "qk_norm_product"):
                 by_sequence[name] = at_positions[name][..., 0]

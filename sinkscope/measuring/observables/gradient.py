@@ -12,7 +12,7 @@ noise four times, while the delete-a-group jackknife counts each sequence once.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -155,16 +155,18 @@ class TheoremOne(Accumulator):
             second[..., cols] += (weights * weights).sum(2)
         routed = batch.tokens_at(routed.transpose(1, 2), self.positions).transpose(1, 2)
         if self._keep_longest(layer, read.length):
-            full = slice(None) if batch.valid is None else batch.valid.all(1).to(upstream.device)
-            queries = torch.linspace(0, read.length - 1, min(GRAM_QUERIES, read.length)).round().long()
-            chosen = upstream[full][:, :, queries.to(upstream.device)].double()
+            measured = routed
+            if batch.valid is not None:
+                full = batch.on(upstream.device, "without_padding")
+                upstream, mass, second, measured = (x[full] for x in (upstream, mass, second, routed))
+            chosen = upstream[:, :, _gram_queries(read.length, upstream.device)].double()
             moments = self.moments[layer]
             moments.add("sequences", len(chosen))
             moments.add("mean", chosen.sum(0))
             moments.add("gram", (chosen @ chosen.transpose(-1, -2)).sum(0))
-            moments.add("mass_squared", mass[full][..., : self.positions].double().square().sum(0))
-            moments.add("second", second[full][..., : self.positions].double().sum(0))
-            moments.add("measured", routed[full].double().square().sum((0, 3)))
+            moments.add("mass_squared", mass[..., : self.positions].double().square().sum(0))
+            moments.add("second", second[..., : self.positions].double().sum(0))
+            moments.add("measured", measured.double().square().sum((0, 3)))
         return routed
 
     def _keep_longest(self, layer: int, length: int) -> bool:
@@ -177,7 +179,7 @@ class TheoremOne(Accumulator):
         """Compare autograd's ∇v (B,K,P,d) with the sum of `routed` over the query heads of each group."""
         summed = routed.unflatten(1, (gradient.shape[1], -1)).sum(2)
         for name, x in (("error", gradient - summed), ("size", gradient)):
-            square = filled(x.double().square().sum(-1), batch.present(self.positions))
+            square = filled(x.double().square().sum(-1), batch.on(x.device, "present", self.positions))
             self.identity.add((layer, name), square.sum(0))
 
     def merge(self, other: Self) -> None:
@@ -199,6 +201,11 @@ class TheoremOne(Accumulator):
         lower, measured, upper = table["lower_bound"], table["measured"], table["upper_bound"]
         slack = ROUND_OFF * upper
         return table.assign(holds=(lower - slack <= measured) & (measured <= upper + slack))
+
+
+@cache
+def _gram_queries(length: int, device: torch.device) -> torch.Tensor:
+    return torch.linspace(0, length - 1, min(GRAM_QUERIES, length)).round().long().to(device)
 
 
 def _bounds(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -416,7 +423,7 @@ class Gradient(Observable):
                 self._add_ratios(layer, name, branch, batch)
         if site == "layer_in":
             norms = torch.linalg.vector_norm(self._seen[layer, site], dim=-1)
-            in_loss = batch.in_loss.to(norms.device)
+            in_loss = batch.on(norms.device, "in_loss")
             counts = torch.stack([(norms == 0) & in_loss, in_loss, ~norms.isfinite()]).sum((1, 2))
             self.counts.receive(partial(self.counts.add, "tokens"), counts)
             for key in [key for key in self._seen if key[0] == layer]:
@@ -448,7 +455,8 @@ class Gradient(Observable):
         for _, rows, kept in self.kept.take():
             ratios = {name: kept[name] for name in ("input_norm", "bloat", "compress", "change")}
             finite = self._add_means(self.ratios, rows, ratios, batch)
-            self.by_sequence.add_layers(batch, rows, finite, batch.present(self.settings.positions))
+            present = batch.on(kept["change"].device, "present", self.settings.positions)
+            self.by_sequence.add_layers(batch, rows, finite, present)
             if "bound" not in kept:
                 continue
             bound, compress = kept["bound"], kept["compress"]
@@ -462,13 +470,13 @@ class Gradient(Observable):
         self, means: Means, rows: Sequence[Mapping[str, Any]], statistics: dict[str, torch.Tensor], batch: Batch
     ) -> dict[str, torch.Tensor]:
         """Add statistics (B,L,T) where they are finite; return them by position, (B,L,P), NaN where they are not."""
-        present = batch.present(self.settings.positions)
         finite = {}
         for name, statistic in statistics.items():
+            present = batch.on(statistic.device, "present", self.settings.positions)
             at_positions = batch.at_positions(statistic, self.settings.positions)
             defined = at_positions.isfinite()
             finite[name] = at_positions.masked_fill(~defined, torch.nan)
-            counted = defined if present is None else defined & present[:, None].to(defined.device)
+            counted = defined if present is None else defined & present[:, None]
             means.add_layers(rows, {name: at_positions}, counted)
         return finite
 

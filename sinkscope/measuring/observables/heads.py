@@ -39,13 +39,14 @@ class HeadScores(Observable):
         self.means = Means("head")
 
     def see_mix(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
-        norm = mean_over(torch.linalg.vector_norm(upcast(mix), dim=-1).transpose(1, 2), batch.valid)  # (B,H)
+        valid = batch.on(mix.device, "valid")
+        norm = mean_over(torch.linalg.vector_norm(upcast(mix), dim=-1).transpose(1, 2), valid)  # (B,H)
         columns = slice(0, batch.columns(1))
         to_first = torch.cat([read.weights(rows, columns)[0] for rows in row_chunks(read.length)], dim=2)
         statistics = {
             "output_norm": norm,
             "relative_norm": norm / norm.mean(1, keepdim=True),
-            "first_mass": mean_over(batch.at_positions(to_first, 1)[..., 0], batch.valid),
+            "first_mass": mean_over(batch.at_positions(to_first, 1)[..., 0], valid),
         }
         self.means.add(statistics, layer=layer, group=read.query.shape[1] // read.key.shape[1])
 

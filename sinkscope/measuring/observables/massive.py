@@ -71,7 +71,7 @@ class Massive(Observable):
         self.states.clear()
         layers = [layer for some in of_layers for layer in some]
         hidden, peaks = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in (states, of_tokens))
-        peaks = filled(peaks, batch.valid, -1.0)
+        peaks = filled(peaks, batch.on(peaks.device, "valid"), -1.0)
         medians = median_magnitudes(hidden, batch)
         entries, values = largest_entries(hidden, peaks, medians)
         self.rows.receive(partial(self._list_entries, layers, batch), entries, values, medians)
@@ -147,9 +147,10 @@ def medians_elsewhere(magnitudes: torch.Tensor, token: torch.Tensor, batch: Batc
 
     The median of an even number is the mean of the middle two.
     """
-    others = filled(magnitudes.scatter(-1, token[..., None], torch.inf), batch.valid, torch.inf).sort(-1).values
-    count = (batch.lengths - 1)[:, None, None]
-    middle = torch.cat([(count - 1).clamp(min=0) // 2, count // 2], dim=-1).to(others.device)  # (B,1,2)
+    valid, lengths = (batch.on(magnitudes.device, name) for name in ("valid", "lengths"))
+    others = filled(magnitudes.scatter(-1, token[..., None], torch.inf), valid, torch.inf).sort(-1).values
+    count = (lengths - 1)[:, None, None]
+    middle = torch.cat([(count - 1).clamp(min=0) // 2, count // 2], dim=-1)  # (B,1,2)
     median = others.gather(-1, middle.expand(*token.shape, 2)).mean(-1, dtype=torch.float64)
     return median.where(median.isfinite(), torch.nan)
 
@@ -186,10 +187,10 @@ def median_magnitudes(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         return torch.tensor(own, dtype=own[0][0].dtype)
     magnitudes = hidden.abs()
     if batch.valid is not None:  # above all numbers
-        magnitudes = magnitudes.masked_fill(~batch.valid[:, None, :, None].to(hidden.device), torch.inf)
-    index = (batch.lengths * hidden.shape[-1] - 1)[:, None, None] // 2
+        magnitudes = magnitudes.masked_fill(~batch.on(hidden.device, "valid")[:, None, :, None], torch.inf)
+    index = (batch.on(hidden.device, "lengths") * hidden.shape[-1] - 1)[:, None, None] // 2
     parts = magnitudes.flatten(2).split(max(1, AT_ONCE // magnitudes[:, 0].numel()), dim=1)
-    return torch.cat([selected_by_digits(part, index.to(part.device)) for part in parts], dim=1)
+    return torch.cat([selected_by_digits(part, index) for part in parts], dim=1)
 
 
 def median_magnitude(x: torch.Tensor) -> torch.Tensor:

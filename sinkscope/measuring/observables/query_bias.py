@@ -121,7 +121,7 @@ class QueryBias(Observable):
         x = upcast(reading.tensor)
         by_head = batch.tokens_at(x @ self.directions[layer].to(x).T, int(batch.lengths.max()))
         delta = torch.cat([by_head.sum(-1, keepdim=True), by_head], dim=-1)  # (B,P,1+H)
-        present = (torch.arange(delta.shape[1]) < batch.lengths[:, None]).to(delta.device)
+        present = torch.arange(delta.shape[1], device=delta.device) < batch.on(delta.device, "lengths")[:, None]
         self.moments.setdefault(layer, Moments()).add(delta, present)
         together = delta[..., 0].masked_fill(~present, torch.nan)
         self.deltas[layer].append(together)

@@ -79,7 +79,7 @@ class SuperWeight(Observable):
             return
         (part, args), self.called = self.called, None
         written = upcast(reading.tensor)
-        token = filled(written.abs().amax(-1), batch.valid, -1.0).argmax(1)
+        token = filled(written.abs().amax(-1), batch.on(written.device, "valid"), -1.0).argmax(1)
         sequence = torch.arange(len(token), device=token.device)
         row = written[sequence, token].abs().argmax(1)
         best = {name: torch.zeros(len(token), dtype=torch.float64, device=token.device) for name in FOUND}
