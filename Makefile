@@ -42,8 +42,8 @@ corpus: .models/corpus.jsonl  ## 60 million tokens of code and documentation, in
 
 # what a machine with a GPU and without a network may lack for tests/gpu.sh, beside PyTorch, NumPy and the like
 GPU_PYTHON ?= 3.12
-GPU_PACKAGES := accelerate annotated-types datasets dill gguf greenlet httpcore2 httpx2 huggingface_hub multiprocess nnsight pydantic pydantic_core \
-	tokenizers transformers truststore typing-inspection websocket-client zstandard
+GPU_PACKAGES := accelerate annotated-types click datasets dill filelock gguf greenlet httpcore2 httpx2 huggingface_hub multiprocess nnsight pydantic \
+	pydantic_core tokenizers transformers truststore typing-extensions typing-inspection websocket-client zstandard
 
 gpu-wheels: install
 	rm -rf .models/gpu-wheels

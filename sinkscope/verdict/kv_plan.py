@@ -194,12 +194,12 @@ def write_plans(run: RunData, folder: Path) -> None:
 
 def plans(run: RunData) -> dict[str, Any]:
     """Return the content of plan.json."""
-    given, measured = run.manifest["kv_plan"], run.tables["kv_plan"].set_index(["budget", "plan"])
-    found = []
+    given, found = run.manifest["kv_plan"], []
+    measured = {(row["budget"], row["plan"]): row for row in run.tables["kv_plan"].to_dict("records")}
     for (budget, name), heads in run.tables["kv_heads"].groupby(["budget", "plan"], sort=False):
         by_layer = [rows for _, rows in heads.groupby("layer")]
         windows = [[None if window < 0 else int(window) for window in rows["window"]] for rows in by_layer]
-        row = measured.loc[(budget, name)]
+        row = measured[budget, name]
         numbers = {name: float(row[name]) for name in ("memory", "perplexity", "ratio", "retrieval", "kept")}
         bits = [rows[["key_bits", "value_bits"]].iloc[0].tolist() for rows in by_layer]
         found.append({"budget": budget, "plan": name, "windows": windows, "bits": bits, **numbers})

@@ -15,7 +15,6 @@ the row "no logits" is a bare forward that also computes none, the strictest bas
 
 import argparse
 import statistics
-import sys
 import time
 from collections import ChainMap
 from collections.abc import Callable
@@ -217,7 +216,6 @@ def main() -> None:
     parser.add_argument("--device", help="cpu, cuda, cuda:1, …")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--random", choices=RANDOM, help="the shape of a model with random weights")
-    parser.add_argument("--at-most", type=float, help="fail if a row with 16 columns takes more ÷ the bare pass")
     parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     model = the_model(arguments)
@@ -249,9 +247,6 @@ def report(model, arguments: argparse.Namespace, passes: dict[str, Variant], sha
     last = names[-1]
     shown = names if arguments.thorough else [names[0], last]
     on_gpu = model.device.type == "cuda"
-    slow = [name for name, ratio in times.items() if "16 columns" in name and ratio > (arguments.at_most or ratio)]
-    if slow:
-        sys.exit(f"slower than {arguments.at_most} × the bare pass: {', '.join(slow)}")
     memory = report_memory(
         lambda name: device_peak(passes[name]) if on_gpu else resident_peak(arguments, shape, name), shape, shown
     )
