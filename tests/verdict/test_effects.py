@@ -163,8 +163,8 @@ def test_a_sink_that_moves_is_said_to_be_where_it_is() -> None:
     assert "position is a sink in 60.0% (72.0% before, 72.0% under the control) of the heads and sequences, " in said
     assert "position 1 in 55.0% (1.0% before, 1.0% under the control) of the heads; 75% of the sinks at oth" in said
     assert "Here it does, and position 1 becomes one in 55.0% (1.0% before" in said
-    assert list(overview(run)["sink rate @1"]) == ["1.0%", "55.0%"]
-    assert list(overview(run)["sinks anywhere"]) == ["72.0%", "60.0%"]
+    assert list(overview(run)["sink rate @1"])[:2] == ["1.0%", "55.0%"]  # before, after
+    assert list(overview(run)["sinks anywhere"])[:2] == ["72.0%", "60.0%"]
 
 
 def test_without_a_rate_no_change_is_said() -> None:
