@@ -331,11 +331,16 @@ def attention(
     def measured(layer: Layer, head: int, position: int) -> tuple[float, ...]:
         weights = layer.weights[head]
         column = weights[position if causal else 0 :, position]
-        mass = _near(weights, position, window, causal).mean()
-        return mass, mass > epsilon, column.mean(), (column**2).mean()
+        mass, uniform = _masses(weights, position, window, causal)
+        return mass, column.mean(), (column**2).mean(), uniform
 
-    columns = ["window_mass", "sink_rate", "sink_mass", "sink_second_moment"]
-    return _by_head_and_position(sequences, positions, measured, columns)
+    def rated(layer: Layer, head: int, position: int) -> tuple[float]:
+        mass, uniform = _masses(layer.weights[head], position, window, causal)
+        return (np.nan if uniform > epsilon else float(mass > epsilon),)
+
+    columns = ["window_mass", "sink_mass", "sink_second_moment", "uniform_mass"]
+    rates = _by_head_and_position(sequences, positions, rated, ["sink_rate"], lambda x: pd.DataFrame(x).mean())
+    return _by_head_and_position(sequences, positions, measured, columns).assign(sink_rate=rates["sink_rate"])
 
 
 def attention_heads(sequences: list[Sequence]) -> pd.DataFrame:
@@ -348,14 +353,18 @@ def attention_heads(sequences: list[Sequence]) -> pd.DataFrame:
 
 
 def _by_head_and_position(
-    sequences: list[Sequence], positions: int, measured: Callable[[Layer, int, int], tuple], columns: list[str]
+    sequences: list[Sequence],
+    positions: int,
+    measured: Callable[[Layer, int, int], tuple],
+    columns: list[str],
+    mean: Callable[[list], Any] = lambda found: np.mean(found, axis=0),
 ) -> pd.DataFrame:
     """Return means over sequences of what is measured of a layer, a head and a position."""
     rows = []
     for number, head, groups in _heads(sequences):
         for position in range(positions):
             found = [measured(one.layers[number], head, position) for one in long_enough(sequences, position)]
-            rows.append((number, head, head // groups, position, *np.mean(found, axis=0)))
+            rows.append((number, head, head // groups, position, *mean(found)))
     return pd.DataFrame(rows, columns=["layer", "head", "kv_head", "position", *columns])
 
 
@@ -365,17 +374,26 @@ def _near(weights: np.ndarray, position: int, window: int, causal: bool) -> np.n
     return weights[first : position + window, position]
 
 
+def _masses(weights: np.ndarray, position: int, window: int, causal: bool) -> tuple[float, float]:
+    """Return a key's window mass, and what it would be if each query gave all keys that it sees the same weight."""
+    length = len(weights)
+    alike = np.tril(np.ones((length, length))) if causal else np.ones((length, length))
+    alike /= alike.sum(1, keepdims=True)
+    return _near(weights, position, window, causal).mean(), _near(alike, position, window, causal).mean()
+
+
 def sink_positions(sequences: list[Sequence], window: int, epsilon: float, causal: bool = True) -> pd.DataFrame:
     rows = []
     for index, sequence in enumerate(sequences):
         for number, head, _ in _heads([sequence]):
             weights = sequence.layers[number].weights[head]
             for position in range(len(sequence.ids)):
-                mass = _near(weights, position, window, causal).mean()
-                if mass > epsilon:
+                mass, uniform = _masses(weights, position, window, causal)
+                if mass > epsilon and uniform <= epsilon:
                     queries = len(sequence.ids) - (position if causal else 0)
-                    rows.append((number, head, index, position, sequence.ids[position], queries, mass))
-    return pd.DataFrame(rows, columns=["layer", "head", "sequence", "position", "token_id", "queries", "window_mass"])
+                    rows.append((number, head, index, position, sequence.ids[position], queries, mass, uniform))
+    columns = ["layer", "head", "sequence", "position", "token_id", "queries", "window_mass", "uniform_mass"]
+    return pd.DataFrame(rows, columns=columns)
 
 
 def geometry(sequences: list[Sequence], positions: int) -> pd.DataFrame:

@@ -14,7 +14,7 @@ from sinkscope.measuring.observables.reductions import ALL_HEADS, LATER
 from sinkscope.measuring.summary import pathway_norms
 from sinkscope.results.findings import AFTER_LAYER, HIGH_NORM, OUTLIER, PHI, SINK, USUAL
 from sinkscope.results.judgment import NotDefined, Number, above, at_least, at_most, below, between
-from sinkscope.results.metrics import is_sink
+from sinkscope.results.metrics import is_clear, is_sink, lacks_rate, reason_without_rate
 from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import Estimate, bootstrap, exact, positive_jackknife, resamplings, weighted_means
@@ -35,6 +35,40 @@ def sink_rates(sequences: Sequences, position: int = 0) -> np.ndarray:
     return 100 * attention(sequences, "sink_rate")[..., position].mean(1)
 
 
+def epsilon_of(sequences: Sequences) -> float:
+    return sequences.run.manifest["config"]["epsilon"]
+
+
+def sink_rate(sequences: Sequences) -> Estimate:
+    """Estimate the sink rate at position 0 in percent. Raises NotDefined if there is none, at this ε and length."""
+    found = bootstrap(sink_rates(sequences))
+    if np.isnan(found.value):
+        raise NotDefined(without_rate(sequences))
+    return found
+
+
+def without_rate(sequences: Sequences) -> str:
+    return f"position 0 has no sink rate: {reason_without_rate(uniform_mass(sequences), epsilon_of(sequences))}"
+
+
+def uniform_mass(sequences: Sequences) -> float:
+    """Return the window mass of position 0 under uniform attention; NaN in folders of an older format."""
+    return float(attention(sequences, "uniform_mass")[0, :, 0].mean())
+
+
+def clear_sink_rate(sequences: Sequences) -> Estimate:
+    """Estimate the share of heads in percent in which position 0 is a sink and clear of uniform attention."""
+    mass, uniform = (
+        sequences.values("attention_heads_by_sequence", column, ("layer", "head"))
+        for column in ("window_mass", "uniform_mass")
+    )
+    epsilon = epsilon_of(sequences)
+    has_rate = np.isfinite(mass) & ~lacks_rate(uniform, epsilon)
+    sinks = np.where(has_rate, is_sink(mass, epsilon) & is_clear(mass, uniform), np.nan)
+    rates = weighted_means(sinks, sequences.weights)  # NaN where a layer has fewer heads
+    return bootstrap(100 * (np.nansum(rates, 2) / np.isfinite(rates).sum(2)).mean(1))
+
+
 def by_head(sequences: Sequences, table: str, column: str) -> np.ndarray:
     """Return means over sequences of all heads, layer by layer, (R, heads); NaN where a layer has fewer heads."""
     means = sequences.means(table, column, ("layer", "head"))
@@ -49,8 +83,11 @@ def layers_of_heads(sequences: Sequences) -> np.ndarray:
 
 def _head_sinks(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
     """Return whether each head's mean window mass makes position 0 a sink, (R, heads), and which heads are measured."""
-    mass = by_head(sequences, "attention_heads_by_sequence", "window_mass")
-    return is_sink(mass, sequences.run.manifest["config"]["epsilon"]), np.isfinite(mass[0])
+    mass, uniform = (by_head(sequences, "attention_heads_by_sequence", x) for x in ("window_mass", "uniform_mass"))
+    epsilon, is_measured = epsilon_of(sequences), np.isfinite(mass[0])
+    if lacks_rate(uniform[0, is_measured], epsilon).all():
+        raise NotDefined(without_rate(sequences))
+    return is_sink(mass, epsilon) & is_clear(mass, uniform), is_measured
 
 
 def sink_heads(sequences: Sequences) -> tuple[np.ndarray, str]:
@@ -262,7 +299,7 @@ HAS_SINK_HEADS: Number[Sequences] = Number(  # a claim on heads with a sink fail
 
 RUN_CLAIMS: dict[str, RunClaim] = {
     "W-1": RunClaim("table 1", "There is a sink at the first token.",
-        (Number("sink rate at position 0 in %", lambda run: bootstrap(sink_rates(run)), above(SINK)),)),
+        (Number("sink rate at position 0 in %", sink_rate, above(SINK)),)),
     "W-9": RunClaim("proposition 4", "With rotary positions, attention to the first of repeated tokens is bounded.",
         (Number("smallest share, over layers and sequences, of heads and queries within e^{2ξ} ÷ (e^{2ξ} + t)",
             share_within_bound, at_least(1.0)),)),

@@ -37,7 +37,7 @@ from sinkscope.measuring.passes import (
 )
 from sinkscope.measuring.streaming import measure_streaming
 from sinkscope.measuring.subject import Subject
-from sinkscope.measuring.summary import arm_metrics
+from sinkscope.measuring.summary import arm_metrics, with_next
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.options.measuring import ALWAYS, RunConfig
 from sinkscope.results.run import RunData
@@ -197,7 +197,8 @@ class Experiment:
                 part.check(known.target, known.length)
 
     def _watched(self) -> set[int]:
-        return {0, *(at for wanted in self.wanted.values() for part in wanted for at in part.watched)}
+        watched = [part.watched for wanted in self.wanted.values() for part in wanted if part.watched]
+        return {0, *(position for positions in watched for position in with_next(positions))}
 
     def _measured_before(self) -> Arm:
         check = parity_check(self.subject, self.config, self.chosen.backward)
@@ -277,8 +278,10 @@ class Experiment:
         arms += [
             ("after" if draw < 0 else "control", draw, arm) for (_, draw), arm in zip(stacks, measured, strict=True)
         ]
+        window = settings_of(self.subject, self.config).window
         effects = [
-            arm_metrics(arm.tables, record["watched"], arm.loss).assign(arm=name, draw=draw) for name, draw, arm in arms
+            arm_metrics(arm.tables, record["watched"], arm.loss, window).assign(arm=name, draw=draw)
+            for name, draw, arm in arms
         ]
         self._collect({"effect": pd.concat(effects, ignore_index=True).assign(name=" ".join(record["do"]))}, label)
 

@@ -26,6 +26,8 @@ from sinkscope.measuring.tracer import Reader, open_tracer
 from sinkscope.models.family import text_tower
 from sinkscope.options.measuring import RunConfig
 from sinkscope.results import manifest
+from sinkscope.results.metrics import has_no_rate, reason_without_rate
+from sinkscope.results.tables import WHOLE_MODEL
 from sinkscope.retrofits.retrofit import registers_before
 
 WORTH_TELLING = 20  # seconds to wait
@@ -162,7 +164,12 @@ def measure(
         raw |= tables_of(follow_ups)
         facts.scaling, facts.outside = attended(tracer)
     tables = publish(raw, loaded, inputs.condition)
-    summary = summarize(tables, inputs, family, facts.scaling, facts.loss, facts.outside)
+    summary = summarize(tables, inputs, family, facts.scaling, facts.loss, facts.outside, settings)
+    whole = summary[summary["layer"] == WHOLE_MODEL].set_index("metric")["value"].to_dict()
+    if has_no_rate(whole):
+        facts.notices += (
+            f"no sink rate of position 0: {reason_without_rate(whole['uniform_mass'], settings.epsilon)}",
+        )
     return tables | publish({"summary": summary}, loaded, inputs.condition), facts
 
 

@@ -14,8 +14,9 @@ from sinkscope.measuring.observables.activation import BONDARENKO_SITES
 from sinkscope.measuring.observables.reductions import ALL_HEADS, LATER
 from sinkscope.measuring.observables.spikes import SECONDARY
 from sinkscope.models.family import NO_POSITIONS, Family
+from sinkscope.options.measuring import ObservableOptions
 from sinkscope.results.findings import FEWEST_QUERIES, OUTLIER
-from sinkscope.results.metrics import TOKEN_GROUPS
+from sinkscope.results.metrics import TOKEN_GROUPS, is_clear, is_sink, lacks_rate
 from sinkscope.results.tables import METRIC, VALUE, WHOLE_MODEL, Column
 from sinkscope.text.inputs import TokenInputs
 
@@ -40,6 +41,7 @@ class Measured:
     family: Family
     scaling: tuple[float, ...]
     outside: Collection[str]
+    settings: ObservableOptions
 
 
 Metric = Callable[[Measured], pd.Series | None]  # by layer; None if it does not apply
@@ -53,13 +55,14 @@ def summarize(
     scaling: tuple[float, ...],
     loss: float | None = None,
     outside: Collection[str] = (),
+    settings: ObservableOptions | None = None,
 ) -> pd.DataFrame:
     """Compute the table `summary` (layer, with -1 for the whole model; metric; value) from the tables of one run.
 
     `scaling` is that of each layer's logits, `loss` in nats per predicted token, and `outside` names everything other
-    than the text that takes attention weight.
+    than the text that takes attention weight. `settings` are those of the run, by default the defaults.
     """
-    given = Measured(tables, inputs, family, scaling, outside)
+    given = Measured(tables, inputs, family, scaling, outside, settings or ObservableOptions())
     by_layer: dict[str, pd.Series] = {}
     whole: dict[str, float] = {} if loss is None else {"loss": loss, "perplexity": perplexity(loss)}
     for table, metrics in METRICS_OF.items():
@@ -79,8 +82,11 @@ def summarize(
 
 
 def clear_sinks(sinks: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the table `sink_positions` whose key has at least FEWEST_QUERIES queries."""
-    return sinks[sinks["queries"] >= FEWEST_QUERIES]
+    """Return the rows of the table `sink_positions` whose key has queries enough, and more than random weights give.
+
+    With fewer than FEWEST_QUERIES, a head in which tokens attend to themselves would look like a sink.
+    """
+    return sinks[(sinks["queries"] >= FEWEST_QUERIES) & is_clear(sinks["window_mass"], sinks["uniform_mass"])]
 
 
 def later_sinks(sinks: pd.DataFrame) -> pd.DataFrame:
@@ -101,10 +107,32 @@ def layerwise(table: str, column: str, reduction: str = "mean", where: str = "")
     return metric
 
 
+def _sink_rate_clear(given: Measured) -> pd.Series:
+    return clear_rates(given.tables["attention_heads_by_sequence"], given.settings.epsilon).groupby(level=0).mean()
+
+
+def clear_rates(masses: pd.DataFrame, epsilon: float) -> pd.Series:
+    """Return whether position 0 is a sink and clear of uniform attention, by layer: 1 or 0, NaN if it has no rate.
+
+    `masses` are rows of the table `attention_heads_by_sequence`.
+    """
+    mass, uniform = masses["window_mass"], masses["uniform_mass"]
+    sinks = (is_sink(mass, epsilon) & is_clear(mass, uniform)).astype(float)
+    return sinks.mask(lacks_rate(uniform, epsilon)).set_axis(masses["layer"])
+
+
 def _sink_rate_later(given: Measured) -> pd.Series:
-    heads = given.tables["attention"].groupby("layer")["head"].nunique()
-    pairs = later_sinks(given.tables["sink_positions"]).drop_duplicates(["layer", "head", "sequence"])
-    return pairs.groupby("layer").size().reindex(heads.index, fill_value=0) / heads / len(given.inputs)
+    queries = min(given.settings.window, given.inputs.longest - given.family.causal)  # most of any later position
+    sinks = later_sinks(given.tables["sink_positions"])
+    return _rate_of_pairs(sinks, given.tables["attention"], len(given.inputs), queries)
+
+
+def _rate_of_pairs(sinks: pd.DataFrame, attention: pd.DataFrame, sequences: int, queries: int) -> pd.Series:
+    """Return the share of heads and sequences that have any of the sinks, by layer; NaN if `queries` are too few."""
+    heads = attention.groupby("layer")["head"].nunique()
+    pairs = sinks.drop_duplicates(["layer", "head", "sequence"]).groupby("layer").size()
+    shares = pairs.reindex(heads.index, fill_value=0) / heads / sequences
+    return shares if queries >= FEWEST_QUERIES else shares * np.nan
 
 
 def _ratio_to_others(table: pd.DataFrame, column: str, keys: list[str]) -> pd.Series:
@@ -149,6 +177,8 @@ METRICS_OF: dict[str, dict[str, Metric]] = {
     "attention": {
         "sink_rate_outside": layerwise("attention_outside", "sink_rate_outside"),
         "sink_rate": layerwise("attention", "sink_rate", where=FIRST),
+        "sink_rate_clear": _sink_rate_clear,
+        "uniform_mass": layerwise("attention", "uniform_mass", where=FIRST),
         "sink_rate_later": _sink_rate_later,
         "window_mass": layerwise("attention", "window_mass", where=FIRST),
         "sink_mass": layerwise("attention", "sink_mass", where=FIRST),
@@ -336,15 +366,25 @@ EFFECT_COLUMNS = (
 NO_POSITION = -1
 
 
-def arm_metrics(tables: Mapping[str, pd.DataFrame], watched: Sequence[int], loss: float) -> pd.DataFrame:
+def with_next(watched: Sequence[int]) -> tuple[int, ...]:
+    """Return watched positions and the one after the first, to which a sink moves that is prevented there."""
+    return tuple(dict.fromkeys((*watched, watched[0] + 1)))
+
+
+def arm_metrics(
+    tables: Mapping[str, pd.DataFrame], watched: Sequence[int], loss: float, window: int = FEWEST_QUERIES
+) -> pd.DataFrame:
     """Compute the metrics of one arm of an experiment, for the table `effect`.
 
-    sink_rate, window_mass    at each watched position, means over heads (GS eq. 1); whole model: mean over layers
+    sink_rate, window_mass,   at the positions of `with_next`, means over heads (GS eq. 1);
+    uniform_mass              whole model: mean over layers
+    sink_rate_anywhere        share of heads and sequences with a sink at any position; whole model: mean over layers
     massive_magnitude         largest |entry| of a layer's output, mean over sequences; whole model: largest layer
     massive_count             massive activations per sequence; whole model: sum over layers
     loss, perplexity          of the predicted tokens, loss in nats; left out if the loss is NaN
 
-    `tables` are the arm's tables `attention` and `massive`, `watched` are positions.
+    `tables` are the arm's tables `attention`, `sink_positions` and `massive`, `watched` are positions; `window` is at
+    most the number of tokens.
     """
     rows: list[tuple[int, str, int, float]] = []
 
@@ -352,13 +392,17 @@ def arm_metrics(tables: Mapping[str, pd.DataFrame], watched: Sequence[int], loss
         rows.extend((int(layer), metric, position, float(value)) for layer, value in by_layer.items())
         rows.append((WHOLE_MODEL, metric, position, float(whole)))
 
-    for position in watched:
-        by_layer = tables["attention"].query("position == @position").groupby("layer").mean(numeric_only=True)
-        for metric in ("sink_rate", "window_mass"):
-            add(metric, position, by_layer[metric], by_layer[metric].mean())
-    massive = tables["massive"]
+    massive, attention = tables["massive"], tables["attention"]
+    sequences = massive["sequence"].nunique()
+    by_position = attention.groupby(["position", "layer"])[["sink_rate", "window_mass", "uniform_mass"]].mean()
+    for position in with_next(watched):
+        if position in by_position.index:  # texts may be that short
+            for metric, by_layer in by_position.loc[position].items():
+                add(str(metric), position, by_layer, by_layer.mean())
+    anywhere = _rate_of_pairs(clear_sinks(tables["sink_positions"]), attention, sequences, window)
+    add("sink_rate_anywhere", NO_POSITION, anywhere, anywhere.mean())
     largest = massive["value"].abs().groupby([massive["layer"], massive["sequence"]]).max().groupby("layer").mean()
-    counts = massive.groupby("layer")["is_massive"].sum() / massive["sequence"].nunique()
+    counts = massive.groupby("layer")["is_massive"].sum() / sequences
     add("massive_magnitude", NO_POSITION, largest, largest.max())
     add("massive_count", NO_POSITION, counts, counts.sum())
     if not np.isnan(loss):

@@ -84,7 +84,7 @@ class Watched:
 
     @property
     def sink_rate(self) -> float:
-        """The share of heads in which position 0 is a sink."""
+        """The share of heads in which position 0 is a sink; NaN if uniform attention would make it one (`analyze`)."""
         return self.metric("sink_rate")
 
     @property
@@ -119,7 +119,7 @@ class Watched:
         }
         tables = publish(raw, self.loaded, CONDITION)
         scaling, outside = self._attended
-        summary = summarize(tables, inputs, self.family, scaling, outside=outside)
+        summary = summarize(tables, inputs, self.family, scaling, None, outside, self.settings)
         return tables | publish({"summary": summary}, self.loaded, CONDITION)
 
     @contextmanager

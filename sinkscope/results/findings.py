@@ -50,6 +50,7 @@ class Outcome(StrEnum):
     FALLS = "falls"
     UNCHANGED = "unchanged"  # changes no more than under the random controls
     UNDECIDED = "undecided"  # the data do not decide
+    UNDEFINED = "undefined"  # there is no such number on these data
     CONFIRMED = "confirmed"  # the model shows the published outcome
     PARTLY = "partly"
     REFUTED = "refuted"
@@ -74,6 +75,7 @@ class Finding:
     outcome: Outcome = Outcome.MEASURED
     value: float = float("nan")  # its main number; NaN if it has none
     spread: float | None = None  # standard deviation of `value` if that is a mean
+    null: float = float("nan")  # `value` without the effect; NaN if it has none
     threshold: float | None = None  # the number that decided the outcome, if there is one
     published: tuple[Published, ...] = ()  # published values to compare with
     numbers: Mapping[str, Any] = field(

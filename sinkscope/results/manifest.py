@@ -34,7 +34,7 @@ PAGE = "index.html"
 # The version of run.json and of the tables that it lists. Increase it when an entry or a column that readers need is
 # added, renamed or gets another meaning. `_completed` fills in entries that older folders lack, and `since` of a Column
 # fills in columns. Folders without this entry have format 1.
-FORMAT = 3
+FORMAT = 4
 LIBRARIES = ("torch", "transformers", "nnsight", "accelerate", "pandas")
 # commands whose folder is one run, with tables of its own
 RUNS = ("analyze", "intervene", "quantize", "kv-plan", "doctor")

@@ -123,6 +123,8 @@ class RunData:
     def metric(self, name: str, layer: int = -1) -> float:
         """Return one value of the table `summary`; NaN if this run, or this layer, has not measured the metric.
 
+        A sink rate is NaN where uniform attention alone exceeds ε (`uniform_mass`); a notice of the run says so.
+
         Args:
             name: a key of METRICS.
             layer: counted from 0; −1 for the whole model.

@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 REGISTER = -1000  # token id of a learned embedding before the text
 IGNORED = -100  # the label of a token that is not predicted
@@ -161,3 +162,21 @@ class Batch:
         later = (self.lengths[:, None] - position).clamp(min=1, max=within)
         earlier = position.clamp(max=within - 1)
         return later + earlier.where(position < (prefix if causal else positions), 0)
+
+    def keys(self, causal: bool = True, prefix: int = 0) -> torch.Tensor:
+        """Return how many keys the query at position t sees, (B,T), without the limit of a sliding window."""
+        query, lengths = torch.arange(self.token_ids.shape[1], device=self.lengths.device), self.lengths[:, None]
+        return (query + 1).clamp(min=prefix).minimum(lengths) if causal else lengths.expand(-1, len(query))
+
+    def uniform(self, positions: int, window: int, causal: bool = True, prefix: int = 0) -> torch.Tensor:
+        """Return the window mass of a key at position s if queries attend to all keys that they see alike, (B,P).
+
+        This is the mean of 1 ÷ `keys` over the queries that `queries` counts, in float64; 0 past a sequence's end. Keys
+        outside a sliding window count: without them it would be smaller at position 0.
+        """
+        position, lengths = torch.arange(positions, device=self.lengths.device), self.lengths[:, None]
+        sums = F.pad((1 / self.keys(causal, prefix).double()).cumsum(1), (1, 0))  # over the queries before each
+        on_both_sides = position < (prefix if causal else positions)
+        first = torch.where(on_both_sides, (position - window + 1).clamp(min=0), position).minimum(lengths)
+        last = (position + window).minimum(lengths)
+        return (sums.gather(1, last) - sums.gather(1, first)) / self.queries(positions, window, causal, prefix)

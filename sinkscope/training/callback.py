@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from itertools import islice
+from math import isnan, nan
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -33,18 +34,27 @@ from sinkscope.models.in_memory import undisturbed
 from sinkscope.options.measuring import ObservableOptions, make_config
 from sinkscope.results.findings import SINK, USUAL
 from sinkscope.results.manifest import make_manifest, write_manifest
+from sinkscope.results.metrics import has_no_rate, reason_without_rate
 from sinkscope.results.tables import read_table, write_tables
 from sinkscope.training.history import LENGTH, SEQUENCES, probed
 
 FOLDER = "sinks"  # in the Trainer's output_dir
 COMMAND, CONDITION = "training", "held-out"  # in run.json
 OBSERVED = ("attention", "geometry", "massive", "outlier", "largest-logit")
-LOGGED = ("sink_rate", "value_drain", "kurtosis", "massive_share", "largest_activation", "largest_logit")
+LOGGED = (
+    "sink_rate",
+    "uniform_mass",
+    "value_drain",
+    "kurtosis",
+    "massive_share",
+    "largest_activation",
+    "largest_logit",
+)
 LIMITS = {"float16_headroom": torch.float16, "float8_headroom": torch.float8_e4m3fn}
-# metric → what has begun, and whether it is there
-ONSETS: Mapping[str, tuple[str, Callable[[float], bool]]] = {
-    "sink_rate": ("the model has a sink", lambda rate: 100 * rate > SINK),
-    "massive_share": ("the model has massive activations", lambda share: share >= USUAL),
+# metric → what has begun, and whether it is there; tables of a training that an older version began have no clear rates
+ONSETS: Mapping[str, tuple[str, Callable[[Mapping[str, float]], bool]]] = {
+    "sink_rate": ("the model has a sink", lambda of: 100 * of.get("sink_rate_clear", of["sink_rate"]) > SINK),
+    "massive_share": ("the model has massive activations", lambda of: of["massive_share"] >= USUAL),
 }
 NAMES = ("training", "largest_activations", "largest_logits")  # of the tables
 Tables = dict[str, pd.DataFrame]
@@ -87,8 +97,8 @@ class SinkCallback(TrainerCallback):
         seq_len: Tokens of each.
         epsilon: A sink has a window mass above this.
         on_onset: Called with an `Onset` when a sink, or massive activations, are there and were not in the measurement
-            before; by default a warning. The thresholds are those of the verdict: a sink rate above 10 %, and massive
-            activations in a layer in at least half of the texts.
+            before; by default a warning. The thresholds are those of the verdict: a sink rate above 10 %, clear of
+            uniform attention, and massive activations in a layer in at least half of the texts.
     """
 
     def __init__(
@@ -166,9 +176,12 @@ class SinkCallback(TrainerCallback):
         self.tables = {name: pd.concat([self.tables[name], new[name]]) if self.tables else new[name] for name in new}
         self._write()
         metrics = _whole(new["training"])
+        if not before and has_no_rate(metrics):
+            reason = reason_without_rate(metrics["uniform_mass"], self.options["epsilon"])
+            warnings.warn(f"SinkCallback logs no sink rate of position 0: {reason}", stacklevel=2)
         self._log(args, state, control, metrics, largest, logits)
         for name, (what, is_there) in ONSETS.items():
-            if name in before and name in metrics and is_there(metrics[name]) and not is_there(before[name]):
+            if name in before and name in metrics and is_there(metrics) and not is_there(before):
                 message = (
                     f"{what} at step {state.global_step}: {name} is {metrics[name]:.3g}, and was {before[name]:.3g}"
                 )
@@ -203,7 +216,7 @@ class SinkCallback(TrainerCallback):
         self, args: Any, state: Any, control: Any, metrics: Mapping[str, float], largest: Largest, logits: pd.DataFrame
     ) -> None:
         """Pass the step's numbers to the reporters, as `Trainer.log` does."""
-        logs = {name: metrics[name] for name in (*LOGGED, *LIMITS) if name in metrics}
+        logs = {name: metrics[name] for name in (*LOGGED, *LIMITS) if not isnan(metrics.get(name, nan))}
         logs |= {f"largest_activation_{name}": getattr(largest, name) for name in Largest._fields[1:-1]}
         if len(logits):
             row = logits.loc[logits["largest"].idxmax()]

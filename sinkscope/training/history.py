@@ -22,7 +22,7 @@ from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
 from sinkscope.results.findings import FEWEST_QUERIES
-from sinkscope.results.metrics import is_sink
+from sinkscope.results.metrics import is_sink, lacks_rate
 from sinkscope.results.tables import WHOLE_MODEL
 from sinkscope.retrofits import gate_displacement
 from sinkscope.retrofits.retrofit import registers_before
@@ -219,8 +219,11 @@ class TotalWeight(Observable):
         weights = upcast(read.mix_weights(rows, rows).abs())
         total, received = weights.sum(-1), weights.sum(-2)
         given = total.flip(-1).cumsum(-1).flip(-1)  # by the queries of each key
-        sinks = is_sink(received / given.clamp(min=torch.finfo(given.dtype).tiny), self.settings.epsilon)
-        anywhere = sinks[..., : max(self.at + 1, read.length - FEWEST_QUERIES + 1)].any(-1)
+        uniform = batch.uniform(read.length, read.length, read.call.causal, read.call.prefix)[0].to(given)
+        sinks = is_sink(received / given.clamp(min=torch.finfo(given.dtype).tiny), self.settings.epsilon).double()
+        sinks = sinks.masked_fill(lacks_rate(uniform, self.settings.epsilon), torch.nan)
+        anywhere = sinks[..., : max(self.at + 1, read.length - FEWEST_QUERIES + 1)]
+        anywhere = torch.where(anywhere.isnan().all(-1), torch.nan, anywhere.nan_to_num().amax(-1))
         share = read.weights(rows, slice(self.at, self.at + 1))[0][..., later, 0]
         chosen = is_sink(share, self.settings.epsilon)
         parts = (total[..., later], chosen, sinks[..., self.at], anywhere)

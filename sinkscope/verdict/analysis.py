@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.errors import counted
-from sinkscope.measuring.estimates import RUN_CLAIMS, SPIKE, delta_gaps, gradient_ratio, sink_heads
+from sinkscope.measuring.estimates import RUN_CLAIMS, SPIKE, clear_sink_rate, delta_gaps, gradient_ratio, sink_heads
 from sinkscope.measuring.observables.massive import THRESHOLD
 from sinkscope.measuring.observables.reductions import LATER
 from sinkscope.measuring.summary import later_sinks
@@ -25,7 +25,7 @@ from sinkscope.results import findings as limits
 from sinkscope.results.findings import ALMOST_NO_SINK, NO_SINK, STRONG, USUAL, Finding, Outcome
 from sinkscope.results.judgment import NotDefined, estimated
 from sinkscope.results.judgment import Outcome as Judged
-from sinkscope.results.metrics import METRICS
+from sinkscope.results.metrics import CLEAR, METRICS, has_no_rate, reason_without_rate
 from sinkscope.results.papers import LENGTH, SETTING, SINK_RATES, published_rates
 from sinkscope.results.positions import ADDED, WITHIN_ATTENTION, kinds_of_positions, unequal
 from sinkscope.results.run import WITH, RunData
@@ -47,6 +47,7 @@ COLUMNS = (
     Column("threshold", "threshold that decided the outcome; NaN without one"),
     Column("outcome", "outcome of the finding", kind="text"),
     Column("claim", "id of the claim with this number (`sinkscope list claims`); empty without one", kind="text"),
+    Column("null", "the number without the effect; NaN without one", since=4),
 )  # fmt: skip
 
 # metrics of the whole model, in the order of the verdict's table
@@ -156,15 +157,15 @@ def finding_table(run: RunData, report: Report) -> pd.DataFrame:
     rows = []
     for finding in (*report.settings, *report.findings):
         about = (finding.threshold, str(finding.outcome), finding.claim)
-        if not isnan(finding.value):
-            rows.append((finding.name, "value", finding.value, finding.low, finding.high, *about))
+        if not isnan(finding.value) or finding.outcome == Outcome.UNDEFINED:
+            rows.append((finding.name, "value", finding.value, finding.low, finding.high, *about, finding.null))
         numbers = [(name, number) for name, value in finding.numbers.items() for number in _numbers(value)]
         by_name = dict(numbers)
         ends = {f"{name}_{end}" for name in by_name for end in ("low", "high")}
         for name, value in numbers:
             if name not in ends:
                 low, high = (by_name.get(f"{name}_{end}", nan) for end in ("low", "high"))
-                rows.append((finding.name, name, value, low, high, *about))
+                rows.append((finding.name, name, value, low, high, *about, nan))
     table = pd.DataFrame(rows, columns=names_of(COLUMNS))
     table = table.astype({column.name: float for column in COLUMNS if column.kind == "number"})
     for column, label in (("layer", WHOLE_MODEL), ("condition", run.condition), ("model", run.model)):
@@ -217,41 +218,19 @@ def _single(run: RunData) -> str:
 
 
 def _sink(run: RunData, evidence: Sequences) -> Iterator[Finding]:
-    rate = of_claim(evidence, "W-1")
-    if "attention" not in run.tables or rate is None:
+    if "attention" not in run.tables:
         return
-    rates, config = _by_layer(run, "sink_rate"), run.manifest["config"]
-    strong = _where(rates >= STRONG)
-    weak = _where(rates < ALMOST_NO_SINK) if strong else ()
-    lengths = {"shortest": LENGTH, "longest": LENGTH}
-    comparable = run.is_causal and (SETTING | lengths).items() <= (config | run.manifest["input"]).items()
-    numbers = {"epsilon": config["epsilon"], "strong": STRONG, "layers": strong, "none": None if strong else STRONG}
-    numbers |= {"few": ALMOST_NO_SINK, "weak_layers": weak}
-    published = WSE.get(run.condition, ()) if comparable else ()
-    found = finding("sink", SINK, rate, "W-1", published=published, numbers=numbers, is_headline=True)
-
-    ends = "" if isnan(found.low) else f" (95 % interval {found.low:.1f} to {found.high:.1f}%)"
-    ends = " (one text, so no interval)" if _single(run) else ends
-    what = f"{found.value:.1f}% of the heads give the first token more than {100 * config['epsilon']:g}% of their "
-    what += f"attention{ends}"
-    limit = f"; a sink has more than {found.threshold:g}%"
-    sentence = f"Whether there is a sink at position 0 is not decided: {what}{limit}."
-    if found.outcome == Outcome.PRESENT:
-        sentence = f"{what}."
-    elif found.outcome == Outcome.ABSENT:
-        sentence = f"There is no sink at position 0: only {what}{limit}."
-    where = f"At least {STRONG:.0%} of the heads do in {layers_text(strong)}" if strong else ""
-    sentence += f" {where or f'In no layer do {STRONG:.0%} of the heads'}"
-    sentence += f"; fewer than {ALMOST_NO_SINK:.0%} in {layers_text(weak)}." if weak else "."
-    yield replace(found, sentence=sentence)
-
+    rate, rates = of_claim(evidence, "W-1"), _by_layer(run, "sink_rate")
+    if rate is None and not has_no_rate({name: run.metric(name) for name in ("sink_rate", "uniform_mass")}):
+        return
+    yield _without_rate(run) if rate is None else _sink_at_first(run, evidence, rate)
     yield from _outside(run)
     kinds = run.manifest["family"].get("kinds") or ()
     if others := _counted_kinds(kind for kind in kinds if kind != ATTENTION):
         layers = tuple(layer for layer, kind in enumerate(kinds) if kind == ATTENTION)
         sentence = f"Only {layers_text(layers)} {'have' if len(layers) > 1 else 'has'} attention, and means over "
         sentence += f"layers are over these; the other layers are {others}."
-        numbers = {"layers": layers, "others": others}
+        numbers: dict[str, Any] = {"layers": layers, "others": others}
         yield Finding("attention-layers", SINK, value=len(layers), numbers=numbers, sentence=sentence)
     if operations := run.manifest["model"].get("operations"):
         what = " and ".join(operations)
@@ -259,12 +238,16 @@ def _sink(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         yield Finding("proxy", SINK, value=len(operations), numbers={"what": what}, sentence=sentence)
     if run.manifest["family"].get("gated") and "gate" in run.tables:
         first, later = run.metric("gate_first"), run.metric("gate_later")
-        has_sink = rates.max() >= NO_SINK
         sentence = f"The model's own gates leave {_text('gate_first', first)} of the heads' outputs at position 0 and "
-        where = "some layers still have" if has_sink else "no layer has"
-        sentence += f"{_text('gate_later', later)} at later ones; {where} a sink at position 0 (sink rate "
-        sentence += f"{rate.value:.1f}%)."
-        outcome, numbers = Outcome.PRESENT if has_sink else Outcome.ABSENT, {"later": later, "rate": rate.value}
+        sentence += f"{_text('gate_later', later)} at later ones"
+        outcome, numbers = Outcome.UNDEFINED, {"later": later}
+        if rate is not None:
+            has_sink = rates.max() >= NO_SINK
+            outcome = Outcome.PRESENT if has_sink else Outcome.ABSENT
+            numbers |= {"rate": rate.value}
+            where = "some layers still have" if has_sink else "no layer has"
+            sentence += f"; {where} a sink at position 0 (sink rate {rate.value:.1f}%)"
+        sentence += "."
         if "gate_heads" in run.tables:
             of_all = {name: run.metric(f"gate_{name}") for name in ("mean", "closed", "deviation")}
             numbers |= of_all | {"below": limits.CLOSED}
@@ -276,6 +259,58 @@ def _sink(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         yield _later_sinks(run)
 
 
+def _without_rate(run: RunData) -> Finding:
+    uniform, epsilon = run.metric("uniform_mass"), run.manifest["config"]["epsilon"]
+    sentence = f"Whether there is a sink at position 0 cannot be said: {reason_without_rate(uniform, epsilon)}. Longer "
+    sentence += "sequences and windows, or a larger ε, have a sink rate."
+    about: dict[str, Any] = {"numbers": {"epsilon": epsilon, "uniform": uniform}, "sentence": sentence}
+    return Finding("sink", SINK, Outcome.UNDEFINED, threshold=limits.SINK, claim="W-1", is_headline=True, **about)
+
+
+def _sink_at_first(run: RunData, evidence: Sequences, rate: Estimate) -> Finding:
+    rates, config = _by_layer(run, "sink_rate"), run.manifest["config"]
+    uniform, clear = run.metric("uniform_mass"), measured(clear_sink_rate, evidence)
+    strong = _where(rates >= STRONG)
+    weak = _where(rates < ALMOST_NO_SINK) if strong else ()
+    lengths = {"shortest": LENGTH, "longest": LENGTH}
+    comparable = run.is_causal and (SETTING | lengths).items() <= (config | run.manifest["input"]).items()
+    numbers = {"epsilon": config["epsilon"], "strong": STRONG, "layers": strong, "none": None if strong else STRONG}
+    numbers |= {"few": ALMOST_NO_SINK, "weak_layers": weak, "uniform": uniform}
+    published = WSE.get(run.condition, ()) if comparable else ()
+    about: dict[str, Any] = {"null": 0.0, "published": published, "is_headline": True}
+    found = finding("sink", SINK, rate, "W-1", **about)
+    is_clear = clear is None or finding("sink", SINK, clear, "W-1").outcome == Outcome.PRESENT
+
+    notes = [] if isnan(found.low) else [f"95 % interval {found.low:.1f} to {found.high:.1f}%"]
+    notes = ["one text, so no interval"] if _single(run) else notes
+    having = int(np.isfinite(evidence.values("attention_by_sequence", "sink_rate", position=0)).any(1).sum())
+    if having < run.manifest["input"]["sequences"]:  # the others are too short
+        numbers["sequences"] = having
+        notes.append(f"in {counted(having, 'sequence')} long enough for it")
+    if not isnan(uniform):
+        notes.append(f"uniform attention gives it {100 * uniform:.1f}%")
+    what = f"{found.value:.1f}% of the heads give the first token more than {100 * config['epsilon']:g}% of their "
+    what += "attention" + (f" ({'; '.join(notes)})" if notes else "")
+    limit = f"; a sink has more than {found.threshold:g}%"
+    sentence = f"Whether there is a sink at position 0 is not decided: {what}{limit}."
+    if found.outcome == Outcome.PRESENT and is_clear:
+        sentence = f"{what}."
+    elif found.outcome == Outcome.PRESENT and clear is not None:
+        found = replace(found, outcome=Outcome.UNDECIDED)
+        numbers |= {"clear": clear.value, **interval(clear, "clear_"), "times": CLEAR}
+        sentence = (
+            f"Whether there is a sink at position 0 is not decided: {what}; but random weights may give as much. "
+        )
+        sentence += f"In {with_interval(clear, '.1f', '%')} of the heads the odds are more than {CLEAR:g} times those "
+        sentence += f"of uniform attention{limit}."
+    elif found.outcome == Outcome.ABSENT:
+        sentence = f"There is no sink at position 0: only {what}{limit}."
+    where = f"At least {STRONG:.0%} of the heads do in {layers_text(strong)}" if strong else ""
+    sentence += f" {where or f'In no layer do {STRONG:.0%} of the heads'}"
+    sentence += f"; fewer than {ALMOST_NO_SINK:.0%} in {layers_text(weak)}." if weak else "."
+    return replace(found, numbers=numbers, sentence=sentence)
+
+
 def _outside(run: RunData) -> Iterator[Finding]:
     """Yield the attention to keys that are not tokens of the text, such as registers, if the model has any."""
     kinds, rates = run.manifest.get("outside"), _by_layer(run, "sink_rate_outside")
@@ -283,6 +318,13 @@ def _outside(run: RunData) -> Iterator[Finding]:
         return
     what, epsilon = " and ".join(kinds), run.manifest["config"]["epsilon"]
     strong, value = _where(rates >= STRONG), run.metric("sink_rate_outside")
+    if isnan(value):
+        uniform = float(run.tables["attention_outside"]["uniform_mass"].mean())
+        sentence = f"Whether there is a sink outside the text, in {what}, cannot be said: "
+        sentence += f"{reason_without_rate(uniform, epsilon)}."
+        numbers = {"what": what, "epsilon": epsilon, "uniform": uniform}
+        yield Finding("sink-outside", SINK, Outcome.UNDEFINED, numbers=numbers, sentence=sentence)
+        return
     having = tuple(rates.index) if len(rates) < _by_layer(run, "sink_rate").size else ()
     share = f"more than {epsilon:g} of the attention goes to {what} in {_text('sink_rate_outside', value)} of heads "
     share += f"and sequences{f' of {layers_text(having)}' if having else ''}"
@@ -303,6 +345,11 @@ def _counted_kinds(kinds: Iterable[str]) -> str:
 
 def _later_sinks(run: RunData) -> Finding:
     rate, rates = run.metric("sink_rate_later"), _by_layer(run, "sink_rate_later")
+    if isnan(rate):
+        sentence = "Whether later positions are sinks cannot be said: none has a window of "
+        sentence += f"{limits.FEWEST_QUERIES} queries or more."
+        queries = {"queries": limits.FEWEST_QUERIES}
+        return Finding("later-sinks", SINK, Outcome.UNDEFINED, numbers=queries, sentence=sentence)
     text = f"{_text('sink_rate_later', rate)} of heads and sequences"
     sinks = later_sinks(run.tables["sink_positions"])
     if rate < NO_SINK or sinks.empty:
@@ -467,7 +514,7 @@ def _gradients(run: RunData, evidence: Sequences) -> Iterator[Finding]:
             sentence += f"; uniform causal attention alone makes the value gradient {alone} × (with unrelated token "
             sentence += "gradients of equal size)"
         about: dict[str, Any] = {"numbers": numbers, "is_headline": True, "sentence": f"{sentence}."}
-        yield finding("value-gradient", GRADIENTS, value, **about)
+        yield finding("value-gradient", GRADIENTS, value, null=uniform, **about)
         if (run.tables["gradient"]["pathway"] == "raw_value").any():
             attended = run.metric("value_gradient_ratio")
             sentence = "That is the gradient before the gate or scale on the value states; after it, at what is "

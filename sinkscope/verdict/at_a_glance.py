@@ -1,7 +1,7 @@
 """Five numbers of a run for a reader in a hurry: what each means, what it would be without a sink, and elsewhere."""
 
 from collections.abc import Iterator, Mapping
-from math import isfinite
+from math import isfinite, isnan
 from typing import Any, NamedTuple
 
 from sinkscope.results.findings import LARGEST_FLOAT16
@@ -47,13 +47,13 @@ def _text(name: str, value: float) -> str:
 def _words(name: str, value: float, run: RunData) -> tuple[str, str]:
     """Return what a number means, and its null."""
     manifest: Mapping[str, Any] = run.manifest
-    epsilon, length = manifest["config"]["epsilon"], manifest["input"]["shortest"]
+    epsilon = manifest["config"]["epsilon"]
     match name:
         case "sink_rate":
-            uniform = sum(1 / (at + 1) for at in range(length)) / length  # attention to position 0, causal
-            null = "100%" if run.is_causal and epsilon < uniform else "0%"
+            uniform = run.metric("uniform_mass")
+            mass = "" if isnan(uniform) else f" it {METRICS['uniform_mass'].text(uniform)} of the attention, that is"
             meaning = f"of the heads give the first token more than {epsilon:g} of their attention."
-            return meaning, f"Uniform attention gives {null}."
+            return meaning, f"Uniform attention gives{mass} 0%."
         case "max_inf_norm":
             meaning = "is the largest activation of a sequence, on average."
             room = LARGEST_FLOAT16 / value

@@ -16,9 +16,9 @@ from sinkscope.interventions import parse
 from sinkscope.interventions.intervention import Expectation
 from sinkscope.interventions.massive import MeanMassive, ZeroMassive
 from sinkscope.measuring.experiment import BEFORE
-from sinkscope.measuring.summary import NO_POSITION
+from sinkscope.measuring.summary import NO_POSITION, clear_sinks
 from sinkscope.results.findings import COLLAPSE, HALF, HARM, MATERIAL, NO_SINK, SPREAD, Finding, Outcome
-from sinkscope.results.metrics import METRICS
+from sinkscope.results.metrics import METRICS, reason_without_rate
 from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Lacks, Sequences, table_of
 from sinkscope.results.statistics import Estimate, bootstrap, positive_jackknife, weighted_means
@@ -42,9 +42,11 @@ class Effect:
     @property
     def outcome(self) -> Outcome:
         """Whether a rate or mass changes by more than under the controls; undecided with fewer than two controls."""
+        change = self.after - self.before
+        if isnan(change):
+            return Outcome.UNDEFINED
         if len(self.controls) < 2:
             return Outcome.UNDECIDED
-        change = self.after - self.before
         controls = np.sign(change) * (np.array(self.controls) - self.before)
         reach = controls.mean() + SPREAD * controls.std(ddof=1)
         if not abs(change) > max(reach, controls.max(), MATERIAL):
@@ -91,6 +93,8 @@ def overview(run: RunData) -> pd.DataFrame:
     measured = [label for label, arm in arms(run).items() if arm["watched"]]
     watched = sorted({position for label in measured for position in arms(run)[label]["watched"]})
     columns = [(metric, position) for position in watched for metric in ("sink_rate", "window_mass")]
+    following = {arms(run)[label]["watched"][0] + 1 for label in measured} - {*watched}
+    columns += [("sink_rate", position) for position in sorted(following)] + [("sink_rate_anywhere", NO_POSITION)]
     columns += [("massive_magnitude", NO_POSITION), ("perplexity", NO_POSITION)]
     before: dict[str, str] = {"arm": "before"}
     rows = [before] if measured else []
@@ -134,6 +138,7 @@ CHANGES = {
     Outcome.RISES: "rises",
     Outcome.UNCHANGED: "changes no more than under the control",
     Outcome.UNDECIDED: "has too few controls to be judged",
+    Outcome.UNDEFINED: "is not defined",
 }
 
 
@@ -159,9 +164,12 @@ def findings_of(run: RunData, label: str) -> list[Finding]:
     moved = rate.outcome in (Outcome.FALLS, Outcome.RISES)
     layers = _most_changed(run, label, sink) if moved else ()
     found = [_change_of(run, label, section, "sink_rate", sink, layers)]
+    if rate.outcome == Outcome.UNDEFINED:
+        found = [_without_rate(run, label, section, sink), _change_of(run, label, section, "window_mass", sink)]
     if rate.before < NO_SINK and rate.after < NO_SINK:
         sentence = f"There is no sink at position {sink}, before or after."
         found = [replace(found[0], outcome=Outcome.ABSENT, sentence=sentence)]
+    found += _elsewhere(run, label, section, sink)
     found += [_change_of(run, label, section, "window_mass", at) for at in targets]
     found.append(_perplexity(run, label, section))
     found += _largest_elsewhere(run, label, section)
@@ -199,6 +207,50 @@ def _change_of(
     numbers |= {"layers": layers, "ratio": ratio.value, **estimate_interval(ratio, "ratio_")}
     about: dict[str, Any] = {"threshold": SPREAD, "numbers": numbers, "sentence": sentence}
     return Finding("change", section, effect.outcome, effect.after, effect.spread, **about)
+
+
+def _without_rate(run: RunData, label: str, section: str, position: int) -> Finding:
+    uniform, epsilon = effect_of(run, label, "uniform_mass", position).before, run.manifest["config"]["epsilon"]
+    sentence = (
+        f"Whether the sink at position {position} changes cannot be said: {reason_without_rate(uniform, epsilon)}."
+    )
+    numbers = {"metric": "sink_rate", "position": position, "uniform": uniform, "epsilon": epsilon}
+    return Finding("change", section, Outcome.UNDEFINED, threshold=SPREAD, numbers=numbers, sentence=sentence)
+
+
+def _elsewhere(run: RunData, label: str, section: str, sink: int) -> Iterator[Finding]:
+    """Yield where sinks are under the arm: a sink that is prevented at one position may be at another."""
+    following = effect_of(run, label, "sink_rate", sink + 1)
+    anywhere = effect_of(run, label, "sink_rate_anywhere")
+    if isnan(anywhere.after):  # of an older format, or too few queries
+        return
+    sentence = f"Any position is a sink in {_compared('sink_rate_anywhere', anywhere)} of the heads and sequences"
+    numbers: dict[str, Any] = {"before": anywhere.before, "control": anywhere.control, "position": sink + 1}
+    if not isnan(following.after):
+        numbers |= {f"next_{name}": getattr(following, name) for name in ("before", "after", "control")}
+        sentence += f", position {sink + 1} in {_compared('sink_rate', following)} of the heads"
+    if len(later := _positions_of_sinks(run, label, sink)):
+        most, share = int(later.index[0]), float(later.iloc[0])
+        numbers |= {"most": most, "most_share": share}
+        sentence += f"; {share:.0%} of the sinks at other positions than {sink} are at position {most}"
+    about: dict[str, Any] = {"threshold": SPREAD, "numbers": numbers, "sentence": f"{sentence}."}
+    yield Finding("sinks-anywhere", section, anywhere.outcome, anywhere.after, anywhere.spread, **about)
+
+
+def _compared(metric: str, effect: Effect) -> str:
+    """Return for example "55.4% (0.6% before, 0.7% under the control)"."""
+    before, control = METRICS[metric].text(effect.before), METRICS[metric].text(effect.control)
+    under = "" if isnan(effect.control) else f", {control} under the control"
+    return f"{METRICS[metric].text(effect.after)} ({before} before{under})"
+
+
+def _positions_of_sinks(run: RunData, label: str, sink: int) -> pd.Series:
+    """Return the share of each position among an arm's sinks at other positions than `sink`, the largest first."""
+    table = run.tables.get("sink_positions")
+    if table is None:
+        return pd.Series(dtype=float)
+    sinks = clear_sinks(table[(table["condition"] == label) & (table["position"] != sink)])
+    return sinks["position"].value_counts(normalize=True)
 
 
 def _perplexity(run: RunData, label: str, section: str) -> Finding:
@@ -300,6 +352,10 @@ def _expected(run: RunData, label: str, section: str, expectation: Expectation) 
             outcome, here = _moves(rate, gain, sink, target)
         else:
             outcome, here = _falls_or_stays(rate, expectation == Expectation.SINK_FALLS)
+            following = effect_of(run, label, "sink_rate", sink + 1)
+            if rate.outcome == Outcome.FALLS and following.outcome == Outcome.RISES:
+                numbers |= {"next": following.after, "next_before": following.before, "next_control": following.control}
+                here += f", and position {sink + 1} becomes one in {_compared('sink_rate', following)} of the heads"
     sentence = f"Published: {FOUND[expectation]}. Here {here} ({arm['paper']})."
     about: dict[str, Any] = {"threshold": threshold, "numbers": numbers, "is_headline": True, "sentence": sentence}
     return Finding(str(expectation), section, outcome, value, **about)
@@ -307,6 +363,8 @@ def _expected(run: RunData, label: str, section: str, expectation: Expectation) 
 
 def _falls_or_stays(rate: Effect, falls: bool) -> tuple[Outcome, str]:
     """Return whether the sink falls (or stays, if not `falls`), and the end of the sentence "Here …"."""
+    if rate.outcome == Outcome.UNDEFINED:
+        return Outcome.UNDEFINED, "there is no sink rate"
     if rate.before < NO_SINK:
         return Outcome.ABSENT, "there is no sink before the intervention"
     if rate.outcome == Outcome.UNDECIDED:
@@ -323,6 +381,8 @@ def _falls_or_stays(rate: Effect, falls: bool) -> tuple[Outcome, str]:
 
 def _moves(rate: Effect, gain: Outcome, source: int, target: int | None) -> tuple[Outcome, str]:
     beyond = "beyond the control's spread"
+    if rate.outcome == Outcome.UNDEFINED:
+        return Outcome.UNDEFINED, "there is no sink rate"
     if gain == Outcome.UNDECIDED:
         return TOO_FEW
     if gain != Outcome.RISES:

@@ -13,7 +13,7 @@ from sinkscope.errors import InputError
 from sinkscope.models.steps import step_of
 from sinkscope.options.sweep_file import Cell
 from sinkscope.options.training import tokens_a_step
-from sinkscope.results.metrics import is_sink
+from sinkscope.results.metrics import is_sink, lacks_rate
 from sinkscope.results.run import policy_of
 from sinkscope.results.scorecard import TABLES as CLAIM_TABLES
 from sinkscope.results.scores import main_scores
@@ -58,7 +58,7 @@ SWEEP_TABLES = {
     SWEEP: (*COORDINATES, METRIC, VALUE),
     EPSILON: (
         *COORDINATES,
-        Column("sink_rate", "at this ε, from the stored window masses", "share"),
+        Column("sink_rate", "at this ε, from the stored window masses; NaN where uniform attention has one", "share"),
         Column("low", "lower end of its 95 % interval over sequences", "share"),
         Column("high", "upper end", "share"),
     ),
@@ -187,8 +187,14 @@ def coordinates(each: Measured) -> dict[str, Any]:
 def _by_epsilon(each: Measured) -> pd.DataFrame:
     """Return sink rates of the model at several ε: share of heads and sequences, mean of layers (WSE fig. 3)."""
     alpha = read_table(each.folder / "tables" / f"{ALPHA}.parquet")
+    uniform = alpha.get("uniform_mass", pd.Series(float("nan"), alpha.index))  # NaN in folders of an older format
     epsilons = sorted({*EPSILONS, each.manifest["config"]["epsilon"]})
-    sinks = pd.DataFrame({epsilon: is_sink(alpha["window_mass"], epsilon) for epsilon in epsilons}).astype(float)
+    sinks = pd.DataFrame(
+        {
+            epsilon: is_sink(alpha["window_mass"], epsilon).astype(float).mask(lacks_rate(uniform, epsilon))
+            for epsilon in epsilons
+        }
+    )
     by_sequence = sinks.groupby([alpha["sequence"], alpha["layer"]]).mean().unstack("layer")  # means over heads
     of_layers = by_sequence.to_numpy().reshape(len(by_sequence), len(epsilons), -1)
     rates = weighted_means(of_layers, resamplings(len(by_sequence))).mean(-1)

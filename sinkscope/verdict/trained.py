@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from itertools import combinations
+from math import isnan, nan
 from typing import Any
 
 import numpy as np
@@ -85,8 +86,11 @@ def methods_compared(retrofit: pd.DataFrame, arms: Mapping[str, Mapping[str, Any
     against, found = "the untouched model" if plain == UNTOUCHED else "plain training", []
     for method in methods:
         own, others = wide.loc[method], wide.loc[plain]
-        points = mean_of_runs((100 * (own["sink_rate"] - others["sink_rate"])).to_numpy())
-        sentence = f"{method}, compared with {against}: sink rate {with_interval(points, '+.1f', ' points')}"
+        rates = 100 * (own["sink_rate"] - others["sink_rate"]) if "sink_rate" in wide else pd.Series(nan, own.index)
+        points = mean_of_runs(rates.to_numpy())
+        rate = f"sink rate {with_interval(points, '+.1f', ' points')}"
+        rate = "no sink rate, as uniform attention exceeds ε" if isnan(points.value) else rate
+        sentence = f"{method}, compared with {against}: {rate}"
         numbers: dict[str, Any] = {"method": method, "seeds": len(own)}
         for name, what in (("perplexity", "perplexity"), ("perplexity_quantized", "in W8A8")):
             ratios = np.log(own[name] / others[name]) if name in wide else pd.Series(dtype=float)

@@ -287,3 +287,21 @@ def test_the_command_writes_a_run_folder_and_repeats_it(
     again = command_line("intervene", "--from", tmp_path / "run", "--out", tmp_path / "again")
     assert again.exit_code == 0, again.stderr
     assert_same_tables(Run.open(tmp_path / "again").tables, run.tables)
+
+
+def test_sinks_at_the_next_position_and_anywhere_are_those_of_each_arm(llama: PreTrainedModel) -> None:
+    options: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 24, "positions": 1, "epsilon": 0.25}
+    run = intervene(llama, "mask-sink", draws=1, **options)
+    sinks = run.tables["sink_positions"]
+    sinks = sinks[(sinks["queries"] >= 16) & (sinks["window_mass"] / (1 - sinks["window_mass"])
+        > 5 * sinks["uniform_mass"] / (1 - sinks["uniform_mass"]))]  # fmt: skip
+    rates = run.tables["attention"].query("position == 1").groupby("condition")["sink_rate"].mean()
+    heads = run.tables["attention"].query("condition == 'before' and position == 0").shape[0]
+    for condition, part in (("before", "before"), ("mask-sink", "after")):
+        pairs = sinks[sinks["condition"] == condition].drop_duplicates(["layer", "head", "sequence"])
+        anywhere = getattr(effect_of(run, "mask-sink", "sink_rate_anywhere"), part)
+        assert anywhere == pytest.approx(len(pairs) / heads / 4)
+        assert getattr(effect_of(run, "mask-sink", "sink_rate", 1), part) == pytest.approx(rates[condition])
+    assert len(sinks[sinks["condition"] == "mask-sink"]) > 0
+    assert len(effect_of(run, "mask-sink", "sink_rate_anywhere").controls) == 1
+    assert "Any position is a sink in " in run.verdict

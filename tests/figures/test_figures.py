@@ -128,7 +128,7 @@ def test_sink_positions_counts_sinks_with_enough_queries_after_them(run: Run) ->
     expected = (later.groupby("token_id").size() / pairs).sort_values(ascending=False).head(TOKENS)
     np.testing.assert_allclose([bar.get_width() for bar in by_token.patches], expected)
     twice = pd.DataFrame({"layer": 0, "head": 0, "sequence": 0, "position": [0, 3, 5], "token_id": [1, 4, 4]})
-    twice = twice.assign(token=["a", ",", ","], queries=[24, 21, 19])
+    twice = twice.assign(token=["a", ",", ","], queries=[24, 21, 19], window_mass=0.9, uniform_mass=0.05)
     by_layer, by_position, by_token = draw("sink-positions", make_run(sink_positions=twice)).axes
     assert [bar.get_width() for bar in by_token.patches] == [1 / 48]  # a token counts once in a sequence
     np.testing.assert_allclose(heights(by_position), [1 / 48] * 2)

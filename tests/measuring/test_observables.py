@@ -1,5 +1,7 @@
 """Observables, batches and running means in small exact cases; test_tracer.py tests complete models."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -61,6 +63,20 @@ def test_a_long_table_has_one_row_per_entry() -> None:
     assert table.to_numpy().tolist() == [[7, h, p, 3 * h + p] for h in range(2) for p in range(3)]
 
 
+@pytest.mark.parametrize(("causal", "prefix"), [(True, 0), (True, 3), (False, 0)])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_window_mass_under_uniform_attention_is_that_of_equal_logits(causal: bool, prefix: int, side: str) -> None:
+    lengths, window = (4, 9), 3
+    found = padded(ragged_tokens(lengths), side).uniform(9, window, causal, prefix)
+    for length, masses in zip(lengths, found.tolist(), strict=True):
+        seen = torch.ones(length, length) if not causal else torch.ones(length, length).tril()
+        seen[:, :prefix] = 1
+        weights = seen / seen.sum(1, keepdim=True)
+        for key in range(length):
+            queries = [t for t in range(length) if seen[t, key] and abs(t - key) < window]
+            assert masses[key] == pytest.approx(float(weights[queries, key].mean()))
+
+
 def uniform_read(length: int) -> AttentionRead:
     """Return uniform attention of two heads: all queries are 0."""
     key = torch.randn(1, 2, length, 4, dtype=torch.float64)
@@ -70,9 +86,11 @@ def uniform_read(length: int) -> AttentionRead:
 
 
 def test_the_sink_indicator_is_strict() -> None:
-    """α_0 of two tokens under uniform attention is (1 + ½)/2 = ¾ exactly."""
+    """All later tokens of a read whose first key is far ahead attend to it alone: α_0 = 1 exactly."""
     read = uniform_read(2)
-    for epsilon, expected in ((0.75, 0.0), (np.nextafter(0.75, 0), 1.0)):
+    read.query[:], read.key[:] = 100.0, torch.tensor([100.0, -100.0]).double()[:, None]
+    read = replace(read, lse=chunked_attention(read.query, read.key, read.key, read.call)[1])
+    for epsilon, expected in ((1.0, 0.0), (np.nextafter(1.0, 0), 1.0)):
         observable = OBSERVABLES["attention"](Settings(positions=1, window=2, epsilon=epsilon))
         observable.see_attention(0, read, read.batch)
         observable.finish(read.batch)

@@ -35,7 +35,7 @@ def grid(**columns: Any) -> pd.DataFrame:
 
 
 def attention_tables(sinks: Sequence[tuple] = ()) -> dict[str, pd.DataFrame]:
-    table = grid(window_mass=0.0, sink_rate=0.0, sink_mass=0.0)
+    table = grid(window_mass=0.0, sink_rate=0.0, sink_mass=0.0, uniform_mass=0.05)
     first = table["position"] == 0
     table.loc[first, "sink_rate"] = [0.5, 1.0, 0.0, 0.25]  # (layer, head) in order
     table.loc[first, "window_mass"] = [0.3, 0.5, 0.1, 0.2]
@@ -45,7 +45,12 @@ def attention_tables(sinks: Sequence[tuple] = ()) -> dict[str, pd.DataFrame]:
     return {
         "attention": table,
         "attention_heads": heads.assign(attention_entropy=[1.0, 2.0, 3.0, 5.0], missing_mass=[0.0, 0.2, 0.0, 0.4]),
-        "sink_positions": pd.DataFrame(sinks, columns=["layer", "head", "sequence", "position", "queries"]).astype(int),
+        "attention_heads_by_sequence": heads.assign(
+            window_mass=[0.3, 0.5, 0.1, 0.31], uniform_mass=[0.1, 0.1, 0.1, 0.3]
+        ),
+        "sink_positions": pd.DataFrame(sinks, columns=["layer", "head", "sequence", "position", "queries"])
+        .astype(int)
+        .assign(window_mass=0.9, uniform_mass=0.05),
     }
 
 
@@ -66,6 +71,8 @@ def test_attention_is_summarized_at_position_0() -> None:
         "attention_entropy": [1.5, 4.0],
         "missing_mass": [0.1, 0.2],
         "sink_rate_later": [0.0, 0.0],
+        "sink_rate_clear": [0.5, 0.0],  # the last head has no rate
+        "uniform_mass": [0.05, 0.05],
     }
     assert {metric for metric, _ in found} == set(expected)
     for metric, values in expected.items():

@@ -189,6 +189,7 @@ def outliers(*shares: float) -> RunData:
 
 def prefixed(position: int, late: bool = False, count: int = 40, prefix: int = 3) -> RunData:
     sinks = pd.DataFrame({"layer": 0, "head": 0, "sequence": range(count), "position": position, "queries": 30})
+    sinks = sinks.assign(window_mass=0.9, uniform_mass=0.05)
     if late:  # a key with only two queries does not count
         sinks = pd.concat([sinks, sinks.assign(position=60, queries=2)])
     return analysis({"sink_positions": sinks}, family=family("rotary", prefix=prefix))
@@ -392,7 +393,7 @@ def test_a_no_op_is_set_against_a_constant(bos: bool) -> None:
     """If zeros do harm and the mean over sequences does not, the values of the sink are a bias."""
     zero = no_op("scale-sink-value:where=sinks", 2.0, 2.5, 2.0, 2.0)
     mean = no_op("mean-sink-value:where=sinks", 2.0, 2.01)
-    mass = by_sequence({"window_mass": [[0.9, 0.9]] * 4}, head=range(2))
+    mass = by_sequence({"window_mass": [[0.9, 0.9]] * 4}, head=range(2)).assign(uniform_mass=0.05)
     run = analysis({"attention_heads_by_sequence": mass}, input=BOS if bos else NO_BOS)
     found = judged("V-24", run, zero, mean)
     assert found.outcome == FAILS

@@ -134,7 +134,7 @@ def tables_of(layers: int, heads: int, kv_heads: int, positions: int, sequences:
     massive["is_massive"] = massive["layer"] % 2 == 1
     sinks = of(grid(layer=range(layers), head=range(heads), sequence=range(sequences), position=range(length)))
     sinks = with_tokens(of(sinks, window_mass=(0.3, 0.9))).sample(frac=0.3, random_state=0)
-    sinks = sinks.assign(queries=length - sinks["position"])
+    sinks = sinks.assign(queries=length - sinks["position"], uniform_mass=0.0)
     shown = range(min(length, 64))
     magnitudes = of(
         grid(layer=[layers - 1], sequence=[0], position=shown, coordinate=range(0, 40, 4)), magnitude=(0, 9)
@@ -238,16 +238,20 @@ def _by_sequence(summary: Mapping[str, list[float]]) -> dict[str, pd.DataFrame]:
         at = {"layer": range(len(rates)), "sequence": range(SEQUENCES)}
         first = np.arange(POSITIONS) == 0
         masses = rates[:, None, None] * first
-        tables["attention_by_sequence"] = _table({**at, "position": range(POSITIONS)}, sink_rate=masses)
+        tables["attention_by_sequence"] = _table(
+            {**at, "position": range(POSITIONS)}, sink_rate=masses, uniform_mass=0.05
+        )
         has_sink = np.arange(HEADS) < np.round(HEADS * rates)[:, None, None]
         heads = {**at, "head": range(HEADS)}
-        tables["attention_heads_by_sequence"] = _table(heads, window_mass=np.where(has_sink, 0.9, 0.1))
+        tables["attention_heads_by_sequence"] = _table(
+            heads, window_mass=np.where(has_sink, 0.9, 0.1), uniform_mass=0.05
+        )
     if "value_drain" in summary:
         drains = np.array(summary["value_drain"])[:, None, None]
         at = {"layer": range(len(drains)), "sequence": range(SEQUENCES), "head": range(HEADS)}
         tables["geometry_by_sequence"] = _table(at, value_norm=drains, value_norm_later=1.0)
         if "sink_rate" not in summary:
-            tables["attention_heads_by_sequence"] = _table(at, window_mass=0.1)
+            tables["attention_heads_by_sequence"] = _table(at, window_mass=0.1, uniform_mass=0.05)
     return tables
 
 

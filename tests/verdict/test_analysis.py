@@ -1,11 +1,14 @@
 """Findings of `analyze` are data, and their sentences have no other numbers than these data."""
 
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from support.every_model import tiny_of
 from support.made_up_runs import gradient_tables, summarized
-from tiny import tiny_model
+from tiny import ragged_tokens, tiny_model, written
 
 import sinkscope
 from sinkscope import Run, retrofit_model
@@ -14,6 +17,7 @@ from sinkscope.results.findings import SINK, Finding, Outcome
 from sinkscope.training.tables import ROWS
 from sinkscope.verdict import analysis
 from sinkscope.verdict.analysis import quantized_source, settings
+from sinkscope.verdict.at_a_glance import glances
 from sinkscope.verdict.report import published_lines
 
 
@@ -49,6 +53,67 @@ def test_a_sink_that_the_interval_does_not_decide_is_not_decided() -> None:
     assert (found.outcome, found.low, found.high) == (Outcome.UNDECIDED, pytest.approx(10), pytest.approx(30))
     said = "20.0% of the heads give the first token more than 30% of their attention (95 % interval 10.0 to 30.0%)"
     assert f"is not decided: {said}; a sink has more than 10%." in found.sentence
+
+
+# tokens and window → thresholds; in the first four, uniform attention alone exceeds some of them
+NEAR_UNIFORM = {
+    (8, 4): (0.05, 0.3), (8, 8): (0.05, 0.3), (16, 4): (0.05, 0.3), (16, 16): (0.2, 0.22, 0.25, 0.3),
+    (64, 4): (0.05, 0.3), (64, 64): (0.05, 0.08, 0.1, 0.3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_random_weights_have_no_sink_at_any_length_window_and_threshold(name: str) -> None:
+    """Logits have a standard deviation near 0.3, as in randomly initialized models of width 768."""
+    model = tiny_model(name, spread=5.0)
+    for (length, window), thresholds in NEAR_UNIFORM.items():
+        uniform = float((1 / torch.arange(1.0, window + 1)).mean())  # the k-th query of position 0 sees k keys
+        for epsilon in thresholds:
+            given = {"seq_len": length, "window": window, "epsilon": epsilon, "positions": 4}
+            run = sinkscope.analyze(model, input="random", num_seqs=3, observables=("attention",), **given)
+            found = {one.name: one for one in analysis.findings(run)}
+            assert found["sink"].outcome != Outcome.PRESENT, given
+            assert found["later-sinks"].outcome != Outcome.PRESENT, given
+            assert run.metric("uniform_mass") == pytest.approx(uniform, rel=1e-5)
+            assert found["sink"].numbers["uniform"] == run.metric("uniform_mass")
+            is_undefined = uniform > epsilon
+            assert (found["sink"].outcome == Outcome.UNDEFINED) == is_undefined
+            assert np.isnan(run.metric("sink_rate")) == np.isnan(run.metric("sink_rate", 1)) == is_undefined
+            assert run.tables["attention"].query("position == 0")["sink_rate"].isna().all() == is_undefined
+            assert (0 in set(run.tables["sink_positions"]["position"])) <= (not is_undefined)
+            assert ("sink_rate" in {one.metric for one in glances(run)}) == (not is_undefined)
+            assert any("has no sink rate" in notice for notice in run.manifest["notices"]) == is_undefined
+            rows = run.tables["finding"].query("finding == 'sink' and number == 'value'")
+            assert rows["outcome"].tolist() == [str(found["sink"].outcome)]
+            assert f"uniform attention {'alone ' * is_undefined}gives it {100 * uniform:.1f}%" in run.verdict
+            assert "Value states at position 0 are" not in run.verdict
+
+
+def test_a_sink_that_random_weights_may_have_is_not_decided() -> None:
+    run = summarized({"sink_rate": [0.4, 0.6]}, ENTROPY, ATTENTION)
+    assert finding(run, "sink").outcome == Outcome.PRESENT
+    heads = run.tables["attention_heads_by_sequence"]
+    heads["window_mass"] = heads["window_mass"].where(heads["window_mass"] < 0.5, 0.35)
+    heads["uniform_mass"] = 0.098  # five times its odds are those of 0.352
+    found = finding(run, "sink")
+    assert (found.outcome, found.numbers["clear"]) == (Outcome.UNDECIDED, 0.0)
+    assert "but random weights may give as much" in found.sentence
+
+
+def test_sequences_that_are_too_short_have_no_sink_rate(tmp_path: Path) -> None:
+    """Of 6 tokens, uniform attention gives position 0 41 %; the rate is that of the sequences of 24 alone."""
+    model, epsilon = tiny_model("llama"), 0.2
+    long = ragged_tokens((24, 24, 24))
+    runs = [
+        sinkscope.analyze(model, input=written(tmp_path / f"{len(ids)}.jsonl", ids), seq_len=24, bos="never",
+            epsilon=epsilon, observables=("attention",))
+        for ids in (long, [*long, *ragged_tokens((6, 6))])
+    ]  # fmt: skip
+    alone, both = (run.tables["attention"].query("position == 0")["sink_rate"].to_numpy() for run in runs)
+    assert alone.max() > 0
+    assert both == pytest.approx(alone)
+    assert runs[1].metric("sink_rate") == pytest.approx(runs[0].metric("sink_rate"))
+    assert "in 3 sequences long enough for it" in finding(runs[1], "sink").sentence
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,8 @@ def run_of(
         (0.7, 0.0, (0.7,), Outcome.UNDECIDED),
         (0.713, 0.712, (0.713, 0.713, 0.713), Outcome.UNCHANGED),  # the difference disappears in the printed digits
         (0.713, 0.70, (0.713, 0.713, 0.713), Outcome.FALLS),
-        (NAN, NAN, (NAN, NAN), Outcome.UNCHANGED),
-        (NAN, float("inf"), (NAN, NAN), Outcome.UNCHANGED),
+        (NAN, NAN, (NAN, NAN), Outcome.UNDEFINED),
+        (NAN, float("inf"), (NAN, NAN), Outcome.UNDEFINED),
     ],
 )
 def test_a_change_counts_only_beyond_random_changes(
@@ -133,14 +133,48 @@ def test_the_metrics_of_an_arm() -> None:
     attention["sink_rate"] = [1.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0]
     massive = pd.DataFrame({"layer": [0, 0, 1, 1, 1], "sequence": [0, 1, 0, 1, 1]})
     massive = massive.assign(value=[-3.0, 5.0, 2000.0, -1000.0, 900.0], is_massive=[False, False, True, True, False])
-    table = arm_metrics({"attention": attention, "massive": massive}, [0, 1], loss=2.0)
+    sinks = pd.DataFrame([(0, 0, 0, 0), (0, 0, 0, 7), (0, 1, 1, 3)], columns=["layer", "head", "sequence", "position"])
+    sinks = sinks.assign(queries=20, window_mass=0.9, uniform_mass=0.05)
+    tables = {"attention": attention.assign(uniform_mass=0.05), "massive": massive, "sink_positions": sinks}
+    table = arm_metrics(tables, [0], loss=2.0)
     values = table.set_index(["metric", "position", "layer"])["value"]
     assert (values["sink_rate", 0, 0], values["sink_rate", 0, -1]) == (0.75, 0.375)
     assert (values["window_mass", 0, 0], values["window_mass", 1, -1]) == pytest.approx((0.6, 0.075))
+    assert values["sink_rate_anywhere", -1, 0] == 0.5  # two of four pairs, one of them with two sinks
+    assert values["sink_rate_anywhere", -1, -1] == 0.25
     assert values["massive_magnitude", -1, 0] == 4.0
     assert values["massive_magnitude", -1, -1] == values["massive_magnitude", -1, 1] == 1500.0
     assert values["massive_count", -1, -1] == 1.0
     assert values["perplexity", -1, -1] == pytest.approx(np.exp(2.0))
+
+
+def test_a_sink_that_moves_is_said_to_be_where_it_is() -> None:
+    run = run_of({0: (0.7, 0.0, (0.7, 0.69, 0.71))})
+    table = run.tables["effect"]
+    rates = {"sink_rate": (1, 0.01, 0.55), "sink_rate_anywhere": (-1, 0.72, 0.6)}
+    for metric, (position, before, after) in rates.items():
+        rows = table[(table["metric"] == "sink_rate") & (table["position"] == 0)].assign(metric=metric)
+        value = rows["arm"].map({"before": before, "after": after, "control": before})
+        table = pd.concat([table, rows.assign(position=position, value=value)])
+    sinks = pd.DataFrame({"condition": "x", "position": [0, 1, 1, 1, 9]})
+    sinks = sinks.assign(queries=20, window_mass=0.9, uniform_mass=0.05)
+    run = Run(run.manifest, {"effect": table, "sink_positions": sinks})
+    said = finding(run, "x")
+    assert "position is a sink in 60.0% (72.0% before, 72.0% under the control) of the heads and sequences, " in said
+    assert "position 1 in 55.0% (1.0% before, 1.0% under the control) of the heads; 75% of the sinks at oth" in said
+    assert "Here it does, and position 1 becomes one in 55.0% (1.0% before" in said
+    assert list(overview(run)["sink rate @1"])[:2] == ["1.0%", "55.0%"]  # before, after
+    assert list(overview(run)["sinks anywhere"])[:2] == ["72.0%", "60.0%"]
+
+
+def test_without_a_rate_no_change_is_said() -> None:
+    rates = run_of({0: (NAN, NAN, (NAN, NAN))}, {0: (0.3, 0.1, (0.3, 0.31))})
+    rows = rates.tables["effect"].query("metric == 'window_mass'").assign(metric="uniform_mass", value=0.34)
+    run = Run(rates.manifest | {"config": {"epsilon": 0.3}}, {"effect": pd.concat([rates.tables["effect"], rows])})
+    change, mass, *_ = findings_of(run, "x")
+    assert (change.outcome, mass.outcome) == (Outcome.UNDEFINED, Outcome.FALLS)
+    assert "uniform attention alone gives it 34.0% of the attention" in change.sentence
+    assert "Here there is no sink rate" in finding(run, "x")
 
 
 def test_each_streaming_arm_has_its_own_windows() -> None:

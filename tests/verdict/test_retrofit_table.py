@@ -80,6 +80,13 @@ def test_methods_are_compared_with_plain_training_seed_by_seed() -> None:
     assert retrofit_markdown(table, [found]).startswith(f"# org/model\n\n- {found.sentence}\n\n## ")
 
 
+def test_methods_are_compared_where_sink_rates_are_not_defined() -> None:
+    runs = {arm: run_of(arm, sink_rate=float("nan"), perplexity=x) for arm, x in (("plain", 20.0), ("vga", 22.0))}
+    arms = {arm: {"method": "none" if arm == "plain" else arm, "label": arm, "seed": 0} for arm in runs}
+    (found,) = methods_compared(retrofit_table(runs, {}, GATES), arms)
+    assert "no sink rate, as uniform attention exceeds ε, perplexity × 1.100" in found.sentence
+
+
 def test_without_plain_training_methods_are_compared_with_the_untouched_model() -> None:
     arms = {"vga": {"method": "vga", "label": "vga", "seed": 0}}
     (found,) = methods_compared(retrofit_table(RUNS, {UNTOUCHED: W8A8}, GATES), arms)

@@ -10,13 +10,14 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.weights import AttentionRead, column_sums, row_chunks
 from sinkscope.measuring.observables.observable import BySequence, Kept, Means, Observable, Rows, Settings
-from sinkscope.measuring.observables.reductions import mean_over, with_kv_head
+from sinkscope.measuring.observables.reductions import filled, mean_over, with_kv_head
 from sinkscope.models.family import Family
-from sinkscope.results.metrics import is_sink
+from sinkscope.results.metrics import is_sink, lacks_rate
 from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
-BY_SEQUENCE = ("window_mass", "sink_rate", "sink_mass")
+BY_SEQUENCE = ("window_mass", "sink_rate", "sink_mass", "uniform_mass")
+UNIFORM = Column("uniform_mass", "window mass under uniform attention; above ε, there is no sink rate", since=4)
 
 
 class Attention(Observable):
@@ -25,7 +26,8 @@ class Attention(Observable):
     window_mass is the mean over the existing queries at most W - 1 tokens away from the key: with T = W = 64 this is
     WSE's α, the mean over all queries t ≥ s. In an encoder, which attends in both directions, queries before the key
     count like later queries, so with T ≤ W the mean is over all queries of the sequence; the same holds for keys in the
-    prefix of a prefix LM. The sink indicator is computed per sequence, layer and head, before any averaging.
+    prefix of a prefix LM. The sink indicator is computed per sequence, layer and head, before any averaging; a position
+    that uniform attention would make a sink has none (`lacks_rate`).
     """
 
     name = "attention"
@@ -38,6 +40,7 @@ class Attention(Observable):
             Column("sink_rate", "share of sequences in which the position is a sink (`sinkscope list metrics`)"),
             Column("sink_mass", "mean attention weight from all later queries and itself; encoder: from all queries"),
             Column("sink_second_moment", "mean squared attention weight from the same queries"),
+            UNIFORM,
         ),
         "attention_heads": (
             HEAD, KV_HEAD,
@@ -48,22 +51,26 @@ class Attention(Observable):
             HEAD, KV_HEAD,
             Column("outside_mass", "weight that goes to no token of the text, mean over queries (WSE §7)"),
             Column("sink_rate_outside", "share of sequences in which that weight is a sink (`sinkscope list metrics`)"),
+            UNIFORM,
         ),
         "attention_by_sequence": (
             SEQUENCE, POSITION,
             Column("window_mass", "as in `attention`, on this sequence; mean over heads"),
             Column("sink_rate", "share of heads in which the position is a sink"),
             Column("sink_mass", "as in `attention`, on this sequence; mean over heads"),
+            UNIFORM,
         ),
         "attention_heads_by_sequence": (
             HEAD, KV_HEAD, SEQUENCE,
             Column("window_mass", "window mass of position 0 on this sequence"),
             Column("sink_mass", "sink mass of position 0 on this sequence"),
+            UNIFORM,
         ),
         "sink_positions": (
             HEAD, SEQUENCE, POSITION, TOKEN_ID, TOKEN,
             Column("queries", "queries of the key: its own and all later queries; encoder: all", kind="whole"),
             Column("window_mass", "window mass of this key"),
+            UNIFORM,
         ),
     }  # fmt: skip
 
@@ -89,22 +96,28 @@ class Attention(Observable):
     def finish(self, batch: Batch) -> None:
         positions, window = self.settings.positions, self.settings.window
         for (causal, prefix), rows, kept in self.kept.take():
-            device = kept["window"].device
+            device, size = kept["window"].device, max(positions, kept["window"].shape[-1])
             present, valid = batch.on(device, "present", positions), batch.on(device, "valid")
-            every = window_means(kept["window"], batch, window, kept["window"].shape[-1], causal, prefix)
-            self._list_sinks([row["layer"] for row in rows], every, batch, (causal, prefix))
+            every = window_means(kept["window"], batch, window, size, causal, prefix)
+            uniform = batch.uniform(size, window, causal, prefix)
+            self._list_sinks([row["layer"] for row in rows], every, uniform, batch, (causal, prefix))
             queries = batch.on(device, "queries", positions, None, causal, prefix)[:, None, None]
-            window_mass = window_means(kept["window"], batch, window, positions, causal, prefix)  # (B,L,H,P)
+            window_mass, uniform = every[..., :positions], uniform[:, :positions]  # (B,L,H,P), (B,P)
+            uniform_there = batch.on(device, "uniform", size, window, causal, prefix)[:, :positions].to(every)
+            sinks = is_sink(window_mass, self.settings.epsilon).to(every)
             statistics = {
                 "window_mass": window_mass,
-                "sink_rate": is_sink(window_mass, self.settings.epsilon),
                 "sink_mass": batch.at_positions(kept["mass"], positions) / queries,
                 "sink_second_moment": batch.at_positions(kept["second"], positions) / queries,
+                "uniform_mass": uniform_there[:, None, None].expand_as(window_mass),
             }
             self.by_position.add_layers(rows, statistics, present)
+            with_rate = self._with_rate(uniform, batch.present(positions))
+            self.by_position.add_layers(rows, {"sink_rate": sinks}, with_rate)
+            statistics["sink_rate"] = filled(sinks, with_rate, torch.nan)
             over_heads = {name: statistics[name].mean(2, dtype=torch.float64) for name in BY_SEQUENCE}
             self.by_sequence.add_layers(batch, [{"layer": row["layer"]} for row in rows], over_heads, present)
-            at_first = {name: statistics[name][..., 0] for name in ("window_mass", "sink_mass")}
+            at_first = {name: statistics[name][..., 0] for name in ("window_mass", "sink_mass", "uniform_mass")}
             self.heads_by_sequence.add_layers(batch, rows, at_first)
             # NaN if a sequence is too long to read all columns, and then for the mean over sequences
             without = {"entropy": torch.nan, "missing": 0.0}
@@ -115,17 +128,32 @@ class Attention(Observable):
             self.by_head.add_layers(rows, {"attention_entropy": entropy, "missing_mass": missing})
             if "outside" in kept:
                 mass = mean_over(kept["outside"], batch.of_text)
-                rates = is_sink(mass, self.settings.epsilon)
-                self.outside.add_layers(rows, {"outside_mass": mass, "sink_rate_outside": rates})
+                uniform = uniform_outside(batch, "missing" in kept, causal, prefix)[:, None]
+                statistics = {"outside_mass": mass, "uniform_mass": uniform[:, None].to(mass).expand_as(mass)}
+                self.outside.add_layers(rows, statistics)
+                rates = {"sink_rate_outside": is_sink(mass, self.settings.epsilon)}
+                self.outside.add_layers(rows, rates, self._with_rate(uniform, None))
+
+    def _with_rate(self, uniform: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor | None:
+        """Return which positions have a sink rate, (B,P); None if all do."""
+        with_rate = ~lacks_rate(uniform, self.settings.epsilon)
+        if present is not None:
+            return with_rate & present.to(with_rate.device)
+        return None if bool(with_rate.all()) else with_rate
 
     def _list_sinks(
-        self, layers: Sequence[int], window_mass: torch.Tensor, batch: Batch, seen: tuple[bool, int]
+        self,
+        layers: Sequence[int],
+        window_mass: torch.Tensor,
+        uniform: torch.Tensor,
+        batch: Batch,
+        seen: tuple[bool, int],
     ) -> None:
         """List the sinks among the window masses (B,L,H,T) of some layers."""
         sinks = is_sink(window_mass, self.settings.epsilon)
-        present = batch.on(sinks.device, "present", window_mass.shape[-1])
-        if present is not None:
-            sinks &= present[:, None, None]
+        with_rate = self._with_rate(uniform, batch.present(window_mass.shape[-1]))
+        if with_rate is not None:
+            sinks &= with_rate[:, None, None].to(sinks.device)
         queries = batch.queries(window_mass.shape[-1], None, *seen)
         where = sinks.nonzero()
 
@@ -139,6 +167,7 @@ class Attention(Observable):
                 "token_id": batch.token_ids[sequence, position + batch.start[sequence]],
                 "queries": queries[sequence, position],
                 "window_mass": window_mass,
+                "uniform_mass": uniform[sequence, position],
             })  # fmt: skip
 
         self.sinks.receive(add, where, window_mass[where.unbind(1)])
@@ -172,6 +201,14 @@ def outside_mass(read: AttentionRead, batch: Batch) -> torch.Tensor | None:
     is_register = registers[:, None, None, keys].to(read.lse)
     to_registers = [(read.weights(rows, keys)[0] * is_register).sum(-1) for rows in row_chunks(read.length)]
     return read.missing_mass + torch.cat(to_registers, dim=-1)
+
+
+def uniform_outside(batch: Batch, has_term: bool, causal: bool = True, prefix: int = 0) -> torch.Tensor:
+    """Return the outside mass, mean over the text's queries (B,), if all keys and a learned term have equal weights."""
+    registers = 0 if batch.registers is None else int(batch.registers[0].sum())
+    query, keys = torch.arange(batch.token_ids.shape[1], device=batch.lengths.device), batch.keys(causal, prefix)
+    of_text = (query >= registers) & (query < batch.lengths[:, None])
+    return ((registers + has_term) / (keys.double() + has_term) * of_text).sum(1) / of_text.sum(1)
 
 
 class WindowEdge(Observable):
