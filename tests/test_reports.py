@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 from support.printed_numbers import Printed, all_numbers, numbers_of, stands_in
 
+from sinkscope.measuring.summary import compress_fits
 from sinkscope.paper_claims.over_seeds import mean_of_ratios
 
 REPORTS = Path(__file__).parents[1] / "reports"
@@ -26,7 +27,7 @@ OTHERWISE = {
     "quantization-prefix": {409000: "the end of an interval, rounded"},
     "residual-stream": {2510.06477: "a paper", 2512.22213: "a paper", 2601.22966: "a paper", 2603.05498: "a paper",
                         6300: "a rounded ratio"},
-    "smollm2-135m": {2252: "1 ÷ compress"},
+    "smollm2-135m": {2252: "1 ÷ compress", -0.795: "below"},
     "smollm2-135m-interventions": {86110: "below", 5.95: "millions"},
     "smollm2-135m-retrofit": {6000: "tokens"},
     "smollm2-135m-w8a8": {1000: "a threshold", 259: "a difference", 3e-6: "a share, rounded"},
@@ -137,3 +138,15 @@ def test_zeroed_massive_activations_multiply_perplexity_as_the_report_says() -> 
     loss = effect[(effect["condition"] == "zero-massive") & (effect["metric"] == "loss")].set_index("arm")["value"]
     factor = np.exp(loss["after"] - loss["before"])
     assert f"{factor:,.0f}"[:4] in (REPORTS / "smollm2-135m-interventions" / "README.md").read_text("utf-8")
+
+
+def test_the_slope_of_compression_is_that_of_all_layers() -> None:
+    ratios = pd.read_parquet(REPORTS / "smollm2-135m" / "tables" / "gradient_ratio.parquet").query("branch == 'attn'")
+    slopes = [
+        compress_fits(rows)["compress_slope"]
+        for rows in (ratios, ratios.query("layer > 0"), ratios.query("position > 0"))
+    ]
+    text = " ".join((REPORTS / "smollm2-135m" / "README.md").read_text("utf-8").split())
+    words = "slope {:.3f} (r = −0.96) over all layers", "without layer 0 it is {:.2f}", "without position 0 {:.2f}"
+    for sentence, slope in zip(words, slopes, strict=True):
+        assert sentence.format(slope).replace("-0", "−0") in text
