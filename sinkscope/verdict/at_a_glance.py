@@ -1,7 +1,6 @@
 """Five numbers of a run for a reader in a hurry: what each means, what it would be without a sink, and elsewhere."""
 
 from collections.abc import Iterator, Mapping
-from functools import cache
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -34,17 +33,17 @@ class Glance(NamedTuple):
 
 def glances(run: RunData) -> Iterator[Glance]:
     """Yield the numbers of `TITLES` that a run of `analyze` has measured."""
+    reported = _reported()
     for name, title in TITLES.items():
         value = run.metric(name)
         if isfinite(value):
-            known = {model: own[name] for model, own in _reported().items()}
+            known = {model: own[name] for model, own in reported.items()}
             others = ", ".join(f"{model} {_text(name, other)}" for model, other in known.items())
             among = [value >= 0.99 * min(known.values()), value <= 1.01 * max(known.values())]
             place = "Among" if all(among) else "Above" if among[0] else "Below"
             yield Glance(name, title, _text(name, value), *_words(name, value, run), f"{place} three models: {others}.")
 
 
-@cache
 def _reported() -> Mapping[str, Mapping[str, float]]:
     """Return model → metric → its value in reports/ (100 × 64 tokens of text, of MGM sampled from itself)."""
     found = {}
