@@ -27,7 +27,7 @@ from sinkscope.results.judgment import Outcome, above, below, between
 from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Sequences
 from sinkscope.results.statistics import Estimate
-from sinkscope.verdict.scorecard import Scorecard, headline, once, scorecard_markdown, unusual
+from sinkscope.verdict.scorecard import Scorecard, headline, once, scorecard_markdown, unusual, value_text
 
 
 def as_draw(run: RunData, draw: int) -> RunData:
@@ -157,6 +157,20 @@ def test_claims_on_one_number_are_counted_once(monkeypatch: pytest.MonkeyPatch) 
     assert once(apart[apart["outcome"] == HOLDS]) == ["W-1 = W-21", "N-12"]
     wider = pd.concat([table, table[table["claim"] == "W-21"].assign(model="other")])
     assert once(wider[wider["outcome"] == HOLDS]) == ["W-1 = N-12", "W-21"]
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ((-np.inf, np.inf), "1.2 (its interval is not known)"),
+        ((0.0, np.inf), "1.2 (its interval is not known)"),
+        ((1.0, np.inf), "1.2 [1, inf]"),
+        ((1.0, 1.5), "1.2 [1, 1.5]"),
+        ((1.2, 1.2), "1.2"),
+    ],
+)
+def test_an_interval_without_ends_is_said_not_to_be_known(ends: tuple[float, float], words: str) -> None:
+    assert value_text("W-13", 0, 1.2, *ends) == words
 
 
 def of_claims(card: Scorecard) -> dict[str, str]:

@@ -29,3 +29,11 @@ def test_a_number_above_all_others_says_so() -> None:
     assert first.value == "95.0%"
     assert first.elsewhere.startswith("Above ")
     assert first.null == "Uniform attention gives 0%."
+
+
+def test_numbers_far_from_one_are_written_out() -> None:
+    folder = REPORTS / "smollm2-135m"
+    summary = read_table(folder / "tables/summary.parquet")
+    summary.loc[(summary["layer"] == -1) & (summary["metric"] == "max_inf_norm"), "value"] = 0.15
+    largest = list(glances(RunData(read_manifest(folder, None), {"summary": summary}, folder)))[1]
+    assert largest.null == "float16 holds 436,693 times that; below 1, it overflows."
