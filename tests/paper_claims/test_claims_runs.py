@@ -220,6 +220,12 @@ def writing(norms: Sequence[float]) -> RunData:
     return analysis({"activation_by_sequence": by_sequence({"norm": norms}, len(norms)).assign(site="mlp_out")})
 
 
+def peaks(values: Sequence[float], least: float) -> RunData:
+    """Return a run whose layers have these largest entries, massive from `least` on."""
+    table = by_sequence({"value": np.array(values)}, len(values)).assign(position=0, coordinate=3)
+    return analysis({"massive": table.assign(ratio=table["value"], is_massive=table["value"] >= least)})
+
+
 def of_domains(natural: float, other: float) -> list[RunData]:
     """Return runs on text of all domains with these sink rates."""
     names = [str(role.of) for role in OTHER_DOMAINS]
@@ -371,6 +377,11 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     # the bare embeddings are among the points of figure 3
     ("GS-17", [reshaping([1, 1, 1, 1])], (HOLDS, HOLDS), -1.0, ""),
     ("GS-17", [reshaping([9, 1, 1, 1])], FAILS, None, ""),
+    # the mean of one state is the state
+    *((claim, [analysis({}, input=BOS)], NOT_APPLIES, None, "the BOS before all") for claim in ("S-9", "S-12")),
+    # a model without massive activations has none that appear or end
+    *((claim, [peaks([1, 1, 5000, 5000, 20], least)], outcome, None, "") for claim in ("S-7", "S-8")
+        for least, outcome in ((1000, HOLDS), (9000, FAILS))),
     # with four layers, two of them have half of any sum
     ("GS-4", [writing([1, 1, 1, 1])], NOT_APPLIES, None, "two of 4 layers have at least half of any sum"),
     ("GS-4", [writing([5, 1, 5, 1, 1])], HOLDS, 10 / 13, ""),

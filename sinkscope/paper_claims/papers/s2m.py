@@ -1,13 +1,15 @@
 """Claims of StreamingLLM and of Massive Activations (Sun et al. 2024), as in the notes on both (S2M)."""
 
+from dataclasses import replace
 from functools import partial
 from math import inf
 
 import numpy as np
 import pandas as pd
 
+from sinkscope.measuring.estimates import RUN_CLAIMS
 from sinkscope.paper_claims.arms import perplexity_of_controls, perplexity_ratio
-from sinkscope.paper_claims.claim import Claim, Part, run_claim
+from sinkscope.paper_claims.claim import Claim, Part, of_run, run_claim
 from sinkscope.paper_claims.evidence import MAIN, Evidence
 from sinkscope.paper_claims.over_seeds import metric, of_one
 from sinkscope.paper_claims.scopes import causal, requires, varied_first_token
@@ -65,6 +67,11 @@ def _registers_alone(evidence: Evidence) -> Estimate:
 
 
 # --- massive activations
+
+
+HAS_MASSIVE = of_run(
+    replace(RUN_CLAIMS["S-6"].parts[1], quantity="massive activations per sequence", is_evidence=False)
+)
 
 
 def massive_entries(run: Sequences) -> pd.DataFrame:
@@ -159,8 +166,8 @@ CLAIMS = (
         (Part("perplexity with four first tokens kept ÷ dense", partial(_suffices, 4, None), below(ENOUGH)),),
         (STREAM,), (causal,)),
     Claim("S-3", "StreamingLLM", "One or two kept tokens do not suffice.",
-        (Part("perplexity with one kept ÷ with four", partial(_streamed, 1, 4), above(1.05)),
-         Part("perplexity with two kept ÷ with four", partial(_streamed, 2, 4), above(1.05))), (STREAM,), (causal,)),
+        (Part("perplexity with one kept ÷ with four", partial(_suffices, 1, 4), above(1.05)),
+         Part("perplexity with two kept ÷ with four", partial(_suffices, 2, 4), above(1.05))), (STREAM,), (causal,)),
     Claim("S-4", "StreamingLLM", "A sink token that was trained with the model suffices alone.",
         (Part("perplexity with the register tokens kept ÷ with three first tokens in addition", _registers_alone,
             between(0.95, 1.05)),),
@@ -170,10 +177,12 @@ CLAIMS = (
             lambda e: bootstrap(_largest(e, "ratio").max(1)), at_least(1e4)),)),
     run_claim("S-6", is_ours=False),
     Claim("S-7", "Sun et al.", "Massive activations appear abruptly.",
-        (Part("largest entry of a layer's output ÷ of the layer before, largest step", _onset, at_least(10.0)),)),
+        (Part("largest entry of a layer's output ÷ of the layer before, largest step", _onset, at_least(10.0)),
+         HAS_MASSIVE)),
     Claim("S-8", "Sun et al.", "Massive activations are gone at the end.",
         (Part("largest entry of the last layer ÷ of the layer with the largest",
-            lambda e: bootstrap(_largest(e, "value")[:, -1] / _largest(e, "value").max(1)), below(0.5)),)),
+            lambda e: bootstrap(_largest(e, "value")[:, -1] / _largest(e, "value").max(1)), below(0.5)),
+         HAS_MASSIVE)),
     Claim("S-9", "Sun et al.", "Massive activations are at fixed coordinates.",
         (Part("share of sequences with the largest at one coordinate", _fixed_coordinate, at_least(0.9)),),
         scope=(varied_first_token,)),
