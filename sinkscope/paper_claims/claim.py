@@ -123,13 +123,13 @@ class Judgment:
     estimates: tuple[Estimate, ...] = ()  # one for each part; empty if nothing was measured
     reason: str = ""  # why the claim does not apply, or the command that would measure it
     null_passes: float = nan  # the share of the null's draws for which the claim holds; NaN if it is not known
-    is_null_undefined: bool = False  # for at least one draw, so that it does not show that the null fails
+    is_null_undefined: bool = False  # for all draws, so that they do not show that the null fails
 
     @property
     def tells(self) -> str:
         """Whether the claim distinguishes the model from its null: «yes», «no», «undefined», «theorem», «» if unknown.
 
-        It does so only if it is defined for every draw and no draw passes. With few layers or heads, intervals are
+        It does so only if it is defined for a draw and no draw passes. With few layers or heads, intervals are
         wide, and a draw with a larger number than the model may fail as well: therefore one of the numbers must also
         separate the model from all draws.
         """
@@ -180,7 +180,9 @@ def judge(claim: Claim, evidence: Evidence) -> Judgment:
             null, low, high = (float(each) for each in (finite.mean(), finite.min(), finite.max()))
             estimates[at] = replace(estimates[at], null=null, null_low=low, null_high=high)
     share = float(np.mean(known)) if known else nan
-    found = Judgment(claim, Outcome.HOLDS, tuple(estimates), null_passes=share, is_null_undefined=undefined > 0)
+    found = Judgment(
+        claim, Outcome.HOLDS, tuple(estimates), null_passes=share, is_null_undefined=0 < undefined == len(draws)
+    )
     worst = (Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.NOT_ENOUGH_SEEDS)  # all parts have to pass
     return replace(found, outcome=next((each for each in worst if each in found.outcomes), Outcome.HOLDS))
 

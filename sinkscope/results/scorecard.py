@@ -35,7 +35,7 @@ CLAIM_COLUMNS = (
         since=2),
     Column("tells",
         "whether the claim distinguishes the model from its null: yes (no draw passes or gives as much), no, "
-        "undefined (a number of the claim does not exist for a draw), theorem, or empty: not measured",
+        "undefined (a number of the claim exists for no draw), theorem, or empty: not measured",
         kind="text", since=2),
     Column("note", "what the number is over, why the claim does not apply, or the command to measure it", kind="text"),
 )  # fmt: skip
