@@ -47,7 +47,8 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tracked = run("git", "ls-files", "-co", "--exclude-standard", cwd=ROOT).splitlines()
     clone = tmp_path_factory.mktemp("clone")  # without what the working folder holds besides
     for name in tracked:
-        if not name.startswith("reports/") and (ROOT / name).is_file():
+        is_read = name.startswith("reports/claims/tables/") or name.endswith("/tables/summary.parquet")
+        if (is_read or not name.startswith("reports/")) and (ROOT / name).is_file():
             (clone / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, clone / name)
     libraries = os.pathsep.join(path for path in sys.path if path and Path(path) != ROOT)
@@ -65,6 +66,7 @@ def test_the_distributions_pass_twine_and_hold_what_they_need(distributions: Pat
         (metadata,) = (name for name in names if name.endswith("/METADATA"))
         description = message_from_bytes(archive.read(metadata)).get_payload()
     assert {"sinkscope/py.typed", "sinkscope/recipes/gradient-sinks-figure-2.yaml"} <= names
+    assert {"sinkscope/reports/claims/tables/claim.parquet", "sinkscope/reports/mgm/tables/summary.parquet"} <= names
     assert not [name for name in names if name.startswith("tests")]
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}

@@ -32,6 +32,8 @@ LOOKS: dict[str, Look] = {
 PUBLISHED: Look = DOT | {"color": GRAY, "marker": "|", "markersize": 5}
 AT_RANDOM: Look = DOT | {"color": "0.45", "marker": "D", "markersize": 2.6, "markerfacecolor": "white"}
 
+OF_NULL = {"no": " (and so does its null)", "undefined": " (its null is not defined)"}  # by `tells`
+
 
 @needs(lambda card: len(card.models) < 2, "several models have figures of their own")
 @needs(lambda card: len(_decided(card.table)), "no claim was decided")
@@ -70,7 +72,7 @@ def _decided(table: pd.DataFrame) -> pd.DataFrame:
 
 def _line(text: Axes, ax: Axes, row: Any, place: int) -> None:
     first = row.part == 0
-    too = " (and so does its null)" * (row.outcome == Outcome.HOLDS and row.tells == "no")
+    too = OF_NULL.get(row.tells, "") * (row.outcome == Outcome.HOLDS)
     words = f"{row.claim}{too}  {row.statement if first else '… ' + row.quantity}"
     text.text(0, place, escape(textwrap.shorten(words, 62, placeholder=" …")), fontsize=5.6, va="center")
     value = value_text(row.claim, row.part, row.value, row.low, row.high)

@@ -138,7 +138,7 @@ def draw_gradient_reshaping(run: RunData) -> Figure:
         (label, {"color": color, "marker": marker} | POINT)
         for (label, *_), (color, marker) in zip(groups, LOOKS, strict=False)
     ]
-    signs = [("first layer", {"color": "0.3", "marker": "o"} | POINT | HOLLOW), *[("fit, later layers", FIT)] * fitted]
+    signs = [("first layer", {"color": "0.3", "marker": "o"} | POINT | HOLLOW), *[("fit", FIT)] * fitted]
     if guides := ["slope −1"] * fitted + ["no change"] * ("change" in drawn):
         signs.append(("; ".join(guides), GUIDE))
     # a legend of two rows, which is filled column by column

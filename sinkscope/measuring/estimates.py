@@ -218,8 +218,8 @@ FEWEST_POINTS = 3  # to which a line is fitted
 
 
 def compression_fit(sequences: Sequences, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Fit log₁₀ compress to log₁₀‖h‖ over layers ≥ 1 and positions ≥ `first`: slope (R,) and correlation (R,)."""
-    x, y = (branch_ratios(sequences, name)[:, 1:, first:] for name in ("input_norm", "compress"))
+    """Fit log₁₀ compress to log₁₀‖h‖ over layers and positions ≥ `first`: slope (R,) and correlation (R,)."""
+    x, y = (branch_ratios(sequences, name)[..., first:] for name in ("input_norm", "compress"))
     known = (x > 0).all(0) & (y > 0).all(0)
     if known.sum() < FEWEST_POINTS:
         raise NotDefined("too few layers and positions have the gain of a norm in front of the attention branch")
@@ -294,7 +294,7 @@ class RunClaim(NamedTuple):
 
 SPIKE = 2.0  # the threshold of GS-6: times the gradient ratio of random weights
 HAS_SINK_HEADS: Number[Sequences] = Number(  # a claim on heads with a sink fails if no head has one
-    "share of heads with a sink at position 0", share_of_sink_heads, above(0.0)
+    "share of heads with a sink at position 0", share_of_sink_heads, above(0.0), is_evidence=False
 )
 
 RUN_CLAIMS: dict[str, RunClaim] = {
@@ -309,7 +309,7 @@ RUN_CLAIMS: dict[str, RunClaim] = {
     "GS-8": RunClaim("§3.1, §5", "The value pathway is stronger than the key pathway.",
         (Number("‖∇v₀‖ ÷ ‖∇k₀‖, means over layers", value_over_key, at_least(2.0)),)),
     "GS-17": RunClaim("fig. 3", "Compression follows the norm, as RMSNorm alone makes it.",
-        (Number("slope of log compress on log ‖h‖", _compression_slope, between(-1.15, -0.85)),
+        (Number("slope of log compress on log ‖h‖, over all layers", _compression_slope, between(-1.15, -0.85)),
          Number("their correlation", lambda run: bootstrap(compression_fit(run)[1]), at_most(-0.95)))),
     "GS-20": RunClaim("§5", "The sink's values are small.",
         (Number("value norm at 0 ÷ later, median over sink heads",

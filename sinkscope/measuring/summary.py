@@ -308,9 +308,9 @@ def pathway_norms(gradient: pd.DataFrame, pathway: str, by: Sequence[str] = ()) 
 
 
 def fit_points(ratios: pd.DataFrame, first: int = 0, last: int | None = None) -> pd.DataFrame:
-    """Return the points of GS figure 3 to which a line is fitted, without layer 0, which reads the bare embeddings."""
+    """Return the points of GS figure 3 to which a line is fitted."""
     last = int(ratios["position"].max()) if last is None else last
-    points = ratios[(ratios["layer"] >= 1) & ratios["position"].between(first, last)]
+    points = ratios[ratios["position"].between(first, last)]
     return points[(points["compress"] > 0) & (points["input_norm"] > 0)]
 
 

@@ -140,18 +140,18 @@ def named(options: Mapping[str, Any]) -> dict[str, Any]:
 def known_recipes(folder_name: str = "") -> dict[str, Path]:
     """Return name → file of the recipes in ./recipes/ and of sinkscope's own, or of `folder_name` in both."""
     found: dict[str, Path] = {}
-    for folder in (Path("recipes", folder_name), shipped_recipes() / folder_name):
+    for folder in (Path("recipes", folder_name), shipped("recipes") / folder_name):
         for path in [folder / name for name in names_in(folder)] if kind_of(folder) == "folder" else ():
             if path.suffix in ENDINGS and path.is_file():
                 found.setdefault(path.stem, path)
     return found
 
 
-def shipped_recipes() -> Path:
-    """Return the folder recipes/ in the installed package, or next to the package in a checkout."""
+def shipped(folder: str) -> Path:
+    """Return the folder `recipes` or `reports` in the installed package, or next to the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
     checkout = package.parent
-    return checkout / "recipes" if (checkout / "pyproject.toml").is_file() else package / "recipes"
+    return (checkout if (checkout / "pyproject.toml").is_file() else package) / folder
 
 
 def find_recipe(recipe: str | os.PathLike[str], command: str = "run") -> Path:

@@ -47,7 +47,12 @@ def share_left(evidence: Evidence, role: Need, position: int = 0) -> Estimate:
 def had_a_sink(role: Need) -> Part:
     """Return a part that requires a sink, because a claim about a change of the sink fails without one."""
     quantity = "sink rate at position 0 before, in %"
-    return Part(quantity, lambda evidence: bootstrap(before_and_after(evidence, role)[0]), above(SINK))
+    return Part(
+        quantity,
+        lambda evidence: bootstrap(before_and_after(evidence, role)[0]),
+        above(SINK),
+        is_evidence=False,
+    )
 
 
 def falls(role: Need) -> Part:

@@ -69,6 +69,7 @@ class Claim:
     is_ours: bool = True  # whether the thresholds are ours rather than the paper's
     also_reads: tuple[Need, ...] = ()  # further runs that the parts read if they exist
     set_against: Null | None = None  # the null; by default that of the kinds in `needs`
+    holds_untrained: bool = False  # also with a model's initial weights, which are not among the nulls (tested)
 
     @property
     def reads(self) -> tuple[Need, ...]:
@@ -90,7 +91,13 @@ class Claim:
 
 
 def of_run(part: Number[Sequences], role: Need = MAIN) -> Part:
-    return Part(part.quantity, lambda evidence: part.measure(evidence.sequences(role)), part.test, part.form)
+    return Part(
+        part.quantity,
+        lambda evidence: part.measure(evidence.sequences(role)),
+        part.test,
+        part.form,
+        part.is_evidence,
+    )
 
 
 HAS_SINK_HEADS = of_run(SINK_HEADS_OF_RUN)
@@ -116,21 +123,27 @@ class Judgment:
     estimates: tuple[Estimate, ...] = ()  # one for each part; empty if nothing was measured
     reason: str = ""  # why the claim does not apply, or the command that would measure it
     null_passes: float = nan  # the share of the null's draws for which the claim holds; NaN if it is not known
+    is_null_undefined: bool = False  # for all draws, so that they do not show that the null fails
 
     @property
     def tells(self) -> str:
-        """Whether the claim distinguishes the model from its null: «yes», «no», «theorem», or «» if this is not known.
+        """Whether the claim distinguishes the model from its null: «yes», «no», «undefined», «theorem», «» if unknown.
 
-        It does so only if no draw passes. With few layers or heads, intervals are wide, and a draw with a larger number
-        than the model may fail as well: therefore one of the numbers must also separate the model from all draws.
+        It does so only if it is defined for a draw and no draw passes. With few layers or heads, intervals are
+        wide, and a draw with a larger number than the model may fail as well: therefore one of the numbers must also
+        separate the model from all draws.
         """
         if self.claim.null == Null.THEOREM:
             return str(Null.THEOREM)
+        if self.claim.holds_untrained or self.null_passes > 0:
+            return "no"
+        if self.is_null_undefined:
+            return "undefined"
         if isnan(self.null_passes):
             return ""
         parts = zip(self.claim.parts, self.estimates, strict=False)
-        separated = any(part.test.separates(estimate) for part, estimate in parts)
-        return "yes" if separated and not self.null_passes else "no"
+        separated = any(part.test.separates(estimate) for part, estimate in parts if part.is_evidence)
+        return "yes" if separated else "no"
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
@@ -154,33 +167,47 @@ def judge(claim: Claim, evidence: Evidence) -> Judgment:
 
     draws = draws_of(claim.null, claim.needs, evidence)
     values = np.full((len(draws), len(claim.parts)), nan)
-    passed = [_passes(claim, draw, row) for draw, row in zip(draws, values, strict=True)]
+    passed, undefined = [], 0
+    for draw, row in zip(draws, values, strict=True):
+        try:
+            passed.append(_passes(claim, draw, row))
+        except NotDefined:
+            undefined += 1
     known = [holds for holds in passed if holds is not None]
     for at, of_null in enumerate(values.T):
         finite = of_null[np.isfinite(of_null)]
         if len(finite):
             null, low, high = (float(each) for each in (finite.mean(), finite.min(), finite.max()))
             estimates[at] = replace(estimates[at], null=null, null_low=low, null_high=high)
-    found = Judgment(claim, Outcome.HOLDS, tuple(estimates), null_passes=float(np.mean(known)) if known else nan)
+    share = float(np.mean(known)) if known else nan
+    found = Judgment(
+        claim, Outcome.HOLDS, tuple(estimates), null_passes=share, is_null_undefined=0 < undefined == len(draws)
+    )
     worst = (Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.NOT_ENOUGH_SEEDS)  # all parts have to pass
     return replace(found, outcome=next((each for each in worst if each in found.outcomes), Outcome.HOLDS))
 
 
 def _passes(claim: Claim, draw: Evidence, values: np.ndarray) -> bool | None:
-    """Return whether a claim holds for a draw of its null; None if data are missing and no part fails."""
-    if any(scope(draw.any_run) for scope in claim.scope):
-        return False
+    """Return whether a claim holds for a draw of its null; None if data are missing. Raises NotDefined.
+
+    Conditions do not count: a null without the sink that they require shows nothing about the sink's properties.
+    """
+    if reason := next(filter(None, (scope(draw.any_run) for scope in claim.scope)), None):
+        raise NotDefined(reason)
     outcomes = set()
     for at, part in enumerate(claim.parts):
         try:
             estimate = estimated(part.measure, draw)
-        except NotDefined:  # for example, there is no sink
-            return False
+        except NotDefined:  # for example, nothing is massive
+            estimate = Estimate(nan)
         except Lacks:
             outcomes.add(Outcome.NOT_MEASURED)
             continue
         values[at] = estimate.value
-        outcomes.add(part.test.outcome(estimate))
-    if outcomes <= {Outcome.HOLDS, Outcome.NOT_MEASURED}:
+        if part.is_evidence:
+            outcomes.add(Outcome.DOES_NOT_APPLY if isnan(estimate.value) else part.test.outcome(estimate))
+    if outcomes <= {Outcome.HOLDS, Outcome.NOT_MEASURED, Outcome.DOES_NOT_APPLY}:
+        if Outcome.DOES_NOT_APPLY in outcomes:
+            raise NotDefined("a number of the claim")
         return None if Outcome.NOT_MEASURED in outcomes else True
     return False

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from sinkscope.results.positions import ADDED, WITHIN_ATTENTION, kinds_of_positions, unequal
-from sinkscope.results.run import RunData
+from sinkscope.results.run import WITH, RunData
 
 Scope = Callable[[RunData], str | None]
 UNEQUAL = {  # name in `unequal` → reason why equal tokens do not stay equal
@@ -25,6 +25,12 @@ several_attention_layers = requires(
     "it has one attention layer",
 )
 with_tokenizer = requires(lambda run: run.condition != "sampled", "it has no tokenizer to read other texts")
+
+
+# with one causal state of the first token, what is measured there is the same in every sequence
+varied_first_token = requires(
+    lambda run: run.bos != WITH or not run.is_causal, "the BOS before all sequences has one state"
+)
 
 
 def requires_positions(fit: Callable[[set[str]], bool], words: str = "") -> Scope:

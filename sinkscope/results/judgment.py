@@ -134,6 +134,7 @@ class Number(Generic[Read]):
     measure: Callable[[Read], Estimate]  # computes the estimate; raises NotDefined
     test: Test
     form: str = "{:.3g}"  # format string of its values
+    is_evidence: bool = True  # False: a condition, as that there is a sink, or an identity; a null need not fail it
 
 
 def estimated(measure: Callable[[Read], Estimate], read: Read) -> Estimate:

@@ -242,7 +242,8 @@ _STATES = (
 
 _GRADIENTS = (
     Metric("value_gradient_ratio", "value gradient at position 0 ÷ positions 5–15", "value gradient ÷ later",
-        "gradient norm of the value states at position 0 ÷ its mean over positions 5–15, all heads together",
+        "gradient norm of the value states at position 0 ÷ its mean over positions 5–15, all heads together; it grows "
+        "with the number of sequences, whose gradients are added before the norm, as in the paper",
         unit="ratio", form="{:.1f}", source="GS fig. 2", whole="of the norms averaged over layers",
         tables=(SUMMARY, RETROFIT)),
     Metric("raw_value_gradient_ratio", "raw value gradient at position 0 ÷ positions 5–15",
@@ -276,7 +277,7 @@ _GRADIENTS = (
         )
     ),
     Metric("compress_slope", "slope of log compress on log norm", "compress slope",
-        "least-squares slope of log₁₀ compress on log₁₀‖h‖, attention branch, layers ≥ 1, all positions",
+        "least-squares slope of log₁₀ compress on log₁₀‖h‖, attention branch, all layers and positions",
         source="GS fig. 3", whole=""),
     Metric("compress_correlation", "correlation of log compress and log norm", "compress correlation",
         "Pearson's r of the points of compress_slope", source="GS fig. 3", whole=""),

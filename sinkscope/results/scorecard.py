@@ -30,11 +30,13 @@ CLAIM_COLUMNS = (
         kind="text"),
     Column("set_against", "the claim's null: random weights, random controls, plain training, theorem or none",
         kind="text", since=2),
-    Column("null_passes", "share of the null's draws for which the claim holds; NaN if that was not measured",
+    Column("null_passes",
+        "share of the null's draws for which the claim holds, of those that define it; NaN if that was not measured",
         since=2),
     Column("tells",
-        "whether the claim distinguishes the model from its null: yes (no draw passes or gives as much), no, theorem, "
-        "or empty: not measured", kind="text", since=2),
+        "whether the claim distinguishes the model from its null: yes (no draw passes or gives as much), no, "
+        "undefined (a number of the claim exists for no draw), theorem, or empty: not measured",
+        kind="text", since=2),
     Column("note", "what the number is over, why the claim does not apply, or the command to measure it", kind="text"),
 )  # fmt: skip
 ROUTE = "route"

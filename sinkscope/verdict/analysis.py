@@ -468,7 +468,8 @@ def _nothing_massive(run: RunData, table: pd.DataFrame) -> Finding:
         outcome, value = Outcome.ABSENT, float(abs(entry["value"]))
         sentence = "No entry of the residual stream is a massive activation; the nearest, at coordinate "
         sentence += f"{entry['coordinate']} of layer {entry['layer']}'s output and position {entry['position']}, is "
-        sentence += f"{value:,.0f}: {entry['ratio']:,.0f} × the median (Sun et al. 2024)"
+        size = f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+        sentence += f"{size}: {entry['ratio']:,.0f} × the median (Sun et al. 2024)"
         numbers = {name: entry[name] for name in ("coordinate", "layer", "position", "ratio")}
     return Finding("massive", MASSIVE, outcome, value, numbers=numbers, is_headline=True, sentence=f"{sentence}.")
 
@@ -512,7 +513,7 @@ def _gradients(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         if not isnan(uniform):
             alone = _text("uniform_gradient_ratio", uniform)
             sentence += f"; uniform causal attention alone makes the value gradient {alone} × (with unrelated token "
-            sentence += "gradients of equal size)"
+            sentence += "gradients of equal size), and random weights may make it larger (GS-6)"
         about: dict[str, Any] = {"numbers": numbers, "is_headline": True, "sentence": f"{sentence}."}
         yield finding("value-gradient", GRADIENTS, value, null=uniform, **about)
         if (run.tables["gradient"]["pathway"] == "raw_value").any():

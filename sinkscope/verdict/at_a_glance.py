@@ -4,18 +4,20 @@ from collections.abc import Iterator, Mapping
 from math import isfinite, isnan
 from typing import Any, NamedTuple
 
+from sinkscope.options.recipe import shipped
 from sinkscope.results.findings import LARGEST_FLOAT16
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
+from sinkscope.results.tables import WHOLE_MODEL, read_table
 
-# metric → title, and its values in reports/ (natural text, 100 × 64 tokens; of MGM text sampled from itself)
-KNOWN: Mapping[str, tuple[str, Mapping[str, float]]] = {
-    "sink_rate": ("Attention sink", {"SmolLM2-135M": 0.7289, "Gemma3-270M": 0.7872, "MGM": 0.4255}),
-    "max_inf_norm": ("Massive activation", {"SmolLM2-135M": 23457, "Gemma3-270M": 104061, "MGM": 1551}),
-    "value_drain": ("Value drain", {"SmolLM2-135M": 0.3738, "Gemma3-270M": 0.2569, "MGM": 0.1477}),
-    "value_gradient_ratio": ("Gradient sink", {"SmolLM2-135M": 18.98, "Gemma3-270M": 37.47, "MGM": 9.507}),
-    "kurtosis": ("Outliers", {"SmolLM2-135M": 13835, "Gemma3-270M": 7969, "MGM": 2883}),
+TITLES = {  # by metric
+    "sink_rate": "Attention sink",
+    "max_inf_norm": "Massive activation",
+    "value_drain": "Value drain",
+    "value_gradient_ratio": "Gradient sink",
+    "kurtosis": "Outliers",
 }
+REPORTED = {"SmolLM2-135M": "smollm2-135m", "Gemma3-270M": "gemma3-270m", "MGM": "mgm"}  # model → folder in reports/
 
 
 class Glance(NamedTuple):
@@ -30,14 +32,25 @@ class Glance(NamedTuple):
 
 
 def glances(run: RunData) -> Iterator[Glance]:
-    """Yield the numbers of `KNOWN` that a run of `analyze` has measured."""
-    for name, (title, known) in KNOWN.items():
+    """Yield the numbers of `TITLES` that a run of `analyze` has measured."""
+    reported = _reported()
+    for name, title in TITLES.items():
         value = run.metric(name)
         if isfinite(value):
+            known = {model: own[name] for model, own in reported.items()}
             others = ", ".join(f"{model} {_text(name, other)}" for model, other in known.items())
             among = [value >= 0.99 * min(known.values()), value <= 1.01 * max(known.values())]
             place = "Among" if all(among) else "Above" if among[0] else "Below"
             yield Glance(name, title, _text(name, value), *_words(name, value, run), f"{place} three models: {others}.")
+
+
+def _reported() -> Mapping[str, Mapping[str, float]]:
+    """Return model → metric → its value in reports/ (100 × 64 tokens of text, of MGM sampled from itself)."""
+    found = {}
+    for model, folder in REPORTED.items():
+        table = read_table(shipped("reports") / folder / "tables" / "summary.parquet")
+        found[model] = table[table["layer"] == WHOLE_MODEL].set_index("metric")["value"].to_dict()
+    return found
 
 
 def _text(name: str, value: float) -> str:
@@ -57,12 +70,13 @@ def _words(name: str, value: float, run: RunData) -> tuple[str, str]:
         case "max_inf_norm":
             meaning = "is the largest activation of a sequence, on average."
             room = LARGEST_FLOAT16 / value
-            return meaning, f"float16 holds {room:,.2g} times that; below 1, it overflows."
+            times = f"{room:,.0f}" if room >= 10 else f"{room:.2g}"
+            return meaning, f"float16 holds {times} times that; below 1, it overflows."
         case "value_drain":
             return "is the norm of the first token's values, relative to later tokens.", "Without one it is 1."
         case "value_gradient_ratio":
             meaning = "is the gradient at the first token's values, relative to positions 5–15."
             null = METRICS[name].text(run.metric("uniform_gradient_ratio"))
-            return meaning, f"Uniform attention alone gives {null}."
+            return meaning, f"Uniform attention alone gives {null}; random weights may give more (claim GS-6)."
         case _:
             return "is the kurtosis of the activations (few large entries).", "A normal distribution has 3."

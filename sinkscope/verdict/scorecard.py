@@ -7,12 +7,15 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from sinkscope.errors import InputError, Known, unknown
+from sinkscope.options.recipe import shipped
 from sinkscope.paper_claims.claim import Part
 from sinkscope.paper_claims.evidence import NATURAL
 from sinkscope.paper_claims.register import CLAIMS
@@ -113,42 +116,23 @@ class Scorecard(Tabular):
 
 # --- words
 
-# model → claims that hold and that fail, in reports/claims
-ELSEWHERE = {
-    model: dict.fromkeys(holding.split(), Outcome.HOLDS) | dict.fromkeys(failing.split(), Outcome.FAILS)
-    for model, holding, failing in (
-        ("SmolLM2-135M-Instruct.Q4_1",
-            "GS-1 GS-2 GS-3 GS-4 GS-5 GS-7 GS-9 GS-10 GS-11 GS-12 GS-13 GS-14 GS-15 GS-16 GS-17 GS-18 GS-19 GS-20 "
-            "GS-29 W-1 W-2 W-3 W-5 W-6 W-9 W-13 W-14 W-15 W-16 W-17 W-18 W-20 W-21 S-1 S-5 S-6 S-7 S-8 S-9 S-10 "
-            "S-11 S-12 S-13 S-15 N-12 V-1 V-2 V-3 CV-1 CV-2 CV-3 CV-4 RS-1 RS-2 SW-3 FT-1",
-            "GS-8 S-3 V-24 CV-5 SW-1 SW-2"),
-        ("gemma3-270m",
-            "GS-1 GS-2 GS-3 GS-6 GS-7 GS-8 GS-9 GS-10 GS-11 GS-12 GS-13 GS-14 GS-15 GS-17 GS-18 GS-19 GS-20 GS-28 "
-            "W-1 W-2 W-5 W-9 W-13 W-14 W-15 W-16 W-17 W-18 W-19 W-20 S-1 S-9 S-12 S-13 S-15 N-12 V-2 CV-2 RS-1 SW-3 "
-            "IH-1 FT-1",
-            "GS-4 GS-16 S-3 S-5 S-6 S-7 S-8 S-10 S-11 V-24 CV-1 CV-3 CV-5 SS-4 SW-1 SW-2 IH-2"),
-        ("mgm",
-            "GS-1 GS-2 GS-3 GS-4 GS-5 GS-9 GS-10 GS-11 GS-12 GS-13 GS-14 GS-15 GS-16 GS-18 GS-19 GS-20 W-1 W-2 W-4 "
-            "W-10 W-14 W-15 W-16 W-17 W-18 W-20 W-21 N-3 N-4 N-5 N-6 N-8 N-9 N-10 N-13 V-1 V-2 V-24",
-            "GS-7 GS-17 W-11 S-5 S-6 S-7 S-8 N-1 N-2 N-7 N-11 N-14 RS-1 SW-1 SW-2 IH-1"),
-    )
-}  # fmt: skip
-
 # whether a claim distinguishes the model from its null → heading of the claims that hold
 KINDS_OF_HOLDING = {
     "yes": "Hold, and their null does not pass them",
     "no": "Hold, and their null passes them or gives as much",
+    "undefined": "Hold, and their null is not defined",
     "": "Hold, and no null was measured",
     "theorem": "Hold as theorems and identities do, which test the code",
 }
 LEGEND = (
     "Null: data on which the test of a claim should not pass: the same architecture with random weights, each tensor "
-    "drawn with the mean and the standard deviation that it has in the model; for an intervention its random controls; "
-    "for a trained method a plain training of another seed. Mean (least to most) over draws, and the share of "
-    "draws that pass, if any does. Intervals are two-sided at 95 %: a claim whose truth is just at its threshold "
-    "is decided in 5 % of studies, and holds falsely in 2.5 %. Power: the probability that this number of "
-    "seeds shows the claim if it is true; below 50 % there are not enough seeds. ‡ the threshold is ours, not the "
-    "paper's. † taken from public transcriptions or the authors' code."
+    "drawn with the mean and the standard deviation that it has in the model; for an intervention its random "
+    "controls; for a trained method a plain training of another seed. Mean (least to most) over draws, and the share "
+    "of draws that pass, if any does. A null is not defined if no draw has what a claim speaks of. Claims "
+    "joined by = are one number, which is counted once. Intervals are two-sided at 95 %: a claim whose truth is just "
+    "at its threshold is decided in 5 % of studies, and holds falsely in 2.5 %. Power: the probability that this "
+    "number of seeds shows the claim if it is true; below 50 % there are not enough seeds. ‡ the threshold is ours, "
+    "not the paper's. † taken from public transcriptions or the authors' code."
 )
 
 
@@ -171,8 +155,8 @@ def unusual(card: Scorecard) -> list[Finding]:
 
     The others are those of the card, or for a card of one model those of `reports/claims`.
     """
-    own = {str(model): outcomes.to_dict() for model, outcomes in card.by_model.items()}
-    every, found = own if len(own) > 1 else ELSEWHERE | own, []
+    own, found = outcomes_by_model(card.table), []
+    every = own if len(own) > 1 else reported() | own
     for claim in card.by_model.index:
         fails, holds = (
             [model for model in every if every[model].get(claim) == end] for end in (Outcome.FAILS, Outcome.HOLDS)
@@ -185,6 +169,19 @@ def unusual(card: Scorecard) -> list[Finding]:
             outcome = Judgment.REFUTED if own.keys() & fails else Judgment.CONFIRMED
             found.append(Finding("unusual", "What is unusual", outcome, numbers={"claim": claim}, sentence=sentence))
     return found
+
+
+def outcomes_by_model(table: pd.DataFrame) -> dict[str, dict[str, str]]:
+    """Return model → claim → its outcome."""
+    first = table[table["part"] == 0]
+    by_model = first.groupby("model", sort=False)
+    return {str(model): dict(zip(own["claim"], own["outcome"], strict=True)) for model, own in by_model}
+
+
+@cache
+def reported() -> dict[str, dict[str, str]]:
+    """Return the outcomes in reports/claims, by model."""
+    return outcomes_by_model(read_table(shipped("reports") / "claims" / "tables" / f"{TABLE}.parquet", TABLES[TABLE]))
 
 
 def _unusual(card: Scorecard) -> list[str]:
@@ -253,24 +250,36 @@ def scorecard_summary(card: Scorecard, model: str) -> str:
 
 
 def headline(card: Scorecard) -> str:
-    count = len(_holding(card.table).get("yes", []))
+    count = len(once(_holding(card.table, "yes")))
     words = (
         "claim holds, and its null does not pass it" if count == 1 else "claims hold, and their null does not pass them"
     )
     return f"{count} {words}"
 
 
-def _holding(table: pd.DataFrame) -> dict[str, list[str]]:
-    first = table[(table["part"] == 0) & (table["outcome"] == Outcome.HOLDS)]
-    return {str(tells): list(dict.fromkeys(own["claim"])) for tells, own in first.groupby("tells", sort=False)}
+def _holding(table: pd.DataFrame, tells: str) -> pd.DataFrame:
+    return table[(table["part"] == 0) & (table["outcome"] == Outcome.HOLDS) & (table["tells"] == tells)]
+
+
+def once(rows: pd.DataFrame) -> list[str]:
+    """Return the claims of first parts; those with one number (in all their models) are joined: "W-1 = W-21"."""
+    groups: dict[str, set[tuple[Any, ...]]] = {}
+    for claim, own in rows.groupby("claim", sort=False):
+        numbers = {*own[["model", "quantity", "value", "low", "high"]].itertuples(index=False, name=None)}
+        name = next((name for name, known in groups.items() if numbers <= known), None)
+        if name is not None:
+            groups = {f"{key} = {claim}" if key == name else key: known for key, known in groups.items()}
+        else:
+            groups[str(claim)] = numbers
+    return list(groups)
 
 
 def _summary(table: pd.DataFrame) -> list[str]:
     """Return lists of the claims that hold, by the outcome of their null, and numbers of other and tested claims."""
-    holding, first = _holding(table), table[table["part"] == 0]
-    groups = {words: holding.get(kind, []) for kind, words in KINDS_OF_HOLDING.items()}
+    first = table[table["part"] == 0]
+    groups = {words: once(_holding(table, kind)) for kind, words in KINDS_OF_HOLDING.items()}
     for outcome in (Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.NOT_ENOUGH_SEEDS):
-        groups[str(outcome).capitalize()] = list(first[first["outcome"] == outcome]["claim"])
+        groups[str(outcome).capitalize()] = once(first[first["outcome"] == outcome])
     lines = [f"{words}: {len(ids)} ({', '.join(ids)})" for words, ids in groups.items() if ids]
     others = Counter(first["outcome"])
     lines.append(", ".join(f"{others[outcome]} {outcome}" for outcome in NOT_JUDGED if others[outcome]))
@@ -310,6 +319,8 @@ def value_text(claim: str, part: int, value: float, low: float, high: float) -> 
     """Return "0.73 [0.70, 0.76]", or only the value if nothing was resampled."""
     form = _form(claim, part).format
     text = MISSING if pd.isna(value) else form(value)
+    if high == inf and low in (-inf, 0):  # one seed, or too few sequences or layers
+        return f"{text} (its interval is not known)"
     return text if low == high or pd.isna(low) else f"{text} [{form(low)}, {form(high)}]"
 
 
@@ -317,7 +328,11 @@ def null_text(row: Any, with_share: bool) -> str:
     """Return "0.73 (0.70 to 0.76)", mean and extremes of the null's draws; `with_share` adds the share that passes."""
     share = ""
     if with_share and row.tells == "no":
-        share = f"; {row.null_passes:.0%} pass" if row.null_passes else "; gives as much"
+        share = f"; {row.null_passes:.0%} pass" if row.null_passes > 0 else "; gives as much"
+        if row.claim in CLAIMS and CLAIMS[row.claim].holds_untrained:
+            share = "; initial weights pass"
+    elif with_share and row.tells == "undefined":
+        share = " (not defined)"
     elif with_share and row.tells == "theorem":
         share = " (theorem)"
     if pd.isna(row.null):

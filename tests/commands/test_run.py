@@ -18,7 +18,7 @@ from sinkscope.figures import FIGURES
 from sinkscope.options import COMMANDS
 from sinkscope.options import recipe as recipes
 from sinkscope.options.measuring import AnalyzeOptions
-from sinkscope.options.recipe import find_recipe, known_recipes, read_recipe, shipped_recipes
+from sinkscope.options.recipe import find_recipe, known_recipes, read_recipe, shipped
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -264,6 +264,6 @@ def test_an_installed_sinkscope_has_its_recipes(monkeypatch: pytest.MonkeyPatch,
     (package.parent / "recipes").mkdir()
     (package.parent / "recipes" / "not-ours.yaml").write_text("title: x")
     monkeypatch.setattr(recipes, "__file__", str(package / "options" / "recipe.py"))
-    assert shipped_recipes() == package / "recipes"
+    assert shipped("recipes") == package / "recipes"
     assert known_recipes().keys() == {path.stem for path in SHIPPED}
     assert find_recipe("gradient-sinks-figure-2").parent == package / "recipes"

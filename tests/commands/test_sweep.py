@@ -29,7 +29,7 @@ from sinkscope.commands.sweeping import worker
 from sinkscope.commands.sweeping.worker import Reads, State, Task
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.processes import Team
-from sinkscope.options.recipe import SWEEPS, shipped_recipes
+from sinkscope.options.recipe import SWEEPS, shipped
 from sinkscope.options.sweep_file import read_sweep
 from sinkscope.options.training import RetrofitOptions
 from sinkscope.output.run import finished
@@ -146,7 +146,7 @@ def test_processes_that_measure_each_cell_together(models: Path, whole: SweepRun
 def test_sweeps_that_come_with_sinkscope(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sinkscope.training.blocks.check_source", lambda text: None)  # without `make corpus`
     shape = cache(architecture)  # that many cells share
-    for path in sorted((shipped_recipes() / SWEEPS).glob("*.yaml")):
+    for path in sorted((shipped("recipes") / SWEEPS).glob("*.yaml")):
         with naming(path.stem):
             found = read_sweep(path.stem, {})
             assert found.path.resolve() == path

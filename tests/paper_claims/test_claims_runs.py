@@ -1,6 +1,6 @@
 """Claims on runs of one model, with hand-made tables for which a claim is known to hold or to fail."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from sinkscope.measuring.observables.query_bias import NO_QUERY_BIAS
 from sinkscope.paper_claims.arms import beyond_controls
 from sinkscope.paper_claims.evidence import Evidence
 from sinkscope.paper_claims.papers.nu import NULLIFIED
+from sinkscope.paper_claims.papers.wse import OTHER_DOMAINS
 from sinkscope.results.run import RunData
 
 LAYERS, WIDTH = 4, 300
@@ -208,6 +209,34 @@ def branch(*names: str, compress: float = 1.0) -> RunData:
     return analysis({"gradient_ratio_by_sequence": pd.concat(parts, ignore_index=True)})
 
 
+def reshaping(of_layers: Sequence[float]) -> RunData:
+    """Return a run whose norms gain 1 ÷ ‖h‖, times a factor for each layer."""
+    norms = np.exp(np.arange(4)[:, None] + np.linspace(0, 1, 16))
+    gains = {"input_norm": norms, "compress": np.asarray(of_layers)[:, None] / norms}
+    return analysis({"gradient_ratio_by_sequence": by_sequence(gains, position=range(16)).assign(branch="attn")})
+
+
+def writing(norms: Sequence[float]) -> RunData:
+    """Return a run whose MLPs write these norms at position 0."""
+    return analysis({"activation_by_sequence": by_sequence({"norm": norms}, len(norms)).assign(site="mlp_out")})
+
+
+def peaks(values: Sequence[float], least: float) -> RunData:
+    """Return a run whose layers have these largest entries, massive from `least` on."""
+    table = by_sequence({"value": np.array(values)}, len(values)).assign(position=0, coordinate=3)
+    return analysis({"massive": table.assign(ratio=table["value"], is_massive=table["value"] >= least)})
+
+
+def of_domains(natural: float, other: float) -> list[RunData]:
+    """Return runs on text of all domains with these sink rates."""
+    names = [str(role.of) for role in OTHER_DOMAINS]
+    rates = {"natural": natural} | dict.fromkeys(names, other)
+    return [
+        analysis({"attention_by_sequence": by_sequence({"sink_rate": [rate]}, position=[0])}, condition=name)
+        for name, rate in rates.items()
+    ]
+
+
 USUAL = {None: 10.0, 0: 90.0, 1: 13.0, 2: 12.0, 4: 10.1}  # first tokens kept (None: dense) → perplexity
 
 
@@ -346,11 +375,29 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     ("GS-15", [branch("attn")], NOT_APPLIES, None, "the gradient's gain in the mlp branch is not defined in any layer"),
     ("GS-15", [branch("attn", "mlp")], FAILS, 1.0, ""),
     ("GS-17", [branch("attn", compress=0.0)], NOT_APPLIES, None, "too few layers"),
+    # the bare embeddings are among the points of figure 3
+    ("GS-17", [reshaping([1, 1, 1, 1])], (HOLDS, HOLDS), -1.0, ""),
+    ("GS-17", [reshaping([9, 1, 1, 1])], FAILS, None, ""),
+    # the mean of one state is the state
+    *((claim, [analysis({}, input=BOS)], NOT_APPLIES, None, "the BOS before all") for claim in ("S-9", "S-12")),
+    # a model without massive activations has none that appear or end
+    *((claim, [peaks([1, 1, 5000, 5000, 20], least)], outcome, None, "") for claim in ("S-7", "S-8")
+        for least, outcome in ((1000, HOLDS), (9000, FAILS))),
+    # with four layers, two of them have half of any sum
+    ("GS-4", [writing([1, 1, 1, 1])], NOT_APPLIES, None, "two of 4 layers have at least half of any sum"),
+    ("GS-4", [writing([5, 1, 5, 1, 1])], HOLDS, 10 / 13, ""),
+    ("GS-4", [writing([1, 1, 1, 1, 1])], FAILS, 0.4, ""),
+    # without a sink, no domain can have more
+    ("W-19", of_domains(0.5, 0.52), HOLDS, None, "natural 50.0"),
+    ("W-19", of_domains(0.5, 0.3), FAILS, None, ""),
+    ("W-19", of_domains(0.0, 0.02), NOT_APPLIES, None, "no sink rate is above 10 %"),
     ("GS-19", [analysis({"norm_bound": BOUND})], NOT_APPLIES, None, "the bound applies to no layer of this model"),
     # streaming
     *((claim, streams(otherwise), FAILS if otherwise else HOLDS, None, "")
         for claim, wrong in (("S-1", {0: 10.5}), ("S-2", {4: 13.0}), ("S-3", {2: 10.1}), ("S-3", {1: 10.1}))
         for otherwise in ({}, wrong)),
+    ("S-2", streams({0: 10.5}), NOT_APPLIES, None, "a window without kept tokens suffices"),
+    ("S-4", streams({0: 10.5, 2: 10.1, 5: 10.0}, registers=2), NOT_APPLIES, None, "without kept tokens suffices"),
     ("S-4", streams({}), NOT_APPLIES, None, "no register tokens"),
     ("S-4", streams({2: 10.1, 5: 10.0}, registers=2), HOLDS, None, ""),
     ("S-4", streams({2: 12.0, 5: 10.0}, registers=2), FAILS, 1.2, "2 register tokens"),

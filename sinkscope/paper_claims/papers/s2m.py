@@ -1,16 +1,18 @@
 """Claims of StreamingLLM and of Massive Activations (Sun et al. 2024), as in the notes on both (S2M)."""
 
+from dataclasses import replace
 from functools import partial
 from math import inf
 
 import numpy as np
 import pandas as pd
 
+from sinkscope.measuring.estimates import RUN_CLAIMS
 from sinkscope.paper_claims.arms import perplexity_of_controls, perplexity_ratio
-from sinkscope.paper_claims.claim import Claim, Part, run_claim
+from sinkscope.paper_claims.claim import Claim, Part, of_run, run_claim
 from sinkscope.paper_claims.evidence import MAIN, Evidence
 from sinkscope.paper_claims.over_seeds import metric, of_one
-from sinkscope.paper_claims.scopes import causal, requires
+from sinkscope.paper_claims.scopes import causal, requires, varied_first_token
 from sinkscope.paper_claims.studies import PLAIN, Need
 from sinkscope.results.findings import COLLAPSE, FEWEST_QUERIES, HARM
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
@@ -26,6 +28,7 @@ DELIMITERS = set(".,;:!?\n\r")  # characters of a delimiter token, apart from sp
 # --- streaming
 
 STREAM = Need("streaming")
+ENOUGH = 1.1  # × the dense perplexity: kept tokens that stay below suffice
 
 
 def _perplexities(evidence: Evidence, keep: int | None) -> np.ndarray:
@@ -46,16 +49,29 @@ def _streamed(keep: int, against: int | None, evidence: Evidence) -> Estimate:
     return positive_jackknife(_perplexities(evidence, keep) / _perplexities(evidence, against))
 
 
+def _suffices(keep: int, against: int | None, evidence: Evidence) -> Estimate:
+    """Return a ratio of perplexities; raise NotDefined if the bare window suffices, so that nothing has to be kept."""
+    bare = _streamed(0, None, evidence).value
+    if bare < ENOUGH:
+        raise NotDefined(f"a window without kept tokens suffices: its perplexity is {bare:.3g} × the dense one")
+    return _streamed(keep, against, evidence)
+
+
 def _registers(run: RunData) -> int:
     return int(run.manifest["model"].get("registers") or 0)
 
 
 def _registers_alone(evidence: Evidence) -> Estimate:
     count = _registers(evidence.any_run)
-    return _streamed(count, count + 3, evidence).over(f"{count} register token{'s' * (count > 1)}")
+    return _suffices(count, count + 3, evidence).over(f"{count} register token{'s' * (count > 1)}")
 
 
 # --- massive activations
+
+
+HAS_MASSIVE = of_run(
+    replace(RUN_CLAIMS["S-6"].parts[1], quantity="massive activations per sequence", is_evidence=False)
+)
 
 
 def massive_entries(run: Sequences) -> pd.DataFrame:
@@ -147,11 +163,11 @@ CLAIMS = (
     Claim("S-1", "StreamingLLM", "A bare window fails.",
         (Part("perplexity with a window ÷ dense", partial(_streamed, 0, None), above(1.5)),), (STREAM,), (causal,)),
     Claim("S-2", "StreamingLLM", "Four kept tokens suffice.",
-        (Part("perplexity with four first tokens kept ÷ dense", partial(_streamed, 4, None), below(1.1)),), (STREAM,),
-        (causal,)),
+        (Part("perplexity with four first tokens kept ÷ dense", partial(_suffices, 4, None), below(ENOUGH)),),
+        (STREAM,), (causal,)),
     Claim("S-3", "StreamingLLM", "One or two kept tokens do not suffice.",
-        (Part("perplexity with one kept ÷ with four", partial(_streamed, 1, 4), above(1.05)),
-         Part("perplexity with two kept ÷ with four", partial(_streamed, 2, 4), above(1.05))), (STREAM,), (causal,)),
+        (Part("perplexity with one kept ÷ with four", partial(_suffices, 1, 4), above(1.05)),
+         Part("perplexity with two kept ÷ with four", partial(_suffices, 2, 4), above(1.05))), (STREAM,), (causal,)),
     Claim("S-4", "StreamingLLM", "A sink token that was trained with the model suffices alone.",
         (Part("perplexity with the register tokens kept ÷ with three first tokens in addition", _registers_alone,
             between(0.95, 1.05)),),
@@ -161,12 +177,15 @@ CLAIMS = (
             lambda e: bootstrap(_largest(e, "ratio").max(1)), at_least(1e4)),)),
     run_claim("S-6", is_ours=False),
     Claim("S-7", "Sun et al.", "Massive activations appear abruptly.",
-        (Part("largest entry of a layer's output ÷ of the layer before, largest step", _onset, at_least(10.0)),)),
+        (Part("largest entry of a layer's output ÷ of the layer before, largest step", _onset, at_least(10.0)),
+         HAS_MASSIVE)),
     Claim("S-8", "Sun et al.", "Massive activations are gone at the end.",
         (Part("largest entry of the last layer ÷ of the layer with the largest",
-            lambda e: bootstrap(_largest(e, "value")[:, -1] / _largest(e, "value").max(1)), below(0.5)),)),
+            lambda e: bootstrap(_largest(e, "value")[:, -1] / _largest(e, "value").max(1)), below(0.5)),
+         HAS_MASSIVE)),
     Claim("S-9", "Sun et al.", "Massive activations are at fixed coordinates.",
-        (Part("share of sequences with the largest at one coordinate", _fixed_coordinate, at_least(0.9)),)),
+        (Part("share of sequences with the largest at one coordinate", _fixed_coordinate, at_least(0.9)),),
+        scope=(varied_first_token,)),
     Claim("S-10", "Sun et al.", "Massive activations are at the first token and at delimiters.",
         (Part("share of massive activations there", _at_first_or_delimiter, at_least(0.5)),)),
     Claim("S-11", "Sun et al.", "Setting massive activations to zero breaks the model.",
@@ -175,7 +194,7 @@ CLAIMS = (
             between(0.9, 1.1))), (MAIN, TO_ZERO)),
     Claim("S-12", "Sun et al.", "Setting massive activations to their mean does not.",
         (Part("perplexity ÷ before", lambda e: perplexity_ratio(e, TO_MEAN), between(1 - HARM, 1 + HARM)),),
-        (MAIN, TO_MEAN)),
+        (MAIN, TO_MEAN), (varied_first_token,)),
     Claim("S-13", "Sun et al.", "Massive activations attract attention.",
         (Part("P(sink | massive input) ÷ P(sink)", _attracts, above(1.0)),), scope=(causal,), is_ours=False),
     Claim("S-15", "Sun et al.", "Massive activations are no outlier features: ordinary tokens do not have them.",

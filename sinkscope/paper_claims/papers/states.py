@@ -13,9 +13,8 @@ from sinkscope.paper_claims.arms import falls, had_a_sink, share_left
 from sinkscope.paper_claims.claim import Claim, Null, Part
 from sinkscope.paper_claims.evidence import MAIN, STATES, Evidence
 from sinkscope.paper_claims.papers.s2m import TO_ZERO
-from sinkscope.paper_claims.scopes import causal, requires
+from sinkscope.paper_claims.scopes import causal, requires, varied_first_token
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below
-from sinkscope.results.run import WITH
 from sinkscope.results.side_by_side import span
 from sinkscope.results.statistics import Estimate, bootstrap, exact, rank_correlation, resamplings, weighted_means
 
@@ -147,7 +146,7 @@ CLAIMS = (
         (Part("cosine of the largest tokens of two sequences, mean over pairs", partial(_spike_cosine, "cosine"),
             at_least(0.95)),
          Part("the same of tokens with the median norm", partial(_spike_cosine, "cosine_of_others"), below(0.95))),
-        (STATES,), (requires(lambda run: run.bos != WITH, "the BOS before all sequences has one state"),)),
+        (STATES,), (varied_first_token,)),
     Claim("VS-1", "§3.1", "Some visual tokens are large in the model's massive coordinates.",
         (Part("share of visual tokens with φ > 20 − the same for random coordinates", _beyond_random, above(0.0)),),
         scope=SEEING, set_against=Null.NONE),

@@ -119,6 +119,7 @@ def _domains(evidence: Evidence) -> Estimate:
     roles = (MAIN, *OTHER_DOMAINS)
     rates = [bootstrap(sink_rates(evidence.sequences(role))) for role in roles]
     note = ", ".join(f"{role.of or NATURAL} {rate.value:.1f}" for role, rate in zip(roles, rates, strict=True))
+    over_seeds.with_a_sink(np.array([[rate.value for rate in rates]]))
     return statistics.range_of([first - second for first, second in combinations(rates, 2)]).over(note)
 
 
@@ -224,6 +225,7 @@ def _with_size(study: Study, on_task: bool = False) -> Estimate:
 def _against_base(evidence: Evidence) -> Estimate:
     base, chat = evidence.studies[BASE].runs.values()
     before, after = sink_rates(Sequences(base)), sink_rates(Sequences(chat))
+    over_seeds.with_a_sink(np.array([[before[0], after[0]]]))
     same = base.manifest["input"].get("sha256") == chat.manifest["input"].get("sha256")
     found = bootstrap(after - before) if same else bootstrap(after) - bootstrap(before)
     return found.over(f"{before[0]:.1f} → {after[0]:.1f} %")
