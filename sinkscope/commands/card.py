@@ -23,6 +23,7 @@ from sinkscope.results.folders import own_folder
 from sinkscope.results.manifest import MANIFEST, PAGE, RUNS, folder_of, make_manifest, read_manifest, tables_folder
 from sinkscope.results.scorecard import CLAIM
 from sinkscope.results.scorecard import COMMAND as CLAIMS
+from sinkscope.results.tables import blaming_tables
 from sinkscope.verdict.card_tables import card_tables
 from sinkscope.verdict.scorecard import Scorecard
 
@@ -38,6 +39,7 @@ def command(options: CardOptions, output: OutputOptions) -> Result:
     return Result(made, text=text, notes=pushed, folder=made.folder, failure=figure_failure(made.manifest))
 
 
+@blaming_tables()
 def card(
     *runs: Given,
     out: str | os.PathLike[str] | None = None,

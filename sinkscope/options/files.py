@@ -32,7 +32,11 @@ def user_path(name: str | os.PathLike[str]) -> Path:
 
 
 def plain_path(name: str | os.PathLike[str]) -> Path:
-    """Return the path that a user gave, without expanding ~."""
+    """Return the path that a user gave, without expanding ~.
+
+    Raises InputError if it, or the place where it leads, has a name that is not UTF-8: tables, weights and run.json
+    cannot hold it, nor the libraries that write them.
+    """
     path = Path(name)
     try:
         is_path = b"\0" not in os.fsencode(path)
@@ -40,7 +44,15 @@ def plain_path(name: str | os.PathLike[str]) -> Path:
         is_path = False
     if not is_path:
         raise InputError(f"{ascii(os.fspath(name))[:200]} holds characters that no path has")
+    real = os.path.realpath(path)
+    if not (is_utf8(real) and is_utf8(str(path))):
+        raise InputError(f"{one_line(real)} is not UTF-8: rename the file or folder, or name another one")
     return path
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether a text can be written as UTF-8; a name of other bytes has halves of surrogate pairs."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def kind_of(path: Path) -> Literal["file", "folder"] | None:

@@ -40,6 +40,7 @@ from sinkscope.results.manifest import RUNS, folder_of, read_manifest
 from sinkscope.results.scorecard import COMMAND as CLAIMS
 from sinkscope.results.scorecard import ROUTE, TABLES
 from sinkscope.results.side_by_side import differing_settings
+from sinkscope.results.tables import blaming_tables
 from sinkscope.verdict.scorecard import Scorecard
 from sinkscope.verdict.table_formats import as_markdown
 
@@ -78,6 +79,7 @@ class Routes(Result):
         return self.markdown
 
 
+@blaming_tables()
 def compare(
     *given: Given | list[Given] | tuple[Given, ...],
     out: str | os.PathLike[str] | None = None,

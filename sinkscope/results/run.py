@@ -73,6 +73,16 @@ class RunData:
         )
 
     @property
+    def opened(self) -> dict[Path, pd.DataFrame]:
+        """The tables that were read from its folder; empty for a run in memory."""
+        tables = self.tables
+        return (
+            {tables.paths[name]: table for name, table in tables.read.items()}
+            if isinstance(tables, _TablesOnDisk)
+            else {}
+        )
+
+    @property
     def is_causal(self) -> bool:
         """Whether the model attends only to earlier tokens; False for an encoder."""
         return bool(self.manifest.get("family", {}).get("causal", True))

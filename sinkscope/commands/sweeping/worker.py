@@ -26,6 +26,7 @@ from sinkscope.models.files import SMALL_FILES, fetch, find_settings, is_on_hub,
 from sinkscope.options.files import kind_of, names_in, user_path
 from sinkscope.options.measuring import DEMO_NAME
 from sinkscope.options.training import ArmOptions
+from sinkscope.plugins import plugin_of
 from sinkscope.results.folders import resumable
 from sinkscope.results.manifest import MANIFEST, noting
 from sinkscope.text.sources import DRAWN, TEXTS
@@ -115,7 +116,10 @@ def measured(group: Group) -> Iterator[Event]:
             elif is_out_of_memory(error):
                 message = "memory ran out: take a shorter seq-len, dtype bfloat16 or device-map auto"
             else:
-                message = f"unexpected {described(error)}"
+                plugin = plugin_of(error)
+                message = (
+                    f"the plugin {plugin} failed [{described(error)}]" if plugin else f"unexpected {described(error)}"
+                )
             yield Event(task.name, State.FAILED, message, time.monotonic() - start)
         else:
             yield Event(task.name, State.DONE, seconds=time.monotonic() - start)
