@@ -79,7 +79,7 @@ class Run(RunData, Result):
         Raises:
             InputError: there is no such figure or option, or this run has no data for it.
         """
-        with blaming_tables(self.opened):
+        with blaming_tables():
             figure = figures.draw(name, self, **options)
         if figsize is not None:
             figure.set_size_inches(figsize)
@@ -153,7 +153,7 @@ class Run(RunData, Result):
     @cached_property
     def report(self) -> Report:
         """The findings, as data."""
-        with blaming_tables(self.opened):
+        with blaming_tables():
             return REPORTS[self.command](self)
 
     @cached_property
@@ -185,7 +185,8 @@ class Run(RunData, Result):
         unsaved = "in memory" + ("" if self._is_arm else "; run.save(folder) writes it")
         where = unsaved if self.folder is None else f"in {self.folder}"
         what = f"Run of `{self.command}` on {self.model}, {self.manifest['dtype']}"
-        return printable(f"{what}: {measured}\n{self._short}\n{where}")
+        with blaming_tables():
+            return printable(f"{what}: {measured}\n{self._short}\n{where}")
 
     @property
     def _is_arm(self) -> bool:

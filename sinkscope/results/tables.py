@@ -68,6 +68,7 @@ BELOW = dict.fromkeys(("layer", "head", "kv_head", "query", "key"), 1 << 12) | d
     ("position", "sequence", "coordinate", "draw", "group", "row", "column"), 1 << 24
 )
 MOST_ROWS = 100_000_000
+TWICE = "it has rows twice"
 
 # tables that trainings write; measuring/tables.py has all tables
 TRAINING_TABLES: dict[str, Columns] = {
@@ -106,18 +107,26 @@ def write_tables(tables: Mapping[str, pd.DataFrame], folder: Path) -> None:
         write_table(table, folder / "tables" / f"{name}.parquet")
 
 
-# tables that are read in a block of `blaming_tables`
-_READ: ContextVar[dict[Path, pd.DataFrame] | None] = ContextVar("read", default=None)
+# tables that are used in a block of `blaming_tables`, the last one last
+_USED: ContextVar[dict[Path, pd.DataFrame] | None] = ContextVar("used", default=None)
+
+
+def used(path: Path, table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table of a folder, and note for `blaming_tables` that it is used now."""
+    if (tables := _USED.get()) is not None:
+        tables.pop(path, None)
+        tables[path] = table
+    return table
 
 
 @contextmanager
-def blaming_tables(known: Mapping[Path, pd.DataFrame] | None = None) -> Iterator[None]:
+def blaming_tables() -> Iterator[None]:
     """Name a table in errors of code that evaluates tables of folders, which may have been edited.
 
-    `known` are tables that were read before the block. Errors without a table of a folder are not changed.
+    It is the last one that was used with a fault, or else the last one. Errors of code without such tables stay.
     """
-    tables = dict(known or {})
-    token = _READ.set(tables)
+    tables: dict[Path, pd.DataFrame] = {}
+    token = _USED.set(tables)
     try:
         yield
     except (SinkscopeError, OSError):
@@ -125,18 +134,20 @@ def blaming_tables(known: Mapping[Path, pd.DataFrame] | None = None) -> Iterator
     except Exception as error:
         if not tables or is_out_of_memory(error) or was_interrupted(error):
             raise
-        faults = ((path, fault) for fault, has in FAULTS.items() for path, table in tables.items() if has(table))
-        path, fault = next(faults, (list(tables)[-1], "or another table does not fit to the others"))
-        raise InputError(f"{path} was edited, or is damaged: {fault} [{described(error)}]; measure again") from error
+        faults = ((path, fault) for path in reversed(tables) for fault, has in FAULTS.items() if has(tables[path]))
+        path, fault = next(faults, (list(tables)[-1], "this or another table does not fit to the others"))
+        raise InputError(f"{path} seems to be edited or damaged: {fault} [{described(error)}]") from error
     finally:
-        _READ.reset(token)
+        _USED.reset(token)
 
 
-# what is looked for after an error, the surest sign first
+# what is looked for after an error
 FAULTS: dict[str, Callable[[pd.DataFrame], bool]] = {
-    "it has rows twice": lambda table: bool(table.duplicated().any()),
+    TWICE: lambda table: bool(table.duplicated().any()),
+    "two rows have the same labels": lambda table: bool(
+        table.duplicated(list(table.select_dtypes(exclude="float"))).any()
+    ),
     "it has no rows": lambda table: not len(table),
-    "rows have the same labels": lambda table: bool(table.duplicated(list(table.select_dtypes(exclude="float"))).any()),
     "a column has no values": lambda table: bool(table.isna().all().any()),
 }
 
@@ -154,20 +165,18 @@ def read_table(path: Path, columns: Columns = (), form: int = FORMAT) -> pd.Data
     needed = [column for column in columns if column not in newer]
     try:
         metadata = pyarrow.parquet.read_metadata(path)
-        if metadata.num_rows > min(MOST_ROWS, psutil.virtual_memory().available // (8 * metadata.num_columns)):
+        if metadata.num_rows > min(MOST_ROWS, psutil.virtual_memory().available // (8 * max(1, metadata.num_columns))):
             raise InputError(f"{path} has {metadata.num_rows:,} rows, which would fill the memory: it is damaged")
         schema = metadata.schema.to_arrow_schema()
         lacking = [column.name for column in needed if not _has(schema, metadata.num_rows, column)]
         if not lacking:
             table = pd.read_parquet(path)
-            check_indices(table, columns)
-            if (read := _READ.get()) is not None:
-                read[path] = table
-            return table.assign(**{column.name: EMPTY[column.kind] for column in newer if column.name not in table})
+            if fault := fault_of(table, columns):
+                raise InputError(f"{path} was edited, or is damaged: {fault}")
+            empty = {column.name: EMPTY[column.kind] for column in newer if column.name not in table}
+            return used(path, table.assign(**empty))
     except InputError:
         raise
-    except IndexError as error:
-        raise InputError(f"{path} is damaged or was edited: {error}") from None
     except Exception as error:  # a damaged file can raise almost any error
         raise InputError(f"{path} is damaged: {one_line(error)}") from error
     if form < FORMAT:
@@ -175,14 +184,14 @@ def read_table(path: Path, columns: Columns = (), form: int = FORMAT) -> pd.Data
     raise InputError(f"{path} is not the table '{path.stem}': it has no column {lacking[0]}, or one with other values")
 
 
-def check_indices(table: pd.DataFrame, columns: Columns) -> None:
-    """Raise IndexError for an index that no table has, such as that of a billionth layer."""
-    for column in columns:
-        if column.kind == "whole" and column.name in BELOW and column.name in table:
-            values = table[column.name]
-            for worst in (values.min(), values.max()) if len(values) else ():
-                if not -1 <= worst < BELOW[column.name]:
-                    raise IndexError(f"there is no {column.name} {worst}")
+def fault_of(table: pd.DataFrame, columns: Columns) -> str:
+    """Return what no table with these columns has, such as a billionth layer or a row twice; "" if there is nothing."""
+    for name in (column.name for column in columns if column.name in BELOW and column.kind == "whole"):
+        for index in (table[name].min(), table[name].max()) if name in table and len(table) else ():
+            if not -1 <= index < BELOW[name]:
+                return f"there is no {name} {index}"
+    has_keys = any(column.name in BELOW and column.name != "layer" for column in columns) or METRIC in columns
+    return TWICE if has_keys and table.duplicated().any() else ""
 
 
 def check_made(tables: Mapping[str, pd.DataFrame], columns: Mapping[str, Columns]) -> None:
@@ -198,7 +207,8 @@ def check_made(tables: Mapping[str, pd.DataFrame], columns: Mapping[str, Columns
         for column in needed:
             if column != TOKEN and not _has(schema, len(table), column):  # it is added for each token_id
                 raise ValueError(f"the table '{name}' has no column {column.name}, or one with other values")
-        check_indices(table, needed)
+        if fault := fault_of(table, needed):
+            raise ValueError(f"the table '{name}': {fault}")
 
 
 def newer_columns(columns: Columns, form: int) -> list[Column]:

@@ -297,7 +297,11 @@ def test_streams_that_are_closed_from_the_start() -> None:
     """No file of the command gets their numbers, which libraries in C write to."""
     code = "import os; from sinkscope.cli.app import app; app(['list'])"
     command = " ".join(["exec", sys.executable, "-c", f'"{code}"'])
-    ended = [subprocess.run(f"{command} {how}", shell=True, capture_output=True) for how in ("2>&-", ">&-", ">&- 2>&-")]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = [
+        subprocess.run(f"{command} {how}", shell=True, capture_output=True, env=env)
+        for how in ("2>&-", ">&-", ">&- 2>&-")
+    ]
     assert [each.returncode for each in ended] == [0, 1, 1]
     assert b"observables" in ended[0].stdout
     assert ended[1].stderr == b"sinkscope: standard output cannot be written (Bad file descriptor)\n"
