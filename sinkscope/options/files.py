@@ -26,7 +26,7 @@ def user_path(name: str | os.PathLike[str]) -> Path:
     """Return the path that a user gave, with ~ replaced by the home folder. Raises InputError if there is none."""
     path = plain_path(name)
     try:
-        return path.expanduser()
+        return plain_path(path.expanduser())
     except RuntimeError:
         raise InputError(f"{one_line(name)}: no home folder of this user is known: write the path in full") from None
 
@@ -44,7 +44,10 @@ def plain_path(name: str | os.PathLike[str]) -> Path:
         is_path = False
     if not is_path:
         raise InputError(f"{ascii(os.fspath(name))[:200]} holds characters that no path has")
-    real = os.path.realpath(path)
+    try:
+        real = os.path.realpath(path)
+    except OSError:  # the working folder was deleted
+        real = str(path)
     if not (is_utf8(real) and is_utf8(str(path))):
         raise InputError(f"{one_line(real)} is not UTF-8: rename the file or folder, or name another one")
     return path

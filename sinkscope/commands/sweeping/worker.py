@@ -6,6 +6,7 @@
 import gc
 import hashlib
 import logging
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from typing import Any
 from huggingface_hub import constants, dataset_info
 
 from sinkscope.errors import LONGEST, InputError, SinkscopeError, described, is_out_of_memory, one_line, was_interrupted
+from sinkscope.measuring.console import Plain
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import check_memory
 from sinkscope.models.adapters import ADAPTER_CONFIG, find_adapter
@@ -95,6 +97,8 @@ def settle() -> None:
     the collections at the start of each pass are fast.
     """
     gc.freeze()
+    if not isinstance(sys.stderr, Plain):  # what libraries print ends no cell, and is no result
+        sys.stdout = sys.stderr = Plain(sys.stderr)  # type: ignore[assignment]
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
