@@ -169,7 +169,7 @@ def _command(name: str, kind: type[Options]) -> Callable[..., None]:
             result = module.command(asked, output.model_copy(update={"out": folder}))
         # only the first of the processes of `accelerate launch` prints
         is_first = "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0"
-        with printing(result.folder):
+        with printing(result.folder, is_needed=result.folder is None or output.json_):
             if output.json_ and is_first:
                 print(as_json(name, result))
             elif not output.quiet and is_first:

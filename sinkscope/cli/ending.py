@@ -108,18 +108,18 @@ def interruption(kind: type[Options]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def printing(folder: Path | None = None) -> Iterator[None]:
+def printing(folder: Path | None = None, is_needed: bool = True) -> Iterator[None]:
     """Raise SinkscopeError if output cannot be printed, as on a full disk; the result is already in `folder`.
 
-    A reader that needs no more (`sinkscope list | head`) ends the command silently. With a result in a folder, this is
-    no failure, and neither is a stream that was closed from the start (`>&-`), or with its terminal.
+    A reader that needs no more (`sinkscope list | head`) ends the command silently. Where the output is not needed,
+    this is no failure, and neither is a stream that was closed from the start (`>&-`), or with its terminal.
     """
     try:
         yield
         sys.stdout.flush()
     except OSError as error:
         _discard(sys.stdout)
-        if folder is not None and error.errno in (errno.EPIPE, errno.EBADF, errno.EIO):
+        if not is_needed and error.errno in (errno.EPIPE, errno.EBADF, errno.EIO):
             return
         if isinstance(error, BrokenPipeError):
             sys.exit(FAILED)

@@ -282,15 +282,19 @@ def test_a_result_in_a_folder_needs_no_stdout(
 ) -> None:
     """A command that only prints fails without it, silently if a reader such as `head` has ended."""
     status = {}
-    for name, command in {"list": ["list"], "analyze": ["analyze", str(bare), *QUICK]}.items():
+    analyze = ["analyze", str(bare), *QUICK]
+    for name, command in {"list": ["list"], "analyze": analyze, "json": [*analyze, "--json", "--overwrite"]}.items():
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", stream())
             with pytest.raises(SystemExit) as ended:
                 app(command)
         status[name] = ended.value.code
-    assert status == {"list": 1, "analyze": 0}
-    reason = "sinkscope: standard output cannot be written (Bad file descriptor)\n" if stream is closed else ""
-    assert capsys.readouterr().err == f"{reason}4 sequences in batches of 4 × 24\nwritten to run\n"
+    assert status == {"list": 1, "analyze": 0, "json": 1}
+    measured = "4 sequences in batches of 4 × 24\n"
+    reason = "sinkscope: standard output cannot be written (Bad file descriptor)" if stream is closed else ""
+    complete = ", but the result is complete in run" if stream is closed else ""
+    lines = [reason, *f"{measured}written to run\n{measured}{reason}{complete}".splitlines()]
+    assert capsys.readouterr().err.splitlines() == [line for line in lines if line]
 
 
 def test_streams_that_are_closed_from_the_start() -> None:

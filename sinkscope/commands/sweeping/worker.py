@@ -98,7 +98,7 @@ def settle() -> None:
     """
     gc.freeze()
     if not isinstance(sys.stderr, Plain):  # what libraries print ends no cell, and is no result
-        sys.stdout = sys.stderr = Plain(sys.stderr)  # type: ignore[assignment]
+        sys.stdout = sys.stderr = Plain(sys.stderr)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
