@@ -39,7 +39,6 @@ def command(options: CardOptions, output: OutputOptions) -> Result:
     return Result(made, text=text, notes=pushed, folder=made.folder, failure=figure_failure(made.manifest))
 
 
-@blaming_tables()
 def card(
     *runs: Given,
     out: str | os.PathLike[str] | None = None,
@@ -73,7 +72,8 @@ def card(
     entries = [entry for run in runs for entry in _opened(run)]
     if not entries:
         raise InputError("a card needs at least one run, or a sweep with a cell that is done")
-    with own_folder(out, overwrite, (COMMAND,), reads=[entry.folder for entry, _ in entries]) as folder:
+    reads = [entry.folder for entry, _ in entries]
+    with blaming_tables(), own_folder(out, overwrite, (COMMAND,), reads=reads) as folder:
         measured = tuple(entry for entry, _ in entries if isinstance(entry, Run))
         scorecards = tuple(entry for entry, _ in entries if isinstance(entry, Scorecard))
         tables = card_tables(measured, [family for entry, family in entries if isinstance(entry, Run)])

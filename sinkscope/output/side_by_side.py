@@ -79,7 +79,6 @@ class Routes(Result):
         return self.markdown
 
 
-@blaming_tables()
 def compare(
     *given: Given | list[Given] | tuple[Given, ...],
     out: str | os.PathLike[str] | None = None,
@@ -115,7 +114,7 @@ def compare(
         TRAINING: curves,
     }
     reads = [one.folder if isinstance(one, Run | Scorecard) else one for one in runs]
-    with own_folder(out, overwrite, ("compare",), reads=reads) as folder:
+    with blaming_tables(), own_folder(out, overwrite, ("compare",), reads=reads) as folder:
         return written(replace(ways.get(commands[0], compared)(runs, start), folder=folder), page)
 
 
