@@ -1,6 +1,7 @@
 """The two exceptions of sinkscope, and helpers for their messages of one or two lines, which need no traceback."""
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn, TypeVar
@@ -9,6 +10,9 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 LONGEST = 2000  # characters of a message's line
+# What a terminal obeys instead of showing it: controls except tab and line feed, line separators, the controls of
+# bidirectional text (Unicode's Bidi_Control), and halves of surrogate pairs, which are no characters
+UNPRINTABLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class SinkscopeError(Exception):
@@ -57,9 +61,14 @@ def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
 
 
+def printable(text: str) -> str:
+    """Return a text that a terminal shows and does not obey: `\\u001b` in place of an escape character."""
+    return UNPRINTABLE.sub(lambda character: f"\\u{ord(character[0]):04x}", text)
+
+
 def one_line(error: object, longest: int = 200) -> str:
-    """Return an error's text (its type's name if it has none) on one line of at most `longest` characters."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    """Return an error's text (its type's name if it has none) on one printable line of at most `longest` characters."""
+    text = printable(" ".join(str(error).split())) or type(error).__name__
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 

@@ -7,11 +7,14 @@ An entry point names a function, which is called once, when a register is first 
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from traceback import walk_tb
 from typing import Any
 
-from sinkscope.errors import InputError, described
+from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory, was_interrupted
 
 GROUP = "sinkscope.plugins"
 CHOSEN = "SINKSCOPE_PLUGINS"  # environment variable: the names of the plugins to load, with commas; unset: all
@@ -41,6 +44,9 @@ class Plugin:
             _packages[id(register), name] = self._package
 
 
+WITHOUT = f"uninstall it, or set {CHOSEN} to the names of the plugins to load (`{CHOSEN}=` loads none)"
+
+
 def load_plugins() -> None:
     """Load the plugins that are installed, each once.
 
@@ -54,8 +60,7 @@ def load_plugins() -> None:
             point.load()(plugin)
         except Exception as error:
             failed = f"plugin '{point.name}' of {_package(point)} failed [{described(error)}]"
-            without = f"uninstall it, or set {CHOSEN} to the names of the plugins to load (`{CHOSEN}=` loads none)"
-            raise InputError(f"{failed}: {without}") from error
+            raise InputError(f"{failed}: {WITHOUT}") from error
         plugin.commit()
         _loaded.append(point)
 
@@ -78,3 +83,23 @@ def plugin_versions() -> dict[str, str]:
 def package_of(register: dict[str, Any], name: str) -> str:
     """Return the package and version of the plugin that added an entry to a register; "" for one of sinkscope."""
     return _packages.get((id(register), name), "")
+
+
+def plugin_of(error: BaseException) -> str:
+    """Return the package of the plugin whose code was running when an error was raised; "" if none was."""
+    modules = {point.module.partition(".")[0]: _package(point) for point in _loaded}
+    ran = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
+    return next((modules[module] for module in reversed(ran) if module in modules), "")
+
+
+@contextmanager
+def blaming(register: dict[str, Any], name: str) -> Iterator[None]:
+    """Name the plugin that added an entry of a register in every error that the entry causes."""
+    try:
+        yield
+    except Exception as error:
+        package = package_of(register, name)
+        is_named = isinstance(error, SinkscopeError) or is_out_of_memory(error) or was_interrupted(error)
+        if not package or is_named:
+            raise
+        raise SinkscopeError(f"'{name}' of the plugin {package} failed [{described(error)}]: {WITHOUT}") from error

@@ -7,12 +7,20 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, ClassVar, cast
 
 import pandas as pd
 import pytest
+from tiny import tiny_model
 
-from sinkscope import InputError, plugins
+import sinkscope
+from sinkscope import InputError, SinkscopeError, plugins
+from sinkscope.cli.ending import _message
+from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.observables.observable import Observable
+from sinkscope.measuring.summary import METRICS_OF, layerwise, summarize
 from sinkscope.plugins import GROUP
+from sinkscope.results.tables import POSITION, Column
 
 EXAMPLE = Path(__file__).parent / "plugin_example"
 (POINT,) = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]["entry-points"][GROUP].items()
@@ -134,3 +142,72 @@ def test_a_plugin_that_cannot_be_loaded(
     plugins.load_plugins()
     assert sys.modules["first_plugin"].OWN == {"one": 1}
     assert plugins.plugin_versions() == {"first": "0.1.0"}
+
+
+class _Broken(Observable):
+    name = "broken"
+    about = "an observable with a mistake"
+    sites = ("layer_out",)
+    columns: ClassVar = {"broken": (POSITION, Column("share", "of something"))}
+
+    made: ClassVar[Any] = None  # its tables; an exception is raised
+
+    def tables(self) -> dict[str, pd.DataFrame]:
+        if isinstance(self.made, Exception):
+            raise self.made
+        return self.made
+
+
+ROWS = pd.DataFrame({"layer": [0, 1], "position": [0, 0], "share": [0.5, 0.25]})
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (ZeroDivisionError("by\nnothing"), "ZeroDivisionError: by nothing"),
+        (None, "object has no attribute 'items'"),
+        ({"broken": ROWS.to_dict()}, "ValueError: the table 'broken' is a dict, not a DataFrame"),
+        ({"other": ROWS}, "ValueError: its `columns` do not declare the table 'other'"),
+        ({"broken": ROWS.drop(columns="layer")}, "ValueError: the table 'broken' has no column layer, or"),
+        (
+            {"broken": ROWS.assign(share="much")},
+            "ValueError: the table 'broken' has no column share, or one with other",
+        ),
+        ({"broken": ROWS.assign(layer=10**9)}, "ValueError: the table 'broken': there is no layer 1000000000"),
+        ({"broken": pd.concat([ROWS, ROWS])}, "ValueError: the table 'broken': it has rows twice"),
+    ],
+)
+def test_a_plugin_that_makes_a_wrong_table(made: Any, reason: str, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line names it, before anything is written."""
+    monkeypatch.setattr(_Broken, "made", made)
+    monkeypatch.setitem(OBSERVABLES, "broken", _Broken)
+    monkeypatch.setitem(plugins._packages, (id(OBSERVABLES), "broken"), "broken 0.1.0")
+    monkeypatch.setenv("SINKSCOPE_PLUGINS", "")
+    with pytest.raises(SinkscopeError) as failed:
+        sinkscope.analyze(tiny_model("llama"), input="random", num_seqs=1, seq_len=8, observables="broken", out="run")
+    (line,) = str(failed.value).splitlines()
+    assert line.startswith("'broken' of the plugin broken 0.1.0 failed [")
+    assert reason in line
+    assert not list(here.iterdir())
+
+
+def test_a_plugin_that_raises(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its metrics are named in Python; in a command, so is the package whose code was running, whatever it added."""
+    (site / "raising_plugin.py").write_text("def register(plugin): pass\ndef fail(): return 1 / 0\n")
+    installed(site, "raising", "raising", "raising_plugin:register")
+    plugins.load_plugins()
+    with pytest.raises(ZeroDivisionError) as failed:
+        sys.modules["raising_plugin"].fail()
+    first, second = _message(failed.value).splitlines()
+    assert first == "the plugin raising 0.1.0 failed [ZeroDivisionError: division by zero]"
+    assert "SINKSCOPE_PLUGINS" in second
+    with pytest.raises(ZeroDivisionError) as ours:
+        _ = 1 / 0
+    assert _message(ours.value).startswith("unexpected ZeroDivisionError")
+
+    monkeypatch.setitem(METRICS_OF, "broken", {"broken_first": layerwise("broken", "no such column")})
+    monkeypatch.setitem(plugins._packages, (id(METRICS_OF), "broken"), "broken 0.1.0")
+    with pytest.raises(
+        SinkscopeError, match=r"^'broken' of the plugin broken 0.1.0 failed \[KeyError: .*no such column"
+    ):
+        summarize({"broken": ROWS}, *(cast(Any, None),) * 3)

@@ -3,9 +3,11 @@
 A command's module is imported when it runs, so that `--help` and errors in options do not wait for torch.
 """
 
+import contextlib
 import inspect
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import import_module
@@ -19,7 +21,7 @@ from rich.markup import escape
 
 from sinkscope.cli.as_json import as_json
 from sinkscope.cli.ending import WRONG_INPUT, Commands, Told, interruption, printing
-from sinkscope.cli.printing import print_result
+from sinkscope.cli.printing import print_messages, print_result
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.options import COMMANDS
 from sinkscope.options.measuring import PERMISSIONS
@@ -158,7 +160,7 @@ def _command(name: str, kind: type[Options]) -> Callable[..., None]:
         written = OutputOptions.model_fields.keys() - kind.model_fields.keys()
         output = checked(OutputOptions, {key: typed[key] for key in typed.keys() & written})
         options = {key: value for key, value in typed.items() if key in kind.model_fields}
-        with interruption(kind):
+        with interruption(kind), contextlib.redirect_stdout(sys.stderr):  # what libraries print is no result
             asked = _repeated(name, kind, output, options) if output.from_ else checked(kind, options)
             folder = output.out or asked.folder()
             if folder is not None and output.from_ and output.out is None:
@@ -167,11 +169,13 @@ def _command(name: str, kind: type[Options]) -> Callable[..., None]:
             result = module.command(asked, output.model_copy(update={"out": folder}))
         # only the first of the processes of `accelerate launch` prints
         is_first = "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0"
-        with printing(result.folder):
+        with printing(result.folder, is_needed=result.folder is None or output.json_):
             if output.json_ and is_first:
                 print(as_json(name, result))
             elif not output.quiet and is_first:
                 print_result(result)
+        if is_first and not output.json_ and not output.quiet:
+            print_messages(result)
         if result.failure:
             raise (Told if output.json_ else SinkscopeError)(result.failure)
 

@@ -15,6 +15,7 @@ from pathlib import PurePath
 from typing import Any
 
 from sinkscope.commands.result import Result
+from sinkscope.errors import printable
 from sinkscope.results.findings import Finding
 
 CLAIM = ("claim", "statement", "quantity", "outcome", "value", "test", "published", "tells", "note")
@@ -39,7 +40,7 @@ def as_json(command: str, result: Result) -> str:
         "metrics": _metrics(of_value["summary"]) if "summary" in of_value else {},
         "tables": {title: table.to_dict("records") for title, table in tables.items()},
     }
-    return json.dumps(_plain(found), allow_nan=False, ensure_ascii=False)
+    return printable(json.dumps(_plain(found), allow_nan=False, ensure_ascii=False))  # its escapes are those of JSON
 
 
 def _finding(found: Finding) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """How commands end: with an exit status, and with one or two lines on stderr if they fail."""
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -14,7 +15,9 @@ from typing import Any, TextIO
 from typer.core import TyperGroup
 
 from sinkscope.errors import InputError, SinkscopeError, is_out_of_memory, one_line, was_interrupted
+from sinkscope.measuring.console import Plain
 from sinkscope.options.option import Options
+from sinkscope.plugins import WITHOUT, plugin_of
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2  # exit status
 
@@ -23,38 +26,59 @@ class Told(SinkscopeError):
     """The failure of a command whose result, with this failure, is on standard output as JSON."""
 
 
+@contextlib.contextmanager
+def standard_streams() -> Iterator[None]:
+    """Let no command fail because a standard stream was closed (`2>&-`), or because stderr goes away while it runs."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # a file of the command would get this number, and libraries would write into it
+            os.open(os.devnull, os.O_RDONLY)  # as before, nothing can be written
+    output, messages = sys.stdout or open(1, "w", closefd=False), sys.stderr  # noqa: SIM115
+    for stream in (output, messages):
+        if stream is not None:
+            with contextlib.suppress(OSError):  # it is flushed
+                stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # an ASCII terminal shows ε as ?
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(Plain(messages)):
+        try:
+            yield
+        finally:
+            try:
+                if messages is not None:
+                    messages.flush()
+            except (OSError, ValueError):
+                _discard(messages)
+
+
 class Commands(TyperGroup):
     """The group of all commands, which turns every error into a message and an exit status."""
 
+    @standard_streams()
     def main(self, args: Any = None, *rest: Any, **extra: Any) -> Any:
         args = list(sys.argv[1:] if args is None else args)
         debug = "--debug" in args  # before arguments are parsed, since wrong ones end the command
-        for stream in (sys.stdout, sys.stderr):
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # an ASCII terminal shows ε as ?
         try:
             with contextlib.nullcontext() if debug else _silent_libraries():
                 status = super().main(args, *rest, **extra | {"standalone_mode": False})
                 with printing():  # flush the buffer, also after the text of --help
                     pass
-        except BrokenPipeError:  # `sinkscope list | head`: the reader needs no more
-            _discard(sys.stdout)
-            sys.exit(FAILED)
         except Exception as raised:
             error = raised
             if isinstance(raised, OSError):  # it may be of standard output, whose buffer then cannot be flushed either
                 try:
                     with printing():
                         pass
-                except (SinkscopeError, BrokenPipeError) as of_printing:
+                except SinkscopeError as of_printing:
                     error = of_printing
-            with contextlib.suppress(OSError):  # standard error may be full, too
-                if debug:
-                    traceback.print_exception(error)
-                print("sinkscope:", _message(error), file=sys.stderr)
+            if debug:
+                traceback.print_exception(error)
+            print("sinkscope:", _message(error), file=sys.stderr)
             status = WRONG_INPUT if isinstance(error, InputError) or _is_usage_error(error) else FAILED
             if "--json" in args and not isinstance(error, Told):
-                with contextlib.suppress(OSError):
+                try:
                     print(json.dumps({"command": args[0], "error": _message(error), "status": status}), flush=True)
+                except OSError:
+                    _discard(sys.stdout)
             sys.exit(status)
         sys.exit(status if isinstance(status, int) else DONE)
 
@@ -84,22 +108,29 @@ def interruption(kind: type[Options]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def printing(folder: Path | None = None) -> Iterator[None]:
-    """Raise SinkscopeError if output cannot be printed, as on a full disk; the result is already in `folder`."""
+def printing(folder: Path | None = None, is_needed: bool = True) -> Iterator[None]:
+    """Raise SinkscopeError if output cannot be printed, as on a full disk; the result is already in `folder`.
+
+    A reader that needs no more (`sinkscope list | head`) ends the command silently. Where the output is not needed,
+    this is no failure, and neither is a stream that was closed from the start (`>&-`), or with its terminal.
+    """
     try:
         yield
         sys.stdout.flush()
-    except BrokenPipeError:
-        raise
     except OSError as error:
         _discard(sys.stdout)
+        if not is_needed and error.errno in (errno.EPIPE, errno.EBADF, errno.EIO):
+            return
+        if isinstance(error, BrokenPipeError):
+            sys.exit(FAILED)
         left = f", but the result is complete in {folder}" if folder is not None else ""
         raise SinkscopeError(f"standard output cannot be written ({error.strerror}){left}") from error
 
 
 def _discard(stream: TextIO) -> None:
     """Discard the buffer of a stream, since Python would report an error when it flushes the buffer at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    with contextlib.suppress(OSError, ValueError):  # it has no file, or is closed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _is_usage_error(error: Exception) -> bool:
@@ -116,6 +147,8 @@ def _message(error: Any) -> str:
     if is_out_of_memory(error):
         return "memory ran out: take a shorter --seq-len, --dtype bfloat16 or --device-map auto"
     gist = one_line(error, 300)
+    if plugin := plugin_of(error):
+        return f"the plugin {plugin} failed [{type(error).__name__}: {gist}]\n--debug shows where; {WITHOUT}"
     if isinstance(error, OSError):
         return f"{gist}\n--debug shows where"
     return f"unexpected {type(error).__name__}: {gist}\n--debug shows where; please report it"

@@ -1,7 +1,6 @@
 """Printing the result of a command: results on stdout, notes and the folder on stderr."""
 
 import re
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -9,6 +8,8 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markdown import Markdown, MarkdownElement, TableElement
 from rich.table import Table
 from rich.text import Text
+
+from sinkscope.measuring.console import Messages, Terminal, print_line, print_notices
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,30 +21,34 @@ NUMBER = re.compile(r"\W*\d")
 
 
 def print_result(result: "Result") -> None:
-    if result.markdown:
-        console = Console()
-        if console.is_terminal:
-            console.print(InMarkdown(result.markdown))
-        else:
-            print(result.markdown)
+    """Print the result on stdout."""
+    console = Terminal()
+    if result.markdown and console.is_terminal:
+        console.print(InMarkdown(result.markdown))
+    elif result.markdown:
+        print_line(console, result.markdown)
     if result.text:
-        Console().print(result.text, markup=False, highlight=False, soft_wrap=True)
+        print_line(console, result.text)
     if result.numbers is not None:
         written = result.numbers.map(lambda value: "–" if value != value else f"{value:.4g}")
         print_table(written.reset_index(), numbers=True)
     for title, table in result.tables.items():
         print_table(table, title=title if len(result.tables) > 1 else None)
-    for note in result.notes:
-        print(f"note: {note}", file=sys.stderr)
+
+
+def print_messages(result: "Result") -> None:
+    """Print notes and the folder on stderr."""
+    console = Messages()
+    print_notices(console, result.notes)
     if result.folder is not None:
-        print(f"written to {result.folder}", file=sys.stderr)
+        print_line(console, f"written to {result.folder}")
 
 
 def print_table(rows: "pd.DataFrame", title: str | None = None, numbers: bool = False) -> None:
     """Print a table as wide as the terminal, or in pipes and files as wide as it needs."""
-    console = Console()
+    console = Terminal()
     if not console.is_terminal:
-        console = Console(width=10_000)
+        console = Terminal(width=10_000)
     header = [
         Text(str(column), justify="right" if numbers and at else "left") for at, column in enumerate(rows.columns)
     ]

@@ -7,13 +7,12 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Unpack
 
-from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.measured import opened, shown
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.measuring.console import print_notices
+from sinkscope.measuring.console import Messages, print_notices, print_part
 from sinkscope.measuring.keeping import Remembered, check_sites, keep
 from sinkscope.measuring.measure import Facts, make_manifest, measure
 from sinkscope.measuring.pictures import PICTURES, measure_encoder, measure_pictures, processor_for
@@ -97,7 +96,7 @@ def analyze(
             raw, subject = measure_encoder(encoder, pictures)
             tables, facts = publish(raw, encoder, PICTURES), Facts(batch_size=1)
             manifest = make_manifest(subject, config, facts, list(tables), start)
-            return finished(Run.of_analysis(manifest, tables, folder), Console(quiet=quiet), figures, page)
+            return finished(Run.of_analysis(manifest, tables, folder), Messages(quiet), figures, page)
     with opened(model, tokenizer, config, out, overwrite, quiet) as (subject, folder, console):
         processor = None if pictures is None else processor_for(subject, config)
         activations = Activations(keep(subject, config))
@@ -159,7 +158,7 @@ def analyze_steps(
         console = members.console(quiet)
         with nullcontext() if folder is None else new_folder(folder) as fresh:
             for place, (checkpoint, config) in enumerate(zip(checkpoints, configs, strict=True), 1):
-                console.print(f"step {checkpoint.step} ({place} of {len(checkpoints)})", highlight=False)
+                print_part(console, f"step {checkpoint.step}", place, len(checkpoints))
                 try:
                     run = analyze(config.model, config=config, quiet=quiet)
                 except SinkscopeError as error:

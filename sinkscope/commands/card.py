@@ -23,6 +23,7 @@ from sinkscope.results.folders import own_folder
 from sinkscope.results.manifest import MANIFEST, PAGE, RUNS, folder_of, make_manifest, read_manifest, tables_folder
 from sinkscope.results.scorecard import CLAIM
 from sinkscope.results.scorecard import COMMAND as CLAIMS
+from sinkscope.results.tables import blaming_tables
 from sinkscope.verdict.card_tables import card_tables
 from sinkscope.verdict.scorecard import Scorecard
 
@@ -71,7 +72,8 @@ def card(
     entries = [entry for run in runs for entry in _opened(run)]
     if not entries:
         raise InputError("a card needs at least one run, or a sweep with a cell that is done")
-    with own_folder(out, overwrite, (COMMAND,), reads=[entry.folder for entry, _ in entries]) as folder:
+    reads = [entry.folder for entry, _ in entries]
+    with blaming_tables(), own_folder(out, overwrite, (COMMAND,), reads=reads) as folder:
         measured = tuple(entry for entry, _ in entries if isinstance(entry, Run))
         scorecards = tuple(entry for entry, _ in entries if isinstance(entry, Scorecard))
         tables = card_tables(measured, [family for entry, family in entries if isinstance(entry, Run)])

@@ -57,6 +57,7 @@ from sinkscope.results.manifest import MANIFEST, write_manifest
 from sinkscope.results.manifest import make_manifest as make_folder_manifest
 from sinkscope.results.run import BOS_OPTIONS, WITHOUT, RunData
 from sinkscope.results.scorecard import COMMAND, TABLES
+from sinkscope.results.tables import blaming_tables
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.verdict.scorecard import Scorecard
 
@@ -153,7 +154,8 @@ def claims(
 
 
 def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: float) -> Scorecard:
-    table = pd.concat([judged(one, name) for name, one in evidence.items()], ignore_index=True)
+    with blaming_tables():
+        table = pd.concat([judged(one, name) for name, one in evidence.items()], ignore_index=True)
     used: dict[str, dict[str, str]] = {}  # model → role → the folders of its runs
     for name, one in evidence.items():
         folders: dict[str, tuple[Path | None, ...]] = {role.name: (run.folder,) for role, run in one.runs.items()}

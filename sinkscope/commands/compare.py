@@ -14,11 +14,13 @@ from sinkscope.options.output import CompareOptions, OutputOptions
 from sinkscope.results.cells import COMMAND as SWEEP
 from sinkscope.results.manifest import FORMAT, folder_of, format_of, older, read_manifest
 from sinkscope.results.side_by_side import Summary, differing_lines, differing_settings, labels, metrics_of
+from sinkscope.results.tables import blaming_tables
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
+@blaming_tables()
 def command(options: CompareOptions, output: OutputOptions) -> Result:
     manifests = {folder_of(run): read_manifest(folder_of(run), None) for run in options.runs}
     old = [f"{folder} is of {older(found)}" for folder, found in manifests.items() if format_of(found) != FORMAT]

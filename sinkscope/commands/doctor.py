@@ -15,14 +15,14 @@ from typing import Unpack
 
 import numpy as np
 import torch
-from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sinkscope.attention.seam import attention_implementation
 from sinkscope.attention.taps import attends_by_us
 from sinkscope.commands.result import Result
-from sinkscope.errors import InputError, counted, one_line
+from sinkscope.errors import InputError, counted, one_line, printable
 from sinkscope.interventions import INTERVENTIONS, Target
+from sinkscope.measuring.console import Messages
 from sinkscope.measuring.kernels import Kernel, compare_kernels, compare_logits, tokens_to_compare
 from sinkscope.measuring.measure import Facts, make_manifest
 from sinkscope.measuring.observables import OBSERVABLES
@@ -81,7 +81,7 @@ class Report:
         lines = [self.name]
         lines += [f"  {name:<14} {value}" for name, value in self.facts.items()]
         lines += [f"  {'ok  ' if passed else 'FAIL'} {what}: {detail}" for what, passed, detail in self.checks]
-        return "\n".join(lines + [f"  note: {note}" for note in self.notes])
+        return printable("\n".join(lines + [f"  note: {note}" for note in self.notes]))
 
 
 def command(options: DoctorOptions, output: OutputOptions) -> Result:
@@ -142,7 +142,7 @@ def doctor(
             manifest = make_manifest(subject, config, Facts(batch_size=1), list(tables), start, "doctor")
             record = {"dtype": config.dtype, "limit": overflow.limit, "refused": overflow.refused}
             run = Run(manifest | {"overflow": record}, tables, folder)
-            report.run = finished(run, Console(stderr=True, quiet=quiet), page=page)
+            report.run = finished(run, Messages(quiet), page=page)
             report.notes += subject.inputs.notices
             for finding in run.findings:
                 is_alarm = finding.outcome == Outcome.PRESENT

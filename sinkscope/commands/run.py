@@ -12,12 +12,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Unpack
 
-from rich.console import Console
-
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, unknown
 from sinkscope.figures import COMMAND, FIGURES, is_of, observable_of
-from sinkscope.measuring.console import print_line
+from sinkscope.measuring.console import Messages, print_line
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.models.in_memory import text_of
 from sinkscope.options import COMMANDS
@@ -103,7 +101,7 @@ def run_recipe(
             check_figures(found.content.figures, found.content.command, getattr(asked, "observables", None))
     source = getattr(first, "folder_name", "") or getattr(first, "config", "")
     folder = Path(out or _own_out(found) or Path("runs", as_folder_name(found.name, source)))
-    console = Console(stderr=True, quiet=quiet)
+    console = Messages(quiet)
     title = f"{found.name}: {found.content.title}"
     if has_steps or not COMMANDS[found.content.command].in_memory:  # the command writes its own folder
         print_line(console, title)

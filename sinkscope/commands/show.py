@@ -49,11 +49,12 @@ def show(run: str | os.PathLike[str], *, again: bool = False) -> Path:
     if page.is_file() and not again:
         return page
     from sinkscope.html_page import Contents, write_page
+    from sinkscope.results.tables import blaming_tables
 
-    contents = Contents.of_folder(folder)
-    if not contents.all_tables:
-        raise InputError(f"{folder} has no table to show: the command that writes it has not finished")
-    with alone_in(folder, option=""):
+    with blaming_tables(), alone_in(folder, option=""):
+        contents = Contents.of_folder(folder)
+        if not contents.all_tables:
+            raise InputError(f"{folder} has no table to show: the command that writes it has not finished")
         try:
             found = read_manifest(folder, None)
             files = FileList(folder, found.get("files"), lambda: write_manifest(folder, found | {"files": files.names}))
@@ -74,10 +75,12 @@ def page(run: "Paged | Scorecard | str | os.PathLike[str]") -> "Page":
         InputError: it is not the folder of a command, or a table in it is damaged.
     """
     from sinkscope.html_page import Contents, Paged, page_of
+    from sinkscope.results.tables import blaming_tables
     from sinkscope.verdict.scorecard import Scorecard
 
     if isinstance(run, Paged):
         return run.page()
     if isinstance(run, Scorecard):
         return page_of(Contents(run.manifest, run.tables, folder=run.folder))
-    return page_of(Contents.of_folder(tables_folder(folder_of(run))))
+    with blaming_tables():
+        return page_of(Contents.of_folder(tables_folder(folder_of(run))))

@@ -59,6 +59,7 @@ from sinkscope.results.cells import COMMAND, CellFolders
 from sinkscope.results.manifest import make_manifest
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.papers import WSE_TABLE_1
+from sinkscope.results.tables import blaming_tables
 from sinkscope.training.architectures import architecture
 from sinkscope.verdict import factor_study
 from sinkscope.verdict.sweep_tables import Measured, SweepTables, sweep_tables
@@ -308,7 +309,8 @@ def compared(found: Sweep, folders: CellFolders, start: float, page: bool, reads
         for cell in found.cells
         if (manifest := done_cell(cell, folders, reads)[0]) is not None
     ]
-    comparison = SweepComparison.of(sweep_tables(measured), _record(found), start, folders.comparison)
+    with blaming_tables():
+        comparison = SweepComparison.of(sweep_tables(measured), _record(found), start, folders.comparison)
     with folders.shared():
         return written(comparison, page)
 

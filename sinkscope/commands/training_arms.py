@@ -31,12 +31,11 @@ import numpy as np
 import pandas as pd
 import torch
 from accelerate import PartialState
-from rich.console import Console
 from transformers import PreTrainedModel
 
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError
-from sinkscope.measuring.console import print_notices, print_part, spinner
+from sinkscope.measuring.console import Messages, print_notices, print_part, spinner
 from sinkscope.measuring.measure import make_manifest as run_manifest
 from sinkscope.measuring.measure import measure, publish
 from sinkscope.measuring.processes import Team
@@ -102,7 +101,7 @@ class TrainingArms:
         self.record, self.page, self.figures = record, page, figures
         self.training, self.measuring = asked.training, asked.measuring  # how arms are trained, and measured
         self.is_main = PartialState().is_main_process
-        self.console = Console(stderr=True, quiet=quiet or not self.is_main)
+        self.console = Messages(quiet or not self.is_main)
         config = asked.model_dump(mode="json", exclude={"method"})  # each method is recorded with its arm
         self.options = {"config": config, "processes": PartialState().num_processes, **facts}
         # values of options that a folder of an older version does not record

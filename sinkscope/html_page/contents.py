@@ -17,7 +17,7 @@ from sinkscope.html_page.compact import BY_SEQUENCE, DIGITS
 from sinkscope.results.activations import FILE, Activations
 from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import PAGE, folder_of, format_of, read_manifest
-from sinkscope.results.run import RunData
+from sinkscope.results.run import RunData, TablesOnDisk
 from sinkscope.results.scorecard import CLAIM
 from sinkscope.results.tables import LEADING_COLUMNS, WHOLE_MODEL, Column, Columns, names_of, newer_columns, read_table
 from sinkscope.training.tables import UNTOUCHED
@@ -72,7 +72,8 @@ class Contents:
         named_by = STEP if manifest["command"] == "analyze_steps" else RUN
         findings: Sequence[Finding] = ()
         if len(tables) == len(files) and manifest["command"] in REPORTS:
-            findings = REPORTS[manifest["command"]](RunData(manifest, tables, folder)).findings
+            on_disk = TablesOnDisk(folder, files, COLUMNS, form, tables)
+            findings = REPORTS[manifest["command"]](RunData(manifest, on_disk, folder)).findings
         elif onsets.TABLE in tables:
             findings = onsets.findings(tables[onsets.TABLE])
         elif manifest["command"] == "claims" and CLAIM in tables:

@@ -1,14 +1,78 @@
-"""Messages that commands print on stderr while they run."""
+"""The consoles of the commands: results on stdout, and messages on stderr while they run.
 
+Names and texts come from files that anyone may have written: a console shows them, and the terminal obeys none of them.
+"""
+
+import sys
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from sinkscope.errors import printable
+
+
+class Terminal(Console):
+    """A console that prints text as it is: without markup and emoji codes, and without what a terminal would obey."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+    def on_broken_pipe(self) -> None:
+        raise  # the BrokenPipeError, with which rich would end the process
+
+
+class Messages(Terminal):
+    """A console on stderr, which ends nothing if stderr goes away."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        super().__init__(file=Forgiving(sys.stderr), quiet=quiet)
+
+
+class Forgiving:
+    """A text stream whose errors are ignored: its reader has ended, its disk is full, its terminal was closed, …"""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream: Any = stream  # None: it was closed before Python started
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError, ValueError, AttributeError):  # ValueError: the stream is closed
+            self._stream.write(text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        with suppress(OSError, ValueError, AttributeError):
+            self._stream.flush()
+
+
+class Plain(Forgiving):
+    """The stderr of a command, where libraries write warnings, errors and bars: what they quote is made printable."""
+
+    @property
+    def rich_proxied_file(self) -> Forgiving:
+        """The stream to which rich's consoles write, with their own colors."""
+        return Forgiving(self._stream)
+
+    def write(self, text: str) -> int:
+        return super().write("\r".join(map(printable, text.split("\r"))))  # a bar begins with \r
 
 
 def print_line(console: Console, text: str) -> None:
-    """Print a line verbatim, without rich's markup, colors and line breaks."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    """Print a line without line breaks of rich."""
+    console.print(text, soft_wrap=True)
 
 
 def print_notices(console: Console, notices: Iterable[str]) -> None:

@@ -23,13 +23,15 @@ from sinkscope.errors import SinkscopeError, counted, was_interrupted
 from sinkscope.interventions.intervention import UntouchedError
 from sinkscope.measuring.console import lasting, print_line
 from sinkscope.measuring.memory import sequences_that_fit
+from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Lists, Observable, Reading, Settings, accumulated, merge
 from sinkscope.measuring.observables.reductions import long_table
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import Tracer, model_inputs
 from sinkscope.models.edits import Beginning, beginning_at
-from sinkscope.results.tables import SEQUENCE, WHOLE_MODEL, Column, Columns
+from sinkscope.plugins import blaming, package_of
+from sinkscope.results.tables import SEQUENCE, WHOLE_MODEL, Column, Columns, check_made
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
 
@@ -133,7 +135,16 @@ def pass_over(
 
 
 def tables_of(observables: Iterable[Observable]) -> dict[str, pd.DataFrame]:
-    return {name: table for observable in observables for name, table in observable.tables().items()}
+    """Return the tables of all observables. Raises SinkscopeError for those of a plugin that fails, or are wrong."""
+    tables: dict[str, pd.DataFrame] = {}
+    for observable in observables:
+        name = getattr(observable, "name", "")
+        with blaming(OBSERVABLES, name):
+            made = observable.tables()
+            if package_of(OBSERVABLES, name):
+                check_made(made, observable.columns)
+            tables |= made
+    return tables
 
 
 def first_size(

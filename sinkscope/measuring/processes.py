@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from rich.console import Console
 
 from sinkscope.errors import InputError, SinkscopeError, described
+from sinkscope.measuring.console import Messages
 from sinkscope.models.loading import stays_on_cpu, was_launched
 from sinkscope.options.measuring import POLICIES
 
@@ -61,9 +61,9 @@ class Team:
         """Return `out` in the first process, None in the others."""
         return out if self.is_first else None
 
-    def console(self, quiet: bool) -> Console:
+    def console(self, quiet: bool) -> Messages:
         """Return a console on stderr, which is quiet except in the first process."""
-        return Console(stderr=True, quiet=quiet or not self.is_first)
+        return Messages(quiet or not self.is_first)
 
     def each(self, mine: Found) -> list[Found]:
         """Gather an object from every process, in order of rank. All processes must call this."""

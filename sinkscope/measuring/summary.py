@@ -15,6 +15,7 @@ from sinkscope.measuring.observables.reductions import ALL_HEADS, LATER
 from sinkscope.measuring.observables.spikes import SECONDARY
 from sinkscope.models.family import NO_POSITIONS, Family
 from sinkscope.options.measuring import ObservableOptions
+from sinkscope.plugins import blaming
 from sinkscope.results.findings import FEWEST_QUERIES, OUTLIER
 from sinkscope.results.metrics import TOKEN_GROUPS, is_clear, is_sink, lacks_rate
 from sinkscope.results.tables import METRIC, VALUE, WHOLE_MODEL, Column
@@ -67,7 +68,8 @@ def summarize(
     whole: dict[str, float] = {} if loss is None else {"loss": loss, "perplexity": perplexity(loss)}
     for table, metrics in METRICS_OF.items():
         if table in tables:
-            by_layer |= {name: series for name, of in metrics.items() if (series := of(given)) is not None}
+            with blaming(METRICS_OF, table):
+                by_layer |= {name: series for name, of in metrics.items() if (series := of(given)) is not None}
     for table, metrics_of in (("gradient", _gradient), ("query_bias", _query_bias)):
         if table in tables:
             found, of_model = metrics_of(given)

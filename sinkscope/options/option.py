@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from copy import copy
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from sinkscope.errors import InputError, one_line, unknown
+from sinkscope.options.files import is_utf8
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -56,6 +57,15 @@ class Options(BaseModel):
             ):
                 raise ValueError(f"{flag(name)} does not apply: {reason}")
         return options
+
+    @model_validator(mode="after")
+    def _check_text(self) -> Self:
+        """Refuse what run.json cannot hold: bytes of a command line that are not UTF-8."""
+        for name, value in self:
+            for part in value if isinstance(value, tuple) else (value,):
+                if isinstance(part, str | os.PathLike) and not is_utf8(os.fspath(part)):
+                    raise ValueError(f"{flag(name)} {one_line(part)} is not UTF-8: rename the file or folder")
+        return self
 
     @classmethod
     def offered(cls) -> dict[str, FieldInfo]:

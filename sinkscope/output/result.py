@@ -13,7 +13,7 @@ from typing import Any, ClassVar, TypeVar
 
 import pandas as pd
 
-from sinkscope.errors import Known, SinkscopeError, counted, described, one_line, was_interrupted
+from sinkscope.errors import Known, SinkscopeError, counted, described, one_line, printable, was_interrupted
 from sinkscope.figures.style import Figure
 from sinkscope.html_page import Contents, Paged, page_of
 from sinkscope.html_page.contents import RUN
@@ -74,7 +74,7 @@ class Result(Paged, Tabular):
         write_tables(self.tables, folder)
         for name, text in self.texts.items():
             with new_file(folder / name) as fresh:
-                fresh.write_text(text, encoding="utf-8")
+                fresh.write_text(printable(text), encoding="utf-8")
 
 
 def write_data(result: Result, folder: Path) -> None:
@@ -143,7 +143,7 @@ def _write_page(result: Result, files: FileList, wanted: bool) -> dict[str, str]
         return {PAGE: described(error)}
     files.add(PAGE)
     with new_file(path) as fresh:
-        fresh.write_text(text, encoding="utf-8")
+        fresh.write_text(printable(text), encoding="utf-8")
     return {}
 
 

@@ -14,7 +14,7 @@ import pandas as pd
 from rich.console import Console
 
 from sinkscope import figures
-from sinkscope.errors import InputError, Known, counted, unknown
+from sinkscope.errors import InputError, Known, counted, printable, unknown
 from sinkscope.figures import FIGURES
 from sinkscope.figures.style import Figure
 from sinkscope.html_page import Contents
@@ -30,7 +30,7 @@ from sinkscope.results.metrics import METRICS, MISSING
 from sinkscope.results.papers import paper_tables
 from sinkscope.results.run import RunData
 from sinkscope.results.side_by_side import span
-from sinkscope.results.tables import Columns, write_tables
+from sinkscope.results.tables import Columns, blaming_tables, write_tables
 from sinkscope.verdict import analysis
 from sinkscope.verdict.kv_plan import PRESS, plan_files, write_plans
 from sinkscope.verdict.quantization import spared_files, write_spared
@@ -79,7 +79,8 @@ class Run(RunData, Result):
         Raises:
             InputError: there is no such figure or option, or this run has no data for it.
         """
-        figure = figures.draw(name, self, **options)
+        with blaming_tables():
+            figure = figures.draw(name, self, **options)
         if figsize is not None:
             figure.set_size_inches(figsize)
         return figure
@@ -152,7 +153,8 @@ class Run(RunData, Result):
     @cached_property
     def report(self) -> Report:
         """The findings, as data."""
-        return REPORTS[self.command](self)
+        with blaming_tables():
+            return REPORTS[self.command](self)
 
     @cached_property
     def verdict(self) -> str:
@@ -160,7 +162,7 @@ class Run(RunData, Result):
         parts = [report_markdown(self.report)]
         if self.folder is not None:
             parts += ["### Files", f"```\n{_files(self, self.folder)}\n```"]
-        return "\n\n".join(parts)
+        return printable("\n\n".join(parts))
 
     @property
     def findings(self) -> Sequence[Finding]:
@@ -182,7 +184,9 @@ class Run(RunData, Result):
         measured = f"{counted(read['sequences'], 'sequence')} of {lengths} tokens ({self.condition})"
         unsaved = "in memory" + ("" if self._is_arm else "; run.save(folder) writes it")
         where = unsaved if self.folder is None else f"in {self.folder}"
-        return f"Run of `{self.command}` on {self.model}, {self.manifest['dtype']}: {measured}\n{self._short}\n{where}"
+        what = f"Run of `{self.command}` on {self.model}, {self.manifest['dtype']}"
+        with blaming_tables():
+            return printable(f"{what}: {measured}\n{self._short}\n{where}")
 
     @property
     def _is_arm(self) -> bool:
@@ -262,7 +266,7 @@ def _press(run: Run, folder: Path) -> None:
 
 
 def _write_text(text: str, path: Path) -> None:
-    path.write_text(text + "\n", encoding="utf-8")
+    path.write_text(printable(text) + "\n", encoding="utf-8")
 
 
 # in the order in which they are written; run.json follows, then figures and the page

@@ -40,6 +40,7 @@ from sinkscope.results.manifest import RUNS, folder_of, read_manifest
 from sinkscope.results.scorecard import COMMAND as CLAIMS
 from sinkscope.results.scorecard import ROUTE, TABLES
 from sinkscope.results.side_by_side import differing_settings
+from sinkscope.results.tables import blaming_tables
 from sinkscope.verdict.scorecard import Scorecard
 from sinkscope.verdict.table_formats import as_markdown
 
@@ -113,7 +114,7 @@ def compare(
         TRAINING: curves,
     }
     reads = [one.folder if isinstance(one, Run | Scorecard) else one for one in runs]
-    with own_folder(out, overwrite, ("compare",), reads=reads) as folder:
+    with blaming_tables(), own_folder(out, overwrite, ("compare",), reads=reads) as folder:
         return written(replace(ways.get(commands[0], compared)(runs, start), folder=folder), page)
 
 

@@ -20,7 +20,7 @@ from sinkscope.errors import InputError, Known, UnknownKey, unknown
 from sinkscope.results.activations import Activations
 from sinkscope.results.manifest import folder_of, format_of, read_manifest
 from sinkscope.results.metrics import METRICS
-from sinkscope.results.tables import LEADING_COLUMNS, Columns, read_table
+from sinkscope.results.tables import LEADING_COLUMNS, Columns, read_table, used
 
 WITH, WITHOUT = "with", "without"  # a BOS at the beginning of each sequence
 BOS_OPTIONS = {WITH: "always", WITHOUT: "never"}  # the value of --bos that has this effect with every tokenizer
@@ -67,7 +67,7 @@ class RunData:
             raise InputError(f"{folder} is incomplete: {missing[0]} is missing")
         return cls(
             manifest,
-            _TablesOnDisk(folder, paths, cls.columns, format_of(manifest)),
+            TablesOnDisk(folder, paths, cls.columns, format_of(manifest)),
             folder,
             Activations.of_folder(folder),
         )
@@ -145,7 +145,7 @@ class RunData:
 
 
 @dataclass(eq=False, repr=False)
-class _TablesOnDisk(Mapping[str, pd.DataFrame]):
+class TablesOnDisk(Mapping[str, pd.DataFrame]):
     """Tables that are read, and checked against their declared columns, on first access."""
 
     folder: Path
@@ -160,7 +160,7 @@ class _TablesOnDisk(Mapping[str, pd.DataFrame]):
                 raise UnknownKey(f"{self.folder}: table {unknown(name, self.paths)}")
             columns = (*LEADING_COLUMNS, *self.columns.get(name, ()))
             self.read[name] = read_table(self.paths[name], columns, self.form)
-        return self.read[name]
+        return used(self.paths[name], self.read[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.paths)

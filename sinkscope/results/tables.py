@@ -1,12 +1,14 @@
 """The parquet tables: declared columns, the columns that many tables share, and reading and writing of tables."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 
-from sinkscope.errors import InputError, one_line
+from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory, one_line, was_interrupted
 from sinkscope.results.manifest import FORMAT, of_an_older_format, read_manifest
 from sinkscope.results.swap import new_file
 
@@ -60,6 +62,13 @@ METRIC = Column("metric", "name of the metric (`sinkscope list metrics`)", kind=
 VALUE = Column("value", "its value")
 SUMMARY_COLUMNS = (METRIC, VALUE)
 WHOLE_MODEL = -1  # in the column `layer`
+# Readers make arrays that are as long as the largest index, and as wide as that of heads or keys. No model, text or
+# study reaches these numbers.
+BELOW = dict.fromkeys(("layer", "head", "kv_head", "query", "key"), 1 << 12) | dict.fromkeys(
+    ("position", "sequence", "coordinate", "draw", "group", "row", "column"), 1 << 24
+)
+MOST_ROWS = 100_000_000
+TWICE = "it has rows twice"
 
 # tables that trainings write; measuring/tables.py has all tables
 TRAINING_TABLES: dict[str, Columns] = {
@@ -98,22 +107,76 @@ def write_tables(tables: Mapping[str, pd.DataFrame], folder: Path) -> None:
         write_table(table, folder / "tables" / f"{name}.parquet")
 
 
+# tables that are used in a block of `blaming_tables`, the last one last
+_USED: ContextVar[dict[Path, pd.DataFrame] | None] = ContextVar("used", default=None)
+
+
+def used(path: Path, table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table of a folder, and note for `blaming_tables` that it is used now."""
+    if (tables := _USED.get()) is not None:
+        tables.pop(path, None)
+        tables[path] = table
+    return table
+
+
+@contextmanager
+def blaming_tables() -> Iterator[None]:
+    """Name a table in errors of code that evaluates tables of folders, which may have been edited.
+
+    It is the last one that was used with a fault, or else the last one. Errors of code without such tables stay.
+    """
+    tables: dict[Path, pd.DataFrame] = {}
+    token = _USED.set(tables)
+    try:
+        yield
+    except (SinkscopeError, OSError):
+        raise
+    except Exception as error:
+        if not tables or is_out_of_memory(error) or was_interrupted(error):
+            raise
+        faults = ((path, fault) for path in reversed(tables) for fault, has in FAULTS.items() if has(tables[path]))
+        path, fault = next(faults, (list(tables)[-1], "this or another table does not fit to the others"))
+        raise InputError(f"{path} seems to be edited or damaged: {fault} [{described(error)}]") from error
+    finally:
+        _USED.reset(token)
+
+
+# what is looked for after an error
+FAULTS: dict[str, Callable[[pd.DataFrame], bool]] = {
+    TWICE: lambda table: bool(table.duplicated().any()),
+    "two rows have the same labels": lambda table: bool(
+        table.duplicated(list(table.select_dtypes(exclude="float"))).any()
+    ),
+    "it has no rows": lambda table: not len(table),
+    "a column has no values": lambda table: bool(table.isna().all().any()),
+}
+
+
 def read_table(path: Path, columns: Columns = (), form: int = FORMAT) -> pd.DataFrame:
     """Read a table that has these columns, with values of their kinds.
 
     In a folder of an older format (`form`), newer columns are empty. Raises InputError if the file is damaged, contains
-    another table, or has another format.
+    another table, has another format, or would fill the memory.
     """
-    import pyarrow.parquet  # imported late, because declaring a column does not need it
+    import psutil  # imported late, because declaring a column does not need them
+    import pyarrow.parquet
 
     newer = newer_columns(columns, form)
     needed = [column for column in columns if column not in newer]
     try:
         metadata = pyarrow.parquet.read_metadata(path)
-        lacking = [column.name for column in needed if not _has(metadata, column)]
+        if metadata.num_rows > min(MOST_ROWS, psutil.virtual_memory().available // (8 * max(1, metadata.num_columns))):
+            raise InputError(f"{path} has {metadata.num_rows:,} rows, which would fill the memory: it is damaged")
+        schema = metadata.schema.to_arrow_schema()
+        lacking = [column.name for column in needed if not _has(schema, metadata.num_rows, column)]
         if not lacking:
             table = pd.read_parquet(path)
-            return table.assign(**{column.name: EMPTY[column.kind] for column in newer if column.name not in table})
+            if fault := fault_of(table, columns):
+                raise InputError(f"{path} was edited, or is damaged: {fault}")
+            empty = {column.name: EMPTY[column.kind] for column in newer if column.name not in table}
+            return used(path, table.assign(**empty))
+    except InputError:
+        raise
     except Exception as error:  # a damaged file can raise almost any error
         raise InputError(f"{path} is damaged: {one_line(error)}") from error
     if form < FORMAT:
@@ -121,12 +184,39 @@ def read_table(path: Path, columns: Columns = (), form: int = FORMAT) -> pd.Data
     raise InputError(f"{path} is not the table '{path.stem}': it has no column {lacking[0]}, or one with other values")
 
 
+def fault_of(table: pd.DataFrame, columns: Columns) -> str:
+    """Return what no table with these columns has, such as a billionth layer or a row twice; "" if there is nothing."""
+    for name in (column.name for column in columns if column.name in BELOW and column.kind == "whole"):
+        for index in (table[name].min(), table[name].max()) if name in table and len(table) else ():
+            if not -1 <= index < BELOW[name]:
+                return f"there is no {name} {index}"
+    has_keys = any(column.name in BELOW and column.name != "layer" for column in columns) or METRIC in columns
+    return TWICE if has_keys and table.duplicated().any() else ""
+
+
+def check_made(tables: Mapping[str, pd.DataFrame], columns: Mapping[str, Columns]) -> None:
+    """Raise ValueError for tables of an observable that are not as its `columns` declare: they could not be read."""
+    import pyarrow
+
+    for name, table in tables.items():
+        if name not in columns:
+            raise ValueError(f"its `columns` do not declare the table '{name}'")
+        if not isinstance(table, pd.DataFrame):
+            raise ValueError(f"the table '{name}' is a {type(table).__name__}, not a DataFrame")
+        schema, needed = pyarrow.Schema.from_pandas(table), (LEADING_COLUMNS[-1], *columns[name])
+        for column in needed:
+            if column != TOKEN and not _has(schema, len(table), column):  # it is added for each token_id
+                raise ValueError(f"the table '{name}' has no column {column.name}, or one with other values")
+        if fault := fault_of(table, needed):
+            raise ValueError(f"the table '{name}': {fault}")
+
+
 def newer_columns(columns: Columns, form: int) -> list[Column]:
     return [column for column in columns if column.since > form]
 
 
-def _has(metadata: Any, column: Column) -> bool:
-    """Return whether a parquet file has a column of this name and kind."""
+def _has(schema: Any, rows: int, column: Column) -> bool:
+    """Return whether a schema of pyarrow, for this number of rows, has a column of this name and kind."""
     from pyarrow import types
 
     is_of: dict[Kind, Callable[[Any], bool]] = {
@@ -135,9 +225,8 @@ def _has(metadata: Any, column: Column) -> bool:
         "number": lambda kind: types.is_integer(kind) or types.is_floating(kind),
         "truth": types.is_boolean,
     }
-    schema = metadata.schema.to_arrow_schema()
     if schema.names.count(column.name) != 1:
         return False
     kind = schema.field(column.name).type
-    without_values = types.is_null(kind) and (column.kind == "text" or metadata.num_rows == 0)
+    without_values = types.is_null(kind) and (column.kind == "text" or rows == 0)
     return is_of[column.kind](kind) or without_values

@@ -3,12 +3,14 @@
 import errno
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import pandas as pd
 import pytest
 from rich.console import Console
 from rich.text import Text
@@ -18,13 +20,17 @@ from support.tables import assert_same_tables
 from tiny import tiny_model
 from typer.testing import CliRunner, Result
 
+import sinkscope
 import sinkscope.figures
 import sinkscope.results.tables
 from sinkscope.cli.app import app
 from sinkscope.cli.printing import InMarkdown, fitted
+from sinkscope.errors import UNPRINTABLE
 from sinkscope.figures import FIGURES, applicable
+from sinkscope.measuring.console import Plain, Terminal
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.output.run import Run
+from sinkscope.results.manifest import is_undrawn
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.tables import LEADING, names_of, write_table
 
@@ -196,7 +202,10 @@ def test_run(bare: Path) -> None:
     assert result.stderr.endswith("run first (1 of 2)\nrun second (2 of 2)\nwritten to both\n")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device that is always full is Linux's")
+NEEDS_DEV_FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device that is always full is Linux's")
+
+
+@NEEDS_DEV_FULL
 @pytest.mark.usefixtures("no_figures")
 @pytest.mark.parametrize("command", [["list", "metrics"], ["analyze", "--help"], ["analyze"]])
 def test_standard_output_that_is_full(
@@ -213,6 +222,200 @@ def test_standard_output_that_is_full(
     *_, message = capsys.readouterr().err.splitlines()
     assert message == f"sinkscope: standard output cannot be written (No space left on device){left}"
     assert Path("run/run.json").exists() == measured
+
+
+class ClosedTerminal(io.TextIOWrapper):
+    """A terminal that was closed: a bar, a spinner and every line fail."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO())
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def without_reader() -> TextIO:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return open(writer, "w", buffering=1)
+
+
+def full_disk() -> TextIO:
+    return open("/dev/full", "w", buffering=1)
+
+
+def closed() -> TextIO:
+    """A stream that cannot be written, which is what a command has after `>&-`."""
+    return open(os.open(os.devnull, os.O_RDONLY), "w")
+
+
+GONE = (ClosedTerminal, without_reader, pytest.param(full_disk, marks=NEEDS_DEV_FULL), lambda: None)
+QUICK = (*SMALL, "--input", "random", "--observables", "massive", "--no-page", "--out", "run")
+
+
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.parametrize("stream", GONE)
+def test_a_run_outlives_its_stderr(
+    stream: Any, bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stream())
+        sinkscope.analyze(
+            tiny_model("llama"), input="random", num_seqs=2, seq_len=8, out="api", quiet=False, page=False
+        )
+        with pytest.raises(SystemExit) as ended:
+            app(["analyze", str(bare), *QUICK])
+        with pytest.raises(SystemExit) as refused:
+            app(["analyze", str(bare), *QUICK])
+    assert (ended.value.code, refused.value.code) == (0, 2)
+    assert capsys.readouterr().out == Path("run/verdict.md").read_text(encoding="utf-8")
+    assert not any(is_undrawn(Run.open(folder).manifest) for folder in ("run", "api"))
+
+
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.parametrize("stream", [without_reader, closed])
+def test_a_result_in_a_folder_needs_no_stdout(
+    stream: Any, bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command that only prints fails without it, silently if a reader such as `head` has ended."""
+    status = {}
+    analyze = ["analyze", str(bare), *QUICK]
+    for name, command in {"list": ["list"], "analyze": analyze, "json": [*analyze, "--json", "--overwrite"]}.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stream())
+            with pytest.raises(SystemExit) as ended:
+                app(command)
+        status[name] = ended.value.code
+    assert status == {"list": 1, "analyze": 0, "json": 1}
+    measured = "4 sequences in batches of 4 × 24\n"
+    reason = "sinkscope: standard output cannot be written (Bad file descriptor)" if stream is closed else ""
+    complete = ", but the result is complete in run" if stream is closed else ""
+    lines = [reason, *f"{measured}written to run\n{measured}{reason}{complete}".splitlines()]
+    assert capsys.readouterr().err.splitlines() == [line for line in lines if line]
+
+
+def test_streams_that_are_closed_from_the_start() -> None:
+    """No file of the command gets their numbers, which libraries in C write to."""
+    code = "import os; from sinkscope.cli.app import app; app(['list'])"
+    command = " ".join(["exec", sys.executable, "-c", f'"{code}"'])
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = [
+        subprocess.run(f"{command} {how}", shell=True, capture_output=True, env=env)
+        for how in ("2>&-", ">&-", ">&- 2>&-")
+    ]
+    assert [each.returncode for each in ended] == [0, 1, 1]
+    assert b"observables" in ended[0].stdout
+    assert ended[1].stderr == b"sinkscope: standard output cannot be written (Bad file descriptor)\n"
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_what_a_model_prints_is_no_result(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code may print, also while nothing reads stdout; and it may print what a terminal obeys."""
+    monkeypatch.setattr(Tracer, "forward", _printing(Tracer.forward))
+    result = command_line("analyze", bare, *QUICK, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["folder"] == "run"
+    assert "hello \\u001b[31m\n" in result.stderr
+
+
+def _printing(plain: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        print("hello \x1b[31m")
+        return plain(*args, **kwargs)
+
+    return forward
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e[red]:warning:"
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_a_terminal_obeys_no_text_of_a_file(finished: tuple[Result, Path], tiny: Path) -> None:
+    """Neither markup nor emoji codes of rich, escape sequences, nor controls of bidirectional text."""
+    shutil.copytree(finished[1], "other")
+    manifest = json.loads(Path("other/run.json").read_text(encoding="utf-8"))
+    manifest["model"] |= {"name": HOSTILE, "source": HOSTILE}
+    manifest["config"] |= {"model": HOSTILE, "seed": 5}
+    manifest["dtype"] = HOSTILE
+    Path("other/run.json").write_text(json.dumps(manifest))
+    for path in Path("other/tables").glob("*.parquet"):
+        table = pd.read_parquet(path).assign(model=HOSTILE)
+        write_table(table.assign(token=HOSTILE) if "token" in table else table, path)
+    shutil.copytree(tiny, "model")
+    config = json.loads(Path("model/config.json").read_text(encoding="utf-8"))
+    Path("model/config.json").write_text(json.dumps(config | {"hidden_act": HOSTILE, "architectures": [HOSTILE]}))
+    printed = ""
+    for command in (
+        ("compare", finished[1], "other"),
+        ("compare", finished[1], "other", "--json"),
+        ("compare", finished[1], "other", "--format", "markdown"),
+        ("card", "other"),
+        ("analyze", "--from", "other"),
+        ("doctor", "model"),
+        ("doctor", "model", "--debug"),
+        ("list", HOSTILE),
+    ):
+        result = command_line(*command)
+        shown = result.stdout + result.stderr
+        assert not UNPRINTABLE.search(shown), (command, shown)
+        printed += shown
+        if "--json" in command:
+            assert HOSTILE in json.loads(result.stdout)["tables"]["numbers"][0]
+    assert printed.count("[red]:warning:") > 10
+    verdict = Run.open("other").verdict
+    assert not UNPRINTABLE.search(verdict)
+    assert "[red]:warning:" in verdict
+
+
+def test_a_console_on_a_terminal_keeps_its_own_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Terminal(file=io.StringIO(), force_terminal=True, color_system="standard", width=60)
+    screen.print(Text("\x1b[2J\u202e", "red"))
+    assert screen.file.getvalue() == "\x1b[31m\\u001b[2J\\u202e\x1b[0m\n"  # type: ignore[attr-defined]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stderr", Plain(sys.stderr))
+        Console(stderr=True, force_terminal=True, color_system="standard").print(Text("words", "red"))
+        print("\rhalf of a bar\x1b[A", end="", file=sys.stderr)
+    assert capsys.readouterr().err == "\x1b[31mwords\x1b[0m\n\rhalf of a bar\\u001b[A"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS and Windows have no such names")
+def test_names_that_are_not_utf8(tiny: Path, finished: tuple[Result, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables, weights and run.json cannot hold them, so they are refused before anything is read or measured."""
+    odd, run = Path(os.fsdecode(b"caf\xe9")), finished[1]
+    shutil.copytree(tiny, odd / "model")
+    shutil.copytree(run, odd / "run")
+    (odd / "x.txt").write_text("the of and drain " * 300)
+    (odd / "x.yaml").write_text(RECIPE)
+    Path("link").symlink_to(odd, target_is_directory=True)
+    given: list[tuple[object, ...]] = [
+        ("analyze", odd / "model"),
+        ("analyze", tiny, "--input", odd / "x.txt"),
+        ("analyze", tiny, "--out", odd / "new"),
+        ("analyze", tiny, "--out", "link/new"),
+        ("analyze", "link/model"),
+        ("analyze", tiny, "--revision", odd),
+        ("analyze", "--from", odd / "run"),
+        ("doctor", odd / "model"),
+        ("run", odd / "x.yaml", "--model", tiny),
+        ("run", "link/x.yaml", "--model", tiny),
+        ("sweep", odd / "x.yaml"),
+        ("train", "--config", odd / "model", "--tokenizer", tiny),
+        ("show", odd / "run", "--again", "--print"),
+        ("compare", odd / "run", run),
+    ]
+    for command in given:
+        assert "caf\\udce9" in (message := refused(2, *command)), command
+        assert "is not UTF-8: rename the file or folder" in message
+    with pytest.raises(sinkscope.InputError, match="is not UTF-8"):
+        Run.open(odd / "run")
+    with pytest.raises(sinkscope.InputError, match="is not UTF-8"):
+        Run.open(run).save(odd / "new")
+    monkeypatch.chdir(odd)
+    for command in (("analyze", tiny), ("analyze", "model"), ("analyze", tiny, "--input", "x.txt")):
+        assert "is not UTF-8" in refused(2, *command)
 
 
 @pytest.mark.usefixtures("no_figures")

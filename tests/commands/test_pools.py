@@ -1,7 +1,11 @@
-"""The accelerators that the workers of a sweep get, on a machine that is said to have some."""
+"""The workers of a sweep: the accelerators that they get, on a machine that is said to have some, and their streams."""
 
+import gc
+import logging
 import multiprocessing
+import os
 import sys
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +14,8 @@ import torch
 
 from sinkscope.commands.sweeping import pools
 from sinkscope.commands.sweeping.pools import Processes, RayTasks
-from sinkscope.commands.sweeping.worker import ALL, Group, devices_for
+from sinkscope.commands.sweeping.worker import ALL, Group, devices_for, settle
+from sinkscope.measuring.console import Plain
 
 
 def started(monkeypatch: pytest.MonkeyPatch, workers: int, accelerators: int) -> tuple[Processes, list[Any]]:
@@ -79,3 +84,19 @@ def test_gpus_of_a_ray_task(devices: int, expected: int, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "ray", cluster)
     RayTasks(None).start(Group((), devices=devices))
     assert asked["num_gpus"] == expected
+
+
+def test_a_worker_outlives_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code of a model may print while nothing reads it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    monkeypatch.setattr(logging, "disable", lambda level: None)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, open(writer, "w", buffering=1, closefd=False))  # noqa: SIM115
+    with warnings.catch_warnings():
+        settle()
+        settle()  # Ray's workers do this for each group
+        print("loading …", flush=True)
+        print("loading …", file=sys.stderr, flush=True)
+    assert not isinstance(sys.stderr._stream, Plain)  # type: ignore[attr-defined]

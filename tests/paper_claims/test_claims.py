@@ -81,7 +81,7 @@ def drained(sinks: float, ratio: float, draw: int | None = None) -> RunData:
     heads, later = np.linspace(0, 1, 10, endpoint=False), 1.0
     mass = np.where(heads < sinks, 0.9, 0.05)
     run = analysis({
-        "attention_heads_by_sequence": by_sequence({"window_mass": mass}, head=range(10)),
+        "attention_heads_by_sequence": by_sequence({"window_mass": mass, "uniform_mass": 0.07}, head=range(10)),
         "geometry_by_sequence": by_sequence(
             {"value_norm": ratio, "value_norm_later": later}, noise=0.001, head=range(10)
         ),

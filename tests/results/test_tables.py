@@ -1,21 +1,28 @@
 """Tables are read by their declared columns; NU tables 1 and 2 for GPT-2, computed from weights by plain torch."""
 
 import json
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pandas as pd
+import psutil
+import pyarrow.parquet
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import sinkscope
-from sinkscope import InputError, Run
+from sinkscope import InputError, Run, show
 from sinkscope.results.manifest import MANIFEST, format_of
 from sinkscope.results.papers import GPT2_MASSIVE, paper_tables, printed_gamma
-from sinkscope.results.tables import LEADING, LEADING_COLUMNS, METRIC, VALUE, Column, read_table
+from sinkscope.results.tables import LEADING, LEADING_COLUMNS, METRIC, MOST_ROWS, VALUE, Column, read_table, write_table
 from sinkscope.verdict.register import written_tables
 
-REPORTS = sorted((Path(__file__).parents[2] / "reports").glob("*/tables/*.parquet"))
+REPORT = Path(__file__).parents[2] / "reports"
+REPORTS = sorted(REPORT.glob("*/tables/*.parquet"))
 COLUMNS = (*LEADING_COLUMNS, METRIC, VALUE)
 ROWS = pd.DataFrame([("m", "natural", -1, "loss", 1.5)], columns=[*LEADING, "metric", "value"])
 
@@ -54,6 +61,49 @@ def test_tables_are_read_by_their_columns(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
         with pytest.raises(InputError, match=r"summary.parquet is damaged"):
             read_table(path, (Column("layer", "", kind="whole"),))
+
+
+@pytest.mark.parametrize(
+    ("report", "name", "edit", "fault"),
+    [
+        ("smollm2-135m-streaming", "streaming", lambda table: table[:0], "it has no rows"),
+        ("smollm2-135m-w8a8", "quantization_sites", lambda table: pd.concat([table, table]), "it has rows twice"),
+        (
+            *("smollm2-135m-w8a8", "quantization_sites"),
+            lambda table: pd.concat([table, table.assign(cost=0.5)]),
+            "two rows have the same labels",
+        ),
+        ("smollm2-135m-w8a8", "quantization", lambda table: table[:1], "does not fit to the others"),
+        ("smollm2-135m-w8a8", "quantization", lambda table: table.assign(layer=10**9), "there is no layer 1000000000"),
+        ("mgm", "massive", lambda table: table.assign(value=float("nan")), "a column has no values"),
+        ("mgm", "massive", lambda table: pd.concat([table, table]), "it has rows twice"),
+        ("mgm", "attention", lambda table: table.assign(head=-5), "there is no head -5"),
+    ],
+)  # fmt: skip
+def test_a_table_that_was_edited(report: str, name: str, edit: Any, fault: str, tmp_path: Path) -> None:
+    """What reads it ends with one line that names it, and no array is as large as its numbers say."""
+    run = Path(shutil.copytree(REPORT / report, tmp_path / "run"))
+    path = run / "tables" / f"{name}.parquet"
+    write_table(edit(pd.read_parquet(path)), path)
+    for opened in (lambda: Run.open(run).verdict, lambda: show(run, again=True)):
+        with pytest.raises(InputError) as refused:
+            opened()
+        (line,) = str(refused.value).splitlines()
+        assert line.startswith(str(path)), line
+        assert fault in line
+
+
+def test_a_table_that_would_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small file can hold any number of equal rows."""
+    path, columns = tmp_path / "summary.parquet", (Column("layer", "", kind="whole"),)
+    pyarrow.parquet.write_table(pyarrow.table({"layer": np.zeros(MOST_ROWS + 1, np.int8)}), path)
+    assert path.stat().st_size < MOST_ROWS / 100
+    with pytest.raises(InputError, match=r"summary.parquet has 100,000,001 rows, which would fill the memory"):
+        read_table(path, columns)
+    ROWS.to_parquet(path, index=False)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=39))
+    with pytest.raises(InputError, match="has 1 rows, which would fill the memory"):  # 5 numbers of 8 bytes
+        read_table(path, columns)
 
 
 def gpt2_shaped() -> GPT2LMHeadModel:

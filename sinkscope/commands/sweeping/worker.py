@@ -6,6 +6,7 @@
 import gc
 import hashlib
 import logging
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from typing import Any
 from huggingface_hub import constants, dataset_info
 
 from sinkscope.errors import LONGEST, InputError, SinkscopeError, described, is_out_of_memory, one_line, was_interrupted
+from sinkscope.measuring.console import Plain
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import check_memory
 from sinkscope.models.adapters import ADAPTER_CONFIG, find_adapter
@@ -26,6 +28,7 @@ from sinkscope.models.files import SMALL_FILES, fetch, find_settings, is_on_hub,
 from sinkscope.options.files import kind_of, names_in, user_path
 from sinkscope.options.measuring import DEMO_NAME
 from sinkscope.options.training import ArmOptions
+from sinkscope.plugins import plugin_of
 from sinkscope.results.folders import resumable
 from sinkscope.results.manifest import MANIFEST, noting
 from sinkscope.text.sources import DRAWN, TEXTS
@@ -94,6 +97,8 @@ def settle() -> None:
     the collections at the start of each pass are fast.
     """
     gc.freeze()
+    if not isinstance(sys.stderr, Plain):  # what libraries print ends no cell, and is no result
+        sys.stdout = sys.stderr = Plain(sys.stderr)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 
@@ -115,7 +120,10 @@ def measured(group: Group) -> Iterator[Event]:
             elif is_out_of_memory(error):
                 message = "memory ran out: take a shorter seq-len, dtype bfloat16 or device-map auto"
             else:
-                message = f"unexpected {described(error)}"
+                plugin = plugin_of(error)
+                message = (
+                    f"the plugin {plugin} failed [{described(error)}]" if plugin else f"unexpected {described(error)}"
+                )
             yield Event(task.name, State.FAILED, message, time.monotonic() - start)
         else:
             yield Event(task.name, State.DONE, seconds=time.monotonic() - start)
