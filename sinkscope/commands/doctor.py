@@ -152,7 +152,7 @@ def doctor(
                 else:
                     report.notes.append(finding.sentence)
         if family.door == "interface" and not any(map(attends_by_us, loaded.model.modules())):
-            _compare_kernels(report, loaded.model, family, tolerance, Console(stderr=True, quiet=quiet))
+            _compare_kernels(report, loaded.model, family, tolerance, Messages(quiet=quiet))
     return report
 
 
@@ -240,7 +240,7 @@ def _random_batch(model: PreTrainedModel, length: int) -> Batch:
 
 
 def _compare_kernels(
-    report: Report, model: PreTrainedModel, family: Family, tolerance: float, console: Console
+    report: Report, model: PreTrainedModel, family: Family, tolerance: float, console: Messages
 ) -> None:
     """Add checks of all kernels; this comes last, because torch compiles one of them."""
     if input_device(model).type != "cpu":
