@@ -144,7 +144,8 @@ def without_gradients(model: PreTrainedModel) -> str | None:
         if kind in seen or not isinstance(getattr(module, "in_features", None), int):
             continue
         seen.add(kind)
-        if tensor is not None and not tensor.is_meta and not _has_right_gradient(module, tensor.device, model.dtype):
+        device = model.device if tensor is None else tensor.device  # dynamic int8 has its weights in no tensor
+        if device.type != "meta" and not _has_right_gradient(module, device, model.dtype):
             return f"the gradient of its quantized layers ({path}) does not match their outputs"
     return None
 
