@@ -111,8 +111,10 @@ def is_ordinary(weight: Any) -> bool:
 
 def is_quantized(model: PreTrainedModel) -> bool:
     """Return whether a model computes on quantized weights, according to transformers or to a linear layer."""
-    weights = (getattr(module, "weight", None) for module in model.modules() if isinstance(module, nn.Linear))
-    return bool(getattr(model, "is_quantized", False)) or not all(map(is_ordinary, weights))
+    weights = ((module, getattr(module, "weight", None)) for module in model.modules())
+    # torch's own quantized layers are no Linear, and have a method in the place of the weight
+    of_linear = [weight for module, weight in weights if isinstance(module, nn.Linear) or callable(weight)]
+    return bool(getattr(model, "is_quantized", False)) or not all(map(is_ordinary, of_linear))
 
 
 def is_packed(model: PreTrainedModel) -> bool:
