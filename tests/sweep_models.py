@@ -4,10 +4,12 @@ The types by outcome are in recipes/docs/models.md, and their numbers in the REA
 
     python tests/sweep_models.py [LIST[:TYPE] …]
 
-With types, the other rows of a list stay as they are. A tiny random model of each type is built from its configuration. `agrees` says whether every column of the tables
-`attention`, `attention_heads`, `sink_positions`, `activation`, `massive` and `gradient` and the logits equal those of
-plain transformers and autograd, in float64 to 1e-10, alone and padded on either side, and whether the model is
-unchanged afterwards. `sites` are the sites of the table `activation`.
+With types, the other rows of a list stay as they are.
+
+A tiny random model of each type is built from its configuration, and measured by `sinkscope.analyze`. `agrees` says
+whether every column of the tables `attention`, `attention_heads`, `sink_positions`, `activation`, `massive` and
+`gradient` and the logits equal those of plain transformers and autograd, in float64 to 1e-10, alone and padded on
+either side, and whether the model is unchanged afterwards. `sites` are the sites of the table `activation`.
 """
 
 import csv

@@ -1,6 +1,7 @@
 """Models without a head, edited by hand, broken or quantized: measured, or refused in two lines that name the place."""
 
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from types import MethodType
 
 import pytest
@@ -22,7 +23,10 @@ from transformers import (
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 import sinkscope
-from sinkscope import InputError, Run, SinkscopeError
+from sinkscope import InputError, Run, SinkscopeError, plugins
+from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.observables.observable import Observable, Reading
+from sinkscope.text.batch import Batch
 
 IDS = [list(range(3, 19)), list(range(40, 56))]
 FEW = ("attention", "activation", "massive")
@@ -207,6 +211,24 @@ def test_dynamically_quantized_weights_have_no_gradients() -> None:
     run = analyzed(model)
     assert "gradient of its quantized layers" in run.manifest["not_measured"]["gradient"]
     assert "attention" in run.tables
+
+
+class Failing(Observable):
+    name = about = "failing"
+    sites = ("layer_out",)
+    by_default = False
+
+    def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
+        raise KeyError("lost")
+
+
+def test_an_error_of_a_plugin_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("failing", f"{__name__}:register", plugins.GROUP)
+    monkeypatch.setattr(plugins, "_loaded", [point])
+    monkeypatch.setitem(OBSERVABLES, "failing", Failing)
+    message = r"^Failing.see of the plugin .* raised an error: repair or uninstall it \[KeyError: 'lost'\]$"
+    with pytest.raises(SinkscopeError, match=message):
+        analyzed(tiny_model("llama"), observables=("failing",))
 
 
 # --- attention that is not one softmax

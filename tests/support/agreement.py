@@ -40,7 +40,8 @@ class Row:
     """The outcome for one model type.
 
     `outcome` is row (of the table of families), wiring (found numerically), refused, or not built; `layers` is the
-    number of layers of each kind. `reason` is that of a refusal, or why the attention of some layers is not read. `padded`, for a causal model, is whether measurements of a padded batch equal those
+    number of layers of each kind. `reason` is that of a refusal, or why the attention of some layers is not read.
+    `padded`, for a causal model, is whether measurements of a padded batch equal those
     of plain transformers, on either side; "yes, but" if transformers' own numbers then differ from those of a sequence
     alone.
     """
