@@ -255,7 +255,10 @@ ENDINGS: dict[str, type[BaseException] | None] = {
     "exception": ZeroDivisionError,
     "interrupt": KeyboardInterrupt,
 }
-RAISED = {ZeroDivisionError: SinkscopeError, KeyboardInterrupt: KeyboardInterrupt}  # the first names the module
+RAISED = {
+    ZeroDivisionError: sinkscope.SinkscopeError,
+    KeyboardInterrupt: KeyboardInterrupt,
+}  # the first names the module
 
 
 def break_down(model: PreTrainedModel, layer: int, error: type[BaseException], at: int = 2) -> None:
