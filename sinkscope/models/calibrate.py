@@ -95,7 +95,10 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
             advice = "check its weights, and whether its numbers fit into its dtype"
             raise InputError(f"'{name}': layer {layer} gives {gives}: {advice}")
     blocks = [
-        replace(block, attention="", unread=attention.unread) if attention.unread else block
+        # the configuration may name what mixes the tokens, such as linear attention
+        replace(block, attention="", unread=attention.unread)
+        if attention.unread and block.kind in (UNREAD, NO_SOFTMAX)
+        else block
         for block, attention in zip(_blocks(model, layers, records, attentions, inputs), attentions, strict=True)
     ]
     ran = [at for at, events in enumerate(records) if events]

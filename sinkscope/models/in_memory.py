@@ -150,6 +150,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(naming_the_place(model))
         stack.enter_context(on_cpu_by_default())
+        stack.enter_context(torch.random.fork_rng(devices=[]))  # for a short text, BigBird makes new modules
         stack.enter_context(unchanged_after(model))
         for module in model.modules():
             module.training = False
