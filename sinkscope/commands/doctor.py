@@ -38,6 +38,7 @@ from sinkscope.measuring.subject import (
     inputs_for,
     load_model,
     options_of,
+    without_head_or_mask,
 )
 from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import model_inputs, open_tracer
@@ -202,6 +203,8 @@ def _examined(loaded: LoadedModel, family: Family, notices: Sequence[str]) -> Re
     report = Report(loaded.name, _facts(loaded, family))
     calibrated = _calibrated(family) if notices else []
     report.notes = [*loaded.notices, *tower_notice(model), *notices, *calibrated, *_not_applicable(model, family)]
+    if reason := without_head_or_mask(loaded, family):
+        report.notes.append(f"no loss and no gradients: {reason}")
     # one sequence of random ids, for which no tokenizer is needed
     size = embedding_weight(model).shape[0]
     generator = torch.Generator().manual_seed(0)

@@ -66,6 +66,12 @@ def test_without_a_head_there_is_no_loss(kind: type[PreTrainedModel]) -> None:
         sinkscope.analyze(model, input="sampled", num_seqs=1, seq_len=8)
 
 
+def test_the_doctor_says_that_there_is_no_loss() -> None:
+    report = sinkscope.doctor(llama(LlamaModel))
+    assert report.ok
+    assert "no loss and no gradients: it is a decoder without a head that predicts tokens" in report.notes
+
+
 # --- edited by hand
 
 
