@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import distributions
 from itertools import chain
+from types import MethodType
 from typing import Any
 
 import torch
@@ -113,7 +114,9 @@ def is_quantized(model: PreTrainedModel) -> bool:
     """Return whether a model computes on quantized weights, according to transformers or to a linear layer."""
     weights = ((module, getattr(module, "weight", None)) for module in model.modules())
     # torch's own quantized layers are no Linear, and have a method in the place of the weight
-    of_linear = [weight for module, weight in weights if isinstance(module, nn.Linear) or callable(weight)]
+    of_linear = [
+        weight for module, weight in weights if isinstance(module, nn.Linear) or isinstance(weight, MethodType)
+    ]
     return bool(getattr(model, "is_quantized", False)) or not all(map(is_ordinary, of_linear))
 
 
