@@ -80,6 +80,12 @@ def plugin_versions() -> dict[str, str]:
     return {point.dist.name: point.dist.version for point in _loaded if point.dist}
 
 
+def package_with(module: str) -> str:
+    """Return the package and version of the loaded plugin that a Python module belongs to; "" if it is of none."""
+    root = module.partition(".")[0]
+    return next((_package(point) for point in _loaded if point.module.partition(".")[0] == root), "")
+
+
 def package_of(register: dict[str, Any], name: str) -> str:
     """Return the package and version of the plugin that added an entry to a register; "" for one of sinkscope."""
     return _packages.get((id(register), name), "")

@@ -2,12 +2,14 @@
 
 The types by outcome are in recipes/docs/models.md, and their numbers in the README.
 
-    python tests/sweep_models.py [LIST …]
+    python tests/sweep_models.py [LIST[:TYPE] …]
 
-A tiny random model of each type is built from its configuration. `agrees` says whether every column of the tables
-`attention`, `attention_heads`, `sink_positions`, `activation`, `massive` and `gradient` and the logits equal those of
-plain transformers and autograd, in float64 to 1e-10, alone and padded on either side, and whether the model is
-unchanged afterwards. `sites` are the sites of the table `activation`.
+With types, the other rows of a list stay as they are.
+
+A tiny random model of each type is built from its configuration, and measured by `sinkscope.analyze`. `agrees` says
+whether every column of the tables `attention`, `attention_heads`, `sink_positions`, `activation`, `massive` and
+`gradient` and the logits equal those of plain transformers and autograd, in float64 to 1e-10, alone and padded on
+either side, and whether the model is unchanged afterwards. `sites` are the sites of the table `activation`.
 """
 
 import csv
@@ -15,6 +17,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -27,6 +30,7 @@ from support.every_model import LISTS, every_type, tiny_of
 
 from sinkscope.measuring.observables.activation import SITES
 from sinkscope.measuring.subject import family_of
+from sinkscope.models.family import UNREAD
 from sinkscope.models.in_memory import undisturbed
 
 
@@ -86,14 +90,17 @@ def page_list(rows: list[dict[str, str]]) -> str:
     """Return the types by outcome, and the number of types with layers of other kinds."""
     by_outcome = {outcome: [row for row in rows if row["outcome"] == outcome] for outcome in OUTCOMES}
     attending = [row for row in by_outcome["wiring"] if "attention" in _kinds(row["layers"])]
-    others = [row["model_type"] for row in by_outcome["wiring"] if row not in attending]
+    unread = [row["model_type"] for row in by_outcome["wiring"] if UNREAD in _kinds(row["layers"])]
+    without = (row for row in by_outcome["wiring"] if row not in attending)
+    others = [row["model_type"] for row in without if row["model_type"] not in unread]
     mixed = [row["model_type"] for row in attending if len(_kinds(row["layers"])) > 1]
     names = {outcome: [row["model_type"] for row in found] for outcome, found in by_outcome.items()}
     among = f" ({len(mixed)} attend in some layers only: {', '.join(mixed)})" if mixed else ""
     without = f"; {len(others)} without attention, of which the residual stream is measured ({', '.join(others)})"
+    read = f"; {len(unread)} with attention whose weights are not read, in some or all layers ({', '.join(unread)})"
     parts = (
         f"{len(names['row'])} known by name ({', '.join(names['row'])})" if names["row"] else "",
-        f"{len(names['wiring'])} found numerically{among}{without if others else ''}",
+        f"{len(names['wiring'])} found numerically{among}{without if others else ''}{read if unread else ''}",
         f"{len(names['refused'])} refused with the reason",
         f"{len(names['not built'])} without a small model to try",
     )
@@ -105,18 +112,19 @@ def _kinds(layers: str) -> list[str]:
     return [kind.partition(" ")[2] for kind in layers.split(", ")]
 
 
-def write_table(name: str, file_of_ids: Path) -> None:
+def write_table(name: str, types: Collection[str], file_of_ids: Path) -> None:
+    """Write the rows of these types, or of all."""
     auto = LISTS[name]
-    counts: Counter[str] = Counter()
+    rows = {row["model_type"]: row for row in written_rows(name)} if types else {}
+    for model_type in types or every_type(auto):
+        row = row_of(model_type, auto)
+        rows[model_type] = asdict(row) | agreement(row, auto, file_of_ids)
     with (TABLES / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
         table = csv.DictWriter(file, [*(field.name for field in fields(Row)), "sites", "agrees"], lineterminator="\n")
         table.writeheader()
-        for model_type in every_type(auto):
-            row = row_of(model_type, auto)
-            compared = agreement(row, auto, file_of_ids)
-            table.writerow(asdict(row) | compared)
-            counts[row.outcome] += 1
-            counts[f"agrees: {compared['agrees'] or 'not measured'}"] += 1
+        table.writerows(rows[model_type] for model_type in every_type(auto))
+    counts = Counter(row["outcome"] for row in rows.values())
+    counts += Counter(f"agrees: {row['agrees'] or 'not measured'}" for row in rows.values())
     print(f"transformers {transformers.__version__}, {name}:", dict(counts))
 
 
@@ -125,8 +133,9 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     TABLES.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as here:
-        for name in sys.argv[1:] or LISTS:
-            write_table(name, Path(here, "ids.npy"))
+        asked = [word.partition(":") for word in sys.argv[1:] or LISTS]
+        for name in dict.fromkeys(name for name, _, _ in asked):
+            write_table(name, [each for of, _, each in asked if of == name and each], Path(here, "ids.npy"))
     for document, text in ((README, readme_text()), (PAGE, page_text())):
         before, _, rest = document.read_text(encoding="utf-8").partition(BEGIN)
         after = rest.partition("\n\n")[2]

@@ -128,7 +128,7 @@ def open_seam(
                 stack.callback(interceptor.leave)  # after an interrupt
                 for handle in interceptor.watch(attention):
                     stack.callback(handle.remove)
-        if family.door == "interface":
+        if family.door == "interface" and seams:
             stack.enter_context(_interface(model, aside))
         yield seams
 
@@ -168,6 +168,20 @@ def without_seam(own: Attend, module: nn.Module, args: tuple, kwargs: dict[str, 
     finally:
         if seam is not None:  # None if another thread calls without it
             module._modules[NAME] = seam
+
+
+def why_unread(seam: Seam, seen: Mapping[str, torch.Tensor], tokens: torch.Size) -> str | None:
+    """Return why a layer's attention cannot be read from its taps after a run on tokens (B,T); None if it can."""
+    keys = seen["key"].shape[2] if "key" in seen else tokens[1]
+    if seam.call is not None and keys != tokens[1]:
+        return f"it attends to {keys} keys for {tokens[1]} tokens: keys that belong to no token are not measured"
+    is_complete = {"query", "key", "value", "lse"} <= seen.keys() and seam.call is not None
+    if not is_complete or seen["lse"].shape != (tokens[0], seen["query"].shape[1], tokens[1]):
+        return (
+            "its attention is not one softmax of q·k over the whole sequence, or not in a form that sinkscope "
+            "recognizes; see `sinkscope doctor`"
+        )
+    return None
 
 
 @contextmanager

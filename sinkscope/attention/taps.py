@@ -30,7 +30,7 @@ from sinkscope.attention.kernels import (
     row_lse,
     upcast,
 )
-from sinkscope.models.edits import MATMULS, SOFTMAXES
+from sinkscope.models.edits import MATMULS, SOFTMAXES, Product, as_product
 from sinkscope.models.in_memory import outside_autocast
 
 NAME = "sinkscope"  # name of the attention implementation, and of the seam inside each attention module
@@ -158,6 +158,7 @@ class Interceptor(TorchFunctionMode, threading.local):
         self.batch = 0
         self.kv_heads: int | None = None  # None if the module has no such attribute
         self.query, self.key = torch.empty(0), torch.empty(0)  # in the current call
+        self.weights = torch.Size()  # the shape of the softmax, once it has been seen
         self.awaited = "logits"  # then "softmax", "mix", and "nothing" for the rest of the call
         self.caller: FrameType | None = None  # the frame that calls the module's forward
 
@@ -187,9 +188,19 @@ class Interceptor(TorchFunctionMode, threading.local):
             return self._fused
         if func in SOFTMAXES and self.awaited == "softmax":
             return partial(self._softmax, func)
+        if func is torch.einsum and (product := as_product(*args)) is not None:
+            return self._of_einsum(product)
         # both factors have a batch axis, unlike in a projection written as x @ W.T (Falcon)
         if func in MATMULS and kwargs.get("batch2", args[-1]).dim() >= 3:
             return {"logits": partial(self._logits, func), "mix": partial(self._mix, func)}.get(self.awaited)
+        return None
+
+    def _of_einsum(self, product: Product) -> Callable[..., torch.Tensor] | None:
+        """Return what computes the logits or the heads' mix in place of an einsum; None if it is neither."""
+        if self.awaited == "logits" and product.is_stored:
+            return lambda *args: self._logits(product.compute, product.x, product.y)
+        if self.awaited == "mix" and product.x.shape == self.weights:
+            return lambda *args: product.restore(self._mix(product.compute, product.x, product.y))
         return None
 
     def _fused(
@@ -250,7 +261,7 @@ class Interceptor(TorchFunctionMode, threading.local):
         self.seam.call = call
         self.query = self.key = torch.empty(0)
         self.seam.lse(row_lse(upcast(scores), call.sink_logits))
-        self.awaited = "mix"
+        self.awaited, self.weights = "mix", args[0].shape
         if call.sink_logits is None:
             return func(*args, **kwargs)
         sinks = call.sink_logits.to(scores.dtype)[..., None]  # a further column without a value

@@ -27,7 +27,7 @@ from sinkscope.measuring.kernels import Kernel, compare_kernels, compare_logits,
 from sinkscope.measuring.measure import Facts, make_manifest
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import undefined_ratios
-from sinkscope.measuring.observables.observable import ATTENTION_SITES, NO_ATTENTION
+from sinkscope.measuring.observables.observable import ATTENTION_SITES
 from sinkscope.measuring.overflow import FORMATS, Overflow
 from sinkscope.measuring.parity import Comparison, Parity, comparing, round_off
 from sinkscope.measuring.subject import (
@@ -38,6 +38,7 @@ from sinkscope.measuring.subject import (
     inputs_for,
     load_model,
     options_of,
+    without_head_or_mask,
 )
 from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import model_inputs, open_tracer
@@ -205,6 +206,8 @@ def _examined(loaded: LoadedModel, family: Family, notices: Sequence[str]) -> tu
     report = Report(loaded.name, _facts(loaded, family))
     calibrated = _calibrated(family) if notices else []
     report.notes = [*loaded.notices, *tower_notice(model), *notices, *calibrated, *_not_applicable(model, family)]
+    if reason := without_head_or_mask(loaded, family):
+        report.notes.append(f"no loss and no gradients: {reason}")
     batch = _random_batch(model, TOKENS)
     inputs = model_inputs(model, batch, False, family.first_position)
     bare = layer_output(model, family, family.last_layer(model), inputs)
@@ -222,7 +225,7 @@ def _examined(loaded: LoadedModel, family: Family, notices: Sequence[str]) -> tu
             "attention weights: transformers' eager attention lacks the retrofit, so there is nothing to compare with"
         )
     elif not family.has_attention:
-        report.notes.append(f"attention weights: {NO_ATTENTION}")
+        report.notes.append(f"attention weights: {family.without_attention}")
     elif family.door == "interface":  # compare our weights with the weights of transformers' eager attention
         with torch.no_grad(), attention_implementation(model, "eager"), comparing(model, family, batch) as found:
             model(batch.token_ids.to(input_device(model)), use_cache=False)

@@ -20,7 +20,7 @@ from sinkscope.interventions.sink import ReadValues
 from sinkscope.measuring.console import print_part
 from sinkscope.measuring.measure import choose, prepared, publish, settings_of
 from sinkscope.measuring.observables import OBSERVABLES
-from sinkscope.measuring.observables.observable import NO_ATTENTION, Means, Observable, Reading, Settings
+from sinkscope.measuring.observables.observable import Means, Observable, Reading, Settings
 from sinkscope.measuring.parity import parity_check
 from sinkscope.measuring.passes import (
     LOSS_TABLES,
@@ -183,9 +183,9 @@ class Experiment:
 
     def _check_arms(self, known: Known) -> None:
         """Check, before anything is measured, that every arm applies and that its layers and heads exist."""
-        if not self.subject.family.has_attention:
+        if unread := self.subject.family.without_attention:
             name = self.subject.loaded.name
-            raise InputError(f"the effect of interventions on sinks cannot be measured on {name}: {NO_ATTENTION}")
+            raise InputError(f"the effect of interventions on sinks cannot be measured on {name}: {unread}")
         for label, stack in self.wanted.items():
             reasons = [reason for part in stack if (reason := part.inapplicable(known.target))]
             if reasons and not self.lenient:

@@ -13,7 +13,7 @@ from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import InputError, unknown
 from sinkscope.measuring.measure import choose
 from sinkscope.measuring.observables.close_ups import AttentionMaps, first_tokens, weights_among
-from sinkscope.measuring.observables.observable import NO_ATTENTION, Lists, Observable, Reading
+from sinkscope.measuring.observables.observable import Lists, Observable, Reading
 from sinkscope.measuring.subject import ModelLike, Subject, family_of, inputs_for, load_model, position_limit
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.family import RESIDUAL_SITES
@@ -88,7 +88,8 @@ def keep(subject: Subject, config: AnalyzeOptions) -> dict[str, torch.Tensor]:
     has_maps = AttentionMaps.name in choose(subject, config).follow_ups
     if config.heads and not has_maps:
         raise InputError("--heads needs the observable attention, which this run does not measure")
-    absent = family.absent_sites() | ({} if family.has_attention else dict.fromkeys(OF_ATTENTION, NO_ATTENTION))
+    unread = family.without_attention
+    absent = family.absent_sites() | ({} if unread is None else dict.fromkeys(OF_ATTENTION, unread))
     for site in config.keep:
         if site in absent:
             raise InputError(f"--keep {site} does not apply to {subject.loaded.name}: {absent[site]}")

@@ -481,6 +481,7 @@ def check_applies(subject: Subject) -> None:
     family, inputs = subject.family, subject.inputs
     if not family.has_attention:
         raise does_not_apply(subject, "it has no attention, and no cache of keys and values")
+    subject.need_loss()
     if not family.causal or family.prefix:
         raise does_not_apply(subject, "its tokens see later ones, so that it has no cache of earlier ones")
     if inputs.shortest != inputs.longest:

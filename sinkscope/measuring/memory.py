@@ -65,7 +65,7 @@ def _widths(model: PreTrainedModel) -> Iterator[int]:
     for module in modules:
         if module is model.get_output_embeddings() or isinstance(module, nn.Embedding):
             continue
-        if isinstance(getattr(module, "in_features", None), int):
+        if isinstance(getattr(module, "in_features", None), int) and hasattr(module, "out_features"):
             yield module.in_features + module.out_features
             continue
         for parameter in module.parameters(recurse=False):

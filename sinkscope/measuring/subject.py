@@ -14,14 +14,16 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from sinkscope.attention.position_kinds import with_positions
-from sinkscope.errors import InputError
+from sinkscope.attention.unread import unread_attentions
+from sinkscope.errors import InputError, counted
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.memory import Memory, room
 from sinkscope.measuring.observables import OBSERVABLES, check_names
 from sinkscope.measuring.processes import team
 from sinkscope.models import loading
 from sinkscope.models.calibrate import calibrate
-from sinkscope.models.families import find_family
+from sinkscope.models.edits import unknown_code
+from sinkscope.models.families import find_family, misfit
 from sinkscope.models.family import (
     Family,
     check_reads_text,
@@ -29,6 +31,7 @@ from sinkscope.models.family import (
     input_device,
     number_of_positions,
     placeholders,
+    token_head,
     tower_notice,
     vocabulary,
 )
@@ -74,11 +77,11 @@ class Subject:
 
 
 def without_head_or_mask(loaded: LoadedModel, family: Family) -> str | None:
-    """Return why an encoder cannot predict masked tokens; None if it can, and for a causal model."""
+    """Return why a model cannot predict tokens, or an encoder masked ones; None if it can."""
+    if token_head(loaded.model) is None:
+        return f"it is {'a decoder' if family.causal else 'an encoder'} without a head that predicts tokens"
     if family.causal:
         return None
-    if loaded.model.get_output_embeddings() is None:
-        return "it is an encoder without a head that predicts tokens"
     if getattr(loaded.tokenizer, "mask_token", None) is None:
         return "an encoder's loss is of masked tokens, and it has no tokenizer that names a mask token"
     return None
@@ -169,25 +172,44 @@ def family_of(model: PreTrainedModel) -> tuple[Family, list[str]]:
 def row_or_calibrated(model: PreTrainedModel) -> tuple[Family, list[str]]:
     """Return the row of `family_of` without the kinds of positions, for which a known model would have to run."""
     try:
-        return find_family(model), []
-    except InputError as missing:
-        try:
-            rows = len(embedding_weight(model))
-            if rows == 0:
-                raise InputError("it has no token embeddings")
-            few = torch.arange(3, 14, device=input_device(model))[None] % rows
-            with unchanged_after(model):  # a short input permanently switches BigBird to another attention
-                family = calibrate(model, few)
-        except InputError as error:
-            raise InputError(f"{missing}\n{error}") from None
+        family = find_family(model)
+        unlike = misfit(model, family)
+        if unlike is None:
+            if unknown_code(family.attentions(model).values()) is None:
+                return family, []
+            return _without_unread(model, family, [])
+        missing = said = f"this '{family.name}' is not built like others: {unlike}"
+    except InputError as error:
+        missing, said = str(error), f"'{model.config.model_type}' has no row in the table of families"
+    try:
+        rows = len(embedding_weight(model))
+        if rows == 0:
+            raise InputError("it has no token embeddings")
+        few = torch.arange(3, 14, device=input_device(model))[None] % rows
+        with unchanged_after(model):  # a short input permanently switches BigBird to another attention
+            family = calibrate(model, few)
+    except InputError as error:
+        raise InputError(f"{missing}\n{error}") from None
     depth = len(family.layer_modules(model))
-    notices = [f"'{family.name}' has no row in the table of families: wired numerically as {family.wiring}"]
+    notices = [f"{said}: wired numerically as {family.wiring}"]
     unknown = [str(layer) for layer in range(depth) if family.block(layer).wiring == "unknown"]
     if unknown:
         which = "its layers add" if len(unknown) == depth else f"layer {', '.join(unknown)} adds"
         notices.append(f"the tensors that {which} to the residual stream are unknown: only input and output are read")
     if family.copies is not None:
         notices.append(f"its residual stream is measured as the mean of the {family.copies.count} copies that it keeps")
+    return _without_unread(model, family, notices)
+
+
+def _without_unread(model: PreTrainedModel, family: Family, notices: list[str]) -> tuple[Family, list[str]]:
+    """Return a family, which is not known by name, without the attention that cannot be read, and the notices."""
+    with unchanged_after(model):
+        family = family.without(unread_attentions(model, family), model)
+    unread = {at: block.unread for at, block in enumerate(family.blocks) if block.unread}
+    if unread:
+        which = ", ".join(map(str, unread))
+        why = next(iter(unread.values()))
+        notices = [*notices, f"attention weights are not read in {counted(len(unread), 'layer')} ({which}): {why}"]
     return family, notices
 
 
@@ -199,6 +221,8 @@ def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = N
     causal, tokenizer = family is None or family.causal, loaded.tokenizer
     if config.input == "sampled" and not causal:
         raise InputError("--input sampled: this model attends both ways, and writes no text")
+    if config.input == "sampled" and token_head(loaded.model) is None:
+        raise InputError("--input sampled: this model has no head that predicts tokens, and writes no text")
     known = vocabulary(loaded.model)
     text = loaded.model.config.get_text_config()
     end = getattr(text, "eos_token_id", None)

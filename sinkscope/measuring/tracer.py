@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import MASKED, AttentionCall, upcast
-from sinkscope.attention.seam import open_seam
+from sinkscope.attention.seam import open_seam, why_unread
 from sinkscope.attention.taps import NAME, Seam
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import SinkscopeError
@@ -210,27 +210,16 @@ class Reader:
 
     def _attention(self, layer: int, batch: Batch) -> Generator[Address, Any, AttentionRead]:
         seam, seen = self.seams[layer], dict[str, torch.Tensor]()
-        unrecognized = SinkscopeError(
-            f"layer {layer}: its attention is not one softmax of q·k over the whole sequence, or not in a form that "
-            "sinkscope recognizes; see `sinkscope doctor`"
-        )
-        try:
+        with suppress(OutOfOrderError):  # a tap that never ran
             for name in seam.order:
                 if name != "mix":
                     seen[name] = yield self._tap(layer, name)
-        except OutOfOrderError as error:  # a tap that never ran
-            raise unrecognized from error
-        sequences, length = batch.token_ids.shape
-        if seam.call is not None and seen["key"].shape[2] > length:
+        length = batch.token_ids.shape[1]
+        if seam.call is not None and {"key", "value"} <= seen.keys() and seen["key"].shape[2] > length:
             seam.call = _without_empty_slots(seam.call, seen, length)
-        keys = seen["key"].shape[2]
-        if seam.call is not None and keys != length:
-            raise SinkscopeError(
-                f"layer {layer} attends to {keys} keys for {length} tokens: keys that belong to no token are not "
-                "measured"
-            )
-        if seam.call is None or seen["lse"].shape != (sequences, seen["query"].shape[1], length) or keys != length:
-            raise unrecognized
+        if reason := why_unread(seam, seen, batch.token_ids.shape):
+            raise SinkscopeError(f"layer {layer}: {reason}")
+        assert seam.call is not None
         tensors = {name: getattr(seam.call, name) for name in ("mask", "sink_logits", "scores")}
         call = replace(seam.call, **{name: x.detach() for name, x in tensors.items() if x is not None})
         seam.call = replace(call, scores=None)  # T × T with its graph: freed as soon as it is read

@@ -27,14 +27,18 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
-from sinkscope.errors import InputError, explained
-from sinkscope.models.edits import MATMULS, SOFTMAXES, attending_by
+from sinkscope.errors import InputError, described
+from sinkscope.models.edge import place_of
+from sinkscope.models.edits import MATMULS, SOFTMAXES, as_product, attending_by, edited_input
 from sinkscope.models.family import (
     ATTENTION,
     FEED_FORWARD,
     NO_POSITIONS,
+    NO_SOFTMAX,
     NOT_RUN,
+    PASSING,
     UNKNOWN_POSITIONS,
+    UNREAD,
     WRONG_INPUTS,
     Block,
     Family,
@@ -57,16 +61,28 @@ PROBES = 4  # sequences: two outputs that are equal in all of them are taken to 
 OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "wo")  # usual names of the output projection
 
 
+class Attention(NamedTuple):
+    """The attention of one layer."""
+
+    path: str = ""  # of its module; "" if there is none, or several
+    kind: str = ""  # ATTENTION, UNREAD, or "" if no softmax over tokens runs
+    unread: str = ""  # why its weights cannot be read
+
+
 def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     """Make a row for an architecture that has none; InputError if it fails on these tokens (B,T)."""
     name, inputs = model.config.model_type, {"input_ids": token_ids, "use_cache": False}
     if getattr(model.config, "is_encoder_decoder", False):
         raise InputError(f"'{name}' is an encoder–decoder, and only decoders and encoders are measured")
-    with explained(f"'{name}' fails on {token_ids.numel()} tokens", WRONG_INPUTS):
-        other_ids = (token_ids + 1) % len(embedding_weight(model))
+    other_ids = (token_ids + 1) % len(embedding_weight(model))
+    try:
         path = layer_stack(model, inputs, inputs | {"input_ids": other_ids})
+    except WRONG_INPUTS as error:
+        place, _ = place_of(error, model)
+        where = f", in {place}" if place else ""
+        raise InputError(f"'{name}' fails on {token_ids.numel()} tokens{where} [{described(error)}]") from error
     layers = list(model.get_submodule(path).children())
-    door, attention_paths = find_attentions(model, path, layers, inputs)
+    door, attentions = find_attentions(model, path, layers, inputs)
     records = _record(model, layers, inputs)
     for layer, events in enumerate(records):
         if not events:  # layers that read pictures do not run
@@ -78,7 +94,13 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
             gives = "only zeros" if out.isfinite().all() else "NaN or infinite numbers"
             advice = "check its weights, and whether its numbers fit into its dtype"
             raise InputError(f"'{name}': layer {layer} gives {gives}: {advice}")
-    blocks = _blocks(model, layers, records, attention_paths, inputs)
+    blocks = [
+        # the configuration may name what mixes the tokens, such as linear attention
+        replace(block, attention="", unread=attention.unread)
+        if attention.unread and block.kind in (UNREAD, NO_SOFTMAX)
+        else block
+        for block, attention in zip(_blocks(model, layers, records, attentions, inputs), attentions, strict=True)
+    ]
     ran = [at for at, events in enumerate(records) if events]
     known = [at for at in ran if blocks[at].wiring != "unknown"]
     stream, tokens, copies = records[ran[0]][0].x, token_ids.shape, None
@@ -93,7 +115,8 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     main = blocks[first]
     attending = {at: layers[at].get_submodule(block.attention) for at, block in enumerate(blocks) if block.attention}
     are_alike = all(block == Block(main.attention, main.sites, main.wiring) for block in blocks)
-    attention_fields: dict[str, Any] = {"positions": NO_POSITIONS, "qkv": (), "output": ""}
+    no_positions = UNKNOWN_POSITIONS if any(block.unread for block in blocks) else NO_POSITIONS
+    attention_fields: dict[str, Any] = {"positions": no_positions, "qkv": (), "output": ""}
     if attending:
         modules = list(attending.values())
         qkv, output = _projections(model, modules)
@@ -139,15 +162,19 @@ def _record(model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, 
 
 
 def _blocks(
-    model: Any, layers: list[nn.Module], records: list[list[Event]], attentions: list[str], inputs: dict[str, Any]
+    model: Any, layers: list[nn.Module], records: list[list[Event]], attentions: list[Attention], inputs: dict[str, Any]
 ) -> list[Block]:
     """Find how each layer is built; a layer that adds 0 is assumed to be wired like others of its class."""
     eps = torch.finfo(next(model.parameters()).dtype).eps
     config = model.config.get_text_config()
     named = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    others = list(named) if len(named) == len(attentions) else ["no softmax attention"] * len(attentions)
-    kinds = [ATTENTION if path else other for path, other in zip(attentions, others, strict=True)]
-    parts = enumerate(zip(layers, records, attentions, kinds, strict=True))
+    others = list(named) if len(named) == len(attentions) else [NO_SOFTMAX] * len(attentions)
+    kinds = [attention.kind or other for attention, other in zip(attentions, others, strict=True)]
+    for at, layer in enumerate(layers):
+        if kinds[at] == NO_SOFTMAX and records[at] and not mixes_tokens(model, layer, inputs):
+            passes = torch.equal(records[at][0].x, records[at][-1].x)
+            kinds[at] = PASSING if passes else FEED_FORWARD[0]
+    parts = enumerate(zip(layers, records, (attention.path for attention in attentions), kinds, strict=True))
     views = {at: _Layer(*of_layer, eps) for at, of_layer in parts if of_layer[1]}
     found = {at: view.block() for at, view in views.items()}
     alike = {(type(layers[at]), block.attention): block for at, block in found.items() if block}
@@ -157,7 +184,8 @@ def _blocks(
         if block is None and other is not None and check_wiring(other, at_sites(other, view.known)) <= ULPS * eps:
             block = other
         # the wiring is unknown: only the layer's input and output are read
-        blocks[at] = block or Block(view.attention, {"layer_in": "input", "layer_out": "output"}, "unknown", view.kind)
+        wiring = "single" if view.kind == PASSING else "unknown"
+        blocks[at] = block or Block(view.attention, {"layer_in": "input", "layer_out": "output"}, wiring, view.kind)
     first = {type(layers[at]): at for at, block in reversed([*enumerate(blocks)]) if block.wiring == "parallel"}
     in_turn = {kind for kind, at in first.items() if mlp_reads_attention(model, layers[at], blocks[at], inputs)}
     return [
@@ -211,7 +239,7 @@ def layer_stack(model: Any, inputs: dict[str, Any], others: dict[str, Any]) -> s
     ends_of_others = None if alike else record_ends(model, entries, others)
     chains = [path for path, layers in lists.items() if _pass_tokens(layers, ends, ends_of_others)]
     if not chains:
-        runs = [{len(ends.get(layer, ())) // 2 for layer in layers} for layers in lists.values()]
+        runs = [{len(ends.get(layer, ())) // 2 for layer in layers} for layers in lists.values() if layers]
         loops = [run for run, *further in runs if run > 1 and not further]
         why = f" (layers that run {max(loops)} times, in a loop, are not measured)" if loops else ""
         raise InputError(
@@ -246,35 +274,42 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def find_attentions(
     model: nn.Module, path: str, layers: list[nn.Module], inputs: Mapping[str, Any]
-) -> tuple[str, list[str]]:
-    """Find the attention module of every layer, for the list of layers at a path.
-
-    The result is the family's `door`, and the module's path by layer, "" for a layer without attention. A layer with
-    several attentions, or with a form of attention that is not measured, raises InputError.
-    """
+) -> tuple[str, list[Attention]]:
+    """Return the family's `door`, and the attention of every layer, for the list of layers at a path."""
     names = {module: name for name, module in model.named_modules()}
     seen = [(how, names.get(module, "")) for module, how, _ in watch_attention(model, inputs)]
     prefixes = [f"{path}.{index}." for index in range(len(layers))]
     by_layer = [[(how, at.removeprefix(prefix)) for how, at in seen if at.startswith(prefix)] for prefix in prefixes]
     ways = {how for ran in by_layer for how, _ in ran}
     door = "interface" if "interface" in ways or "interceptor" not in ways else "interceptor"
-    chosen = [[at for how, at in ran if how == door] for ran in by_layer]
-    for index, (layer, ran, paths) in enumerate(zip(layers, by_layer, chosen, strict=True)):
-        unmeasured = next((at for how, at in ran if how != door), None)
-        if unmeasured is not None:
-            kind = type(layer.get_submodule(unmeasured)).__name__
-            raise InputError(f"layer {index}: its {kind} attends in code of its own, in a form that is not measured")
-        if len(paths) < 2:
-            continue
-        module = layer.get_submodule(paths[0])
-        if sum(any(part is module for part in other.modules()) for other in layers) > 1:
-            raise InputError("several layers share one attention module, which is not measured")
-        if len(set(paths)) > 1:
-            raise InputError(f"layer {index} has {len(paths)} attention modules, which is not measured")
-        raise InputError(
-            f"layer {index} attends {len(paths)} times and combines the results: no single softmax is its attention"
-        )
-    return door, [paths[0] if paths else "" for paths in chosen]
+    attentions = [_attention(layer, ran, door) for layer, ran in zip(layers, by_layer, strict=True)]
+    for layer, attention in zip(layers, attentions, strict=True):
+        module = layer.get_submodule(attention.path)
+        sharing = [at for at, other in enumerate(layers) if any(part is module for part in other.modules())]
+        if attention.path and len(sharing) > 1:
+            which = f"layers {', '.join(map(str, sharing))} share one {type(module).__name__}"
+            for at in sharing:
+                attentions[at] = Attention("", UNREAD, which)
+    return door, attentions
+
+
+def _attention(layer: nn.Module, ran: Sequence[tuple[str, str]], door: str) -> Attention:
+    """Return the attention of a layer in which these ran: (how, path) each, as in `watch_attention`."""
+    softmaxes = [(how, path) for how, path in ran if how != "product"]
+    paths = list(dict.fromkeys(path for _, path in softmaxes or ran))
+    kinds = ", ".join(type(layer.get_submodule(path)).__name__ for path in paths)
+    if not softmaxes:
+        return Attention(unread=f"its {kinds} multiplies tokens with tokens, but by no softmax" if ran else "")
+    if len(paths) > 1:
+        return Attention("", UNREAD, f"it has {len(paths)} attention modules ({kinds})")
+    if any(how == "other" for how, _ in softmaxes):
+        return Attention(paths[0], UNREAD, f"its {kinds} takes no softmax of one product of queries and keys")
+    if len(softmaxes) > 1:
+        what = f"its {kinds} attends {len(softmaxes)} times and combines the results"
+        return Attention(paths[0], UNREAD, what)
+    if softmaxes[0][0] != door:
+        return Attention(paths[0], UNREAD, f"its {kinds} attends in code of its own, unlike other layers")
+    return Attention(paths[0], ATTENTION)
 
 
 @torch.no_grad()
@@ -282,7 +317,7 @@ def watch_attention(model: nn.Module, inputs: Mapping[str, Any]) -> list[tuple[n
     """Run the model, and return in order the modules that compute attention, how, and their mix (B,T,H,d) if known.
 
     They do so by transformers' "interface", in code of their own that an "interceptor" recognizes, or in an "other"
-    form, with a softmax over keys that is not of a product.
+    form, with a softmax over keys that is not of a product. A "product" of tokens with tokens has no softmax after it.
     """
     watch = _Watch(inputs["input_ids"].shape[1])
 
@@ -315,27 +350,44 @@ class _Watch(TorchFunctionMode):
         self.length = length  # T
         self.running: list[nn.Module] = []
         self.product = 0  # size of the last product of two batched tensors in the running module
+        self.is_square = False  # whether that product is over pairs of tokens, and no softmax has followed
         self.is_off = False
 
     def enter(self, module: nn.Module, args: Any) -> None:
+        self._end_product()
         self.running.append(module)
-        self.product = 0
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._end_product()
         self.running.pop()
+
+    def _end_product(self) -> None:
+        """Forget the last product, when another module begins or the running one ends."""
+        if self.is_square:
+            self.ran.append((self.running[-1], "product", None))
+        self.product, self.is_square = 0, False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         given = func(*args, **(kwargs or {}))
         if self.is_off or not self.running:
             return given
-        if func in MATMULS:
+        if func is torch.einsum:
+            product = as_product(*args)
+            if product is not None and product.is_stored:
+                self.product = given.numel()
+                self.is_square |= self._is_over_pairs(given)
+        elif func in MATMULS:
             self.product = given.numel() if given.dim() > 2 else 0
+            self.is_square |= given.dim() > 2 and self._is_over_pairs(given)
         elif func is F.scaled_dot_product_attention and _attends_to_tokens(self.length, *args, **(kwargs or {})):
             self.ran.append((self.running[-1], "interceptor", None))
-        elif func in SOFTMAXES and given.dim() > 2 and given.shape[-2] == given.shape[-1] >= self.length:
-            how = "interceptor" if given.numel() == self.product else "other"
+        elif func in SOFTMAXES and given.dim() > 2 and self._is_over_pairs(given):
+            how, self.is_square = "interceptor" if given.numel() == self.product else "other", False
             self.ran.append((self.running[-1], how, None))
         return given
+
+    def _is_over_pairs(self, x: torch.Tensor) -> bool:
+        return x.shape[-2] == x.shape[-1] >= self.length
 
 
 def _attends_to_tokens(length: int, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
@@ -430,6 +482,17 @@ def sees_later_tokens(model: nn.Module, last: nn.Module, token_ids: torch.Tensor
     if before.shape[1] != length:  # the model adds tokens before or after, or has another order of axes
         return False
     return not _are_alike(before[:, : length - 1], after[:, : length - 1])
+
+
+@torch.no_grad()
+def mixes_tokens(model: nn.Module, layer: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Return whether the first vector of a layer's input changes its output at other tokens."""
+    before, length = output_of(layer, model, inputs), inputs["input_ids"].shape[1]
+    if before.dim() < 3 or before.shape[1] != length:  # another order of axes
+        return True
+    with edited_input(layer, lambda module, x: torch.cat([x[:, :1].flip(-1), x[:, 1:]], dim=1)):
+        after = output_of(layer, model, inputs)
+    return not _are_alike(before[:, 1:], after[:, 1:])
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ check whether the calling module belongs to a block: other models get the regist
 registers it in the meantime.
 """
 
+import string
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -216,6 +217,69 @@ MATMULS = frozenset({
     torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm, torch.Tensor.baddbmm,
 })  # fmt: skip
 SOFTMAXES = frozenset({F.softmax, torch.softmax, torch.Tensor.softmax})
+
+
+class Product(NamedTuple):
+    """A batched product x @ y = z of x (…,R,C) and y (…,C,S), as which an einsum can be written."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    compute: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # (x, y) → z, by the einsum itself
+    restore: Callable[[torch.Tensor], torch.Tensor]  # z → the einsum's result
+    is_stored: bool  # whether the result's axes are those of z
+
+
+def as_product(equation: Any, *operands: Any) -> Product | None:
+    """Return the batched product that an einsum of two tensors computes; None if it computes something else.
+
+    Of the two axes that only one factor has, the one that is first in the result is R.
+    """
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2:
+        return None
+    terms, arrow, result = equation.replace(" ", "").partition("->")
+    factors = terms.split(",")
+    if not arrow or len(factors) != 2:
+        return None
+    spare = [letter for letter in string.ascii_letters if letter not in equation]
+    hidden = [x.dim() - len(term) + 3 if "..." in term else 0 for x, term in zip(operands, factors, strict=True)]
+    wide = max(hidden)
+    axes = [
+        term.replace("...", "".join(spare[wide - count : wide])) for term, count in zip(factors, hidden, strict=True)
+    ]
+    result = result.replace("...", "".join(spare[:wide]))
+    alone = [axis for axis in result if (axis in axes[0]) != (axis in axes[1])]
+    batch = [axis for axis in result if axis not in alone]
+    summed = [axis for axis in axes[0] if axis not in result]
+    if len(alone) != 2 or len(summed) != 1 or any(len(set(own)) != len(own) for own in (*axes, result)):
+        return None
+    rows, columns = alone
+    first = 0 if rows in axes[0] else 1  # the operand that is x
+    orders = ([*batch, rows, *summed], [*batch, *summed, columns])
+    if not batch or sorted(orders[0]) != sorted(axes[first]) or sorted(orders[1]) != sorted(axes[1 - first]):
+        return None
+    places = [
+        [own.index(axis) for axis in order] for own, order in ((axes[first], orders[0]), (axes[1 - first], orders[1]))
+    ]
+    of_result = [result.index(axis) for axis in (*batch, rows, columns)]
+
+    def compute(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        given = [_unpermuted(x, places[0]), _unpermuted(y, places[1])]
+        return torch.einsum(equation, *(given if first == 0 else given[::-1])).permute(of_result)
+
+    return Product(
+        operands[first].permute(places[0]),
+        operands[1 - first].permute(places[1]),
+        compute,
+        partial(_unpermuted, order=of_result),
+        of_result == sorted(of_result),
+    )
+
+
+def _unpermuted(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    return x.permute([order.index(axis) for axis in range(len(order))])
+
 
 Attend = Callable[..., Any]  # (module, query, key, value, mask, …) → mix (B,T,H,d), weights or None
 

@@ -9,7 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from sinkscope.errors import InputError
+from sinkscope.models.edits import LIBRARIES, forward_of, name_of, written_in
 from sinkscope.models.family import Family, base_type, text_tower
 from sinkscope.models.varied_llama import MODEL_TYPE as VARIED_LLAMA
 
@@ -275,3 +278,29 @@ def find_family(model: Any) -> Family:
         f"the architecture '{model_type}' has no row in sinkscope/models/families.py "
         f"(`sinkscope list families` shows those that have one)"
     )
+
+
+def misfit(model: nn.Module, row: Family) -> str | None:
+    """Return what in this model's layers is not as its row says, such as a module that the user has taken out."""
+    holders: dict[nn.Module, str] = {}
+    try:
+        layers = [*model.get_submodule(row.layers)._modules.values()]  # `children` leaves out the same module again
+    except AttributeError:
+        layers = []
+    if not layers:
+        return f"it has no layers at '{row.layers}'"
+    for at, layer in enumerate(layers):
+        assert layer is not None
+        block, parts = row.block(at), dict(layer.named_modules(remove_duplicate=False))
+        paths = {address.rpartition(".")[0] for address in block.sites.values()} | {block.attention}
+        for path in sorted(paths):
+            place = f"layer {at}" + (f" at '{path}'" if path else "")
+            if path not in parts:
+                return f"{place} has no module"
+            if parts[path] in holders:
+                return f"{place} is the same module as {holders[parts[path]]}"
+            holders[parts[path]] = place
+        for path in ("", block.attention):
+            if not written_in(forward := forward_of(parts[path])).startswith(LIBRARIES):
+                return f"{name_of(forward)} is the forward of layer {at}" + (f" at '{path}'" if path else "")
+    return None

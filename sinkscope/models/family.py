@@ -21,7 +21,7 @@ language model it is the model itself.
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -63,7 +63,11 @@ def find_copies(x: torch.Tensor, tokens: torch.Size, width: int) -> Copies | Non
 # In the order of a forward pass. The sites within attention are in attention/seam.py.
 RESIDUAL_SITES = ("layer_in", "attn_norm", "attn_out", "mid", "mlp_norm", "mlp_out", "layer_out")
 
-ATTENTION, NOT_RUN = "attention", "not run"  # kinds of layers; the second does not run on text
+# Kinds of layers: with attention that is read, or in a form whose weights are not read; without a softmax over tokens;
+# that return their input; and that do not run on text
+ATTENTION, UNREAD, NO_SOFTMAX = "attention", "unread attention", "no softmax attention"
+PASSING, NOT_RUN = "pass-through", "not run"
+NO_ATTENTION = "no layer attends by a softmax"
 NO_POSITIONS, UNKNOWN_POSITIONS = "none", "unknown"  # kinds of positions
 ON_LOGITS = {"alibi", "relative"}  # kinds of positions that are a bias on the logits
 FEED_FORWARD = ("mlp", "moe", "feed_forward")  # kinds of layers that mix no tokens, as configurations name them
@@ -94,10 +98,11 @@ class Block:
     term; earlier terms also have entries in `sites`, under other names.
     """
 
-    attention: str  # the attention module; "" if the layer has none
+    attention: str  # the attention module; "" if the layer has none whose weights are read
     sites: Mapping[str, str]  # site → address, in the order in which a forward pass reaches them
     wiring: str  # one of the five in the module's docstring
     kind: str = ATTENTION  # or the kind of its replacement: linear_attention, mamba, conv, …
+    unread: str = ""  # why no attention weights are read, if the layer mixes tokens by some attention
     sums: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)  # site → the terms added to the stream there
 
     def terms(self, site: str) -> tuple[Term, ...]:
@@ -156,6 +161,26 @@ class Family:
     def has_attention(self) -> bool:
         return bool(self.attention)
 
+    @property
+    def without_attention(self) -> str | None:
+        """Why no layer's attention can be read, or None if one's can."""
+        reasons = (f"layer {at}: {block.unread}" for at, block in enumerate(self.blocks) if block.unread)
+        return None if self.has_attention else next(reasons, NO_ATTENTION)
+
+    def without(self, unread: Mapping[int, str], model: nn.Module) -> "Family":
+        """Return the family without the attention of some layers, which are mapped to the reason."""
+        if not unread:
+            return self
+        before = [self.block(at) for at in range(len(self.layer_modules(model)))]
+        blocks = [
+            replace(block, attention="", kind=UNREAD, unread=unread[at]) if at in unread else block
+            for at, block in enumerate(before)
+        ]
+        main = next((block for block in blocks if block.attention), blocks[0])
+        fields: dict[str, Any] = {"attention": main.attention, "sites": main.sites, "wiring": main.wiring}
+        fields |= {} if main.attention else {"positions": UNKNOWN_POSITIONS, "qkv": (), "output": "", "gated": False}
+        return replace(self, blocks=tuple(blocks), **fields)
+
     def layer_modules(self, model: nn.Module) -> list[nn.Module]:
         return list(model.get_submodule(self.layers).children())
 
@@ -166,7 +191,7 @@ class Family:
     @property
     def mixes_by_attention_alone(self) -> bool:
         """Whether no layer mixes tokens other than by attention."""
-        return all(block.kind in (ATTENTION, NOT_RUN, *FEED_FORWARD) for block in self.blocks)
+        return all(block.kind in (ATTENTION, PASSING, NOT_RUN, *FEED_FORWARD) for block in self.blocks)
 
     def absent_sites(self) -> dict[str, str]:
         """Return the residual-stream sites that this family does not have, with the reason."""
@@ -255,10 +280,17 @@ def token_embedding(model: PreTrainedModel) -> nn.Module:
         raise InputError(f"{type(model).__name__} has no token embeddings that transformers knows") from error
 
 
+def token_head(model: PreTrainedModel) -> nn.Module | None:
+    """Return the output embeddings of a model or of the language model in it; None if nothing predicts tokens."""
+    networks = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    return next((head for network in networks if (head := network.get_output_embeddings()) is not None), None)
+
+
 def vocabulary(model: PreTrainedModel) -> int:
     """Return how many token ids a model both reads and predicts; some also embed placeholders of pictures."""
-    tables: Any = (token_embedding(model), model.get_output_embeddings())
-    return min(len(table.weight) for table in tables if table is not None and hasattr(table, "weight"))
+    tables: Any = (token_embedding(model), token_head(model))
+    # dynamic quantization has a method in the place of the weight
+    return min(len(weight) for table in tables if isinstance(weight := getattr(table, "weight", None), torch.Tensor))
 
 
 def placeholders(model: PreTrainedModel) -> tuple[int, ...]:

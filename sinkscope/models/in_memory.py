@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from sinkscope.errors import InputError
+from sinkscope.models.edge import naming_the_place
+from sinkscope.models.edits import ACCELERATE
 from sinkscope.models.family import reading_text
 from sinkscope.models.quantized import is_packed
 
@@ -80,6 +82,8 @@ def unwrapped(model: Any, changed: bool = False) -> PreTrainedModel:
         )
     if is_packed(model):
         raise InputError(f"the weights of {type(model).__name__} are unpacked in its first run: run it once before")
+    if (empty := _without_numbers(model)) is not None:
+        raise InputError(f"{empty} of {type(model).__name__} is on the meta device, without numbers: load its weights")
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise InputError(f"the weights of {type(model).__name__} were made in torch.inference_mode: load it outside")
     return model
@@ -89,6 +93,14 @@ def _is_sharded(model: nn.Module) -> bool:
     """Return whether the processes of a group hold parts of the model's weights."""
     is_wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
     return is_wrapped or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def _without_numbers(model: PreTrainedModel) -> str | None:
+    """Return the name of a tensor on the meta device that accelerate has not offloaded; None if there is none."""
+    if any(ACCELERATE in vars(module) for module in model.modules()):
+        return None
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return next((name for name, tensor in tensors if tensor.is_meta), None)
 
 
 def _kind(thing: Any) -> str:
@@ -132,10 +144,13 @@ def weight_in_memory(module: Any) -> torch.Tensor:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Let the model compute as in deployment within the block: eval mode, not compiled, and outputs by name.
 
-    The caller's autocast, inference mode and default device have no effect, and the model is restored afterwards.
+    The caller's autocast, inference mode and default device have no effect, and the model is restored afterwards. An
+    error of the model's code, or of a plugin, becomes a SinkscopeError that names the module or the plugin.
     """
     with ExitStack() as stack:
+        stack.enter_context(naming_the_place(model))
         stack.enter_context(on_cpu_by_default())
+        stack.enter_context(torch.random.fork_rng(devices=[]))  # for a short text, BigBird makes new modules
         stack.enter_context(unchanged_after(model))
         for module in model.modules():
             module.training = False

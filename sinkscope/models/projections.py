@@ -6,6 +6,7 @@ key/value heads than query heads: each is represented as outputs of a module, he
 NU is "Attention Sink Mechanisms Are Not Universal".
 """
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -161,6 +162,16 @@ def known_positions(model: PreTrainedModel, family: Family) -> int | None:
 def position_vectors(model: PreTrainedModel, family: Family) -> torch.Tensor:
     """Return the learned absolute positions p_0, p_1, …, (positions, D)."""
     return weight_in_memory(model.get_submodule(family.position_embedding))[family.position_offset :]
+
+
+def without_effective_positions(model: PreTrainedModel, family: Family) -> str | None:
+    """Return why the first layer's feed-forward network cannot read positions alone; None if it can."""
+    for name in family.mlp:
+        forward = family.layer_modules(model)[0].get_submodule(name).forward
+        needed = [x for x in inspect.signature(forward).parameters.values() if x.default is x.empty]
+        if sum(x.kind == x.POSITIONAL_OR_KEYWORD for x in needed) > 1:
+            return f"its feed-forward network ('{name}') reads more than one tensor"
+    return None
 
 
 @torch.no_grad()

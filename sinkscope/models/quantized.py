@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import distributions
 from itertools import chain
+from types import MethodType
 from typing import Any
 
 import torch
@@ -125,8 +126,12 @@ def is_ordinary(weight: Any) -> bool:
 
 def is_quantized(model: PreTrainedModel) -> bool:
     """Return whether a model computes on quantized weights, according to transformers or to a linear layer."""
-    weights = (getattr(module, "weight", None) for module in model.modules() if isinstance(module, nn.Linear))
-    return bool(getattr(model, "is_quantized", False)) or not all(map(is_ordinary, weights))
+    weights = ((module, getattr(module, "weight", None)) for module in model.modules())
+    # torch's own quantized layers are no Linear, and have a method in the place of the weight
+    of_linear = [
+        weight for module, weight in weights if isinstance(module, nn.Linear) or isinstance(weight, MethodType)
+    ]
+    return bool(getattr(model, "is_quantized", False)) or not all(map(is_ordinary, of_linear))
 
 
 def is_packed(model: PreTrainedModel) -> bool:
@@ -158,7 +163,8 @@ def without_gradients(model: PreTrainedModel) -> str | None:
         if kind in seen or not isinstance(getattr(module, "in_features", None), int):
             continue
         seen.add(kind)
-        if tensor is not None and not tensor.is_meta and not _has_right_gradient(module, tensor.device, model.dtype):
+        device = model.device if tensor is None else tensor.device  # dynamic int8 has its weights in no tensor
+        if device.type != "meta" and not _has_right_gradient(module, device, model.dtype):
             return f"the gradient of its quantized layers ({path}) does not match their outputs"
     return None
 

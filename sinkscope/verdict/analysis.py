@@ -20,7 +20,7 @@ from sinkscope.measuring.estimates import RUN_CLAIMS, SPIKE, clear_sink_rate, de
 from sinkscope.measuring.observables.massive import THRESHOLD
 from sinkscope.measuring.observables.reductions import LATER
 from sinkscope.measuring.summary import later_sinks
-from sinkscope.models.family import ATTENTION
+from sinkscope.models.family import ATTENTION, UNREAD
 from sinkscope.results import findings as limits
 from sinkscope.results.findings import ALMOST_NO_SINK, NO_SINK, STRONG, USUAL, Finding, Outcome
 from sinkscope.results.judgment import NotDefined, estimated
@@ -228,7 +228,8 @@ def _sink(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     kinds = run.manifest["family"].get("kinds") or ()
     if others := _counted_kinds(kind for kind in kinds if kind != ATTENTION):
         layers = tuple(layer for layer, kind in enumerate(kinds) if kind == ATTENTION)
-        sentence = f"Only {layers_text(layers)} {'have' if len(layers) > 1 else 'has'} attention, and means over "
+        read = " whose weights are read" if UNREAD in kinds else ""
+        sentence = f"Only {layers_text(layers)} {'have' if len(layers) > 1 else 'has'} attention{read}, and means over "
         sentence += f"layers are over these; the other layers are {others}."
         numbers: dict[str, Any] = {"layers": layers, "others": others}
         yield Finding("attention-layers", SINK, value=len(layers), numbers=numbers, sentence=sentence)

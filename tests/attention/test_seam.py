@@ -210,7 +210,7 @@ UNRECOGNIZED: dict[str, Callable] = {
 @pytest.mark.parametrize("kind", UNRECOGNIZED)
 def test_attention_that_is_not_recognized_is_refused(kind: str) -> None:
     """Sites of the residual stream can still be measured."""
-    refusal = r"layer 0: its attention is not one softmax|layer 0 attends to \d keys for 9 tokens"
+    refusal = r"layer 0: its attention is not one softmax|layer 0: it attends to \d keys for 9 tokens"
     with attention_of_gptj(UNRECOGNIZED[kind]) as model:
         with pytest.raises(SinkscopeError, match=refusal):
             measured(model, [batch()], SETTINGS, ("attention",))

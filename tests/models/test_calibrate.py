@@ -134,11 +134,12 @@ def test_the_stack_is_the_chain_with_most_weights() -> None:
         calibrate(model, tiny_tokens(2, 9))
 
 
-def test_attention_in_other_places_is_refused() -> None:
-    with pytest.raises(InputError, match="layer 0 attends 2 times"):
-        calibrated(rebuilt(attends_twice))
-    with pytest.raises(InputError, match="share one attention module"):
-        calibrated(lambda layers: [setattr(layer, "self_attn", layers[0].self_attn) for layer in layers])
+def test_attention_in_other_places_is_not_read() -> None:
+    twice = calibrated(rebuilt(attends_twice))
+    assert twice.without_attention == "layer 0: its LlamaAttention attends 2 times and combines the results"
+    shared = calibrated(lambda layers: [setattr(layer, "self_attn", layers[0].self_attn) for layer in layers])
+    assert shared.without_attention == "layer 0: layers 0, 1, 2 share one LlamaAttention"
+    assert {block.kind for block in (*twice.blocks, *shared.blocks)} == {"unread attention"}
 
 
 def test_a_model_without_attention_has_the_other_tables() -> None:

@@ -21,7 +21,7 @@ from sinkscope import SinkscopeError, analyze
 from sinkscope.measuring import subject
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.activation import Activation
-from sinkscope.measuring.observables.observable import Observable, Settings
+from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.family import RESIDUAL_SITES, Family
@@ -40,7 +40,8 @@ class Row:
     """The outcome for one model type.
 
     `outcome` is row (of the table of families), wiring (found numerically), refused, or not built; `layers` is the
-    number of layers of each kind. `padded`, for a causal model, is whether measurements of a padded batch equal those
+    number of layers of each kind. `reason` is that of a refusal, or why the attention of some layers is not read.
+    `padded`, for a causal model, is whether measurements of a padded batch equal those
     of plain transformers, on either side; "yes, but" if transformers' own numbers then differ from those of a sequence
     alone.
     """
@@ -54,28 +55,24 @@ class Row:
     reason: str = ""
 
 
-class AllSites(Observable):
-    sites = RESIDUAL_SITES
-
-
 def row_of(model_type: str, auto: Any = AutoModelForCausalLM) -> Row:
-    """Build the model, find its family, and read every site of the residual stream and all attention."""
+    """Build the model, and analyze it as a user does, with all default observables."""
     if model_type in NOT_BUILT:
         return Row(model_type, "not built", reason=NOT_BUILT[model_type])
     model = tiny_of(model_type, auto=auto)
     try:
-        with undisturbed(model):
-            family, notices = family_of(model)
-            with open_tracer(model, family) as tracer:
-                ids = torch.arange(3, 15)[None]
-                observables = [kind(Settings()) for kind in (OBSERVABLES["attention"], AllSites)]
-                tracer.forward(Batch(ids, torch.ones_like(ids)), observables)
+        run = analyze(model, input=[[*range(3, 15)]], bos="never", seq_len=12, batch_size=1)
     except SinkscopeError as error:
         return Row(model_type, "refused", reason=str(error).splitlines()[-1])
-    kinds = Counter(family.block(layer).kind for layer in range(len(family.layer_modules(model))))
+    found = run.manifest["family"]
+    kinds = Counter(found["kinds"] or ["attention"] * (1 + run.tables["activation"]["layer"].max()))
     layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    with undisturbed(model):
+        family, notices = family_of(model)
     padded = padding(model_type, padded_differences(model.double(), family, whole=False)) if family.causal else ""
-    return Row(model_type, "wiring" if notices else "row", layers, family.wiring, family.positions, padded)
+    reason = next((f"layer {at}: {block.unread}" for at, block in enumerate(family.blocks) if block.unread), "")
+    outcome = "wiring" if notices else "row"
+    return Row(model_type, outcome, layers, found["wiring"], found["positions"], padded, reason)
 
 
 def padding(model_type: str, by_side: Mapping[str, Mapping[str, float]]) -> str:
@@ -201,7 +198,9 @@ def _traced(tracer: Tracer, batch: Batch, whole: bool) -> Tables:
 
 def _run(model: PreTrainedModel, family: Family, batch: Batch, backward: bool = True) -> Plain:
     """Run a batch; an encoder reads the plain text, and its gradients are those of the masked text."""
-    arguments = TOLD.get(model.config.model_type, {}) | {"first_position": family.first_position, "backward": backward}
+    unread = [at for at, block in enumerate(family.blocks) if block.unread]
+    options = {"first_position": family.first_position, "backward": backward, "unread": unread}
+    arguments = TOLD.get(model.config.model_type, {}) | options
     ids, mask, hidden = batch.token_ids, batch.attention_mask, batch.masked
     if hidden is None:
         return run_plainly(model, family.layers, ids, mask, **arguments)

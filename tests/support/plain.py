@@ -19,7 +19,7 @@ tokens. No module is identified by its name, and no constant is fitted.
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -199,7 +199,8 @@ class OwnAttention(TorchFunctionMode):
         self.shape = shape
         self.begin()
 
-    def begin(self) -> None:
+    def begin(self, is_read: bool = True) -> None:
+        self.is_read = is_read
         self.attended: Attended | None = None
         self.query: torch.Tensor | None = None
         self.key: torch.Tensor | None = None
@@ -208,13 +209,15 @@ class OwnAttention(TorchFunctionMode):
 
     def see(self, attended: Attended) -> None:
         """Keep the input of an attention function of transformers, which takes precedence over the layer's products."""
-        assert not self.is_known, "a layer attends twice"
+        assert not (self.is_known and self.is_read), "a layer attends twice"
         self.attended, self.is_known = attended, True
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if self.attended is not None:
+        if self.attended is not None or not self.is_read:
             return func(*args, **kwargs)
+        if func is torch.einsum and isinstance(args[1], torch.Tensor) and "." not in args[0] and len(args) == 3:
+            return self._einsum(*args)
         if func is F.scaled_dot_product_attention:
             return self._fused(*args, **kwargs)
         if func in PRODUCTS:
@@ -222,6 +225,22 @@ class OwnAttention(TorchFunctionMode):
         if func in (F.softmax, torch.softmax, torch.Tensor.softmax) and self.query is not None:
             self.is_softmax = args[0].shape[-2:] == (self.shape[1],) * 2
         return func(*args, **kwargs)
+
+    def _einsum(self, equation: str, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """Compute an einsum as a batched product (…,R,C) @ (…,C,S), if it is one with R before S in its result."""
+        terms, _, result = equation.replace(" ", "").partition("->")
+        first, second = terms.split(",")
+        batch = [axis for axis in result if axis in first and axis in second]
+        alone = [axis for axis in result if axis not in batch]
+        summed = [axis for axis in first if axis not in result]
+        if not batch or len(alone) != 2 or len(summed) != 1 or alone[0] not in first or alone[1] not in second:
+            return torch.einsum(equation, left, right)
+        orders = ([*batch, alone[0], *summed], [*batch, *summed, alone[1]])
+        factors = [x.permute([term.index(axis) for axis in order])
+                   for x, term, order in zip((left, right), (first, second), orders, strict=True)]  # fmt: skip
+        return self._product(torch.matmul, tuple(factors), {}).permute(
+            [[*batch, *alone].index(axis) for axis in result]
+        )
 
     def _product(self, func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
         square = (self.shape[1],) * 2
@@ -288,6 +307,7 @@ class Layer:
 
     sites: dict[str, torch.Tensor] = field(default_factory=dict)  # (B,T,D)
     attended: Attended | None = None
+    is_read: bool = True  # whether it attends by one softmax
 
 
 @dataclass
@@ -378,6 +398,7 @@ def run_plainly(
     labels: torch.Tensor | None = None,
     backward: bool = True,
     first_position: int | None = 0,
+    unread: Collection[int] = (),
     **arguments: int,
 ) -> Plain:
     """Run a float64 model forward on ids (B,T), and differentiate its mean cross-entropy.
@@ -388,6 +409,7 @@ def run_plainly(
         labels: (B,T) for an encoder, -100 where nothing is predicted; None: each token predicts the next.
         backward: Whether to differentiate; without gradients there are no branches.
         first_position: The number that the model gives to a sequence's first position; None: it takes none.
+        unread: Layers that do not attend by one softmax.
         arguments: Arguments of the model that have one value for every token.
     """
     inputs = {"input_ids": ids, "use_cache": False}
@@ -399,7 +421,8 @@ def run_plainly(
     inputs |= {name: torch.full_like(ids, value) for name, value in arguments.items()}
     modules = list(model.get_submodule(layers))
     for own_attention in (False, True):
-        found = Plain(ids, mask.int().argmax(1), mask.sum(1), [Layer() for _ in modules], causal=labels is None)
+        parts = [Layer(is_read=at not in unread) for at in range(len(modules))]
+        found = Plain(ids, mask.int().argmax(1), mask.sum(1), parts, causal=labels is None)
         watch = _Watch(ids.shape, getattr(model.config.get_text_config(), "hidden_size", None), backward, own_attention)
         with watch.watching(modules, found.layers), _dense(model, watch), torch.set_grad_enabled(backward):
             given = model.get_input_embeddings()(ids)
@@ -450,7 +473,7 @@ class _Watch:
     def _begin(self, layer: Layer, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         taken = _first_floats((*args, *kwargs.values()))
         layer.sites["layer_in"] = self._stream(taken)
-        self.attention.begin()
+        self.attention.begin(layer.is_read)
         if self.with_branches and taken.numel() == layer.sites["layer_in"].numel():  # of copies only the mean is read
             self.additions.layer = Sums(Kept(taken, layer.sites["layer_in"]))
 
@@ -460,7 +483,7 @@ class _Watch:
         layer.sites["layer_out"] = self._stream(out)
         if sums is not None:
             layer.sites = sums.sites(out)
-        layer.attended = self.attention.attended
+        layer.attended = self.attention.attended if layer.is_read else None
         if layer.attended is not None:
             layer.attended.retain_gradients()
         self.attention.begin()

@@ -10,7 +10,7 @@ noise four times, while the delete-a-group jackknife counts each sequence once.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ClassVar, Self
@@ -376,15 +376,15 @@ class Gradient(Observable):
                 self._norms[layer, name] = torch.linalg.vector_norm(entries, dim=-1)
                 if (layer, name) in self.gains:
                     self._bounds[layer, name] = self.gains[layer, name].bound(entries)
-        tensor.register_hook(partial(self._on_stream, layer, site, batch, scale))
+        _hook(tensor, partial(self._on_stream, layer, site, batch, scale))
 
     def watch_attention(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
         for pathway in ("query", "key", "value"):
             # A softmax over one key is constant, so query 0's gradient is 0 under the causal mask; the fused kernel
             # gives round-off instead.
             constant = pathway == "query" and read.call.one_key_has_weight_one and not read.call.looks_ahead
-            getattr(read, pathway).register_hook(partial(self._on_pathway, layer, pathway, batch, constant))
-        mix.register_hook(partial(self._on_mix, layer, read.detached()))
+            _hook(getattr(read, pathway), partial(self._on_pathway, layer, pathway, batch, constant))
+        _hook(mix, partial(self._on_mix, layer, read.detached()))
 
     def watch_raw_value(self, layer: int, value: torch.Tensor, batch: Batch) -> None:
         value.register_hook(lambda found: self._on_pathway(layer, "raw_value", batch, False, found.transpose(1, 2)))
@@ -504,3 +504,10 @@ class Gradient(Observable):
 
     def _table_of(self, name: str, means: Means) -> pd.DataFrame:
         return means.table() if means else pd.DataFrame(columns=["layer", *names_of(self.columns[name])])
+
+
+def _hook(tensor: torch.Tensor, reduce: Callable[[torch.Tensor], None]) -> None:
+    """Call `reduce` with a tensor's gradient, also if it was made from no other tensor, such as zeros."""
+    if not tensor.requires_grad:
+        tensor.requires_grad_()
+    tensor.register_hook(reduce)

@@ -141,7 +141,6 @@ Settings = ObservableOptions  # in a run, `positions` and `window` are limited t
 
 ATTENTION_SITES = ("raw_value", "gate", "attention")  # in the order in which a forward pass reaches them
 NEURONS = "neurons"  # the site of the last projection of the feed-forward network
-NO_ATTENTION = "no layer attends by a softmax"
 COPIED = 2**26  # numbers in copies of residual-stream sites on an accelerator
 
 
@@ -213,7 +212,7 @@ class Observable:
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
         """Return the reason why this observable does not apply to the model, or None if it applies."""
         only_attention = set(cls.sites) <= set(ATTENTION_SITES)
-        return NO_ATTENTION if only_attention and not family.has_attention else None
+        return family.without_attention if only_attention else None
 
     @classmethod
     def aimed(cls, settings: Settings, tables: Mapping[str, pd.DataFrame]) -> Self:

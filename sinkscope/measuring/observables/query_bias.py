@@ -20,7 +20,6 @@ from sinkscope.attention.kernels import repeat_heads, upcast
 from sinkscope.attention.weights import AttentionRead, keys_seen
 from sinkscope.errors import InputError
 from sinkscope.measuring.observables.observable import (
-    NO_ATTENTION,
     Accumulator,
     BySequence,
     Lists,
@@ -31,7 +30,14 @@ from sinkscope.measuring.observables.observable import (
 )
 from sinkscope.measuring.observables.reductions import ALL_HEADS, GROUPS, long_table, mean_over
 from sinkscope.models.family import Family
-from sinkscope.models.projections import Projection, check_plain, effective_positions, massive_coordinates, projections
+from sinkscope.models.projections import (
+    Projection,
+    check_plain,
+    effective_positions,
+    massive_coordinates,
+    projections,
+    without_effective_positions,
+)
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, Column
 from sinkscope.text.batch import Batch
 
@@ -83,8 +89,8 @@ class QueryBias(Observable):
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
-        if not family.has_attention:
-            return NO_ATTENTION
+        if family.without_attention:
+            return family.without_attention
         if any(family.block(layer).wiring == "unknown" for layer in family.attentions(model)):
             return "the input of its attention is not known, because the sums of its layers are unknown"
         if not family.qkv:
@@ -134,7 +140,8 @@ class QueryBias(Observable):
     @torch.no_grad()
     def tables(self) -> dict[str, pd.DataFrame]:
         longest = max(moments.mean.shape[0] for moments in self.moments.values())
-        epe = effective_positions(self.model, self.family, longest) if self.family.position_embedding else None
+        has_epe = Epe.inapplicable(self.model, self.family) is None
+        epe = effective_positions(self.model, self.family, longest) if has_epe else None
         by_position, by_coordinate, distributions = [], [], []
         for layer, moments in sorted(self.moments.items()):
             mean, variance = (moment.T.cpu().numpy() for moment in (moments.mean, moments.variance))
@@ -268,6 +275,8 @@ class Epe(Observable):
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
         if not family.position_embedding:
             return f"its positions are not learned vectors (they are {family.positions})"
+        if reason := without_effective_positions(model, family):
+            return reason
         return QueryBias.inapplicable(model, family)
 
     def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
