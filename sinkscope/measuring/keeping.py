@@ -161,7 +161,7 @@ def attention_of(
             inputs = inputs_for(loaded, config.model_copy(update=one), family)
             if len(inputs) > 1:
                 raise InputError("give the ids of one text")
-            if inputs.notices:
+            if inputs.cut:
                 raise InputError(f"the text has more than the {longest} tokens that the model reads")
         seen = _Weights(layer, head)
         with open_tracer(network, family, config.attn) as tracer:

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from sinkscope.attention.position_kinds import with_positions
 from sinkscope.errors import InputError
-from sinkscope.measuring.console import print_notices, spinner
+from sinkscope.measuring.console import print_line, print_notices, spinner
 from sinkscope.measuring.memory import Memory, room
 from sinkscope.measuring.observables import OBSERVABLES, check_names
 from sinkscope.measuring.processes import team
@@ -110,6 +110,7 @@ def open_subject(
         family, notices = family_of(loaded.model)
         inputs = inputs_for(loaded, config, family)
         notices += [] if family.causal else ["it attends in both directions; its loss, if any, is of masked tokens"]
+        print_line(console, f"read: {inputs.said}")
         print_notices(console, (*loaded.notices, *tower_notice(loaded.model), *notices, *inputs.notices))
         read = config.model_copy(update={"seq_len": inputs.longest})
         yield Subject(loaded, family, inputs, memory_of(loaded.model, read))

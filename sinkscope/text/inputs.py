@@ -15,7 +15,12 @@ large effect on sinks, so it is always recorded. Every error is an `InputError` 
                   content) as the tokenizer's chat template renders them, or else `text`, one document per sequence; cut
                   to seq_len, and kept if shorter
     FILE.npy      integer token ids (N, T) or (T,), T ≥ seq_len, cut to seq_len
-    objects       in Python: texts, chats and token ids as lines of JSON, texts of a dataset as those of --dataset
+    objects       in Python: texts, chats and token ids as lines of JSON, rows of a dataset or a DataFrame as those of
+                  --dataset
+
+A line, a row and an object are parsed in one place (options/records.py). Every run says what it read, on the console
+and in run.json (`TokenInputs.said`). A text that begins with the tokens that would be put before it, such as one that
+a chat template has rendered, does not get them twice.
 
 WSE is "When Attention Sink Emerges in Language Models"; its experiments use 100 sequences of 64 tokens.
 
@@ -36,7 +41,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForLanguageModeling
 
-from sinkscope.errors import InputError, counted
+from sinkscope.errors import InputError, counted, one_line
 from sinkscope.options.given import Given
 from sinkscope.options.measuring import PROMPT
 from sinkscope.text.batch import IGNORED, Batch
@@ -45,6 +50,9 @@ from sinkscope.text.tokens import check_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+BEGINNING, LONGEST_BEGINNING = 12, 48  # tokens and characters of the first sequence that `said` quotes
 
 
 class Masked(NamedTuple):
@@ -91,6 +99,8 @@ class TokenInputs:
     masked: tuple[Masked, ...] | None = None  # for an encoder; None if each token's successor is predicted
     first_predicted: int = 1  # see Batch
     per_passage: int = 1  # number of consecutive sequences from one passage of a text, which are not independent
+    said: str = ""  # what was read: the source, the number of sequences, and how the first begins
+    cut: int = 0  # number of documents that are longer than their sequences
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -124,6 +134,12 @@ class TokenInputs:
         return max(len(ids) for ids in self.sequences)
 
     @property
+    def texts(self) -> list[int]:
+        """The number of each sequence's text: copies of a text have the same number, which is that of the first."""
+        numbers: dict[bytes, int] = {}
+        return [numbers.setdefault(ids.tobytes(), number) for number, ids in enumerate(self.sequences)]
+
+    @property
     def repeats_one_token(self) -> bool:
         """Whether every sequence is one token, repeated; False if a BOS is before it."""
         return self.condition == "repeated" and all((ids == ids[0]).all() for ids in self.sequences)
@@ -131,7 +147,7 @@ class TokenInputs:
     def part(self, first: int, last: int) -> "TokenInputs":
         """Return only the sequences first … last − 1."""
         sequences, masked = self.sequences[first:last], self.masked and self.masked[first:last]
-        return replace(self, sequences=sequences, sha256=_sha256(sequences), notices=(), masked=masked)
+        return replace(self, sequences=sequences, sha256=_sha256(sequences), notices=(), masked=masked, said="")
 
     def batches(self, batch_size: int, padding_side: str = "right") -> Iterator[Batch]:
         """Yield the sequences in order, each batch padded to its longest; the last batch may be smaller."""
@@ -170,12 +186,13 @@ def build_inputs(
         limit = f"the model's {max_positions} positions: take at most {max_positions}"
         raise InputError(f"--seq-len {seq_len} is beyond {limit}")
     if prompt is not None:
-        condition, selection, num_seqs = PROMPT, prompted(prompt, request), 1
+        condition, reads, selection, num_seqs = PROMPT, PROMPT, prompted(prompt, request), 1
     elif isinstance(source, str) and source in DRAWN and dataset is None:
-        condition, selection = source, DRAWN[source](request)
+        condition, reads, selection = source, f"{source} tokens", DRAWN[source](request)
     else:
         found = open_source(source, dataset)
         condition, selection = found.name, found.cut(found.documents, found.label, request)
+        reads = found.reads(" and ".join(f"`{entry}`" for entry in selection.entries))
     sequences = tuple(np.array(ids, dtype=np.int64) for ids in selection.sequences)
     notices = list(selection.notices)
     if len(sequences) < num_seqs and isinstance(source, str):
@@ -185,8 +202,31 @@ def build_inputs(
         notices.append(f"{label} holds {held}")
     for ids in sequences:
         ids.setflags(write=False)
-    token_zero, per_passage = selection.token_zero, selection.per_passage
-    return TokenInputs(condition, sequences, token_zero, _sha256(sequences), tuple(notices), per_passage=per_passage)
+    inputs = TokenInputs(
+        condition,
+        sequences,
+        selection.token_zero,
+        _sha256(sequences),
+        per_passage=selection.per_passage,
+        said=f"{reads}, {_begun(sequences, request)}",
+        cut=selection.cut,
+    )
+    if (distinct := len(set(inputs.texts))) < len(sequences):
+        copies = f"only {distinct} of its {len(sequences)} sequences are distinct"
+        notices.append(f"{reads}: {copies}: intervals count copies of a text once")
+    return replace(inputs, notices=tuple(notices))
+
+
+def _begun(sequences: tuple[np.ndarray, ...], request: Request) -> str:
+    """Describe sequences by their number and the beginning of the first."""
+    first, tokenizer = sequences[0][:BEGINNING].tolist(), request.tokenizer
+    text = (
+        ", ".join(map(str, first))
+        if tokenizer is None
+        else str(tokenizer.decode(first, clean_up_tokenization_spaces=False))
+    )
+    text = "".join(letter if letter.isprintable() else " " for letter in text.rstrip("\ufffd"))  # half of a character
+    return f"{counted(len(sequences), 'sequence')}, the first begins `{one_line(text, LONGEST_BEGINNING)}`"
 
 
 def _sha256(sequences: Iterable[np.ndarray]) -> str:
