@@ -123,7 +123,7 @@ def described_input(inputs: TokenInputs) -> dict[str, Any]:
         "token_zero": inputs.token_zero,
         "sha256": inputs.sha256,
         # the number of each sequence's text, if some are copies of one text
-        "texts": None if len(set(texts)) == len(texts) else texts,
+        "texts": None if len(set(texts)) == len(texts) else list(texts),
     }
 
 

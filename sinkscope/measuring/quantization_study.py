@@ -50,7 +50,7 @@ from sinkscope.quantization.sites import (
     sites_of,
 )
 from sinkscope.quantization.spared import NOTHING, Spared
-from sinkscope.results.statistics import bootstrap, resamplings
+from sinkscope.results.statistics import bootstrap, resamplings_of
 from sinkscope.results.tables import Column, Columns
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
@@ -349,11 +349,11 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
 }
 
 
-def resampled_cost(losses: np.ndarray, full: np.ndarray, predicted: Sequence[int] | np.ndarray) -> np.ndarray:
+def resampled_cost(losses: np.ndarray, full: np.ndarray, inputs: TokenInputs) -> np.ndarray:
     """Return (1 + draws,) replicates of the cost in nats per token, from the losses (N,) of sequences."""
-    weights = resamplings(len(predicted))
+    weights = resamplings_of(inputs.texts)
     with np.errstate(invalid="ignore", divide="ignore"):  # a single sequence has no interval
-        return (weights @ (losses - full)) / (weights @ np.array(predicted))
+        return (weights @ (losses - full)) / (weights @ np.array(inputs.predicted))
 
 
 class Study:
@@ -449,7 +449,7 @@ class Study:
         measured = measured or self.bench.measure(ranges, inputs, outliers)
         full = self.full.setdefault(len(inputs), measured)  # full precision is measured first
         cost = measured.loss - full.loss
-        interval = bootstrap(resampled_cost(measured.losses, full.losses, inputs.predicted))
+        interval = bootstrap(resampled_cost(measured.losses, full.losses, inputs))
         self.rows.append(
             {
                 "layer": layer,

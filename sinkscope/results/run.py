@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import pandas as pd
 
 from sinkscope.errors import InputError, Known, UnknownKey, unknown
@@ -84,6 +85,12 @@ class RunData:
     @property
     def condition(self) -> str:
         return self.manifest["condition"]
+
+    @property
+    def text_numbers(self) -> np.ndarray:
+        """(N,): the number of each sequence's text; copies of a text share it."""
+        read = self.manifest["input"]
+        return np.array(read.get("texts") or range(read["sequences"]), dtype=int)
 
     @property
     def reads(self) -> str:

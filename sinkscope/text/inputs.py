@@ -34,6 +34,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -133,11 +134,10 @@ class TokenInputs:
     def longest(self) -> int:
         return max(len(ids) for ids in self.sequences)
 
-    @property
-    def texts(self) -> list[int]:
-        """The number of each sequence's text: copies of a text have the same number, which is that of the first."""
-        numbers: dict[bytes, int] = {}
-        return [numbers.setdefault(ids.tobytes(), number) for number, ids in enumerate(self.sequences)]
+    @cached_property
+    def texts(self) -> tuple[int, ...]:
+        """The number of each sequence's text, counted from 0: copies of a text have the same number."""
+        return numbered(self.sequences)
 
     @property
     def repeats_one_token(self) -> bool:
@@ -154,12 +154,19 @@ class TokenInputs:
         for first in range(0, len(self), batch_size):
             ids = self.sequences[first : first + batch_size]
             mask, masked = _padded(map(np.ones_like, ids), 0, padding_side), None
+            texts = self.texts[first : first + batch_size]
             if self.masked is not None:
                 hidden, labels = zip(*self.masked[first : first + batch_size], strict=True)
                 hidden, labels = _padded(hidden, 0, padding_side), _padded(labels, IGNORED, padding_side)
-                masked = Batch(hidden, mask, first, labels)
+                masked = Batch(hidden, mask, first, labels, texts=texts)
             of_text = _padded(ids, 0, padding_side)
-            yield Batch(of_text, mask, first, masked=masked, first_predicted=self.first_predicted)
+            yield Batch(of_text, mask, first, masked=masked, first_predicted=self.first_predicted, texts=texts)
+
+
+def numbered(sequences: Iterable[np.ndarray]) -> tuple[int, ...]:
+    """Number distinct arrays from 0 in their order; return the number of each."""
+    numbers: dict[bytes, int] = {}
+    return tuple(numbers.setdefault(ids.tobytes(), len(numbers)) for ids in sequences)
 
 
 def _padded(rows: Iterable[np.ndarray], value: int, side: str) -> torch.Tensor:

@@ -628,6 +628,7 @@ def test_texts_that_are_cut_are_counted() -> None:
 
 def test_copies_of_a_text_have_its_number() -> None:
     inputs = given(["w1 w2", "w3 w4", "w1 w2", "w1 w2 w3"], tokenizer=LLAMA)
-    assert inputs.texts == [0, 1, 0, 3]
+    assert inputs.texts == (0, 1, 0, 2)
     assert any("only 3 of its 4 sequences are distinct" in notice for notice in inputs.notices)
-    assert given(["w1 w2", "w1 w2 w3"]).texts == [0, 1]
+    assert given(["w1 w2", "w1 w2 w3"]).texts == (0, 1)
+    assert [batch.numbers for batch in inputs.batches(2)] == [[0, 1], [0, 2]]

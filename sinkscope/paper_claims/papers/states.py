@@ -17,7 +17,7 @@ from sinkscope.paper_claims.scopes import causal, requires
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below
 from sinkscope.results.run import WITH
 from sinkscope.results.side_by_side import span
-from sinkscope.results.statistics import Estimate, bootstrap, exact, rank_correlation, resamplings, weighted_means
+from sinkscope.results.statistics import Estimate, bootstrap, exact, rank_correlation, resamplings_of, weighted_means
 
 # --- compression valleys
 
@@ -68,8 +68,8 @@ def _of_secondary(column: str, evidence: Evidence) -> Estimate:
     known = _secondary(evidence).dropna(subset=column)
     if known.empty:
         raise NotDefined("no secondary sink has the number")
-    groups = known.groupby("sequence")[column].agg(["sum", "count"]).to_numpy(float)
-    means = weighted_means(groups, resamplings(len(groups)))
+    groups = known.groupby("sequence")[column].agg(["sum", "count"]).astype(float)
+    means = weighted_means(groups.to_numpy(), resamplings_of(evidence.run(STATES).text_numbers[groups.index]))
     return bootstrap(means[:, 0] / means[:, 1]).over(f"{len(known)} tokens of {len(groups)} sequences")
 
 
