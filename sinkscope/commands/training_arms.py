@@ -47,6 +47,7 @@ from sinkscope.models.family import Family
 from sinkscope.models.in_memory import fingerprint
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.projections import known_positions
+from sinkscope.options.files import user_path
 from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.training import ArmOptions
@@ -98,7 +99,7 @@ class TrainingArms:
     ) -> None:
         self.start = time.time()
         launched(cpu=asked.device_map == "cpu")
-        self.command, self.asked, self.folder, self.overwrite = command, asked, Path(out), overwrite
+        self.command, self.asked, self.folder, self.overwrite = command, asked, user_path(out), overwrite
         self.record, self.page, self.figures = record, page, figures
         self.training, self.measuring = asked.training, asked.measuring  # how arms are trained, and measured
         self.is_main = PartialState().is_main_process

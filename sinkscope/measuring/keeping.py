@@ -153,7 +153,10 @@ def attention_of(
     with undisturbed(network):
         family, _ = family_of(network)
         if text is None:
-            inputs = inputs_for(loaded, config, family).part(0, 1)
+            inputs = inputs_for(loaded, config, family)
+            if model is None and inputs.sha256 != manifest["input"]["sha256"]:
+                raise InputError(f"the input {config.input} is not what this run has read: pass the text as text=…")
+            inputs = inputs.part(0, 1)
         else:
             longest = position_limit(network, family) or MOST
             given = {"prompt": text} if isinstance(text, str) else {"prompt": None, "input": Given(text)}

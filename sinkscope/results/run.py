@@ -66,6 +66,8 @@ class RunData:
         missing = [str(path) for path in paths.values() if not path.is_file()]
         if missing:
             raise InputError(f"{folder} is incomplete: {missing[0]} is missing")
+        folder = folder.absolute()  # tables are read later, perhaps after os.chdir
+        paths = {name: folder / "tables" / path.name for name, path in paths.items()}
         return cls(
             manifest,
             _TablesOnDisk(folder, paths, cls.columns, format_of(manifest)),
