@@ -32,7 +32,7 @@ from sinkscope.models.family import (
     tower_notice,
     vocabulary,
 )
-from sinkscope.models.in_memory import drawing, unchanged_after, undisturbed, unwrapped
+from sinkscope.models.in_memory import drawing, same_random_numbers, unchanged_after, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import SEQ_LEN, BenchmarkOptions, RunConfig
 from sinkscope.options.option import Options, checked
@@ -222,7 +222,9 @@ def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = N
         seed=config.seed,
         sampler=partial(_sample, loaded.model),
     )
-    inputs = replace(team().of_the_first(build), first_predicted=max(1, family.prefix if family else 0))
+    with same_random_numbers():  # a dataset may draw when it is read
+        built = team().of_the_first(build)
+    inputs = replace(built, first_predicted=max(1, family.prefix if family else 0))
     return with_masked(inputs, loaded, family, config.seed)
 
 
