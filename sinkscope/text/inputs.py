@@ -201,12 +201,11 @@ def build_inputs(
         condition, selection = found.name, found.cut(found.documents, found.label, request)
         reads = found.reads(" and ".join(f"`{entry}`" for entry in selection.entries))
     sequences = tuple(np.array(ids, dtype=np.int64) for ids in selection.sequences)
-    notices = list(selection.notices)
+    notices, held = list(selection.notices), counted(len(sequences), "sequence")
     if len(sequences) < num_seqs and isinstance(source, str):
         label = f"--dataset {dataset}" if dataset else f"--input {source}"
         of = "of" if all(len(ids) == seq_len for ids in sequences) else "of at most"
-        held = f"{counted(len(sequences), 'sequence')} {of} {seq_len} tokens; {num_seqs} were requested"
-        notices.append(f"{label} holds {held}")
+        notices.append(f"{label} holds {held} {of} {seq_len} tokens; {num_seqs} were requested")
     for ids in sequences:
         ids.setflags(write=False)
     inputs = TokenInputs(
@@ -215,25 +214,21 @@ def build_inputs(
         selection.token_zero,
         _sha256(sequences),
         per_passage=selection.per_passage,
-        said=f"{reads}, {_begun(sequences, request)}",
+        said=f"{reads}, {held}, the first begins `{beginning(sequences[0], request.tokenizer)}`",
         cut=selection.cut,
     )
     if (distinct := len(set(inputs.texts))) < len(sequences):
-        copies = f"only {distinct} of its {len(sequences)} sequences are distinct"
-        notices.append(f"{reads}: {copies}: intervals count copies of a text once")
+        notices.append(f"{reads}: only {distinct} of its {held} are distinct; intervals count copies of a text once")
     return replace(inputs, notices=tuple(notices))
 
 
-def _begun(sequences: tuple[np.ndarray, ...], request: Request) -> str:
-    """Describe sequences by their number and the beginning of the first."""
-    first, tokenizer = sequences[0][:BEGINNING].tolist(), request.tokenizer
-    text = (
-        ", ".join(map(str, first))
-        if tokenizer is None
-        else str(tokenizer.decode(first, clean_up_tokenization_spaces=False))
-    )
-    text = "".join(letter if letter.isprintable() else " " for letter in text.rstrip("\ufffd"))  # half of a character
-    return f"{counted(len(sequences), 'sequence')}, the first begins `{one_line(text, LONGEST_BEGINNING)}`"
+def beginning(ids: np.ndarray, tokenizer: "PreTrainedTokenizerBase | None") -> str:
+    """Return the beginning of a text, on one line and without control characters."""
+    first = ids[:BEGINNING].tolist()
+    if tokenizer is None:
+        return ", ".join(map(str, first))
+    text = str(tokenizer.decode(first, clean_up_tokenization_spaces=False)).rstrip("\ufffd")  # half of a character
+    return one_line("".join(letter if letter.isprintable() else " " for letter in text), LONGEST_BEGINNING)
 
 
 def _sha256(sequences: Iterable[np.ndarray]) -> str:
