@@ -75,6 +75,8 @@ def _of_secondary(column: str, evidence: Evidence) -> Estimate:
 
 def _lifetime_follows_norm(evidence: Evidence) -> Estimate:
     found = _secondary(evidence)
+    first = np.unique(evidence.run(STATES).text_numbers, return_index=True)[1]  # tokens of copies are no further units
+    found = found[found["sequence"].isin(first)]
     norm, lifetime, layer = (found[name].to_numpy(float) for name in ("norm", "lifetime", "layer"))
     return rank_correlation(norm, lifetime, layer)
 
