@@ -294,8 +294,9 @@ RUN_CLAIMS: dict[str, RunClaim] = {
 def _ratio(run: RunData, table: pd.DataFrame, above: pd.Series, below: pd.Series) -> np.ndarray:
     """Return Σ above ÷ Σ below for all resamplings of the pictures, (R,); NaN where nothing was drawn."""
     sums = pd.DataFrame({"above": above, "below": below}).astype(float).groupby(table["sequence"]).sum()
-    pictures = run.tables["picture"].set_index("sequence")["thumbnail"].reindex(sums.index)  # copies look the same
-    totals = resamplings_of(pd.factorize(pictures)[0]) @ sums.to_numpy()
+    listed = run.tables.get("picture")
+    looks = sums.index if listed is None else listed.set_index("sequence")["thumbnail"].reindex(sums.index)
+    totals = resamplings_of(pd.factorize(looks)[0]) @ sums.to_numpy()  # copies look the same
     with np.errstate(invalid="ignore", divide="ignore"):
         return totals[:, 0] / totals[:, 1]
 
