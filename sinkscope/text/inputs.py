@@ -225,7 +225,7 @@ def build_inputs(
 def beginning(ids: np.ndarray, tokenizer: "PreTrainedTokenizerBase | None") -> str:
     """Return the beginning of a text, on one line and without control characters."""
     first = ids[:BEGINNING].tolist()
-    if tokenizer is None:
+    if tokenizer is None or max(first) >= len(tokenizer):  # a vocabulary may be padded with ids that mean nothing
         return ", ".join(map(str, first))
     text = str(tokenizer.decode(first, clean_up_tokenization_spaces=False)).rstrip("\ufffd")  # half of a character
     return one_line("".join(letter if letter.isprintable() else " " for letter in text), LONGEST_BEGINNING)

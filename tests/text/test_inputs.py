@@ -13,10 +13,13 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from tiny import tiny_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from sinkscope.errors import InputError
+from sinkscope.measuring.subject import inputs_for, position_limit
+from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
 from sinkscope.options.option import MOST
 from sinkscope.text.inputs import TokenInputs, build_inputs
@@ -624,6 +627,18 @@ def test_texts_that_are_cut_are_counted() -> None:
     inputs = given([words(9), "w1 w2", words(12)], seq_len=8)
     assert inputs.cut == 2
     assert any("input: 2 documents cut to 8 tokens" in notice for notice in inputs.notices)
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+def test_objects_that_are_cut_at_the_models_positions_are_named(is_text: bool) -> None:
+    model = tiny_model("llama")
+    limit = position_limit(model)
+    assert limit
+    text = words(limit + 5)
+    config = make_config(input=[text if is_text else ids_of(text), "w1 w2"])
+    inputs = inputs_for(LoadedModel(model, LLAMA, "tiny", "tiny", None, None, ()), config)
+    assert inputs.longest == limit
+    assert any(f"input: 1 document cut to {limit} tokens" in notice for notice in inputs.notices)
 
 
 def test_copies_of_a_text_have_its_number() -> None:
