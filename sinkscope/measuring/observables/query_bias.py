@@ -247,7 +247,9 @@ class Epe(Observable):
     expected = False
     columns: ClassVar = {
         "epe_by_group": (
-            Column("group", "-1: all sequences; else all except those with this number modulo 20", kind="whole"),
+            Column(
+                "group", "-1: all sequences; else all except those whose text has this number modulo 20", kind="whole"
+            ),
             POSITION,
             Column("cosine", "cosine of EPE with the mean over sequences of the layer's output at this position"),
         ),
