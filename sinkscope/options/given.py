@@ -57,7 +57,7 @@ def _rows(thing: Any) -> Callable[[], Iterable[Any]] | None:
     """
     if isinstance(thing, Mapping):
         return None
-    if _is_of(thing, "datasets") and hasattr(thing, "column_names"):
+    if _is_of(thing, "datasets") and hasattr(thing, "__iter__") and not isinstance(thing, Sequence):
         return lambda: thing
     if _is_of(thing, "torch.utils.data"):
         is_indexed = hasattr(thing, "__len__") and hasattr(thing, "__getitem__")

@@ -460,6 +460,8 @@ OBJECTS: dict[str, tuple[Any, str, list[list[int]]]] = {
     "an array": (np.array([IDS[0], IDS[0]]), "token-ids", [IDS[0], IDS[0]]),
     "a tokenizer's output": (PADDED, "token-ids", IDS),
     "a dataset of ids": (Dataset.from_dict({"input_ids": IDS}).with_format("torch"), "dataset", IDS),
+    "a column": (Dataset.from_dict({"story": TEXTS})["story"], "prompts", [[BOS, *ids_of(text)] for text in TEXTS]),
+    "a streamed column of ids": (Dataset.from_dict({"a": IDS}).to_iterable_dataset()["a"], "dataset", IDS),
     "a dataset of chats": (Dataset.from_dict({"messages": [CHAT], "n": [1]}), "dataset", [[BOS, 6, 7, BOS, 8]]),
 }
 
