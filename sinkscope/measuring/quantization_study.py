@@ -349,11 +349,13 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
 }
 
 
-def resampled_cost(losses: np.ndarray, full: np.ndarray, inputs: TokenInputs) -> np.ndarray:
-    """Return (1 + draws,) replicates of the cost in nats per token, from the losses (N,) of sequences."""
-    weights = resamplings_of(inputs.texts)
-    with np.errstate(invalid="ignore", divide="ignore"):  # a single sequence has no interval
-        return (weights @ (losses - full)) / (weights @ np.array(inputs.predicted))
+def resampled_cost(
+    losses: np.ndarray, full: np.ndarray, predicted: Sequence[int] | np.ndarray, texts: Sequence[int]
+) -> np.ndarray:
+    """Return (1 + draws,) replicates of the cost in nats per token, from the losses (N,) of sequences of `texts`."""
+    weights = resamplings_of(texts)
+    with np.errstate(invalid="ignore", divide="ignore"):  # a single text has no interval
+        return (weights @ (losses - full)) / (weights @ np.array(predicted))
 
 
 class Study:
@@ -449,7 +451,7 @@ class Study:
         measured = measured or self.bench.measure(ranges, inputs, outliers)
         full = self.full.setdefault(len(inputs), measured)  # full precision is measured first
         cost = measured.loss - full.loss
-        interval = bootstrap(resampled_cost(measured.losses, full.losses, inputs))
+        interval = bootstrap(resampled_cost(measured.losses, full.losses, inputs.predicted, inputs.texts))
         self.rows.append(
             {
                 "layer": layer,
