@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from sinkscope.commands.measured import opened, shown
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.measuring.console import Messages, print_notices, print_part
+from sinkscope.measuring.console import Messages, print_line, print_notices, print_part
 from sinkscope.measuring.keeping import Remembered, check_sites, keep
 from sinkscope.measuring.measure import Facts, make_manifest, measure
 from sinkscope.measuring.pictures import PICTURES, measure_encoder, measure_pictures, processor_for
@@ -94,6 +94,7 @@ def analyze(
     if pictures is not None and not is_in_memory(model) and (encoder := load_encoder(config)) is not None:
         with own_folder(out, overwrite, reads=(config.model, str(config.images))) as folder:
             raw, subject = measure_encoder(encoder, pictures)
+            print_line(Messages(quiet), f"read: {subject.inputs.said}")
             tables, facts = publish(raw, encoder, PICTURES), Facts(batch_size=1)
             manifest = make_manifest(subject, config, facts, list(tables), start)
             return finished(Run.of_analysis(manifest, tables, folder), Messages(quiet), figures, page)

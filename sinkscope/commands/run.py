@@ -19,7 +19,7 @@ from sinkscope.measuring.console import Messages, print_line
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.models.in_memory import text_of
 from sinkscope.options import COMMANDS
-from sinkscope.options.files import named_file
+from sinkscope.options.files import named_file, user_path
 from sinkscope.options.keywords import RunKeywords
 from sinkscope.options.option import as_folder_name
 from sinkscope.options.output import OutputOptions, RunOptions
@@ -100,7 +100,7 @@ def run_recipe(
                 check(asked)
             check_figures(found.content.figures, found.content.command, getattr(asked, "observables", None))
     source = getattr(first, "folder_name", "") or getattr(first, "config", "")
-    folder = Path(out or _own_out(found) or Path("runs", as_folder_name(found.name, source)))
+    folder = user_path(out or _own_out(found) or Path("runs", as_folder_name(found.name, source)))
     console = Messages(quiet)
     title = f"{found.name}: {found.content.title}"
     if has_steps or not COMMANDS[found.content.command].in_memory:  # the command writes its own folder
@@ -144,7 +144,7 @@ def _own_out(recipe: Recipe) -> str | None:
     """Return a recipe's folder; InputError unless it is below the working directory: recipes may come from anywhere."""
     out = recipe.content.out
     try:
-        is_below = out is None or Path.cwd() in Path(out).resolve().parents
+        is_below = out is None or Path.cwd() in user_path(out).resolve().parents
     except (OSError, RuntimeError, ValueError):  # a loop of links, or an invalid path
         is_below = False
     if not is_below:

@@ -46,7 +46,7 @@ from sinkscope.models.files import (
     quiet,
 )
 from sinkscope.models.loading import on_meta, read_config, read_once, sketched
-from sinkscope.options.files import named_file
+from sinkscope.options.files import named_file, user_path
 from sinkscope.options.keywords import SweepKeywords
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions, SweepOptions
@@ -217,7 +217,7 @@ def sweep(
     given = {name: getattr(asked, name) for name in asked.model_fields_set - IGNORED_OPTIONS}
     found = read_sweep(asked.file, given, asked.quick)
     check(found)
-    folders = CellFolders(Path(out or asked.folder()))
+    folders = CellFolders(user_path(out or asked.folder()))
     if overwrite and asked.part != (1, 1):
         raise InputError("--overwrite removes the cells of all shards: delete the folder before they are started")
     at, of = asked.part  # parts of equal size; the cells of a model stay together

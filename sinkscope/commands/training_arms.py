@@ -34,8 +34,8 @@ from accelerate import PartialState
 from transformers import PreTrainedModel
 
 from sinkscope.commands.result import Result
-from sinkscope.errors import InputError
-from sinkscope.measuring.console import Messages, print_notices, print_part, spinner
+from sinkscope.errors import InputError, counted
+from sinkscope.measuring.console import Messages, print_line, print_notices, print_part, spinner
 from sinkscope.measuring.measure import make_manifest as run_manifest
 from sinkscope.measuring.measure import measure, publish
 from sinkscope.measuring.processes import Team
@@ -46,6 +46,7 @@ from sinkscope.models.family import Family
 from sinkscope.models.in_memory import fingerprint
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.projections import known_positions
+from sinkscope.options.files import user_path
 from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.training import ArmOptions
@@ -59,6 +60,7 @@ from sinkscope.results.swap import new_file
 from sinkscope.results.tables import LEADING_COLUMNS, read_table, write_tables
 from sinkscope.retrofits import gate_displacement
 from sinkscope.retrofits.retrofit import registers_before
+from sinkscope.text.inputs import beginning
 from sinkscope.training.arms import Arm, Method, arms_of, parse_methods
 from sinkscope.training.blocks import Blocks, begun, limited, read_blocks
 from sinkscope.training.history import probe_of
@@ -97,7 +99,7 @@ class TrainingArms:
     ) -> None:
         self.start = time.time()
         launched(cpu=asked.device_map == "cpu")
-        self.command, self.asked, self.folder, self.overwrite = command, asked, Path(out), overwrite
+        self.command, self.asked, self.folder, self.overwrite = command, asked, user_path(out), overwrite
         self.record, self.page, self.figures = record, page, figures
         self.training, self.measuring = asked.training, asked.measuring  # how arms are trained, and measured
         self.is_main = PartialState().is_main_process
@@ -161,6 +163,7 @@ class TrainingArms:
             self.blocks = self._read(wanted)
         arms = arms_of(methods, self.training.seed, self.asked.seeds)
         self._claim(arms)
+        print_line(self.console, f"read: {self._said}")
         print_notices(self.console, self.blocks.notices(wanted))
         if self.command == "retrofit" and self.is_main and not self._is_measured(UNTOUCHED):
             on_gpu = torch.cuda.is_available() and self.measuring.device_map != "cpu"
@@ -214,8 +217,16 @@ class TrainingArms:
                     np.save(file, self.blocks.held_out)
         PartialState().wait_for_everyone()
 
+    @property
+    def _said(self) -> str:
+        """What was read to train on."""
+        blocks, tokenizer = self.blocks.train, self.loaded.tokenizer
+        return (
+            f"{self.blocks.name}, {counted(len(blocks), 'block')}, the first begins `{beginning(blocks[0], tokenizer)}`"
+        )
+
     def _manifest(self, tables: Iterable[str] = ()) -> dict[str, Any]:
-        facts = self.options | self.read | {"text_blocks": len(self.blocks.train)}
+        facts = self.options | self.read | {"text_blocks": len(self.blocks.train), "text_read": self._said}
         facts |= {"arms": self.arms, "files": self.files.names}
         if self.record is not None:
             facts |= {"recipe": self.record}

@@ -17,7 +17,7 @@ from sinkscope.results.judgment import NotDefined, Number, above, at_least, at_m
 from sinkscope.results.metrics import is_clear, is_sink, lacks_rate, reason_without_rate
 from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Lacks, Sequences
-from sinkscope.results.statistics import Estimate, bootstrap, exact, positive_jackknife, resamplings, weighted_means
+from sinkscope.results.statistics import Estimate, bootstrap, exact, positive_jackknife, resamplings_of, weighted_means
 
 AFTER_FIRST = slice(1, LATER.stop)  # positions that position 0 is compared with in claims about all later positions
 
@@ -153,8 +153,9 @@ def massive_layers(sequences: Sequences) -> np.ndarray:
 def massive_count(sequences: Sequences) -> Estimate:
     """Estimate the massive activations per sequence in the output of the layer with the most, as the paper counts."""
     table = sequences.table("massive")
-    counts = table.groupby(["sequence", "layer"])["is_massive"].sum().unstack(fill_value=0).to_numpy(float)
-    return bootstrap(weighted_means(counts, resamplings(len(counts))).max(1))
+    counts = table.groupby(["sequence", "layer"])["is_massive"].sum().unstack(fill_value=0)
+    weights = resamplings_of(sequences.run.text_numbers[counts.index])
+    return bootstrap(weighted_means(counts.to_numpy(float), weights).max(1))
 
 
 # --- gradients, by groups of sequences
@@ -327,10 +328,12 @@ RUN_CLAIMS: dict[str, RunClaim] = {
 # --- pictures: ratios of sums over pictures, which are resampled
 
 
-def _ratio(table: pd.DataFrame, above: pd.Series, below: pd.Series) -> np.ndarray:
+def _ratio(run: RunData, table: pd.DataFrame, above: pd.Series, below: pd.Series) -> np.ndarray:
     """Return Σ above ÷ Σ below for all resamplings of the pictures, (R,); NaN where nothing was drawn."""
     sums = pd.DataFrame({"above": above, "below": below}).astype(float).groupby(table["sequence"]).sum()
-    totals = resamplings(len(sums)) @ sums.to_numpy()
+    listed = run.tables.get("picture")
+    looks = sums.index if listed is None else listed.set_index("sequence")["thumbnail"].reindex(sums.index)
+    totals = resamplings_of(pd.factorize(looks)[0]) @ sums.to_numpy()  # copies look the same
     with np.errstate(invalid="ignore", divide="ignore"):
         return totals[:, 0] / totals[:, 1]
 
@@ -361,7 +364,7 @@ def visual_sink_share(run: RunData) -> Estimate:
     """Estimate the share of visual tokens that are sinks by φ; the null is the share by random coordinates."""
     table = _visual(run)
     every = pd.Series(1.0, table.index)
-    found, null = (_ratio(table, own, every) for own in (table["phi"] > PHI, table["random_share"]))
+    found, null = (_ratio(run, table, own, every) for own in (table["phi"] > PHI, table["random_share"]))
     return bootstrap(found).against(float(null[0]))
 
 
@@ -372,7 +375,9 @@ def visual_sink_attention(run: RunData) -> Estimate:
     if not sinks.any():
         raise NotDefined("no visual token is a sink")
     shares = (sinks, table["random_share"])
-    found, null = (_ratio(table, own * mass, own) / _ratio(table, (1 - own) * mass, 1 - own) for own in shares)
+    found, null = (
+        _ratio(run, table, own * mass, own) / _ratio(run, table, (1 - own) * mass, 1 - own) for own in shares
+    )
     return bootstrap(found).against(float(null[0]))
 
 
@@ -387,4 +392,4 @@ def outlier_share(run: RunData) -> Estimate:
     """Estimate the share of patches that are outliers by norm after the last layer of an encoder."""
     table = outlier_patches(run)
     last = table[table["layer"] == table["layer"].max()]
-    return bootstrap(_ratio(last, last["is_outlier"], pd.Series(1.0, last.index)))
+    return bootstrap(_ratio(run, last, last["is_outlier"], pd.Series(1.0, last.index)))

@@ -154,7 +154,10 @@ def attention_of(
     with undisturbed(network):
         family, _ = family_of(network)
         if text is None:
-            inputs = inputs_for(loaded, config, family).part(0, 1)
+            inputs = inputs_for(loaded, config, family)
+            if model is None and inputs.sha256 != manifest["input"]["sha256"]:
+                raise InputError(f"the input {config.input} is not what this run has read: pass the text as text=…")
+            inputs = inputs.part(0, 1)
         else:
             longest = position_limit(network, family) or MOST
             given = {"prompt": text} if isinstance(text, str) else {"prompt": None, "input": Given(text)}
@@ -162,7 +165,7 @@ def attention_of(
             inputs = inputs_for(loaded, config.model_copy(update=one), family)
             if len(inputs) > 1:
                 raise InputError("give the ids of one text")
-            if inputs.notices:
+            if inputs.cut:
                 raise InputError(f"the text has more than the {longest} tokens that the model reads")
         seen = _Weights(layer, head)
         with open_tracer(network, family, config.attn) as tracer:

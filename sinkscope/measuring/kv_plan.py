@@ -40,8 +40,9 @@ from sinkscope.measuring.tracer import Tracer, logits_of, open_tracer
 from sinkscope.models.family import input_device
 from sinkscope.quantization.grids import RowGrids
 from sinkscope.quantization.rotation import random_rotation
-from sinkscope.results.statistics import Estimate, bootstrap, resamplings, weighted_means
+from sinkscope.results.statistics import Estimate, bootstrap, resamplings_of, weighted_means
 from sinkscope.results.tables import KV_HEAD, SEQUENCE, Column, Columns
+from sinkscope.text.inputs import numbered
 
 FULL_BITS = 16
 GRID_BITS = 32  # step and zero of a token's grid, for the keys and for the values of each head
@@ -596,7 +597,7 @@ class Study:
     def _note(self, budget: float, plan: Plan) -> None:
         """Measure a plan and record it."""
         cost, dense = (self.bench.read(each, self.measured) for each in (plan, self.dense))
-        weights = resamplings(len(cost.loss))
+        weights = resamplings_of(numbered(text.ids for text in self.measured))
         ratio = bootstrap(np.exp(weighted_means(cost.loss - dense.loss, weights)))
         of_dense = weighted_means(dense.retrieval, weights)
         of_dense[of_dense == 0] = np.nan  # the model itself retrieves nothing

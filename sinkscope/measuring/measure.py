@@ -29,6 +29,7 @@ from sinkscope.results import manifest
 from sinkscope.results.metrics import has_no_rate, reason_without_rate
 from sinkscope.results.tables import WHOLE_MODEL
 from sinkscope.retrofits.retrofit import registers_before
+from sinkscope.text.inputs import TokenInputs
 
 WORTH_TELLING = 20  # seconds to wait
 
@@ -99,13 +100,8 @@ def make_manifest(
         "notices": list(facts.notices),
         "pictures": facts.pictures,
         "input": {
-            "sequences": len(inputs),
-            "tokens": inputs.num_tokens,
-            "shortest": inputs.shortest,
-            "longest": inputs.longest,
-            "token_zero": inputs.token_zero,
+            **described_input(inputs),
             "masked": None if inputs.masked is None else inputs.num_predicted,
-            "sha256": inputs.sha256,
             "per_passage": inputs.per_passage,
         },
         "seed": config.seed,
@@ -115,6 +111,22 @@ def make_manifest(
         asked["seq_len"] = inputs.longest
         asked |= {name: min(asked[name], inputs.longest) for name in ("positions", "window")}
     return manifest.make_manifest(command, asked, start, tables, **described)
+
+
+def described_input(inputs: TokenInputs) -> dict[str, Any]:
+    """Return the facts about a text that run.json of every command has."""
+    texts = inputs.texts
+    return {
+        "read": inputs.said,
+        "sequences": len(inputs),
+        "tokens": inputs.num_tokens,
+        "shortest": inputs.shortest,
+        "longest": inputs.longest,
+        "token_zero": inputs.token_zero,
+        "sha256": inputs.sha256,
+        # the number of each sequence's text, if some are copies of one text
+        "texts": None if len(set(texts)) == len(texts) else list(texts),
+    }
 
 
 NOT_REPEATED = "the tokens of a sequence are not one and the same (--input repeated --bos never)"

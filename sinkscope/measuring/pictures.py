@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, counted
 from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Observable, Reading, Rows, Settings
 from sinkscope.measuring.subject import Subject
@@ -32,7 +32,7 @@ from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.results.findings import PHI
 from sinkscope.results.tables import HEAD, SEQUENCE, Column, Columns, names_of
 from sinkscope.text.batch import Batch
-from sinkscope.text.inputs import TokenInputs
+from sinkscope.text.inputs import TokenInputs, numbered
 from sinkscope.text.pictures import Picture, Places, asked_about
 
 PICTURES = "pictures"  # the condition of a run on pictures alone
@@ -239,6 +239,9 @@ def measure_encoder(loaded: LoadedModel, pictures: Sequence[Picture]) -> tuple[d
     patches, tokens, seen = encode(loaded.model, load_processor(loaded.source, loaded.revision, text=False), pictures)
     ends = {"layer_in": "input", "layer_out": "output"}
     family = Family(loaded.model.config.model_type, "", "", ends, "unknown", NO_POSITIONS, causal=False)
-    sequences = (np.zeros(tokens, np.int64),) * len(pictures)
-    inputs = TokenInputs(PICTURES, sequences, "a special token or the first patch", "")
+    # the number of the picture in place of token ids: copies of a picture have the same
+    numbers = numbered(np.asarray(picture.image) for picture in pictures)
+    sequences = tuple(np.full(tokens, number, np.int64) for number in numbers)
+    said = f"{counted(len(pictures), 'picture')}, the first is {pictures[0].name}"
+    inputs = TokenInputs(PICTURES, sequences, "a special token or the first patch", "", said=said)
     return {"encoder_patch": patches, "picture": listed(seen)}, Subject(loaded, family, inputs)

@@ -283,7 +283,9 @@ class Split:
 
     def _note(self, arm: Arm, losses: np.ndarray, full: np.ndarray) -> None:
         predicted = np.array(self.inputs.predicted)
-        cost, everything = (resampled_cost(x, self.full, predicted) for x in (losses, self.everything))
+        cost, everything = (
+            resampled_cost(x, self.full, predicted, self.inputs.texts) for x in (losses, self.everything)
+        )
         with np.errstate(invalid="ignore", divide="ignore"):
             found, shares = bootstrap(cost), bootstrap(1 - cost / everything)
         loss = float(losses.sum() / predicted.sum())

@@ -50,7 +50,7 @@ from sinkscope.quantization.sites import (
     sites_of,
 )
 from sinkscope.quantization.spared import NOTHING, Spared
-from sinkscope.results.statistics import bootstrap, resamplings
+from sinkscope.results.statistics import bootstrap, resamplings_of
 from sinkscope.results.tables import Column, Columns
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
@@ -349,10 +349,12 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
 }
 
 
-def resampled_cost(losses: np.ndarray, full: np.ndarray, predicted: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return (1 + draws,) replicates of the cost in nats per token, from the losses (N,) of sequences."""
-    weights = resamplings(len(predicted))
-    with np.errstate(invalid="ignore", divide="ignore"):  # a single sequence has no interval
+def resampled_cost(
+    losses: np.ndarray, full: np.ndarray, predicted: Sequence[int] | np.ndarray, texts: Sequence[int]
+) -> np.ndarray:
+    """Return (1 + draws,) replicates of the cost in nats per token, from the losses (N,) of sequences of `texts`."""
+    weights = resamplings_of(texts)
+    with np.errstate(invalid="ignore", divide="ignore"):  # a single text has no interval
         return (weights @ (losses - full)) / (weights @ np.array(predicted))
 
 
@@ -449,7 +451,7 @@ class Study:
         measured = measured or self.bench.measure(ranges, inputs, outliers)
         full = self.full.setdefault(len(inputs), measured)  # full precision is measured first
         cost = measured.loss - full.loss
-        interval = bootstrap(resampled_cost(measured.losses, full.losses, inputs.predicted))
+        interval = bootstrap(resampled_cost(measured.losses, full.losses, inputs.predicted, inputs.texts))
         self.rows.append(
             {
                 "layer": layer,

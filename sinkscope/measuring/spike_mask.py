@@ -4,9 +4,9 @@ A sparse autoencoder, a probe or a steering vector that is fitted to all tokens 
 be hundreds of times that of the others: the mask leaves them out.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -15,6 +15,7 @@ import torch
 from sinkscope.measuring.measure import measure
 from sinkscope.measuring.observables.spikes import RESIDUAL_SINK
 from sinkscope.measuring.subject import Subject
+from sinkscope.options.files import user_path
 from sinkscope.options.measuring import RunConfig
 from sinkscope.results.activations import MASK_FILE, Activations
 from sinkscope.retrofits.retrofit import registers_before
@@ -35,9 +36,9 @@ class SpikeMask:
     token_ids: torch.Tensor  # (N,T), with register tokens, if the model has some
     attention_mask: torch.Tensor  # (N,T): 1 for a token, 0 past the end of a sequence
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: str | os.PathLike[str]) -> None:
         """Write FOLDER/spike_mask.safetensors, with a tensor for each field."""
-        Activations(vars(self)).write(folder, MASK_FILE)
+        Activations(vars(self)).write(user_path(folder), MASK_FILE)
 
 
 def measured_mask(subject: Subject, config: RunConfig, tables: Mapping[str, pd.DataFrame] | None = None) -> SpikeMask:

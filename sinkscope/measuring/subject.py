@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from sinkscope.attention.position_kinds import with_positions
 from sinkscope.attention.unread import unread_attentions
 from sinkscope.errors import InputError, counted
-from sinkscope.measuring.console import print_notices, spinner
+from sinkscope.measuring.console import print_line, print_notices, spinner
 from sinkscope.measuring.memory import Memory, room
 from sinkscope.measuring.observables import OBSERVABLES, check_names
 from sinkscope.measuring.processes import team
@@ -35,7 +35,7 @@ from sinkscope.models.family import (
     tower_notice,
     vocabulary,
 )
-from sinkscope.models.in_memory import drawing, unchanged_after, undisturbed, unwrapped
+from sinkscope.models.in_memory import drawing, same_random_numbers, unchanged_after, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import SEQ_LEN, BenchmarkOptions, RunConfig
 from sinkscope.options.option import Options, checked
@@ -113,6 +113,7 @@ def open_subject(
         family, notices = family_of(loaded.model)
         inputs = inputs_for(loaded, config, family)
         notices += [] if family.causal else ["it attends in both directions; its loss, if any, is of masked tokens"]
+        print_line(console, f"read: {inputs.said}")
         print_notices(console, (*loaded.notices, *tower_notice(loaded.model), *notices, *inputs.notices))
         read = config.model_copy(update={"seq_len": inputs.longest})
         yield Subject(loaded, family, inputs, memory_of(loaded.model, read))
@@ -245,7 +246,9 @@ def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = N
         seed=config.seed,
         sampler=partial(_sample, loaded.model),
     )
-    inputs = replace(team().of_the_first(build), first_predicted=max(1, family.prefix if family else 0))
+    with same_random_numbers():  # a dataset may draw when it is read
+        built = team().of_the_first(build)
+    inputs = replace(built, first_predicted=max(1, family.prefix if family else 0))
     return with_masked(inputs, loaded, family, config.seed)
 
 

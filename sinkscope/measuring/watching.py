@@ -12,6 +12,7 @@ checkpointing), also after the block, runs the model as it is.
 
 import inspect
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -50,6 +51,7 @@ from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
 
 CONDITION = "watched"  # in tables
+CHUNKED = "a prompt in several chunks: none of its calls has it complete"
 
 
 class Largest(NamedTuple):
@@ -73,14 +75,22 @@ class Watched:
 
     def __init__(self, loaded: LoadedModel, family: Family, settings: ObservableOptions) -> None:
         self.loaded, self.family, self.settings = loaded, family, settings
-        self.calls = 0  # measured
         self.skipped: Counter[str] = Counter()  # reason → the number of calls that are not measured for it
         self._names = _observables(loaded, family, settings.observables)
-        self._sequences: list[np.ndarray] = []
+        self._sequences: dict[int, np.ndarray] = {}  # number → token ids
         self._observables: list[Observable] = []
+        self._added = 0  # measured calls whose numbers are in `_observables`
+        self._next = 0  # number of the next sequence
+        # calls with a KV cache, which the next call may continue: then this one had only the first chunk of a prompt
+        self._open: list[tuple[weakref.ref[Any], _Call]] = []
         self._attended: tuple[tuple[float, ...], dict[str, list[int]]] = (), {}
         self._call: _Call | None = None  # the one that is being measured
         self._lock = threading.Lock()  # for calls of several threads
+
+    @property
+    def calls(self) -> int:
+        """The number of measured calls."""
+        return self._added + len(self._open)
 
     @property
     def sink_rate(self) -> float:
@@ -101,6 +111,7 @@ class Watched:
     @property
     def tables(self) -> Mapping[str, pd.DataFrame]:
         """The tables of `analyze` on the sequences of all measured calls. Raises SinkscopeError before the first."""
+        self._settle()
         if not self._observables:
             reasons = "; ".join(f"{reason} ({count} ×)" for reason, count in self.skipped.items())
             raise SinkscopeError(f"no call of the model was measured{reasons and ': '}{reasons}")
@@ -112,10 +123,16 @@ class Watched:
 
     @cached_property
     def _tables(self) -> dict[str, pd.DataFrame]:
-        inputs = TokenInputs(CONDITION, tuple(self._sequences), "", "")
+        numbers = sorted(self._sequences)
+        inputs = TokenInputs(CONDITION, tuple(self._sequences[number] for number in numbers), "", "")
+        places = {number: place for place, number in enumerate(numbers)}
         raw = {
             name: table[table["position"] < inputs.longest] if "position" in table else table
             for name, table in self._raw.items()
+        }
+        raw = {
+            name: table.assign(sequence=table["sequence"].map(places)) if "sequence" in table else table
+            for name, table in raw.items()
         }
         tables = publish(raw, self.loaded, CONDITION)
         scaling, outside = self._attended
@@ -134,6 +151,7 @@ class Watched:
                 yield
             finally:
                 self._end(network, (), None)  # of a call that an interrupt has ended, for which torch runs no hook
+                self._settle()
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Begin to read a call of the model, unless there is a reason not to."""
@@ -142,7 +160,9 @@ class Watched:
             return
         try:
             given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-            batch = _batch(given | given.pop("kwargs", {}), len(self._sequences))
+            given |= given.pop("kwargs", {})
+            self._continue(given)
+            batch = _batch(given, self._next)
             observables = [OBSERVABLES[name](self.settings) for name in self._names]
             self._call = _Call(self.loaded, self.family, batch, observables)
         except Exception as error:
@@ -157,20 +177,57 @@ class Watched:
         self._call = None
         try:
             call.close()
-            self._add(call)
+            self._next += len(call.batch.token_ids)
+            cache = getattr(output, "past_key_values", None)
+            if hasattr(cache, "get_seq_length"):
+                self._open.append((weakref.ref(cache), call))
+                vars(self).pop("_tables", None)
+            else:
+                self._add(call)
         except Exception as error:
             self._skip(error)
         finally:
             self._lock.release()
 
+    def _continue(self, given: Mapping[str, Any]) -> None:
+        """Drop an open call whose prompt a call with these arguments goes on with; add those that none can go on with.
+
+        A call with a single token decodes, so that the prompt was complete.
+        """
+        cache, ids = given.get("past_key_values"), given.get("input_ids")
+        still_open = []
+        for reference, call in self._open:
+            held = reference()
+            if held is None or (held is cache and not cache.get_seq_length()):
+                self._add(call)
+            elif held is not cache:
+                still_open.append((reference, call))
+            elif isinstance(ids, torch.Tensor) and ids.shape[1] == 1:
+                self._add(call)
+            else:
+                self.skipped[CHUNKED] += 1
+        self._open = still_open
+
+    def _settle(self) -> None:
+        """Add all open calls."""
+        while self._open:
+            self._add(self._open.pop(0)[1])
+
     def _add(self, call: "_Call") -> None:
+        try:
+            self._merge(call)
+        except Exception as error:
+            self._skip(error)
+
+    def _merge(self, call: "_Call") -> None:
         for mine, new in zip(self._observables, call.observables, strict=False):  # none before the first call
             merge(accumulated(mine), accumulated(new))
         self._observables = self._observables or call.observables
         rows = zip(call.batch.token_ids.numpy(), call.batch.start.tolist(), call.batch.lengths.tolist(), strict=True)
-        self._sequences += [ids[start : start + length] for ids, start, length in rows]
+        texts = (ids[start : start + length] for ids, start, length in rows)
+        self._sequences.update(enumerate(texts, call.batch.first))
         self._attended = attended(call.reader)
-        self.calls += 1
+        self._added += 1
         vars(self).pop("_tables", None)
 
     def _skip(self, error: Exception) -> None:
@@ -258,10 +315,12 @@ def _batch(given: Mapping[str, Any], first: int) -> Batch:
     if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
         raise NotMeasured("an attention mask of other than one number for each token")
     beginnings = F.pad(mask.long(), (1, 0)).diff() == 1
-    positions = given.get("position_ids")
-    if positions is not None and positions.dim() == 2:
-        beginnings |= F.pad((positions.diff() < 0) & mask.bool()[:, 1:] & mask.bool()[:, :-1], (1, 0))
-    if not bool((beginnings.sum(1) == 1).all()):
+    positions, ends = given.get("position_ids"), given.get("cu_seq_lens_q")
+    if positions is not None and positions.dim() <= 2:
+        # where they restart another sequence begins, and where they jump tokens are missing
+        beginnings |= F.pad((positions.diff() != 1) & mask.bool()[:, 1:] & mask.bool()[:, :-1], (1, 0))
+    is_packed = ends is not None and len(ends) > 2
+    if is_packed or not bool((beginnings.sum(1) == 1).all()):
         raise NotMeasured("several sequences in one row, or none")
     return Batch(ids.detach().cpu(), mask.long().detach().cpu(), first)
 
@@ -306,9 +365,10 @@ def watch(model: nn.Module, *, tokenizer: PreTrainedTokenizerBase | None = None,
     Outputs, gradients, random numbers and weights stay as they are without the block, bit for bit: in eval and in
     training mode, under autocast, with gradient checkpointing, and inside `intervening`. A compiled model runs
     uncompiled in the block. Of `generate` and of serving with a KV cache, the pass over each prompt is measured;
-    decoding steps are not. `seen.calls` counts the measured calls, `seen.skipped` the others by their reason: a
-    decoding step, packed sequences, inputs other than token ids, attention that is not recognized, NaN. A block keeps
-    the ids and the tables of all its calls: a server opens one for some of its calls, or for a while.
+    decoding steps, and prompts that are read in several chunks, are not. `seen.calls` counts the measured calls,
+    `seen.skipped` the others by their reason: a decoding step, packed sequences, inputs other than token ids, attention
+    that is not recognized, NaN. A block keeps the ids and the tables of all its calls: a server opens one for some of
+    its calls, or for a while.
 
     Args:
         model: A transformers model, also wrapped by torch.compile, PEFT, DistributedDataParallel, or DataParallel on

@@ -4,11 +4,13 @@ import copy
 import hashlib
 import json
 import os
+import random
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import align_module_device
 from torch import nn
@@ -31,6 +33,9 @@ BEFORE_AUTOCAST = "_original_forward"  # attribute of a model that accelerate ha
 BRIDGED = "_original_component"  # TransformerLens: the module of transformers whose place a bridge has taken
 ADAPTION_PROMPT = "peft.tuners.adaption_prompt"
 
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+MOST_PARTS, FEW = 10_000, 100  # objects, and entries of a list, in which generators are sought
+
 one_thread = threading.RLock()  # for state that is global to the process, such as torch's random numbers
 
 
@@ -40,6 +45,46 @@ def drawing(seed: int) -> Iterator[None]:
     with one_thread, torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
+
+
+@contextmanager
+def same_random_numbers(*holders: Any) -> Iterator[None]:
+    """Restore, after the block, the global random numbers of torch (on the accelerators, too), numpy and Python, and
+    the generators that objects such as datasets hold.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    device: Any = None if accelerator is None else torch.get_device_module(accelerator)
+    every = "_all" if hasattr(device, "get_rng_state_all") else ""  # MPS has one device
+    with one_thread, ExitStack() as stack:
+        stack.callback(torch.set_rng_state, torch.get_rng_state())
+        stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002
+        stack.callback(random.setstate, random.getstate())
+        if hasattr(device, f"get_rng_state{every}"):
+            stack.callback(getattr(device, f"set_rng_state{every}"), getattr(device, f"get_rng_state{every}")())
+        for one in _generators_in(holders):
+            if isinstance(one, np.random.Generator):
+                stack.callback(setattr, one.bit_generator, "state", one.bit_generator.state)
+            elif isinstance(one, random.Random):
+                stack.callback(one.setstate, one.getstate())
+            else:
+                stack.callback(one.set_state, one.get_state())
+        yield
+
+
+def _generators_in(holders: tuple[Any, ...]) -> Iterator[Any]:
+    """Yield the generators of random numbers that objects and their parts hold, in attributes or in short lists."""
+    waiting, seen = list(holders), set[int]()
+    while waiting and len(seen) < MOST_PARTS:
+        part = waiting.pop()
+        if id(part) in seen or isinstance(part, type | torch.Tensor | np.ndarray):
+            continue
+        seen.add(id(part))
+        if isinstance(part, GENERATORS):
+            yield part
+        elif isinstance(part, list | tuple | dict):
+            waiting += [*(part.values() if isinstance(part, dict) else part)] if len(part) <= FEW else []
+        else:
+            waiting += getattr(part, "__dict__", {}).values()
 
 
 def text_of(name: Any) -> str:

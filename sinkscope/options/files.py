@@ -74,8 +74,9 @@ def kind_of(path: Path) -> Literal["file", "folder"] | None:
 
 
 def _looked_up(path: Path) -> Path:
-    kind_of(plain_path(path))
-    return path
+    full = user_path(path)
+    kind_of(full)
+    return full
 
 
 UserPath = Annotated[Path, AfterValidator(_looked_up)]  # the type of an option: a path that may or may not exist

@@ -1,10 +1,13 @@
-"""Inputs that are passed as objects in Python: prompts, token ids, chats, or a dataset."""
+"""Inputs that are passed as objects in Python: prompts, token ids, chats, a dataset or a DataFrame."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BeforeValidator
+
+from sinkscope.errors import InputError
+from sinkscope.options.records import LAYOUT, Document, documents_of
 
 DATASET = "dataset"
 KINDS = {"text": "prompts", "messages": "chats", "input_ids": "token-ids"}  # entry of a record → what such records are
@@ -20,57 +23,104 @@ class Given:
     def __init__(self, thing: Any) -> None:
         """Take texts, token ids (also tensors, arrays or the output of a tokenizer), chats, records or a dataset.
 
-        Raises ValueError for anything else.
+        Raises ValueError for an object of any other type, and InputError for a wrong record.
         """
-        self.documents: Iterable[Any] = thing
-        self.kind, self.count = DATASET, 0  # the number of documents; 0 for a dataset, which is not read to its end
-        if hasattr(thing, "column_names") and not isinstance(thing, Mapping):  # of the library `datasets`
+        self.documents: list[Document] = []  # empty for a dataset, which is not read to its end
+        self.kind, self._rows = DATASET, _rows(thing)
+        if self._rows is not None:
             return
-        try:
-            records = [_record(item) for item in _items(thing)]
-        except TypeError:
-            raise ValueError(f"a {type(thing).__name__} is neither texts, token ids, chats nor a dataset") from None
-        if not records:
+        items = _items(thing)
+        if not items:
             raise ValueError("it is empty")
-        self.documents, self.count = records, len(records)
-        self.kind = next((kind for entry, kind in KINDS.items() if entry in records[0]), "records")
+        for number, item in enumerate(items):
+            self.documents += documents_of(_record(item, f"input[{number}]: "), f"input[{number}]")
+        self.kind = KINDS[self.documents[0].entry]
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return map(_record, self.documents)
+    @property
+    def count(self) -> int:
+        """The number of documents; 0 for a dataset."""
+        return len(self.documents)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the records of a dataset; a batch, as a DataLoader gives it, is one for each of its rows."""
+        for number, row in enumerate(self._rows() if self._rows is not None else ()):
+            where = f"input, row {number}: "
+            yield from (_record(item, where) for item in (_of_batch(row) if isinstance(row, Mapping) else [row]))
 
     def __str__(self) -> str:
         return self.kind
 
 
+def _rows(thing: Any) -> Callable[[], Iterable[Any]] | None:
+    """Return a function that reads the rows of a dataset (of `datasets` or of torch) or a DataFrame; None if it is
+    something else.
+    """
+    if isinstance(thing, Mapping):
+        return None
+    if _is_of(thing, "datasets") and hasattr(thing, "__iter__") and not isinstance(thing, Sequence):
+        return lambda: thing
+    if _is_of(thing, "torch.utils.data"):
+        is_indexed = hasattr(thing, "__len__") and hasattr(thing, "__getitem__")
+        return (lambda: (thing[row] for row in range(len(thing)))) if is_indexed else lambda: thing
+    if _is_of(thing, "pandas") and hasattr(thing, "columns"):
+        if not len(thing):
+            raise ValueError("it is empty")
+        # a missing text is NaN there
+        return lambda: thing.astype(object).where(thing.notna(), None).to_dict("records")
+    return None
+
+
+def _is_of(thing: Any, library: str) -> bool:
+    """Return whether a class of the library, or one that is derived from it, made an object."""
+    return any(f"{base.__module__}.".startswith(f"{library}.") for base in type(thing).__mro__)
+
+
 def _items(thing: Any) -> list[Any]:
     """Return the documents of a list; a single list of ids, a single chat or record is one."""
     if isinstance(thing, Mapping):
-        ids, mask = _plain(thing.get("input_ids")), _plain(thing.get("attention_mask"))
-        if not ids or not isinstance(ids[0], Sequence):
-            return [thing]
-        masks = [{}] * len(ids) if mask is None else [{"attention_mask": row} for row in mask]
-        return [{"input_ids": row, **own} for row, own in zip(ids, masks, strict=True)]
-    items = [_plain(item) for item in _plain(thing)]
+        if _is_of(thing, "datasets"):
+            raise ValueError(f"it has the splits {', '.join(map(str, thing))}: give one of them")
+        return _of_batch(thing)
+    items = _plain(thing)
+    # an iterator that Python itself makes: others, such as an open file, may yield anything
+    if isinstance(items, Iterator) and type(items).__module__ in ("builtins", "itertools"):
+        items = [_plain(item) for item in items]
+    if not isinstance(items, list):
+        what = "neither texts, token ids, chats nor a dataset"
+        raise ValueError(f"a {type(thing).__name__} is {what}: give a list of them, a dataset or a DataFrame")
     is_one = items and (isinstance(items[0], int) or (isinstance(items[0], Mapping) and "role" in items[0]))
     return [items] if is_one else items
 
 
-def _record(item: Any) -> dict[str, Any]:
+def _of_batch(thing: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the records of a batch, such as the output of a tokenizer; anything else is one record."""
+    ids = _plain(thing.get("input_ids"))
+    if not ids or not isinstance(ids, list) or not isinstance(ids[0], list):
+        return [thing]
+    of_rows = {name: rows for name in LAYOUT if (rows := _plain(thing.get(name))) is not None}
+    for name, rows in of_rows.items():
+        if not isinstance(rows, list) or len(rows) != len(ids):
+            raise InputError(f"input: `{name}` is not one row for each of the {len(ids)} rows of `input_ids`")
+    return [{"input_ids": row} | {name: rows[at] for name, rows in of_rows.items()} for at, row in enumerate(ids)]
+
+
+def _record(item: Any, where: str) -> dict[str, Any]:
     if isinstance(item, str):
         return {"text": item}
-    if not isinstance(item, Mapping):
-        items = list(item)
-        return {"messages" if items and isinstance(items[0], Mapping) else "input_ids": items}
-    record = {name: _plain(value) for name, value in item.items()}
-    mask = record.pop("attention_mask", None)
-    if mask is not None and "input_ids" in record:  # without padding
-        record["input_ids"] = [token for token, seen in zip(record["input_ids"], mask, strict=True) if seen]
-    return record
+    if isinstance(item, Mapping):
+        return {str(name): _plain(value) for name, value in item.items()}
+    items = _plain(item)
+    if not isinstance(items, list):
+        raise InputError(f"{where}a {type(item).__name__} is neither a text, token ids, a chat nor a record")
+    return {"messages" if items and isinstance(items[0], Mapping) else "input_ids": items}
 
 
 def _plain(thing: Any) -> Any:
-    """Return a tensor, an array or a column as a list, and anything else as it is."""
-    return thing.tolist() if hasattr(thing, "tolist") else thing
+    """Return a tensor, an array, a column or a sequence as a list, and anything else as it is."""
+    if isinstance(thing, str | int | Mapping | bytes | bytearray | memoryview):
+        return thing
+    thing = thing.tolist() if hasattr(thing, "tolist") else thing
+    return [_plain(part) for part in thing] if isinstance(thing, Sequence) else thing
 
 
 def _as_input(source: Any) -> Any:

@@ -119,7 +119,7 @@ class TextOptions(Options):
         "Input",
         "natural, code, documentation, random, repeated, sampled (by the model itself), or a file: text (.txt), JSON "
         "lines (.jsonl) with `text`, `messages` (a chat, through the model's template) or `input_ids`, or token ids "
-        "(.npy). In Python also a list of prompts, token ids, chats, or a dataset.",
+        "(.npy). In Python also a list of prompts, token ids, chats, a dataset or a DataFrame.",
         metavar="IN",
     )
     seq_len: int = option(SEQ_LEN, "Input", "Tokens in each sequence, the BOS included.", metavar="T", ge=2)

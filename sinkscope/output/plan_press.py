@@ -30,7 +30,7 @@ class PlanPress(BasePress):
     @classmethod
     def of(cls, path: str | Path, budget: float, plan: str) -> "PlanPress":
         """Return the press of a plan in plan.json. Its windows count; the press does not quantize."""
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
         found = [each for each in content["plans"] if (each["budget"], each["plan"]) == (budget, plan)]
         if not found:
             known = sorted({(each["budget"], each["plan"]) for each in content["plans"]})

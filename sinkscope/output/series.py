@@ -100,7 +100,7 @@ class Series(Result):
             }
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{folder} is damaged: {one_line(error)}") from error
-        return cls(manifest, tables, folder, runs=runs)
+        return cls(manifest, tables, folder.absolute(), runs=runs)
 
     @property
     def table(self) -> pd.DataFrame:

@@ -47,7 +47,7 @@ class Trained(Result):
         if not set(labels) & manifest["arms"].keys():
             raise InputError(f"{folder} is damaged: it has no arm with a run")
         runs = {label: Run.open(folder / label / "run") for label in labels}
-        return cls(manifest, tables, folder=folder, runs=runs)
+        return cls(manifest, tables, folder=folder.absolute(), runs=runs)
 
     @property
     def verdict(self) -> str:

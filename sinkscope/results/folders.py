@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.errors import InputError, SinkscopeError, one_line
-from sinkscope.options.files import plain_path
+from sinkscope.options.files import user_path
 from sinkscope.results.manifest import MANIFEST, RUNS, files_in, read_manifest, strangers, write_manifest
 from sinkscope.results.swap import MOMENT, NEW, OLD, beside, locked, put_right, put_right_within, remove
 
@@ -30,7 +30,7 @@ def own_folder(
         return
     with alone_in(folder) as path:
         check_output(path, overwrite, commands, reads)
-        yield path
+        yield path.absolute()  # the same folder after os.chdir
 
 
 @contextmanager
@@ -40,7 +40,7 @@ def alone_in(folder: str | os.PathLike[str], option: str = "--out", patience: fl
     `option` is the option that names another folder, or "" if the command can write only this one. Raises InputError if
     another process writes the folder for `patience` seconds, a file is in the way, or the folder cannot be written.
     """
-    path = plain_path(folder)
+    path = user_path(folder)
     named, instead = (f"{option} {path}", ", or name another folder") if option else (str(path), "")
     try:
         real = path.resolve()

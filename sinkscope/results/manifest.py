@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from sinkscope.errors import LONGEST, InputError, one_line
-from sinkscope.options.files import kind_of, plain_path, read_json, wrong_entry
+from sinkscope.options.files import kind_of, read_json, user_path, wrong_entry
 from sinkscope.options.recipe import COMPARISON
 from sinkscope.plugins import plugin_versions
 from sinkscope.results.schema import KINDS
@@ -159,7 +159,7 @@ def strangers(folder: Path) -> Iterator[Path]:
 
 def folder_of(path: str | os.PathLike[str]) -> Path:
     """Return the folder that is given by its path or by the path of its run.json."""
-    path = plain_path(path)
+    path = user_path(path)
     return path.parent if path.name == MANIFEST else path
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import pandas as pd
 
 from sinkscope.errors import InputError, Known, UnknownKey, unknown
@@ -65,6 +66,8 @@ class RunData:
         missing = [str(path) for path in paths.values() if not path.is_file()]
         if missing:
             raise InputError(f"{folder} is incomplete: {missing[0]} is missing")
+        folder = folder.absolute()  # tables are read later, perhaps after os.chdir
+        paths = {name: folder / "tables" / path.name for name, path in paths.items()}
         return cls(
             manifest,
             TablesOnDisk(folder, paths, cls.columns, format_of(manifest)),
@@ -84,6 +87,12 @@ class RunData:
     @property
     def condition(self) -> str:
         return self.manifest["condition"]
+
+    @property
+    def text_numbers(self) -> np.ndarray:
+        """(N,): the number of each sequence's text; copies of a text share it."""
+        read = self.manifest["input"]
+        return np.array(read.get("texts") or range(read["sequences"]), dtype=int)
 
     @property
     def reads(self) -> str:

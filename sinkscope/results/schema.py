@@ -6,7 +6,7 @@ Other entries are not checked: they are for people, or from another version.
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from sinkscope.options.measuring import PerActivation, PerCache, PerWeight
 
@@ -86,6 +86,13 @@ class Input(Part):
     token_zero: str
     sha256: str
     text: str = ""
+    texts: list[Annotated[int, Field(ge=0)]] | None = None  # the number of each sequence's text, if some are copies
+
+    @model_validator(mode="after")
+    def _numbers_texts(self) -> "Input":
+        if self.texts is not None and (len(self.texts) != self.sequences or max(self.texts) >= self.sequences):
+            raise ValueError("`texts` does not number the text of each sequence")
+        return self
 
 
 class RecipeContent(Part):

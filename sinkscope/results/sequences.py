@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.results.run import RunData
-from sinkscope.results.statistics import resamplings, weighted_means
+from sinkscope.results.statistics import resamplings_of, weighted_means
 
 
 class Lacks(Exception):
@@ -38,7 +38,7 @@ class Sequences:
     @cached_property
     def weights(self) -> np.ndarray:
         """(1 + draws, N): how often each sequence counts."""
-        return resamplings(self.run.manifest["input"]["sequences"])
+        return resamplings_of(self.run.text_numbers)
 
     def values(self, table: str, column: str, by: tuple[str, ...] = ("layer",), **where: object) -> np.ndarray:
         """(N, *by): the value of each sequence, NaN where it has none. The axes are sorted like the columns `by`."""
@@ -72,7 +72,9 @@ class Sequences:
         Passages are left out as units because the losses of their sequences are not independent.
         """
         loss, predicted = (self.values("loss_by_sequence", column)[:, 0] for column in ("loss", "predicted"))
-        passage = np.arange(len(loss)) // self.run.manifest["input"].get("per_passage", 1)
+        # a copy is in the passage of the first sequence with its text
+        _, first, text = np.unique(self.run.text_numbers, return_index=True, return_inverse=True)
+        passage = first[text] // self.run.manifest["input"].get("per_passage", 1)
         weights = np.concatenate([np.ones((1, len(loss))), np.unique(passage)[:, None] != passage])
         with np.errstate(invalid="ignore"):
             return (weights @ np.nan_to_num(loss * predicted)) / (weights @ predicted)

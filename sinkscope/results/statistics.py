@@ -82,6 +82,15 @@ def resamplings(units: int, draws: int = DRAWS, seed: int = SEED) -> np.ndarray:
     return weights
 
 
+def resamplings_of(texts: Sequence[int] | np.ndarray) -> np.ndarray:
+    """(1 + draws, N): `resamplings` of distinct texts, from the number of each sequence's text.
+
+    Copies of a text are one unit: they are drawn together, so that they do not narrow an interval.
+    """
+    units, index = np.unique(np.asarray(texts, dtype=int), return_inverse=True)
+    return resamplings(len(units))[:, index]
+
+
 def weighted_means(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """(units, …), (replicates, units) → (replicates, …): means over units under each row of weights.
 

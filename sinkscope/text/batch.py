@@ -35,6 +35,12 @@ class Batch:
     masked: "Batch | None" = None  # for an encoder: the same sequences with masked tokens, which the encoder predicts
     first_predicted: int = 1  # the first position that is predicted; for a prefix LM the first one after its prefix
     pictures: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the model's arguments for the pictures in it
+    texts: tuple[int, ...] | None = None  # the number of each sequence's text; None: there are no copies of a text
+
+    @property
+    def numbers(self) -> list[int]:
+        """The number of each sequence's text within the run; copies of a text share it."""
+        return list(self.texts or range(self.first, self.first + len(self.token_ids)))
 
     @cached_property
     def valid(self) -> torch.Tensor | None:
@@ -117,7 +123,7 @@ class Batch:
         labels = self.labels
         if labels is not None:
             labels = insert_before(labels, labels.new_full((registers,), IGNORED), self.start)
-        return Batch(ids, mask, self.first, labels)
+        return Batch(ids, mask, self.first, labels, texts=self.texts)
 
     def columns(self, positions: int) -> int:
         """Return how many columns hold the first `positions` positions of every sequence."""

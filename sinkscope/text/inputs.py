@@ -15,7 +15,12 @@ large effect on sinks, so it is always recorded. Every error is an `InputError` 
                   content) as the tokenizer's chat template renders them, or else `text`, one document per sequence; cut
                   to seq_len, and kept if shorter
     FILE.npy      integer token ids (N, T) or (T,), T ≥ seq_len, cut to seq_len
-    objects       in Python: texts, chats and token ids as lines of JSON, texts of a dataset as those of --dataset
+    objects       in Python: texts, chats and token ids as lines of JSON, rows of a dataset or a DataFrame as those of
+                  --dataset
+
+A line, a row and an object are parsed in one place (options/records.py). Every run says what it read, on the console
+and in run.json (`TokenInputs.said`). A text that begins with the tokens that would be put before it, such as one that
+a chat template has rendered, does not get them twice.
 
 WSE is "When Attention Sink Emerges in Language Models"; its experiments use 100 sequences of 64 tokens.
 
@@ -29,6 +34,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -36,7 +42,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DataCollatorForLanguageModeling
 
-from sinkscope.errors import InputError, counted
+from sinkscope.errors import InputError, counted, one_line
 from sinkscope.options.given import Given
 from sinkscope.options.measuring import PROMPT
 from sinkscope.text.batch import IGNORED, Batch
@@ -45,6 +51,9 @@ from sinkscope.text.tokens import check_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+BEGINNING, LONGEST_BEGINNING = 12, 48  # tokens and characters of the first sequence that `said` quotes
 
 
 class Masked(NamedTuple):
@@ -91,6 +100,8 @@ class TokenInputs:
     masked: tuple[Masked, ...] | None = None  # for an encoder; None if each token's successor is predicted
     first_predicted: int = 1  # see Batch
     per_passage: int = 1  # number of consecutive sequences from one passage of a text, which are not independent
+    said: str = ""  # what was read: the source, the number of sequences, and how the first begins
+    cut: int = 0  # number of documents that are longer than their sequences
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -123,6 +134,11 @@ class TokenInputs:
     def longest(self) -> int:
         return max(len(ids) for ids in self.sequences)
 
+    @cached_property
+    def texts(self) -> tuple[int, ...]:
+        """The number of each sequence's text, counted from 0: copies of a text have the same number."""
+        return numbered(self.sequences)
+
     @property
     def repeats_one_token(self) -> bool:
         """Whether every sequence is one token, repeated; False if a BOS is before it."""
@@ -131,19 +147,26 @@ class TokenInputs:
     def part(self, first: int, last: int) -> "TokenInputs":
         """Return only the sequences first … last − 1."""
         sequences, masked = self.sequences[first:last], self.masked and self.masked[first:last]
-        return replace(self, sequences=sequences, sha256=_sha256(sequences), notices=(), masked=masked)
+        return replace(self, sequences=sequences, sha256=_sha256(sequences), notices=(), masked=masked, said="")
 
     def batches(self, batch_size: int, padding_side: str = "right") -> Iterator[Batch]:
         """Yield the sequences in order, each batch padded to its longest; the last batch may be smaller."""
         for first in range(0, len(self), batch_size):
             ids = self.sequences[first : first + batch_size]
             mask, masked = _padded(map(np.ones_like, ids), 0, padding_side), None
+            texts = self.texts[first : first + batch_size]
             if self.masked is not None:
                 hidden, labels = zip(*self.masked[first : first + batch_size], strict=True)
                 hidden, labels = _padded(hidden, 0, padding_side), _padded(labels, IGNORED, padding_side)
-                masked = Batch(hidden, mask, first, labels)
+                masked = Batch(hidden, mask, first, labels, texts=texts)
             of_text = _padded(ids, 0, padding_side)
-            yield Batch(of_text, mask, first, masked=masked, first_predicted=self.first_predicted)
+            yield Batch(of_text, mask, first, masked=masked, first_predicted=self.first_predicted, texts=texts)
+
+
+def numbered(sequences: Iterable[np.ndarray]) -> tuple[int, ...]:
+    """Number distinct arrays from 0 in their order; return the number of each."""
+    numbers: dict[bytes, int] = {}
+    return tuple(numbers.setdefault(ids.tobytes(), len(numbers)) for ids in sequences)
 
 
 def _padded(rows: Iterable[np.ndarray], value: int, side: str) -> torch.Tensor:
@@ -170,23 +193,42 @@ def build_inputs(
         limit = f"the model's {max_positions} positions: take at most {max_positions}"
         raise InputError(f"--seq-len {seq_len} is beyond {limit}")
     if prompt is not None:
-        condition, selection, num_seqs = PROMPT, prompted(prompt, request), 1
+        condition, reads, selection, num_seqs = PROMPT, PROMPT, prompted(prompt, request), 1
     elif isinstance(source, str) and source in DRAWN and dataset is None:
-        condition, selection = source, DRAWN[source](request)
+        condition, reads, selection = source, f"{source} tokens", DRAWN[source](request)
     else:
         found = open_source(source, dataset)
         condition, selection = found.name, found.cut(found.documents, found.label, request)
+        reads = found.reads(" and ".join(f"`{entry}`" for entry in selection.entries))
     sequences = tuple(np.array(ids, dtype=np.int64) for ids in selection.sequences)
-    notices = list(selection.notices)
+    notices, held = list(selection.notices), counted(len(sequences), "sequence")
     if len(sequences) < num_seqs and isinstance(source, str):
         label = f"--dataset {dataset}" if dataset else f"--input {source}"
         of = "of" if all(len(ids) == seq_len for ids in sequences) else "of at most"
-        held = f"{counted(len(sequences), 'sequence')} {of} {seq_len} tokens; {num_seqs} were requested"
-        notices.append(f"{label} holds {held}")
+        notices.append(f"{label} holds {held} {of} {seq_len} tokens; {num_seqs} were requested")
     for ids in sequences:
         ids.setflags(write=False)
-    token_zero, per_passage = selection.token_zero, selection.per_passage
-    return TokenInputs(condition, sequences, token_zero, _sha256(sequences), tuple(notices), per_passage=per_passage)
+    inputs = TokenInputs(
+        condition,
+        sequences,
+        selection.token_zero,
+        _sha256(sequences),
+        per_passage=selection.per_passage,
+        said=f"{reads}, {held}, the first begins `{beginning(sequences[0], request.tokenizer)}`",
+        cut=selection.cut,
+    )
+    if (distinct := len(set(inputs.texts))) < len(sequences):
+        notices.append(f"{reads}: only {distinct} of its {held} are distinct; intervals count copies of a text once")
+    return replace(inputs, notices=tuple(notices))
+
+
+def beginning(ids: np.ndarray, tokenizer: "PreTrainedTokenizerBase | None") -> str:
+    """Return the beginning of a text, on one line and without control characters."""
+    first = ids[:BEGINNING].tolist()
+    if tokenizer is None or max(first) >= len(tokenizer):  # a vocabulary may be padded with ids that mean nothing
+        return ", ".join(map(str, first))
+    text = str(tokenizer.decode(first, clean_up_tokenization_spaces=False)).rstrip("\ufffd")  # half of a character
+    return one_line("".join(letter if letter.isprintable() else " " for letter in text), LONGEST_BEGINNING)
 
 
 def _sha256(sequences: Iterable[np.ndarray]) -> str:

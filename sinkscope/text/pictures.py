@@ -67,8 +67,11 @@ def asked_about(picture: Picture, processor: Any, visual_id: int, first: int) ->
     if getattr(processor, "chat_template", None):
         parts = [{"type": "image"}, {"type": "text", "text": QUESTION}]
         text = processor.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)
+    # a template has written the BOS already, which the processor would add again
+    bos = getattr(getattr(processor, "tokenizer", None), "bos_token", None)
+    as_it_is = {"add_special_tokens": False} if bos and text.startswith(bos) else {}
     with explained(f"{type(processor).__name__} cannot read {picture.name} with a question"):
-        given = dict(processor(images=[picture.image], text=[text], return_tensors="pt"))
+        given = dict(processor(images=[picture.image], text=[text], return_tensors="pt", **as_it_is))
     ids, mask = given.pop("input_ids"), given.pop("attention_mask", None)
     given.pop("labels", None)  # PaliGemma: for training
     places = places_of(ids[0] == visual_id, given.get("image_grid_thw"))

@@ -7,39 +7,28 @@ reader rewrites line ends and keeps a byte order mark.
 
 import inspect
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from importlib import import_module
 from importlib.resources import files
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from sinkscope.errors import InputError, SinkscopeError, closest, counted, one_line
 from sinkscope.options import given
-from sinkscope.options.files import check_readable, kind_of, names_in, plain_path, wrong_entry
+from sinkscope.options.files import check_readable, kind_of, names_in, user_path
 from sinkscope.options.measuring import NUM_SEQS, SEQ_LEN
+from sinkscope.options.option import MOST
+from sinkscope.options.records import ENTRIES, Document, documents_of, keys
 from sinkscope.text.chats import chat_template
-from sinkscope.text.tokens import check_ids, encode, first_tokens, own_frame, special_token_ids, token_texts
+from sinkscope.text.tokens import check_ids, first_tokens, own_frame, special_token_ids, token_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True)
-class Document:
-    """One document of a source: its text, its chat, or token ids that are used as they are."""
-
-    where: str  # its name in error messages, such as "notes.jsonl, line 3"
-    text: str = ""
-    ids: list[int] | None = None
-    messages: list[dict[str, str]] | None = None  # a chat: role and content of each turn
-    notice: str = ""  # a notice if the user requested more than one sequence
 
 
 class Selection(NamedTuple):
@@ -49,6 +38,16 @@ class Selection(NamedTuple):
     token_zero: str
     notices: list[str]
     per_passage: int = 1  # number of consecutive sequences from one passage of a text, which are not independent
+    entries: tuple[str, ...] = ()  # the entries or columns of the records that were read
+    cut: int = 0  # number of documents that are longer than their sequences
+
+
+class Own(NamedTuple):
+    """The beginning of a text, without tokens that are put around it."""
+
+    ids: list[int]
+    is_framed: bool  # whether the text itself begins with the tokens that are put before it
+    is_cut: bool  # whether it is longer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +117,26 @@ class Request:
     def framed(self, ids: list[int]) -> list[int]:
         return [*self.prefix, *ids, *self.suffix]
 
+    def own(self, text: str, count: int) -> Own:
+        """Return the first `count` tokens of a text, to be framed.
+
+        A text that a chat template has rendered begins (and for an encoder ends) with the tokens that are added, which
+        would then be there twice: they are left out.
+        """
+        most = len(self.prefix) + count + len(self.suffix)
+        ids = first_tokens(self.tokenizer, text, most + 1)
+        is_framed = bool(self.prefix) and ids[: len(self.prefix)] == [*self.prefix]
+        is_closed = bool(self.suffix) and len(ids) <= most and ids[-len(self.suffix) :] == [*self.suffix]
+        ids = ids[len(self.prefix) * is_framed : len(ids) - len(self.suffix) * is_closed]
+        return Own(ids[:count], is_framed, len(ids) > count)
+
+    def not_added_again(self, label: str, texts: int) -> list[str]:
+        """Return the notice that so many texts begin with the tokens that are put before a text."""
+        if not texts:
+            return []
+        tokens = "".join(token_texts(self.tokenizer, self.prefix)[token] for token in self.prefix)
+        return [f"{label}: {counted(texts, 'text')} begin{'s' * (texts == 1)} with {tokens}, which is not added again"]
+
     @cached_property
     def bos_ids(self) -> list[int]:
         named = getattr(self.tokenizer, "bos_token_id", None), self.bos_token_id
@@ -132,9 +151,13 @@ class Request:
             "use --bos auto or never"
         )
 
-    def token_zero(self, otherwise: str) -> str:
-        """Describe the first token of the prefix; return `otherwise` if there is none."""
-        return self.describe(self.prefix[0]) if self.prefix else otherwise
+    def token_zero(self, otherwise: str, sequences: Sequence[Sequence[int]] = ()) -> str:
+        """Describe the first token of the prefix, or the special token that all texts themselves begin with; return
+        `otherwise` if there is neither.
+        """
+        first = {*self.prefix[:1]} or {ids[0] for ids in sequences}
+        named = self.special - {getattr(self.tokenizer, "unk_token_id", None)}
+        return self.describe(*first) if self.prefix or (len(first) == 1 and first <= named) else otherwise
 
     def describe_first(self, sequences: list[list[int]]) -> str:
         """Describe the token at position 0 of a file's sequences."""
@@ -150,34 +173,6 @@ class Request:
 
 
 # --- readers: a file or a dataset becomes documents
-
-
-def _of_characters(text: str) -> str:
-    """Return the text; raise ValueError for half of a surrogate pair, which JSON can spell but no tokenizer accepts."""
-    half = re.search("[\ud800-\udfff]", text)
-    if half:
-        raise ValueError(f"it should be text without \\u{ord(half[0]):04x}, which is not a character")
-    return text
-
-
-Text = Annotated[str, AfterValidator(_of_characters)]
-
-
-class Message(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    role: Text
-    content: Text
-
-
-class _Record(BaseModel):
-    """One line of a JSON lines file; it may have other entries."""
-
-    model_config = ConfigDict(strict=True)  # 6.0 and true are not token ids
-
-    input_ids: list[int] = []
-    messages: list[Message] = []
-    text: Text = ""
 
 
 def read_text(path: Path) -> Iterator[Document]:
@@ -202,7 +197,7 @@ def read_json_lines(path: Path) -> Iterator[Document]:
                 raise InputError(f"{where} is not JSON ({one_line(error)}): give one JSON object a line") from error
             if not isinstance(record, dict):
                 raise InputError(f"{where} is not a JSON object: give one JSON object a line")
-            yield _document(record, where)
+            yield from documents_of(record, where)
         if lines.tell() == 0:
             raise InputError(f"{path.name} is empty")
 
@@ -229,32 +224,37 @@ def read_array(path: Path) -> Iterator[Document]:
         yield Document(f"{path.name}, row {index}", ids=row.tolist(), notice=notice if array.ndim == 1 else "")
 
 
-def read_dataset(spec: str) -> tuple[str, Iterator[Document]]:
-    """Return the name in tables of a dataset NAME[:CONFIG[:SPLIT]], and its documents, downloaded when needed."""
+def read_dataset(spec: str) -> tuple[str, Iterator[dict[str, Any]]]:
+    """Return the name in tables of a dataset NAME[:CONFIG[:SPLIT]], and its rows, downloaded when needed."""
     label, (name, *options) = f"--dataset {spec}", spec.split(":")
     if not name or len(options) > 2:
         raise InputError(f"{label}: it is written NAME, NAME:CONFIG or NAME:CONFIG:SPLIT")
     config, split = (*options, "", "")[:2]
-    path = plain_path(name)
-    known = name if kind_of(path) is None else path.resolve().name
-    return known, _dataset_documents(_dataset_records(name, config or None, split or "train", label), label)
+    path = user_path(name)
+    if kind_of(path) is None:
+        return name, _dataset_records(name, config or None, split or "train", label)
+    return path.resolve().name, _dataset_records(str(path), config or None, split or "train", label)
 
 
-def _dataset_documents(records: Iterator[dict[str, Any]], label: str) -> Iterator[Document]:
-    column: str | None = None
-    for record in records:
-        if column is None:  # from the first record: the `features` of a streamed dataset are not always known before
-            strings = [name for name, value in record.items() if isinstance(value, str)]
-            if "text" not in strings and len(strings) != 1:
-                found = f"{len(strings)} columns of strings" if strings else "no column of strings"
-                among = f"and {found}, among {_keys(record)}"
-                raise InputError(f"{label}: no column `text`, {among}; take another dataset")
-            column = "text" if "text" in strings else strings[0]
-        if isinstance(record.get(column), str):  # a missing document is None
-            try:
-                yield Document(label, _of_characters(record[column]))
-            except ValueError as error:
-                raise InputError(f"{label}: a document cannot be used: {error}") from None
+def read_table(rows: Iterator[Mapping[str, Any]], label: str) -> Iterator[Document]:
+    """Read the rows of a dataset or a DataFrame as lines of JSON are read; without their entries, its only column of
+    strings.
+    """
+    first = list(islice(rows, LOOKED_AT))  # the `features` of a streamed dataset are not always known
+    column = "" if any(row.keys() & set(ENTRIES) for row in first) else _only_strings(first, label)
+    wanted = {column} if column else set(ENTRIES)
+    for number, row in enumerate(chain(first, rows)):
+        is_missing = row.keys() & wanted and all(row.get(name) is None for name in wanted)
+        yield from () if is_missing else documents_of(row, f"{label}, row {number}", column)
+
+
+def _only_strings(rows: Sequence[Mapping[str, Any]], label: str) -> str:
+    strings = list(dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, str)))
+    if len(strings) != 1:
+        columns = f"{len(strings)} columns of strings" if strings else "no column of strings"
+        among = f"and {columns}, among {keys(rows[0] if rows else {})}"
+        raise InputError(f"{label}: no column `text`, `messages` or `input_ids`, {among}: take or make another dataset")
+    return strings[0]
 
 
 def _decoded(content: bytes, label: str) -> str:
@@ -264,25 +264,6 @@ def _decoded(content: bytes, label: str) -> str:
         raise InputError(
             f"{label} is not UTF-8 (byte 0x{content[error.start]:02x} at {error.start}): save it as UTF-8"
         ) from error
-
-
-def _document(record: Mapping[str, Any], where: str) -> Document:
-    if not record.keys() & _Record.model_fields.keys():
-        raise InputError(f"{where}: a record needs `text`, `messages` or `input_ids`; this one has {_keys(record)}")
-    if "input_ids" in record:  # the other entries are not needed
-        record = {name: value for name, value in record.items() if name == "input_ids" or isinstance(value, str)}
-    try:
-        checked = _Record.model_validate(record)
-    except ValidationError as error:
-        form = "`text` is a string, `input_ids` are integers, and each of `messages` has a `role` and a `content`"
-        raise InputError(f"{where}: {wrong_entry(error)}: {form}") from None
-    messages = [message.model_dump() for message in checked.messages] or None
-    return Document(where, checked.text, checked.input_ids if "input_ids" in record else None, messages)
-
-
-def _keys(record: Mapping[str, Any]) -> str:
-    shown = ", ".join(islice(record, 6)) + (", …" if len(record) > 6 else "")
-    return shown or "nothing"
 
 
 def _dataset_records(name: str, config: str | None, split: str, label: str) -> Iterator[dict[str, Any]]:
@@ -308,6 +289,7 @@ def _dataset_records(name: str, config: str | None, split: str, label: str) -> I
 
 # at most so many are read of a dataset, or one of short documents would be read to its end
 DOCUMENTS_PER_SEQUENCE = 200
+LOOKED_AT = 100  # rows of a table that decide how the others are read
 TEXT = "first text token"  # describes position 0 of a text without a prefix
 # Consecutive windows of a text have one topic, and are about equally easy to predict: so many tokens are one passage.
 # The shipped text changes its source about as often.
@@ -319,7 +301,7 @@ def windows(documents: Iterator[Document], label: str, request: Request) -> Sele
     request.check_tokenizer(label)
     (document,) = documents
     step = request.room
-    ids = first_tokens(request.tokenizer, document.text, request.num_seqs * step)
+    ids, is_framed, _ = request.own(document.text, request.num_seqs * step)
     count = min(len(ids) // step, request.num_seqs)
     if count == 0:
         raise InputError(
@@ -328,20 +310,23 @@ def windows(documents: Iterator[Document], label: str, request: Request) -> Sele
         )
     check_ids(ids, request.vocab_size, f"{label} through this tokenizer")
     sequences = [request.framed(ids[at * step : (at + 1) * step]) for at in range(count)]
-    return Selection(sequences, request.token_zero(TEXT), [], per_passage=max(1, round(PASSAGE / step)))
+    notices, per_passage = request.not_added_again(label, int(is_framed)), max(1, round(PASSAGE / step))
+    return Selection(sequences, request.token_zero(TEXT, sequences), notices, per_passage)
 
 
 def prompted(text: str, request: Request) -> Selection:
     """Make one sequence of the first seq_len tokens of a text."""
     request.check_tokenizer("--prompt")
-    own = encode(request.tokenizer, text, special=False)
-    ids = request.framed(own)
+    own = request.own(text, MOST)  # all of it, to say how long it is
+    ids = request.framed(own.ids)
     check_ids(ids, request.vocab_size, "--prompt through this tokenizer")
     if len(ids) < 2:
         raise InputError(f"--prompt has {counted(len(ids), 'token')}; attention needs at least 2")
+    is_cut = len(ids) > request.seq_len
     cut = f"--prompt: the first {request.seq_len} of its {len(ids)} tokens; --seq-len {len(ids)} reads all"
-    notices = [cut] if len(ids) > request.seq_len else []
-    return Selection([request.framed(own[: request.room])], request.token_zero(TEXT), notices)
+    notices = [cut] * is_cut + request.not_added_again("--prompt", int(own.is_framed))
+    sequences = [request.framed(own.ids[: request.room])]
+    return Selection(sequences, request.token_zero(TEXT, sequences), notices, cut=int(is_cut))
 
 
 def heads(documents: Iterator[Document], label: str, request: Request, skips: bool = True) -> Selection:
@@ -349,70 +334,98 @@ def heads(documents: Iterator[Document], label: str, request: Request, skips: bo
 
     `skips=False` refuses others, so that the numbers of sequences are those of documents.
     """
-    taken, skipped = _take(documents, request, 2)
-    if skipped and not skips:
-        raise InputError(f"{label}: {counted(skipped, 'document')} of fewer than 2 tokens, which attention needs")
-    if not taken:
+    taken = _take(documents, request, 2)
+    if taken.skipped and not skips:
+        raise InputError(f"{label}: {counted(taken.skipped, 'document')} of fewer than 2 tokens, which attention needs")
+    if not taken.documents:
         raise InputError(f"{label} holds no document of at least 2 tokens")
     notices = []
-    if skipped:
-        notices.append(f"{label}: {counted(skipped, 'document')} of fewer than 2 tokens left out")
-    cut = sum(len(ids) > request.seq_len for _, ids in taken)
-    if cut:
-        notices.append(f"{label}: {counted(cut, 'list')} of input_ids cut to {request.seq_len}")
-    sequences = [ids[: request.seq_len] for _, ids in taken]
-    lengths = {len(ids) for ids in sequences}
+    if taken.skipped:
+        notices.append(f"{label}: {counted(taken.skipped, 'document')} of fewer than 2 tokens left out")
+    if any(document.is_part for document in taken.documents):
+        notices.append(f"{label}: packed rows are split into their sequences")
+    if taken.cut:
+        notices.append(f"{label}: {counted(taken.cut, 'document')} cut to {request.seq_len} tokens")
+    lengths = {len(ids) for ids in taken.sequences}
     if len(lengths) > 1:
         notices.append(f"{label}: sequences have {min(lengths)} to {max(lengths)} tokens; shorter ones are padded")
-    all_text = all(document.ids is None and document.messages is None for document, _ in taken)
-    return Selection(sequences, request.token_zero(TEXT) if all_text else request.describe_first(sequences), notices)
+    return taken.selection(label, request, notices)
 
 
 def long_heads(documents: Iterator[Document], label: str, request: Request) -> Selection:
     """Take the first seq_len tokens of the documents that are long enough, among a limited number of documents."""
     request.check_tokenizer(label)
     limit = DOCUMENTS_PER_SEQUENCE * request.num_seqs
-    taken, skipped = _take(islice(documents, limit), request, request.seq_len)
-    looked = len(taken) + skipped
-    if not taken:
+    taken = _take(islice(documents, limit), request, request.seq_len)
+    looked = len(taken.documents) + taken.skipped
+    if not taken.documents:
         raise InputError(
             f"{label}: none of its first {counted(looked, 'document')} has {request.seq_len} tokens: "
             "take a smaller --seq-len, or another dataset"
         )
-    few = len(taken) < request.num_seqs and looked == limit
+    few = len(taken.documents) < request.num_seqs and looked == limit
     notices = [f"{label}: only its first {looked} documents were read"] if few else []
-    return Selection([ids for _, ids in taken], request.token_zero(TEXT), notices)
+    return taken.selection(label, request, notices)
 
 
-def _take(
-    documents: Iterator[Document], request: Request, shortest: int
-) -> tuple[list[tuple[Document, list[int]]], int]:
-    """Return as many documents with token ids as requested, and how many were skipped as too short."""
-    taken: list[tuple[Document, list[int]]] = []
-    skipped = 0
+def table_heads(documents: Iterator[Document], label: str, request: Request) -> Selection:
+    """Take the rows of a table: texts that are long enough, or else ids and chats of any length."""
+    first = list(islice(documents, LOOKED_AT))
+    all_text = all(document.ids is None and document.messages is None for document in first)
+    return (long_heads if all_text else heads)(chain(first, documents), label, request)
+
+
+@dataclass
+class _Taken:
+    """The documents that were chosen, with their sequences."""
+
+    documents: list[Document] = field(default_factory=list)
+    sequences: list[list[int]] = field(default_factory=list)
+    skipped: int = 0  # documents that are too short
+    cut: int = 0  # documents that are longer than their sequences
+    framed: int = 0  # texts that begin with the tokens that are put before a text
+
+    def selection(self, label: str, request: Request, notices: list[str]) -> Selection:
+        all_text = all(document.ids is None and document.messages is None for document in self.documents)
+        first = request.token_zero(TEXT, self.sequences) if all_text else request.describe_first(self.sequences)
+        entries = tuple(dict.fromkeys(document.entry for document in self.documents))
+        notices = [*notices, *request.not_added_again(label, self.framed)]
+        return Selection(self.sequences, first, notices, entries=entries, cut=self.cut)
+
+
+def _take(documents: Iterator[Document], request: Request, shortest: int) -> _Taken:
+    """Return as many documents with token ids as requested, without those that are too short."""
+    taken = _Taken()
     with chat_template(request.tokenizer) as render:
         for document in documents:
-            where, text, ids, is_chat = document.where, document.text, document.ids, document.messages is not None
+            where, ids, is_framed = document.where, document.ids, False
             if ids is None:
                 request.check_tokenizer(where)
-                if document.messages is not None:
+                if document.messages is not None:  # a template adds its own BOS
                     text = _chat_text(render, document.messages, where)
-                ids = first_tokens(request.tokenizer, text, request.seq_len if is_chat else request.room)
+                    ids = first_tokens(request.tokenizer, text, request.seq_len + 1)
+                    is_cut = len(ids) > request.seq_len
+                else:
+                    own, is_framed, is_cut = request.own(document.text, request.room)
+                    ids = request.framed(own)
                 check_ids(ids, request.vocab_size, f"{where}, through this tokenizer")
-                ids = ids if is_chat else request.framed(ids)  # a template adds its own BOS
             else:
                 request.refuse_bos(where)
                 check_ids(ids, request.vocab_size, where)
-                if len(ids) < 2:
+                if len(ids) < 2 and not document.is_part:
                     held = f"input_ids holds {counted(len(ids), 'token')}"
                     raise InputError(f"{where}: {held}; attention needs at least 2")
+                is_cut = len(ids) > request.seq_len
             if len(ids) < shortest:
-                skipped += 1
+                taken.skipped += 1
                 continue
-            taken.append((document, ids))
-            if len(taken) == request.num_seqs:
+            taken.documents.append(document)
+            taken.sequences.append(ids[: request.seq_len])
+            taken.cut += is_cut
+            taken.framed += is_framed
+            if len(taken.documents) == request.num_seqs:
                 break
-    return taken, skipped
+    return taken
 
 
 def _chat_text(render: Callable[[list[dict[str, str]]], str], messages: list[dict[str, str]], where: str) -> str:
@@ -518,6 +531,7 @@ class Source(NamedTuple):
     label: str  # the name in error messages
     documents: Iterator[Document]
     cut: Cut
+    reads: Callable[[str], str]  # the entries of its records that were read → what was read
 
 
 def open_source(source: str | given.Given, dataset: str | None, option: str = "--input") -> Source:
@@ -525,20 +539,24 @@ def open_source(source: str | given.Given, dataset: str | None, option: str = "-
     if dataset is not None:
         if source != "natural":
             raise InputError(f"{option} {source} and --dataset {dataset}: give one of the two")
-        name, documents = read_dataset(dataset)
-        return Source(name, f"--dataset {dataset}", documents, long_heads)
+        name, found = read_dataset(dataset)
+        return _table(name, f"--dataset {dataset}", found)
     if isinstance(source, given.Given):
-        if source.kind == given.DATASET and {"messages", "input_ids"}.isdisjoint(next(iter(source), ())):
-            return Source(source.kind, "input", _dataset_documents(iter(source), "input"), long_heads)
-        found = (_document(record, f"input[{number}]") for number, record in enumerate(source))
-        return Source(source.kind, "input", found, partial(heads, skips=source.kind == given.DATASET))
+        if source.kind == given.DATASET:
+            return _table(source.kind, "input", source.rows())
+        return Source(source.kind, "input", iter(source.documents), partial(heads, skips=False), lambda _: source.kind)
     if source in TEXTS:
         label = f"{source} text"
-        return Source(source, label, iter([Document(label, TEXTS[source]())]), windows)
+        return Source(source, label, iter([Document(label, TEXTS[source]())]), windows, lambda _: label)
     path = _existing_file(source)
     read, cut = FORMATS[path.suffix.lower()]
     # a file named like an input kind keeps its ending, so that tables distinguish the two
-    return Source(path.name if path.stem in CONDITIONS else path.stem, path.name, read(path), cut)
+    name = path.name if path.stem in CONDITIONS else path.stem
+    return Source(name, path.name, read(path), cut, lambda entries: f"{entries} of {path.name}".removeprefix(" of "))
+
+
+def _table(name: str, label: str, rows: Iterator[Mapping[str, Any]]) -> Source:
+    return Source(name, label, read_table(rows, label), table_heads, lambda entries: f"column {entries}")
 
 
 def documents(source: str, dataset: str | None = None) -> tuple[str, Iterator[str]]:
@@ -561,7 +579,7 @@ def check_source(source: str | given.Given) -> None:
 
 
 def _existing_file(source: str) -> Path:
-    path, endings = plain_path(source), ", ".join(FORMATS)
+    path, endings = user_path(source), ", ".join(FORMATS)
     is_known = path.suffix.lower() in FORMATS
     kind = kind_of(path) if source else None  # an empty name would be the working directory
     if kind == "folder":

@@ -147,6 +147,8 @@ def _packed(
                 if end - start > PIECE:  # split after a line end, which hardly any tokenizer merges with the next line
                     end = document.rfind("\n", start, start + PIECE) + 1 or start + PIECE
                 ids = encode(tokenizer, document[start:end], special=False)
+                if start == 0 and prefix and ids[: len(prefix)] == [*prefix]:
+                    ids = ids[len(prefix) :]  # every block begins with them
                 check_ids(ids, known, f"{name} through this tokenizer")
                 yield from ids
                 start = end

@@ -6,10 +6,12 @@ OUTPUT_DIR/sinks/tables/largest_activations.parquet   the largest activation of 
 OUTPUT_DIR/sinks/tables/largest_logits.parquet        the largest logit of each head and step
 """
 
+import copy
 import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import islice
 from math import isnan, nan
 from pathlib import Path
@@ -21,7 +23,8 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from sinkscope.attention.seam import open_seam
-from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.errors import InputError, SinkscopeError, explained
+from sinkscope.measuring.measure import described_input
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.parity import check_beforehand
 from sinkscope.measuring.passes import first_size
@@ -30,16 +33,22 @@ from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import model_inputs
 from sinkscope.measuring.watching import Largest, Watched
-from sinkscope.models.in_memory import undisturbed
+from sinkscope.models.family import Family
+from sinkscope.models.in_memory import same_random_numbers, undisturbed
+from sinkscope.models.loading import LoadedModel
+from sinkscope.options.given import Given
 from sinkscope.options.measuring import ObservableOptions, make_config
+from sinkscope.options.records import ENTRIES
 from sinkscope.results.findings import SINK, USUAL
 from sinkscope.results.manifest import make_manifest, write_manifest
 from sinkscope.results.metrics import has_no_rate, reason_without_rate
 from sinkscope.results.tables import read_table, write_tables
+from sinkscope.text.inputs import TokenInputs
 from sinkscope.training.history import LENGTH, SEQUENCES, probed
 
 FOLDER = "sinks"  # in the Trainer's output_dir
-COMMAND, CONDITION = "training", "held-out"  # in run.json
+COMMAND = "training"  # in run.json
+HELD_OUT, TRAINED_ON, NATURAL = "held-out", "training-set", "natural"  # conditions in tables: what was measured
 OBSERVED = ("attention", "geometry", "massive", "outlier", "largest-logit")
 LOGGED = (
     "sink_rate",
@@ -91,8 +100,9 @@ class SinkCallback(TrainerCallback):
     Args:
         every: Steps from one measurement to the next. The first and the last step are measured, too.
         texts: The texts to measure: strings, sequences of token ids, a dataset with `input_ids` or `text`, or as
-            `--input` of the command line. None: the Trainer's eval_dataset or, without one, the text that comes with
-            sinkscope.
+            `--input` of the command line. None: the Trainer's eval_dataset or, without one, the first rows of its
+            train_dataset, which is not used up. If these have no texts, a warning says so, and the text that comes
+            with sinkscope is measured. run.json records what was read, with token 0.
         num_seqs: The number of texts.
         seq_len: Tokens of each.
         epsilon: A sink has a window mass above this.
@@ -148,18 +158,30 @@ class SinkCallback(TrainerCallback):
     def _subject_of(self, model: Any, tokenizer: Any) -> Subject:
         """Return the model with its texts. Raises InputError if it, or the texts, cannot be measured."""
         loaded = load_model(model, tokenizer, make_config())
-        with undisturbed(loaded.model), torch.random.fork_rng():
+        with undisturbed(loaded.model), same_random_numbers():
             family, notices = row_or_calibrated(loaded.model)
             check_beforehand(loaded.model, family, is_calibrated=bool(notices))
-        texts = self.texts
-        if texts is None:
-            texts = getattr(self._trainer, "eval_dataset", None)
-        if isinstance(texts, dict):  # several evaluation sets by name
-            texts = next(iter(texts.values()))
-        if texts is not None and not isinstance(texts, str | Path):
-            texts = list(islice(texts, self.options["num_seqs"]))
-        config = make_config(**self.options, **({} if texts is None else {"input": texts}))
-        return Subject(loaded, family, inputs_for(loaded, config, family))
+        return Subject(loaded, family, self._inputs_for(loaded, family))
+
+    def _inputs_for(self, loaded: LoadedModel, family: Family) -> TokenInputs:
+        """Return the texts to measure, whose condition says where they are from. Raises InputError."""
+
+        def read(texts: Any, what: str, condition: str) -> TokenInputs:
+            inputs = inputs_for(loaded, make_config(**self.options, input=texts), family)
+            return replace(inputs, condition=condition, said=f"{what}: {inputs.said}")
+
+        count, trainer = self.options["num_seqs"], self._trainer
+        if self.texts is not None:
+            return read(_first(self.texts, count), "texts", HELD_OUT)
+        if (held_out := getattr(trainer, "eval_dataset", None)) is not None:
+            return read(_first(held_out, count, is_training=True), "evaluation set", HELD_OUT)
+        if (trained_on := getattr(trainer, "train_dataset", None)) is not None:
+            try:
+                return read(_first(trained_on, count, is_training=True), "training set", TRAINED_ON)
+            except SinkscopeError as error:
+                message = f"SinkCallback measures sinkscope's own text, for want of another: the training set: {error}"
+                warnings.warn(message, stacklevel=2)
+        return read(NATURAL, "sinkscope's own text", NATURAL)
 
     def _measure(self, args: Any, state: Any, control: Any) -> None:
         subject = self._subject
@@ -171,7 +193,7 @@ class SinkCallback(TrainerCallback):
             warnings.warn(f"SinkCallback has not measured step {state.global_step}: {error}", stacklevel=2)
             return
         new = {name: table.assign(step=state.global_step, seed=args.seed) for name, table in tables.items()}
-        new = publish(new, subject.loaded, CONDITION)
+        new = publish(new, subject.loaded, subject.inputs.condition)
         before = _whole(self.tables["training"]) if self.tables else {}
         self.tables = {name: pd.concat([self.tables[name], new[name]]) if self.tables else new[name] for name in new}
         self._write()
@@ -234,9 +256,35 @@ class SinkCallback(TrainerCallback):
         write_tables(self.tables, self.folder)
         subject = self._subject
         assert subject is not None
-        facts = {"model": subject.loaded.name, "condition": CONDITION, "sequences": len(subject.inputs)}
+        inputs = subject.inputs
+        facts = {"model": subject.loaded.name, "condition": inputs.condition, "sequences": len(inputs)}
+        facts |= {"input": described_input(inputs)}
         config = self.options | {"every": self.every}
         write_manifest(self.folder, make_manifest(COMMAND, config, self._start, self.tables, **facts))
+
+
+def _first(texts: Any, count: int, is_training: bool = False) -> Any:
+    """Return the first texts of a dataset, and leave it and all random numbers as they are; a name stays a name.
+
+    InputError if a dataset of the training (`is_training`) can be read only once, or fails.
+    """
+    if isinstance(texts, str | Path):
+        return texts
+    if isinstance(texts, Mapping) and texts.keys().isdisjoint(ENTRIES):  # several evaluation sets by name
+        texts = next(iter(texts.values()))
+    if isinstance(texts, Mapping):  # the output of a tokenizer
+        return texts
+    with explained("the dataset cannot be read"), same_random_numbers(texts):
+        if isinstance(texts, pd.DataFrame):
+            return list(islice(Given(texts).rows(), count))
+        if hasattr(texts, "__getitem__") and hasattr(texts, "__len__"):
+            rows = [texts[row] for row in range(min(count, len(texts)))]
+            is_one = rows and (isinstance(rows[0], int) or getattr(rows[0], "ndim", 1) == 0)
+            return texts if is_one else rows  # ids of one text
+        if is_training:  # reading a copy takes nothing from the training: an iterator has none
+            with explained("it can be read only once: give SinkCallback its texts"):
+                texts = copy.deepcopy(texts)
+        return list(islice(texts, count))
 
 
 def _whole(training: pd.DataFrame) -> dict[str, float]:

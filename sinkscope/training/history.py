@@ -18,7 +18,7 @@ from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.family import Family, vocabulary
-from sinkscope.models.in_memory import undisturbed
+from sinkscope.models.in_memory import same_random_numbers, undisturbed
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
 from sinkscope.results.findings import FEWEST_QUERIES
@@ -40,7 +40,7 @@ def probed(model: PreTrainedModel, probe: Callable[[PreTrainedModel], Found]) ->
     """Run a probe, which the training does not notice: in eval mode, not compiled, outside autocast, with own random
     numbers.
     """
-    with undisturbed(model), torch.random.fork_rng(), torch.no_grad():
+    with undisturbed(model), same_random_numbers(), torch.no_grad():
         return probe(model)
 
 

@@ -35,6 +35,7 @@ from sinkscope.measuring.processes import TIMEOUT
 from sinkscope.models.adapters import check_no_adapter
 from sinkscope.models.family import is_retrofitted, vocabulary
 from sinkscope.models.quantized import check_not_quantized
+from sinkscope.options.files import user_path
 from sinkscope.options.training import TrainingConfig
 from sinkscope.results.folders import claim, resumable
 from sinkscope.results.manifest import make_manifest, write_manifest
@@ -152,7 +153,7 @@ def train(
     anything is written, if the model cannot be trained in this way or `out` holds another training, and SinkscopeError
     if memory or disk ran out, or the loss is not finite; checkpoints stay.
     """
-    folder = Path(out)
+    folder = user_path(out)
     launched(cpu)
     if len(blocks.train) == 0:
         raise InputError("there is no block to train on: give a longer text")

@@ -122,9 +122,16 @@ def settings(run: RunData, sentence_end: str = "", **more: int | str) -> list[Fi
     sentence = f"Measured on {counted(given['sequences'], 'sequence')} of {span(lengths)} tokens ({run.condition}), "
     sentence += f"position 0 being {token_zero}, in {dtype}{sentence_end}."
     found = [Finding("setting", "", numbers=numbers, sentence=sentence)]
-    if given["sequences"] == 1:
-        sentence = "A single sequence has no 95 % interval, so findings that need an interval are undecided. "
-        found.append(Finding("one-sequence", "", sentence=f"{sentence}Measure several sequences to decide them."))
+    texts = len(np.unique(run.text_numbers))
+    if 1 < texts < given["sequences"]:
+        sentence = f"Only {texts} of the sequences are distinct; 95 % intervals count copies of a text once."
+        found.append(Finding("copies", "", numbers={"texts": texts}, sentence=sentence))
+    if texts == 1:
+        copies = f"All {given['sequences']} sequences are copies of one text. " if given["sequences"] > 1 else ""
+        sentence = (
+            f"{copies}A single {_unit(run)} has no 95 % interval, so findings that need an interval are undecided. "
+        )
+        found.append(Finding("one-sequence", "", sentence=f"{sentence}Measure several {_unit(run)}s to decide them."))
     if not run.is_causal:
         sentence = "The model attends in both directions: queries before and after a position attend to it"
         if (masked := given["masked"]) is not None:
@@ -210,8 +217,12 @@ def _text(metric: str, value: float) -> str:
 
 
 def _single(run: RunData) -> str:
-    """Return the text that a sentence adds if its finding needs an interval and the run has a single sequence."""
-    return ", as a single sequence has no interval" if run.manifest["input"]["sequences"] == 1 else ""
+    """Return the text that a sentence adds if its finding needs an interval and the run has a single text."""
+    return f", as a single {_unit(run)} has no interval" if len(np.unique(run.text_numbers)) == 1 else ""
+
+
+def _unit(run: RunData) -> str:
+    return "sequence" if len(run.text_numbers) == 1 else "text"
 
 
 # --- sections

@@ -98,9 +98,9 @@ class _LeftOut(Sequences):
     @cached_property
     def weights(self) -> np.ndarray:
         """(1 + groups, N): 1 for every sequence in the first row, 0 for the sequences of a group in the others."""
-        sequences = np.arange(self.run.manifest["input"]["sequences"])
-        groups = np.arange(min(GROUPS, len(sequences)))
-        return np.concatenate([np.ones((1, len(sequences))), groups[:, None] != sequences % GROUPS])
+        texts = self.run.text_numbers
+        groups = np.arange(min(GROUPS, len(np.unique(texts))))
+        return np.concatenate([np.ones((1, len(texts))), groups[:, None] != texts % GROUPS])
 
 
 def left_out(run: RunData) -> dict[str, np.ndarray]:

@@ -65,7 +65,7 @@ class Scorecard(Tabular):
             else pd.DataFrame(columns=names_of(schema))  # written by a version without this table
             for name, schema in TABLES.items()
         )
-        return cls(manifest, table, routes, {}, folder)
+        return cls(manifest, table, routes, {}, folder.absolute())
 
     @property
     def measured(self) -> dict[str, RunData]:

@@ -14,10 +14,10 @@ from sinkscope.models.steps import step_of
 from sinkscope.options.sweep_file import Cell
 from sinkscope.options.training import tokens_a_step
 from sinkscope.results.metrics import is_sink, lacks_rate
-from sinkscope.results.run import policy_of
+from sinkscope.results.run import RunData, policy_of
 from sinkscope.results.scorecard import TABLES as CLAIM_TABLES
 from sinkscope.results.scores import main_scores
-from sinkscope.results.statistics import bootstrap, resamplings, weighted_means
+from sinkscope.results.statistics import bootstrap, resamplings_of, weighted_means
 from sinkscope.results.tables import LEADING, METRIC, VALUE, WHOLE_MODEL, Column, names_of, read_table
 from sinkscope.verdict.factor_study import TABLE as STUDY
 from sinkscope.verdict.factor_study import studied
@@ -197,7 +197,8 @@ def _by_epsilon(each: Measured) -> pd.DataFrame:
     )
     by_sequence = sinks.groupby([alpha["sequence"], alpha["layer"]]).mean().unstack("layer")  # means over heads
     of_layers = by_sequence.to_numpy().reshape(len(by_sequence), len(epsilons), -1)
-    rates = weighted_means(of_layers, resamplings(len(by_sequence))).mean(-1)
+    texts = RunData(dict(each.manifest), {}).text_numbers[by_sequence.index]
+    rates = weighted_means(of_layers, resamplings_of(texts)).mean(-1)
     leading = {"model": "", "condition": each.manifest["condition"], "layer": WHOLE_MODEL}
     low, high = np.transpose([(found.low, found.high) for found in map(bootstrap, rates.T)])
     return pd.DataFrame({**leading, "epsilon": epsilons, "sink_rate": rates[0], "low": low, "high": high})

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -63,7 +64,7 @@ def refused(status: int, *args: object) -> str:
     assert result.exit_code == status, result.output
     assert result.stdout == ""
     assert tree(Path.cwd().parent) == before
-    message = result.stderr.strip()
+    message = re.sub("^read: .*\n", "", result.stderr).strip()
     assert message.startswith("sinkscope: "), message
     assert message.count("\n") <= 1
     assert "Traceback" not in message
@@ -172,9 +173,9 @@ def test_analyze_a_folder_of_checkpoints(steps: Path) -> None:
     result = command_line("analyze", steps, *SERIES)
     assert result.exit_code == 0, result.output
     assert [line.split("│")[1].strip() for line in result.stdout.splitlines() if "│" in line] == ["5", "40"]
-    batches = "4 sequences in batches of 4 × 24\n"
-    parts = f"step 5 (1 of 2)\n{batches}step 40 (2 of 2)\n{batches}"
-    assert result.stderr == f"{parts}written to runs/trained-steps-random\n"
+    read, batches = "read: random tokens, 4 sequences, the first begins …\n", "4 sequences in batches of 4 × 24\n"
+    parts = f"step 5 (1 of 2)\n{read}{batches}step 40 (2 of 2)\n{read}{batches}"
+    assert re.sub("begins `.*`", "begins …", result.stderr) == f"{parts}written to runs/trained-steps-random\n"
     assert Run.open("runs/trained-steps-random/step40").model == "checkpoint-40"
     assert "already holds a run: --overwrite replaces it" in refused(2, "analyze", steps, *SERIES)
     message = refused(2, "analyze", "--from", "runs/trained-steps-random")
@@ -194,12 +195,17 @@ def test_run(bare: Path) -> None:
     result = command_line("run", "small", "--model", bare)
     assert result.exit_code == 0, result.output
     assert result.stdout == Path("runs/small-bare/verdict.md").read_text(encoding="utf-8")
-    assert result.stderr == "small: A small one\nwritten to runs/small-bare\n"
+    assert re.sub("begins `.*`", "begins …", result.stderr) == (
+        "small: A small one\nread: random tokens, 4 sequences, the first begins …\nwritten to runs/small-bare\n"
+    )
     Path("recipes/two.yaml").write_text(RECIPE + "runs: {first: {}, second: {input: repeated}}")
     result = command_line("run", "recipes/two.yaml", "--model", bare, "--out", "both")
     assert result.exit_code == 0, result.output
     assert "sink_rate" in result.stdout
-    assert result.stderr.endswith("run first (1 of 2)\nrun second (2 of 2)\nwritten to both\n")
+    lines = result.stderr.splitlines()
+    assert [line for line in lines if not line.startswith(("read: ", "note: "))][1:] == [
+        "run first (1 of 2)", "run second (2 of 2)", "written to both"
+    ]  # fmt: skip
 
 
 NEEDS_DEV_FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device that is always full is Linux's")
@@ -487,7 +493,8 @@ RANDOM = ("--input", "random", *SMALL, "--batch-size", "1", "--out", "deep/down/
 )
 def test_runs_that_fail(bare: Path, failing: Any, where: str, error: BaseException, message: str) -> None:
     failing(where, error)
-    assert refused(1, "analyze", bare, *RANDOM).startswith(f"sinkscope: {message}")
+    said = refused(1, "analyze", bare, *RANDOM).replace(f"{Path.cwd()}/", "")
+    assert said.startswith(f"sinkscope: {message}")
     result = command_line("analyze", bare, *RANDOM, "--debug")
     assert (result.exit_code, "Traceback (most recent call last)" in result.stderr) == (1, True)
 

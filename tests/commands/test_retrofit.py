@@ -153,6 +153,8 @@ def test_blocks_are_the_text_with_a_bos_each_and_its_end_held_out() -> None:
     assert (len(blocks.train), len(blocks.held_out)) == (8, 2)
     lines = [json.dumps({"text": "the drain"}), json.dumps({"text": "of"})] * 20  # documents end with an EOS
     assert read_blocks_of("\n".join(lines), Path("lines.jsonl")).train[0].tolist() == [1, *([4, 7, 2, 5, 2] * 3)]
+    lines = [line.replace('"the', f'"{WORDS[1]} the') for line in lines]  # as a template renders them
+    assert read_blocks_of("\n".join(lines), Path("lines.jsonl")).train[0].tolist() == [1, *([4, 7, 2, 5, 2] * 3)]
 
 
 def read_blocks_of(text: str, path: Path) -> Any:

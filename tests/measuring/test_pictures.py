@@ -10,6 +10,7 @@ import torch
 from support.pictures import MARKS, PATCH, SEEING, SIDE, draw_pictures, processor, save, seeing
 from support.plain import only_float64
 from tiny import tiny_model
+from tokenizers import processors
 from transformers import (
     AutoModel,
     CLIPVisionConfig,
@@ -29,7 +30,7 @@ from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.results.findings import PHI
 from sinkscope.results.judgment import Outcome
 from sinkscope.results.run import RunData
-from sinkscope.text.pictures import asked_about, places_of, read_pictures
+from sinkscope.text.pictures import QUESTION, asked_about, places_of, read_pictures
 
 NEAR = {"rtol": 1e-10, "atol": 1e-12}
 GIVEN: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 12, "observables": ["massive"]}
@@ -166,3 +167,19 @@ def test_outlier_patches_by_hand() -> None:
     run = made_up(encoder_patch=pd.concat([special, table], ignore_index=True))
     assert outlier_patches(run)["is_outlier"].tolist() == [False, False, False, True]
     assert outlier_share(run).value == 0.25
+
+
+def test_a_template_that_writes_the_bos_gets_no_second_one(tmp_path: Path) -> None:
+    seer: Any = processor("gemma3")
+    adding = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", MARKS.index("<s>"))])
+    seer.tokenizer.backend_tokenizer.post_processor = adding
+    part = "{{ '<boi>' if part['type'] == 'image' else part['text'] }}"
+    content = f"{{% for part in message['content'] %}}{part}{{% endfor %}}"
+    seer.chat_template = f"{{{{ bos_token }}}}{{% for message in messages %}}{content}{{% endfor %}}"
+    picture = read_pictures(draw_pictures(tmp_path), 1)[0]
+    batch, _ = asked_about(picture, seer, MARKS.index("<image>"), 0)
+    parts = [{"type": "image", "image": picture.image}, {"type": "text", "text": QUESTION}]
+    asked = [{"role": "user", "content": parts}]
+    expected = seer.apply_chat_template(asked, add_generation_prompt=True, tokenize=True, return_dict=True)
+    assert batch.token_ids.flatten().tolist() == torch.tensor(expected["input_ids"]).flatten().tolist()
+    assert batch.token_ids.flatten().tolist().count(MARKS.index("<s>")) == 1

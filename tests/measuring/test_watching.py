@@ -12,13 +12,13 @@ from support.retrofitted import retrofitted
 from support.tables import assert_same_tables
 from tiny import measured, padded, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 import sinkscope
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.tracer import model_inputs
-from sinkscope.measuring.watching import Watched
+from sinkscope.measuring.watching import CHUNKED, Watched
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch
 
@@ -119,6 +119,37 @@ def test_calls_add_up_and_decoding_is_skipped_by_name() -> None:
         _ = nothing.sink_rate
     with pytest.raises(InputError, match="more than the forward pass"), sinkscope.watch(model, observables="gradient"):
         pass
+
+
+@pytest.mark.parametrize("positions", [[0, 1, 2, 9, 10, 11], [0, 1, 2, 2, 3, 4], [3, 4, 5, 0, 1, 2]])
+def test_positions_that_jump_or_restart_are_not_one_sequence(positions: list[int]) -> None:
+    model = tiny_model("llama").eval()
+    with sinkscope.watch(model) as seen, torch.no_grad():
+        model(IDS[:1, :6], position_ids=torch.tensor([positions]))
+        model(IDS[:1, :6], position_ids=torch.arange(6)[None])
+    assert (seen.calls, list(seen.skipped)) == (1, ["several sequences in one row, or none"])
+
+
+def test_a_prompt_in_chunks_is_not_measured_by_its_first_chunk() -> None:
+    """A complete prompt before or after it is, and its sequences are numbered without gaps."""
+    model = tiny_model("llama").eval()
+    with torch.no_grad():
+        with sinkscope.watch(model) as seen:
+            caches = [DynamicCache(), DynamicCache(), DynamicCache()]
+            model(IDS[:1], past_key_values=caches[0])
+            model(IDS[1:2, :9], past_key_values=caches[1])
+            model(IDS[1:2, 9:18], past_key_values=caches[1])
+            model(IDS[2:3], past_key_values=caches[2])
+            model(IDS[:1, :1], past_key_values=caches[2])  # decoding
+            assert seen.calls == 2
+        assert seen.skipped == {CHUNKED: 1, next(name for name in seen.skipped if "decoding" in name): 2}
+        with sinkscope.watch(model) as whole:
+            model(IDS[:3:2])
+        assert_same_tables(dict(whole.tables), dict(seen.tables), rtol=1e-4, atol=1e-6)
+        with sinkscope.watch(model) as generated:
+            mask = torch.ones_like(IDS[:2])
+            model.generate(IDS[:2], attention_mask=mask, max_new_tokens=3, do_sample=False, prefill_chunk_size=10)
+        assert (generated.calls, generated.skipped[CHUNKED]) == (0, 1)
 
 
 def test_autocast_gradient_checkpointing_and_inference_mode() -> None:

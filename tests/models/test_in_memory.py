@@ -1,11 +1,13 @@
 """Models given as objects: wrapped, in train mode, compiled, or no models at all; and the state that commands leave."""
 
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -29,7 +31,7 @@ import sinkscope
 from sinkscope import InputError, Run, doctor
 from sinkscope.measuring.nnsight import NNsight
 from sinkscope.models.families import find_family
-from sinkscope.models.in_memory import fingerprint, unwrapped
+from sinkscope.models.in_memory import fingerprint, same_random_numbers, unwrapped
 from sinkscope.models.loading import LoadedModel
 from sinkscope.quantization.sites import sites_of
 from sinkscope.training.trainer import check_trainable
@@ -305,3 +307,26 @@ def test_nothing_is_left(name: str, label: str, monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(RAISED[error]):
             COMMANDS[command](model)
     assert differences(before, snapshot(model)) == []
+
+
+@pytest.mark.parametrize("every", ["_all", ""])
+def test_all_random_numbers_are_restored(every: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Python, numpy and torch, of an accelerator (all CUDA devices, or MPS's one), and of what holds some."""
+    device = SimpleNamespace(state=[1])
+    setattr(device, f"get_rng_state{every}", lambda: list(device.state))
+    setattr(device, f"set_rng_state{every}", lambda state: setattr(device, "state", state))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    held = SimpleNamespace(inner=[SimpleNamespace(rng=np.random.default_rng(0), generator=torch.Generator())])
+
+    def draw() -> list[float]:
+        device.state.append(2)
+        inner = held.inner[0]
+        more = [inner.rng.random(), float(torch.rand((), generator=inner.generator))]
+        return [random.random(), float(np.random.rand()), float(torch.rand(())), len(device.state), *more]  # noqa: NPY002
+
+    with same_random_numbers(held):
+        drawn = draw()
+    with pytest.raises(ZeroDivisionError), same_random_numbers(held):
+        _ = draw()[0] / 0
+    assert draw() == drawn

@@ -13,8 +13,13 @@ import pytest
 from support.faults import kill
 from support.forked import forked
 from support.made_up_runs import run_manifest
+from tiny import tiny_model
 
+import sinkscope
 from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.options.measuring import AnalyzeOptions
+from sinkscope.options.option import checked
+from sinkscope.options.output import CompareOptions, OutputOptions
 from sinkscope.results.folders import (
     alone_in,
     check_output,
@@ -311,3 +316,34 @@ def test_a_new_folder_is_complete_or_absent(tmp_path: Path) -> None:
         written(target, "two", KeyboardInterrupt())
     assert [path.name for path in target.iterdir()] == ["one"]
     assert [path.name for path in target.parent.iterdir()] == ["run"]
+
+
+def test_home_is_replaced_in_every_path_and_a_run_stays_itself_after_chdir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path is that of the moment when it is given, and no folder is called ~."""
+    home, other = tmp_path / "home", tmp_path / "other"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("USERPROFILE", str(home))
+    for folder in (home, other):
+        folder.mkdir()
+    monkeypatch.chdir(home)
+    with own_folder("~/runs/a", overwrite=False) as folder:
+        assert folder == home / "runs" / "a"
+    for kind, name in ((OutputOptions, "out"), (OutputOptions, "from_"), (AnalyzeOptions, "images")):
+        assert getattr(checked(kind, {name: "~/runs/b"}), name) == home / "runs" / "b"
+    assert checked(CompareOptions, {"runs": ["~/runs/b", Path("~/c")]}).runs == (home / "runs" / "b", home / "c")
+    (home / "ids.jsonl").write_text('{"input_ids": [5, 6, 7]}')
+    (home / "stories").mkdir()
+    shutil.copy(home / "ids.jsonl", home / "stories" / "train.jsonl")
+    for options in ({"input": "~/ids.jsonl"}, {"input": Path("~/ids.jsonl")}, {"dataset": "~/stories"}):
+        run = sinkscope.analyze(tiny_model("llama"), observables="attention", num_seqs=1, **options)
+        assert run.manifest["input"]["tokens"] == 3
+    run.save("~/runs/m")
+    assert sinkscope.Run.open("~/runs/m/run.json").folder == home / "runs" / "m"
+    mine = sinkscope.Run.open("runs/m")
+    monkeypatch.chdir(other)
+    more = sinkscope.analyze(tiny_model("llama"), observables="attention", input=[[8, 9, 10, 11]], out="runs/m")
+    assert more.folder == other / "runs" / "m"
+    assert mine.tables["attention"]["position"].max() == 2
+    assert not list(tmp_path.rglob("~"))

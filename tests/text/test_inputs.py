@@ -3,18 +3,23 @@
 import json
 import os
 import sys
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
+from tiny import tiny_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from sinkscope.errors import InputError
+from sinkscope.measuring.subject import inputs_for, position_limit
+from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
 from sinkscope.options.option import MOST
 from sinkscope.text.inputs import TokenInputs, build_inputs
@@ -101,11 +106,11 @@ def test_texts_are_cut_into_windows(byte_level, tmp_path):
     assert np.concatenate(inputs.sequences).tolist() == [UNK, WORDS.index("w1")] * 150
 
 
-def test_texts_that_cannot_be_used(tmp_path):
+def test_texts_that_cannot_be_used(dataset_folder, tmp_path):
     refused(r"natural text needs a tokenizer.*\.npy.*random or repeated", tokenizer=None)
     for path in (write(tmp_path / "a.txt", words(20)), write_lines(tmp_path / "a.jsonl", {"text": "w1 w2"})):
         refused("needs a tokenizer", path, tokenizer=None)
-    refused("--dataset some/where needs a tokenizer", dataset="some/where", tokenizer=None)
+    refused("--dataset .*stories needs a tokenizer", dataset=dataset_folder, tokenizer=None)
     refused("--prompt needs a tokenizer", prompt="w1 w2", tokenizer=None)
     path = write(tmp_path / "a.txt", words(20, start=20))
     refused("tokenizer.*id 30 at position 5 is outside the model's vocabulary of 30", path, vocab_size=30)
@@ -203,7 +208,8 @@ def test_documents_may_be_short_and_keep_their_order(tmp_path):
     inputs = made(path, num_seqs=10)
     assert (inputs.condition, inputs.token_zero) == ("docs", "first text token")
     assert lists(inputs) == [ids_of(words(count, 9)) for count in (3, 8, 5)]
-    left_out, padded, short = inputs.notices
+    left_out, cut, padded, short = inputs.notices
+    assert "1 document cut to 8 tokens" in cut
     assert "1 document of fewer than 2 tokens left out" in left_out
     assert "3 to 8 tokens" in padded
     assert "holds 3 sequences of at most 8 tokens; 10 were requested" in short
@@ -216,7 +222,7 @@ def test_given_ids_are_taken_as_they_are(tmp_path):
     inputs = made(path, tokenizer=LLAMA)
     assert lists(inputs) == [[5, 6, 7], list(range(5, 13))]
     assert inputs.token_zero == "token w0 (id 5)"
-    assert any("1 list of input_ids cut to 8" in notice for notice in inputs.notices)
+    assert any("1 document cut to 8 tokens" in notice for notice in inputs.notices)
     assert made(path, tokenizer=None, num_seqs=3).token_zero == "varies"
     path = write_lines(tmp_path / "bos.jsonl", {"input_ids": [2, 5]}, {"input_ids": [2, 6]})
     assert made(path, tokenizer=None, bos_token_id=2).token_zero == "bos (id 2)"
@@ -328,8 +334,10 @@ def test_datasets_that_cannot_be_used(dataset_folder, monkeypatch):
     refused("give one of the two", "random", dataset="some/where")
 
     for records, match in (
-        ([{"a": "w1", "b": "w2"}], "no column `text`, and 2 columns of strings"),
-        ([{"text": "w1 \ud800"}], r"--dataset some/where: a document cannot be used: .* \\ud800"),
+        ([{"a": "w1", "b": "w2"}], "no column `text`, .* and 2 columns of strings"),
+        ([{"a": None, "url": "w1"}, {"a": "w2 w3", "url": "w1"}], "2 columns of strings, among a, url"),
+        ([{"text": ["w1 w2"], "url": "w1"}], "row 0: `text` cannot be used: it should be a valid string"),
+        ([{"text": "w1 \ud800"}], r"--dataset some/where, row 0: `text` cannot be used: .* \\ud800"),
     ):
         monkeypatch.setattr(datasets, "load_dataset", lambda *_, records=records, **__: iter(records))
         refused(match, dataset="some/where")
@@ -452,6 +460,8 @@ OBJECTS: dict[str, tuple[Any, str, list[list[int]]]] = {
     "an array": (np.array([IDS[0], IDS[0]]), "token-ids", [IDS[0], IDS[0]]),
     "a tokenizer's output": (PADDED, "token-ids", IDS),
     "a dataset of ids": (Dataset.from_dict({"input_ids": IDS}).with_format("torch"), "dataset", IDS),
+    "a column": (Dataset.from_dict({"story": TEXTS})["story"], "prompts", [[BOS, *ids_of(text)] for text in TEXTS]),
+    "a streamed column of ids": (Dataset.from_dict({"a": IDS}).to_iterable_dataset()["a"], "dataset", IDS),
     "a dataset of chats": (Dataset.from_dict({"messages": [CHAT], "n": [1]}), "dataset", [[BOS, 6, 7, BOS, 8]]),
 }
 
@@ -469,18 +479,173 @@ def test_objects_are_read_to_their_end_as_lines_of_json_are(what: str) -> None:
     assert (inputs.condition, lists(inputs)) == (kind, expected)
 
 
-def test_a_dataset_of_texts_is_read_as_by_name_and_wrong_objects_are_refused() -> None:
-    dataset = Dataset.from_dict({"story": [words(9), "w1", words(12, 3)], "n": [1, 2, 3]})
-    config = make_config(input=dataset, seq_len=6, num_seqs=5)
-    inputs = build_inputs(config.input, vocab_size=VOCAB, tokenizer=LLAMA, num_seqs=5, seq_len=6)
-    assert lists(inputs) == [[BOS, *ids_of(words(5))], [BOS, *ids_of(words(5, 3))]]  # shorter texts are left out
-    for given, message in (
+def given(thing: Any, **options: Any) -> TokenInputs:
+    """Return the sequences of an object, as `analyze(input=thing)` reads it."""
+    config = make_config(input=thing)
+    return build_inputs(
+        config.input, **{"vocab_size": VOCAB, "tokenizer": LLAMA, "num_seqs": config.num_seqs} | options
+    )
+
+
+def test_a_dataset_of_texts_is_read_as_by_name_and_wrong_objects_are_refused(tmp_path) -> None:
+    columns = {"story": [words(9), "w1", words(12, 3)], "n": [1, 2, 3]}
+    for table in (Dataset.from_dict(columns), pd.DataFrame(columns)):
+        inputs = given(table, num_seqs=5, seq_len=6)
+        assert lists(inputs) == [[BOS, *ids_of(words(5))], [BOS, *ids_of(words(5, 3))]]  # shorter texts are left out
+        assert inputs.condition == "dataset"
+    dataset = Dataset.from_dict(columns)
+    for thing, message in (
         (3, "a int is neither texts, token ids, chats nor a dataset"),
+        (b"w1 w2", "a bytes is neither texts"),
+        (bytearray(b"w1"), "a bytearray is neither"),
+        ({"w1 w2", "w3 w4"}, "a set is neither"),
+        ({"a": "w1 w2"}.values(), "a dict_values is neither"),
+        (write(tmp_path / "a.txt", words(20)).open(encoding="utf-8"), "a TextIOWrapper is neither"),
         ([], "it is empty"),
-        (["w1 w2", 3], "a list is neither texts"),
+        (pd.DataFrame({"text": []}), "it is empty"),
+        (["w1 w2", 3], r"input.1.: a int is neither a text, token ids, a chat nor a record"),
+        ([b"w1 w2"], r"input.0.: a bytes is neither a text"),
+        (pd.Series(["w1 w2", None]), r"input.1.: a (NoneType|float) is neither a text"),
         ({"train": dataset}, "input.0.: a record needs `text`, `messages` or `input_ids`; this one has train"),
+        (DatasetDict(train=dataset, test=dataset), "it has the splits train, test: give one of them"),
+        (pd.DataFrame({"a": ["w1"], "b": ["w2"]}), "2 columns of strings, among a, b"),
+        (pd.DataFrame({"text": [b"w1"]}), "input, row 0: `text` cannot be used"),
         ([[1.5, 2.5]], "`input_ids.0` cannot be used: it should be a valid integer"),
+        ([["w1", "w2"]], "`input_ids.0` cannot be used: it should be a valid integer"),
+        ({"input_ids": IDS, "attention_mask": [[1, 1, 1]]}, "`attention_mask` is not one row for each of the 2 rows"),
         (["w1 w2", ""], "input: 1 document of fewer than 2 tokens, which attention needs"),
     ):
         with pytest.raises(InputError, match=message):
-            build_inputs(make_config(input=given).input, vocab_size=VOCAB, tokenizer=PLAIN)
+            given(thing, tokenizer=PLAIN)
+
+
+# the entries of a record → its sequences, or what is wrong
+LAYOUTS: tuple[tuple[dict[str, Any], Any], ...] = (
+    ({"attention_mask": [0, 1, 1, 1, 0]}, [[6, 7, 8]]),
+    ({"attention_mask": [1, 1, 1, 2, 2]}, [[5, 6, 7], [8, 9]]),
+    ({"position_ids": [0, 1, 2, 0, 1]}, [[5, 6, 7], [8, 9]]),
+    ({"position_ids": [1, 0, 1, 0, 1], "attention_mask": [0, 1, 1, 1, 1]}, [[6, 7], [8, 9]]),
+    ({"seq_lengths": [3, 2]}, [[5, 6, 7], [8, 9]]),
+    ({"seq_lengths": [2, 2], "attention_mask": [0, 1, 1, 1, 1]}, [[6, 7], [8, 9]]),
+    ({"position_ids": None, "messages": None, "text": "w1"}, [[5, 6, 7, 8, 9]]),
+    ({"attention_mask": [1, 1]}, "`attention_mask` has 2 numbers for 5 `input_ids`"),
+    ({"attention_mask": [1, 1, 0, 1, 1]}, "`attention_mask` hides tokens between others"),
+    ({"attention_mask": [[1] * 5] * 5}, "`attention_mask.0` cannot be used"),
+    ({"position_ids": [0, 1, 2, 7, 8]}, "`position_ids` go on with 7 at token 3"),
+    ({"position_ids": [4, 5, 6, 7, 8]}, "`position_ids` go on with 4 at token 0"),
+    ({"seq_lengths": [3, 3]}, "`seq_lengths` do not add up to its 5 `input_ids`"),
+)
+
+
+@pytest.mark.parametrize("number", range(len(LAYOUTS)))
+def test_a_record_is_read_in_one_way_wherever_it_comes_from(number: int, tmp_path: Path) -> None:
+    """In a line of JSON, an object, a dataset, a DataFrame and a batch."""
+    more, expected = LAYOUTS[number]
+    record = {"input_ids": [5, 6, 7, 8, 9], **more}
+    path = write_lines(tmp_path / "rows.jsonl", record)
+    rows = {name: [value] for name, value in record.items()}
+    arrays = {name: np.array([value]) for name, value in record.items() if isinstance(value, list)}
+    ways: list[Callable[[], TokenInputs]] = [
+        lambda: made(path),
+        lambda: given([record]),
+        lambda: given(Dataset.from_dict(rows)),
+        lambda: given(pd.DataFrame(rows)),
+        lambda: given(arrays),
+        lambda: given(torch.utils.data.DataLoader([arrays], collate_fn=lambda batch: batch[0])),
+    ]
+    for way in ways:
+        if isinstance(expected, str):
+            with pytest.raises(InputError, match=expected):
+                way()
+        else:
+            inputs = way()
+            assert lists(inputs) == expected
+            assert (len(expected) > 1) == any("packed rows are split" in notice for notice in inputs.notices)
+
+
+def test_a_row_without_text_is_left_out_and_never_read_from_another_column(tmp_path: Path) -> None:
+    rows = [{"text": None, "url": words(9)}, {"text": words(9), "url": "w1"}]
+    for inputs in (given(pd.DataFrame(rows), seq_len=8), given(Dataset.from_list(rows), seq_len=8)):
+        assert lists(inputs) == [[BOS, *ids_of(words(7))]]
+    inputs = made(write_lines(tmp_path / "rows.jsonl", *rows))
+    assert lists(inputs) == [ids_of(words(8))]
+    assert "1 document of fewer than 2 tokens left out" in inputs.notices[0]
+
+
+def test_every_input_says_what_was_read(tmp_path: Path) -> None:
+    texts, chat = [words(7), words(7, 3)], [{"role": "user", "content": "w1 w2"}]
+    tokenizer = word_tokenizer("<s> $A")
+    tokenizer.chat_template = CHATS
+    begins = "2 sequences, the first begins `<s> w0 w1 w2 w3 w4 w5 w6`"
+    (tmp_path / "escape.txt").write_text("w1 w2 \x1b[31m w3 w4 w5 w6 w7", encoding="utf-8")
+    for inputs, said in (
+        (given(pd.DataFrame({"text": texts}), seq_len=8), f"column `text`, {begins}"),
+        (given(Dataset.from_dict({"story": texts, "n": [1, 2]}), seq_len=8), f"column `story`, {begins}"),
+        (given(texts), f"prompts, {begins}"),
+        (made(write_lines(tmp_path / "a.jsonl", *({"text": text} for text in texts)), tokenizer=LLAMA),
+         f"`text` of a.jsonl, {begins}"),
+        (made(write_lines(tmp_path / "b.jsonl", {"messages": chat}, {"input_ids": [5, 6]}), tokenizer=tokenizer),
+         "`messages` and `input_ids` of b.jsonl, 2 sequences, the first begins `<s> w1 w2`"),
+        (made(save_array(tmp_path / "ids.npy", np.arange(4, 12)), tokenizer=None, num_seqs=1),
+         "ids.npy, 1 sequence, the first begins `4, 5, 6, 7, 8, 9, 10, 11`"),
+        (made(prompt="w1 w2", tokenizer=LLAMA), "prompt, 1 sequence, the first begins `<s> w1 w2`"),
+    ):  # fmt: skip
+        assert inputs.said == said
+    assert made("random").said.startswith("random tokens, 2 sequences, the first begins `")
+    assert made().said.startswith("natural text, 2 sequences, the first begins `")
+
+
+@pytest.mark.parametrize(("template", "suffix"), [("<s> $A", ""), ("<pad> <s> $A", ""), ("<s> $A </s>", " </s>")])
+def test_a_text_that_begins_with_what_would_be_added_is_not_framed_again(template, suffix, tmp_path) -> None:
+    """As a chat template renders it; `--bos always` is no exception."""
+    before = template.partition("$A")[0]
+    tokenizer, closed = word_tokenizer(template), {"closed": bool(suffix)}
+    rendered = [f"{before}w1 w2 w3{suffix}", f"{before}{words(20)}"]
+    plain = made(given_lines := write_lines(tmp_path / "a.jsonl", {"text": "w1 w2 w3"}, {"text": words(20)}),
+                 tokenizer=tokenizer, **closed)  # fmt: skip
+    write_lines(given_lines, *({"text": text} for text in rendered))
+    dataset = Dataset.from_dict({"text": [rendered[1]]})
+    for bos in ("auto", "always"):
+        for inputs in (
+            made(given_lines, tokenizer=tokenizer, bos=bos, **closed),
+            given(rendered, tokenizer=tokenizer, seq_len=8, bos=bos, **closed),
+        ):
+            assert lists(inputs) == lists(plain)
+            assert inputs.token_zero == plain.token_zero
+            (notice,) = (notice for notice in inputs.notices if "not added again" in notice)
+            assert f"2 texts begin with {before.replace(' ', '')}, which" in notice
+        options = {"tokenizer": tokenizer, "seq_len": 8, "bos": bos, **closed}
+        assert lists(given(dataset, **options)) == lists(plain)[1:]
+        assert lists(made(prompt=rendered[0], **options)) == lists(plain)[:1]
+        text = write(tmp_path / "a.txt", rendered[1])
+        assert lists(made(text, num_seqs=1, **options)) == lists(plain)[1:]
+    # where nothing is added, the text keeps its own tokens, and the first one is named
+    inputs = given(rendered, bos="never", seq_len=8, tokenizer=tokenizer)
+    assert lists(inputs)[1] == ids_of(rendered[1])[:8]
+    assert inputs.token_zero == plain.token_zero
+
+
+def test_texts_that_are_cut_are_counted() -> None:
+    inputs = given([words(9), "w1 w2", words(12)], seq_len=8)
+    assert inputs.cut == 2
+    assert any("input: 2 documents cut to 8 tokens" in notice for notice in inputs.notices)
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+def test_objects_that_are_cut_at_the_models_positions_are_named(is_text: bool) -> None:
+    model = tiny_model("llama")
+    limit = position_limit(model)
+    assert limit
+    text = words(limit + 5)
+    config = make_config(input=[text if is_text else ids_of(text), "w1 w2"])
+    inputs = inputs_for(LoadedModel(model, LLAMA, "tiny", "tiny", None, None, ()), config)
+    assert inputs.longest == limit
+    assert any(f"input: 1 document cut to {limit} tokens" in notice for notice in inputs.notices)
+
+
+def test_copies_of_a_text_have_its_number() -> None:
+    inputs = given(["w1 w2", "w3 w4", "w1 w2", "w1 w2 w3"], tokenizer=LLAMA)
+    assert inputs.texts == (0, 1, 0, 2)
+    assert any("only 3 of its 4 sequences are distinct" in notice for notice in inputs.notices)
+    assert given(["w1 w2", "w1 w2 w3"]).texts == (0, 1)
+    assert [batch.numbers for batch in inputs.batches(2)] == [[0, 1], [0, 2]]

@@ -79,7 +79,7 @@ def outcome_of_command(args: tuple[str, ...]) -> str:
         return "HUNG"
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         return f"RAW {result.exception!r}"
-    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    lines = [line for line in result.stderr.splitlines() if line.strip() and not line.startswith("read: ")]
     if result.exit_code == 0:
         return "right"
     if result.exit_code not in (1, 2):

@@ -1,5 +1,6 @@
 """`SinkCallback`: training does not notice it, it measures what `analyze` measures, and its curves can be read."""
 
+import json
 import os
 import random
 import shutil
@@ -15,6 +16,7 @@ import torch
 from support.encoders import word_tokenizer
 from support.ranks import COUNT, on_two_ranks, shard_on_cpu, sharding_environment
 from tiny import tiny_model, tiny_tokens, written
+from torch.utils.data import Dataset, IterableDataset, Subset
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 import sinkscope
@@ -240,6 +242,88 @@ def test_texts_of_several_kinds_and_what_cannot_be_measured(tmp_path: Path) -> N
             trainer(tmp_path / str(number), sinkscope.SinkCallback(texts=given[-1:]), steps=1).train()
     with pytest.raises(InputError, match="every=0"):
         sinkscope.SinkCallback(every=0)
+
+
+class Drawing(Dataset):
+    """Rows that draw from all global generators and from its own, which a wrapper holds, whenever they are read."""
+
+    def __init__(self) -> None:
+        self.parts = [np.random.default_rng(0), torch.Generator().manual_seed(0), {"own": random.Random(0)}]
+
+    def __len__(self) -> int:
+        return len(TRAINED)
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        numpy, own, held = self.parts
+        drawn = random.random() + np.random.rand() + float(torch.rand(())) + numpy.random() + held["own"].random()  # noqa: NPY002
+        first = (int(1000 * (drawn + float(torch.rand((), generator=own)))) + row) % 40
+        ids = torch.cat([torch.tensor([first]), TRAINED[row]["input_ids"][1:]])
+        return {"input_ids": ids, "labels": ids}
+
+
+def without_eval(
+    folder: Path, dataset: Any, *callbacks: Any, held_out: Any = None, **options: Any
+) -> tuple[Trainer, list[Any], list]:
+    """Train on a dataset, by default without evaluation texts."""
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(0)
+    done = trainer(folder, *callbacks, **options)
+    done.train_dataset, done.eval_dataset = dataset, held_out
+    done.train()
+    return done, random_numbers(), [*done.model.state_dict().values()]
+
+
+@pytest.mark.parametrize("place", ["train", "eval", "texts"])
+def test_reading_a_dataset_that_draws_changes_nothing(place: str, tmp_path: Path) -> None:
+    plain, measured = (Subset(Drawing(), range(32)) for _ in range(2))
+    expected = without_eval(tmp_path / "plain", plain, steps=4)
+    callback = sinkscope.SinkCallback(every=2, seq_len=LENGTH, texts=measured if place == "texts" else None)
+    held_out = measured if place == "eval" else None
+    found = without_eval(tmp_path / "measured", measured, callback, held_out=held_out, steps=4)
+    assert_same_training(expected, found)
+    states = [
+        [one.dataset.parts[0].random(), float(torch.rand((), generator=one.dataset.parts[1])),
+         one.dataset.parts[2]["own"].random()] for one in (plain, measured)
+    ]  # fmt: skip
+    assert states[0] == states[1]
+    assert list(curves(tmp_path / "measured").index) == [0, 2, 4]
+
+
+def test_without_evaluation_texts_it_measures_the_training_texts_and_says_so(tmp_path: Path) -> None:
+    """Packed rows as their sequences, and an iterator of texts, which can be read only once, not at all."""
+    ids = torch.tensor([1, *range(5, 5 + LENGTH - 1)])
+    rows = [{"input_ids": ids, "labels": ids, "seq_lengths": [10, 6]}, *TRAINED[:3]]
+    callback = sinkscope.SinkCallback(seq_len=LENGTH, num_seqs=3)
+    without_eval(tmp_path / "rows", rows, callback, steps=1)
+    manifest = json.loads((tmp_path / "rows" / "sinks" / "run.json").read_text(encoding="utf-8"))
+    read = manifest["input"]
+    assert (manifest["condition"], read["sequences"], read["shortest"], read["longest"]) == ("training-set", 3, 6, 16)
+    assert read["read"].startswith("training set: token-ids, 3 sequences, the first begins `1, 5, 6, 7")
+    assert read["token_zero"] == "varies"
+    given = [{"input_ids": ids[:10]}, {"input_ids": ids[10:]}, TRAINED[0]]
+    model = tiny_model("llama")
+    run = sinkscope.analyze(model, input=given, observables=("attention", "massive"))
+    assert read["sha256"] == run.manifest["input"]["sha256"]
+    assert curves(tmp_path / "rows")["sink_rate"][0] == pytest.approx(run.metric("sink_rate"))
+
+    class Once(IterableDataset):
+        def __init__(self) -> None:
+            self.rows = iter(TRAINED)
+
+        def __iter__(self) -> Any:
+            return (row for row in self.rows)
+
+    class Streamed(Once):
+        def __init__(self) -> None:
+            self.rows = (row for row in TRAINED)
+
+    expected = without_eval(tmp_path / "plain", Once(), steps=4)
+    found = without_eval(tmp_path / "once", Once(), sinkscope.SinkCallback(seq_len=LENGTH), steps=4)
+    assert_same_training(expected, found)
+    assert curves(tmp_path / "once")["sink_rate"].notna().all()
+    with pytest.warns(UserWarning, match="read only once"):
+        found = without_eval(tmp_path / "streamed", Streamed(), sinkscope.SinkCallback(seq_len=LENGTH), steps=4)
+    assert_same_training(expected, found)
 
 
 def test_two_processes_train_as_without_it_and_the_first_measures(tmp_path: Path) -> None:

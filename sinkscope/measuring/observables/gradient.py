@@ -39,7 +39,7 @@ ROUND_OFF = 1e-5  # relative tolerance of theorem 1: its bounds are equalities i
 
 
 class GroupSums(Accumulator):
-    """Sums of gradients over groups of sequences. Sequence i of a run is in group i modulo GROUPS.
+    """Sums of gradients over groups of sequences. Text i of a run, with all its copies, is in group i modulo GROUPS.
 
     They are GROUPS · positions · (H + 2K) · d numbers per layer, which in float32 is 37 MB for SmolLM2-135M and 0.5 GB
     for Llama-2-7B (16 positions). On an accelerator the first ON_DEVICE bytes stay there, and further ones on the CPU.
@@ -47,7 +47,8 @@ class GroupSums(Accumulator):
 
     def __init__(self) -> None:
         self.sums: Sums[tuple[int, str]] = Sums()  # by layer and pathway, (GROUPS,P,heads,d)
-        self.predicted: Sums[int] = Sums()  # sequence → number of its tokens in the loss
+        # sequence, number of its text → number of its tokens in the loss
+        self.predicted: Sums[tuple[int, int]] = Sums()
 
     def near(self, key: tuple[int, str], gradient: torch.Tensor) -> torch.Tensor:
         """Return gradients (B,P,heads,d) on the device of their sums. Raises SinkscopeError if memory is too small."""
@@ -63,23 +64,23 @@ class GroupSums(Accumulator):
 
     def add(self, key: tuple[int, str], gradient: torch.Tensor, batch: Batch) -> None:
         """Add the gradients (B,P,heads,d) of one batch's sequences at one layer and pathway."""
-        if batch.first not in self.predicted:
+        numbers = batch.numbers
+        if (batch.first, numbers[0]) not in self.predicted:
             predicts = batch.targets != IGNORED
             if batch.registers is not None:  # a register token predicts nothing
                 predicts = predicts & ~batch.registers
-            self.predicted.update(enumerate(predicts.sum(1).tolist(), batch.first))
+            sequences = enumerate(numbers, batch.first)
+            self.predicted.update(zip(sequences, predicts.sum(1).tolist(), strict=True))
         if key not in self.sums:
             self.sums[key] = gradient.new_zeros(GROUPS, *gradient.shape[1:])
-        # GROUPS consecutive sequences are all in different groups
-        for index, part in enumerate(gradient.split(GROUPS)):
-            first = batch.first + index * GROUPS
-            self.sums[key][torch.arange(first, first + len(part), device=part.device) % GROUPS] += part
+        self.sums[key].index_add_(0, torch.tensor(numbers, device=gradient.device) % GROUPS, gradient)
 
     def table(self, totals: Mapping[tuple[int, str], torch.Tensor]) -> pd.DataFrame:
         """Return the norms of the run's gradient without each group, from its sums over all sequences, (heads,P,d)."""
-        groups = min(GROUPS, len(self.predicted))
+        groups = min(GROUPS, len({text for _, text in self.predicted}))
         whole = sum(self.predicted.values())
-        others = [whole - sum(self.predicted[i] for i in self.predicted if i % GROUPS == g) for g in range(groups)]
+        of_group = [sum(n for (_, text), n in self.predicted.items() if text % GROUPS == g) for g in range(groups)]
+        others = [whole - count for count in of_group]
         scales = torch.tensor([1 / count if count else math.nan for count in others], dtype=torch.float64)
         parts = []
         for key, sums in sorted(self.sums.items()):
@@ -305,7 +306,7 @@ class Gradient(Observable):
     columns: ClassVar = {
         "gradient": (PATHWAY, GRAD_HEAD, POSITION, Column("grad_norm", "L2 norm of the run's gradient of the loss")),
         "gradient_by_group": (
-            Column("group", "group of sequences: a sequence's number modulo 20", kind="whole"),
+            Column("group", "group of sequences: the number of a sequence's text modulo 20", kind="whole"),
             PATHWAY, GRAD_HEAD, POSITION,
             Column("grad_norm", "L2 norm of the run's gradient of the loss without this group's sequences"),
         ),

@@ -254,7 +254,9 @@ class Epe(Observable):
     expected = False
     columns: ClassVar = {
         "epe_by_group": (
-            Column("group", "-1: all sequences; else all except those with this number modulo 20", kind="whole"),
+            Column(
+                "group", "-1: all sequences; else all except those whose text has this number modulo 20", kind="whole"
+            ),
             POSITION,
             Column("cosine", "cosine of EPE with the mean over sequences of the layer's output at this position"),
         ),
@@ -288,9 +290,9 @@ class Epe(Observable):
         if site == "layer_out" and layer == 0:
             states = batch.tokens_at(upcast(reading.tensor), self.settings.positions)  # (B,P,D)
             present = torch.arange(states.shape[1]) < batch.lengths[:, None]
-            for group, (state, counted) in enumerate(zip(states.double(), present.float(), strict=True), batch.first):
-                self.sums.add(group % GROUPS, state)
-                self.counts.add(group % GROUPS, counted)
+            for text, state, counted in zip(batch.numbers, states.double(), present.float(), strict=True):
+                self.sums.add(text % GROUPS, state)
+                self.counts.add(text % GROUPS, counted)
         if site == "layer_in" and layer in self.attending:
             weight, bias = key_weight_and_query_bias(self.model, self.family, layer)
             if bias is None:

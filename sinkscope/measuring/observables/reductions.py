@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 
 ALL_HEADS = -1  # the head of rows for all heads together
-GROUPS = 20  # maximum number of groups of sequences for a jackknife; sequence i of a run is in group i modulo GROUPS
+GROUPS = 20  # maximum number of groups of sequences for a jackknife; text i of a run is in group i modulo GROUPS
 LATER = slice(5, 16)  # positions that position 0 is compared with, independent of --positions
 
 

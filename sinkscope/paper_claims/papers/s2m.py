@@ -18,7 +18,7 @@ from sinkscope.results.findings import COLLAPSE, FEWEST_QUERIES, HARM
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
 from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Lacks, Sequences
-from sinkscope.results.statistics import Estimate, bootstrap, positive_jackknife, resamplings, weighted_means
+from sinkscope.results.statistics import Estimate, bootstrap, positive_jackknife, resamplings_of, weighted_means
 
 BIASES = "key-bias:value=learned"
 WITH_BIASES = Need("train", f"{PLAIN},{BIASES}")
@@ -91,11 +91,13 @@ def coordinates_of_largest(run: Sequences) -> pd.Series:
 def _largest(evidence: Evidence, column: str) -> np.ndarray:
     """(R, layers): the largest entry of the output of each layer in `column`, mean over sequences."""
     table = evidence.natural.table("massive")
-    return _means(table[column].abs().groupby([table["sequence"], table["layer"]]).max().unstack())
+    return _means(evidence, table[column].abs().groupby([table["sequence"], table["layer"]]).max().unstack())
 
 
-def _means(by_sequence: pd.DataFrame | pd.Series) -> np.ndarray:
-    return weighted_means(by_sequence.to_numpy(float), resamplings(len(by_sequence)))
+def _means(evidence: Evidence, by_sequence: pd.DataFrame | pd.Series) -> np.ndarray:
+    return weighted_means(
+        by_sequence.to_numpy(float), resamplings_of(evidence.natural.run.text_numbers[by_sequence.index])
+    )
 
 
 def _onset(evidence: Evidence) -> Estimate:
@@ -108,7 +110,7 @@ def _onset(evidence: Evidence) -> Estimate:
 def _fixed_coordinate(evidence: Evidence) -> Estimate:
     coordinates = coordinates_of_largest(evidence.natural)
     usual = coordinates.mode().iloc[0]
-    return bootstrap(_means(coordinates == usual)).over(f"coordinate {usual}")
+    return bootstrap(_means(evidence, coordinates == usual)).over(f"coordinate {usual}")
 
 
 def _is_delimiter(token: object) -> bool:
@@ -118,7 +120,7 @@ def _is_delimiter(token: object) -> bool:
 def _at_first_or_delimiter(evidence: Evidence) -> Estimate:
     massive = massive_entries(evidence.natural)
     there = (massive["position"] == 0) | massive["token"].map(_is_delimiter)
-    means = _means(pd.DataFrame({"there": there, "all": 1}).groupby(massive["sequence"]).sum())
+    means = _means(evidence, pd.DataFrame({"there": there, "all": 1}).groupby(massive["sequence"]).sum())
     return bootstrap(means[:, 0] / means[:, 1])
 
 
@@ -140,7 +142,7 @@ def _attracts(evidence: Evidence) -> Estimate:
         "of": places["layer"].map(heads).groupby(places["sequence"]).sum(),
         "all_hits": sinks.groupby("sequence").size(),
     }).reindex(range(count)).fillna(0).assign(of_all=heads[layers].sum() * (longest - FEWEST_QUERIES + 1))  # fmt: skip
-    hits, of, all_hits, of_all = _means(sums).T
+    hits, of, all_hits, of_all = _means(evidence, sums).T
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = (hits / of) / (all_hits / of_all)
     return bootstrap(ratio).over(f"{hits[0] / of[0]:.0%} against {all_hits[0] / of_all[0]:.1%}")
@@ -154,7 +156,7 @@ def _outlier_features(evidence: Evidence) -> Estimate:
     table = evidence.natural.table("massive_elsewhere")
     rows = table[table["layer"] == layer]
     note = f"layer {layer}, mostly coordinate {rows['coordinate'].mode().iloc[0]}"
-    return bootstrap(_means(rows["elsewhere"] / rows["largest"])).over(note)
+    return bootstrap(_means(evidence, (rows["elsewhere"] / rows["largest"]).set_axis(rows["sequence"]))).over(note)
 
 
 TO_ZERO, TO_MEAN = Need("loss-do", "zero-massive"), Need("loss-do-alone", "mean-massive")

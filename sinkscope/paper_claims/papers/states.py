@@ -16,7 +16,7 @@ from sinkscope.paper_claims.papers.s2m import TO_ZERO
 from sinkscope.paper_claims.scopes import causal, requires, varied_first_token
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below
 from sinkscope.results.side_by_side import span
-from sinkscope.results.statistics import Estimate, bootstrap, exact, rank_correlation, resamplings, weighted_means
+from sinkscope.results.statistics import Estimate, bootstrap, exact, rank_correlation, resamplings_of, weighted_means
 
 # --- compression valleys
 
@@ -67,13 +67,15 @@ def _of_secondary(column: str, evidence: Evidence) -> Estimate:
     known = _secondary(evidence).dropna(subset=column)
     if known.empty:
         raise NotDefined("no secondary sink has the number")
-    groups = known.groupby("sequence")[column].agg(["sum", "count"]).to_numpy(float)
-    means = weighted_means(groups, resamplings(len(groups)))
+    groups = known.groupby("sequence")[column].agg(["sum", "count"]).astype(float)
+    means = weighted_means(groups.to_numpy(), resamplings_of(evidence.run(STATES).text_numbers[groups.index]))
     return bootstrap(means[:, 0] / means[:, 1]).over(f"{len(known)} tokens of {len(groups)} sequences")
 
 
 def _lifetime_follows_norm(evidence: Evidence) -> Estimate:
     found = _secondary(evidence)
+    first = np.unique(evidence.run(STATES).text_numbers, return_index=True)[1]  # tokens of copies are no further units
+    found = found[found["sequence"].isin(first)]
     norm, lifetime, layer = (found[name].to_numpy(float) for name in ("norm", "lifetime", "layer"))
     return rank_correlation(norm, lifetime, layer)
 
