@@ -85,16 +85,16 @@ def _moved(module: nn.Module, moves: Any, forward: Any, *args: Any, **kwargs: An
     return moves.post_forward(module, forward(*args, **kwargs))
 
 
-def edited_output(
-    module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], torch.Tensor]
-) -> AbstractContextManager[None]:
-    """Edit the output of a module for the length of the block; if it is a tuple, its first tensor."""
+@contextmanager
+def edited_output(module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Edit the output of a module, after its forward hooks, for the length of the block; of a tuple, the first tensor.
+    """
 
-    def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
+    def changed(module: nn.Module, args: tuple, output: Any) -> Any:
         return (edit(module, output[0]), *output[1:]) if isinstance(output, tuple) else edit(module, output)
 
-    return wrapped_forward(module, around)
+    with module.register_forward_hook(changed):
+        yield
 
 
 def first_argument(args: tuple, kwargs: Mapping[str, Any]) -> Any:
