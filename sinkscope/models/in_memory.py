@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from sinkscope.errors import InputError
+from sinkscope.models.edits import HOOKS, Noted, hook_of_user
 from sinkscope.models.family import reading_text
 from sinkscope.models.quantized import is_packed
 
@@ -211,24 +212,57 @@ def _uncompiled(module: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def unchanged_after(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of every module at the end of the block; the values of weights are not copied."""
+    """Restore the attributes of every module at the end of the block, except those that a user's hook sets.
+
+    The values of weights are not copied.
+    """
     # name, value, and a copy if it is a dict, such as hooks and parameters; most of the thousands of dicts are empty
     # and need no copy
     before = [
         (vars(module), [(name, x, dict(x) if isinstance(x, dict) and x else None) for name, x in vars(module).items()])
         for module in model.modules()
     ]
-    try:
-        yield
-    finally:
-        for own, attributes in before:
-            for name in own.keys() - {name for name, _, _ in attributes}:
+    with _noted_hooks(model) as noted:
+        try:
+            yield
+        finally:
+            _restore(before, noted)
+
+
+def _restore(before: list[tuple[dict, list[tuple[str, Any, dict | None]]]], noted: set[tuple[int, str]]) -> None:
+    for own, attributes in before:
+        for name in own.keys() - {name for name, _, _ in attributes}:
+            if (id(own), name) not in noted:
                 del own[name]
-            for name, value, entries in attributes:
-                own[name] = value
-                if isinstance(value, dict) and (value or entries):  # the same dict: handles of hooks refer to it
-                    value.clear()
-                    value.update(entries or {})
+        for name, value, entries in attributes:
+            if (id(own), name) in noted:
+                continue
+            own[name] = value
+            if isinstance(value, dict) and (value or entries):  # the same dict: handles of hooks refer to it
+                value.clear()
+                value.update(entries or {})
+
+
+@contextmanager
+def _noted_hooks(model: nn.Module) -> Iterator[set[tuple[int, str]]]:
+    """Yield what `Noted` notes of the user's hooks in the block, or in the outermost of nested blocks."""
+    modules, noted = list(model.modules()), set[tuple[int, str]]()
+    changed: list[tuple[dict, int, Any]] = []
+    for module in modules:
+        for hooks in (vars(module)[name] for name in HOOKS if vars(module).get(name)):
+            for key, hook in hooks.items():
+                if isinstance(hook, Noted):
+                    noted = hook.noted
+                elif hook_of_user(hook) is not None:
+                    changed.append((hooks, key, hook))
+    for hooks, key, hook in changed:
+        hooks[key] = Noted(hook, modules, noted)
+    try:
+        yield noted
+    finally:
+        for hooks, key, hook in changed:
+            if key in hooks:  # it may have removed itself
+                hooks[key] = hook
 
 
 NOT_DECISIVE = {"_name_or_path", "transformers_version"}  # entries of a configuration that do not affect results
