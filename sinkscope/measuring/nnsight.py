@@ -1,6 +1,7 @@
-"""nnsight, imported without its mount, and the wrapped model that the tracer reads.
+"""nnsight, imported without its mount, which by default gives every object of the process an attribute `save`; and what
+the tracer adds to it: what leaves a module is read after the module's forward hooks.
 
-The mount gives every object of the process an attribute `save`. nnsight's configuration can turn the mount off, but is read while nnsight is imported. This module changes the
+nnsight's configuration can turn the mount off, but is read while nnsight is imported. This module changes the
 configuration during the import only. If the user has imported nnsight before, it stays as it is; if they import it
 later, `nnsight.save(x)` replaces `x.save()`.
 """

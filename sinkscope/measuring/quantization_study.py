@@ -174,7 +174,9 @@ def read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: S
             if end == INPUT:  # before the module, which may change its input in place
                 hooks.enter_context(module.register_forward_pre_hook(looking, with_kwargs=True))
             else:
-                hooks.enter_context(module.register_forward_hook(looking, prepend=site.part == OUTPUT, with_kwargs=True))
+                hooks.enter_context(
+                    module.register_forward_hook(looking, prepend=site.part == OUTPUT, with_kwargs=True)
+                )
         changes = {layer: partial(shown, mine) for layer, mine in in_attention.items()}
         hooks.enter_context(attending_with(tracer.seams, changes))
         for index, sequence in enumerate(sequences):

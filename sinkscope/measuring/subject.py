@@ -29,6 +29,7 @@ from sinkscope.models.family import (
     input_device,
     number_of_positions,
     placeholders,
+    rotary_limits,
     tower_notice,
     vocabulary,
 )
@@ -221,7 +222,12 @@ def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = N
         seed=config.seed,
         sampler=partial(_sample, loaded.model),
     )
-    inputs = replace(team().of_the_first(build), first_predicted=max(1, family.prefix if family else 0))
+    limits = rotary_limits(loaded.model.config).values()
+    inputs = replace(
+        team().of_the_first(build),
+        first_predicted=max(1, family.prefix if family else 0),
+        equal_past=min(limits) - registers_before(loaded.model) if limits else None,
+    )
     return with_masked(inputs, loaded, family, config.seed)
 
 

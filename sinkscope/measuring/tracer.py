@@ -11,7 +11,6 @@ from itertools import compress, count
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 

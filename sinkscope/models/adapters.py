@@ -138,7 +138,9 @@ def _untie(model: nn.Module) -> bool:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 holders[parameter].append((path, module, name))
-    tied = [each for each in holders.items() if len(each[1]) > 1 and any(path.endswith(KEPT[0]) for path, _, _ in each[1])]
+    tied = [
+        each for each in holders.items() if len(each[1]) > 1 and any(path.endswith(KEPT[0]) for path, _, _ in each[1])
+    ]
     for parameter, holding in tied:
         for _, module, name in holding[1:]:
             module._parameters[name] = nn.Parameter(parameter.clone(), parameter.requires_grad)

@@ -1,8 +1,8 @@
 """Changes for the length of a block: replaced parameters, wrapped forwards, edited inputs and outputs, and attention.
 
-Parameters are never written to: an edited copy replaces them, and the original Parameter returns at the end. A forward
-is wrapped rather than hooked, so that nnsight, which wraps it once more, sees the changed tensors. A forward or a hook
-of the user may compute more than the module's weights say, so the checks find out in which module it was defined.
+Parameters are never written to: an edited copy replaces them, and the original Parameter returns at the end. What
+leaves a module is edited after the user's hooks, and before the tracer's, which reads it. A forward or a hook of the
+user may compute more than the module's weights say, so the checks find out in which module it was defined.
 
 Attention functions are replaced in the modules of one model. The model keeps the name of its attention implementation,
 because some models decide by it whether to make masks. The table in which functions are looked up by that name is
@@ -89,8 +89,7 @@ def _moved(module: nn.Module, moves: Any, forward: Any, *args: Any, **kwargs: An
 
 @contextmanager
 def edited_output(module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Edit the output of a module, after its forward hooks, for the length of the block; of a tuple, the first tensor.
-    """
+    """Edit the output of a module, of a tuple its first tensor, after its forward hooks, until the end of the block."""
 
     def changed(module: nn.Module, args: tuple, output: Any) -> Any:
         return (edit(module, output[0]), *output[1:]) if isinstance(output, tuple) else edit(module, output)

@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from sinkscope.errors import InputError
 from sinkscope.models.edits import HOOKS, Noted, hook_of_user
-from sinkscope.models.family import reading_text
+from sinkscope.models.family import reading_text, rotating_anew
 from sinkscope.models.quantized import is_packed
 
 WRAPPERS = (
@@ -149,6 +149,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             for network in networks:
                 network.config.return_dict = True
         stack.enter_context(reading_text(model))
+        stack.enter_context(rotating_anew(model))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(outside_autocast())
         yield

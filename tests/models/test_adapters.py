@@ -107,9 +107,7 @@ def test_a_merge_leaves_tied_weights_alone(kind: str, tied: Path, tmp_path: Path
     torch.testing.assert_close(again(ids).logits, loaded.model(ids).logits)
 
 
-def test_a_merge_that_changes_the_model_is_refused(
-    tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_merge_that_changes_the_model_is_refused(tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_adapter(tied, tmp_path / "adapter", TIED["LoRA of the head"])
     monkeypatch.setattr(adapters, "_untie", lambda model: False)
     with pytest.raises(InputError, match=r"\(LORA\) cannot be merged: the model would compute something else"):
