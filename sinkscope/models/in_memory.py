@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from sinkscope.errors import InputError
-from sinkscope.models.edits import HOOKS, Noted, hook_of_user
+from sinkscope.models.edits import HOOKS, Noted, hook_of_user, name_of
 from sinkscope.models.family import reading_text, rotating_anew
 from sinkscope.models.quantized import is_packed
 
@@ -67,6 +67,7 @@ def unwrapped(model: Any, changed: bool = False) -> PreTrainedModel:
             raise InputError(
                 f"{kind} has weights in a layout of its own: pass the model of transformers, or a TransformerBridge"
             )
+        _check_wrapper(model)
         outer, model = model, _inner(model)
         if model is None:
             inside = "" if not isinstance(getattr(outer, "model", None), nn.Module) else " (pass its `model`)"
@@ -84,6 +85,31 @@ def unwrapped(model: Any, changed: bool = False) -> PreTrainedModel:
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise InputError(f"the weights of {type(model).__name__} were made in torch.inference_mode: load it outside")
     return model
+
+
+def _check_wrapper(wrapper: Any) -> None:
+    """Raise InputError if a wrapper changes what the model in it computes: the model is measured without it."""
+    kind = _kind(wrapper)
+    if getattr(wrapper, "__dict__", {}).get("_edits"):  # nnsight's, and those of its subclasses
+        raise InputError(
+            f"{kind} has edits (edit(inplace=True)), which are not in the model: register them as forward hooks of the "
+            "model's modules, or take them back with clear_edits()"
+        )
+    if not isinstance(wrapper, nn.Module):
+        return
+    if any(getattr(part, "fwd_hooks", None) for part in wrapper.modules()):
+        raise InputError(
+            f"{kind} has hooks (add_hook), which are not in the model: register them on the modules of the model of "
+            "transformers, or remove them with reset_hooks()"
+        )
+    inside = [wrapper.base_model] if hasattr(wrapper, "get_base_model") else []  # PEFT has two wrappers
+    for part in (wrapper, *inside):
+        hooks = vars(part)["_forward_pre_hooks"] | vars(part)["_forward_hooks"]
+        if hook := next(filter(None, map(hook_of_user, hooks.values())), None):
+            raise InputError(
+                f"{kind} has a forward hook, {name_of(hook)}, which the model in it does not call: register it on the "
+                "model of transformers"
+            )
 
 
 def _is_sharded(model: nn.Module) -> bool:
