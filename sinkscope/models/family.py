@@ -212,9 +212,11 @@ def rotary_limits(config: Any) -> dict[str, int]:
     rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
     limits: dict[str, int] = {}
     for row in [rope, *(row for row in rope.values() if isinstance(row, dict))]:  # one, or one per type of layer
-        known = {"dynamic": text.max_position_embeddings, "longrope": row.get("original_max_position_embeddings")}
-        if limit := known.get(row.get("rope_type", "")):
-            limits[row["rope_type"]] = limit
+        kind = row.get("rope_type")
+        if kind == "dynamic":
+            limits[kind] = text.max_position_embeddings
+        elif kind == "longrope":
+            limits[kind] = row["original_max_position_embeddings"]
     return limits
 
 

@@ -123,13 +123,13 @@ def test_every_table_is_the_references(name: str, batches: str) -> None:
 
 
 def test_gradients_are_those_of_what_leaves_the_users_hooks() -> None:
-    model = tiny_model("llama", dtype=torch.float64)
-    hook_all(model, is_in_place=False)
+    model = hook_all(tiny_model("llama", dtype=torch.float64))
     model.get_input_embeddings().register_forward_hook(lambda module, args, output: output + 1.5)
     with in_double(model):
         twin = reference.trainable_twin(model)
         truth = reference.tables(twin, reference.record(twin, ragged_tokens(RAGGED)), POSITIONS)
         tables = measured(model, batched(ragged_tokens(RAGGED), 2), SETTINGS, ("gradient",), backward=True)
+    del truth["norm_bound"]  # of norms without hooks
     reference.assert_same(tables, truth, 1e-8)
 
 

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 from sinkscope.models.families import find_family
 
 
-def hook_all(model: PreTrainedModel, is_in_place: bool) -> None:
-    """Change a coordinate of what leaves modules, as a user's steering does."""
+def hook_all(model: PreTrainedModel, is_in_place: bool = False) -> PreTrainedModel:
+    """Change a coordinate of what leaves modules, as a user's steering does; returns the model."""
 
     def changed(value: float, module: Any, args: tuple, *more: Any) -> Any:
         output = more[-1]
@@ -29,3 +29,4 @@ def hook_all(model: PreTrainedModel, is_in_place: bool) -> None:
     for at, module in enumerate(modules):
         with_kwargs = bool(at % 2)
         module.register_forward_hook(partial(changed, at / 2), with_kwargs=with_kwargs, always_call=not with_kwargs)
+    return model
