@@ -38,7 +38,7 @@ from sinkscope.attention.kernels import (
 from sinkscope.attention.seam import attend, attention_implementation
 from sinkscope.attention.taps import Seam, denominator_of
 from sinkscope.errors import InputError, SinkscopeError, described
-from sinkscope.models.family import NO_POSITIONS, Family, text_arguments
+from sinkscope.models.family import NO_POSITIONS, Family, rotary_limits, text_arguments
 
 NAME = "sinkscope-streaming"  # name of the attention implementation
 BLOCK = 128  # queries at a time on a CPU
@@ -190,15 +190,12 @@ def _mask_function(
         raise InputError("streaming reads sequences of one length, without padding")
     if q_length != kv_length:
         raise InputError("streaming reads whole sequences: call the model with use_cache=False")
-    text = config.get_text_config()
-    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
-    for row in [rope, *(row for row in rope.values() if isinstance(row, dict))]:  # one, or one per type of layer
-        limits = {"dynamic": text.max_position_embeddings, "longrope": row.get("original_max_position_embeddings")}
-        limit = limits.get(row.get("rope_type", ""))
-        if limit is not None and q_length > limit:
+    for limit in rotary_limits(config).values():
+        if q_length > limit:
             raise InputError(
                 f"streaming does not apply to {q_length} tokens, because past {limit} the rotary frequencies of this "
-                f"{text.model_type} differ from those of a short cache: use a --seq-len of at most {limit}"
+                f"{config.get_text_config().model_type} differ from those of a short cache: use a --seq-len of at most "
+                f"{limit}"
             )
     return mask_function
 

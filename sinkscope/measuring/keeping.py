@@ -103,7 +103,7 @@ def keep(subject: Subject, config: AnalyzeOptions) -> dict[str, torch.Tensor]:
     heads = {layer: len(rows[0][1]) for (site, layer), rows in kept.rows.items() if site == ATTENTION}
     for layer, head in config.pairs:
         check_head(layer, head, heads)
-    sequences = next(inputs.batches(len(inputs))).with_registers(registers_before(model))
+    sequences = inputs.whole().with_registers(registers_before(model))
     return kept.tensors() | {"token_ids": sequences.token_ids, "attention_mask": sequences.attention_mask}
 
 

@@ -12,7 +12,7 @@ texts. There are two comparisons:
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -302,7 +302,9 @@ def parity_check(subject: Subject, config: RunConfig, backward: bool = False) ->
         if batch.valid is not None:  # zeros for padding
             padded = zip(outputs, starts, strict=True)
             outputs = [torch.cat([F.pad(x, (0, 0, start, width - start - x.shape[1])) for x, start in padded])]
-        return Parity(layer, outputs[0], max(one.tolerance for one in found))
+        tolerance = max(one.tolerance for one in found)
+        _check_padding(model, family, widest(subject.inputs.batches(size)), tolerance)
+        return Parity(layer, outputs[0], tolerance)
 
     try:
         return bare(size)
@@ -310,6 +312,36 @@ def parity_check(subject: Subject, config: RunConfig, backward: bool = False) ->
         if not is_out_of_memory(error):
             raise
         return bare(1)
+
+
+def widest(batches: Iterable[Batch]) -> Batch:
+    """Return the shortest and the longest sequence of the batch whose lengths differ most."""
+
+    def spread(batch: Batch) -> int:
+        return int(batch.lengths.max() - batch.lengths.min())
+
+    batch = max(batches, key=spread)
+    ends = [int(batch.lengths.argmin()), int(batch.lengths.argmax())]
+    return Batch(batch.token_ids[ends], batch.attention_mask[ends], batch.first)
+
+
+def _check_padding(model: PreTrainedModel, family: Family, pair: Batch, tolerance: float) -> None:
+    """Raise SinkscopeError if the model reads a short sequence differently beside a long one, whose batch is not the
+    first: that one is compared anyway.
+    """
+    if pair.valid is None or pair.first == 0:
+        return
+    layer, ids = family.last_layer(model), pair.token_ids[:1, : int(pair.lengths[0])]
+    inputs = [
+        model_inputs(model, each, False, family.first_position) for each in (Batch(ids, torch.ones_like(ids)), pair)
+    ]
+    alone, beside = (layer_output(model, family, layer, each) for each in inputs)
+    with perturbed_layers(model, family):
+        moved = layer_output(model, family, layer, inputs[0])
+    everything = torch.ones(alone.shape[:2])
+    error = largest_difference(beside[:1, : alone.shape[1]], alone, everything)
+    if error > max(tolerance, largest_difference(moved, alone, everything)):
+        raise _mismatch(f"a text's last layer beside a longer text differs by {error:.1e} of its norm", is_padded=True)
 
 
 @torch.no_grad()

@@ -149,7 +149,7 @@ def read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: S
     """Call `see` with the tensors at these sites, in float32 or better: while the model reads the sequences, then with
     the weights. Spared entries are 0.
     """
-    # Outputs are seen before a retrofit's hook changes them, because they are quantized before it. Scores and softmax
+    # Outputs of linear layers are seen before a retrofit's hook changes them, as they are quantized. Scores and softmax
     # outputs are seen in row chunks.
 
     def look(site: Site, end: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any = None) -> None:
@@ -174,7 +174,9 @@ def read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: S
             if end == INPUT:  # before the module, which may change its input in place
                 hooks.enter_context(module.register_forward_pre_hook(looking, with_kwargs=True))
             else:
-                hooks.enter_context(module.register_forward_hook(looking, prepend=True, with_kwargs=True))
+                hooks.enter_context(
+                    module.register_forward_hook(looking, prepend=site.part == OUTPUT, with_kwargs=True)
+                )
         changes = {layer: partial(shown, mine) for layer, mine in in_attention.items()}
         hooks.enter_context(attending_with(tracer.seams, changes))
         for index, sequence in enumerate(sequences):

@@ -46,7 +46,7 @@ def measured_mask(subject: Subject, config: RunConfig, tables: Mapping[str, pd.D
     if tables is None or not tables.keys() >= READ:
         tables, _ = measure(subject, config.model_copy(update={"observables": MEASURED, "skip_parity": True}))
     model, sinks, residual = subject.loaded.model, tables["sink_tokens"], tables["residual_sinks"]
-    batch = next(subject.inputs.batches(len(subject.inputs))).with_registers(registers_before(model))
+    batch = subject.inputs.whole().with_registers(registers_before(model))
     sizes = tables["spikes"]["layer"].nunique(), model.config.get_text_config().hidden_size
     of_sinks = {name: torch.tensor(sinks[name].to_numpy(int)) for name in sinks.select_dtypes("integer")}
     place = of_sinks["sequence"], of_sinks["position"]

@@ -31,6 +31,7 @@ from sinkscope.models.family import (
     input_device,
     number_of_positions,
     placeholders,
+    rotary_limits,
     token_head,
     tower_notice,
     vocabulary,
@@ -248,7 +249,12 @@ def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = N
     )
     with same_random_numbers():  # a dataset may draw when it is read
         built = team().of_the_first(build)
-    inputs = replace(built, first_predicted=max(1, family.prefix if family else 0))
+    limits = rotary_limits(loaded.model.config).values()
+    inputs = replace(
+        built,
+        first_predicted=max(1, family.prefix if family else 0),
+        equal_past=min(limits) - registers_before(loaded.model) if limits else None,
+    )
     return with_masked(inputs, loaded, family, config.seed)
 
 

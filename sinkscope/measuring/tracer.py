@@ -4,14 +4,13 @@ import inspect
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import compress, count
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -23,7 +22,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.interventions.intervention import Intervention, Target, applied
 from sinkscope.measuring.losses import loss_and_gradient, loss_in_chunks
 from sinkscope.measuring.memory import tokens_that_fit
-from sinkscope.measuring.nnsight import NNsight, OutOfOrderError, save
+from sinkscope.measuring.nnsight import OutOfOrderError, Traced, part_of, save, serving
 from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import (
     ATTENTION_SITES,
@@ -190,15 +189,19 @@ class Reader:
     def _tap(self, layer: int, name: str) -> Address:
         return self._inside(layer, f"{NAME}.{name}", "output")
 
-    def reached(self) -> Iterator[nn.Module]:
-        """Yield the modules whose values `sought` may ask for; the seams have to be open."""
-        inside = (RETROFIT, self.family.output, *(f"{NAME}.{tap}" for tap in Seam.ORDER["interface"]))
+    def reached(self) -> Iterator[Address]:
+        """Yield the addresses that `sought` may ask for; the seams have to be open."""
+        taps = [f"{NAME}.{tap}.output" for tap in Seam.ORDER["interface"]]
+        inside = (f"{RETROFIT}.inputs", f"{RETROFIT}.output", f"{self.family.output}.input", *taps)
         for layer, module in enumerate(self.family.layer_modules(self.model)):
             block = self.family.block(layer)
-            paths = {term.address.rpartition(".")[0] for site in block.sites for term in block.terms(site)}
-            paths |= {f"{block.attention}.{name}" for name in inside}
-            paths |= {part.path for at, part in self._feed_forwards.items() if at == layer}
-            yield from (part for path, part in module.named_modules() if path in paths)
+            addresses = {term.address for site in block.sites for term in block.terms(site)}
+            addresses |= {f"{block.attention}.{name}" for name in inside}
+            addresses |= {f"{part.path}.inputs" for at, part in self._feed_forwards.items() if at == layer}
+            there = dict(module.named_modules())
+            for path, _, end in (address.rpartition(".") for address in addresses):
+                if path in there:
+                    yield Address(layer, path, end)
 
     def check_finite(self) -> None:
         """Raise SinkscopeError for NaN or infinity, which in the tables would look like a head without a sink."""
@@ -246,9 +249,15 @@ class Tracer(Reader):
 
     def __init__(self, model: PreTrainedModel, family: Family, seams: dict[int, Seam], first: int = 0) -> None:
         super().__init__(model, family, seams, first)
-        with one_thread, warnings.catch_warnings():  # nnsight warns of submodules called `output`: see `_part`
+        with one_thread, warnings.catch_warnings():  # nnsight warns of submodules called `output`: see `part_of`
             warnings.filterwarnings("ignore", "Module '.*' has a submodule named", UserWarning)
-            self.traced = _Traced(model)
+            self.traced = Traced(model)
+
+    def serving(self) -> AbstractContextManager[None]:
+        """Serve what leaves the modules that are read to the traces of the block, after the hooks that they have."""
+        layers = part_of(self.traced, self.family.layers)
+        read = [part_of(layers[layer], path) for layer, path, end in self.reached() if end == "output"]
+        return serving([*read, part_of(self.traced, embedding_path(self.model)), self.traced])
 
     def forward(self, batch: Batch, observables: Sequence[Observable]) -> None:
         """Run one forward pass without logits. Raises SinkscopeError for NaN, or attention that is not recognized."""
@@ -277,7 +286,7 @@ class Tracer(Reader):
             batch, observables = batch.masked, ()
         with outside_autocast(), torch.no_grad(), self.traced.trace(**self._inputs(batch)):
             self._read_layers(batch, observables)
-            losses = save(loss_in_chunks(self.traced.output.logits, batch))
+            losses = save(loss_in_chunks(self.traced.after_hooks.logits, batch))
         self.check_finite()
         self._read_again(batch, observables)
         return losses.cpu()
@@ -295,13 +304,13 @@ class Tracer(Reader):
         fits = batch.token_ids.numel() <= tokens_that_fit(self.model, backward=True)
         recomputing = nullcontext() if fits else self._recomputing()
         with recomputing, outside_autocast(), torch.enable_grad(), self.traced.trace(**self._inputs(batch)):
-            embedding = _part(self.traced, embedding_path(self.model))
-            given = embedding.output
+            embedding = part_of(self.traced, embedding_path(self.model))
+            given = embedding.after_hooks
             embeddings = first_tensor(given).requires_grad_(True)
             copied = embeddings.clone()  # some models change them in place
-            embedding.output = (copied, *given[1:]) if isinstance(given, tuple) else copied
+            embedding.after_hooks = (copied, *given[1:]) if isinstance(given, tuple) else copied
             self._read_layers(batch, observables)
-            logits = self.traced.output.logits
+            logits = self.traced.after_hooks.logits
             found, gradient = loss_and_gradient(logits.detach(), batch)
             torch.autograd.grad(logits, embeddings, gradient)
             losses = save(found)
@@ -313,7 +322,7 @@ class Tracer(Reader):
     def logits(self, batch: Batch) -> torch.Tensor:
         """Return `logits_of` the model's output in a trace with the seams in place, for checks of parity."""
         with outside_autocast(), torch.no_grad(), self.traced.trace(**self._inputs(batch)):
-            logits = save(logits_of(self.traced.output))
+            logits = save(logits_of(self.traced.after_hooks))
         return logits
 
     @contextmanager
@@ -352,23 +361,16 @@ class Tracer(Reader):
 
     def _read_layers(self, batch: Batch, observables: Sequence[Observable]) -> None:
         """Read every site from the current trace."""
-        sought, layers = self.sought(batch, observables), _part(self.traced, self.family.layers)
+        sought, layers = self.sought(batch, observables), part_of(self.traced, self.family.layers)
         with suppress(StopIteration):
             address = next(sought)
             while True:
                 try:
-                    value = getattr(_part(layers[address.layer], address.path), address.end)
+                    part = part_of(layers[address.layer], address.path)
+                    value = getattr(part, "after_hooks" if address.end == "output" else address.end)
                 except OutOfOrderError as error:
                     sought.throw(error)
                 address = sought.send(value)
-
-
-def _part(envoy: Any, path: str) -> Any:
-    """Return a submodule's envoy. nnsight renames modules whose name it uses, like BERT's `output`, to `E_output`."""
-    for name in path.split(".") if path else ():
-        moved = f"{envoy.OVERLOAD_PREFIX}{name}"
-        envoy = getattr(envoy, moved if moved in vars(envoy) else name)
-    return envoy
 
 
 def share_left(mix: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
@@ -509,11 +511,6 @@ class _Stacks:
         self.see(Stack(sites, Reading(self.copies[kind][:, : sites[-1][2] + 1], self.batch)))
 
 
-class _Traced(NNsight):
-    # nnsight would move the inputs to the first parameter's device: wrong when accelerate has offloaded it
-    device = None
-
-
 @contextmanager
 def open_tracer(
     model: PreTrainedModel,
@@ -535,4 +532,6 @@ def open_tracer(
         # own changes of `forward` are removed first
         unchanged_after(model),
     ):
-        yield Tracer(model, family, seams, 0 if beginning is None else beginning.layer)
+        tracer = Tracer(model, family, seams, 0 if beginning is None else beginning.layer)
+        with tracer.serving():
+            yield tracer

@@ -254,7 +254,8 @@ class _Call:
             self._layers = family.layer_modules(loaded.model)
             self._sought: Sought = self.reader.sought(batch, observables)
             self._awaited: tuple[nn.Module | None, str] = None, ""
-            for module in self.reader.reached():
+            read = {self._layers[layer].get_submodule(path) for layer, path, _ in self.reader.reached()}
+            for module in read:
                 stack.enter_context(module.register_forward_pre_hook(self._before, with_kwargs=True))
                 stack.enter_context(module.register_forward_hook(self._after))
             self._send(None)

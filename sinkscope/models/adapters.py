@@ -7,13 +7,17 @@ Quantized weights would be rounded again, so an adapter of a quantized model sta
 
 import hashlib
 import importlib.util
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError, SinkscopeError, explained, one_line
+from sinkscope.models.family import embedding_weight, input_device
 from sinkscope.models.files import ADAPTER_CONFIG, check_safetensors, fetch, is_path
 from sinkscope.models.quantized import is_quantized
 from sinkscope.options.files import check_readable, kind_of, names_in, read_object, user_path
@@ -21,6 +25,10 @@ from sinkscope.options.files import check_readable, kind_of, names_in, read_obje
 SAFE, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")  # models for other tasks have another head
 NAME = "default"  # PEFT's name for a model's only adapter
+KEPT = (".base_layer", ".original_module")  # names of the original layers in PEFT's modules
+FEW = 16  # tokens on which a merged model is compared
+# largest relative difference of an output by round-off, here of merged weights
+ROUNDED = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 
 
 @dataclass(frozen=True)
@@ -89,8 +97,7 @@ def with_adapter(
     for what, names in (("lacks", read.missing_keys), ("has, and the model does not have,", read.unexpected_keys)):
         if names:
             raise InputError(f"{source} does not fit {own}: it {what} {names[0]} ({len(names)} in total)")
-    with explained(f"{source}: an adapter of its kind ({method}) cannot be merged"):
-        network = wrapped.merge_and_unload(safe_merge=True) if merging else wrapped.get_base_model()
+    network = merged(wrapped.eval(), source, method) if merging else wrapped.get_base_model()
     digest = hashlib.sha256((files.folder / files.weights).read_bytes()).hexdigest()
     record = {"source": files.source, "commit": files.commit, "method": method, "merged": merging, "sha256": digest}
     became = "merged into the model's weights" if merging else "not merged, because the model's weights are quantized"
@@ -101,9 +108,47 @@ def with_adapter(
     return network, record, notices
 
 
+@torch.no_grad()
+def merged(wrapped: Any, source: str, method: str) -> PreTrainedModel:
+    """Merge PEFT's adapter into a model's weights; InputError if the model then computes something else."""
+    network: PreTrainedModel = wrapped.get_base_model()
+    ids = torch.arange(FEW, device=input_device(network))[None] % len(embedding_weight(network))
+    apart = network(ids, use_cache=False)[0]
+    is_untied = _untie(network)
+    cannot = f"{source}: an adapter of its kind ({method}) cannot be merged"
+    with explained(cannot):
+        network = wrapped.merge_and_unload(safe_merge=True)
+    if is_untied:
+        network.config.get_text_config().tie_word_embeddings = network.config.tie_word_embeddings = False
+    together = network(ids, use_cache=False)[0]
+    sizes = apart.float().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+    error = float(((together - apart).float().norm(dim=-1) / sizes).max())
+    if error > ROUNDED[together.dtype]:
+        raise InputError(f"{cannot}: the model would compute something else (its output differs by {error:.1e})")
+    return network
+
+
+def _untie(model: nn.Module) -> bool:
+    """Give layers with an adapter weights of their own where they share them: a merge would change both layers.
+
+    Returns whether there was one.
+    """
+    holders: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = defaultdict(list)
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                holders[parameter].append((path, module, name))
+    tied = [
+        each for each in holders.items() if len(each[1]) > 1 and any(path.endswith(KEPT[0]) for path, _, _ in each[1])
+    ]
+    for parameter, holding in tied:
+        for _, module, name in holding[1:]:
+            module._parameters[name] = nn.Parameter(parameter.clone(), parameter.requires_grad)
+    return bool(tied)
+
+
 def check_no_adapter(model: PreTrainedModel, purpose: str) -> None:
     """Raise InputError if a model has an adapter that is not merged, which `purpose` would ignore."""
-    kept = (".base_layer", ".original_module")  # the names of the original layers in PEFT's modules
-    adapted = next((path for path, _ in model.named_modules() if path.endswith(kept)), None)
+    adapted = next((path for path, _ in model.named_modules() if path.endswith(KEPT)), None)
     if adapted is not None:
         raise InputError(f"{purpose} needs weights without a separate adapter ({adapted}): merge it first")

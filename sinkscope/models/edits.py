@@ -1,8 +1,8 @@
 """Changes for the length of a block: replaced parameters, wrapped forwards, edited inputs and outputs, and attention.
 
-Parameters are never written to: an edited copy replaces them, and the original Parameter returns at the end. A forward
-is wrapped rather than hooked, so that nnsight, which wraps it once more, sees the changed tensors. A forward or a hook
-of the user may compute more than the module's weights say, so the checks find out in which module it was defined.
+Parameters are never written to: an edited copy replaces them, and the original Parameter returns at the end. What
+leaves a module is edited after the user's hooks, and before the tracer's, which reads it. A forward or a hook of the
+user may compute more than the module's weights say, so the checks find out in which module it was defined.
 
 Attention functions are replaced in the modules of one model. The model keeps the name of its attention implementation,
 because some models decide by it whether to make masks. The table in which functions are looked up by that name is
@@ -15,8 +15,10 @@ import string
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
 from functools import cache, partial
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -86,16 +88,15 @@ def _moved(module: nn.Module, moves: Any, forward: Any, *args: Any, **kwargs: An
     return moves.post_forward(module, forward(*args, **kwargs))
 
 
-def edited_output(
-    module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], torch.Tensor]
-) -> AbstractContextManager[None]:
-    """Edit the output of a module for the length of the block; if it is a tuple, its first tensor."""
+@contextmanager
+def edited_output(module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Edit the output of a module, of a tuple its first tensor, after its forward hooks, until the end of the block."""
 
-    def around(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
+    def changed(module: nn.Module, args: tuple, output: Any) -> Any:
         return (edit(module, output[0]), *output[1:]) if isinstance(output, tuple) else edit(module, output)
 
-    return wrapped_forward(module, around)
+    with module.register_forward_hook(changed):
+        yield
 
 
 def first_argument(args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -134,11 +135,46 @@ def forward_of(module: Any) -> Callable[..., Any]:
     return module._old_forward if ACCELERATE in vars(module) else module.forward
 
 
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # attributes of modules
+
+
+class Noted:
+    """A user's hook, which notes the attributes of the model's modules that it sets, removes or fills."""
+
+    def __init__(self, hook: Callable[..., Any], modules: Sequence[nn.Module], noted: set[tuple[int, str]]) -> None:
+        self.hook = hook
+        self.noted = noted  # the identity of a module's attributes, and the name of one
+        self.watched: list[tuple[dict[str, Any], str, dict[str, Any]]] = []  # attributes, the name of a dict, the dict
+        for own in map(vars, modules):
+            dicts = [(own, name, value) for name, value in own.items() if isinstance(value, dict)]
+            self.watched += [(own, "", own), *dicts]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = [dict(entries) for _, _, entries in self.watched]
+        try:
+            return self.hook(*args, **kwargs)
+        finally:
+            for (own, name, entries), old in zip(self.watched, before, strict=True):
+                if len(entries) != len(old) or not all(map(is_, entries.values(), old.values())):
+                    changed = [one for one in old | entries if old.get(one, old) is not entries.get(one, old)]
+                    self.noted.update((id(own), name or one) for one in changed)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy as the hook itself: a copy of the model is not watched."""
+        return deepcopy(self.hook, memo)
+
+
+def hook_of_user(hook: Any) -> Any:
+    """Return a user's own hook; None for a hook of a library."""
+    hook = hook.hook if isinstance(hook, Noted) else hook
+    return None if written_in(hook.func if isinstance(hook, partial) else hook).startswith(LIBRARIES) else hook
+
+
 def check_own_map(module: nn.Module) -> None:
     """Raise InputError if a user's hook or forward may change the module's output."""
-    hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-    for hook in (hook.func if isinstance(hook, partial) else hook for hook in hooks):
-        if not written_in(hook).startswith(LIBRARIES):
+    for hook in map(hook_of_user, [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]):
+        if hook is not None:
+            hook = hook.func if isinstance(hook, partial) else hook
             raise InputError(
                 f"it has a forward hook, {name_of(hook)}, that may change its output: remove the hook, or add what it "
                 "does to the weight"

@@ -231,9 +231,42 @@ def first_tensor(value: Any) -> torch.Tensor:
     return value[0] if isinstance(value, tuple | list) else value
 
 
+def rotary_limits(config: Any) -> dict[str, int]:
+    """Return the lengths past which all rotary frequencies depend on the longest sequence of a batch, by rope type."""
+    text = config.get_text_config()
+    rope: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
+    limits: dict[str, int] = {}
+    for row in [rope, *(row for row in rope.values() if isinstance(row, dict))]:  # one, or one per type of layer
+        kind = row.get("rope_type")
+        if kind == "dynamic":
+            limits[kind] = text.max_position_embeddings
+        elif kind == "longrope":
+            limits[kind] = row["original_max_position_embeddings"]
+    return limits
+
+
+@contextmanager
+def rotating_anew(model: nn.Module) -> Iterator[None]:
+    """Let dynamic rotary frequencies be those of each call within the block: they stay those of the longest before."""
+    is_dynamic = "dynamic" in rotary_limits(model.config)
+    stretched = [module for module in model.modules() if is_dynamic and hasattr(module, "original_max_seq_len")]
+
+    def reset(*_: Any) -> None:
+        for module in stretched:
+            for name in [name for name in (*vars(module), *module._buffers) if name.endswith("original_inv_freq")]:
+                prefix = name.removesuffix("original_inv_freq")
+                setattr(module, f"{prefix}inv_freq", getattr(module, name).to(getattr(module, f"{prefix}inv_freq")))
+                setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+
+    with model.register_forward_pre_hook(reset) if stretched else nullcontext():
+        yield
+
+
 def number_of_positions(model: Any, family: Family | None = None) -> int | None:
     """Return how many positions a model's configuration allows from `first_position` on; None if unlimited."""
     text = model.config.get_text_config()
+    if "dynamic" in rotary_limits(model.config):  # it is the length from which frequencies change
+        return None
     limits = (getattr(text, name, None) for name in ("max_position_embeddings", "n_positions", "max_seq_len"))
     before = (family and family.first_position) or 0
     return next((limit - before for limit in limits if limit), None)

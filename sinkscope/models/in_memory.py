@@ -20,8 +20,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from sinkscope.errors import InputError
 from sinkscope.models.edge import naming_the_place
-from sinkscope.models.edits import ACCELERATE
-from sinkscope.models.family import reading_text
+from sinkscope.models.edits import ACCELERATE, HOOKS, Noted, hook_of_user, name_of
+from sinkscope.models.family import reading_text, rotating_anew
 from sinkscope.models.quantized import is_packed
 
 WRAPPERS = (
@@ -113,6 +113,7 @@ def unwrapped(model: Any, changed: bool = False) -> PreTrainedModel:
             raise InputError(
                 f"{kind} has weights in a layout of its own: pass the model of transformers, or a TransformerBridge"
             )
+        _check_wrapper(model)
         outer, model = model, _inner(model)
         if model is None:
             inside = "" if not isinstance(getattr(outer, "model", None), nn.Module) else " (pass its `model`)"
@@ -132,6 +133,31 @@ def unwrapped(model: Any, changed: bool = False) -> PreTrainedModel:
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise InputError(f"the weights of {type(model).__name__} were made in torch.inference_mode: load it outside")
     return model
+
+
+def _check_wrapper(wrapper: Any) -> None:
+    """Raise InputError if a wrapper changes what the model in it computes: the model is measured without it."""
+    kind = _kind(wrapper)
+    if getattr(wrapper, "__dict__", {}).get("_edits"):  # nnsight's, and those of its subclasses
+        raise InputError(
+            f"{kind} has edits (edit(inplace=True)), which are not in the model: register them as forward hooks of the "
+            "model's modules, or take them back with clear_edits()"
+        )
+    if not isinstance(wrapper, nn.Module):
+        return
+    if any(getattr(part, "fwd_hooks", None) for part in wrapper.modules()):
+        raise InputError(
+            f"{kind} has hooks (add_hook), which are not in the model: register them on the modules of the model of "
+            "transformers, or remove them with reset_hooks()"
+        )
+    inside = [wrapper.base_model] if hasattr(wrapper, "get_base_model") else []  # PEFT has two wrappers
+    for part in (wrapper, *inside):
+        hooks = vars(part)["_forward_pre_hooks"] | vars(part)["_forward_hooks"]
+        if hook := next(filter(None, map(hook_of_user, hooks.values())), None):
+            raise InputError(
+                f"{kind} has a forward hook, {name_of(hook)}, which the model in it does not call: register it on the "
+                "model of transformers"
+            )
 
 
 def _is_sharded(model: nn.Module) -> bool:
@@ -208,6 +234,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             for network in networks:
                 network.config.return_dict = True
         stack.enter_context(reading_text(model))
+        stack.enter_context(rotating_anew(model))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(outside_autocast())
         yield
@@ -271,24 +298,57 @@ def _uncompiled(module: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def unchanged_after(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of every module at the end of the block; the values of weights are not copied."""
+    """Restore the attributes of every module at the end of the block, except those that a user's hook sets.
+
+    The values of weights are not copied.
+    """
     # name, value, and a copy if it is a dict, such as hooks and parameters; most of the thousands of dicts are empty
     # and need no copy
     before = [
         (vars(module), [(name, x, dict(x) if isinstance(x, dict) and x else None) for name, x in vars(module).items()])
         for module in model.modules()
     ]
-    try:
-        yield
-    finally:
-        for own, attributes in before:
-            for name in own.keys() - {name for name, _, _ in attributes}:
+    with _noted_hooks(model) as noted:
+        try:
+            yield
+        finally:
+            _restore(before, noted)
+
+
+def _restore(before: list[tuple[dict, list[tuple[str, Any, dict | None]]]], noted: set[tuple[int, str]]) -> None:
+    for own, attributes in before:
+        for name in own.keys() - {name for name, _, _ in attributes}:
+            if (id(own), name) not in noted:
                 del own[name]
-            for name, value, entries in attributes:
-                own[name] = value
-                if isinstance(value, dict) and (value or entries):  # the same dict: handles of hooks refer to it
-                    value.clear()
-                    value.update(entries or {})
+        for name, value, entries in attributes:
+            if (id(own), name) in noted:
+                continue
+            own[name] = value
+            if isinstance(value, dict) and (value or entries):  # the same dict: handles of hooks refer to it
+                value.clear()
+                value.update(entries or {})
+
+
+@contextmanager
+def _noted_hooks(model: nn.Module) -> Iterator[set[tuple[int, str]]]:
+    """Yield what `Noted` notes of the user's hooks in the block, or in the outermost of nested blocks."""
+    modules, noted = list(model.modules()), set[tuple[int, str]]()
+    changed: list[tuple[dict, int, Any]] = []
+    for module in modules:
+        for hooks in (vars(module)[name] for name in HOOKS if vars(module).get(name)):
+            for key, hook in hooks.items():
+                if isinstance(hook, Noted):
+                    noted = hook.noted
+                elif hook_of_user(hook) is not None:
+                    changed.append((hooks, key, hook))
+    for hooks, key, hook in changed:
+        hooks[key] = Noted(hook, modules, noted)
+    try:
+        yield noted
+    finally:
+        for hooks, key, hook in changed:
+            if key in hooks:  # it may have removed itself
+                hooks[key] = hook
 
 
 NOT_DECISIVE = {"_name_or_path", "transformers_version"}  # entries of a configuration that do not affect results

@@ -102,6 +102,8 @@ class TokenInputs:
     per_passage: int = 1  # number of consecutive sequences from one passage of a text, which are not independent
     said: str = ""  # what was read: the source, the number of sequences, and how the first begins
     cut: int = 0  # number of documents that are longer than their sequences
+    # longer sequences share a batch only with those of their length: the model would read them differently
+    equal_past: int | None = None
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -150,17 +152,30 @@ class TokenInputs:
         return replace(self, sequences=sequences, sha256=_sha256(sequences), notices=(), masked=masked, said="")
 
     def batches(self, batch_size: int, padding_side: str = "right") -> Iterator[Batch]:
-        """Yield the sequences in order, each batch padded to its longest; the last batch may be smaller."""
-        for first in range(0, len(self), batch_size):
-            ids = self.sequences[first : first + batch_size]
+        """Yield the sequences in order, each batch padded to its longest; some may be smaller."""
+        for first, last in self._bounds(batch_size):
+            ids = self.sequences[first:last]
             mask, masked = _padded(map(np.ones_like, ids), 0, padding_side), None
-            texts = self.texts[first : first + batch_size]
+            texts = self.texts[first:last]
             if self.masked is not None:
-                hidden, labels = zip(*self.masked[first : first + batch_size], strict=True)
+                hidden, labels = zip(*self.masked[first:last], strict=True)
                 hidden, labels = _padded(hidden, 0, padding_side), _padded(labels, IGNORED, padding_side)
                 masked = Batch(hidden, mask, first, labels, texts=texts)
             of_text = _padded(ids, 0, padding_side)
             yield Batch(of_text, mask, first, masked=masked, first_predicted=self.first_predicted, texts=texts)
+
+    def _bounds(self, batch_size: int) -> Iterator[tuple[int, int]]:
+        """Yield the first sequence of each batch, and the one after its last."""
+        first, limit = 0, self.longest if self.equal_past is None else self.equal_past
+        kinds = [max(len(ids), limit) for ids in self.sequences]
+        for last in range(1, len(self) + 1):
+            if last == len(self) or last - first == batch_size or kinds[last] != kinds[first]:
+                yield first, last
+                first = last
+
+    def whole(self) -> Batch:
+        """Return all sequences in one batch, which no model is to read."""
+        return next(replace(self, equal_past=None).batches(len(self)))
 
 
 def numbered(sequences: Iterable[np.ndarray]) -> tuple[int, ...]:

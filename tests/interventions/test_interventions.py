@@ -488,6 +488,24 @@ def whole() -> Batch:
     return padded(list(IDS.numpy()))
 
 
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_what_leaves_a_module_is_edited_after_the_users_hooks(name: str) -> None:
+    """The hook replaces what the intervention would otherwise have changed before it."""
+    model = tiny_model(name)
+
+    def constant(module: nn.Module, args: tuple, output: Any) -> Any:
+        first = torch.full_like(output[0] if isinstance(output, tuple) else output, 3.0)
+        return (first, *output[1:]) if isinstance(output, tuple) else first
+
+    find_family(model).layer_modules(model)[1].register_forward_hook(constant)
+    expected = torch.full((*IDS.shape, 32), 3.0)
+    expected[:, :2, 5] = 0
+    entered = list[torch.Tensor]()
+    find_family(model).layer_modules(model)[2].register_forward_pre_hook(lambda module, args: entered.append(args[0]))
+    under(model, "zero-massive:layers=1,positions=0+1,coordinates=5")
+    assert torch.equal(entered[-1], expected)
+
+
 @pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_the_attention_that_is_read_under_mask_sink_is_none_to_the_sink(name: str) -> None:
     """The other keys share the freed weight: each weight ÷ the sum over the keys that are not forbidden."""

@@ -15,6 +15,7 @@ import pytest
 import torch
 from gradient_reference import in_double
 from support.every_model import tiny_of
+from support.hooked import hook_all
 from support.retrofitted import each_pair
 from tiny import FORWARD, TINY, batched, measured, ragged_tokens, tiny_model, written
 from torch import nn
@@ -119,6 +120,17 @@ def test_every_table_is_the_references(name: str, batches: str) -> None:
     assert tables["norm_bound"].empty or tables["norm_bound"]["tightness"].max() > 0.2
     first = tables["gradient"].query("pathway == 'query' and position == 0")["grad_norm"]
     assert (first > 0).all() if name == "gpt_oss" else (first == 0).all()  # a sink logit competes with the only key
+
+
+def test_gradients_are_those_of_what_leaves_the_users_hooks() -> None:
+    model = hook_all(tiny_model("llama", dtype=torch.float64))
+    model.get_input_embeddings().register_forward_hook(lambda module, args, output: output + 1.5)
+    with in_double(model):
+        twin = reference.trainable_twin(model)
+        truth = reference.tables(twin, reference.record(twin, ragged_tokens(RAGGED)), POSITIONS)
+        tables = measured(model, batched(ragged_tokens(RAGGED), 2), SETTINGS, ("gradient",), backward=True)
+    del truth["norm_bound"]  # of norms without hooks
+    reference.assert_same(tables, truth, 1e-8)
 
 
 CHUNKS = (100, 70, 100)  # two chunks of rows, and more than GRAM_QUERIES queries

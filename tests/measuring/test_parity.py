@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.every_model import tiny_of
 from support.retrofitted import each_pair
-from tiny import padded, ragged_tokens, tiny_model, written
-from transformers import PreTrainedModel
+from tiny import TINY, padded, ragged_tokens, spread_weights, tiny_model, written
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import sinkscope
 from sinkscope.attention import seam, taps, weights
@@ -19,6 +19,7 @@ from sinkscope.attention.kernels import AttentionCall
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.commands.doctor import doctor
 from sinkscope.errors import SinkscopeError
+from sinkscope.measuring import subject
 from sinkscope.measuring.parity import attention_round_off, largest_difference
 from sinkscope.measuring.subject import inputs_for
 from sinkscope.models.loading import LoadedModel
@@ -43,6 +44,54 @@ def test_a_sparse_model_keeps_its_mask() -> None:
     entropies = [-(weights * weights.clamp_min(1e-30).log()).sum(-1).mean() for weights in attentions]
     assert run.metric("attention_entropy") == pytest.approx(float(torch.stack(entropies).mean()), rel=1e-5)
     assert run.manifest["parity"] < 1e-5
+
+
+ROPES: dict[str, dict[str, Any]] = {
+    "longrope": {
+        "short_factor": [1.0] * 4,
+        "long_factor": [1.5, 2.0, 3.0, 4.0],
+        "original_max_position_embeddings": 16,
+    },
+    "dynamic": {"factor": 4.0},
+}
+RAGGED = (10, 12, 9, 40, 11, 30, 12, 40, 40, 8)
+
+
+def with_rope(kind: str) -> PreTrainedModel:
+    """A tiny Llama whose rotary frequencies are others past 16 tokens."""
+    torch.manual_seed(0)
+    rope = {"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]}
+    positions = 64 if kind == "longrope" else 16
+    config = TINY["llama"][1] | {"max_position_embeddings": positions, "rope_parameters": rope}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **config))
+    spread_weights(model, 6.0)
+    return model.eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_text_beside_a_longer_one_has_its_own_rotary_frequencies(kind: str) -> None:
+    texts = [ids.tolist() for ids in ragged_tokens(RAGGED)]
+    options: dict[str, Any] = {"input": texts, "bos": "never", "batch_size": 3}
+    model = with_rope(kind)
+    run = sinkscope.analyze(model, observables="massive", **options)
+    largest = run.tables["massive"].query("layer == 1").groupby("sequence")["value"].agg(lambda x: x.abs().max())
+    with torch.no_grad():  # a new model, because dynamic frequencies stay those of the longest text before
+        outputs = [with_rope(kind)(torch.tensor([ids]), output_hidden_states=True).hidden_states[2] for ids in texts]
+    np.testing.assert_allclose(largest, [float(x.abs().max()) for x in outputs], rtol=1e-5)
+    changed = sinkscope.intervene(model, "zero-key-columns:coordinates=3", draws=0, **options)
+    before = changed.tables["massive"].query("condition == 'before' and layer == 1").groupby("sequence")["value"]
+    np.testing.assert_allclose(before.agg(lambda x: x.abs().max()), largest, rtol=1e-5)
+
+
+def test_a_model_that_reads_padded_texts_differently_is_noticed_after_the_first_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(subject, "rotary_limits", lambda config: {})
+    options: dict[str, Any] = {"input": [ids.tolist() for ids in ragged_tokens(RAGGED)], "bos": "never"}
+    with pytest.raises(SinkscopeError, match=r"in a padded batch .*beside a longer text .*--batch-size 1"):
+        sinkscope.analyze(with_rope("longrope"), observables="massive", batch_size=3, **options)
+    plain = sinkscope.analyze(tiny_model("llama"), observables="massive", batch_size=3, **options)
+    assert plain.manifest["parity"] < 1e-5
 
 
 def without_mask(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+from support.hooked import hook_all
 from support.retrofitted import each_pair
 from support.tables import assert_same_tables
 from tiny import FORWARD, TINY, measured, padded, ragged_tokens, tiny_model
@@ -60,6 +61,24 @@ def test_every_table_is_the_references(name: str, padding: str) -> None:
     settings, tables = expected(name, dtype, lengths)
     model, _ = models(name, dtype)
     reference.assert_same(measured(model, [padded(ragged_tokens(lengths), side)], settings), tables, tolerance)
+
+
+@each_pair(["llama", "gemma2", "bloom", "falcon", "gptj"], ["replaced", "in place"], ("name", "how"))
+def test_what_leaves_a_module_is_read_after_the_users_hooks(name: str, how: str) -> None:
+    """Hooks of an attention, an MLP, two layers and the last norm: steering, and a coordinate that is zeroed."""
+    dtype, tolerance = (torch.float32, 1e-5) if name in FLOAT32_INSIDE else (torch.float64, 1e-9)
+    model = tiny_model(name, dtype=dtype)
+    twin = reference.eager_twin(model)
+    for each in (model, twin):
+        hook_all(each, is_in_place=how == "in place")
+    recorded = [reference.record(twin, ids) for ids in ragged_tokens(RAGGED)]
+    settings = Settings(positions=POSITIONS, window=WINDOW, epsilon=reference.clear_threshold(recorded, WINDOW))
+    tables = reference.tables(recorded, POSITIONS, WINDOW, settings.epsilon)
+    batch = padded(ragged_tokens(RAGGED))
+    reference.assert_same(measured(model, [batch], settings), tables, tolerance)
+    with open_tracer(model, find_family(model)) as tracer:
+        traced = tracer.logits(batch)[0, : RAGGED[0]]
+    torch.testing.assert_close(traced, recorded[0].logits, rtol=0, atol=tolerance * float(traced.abs().max()))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "bloom"])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.hooked import hook_all
 from support.retrofitted import retrofitted
 from support.tables import assert_same_tables
 from tiny import measured, padded, ragged_tokens, tiny_model, tiny_tokens
@@ -30,6 +31,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     **{name: partial(tiny_model, name) for name in ("llama", "gpt2", "gpt_oss", "bloom", "falcon-new", "gptj", "phi3")},
     "llama-vga": lambda: retrofitted("llama", "vga", torch.float32),
     "llama-sigmoid": lambda: retrofitted("llama", "sigmoid", torch.float32),
+    "phi3-hooked": lambda: hook_all(tiny_model("phi3")),
     "bloom-key-bias": lambda: retrofitted("bloom", "key-bias", torch.float32),
 }
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from hub import Hub, Repo
 from safetensors.torch import load_file, save_file
-from tiny import tiny_model
-from transformers import AutoModelForCausalLM
+from tiny import TINY, tiny_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import sinkscope
 from sinkscope.errors import InputError, SinkscopeError
@@ -66,6 +66,52 @@ def test_it_computes_what_peft_does(base: Path, saved: Path) -> None:
     assert not [name for name, _ in loaded.model.named_parameters() if "lora" in name]
     assert loaded.adapter is not None
     assert (loaded.name, loaded.adapter["method"], loaded.adapter["merged"]) == ("base+lora", "LORA", True)
+
+
+HEAD, BOTH_ENDS = ["lm_head"], ["lm_head", "embed_tokens"]
+TIED: dict[str, peft.PeftConfig] = {
+    "LoRA of the head": peft.LoraConfig(r=2, target_modules=HEAD, init_lora_weights=False),
+    "LoRA of the embedding": peft.LoraConfig(r=2, target_modules=["embed_tokens"], init_lora_weights=False),
+    "DoRA of both": peft.LoraConfig(r=2, target_modules=BOTH_ENDS, init_lora_weights=False, use_dora=True),
+    "IA3 of the head": peft.IA3Config(target_modules=HEAD, feedforward_modules=[], init_ia3_weights=False),
+    "LoKr of the head": peft.LoKrConfig(r=2, target_modules=HEAD, init_weights=False),
+    "trained tokens": peft.TrainableTokensConfig(token_indices=[3, 5], target_modules=["embed_tokens"]),
+    "a head of its own": peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=HEAD),
+}
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose head has the weights of its embedding."""
+    folder = tmp_path_factory.mktemp("models") / "tied"
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **TINY["llama"][1], tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kind", TIED)
+@torch.no_grad()
+def test_a_merge_leaves_tied_weights_alone(kind: str, tied: Path, tmp_path: Path) -> None:
+    ids = torch.arange(3, 19)[None]
+    torch.manual_seed(1)
+    wrapped: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tied), TIED[kind])
+    for parameter in wrapped.parameters():
+        parameter += 0.1 * torch.randn_like(parameter) * parameter.requires_grad
+    wrapped.save_pretrained(tmp_path / "adapter")
+    loaded = load(str(tied), adapter=str(tmp_path / "adapter"))
+    torch.testing.assert_close(loaded.model(ids).logits, wrapped.eval()(ids).logits, rtol=1e-4, atol=1e-5)
+    assert (wrapped(ids).logits - AutoModelForCausalLM.from_pretrained(tied)(ids).logits).abs().max() > 0.01
+    loaded.model.save_pretrained(tmp_path / "merged")  # not tied again when it is read
+    again = load(str(tmp_path / "merged")).model
+    torch.testing.assert_close(again(ids).logits, loaded.model(ids).logits)
+
+
+def test_a_merge_that_changes_the_model_is_refused(tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_adapter(tied, tmp_path / "adapter", TIED["LoRA of the head"])
+    monkeypatch.setattr(adapters, "_untie", lambda model: False)
+    with pytest.raises(InputError, match=r"\(LORA\) cannot be merged: the model would compute something else"):
+        load(str(tied), adapter=str(folder))
 
 
 def test_runs_with_an_adapter(base: Path, saved: Path) -> None:

@@ -163,6 +163,54 @@ def test_a_model_in_another_library_is_measured_as_the_plain_one(kind: str, plai
             pass
 
 
+def test_what_a_wrapper_changes_is_refused_by_name() -> None:
+    edited = NNsight(tiny_model("llama"))
+    with edited.edit(inplace=True):
+        edited.model.layers[1].output[:] = 0
+    bridge: Any = TransformerBridge(tiny_model("llama"))
+    bridge.hook = nn.Identity()
+    bridge.hook.fwd_hooks = ["a hook"]
+    peft_model = with_adapter(tiny_model("llama"))
+    compiled = torch.compile(tiny_model("llama"), backend="eager")
+    for hooked in (peft_model.base_model, compiled):
+        hooked.register_forward_hook(lambda module, args, output: None)
+    for wrapper, match in (
+        (edited, r"NNsight has edits .*clear_edits"),
+        (bridge, r"has hooks \(add_hook\)"),
+        (peft_model, "Peft.* has a forward hook, .*test_in_memory"),
+        (compiled, "OptimizedModule has a forward hook"),
+    ):
+        with pytest.raises(InputError, match=match):
+            unwrapped(wrapper)
+    edited.clear_edits()
+    assert unwrapped(edited) is edited._module
+
+
+def test_a_hook_that_removes_itself_runs_once_and_what_hooks_set_stays() -> None:
+    model, seen = tiny_model("llama"), list[str]()
+    first, second = model.model.layers[0], model.model.layers[1]
+
+    def once(module: Any, args: tuple, output: Any) -> None:
+        seen.append("once")
+        handle.remove()
+
+    def capture(module: Any, args: tuple, kwargs: Any, output: torch.Tensor) -> None:
+        model.captured, module.calls = output, module.calls + 1
+        module.counts["calls"] = module.calls
+
+    handle = first.register_forward_hook(once, always_call=True)
+    second.register_forward_hook(capture, with_kwargs=True)
+    second.calls, second.counts = 0, {}
+    before = dict(second._forward_hooks)
+    sinkscope.analyze(model, observables="massive", **SMALL)
+    assert (seen, len(first._forward_hooks), len(first._forward_hooks_always_called)) == (["once"], 0, 0)
+    assert second.counts == {"calls": second.calls}
+    assert second.calls > 1
+    assert model.captured.shape[1:] == (10, 32)
+    assert second._forward_hooks == before
+    assert "forward" not in vars(second)  # all else is restored
+
+
 def test_the_tokenizer_of_a_wrapper_is_used() -> None:
     wrapper: Any = SimpleNamespace(_module=tiny_model("llama"), tokenizer=word_tokenizer())
     assert sinkscope.analyze(wrapper, input=["w1 w2 w3"], observables="massive").manifest["input"]["tokens"] == 4
