@@ -55,7 +55,7 @@ def test_the_observable_of_contributing_makes_its_table(monkeypatch: pytest.Monk
 
 
 def test_the_definition_of_contributing_changes_the_sink_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {"observables": "attention", "epsilon": 0.2, **OPTIONS}
+    asked = {**OPTIONS, "observables": "attention", "epsilon": 0.2, "seq_len": 24}
     before = sinkscope.analyze(tiny_model("llama"), **asked)
     monkeypatch.setattr(attention, "is_sink", shown("def is_sink")["is_sink"])
     after = sinkscope.analyze(tiny_model("llama"), **asked)
