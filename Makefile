@@ -76,7 +76,7 @@ oldest-short: .venv/oldest/installed
 	$(PYTHON) -m venv .venv/oldest
 	grep '^torch==' constraints.txt > .venv/oldest/versions.txt
 	sed -nE '/^(dependencies|datasets|peft) =/,/\]/ { /torch/d; s/.*"([a-z_]+)>=([0-9.]+).*/\1==\2/p }' pyproject.toml >> .venv/oldest/versions.txt
-	.venv/oldest/bin/python -m pip install --quiet -c .venv/oldest/versions.txt -e '.[datasets,peft]' pytest pytest-xdist hypothesis
+	.venv/oldest/bin/python -m pip install --quiet -c .venv/oldest/versions.txt -e '.[datasets,peft]' pytest pytest-xdist hypothesis ruff
 	touch $@
 
 # how many kills, generated inputs and damaged run folders `make torture` tries, and where chance begins

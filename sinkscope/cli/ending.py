@@ -34,7 +34,7 @@ def standard_streams() -> Iterator[None]:
             os.fstat(number)
         except OSError:  # a file of the command would get this number, and libraries would write into it
             os.open(os.devnull, os.O_RDONLY)  # as before, nothing can be written
-    output, messages = sys.stdout or open(1, "w", closefd=False), sys.stderr  # noqa: SIM115
+    output, messages = sys.stdout or open(1, "w", encoding="utf-8", closefd=False), sys.stderr  # noqa: SIM115
     for stream in (output, messages):
         if stream is not None:
             with contextlib.suppress(OSError):  # it is flushed

@@ -482,9 +482,9 @@ def check_applies(subject: Subject) -> None:
     family, inputs = subject.family, subject.inputs
     if not family.has_attention:
         raise does_not_apply(subject, "it has no attention, and no cache of keys and values")
-    subject.need_loss()
     if not family.causal or family.prefix:
         raise does_not_apply(subject, "its tokens see later ones, so that it has no cache of earlier ones")
+    subject.need_loss()
     if inputs.shortest != inputs.longest:
         raise InputError(
             f"kv-plan reads sequences of one length: these have {inputs.shortest} to {inputs.longest} tokens"

@@ -331,7 +331,8 @@ def _check_padding(model: PreTrainedModel, family: Family, pair: Batch, toleranc
     """
     if pair.valid is None or pair.first == 0:
         return
-    layer, ids = family.last_layer(model), pair.token_ids[:1, : int(pair.lengths[0])]
+    layer, start = family.last_layer(model), int(pair.start[0])
+    ids = pair.token_ids[:1, start : start + int(pair.lengths[0])]
     inputs = [
         model_inputs(model, each, False, family.first_position) for each in (Batch(ids, torch.ones_like(ids)), pair)
     ]
@@ -339,7 +340,7 @@ def _check_padding(model: PreTrainedModel, family: Family, pair: Batch, toleranc
     with perturbed_layers(model, family):
         moved = layer_output(model, family, layer, inputs[0])
     everything = torch.ones(alone.shape[:2])
-    error = largest_difference(beside[:1, : alone.shape[1]], alone, everything)
+    error = largest_difference(beside[:1, start : start + alone.shape[1]], alone, everything)
     if error > max(tolerance, largest_difference(moved, alone, everything)):
         raise _mismatch(f"a text's last layer beside a longer text differs by {error:.1e} of its norm", is_padded=True)
 

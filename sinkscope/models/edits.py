@@ -90,13 +90,25 @@ def _moved(module: nn.Module, moves: Any, forward: Any, *args: Any, **kwargs: An
 
 @contextmanager
 def edited_output(module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Edit the output of a module, of a tuple its first tensor, after its forward hooks, until the end of the block."""
+    """Edit the output of a module, of a tuple its first tensor, after its forward hooks, until the end of the block.
+
+    Hooks that transformers has left there to return hidden states read what is edited.
+    """
 
     def changed(module: nn.Module, args: tuple, output: Any) -> Any:
         return (edit(module, output[0]), *output[1:]) if isinstance(output, tuple) else edit(module, output)
 
+    hooks: Any = module._forward_hooks
+    before = list(hooks)
     with module.register_forward_hook(changed):
-        yield
+        for key in before:
+            if written_in(hooks[key]) == CAPTURES:
+                hooks.move_to_end(key)
+        try:
+            yield
+        finally:
+            for key in [*filter(hooks.__contains__, before), *(key for key in hooks if key not in before)]:
+                hooks.move_to_end(key)
 
 
 def first_argument(args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -116,6 +128,7 @@ def edited_input(module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], to
         yield
 
 
+CAPTURES = "transformers.utils.output_capturing"  # its hooks collect what `output_hidden_states` asks for
 LIBRARIES = ("sinkscope.", "transformers.", "torch.", "accelerate.", "nnsight.", "peft.")
 
 

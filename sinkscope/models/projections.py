@@ -167,8 +167,9 @@ def position_vectors(model: PreTrainedModel, family: Family) -> torch.Tensor:
 def without_effective_positions(model: PreTrainedModel, family: Family) -> str | None:
     """Return why the first layer's feed-forward network cannot read positions alone; None if it can."""
     for name in family.mlp:
-        forward = family.layer_modules(model)[0].get_submodule(name).forward
-        needed = [x for x in inspect.signature(forward).parameters.values() if x.default is x.empty]
+        # the class's forward, because nnsight and accelerate replace that of the module
+        forward = type(family.layer_modules(model)[0].get_submodule(name)).forward
+        _, *needed = (x for x in inspect.signature(forward).parameters.values() if x.default is x.empty)
         if sum(x.kind == x.POSITIONAL_OR_KEYWORD for x in needed) > 1:
             return f"its feed-forward network ('{name}') reads more than one tensor"
     return None

@@ -72,7 +72,7 @@ def test_only_the_chosen_observables_are_measured(model: PreTrainedModel) -> Non
 
 
 def test_positions_and_window_are_cut_to_the_longest_sequence(model: PreTrainedModel, tmp_path: Path) -> None:
-    run = run_of(model, written(tmp_path / "short.jsonl", ragged_tokens((4, 6))), num_seqs=2)
+    run = run_of(model, written(tmp_path / "short.jsonl", ragged_tokens((4, 6))), num_seqs=2, epsilon=0.6)
     attention = run.tables["attention"]
     assert sorted(attention["position"].unique()) == list(range(6))
     assert attention.notna().all(axis=None)

@@ -3,6 +3,7 @@
 import json
 import shutil
 import webbrowser
+from math import nan
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def run(made: Path, tmp_path: Path) -> Path:
 def test_a_page_has_the_numbers_of_its_run_and_is_made_again_from_the_tables(run: Path, tmp_path: Path) -> None:
     page, opened = run / "index.html", sinkscope.Run.open(run)
     before = data_of(page.read_text(encoding="utf-8"))
-    values = table_of(before, "summary")["value"]
+    values = [nan if value is None else value for value in table_of(before, "summary")["value"]]
     assert values == pytest.approx(opened.tables["summary"]["value"].tolist(), rel=1e-5, nan_ok=True)
     assert "index.html" in opened.manifest["files"]
     page.unlink()

@@ -101,8 +101,8 @@ def test_the_tables_of_all_cells(whole: SweepRun, tmp_path: Path) -> None:
         assert rates[each.cell.name] == sinkscope.Run.open(each_folder(whole, each)).metric("sink_rate")
     at_own = by_epsilon.query("epsilon == 0.3").set_index("cell")["sink_rate"]
     pd.testing.assert_series_equal(at_own, rates, check_names=False, rtol=1e-12)
-    options = whole.plan[2].cell.options.model_copy(update={"epsilon": 0.2})
-    at_other = by_epsilon[(by_epsilon["cell"] == whole.plan[2].cell.name) & (by_epsilon["epsilon"] == 0.2)]
+    options = whole.plan[2].cell.options.model_copy(update={"epsilon": 0.35})
+    at_other = by_epsilon[(by_epsilon["cell"] == whole.plan[2].cell.name) & (by_epsilon["epsilon"] == 0.35)]
     rate = sinkscope.analyze(options.model, config=options).metric("sink_rate")
     assert at_other["sink_rate"].item() == pytest.approx(rate, rel=1e-12)
     assert 0 < rate < 1

@@ -45,7 +45,7 @@ def check(run: RunData, outside: list[torch.Tensor], keys: int = 1) -> None:
 
 
 def test_learned_sink_logits_of_the_models_own(tmp_path: Path) -> None:
-    run = measured(plain_model("gpt_oss"), tmp_path)
+    run = measured(plain_model("gpt_oss"), tmp_path, epsilon=0.13)
     bare = plain_model("gpt_oss")
     check(run, [1 - eager_weights(bare, input_ids=ids[None]).sum(-1) for ids in TEXTS])
     assert run.manifest["outside"] == {"the model's own sink logits": [0, 1, 2]}

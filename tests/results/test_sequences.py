@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tiny import tiny_model, tiny_tokens
+from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope.measuring.estimates import gradient_ratio, massive_count, sink_rates
@@ -26,12 +27,24 @@ def estimates(run: Run) -> list[Estimate]:
     return [*rates, massive_count(sequences), gradient_ratio(sequences, "value"), losses, *onsets]
 
 
+def with_sink() -> PreTrainedModel:
+    """Return a gpt2 whose query biases read a huge entry at position 0."""
+    model = tiny_model("gpt2")
+    width = model.config.n_embd
+    model.transformer.wpe.weight[0, 7] += 100.0
+    for block in model.transformer.h:
+        weight, bias = block.attn.c_attn.weight, block.attn.c_attn.bias
+        bias[:width] *= 3
+        weight[7, width : 2 * width] = bias[:width]
+    return model
+
+
 @pytest.fixture(scope="module")
 def measured() -> dict[str, Run]:
     inputs = {"once": IDS, "twice": [IDS[text] for text in ORDER], "one": [IDS[0]] * 20, "alone": IDS[:1]}
     observables = ("attention", "massive", "activation", "gradient")
-    options: dict[str, Any] = {"observables": observables, "epsilon": 0.05}
-    return {name: sinkscope.analyze(tiny_model("llama"), input=ids, **options) for name, ids in inputs.items()}
+    options: dict[str, Any] = {"observables": observables, "epsilon": 0.2}
+    return {name: sinkscope.analyze(with_sink(), input=ids, **options) for name, ids in inputs.items()}
 
 
 def test_copies_are_drawn_together() -> None:
@@ -58,7 +71,8 @@ def test_copies_of_a_single_text_decide_nothing(measured: dict[str, Run]) -> Non
         assert not np.isfinite(one.high - one.low)
     outcomes = {name: {one.name: one.outcome for one in measured[name].findings} for name in ("one", "alone")}
     assert outcomes["one"] == outcomes["alone"]
-    assert outcomes["one"]["sink"] == Outcome.UNDECIDED
+    assert outcomes["one"]["sink"] == Outcome.UNDECIDED  # for the copies: with other texts there is a sink
+    assert next(one for one in measured["once"].findings if one.name == "sink").outcome == Outcome.PRESENT
     assert "All 20 sequences are copies of one text. A single text has no 95 % interval" in run.verdict
     assert "Only 5 of the sequences are distinct" in measured["twice"].verdict
     assert "copies" not in measured["once"].verdict

@@ -80,6 +80,12 @@ class _Module(_DummyBackendModule):
     def set_rng_state(self, state: torch.Tensor, device: int) -> None:
         pass  # the CPU's is restored anyway
 
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state() for _ in range(self.device_count())]
+
+    def set_rng_state_all(self, states: list[torch.Tensor]) -> None:
+        pass
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 

@@ -31,7 +31,7 @@ from sinkscope.training.history import probe_of, sinks
 from sinkscope.training.trainer import train
 
 IDS = tiny_tokens(5, 12)
-EPSILON = 0.15
+EPSILON = 0.27  # uniform attention over 12 tokens gives the first one 0.259
 
 
 def of(model: PreTrainedModel) -> pd.Series:
@@ -54,6 +54,9 @@ def logits_of(model: Any) -> torch.Tensor:
 
 def test_the_total_weight_of_sigmoid_attention_is_its_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     model = changed("operation", kind="sigmoid")
+    width, bias = model.config.n_embd, model.transformer.h[0].attn.c_attn.bias
+    bias[:width] *= 10  # a few keys get much of all weight, so that some are sinks by total weight
+    bias[width : 2 * width] -= 0.5 * bias[:width]
     weights = logits_of(model).sigmoid().tril()
     total, share = weights.sum(-1)[..., 1:], (weights[..., 0] / weights.sum(-1))[..., 1:]
     to_first = share > EPSILON

@@ -102,8 +102,10 @@ S.leftOut = (table) =>
 S.mapPanel = () => {
   const entries = S.mappable();
   if (!entries.length) return null;
-  const first = entries.findIndex(({ table, column }) => table.name === "attention" && column.name === "sink_rate");
-  const state = { entry: entries[Math.max(0, first)], chosen: {} };
+  const ofAttention = (name) => entries.find(({ table, column }) => table.name === "attention" && column.name === name);
+  const rate = ofAttention("sink_rate"); // none at position 0 where sequences are short
+  const hasRate = rate && rate.table.get("sink_rate").some((value, row) => Number.isFinite(value) && !rate.table.get("position")[row]);
+  const state = { entry: (hasRate ? rate : ofAttention("window_mass")) ?? entries[0], chosen: {} };
   const controls = S.element("div.controls");
   const place = S.element("div.panels");
   const note = S.element("div");

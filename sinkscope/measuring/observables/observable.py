@@ -291,11 +291,12 @@ class Means(Accumulator):
         sums = torch.stack([filled(x, present).sum(0, dtype=torch.float64) for x in statistics.values()])
         size = len(next(iter(statistics.values())))
         count = torch.tensor(size) if present is None else present.sum(0)
+        names = tuple(statistics)  # now, because accelerators call `add` later
 
         def add(sums: torch.Tensor, count: torch.Tensor) -> None:
             counts = count.numpy() if count.dim() > 1 else repeat(count.numpy(), len(rows))
             for labels, own, number in zip(rows, sums.numpy().swapaxes(0, 1), counts, strict=True):
-                key = tuple(labels.items()), tuple(statistics)
+                key = tuple(labels.items()), names
                 self._sums.add(key, own)
                 self._counts.add(key, number)
 
