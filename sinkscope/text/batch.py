@@ -42,6 +42,10 @@ class Batch:
         """The number of each sequence's text within the run; copies of a text share it."""
         return list(self.texts or range(self.first, self.first + len(self.token_ids)))
 
+    def groups(self, count: int) -> torch.Tensor:
+        """(B,): the group of each sequence: the number of its text modulo `count`."""
+        return torch.tensor(self.numbers) % count
+
     @cached_property
     def valid(self) -> torch.Tensor | None:
         """(B,T) bool: real tokens; None if there is no padding."""

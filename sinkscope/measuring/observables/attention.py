@@ -113,6 +113,7 @@ class Attention(Observable):
             }
             self.by_position.add_layers(rows, statistics, present)
             with_rate = self._with_rate(uniform, batch.present(positions))
+            with_rate = None if with_rate is None else with_rate.to(device)  # once: each copy waits for the device
             self.by_position.add_layers(rows, {"sink_rate": sinks}, with_rate)
             statistics["sink_rate"] = filled(sinks, with_rate, torch.nan)
             over_heads = {name: statistics[name].mean(2, dtype=torch.float64) for name in BY_SEQUENCE}

@@ -73,7 +73,7 @@ class GroupSums(Accumulator):
             self.predicted.update(zip(sequences, predicts.sum(1).tolist(), strict=True))
         if key not in self.sums:
             self.sums[key] = gradient.new_zeros(GROUPS, *gradient.shape[1:])
-        self.sums[key].index_add_(0, torch.tensor(numbers, device=gradient.device) % GROUPS, gradient)
+        self.sums[key].index_add_(0, batch.on(gradient.device, "groups", GROUPS), gradient)
 
     def table(self, totals: Mapping[tuple[int, str], torch.Tensor]) -> pd.DataFrame:
         """Return the norms of the run's gradient without each group, from its sums over all sequences, (heads,P,d)."""
