@@ -104,6 +104,11 @@ ON_CPU = 400_000  # weights in memory at a time on a CPU: with their derived ten
 ON_ACCELERATOR = 64_000_000  # on other devices, which are faster with more
 
 
+def is_visible(mask: torch.Tensor) -> torch.Tensor:
+    """Return where a mask lets a query attend, as bool; `mask` is bool itself, or additive."""
+    return mask if mask.dtype == torch.bool else mask > MASKED
+
+
 def numbers_at_once(device: torch.device, wanted: int) -> int:
     """Return how many of `wanted` attention weights are computed at a time, by device and its free memory."""
     if device.type == "cpu":

@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from sinkscope.attention.kernels import MASKED, AttentionCall, upcast
+from sinkscope.attention.kernels import AttentionCall, is_visible, upcast
 from sinkscope.attention.seam import open_seam, why_unread
 from sinkscope.attention.taps import NAME, Seam
 from sinkscope.attention.weights import AttentionRead
@@ -236,8 +236,7 @@ def _without_empty_slots(call: AttentionCall, seen: dict[str, torch.Tensor], len
     Without a mask, causal attention is aligned at the first key.
     """
     masks = [x for x in (call.mask, call.scores) if x is not None]
-    slots = [mask[..., length:] if mask.dtype == torch.bool else mask[..., length:] > MASKED for mask in masks]
-    if any(bool(visible.any()) for visible in slots) or not (slots or call.causal):
+    if any(bool(is_visible(mask[..., length:]).any()) for mask in masks) or not (masks or call.causal):
         return call
     seen.update({name: seen[name][:, :, :length] for name in ("key", "value")})
     cut = {name: x[..., :length] for name in ("mask", "scores") if (x := getattr(call, name)) is not None}

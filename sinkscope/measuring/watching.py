@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from sinkscope.attention.kernels import MASKED
+from sinkscope.attention.kernels import is_visible
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import NAME
 from sinkscope.errors import InputError, SinkscopeError, described, was_interrupted
@@ -331,7 +331,7 @@ def _tokens_seen(mask: torch.Tensor) -> torch.Tensor | None:
 
     A real token sees itself. It sees all real tokens before it, or in a sliding window the last of them.
     """
-    visible = (mask if mask.dtype == torch.bool else mask > MASKED)[:, 0]
+    visible = is_visible(mask)[:, 0]
     real = visible.diagonal(dim1=1, dim2=2)
     query, key = (torch.arange(size, device=mask.device) for size in visible.shape[1:])
     distance = query[:, None] - key
