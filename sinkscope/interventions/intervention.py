@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.attention.kernels import MASKED
+from sinkscope.attention.kernels import is_visible
 from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError, counted
 from sinkscope.models.edits import check_parameters, edited_output
@@ -57,7 +57,7 @@ class Layout(threading.local):
         if self.mask.dim() == 2:
             return self.mask.to(device).int().argmax(dim=1)
         seen = self.mask[:, 0, -1, 0]  # whether the last token sees the first column
-        if not bool((seen if seen.dtype == torch.bool else seen > MASKED).all()):  # padding, or a sliding window
+        if not bool(is_visible(seen).all()):  # padding, or a sliding window
             raise InputError(
                 "the start of each sequence is unknown with a four-dimensional mask: pass a two-dimensional "
                 "attention_mask, and no static cache with a padded batch or a sliding window"

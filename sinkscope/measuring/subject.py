@@ -200,7 +200,22 @@ def row_or_calibrated(model: PreTrainedModel) -> tuple[Family, list[str]]:
         notices.append(f"the tensors that {which} to the residual stream are unknown: only input and output are read")
     if family.copies is not None:
         notices.append(f"its residual stream is measured as the mean of the {family.copies.count} copies that it keeps")
+    if unmeasured := other_stacks(model, family):
+        notices.append(f"only {family.layers} is measured, not the layers of {' and '.join(unmeasured)}")
     return _without_unread(model, family, notices)
+
+
+def other_stacks(model: PreTrainedModel, family: Family) -> list[str]:
+    """Return the paths of further lists with layers of the same classes, such as a decoder's after an encoder."""
+    layers = family.layer_modules(model)
+    kinds = tuple({type(layer) for layer in layers})
+    return [
+        path
+        for path, stack in model.named_modules()
+        if isinstance(stack, nn.ModuleList)
+        and not path.startswith(f"{family.layers}.")
+        and any(isinstance(entry, kinds) and entry not in layers for entry in stack)
+    ]
 
 
 def _without_unread(model: PreTrainedModel, family: Family, notices: list[str]) -> tuple[Family, list[str]]:

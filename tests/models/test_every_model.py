@@ -16,7 +16,7 @@ from tiny import tiny_model, tiny_tokens, written
 
 import sinkscope
 from sinkscope.errors import SinkscopeError
-from sinkscope.measuring.subject import family_of
+from sinkscope.measuring.subject import family_of, row_or_calibrated
 from sinkscope.models.family import Family
 
 ROWS = {name: {row["model_type"]: row for row in written_rows(name)} for name in LISTS}
@@ -71,6 +71,12 @@ def test_the_result_is_that_of_the_list(name: str, model_type: str) -> None:
 @pytest.mark.parametrize(("name", "model_type"), COMPARED)
 def test_it_is_measured_as_plain_transformers_compute_it(name: str, model_type: str, tmp_path: Path) -> None:
     assert is_equal(model_type, differences(model_type, tmp_path / "ids.npy", LISTS[name]))
+
+
+def test_further_lists_of_layers_are_named() -> None:
+    notices = row_or_calibrated(tiny_of("funnel", torch.float32, auto=LISTS["encoders"]))[1]
+    elsewhere = "the layers of funnel.encoder.blocks.1 and funnel.decoder.layers"
+    assert notices[-1] == f"only funnel.encoder.blocks.0 is measured, not {elsewhere}"
 
 
 def _without_scales(family: Family) -> Family:
