@@ -26,7 +26,7 @@ from sinkscope.measuring.tracer import Reader, open_tracer
 from sinkscope.models.family import text_tower
 from sinkscope.options.measuring import RunConfig
 from sinkscope.results import manifest
-from sinkscope.results.metrics import has_no_rate, reason_without_rate
+from sinkscope.results.metrics import notice_without_rate
 from sinkscope.results.tables import WHOLE_MODEL
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.inputs import TokenInputs
@@ -178,10 +178,8 @@ def measure(
     tables = publish(raw, loaded, inputs.condition)
     summary = summarize(tables, inputs, family, facts.scaling, facts.loss, facts.outside, settings)
     whole = summary[summary["layer"] == WHOLE_MODEL].set_index("metric")["value"].to_dict()
-    if has_no_rate(whole):
-        facts.notices += (
-            f"no sink rate of position 0: {reason_without_rate(whole['uniform_mass'], settings.epsilon)}",
-        )
+    if notice := notice_without_rate(whole, settings.epsilon):
+        facts.notices += (notice,)
     return tables | publish({"summary": summary}, loaded, inputs.condition), facts
 
 

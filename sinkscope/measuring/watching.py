@@ -12,6 +12,7 @@ checkpointing), also after the block, runs the model as it is.
 
 import inspect
 import threading
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -46,7 +47,9 @@ from sinkscope.models.in_memory import called_uncompiled, on_cpu_by_default, out
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import ObservableOptions, make_config
 from sinkscope.options.option import checked
+from sinkscope.results.metrics import notice_without_rate
 from sinkscope.results.run import RunData
+from sinkscope.results.tables import WHOLE_MODEL
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
 
@@ -137,6 +140,9 @@ class Watched:
         tables = publish(raw, self.loaded, CONDITION)
         scaling, outside = self._attended
         summary = summarize(tables, inputs, self.family, scaling, None, outside, self.settings)
+        whole = summary[summary["layer"] == WHOLE_MODEL].set_index("metric")["value"].to_dict()
+        if notice := notice_without_rate(whole, self.settings.epsilon):
+            warnings.warn(notice, stacklevel=4)  # the user's line, past `tables` and the cache
         return tables | publish({"summary": summary}, self.loaded, CONDITION)
 
     @contextmanager

@@ -100,6 +100,13 @@ def has_no_rate(values: Mapping[str, float]) -> bool:
     return isnan(values.get("sink_rate", nan)) and not isnan(values.get("uniform_mass", nan))
 
 
+def notice_without_rate(values: Mapping[str, float], epsilon: float) -> str | None:
+    """Return a line for the user if these metrics of the whole model have no sink rate; None if they have one."""
+    if not has_no_rate(values):
+        return None
+    return f"no sink rate of position 0: {reason_without_rate(values['uniform_mass'], epsilon)}"
+
+
 def reason_without_rate(uniform_mass: float, epsilon: float) -> str:
     mass = f"uniform attention alone gives it {uniform_mass:.1%} of the attention of the queries that see it"
     return f"{mass}, more than ε = {epsilon:.3g}"

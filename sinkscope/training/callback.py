@@ -41,7 +41,7 @@ from sinkscope.options.measuring import ObservableOptions, make_config
 from sinkscope.options.records import ENTRIES
 from sinkscope.results.findings import SINK, USUAL
 from sinkscope.results.manifest import make_manifest, write_manifest
-from sinkscope.results.metrics import has_no_rate, reason_without_rate
+from sinkscope.results.metrics import notice_without_rate
 from sinkscope.results.tables import read_table, write_tables
 from sinkscope.text.inputs import TokenInputs
 from sinkscope.training.history import LENGTH, SEQUENCES, probed
@@ -198,9 +198,8 @@ class SinkCallback(TrainerCallback):
         self.tables = {name: pd.concat([self.tables[name], new[name]]) if self.tables else new[name] for name in new}
         self._write()
         metrics = _whole(new["training"])
-        if not before and has_no_rate(metrics):
-            reason = reason_without_rate(metrics["uniform_mass"], self.options["epsilon"])
-            warnings.warn(f"SinkCallback logs no sink rate of position 0: {reason}", stacklevel=2)
+        if not before and (notice := notice_without_rate(metrics, self.options["epsilon"])):
+            warnings.warn(f"SinkCallback logs {notice}", stacklevel=2)
         self._log(args, state, control, metrics, largest, logits)
         for name, (what, is_there) in ONSETS.items():
             if name in before and name in metrics and is_there(metrics) and not is_there(before):

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.hooked import hook_all
@@ -90,6 +91,16 @@ def test_the_prompt_in_a_static_cache_is_measured(name: str, is_padded: bool) ->
     static = watched(cache_implementation="static", disable_compile=True)
     assert static.calls == 1
     assert_same_tables(dict(static.tables), dict(watched().tables), rtol=1e-4, atol=1e-6)
+
+
+def test_why_a_short_prompt_has_no_sink_rate_is_said() -> None:
+    model = tiny_model("llama").eval()
+    with sinkscope.watch(model) as seen:
+        model(IDS[:1, :4])
+    with pytest.warns(UserWarning, match="no sink rate of position 0: uniform attention alone gives it 52.1%") as said:
+        assert np.isnan(seen.tables["attention"]["sink_rate"]).all()
+    assert said[0].filename == __file__
+    assert np.isnan(seen.sink_rate)
 
 
 def test_a_mask_of_several_sequences_is_skipped() -> None:
