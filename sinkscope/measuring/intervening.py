@@ -4,6 +4,7 @@ with intervening(model, "zero-massive", tokenizer=tokenizer):
     model.generate(…)
 """
 
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Unpack
@@ -18,7 +19,7 @@ from sinkscope.interventions import Intervention, Known, Target, applied, parse_
 from sinkscope.interventions.intervention import Stack
 from sinkscope.measuring.experiment import BEFORE, Experiment
 from sinkscope.measuring.parity import check_beforehand
-from sinkscope.measuring.subject import open_subject, position_limit, row_or_calibrated
+from sinkscope.measuring.subject import open_subject, position_limit, row_or_calibrated, unread_notice
 from sinkscope.models.in_memory import called_uncompiled, on_cpu_by_default, unwrapped
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.keywords import InputKeywords
@@ -59,6 +60,8 @@ def intervening(
     parts = tuple(part for given in do for part in parse_all(given))
     family, notices = row_or_calibrated(network)
     check_beforehand(network, family, is_calibrated=bool(notices))
+    for notice in unread_notice(family):
+        warnings.warn(f"{notice}; interventions on attention leave it as it is there", stacklevel=3)
     known = Known(Target(network, family, seams={}), position_limit(network, family) or 1)
     try:
         parts = tuple(part if part.inapplicable(known.target) else part.resolved(known) for part in parts)

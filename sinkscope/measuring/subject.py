@@ -222,12 +222,14 @@ def _without_unread(model: PreTrainedModel, family: Family, notices: list[str]) 
     """Return a family, which is not known by name, without the attention that cannot be read, and the notices."""
     with unchanged_after(model):
         family = family.without(unread_attentions(model, family), model)
-    unread = {at: block.unread for at, block in enumerate(family.blocks) if block.unread}
-    if unread:
-        which = ", ".join(map(str, unread))
-        why = next(iter(unread.values()))
-        notices = [*notices, f"attention weights are not read in {counted(len(unread), 'layer')} ({which}): {why}"]
-    return family, notices
+    return family, [*notices, *unread_notice(family)]
+
+
+def unread_notice(family: Family) -> list[str]:
+    """Return a line about layers whose attention cannot be read, if there are any."""
+    unread = {layer: block.unread for layer, block in enumerate(family.blocks) if block.unread}
+    which, why = ", ".join(map(str, unread)), next(iter(unread.values()), "")
+    return [f"attention weights are not read in {counted(len(unread), 'layer')} ({which}): {why}"] if unread else []
 
 
 def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = None) -> TokenInputs:

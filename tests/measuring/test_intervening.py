@@ -37,6 +37,15 @@ def under(model: Any, *do: Any, ids: torch.Tensor = IDS, **options: Any) -> torc
         return logits(model, ids)
 
 
+def test_layers_that_no_intervention_on_attention_reaches_are_named() -> None:
+    model = tiny_model("llama")
+    attention = model.model.layers[1].self_attn
+    once = attention.forward
+    attention.forward = lambda hidden_states, **kwargs: once(once(hidden_states, **kwargs)[0], **kwargs)
+    with pytest.warns(UserWarning, match=r"weights are not read in 1 layer \(1\): .* leave it as it is there"):
+        assert not torch.equal(under(model, "mask-sink"), logits(model))
+
+
 def test_blocks_that_end_in_any_order_change_their_own_models() -> None:
     """The block that begins first ends first, and the other model is still changed."""
     names = "llama", "bloom"

@@ -65,10 +65,10 @@ S.findingNumbers = (onlyOfSeveral) => {
   if (!rows.length || (onlyOfSeveral && !several)) return null;
   if (several) return S.findingsByRun(rows);
   return S.plainTable(
-    [{ label: "Finding" }, { label: "Value [95 %]", number: true }, { label: "Threshold", number: true },
-      { label: "Outcome" }, { label: "Claim" }],
-    rows.map((row) => [row.finding, S.interval(row.value, row.low, row.high), S.number(row.threshold), row.outcome,
-      row.claim ?? ""]), "Findings");
+    [{ label: "Finding" }, { label: "Value [95 %]", number: true }, { label: "Null", number: true },
+      { label: "Threshold", number: true }, { label: "Outcome" }, { label: "Claim" }],
+    rows.map((row) => [row.finding, S.interval(row.value, row.low, row.high), S.number(row.null), S.number(row.threshold),
+      row.outcome, row.claim ?? ""]), "Findings");
 };
 
 /** One row per finding, one column per run. */
