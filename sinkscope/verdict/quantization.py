@@ -287,7 +287,10 @@ def _spared_sites(run: RunData) -> pd.DataFrame:
 
 
 def llm_compressor_recipe(run: RunData) -> dict[str, Any] | None:
-    """Return a recipe of llm-compressor: one QuantizationModifier that quantizes as this run did."""
+    """Return a recipe of llm-compressor: one QuantizationModifier with the run's grids of weights and inputs.
+
+    The outputs of linear layers, which the run quantizes, too, stay as they are: no kernel that serves quantizes them.
+    """
     # None if the linear layers are not torch.nn.Linear, because llm-compressor quantizes no others
     given = run.manifest["quantization"]
     if given["full_precision_modules"] is None:
@@ -295,9 +298,7 @@ def llm_compressor_recipe(run: RunData) -> dict[str, Any] | None:
     group = {
         "targets": ["Linear"],
         "weights": _grid(given["bits_weights"], given["weights_per"], is_symmetric=True),
-        # two equal dicts, because YAML would write the second use of one dict as an alias
         "input_activations": _grid(given["bits_activations"], given["activations_per"]),
-        "output_activations": _grid(given["bits_activations"], given["activations_per"]),
     }
     modules = [*given["full_precision_modules"], *_modules(_spared_sites(run))]
     modifier: dict[str, Any] = {"ignore": list(dict.fromkeys(modules)), "config_groups": {"group_0": group}}
@@ -324,7 +325,7 @@ def _modules(sites: pd.DataFrame) -> list[str]:
 def _comments(run: RunData) -> str:
     cache = run.manifest["quantization"]["kv_cache_per"]
     lines = [f"{run.model}: the modules to keep in full precision are in `ignore`."]
-    lines.append("Outputs are quantized as in the simulation: leave output_activations out for kernels that do not.")
+    lines.append("Weights and inputs are quantized. The run's cost includes quantized outputs, which no kernel serves.")
     beyond = [f"{row.module} {row.part}" for row in _spared_sites(run).itertuples() if row.part not in PARTS]
     if beyond:
         lines.append(f"These costly sites are no modules that can be left out: {', '.join(beyond)}.")
