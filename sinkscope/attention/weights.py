@@ -18,6 +18,7 @@ from sinkscope.attention.kernels import (
     AttentionCall,
     causal,
     factor,
+    is_visible,
     numbers_at_once,
     products,
     raw_logits,
@@ -79,8 +80,7 @@ class AttentionRead:
         parts = [~forbidden.pairs(rows, cols, device) for forbidden in call.forbidden]
         mask = call.mask if call.scores is None else call.scores  # includes causality
         if mask is not None:
-            mask = mask[:, :, rows, cols]
-            parts.append(mask if mask.dtype == torch.bool else mask > MASKED)
+            parts.append(is_visible(mask[:, :, rows, cols]))
         elif not call.looks_ahead and rows.start < cols.stop - 1:
             parts.append(causal(rows, cols, 0, device)[None, None])
         valid = self.batch.on(device, "valid")

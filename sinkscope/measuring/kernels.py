@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 
-from sinkscope.attention.kernels import MASKED, upcast
+from sinkscope.attention.kernels import is_visible, upcast
 from sinkscope.attention.seam import attention_implementation, open_seam
 from sinkscope.errors import is_out_of_memory, one_line
 from sinkscope.measuring.parity import FEW, MARGIN, largest_difference, perturbed_layers
@@ -55,7 +55,7 @@ def _without_scaling(query: torch.Tensor, mask: torch.Tensor | None, given: dict
 def _without_window(query: torch.Tensor, mask: torch.Tensor | None, given: dict[str, Any]) -> Dropped:
     if mask is None:
         return None
-    allowed = mask if mask.dtype == torch.bool else mask > MASKED
+    allowed = is_visible(mask)
     full = torch.ones_like(allowed)
     full = full if allowed.triu(1).any() else full.tril()  # an encoder's queries see later keys
     return None if torch.equal(allowed, full) else (full, given)
