@@ -93,9 +93,8 @@ def package_of(register: dict[str, Any], name: str) -> str:
 
 def plugin_of(error: BaseException) -> str:
     """Return the package of the plugin whose code was running when an error was raised; "" if none was."""
-    modules = {point.module.partition(".")[0]: _package(point) for point in _loaded}
-    ran = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
-    return next((modules[module] for module in reversed(ran) if module in modules), "")
+    ran = [package_with(frame.f_globals.get("__name__", "")) for frame, _ in walk_tb(error.__traceback__)]
+    return next(filter(None, reversed(ran)), "")
 
 
 @contextmanager

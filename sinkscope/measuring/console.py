@@ -13,6 +13,8 @@ from rich.segment import Segment
 
 from sinkscope.errors import printable
 
+UP = "\x1b[A"  # moves a terminal's cursor up a line
+
 
 class Terminal(Console):
     """A console that prints text as it is: without markup and emoji codes, and without what a terminal would obey."""
@@ -67,6 +69,8 @@ class Plain(Forgiving):
         return Forgiving(self._stream)
 
     def write(self, text: str) -> int:
+        if not text.replace(UP, ""):  # from one bar to the one above it
+            return super().write(text)
         return super().write("\r".join(map(printable, text.split("\r"))))  # a bar begins with \r
 
 

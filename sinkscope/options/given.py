@@ -60,7 +60,8 @@ def _rows(thing: Any) -> Callable[[], Iterable[Any]] | None:
     if _is_of(thing, "datasets") and hasattr(thing, "__iter__") and not isinstance(thing, Sequence):
         return lambda: thing
     if _is_of(thing, "torch.utils.data"):
-        is_indexed = hasattr(thing, "__len__") and hasattr(thing, "__getitem__")
+        # the `__getitem__` of an IterableDataset fails, though it may have a length
+        is_indexed = hasattr(thing, "__len__") and not hasattr(thing, "__iter__")
         return (lambda: (thing[row] for row in range(len(thing)))) if is_indexed else lambda: thing
     if _is_of(thing, "pandas") and hasattr(thing, "columns"):
         if not len(thing):

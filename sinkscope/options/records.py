@@ -32,6 +32,10 @@ class Document:
     entry: str = ""  # the entry or column that it is from
     is_part: bool = False  # whether it is a part of a packed row
 
+    @property
+    def is_text(self) -> bool:
+        return self.ids is None and self.messages is None
+
 
 def _of_characters(text: str) -> str:
     """Return the text; raise ValueError for half of a surrogate pair, which JSON can spell but no tokenizer accepts."""

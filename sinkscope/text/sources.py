@@ -371,8 +371,8 @@ def long_heads(documents: Iterator[Document], label: str, request: Request) -> S
 def table_heads(documents: Iterator[Document], label: str, request: Request) -> Selection:
     """Take the rows of a table: texts that are long enough, or else ids and chats of any length."""
     first = list(islice(documents, LOOKED_AT))
-    all_text = all(document.ids is None and document.messages is None for document in first)
-    return (long_heads if all_text else heads)(chain(first, documents), label, request)
+    are_texts = all(document.is_text for document in first)
+    return (long_heads if are_texts else heads)(chain(first, documents), label, request)
 
 
 @dataclass
@@ -386,8 +386,8 @@ class _Taken:
     framed: int = 0  # texts that begin with the tokens that are put before a text
 
     def selection(self, label: str, request: Request, notices: list[str]) -> Selection:
-        all_text = all(document.ids is None and document.messages is None for document in self.documents)
-        first = request.token_zero(TEXT, self.sequences) if all_text else request.describe_first(self.sequences)
+        are_texts = all(document.is_text for document in self.documents)
+        first = request.token_zero(TEXT, self.sequences) if are_texts else request.describe_first(self.sequences)
         entries = tuple(dict.fromkeys(document.entry for document in self.documents))
         notices = [*notices, *request.not_added_again(label, self.framed)]
         return Selection(self.sequences, first, notices, entries=entries, cut=self.cut)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 
 from sinkscope.attention.seam import open_seam
@@ -276,7 +277,8 @@ def _first(texts: Any, count: int, is_training: bool = False) -> Any:
     with explained("the dataset cannot be read"), same_random_numbers(texts):
         if isinstance(texts, pd.DataFrame):
             return list(islice(Given(texts).rows(), count))
-        if hasattr(texts, "__getitem__") and hasattr(texts, "__len__"):
+        is_stream = isinstance(texts, IterableDataset)  # its `__getitem__` fails, and it may have a length
+        if hasattr(texts, "__getitem__") and hasattr(texts, "__len__") and not is_stream:
             rows = [texts[row] for row in range(min(count, len(texts)))]
             is_one = rows and (isinstance(rows[0], int) or getattr(rows[0], "ndim", 1) == 0)
             return texts if is_one else rows  # ids of one text

@@ -385,7 +385,8 @@ def test_a_console_on_a_terminal_keeps_its_own_escapes(capsys: pytest.CaptureFix
         patch.setattr(sys, "stderr", Plain(sys.stderr))
         Console(stderr=True, force_terminal=True, color_system="standard").print(Text("words", "red"))
         print("\rhalf of a bar\x1b[A", end="", file=sys.stderr)
-    assert capsys.readouterr().err == "\x1b[31mwords\x1b[0m\n\rhalf of a bar\\u001b[A"
+        print("\x1b[A\x1b[A", end="", file=sys.stderr)  # tqdm's own, if bars are below each other
+    assert capsys.readouterr().err == "\x1b[31mwords\x1b[0m\n\rhalf of a bar\\u001b[A\x1b[A\x1b[A"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS and Windows have no such names")

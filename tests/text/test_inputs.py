@@ -537,6 +537,19 @@ LAYOUTS: tuple[tuple[dict[str, Any], Any], ...] = (
 )
 
 
+class Streamed(torch.utils.data.IterableDataset):
+    """A dataset with a length, which cannot be indexed all the same."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
 @pytest.mark.parametrize("number", range(len(LAYOUTS)))
 def test_a_record_is_read_in_one_way_wherever_it_comes_from(number: int, tmp_path: Path) -> None:
     """In a line of JSON, an object, a dataset, a DataFrame and a batch."""
@@ -552,6 +565,7 @@ def test_a_record_is_read_in_one_way_wherever_it_comes_from(number: int, tmp_pat
         lambda: given(pd.DataFrame(rows)),
         lambda: given(arrays),
         lambda: given(torch.utils.data.DataLoader([arrays], collate_fn=lambda batch: batch[0])),
+        lambda: given(Streamed([record])),
     ]
     for way in ways:
         if isinstance(expected, str):

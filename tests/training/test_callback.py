@@ -313,6 +313,9 @@ def test_without_evaluation_texts_it_measures_the_training_texts_and_says_so(tmp
         def __iter__(self) -> Any:
             return (row for row in self.rows)
 
+        def __len__(self) -> int:  # also then it cannot be indexed
+            return len(TRAINED)
+
     class Streamed(Once):
         def __init__(self) -> None:
             self.rows = (row for row in TRAINED)
