@@ -507,6 +507,15 @@ def test_what_leaves_a_module_is_edited_after_the_users_hooks(name: str) -> None
     assert torch.equal(entered[-1], expected)
 
 
+def test_hidden_states_that_a_model_returns_are_the_edited_ones() -> None:
+    """Also if transformers' hooks that collect them are older than the edit."""
+    model = tiny_model("llama")
+    model(IDS, output_hidden_states=True)
+    with intervening(model, "zero-massive:layers=1,positions=0+1,coordinates=5"):
+        states = model(IDS, output_hidden_states=True).hidden_states[2]
+    assert not states[:, :2, 5].any()
+
+
 @pytest.mark.parametrize("name", REPRESENTATIVE)
 def test_the_attention_that_is_read_under_mask_sink_is_none_to_the_sink(name: str) -> None:
     """The other keys share the freed weight: each weight ÷ the sum over the keys that are not forbidden."""

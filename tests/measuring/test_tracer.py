@@ -15,11 +15,12 @@ from tiny import FORWARD, TINY, measured, padded, ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
 from sinkscope.attention import weights as attention_weights
+from sinkscope.attention.kernels import AttentionCall
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.losses import loss_and_gradient, loss_in_chunks
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
-from sinkscope.measuring.tracer import model_inputs, open_tracer
+from sinkscope.measuring.tracer import _without_empty_slots, model_inputs, open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import IGNORED, Batch
 
@@ -193,6 +194,25 @@ def test_an_observable_sees_its_sites_of_every_layer_in_order_and_no_other() -> 
     assert stream.readings[0] is not stream.readings[1]
     assert first.calls == [(layer, site) for layer in range(3) for site in ("layer_in", "attention", "mlp_out")]
     assert second.calls == [(layer, site) for layer in range(3) for site in ("attn_norm", "mid")]
+
+
+@pytest.mark.parametrize("kind", ["bool", "additive", "scores", "causal", "encoder"])
+def test_keys_past_the_tokens_are_cut_only_if_no_query_sees_them(kind: str) -> None:
+    """Four tokens and two more keys, which may be empty slots of a static cache."""
+    visible = torch.ones(1, 1, 4, 6).tril().bool()
+    additive = torch.zeros(1, 1, 4, 6).masked_fill(~visible, torch.finfo(torch.float32).min)
+    mask = {"bool": visible, "additive": additive}.get(kind)
+    call = AttentionCall(mask, 1.0, scores=additive if kind == "scores" else None, causal=kind != "encoder")
+    seen = {name: torch.zeros(1, 1, 6, 2) for name in ("key", "value")}
+    cut = _without_empty_slots(call, kept := dict(seen), 4)
+    length = 6 if kind == "encoder" else 4
+    assert {x.shape[2] for x in kept.values()} == {length}
+    for masked in (cut.mask, cut.scores):
+        assert masked is None or masked.shape == (1, 1, 4, length)
+    if kind in ("bool", "additive", "scores"):
+        visible[..., 1, 5], additive[..., 1, 5] = True, -3.0
+        assert _without_empty_slots(call, seen, 4) is call
+        assert {x.shape[2] for x in seen.values()} == {6}
 
 
 def test_positions_are_given_to_a_padded_model_and_only_to_one_that_takes_them() -> None:
