@@ -313,10 +313,10 @@ def _batch(given: Mapping[str, Any], first: int) -> Batch:
         raise NotMeasured("a decoding step: its queries are not complete sequences, as those of the prefill are")
     if ids.shape[1] < 2:
         raise NotMeasured("a single token")
+    if isinstance(mask, Mapping):  # by kind of layer, as `generate` makes them for a static cache; None: all is seen
+        mask = next((of_kind for of_kind in mask.values() if of_kind is not None), None)
     if mask is None:
         mask = torch.ones_like(ids)
-    if isinstance(mask, Mapping):  # by kind of layer, as `generate` makes them for a static cache
-        mask = next(iter(mask.values()))
     if isinstance(mask, torch.Tensor) and mask.dim() == 4:
         mask = _tokens_seen(mask)
     if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:

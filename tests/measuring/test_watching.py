@@ -103,6 +103,20 @@ def test_why_a_short_prompt_has_no_sink_rate_is_said() -> None:
     assert np.isnan(seen.sink_rate)
 
 
+@pytest.mark.parametrize("kinds", [("full_attention", "sliding_attention"), ("sliding_attention", "full_attention")])
+def test_masks_by_kind_of_layer_are_read_in_any_order(kinds: tuple[str, str]) -> None:
+    """Their order is that of a set, and layers that see all earlier tokens need no mask."""
+    model, ids = tiny_model("gemma2").eval(), IDS[:2]
+    distance = torch.arange(ids.shape[1])[:, None] - torch.arange(ids.shape[1])
+    window = model.config.sliding_window
+    masks = {"full_attention": None, "sliding_attention": ((distance >= 0) & (distance < window)).expand(2, 1, -1, -1)}
+    with sinkscope.watch(model) as seen:
+        model(ids, attention_mask={kind: masks[kind] for kind in kinds})
+    with sinkscope.watch(model) as expected:
+        model(ids)
+    assert_same_tables(dict(seen.tables), dict(expected.tables), rtol=1e-4, atol=1e-6)
+
+
 def test_a_mask_of_several_sequences_is_skipped() -> None:
     model, ids = tiny_model("llama").eval(), IDS[:1, :12]
     apart = torch.block_diag(*[torch.ones(6, 6).tril()] * 2).bool()[None, None]
