@@ -106,7 +106,7 @@ def test_why_a_short_prompt_has_no_sink_rate_is_said() -> None:
 @pytest.mark.parametrize("kinds", [("full_attention", "sliding_attention"), ("sliding_attention", "full_attention")])
 def test_masks_by_kind_of_layer_are_read_in_any_order(kinds: tuple[str, str]) -> None:
     """Their order is that of a set, and layers that see all earlier tokens need no mask."""
-    model, ids = tiny_model("gemma2").eval(), IDS[:2]
+    model, ids = tiny_model("gemma3").eval(), IDS[:2]
     distance = torch.arange(ids.shape[1])[:, None] - torch.arange(ids.shape[1])
     window = model.config.sliding_window
     masks = {"full_attention": None, "sliding_attention": ((distance >= 0) & (distance < window)).expand(2, 1, -1, -1)}
