@@ -40,7 +40,7 @@ from sinkscope.measuring.subject import (
 )
 from sinkscope.models.in_memory import fingerprint
 from sinkscope.options.keywords import ClaimsKeywords
-from sinkscope.options.measuring import AnalyzeOptions, ClaimsOptions, InterveneOptions, RunConfig
+from sinkscope.options.measuring import SEQ_LEN, AnalyzeOptions, ClaimsOptions, InterveneOptions, RunConfig
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.signatures import with_options
 from sinkscope.output.result import FIGURES, both, draw, figure_failure
@@ -256,6 +256,8 @@ class Bench:
         """
         checked = self.config.skip_parity or self.analyzed is not None
         other = {"dataset": None, "prompt": None, "observables": self._applying(observables), "skip_parity": checked}
+        if self.config.reads_all and given.get("input") != self.config.input:  # its rows have lengths of their own
+            other["seq_len"] = SEQ_LEN
         return self._analyzed(None, {**other, **given})
 
     def under_policy(self, roles: Sequence[Need], policy: str) -> Run:
@@ -303,8 +305,14 @@ class Bench:
         return self._experiment(None, {"arms": {do: (do,)}, "seq_len": length, "num_seqs": STREAMS})
 
     def _applying(self, observables: Iterable[str]) -> list[str]:
-        loaded, family = self.subject.loaded, self.subject.family
-        return [name for name in observables if OBSERVABLES[name].inapplicable(loaded.model, family) is None]
+        model, family = self.subject.loaded.model, self.subject.family
+        has_loss = self.subject.without_loss is None
+        kinds = {name: OBSERVABLES[name] for name in observables}
+        return [
+            name
+            for name, kind in kinds.items()
+            if kind.inapplicable(model, family) is None and (has_loss or not kind.backward)
+        ]
 
     def _analyzed(self, subject: Subject | None, given: Mapping[str, Any]) -> Run:
         start = time.time()

@@ -55,6 +55,14 @@ def test_one_model_decides_all_but_what_training_decides(measured: Scorecard) ->
     assert found["first embedding"] == "no sink"
 
 
+def test_a_base_model_has_a_null_and_rows_of_python_other_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "W-1", "W-2")
+    rows = np.random.default_rng(0).integers(3, VOCAB, size=(4, 64)).tolist()
+    card = sinkscope.claims(tiny_model("llama").model, input=[{"input_ids": row} for row in rows], nulls=1)
+    roles = next(iter(card.manifest["judged"].values()))
+    assert {"natural", "null", "without-bos:random"} <= roles.keys()
+
+
 @pytest.mark.usefixtures("no_figures")
 def test_the_folder_holds_runs_that_give_the_same_scorecard_without_the_model(
     measured: Scorecard, tmp_path: Path
