@@ -372,7 +372,8 @@ def watch(model: nn.Module, *, tokenizer: PreTrainedTokenizerBase | None = None,
     Outputs, gradients, random numbers and weights stay as they are without the block, bit for bit: in eval and in
     training mode, under autocast, with gradient checkpointing, and inside `intervening`. A compiled model runs
     uncompiled in the block. Of `generate` and of serving with a KV cache, the pass over each prompt is measured;
-    decoding steps, and prompts that are read in several chunks, are not. `seen.calls` counts the measured calls,
+    decoding steps, and prompts that are read in several chunks, are not, nor are those of assisted generation, whose
+    checks of several tokens look like chunks. `seen.calls` counts the measured calls,
     `seen.skipped` the others by their reason: a decoding step, packed sequences, inputs other than token ids, attention
     that is not recognized, NaN. A block keeps the ids and the tables of all its calls: a server opens one for some of
     its calls, or for a while.

@@ -123,7 +123,7 @@ def merged(wrapped: Any, source: str, method: str) -> PreTrainedModel:
     together = network(ids, use_cache=False)[0]
     sizes = apart.float().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
     error = float(((together - apart).float().norm(dim=-1) / sizes).max())
-    if error > ROUNDED[together.dtype]:
+    if not error <= ROUNDED[together.dtype]:  # or NaN
         raise InputError(f"{cannot}: the model would compute something else (its output differs by {error:.1e})")
     return network
 

@@ -152,7 +152,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 class Noted:
-    """A user's hook, which notes the attributes of the model's modules that it sets, removes or fills."""
+    """A user's hook, which notes the attributes that it sets, removes or fills in its module and those that hold it."""
 
     def __init__(self, hook: Callable[..., Any], modules: Sequence[nn.Module], noted: set[tuple[int, str]]) -> None:
         self.hook = hook

@@ -59,7 +59,9 @@ def same_random_numbers(*holders: Any) -> Iterator[None]:
         stack.callback(torch.set_rng_state, torch.get_rng_state())
         stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002
         stack.callback(random.setstate, random.getstate())
-        if hasattr(device, f"get_rng_state{every}"):
+        # reading the numbers of an accelerator that was not used would take memory there
+        is_used = device is not None and getattr(device, "is_initialized", lambda: True)()
+        if is_used and hasattr(device, f"get_rng_state{every}"):
             stack.callback(getattr(device, f"set_rng_state{every}"), getattr(device, f"get_rng_state{every}")())
         for one in _generators_in(holders):
             if isinstance(one, np.random.Generator):
@@ -332,21 +334,24 @@ def _restore(before: list[tuple[dict, list[tuple[str, Any, dict | None]]]], note
 @contextmanager
 def _noted_hooks(model: nn.Module) -> Iterator[set[tuple[int, str]]]:
     """Yield what `Noted` notes of the user's hooks in the block, or in the outermost of nested blocks."""
-    modules, noted = list(model.modules()), set[tuple[int, str]]()
-    changed: list[tuple[dict, int, Any]] = []
-    for module in modules:
+    noted = set[tuple[int, str]]()
+    changed: list[tuple[dict, int, Any, str]] = []
+    for path, module in model.named_modules():
         for hooks in (vars(module)[name] for name in HOOKS if vars(module).get(name)):
             for key, hook in hooks.items():
                 if isinstance(hook, Noted):
                     noted = hook.noted
                 elif hook_of_user(hook) is not None:
-                    changed.append((hooks, key, hook))
-    for hooks, key, hook in changed:
-        hooks[key] = Noted(hook, modules, noted)
+                    changed.append((hooks, key, hook, path))
+    for hooks, key, hook, path in changed:
+        # not all modules: to look at them around each call would take long if each has a hook
+        ends = [end for end, character in enumerate(f"{path}.") if character == "."]
+        holding = dict.fromkeys([model, *(model.get_submodule(path[:end]) for end in ends)])
+        hooks[key] = Noted(hook, list(holding), noted)
     try:
         yield noted
     finally:
-        for hooks, key, hook in changed:
+        for hooks, key, hook, _ in changed:
             if key in hooks:  # it may have removed itself
                 hooks[key] = hook
 

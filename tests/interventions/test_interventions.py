@@ -508,12 +508,17 @@ def test_what_leaves_a_module_is_edited_after_the_users_hooks(name: str) -> None
 
 
 def test_hidden_states_that_a_model_returns_are_the_edited_ones() -> None:
-    """Also if transformers' hooks that collect them are older than the edit."""
+    """Also if transformers' hooks that collect them are older than the edit. The order of hooks stays."""
     model = tiny_model("llama")
     model(IDS, output_hidden_states=True)
+    edited = model.model.layers[1]
+    edited.register_forward_hook(lambda module, args, output: None)
+    order = list(edited._forward_hooks)
     with intervening(model, "zero-massive:layers=1,positions=0+1,coordinates=5"):
         states = model(IDS, output_hidden_states=True).hidden_states[2]
     assert not states[:, :2, 5].any()
+    assert list(edited._forward_hooks) == order
+    assert len(order) > 1
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVE)

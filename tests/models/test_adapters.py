@@ -102,6 +102,7 @@ def test_a_merge_leaves_tied_weights_alone(kind: str, tied: Path, tmp_path: Path
     loaded = load(str(tied), adapter=str(tmp_path / "adapter"))
     torch.testing.assert_close(loaded.model(ids).logits, wrapped.eval()(ids).logits, rtol=1e-4, atol=1e-5)
     assert (wrapped(ids).logits - AutoModelForCausalLM.from_pretrained(tied)(ids).logits).abs().max() > 0.01
+    assert loaded.model.config.tie_word_embeddings is False
     loaded.model.save_pretrained(tmp_path / "merged")  # not tied again when it is read
     again = load(str(tmp_path / "merged")).model
     torch.testing.assert_close(again(ids).logits, loaded.model(ids).logits)

@@ -332,12 +332,19 @@ def test_other_attention_is_measured_without_its_weights(mixed: Callable[..., to
     assert abs(seen.massive.value) == pytest.approx(run.tables["massive"]["value"].abs().max(), rel=1e-6)
 
 
-def test_an_attention_function_of_another_kind_is_not_replaced() -> None:
-    """Registered with transformers by the user, it is not computed by softmax, and no NaN or parity error appears."""
+@pytest.mark.parametrize("is_softmax", [False, True])
+def test_an_attention_function_of_another_kind_is_not_replaced(is_softmax: bool) -> None:
+    """Registered with transformers by the user, it is not computed by softmax, and no NaN or parity error appears.
+
+    A softmax whose output is scaled is another kind, too.
+    """
 
     def sigmoids(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask, **kwargs):
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-        weights = (F.softplus(query @ key.mT) + mask).sigmoid()
+        if is_softmax:
+            weights = 1.5 * (query @ key.mT * kwargs["scaling"] + mask).softmax(-1)
+        else:
+            weights = (F.softplus(query @ key.mT) + mask).sigmoid()
         return (weights @ value).transpose(1, 2).contiguous(), None
 
     AttentionInterface.register("sigmoids", sigmoids)

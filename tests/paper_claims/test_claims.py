@@ -55,9 +55,9 @@ def test_a_claim_distinguishes_a_model_from_random_weights_if_none_of_them_passe
     assert sink().tells == ""
 
 
-def of_massive(entry: float, draw: int | None = None) -> RunData:
-    """Return a run of which each sequence has this largest entry, massive from 1000 on, at one coordinate."""
-    rows = [(0, sequence, 0, 3, entry, entry, entry > 1000) for sequence in range(40)]
+def of_massive(entry: float, draw: int | None = None, coordinates: int = 1) -> RunData:
+    """Return a run of which each sequence has this largest entry, massive from 1000 on, at one of the coordinates."""
+    rows = [(0, sequence, 0, 3 + sequence % coordinates, entry, entry, entry > 1000) for sequence in range(40)]
     columns = ["layer", "sequence", "position", "coordinate", "value", "ratio", "is_massive"]
     run = analysis({"massive": pd.DataFrame(rows, columns=columns)}, input=NO_BOS)
     run.manifest["config"] |= {"seq_len": 64, "window": 64}
@@ -76,25 +76,35 @@ def test_a_claim_about_what_random_weights_lack_has_no_null(of_random_weights, t
     assert share is None or found.null_passes == pytest.approx(share, nan_ok=True)
 
 
-def drained(sinks: float, ratio: float, draw: int | None = None) -> RunData:
+def test_one_draw_that_defines_a_claim_is_a_null() -> None:
+    found = judge(CLAIMS["S-9"], evidence_of([of_massive(5e3), of_massive(1.0, 0), of_massive(5e3, 1, 2)], "made"))
+    assert (found.outcome, found.tells, found.null_passes) == (HOLDS, "yes", 0.0)
+
+
+def drained(sinks: float, ratio: float, draw: int | None = None, noise: float = 0.001) -> RunData:
     """Return a run with this share of heads that have a sink, and this ratio of value norms in all heads."""
     heads, later = np.linspace(0, 1, 10, endpoint=False), 1.0
     mass = np.where(heads < sinks, 0.9, 0.05)
     run = analysis({
         "attention_heads_by_sequence": by_sequence({"window_mass": mass, "uniform_mass": 0.07}, head=range(10)),
         "geometry_by_sequence": by_sequence(
-            {"value_norm": ratio, "value_norm_later": later}, noise=0.001, head=range(10)
+            {"value_norm": ratio, "value_norm_later": later}, noise=noise, head=range(10)
         ),
     })  # fmt: skip
     run.manifest["config"] |= {"seq_len": 64, "window": 64}
     return run if draw is None else as_draw(run, draw)
 
 
-@pytest.mark.parametrize(("of_random_weights", "tells"), [(1.0, "yes"), (0.2, "no")])
-def test_that_random_weights_have_no_sink_is_no_evidence_for_what_the_sink_is(of_random_weights, tells: str) -> None:
-    runs = [drained(0.8, 0.3), *(drained(0.0, of_random_weights, draw) for draw in range(2))]
+@pytest.mark.parametrize(
+    ("of_random_weights", "noise", "tells", "share"),
+    [(1.0, 0.001, "yes", 0.0), (0.2, 0.001, "no", 1.0), (0.1, 6.0, "no", 0.0)],  # the last fails by its interval
+)
+def test_that_random_weights_have_no_sink_is_no_evidence_for_what_the_sink_is(
+    of_random_weights: float, noise: float, tells: str, share: float
+) -> None:
+    runs = [drained(0.8, 0.3), *(drained(0.0, of_random_weights, draw, noise) for draw in range(2))]
     found = judge(CLAIMS["GS-20"], evidence_of(runs, "made"))
-    assert (found.outcome, found.tells) == (HOLDS, tells)
+    assert (found.outcome, found.tells, found.null_passes) == (HOLDS, tells, share)
 
 
 def test_a_null_with_a_larger_value_that_fails_by_its_interval_is_not_separated() -> None:
