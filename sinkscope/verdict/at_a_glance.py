@@ -1,6 +1,7 @@
 """Five numbers of a run for a reader in a hurry: what each means, what it would be without a sink, and elsewhere."""
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from math import isfinite, isnan
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ def glances(run: RunData) -> Iterator[Glance]:
             yield Glance(name, title, _text(name, value), *_words(name, value, run), f"{place} three models: {others}.")
 
 
+@cache
 def _reported() -> Mapping[str, Mapping[str, float]]:
     """Return model → metric → its value in reports/ (100 × 64 tokens of text, of MGM sampled from itself)."""
     found = {}
