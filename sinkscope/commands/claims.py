@@ -255,7 +255,8 @@ class Bench:
         The parity check is skipped if it was done on the text, because its batches have the same shape.
         """
         checked = self.config.skip_parity or self.analyzed is not None
-        other = {"dataset": None, "prompt": None, "observables": self._applying(observables), "skip_parity": checked}
+        names = self._applying(observables)
+        other: dict[str, Any] = {"dataset": None, "prompt": None, "observables": names, "skip_parity": checked}
         if self.config.reads_all and given.get("input") != self.config.input:  # its rows have lengths of their own
             other["seq_len"] = SEQ_LEN
         return self._analyzed(None, {**other, **given})
