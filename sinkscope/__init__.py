@@ -10,6 +10,7 @@ There is one function per command, with its name and options. Each is imported w
 `import sinkscope.retrofits` registers retrofitted models with transformers' auto classes.
 """
 
+import random
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,12 @@ if not TYPE_CHECKING:  # with `__getattr__`, type checkers would accept every na
             return import_module("importlib.metadata").version("sinkscope")
         if name not in _MODULES:
             raise AttributeError(f"module 'sinkscope' has no attribute '{name}'")
-        return getattr(import_module(f"sinkscope.{_MODULES[name]}"), _RENAMED.get(name, name))
+        state = random.getstate()  # rich draws a number when it is imported
+        try:
+            module = import_module(f"sinkscope.{_MODULES[name]}")
+        finally:
+            random.setstate(state)
+        return getattr(module, _RENAMED.get(name, name))
 
     def __dir__():
         return sorted([*_MODULES, "__version__"])

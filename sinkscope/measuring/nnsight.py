@@ -3,7 +3,7 @@ the tracer adds to it: what leaves a module is read after the module's forward h
 
 nnsight's configuration can turn the mount off, but is read while nnsight is imported. This module changes the
 configuration during the import only. If the user has imported nnsight before, it stays as it is; if they import it
-later, `nnsight.save(x)` replaces `x.save()`.
+later, `nnsight.save(x)` replaces `x.save()`, and `with x.backward():` is not nnsight's.
 """
 
 import sys
@@ -13,6 +13,7 @@ from functools import partial
 from importlib.util import find_spec, module_from_spec
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -25,7 +26,11 @@ def _import_without_mount() -> None:
         from nnsight.schema.config import CONFIG
 
         wanted, CONFIG.APP.PYMOUNT = CONFIG.APP.PYMOUNT, False
+        # nnsight replaces it by one that takes every call on the line of a `with` for its own context manager, and then
+        # computes no gradient: `with enabled(): loss.backward()`
+        backward = torch.Tensor.backward
         spec.loader.exec_module(package)
+        torch.Tensor.backward = backward  # type: ignore[method-assign]
         CONFIG.APP.PYMOUNT = wanted
     except BaseException:
         del sys.modules["nnsight"]

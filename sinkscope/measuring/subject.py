@@ -264,7 +264,7 @@ def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = N
         seed=config.seed,
         sampler=partial(_sample, loaded.model),
     )
-    with same_random_numbers():  # a dataset may draw when it is read
+    with same_random_numbers(config.input):  # a dataset may draw when it is read
         built = team().of_the_first(build)
     limits = rotary_limits(loaded.model.config).values()
     inputs = replace(

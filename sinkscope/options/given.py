@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BeforeValidator
 
 from sinkscope.errors import InputError
-from sinkscope.options.records import LAYOUT, Document, documents_of
+from sinkscope.options.records import LAYOUT, OTHER_LAYOUTS, Document, documents_of
 
 DATASET = "dataset"
 KINDS = {"text": "prompts", "messages": "chats", "input_ids": "token-ids"}  # entry of a record → what such records are
@@ -102,7 +102,10 @@ def _of_batch(thing: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     for name, rows in of_rows.items():
         if not isinstance(rows, list) or len(rows) != len(ids):
             raise InputError(f"input: `{name}` is not one row for each of the {len(ids)} rows of `input_ids`")
-    return [{"input_ids": row} | {name: rows[at] for name, rows in of_rows.items()} for at, row in enumerate(ids)]
+    of_all = {name: thing[name] for name in OTHER_LAYOUTS if name in thing}
+    return [
+        {"input_ids": row} | of_all | {name: rows[at] for name, rows in of_rows.items()} for at, row in enumerate(ids)
+    ]
 
 
 def _record(item: Any, where: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from sinkscope.options.files import wrong_entry
 
 ENTRIES = ("input_ids", "messages", "text")  # the first that a record has is read
 LAYOUT = ("attention_mask", "position_ids", "seq_lengths")  # which of the `input_ids` are a sequence
+OTHER_LAYOUTS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")  # where sequences of a batch begin, for kernels
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,9 @@ def documents_of(record: Mapping[str, Any], where: str, column: str = "") -> lis
         raise InputError(f"{where}: a record needs `text`, `messages` or `input_ids`; this one has {keys(record)}")
     entry = next((name for name in present if record[name] is not None), present[0])
     wanted = {name: record[name] for name in Record.model_fields if record.get(name) is not None}
+    other = next((name for name in OTHER_LAYOUTS if record.get(name) is not None), None)
+    if entry == "input_ids" and other and not {"position_ids", "seq_lengths"} & wanted.keys():
+        raise InputError(f"{where}: `{other}` says where sequences begin: give `position_ids` or `seq_lengths` instead")
     if entry == "input_ids":  # a chat is not needed then, and a text only for training
         wanted = {name: value for name, value in wanted.items() if name in (entry, *LAYOUT) or isinstance(value, str)}
         mask = wanted.get("attention_mask")

@@ -263,9 +263,15 @@ def imported_again(script: str) -> None:
         "import nnsight; import sinkscope.measuring.tracer; assert hasattr(5, 'save')",
         "import sinkscope.measuring.tracer; from nnsight.schema.config import CONFIG; import nnsight;"
         "assert CONFIG.APP.PYMOUNT and nnsight.CONFIG is CONFIG",
+        "import torch; own = torch.Tensor.backward; import sinkscope.measuring.tracer;"
+        "assert torch.Tensor.backward is own",
+        "import random; state = random.getstate(); import sinkscope; sinkscope.analyze;"
+        "assert random.getstate() == state",
     ],
 )
 def test_builtins_are_as_they_were(script: str) -> None:
-    """nnsight mounts `save` on all objects; sinkscope prevents this, unless the user has imported nnsight before."""
+    """nnsight mounts `save` on all objects, and replaces `Tensor.backward`; sinkscope prevents this unless the user has
+    imported nnsight before. rich draws a random number when it is imported.
+    """
     with forked(lambda: imported_again(script)) as process:
         assert process.wait() == 0

@@ -534,6 +534,8 @@ LAYOUTS: tuple[tuple[dict[str, Any], Any], ...] = (
     ({"position_ids": [0, 1, 2, 7, 8]}, "`position_ids` go on with 7 at token 3"),
     ({"position_ids": [4, 5, 6, 7, 8]}, "`position_ids` go on with 4 at token 0"),
     ({"seq_lengths": [3, 3]}, "`seq_lengths` do not add up to its 5 `input_ids`"),
+    ({"seq_idx": [0, 0, 0, 1, 1]}, "`seq_idx` says where sequences begin: give `position_ids` or `seq_lengths`"),
+    ({"seq_idx": [0, 0, 0, 1, 1], "seq_lengths": [3, 2]}, [[5, 6, 7], [8, 9]]),
 )
 
 
