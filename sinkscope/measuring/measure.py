@@ -27,7 +27,7 @@ from sinkscope.models.family import text_tower
 from sinkscope.options.measuring import RunConfig
 from sinkscope.results import manifest
 from sinkscope.results.metrics import notice_without_rate
-from sinkscope.results.tables import WHOLE_MODEL
+from sinkscope.results.tables import of_whole_model
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.inputs import TokenInputs
 
@@ -177,8 +177,7 @@ def measure(
         facts.scaling, facts.outside = attended(tracer)
     tables = publish(raw, loaded, inputs.condition)
     summary = summarize(tables, inputs, family, facts.scaling, facts.loss, facts.outside, settings)
-    whole = summary[summary["layer"] == WHOLE_MODEL].set_index("metric")["value"].to_dict()
-    if notice := notice_without_rate(whole, settings.epsilon):
+    if notice := notice_without_rate(of_whole_model(summary), settings.epsilon):
         facts.notices += (notice,)
     return tables | publish({"summary": summary}, loaded, inputs.condition), facts
 

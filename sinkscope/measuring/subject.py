@@ -228,8 +228,10 @@ def _without_unread(model: PreTrainedModel, family: Family, notices: list[str]) 
 def unread_notice(family: Family) -> list[str]:
     """Return a line about layers whose attention cannot be read, if there are any."""
     unread = {layer: block.unread for layer, block in enumerate(family.blocks) if block.unread}
-    which, why = ", ".join(map(str, unread)), next(iter(unread.values()), "")
-    return [f"attention weights are not read in {counted(len(unread), 'layer')} ({which}): {why}"] if unread else []
+    if not unread:
+        return []
+    which, why = ", ".join(map(str, unread)), next(iter(unread.values()))
+    return [f"attention weights are not read in {counted(len(unread), 'layer')} ({which}): {why}"]
 
 
 def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = None) -> TokenInputs:

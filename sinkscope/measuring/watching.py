@@ -49,7 +49,7 @@ from sinkscope.options.measuring import ObservableOptions, make_config
 from sinkscope.options.option import checked
 from sinkscope.results.metrics import notice_without_rate
 from sinkscope.results.run import RunData
-from sinkscope.results.tables import WHOLE_MODEL
+from sinkscope.results.tables import of_whole_model
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
 
@@ -140,8 +140,7 @@ class Watched:
         tables = publish(raw, self.loaded, CONDITION)
         scaling, outside = self._attended
         summary = summarize(tables, inputs, self.family, scaling, None, outside, self.settings)
-        whole = summary[summary["layer"] == WHOLE_MODEL].set_index("metric")["value"].to_dict()
-        if notice := notice_without_rate(whole, self.settings.epsilon):
+        if notice := notice_without_rate(of_whole_model(summary), self.settings.epsilon):
             warnings.warn(notice, stacklevel=4)  # the user's line, past `tables` and the cache
         return tables | publish({"summary": summary}, self.loaded, CONDITION)
 
@@ -373,10 +372,9 @@ def watch(model: nn.Module, *, tokenizer: PreTrainedTokenizerBase | None = None,
     training mode, under autocast, with gradient checkpointing, and inside `intervening`. A compiled model runs
     uncompiled in the block. Of `generate` and of serving with a KV cache, the pass over each prompt is measured;
     decoding steps, and prompts that are read in several chunks, are not, nor are those of assisted generation, whose
-    checks of several tokens look like chunks. `seen.calls` counts the measured calls,
-    `seen.skipped` the others by their reason: a decoding step, packed sequences, inputs other than token ids, attention
-    that is not recognized, NaN. A block keeps the ids and the tables of all its calls: a server opens one for some of
-    its calls, or for a while.
+    checks of several tokens look like chunks. `seen.calls` counts the measured calls, `seen.skipped` the others by
+    their reason: a decoding step, packed sequences, inputs other than token ids, attention that is not recognized, NaN.
+    A block keeps the ids and the tables of all its calls: a server opens one for some of its calls, or for a while.
 
     Args:
         model: A transformers model, also wrapped by torch.compile, PEFT, DistributedDataParallel, or DataParallel on

@@ -345,8 +345,8 @@ def _noted_hooks(model: nn.Module) -> Iterator[set[tuple[int, str]]]:
                     changed.append((hooks, key, hook, path))
     for hooks, key, hook, path in changed:
         # not all modules: to look at them around each call would take long if each has a hook
-        ends = [end for end, character in enumerate(f"{path}.") if character == "."]
-        holding = dict.fromkeys([model, *(model.get_submodule(path[:end]) for end in ends)])
+        names = path.split(".")
+        holding = dict.fromkeys(model.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1))
         hooks[key] = Noted(hook, list(holding), noted)
     try:
         yield noted

@@ -81,10 +81,11 @@ def documents_of(record: Mapping[str, Any], where: str, column: str = "") -> lis
         raise InputError(f"{where}: a record needs `text`, `messages` or `input_ids`; this one has {keys(record)}")
     entry = next((name for name in present if record[name] is not None), present[0])
     wanted = {name: record[name] for name in Record.model_fields if record.get(name) is not None}
-    other = next((name for name in OTHER_LAYOUTS if record.get(name) is not None), None)
-    if entry == "input_ids" and other and not {"position_ids", "seq_lengths"} & wanted.keys():
-        raise InputError(f"{where}: `{other}` says where sequences begin: give `position_ids` or `seq_lengths` instead")
     if entry == "input_ids":  # a chat is not needed then, and a text only for training
+        other = next((name for name in OTHER_LAYOUTS if record.get(name) is not None), None)
+        if other and not {"position_ids", "seq_lengths"} & wanted.keys():
+            what = f"`{other}` says where sequences begin"
+            raise InputError(f"{where}: {what}: give `position_ids` or `seq_lengths` instead")
         wanted = {name: value for name, value in wanted.items() if name in (entry, *LAYOUT) or isinstance(value, str)}
         mask = wanted.get("attention_mask")
         if isinstance(mask, list):

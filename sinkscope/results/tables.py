@@ -211,6 +211,11 @@ def check_made(tables: Mapping[str, pd.DataFrame], columns: Mapping[str, Columns
             raise ValueError(f"the table '{name}': {fault}")
 
 
+def of_whole_model(summary: pd.DataFrame) -> dict[str, float]:
+    """Return metric → value of the rows of a table like `summary` that are of the whole model."""
+    return summary[summary["layer"] == WHOLE_MODEL].set_index("metric")["value"].to_dict()
+
+
 def newer_columns(columns: Columns, form: int) -> list[Column]:
     return [column for column in columns if column.since > form]
 

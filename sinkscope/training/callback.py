@@ -43,7 +43,7 @@ from sinkscope.options.records import ENTRIES
 from sinkscope.results.findings import SINK, USUAL
 from sinkscope.results.manifest import make_manifest, write_manifest
 from sinkscope.results.metrics import notice_without_rate
-from sinkscope.results.tables import read_table, write_tables
+from sinkscope.results.tables import of_whole_model, read_table, write_tables
 from sinkscope.text.inputs import TokenInputs
 from sinkscope.training.history import LENGTH, SEQUENCES, probed
 
@@ -290,8 +290,7 @@ def _first(texts: Any, count: int, is_training: bool = False) -> Any:
 
 def _whole(training: pd.DataFrame) -> dict[str, float]:
     """Return the metrics of the whole model at the last step of the table `training`."""
-    rows = training[(training["layer"] == WHOLE_MODEL) & (training["step"] == training["step"].max())]
-    return dict(zip(rows["metric"], rows["value"], strict=True))
+    return of_whole_model(training[training["step"] == training["step"].max()])
 
 
 def _calling_trainer() -> Trainer | None:

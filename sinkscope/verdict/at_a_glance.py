@@ -9,7 +9,7 @@ from sinkscope.options.recipe import shipped
 from sinkscope.results.findings import LARGEST_FLOAT16
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
-from sinkscope.results.tables import WHOLE_MODEL, read_table
+from sinkscope.results.tables import of_whole_model, read_table
 
 TITLES = {  # by metric
     "sink_rate": "Attention sink",
@@ -50,8 +50,7 @@ def _reported() -> Mapping[str, Mapping[str, float]]:
     """Return model → metric → its value in reports/ (100 × 64 tokens of text, of MGM sampled from itself)."""
     found = {}
     for model, folder in REPORTED.items():
-        table = read_table(shipped("reports") / folder / "tables" / "summary.parquet")
-        found[model] = table[table["layer"] == WHOLE_MODEL].set_index("metric")["value"].to_dict()
+        found[model] = of_whole_model(read_table(shipped("reports") / folder / "tables" / "summary.parquet"))
     return found
 
 

@@ -325,7 +325,7 @@ def _modules(sites: pd.DataFrame) -> list[str]:
 def _comments(run: RunData) -> str:
     cache = run.manifest["quantization"]["kv_cache_per"]
     lines = [f"{run.model}: the modules to keep in full precision are in `ignore`."]
-    lines.append("Weights and inputs are quantized. The run's cost includes quantized outputs, which no kernel serves.")
+    lines.append("Weights and inputs are quantized. The run's cost is with quantized outputs, too.")
     beyond = [f"{row.module} {row.part}" for row in _spared_sites(run).itertuples() if row.part not in PARTS]
     if beyond:
         lines.append(f"These costly sites are no modules that can be left out: {', '.join(beyond)}.")

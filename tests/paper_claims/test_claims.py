@@ -56,7 +56,7 @@ def test_a_claim_distinguishes_a_model_from_random_weights_if_none_of_them_passe
 
 
 def of_massive(entry: float, draw: int | None = None, coordinates: int = 1) -> RunData:
-    """Return a run of which each sequence has this largest entry, massive from 1000 on, at one of the coordinates."""
+    """Return a run in which each sequence has this largest entry, massive from 1000 on, at one of the coordinates."""
     rows = [(0, sequence, 0, 3 + sequence % coordinates, entry, entry, entry > 1000) for sequence in range(40)]
     columns = ["layer", "sequence", "position", "coordinate", "value", "ratio", "is_massive"]
     run = analysis({"massive": pd.DataFrame(rows, columns=columns)}, input=NO_BOS)
