@@ -232,7 +232,7 @@ def gradient_check(sequences: list[Sequence], positions: int) -> pd.DataFrame:
                     error += np.sum((this.value[head // groups, position] - routed) ** 2)
                     size += np.sum(this.value[head // groups, position] ** 2)
                 residual = np.sqrt(error / size) if size > 0 else np.nan
-                inside = low - ROUND_OFF * high <= measured <= high + ROUND_OFF * high
+                inside = (1 - ROUND_OFF) * low <= measured <= (1 + ROUND_OFF) * high
                 rows.append((number, head, position, residual, low, measured, high, inside))
     columns = ["identity_residual", "lower_bound", "measured", "upper_bound", "holds"]
     return pd.DataFrame(rows, columns=["layer", "head", "position", *columns])

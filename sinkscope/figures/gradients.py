@@ -227,8 +227,9 @@ def _holds(ax: Axes, check: pd.DataFrame) -> None:
     plot.line_by_layer(ax, measured.groupby("layer")["holds"].mean(), **CHECK)
     if not plot.panel(ax, METRICS["theorem1_holds"].short, "share of places", share=True, lacking=UNMEASURED):
         return
-    above, below = measured["measured"] > measured["upper_bound"], measured["measured"] < measured["lower_bound"]
-    text = f"{measured['holds'].sum()} of {len(measured)} hold\n{above.sum()} above, {below.sum()} below"
+    failed = measured[~measured["holds"]]
+    above = (failed["measured"] > failed["upper_bound"]).sum()
+    text = f"{len(measured) - len(failed)} of {len(measured)} hold\n{above} above, {len(failed) - above} below"
     ax.text(0.04, 0.06, text, transform=ax.transAxes, fontsize=7, linespacing=1.4)
 
 

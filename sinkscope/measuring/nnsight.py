@@ -22,19 +22,20 @@ def _import_without_mount() -> None:
     if "nnsight" in sys.modules or spec is None or spec.loader is None:
         return
     package = sys.modules["nnsight"] = module_from_spec(spec)
+    # nnsight replaces it by one that takes every call on the line of a `with` for its own context manager, and then
+    # computes no gradient: `with enabled(): loss.backward()`
+    backward = torch.Tensor.backward
     try:
         from nnsight.schema.config import CONFIG
 
         wanted, CONFIG.APP.PYMOUNT = CONFIG.APP.PYMOUNT, False
-        # nnsight replaces it by one that takes every call on the line of a `with` for its own context manager, and then
-        # computes no gradient: `with enabled(): loss.backward()`
-        backward = torch.Tensor.backward
         spec.loader.exec_module(package)
-        torch.Tensor.backward = backward  # type: ignore[method-assign]
         CONFIG.APP.PYMOUNT = wanted
     except BaseException:
         del sys.modules["nnsight"]
         raise
+    finally:
+        torch.Tensor.backward = backward  # type: ignore[method-assign]
 
 
 _import_without_mount()

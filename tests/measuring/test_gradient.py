@@ -225,6 +225,16 @@ def test_theorem_1_has_equal_bounds_if_g_is_the_same_for_all_queries_in_float32_
             np.testing.assert_allclose(table["measured"], table[bound], rtol=1e-5)
 
 
+def test_theorem_1_fails_below_its_lower_bound_however_large_the_upper_bound_is() -> None:
+    upstream = MU.repeat(2, 1, TOKENS, 1)
+    upstream[:, :, 1] = 0.0  # the query that attends most to position 1
+    upstream[:, :, 0] = 1e4 * torch.tensor([1.0, -1.0]).view(2, 1, 1)  # read at position 0 alone; of mean 0
+    row = theorem_table(fixed_attention(2), upstream).query("position == 1 and head < 2")
+    assert (row["measured"] < 0.9 * row["lower_bound"]).all()
+    assert (row["upper_bound"] > 1e6 * row["lower_bound"]).all()
+    assert not row["holds"].any()
+
+
 def random_norm(kind: str, width: int, dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(0)
     norms: dict[str, Callable[[], nn.Module]] = {

@@ -200,8 +200,7 @@ class TheoremOne(Accumulator):
             parts.append((axes, {name: value.cpu().numpy() for name, value in columns.items()}))
         table = long_table(parts)
         lower, measured, upper = table["lower_bound"], table["measured"], table["upper_bound"]
-        slack = ROUND_OFF * upper
-        return table.assign(holds=(lower - slack <= measured) & (measured <= upper + slack))
+        return table.assign(holds=((1 - ROUND_OFF) * lower <= measured) & (measured <= (1 + ROUND_OFF) * upper))
 
 
 @cache
