@@ -15,39 +15,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sinkscope.commands.analyze import analyze as analyze
-    from sinkscope.commands.analyze import analyze_steps as analyze_steps
-    from sinkscope.commands.analyze import spike_mask as spike_mask
-    from sinkscope.commands.benchmark import benchmark as benchmark
-    from sinkscope.commands.card import card as card
-    from sinkscope.commands.claims import claims as claims
-    from sinkscope.commands.doctor import doctor as doctor
-    from sinkscope.commands.intervene import intervene as intervene
-    from sinkscope.commands.kv_plan import kv_plan as kv_plan
-    from sinkscope.commands.list import listing as list  # noqa: F401
+    from sinkscope.commands.analyze.command import analyze as analyze
+    from sinkscope.commands.analyze.command import analyze_steps as analyze_steps
+    from sinkscope.commands.analyze.command import spike_mask as spike_mask
+    from sinkscope.commands.benchmark.command import benchmark as benchmark
+    from sinkscope.commands.card.command import card as card
+    from sinkscope.commands.claims.command import claims as claims
+    from sinkscope.commands.claims.scorecard import Scorecard as Scorecard
+    from sinkscope.commands.compare.side_by_side import compare as compare
+    from sinkscope.commands.doctor.command import doctor as doctor
+    from sinkscope.commands.intervene.command import intervene as intervene
+    from sinkscope.commands.intervene.intervening import intervening as intervening
+    from sinkscope.commands.kv_plan.command import kv_plan as kv_plan
+    from sinkscope.commands.list.command import listing as list  # noqa: F401
     from sinkscope.commands.load import load as load
-    from sinkscope.commands.quantize import quantize as quantize
-    from sinkscope.commands.retrofit import retrofit as retrofit
-    from sinkscope.commands.run import run_recipe as run  # noqa: F401
-    from sinkscope.commands.run import run_recipe as run_recipe
-    from sinkscope.commands.show import page as page
-    from sinkscope.commands.show import show as show
-    from sinkscope.commands.sweep import sweep as sweep
-    from sinkscope.commands.train import train as train
+    from sinkscope.commands.quantize.command import quantize as quantize
+    from sinkscope.commands.quantize.study import calibrate_ranges as calibrate_ranges
+    from sinkscope.commands.run.command import run_recipe as run  # noqa: F401
+    from sinkscope.commands.run.command import run_recipe as run_recipe
+    from sinkscope.commands.show.command import page as page
+    from sinkscope.commands.show.command import show as show
+    from sinkscope.commands.steps.series import Series as Series
+    from sinkscope.commands.sweep.command import sweep as sweep
+    from sinkscope.commands.train.retrofit import retrofit as retrofit
+    from sinkscope.commands.train.train import train as train
     from sinkscope.errors import InputError as InputError
     from sinkscope.errors import SinkscopeError as SinkscopeError
-    from sinkscope.measuring.intervening import intervening as intervening
-    from sinkscope.measuring.quantization_study import calibrate_ranges as calibrate_ranges
+    from sinkscope.measuring.callback import SinkCallback as SinkCallback
     from sinkscope.measuring.watching import watch as watch
     from sinkscope.output.run import Run as Run
-    from sinkscope.output.series import Series as Series
-    from sinkscope.output.side_by_side import compare as compare
     from sinkscope.quantization.simulation import quantized as quantized
     from sinkscope.retrofits import gate_displacement as gate_displacement
     from sinkscope.retrofits import new_parameters as new_parameters
     from sinkscope.retrofits import retrofit_model as retrofit_model
-    from sinkscope.training.callback import SinkCallback as SinkCallback
-    from sinkscope.verdict.scorecard import Scorecard as Scorecard
 
     __version__: str
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sinkscope.commands.list import KINDS
+from sinkscope.commands.list.command import KINDS
 from sinkscope.options import COMMANDS
 
 MODELS = ("llama", "gpt2")  # tiny ones: rotary without biases, and learned positions with a query bias

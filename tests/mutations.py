@@ -41,7 +41,7 @@ TRACER = "sinkscope.measuring.tracer"
 LOSSES = "sinkscope.measuring.losses"
 OBSERVABLES = "sinkscope.measuring.observables"
 ESTIMATES = "sinkscope.results.statistics"
-EFFECT_INTERVALS = "sinkscope.verdict.effects"
+EFFECT_INTERVALS = "sinkscope.commands.intervene.findings"
 INTERVENTIONS = "sinkscope.interventions"
 
 # the tests that cover each part, by file or folder: never the single test that is expected to fail

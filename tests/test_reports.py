@@ -10,8 +10,8 @@ import pandas as pd
 import pytest
 from support.printed_numbers import Printed, all_numbers, numbers_of, stands_in
 
+from sinkscope.commands.claims.over_seeds import mean_of_ratios
 from sinkscope.measuring.summary import compress_fits
-from sinkscope.paper_claims.over_seeds import mean_of_ratios
 
 REPORTS = Path(__file__).parents[1] / "reports"
 # the table of the spike masks has single seeds, the text their means

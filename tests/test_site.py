@@ -17,11 +17,11 @@ from support.retrofit_command import command_line, words_tokenizer
 from tiny import tiny_model
 
 import sinkscope
+from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.figures import KINDS as FIGURES
 from sinkscope.options import COMMANDS
 from sinkscope.options.option import flag
 from sinkscope.options.output import OutputOptions
-from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.results.metrics import METRICS
 
 ROOT = Path(__file__).parents[1]

@@ -6,12 +6,12 @@ from typing import Any, Literal, assert_type
 import pandas as pd
 
 import sinkscope
+from sinkscope.commands.compare.comparison import Comparison
+from sinkscope.commands.compare.curves import Curves
+from sinkscope.commands.compare.side_by_side import Routes
+from sinkscope.commands.train.output import Trained
 from sinkscope.figures.style import Figure
 from sinkscope.options.keywords import AnalyzeKeywords
-from sinkscope.output.comparison import Comparison
-from sinkscope.output.curves import Curves
-from sinkscope.output.side_by_side import Routes
-from sinkscope.output.trained import Trained
 
 
 def user_script(folder: Path) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import sinkscope
-from sinkscope.commands.list import KINDS
+from sinkscope.commands.claims.scorecard import Scorecard
+from sinkscope.commands.list.command import KINDS
 from sinkscope.figures import COMMAND, OF_CLAIMS
 from sinkscope.figures import KINDS as FIGURES
 from sinkscope.options import COMMANDS
@@ -21,7 +22,6 @@ from sinkscope.options.option import flag
 from sinkscope.options.recipe import known_recipes, read_recipe
 from sinkscope.results.command_line import command_lines
 from sinkscope.results.metrics import METRICS
-from sinkscope.verdict.scorecard import Scorecard
 
 ROOT = Path(__file__).parents[2]
 REPORTS = ROOT / "reports"

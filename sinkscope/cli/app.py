@@ -77,13 +77,13 @@ def _typed(annotation: Any, default: Any) -> tuple[Any, Any]:
 
 
 def _kinds() -> Iterable[str]:
-    from sinkscope.commands.list import KINDS  # imports pandas
+    from sinkscope.commands.list.command import KINDS  # imports pandas
 
     return KINDS
 
 
 def _listed(kind: str) -> Iterable[str]:
-    from sinkscope.commands.list import listing  # imports the register, and with it torch
+    from sinkscope.commands.list.command import listing  # imports the register, and with it torch
 
     return listing(kind).iloc[:, 0]
 

@@ -16,10 +16,10 @@ from sinkscope.results.run import RunData
 if TYPE_CHECKING:
     import pandas as pd
 
+    from sinkscope.commands.claims.scorecard import Scorecard
+    from sinkscope.commands.sweep.tables import SweepTables
+    from sinkscope.commands.train.figures import Arms
     from sinkscope.figures.labels import Checkpoints
-    from sinkscope.figures.training import Arms
-    from sinkscope.verdict.scorecard import Scorecard
-    from sinkscope.verdict.sweep_tables import SweepTables
 
 
 def _register(*rows: tuple[str, ...]) -> dict[str, FigureSpec[Any]]:

@@ -12,18 +12,21 @@ from urllib.parse import quote
 import numpy as np
 import pandas as pd
 
+from sinkscope.commands.claims.columns import CLAIM
+from sinkscope.commands.steps import onsets
+from sinkscope.commands.sweep import factor_study
+from sinkscope.commands.sweep.tables import SWEEP, SweepTables
+from sinkscope.commands.train import findings as trained
+from sinkscope.commands.train.tables import UNTOUCHED
 from sinkscope.errors import InputError
 from sinkscope.html_page.compact import BY_SEQUENCE, DIGITS
 from sinkscope.results.activations import FILE, Activations
 from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import PAGE, folder_of, format_of, read_manifest
 from sinkscope.results.run import RunData, TablesOnDisk
-from sinkscope.results.scorecard import CLAIM
 from sinkscope.results.tables import LEADING_COLUMNS, WHOLE_MODEL, Column, Columns, names_of, newer_columns, read_table
-from sinkscope.training.tables import UNTOUCHED
-from sinkscope.verdict import at_a_glance, factor_study, onsets, trained
+from sinkscope.verdict import at_a_glance
 from sinkscope.verdict.register import REPORTS, written_tables
-from sinkscope.verdict.sweep_tables import SWEEP, SweepTables
 
 RUN = Column("run", "which of the runs side by side", kind="text")
 STEP = Column("step", "of the training", kind="whole")
@@ -77,7 +80,7 @@ class Contents:
         elif onsets.TABLE in tables:
             findings = onsets.findings(tables[onsets.TABLE])
         elif manifest["command"] == "claims" and CLAIM in tables:
-            from sinkscope.verdict import scorecard  # other pages need no claims
+            from sinkscope.commands.claims import scorecard  # other pages need no claims
 
             findings = scorecard.unusual(scorecard.Scorecard(dict(manifest), tables[CLAIM], pd.DataFrame()))
         elif len(tables) == len(files) and {"gates", "retrofit"} <= tables.keys():

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.attention.weights import AttentionRead
+from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.errors import InputError, unknown
 from sinkscope.measuring.measure import choose
 from sinkscope.measuring.observables.close_ups import AttentionMaps, first_tokens, weights_among
@@ -21,7 +22,7 @@ from sinkscope.models.files import is_demo
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.given import Given
-from sinkscope.options.measuring import PERMISSIONS, AnalyzeOptions, RunConfig
+from sinkscope.options.measuring import PERMISSIONS, RunConfig
 from sinkscope.options.option import MOST, checked
 from sinkscope.results.activations import ATTENTION, SITES
 from sinkscope.retrofits.retrofit import registers_before

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
+from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.errors import InputError, counted
 from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Observable, Reading, Rows, Settings
@@ -28,7 +29,6 @@ from sinkscope.models.edits import attending_by
 from sinkscope.models.family import NO_POSITIONS, Family, text_tower
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.pictures import load_processor
-from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.results.findings import PHI
 from sinkscope.results.tables import HEAD, SEQUENCE, Column, Columns, names_of
 from sinkscope.text.batch import Batch

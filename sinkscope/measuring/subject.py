@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from sinkscope.attention.position_kinds import with_positions
 from sinkscope.attention.unread import unread_attentions
+from sinkscope.commands.benchmark.options import BenchmarkOptions
 from sinkscope.errors import InputError, counted
 from sinkscope.measuring.console import print_line, print_notices, spinner
 from sinkscope.measuring.memory import Memory, room
@@ -38,7 +39,7 @@ from sinkscope.models.family import (
 )
 from sinkscope.models.in_memory import drawing, same_random_numbers, unchanged_after, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
-from sinkscope.options.measuring import SEQ_LEN, BenchmarkOptions, RunConfig
+from sinkscope.options.measuring import SEQ_LEN, RunConfig
 from sinkscope.options.option import Options, checked
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.inputs import TokenInputs, build_inputs, masked

@@ -5,13 +5,13 @@ from typing import Any
 
 import pandas as pd
 
-from sinkscope.measuring.kv_plan import KV_PLAN_TABLES
+from sinkscope.commands.doctor.overflow import OVERFLOW_TABLES
+from sinkscope.commands.kv_plan.plan import KV_PLAN_TABLES
+from sinkscope.commands.quantize.split import SPLIT_TABLES
+from sinkscope.commands.quantize.study import QUANTIZATION_TABLES
 from sinkscope.measuring.observables import OBSERVABLES
-from sinkscope.measuring.overflow import OVERFLOW_TABLES
 from sinkscope.measuring.passes import LOSS_TABLES
 from sinkscope.measuring.pictures import PICTURE_TABLES
-from sinkscope.measuring.quantization_split import SPLIT_TABLES
-from sinkscope.measuring.quantization_study import QUANTIZATION_TABLES
 from sinkscope.measuring.streaming import STREAMING_TABLES
 from sinkscope.measuring.summary import EFFECT_COLUMNS
 from sinkscope.models.loading import LoadedModel

@@ -1,22 +1,18 @@
 """The options of the model, its input and the measurement. Nothing here imports torch."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
-    Field,
     InstanceOf,
     PlainSerializer,
-    field_validator,
     model_validator,
 )
 
-from sinkscope.errors import InputError, unknown
-from sinkscope.options.files import UserPath, kind_of, names_in, user_path
+from sinkscope.errors import unknown
+from sinkscope.options.files import kind_of, user_path
 from sinkscope.options.given import Given, as_input
 from sinkscope.options.option import (
     MOST,
@@ -26,11 +22,8 @@ from sinkscope.options.option import (
     distinct,
     distinct_folder_name,
     from_one,
-    one_as_tuple,
     option,
-    split_all_names,
     split_at_commas,
-    text_as_tuple,
 )
 
 POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -234,96 +227,6 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
         return as_folder_name(self.folder_name, distinct_folder_name(PROMPT if self.prompt is not None else text))
 
 
-def _spelled(heads: Any) -> Any:
-    """Return heads, given as LAYER.HEAD,… or as pairs, as a list of texts."""
-    listed = heads if isinstance(heads, list | tuple) else [heads]
-    if any(isinstance(head, float) for head in listed):
-        raise ValueError("write heads as text, as in '3.0,7.4': a number loses the last zero of 3.10")
-    texts = [".".join(map(str, head)) if isinstance(head, list | tuple) else head for head in listed]
-    return None if heads is None else split_all_names(texts)
-
-
-def _check_head(name: str) -> str:
-    if not re.fullmatch(r"\d{1,5}\.\d{1,5}", name):
-        raise ValueError("a head is LAYER.HEAD, as in 3.0,7.4")
-    return name
-
-
-class CloseUpOptions(Options):
-    """What is kept of the first sequences, to look at."""
-
-    heads: Annotated[
-        tuple[Annotated[str, AfterValidator(_check_head)], ...] | None,
-        BeforeValidator(_spelled, json_schema_input_type=str | Sequence[tuple[int, int]]),
-    ] = option(
-        None,
-        "Measuring",
-        "Heads of the table and figure attention-maps, LAYER.HEAD,… The page shows the maps of all heads.",
-        metavar="L.H,…",
-        shown="six, from strong to weak sinks",
-    )
-    keep: Annotated[tuple[str, ...], split_at_commas] = option(
-        (),
-        "Measuring",
-        "Also write raw activations of these sites (`sinkscope list activations`), as safetensors.",
-        metavar="A,B",
-        shown="none",
-    )
-    keep_seqs: int = option(8, "Measuring", "Sequences of --keep, from the first on; up to 4 GB.", metavar="N", ge=1)
-
-    @property
-    def pairs(self) -> list[tuple[int, int]]:
-        """The layer and head of each of `heads`."""
-        return [(int(layer), int(head)) for layer, _, head in (name.partition(".") for name in self.heads or ())]
-
-
-class AnalyzeOptions(CloseUpOptions, RunConfig):
-    """Measure one model: tables, figures and a verdict.
-
-    Writes a run folder (run.json, tables/*.parquet, figures/, verdict.md, index.html) and prints the verdict.
-
-    Steps of training (--revision step0,step512,… or a folder of checkpoint-…): a run folder each, figures by step,
-    and the order in which sink, norm and value gradient appear.
-
-    `accelerate launch -m sinkscope.cli analyze …` distributes the sequences over several GPUs."""
-
-    writes: ClassVar = "runs/MODEL-INPUT"
-    repeatable: ClassVar = True
-    in_memory: ClassVar = True
-
-    export_mask: bool = option(
-        False,
-        "Measuring",
-        "Also write which tokens are sinks in which layers, and the massive coordinates, as spike_mask.safetensors: "
-        "for sparse autoencoders, steering and probes.",
-    )
-    images: UserPath | None = option(
-        None,
-        "Input",
-        "A folder of pictures. A model that reads them is also measured on each with a question; a vision transformer "
-        "(ViT, DINOv2, CLIP, SigLIP) is measured on them alone.",
-        metavar="DIR",
-        shown="none",
-    )
-
-    @property
-    def has_steps(self) -> bool:
-        """Whether the run is over training steps: revisions separated by commas, or a folder of only checkpoints."""
-        if self.revision is not None:
-            return "," in self.revision
-        folder = user_path(self.model) if self.model else None
-        if folder is None or self.gguf_file is not None or kind_of(folder) != "folder":
-            return False
-        names = names_in(folder)
-        return "config.json" not in names and any(
-            name.startswith("checkpoint-") and kind_of(folder / name) == "folder" for name in names
-        )
-
-    def folder(self) -> Path:
-        named = self.model_copy(update={"revision": "steps"}) if self.has_steps else self
-        return Path("runs", named.run_name)
-
-
 ALWAYS = ("attention", "massive", "mean-maps")  # observables of every arm of an experiment
 
 
@@ -333,270 +236,12 @@ class ControlOptions(Options):
     draws: int = option(5, "Intervening", "Random controls of each arm.", metavar="N", ge=0)
 
 
-class InterveneOptions(ControlOptions, RunConfig):
-    """Remove, move or replace parts that may cause the sink, and measure before, after, and
-    under random controls.
-
-    An intervention is NAME or NAME:key=value,… as in zero-massive:layers=11,coordinates=138,447 (lists) or
-    nullify-query-bias:layers=1-3 (ranges); several are stacked. --do all tries each by itself.
-    `sinkscope list interventions` shows their names and parameters."""
-
-    writes: ClassVar = "runs/MODEL-DO"
-    repeatable: ClassVar = True
-    in_memory: ClassVar = True
-    defaults: ClassVar = {"observables": ALWAYS}
-    shown: ClassVar = {"observables": "attention, massive and mean-maps, which are always measured"}
-    hidden: ClassVar = ("arms",)  # for Python and recipes
-
-    do: Annotated[tuple[str, ...], text_as_tuple] = option(
-        (), "Intervening", "An intervention, or all; several are stacked in their order.", metavar="NAME[:K=V,…]"
-    )
-    arms: dict[str, Annotated[tuple[str, ...], text_as_tuple]] = option(
-        {}, "Intervening", "Label → the stack of interventions of that arm."
-    )
-
-    @field_validator("observables")
-    @classmethod
-    def _always(cls, names: tuple[str, ...] | None) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*ALWAYS, *(names or ()))))
-
-    @model_validator(mode="after")
-    def _check_arms(self) -> "InterveneOptions":
-        if bool(self.do) == bool(self.arms):
-            raise ValueError("name what to do: --do NAME[:key=value,…]; `sinkscope list interventions` shows the names")
-        if "all" in self.do and len(self.do) > 1:
-            raise ValueError("--do all tries every intervention by itself, so no other can be given")
-        return self
-
-    @property
-    def stacks(self) -> "dict[str, tuple[str, ...]] | Literal['all']":
-        """The interventions of each arm by label; or "all", if each intervention is an arm."""
-        if self.do == ("all",):
-            return "all"
-        return self.arms or {"+".join(part.partition(":")[0] for part in self.do): self.do}
-
-    def folder(self) -> Path:
-        arms = "all" if self.stacks == "all" else "-and-".join(self.stacks)
-        return Path("runs", as_folder_name(self.folder_name, arms))
-
-
 # the granularity of quantization grids
 PerWeight = Literal["tensor", "channel"]
 PerActivation = Literal["tensor", "token"]
 PerCache = Literal["tensor", "token", "channel"]
 
 
-class QuantizeOptions(RunConfig):
-    """Simulate W8A8: its cost in perplexity, and the sites whose outliers cause it.
-
-    Quantizes input, weight and output of every linear layer except the LM head: weights symmetric, activations
-    asymmetric, by default with one static range per tensor. Also writes the modules to keep in full precision, as JSON
-    and as a recipe for llm-compressor. The model itself does not change."""
-
-    writes: ClassVar = "runs/MODEL-INPUT-W8A8"
-    repeatable: ClassVar = True
-    in_memory: ClassVar = True
-    forward_only: ClassVar = True
-    refused: ClassVar = {"observables": "`quantize` always measures perplexity and outliers"}
-    hidden: ClassVar = tuple(ObservableOptions.model_fields)
-
-    scheme: Literal["linear", "full"] = option(
-        "linear",
-        "Quantizing",
-        "linear layers alone, or full: also embeddings, residual sums, attention scores and softmax outputs.",
-    )
-    bits_weights: int = option(8, "Quantizing", "Bits of weights, symmetric.", metavar="B", ge=2, le=16)
-    bits_activations: int = option(8, "Quantizing", "Bits of inputs and outputs, asymmetric.", metavar="B", ge=2, le=16)
-    bits_kv_cache: int = option(8, "Quantizing", "Bits of keys and values, asymmetric.", metavar="B", ge=2, le=16)
-    weights_per: PerWeight = option(
-        "tensor", "Quantizing", "One range per tensor, or per output channel.", metavar="WHAT"
-    )
-    activations_per: PerActivation = option(
-        "tensor", "Quantizing", "One static range per tensor, or a dynamic one per token.", metavar="WHAT"
-    )
-    kv_cache_per: PerCache | None = option(
-        None,
-        "Quantizing",
-        "Quantize keys and values, too: one static range, one per token and head, or a static one per channel.",
-        metavar="WHAT",
-        shown="not quantized",
-    )
-    calibration: int = option(
-        16, "Quantizing", "Sequences, after those evaluated, that the ranges come from.", metavar="N", ge=1
-    )
-    prefix: str | None = option(
-        None,
-        "Quantizing",
-        "Split the cost by tokens and coordinates, and try a prefix: auto (outlier tokens), token ids (5,8), or text.",
-        metavar="WHAT",
-        shown="no split",
-    )
-    prefix_draws: int = option(20, "Quantizing", "Random prefixes to compare with.", metavar="N", ge=1)
-
-    def folder(self) -> Path:
-        cache = "" if self.kv_cache_per is None else f"KV{self.bits_kv_cache}"
-        per = {"weights": self.weights_per, "activations": self.activations_per, "cache": self.kv_cache_per}
-        parts = [f"{what}-per-{grid}" for what, grid in per.items() if grid not in ("tensor", None)]
-        scheme = [] if self.scheme == "linear" else [self.scheme]
-        parts += [] if self.prefix is None else ["prefix"]
-        name = f"{self.run_name}-W{self.bits_weights}A{self.bits_activations}{cache}"
-        return Path("runs", "-".join([name, *scheme, *parts]))
-
-
-class KvPlanOptions(RunConfig):
-    """Plan the KV cache: which heads need all tokens, what the others and fewer bits cost.
-
-    Ranks key/value heads by what they lose with only sinks and a window, looks for the best plan of each budget on
-    calibration texts, and measures perplexity and retrieval on others, next to controls of equal memory. Also writes
-    the plans as JSON and a press for kvpress. The model itself does not change."""
-
-    writes: ClassVar = "runs/MODEL-INPUT-kv-plan"
-    repeatable: ClassVar = True
-    in_memory: ClassVar = True
-    defaults: ClassVar = {"seq_len": 2048, "num_seqs": 4}
-    refused: ClassVar = {
-        "observables": "`kv-plan` always measures perplexity and retrieval",
-        "batch_size": "texts are read one by one, because each has its own sinks",
-        "attn": "a plan has a kernel of its own",
-    }
-    hidden: ClassVar = (*ObservableOptions.model_fields, "batch_size", "attn")
-
-    budget: Annotated[
-        tuple[Annotated[float, Field(gt=0, lt=1)], ...],
-        split_at_commas,
-        distinct("name a budget, as 0.25"),
-        one_as_tuple,
-    ] = option((0.25,), "Planning", "Share of the dense cache's memory, above 0 and below 1.", metavar="A,B")
-    calibration: int = option(
-        1, "Planning", "Sequences, after those measured, that plans are made on.", metavar="N", ge=1
-    )
-
-    def folder(self) -> Path:
-        return Path("runs", f"{self.run_name}-kv-plan")
-
-
-class DoctorOptions(RunConfig):
-    """Check a model before a long run: family, sites, kernels, parity with eager on 64 tokens,
-    and the observables that apply.
-
-    With --dtype also whether it overflows in that dtype: predicted from a text, then checked by running it, with what
-    a clip and a rescaling cost. With --compare, whether a server or an exported model computes the same logits.
-
-    Exit status 1 if a check fails."""
-
-    writes: ClassVar = "nothing"
-    defaults: ClassVar = {"num_seqs": 8}
-    refused: ClassVar = {
-        "attn": "`doctor` tries all kernels",
-        "batch_size": "`doctor` reads one sequence at a time",
-        "skip_parity": "parity is what `doctor` checks",
-        **dict.fromkeys(ObservableOptions.model_fields, "`doctor` measures no observables"),
-    }
-
-    dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2"] | None = option(  # type: ignore[assignment]
-        None,
-        "Checking",
-        "Whether the model overflows in this dtype: float16, bfloat16, float8_e4m3 or float8_e5m2. With --compare, the "
-        "dtype that the logits were computed in.",
-        metavar="D",
-        shown="not checked",
-    )
-    compare: UserPath | None = option(
-        None,
-        "Checking",
-        "Logits (sequences, tokens, vocabulary) of a server or an exported model, .npz or .npy, for the token ids of "
-        "--input IDS.npy.",
-        metavar="FILE",
-    )
-
-    @model_validator(mode="after")
-    def _ids_to_compare(self) -> Self:
-        if self.compare is not None and (
-            not str(self.input).endswith(".npy") or self.dataset or self.prompt is not None
-        ):
-            raise ValueError("--compare needs the token ids that the logits are for: --input IDS.npy")
-        return self
-
-
 def make_config(**options: Any) -> RunConfig:
     """Return the RunConfig with these options. Raises InputError with one line on the first wrong option."""
     return checked(RunConfig, options)
-
-
-class ClaimsOptions(ControlOptions, RunConfig):
-    """Test the claims of papers on a model: a scorecard with intervals.
-
-    Measures what the claims need (natural, random and repeated tokens, gradients, random weights of the same
-    architecture, interventions), and judges each by its 95 % interval. After an interruption, the same command resumes.
-
-    --from alone judges existing runs, of one model or several, and loads none. With a MODEL (the demo by its name), it
-    judges those runs and measures what they lack."""
-
-    writes: ClassVar = "runs/MODEL-claims"
-    in_memory: ClassVar = True
-    resumable: ClassVar = True
-    # arms take half of the time; on the models of reports/claims five controls give the same outcomes
-    defaults: ClassVar = {"draws": 3}
-    refused: ClassVar = {"observables": "each claim names what it needs"}
-    hidden: ClassVar = tuple(ObservableOptions.model_fields)
-
-    nulls: int = option(
-        5,
-        "Measuring",
-        "Draws of random weights: a claim is specific to the model if none of them passes it.",
-        metavar="N",
-        ge=1,
-    )
-    from_: tuple[UserPath, ...] = option(
-        (),
-        "Input",
-        "A run to judge, or a folder of `retrofit`, `train`, `sweep`, `claims` or `analyze` over steps; repeatable.",
-        metavar="RUN",
-    )
-
-    @field_validator("input")
-    @classmethod
-    def _a_text(cls, source: str | Given) -> str | Given:
-        if source in ("random", "repeated"):
-            raise ValueError("claims measures random and repeated tokens besides a text: name a text")
-        return source
-
-    @property
-    def only_judges(self) -> bool:
-        """Whether only given runs are judged, without loading a model."""
-        return bool(self.from_) and self.model is None and self.gguf_file is None
-
-    def folder(self) -> Path | None:
-        return None if self.only_judges else Path("runs", as_folder_name(self.folder_name, "claims"))
-
-
-class BenchmarkOptions(SeedOptions, DeviceOptions, ModelOptions):
-    """Score one model on tasks of lm-evaluation-harness: pip install 'sinkscope[lm-eval]'.
-
-    Any of its tasks by name, or your own with --task-path. Sweeps show scores next to sinks."""
-
-    writes: ClassVar = "runs/MODEL-benchmark"
-    refused: ClassVar = {"attn": "the harness runs the model as it is"}
-    forward_only: ClassVar = True
-
-    tasks: Annotated[tuple[str, ...], split_at_commas, distinct("name a task, as hellaswag")] = option(
-        ("hellaswag",), "Benchmarks", "Tasks or groups of them by name.", metavar="A,B"
-    )  # WSE figure 10
-    task_path: str | None = option(None, "Benchmarks", "A folder with YAML files of your own tasks.", metavar="DIR")
-    shots: int | None = option(
-        None, "Benchmarks", "Examples before each question.", metavar="N", shown="each task's own", ge=0, le=MOST
-    )
-    limit: int | None = option(
-        None, "Benchmarks", "Only the first N questions of each task.", metavar="N", shown="all", ge=1, le=MOST
-    )
-    batch_size: int = option(8, "Benchmarks", "Requests at once.", metavar="N", ge=1)
-
-    def folder(self) -> Path:
-        return Path("runs", as_folder_name(self.folder_name, "benchmark"))
-
-
-def check_tasks_of_a_file(options: Options) -> None:
-    """Raise InputError if a file, which may come from anywhere, names tasks whose templates and functions run code."""
-    path = getattr(options, "task_path", None)
-    if path is not None and not options.trust_remote_code:  # type: ignore[attr-defined]  # it has one if it has the other
-        raise InputError(f"task-path {path}: tasks can run code. If you trust their author, add --trust-remote-code")

@@ -24,10 +24,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
+from sinkscope.commands.benchmark.options import check_tasks_of_a_file
 from sinkscope.errors import InputError, closest, one_line, unknown
 from sinkscope.options import COMMANDS
 from sinkscope.options.files import ENDINGS, kind_of, named_file, names_in, read_yaml, user_path
-from sinkscope.options.measuring import PERMISSIONS, check_tasks_of_a_file
+from sinkscope.options.measuring import PERMISSIONS
 from sinkscope.options.option import Options, checked, flag, split_names
 
 COMPARISON = "comparison"  # the folder next to the folders of several runs

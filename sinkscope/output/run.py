@@ -14,6 +14,8 @@ import pandas as pd
 from rich.console import Console
 
 from sinkscope import figures
+from sinkscope.commands.kv_plan.findings import PRESS, plan_files, write_plans
+from sinkscope.commands.quantize.findings import spared_files, write_spared
 from sinkscope.errors import InputError, Known, counted, printable, unknown
 from sinkscope.figures import FIGURES
 from sinkscope.figures.style import Figure
@@ -32,8 +34,6 @@ from sinkscope.results.run import RunData
 from sinkscope.results.side_by_side import span
 from sinkscope.results.tables import Columns, blaming_tables, write_tables
 from sinkscope.verdict import analysis
-from sinkscope.verdict.kv_plan import PRESS, plan_files, write_plans
-from sinkscope.verdict.quantization import spared_files, write_spared
 from sinkscope.verdict.register import REPORTS
 from sinkscope.verdict.report import Report, report_markdown
 from sinkscope.verdict.table_formats import BOLD, as_markdown

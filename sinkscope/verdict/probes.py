@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from sinkscope.commands.intervene.experiment import BEFORE
 from sinkscope.interventions.heads import AblateHeads, dormant
 from sinkscope.measuring.estimates import super_weight
-from sinkscope.measuring.experiment import BEFORE
 from sinkscope.measuring.observables.spikes import SECONDARY
 from sinkscope.results.findings import Finding
 from sinkscope.results.judgment import NotDefined

@@ -2,15 +2,20 @@
 
 from collections.abc import Callable
 
+from sinkscope.commands.card.tables import CARD_TABLES
+from sinkscope.commands.claims.columns import CLAIM, CLAIM_COLUMNS, ROUTE, ROUTE_COLUMNS
+from sinkscope.commands.doctor import findings as overflow
+from sinkscope.commands.intervene import findings as effects
+from sinkscope.commands.kv_plan import findings as kv_plan
+from sinkscope.commands.quantize import findings as quantization
+from sinkscope.commands.steps import onsets
+from sinkscope.commands.sweep.tables import SWEEP_TABLES
 from sinkscope.measuring.tables import all_tables
 from sinkscope.results import scores
 from sinkscope.results.run import RunData
-from sinkscope.results.scorecard import CLAIM, CLAIM_COLUMNS, ROUTE, ROUTE_COLUMNS
 from sinkscope.results.tables import Columns
-from sinkscope.verdict import analysis, effects, kv_plan, onsets, overflow, quantization
-from sinkscope.verdict.card_tables import CARD_TABLES
+from sinkscope.verdict import analysis
 from sinkscope.verdict.report import Report
-from sinkscope.verdict.sweep_tables import SWEEP_TABLES
 
 # command → function that makes the report on its run
 REPORTS: dict[str, Callable[[RunData], Report]] = {

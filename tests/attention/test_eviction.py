@@ -4,10 +4,10 @@ import pytest
 import torch
 from tiny import tiny_model, tiny_tokens
 
-from sinkscope.attention.eviction import evicting_attention
 from sinkscope.attention.kernels import AttentionCall
 from sinkscope.attention.seam import open_seam
-from sinkscope.measuring.kv_plan import NO_SINKS, Plan, holding
+from sinkscope.commands.kv_plan.eviction import evicting_attention
+from sinkscope.commands.kv_plan.plan import NO_SINKS, Plan, holding
 from sinkscope.models.families import find_family
 
 WINDOWS = {"llama": [3, 24], "mistral": [2, 6], "gemma2": [2, 24], "gpt_oss": [1, 5], "gpt2": [1, 4, 9, 24]}

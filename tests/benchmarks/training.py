@@ -19,13 +19,13 @@ from common import random_batch
 from transformers import PreTrainedModel, Trainer
 
 import sinkscope.models.loading
+from sinkscope.commands.train.architectures import architecture, fresh_model
+from sinkscope.commands.train.arms import parse_methods
+from sinkscope.commands.train.options import TrainingConfig
+from sinkscope.commands.train.trainer import _arguments, parameter_groups
 from sinkscope.models.families import find_family
-from sinkscope.options.training import TrainingConfig
 from sinkscope.retrofits import retrofit_model
 from sinkscope.retrofits.operation import KINDS
-from sinkscope.training.architectures import architecture, fresh_model
-from sinkscope.training.arms import parse_methods
-from sinkscope.training.trainer import _arguments, parameter_groups
 
 METHODS = "vscale,vga,vga:placement=output,iga,iga:placement=output,none"  # the last, plain again, shows the precision
 SHAPES = ((8, 64), (4, 256))

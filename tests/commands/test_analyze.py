@@ -13,10 +13,10 @@ from tiny import ragged_tokens, tiny_model, written
 from transformers import PreTrainedModel
 
 import sinkscope
+from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.measuring.observables.activation import Outlier
 from sinkscope.measuring.observables.close_ups import OTHER_COORDINATES, TOP_COORDINATES
 from sinkscope.measuring.tracer import Tracer
-from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.output.run import Run
 
 LENGTHS = (20, 7, 13, 20, 3)

@@ -13,7 +13,7 @@ import torch
 from support.retrofit_command import WORDS, words_tokenizer
 
 import sinkscope
-from sinkscope.commands.benchmark import table_of
+from sinkscope.commands.benchmark.command import table_of
 from sinkscope.errors import InputError
 from sinkscope.results.scores import COLUMNS, main_scores
 from sinkscope.results.tables import LEADING, names_of, read_table

@@ -12,9 +12,9 @@ from support.figures import quick_sweeps
 
 import sinkscope
 from sinkscope import InputError, Run, SinkscopeError
-from sinkscope.commands.card import upload
+from sinkscope.commands.card.command import upload
+from sinkscope.commands.card.output import Card
 from sinkscope.options.option import as_folder_name
-from sinkscope.output.card import Card
 from sinkscope.verdict.analysis import SHOWN
 
 REPORTS = Path(__file__).parents[2] / "reports"

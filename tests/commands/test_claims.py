@@ -12,17 +12,17 @@ from tiny import VOCAB, tiny_model
 
 import sinkscope
 from sinkscope import Run, Scorecard
-from sinkscope.paper_claims.register import CLAIMS
-from sinkscope.paper_claims.routes import routes_text
-from sinkscope.paper_claims.studies import KINDS as STUDIES
+from sinkscope.commands.claims.register import CLAIMS
+from sinkscope.commands.claims.routes import routes_text
+from sinkscope.commands.claims.studies import KINDS as STUDIES
 from sinkscope.results.judgment import Outcome
 
 
 def only(patch: pytest.MonkeyPatch, *names: str) -> None:
     """Leave only the named claims, without routes and figures."""
-    for part in ("sinkscope.commands.claims.CLAIMS", "sinkscope.paper_claims.table.CLAIMS"):
+    for part in ("sinkscope.commands.claims.command.CLAIMS", "sinkscope.commands.claims.table.CLAIMS"):
         patch.setattr(part, {name: CLAIMS[name] for name in names})
-    patch.setattr("sinkscope.commands.claims.ROUTE_ROLES", ())
+    patch.setattr("sinkscope.commands.claims.command.ROUTE_ROLES", ())
     skip_figures(patch)
 
 
@@ -115,8 +115,8 @@ def counted(number: Printed, note: str) -> bool:
 def test_what_is_there_is_not_measured_again(measured: Scorecard, text: Path, capsys: pytest.CaptureFixture) -> None:
     given = {"input": str(text), "bos": "never", "num_seqs": 6}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sinkscope.commands.claims.measure", lambda *_: pytest.fail("measured again"))
-        patch.setattr("sinkscope.commands.claims.Experiment", lambda *_: pytest.fail("measured again"))
+        patch.setattr("sinkscope.commands.claims.command.measure", lambda *_: pytest.fail("measured again"))
+        patch.setattr("sinkscope.commands.claims.command.Experiment", lambda *_: pytest.fail("measured again"))
         again = sinkscope.claims(tiny_model("llama", spread=1.0), from_=[measured.folder], draws=2, **given)
     assert again.outcome("GS-6") == measured.outcome("GS-6")
     known = [Run.open(measured.folder / "runs" / "natural")]

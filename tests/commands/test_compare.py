@@ -15,7 +15,7 @@ from support.retrofit_command import command_line
 
 import sinkscope
 from sinkscope import InputError, Run, Scorecard, compare
-from sinkscope.results import scorecard
+from sinkscope.commands.claims import columns as scorecard
 from sinkscope.results.manifest import FORMAT, read_manifest
 from sinkscope.results.tables import Column
 

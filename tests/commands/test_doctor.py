@@ -7,7 +7,7 @@ import pytest
 from support.retrofit_command import command_line
 from tiny import tiny_model, tiny_tokens
 
-from sinkscope.commands.doctor import doctor
+from sinkscope.commands.doctor.command import doctor
 from sinkscope.interventions import INTERVENTIONS
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.output.run import Run
@@ -28,7 +28,7 @@ def test_the_doctor_lists_what_applies_and_notes_only_what_is_expected() -> None
 def test_a_failed_check_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path)
     assert command_line("doctor", tmp_path).exit_code == 0
-    monkeypatch.setattr("sinkscope.commands.doctor.Report.ok", False)
+    monkeypatch.setattr("sinkscope.commands.doctor.command.Report.ok", False)
     done = command_line("doctor", tmp_path)
     assert (done.exit_code, done.stderr.startswith("sinkscope: a check failed")) == (1, True)
 

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope import InputError, Run, intervene
+from sinkscope.commands.intervene.findings import effect_of
 from sinkscope.measuring.subject import inputs_for, load_model
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.options.measuring import make_config
-from sinkscope.verdict.effects import effect_of
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 20, "positions": 8, "window": 12}
 

@@ -15,13 +15,13 @@ from support.tables import assert_same_tables
 from tiny import tiny_tokens
 
 import sinkscope
-import sinkscope.commands.analyze
-import sinkscope.commands.claims
-import sinkscope.paper_claims.table
+import sinkscope.commands.analyze.command
+import sinkscope.commands.claims.command
+import sinkscope.commands.claims.table
 from sinkscope import Run, Scorecard, SinkscopeError
-from sinkscope.options.measuring import AnalyzeOptions
-from sinkscope.output.trained import Trained
-from sinkscope.paper_claims.register import CLAIMS
+from sinkscope.commands.analyze.options import AnalyzeOptions
+from sinkscope.commands.claims.register import CLAIMS
+from sinkscope.commands.train.output import Trained
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "batch_size": 2}
 
@@ -57,7 +57,7 @@ def broken_off(number: int, parent: Path, act: Callable[[], Any], events: tuple[
 @pytest.fixture
 def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """`analyze` measures the same options only once, since its writing is tested."""
-    measure, known = sinkscope.commands.analyze.measure, dict[str, Any]()
+    measure, known = sinkscope.commands.analyze.command.measure, dict[str, Any]()
 
     def remembered(*args: Any) -> Any:
         key = str([arg for arg in args if isinstance(arg, AnalyzeOptions)])
@@ -65,7 +65,7 @@ def measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
             known[key] = measure(*args)
         return known[key]
 
-    monkeypatch.setattr(sinkscope.commands.analyze, "measure", remembered)
+    monkeypatch.setattr(sinkscope.commands.analyze.command, "measure", remembered)
 
 
 def killed_at_every(step: int, command: Any, events: tuple[str, ...], model: Path, folder: Path, first: int = 1) -> int:
@@ -135,9 +135,9 @@ def test_claims_killed_before_some_renames_go_on(
     tiny: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Finished runs are kept, and not measured again."""
-    module = sinkscope.commands.claims
+    module = sinkscope.commands.claims.command
     few = {name: CLAIMS[name] for name in ("W-1", "W-2", "GS-28")}
-    for part in (module, sinkscope.paper_claims.table):
+    for part in (module, sinkscope.commands.claims.table):
         monkeypatch.setattr(part, "CLAIMS", few)
     monkeypatch.setattr(module, "ROUTE_ROLES", ())
     measured: list[str] = []

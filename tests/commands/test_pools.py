@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from sinkscope.commands.sweeping import pools
-from sinkscope.commands.sweeping.pools import Processes, RayTasks
-from sinkscope.commands.sweeping.worker import ALL, Group, devices_for, settle
+from sinkscope.commands.sweep import pools
+from sinkscope.commands.sweep.pools import Processes, RayTasks
+from sinkscope.commands.sweep.worker import ALL, Group, devices_for, settle
 from sinkscope.measuring.console import Plain
 
 

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope import Run
+from sinkscope.commands.intervene.findings import effect_of
 from sinkscope.measuring.subject import inputs_for
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options import recipe as recipes
 from sinkscope.options.measuring import make_config
 from sinkscope.results.findings import Outcome
-from sinkscope.verdict.effects import effect_of
 
 pytestmark = pytest.mark.real_model
 

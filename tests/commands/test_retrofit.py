@@ -18,16 +18,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 from typer.testing import Result
 
 import sinkscope
-import sinkscope.commands.training_arms
+import sinkscope.commands.train.arms_command
 import sinkscope.output.result
 import sinkscope.output.run
 from sinkscope import InputError, Run, compare, new_parameters, retrofit, retrofit_model
+from sinkscope.commands.train.arms import parse_methods
+from sinkscope.commands.train.blocks import read_blocks
+from sinkscope.commands.train.output import Trained
 from sinkscope.measuring.tables import column_names
 from sinkscope.models.loading import LoadedModel
-from sinkscope.output.trained import Trained
 from sinkscope.results.tables import LEADING
-from sinkscope.training.arms import parse_methods
-from sinkscope.training.blocks import read_blocks
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -111,7 +111,7 @@ def test_a_trained_model_loads_as_any_other(finished: tuple[Result, Path], tiny:
 def test_it_goes_on_where_it_was_broken_off(
     tiny: Path, text: Path, tmp_path: Path, no_figures: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure, train = sinkscope.commands.training_arms.measure, sinkscope.commands.training_arms.train
+    measure, train = sinkscope.commands.train.arms_command.measure, sinkscope.commands.train.arms_command.train
     trained: list[str] = []
 
     def breaks(subject: Any, *rest: Any) -> Any:
@@ -123,9 +123,9 @@ def test_it_goes_on_where_it_was_broken_off(
         trained.append(folder.parent.name)
         return train(model, blocks, training, folder, **rest)
 
-    monkeypatch.setattr(sinkscope.commands.training_arms, "train", watched)
+    monkeypatch.setattr(sinkscope.commands.train.arms_command, "train", watched)
     with monkeypatch.context() as patched:
-        patched.setattr(sinkscope.commands.training_arms, "measure", breaks)
+        patched.setattr(sinkscope.commands.train.arms_command, "measure", breaks)
         result = command_line("retrofit", tiny, "--text", text, *TYPED, "--out", tmp_path / "out")
         assert result.exit_code == 1
         assert "interrupted: what was reached is kept" in result.stderr
@@ -237,12 +237,12 @@ def test_a_full_disk_at_any_stage_says_so_and_loses_nothing(
     )
     arguments = ("retrofit", tiny, "--method", "vga", "--text", text, *TYPED, "--out", tmp_path / "out")
     stages: list[tuple[Any, str, Any, str]] = [
-        (sinkscope.commands.training_arms.np, "save", full, "nothing of it is left"),  # the held-out blocks
+        (sinkscope.commands.train.arms_command.np, "save", full, "nothing of it is left"),  # the held-out blocks
         (sinkscope.output.run, "write_tables", full, "untouched/run failed"),
         (Trainer, "_save_rng_state", full, "what was reached is kept"),  # a checkpoint
-        (sinkscope.commands.training_arms, "write_tables", full, "the training up to step 3 is kept"),
+        (sinkscope.commands.train.arms_command, "write_tables", full, "the training up to step 3 is kept"),
         (PreTrainedModel, "save_pretrained", full_in_rust, "the training up to step 3 is kept"),
-        (sinkscope.commands.training_arms, "write_run", full, "vga/run failed"),
+        (sinkscope.commands.train.arms_command, "write_run", full, "vga/run failed"),
         (sinkscope.output.result, "save_figures", full, "figures failed, and nothing of it is left"),
     ]
     for place, name, fails, told in stages:

@@ -14,10 +14,10 @@ from tiny import VOCAB, tiny_model
 
 import sinkscope
 from sinkscope import InputError, Run, run_recipe
+from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.figures import FIGURES
 from sinkscope.options import COMMANDS
 from sinkscope.options import recipe as recipes
-from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.options.recipe import find_recipe, known_recipes, read_recipe, shipped
 
 pytestmark = pytest.mark.usefixtures("here")

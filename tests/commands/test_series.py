@@ -19,11 +19,11 @@ from tiny import tiny_model
 
 import sinkscope
 from sinkscope import InputError, Run, Series, run_recipe
+from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.figures.style import COLUMN
 from sinkscope.html_page import Contents
 from sinkscope.html_page.html import page_data
 from sinkscope.models.steps import find_checkpoints, step_of
-from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.results.tables import LEADING
 
 OPTIONS: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "observables": "attention,activation"}
@@ -147,7 +147,7 @@ def test_the_checkpoints_of_a_training_give_the_order_of_events(
     assert list(found.runs) == list(range(0, 21, 2))
     assert found.verdict in result.stdout
     assert (out / "verdict.md").read_text(encoding="utf-8") == found.verdict + "\n"
-    monkeypatch.setattr("sinkscope.verdict.onsets.onset_table", lambda runs: pytest.fail("computed again"))
+    monkeypatch.setattr("sinkscope.commands.steps.onsets.onset_table", lambda runs: pytest.fail("computed again"))
     assert "training-onsets" in found.figures()
     assert "order-norm-sink_rate" in {finding.name for finding in found.contents.findings}
     table = found.tables["onset"]

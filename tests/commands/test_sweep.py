@@ -24,21 +24,21 @@ from typer.testing import CliRunner
 
 import sinkscope
 from sinkscope.cli.app import app
-from sinkscope.commands.sweep import SweepRun, check
-from sinkscope.commands.sweeping import worker
-from sinkscope.commands.sweeping.worker import Reads, State, Task
+from sinkscope.commands.sweep import worker
+from sinkscope.commands.sweep.command import SweepRun, check
+from sinkscope.commands.sweep.file import read_sweep
+from sinkscope.commands.sweep.tables import EPSILON, SWEEP, SWEEP_TABLES
+from sinkscope.commands.sweep.worker import Reads, State, Task
+from sinkscope.commands.train.architectures import architecture
+from sinkscope.commands.train.arms import parse_methods
+from sinkscope.commands.train.options import RetrofitOptions
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.processes import Team
 from sinkscope.options.recipe import SWEEPS, shipped
-from sinkscope.options.sweep_file import read_sweep
-from sinkscope.options.training import RetrofitOptions
 from sinkscope.output.run import finished
 from sinkscope.results.folders import own_folder
 from sinkscope.results.manifest import make_manifest, noting, read_manifest, strangers, write_manifest
 from sinkscope.results.tables import LEADING, names_of
-from sinkscope.training.architectures import architecture
-from sinkscope.training.arms import parse_methods
-from sinkscope.verdict.sweep_tables import EPSILON, SWEEP, SWEEP_TABLES
 
 SMALL = "options: {num-seqs: 2, seq-len: 12, observables: [attention]}"
 
@@ -144,7 +144,7 @@ def test_processes_that_measure_each_cell_together(models: Path, whole: SweepRun
 
 
 def test_sweeps_that_come_with_sinkscope(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinkscope.training.blocks.check_source", lambda text: None)  # without `make corpus`
+    monkeypatch.setattr("sinkscope.commands.train.blocks.check_source", lambda text: None)  # without `make corpus`
     shape = cache(architecture)  # that many cells share
     for path in sorted((shipped("recipes") / SWEEPS).glob("*.yaml")):
         with naming(path.stem):
@@ -346,7 +346,7 @@ def test_options_that_do_not_fit(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     members = Team(0, given.get("team", 1))
-    monkeypatch.setattr("sinkscope.commands.sweep.team", lambda: members)
+    monkeypatch.setattr("sinkscope.commands.sweep.command.team", lambda: members)
     options = {name: value for name, value in given.items() if name != "team"}
     with pytest.raises(InputError, match=message):
         sinkscope.sweep(grid(models, tmp_path), out=tmp_path / "out", **options)

@@ -14,11 +14,11 @@ from support.training import random_blocks
 from tiny import tiny_model
 
 import sinkscope
-from sinkscope.commands.sweep import Size, SweepRun, planned, sized
-from sinkscope.commands.sweeping.worker import Reads, State, load_key
-from sinkscope.options.sweep_file import read_sweep
-from sinkscope.paper_claims.register import CLAIMS
-from sinkscope.results.cells import CellFolders
+from sinkscope.commands.claims.register import CLAIMS
+from sinkscope.commands.sweep.cells import CellFolders
+from sinkscope.commands.sweep.command import Size, SweepRun, planned, sized
+from sinkscope.commands.sweep.file import read_sweep
+from sinkscope.commands.sweep.worker import Reads, State, load_key
 
 TRAINING: dict[str, Any] = {"block-length": 16, "batch-size": 2, "steps": 3, "log-every": 1, "save-every": 2}
 SHAPE = {
@@ -80,7 +80,10 @@ def swept(folder: Path, tmp_path: Path, *commands: str, **options: Any) -> Sweep
 def done(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SweepRun:
     with pytest.MonkeyPatch.context() as patch:
         quick_sweeps(patch)
-        for module in ("sinkscope.commands.claims", "sinkscope.paper_claims.table"):  # few, which need few runs
+        for module in (
+            "sinkscope.commands.claims.command",
+            "sinkscope.commands.claims.table",
+        ):  # few, which need few runs
             patch.setattr(f"{module}.CLAIMS", {name: CLAIMS[name] for name in ("W-1", "W-2", "GS-28")})
         return swept(folder, tmp_path_factory.mktemp("done"))
 

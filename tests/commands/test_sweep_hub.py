@@ -12,8 +12,8 @@ from huggingface_hub import constants
 from support.figures import quick_sweeps
 
 import sinkscope
-from sinkscope.commands.sweep import SweepRun
-from sinkscope.commands.sweeping.worker import State
+from sinkscope.commands.sweep.command import SweepRun
+from sinkscope.commands.sweep.worker import State
 from sinkscope.errors import InputError
 from sinkscope.models import files
 
@@ -117,7 +117,7 @@ def test_a_disk_without_room_for_all_models(stocked: Hub, tmp_path: Path, monkey
     """The error comes before any download; with --evict only the models of the workers need room."""
     (content,) = stocked.repos["org/one"].commits.values()
     size = len(content[WEIGHTS]) + files.SPARE
-    monkeypatch.setattr("sinkscope.commands.sweep.free_room", lambda: size + 10)
+    monkeypatch.setattr("sinkscope.commands.sweep.command.free_room", lambda: size + 10)
     monkeypatch.setattr(files, "free_room", lambda: size + 100_000)
     asked = "models: [org/one, {model: org/two, revisions: [main, step1]}]"
     with pytest.raises(InputError, match=r"are still on the hub take 0.0 GB, and the disk .* --evict removes each"):

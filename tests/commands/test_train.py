@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from typer.testing import Result
 
 from sinkscope import Run, train
+from sinkscope.commands.train.architectures import ARCHITECTURES, architecture, fresh_model, tokenizer_of
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.families import FAMILIES, find_family
 from sinkscope.text.inputs import masked
 from sinkscope.text.tokens import own_frame
-from sinkscope.training.architectures import ARCHITECTURES, architecture, fresh_model, tokenizer_of
 
 pytestmark = pytest.mark.usefixtures("here", "no_figures")
 

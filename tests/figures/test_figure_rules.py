@@ -81,7 +81,7 @@ def test_every_row_of_the_register_has_its_function_and_is_drawn_here() -> None:
 def test_a_run_of_analyze_imports_no_claim_and_no_figure_that_it_does_not_draw(tmp_path: Path) -> None:
     """The verdict and the page show numbers and statements of claims, without importing claims."""
     code = f"""
-import sys, transformers, sinkscope, sinkscope.commands.analyze
+import sys, transformers, sinkscope, sinkscope.commands.analyze.command
 figures = {{name.rpartition(".")[2] for name in sys.modules if ".figures." in name}}
 assert figures <= {{"spec", "style", "labels"}}, figures
 sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)

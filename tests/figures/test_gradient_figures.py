@@ -10,11 +10,11 @@ from support.figures import edges_at, legend_of, said
 from support.made_up_runs import make_run
 from support.made_up_steps import made_up_steps, sigmoid
 
+from sinkscope.commands.steps.onsets import FEWEST_STEPS, RunsByStep, onset_table
 from sinkscope.figures import OF_STEPS, draw
 from sinkscope.figures.gradients import LOOKS
 from sinkscope.measuring.summary import compress_fits
 from sinkscope.output.run import Run
-from sinkscope.verdict.onsets import FEWEST_STEPS, RunsByStep, onset_table
 
 PATHWAYS = ("query", "key", "value")
 

@@ -11,11 +11,11 @@ from support.figures import edges_at, said
 from support.made_up_runs import grid
 
 from sinkscope import InputError, Run
+from sinkscope.commands.train.figures import PANELS, ROWS, Arms, arm_looks, to_others
+from sinkscope.commands.train.tables import UNTOUCHED, sinking_layer
 from sinkscope.figures import OF_ARMS
 from sinkscope.figures.style import Figure
-from sinkscope.figures.training import PANELS, ROWS, Arms, arm_looks, to_others
 from sinkscope.results.run import RunData
-from sinkscope.training.tables import UNTOUCHED, sinking_layer
 
 ARMS = (UNTOUCHED, "vga", "none")
 SITES = ("layer_out", "mlp_out", "attn_out")

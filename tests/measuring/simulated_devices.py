@@ -24,10 +24,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import sinkscope
 from sinkscope.attention import kernels
-from sinkscope.commands.sweeping import pools
+from sinkscope.commands.doctor import kernels as compared_kernels
+from sinkscope.commands.sweep import pools
 from sinkscope.errors import SinkscopeError
 from sinkscope.interventions import parse
-from sinkscope.measuring import kernels as compared_kernels
 from sinkscope.measuring import tracer
 from sinkscope.measuring.memory import USABLE, bytes_per_token
 from sinkscope.measuring.observables import OBSERVABLES, gradient, massive

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import sinkscope
-from sinkscope.commands.doctor import doctor
+from sinkscope.commands.doctor.command import doctor
 from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tables import column_names
 from sinkscope.models.families import find_family

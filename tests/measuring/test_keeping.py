@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope import InputError, Run
+from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.measuring import keeping
-from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.options.option import checked
 from sinkscope.results.activations import FILE
 

@@ -10,8 +10,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from sinkscope.attention.kernels import repeat_heads
-from sinkscope.measuring import kernels as compared_kernels
-from sinkscope.measuring.kernels import Kernel, compare_kernels, compare_logits
+from sinkscope.commands.doctor import kernels as compared_kernels
+from sinkscope.commands.doctor.kernels import Kernel, compare_kernels, compare_logits
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch
 

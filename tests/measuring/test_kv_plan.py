@@ -13,10 +13,19 @@ from tiny import tiny_model
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, MambaConfig
 
 import sinkscope
-from sinkscope.attention.eviction import evicting_attention
 from sinkscope.attention.kernels import AttentionCall, fused_attention
+from sinkscope.commands.kv_plan.eviction import evicting_attention
+from sinkscope.commands.kv_plan.plan import (
+    RANKINGS,
+    WHOLE,
+    Plan,
+    Reading,
+    Sizes,
+    Text,
+    predicted_sinks,
+    quantized,
+)
 from sinkscope.errors import InputError
-from sinkscope.measuring.kv_plan import RANKINGS, WHOLE, Plan, Reading, Sizes, Text, predicted_sinks, quantized
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tables import column_names
 from sinkscope.models.families import find_family

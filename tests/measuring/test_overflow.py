@@ -10,8 +10,7 @@ from tiny import tiny_model, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.errors import InputError
-from sinkscope.measuring.overflow import (
+from sinkscope.commands.doctor.overflow import (
     CLIPPED,
     DECOMPOSED,
     FORMATS,
@@ -22,6 +21,7 @@ from sinkscope.measuring.overflow import (
     overflows_from,
     rescaled,
 )
+from sinkscope.errors import InputError
 from sinkscope.measuring.subject import Subject, family_of, inputs_for, load_model, options_of
 from sinkscope.models.edits import attending_by, edited_output
 from sinkscope.models.loading import LoadedModel

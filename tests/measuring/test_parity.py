@@ -17,7 +17,7 @@ import sinkscope
 from sinkscope.attention import seam, taps, weights
 from sinkscope.attention.kernels import AttentionCall
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.commands.doctor import doctor
+from sinkscope.commands.doctor.command import doctor
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring import subject
 from sinkscope.measuring.parity import attention_round_off, largest_difference

@@ -22,11 +22,11 @@ from transformers import (
 
 import sinkscope
 from sinkscope import InputError
+from sinkscope.commands.claims.claim import judge
+from sinkscope.commands.claims.evidence import MAIN, Evidence
+from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.measuring.estimates import outlier_patches, outlier_share, visual_sink_attention, visual_sink_share
 from sinkscope.measuring.pictures import encode, massive_coordinates, phi
-from sinkscope.paper_claims.claim import judge
-from sinkscope.paper_claims.evidence import MAIN, Evidence
-from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.results.findings import PHI
 from sinkscope.results.judgment import Outcome
 from sinkscope.results.run import RunData

@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope import Run, SinkscopeError
+from sinkscope.commands.claims.studies import OF_STATES
 from sinkscope.measuring import processes
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.processes import Team
 from sinkscope.measuring.tracer import Tracer
-from sinkscope.paper_claims.studies import OF_STATES
 from sinkscope.results.tables import read_table
 
 LENGTHS = (24, 17, 4, 11, 24, 9, 24)  # in batches of two: the longest sequences are in both halves, not in every batch

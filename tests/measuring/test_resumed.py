@@ -12,14 +12,14 @@ from support.tables import assert_same_tables
 from tiny import ragged_tokens, tiny_model, tiny_tokens, written
 from transformers import PreTrainedModel
 
-from sinkscope.commands.intervene import intervene
+from sinkscope.commands.intervene.command import intervene
+from sinkscope.commands.quantize.study import Bench, calibrate_ranges
 from sinkscope.interventions import INTERVENTIONS, Intervention, Target, parse
 from sinkscope.interventions.massive import RescaleNorm
 from sinkscope.measuring import passes
 from sinkscope.measuring.measure import prepared, tables_of
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.passes import Change, Pass, are_the_same, completed, pass_over, passes_over
-from sinkscope.measuring.quantization_study import Bench, calibrate_ranges
 from sinkscope.measuring.subject import Subject, open_subject
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.options.measuring import make_config

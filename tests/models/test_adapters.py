@@ -14,10 +14,10 @@ from tiny import TINY, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import sinkscope
+from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.models import adapters
 from sinkscope.models.loading import load
-from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.options.option import checked
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 8, "observables": ("attention",)}

@@ -29,12 +29,12 @@ from transformers.pytorch_utils import Conv1D
 
 import sinkscope
 from sinkscope import InputError, Run, doctor
+from sinkscope.commands.train.trainer import check_trainable
 from sinkscope.measuring.nnsight import NNsight
 from sinkscope.models.families import find_family
 from sinkscope.models.in_memory import fingerprint, same_random_numbers, unwrapped
 from sinkscope.models.loading import LoadedModel
 from sinkscope.quantization.sites import sites_of
-from sinkscope.training.trainer import check_trainable
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 3, "seq_len": 10}
 

@@ -18,13 +18,13 @@ from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
 
 import sinkscope
 from sinkscope import InputError, Run, doctor, retrofit_model
+from sinkscope.commands.train.trainer import check_trainable
 from sinkscope.measuring.subject import inputs_for
 from sinkscope.models import loading, quantized
 from sinkscope.models.families import find_family
 from sinkscope.models.files import find_files
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.options.measuring import make_config
-from sinkscope.training.trainer import check_trainable
 from sinkscope.verdict.analysis import quantized_source
 
 LENGTH = 12

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support import bad_inputs as bad
 from support.retrofit_command import words_tokenizer
 
+from sinkscope.commands.train.arms import parse_methods
 from sinkscope.errors import InputError
 from sinkscope.interventions import parse
 from sinkscope.models.files import read_settings
@@ -20,7 +21,6 @@ from sinkscope.options.option import checked
 from sinkscope.options.recipe import find_recipe, read_recipe
 from sinkscope.text.inputs import build_inputs
 from sinkscope.text.sources import check_source, documents
-from sinkscope.training.arms import parse_methods
 
 few = settings(
     max_examples=30,

@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from sinkscope.cli.app import app
+from sinkscope.commands.train.options import RetrofitOptions, TrainOptions
 from sinkscope.errors import InputError
 from sinkscope.options import COMMANDS
 from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.options.option import checked, flag
-from sinkscope.options.training import RetrofitOptions, TrainOptions
 
 
 def refusal(**options: Any) -> str:

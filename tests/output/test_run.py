@@ -11,8 +11,8 @@ from tiny import tiny_model
 
 import sinkscope
 from sinkscope import InputError, Run
+from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.commands.measured import options_of_run
-from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.results.command_line import command_lines
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 3, "seq_len": 10}

@@ -6,9 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from sinkscope.commands.sweep.output import words
+from sinkscope.commands.sweep.tables import EPSILON, SCORES, SWEEP, SweepTables
 from sinkscope.figures import OF_SWEEP
-from sinkscope.output.sweep import words
-from sinkscope.verdict.sweep_tables import EPSILON, SCORES, SWEEP, SweepTables
 
 CELL: dict[str, Any] = {
     "model": "a", "condition": "natural", "layer": -1, "cell": "", "revision": "", "step": -1, "family": "", "base": "",

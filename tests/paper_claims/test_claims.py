@@ -14,20 +14,27 @@ from tiny import VOCAB, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import sinkscope
+from sinkscope.commands.claims.claim import Judgment, Null, judge
+from sinkscope.commands.claims.figures import LOOKS
+from sinkscope.commands.claims.register import CLAIMS
+from sinkscope.commands.claims.scorecard import (
+    Scorecard,
+    headline,
+    once,
+    scorecard_markdown,
+    unusual,
+    value_text,
+)
+from sinkscope.commands.claims.table import evidence_of, judged
+from sinkscope.commands.claims.table import judged as judged_table
 from sinkscope.figures import OF_CLAIMS
-from sinkscope.figures.claims import LOOKS
 from sinkscope.measuring.observables.query_bias import NO_QUERY_BIAS
 from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
 from sinkscope.output.run import Run
-from sinkscope.paper_claims.claim import Judgment, Null, judge
-from sinkscope.paper_claims.register import CLAIMS
-from sinkscope.paper_claims.table import evidence_of, judged
-from sinkscope.paper_claims.table import judged as judged_table
 from sinkscope.results.judgment import Outcome, above, below, between
 from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Sequences
 from sinkscope.results.statistics import Estimate
-from sinkscope.verdict.scorecard import Scorecard, headline, once, scorecard_markdown, unusual, value_text
 
 
 def as_draw(run: RunData, draw: int) -> RunData:
@@ -136,7 +143,7 @@ def test_a_gradient_spike_is_compared_with_the_larger_null(null: float, value: f
 
 
 def test_the_first_line_counts_the_claims_that_hold_and_whose_null_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinkscope.paper_claims.table.CLAIMS", {"W-1": CLAIMS["W-1"]})
+    monkeypatch.setattr("sinkscope.commands.claims.table.CLAIMS", {"W-1": CLAIMS["W-1"]})
     for null, count in ((0.0, "1 claim holds, and its"), (0.4, "0 claims hold, and their")):
         table = judged_table(evidence_of([of_text(0.5), of_text(null, 0)], "made"))
         card = Scorecard({}, table, pd.DataFrame({"effect": [], "model": []}))
@@ -145,7 +152,7 @@ def test_the_first_line_counts_the_claims_that_hold_and_whose_null_fails(monkeyp
 
 
 def test_claims_with_a_null_that_is_not_defined_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinkscope.paper_claims.table.CLAIMS", {"S-9": CLAIMS["S-9"]})
+    monkeypatch.setattr("sinkscope.commands.claims.table.CLAIMS", {"S-9": CLAIMS["S-9"]})
     table = judged_table(evidence_of([of_massive(5000.0), of_massive(1.0, 0)], "made"))
     card = Scorecard({}, table, pd.DataFrame({"effect": [], "model": []}))
     assert headline(card) == "0 claims hold, and their null does not pass them"
@@ -155,7 +162,7 @@ def test_claims_with_a_null_that_is_not_defined_are_counted_apart(monkeypatch: p
 
 def test_claims_on_one_number_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     some = ("W-1", "W-21", "N-12", "W-3")
-    monkeypatch.setattr("sinkscope.paper_claims.table.CLAIMS", {name: CLAIMS[name] for name in some})
+    monkeypatch.setattr("sinkscope.commands.claims.table.CLAIMS", {name: CLAIMS[name] for name in some})
     runs = [of_text(0.5), of_text(0.0, 0)]
     for run in runs:
         run.manifest["not_measured"] = {"query-bias": NO_QUERY_BIAS}

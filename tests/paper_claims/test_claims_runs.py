@@ -23,11 +23,11 @@ from support.hand_made_runs import (
     manifest,
 )
 
+from sinkscope.commands.claims.arms import beyond_controls
+from sinkscope.commands.claims.evidence import Evidence
+from sinkscope.commands.claims.papers.nu import NULLIFIED
+from sinkscope.commands.claims.papers.wse import OTHER_DOMAINS
 from sinkscope.measuring.observables.query_bias import NO_QUERY_BIAS
-from sinkscope.paper_claims.arms import beyond_controls
-from sinkscope.paper_claims.evidence import Evidence
-from sinkscope.paper_claims.papers.nu import NULLIFIED
-from sinkscope.paper_claims.papers.wse import OTHER_DOMAINS
 from sinkscope.results.run import RunData
 
 LAYERS, WIDTH = 4, 300

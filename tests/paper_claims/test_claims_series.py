@@ -10,12 +10,12 @@ from scipy import stats
 from support.hand_made_runs import FAILS, FEW_SEEDS, HOLDS, INCONCLUSIVE, NOT_APPLIES, UNMEASURED, manifest
 from support.hand_made_trainings import SHAPE, Tables, gradients, judged, rates, steps, training
 
-from sinkscope.commands.evidence import Collection
-from sinkscope.paper_claims.claim import Judgment, judge
-from sinkscope.paper_claims.over_seeds import mean_over_seeds, range_of_rates
-from sinkscope.paper_claims.papers.wse import _best_decay
-from sinkscope.paper_claims.register import CLAIMS
-from sinkscope.paper_claims.studies import Training
+from sinkscope.commands.claims.claim import Judgment, judge
+from sinkscope.commands.claims.gathered import Collection
+from sinkscope.commands.claims.over_seeds import mean_over_seeds, range_of_rates
+from sinkscope.commands.claims.papers.wse import _best_decay
+from sinkscope.commands.claims.register import CLAIMS
+from sinkscope.commands.claims.studies import Training
 from sinkscope.results.judgment import Outcome
 from sinkscope.results.run import RunData
 

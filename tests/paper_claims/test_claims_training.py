@@ -10,10 +10,10 @@ from scipy import stats
 from support.hand_made_runs import FAILS, FEW_SEEDS, HOLDS, INCONCLUSIVE, NOT_APPLIES, UNMEASURED
 from support.hand_made_trainings import Numbers, Tables, judged, norms, rates, training
 
-from sinkscope.commands.evidence import Collection
-from sinkscope.paper_claims.claim import judge
-from sinkscope.paper_claims.register import CLAIMS
-from sinkscope.paper_claims.studies import Training
+from sinkscope.commands.claims.claim import judge
+from sinkscope.commands.claims.gathered import Collection
+from sinkscope.commands.claims.register import CLAIMS
+from sinkscope.commands.claims.studies import Training
 
 LOW, HIGH, WIDE = (1.0, 1.1, 0.9), (5.0, 5.2, 4.8), (0.1, 9.0, 1.0)
 AROUND = (1.0, 1.01, 0.99, 1.02, 0.98)

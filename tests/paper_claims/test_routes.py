@@ -8,12 +8,12 @@ import pandas as pd
 import pytest
 from support.hand_made_runs import experiment
 
+from sinkscope.commands.claims.arms import beyond_controls
+from sinkscope.commands.claims.evidence import Evidence
+from sinkscope.commands.claims.routes import ROLES, Effect, routes_of
+from sinkscope.commands.claims.studies import Need
+from sinkscope.commands.compare.side_by_side import Routes, compare
 from sinkscope.output.run import Run
-from sinkscope.output.side_by_side import Routes, compare
-from sinkscope.paper_claims.arms import beyond_controls
-from sinkscope.paper_claims.evidence import Evidence
-from sinkscope.paper_claims.routes import ROLES, Effect, routes_of
-from sinkscope.paper_claims.studies import Need
 from sinkscope.results.run import RunData
 
 NAME = "nullify-query-bias"

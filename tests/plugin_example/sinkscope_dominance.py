@@ -7,6 +7,8 @@ from typing import ClassVar
 import pandas as pd
 import torch
 
+from sinkscope.commands.claims.claim import Claim, Part
+from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.figures import FIGURES, plot
 from sinkscope.figures.labels import title
 from sinkscope.figures.spec import FigureSpec
@@ -17,8 +19,6 @@ from sinkscope.interventions.parameters import Indices
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Means, Observable, Reading, Settings
 from sinkscope.measuring.summary import METRICS_OF, layerwise
-from sinkscope.paper_claims.claim import Claim, Part
-from sinkscope.paper_claims.register import CLAIMS
 from sinkscope.plugins import Plugin
 from sinkscope.results.judgment import at_least
 from sinkscope.results.metrics import METRICS, Metric

@@ -25,8 +25,9 @@ from transformers.pytorch_utils import Conv1D
 
 import sinkscope
 from sinkscope import InputError, Run, SinkscopeError, quantize, quantized
-from sinkscope.figures.quantization import draw_quantization_cost as draw
-from sinkscope.measuring.quantization_study import Bench, calibrate_ranges, measured_roundings, resampled_cost, w8a8
+from sinkscope.commands.quantize.figures import draw_quantization_cost as draw
+from sinkscope.commands.quantize.findings import whole
+from sinkscope.commands.quantize.study import Bench, calibrate_ranges, measured_roundings, resampled_cost, w8a8
 from sinkscope.measuring.subject import Subject, open_subject
 from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import open_tracer
@@ -41,7 +42,6 @@ from sinkscope.quantization.simulation import quantized_sites
 from sinkscope.quantization.sites import CACHED, INPUT, OUTPUT, PARTS, SCORES, SOFTMAX, SUM, WEIGHT, Site, sites_of
 from sinkscope.results.tables import LEADING
 from sinkscope.retrofits import parts_of
-from sinkscope.verdict.quantization import whole
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 20, "seq_len": 20, "calibration": 4}
 NAN, INF = float("nan"), float("inf")

@@ -17,9 +17,9 @@ from support.retrofitted import each_pair
 from tiny import VOCAB, tiny_model, tiny_tokens
 
 from sinkscope import InputError, quantize
-from sinkscope.measuring import quantization_split
-from sinkscope.measuring.quantization_split import Split, outlier_prefix
-from sinkscope.measuring.quantization_study import Bench, measured_ranges
+from sinkscope.commands.quantize import split as quantization_split
+from sinkscope.commands.quantize.split import Split, outlier_prefix
+from sinkscope.commands.quantize.study import Bench, measured_ranges
 from sinkscope.measuring.subject import Subject, family_of, open_subject
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.options.measuring import make_config

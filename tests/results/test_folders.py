@@ -16,10 +16,11 @@ from support.made_up_runs import run_manifest
 from tiny import tiny_model
 
 import sinkscope
+from sinkscope.commands.analyze.options import AnalyzeOptions
+from sinkscope.commands.compare.options import CompareOptions
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.options.measuring import AnalyzeOptions
 from sinkscope.options.option import checked
-from sinkscope.options.output import CompareOptions, OutputOptions
+from sinkscope.options.output import OutputOptions
 from sinkscope.results.folders import (
     alone_in,
     check_output,

@@ -8,12 +8,12 @@ from tiny import tiny_model, tiny_tokens
 from transformers import PreTrainedModel
 
 import sinkscope
+from sinkscope.commands.steps.onsets import left_out, resampled
 from sinkscope.measuring.estimates import gradient_ratio, massive_count, sink_rates
 from sinkscope.output.run import Run
 from sinkscope.results.findings import Outcome
 from sinkscope.results.sequences import Sequences
 from sinkscope.results.statistics import Estimate, bootstrap, positive_jackknife, resamplings, resamplings_of
-from sinkscope.verdict.onsets import left_out, resampled
 
 IDS = tiny_tokens(5, 24).tolist()
 ORDER = [0, 1, 0, 2, 3, 3, 1, 2, 4, 4]  # each text twice

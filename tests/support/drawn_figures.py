@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from sinkscope.commands.steps.onsets import RunsByStep
+from sinkscope.commands.sweep.factor_study import TABLE as STUDIED
+from sinkscope.commands.sweep.tables import EPSILON, SCORES, SWEEP, SweepTables
+from sinkscope.commands.train.figures import CURVES, Arms
 from sinkscope.figures import FIGURES, OF_ARMS, OF_RUNS, OF_STEPS, OF_SWEEP, OF_TRAININGS, draw
 from sinkscope.figures.style import Figure
-from sinkscope.figures.training import CURVES, Arms
 from sinkscope.output.run import Run
 from sinkscope.results.metrics import BACKCOPY
-from sinkscope.verdict.factor_study import TABLE as STUDIED
-from sinkscope.verdict.onsets import RunsByStep
-from sinkscope.verdict.sweep_tables import EPSILON, SCORES, SWEEP, SweepTables
 from support.made_up_runs import gradient_tables, grid, make_run, picture_tables, split_table
 from support.made_up_steps import made_up_steps, sigmoid
 

@@ -24,9 +24,9 @@ def skip_figures(patch: pytest.MonkeyPatch, *, of_runs_only: bool = False) -> No
 
 def quick_sweeps(patch: pytest.MonkeyPatch) -> None:
     """Fork the workers of sweeps, which then import nothing, and draw no figures, which tests/figures checks."""
-    patch.setattr("sinkscope.commands.sweeping.pools.METHOD", "fork")
-    patch.setattr("sinkscope.output.sweep.drawings_of", lambda specs, data: {})
-    patch.setattr("sinkscope.output.scorecard.scorecard_drawings", lambda card: {})
+    patch.setattr("sinkscope.commands.sweep.pools.METHOD", "fork")
+    patch.setattr("sinkscope.commands.sweep.output.drawings_of", lambda specs, data: {})
+    patch.setattr("sinkscope.commands.claims.output.scorecard_drawings", lambda card: {})
     skip_figures(patch)
 
 

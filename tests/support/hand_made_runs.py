@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sinkscope.paper_claims.claim import Judgment, judge
-from sinkscope.paper_claims.evidence import MAIN, Evidence
-from sinkscope.paper_claims.register import CLAIMS
+from sinkscope.commands.claims.claim import Judgment, judge
+from sinkscope.commands.claims.evidence import MAIN, Evidence
+from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.results.judgment import Outcome
 from sinkscope.results.run import RunData
 

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sinkscope.commands.evidence import Collection
-from sinkscope.options.training import RetrofitOptions, TrainOptions
-from sinkscope.paper_claims.claim import Judgment, judge
-from sinkscope.paper_claims.register import CLAIMS
-from sinkscope.paper_claims.studies import Steps, Training
+from sinkscope.commands.claims.claim import Judgment, judge
+from sinkscope.commands.claims.gathered import Collection
+from sinkscope.commands.claims.register import CLAIMS
+from sinkscope.commands.claims.studies import Steps, Training
+from sinkscope.commands.train.options import RetrofitOptions, TrainOptions
+from sinkscope.commands.train.tables import UNTOUCHED
 from sinkscope.results.run import RunData
-from sinkscope.training.tables import UNTOUCHED
 from support.hand_made_runs import by_sequence, manifest
 
 SHAPE = {"model_type": "llama", "hidden_act": "silu", "num_attention_heads": 4}

@@ -24,9 +24,9 @@ from transformers import Trainer
 
 import sinkscope.figures
 from sinkscope.cli.app import app
+from sinkscope.commands.train import sharding
+from sinkscope.commands.train.sharding import CONFIGURATION
 from sinkscope.retrofits import new_parameters
-from sinkscope.training import sharding
-from sinkscope.training.sharding import CONFIGURATION
 from support.forked import forked
 
 COUNT = 2

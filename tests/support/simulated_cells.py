@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from sinkscope.commands import load
-from sinkscope.commands.sweeping import pools
+from sinkscope.commands.sweep import pools
 from support.simulated import moved, simulated
 
 of_a_worker = pools._main

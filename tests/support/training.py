@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 from tiny import VOCAB, tiny_model
 
+from sinkscope.commands.train.blocks import Blocks
+from sinkscope.commands.train.options import TrainingConfig
 from sinkscope.options.option import checked
-from sinkscope.options.training import TrainingConfig
 from sinkscope.retrofits import retrofit_model
-from sinkscope.training.blocks import Blocks
 
 LENGTH = 16
 

@@ -35,7 +35,7 @@ from tiny import tiny_model, tiny_tokens
 
 import sinkscope
 from sinkscope.cli.app import app
-from sinkscope.commands.sweeping import pools
+from sinkscope.commands.sweep import pools
 
 MEASURED = ("--input", "random", "--num-seqs", "4", "--seq-len", "24", "--batch-size", "2")
 NAMES = ("analyze", "intervene", "quantize", "retrofit", "train", "sweep")

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from sinkscope.commands.train.tasks import TASKS, Task
+from sinkscope.commands.train.tasks.backcopy import NAME, BigramBackcopy, Opening, bigram_backcopy
 from sinkscope.text.sources import documents
-from sinkscope.training.tasks import TASKS, Task
-from sinkscope.training.tasks.backcopy import NAME, BigramBackcopy, Opening, bigram_backcopy
 
 # <s>, two triggers, three other characters
 SMALL = BigramBackcopy(

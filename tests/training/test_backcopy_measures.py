@@ -9,11 +9,11 @@ import torch
 from torch.nn.functional import layer_norm
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from sinkscope.commands.train.tasks.backcopy import bigram_backcopy, example, measure, risks
 from sinkscope.models.families import find_family
 from sinkscope.results.metrics import BACKCOPY
 from sinkscope.retrofits import new_parameters, retrofit_model
 from sinkscope.text.batch import Batch
-from sinkscope.training.tasks.backcopy import bigram_backcopy, example, measure, risks
 
 TASK = bigram_backcopy()
 HELD_OUT = TASK.sample(70, 12, seed=7)  # more than are measured at once

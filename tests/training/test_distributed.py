@@ -16,12 +16,12 @@ from support.training import config, model, random_blocks
 from tiny import TINY, tiny_model
 from transformers import AutoModelForCausalLM
 
+import sinkscope.commands.train.sharding
 import sinkscope.figures
-import sinkscope.training.sharding
 from sinkscope import InputError, retrofit
+from sinkscope.commands.train.sharding import NEEDED, launched
+from sinkscope.commands.train.trainer import shuffled, train
 from sinkscope.results.tables import read_table
-from sinkscope.training.sharding import NEEDED, launched
-from sinkscope.training.trainer import shuffled, train
 
 # Two ways of training on two processes. 11 blocks are not a multiple of the batch size 4: the third step continues in
 # the next epoch.
@@ -149,7 +149,7 @@ def test_a_probe_is_refused_with_shards(tmp_path: Path, monkeypatch: pytest.Monk
     """It would run only on the first process, and wait forever for the shards of the other processes."""
     for name, value in {"ACCELERATE_USE_FSDP": "true", **NEEDED}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sinkscope.training.sharding, "check_sharding", lambda: None)
+    monkeypatch.setattr(sinkscope.commands.train.sharding, "check_sharding", lambda: None)
     with pytest.raises(InputError, match="a probe needs the whole model"):
         train(model(), random_blocks(4), config(), tmp_path / "out", probe=lambda model: pd.DataFrame())
     with pytest.raises(InputError, match="--probe needs the whole model"):

@@ -16,13 +16,13 @@ from torch import nn
 from transformers import AutoModelForMaskedLM, PreTrainedModel, Trainer
 
 from sinkscope import InputError, new_parameters, retrofit_model
+from sinkscope.commands.train.architectures import architecture, fresh_model, tokenizer_of
+from sinkscope.commands.train.blocks import Blocks
+from sinkscope.commands.train.trainer import _TrainingBlocks, masked_loss, train
 from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.text.batch import IGNORED, Batch
 from sinkscope.text.inputs import masked
-from sinkscope.training.architectures import architecture, fresh_model, tokenizer_of
-from sinkscope.training.blocks import Blocks
-from sinkscope.training.trainer import _TrainingBlocks, masked_loss, train
 
 IDS = torch.randint(5, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}

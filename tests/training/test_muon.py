@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sinkscope.training.architectures import architecture, fresh_model
-from sinkscope.training.trainer import MuonAndAdamW, matrices_of
+from sinkscope.commands.train.architectures import architecture, fresh_model
+from sinkscope.commands.train.trainer import MuonAndAdamW, matrices_of
 
 RATE = 0.01
 

@@ -19,6 +19,9 @@ from torch.nn.functional import layer_norm
 from transformers import PreTrainedModel
 
 import sinkscope
+from sinkscope.commands.train import history
+from sinkscope.commands.train.history import probe_of, sinks
+from sinkscope.commands.train.trainer import train
 from sinkscope.measuring.observables.attention import Attention
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.tracer import open_tracer
@@ -26,9 +29,6 @@ from sinkscope.models.families import find_family
 from sinkscope.retrofits import retrofit_model
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import masked
-from sinkscope.training import history
-from sinkscope.training.history import probe_of, sinks
-from sinkscope.training.trainer import train
 
 IDS = tiny_tokens(5, 12)
 EPSILON = 0.27  # uniform attention over 12 tokens gives the first one 0.259

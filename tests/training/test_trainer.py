@@ -18,15 +18,15 @@ from tiny import VOCAB, tiny_model
 from transformers import AutoModelForCausalLM, Trainer
 
 from sinkscope import InputError, SinkscopeError, gate_displacement, new_parameters
+from sinkscope.commands.train.architectures import architecture
+from sinkscope.commands.train.blocks import begun, check_options, limited
+from sinkscope.commands.train.options import TrainingConfig, TrainOptions
+from sinkscope.commands.train.trainer import _arguments, _TrainingBlocks, parameter_groups, train
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel, count_parameters
 from sinkscope.options.option import checked
-from sinkscope.options.training import TrainingConfig, TrainOptions
 from sinkscope.text.batch import Batch
-from sinkscope.training.architectures import architecture
-from sinkscope.training.blocks import begun, check_options, limited
-from sinkscope.training.trainer import _arguments, _TrainingBlocks, parameter_groups, train
 
 
 def same(one: Any, other: Any) -> bool:

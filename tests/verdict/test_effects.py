@@ -5,11 +5,11 @@ import pandas as pd
 import pytest
 from support.made_up_runs import grid, make_run
 
+from sinkscope.commands.intervene.findings import Effect, findings_of, interval, interval_by_layer, overview
 from sinkscope.measuring.summary import arm_metrics
 from sinkscope.output.run import Run
 from sinkscope.results.findings import Outcome
 from sinkscope.results.statistics import resamplings
-from sinkscope.verdict.effects import Effect, findings_of, interval, interval_by_layer, overview
 
 NAN = float("nan")
 

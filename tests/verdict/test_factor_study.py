@@ -3,8 +3,7 @@
 import pandas as pd
 import pytest
 
-from sinkscope.output.sweep import words
-from sinkscope.verdict.factor_study import (
+from sinkscope.commands.sweep.factor_study import (
     ONSET,
     PAPER,
     TABLE,
@@ -15,7 +14,8 @@ from sinkscope.verdict.factor_study import (
     summary,
     with_levels,
 )
-from sinkscope.verdict.sweep_tables import SweepTables
+from sinkscope.commands.sweep.output import words
+from sinkscope.commands.sweep.tables import SweepTables
 
 
 def table(rates: dict[tuple[str, str], list[float]]) -> pd.DataFrame:

@@ -10,10 +10,7 @@ import pandas as pd
 import pytest
 from support.made_up_steps import UNIFORM, made_up_steps, sigmoid
 
-from sinkscope.results.findings import SINK
-from sinkscope.results.run import RunData
-from sinkscope.results.statistics import bootstrap, jackknife
-from sinkscope.verdict.onsets import (
+from sinkscope.commands.steps.onsets import (
     QUANTITIES,
     delay,
     findings,
@@ -25,6 +22,9 @@ from sinkscope.verdict.onsets import (
     resampled,
     steps_between,
 )
+from sinkscope.results.findings import SINK
+from sinkscope.results.run import RunData
+from sinkscope.results.statistics import bootstrap, jackknife
 
 STEPS = [0, *(2**power for power in range(12))]
 LATE, EARLY = 300, 50  # between the steps 256 and 512, and 32 and 64: two steps apart

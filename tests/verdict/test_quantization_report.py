@@ -11,11 +11,11 @@ from support.made_up_runs import run_manifest
 from tiny import tiny_model
 
 from sinkscope import Run, quantize
+from sinkscope.commands.quantize import findings as quantization
+from sinkscope.commands.quantize.findings import JSON, RECIPE, llm_compressor_recipe, site_names, spared, whole
 from sinkscope.quantization.settings import ALONE, COSTLIEST_KEPT, COSTLY
 from sinkscope.quantization.sites import INPUT
 from sinkscope.results.findings import Finding, Outcome
-from sinkscope.verdict import quantization
-from sinkscope.verdict.quantization import JSON, RECIPE, llm_compressor_recipe, site_names, spared, whole
 
 SETTINGS = {"full": 0.0, "all": 1.4, "weights": 0.05, "activations": 1.3, "massive-kept": 0.9}
 COLUMNS = ["layer", "setting", "site", "part", "kept", "cost"]

@@ -4,8 +4,8 @@ import pytest
 from support.made_up_runs import run_manifest, split_table
 
 from sinkscope import Run
+from sinkscope.commands.quantize import split_findings as quantization_split
 from sinkscope.results.findings import Finding, Outcome
-from sinkscope.verdict import quantization_split
 
 SHARES = {"tokens": 0.2, "coordinates": 0.1, "both": 0.3, "prefix": 0.6}
 RANDOM = {"tokens": [0.0, 0.05], "coordinates": [0.0], "prefix": [0.0] * 20}

@@ -8,11 +8,11 @@ import pytest
 from scipy import stats
 
 from sinkscope import InputError, Run
+from sinkscope.commands.train.findings import equal_loss_markdown, methods_compared, retrofit_markdown
+from sinkscope.commands.train.tables import ROWS, UNTOUCHED, retrofit_table
 from sinkscope.measuring.tables import column_names
 from sinkscope.results.tables import LEADING
-from sinkscope.training.tables import ROWS, UNTOUCHED, retrofit_table
 from sinkscope.verdict.table_formats import formatted
-from sinkscope.verdict.trained import equal_loss_markdown, methods_compared, retrofit_markdown
 
 GATES = pd.DataFrame(
     [("vga", 0, 0, "weight", 0.25), ("vga", 1, 2, "weight", 0.75), ("vga", 1, 1, "weight", 0.5)],

@@ -14,8 +14,8 @@ from tiny import VOCAB, tiny_model
 
 import sinkscope
 from sinkscope import Run, retrofit_model
+from sinkscope.commands.claims.table import evidence_of, judged
 from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
-from sinkscope.paper_claims.table import evidence_of, judged
 from sinkscope.results import findings
 from sinkscope.verdict import analysis
 from sinkscope.verdict.analysis import TABLE

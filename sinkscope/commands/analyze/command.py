@@ -1,0 +1,207 @@
+"""The command `analyze`: measures a model and returns a Run. Read this file to follow a run from end to end."""
+
+import os
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, Unpack
+
+from transformers import PreTrainedTokenizerBase
+
+from sinkscope.commands.analyze.options import AnalyzeOptions
+from sinkscope.commands.measured import opened, shown
+from sinkscope.commands.result import Result
+from sinkscope.commands.steps.series import COMMAND, Series
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.measuring.console import Messages, print_line, print_notices, print_part
+from sinkscope.measuring.keeping import Remembered, check_sites, keep
+from sinkscope.measuring.measure import Facts, make_manifest, measure
+from sinkscope.measuring.pictures import PICTURES, measure_encoder, measure_pictures, processor_for
+from sinkscope.measuring.processes import together
+from sinkscope.measuring.spike_mask import SpikeMask, measured_mask
+from sinkscope.measuring.subject import ModelLike, check_config, is_in_memory, options_of
+from sinkscope.measuring.tables import publish
+from sinkscope.models.in_memory import text_of
+from sinkscope.models.pictures import load_encoder
+from sinkscope.models.steps import find_checkpoints
+from sinkscope.options.keywords import AnalyzeKeywords
+from sinkscope.options.option import checked
+from sinkscope.options.output import OutputOptions
+from sinkscope.options.signatures import with_options
+from sinkscope.output.result import draw, figure_failure, write_data
+from sinkscope.output.run import Run, draw_run, finished, write_run
+from sinkscope.results.activations import Activations
+from sinkscope.results.folders import new_folder, own_folder
+from sinkscope.text.pictures import read_pictures
+
+
+def command(options: AnalyzeOptions, output: OutputOptions) -> Result:
+    if options.has_steps:
+        given = {name: getattr(options, name) for name in options.model_fields_set - {"model", "revision"}}
+        series = analyze_steps(options.model, options.revision, record=output.record, **output.where, **given)
+        failure = figure_failure(series.manifest, *(run.manifest for run in series.runs.values()))
+        return Result(
+            series, series.verdict, numbers=series.headlines, notes=series.warnings, folder=output.out, failure=failure
+        )
+    return shown(analyze(options.model, config=options, **output.where), output)
+
+
+def check(options: AnalyzeOptions) -> None:
+    """Raise InputError for wrong options of one run in a recipe or a sweep, before a model is loaded."""
+    if options.has_steps:
+        raise InputError("each run or cell measures one model: name a single revision or checkpoint")
+    check_config(options)
+    check_sites(options.keep)
+
+
+@with_options(AnalyzeOptions)
+def analyze(
+    model: ModelLike = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    quiet: bool = True,
+    config: AnalyzeOptions | None = None,
+    figures: Iterable[str] | None = None,
+    page: bool = True,
+    **options: Unpack[AnalyzeKeywords],
+) -> Run:
+    """Measure one model and return its Run; with `out`, also write the run folder.
+
+    Under `accelerate launch`, all processes call this and share the sequences of a named model; the first one writes.
+
+    Args:
+        model: a hub id, a folder, a .gguf file, or a model already loaded; None for SmolLM2-135M-Instruct.
+        tokenizer: the tokenizer of a model already loaded.
+        out: the run folder to write; None: in memory only.
+        overwrite: replace an earlier run in `out`.
+        quiet: print no progress.
+        config: all options at once, in place of `options`.
+        figures: names of the figures to draw; None: all that apply.
+        page: also write index.html.
+        **options: those of the command line, which are listed below.
+
+    Raises:
+        InputError: an option or the input is wrong; nothing was written.
+        SinkscopeError: the run failed.
+    """
+    start = time.time()
+    config = config or options_of(AnalyzeOptions, model, options)
+    check_sites(config.keep)
+    pictures = None if config.images is None else read_pictures(config.images, config.num_seqs)
+    if pictures is not None and not is_in_memory(model) and (encoder := load_encoder(config)) is not None:
+        with own_folder(out, overwrite, reads=(config.model, str(config.images))) as folder:
+            raw, subject = measure_encoder(encoder, pictures)
+            print_line(Messages(quiet), f"read: {subject.inputs.said}")
+            tables, facts = publish(raw, encoder, PICTURES), Facts(batch_size=1)
+            manifest = make_manifest(subject, config, facts, list(tables), start)
+            return finished(Run.of_analysis(manifest, tables, folder), Messages(quiet), figures, page)
+    with opened(model, tokenizer, config, out, overwrite, quiet) as (subject, folder, console):
+        processor = None if pictures is None else processor_for(subject, config)
+        activations = Activations(keep(subject, config))
+        tables, facts = measure(subject, config, console, config.pairs)
+        if pictures is not None:
+            pictured, facts.pictures = measure_pictures(subject, config, pictures, processor, tables["massive"])
+            tables |= publish(pictured, subject.loaded, subject.inputs.condition)
+        print_notices(console, facts.notices)
+        manifest = make_manifest(subject, config, facts, list(tables), start) | {"activations": list(activations)}
+        loaded = Remembered(subject.loaded) if is_in_memory(model) else None
+        mask = measured_mask(subject, config, tables).write if config.export_mask else None
+        run = Run.of_analysis(manifest, tables, folder, activations=activations, loaded=loaded, further=mask)
+        return finished(run, console, figures, page)
+
+
+@with_options(AnalyzeOptions)
+def analyze_steps(
+    model: str | os.PathLike[str] | None,
+    revisions: str | Iterable[str] | None = None,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    quiet: bool = True,
+    page: bool = True,
+    record: Mapping[str, Any] | None = None,
+    **options: Unpack[AnalyzeKeywords],
+) -> Series:
+    """Measure a model at several steps of its training; with `out`, also write a run folder per step and the figures.
+
+    Args:
+        model: a hub id, or a folder with a checkpoint in each subfolder.
+        revisions: the revisions of the hub id that hold the steps, or the subfolders. The default for a folder is its
+            subfolders `checkpoint-…`, as transformers' Trainer writes them.
+        out: the folder to write; None: in memory only.
+        overwrite: replace an earlier series in `out`.
+        quiet, page, **options: as for `analyze`.
+        record: the content of a recipe, for run.json; of each step, only the figures that it names are drawn.
+
+    Raises:
+        InputError: an option or the input is wrong, a name has no step, or two names have the same step.
+        SinkscopeError: a run failed; nothing is written.
+    """
+    start = time.time()
+    if model is None:
+        raise InputError("several revisions were given, but no model to take them from")
+    model = text_of(model)
+    checkpoints = find_checkpoints(model, revisions)
+    configs = [
+        checked(AnalyzeOptions, options | {"model": checkpoint.model, "revision": checkpoint.revision})
+        for checkpoint in checkpoints
+    ]
+    check(configs[0])
+    recipe = {"recipe": record} if record else {}
+    runs: dict[int, Run] = {}
+    with (
+        together(configs[0].device_map) as members,
+        own_folder(members.only_first(out), overwrite, (COMMAND,), reads=(model, str(configs[0].input))) as folder,
+    ):
+        console = members.console(quiet)
+        with nullcontext() if folder is None else new_folder(folder) as fresh:
+            for place, (checkpoint, config) in enumerate(zip(checkpoints, configs, strict=True), 1):
+                print_part(console, f"step {checkpoint.step}", place, len(checkpoints))
+                try:
+                    run = analyze(config.model, config=config, quiet=quiet)
+                except SinkscopeError as error:
+                    raise type(error)(f"at step {checkpoint.step}: {error}") from error
+                run = replace(run, manifest=run.manifest | recipe)
+                if folder is not None and fresh is not None:
+                    written = fresh / checkpoint.folder
+                    written.mkdir()
+                    write_run(replace(run, folder=folder / checkpoint.folder), written)
+                    run = Run.open(written)  # its tables are no longer in memory
+                runs[checkpoint.step] = run
+            series = replace(Series.of(model, checkpoints, configs[0], runs, start, **recipe), folder=folder)
+            if fresh is not None:
+                write_data(series, fresh)
+        if folder is None:
+            return series
+        series = Series.open(folder)
+        for run in series.runs.values():
+            draw_run(run, record["content"].get("figures", ()) if record else None, page)
+        draw(series, page=page)
+    return Series.open(folder)
+
+
+@with_options(AnalyzeOptions)
+def spike_mask(
+    model: ModelLike = None,
+    ids: Any = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    quiet: bool = True,
+    **options: Unpack[AnalyzeKeywords],
+) -> SpikeMask:
+    """Return which tokens are sinks in which layers' outputs, and massive coordinates: what `export_mask` writes.
+
+    Args:
+        model, tokenizer, quiet, **options: as for `analyze`.
+        ids: token ids (N,T), or texts; None: the input that the options name.
+
+    Raises:
+        InputError: an option or the input is wrong.
+        SinkscopeError: the measurement failed.
+    """
+    config = options_of(AnalyzeOptions, model, options if ids is None else {"bos": "never", "input": ids} | options)
+    with opened(model, tokenizer, config, None, False, quiet) as (subject, _, _):
+        return measured_mask(subject, config)

@@ -1,0 +1,131 @@
+"""Cards of models, and a dataset of all of them: what `card` writes.
+
+OUT/README.md              the card of the dataset: its tables and metrics, and the findings on each model
+OUT/model-card-MODEL.md    the metrics of a model as the `model-index` of its card (YAML), and the findings
+OUT/tables/*.parquet       the dataset (verdict/card_tables.py)
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import pandas as pd
+from huggingface_hub import DatasetCardData, EvalResult, ModelCardData
+
+from sinkscope.commands.card.tables import LAYERS, MODELS, VALUES, values_of
+from sinkscope.commands.claims.columns import CLAIM
+from sinkscope.commands.claims.scorecard import Scorecard, scorecard_summary
+from sinkscope.commands.claims.table import NOT_JUDGED
+from sinkscope.options.option import as_folder_name
+from sinkscope.output.result import Result
+from sinkscope.output.run import Run
+from sinkscope.results.metrics import METRICS
+from sinkscope.results.side_by_side import span
+from sinkscope.verdict.analysis import SHOWN
+from sinkscope.verdict.report import summary_markdown
+from sinkscope.verdict.table_formats import as_markdown
+
+README = "README.md"
+DIGITS = 6  # of a number in the card of a model
+TABLES = {  # in the order of the dataset's card; the first that exists is shown by default
+    MODELS: "a row for each model and input, a column for each metric of the whole model",
+    VALUES: "a row for each metric of the whole model, also with an intervention or with quantized sites (`setting`)",
+    LAYERS: "a row for each layer and metric",
+    CLAIM: "claims of papers, tested on these models: a row for each number",
+}
+TITLE = "Attention sinks and massive activations"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card(Result):
+    """The cards of all models of some runs and scorecards, and their dataset."""
+
+    runs: tuple[Run, ...]
+    scorecards: tuple[Scorecard, ...]
+
+    @cached_property
+    def model_cards(self) -> dict[str, str]:
+        """Model → its card: a block of YAML between lines of ---, and the findings in Markdown."""
+        results: dict[str, list[EvalResult]] = defaultdict(list)
+        for run in self.runs:
+            results[run.model] += _results_of_run(run)
+        for card in self.scorecards:
+            for model, claims in card.table.groupby("model", sort=False):
+                results[str(model)] += _results_of_claims(claims)
+        return {
+            model: f"---\n{ModelCardData(model_name=model, eval_results=found)}\n---\n\n{self.findings_on[model]}"
+            for model, found in results.items()
+        }
+
+    @cached_property
+    def findings_on(self) -> dict[str, str]:
+        """Model → the main findings on it, as Markdown."""
+        parts = [(run.model, summary_markdown(run.report)) for run in self.runs]
+        parts += [(model, scorecard_summary(card, model)) for card in self.scorecards for model in card.models]
+        found: dict[str, list[str]] = defaultdict(list)
+        for model, text in parts:
+            found[model].append(text)
+        return {model: "\n\n".join(texts) for model, texts in found.items()}
+
+    @property
+    def dataset_card(self) -> str:
+        """The card of the dataset: its tables for the viewer (YAML), the metrics' definitions, and all findings."""
+        names = [name for name in TABLES if name in self.tables]
+        configs = [{"config_name": name, "data_files": f"tables/{name}.parquet"} for name in names]
+        data = DatasetCardData(pretty_name=TITLE, tags=["attention-sinks", "interpretability"], configs=configs)
+        measured = {name for table in self.tables.values() if "metric" in table for name in table["metric"]}
+        defined = [(name, one.label, one.definition) for name, one in METRICS.items() if name in measured]
+        metrics = as_markdown(pd.DataFrame(defined, columns=["metric", "label", "definition"])) if defined else ""
+        files = "\n".join(f"- `tables/{name}.parquet`: {TABLES[name]}" for name in names)
+        version = self.manifest["sinkscope"]
+        measured_by = f"Measured by sinkscope {version}. Position 0 is the first token of a sequence."
+        parts = [f"---\n{data}\n---\n\n# {TITLE}", measured_by, files, *self.findings_on.values(), metrics]
+        return "\n\n".join(part for part in parts if part)
+
+    @property
+    def texts(self) -> Mapping[str, str]:
+        cards = {f"model-card-{as_folder_name(model)}.md": f"{text}\n" for model, text in self.model_cards.items()}
+        return {README: f"{self.dataset_card}\n", **cards}
+
+
+def _results_of_run(run: Run) -> list[EvalResult]:
+    """Return the metrics that the verdict shows, of the model as it is and as it was changed."""
+    read = run.manifest["input"]
+    lengths = span((read["shortest"], read["longest"]))
+    values = values_of(run)
+    return [
+        EvalResult(
+            task_type="text-generation" if run.is_causal else "fill-mask",
+            dataset_type=run.condition,
+            dataset_name=f"{run.condition}: {read['sequences']} sequences of {lengths} tokens",
+            dataset_args={"token_zero": read["token_zero"], "sha256": read["sha256"]},
+            metric_type=row.metric,
+            metric_name=METRICS[row.metric].label,
+            metric_value=_rounded(row.value),
+            metric_config=row.setting or None,
+        )
+        for row in values[values["metric"].isin(SHOWN)].itertuples()
+    ]
+
+
+def _results_of_claims(claims: pd.DataFrame) -> list[EvalResult]:
+    """Return the numbers that decide claims; the type of a number is the claim's id."""
+    judged = claims[~claims["outcome"].isin(NOT_JUDGED) & np.isfinite(claims["value"])]
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=row.condition,
+            dataset_name=f"{row.paper}",
+            metric_type=row.claim,
+            metric_name=f"{row.statement.removesuffix('.')} ({row.quantity})",
+            metric_value=_rounded(row.value),
+            metric_args={"holds_if": row.test, "outcome": row.outcome},
+        )
+        for row in judged.itertuples()
+    ]
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")

@@ -1,0 +1,213 @@
+"""Claims of papers, and their judgment from the runs of a model and the runs of a null."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import chain
+from math import isnan, nan
+from typing import Any
+
+import numpy as np
+
+from sinkscope.commands.claims.evidence import MAIN, Evidence
+from sinkscope.commands.claims.scopes import Scope
+from sinkscope.commands.claims.studies import ARMS, PLAIN, Need
+from sinkscope.commands.train.tables import UNTOUCHED
+from sinkscope.measuring.estimates import HAS_SINK_HEADS as SINK_HEADS_OF_RUN
+from sinkscope.measuring.estimates import RUN_CLAIMS, in_sink_heads
+from sinkscope.results.findings import Published
+from sinkscope.results.judgment import NotDefined, Number, Outcome, Test, estimated
+from sinkscope.results.papers import paper_of
+from sinkscope.results.sequences import Lacks, Sequences
+from sinkscope.results.statistics import Estimate
+
+
+class Null(StrEnum):
+    """The kinds of data without the claimed effect, on which the test of a claim should not pass."""
+
+    RANDOM_WEIGHTS = "random weights"  # each draw takes the place of the model, and is judged against the other draws
+    CONTROLS = "random controls"  # each random control takes the place of its intervention
+    PLAIN = "plain training"  # the plain training of another seed takes the place of the method
+    THEOREM = "theorem"  # or an identity: the claim holds for any weights, and tests the code
+    NONE = "none"  # no measured data could take the place
+
+
+def draws_of(null: Null, needs: Collection[Need], evidence: Evidence) -> list[Evidence]:
+    """Return, for each measured draw of a null, the evidence in which it replaces the subject of the claim."""
+    if null == Null.RANDOM_WEIGHTS:
+        return evidence.nulls
+    if null == Null.CONTROLS:
+        counts = [len(evidence.controls(need)) for need in needs if need.has_controls and evidence.has(need)]
+        return [replace(evidence, control=draw) for draw in range(min(counts, default=0))]
+    if null != Null.PLAIN:
+        return []
+    studies = {}
+    for need in needs:
+        by_seed = evidence.studies[need].by_seed if need in evidence.studies else ()
+        if len(by_seed) < 2 or any(PLAIN not in arms for arms in by_seed):
+            return []
+        exchanged = [  # each method's arm for the plain arm of the next seed
+            {name: arm if arm.method in (PLAIN, UNTOUCHED) else after[PLAIN] for name, arm in arms.items()}
+            for arms, after in zip(by_seed, (*by_seed[1:], by_seed[0]), strict=True)
+        ]
+        studies[need] = replace(evidence.studies[need], by_seed=tuple(exchanged))
+    return [replace(evidence, studies=studies)]
+
+
+Part = Number[Evidence]
+
+
+@dataclass(frozen=True)
+class Claim:
+    id: str  # paper and number, such as GS-6
+    reference: str  # section, figure or table of the paper
+    statement: str
+    parts: tuple[Part, ...]  # the numbers that decide it; all have to pass
+    needs: tuple[Need, ...] = (MAIN,)  # the runs that the parts read
+    scope: tuple[Scope, ...] = ()  # conditions that a model has to meet
+    published: tuple[Published, ...] = ()
+    is_ours: bool = True  # whether the thresholds are ours rather than the paper's
+    also_reads: tuple[Need, ...] = ()  # further runs that the parts read if they exist
+    set_against: Null | None = None  # the null; by default that of the kinds in `needs`
+    holds_untrained: bool = False  # also with a model's initial weights, which are not among the nulls (tested)
+
+    @property
+    def reads(self) -> tuple[Need, ...]:
+        return (*self.needs, *self.also_reads)
+
+    @property
+    def null(self) -> Null:
+        if self.set_against:
+            return self.set_against
+        if any(need.has_controls for need in self.needs):
+            return Null.CONTROLS
+        if any(need.is_study for need in self.needs):
+            return Null.PLAIN if all(need.kind in ARMS for need in self.needs) else Null.NONE
+        return Null.NONE if any(need.is_intervention for need in self.needs) else Null.RANDOM_WEIGHTS
+
+    @property
+    def paper(self) -> str:
+        return paper_of(self.id)
+
+
+def of_run(part: Number[Sequences], role: Need = MAIN) -> Part:
+    return Part(
+        part.quantity,
+        lambda evidence: part.measure(evidence.sequences(role)),
+        part.test,
+        part.form,
+        part.is_evidence,
+    )
+
+
+HAS_SINK_HEADS = of_run(SINK_HEADS_OF_RUN)
+
+
+def of_sink_heads(words: str, column: str, test: Test) -> tuple[Part, Part]:
+    """Return the parts of a claim about a number at position 0 ÷ later in sink heads, which must exist."""
+    quantity = f"{words} at 0 ÷ later, median over sink heads"
+    return Part(quantity, lambda evidence: in_sink_heads(evidence.natural, column), test), HAS_SINK_HEADS
+
+
+def run_claim(id: str, *more: Part, role: Need = MAIN, **others: Any) -> Claim:
+    """Return a claim made from an entry of `RUN_CLAIMS`, with numbers of the run `role`, and from further parts."""
+    claim = RUN_CLAIMS[id]
+    parts = (*(of_run(part, role) for part in claim.parts), *more)
+    return Claim(id, claim.reference, claim.statement, parts, **others)
+
+
+@dataclass(frozen=True)
+class Judgment:
+    claim: Claim
+    outcome: Outcome  # of all parts together
+    estimates: tuple[Estimate, ...] = ()  # one for each part; empty if nothing was measured
+    reason: str = ""  # why the claim does not apply, or the command that would measure it
+    null_passes: float = nan  # the share of the null's draws for which the claim holds; NaN if it is not known
+    is_null_undefined: bool = False  # for all draws, so that they do not show that the null fails
+
+    @property
+    def tells(self) -> str:
+        """Whether the claim distinguishes the model from its null: «yes», «no», «undefined», «theorem», «» if unknown.
+
+        It does so only if it is defined for a draw and no draw passes. With few layers or heads, intervals are
+        wide, and a draw with a larger number than the model may fail as well: therefore one of the numbers must also
+        separate the model from all draws.
+        """
+        if self.claim.null == Null.THEOREM:
+            return str(Null.THEOREM)
+        if self.claim.holds_untrained or self.null_passes > 0:
+            return "no"
+        if self.is_null_undefined:
+            return "undefined"
+        if isnan(self.null_passes):
+            return ""
+        parts = zip(self.claim.parts, self.estimates, strict=False)
+        separated = any(part.test.separates(estimate) for part, estimate in parts if part.is_evidence)
+        return "yes" if separated else "no"
+
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        parts = zip(self.claim.parts, self.estimates, strict=False)
+        return tuple(part.test.outcome(estimate) for part, estimate in parts)
+
+
+def judge(claim: Claim, evidence: Evidence) -> Judgment:
+    missing = [need for need in claim.needs if not evidence.has(need)]
+    reasons = chain((scope(evidence.any_run) for scope in claim.scope), map(evidence.inapplicable, missing))
+    if reason := next(filter(None, reasons), None):
+        return Judgment(claim, Outcome.DOES_NOT_APPLY, reason=reason)
+    if missing:
+        return Judgment(claim, Outcome.NOT_MEASURED, reason=evidence.command(missing[0]))
+    try:
+        estimates = [estimated(part.measure, evidence) for part in claim.parts]
+    except NotDefined as error:
+        return Judgment(claim, Outcome.DOES_NOT_APPLY, reason=str(error))
+    except Lacks as error:
+        return Judgment(claim, Outcome.NOT_MEASURED, reason=str(error))
+
+    draws = draws_of(claim.null, claim.needs, evidence)
+    values = np.full((len(draws), len(claim.parts)), nan)
+    passed, undefined = [], 0
+    for draw, row in zip(draws, values, strict=True):
+        try:
+            passed.append(_passes(claim, draw, row))
+        except NotDefined:
+            undefined += 1
+    known = [holds for holds in passed if holds is not None]
+    for at, of_null in enumerate(values.T):
+        finite = of_null[np.isfinite(of_null)]
+        if len(finite):
+            null, low, high = (float(each) for each in (finite.mean(), finite.min(), finite.max()))
+            estimates[at] = replace(estimates[at], null=null, null_low=low, null_high=high)
+    share = float(np.mean(known)) if known else nan
+    found = Judgment(
+        claim, Outcome.HOLDS, tuple(estimates), null_passes=share, is_null_undefined=0 < undefined == len(draws)
+    )
+    worst = (Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.NOT_ENOUGH_SEEDS)  # all parts have to pass
+    return replace(found, outcome=next((each for each in worst if each in found.outcomes), Outcome.HOLDS))
+
+
+def _passes(claim: Claim, draw: Evidence, values: np.ndarray) -> bool | None:
+    """Return whether a claim holds for a draw of its null; None if data are missing. Raises NotDefined.
+
+    Conditions do not count: a null without the sink that they require shows nothing about the sink's properties.
+    """
+    if reason := next(filter(None, (scope(draw.any_run) for scope in claim.scope)), None):
+        raise NotDefined(reason)
+    outcomes = set()
+    for at, part in enumerate(claim.parts):
+        try:
+            estimate = estimated(part.measure, draw)
+        except NotDefined:  # for example, nothing is massive
+            estimate = Estimate(nan)
+        except Lacks:
+            outcomes.add(Outcome.NOT_MEASURED)
+            continue
+        values[at] = estimate.value
+        if part.is_evidence:
+            outcomes.add(Outcome.DOES_NOT_APPLY if isnan(estimate.value) else part.test.outcome(estimate))
+    if outcomes <= {Outcome.HOLDS, Outcome.NOT_MEASURED, Outcome.DOES_NOT_APPLY}:
+        if Outcome.DOES_NOT_APPLY in outcomes:
+            raise NotDefined("a number of the claim")
+        return None if Outcome.NOT_MEASURED in outcomes else True
+    return False

@@ -1,0 +1,439 @@
+"""The command `claims`: tests statements of papers on a model. It measures the missing runs, and judges all tables.
+
+Each run is written into the folder as soon as it is measured, and the scorecard at the end. The same command resumes an
+interrupted one.
+"""
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Unpack
+
+import pandas as pd
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from sinkscope.commands.analyze.options import AnalyzeOptions
+from sinkscope.commands.claims.columns import COMMAND, TABLES
+from sinkscope.commands.claims.evidence import (
+    LONG,
+    MAIN,
+    NATURAL,
+    NULL,
+    POLICIES,
+    RANDOM,
+    REPEATED,
+    Evidence,
+    null_need,
+)
+from sinkscope.commands.claims.gathered import collected, judged_folders, merged, skipped_in
+from sinkscope.commands.claims.options import ClaimsOptions
+from sinkscope.commands.claims.output import DrawnScorecard
+from sinkscope.commands.claims.register import CLAIMS
+from sinkscope.commands.claims.routes import ROLES as ROUTE_ROLES
+from sinkscope.commands.claims.routes import routes_of_models
+from sinkscope.commands.claims.scorecard import Scorecard
+from sinkscope.commands.claims.studies import ALONE, OF_STATES, Need
+from sinkscope.commands.claims.table import evidence_of, judged, models_of
+from sinkscope.commands.intervene.experiment import Experiment
+from sinkscope.commands.intervene.options import InterveneOptions
+from sinkscope.commands.result import Result
+from sinkscope.errors import InputError, SinkscopeError, one_line
+from sinkscope.interventions import Target, parse, parse_all
+from sinkscope.measuring.console import print_line, print_notices, print_part
+from sinkscope.measuring.measure import Facts, make_manifest, measure
+from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.processes import together
+from sinkscope.measuring.random_weights import random_weights
+from sinkscope.measuring.subject import (
+    ModelLike,
+    Subject,
+    check_config,
+    inputs_for,
+    is_in_memory,
+    open_subject,
+    options_of,
+    position_limit,
+)
+from sinkscope.models.in_memory import fingerprint
+from sinkscope.options.keywords import ClaimsKeywords
+from sinkscope.options.measuring import SEQ_LEN, RunConfig
+from sinkscope.options.output import OutputOptions
+from sinkscope.options.signatures import with_options
+from sinkscope.output.result import FIGURES, both, draw, figure_failure
+from sinkscope.output.run import Run, write_run
+from sinkscope.results.folders import FileList, alone_in, check_resumable, claim, new_folder, resumable
+from sinkscope.results.manifest import MANIFEST, write_manifest
+from sinkscope.results.manifest import make_manifest as make_folder_manifest
+from sinkscope.results.run import BOS_OPTIONS, WITHOUT, RunData
+from sinkscope.results.tables import blaming_tables
+from sinkscope.retrofits.retrofit import registers_before
+
+STREAMED, KEPT = "streaming-window:window=64", (0, 1, 2, 4)  # first tokens
+STREAM = 512  # tokens of a streamed text, or the most that the model can read
+STREAMS = 8  # number of these texts, over which intervals are computed
+# observables that claims read from each input; from equal tokens more if there is no BOS
+OF_INPUTS = {NATURAL: ("attention", "activation", "massive"), RANDOM: ("attention",), REPEATED: ("attention",)}
+OF_EQUAL_TOKENS = ("attention", "geometry", "activation", "equal-tokens")
+# observables that claims read from random weights
+OF_NULL = (
+    "activation", "attention", "gate", "geometry", "gradient", "massive", "query-bias", "logit-terms", "epe",
+    "window-edge", "super-weight", *OF_STATES[2:],
+)  # fmt: skip
+
+
+def command(options: ClaimsOptions, output: OutputOptions) -> Result:
+    card = claims(options.model, config=options, **output.where)
+    failed = card.manifest["failed"]
+    failure = "; ".join(f"{role}: {reason}" for role, reason in failed.items())
+    failure = both(failure and f"could not be measured: {failure}", figure_failure(card.manifest))
+    return Result(card, card.markdown, folder=output.out, failure=failure)
+
+
+check = check_config  # checks the options of a sweep before a model is loaded
+
+
+@with_options(ClaimsOptions)
+def claims(
+    model: ModelLike = None,
+    *,
+    runs: Iterable[Run] = (),
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    quiet: bool = True,
+    config: ClaimsOptions | None = None,
+    page: bool = True,
+    **options: Unpack[ClaimsKeywords],
+) -> Scorecard:
+    """Test the claims of papers on one model, or on the runs of several models.
+
+    Args:
+        model: as for `analyze`; with `runs` or `from_` and no model, nothing is measured.
+        runs: runs that were measured before, in addition to the folders in the option `from_`.
+        tokenizer, quiet: as for `analyze`.
+        out: the folder to write. The same call resumes an interrupted one; a call with other options is refused.
+        overwrite: start again, and replace the content of `out`.
+        config: all options at once, in place of `options`.
+        page: also write index.html.
+        **options: those of the command line, which are listed below.
+
+    Raises:
+        InputError: an option or the input is wrong, or there is nothing to judge; nothing was written.
+        SinkscopeError: the unchanged model could not be measured.
+    """
+    start = time.time()
+    config = config or options_of(ClaimsOptions, model, options)
+    given = judged_folders(config.from_)
+    known, skipped = collected(runs, given), skipped_in(given)
+    check_config(config)
+    judges_only = model is None and (config.only_judges or bool(known.runs and config.model is None))
+    reads, saved = (config.model, config.adapter, str(config.input), *config.from_), config.model_dump(mode="json")
+    with together(config.device_map, is_in_memory(model)) as members, ExitStack() as stack:
+        console = members.console(quiet)
+        kept: ScorecardFolder | None = None
+        if (folder := members.only_first(out)) is not None:  # locked and checked before anything is computed
+            path = stack.enter_context(alone_in(folder))
+            check_resumable(path, COMMAND, {"config": saved}, overwrite, reads=reads, renewed=(FIGURES,))
+            kept = ScorecardFolder(path, saved, start, overwrite, page)
+        if judges_only:
+            if kept is not None:
+                kept.begin()
+            card = _scorecard(known.evidence(skipped), config, start)
+        else:
+            with open_subject(model, tokenizer, config, console) as subject:
+                name = subject.loaded.name
+                models = models_of(known.runs)
+                if models and name not in models:
+                    notice = f"the given runs are of {', '.join(models)}, not of {name}: everything is measured"
+                    print_notices(console, [notice])
+
+                def earlier() -> tuple[list[Run], dict[str, dict[str, str]]]:
+                    if kept is None:
+                        return [], {}
+                    kept.begin(input_sha256=subject.inputs.sha256, weights_sha256=fingerprint(subject.loaded.model))
+                    return kept.runs, kept.skipped
+
+                before, inapplicable = members.of_the_first(earlier)
+                known, skipped = replace(known, runs=[*known.runs, *before]), merged(skipped, inapplicable)
+                measured = Bench(subject, config, console, known.runs, before, kept).evidence(skipped)
+                card = _scorecard(known.completed(measured, name), config, start)
+        return card if kept is None else kept.finish(card)
+
+
+def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: float) -> Scorecard:
+    with blaming_tables():
+        table = pd.concat([judged(one, name) for name, one in evidence.items()], ignore_index=True)
+    used: dict[str, dict[str, str]] = {}  # model → role → the folders of its runs
+    for name, one in evidence.items():
+        folders: dict[str, tuple[Path | None, ...]] = {role.name: (run.folder,) for role, run in one.runs.items()}
+        folders |= {role.name: tuple(study.folders) for role, study in one.studies.items()}
+        used[name] = {role: "; ".join(str(each or "measured") for each in of) for role, of in folders.items()}
+    manifest = make_folder_manifest(
+        COMMAND,
+        config.model_dump(mode="json"),
+        start,
+        TABLES,
+        judged=used,
+        failed={role: reason for one in evidence.values() for role, reason in one.failed.items()},
+        skipped_roles={name: one.skipped for name, one in evidence.items()},
+    )
+    runs = {name: {role.name: run for role, run in one.runs.items()} for name, one in evidence.items()}
+    return Scorecard(manifest, table, routes_of_models(evidence), runs)
+
+
+# ------------------------------------------------------------------------------------------------------ measuring
+
+
+@dataclass
+class Bench:
+    """One model with the runs that its claims need: the given ones, and the missing ones, which it measures."""
+
+    subject: Subject
+    config: ClaimsOptions
+    console: Console
+    known: Sequence[RunData]
+    earlier: Sequence[RunData] = ()  # runs that the same call measured before it was interrupted
+    kept: "ScorecardFolder | None" = None  # where runs are written as soon as they are measured
+    analyzed: RunData | None = None  # the run of the unchanged model, if this call has measured it
+    interrupt: BaseException | None = None  # ended an experiment after some of its arms were finished
+    skipped: dict[str, str] = field(default_factory=dict)  # role → why it does not apply
+    failed: dict[str, str] = field(default_factory=dict)  # role → why its run failed
+
+    def evidence(self, skipped: Mapping[str, Mapping[str, str]]) -> Evidence:
+        """Measure the missing runs, first the unchanged model, whose run decides which claims apply."""
+        name = self.config.model or self.subject.loaded.name
+        runs: list[RunData] = list(models_of(self.known).get(self.subject.loaded.name, ()))
+        main = evidence_of(runs, name).runs.get(MAIN)
+        if main is None:
+            print_line(self.console, "the model as it is")
+            self.analyzed = self._keep(self._analyzed(self.subject, {}), MAIN.name)
+            runs.append(self.analyzed)
+        elif any(main is run for run in self.earlier):
+            self.analyzed = main
+        if self.subject.family.has_attention:
+            # find the interventions that do not apply before a text is made for them
+            target = Target(self.subject.loaded.model, self.subject.family, seams={})
+            needs = {need for each in CLAIMS.values() for need in each.reads} | set(ROUTE_ROLES)
+            done = {need.name: parse(need.of) for need in needs if need.is_intervention}
+            done |= {"streaming": parse(STREAMED)}
+            self._skip({role: why for role, part in done.items() if (why := part.inapplicable(target))})
+        wanted = self._wanted(evidence_of(runs, name))
+        for number, (kind, named) in enumerate(wanted.items(), 1):
+            print_part(self.console, kind, number, len(wanted))
+            for roles in [named] if kind in IN_ONE_RUN else [[role] for role in named]:
+                names = [role.name for role in roles]
+                try:
+                    runs.append(self._keep(WAYS[kind](self, roles), names[0]))
+                except InputError as error:  # the run does not apply to this model
+                    self._skip(dict.fromkeys(names, one_line(error)))
+                except SinkscopeError as error:  # the other runs are still measured
+                    self.failed |= dict.fromkeys(names, one_line(error))
+                if self.interrupt is not None:
+                    raise self.interrupt
+        found = evidence_of(runs, name, {name: {**skipped.get(self.subject.loaded.name, {}), **self.skipped}})
+        return replace(found, failed=self.failed)
+
+    def _keep(self, run: Run, role: str) -> Run:
+        return run if self.kept is None else self.kept.keep(run, role)
+
+    def _skip(self, reasons: Mapping[str, str]) -> None:
+        """Record roles that do not apply, with the reasons."""
+        self.skipped |= reasons
+        if self.kept is not None and reasons:
+            self.kept.skip(self.subject.loaded.name, reasons)
+
+    def _wanted(self, evidence: Evidence) -> dict[str, list[Need]]:
+        """Map each way to its roles that have no run, and that routes or claims about this model need."""
+        applying = (claim for claim in CLAIMS.values() if not any(scope(evidence.any_run) for scope in claim.scope))
+        found: dict[str, list[Need]] = defaultdict(list)
+        needs = dict.fromkeys(need for claim in applying for need in claim.reads)
+        nulls = [null_need(draw) for draw in range(self.config.nulls)] if MAIN in needs else []
+        for role in dict.fromkeys((*needs, *nulls, *ROUTE_ROLES)):
+            way = WITH.get(role.kind, role.kind)
+            if way in WAYS and not (evidence.has(role) or evidence.inapplicable(role) or role.name in self.skipped):
+                found[way].append(role)
+        return found
+
+    # --- the runs
+
+    def input(self, given: Mapping[str, Any], observables: tuple[str, ...] = ("attention",)) -> Run:
+        """Measure the same model on another input, with the observables that apply to it.
+
+        The parity check is skipped if it was done on the text, because its batches have the same shape.
+        """
+        checked = self.config.skip_parity or self.analyzed is not None
+        names = self._applying(observables)
+        other: dict[str, Any] = {"dataset": None, "prompt": None, "observables": names, "skip_parity": checked}
+        if self.config.reads_all and given.get("input") != self.config.input:  # its rows have lengths of their own
+            other["seq_len"] = SEQ_LEN
+        return self._analyzed(None, {**other, **given})
+
+    def under_policy(self, roles: Sequence[Need], policy: str) -> Run:
+        """Measure with or without a BOS before each sequence; InputError for token ids, or if there is no BOS."""
+        name = roles[0].of
+        of_text = {key: getattr(self.config, key) for key in ("input", "dataset", "prompt")}
+        given = {**(of_text if name == NATURAL else {"input": name}), "bos": BOS_OPTIONS[policy]}
+        equal = name == REPEATED and policy == WITHOUT
+        run = self.input(given, OF_EQUAL_TOKENS if equal else OF_INPUTS[name])
+        if run.bos != policy:
+            raise InputError(f"its text is token ids, which begin with {run.manifest['input']['token_zero']}")
+        return run
+
+    def length(self, roles: Sequence[Need]) -> Run:
+        tokens = int(roles[0].of)
+        positions = min(self.config.positions, tokens)
+        given = {"seq_len": tokens, "window": tokens, "positions": positions, "observables": ("attention",)}
+        return self._analyzed(None, given)
+
+    def null(self, roles: Sequence[Need]) -> Run:
+        """Measure random weights on as many sequences as the model, since norms of gradients depend on their number."""
+        draw = int(roles[0].of or 0)
+        with random_weights(self.subject, self.config.seed + draw) as subject:
+            run = self._analyzed(subject, {"skip_parity": True, "observables": self._applying(OF_NULL)})
+        return Run(run.manifest | {"draw": draw}, run.tables)
+
+    def arms(self, roles: Sequence[Need], **given: Any) -> Run:
+        """Measure interventions one by one, with a loss and random controls if claims need them."""
+        kinds: dict[str, set[str]] = defaultdict(set)
+        for role in roles:
+            kinds[role.of].add(role.kind)
+        subject = self.subject if given.keys() <= {"observables", "draws"} else None
+        without_loss = {name for name, some in kinds.items() if not any(kind.startswith("loss") for kind in some)}
+        alone = {name for name, some in kinds.items() if all(kind in ALONE for kind in some)}
+        return self._experiment(subject, {"arms": {name: (name,) for name in kinds}, **given}, alone, without_loss)
+
+    def streamed(self, roles: Sequence[Need]) -> Run:
+        """Measure long texts with a streaming window; InputError if the model cannot read them."""
+        length = min(STREAM, position_limit(self.subject.loaded.model, self.subject.family) or STREAM)
+        if length < LONG:
+            raise InputError(f"it takes at most {length} tokens, and the streamed text has {LONG}")
+        registers = registers_before(self.subject.loaded.model)
+        keep = sorted({*KEPT, *((registers, registers + 3) if registers else ())})
+        do = f"{STREAMED},keep={','.join(map(str, keep))}"
+        return self._experiment(None, {"arms": {do: (do,)}, "seq_len": length, "num_seqs": STREAMS})
+
+    def _applying(self, observables: Iterable[str]) -> list[str]:
+        model, family = self.subject.loaded.model, self.subject.family
+        has_loss = self.subject.without_loss is None
+        kinds = {name: OBSERVABLES[name] for name in observables}
+        return [
+            name
+            for name, kind in kinds.items()
+            if kind.inapplicable(model, family) is None and (has_loss or not kind.backward)
+        ]
+
+    def _analyzed(self, subject: Subject | None, given: Mapping[str, Any]) -> Run:
+        start = time.time()
+        config = self._options(AnalyzeOptions, given)
+        subject = subject or self._reading(config)
+        tables, facts = measure(subject, config, self.console)
+        return Run.of_analysis(make_manifest(subject, config, facts, list(tables), start), tables)
+
+    def _experiment(
+        self,
+        subject: Subject | None,
+        given: Mapping[str, Any],
+        alone: Container[str] = (),
+        without_loss: Container[str] = (),
+    ) -> Run:
+        start = time.time()
+        config = self._options(InterveneOptions, {"draws": self.config.draws, **given})
+        subject = subject or self._reading(config)
+        stacks = {label: parse_all(stack) for label, stack in dict(config.stacks).items()}
+        experiment = Experiment(
+            subject, config, stacks, config.draws, lenient=True, console=self.console, without_controls=alone,
+            without_loss=without_loss, analyzed=self.analyzed if subject is self.subject else None,
+        )  # fmt: skip
+        tables, self.interrupt = experiment.run(), experiment.interrupt
+        facts = Facts(experiment.batch_size, parity=experiment.parity_error)
+        manifest = make_manifest(subject, config, facts, list(tables), start, "intervene")
+        manifest |= {"arms": experiment.records, "skipped": experiment.skipped, "failed": experiment.failed}
+        return Run(manifest, tables)
+
+    def _options(self, kind: type[RunConfig], given: Mapping[str, Any]) -> Any:
+        own = {name: getattr(self.config, name) for name in RunConfig.model_fields}
+        return kind(**own | dict(given))
+
+    def _reading(self, config: RunConfig) -> Subject:
+        """Return the same model with the input that the options name."""
+        return replace(self.subject, inputs=inputs_for(self.subject.loaded, config, self.subject.family))
+
+
+# kind of role → the method that measures its run; roles of other kinds need models that are trained for them
+WAYS: dict[str, Callable[[Bench, list[Need]], Run]] = {
+    **{kind: partial(Bench.under_policy, policy=policy) for policy, kind in POLICIES.items()},
+    NULL.kind: Bench.null,
+    "length": Bench.length,
+    "states": lambda bench, _: bench._analyzed(bench.subject, {"observables": bench._applying(OF_STATES)}),
+    "domain": lambda bench, roles: bench.input({"input": roles[0].of}),
+    "do": Bench.arms,
+    "gradient-do": partial(Bench.arms, observables=("gradient",), draws=2),
+    "mixing-do": partial(Bench.arms, observables=("over-mixing",)),
+    "repeated-do": partial(Bench.arms, input=REPEATED, dataset=None, prompt=None, bos="never"),
+    "streaming": Bench.streamed,
+}
+# ways that measure all their roles in one run
+IN_ONE_RUN = {"do", "gradient-do", "mixing-do", "repeated-do", "streaming"}
+# kinds of roles that are measured together with others
+WITH = {"loss-do": "do", "loss-do-alone": "do", "gradient-do-alone": "gradient-do"}
+
+
+# ----------------------------------------------------------------------------------------------------- the folder
+
+
+@dataclass
+class ScorecardFolder:
+    """The folder of a scorecard, which is written step by step."""
+
+    folder: Path
+    config: Mapping[str, Any]  # only the same options can resume it
+    start: float
+    overwrite: bool
+    page: bool
+    runs: list[Run] = field(default_factory=list)  # runs that an earlier session measured
+    skipped: dict[str, dict[str, str]] = field(default_factory=dict)  # model → role → why it does not apply
+
+    def begin(self, **facts: str) -> None:
+        """Claim the folder, and find the runs of an earlier session; InputError if their `facts` differ."""
+        self._facts = facts
+        self._files = FileList(self.folder, [], lambda: write_manifest(self.folder, self._manifest()))
+        options = {"config": dict(self.config), **facts}
+        found = None if self.overwrite else resumable(self.folder, COMMAND, options)
+        if found is not None:
+            self._files.names, self.skipped = found["files"], found["skipped_roles"]
+        with new_folder(self.folder) if found is None else nullcontext(self.folder) as folder:
+            claim(folder, self._manifest())
+        self.runs = [Run.open(path.parent) for path in sorted(self.folder.glob(f"runs/*/{MANIFEST}"))]
+
+    def keep(self, run: RunData, role: str) -> Run:
+        """Write the run of a role."""
+        target = self.folder / "runs" / role.replace(":", "-")
+        with self._files.new_folder(target) as fresh:
+            write_run(Run(run.manifest, run.tables), fresh, is_drawn=False)
+        return Run(run.manifest, run.tables, target)
+
+    def skip(self, model: str, reasons: Mapping[str, str]) -> None:
+        """Record the roles of a model that do not apply."""
+        self.skipped.setdefault(model, {}).update(reasons)
+        write_manifest(self.folder, self._manifest())
+
+    def finish(self, card: Scorecard) -> Scorecard:
+        """Write the scorecard, and the runs that were passed as objects. run.json comes last."""
+        for role, run in card.measured.items():
+            self.keep(run, role)
+        card = replace(card, manifest={**card.manifest, **self._facts}, folder=self.folder)
+        drawn = DrawnScorecard.of(card)
+        self._files.add(*(f"tables/{name}.parquet" for name in drawn.tables), *drawn.texts)
+        drawn.write_files(self.folder)
+        write_manifest(self.folder, {**card.manifest, "drawn": False, "files": self._files.names})
+        return draw(drawn, page=self.page, files=self._files)
+
+    def _manifest(self) -> dict[str, Any]:
+        facts: dict[str, Any] = {**self._facts, "skipped_roles": self.skipped, "files": self._files.names}
+        return make_folder_manifest(COMMAND, self.config, self.start, (), **facts)

@@ -1,0 +1,235 @@
+"""Figures of scorecards, and of the routes by which the first token can become a sink."""
+
+import textwrap
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from sinkscope.commands.claims.register import CLAIMS
+from sinkscope.commands.claims.routes import ROUTES, Effect, measured_models
+from sinkscope.commands.claims.scorecard import Scorecard, headline, value_text
+from sinkscope.figures.labels import escape, heading, wrapped
+from sinkscope.figures.plot import hide_y
+from sinkscope.figures.spec import needs
+from sinkscope.figures.style import GRAY, NAVY, REFERENCE, VERMILION, WIDE, Figure, Look, new_figure
+from sinkscope.results.judgment import Outcome
+from sinkscope.results.papers import paper_of
+from sinkscope.results.side_by_side import model_name
+from sinkscope.verdict.report import spans
+
+# --- The claims that were decided on one model: a line for each number, with its interval and the threshold
+
+REACH = 4.0  # length of the axis to both sides of the threshold
+DOT: Look = {"linestyle": "none"}
+LOOKS: dict[str, Look] = {
+    Outcome.HOLDS: DOT | {"color": NAVY, "marker": "o", "markersize": 3.4},
+    Outcome.INCONCLUSIVE: DOT | {"color": GRAY, "marker": "o", "markersize": 3.4, "markerfacecolor": "white"},
+    Outcome.NOT_ENOUGH_SEEDS: DOT | {"color": GRAY, "marker": "s", "markersize": 3, "markerfacecolor": "white"},
+    Outcome.FAILS: DOT | {"color": VERMILION, "marker": "X", "markersize": 4},
+}
+PUBLISHED: Look = DOT | {"color": GRAY, "marker": "|", "markersize": 5}
+AT_RANDOM: Look = DOT | {"color": "0.45", "marker": "D", "markersize": 2.6, "markerfacecolor": "white"}
+
+OF_NULL = {"no": " (and so does its null)", "undefined": " (its null is not defined)"}  # by `tells`
+
+
+@needs(lambda card: len(card.models) < 2, "several models have figures of their own")
+@needs(lambda card: len(_decided(card.table)), "no claim was decided")
+def draw_scorecard(card: Scorecard) -> Figure:
+    """Draw each number at its distance from the threshold; the claim holds on the right."""
+    # Distances are in powers of two if the threshold and the complete interval are positive, else in units of a
+    # quarter.
+    rows = _decided(card.table)
+    figure = new_figure(7.2, 0.145 * (len(rows) + rows["paper"].nunique()) + 0.9)
+    text, ax = figure.subplots(1, 2, sharey=True, width_ratios=[1.75, 1])
+    ax.axvline(0, **REFERENCE)
+    height = 0
+    for paper, own in rows.groupby("paper", sort=False):
+        # a title may be longer than the column of the claims, which the layout would narrow
+        text.text(0, height, paper, fontsize=6.5, fontweight="bold", va="center", in_layout=False)
+        for place, row in enumerate(own.itertuples(), height + 1):
+            _line(text, ax, row, place)
+            ax.axhline(place, color="0.93", linewidth=0.4, zorder=0)
+        height += len(own) + 1
+    text.set_xlim(0, 1)
+    text.set_axis_off()
+    ax.set(ylim=(height - 0.3, -0.7), xlim=(-REACH * 1.08, REACH * 1.08))
+    hide_y(ax)
+    ax.set_xticks([-REACH, -2, 0, 2, REACH], ["≤ ÷16", "÷4", "threshold", "×4", "≥ ×16"])
+    ax.set_xlabel("does not pass  ←  value  →  passes")
+    signs = {str(outcome): look for outcome, look in LOOKS.items() if (rows["passes"] == outcome).any()}
+    text = heading(model_name(card.models[0]), headline(card), "95 % intervals")
+    return figure.finish(text, signs | {"null": AT_RANDOM, "published": PUBLISHED}, ncols=5)
+
+
+def _decided(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows that were decided; a precondition that several claims share is drawn once."""
+    rows = table[table["outcome"].isin(list(LOOKS))]
+    return rows[(rows["part"] == 0) | ~rows.duplicated(["quantity", "value"])]
+
+
+def _line(text: Axes, ax: Axes, row: Any, place: int) -> None:
+    first = row.part == 0
+    too = OF_NULL.get(row.tells, "") * (row.outcome == Outcome.HOLDS)
+    words = f"{row.claim}{too}  {row.statement if first else '… ' + row.quantity}"
+    text.text(0, place, escape(textwrap.shorten(words, 62, placeholder=" …")), fontsize=5.6, va="center")
+    value = value_text(row.claim, row.part, row.value, row.low, row.high)
+    text.text(1, place, f"{value}  {row.test}", fontsize=5.6, va="center", ha="right")
+    look = LOOKS[Outcome(row.passes)]
+    low, middle, high = (_place(value, row) for value in (row.low, row.value, row.high))
+    if np.isfinite(middle):
+        ax.plot([low, high], [place, place], color=look["color"], linewidth=1.1)
+        ax.plot([middle], [place], **look)
+    published = [_place(item.value, row) for item in CLAIMS[row.claim].published] if first else []
+    ax.plot(published, [place] * len(published), **PUBLISHED)
+    ax.plot([_place(row.null, row)], [place], **AT_RANDOM)
+    drawn = [_place(end, row) for end in (row.null_low, row.null_high)]
+    ax.plot(drawn, [place, place], color=AT_RANDOM["color"], linewidth=0.6)
+
+
+def _place(value: float, row: Any) -> float:
+    """Return the position of a value on the axis: the nearer threshold is 0, and values on the right pass."""
+    if np.isnan(value):
+        return float("nan")
+    distances = []
+    for threshold, sign in ((row.least, 1), (row.most, -1)):
+        if np.isinf(threshold):
+            continue
+        if threshold > 0 and not row.low <= 0 and row.value > 0:
+            distance = np.log2(value / threshold) if value > 0 else -np.inf
+        else:
+            distance = REACH * (value - threshold) / max(1.0, abs(threshold))
+        distances.append(sign * distance)
+    return float(np.clip(min(distances), -REACH, REACH))
+
+
+# --- Claims on several models, by paper: a row for each claim that does not hold in every model that decides it, those
+# on which models differ first, and a line with all others. A column for each model.
+
+NAMES, CELL, LINE_HEIGHT = 4.5, 0.75, 0.15  # inches
+NOTHING: Look = {"color": "0.7", "marker": "_", "markersize": 4, "linestyle": "none"}
+
+
+@needs(lambda card: len(card.models) > 1, "there is one model")
+def draw_scorecard_by_model(card: Scorecard) -> Figure:
+    lines = [line for paper in dict.fromkeys(card.table["paper"]) for line in _lines(card, paper)]
+    width = max(WIDE, NAMES + CELL * len(card.models))
+    figure = new_figure(width, LINE_HEIGHT * len(lines) + 0.8)
+    ax = figure.subplots()
+    for row, (_, found) in enumerate(lines):
+        if found is not None and row % 2:
+            ax.axhspan(row - 0.5, row + 0.5, color="0.955", linewidth=0)
+        for column, outcome in enumerate(() if found is None else found):
+            ax.plot([column], [row], **LOOKS.get(outcome, NOTHING))
+    ax.set_yticks(range(len(lines)), [escape(text) for text, _ in lines], fontsize=7, ha="left")
+    for (text, _), label in zip(lines, ax.get_yticklabels(), strict=True):
+        label.set_fontweight("bold" if text in set(card.table["paper"]) else "normal")
+    ax.tick_params(axis="y", length=0, pad=72 * (width - CELL * len(card.models) - 0.1))
+    ax.set(ylim=(len(lines) - 0.5, -0.5), xlim=(-0.5, len(card.models) - 0.5))
+    ax.xaxis.tick_top()
+    ax.set_xticks(range(len(card.models)), [wrapped(model_name(name), 14, 3) for name in card.models])
+    ax.tick_params(axis="x", length=0)
+    ax.spines[:].set_visible(False)
+    signs = {str(outcome): look for outcome, look in LOOKS.items() if (card.by_model == outcome).any(axis=None)}
+    return figure.finish("", signs | {"does not apply, or not measured": NOTHING}, ncols=5)
+
+
+def _lines(card: Scorecard, paper: str) -> list[tuple[str, pd.Series | None]]:
+    """Return the lines of a paper: text, and the outcome in each model; nothing if no model decides a claim of it."""
+    own = card.by_model[[paper_of(name) == paper for name in card.by_model.index]]
+    decided = own.where(own.isin(list(LOOKS))).dropna(how="all")
+    holds = (decided.isna() | (decided == Outcome.HOLDS)).all(axis=1)
+    others = decided[~holds]
+    order = (-others.nunique(axis=1)).sort_values(kind="stable").index  # those on which models differ first
+    lines: list[tuple[str, pd.Series | None]] = [(paper, None)] if len(decided) else []
+    for name in order:
+        text = textwrap.shorten(f"{name}  {CLAIMS[name].statement.rstrip('.')}", 80, placeholder=" …")
+        lines.append((text, own.loc[name]))
+    if holds.any():
+        code, numbers = holds.index[0].partition("-")[0], [int(name.partition("-")[2]) for name in holds.index[holds]]
+        lines.append((f"hold wherever they are decided: {code}-{spans(numbers)}", None))
+    return lines
+
+
+# --- The routes that carry the sink: models × routes, with the sink rate with and without each route
+
+ROUTES_ROW, ROUTES_PUBLISHED = 0.6, 0.3  # inches: a model, and the row of NU's own model
+LINE, LOW = 0.58, 0.24  # heights of the arrow and of the controls in a cell
+NEAR = 14.0  # percentage points: no arrow is drawn between a before and an after that are nearer
+BEFORE: Look = {"color": NAVY, "marker": "o", "markersize": 4, "markerfacecolor": "white", "linestyle": "none"}
+AFTER: Look = {"color": NAVY, "marker": "o", "markersize": 4, "linestyle": "none"}
+INTERVAL: Look = {"color": NAVY, "linewidth": 1.6}
+CONTROLS: Look = {"color": "0.6", "linewidth": 3.5, "solid_capstyle": "butt"}
+CONTROL: Look = {"color": "black", "marker": "|", "markersize": 5, "markeredgewidth": 0.8, "linestyle": "none"}
+ARROW: Look = {
+    "arrowstyle": "-|>", "color": NAVY, "linewidth": 0.9, "shrinkA": 2.5, "shrinkB": 2.5, "mutation_scale": 6
+}  # fmt: skip
+SHADES = {Effect.FALLS: "#dfe9f2", Effect.GOES: "#a9c4dc"}  # effect on the sink → background of the cell
+
+
+@needs(measured_models, "no route was cut")
+def draw_routes(table: pd.DataFrame) -> Figure:
+    models = measured_models(table)
+    figure = new_figure(WIDE, ROUTES_ROW * len(models) + ROUTES_PUBLISHED + 1)
+    heights = [ROUTES_PUBLISHED, *[ROUTES_ROW] * len(models)]
+    grid = figure.subplots(len(heights), len(ROUTES), squeeze=False, height_ratios=heights)
+    names = ["GPT-2 in NU,\nwithout rates", *(wrapped(model_name(model), 15, 3) for model in models)]
+    for ax, name in zip(grid[:, 0], names, strict=True):
+        ax.set_ylabel(name, rotation=0, ha="right", va="center", fontsize=7, labelpad=6)
+    for column, route in zip(grid.T, ROUTES, strict=True):
+        column[0].set_title(route.name.replace(" ", "\n") + "\n", fontsize=6.8, fontweight="bold", pad=2)
+        column[0].annotate(escape(route.cut), (0.5, 1), (0, 3), xycoords="axes fraction",
+            textcoords="offset points", fontsize=5.2, ha="center")  # fmt: skip
+        _words(column[0], route.published or "not tested")
+        _shade(column[0], route.published_effect)
+        for ax, model in zip(column[1:], models, strict=True):
+            found = table[(table["model"] == model) & (table["route"] == route.name)]
+            missing = pd.Series({"effect": str(Effect.NOT_MEASURED), "note": ""})  # for older tables
+            _cell(ax, found.iloc[0] if len(found) else missing)
+            ax.set(xlim=(-9, 109), ylim=(0, 1.15), yticks=[])
+            ax.set_xticks([0, 50, 100], labels=["0", "50", "100 %"] if model == models[-1] else [])
+            ax.tick_params(axis="x", labelsize=6, color="0.6")
+    signs = {
+        "as it is": BEFORE,
+        "without the route": AFTER,
+        "95 % over sequences": INTERVAL,
+        "mean of random controls": CONTROL,
+        "one more control would fall here (95 %)": CONTROLS,
+        "falls beyond the controls": {"facecolor": SHADES[Effect.FALLS], "edgecolor": "0.75"},
+        "and less than half is left": {"facecolor": SHADES[Effect.GOES], "edgecolor": "0.75"},
+    }
+    text = "Sink rate at position 0 as it is, and without one route at a time"
+    return figure.finish(text, signs, ncols=4, fontsize=6.5, columnspacing=1.5)
+
+
+def _words(ax: Axes, text: str) -> None:
+    """Write words in place of numbers."""
+    lines = textwrap.wrap(text, 22, max_lines=4, placeholder=" …")
+    ax.text(0.5, 0.5, escape("\n".join(lines)), transform=ax.transAxes, ha="center", va="center", fontsize=5)
+    ax.set(xticks=[], yticks=[])
+
+
+def _shade(ax: Axes, effect: str) -> None:
+    ax.set_facecolor(SHADES.get(Effect(effect), "white"))
+    ax.spines[:].set_visible(True)
+    ax.spines[:].set_color("0.75")
+
+
+def _cell(ax: Axes, row: pd.Series) -> None:
+    _shade(ax, row["effect"])
+    if row["effect"] in (Effect.DOES_NOT_APPLY, Effect.NOT_MEASURED):
+        reason = row["note"].partition(":")[0] if row["effect"] == Effect.DOES_NOT_APPLY else ""
+        _words(ax, f"{row['effect']}: {reason}" if reason else row["effect"])
+        return
+    if row["draws"] > 1:
+        ax.plot([row["control_low"], row["control_high"]], [LOW, LOW], **CONTROLS)
+    ax.plot([row["control"]], [LOW], **CONTROL)
+    if abs(row["after"] - row["before"]) > NEAR:
+        ax.annotate("", (row["after"], LINE), (row["before"], LINE), arrowprops=ARROW)
+    for name, look in (("after", AFTER), ("before", BEFORE)):
+        ax.plot([row[f"{name}_low"], row[f"{name}_high"]], [LINE, LINE], **INTERVAL)
+        ax.plot([row[name]], [LINE], **look)
+    text = f"{row['before']:.1f} → {row['after']:.1f}"
+    ax.text(0.5, 0.95, text, transform=ax.transAxes, ha="center", va="top", fontsize=6.5)

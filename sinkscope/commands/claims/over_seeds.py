@@ -1,0 +1,231 @@
+"""Estimates over the seeds of trainings, and extremes over levels, each level with its own interval.
+
+Means have Student's interval (for ratios, of logarithms), or for rates and correlations an interval within their range.
+With a single seed the spread is not known, so that a claim has not enough seeds.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import combinations
+from math import exp, nan
+from typing import Concatenate, ParamSpec
+
+import numpy as np
+from scipy import stats
+
+from sinkscope.commands.claims.evidence import Evidence
+from sinkscope.commands.claims.studies import PLAIN, Arm, Level, Need, Study
+from sinkscope.commands.train import tables as training_tables
+from sinkscope.commands.train.tables import HELD_OUT, LOGGED
+from sinkscope.results.findings import SINK
+from sinkscope.results.judgment import NotDefined
+from sinkscope.results.sequences import Lacks
+from sinkscope.results.statistics import Estimate, largest_of, mean_of_rates, mean_of_runs, range_of
+
+Measure = Callable[[Evidence], Estimate]
+OfArm = Callable[[Arm], float]
+Ends = tuple[float, float]  # the smallest and the largest possible value
+Where = tuple[str, OfArm, float]
+PERCENT, CORRELATION = (0.0, 100.0), (-1.0, 1.0)
+P = ParamSpec("P")
+
+
+def of_study(estimate: Callable[Concatenate[Study, P], Estimate]) -> Callable[Concatenate[Need, P], Measure]:
+    """Make of an estimate from a study a function of the study's role, which returns the measure of a claim."""
+
+    def measure(role: Need, *args: P.args, **options: P.kwargs) -> Measure:
+        return lambda evidence: estimate(evidence.studies[role], *args, **options)
+
+    return measure
+
+
+def mean_over_seeds(values: np.ndarray, ends: Ends | None = None) -> Estimate:
+    return mean_of_runs(values) if ends is None else mean_of_rates(values, *ends)
+
+
+def mean_of_ratios(ratios: np.ndarray) -> Estimate:
+    """Return the geometric mean of positive numbers with Student's interval of their logarithms."""
+    if not (ratios > 0).all():
+        return Estimate(float(np.mean(ratios)), -np.inf, np.inf, seeds=len(ratios))
+    found = mean_of_runs(np.log(ratios))
+    with np.errstate(over="ignore"):
+        return replace(found, value=exp(found.value), low=float(np.exp(found.low)), high=float(np.exp(found.high)))
+
+
+def words_for(seeds: int, scale: str = "") -> str:
+    if seeds == 1:
+        return "one seed, so that the spread over seeds is not known: train with --seeds 3"
+    return f"{seeds} seeds, Student's t{scale}"
+
+
+def with_setting(study: Study, words: str) -> str:
+    return f"{study.setting}; {words}" if study.setting else words
+
+
+# --- arms against each other
+
+
+def metric(name: str, scale: float = 1.0) -> OfArm:
+    """Return a function that reads a metric of an arm (whole model). It raises Lacks if it was not measured."""
+
+    def of(arm: Arm) -> float:
+        value = arm.metric(name)
+        if np.isnan(value):
+            raise Lacks(f"the runs of {arm.label} lack the metric '{name}'")
+        return scale * value
+
+    return of
+
+
+def _values(study: Study, of: OfArm, method: str) -> np.ndarray:
+    return np.array([of(arms[method]) for arms in study.by_seed])
+
+
+def _words(study: Study, labels: str, scale: str = "") -> str:
+    """Return «vga 1.02, none 1.31; 6000 steps, 3 seeds, Student's t»."""
+    steps = next(iter(study.by_seed[0].values())).training.settings["steps"]
+    return f"{labels}; {with_setting(study, f'{steps} steps, {words_for(len(study.by_seed), scale)}')}"
+
+
+@of_study
+def together(
+    study: Study, of: Callable[[Mapping[str, Arm]], float], *methods: str, ends: Ends | None = None
+) -> Estimate:
+    """Return the mean over seeds of a number computed from several arms. The note names the arms `methods`."""
+    labels = ", ".join(study.by_seed[0][method].label for method in methods)
+    return mean_over_seeds(np.array([of(arms) for arms in study.by_seed]), ends).over(_words(study, labels))
+
+
+def _check_plain(study: Study, where: Where | None) -> None:
+    """Raise NotDefined if plain training lacks what the arm can remove or move: its name, number, and least number."""
+    if where is not None:
+        what, of_plain, least = where
+        plain = _values(study, of_plain, PLAIN).mean()
+        if plain <= least:
+            raise NotDefined(f"plain training has no {what} is {plain:.3g}, not above {least:g}")
+
+
+@of_study
+def of_one(
+    study: Study, of: OfArm, method: str, null: str | None = None, ends: Ends | None = None, where: Where | None = None
+) -> Estimate:
+    """Return the mean over seeds of one arm's number, with the mean of a null arm."""
+    _check_plain(study, where)
+    found = mean_over_seeds(_values(study, of, method), ends).over(_words(study, study.by_seed[0][method].label))
+    return found.against(nan if null is None else float(np.mean(_values(study, of, null))))
+
+
+def ranked(role: Need, of: OfArm, levels: Mapping[float, str]) -> Measure:
+    """Return the mean over seeds of the rank correlation of arms' numbers and their levels. `levels`: level → arm."""
+
+    def found(arms: Mapping[str, Arm]) -> float:
+        values = [of(arms[arm]) for arm in levels.values()]
+        return float(stats.spearmanr(list(levels), values)[0]) if np.ptp(values) else nan
+
+    return together(role, found, *levels.values(), ends=CORRELATION)
+
+
+@of_study
+def difference(
+    study: Study, of: OfArm, method: str, against: str = PLAIN, as_ratio: bool = False, where: Where | None = None
+) -> Estimate:
+    """Return the mean over seeds of one arm's number − another's of the same seed, or the geometric mean of ratios."""
+    _check_plain(study, where)
+    first, second = (_values(study, of, name) for name in (method, against))
+    labels = [study.by_seed[0][name].label for name in (method, against)]
+    if as_ratio and (not (second > 0).all() or (first < 0).any()):
+        raise NotDefined(f"it is 0 in {labels[1]}, so that the ratio is not defined")
+    found = mean_of_ratios(first / second) if as_ratio else mean_of_runs(first - second)
+    means = f"{labels[0]} {first.mean():.3g}, {labels[1]} {second.mean():.3g}"
+    return found.over(_words(study, means, " of logarithms" if as_ratio else ""))
+
+
+ratio = partial(difference, as_ratio=True)
+
+
+@of_study
+def at_equal_loss(study: Study, method: str, against: str = PLAIN) -> Estimate:
+    """Return the mean over seeds of one arm's sink rate − another's in points, at the lowest loss that both reach.
+
+    These are the held-out loss and the rate by total weight if a probe measured them, else the training loss and the
+    usual rate.
+    """
+    pairs = [[arms[method], arms[against]] for arms in study.by_seed]
+    for names in (HELD_OUT, LOGGED):
+        found = [[arm.training.courses[names].get((arm.label, arm.seed)) for arm in pair] for pair in pairs]
+        if all(course is not None for pair in found for course in pair):
+            break
+    else:
+        raise Lacks(f"the trainings of {pairs[0][0].label} and {pairs[0][1].label} have no sink rates by step")
+    read = np.stack([training_tables.at_equal_loss(*pair).to_numpy() for pair in found])  # (seeds, arms, 3)
+    if np.isnan(read).any():
+        raise NotDefined("these arms have no held-out loss in common")
+    (_, level, _), rates = read.mean((0, 1)), 100 * read[..., 2]
+    means = ", ".join(f"{arm.label} {rate:.1f}" for arm, rate in zip(pairs[0], rates.mean(0), strict=True))
+    return mean_of_runs(rates[:, 0] - rates[:, 1]).over(_words(study, f"{means} % at {names[0]} {level:.3f}"))
+
+
+# --- plain trainings that differ in one setting
+
+
+def common_seeds(study: Study) -> list[int]:
+    seeds = sorted(set.intersection(*(set(runs) for runs in study.by_level.values())))
+    if not seeds:
+        raise Lacks("these trainings have no --seed in common")
+    return seeds
+
+
+def sink_rates(study: Study) -> np.ndarray:
+    """(seeds, levels): the sink rate at position 0 in percent, for the seeds that all levels have."""
+    seeds = common_seeds(study)
+    return np.array([[100 * runs[seed].metric("sink_rate") for runs in study.by_level.values()] for seed in seeds])
+
+
+# (levels,) and sink rates (seeds, levels) in percent → (seeds,) or an estimate
+OfLevels = Callable[[np.ndarray, np.ndarray], np.ndarray | Estimate]
+
+
+@of_study
+def over_levels(
+    study: Study, of: OfLevels, ends: Ends | None = None, check: Callable[[Study], None] = lambda study: None
+) -> Estimate:
+    """Return a number computed from all levels. `check` raises Lacks if the levels cannot be compared."""
+    check(study)
+    rates = sink_rates(study)
+    found = of(np.array(list(study.by_level)), rates)
+    estimate = found if isinstance(found, Estimate) else mean_over_seeds(found, ends)
+    return estimate.over(by_level(study, study.by_level, rates))
+
+
+def largest_rate(levels: np.ndarray, rates: np.ndarray) -> Estimate:
+    return largest_of([mean_over_seeds(each, PERCENT) for each in rates.T])
+
+
+def range_of_rates(levels: np.ndarray, rates: np.ndarray) -> Estimate:
+    with_a_sink(rates)
+    return range_of([mean_of_runs(first - second) for first, second in combinations(rates.T, 2)])
+
+
+def by_level(study: Study, levels: Iterable[Level], rates: np.ndarray) -> str:
+    """Return «0.001: 2.1, 0.01: 18.3 %; 3 seeds, Student's t», after the setting that is read, if there are several."""
+    names = [level if isinstance(level, str) else format(level, ".10g") for level in levels]
+    means = ", ".join(f"{name}: {rate:.1f}" for name, rate in zip(names, rates.mean(0), strict=True))
+    return with_setting(study, f"{means} %; {words_for(len(rates))}")
+
+
+def with_a_sink(rates: np.ndarray) -> np.ndarray:
+    if rates.mean(0).max() <= SINK:
+        raise NotDefined(f"no sink rate is above {SINK:g} %")
+    return rates
+
+
+def slope_on(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """(…,): least-squares slopes of y (…, levels) on x (levels,)."""
+    x = x - x.mean()
+    return y @ x / (x**2).sum()
+
+
+def slope(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
+    """(seeds,): slopes of the sink rate on log₂ of the level. Raises NotDefined if there is no sink."""
+    return slope_on(np.log2(levels.astype(float)), with_a_sink(rates))

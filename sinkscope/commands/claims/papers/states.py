@@ -1,0 +1,159 @@
+"""Claims on the residual stream: compression valleys (CV), secondary sinks (SS), residual sinks and spikes (RS), and
+visual attention sinks (VS; their null is φ on random coordinates).
+"""
+
+from functools import partial
+
+import numpy as np
+import pandas as pd
+
+from sinkscope.commands.claims.arms import falls, had_a_sink, share_left
+from sinkscope.commands.claims.claim import Claim, Null, Part
+from sinkscope.commands.claims.evidence import MAIN, STATES, Evidence
+from sinkscope.commands.claims.papers.s2m import TO_ZERO
+from sinkscope.commands.claims.scopes import causal, requires, varied_first_token
+from sinkscope.measuring.estimates import massive_layers, visual_sink_attention, visual_sink_share
+from sinkscope.measuring.observables.spikes import SECONDARY
+from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below
+from sinkscope.results.side_by_side import span
+from sinkscope.results.statistics import Estimate, bootstrap, exact, rank_correlation, resamplings_of, weighted_means
+
+# --- compression valleys
+
+
+def _in_valley(evidence: Evidence) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return columns of `entropy`, (R, layers), and the layers with massive activations at position 0."""
+    run = evidence.sequences(STATES)
+    layers = massive_layers(run)
+    if not len(layers):
+        raise NotDefined("position 0 has no massive activation in any layer")
+    columns = ("entropy", "entropy_rescaled", "anisotropy", "anisotropy_bound")
+    return {name: run.means("entropy_by_sequence", name) for name in columns}, layers
+
+
+def _looseness(evidence: Evidence) -> Estimate:
+    found, layers = _in_valley(evidence)
+    loose = (found["anisotropy"] - found["anisotropy_bound"])[:, layers].max(1)
+    return bootstrap(loose).over(f"layers {span((layers[0], layers[-1]))}")
+
+
+def _against_largest(column: str, evidence: Evidence) -> Estimate:
+    found, layers = _in_valley(evidence)
+    ratio, largest = found[column][:, layers].mean(1) / found["entropy"].max(1), found["entropy"][0]
+    return bootstrap(ratio).over(f"largest entropy {largest.max():.2f}, layer {largest.argmax()}")
+
+
+def _valley_at_sinks(evidence: Evidence) -> Estimate:
+    tables = evidence.run(STATES).tables
+    rate = tables["attention"].query("position == 0").groupby("layer")["sink_rate"].mean()
+    entropy = tables["entropy"].set_index("layer")["entropy"].rename(lambda layer: layer + 1)
+    both = pd.concat([entropy, rate], axis=1).dropna()
+    return rank_correlation(both["entropy"].to_numpy(), both["sink_rate"].to_numpy(), both.index.to_numpy())
+
+
+# --- secondary sinks
+
+
+def _secondary(evidence: Evidence) -> pd.DataFrame:
+    table = evidence.sequences(STATES).table("sink_tokens")
+    found = table[table["kind"] == SECONDARY]
+    if found.empty:
+        raise NotDefined("no token is a secondary sink")
+    return found.assign(preferred=found["attention"] / found["attention_elsewhere"])
+
+
+def _of_secondary(column: str, evidence: Evidence) -> Estimate:
+    """Estimate a mean over secondary sinks, with sequences as units."""
+    known = _secondary(evidence).dropna(subset=column)
+    if known.empty:
+        raise NotDefined("no secondary sink has the number")
+    groups = known.groupby("sequence")[column].agg(["sum", "count"]).astype(float)
+    means = weighted_means(groups.to_numpy(), resamplings_of(evidence.run(STATES).text_numbers[groups.index]))
+    return bootstrap(means[:, 0] / means[:, 1]).over(f"{len(known)} tokens of {len(groups)} sequences")
+
+
+def _lifetime_follows_norm(evidence: Evidence) -> Estimate:
+    found = _secondary(evidence)
+    first = np.unique(evidence.run(STATES).text_numbers, return_index=True)[1]  # tokens of copies are no further units
+    found = found[found["sequence"].isin(first)]
+    norm, lifetime, layer = (found[name].to_numpy(float) for name in ("norm", "lifetime", "layer"))
+    return rank_correlation(norm, lifetime, layer)
+
+
+def _parallel_are_sinks(evidence: Evidence) -> Estimate:
+    run = evidence.sequences(STATES)
+    sinks, parallel = (run.means("parallel_tokens", name).mean(1) for name in ("sinks", "parallel"))
+    if not parallel.min():  # of any resample of the sequences
+        raise NotDefined("other tokens are parallel to the first sink in few sequences or none")
+    return bootstrap(sinks / parallel).over(f"parallel: {parallel[0]:.1%} of tokens, mean over layers")
+
+
+# --- residual sinks and spikes
+
+
+def _residual_share(column: str, evidence: Evidence) -> Estimate:
+    by_layer = evidence.sequences(STATES).means("spikes_by_sequence", column)
+    return bootstrap(by_layer.max(1)).over(f"layer {by_layer[0].argmax()}")
+
+
+def _spike_cosine(column: str, evidence: Evidence) -> Estimate:
+    """Return the cosine in the layer of the spike, where the norm of the largest tokens has risen most."""
+    at = evidence.run(STATES).tables["spikes"].query("step == 'up'").iloc[0]
+    return exact(at[column]).over(f"layer {at['layer']}, all pairs of sequences")
+
+
+# --- visual sinks, on runs with pictures
+
+
+def _beyond_random(evidence: Evidence) -> Estimate:
+    share = visual_sink_share(evidence.run(MAIN))
+    return Estimate(share.value - share.null, share.low - share.null, share.high - share.null, null=0.0)
+
+
+SEEING = (requires(lambda run: run.manifest["model"].get("text_tower"), "it reads no pictures"),)
+LARGEST = "of the tokens at which one coordinate is above 20 × their median entry, layer with the largest"
+
+CLAIMS = (
+    Claim("CV-1", "2510.06477", "The first token's norm makes the anisotropy: its bound is tight.",
+        (Part("p_1 − (c + α) ÷ (c + 1), largest of the layers with massive activations", _looseness, at_most(0.02)),),
+        (STATES,)),
+    Claim("CV-2", "2510.06477", "Entropy has a valley where activations are massive.",
+        (Part("entropy, mean over the layers with massive activations ÷ largest of all layers",
+            partial(_against_largest, "entropy"), at_most(0.5)),), (STATES,)),
+    Claim("CV-3", "2510.06477", "The first token's norm makes the valley: at the median norm, the entropy is back.",
+        (Part("entropy with position 0 at the median norm, in these layers ÷ largest of all layers",
+            partial(_against_largest, "entropy_rescaled"), at_least(0.5)),), (STATES,)),
+    Claim("CV-4", "2510.06477", "The valley is where the sinks are.",
+        (Part("rank correlation over layers of the states' entropy and the sink rate of the layer that reads them",
+            _valley_at_sinks, below(0.0)),), (STATES,), (causal,)),
+    Claim("CV-5", "2510.06477", "Without the massive activation, there is no sink.",
+        (Part("sink rate at position 0, after ÷ before", lambda e: share_left(e, TO_ZERO), at_most(0.5)),
+         falls(TO_ZERO), had_a_sink(TO_ZERO)), (TO_ZERO,)),
+    Claim("SS-1", "2512.22213", "MLPs write secondary sinks.",
+        (Part("cosine of the MLP's output and the first sink's state, where they join, mean over secondary sinks",
+            partial(_of_secondary, "written"), at_least(0.9)),), (STATES,), (causal,)),
+    Claim("SS-2", "2512.22213", "The norm of a secondary sink sets its lifetime.",
+        (Part("rank correlation of norm and lifetime over secondary sinks", _lifetime_follows_norm, above(0.0)),),
+        (STATES,), (causal,)),
+    Claim("SS-3", "2512.22213", "Secondary sinks attract attention.",
+        (Part("attention to a secondary sink ÷ to equal tokens that are no sinks, both ÷ uniform attention, mean",
+            partial(_of_secondary, "preferred"), above(1.0)),), (STATES,), (causal,)),
+    Claim("SS-4", "2512.22213", "Tokens that are parallel to the first sink are sinks.",
+        (Part("tokens with 3 × the median norm ÷ all tokens parallel to the first sink", _parallel_are_sinks,
+            at_least(0.5)),), (STATES,), (causal,)),
+    Claim("RS-1", "2601.22966", "A fixed coordinate is large at most tokens.",
+        (Part(f"share {LARGEST}", partial(_residual_share, "largest_share"), at_least(0.9)),
+         Part("the same after a random rotation", partial(_residual_share, "rotated_share"), at_most(0.1))), (STATES,)),
+    Claim("RS-2", "2603.05498", "A spike is the same vector in all sequences.",
+        (Part("cosine of the largest tokens of two sequences, mean over pairs", partial(_spike_cosine, "cosine"),
+            at_least(0.95)),
+         Part("the same of tokens with the median norm", partial(_spike_cosine, "cosine_of_others"), below(0.95))),
+        (STATES,), (varied_first_token,)),
+    Claim("VS-1", "§3.1", "Some visual tokens are large in the model's massive coordinates.",
+        (Part("share of visual tokens with φ > 20 − the same for random coordinates", _beyond_random, above(0.0)),),
+        scope=SEEING, set_against=Null.NONE),
+    Claim("VS-2", "§3.2", "Visual sinks take the attention of the text.",
+        (Part("attention to a visual sink ÷ to another visual token",
+            lambda e: visual_sink_attention(e.run(MAIN)), above(1.0)),),
+        scope=SEEING, set_against=Null.NONE),
+)  # fmt: skip

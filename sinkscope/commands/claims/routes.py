@@ -1,0 +1,125 @@
+"""The table `route`: the routes that carry the sink in a model, from interventions that each cut one route."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from sinkscope.commands.claims.arms import before_and_after, beyond_controls, controls, share_left
+from sinkscope.commands.claims.columns import ROUTE_COLUMNS
+from sinkscope.commands.claims.evidence import Evidence
+from sinkscope.commands.claims.studies import Need
+from sinkscope.results.findings import HALF, SINK
+from sinkscope.results.sequences import Lacks
+from sinkscope.results.statistics import Estimate, bootstrap, one_more_run
+from sinkscope.results.tables import LEADING, WHOLE_MODEL, names_of
+
+PAPER = "GPT-2 in NU (figure 3: maps, no rates)"
+
+
+class Effect(StrEnum):
+    GOES = "goes"  # the sink falls, and less than half of it is left
+    FALLS = "falls"  # the sink falls more than under one further random control
+    RISES = "rises"
+    STAYS = "stays"
+    UNDECIDED = "undecided"  # fewer than two controls
+    NO_SINK = "no sink"  # there is no sink before the cut
+    DOES_NOT_APPLY = "does not apply"  # the model has no such route
+    NOT_MEASURED = "not measured"
+
+
+class Route(NamedTuple):
+    """A part of the model by which the first token may become a sink."""
+
+    name: str
+    cut: str  # how it is cut, in words
+    role: Need  # the run that cuts it
+    published: str = ""  # the effect on GPT-2's sink according to NU; "" if NU does not cut this route
+    published_effect: Effect = Effect.NOT_MEASURED
+
+
+ROUTES = (
+    Route("query bias", "b_Q = 0", Need("do", "nullify-query-bias"), "diminishes (fig. 3b)", Effect.FALLS),
+    # two edits: of the vector p₀, which the first attention layer reads, and of EPE₀ = MLP(p₀) + p₀ after it
+    Route("position vector", "p₀ = another's", Need("do", "replace-epe")),
+    Route("effective position", "EPE₀ = another's", Need("do", "replace-epe:at=epe"), "disappears (fig. 3c)",
+        Effect.GOES),
+    Route("first embedding", "token's vector = 0", Need("do", "nullify-first-embedding"), "persists (fig. 3e)",
+        Effect.STAYS),
+    Route("key columns", "W_k's massive inputs = 0", Need("do", "zero-key-columns"), "is reduced (fig. 3f)",
+        Effect.FALLS),
+    Route("massive activation", "= 0 where it appears", Need("do", "zero-massive")),
+)  # fmt: skip
+ROLES = tuple(route.role for route in ROUTES)
+
+
+def routes_of(evidence: Evidence) -> pd.DataFrame:
+    run = evidence.any_run
+    labels = {"model": run.model, "condition": run.condition, "layer": WHOLE_MODEL}
+    rows = [labels | _row(route, evidence) for route in ROUTES]
+    table = pd.DataFrame(rows, columns=[*LEADING, *names_of(ROUTE_COLUMNS)])
+    return table.astype({column.name: float for column in ROUTE_COLUMNS if column.kind == "number"})
+
+
+def routes_of_models(evidence: Mapping[str, Evidence]) -> pd.DataFrame:
+    return pd.concat([routes_of(one).assign(model=name) for name, one in evidence.items()], ignore_index=True)
+
+
+def _row(route: Route, evidence: Evidence) -> dict[str, Any]:
+    role = route.role
+    row: dict[str, Any] = {"route": route.name, "do": role.of, "draws": 0, "note": ""}
+    if not evidence.has(role):
+        reason = evidence.inapplicable(role)
+        effect = Effect.DOES_NOT_APPLY if reason else Effect.NOT_MEASURED
+        return row | {"effect": str(effect), "note": reason or evidence.command(role)}
+    try:
+        before, after = (bootstrap(rates) for rates in before_and_after(evidence, role))
+        drawn, beyond = controls(evidence, role), beyond_controls(evidence, role)
+        left = share_left(evidence, role)
+    except Lacks as reason:
+        return row | {"effect": str(Effect.NOT_MEASURED), "note": str(reason)}
+    if before.value <= SINK:
+        effect = Effect.NO_SINK
+    elif not np.isfinite([beyond.low, beyond.high]).all():
+        effect = Effect.UNDECIDED
+    elif beyond.high < 0:
+        effect = Effect.GOES if left.high < HALF else Effect.FALLS
+    else:
+        effect = Effect.RISES if beyond.low > 0 else Effect.STAYS
+    row |= {"draws": len(drawn), "effect": str(effect)}
+    control = one_more_run(drawn) if len(drawn) else Estimate(np.nan)
+    for name, estimate in {"before": before, "after": after, "control": control, "beyond": beyond}.items():
+        row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+    return row
+
+
+# --- words
+
+ROUTES_TITLE = "Which route carries the sink (sink rate at position 0 in % [95 %])"
+
+
+def routes_text(table: pd.DataFrame) -> pd.DataFrame:
+    published = {route.name: route.published or "not tested" for route in ROUTES}
+    rows = [{"model": PAPER} | published]
+    for model, own in table.groupby("model", sort=False):
+        rows.append({"model": str(model)} | {row.route: _text(row) for row in own.itertuples()})
+    # older tables have fewer routes
+    return pd.DataFrame(rows, columns=["model", *published]).fillna(str(Effect.NOT_MEASURED))
+
+
+def _text(row: Any) -> str:
+    """Return «falls: 42.5 [41.3, 43.8] → 30.5 [29.1, 31.8], random controls 40.8 to 43.2»."""
+    if row.effect in (Effect.DOES_NOT_APPLY, Effect.NOT_MEASURED):
+        return f"{row.effect}: {row.note}"
+    before = f"{row.before:.1f} [{row.before_low:.1f}, {row.before_high:.1f}]"
+    after = f"{row.after:.1f} [{row.after_low:.1f}, {row.after_high:.1f}]"
+    control = f"random controls {row.control:.1f}" if row.draws else "no random controls"
+    control += f" [{row.control_low:.1f}, {row.control_high:.1f}]" if row.draws > 1 else ""
+    return f"{row.effect}: {before} → {after}, {control}"
+
+
+def measured_models(table: pd.DataFrame) -> list[str]:
+    known = table[table["effect"] != Effect.NOT_MEASURED]
+    return list(dict.fromkeys(known["model"]))

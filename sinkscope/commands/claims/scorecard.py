@@ -1,0 +1,348 @@
+"""The scorecard: the judgment of every claim on the runs of one or several models, and its Markdown.
+
+Its folder has run.json, figures, scorecard.md, the tables `claim` and `route`, and the measured runs in runs/ROLE.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from sinkscope.commands.claims.claim import Part
+from sinkscope.commands.claims.columns import CLAIM as TABLE
+from sinkscope.commands.claims.columns import COMMAND, TABLES
+from sinkscope.commands.claims.columns import ROUTE as ROUTES
+from sinkscope.commands.claims.evidence import NATURAL
+from sinkscope.commands.claims.register import CLAIMS
+from sinkscope.commands.claims.routes import ROUTES_TITLE, measured_models, routes_text
+from sinkscope.commands.claims.table import NOT_JUDGED
+from sinkscope.errors import InputError, Known, unknown
+from sinkscope.options.recipe import shipped
+from sinkscope.results.findings import Finding
+from sinkscope.results.findings import Outcome as Judgment
+from sinkscope.results.judgment import Outcome
+from sinkscope.results.manifest import folder_of, format_of, read_manifest
+from sinkscope.results.metrics import MISSING
+from sinkscope.results.papers import NEEDS_GPT2, gamma_table, printed_gamma
+from sinkscope.results.run import RunData
+from sinkscope.results.statistics import LEVEL
+from sinkscope.results.tables import names_of, read_table
+from sinkscope.verdict.table_formats import Tabular, as_markdown
+
+
+@dataclass(frozen=True)
+class Scorecard(Tabular):
+    """The outcome of every claim.
+
+    Attributes:
+        manifest: The content of run.json.
+        table: A row for each number of a claim, per model.
+        routes: A row for each route by which the first token may become a sink, per model.
+        runs: The runs that were judged, by model and role.
+        folder: Its folder; None if it is in memory only.
+    """
+
+    manifest: dict[str, Any]
+    table: pd.DataFrame = field(repr=False)
+    routes: pd.DataFrame = field(repr=False)
+    runs: Mapping[str, Mapping[str, RunData]] = field(default_factory=dict, repr=False)
+    folder: Path | None = None
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> "Scorecard":
+        """Open the folder of a run of `claims`. Raises InputError for another folder, or a damaged one."""
+        folder = folder_of(folder)
+        manifest = read_manifest(folder, (COMMAND,))
+        table, routes = (
+            read_table(folder / "tables" / f"{name}.parquet", schema, format_of(manifest))
+            if name in manifest["tables"]
+            else pd.DataFrame(columns=names_of(schema))  # written by a version without this table
+            for name, schema in TABLES.items()
+        )
+        return cls(manifest, table, routes, {}, folder.absolute())
+
+    @property
+    def measured(self) -> dict[str, RunData]:
+        """Role → run, for runs without a folder; a run with several roles is listed once."""
+        roles = [(role, run) for runs in self.runs.values() for role, run in runs.items() if run.folder is None]
+        first = {id(run): role for role, run in reversed(roles)}
+        return {role: run for role, run in roles if first[id(run)] == role}
+
+    @property
+    def models(self) -> list[str]:
+        return list(dict.fromkeys(self.table["model"]))
+
+    def outcome(self, claim: str, model: str | None = None) -> Outcome:
+        """Return the outcome of a claim, by default for the first model. Raises InputError for an unknown name."""
+        if model is not None and model not in self.models:
+            raise InputError(f"model {unknown(model, self.models)}")
+        found = self.table[self.table["model"] == (model or self.models[0])]
+        if claim not in set(found["claim"]):
+            raise InputError(f"claim {unknown(claim, found['claim'].unique())}")
+        return Outcome(found[found["claim"] == claim]["outcome"].iloc[0])
+
+    @property
+    def by_model(self) -> pd.DataFrame:
+        wide = self.table[self.table["part"] == 0].pivot(index="claim", columns="model", values="outcome")
+        return wide.reindex(index=[name for name in CLAIMS if name in wide.index], columns=self.models)
+
+    @property
+    def summary_tables(self) -> dict[str, pd.DataFrame]:
+        """The numbers by paper for one model, or the outcomes for several models; then the routes."""
+        if len(self.models) > 1:
+            tables = {"Claims": _outcomes(self)}
+        else:
+            judged = self.table[~self.table["outcome"].isin(NOT_JUDGED)]
+            tables = {str(paper): _printed(own) for paper, own in judged.groupby("paper", sort=False)}
+        return tables | ({ROUTES_TITLE: routes_text(self.routes)} if measured_models(self.routes) else {})
+
+    @property
+    def tables(self) -> dict[str, pd.DataFrame]:
+        return Known("table", {TABLE: self.table, ROUTES: self.routes})
+
+    @property
+    def markdown(self) -> str:
+        return scorecard_markdown(self)
+
+    def _repr_markdown_(self) -> str:  # for notebooks
+        return self.markdown
+
+
+# --- words
+
+# whether a claim distinguishes the model from its null → heading of the claims that hold
+KINDS_OF_HOLDING = {
+    "yes": "Hold, and their null does not pass them",
+    "no": "Hold, and their null passes them or gives as much",
+    "undefined": "Hold, and their null is not defined",
+    "": "Hold, and no null was measured",
+    "theorem": "Hold as theorems and identities do, which test the code",
+}
+LEGEND = (
+    "Null: data on which the test of a claim should not pass: the same architecture with random weights, each tensor "
+    "drawn with the mean and the standard deviation that it has in the model; for an intervention its random "
+    "controls; for a trained method a plain training of another seed. Mean (least to most) over draws, and the share "
+    "of draws that pass, if any does. A null is not defined if no draw has what a claim speaks of. Claims "
+    "joined by = are one number, which is counted once. Intervals are two-sided at 95 %: a claim whose truth is just "
+    "at its threshold is decided in 5 % of studies, and holds falsely in 2.5 %. Power: the probability that this "
+    "number of seeds shows the claim if it is true; below 50 % there are not enough seeds. ‡ the threshold is ours, "
+    "not the paper's. † taken from public transcriptions or the authors' code."
+)
+
+
+def scorecard_markdown(card: Scorecard) -> str:
+    parts = _of_several(card) if len(card.models) > 1 else _of_one(card)
+    runs = {model: own[NATURAL] for model, own in card.runs.items() if NATURAL in own}
+    computed = {model: table for model, run in runs.items() if (table := gamma_table(run)) is not None}
+    if computed:
+        parts.append("### |γ| where EPE₀ is massive (NU tables 1 and 2)")
+        parts += [f"{model}, computed:\n\n{as_markdown(table)}" for model, table in computed.items()]
+        if not any("NU prints" in heading for table in computed.values() for heading in table):  # no model is GPT-2
+            parts.append(f"GPT-2, as NU prints it; {NEEDS_GPT2}.\n\n{as_markdown(printed_gamma())}")
+    if measured_models(card.routes):
+        parts += [f"### {ROUTES_TITLE}", as_markdown(routes_text(card.routes))]
+    return "\n\n".join(parts)
+
+
+def unusual(card: Scorecard) -> list[Finding]:
+    """Return the claims that fail in a model of the card, or hold in its models alone, with others that decide them.
+
+    The others are those of the card, or for a card of one model those of `reports/claims`.
+    """
+    own, found = outcomes_by_model(card.table), []
+    every = own if len(own) > 1 else reported() | own
+    for claim in card.by_model.index:
+        fails, holds = (
+            [model for model in every if every[model].get(claim) == end] for end in (Outcome.FAILS, Outcome.HOLDS)
+        )
+        if own.keys() & fails or (fails and holds and own.keys() >= {*holds}):
+            names = {model: "this model" if [model] == [*own] else model for model in every}
+            ends = [(end, models) for end, models in ((Outcome.FAILS, fails), (Outcome.HOLDS, holds)) if models]
+            where = "; ".join(f"{end} in {', '.join(names[model] for model in models)}" for end, models in ends)
+            sentence = f"{CLAIMS[claim].statement.rstrip('.')}: {where} ({claim})."
+            outcome = Judgment.REFUTED if own.keys() & fails else Judgment.CONFIRMED
+            found.append(Finding("unusual", "What is unusual", outcome, numbers={"claim": claim}, sentence=sentence))
+    return found
+
+
+def outcomes_by_model(table: pd.DataFrame) -> dict[str, dict[str, str]]:
+    """Return model → claim → its outcome."""
+    first = table[table["part"] == 0]
+    by_model = first.groupby("model", sort=False)
+    return {str(model): dict(zip(own["claim"], own["outcome"], strict=True)) for model, own in by_model}
+
+
+@cache
+def reported() -> dict[str, dict[str, str]]:
+    """Return the outcomes in reports/claims, by model."""
+    return outcomes_by_model(read_table(shipped("reports") / "claims" / "tables" / f"{TABLE}.parquet", TABLES[TABLE]))
+
+
+def _unusual(card: Scorecard) -> list[str]:
+    found = unusual(card)
+    return ["What is unusual:", "\n".join(f"- {finding.sentence}" for finding in found)] if found else []
+
+
+def _of_one(card: Scorecard) -> list[str]:
+    parts = [f"## {card.models[0]}: {headline(card)}", *_unusual(card), *_summary(card.table)]
+    for paper, rows in card.table.groupby("paper", sort=False):
+        parts += [f"### {paper}"]
+        judged = rows[~rows["outcome"].isin(NOT_JUDGED)]
+        if len(judged):
+            parts.append(as_markdown(_printed(judged)))
+            published = judged[(judged["part"] == 0) & (judged["published"] != "")]
+            lines = [f"- {row.claim}: {row.published}" for row in published.itertuples()]
+            parts += ["Published:\n\n" + "\n".join(lines)] if lines else []
+        reasons = {outcome: _by_reason(rows, outcome) for outcome in NOT_JUDGED}
+        parts += [f"{str(outcome).capitalize()}: {text}." for outcome, text in reasons.items() if text]
+    return parts
+
+
+def _of_several(card: Scorecard) -> list[str]:
+    outcomes = _outcomes(card)
+    others = ", ".join(name for name in card.by_model.index if name not in set(outcomes["claim"]))
+    parts = [f"## {len(card.models)} models: {headline(card)}", *_unusual(card)]
+    by_model = {model: card.table[card.table["model"] == model] for model in card.models}
+    for model, rows in by_model.items():
+        parts += [f"**{model}**", *_summary(rows)]
+    parts += [as_markdown(outcomes), f"Decided by no model: {others}."]
+    reasons = {model: _by_reason(rows, Outcome.DOES_NOT_APPLY) for model, rows in by_model.items()}
+    if any(reasons.values()):
+        parts += ["Why claims do not apply:", *(f"- {model}: {text}." for model, text in reasons.items() if text)]
+    return [*parts, *_numbers_of_some(card)]
+
+
+def _outcomes(card: Scorecard) -> pd.DataFrame:
+    """Return outcomes: rows claims that at least one model decides, with their statements, columns models."""
+    wide = card.by_model.fillna(str(Outcome.NOT_MEASURED))
+    table = wide[~wide.isin(NOT_JUDGED).all(axis=1)].reset_index()
+    table.insert(1, "what it says", [CLAIMS[name].statement for name in table["claim"]])
+    return table
+
+
+def _numbers_of_some(card: Scorecard) -> list[str]:
+    """Return the numbers of claims that only one model, or trainings, steps or related models decide."""
+    # A single scorecard may lack the latter. Numbers that several models share are listed once.
+    of_studies = [name for name, claim in CLAIMS.items() if claim.needs[0].is_study]
+    judged = card.table[~card.table["outcome"].isin(NOT_JUDGED)]
+    counts = judged.groupby("claim")["model"].nunique()
+    rows = judged[judged["claim"].isin([*of_studies, *counts[counts == 1].index])]
+    shared: dict[tuple[str, str], list[str]] = {}
+    for (model, claim), own in rows.groupby(["model", "claim"], sort=False):
+        shared.setdefault((claim, as_markdown(_printed(own))), []).append(model)
+    sections: dict[tuple[str, ...], list[str]] = {}
+    for (claim, _), models in shared.items():
+        sections.setdefault(tuple(models), []).append(claim)
+    shown = {models: rows[(rows["model"] == models[0]) & rows["claim"].isin(own)] for models, own in sections.items()}
+    return [f"### {', '.join(models)}\n\n{as_markdown(_printed(own))}" for models, own in shown.items()]
+
+
+def scorecard_summary(card: Scorecard, model: str) -> str:
+    """Return which claims hold for a model, and how many do not."""
+    own = replace(card, table=card.table[card.table["model"] == model])
+    return "\n\n".join([f"## {model}: {headline(own)}", *_unusual(own), *_summary(own.table)])
+
+
+def headline(card: Scorecard) -> str:
+    count = len(once(_holding(card.table, "yes")))
+    words = (
+        "claim holds, and its null does not pass it" if count == 1 else "claims hold, and their null does not pass them"
+    )
+    return f"{count} {words}"
+
+
+def _holding(table: pd.DataFrame, tells: str) -> pd.DataFrame:
+    return table[(table["part"] == 0) & (table["outcome"] == Outcome.HOLDS) & (table["tells"] == tells)]
+
+
+def once(rows: pd.DataFrame) -> list[str]:
+    """Return the claims of first parts; those with one number (in all their models) are joined: "W-1 = W-21"."""
+    groups: dict[str, set[tuple[Any, ...]]] = {}
+    for claim, own in rows.groupby("claim", sort=False):
+        numbers = {*own[["model", "quantity", "value", "low", "high"]].itertuples(index=False, name=None)}
+        name = next((name for name, known in groups.items() if numbers <= known), None)
+        if name is not None:
+            groups = {f"{key} = {claim}" if key == name else key: known for key, known in groups.items()}
+        else:
+            groups[str(claim)] = numbers
+    return list(groups)
+
+
+def _summary(table: pd.DataFrame) -> list[str]:
+    """Return lists of the claims that hold, by the outcome of their null, and numbers of other and tested claims."""
+    first = table[table["part"] == 0]
+    groups = {words: once(_holding(table, kind)) for kind, words in KINDS_OF_HOLDING.items()}
+    for outcome in (Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.NOT_ENOUGH_SEEDS):
+        groups[str(outcome).capitalize()] = once(first[first["outcome"] == outcome])
+    lines = [f"{words}: {len(ids)} ({', '.join(ids)})" for words, ids in groups.items() if ids]
+    others = Counter(first["outcome"])
+    lines.append(", ".join(f"{others[outcome]} {outcome}" for outcome in NOT_JUDGED if others[outcome]))
+    tested = int((table["low"] < table["high"]).sum())
+    chance = f"{tested} numbers were tested, each separately at 95 %: if all truths were at their thresholds, about "
+    chance += f"{(1 - LEVEL) * tested:.0f} of the intervals would miss them by chance."
+    return ["\n".join(f"- {line}." for line in lines if line), chance]
+
+
+def _printed(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return a line for each number; the first line of a claim also has its statement and outcome."""
+    lines = []
+    for row in rows.itertuples():
+        first = row.part == 0
+        value = value_text(row.claim, row.part, row.value, row.low, row.high)
+        statement = f"{row.statement} {row.quantity[:1].upper()}{row.quantity[1:]}" if first else f"… {row.quantity}"
+        note = f" ({row.note})" if row.note else ""
+        test = row.test + "‡" * row.is_ours
+        outcome = f"**{row.outcome}**" if row.outcome == Outcome.FAILS else row.outcome
+        if row.passes == Outcome.NOT_ENOUGH_SEEDS:
+            test += f" (power {row.power:.0%})"
+        cells = (statement + note, value, null_text(row, with_share=first), test)
+        lines.append((row.claim if first else "", *cells, outcome if first else ""))
+    columns = ["claim", "what it says, and what is measured", "value [95 %]", "null", "test", "outcome"]
+    return pd.DataFrame(lines, columns=columns)
+
+
+def _by_reason(rows: pd.DataFrame, outcome: Outcome) -> str:
+    chosen = rows[(rows["outcome"] == outcome) & (rows["part"] == 0)]
+    return "; ".join(f"{', '.join(group['claim'])} ({reason})" for reason, group in chosen.groupby("note", sort=False))
+
+
+# --- numbers
+
+
+def value_text(claim: str, part: int, value: float, low: float, high: float) -> str:
+    """Return "0.73 [0.70, 0.76]", or only the value if nothing was resampled."""
+    form = _form(claim, part).format
+    text = MISSING if pd.isna(value) else form(value)
+    if high == inf and low in (-inf, 0):  # one seed, or too few sequences or layers
+        return f"{text} (its interval is not known)"
+    return text if low == high or pd.isna(low) else f"{text} [{form(low)}, {form(high)}]"
+
+
+def null_text(row: Any, with_share: bool) -> str:
+    """Return "0.73 (0.70 to 0.76)", mean and extremes of the null's draws; `with_share` adds the share that passes."""
+    share = ""
+    if with_share and row.tells == "no":
+        share = f"; {row.null_passes:.0%} pass" if row.null_passes > 0 else "; gives as much"
+        if row.claim in CLAIMS and CLAIMS[row.claim].holds_untrained:
+            share = "; initial weights pass"
+    elif with_share and row.tells == "undefined":
+        share = " (not defined)"
+    elif with_share and row.tells == "theorem":
+        share = " (theorem)"
+    if pd.isna(row.null):
+        return MISSING + share
+    form = _form(row.claim, row.part).format
+    mean, least, most = (form(end) for end in (row.null, row.null_low, row.null_high))
+    return (mean if pd.isna(row.null_low) or mean == least == most else f"{mean} ({least} to {most})") + share
+
+
+def _form(claim: str, part: int) -> str:
+    """Return the format string of a number. A scorecard of an older version may have other numbers."""
+    known = CLAIMS[claim].parts if claim in CLAIMS else ()
+    return known[part].form if part < len(known) else Part.form

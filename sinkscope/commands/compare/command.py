@@ -1,0 +1,87 @@
+"""The command `compare`: puts runs or scorecards side by side. It reads only their folders, and loads no model.
+
+For a single folder that is a comparison, such as the folder of a sweep, it prints the folder's own tables.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sinkscope.commands.compare.options import CompareOptions
+from sinkscope.commands.result import Result
+from sinkscope.commands.sweep.cells import COMMAND as SWEEP
+from sinkscope.errors import InputError
+from sinkscope.options.output import OutputOptions
+from sinkscope.results.manifest import FORMAT, folder_of, format_of, older, read_manifest
+from sinkscope.results.side_by_side import Summary, differing_lines, differing_settings, labels, metrics_of
+from sinkscope.results.tables import blaming_tables
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@blaming_tables()
+def command(options: CompareOptions, output: OutputOptions) -> Result:
+    manifests = {folder_of(run): read_manifest(folder_of(run), None) for run in options.runs}
+    old = [f"{folder} is of {older(found)}" for folder, found in manifests.items() if format_of(found) != FORMAT]
+    is_printed = output.out is None and options.format == "text" and len(options.runs) > 1
+    if is_printed and all(manifest["command"] == "analyze" for manifest in manifests.values()):
+        runs = [Summary.open(run) for run in options.runs]
+        names = labels(runs)[0]
+        differing = differing_settings([run.manifest for run in runs], names)
+        notes = [*old, *differing_lines(differing.to_dict(orient="index"))]
+        return Result(numbers=metrics_of(runs, names), notes=notes)
+    return _compared(options, output, manifests, old)
+
+
+def _compared(
+    options: CompareOptions, output: OutputOptions, manifests: Mapping[Path, dict[str, Any]], old: list[str]
+) -> Result:
+    """Compare folders of any kind, by code that imports torch, as that of other commands does."""
+    from sinkscope.commands.compare.comparison import Comparison
+    from sinkscope.commands.compare.side_by_side import compare
+    from sinkscope.output.result import figure_failure
+    from sinkscope.verdict.table_formats import formatted
+
+    if len(options.runs) == 1:
+        ((folder, manifest),) = manifests.items()
+        found_in = _of_one().get(manifest["command"])
+        tables = found_in(folder) if found_in else {}
+        if tables and output.out is not None:
+            raise InputError(f"--out: {options.runs[0]} has its tables and figures already")
+        if tables:
+            parts = [formatted(table, options.format, title) for title, table in tables.items()]
+            return Result(tables, text="\n\n".join(parts), notes=old)
+    found = compare(*options.runs, out=output.out, overwrite=output.overwrite, page=not output.no_page)
+    failure = figure_failure(found.manifest)
+    text = "" if options.format == "text" else found.formatted(options.format)
+    if isinstance(found, Comparison):
+        numbers = None if text else found.table
+        return Result(
+            found, text=text, numbers=numbers, notes=[*old, *found.warnings], folder=output.out, failure=failure
+        )
+    notes = [*old, *differing_lines(found.manifest["differing"])]
+    return Result(found, "" if text else found.markdown, text, notes=notes, folder=output.out, failure=failure)
+
+
+def _of_one() -> "dict[str, Callable[[Path], Mapping[str, pd.DataFrame]]]":
+    """Map each command whose folder is a comparison to the function that returns its summary tables by title."""
+    from sinkscope.commands.claims.scorecard import Scorecard
+    from sinkscope.commands.compare.side_by_side import TRAINING, curves
+    from sinkscope.commands.steps.series import COMMAND as SERIES
+    from sinkscope.commands.steps.series import Series
+    from sinkscope.commands.sweep.output import open_comparison, summary_tables
+    from sinkscope.commands.train.findings import retrofit_summaries
+    from sinkscope.commands.train.output import tables_of_arms
+    from sinkscope.output.run import Run
+    from sinkscope.results.manifest import tables_folder
+
+    return {
+        SERIES: lambda at: Series.open(at).summary_tables,
+        SWEEP: lambda at: summary_tables(open_comparison(tables_folder(at))),
+        **dict.fromkeys(("retrofit", "train"), lambda at: retrofit_summaries(tables_of_arms(at)[1]["retrofit"])),
+        **dict.fromkeys(("intervene", "quantize", "kv-plan", "doctor"), lambda at: Run.open(at).summary_tables),
+        "claims": lambda at: Scorecard.open(at).summary_tables,
+        TRAINING: lambda at: curves([at], time.time()).summary_tables,
+    }

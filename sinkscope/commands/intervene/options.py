@@ -1,0 +1,63 @@
+"""The options of `intervene`."""
+
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import (
+    field_validator,
+    model_validator,
+)
+
+from sinkscope.options.measuring import ALWAYS, ControlOptions, RunConfig
+from sinkscope.options.option import (
+    as_folder_name,
+    option,
+    text_as_tuple,
+)
+
+
+class InterveneOptions(ControlOptions, RunConfig):
+    """Remove, move or replace parts that may cause the sink, and measure before, after, and
+    under random controls.
+
+    An intervention is NAME or NAME:key=value,… as in zero-massive:layers=11,coordinates=138,447 (lists) or
+    nullify-query-bias:layers=1-3 (ranges); several are stacked. --do all tries each by itself.
+    `sinkscope list interventions` shows their names and parameters."""
+
+    writes: ClassVar = "runs/MODEL-DO"
+    repeatable: ClassVar = True
+    in_memory: ClassVar = True
+    defaults: ClassVar = {"observables": ALWAYS}
+    shown: ClassVar = {"observables": "attention, massive and mean-maps, which are always measured"}
+    hidden: ClassVar = ("arms",)  # for Python and recipes
+
+    do: Annotated[tuple[str, ...], text_as_tuple] = option(
+        (), "Intervening", "An intervention, or all; several are stacked in their order.", metavar="NAME[:K=V,…]"
+    )
+    arms: dict[str, Annotated[tuple[str, ...], text_as_tuple]] = option(
+        {}, "Intervening", "Label → the stack of interventions of that arm."
+    )
+
+    @field_validator("observables")
+    @classmethod
+    def _always(cls, names: tuple[str, ...] | None) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*ALWAYS, *(names or ()))))
+
+    @model_validator(mode="after")
+    def _check_arms(self) -> "InterveneOptions":
+        if bool(self.do) == bool(self.arms):
+            raise ValueError("name what to do: --do NAME[:key=value,…]; `sinkscope list interventions` shows the names")
+        if "all" in self.do and len(self.do) > 1:
+            raise ValueError("--do all tries every intervention by itself, so no other can be given")
+        return self
+
+    @property
+    def stacks(self) -> "dict[str, tuple[str, ...]] | Literal['all']":
+        """The interventions of each arm by label; or "all", if each intervention is an arm."""
+        if self.do == ("all",):
+            return "all"
+        return self.arms or {"+".join(part.partition(":")[0] for part in self.do): self.do}
+
+    def folder(self) -> Path:
+        arms = "all" if self.stacks == "all" else "-and-".join(self.stacks)
+        return Path("runs", as_folder_name(self.folder_name, arms))

@@ -1,0 +1,65 @@
+"""The figure of plans for the KV cache: a row for each kind of plan and budget, with its controls."""
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.ticker import PercentFormatter
+
+from sinkscope.commands.kv_plan.plan import COMBINED, FIRST_AND_LAST, PREDICTED, RANDOM
+from sinkscope.figures import plot
+from sinkscope.figures.labels import title
+from sinkscope.figures.style import NAVY, REFERENCE, VERMILION, WIDE, Figure, Look, new_figure
+from sinkscope.results.run import RunData
+
+DOT: Look = {"linestyle": "none", "markersize": 4.5}
+LOOKS: dict[str, Look] = {  # shapes differ, so that colors are not needed
+    "plan": DOT | {"marker": "o", "color": NAVY},
+    "plan that combines heads, tokens and bits": DOT | {"marker": "*", "color": VERMILION, "markersize": 8},
+    "control": DOT | {"marker": "D", "color": "0.45", "mfc": "white", "markersize": 3.5},
+}
+LARGEST = 1.2  # ratios of perplexity above this are beyond the axis, which says them
+DENSE_LINE = REFERENCE | {"zorder": 1}
+
+
+def draw_kv_plan(run: RunData) -> Figure:
+    table = run.tables["kv_plan"]
+    is_bits = table["plan"].str.fullmatch(r"\d+ bits") & (table["sinks"] == PREDICTED)
+    table = table[is_bits | (table["budget"] < 1)]
+    kind = table["plan"].str.replace(r" \d+$", "", regex=True).where(table["budget"] < 1, table["plan"])
+    table = table.assign(row=kind + table["budget"].map(lambda budget: f", {budget:.0%}" if budget < 1 else ""))
+    memory = table.groupby("row")["memory"].mean()
+    rows = list(table.sort_values(["budget", "kept"], ascending=False)["row"].drop_duplicates())
+    names = [f"{row.split(', ')[0]} ({memory[row]:.0%} of the memory)" for row in rows]
+    figure = new_figure(WIDE, 0.2 * len(rows) + 1.1)
+    left, right = figure.subplots(1, 2, sharey=True)
+    for ax, column in ((left, "ratio"), (right, "kept")):
+        plot.name_rows(ax, names)
+        for place, row in enumerate(rows):
+            _draw(ax, table[table["row"] == row], column, place)
+        ax.axvline(1, **DENSE_LINE)
+    left.set_xlim(right=min(LARGEST, 1.02 * table["ratio_high"].max()))
+    left.set_xlabel("perplexity ÷ dense cache")
+    right.set_xlabel("retrieval ÷ dense cache")
+    right.set_xlim(left=0)
+    right.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    shown = {_kind(plan) for plan in table["plan"]}
+    return figure.finish(
+        title(run, WIDE), {k: v for k, v in LOOKS.items() if k in shown} | {"dense": DENSE_LINE}, ncols=4
+    )
+
+
+def _kind(plan: str) -> str:
+    plain, combined, control = LOOKS
+    return control if plan.startswith((RANDOM, FIRST_AND_LAST)) else combined if plan == COMBINED else plain
+
+
+def _draw(ax: Axes, rows: pd.DataFrame, column: str, place: int) -> None:
+    """Draw the values of one row with their intervals; draws of a control are one below the other."""
+    offsets = np.linspace(-0.25, 0.25, len(rows)) if len(rows) > 1 else [0.0]
+    for offset, row in zip(offsets, rows.to_dict("records"), strict=True):
+        value, low, high = row[column], row[f"{column}_low"], row[f"{column}_high"]
+        if column == "ratio" and value > LARGEST:
+            ax.text(0.98, place, f"{value:.1f} →", transform=ax.get_yaxis_transform(), ha="right", va="center")
+        elif np.isfinite(value):
+            reach = [[value - low], [high - value]] if np.isfinite([low, high]).all() else None
+            ax.errorbar([value], [place + offset], xerr=reach, elinewidth=1.0, **LOOKS[_kind(str(row["plan"]))])

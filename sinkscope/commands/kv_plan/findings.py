@@ -1,0 +1,230 @@
+"""The findings of a run of `kv-plan` with their sentences, and the plans as files for other tools.
+
+plan.json has every plan with its windows and bits by layer and key/value head, the rule that predicts sinks, and
+options of vLLM, which can quantize the cache by layers (`kv_cache_dtype` and `kv_cache_dtype_skip_layers` of its
+CacheConfig) but evict nothing by heads. plan_press.py is a press for kvpress.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from sinkscope.commands.kv_plan.plan import (
+    AS_MANY,
+    AS_VLLM,
+    BITS,
+    COMBINED,
+    DENSE,
+    FIRST,
+    FIRST_AND_LAST,
+    FULL_BITS,
+    NO_SINKS,
+    PREDICTED,
+    RANDOM,
+    RANDOM_COMBINED,
+    RANKINGS,
+)
+from sinkscope.errors import counted
+from sinkscope.results.findings import KEPT_RETRIEVAL, SMALL_RATIO, Finding, Outcome
+from sinkscope.results.metrics import METRICS
+from sinkscope.results.run import RunData
+from sinkscope.verdict.analysis import settings
+from sinkscope.verdict.report import Report, layers_text
+
+PLAN, CONTROLS, BITS_OF_CACHE, SINKS = "Plan", "Controls", "Bits of the cache", "Sinks"
+JSON, PRESS = "plan.json", "plan_press.py"
+
+
+def report(run: RunData) -> Report:
+    given, guessed = run.manifest["kv_plan"], run.tables["kv_plan"]["guessed"].iloc[0]
+    sentence = f"; plans are made on the {counted(given['calibration'], 'sequence')} after them. Retrieval is of "
+    sentence += f"the first {given['copied']} tokens, which follow a text once more; {guessed:.0%} are predicted where "
+    sentence += "they occur first. Memory is that at the end of the text, of 16 bits or fewer; a quantized token takes "
+    sentence += "a step and a zero more for each head, whose keys and values are centered and rotated before they are "
+    sentence += "rounded"
+    title = f"{run.model}: plans for the KV cache, {run.reads}"
+    return Report(title, settings(run, sentence, copied=given["copied"]), overview(run), findings(run))
+
+
+def overview(run: RunData) -> pd.DataFrame:
+    table = run.tables["kv_plan"]
+    return pd.DataFrame(
+        {
+            "memory": table["memory"].map("{:.1%}".format),
+            "plan": [label(row) for row in table.itertuples()],
+            METRICS["perplexity"].label: table["perplexity"].map(METRICS["perplexity"].text),
+            "÷ dense": [_interval(row.ratio, row.ratio_low, row.ratio_high, ".3f") for row in table.itertuples()],
+            "retrieval": table["retrieval"].map("{:.1%}".format),
+            "of dense": [_interval(row.kept, row.kept_low, row.kept_high, ".0%") for row in table.itertuples()],
+        }
+    )
+
+
+def label(row: Any) -> str:
+    """Return the name of a plan for people, with what its heads keep."""
+    if row.plan == DENSE:
+        return DENSE
+    if row.plan == FIRST_AND_LAST:
+        return f"first {FIRST} + last {row.window} in all heads"
+    if row.budget == 1:
+        kept = {PREDICTED: "predicted sinks", AS_MANY: "as many first tokens", NO_SINKS: "no token"}[row.sinks]
+        return f"{row.plan}, {kept} in full precision"
+    bits = "" if row.bits == FULL_BITS else f", {row.bits:.3g} bits"
+    if row.window < 0:
+        return f"{row.plan}: all heads whole{bits}"
+    return f"{row.plan}: {row.whole_heads} heads whole, others last {row.window}{bits}"
+
+
+def _interval(value: float, low: float, high: float, form: str) -> str:
+    ends = f" ({low:{form}} to {high:{form}})" if math.isfinite(low) and math.isfinite(high) else ""
+    return "–" if math.isnan(value) else f"{value:{form}}{ends}"
+
+
+# --- findings
+
+
+def findings(run: RunData) -> list[Finding]:
+    table = run.tables["kv_plan"]
+    found: list[Finding] = []
+    for budget in run.manifest["kv_plan"]["budgets"]:
+        rows = table[table["budget"] == budget].set_index("plan")
+        found += [_plan(rows, budget), _ranking(rows, budget), _against_controls(rows, budget)]
+    return [*found, *_bits(run), _sinks(run)]
+
+
+def _measured(row: Any) -> str:
+    ratio = _interval(row["ratio"], row["ratio_low"], row["ratio_high"], ".3f")
+    kept = _interval(row["kept"], row["kept_low"], row["kept_high"], ".0%")
+    return f"perplexity × {ratio}, retrieval {kept} of the dense cache's"
+
+
+def _plan(rows: pd.DataFrame, budget: float) -> Finding:
+    row = rows.loc[COMBINED]
+    met = int(row["ratio"] <= SMALL_RATIO) + int(row["kept"] >= KEPT_RETRIEVAL)
+    outcome = (Outcome.REFUTED, Outcome.PARTLY, Outcome.CONFIRMED)[met]
+    heads = f"{counted(int(row['whole_heads']), 'key/value head')} with all tokens"
+    heads += f", the others with sinks and the last {row['window']:g}" if row["window"] >= 0 else ""
+    bits = "" if row["bits"] == FULL_BITS else f", on {row['bits']:.3g} bits, mean over keys and values of all layers"
+    sentence = f"With {row['memory']:.1%} of the memory ({heads}{bits}): {_measured(row)}."
+    numbers = {"budget": budget, "memory": row["memory"], "kept": row["kept"], "bits": row["bits"]}
+    ends = {"low": row["ratio_low"], "high": row["ratio_high"], "threshold": SMALL_RATIO}
+    return Finding("plan", PLAN, outcome, row["ratio"], numbers=numbers, is_headline=True, sentence=sentence, **ends)
+
+
+def _ranking(rows: pd.DataFrame, budget: float) -> Finding:
+    """Compare the rankings without quantization."""
+    listed = "; ".join(f"`{name}`, {_measured(rows.loc[name])}" for name in RANKINGS)
+    numbers = {f"{what} {name}": rows.loc[name][what] for name in RANKINGS for what in ("ratio", "kept")}
+    sentence = f"At a budget of {budget:.0%} by eviction alone: {listed}."
+    return Finding("ranking", PLAN, numbers={"budget": budget} | numbers, sentence=sentence)
+
+
+def _against_controls(rows: pd.DataFrame, budget: float) -> Finding:
+    first = rows.loc[FIRST_AND_LAST]
+    sentence = f"At {budget:.0%}, the first {FIRST} and the last {first['window']:g} tokens in all heads: "
+    sentence += _measured(first)
+    numbers = {"budget": budget, "first": first["ratio"], "first_kept": first["kept"]}
+    for name, what in ((RANDOM, "heads in the best ranking's"), (RANDOM_COMBINED, "heads and layers in the complete")):
+        draws = rows[rows.index.str.fullmatch(rf"{name} \d+")]
+        kept = _interval(draws["kept"].mean(), draws["kept"].min(), draws["kept"].max(), ".0%")
+        sentence += f"; random {what} plan ({counted(len(draws), 'draw')}): perplexity × {draws['ratio'].min():.3f} to "
+        sentence += f"{draws['ratio'].max():.3f}, retrieval {kept}"
+        numbers |= {name: tuple(draws["ratio"]), f"{name} kept": tuple(draws["kept"])}
+    sentence += "."
+    return Finding("controls", CONTROLS, numbers=numbers, sentence=sentence)
+
+
+def _bits(run: RunData) -> Iterator[Finding]:
+    table = run.tables["kv_plan"].query("budget == 1").set_index(["plan", "sinks"])
+    for bits in BITS:
+        rows = table.loc[f"{bits} bits"]
+        sentence = f"Keys and values on {bits} bits: perplexity × "
+        best = rows.loc[PREDICTED]
+        sentence += _interval(best["ratio"], best["ratio_low"], best["ratio_high"], ".3f")
+        sentence += f" with the predicted sinks in full precision, {rows.loc[AS_MANY]['ratio']:.3f} with as many first "
+        sentence += f"tokens, {rows.loc[NO_SINKS]['ratio']:.3f} with none."
+        numbers = {"bits": bits, "first": rows.loc[AS_MANY]["ratio"], "none": rows.loc[NO_SINKS]["ratio"]}
+        yield Finding("bits", BITS_OF_CACHE, value=best["ratio"], numbers=numbers, sentence=sentence)
+    spared, drawn = (table.loc[(f"{BITS[1]} bits {AS_VLLM}, {name}", NO_SINKS)] for name in ("spared", "random spared"))
+    layers = _costliest(run)
+    sentence = f"On {BITS[1]} bits {AS_VLLM}, which keeps no token in full precision, {layers_text(sorted(layers))} "
+    sentence += f"{'lose' if len(layers) > 1 else 'loses'} most of the output; without them perplexity × "
+    sentence += f"{spared['ratio']:.3f}, without random layers {drawn['ratio']:.3f}."
+    numbers = {"layers": tuple(layers), "random": drawn["ratio"]}
+    yield Finding("spared-layers", BITS_OF_CACHE, value=spared["ratio"], numbers=numbers, sentence=sentence)
+
+
+def _costliest(run: RunData) -> list[int]:
+    """Return the layers that the plan with spared layers does not quantize, the costliest first."""
+    table, plans = run.tables["kv_layers"], run.tables["kv_plan"].set_index("plan")
+    bits = plans.loc[f"{BITS[1]} bits {AS_VLLM}, spared"]["bits"]
+    count = round((bits - BITS[1]) / (FULL_BITS - BITS[1]) * len(table))
+    losses = table.set_index("layer")[["key_loss", "value_loss"]].sum(axis=1)
+    return [int(layer) for layer in losses.sort_values(ascending=False, kind="stable").index[:count]]
+
+
+def _sinks(run: RunData) -> Finding:
+    given = run.manifest["kv_plan"]
+    most, layer = max(given["sinks"]), given["sink_layer"]
+    if layer < 0:
+        sentence = f"No layer has massive activations, so the first {most} tokens are taken as sinks."
+        return Finding("sink-rule", SINKS, Outcome.ABSENT, sentence=sentence)
+    coordinates = ", ".join(map(str, given["sink_coordinates"]))
+    sentence = f"Tokens with a massive activation after layer {layer} (coordinates {coordinates}) are predicted to be "
+    sentence += f"sinks: at most {most} in a text."
+    numbers = {"layer": layer, "coordinates": tuple(given["sink_coordinates"])}
+    return Finding("sink-rule", SINKS, Outcome.PRESENT, most, numbers=numbers, sentence=sentence)
+
+
+# --- files for other tools
+
+
+def plan_files(run: RunData) -> list[str]:
+    return [JSON, PRESS] if run.command == "kv-plan" else []
+
+
+def write_plans(run: RunData, folder: Path) -> None:
+    if run.command == "kv-plan":
+        (folder / JSON).write_text(json.dumps(plans(run), indent=1) + "\n", encoding="utf-8")
+
+
+def plans(run: RunData) -> dict[str, Any]:
+    """Return the content of plan.json."""
+    given, found = run.manifest["kv_plan"], []
+    measured = {(row["budget"], row["plan"]): row for row in run.tables["kv_plan"].to_dict("records")}
+    for (budget, name), heads in run.tables["kv_heads"].groupby(["budget", "plan"], sort=False):
+        by_layer = [rows for _, rows in heads.groupby("layer")]
+        windows = [[None if window < 0 else int(window) for window in rows["window"]] for rows in by_layer]
+        row = measured[budget, name]
+        numbers = {name: float(row[name]) for name in ("memory", "perplexity", "ratio", "retrieval", "kept")}
+        bits = [rows[["key_bits", "value_bits"]].iloc[0].tolist() for rows in by_layer]
+        found.append({"budget": budget, "plan": name, "windows": windows, "bits": bits, **numbers})
+    sinks = {
+        "layer": given["sink_layer"],
+        "coordinates": given["sink_coordinates"],
+        "at_least": given["sink_at_least"],
+        "first": max(given["sinks"]),
+    }
+    layers = [int(layer) for layer in run.tables["kv_layers"]["layer"]]
+    return {"model": run.model, "tokens": run.manifest["input"]["longest"], "layers": layers, "sinks": sinks} | {
+        "plans": found,
+        "vllm": vllm_options(run),
+    }
+
+
+def vllm_options(run: RunData) -> dict[str, Any]:
+    """Return the options with the fewest bits that keep perplexity, as in vLLM's CacheConfig; none if no bits do.
+
+    vLLM keeps no token in full precision, and the rotated grids are those of its int4_per_token_head.
+    """
+    table = run.tables["kv_plan"].query("budget == 1 and sinks == @NO_SINKS").set_index("plan")
+    options: dict[str, Any] = {}
+    for bits, which in ((BITS[0], ""), (BITS[1], ", spared"), (BITS[1], "")):
+        if table.loc[f"{bits} bits {AS_VLLM}{which}"]["ratio"] <= SMALL_RATIO:
+            skipped = [str(layer) for layer in sorted(_costliest(run))] if which else []
+            options = {"kv_cache_dtype": f"int{bits}_per_token_head", "kv_cache_dtype_skip_layers": skipped}
+    return options

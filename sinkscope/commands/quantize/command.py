@@ -1,0 +1,147 @@
+"""The command `quantize`: measures the cost of simulated W8A8, and finds the sites whose outliers cause it."""
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Unpack
+
+from transformers import PreTrainedTokenizerBase
+
+from sinkscope.commands.measured import opened, shown
+from sinkscope.commands.quantize.options import QuantizeOptions
+from sinkscope.commands.quantize.split import Split
+from sinkscope.commands.quantize.study import Bench, Study
+from sinkscope.commands.result import Result
+from sinkscope.errors import InputError, counted
+from sinkscope.measuring.console import print_line
+from sinkscope.measuring.measure import Facts, make_manifest
+from sinkscope.measuring.parity import parity_check
+from sinkscope.measuring.subject import ModelLike, Subject, check_config, options_of
+from sinkscope.measuring.tables import publish
+from sinkscope.options.keywords import QuantizeKeywords
+from sinkscope.options.output import OutputOptions
+from sinkscope.options.signatures import with_options
+from sinkscope.output.run import Run, finished
+from sinkscope.quantization.grids import Precision
+from sinkscope.quantization.prefix_cache import prefix_cache, write_prefix
+from sinkscope.quantization.sites import INPUT, full_precision_modules, not_quantized
+from sinkscope.text.inputs import TokenInputs
+from sinkscope.text.tokens import encode, token_texts
+
+# options, in the order of `Precision`
+PRECISION = ("bits_weights", "bits_activations", "bits_kv_cache", "weights_per", "activations_per", "kv_cache_per")
+
+
+def command(options: QuantizeOptions, output: OutputOptions) -> Result:
+    return shown(quantize(options.model, config=options, **output.where), output)
+
+
+check = check_config  # checks the options of a recipe before a model is loaded
+
+
+@with_options(QuantizeOptions)
+def quantize(
+    model: ModelLike = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    quiet: bool = True,
+    config: QuantizeOptions | None = None,
+    figures: Iterable[str] | None = None,
+    page: bool = True,
+    **options: Unpack[QuantizeKeywords],
+) -> Run:
+    """Simulate post-training quantization: its cost, and the sites whose outliers cause it.
+
+    By default weights are symmetric and activations asymmetric, with one static range per tensor. Afterwards the model
+    is restored bit for bit, also after an error.
+
+    Args:
+        model, tokenizer, out, overwrite, quiet, config, figures, page: as for `analyze`.
+        **options: see below; quantization/sites.py describes `scheme`, and quantization/grids.py the grids.
+
+    Returns:
+        A Run with the tables `quantization` (the cost of every setting) and `quantization_sites` (the activations at
+        every site). With `prefix`, also `quantization_split` (the cost with tokens, coordinates or a prefix spared).
+
+    Raises:
+        InputError: an option is wrong, or the input has too few sequences; nothing was written.
+        SinkscopeError: the run failed.
+    """
+    start = time.time()
+    config = config or options_of(QuantizeOptions, model, options)
+    precision = Precision(*(getattr(config, name) for name in PRECISION))
+    enough = config.model_copy(update={"num_seqs": config.num_seqs + config.calibration})
+    with opened(model, tokenizer, enough, out, overwrite, quiet) as (whole, folder, console):
+        subject, held_out = _split(whole, config)
+        subject.need_loss()
+        parity = parity_check(subject, config)
+        bench = Bench(
+            subject, precision, config.attn, config.batch_size, console=console, parity=parity, scheme=config.scheme
+        )
+        print_line(console, f"calibrating on {config.calibration} sequences")
+        split = None if config.prefix is None else Split(bench, held_out, config.seed, console)
+        given = None if split is None else _given_prefix(split, config)
+        study = Study(bench, held_out, console)
+        raw = study.tables() | (split.tables(study.ranges, given, config.prefix_draws) if split else {})
+        tables = publish(raw, subject.loaded, subject.inputs.condition)
+        facts = Facts(bench.used_batch_size, parity=parity.error)
+        manifest = make_manifest(subject, config, facts, list(tables), start)
+        record = {
+            "scheme": config.scheme,
+            **{name: getattr(config, name) for name in PRECISION},
+            "calibration": len(held_out),
+            "calibration_sha256": held_out.sha256,
+            "split": f"sequences 0–{len(subject.inputs) - 1} are evaluated, the following ones calibrate",
+            "linear_layers": sum(site.part == INPUT for site in study.ranges),
+            "not_quantized": not_quantized(subject.loaded.model, subject.family),
+            "full_precision_modules": full_precision_modules(subject.loaded.model, study.ranges),
+        }
+        further = None
+        if split:
+            of_prefix, further = _prefix(split)
+            record |= of_prefix
+        manifest |= {"command": "quantize", "quantization": record}
+        return finished(Run(manifest, tables, folder, further=further), console, figures, page)
+
+
+def _given_prefix(split: Split, config: QuantizeOptions) -> tuple[int, ...] | None:
+    """Return the token ids of the prefix that the user names; None if it is to be found."""
+    wanted, tokenizer = str(config.prefix), split.bench.subject.loaded.tokenizer
+    if wanted == "auto":
+        return None
+    if re.fullmatch(r"\d+(,\d+)*", wanted):
+        return split.checked(tuple(map(int, wanted.split(","))))
+    if tokenizer is None:
+        raise InputError(f"--prefix {wanted!r}: the model has no tokenizer, so name token ids, such as 5,8, or auto")
+    return split.checked(tuple(encode(tokenizer, wanted, special=False)))
+
+
+def _prefix(split: Split) -> tuple[dict[str, Any], Callable[[Path], None] | None]:
+    """Return what run.json records of the prefix, and the function that writes its keys and values."""
+    loaded, ids = split.bench.subject.loaded, split.prefix
+    texts = token_texts(loaded.tokenizer, ids)
+    record = {"prefix": list(ids), "prefix_text": "".join(texts[token] for token in ids)}
+    record |= {"without_rotation": split.without_rotation, "without_cache": ""}
+    try:
+        write = partial(write_prefix, prefix_cache(loaded.model, ids), loaded.name)
+    except InputError as error:
+        return record | {"without_cache": str(error)}, None
+    return record, write
+
+
+def _split(subject: Subject, config: QuantizeOptions) -> tuple[Subject, TokenInputs]:
+    """Return the first sequences, which are evaluated, and the following ones, which calibrate the ranges."""
+    inputs, wanted = subject.inputs, config.num_seqs + config.calibration
+    if len(inputs) < wanted:
+        what = f"--dataset {config.dataset}" if config.dataset else f"--input {config.input}"
+        raise InputError(
+            f"{what} holds {counted(len(inputs), 'sequence')}, fewer than the {config.num_seqs} to evaluate and "
+            f"{config.calibration} to calibrate with: take a smaller --num-seqs or --calibration"
+        )
+    return replace(subject, inputs=inputs.part(0, config.num_seqs)), inputs.part(config.num_seqs, wanted)

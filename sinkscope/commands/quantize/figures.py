@@ -1,0 +1,180 @@
+"""Figures of simulated quantization, and of overflow."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from sinkscope.commands.quantize.findings import label, probed, whole
+from sinkscope.errors import counted
+from sinkscope.figures import plot, style
+from sinkscope.figures.labels import escape, title, wrapped
+from sinkscope.figures.spec import needs
+from sinkscope.figures.style import HIGHEST, NAVY, OTHERS, SINK, SKY, VERMILION, WIDE, Figure, Look, new_figure
+from sinkscope.quantization.settings import ALL_LAYERS, ALONE, FULL
+from sinkscope.quantization.sites import INPUT, KEYS, NO_LAYER, OUTPUT, SCORES, SOFTMAX, SUM, VALUES, WEIGHT
+from sinkscope.results.metrics import METRICS
+from sinkscope.results.run import RunData
+from sinkscope.results.side_by_side import shorten
+
+# --- The cost of quantization: perplexity with the model quantized, by setting, and with single sites quantized.
+# Settings are on all sequences, kinds of site and layers of the costliest kinds on the few sequences of the search for
+# costly sites. The broken line is full precision on the same sequences.
+
+LONGEST = 30  # characters in a site, and in a title
+INTERVAL: Look = {"color": "0.35", "linewidth": 0.8, "zorder": 1.5}
+MASSIVE = "†"  # after the name of a site
+MOST = 10  # number of the costliest modules, and of the costliest single sites, that are drawn
+# offsets within a row, so that marks with equal values are all visible
+NUDGE = {INPUT: -0.24, WEIGHT: 0.0, OUTPUT: 0.24, SCORES: -0.12, SOFTMAX: 0.12, SUM: 0.0, KEYS: -0.12, VALUES: 0.12}
+
+DOT: Look = {"linestyle": "none"}
+SETTING: Look = DOT | {"color": "black", "marker": "X", "markersize": 4.6, "mew": 0}
+MARKS: dict[str, Look] = {  # shapes differ, so that colors are not needed
+    INPUT: DOT | {"marker": "o", "color": NAVY, "markersize": 4.2},
+    WEIGHT: DOT | {"marker": "D", "color": SKY, "markersize": 3.4},
+    OUTPUT: DOT | {"marker": "s", "color": VERMILION, "markersize": 3.8, "mfc": "white", "mew": 1.0},
+    SCORES: DOT | {"marker": "^", "color": NAVY, "markersize": 4.2},
+    SOFTMAX: DOT | {"marker": "v", "color": SKY, "markersize": 4.2},
+    SUM: DOT | {"marker": "P", "color": VERMILION, "markersize": 4.2},
+    KEYS: DOT | {"marker": "<", "color": NAVY, "markersize": 4.2},
+    VALUES: DOT | {"marker": ">", "color": SKY, "markersize": 4.2},
+}
+FULL_PRECISION = style.REFERENCE | {"zorder": 1}
+
+
+def draw_quantization_cost(run: RunData) -> Figure:
+    alone = probed(run, ALONE)
+    kinds, sites = alone[alone["layer"] == ALL_LAYERS], alone[alone["layer"] != ALL_LAYERS].head(MOST)
+    modules = list(kinds["site"].unique()[:MOST])
+    quantized, probes = whole(run).drop(FULL), float(probed(run, FULL)["perplexity"].iloc[0])
+    heights = [1.9 * len(quantized), 1.4 * len(modules), *[len(sites)] * (len(sites) > 0)]
+    figure = new_figure(style.COLUMN, 0.14 * sum(heights) + 0.5 * len(heights) + 0.6)
+    axes = figure.subplots(len(heights), 1, height_ratios=heights)
+    settings = [wrapped(label(run, str(setting)), 26, 2) for setting in quantized.index]
+    _rows(axes[0], "whole model quantized", settings, float(whole(run)["perplexity"][FULL]))
+    for place, row in enumerate(quantized.itertuples()):
+        _mark(axes[0], row, place, whole(run)["perplexity"][FULL], SETTING)
+    kinds = kinds[kinds["site"].isin(modules)]
+    modules = list(kinds.sort_index()["site"].unique())  # in the order of the model
+    _rows(axes[1], "one kind of site quantized", [escape(shorten(module, LONGEST)) for module in modules], probes)
+    for row in kinds.itertuples():
+        part = str(row.part)
+        _mark(axes[1], row, modules.index(row.site) + NUDGE[part], probes, MARKS[part])
+    names, known = [], run.tables["quantization_sites"]
+    massive = known[known["is_massive"]].set_index(["layer", "site", "part"]).index
+    for place, row in enumerate(sites.itertuples()):
+        where = "" if row.layer == NO_LAYER else f"{row.layer} "
+        mark = f" {MASSIVE}" if (row.layer, row.site, row.part) in massive else ""
+        names.append(escape(where + shorten(str(row.site), LONGEST)) + mark)
+        _mark(axes[2], row, place, probes, MARKS[str(row.part)])
+    if len(sites):
+        _rows(axes[2], "one site quantized (layer, site)", names, probes)
+    for ax in axes:
+        table = run.tables["quantization"] if ax is axes[0] else alone
+        values = plot.drawn(ax, "x")
+        values = values[np.isfinite(values)]  # infinite values are beyond the axis
+        plot.wide_x_axis(ax, values.min(), values.max(), room=1.02)
+        ax.set_xlabel(f"{METRICS['perplexity'].short}, {counted(table['sequences'].max(), 'sequence')}")
+    shown = {str(part) for part in alone["part"]}
+    marks = {part: look for part, look in MARKS.items() if part in shown} | {"full precision": FULL_PRECISION}
+    if np.isfinite(run.tables["quantization"][["cost_low", "cost_high"]]).any(axis=None):
+        marks["95 % over sequences"] = INTERVAL
+    if any(name.endswith(MASSIVE) for name in names):
+        marks[f"{MASSIVE} massive activations"] = DOT
+    return figure.finish(title(run, style.COLUMN), marks, ncols=3, columnspacing=1.0, handlelength=1.8)
+
+
+def _mark(ax: Axes, row: Any, place: float, full: float, look: Look) -> None:
+    """Draw a perplexity, with the interval of its cost; that of full precision is taken as fixed."""
+    ends = full * np.exp([row.cost_low, row.cost_high])
+    if np.isfinite(ends).all():
+        ax.plot(ends, [place, place], **INTERVAL)
+    ax.plot([row.perplexity], [place], **look)
+
+
+def _rows(ax: Axes, title: str, names: list[str], reference: float) -> None:
+    """Name the rows, and draw the line of full precision through all of them."""
+    ax.set_title(title)
+    plot.name_rows(ax, names)
+    ax.plot([reference, reference], [-0.5, len(names) - 0.5], **FULL_PRECISION)
+
+
+# --- The range that 8 bits must cover: largest and median entry of every site by layer, and half a step of its grid.
+# Entries below half a step round to zero: where the median is below half a step, most of the tensor is lost.
+
+COLUMNS, RANGES_MOST = 4, 24  # panels in a row, and in the figure
+
+RING: Look = DOT | {"marker": "o", "markersize": 7, "mfc": "none", "mec": VERMILION, "zorder": 5}
+
+
+@needs(lambda run: len(_sites(run)), "the layers of the model contain no linear layer")
+def draw_quantization_ranges(run: RunData) -> Figure:
+    sites = _sites(run)
+    kinds = dict(list(_kinds(sites).items())[:RANGES_MOST])
+    across = min(COLUMNS, len(kinds))
+    figure = new_figure(WIDE, 1.3 * -(-len(kinds) // across) + 0.7)
+    axes = plot.panel_grid(figure, len(kinds), across, "layer")
+    for ax, table in zip(axes, kinds.values(), strict=True):
+        table = table.set_index("layer").sort_index()
+        for values, look in ((table["max_abs"], SINK), (table["median_abs"], OTHERS), (table["step"] / 2, HIGHEST)):
+            plot.line_by_layer(ax, values, **look)
+        massive = table[table["is_massive"]]
+        ax.plot(massive.index, massive["max_abs"].to_numpy(float), **RING)
+        ax.margins(y=0.12)  # room for the rings
+    for place, (ax, name) in enumerate(zip(axes, kinds, strict=True)):  # all are drawn, because they share their axes
+        plot.panel(ax, escape(name), "" if place % across else "|entry|", None, log=True)
+        ax.title.set_fontsize(7)
+    signs = {"largest entry": SINK, "median entry": OTHERS, "half a step: less rounds to zero": HIGHEST}
+    signs |= {"massive activations": RING} if sites["is_massive"].any() else {}
+    calibration = run.manifest["quantization"]["calibration"]
+    return figure.finish(title(run, WIDE, f"{counted(calibration, 'sequence')} of calibration"), signs, ncols=4)
+
+
+def _sites(run: RunData) -> pd.DataFrame:
+    """Return the inputs and outputs in the layers; for experts, which share a kind, the site with the widest range."""
+    table = run.tables["quantization_sites"]
+    table = table[(table["layer"] != NO_LAYER) & (table["part"] != WEIGHT)]
+    widest = table.sort_values("max_abs", ascending=False).drop_duplicates(["layer", "site", "part"])
+    return widest.sort_index()
+
+
+def _kinds(sites: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Return title → rows. Linear layers that read the same tensor, such as query, key and value, share a panel."""
+    alike: dict[tuple, tuple[list[str], str, pd.DataFrame]] = {}
+    for (site, part), table in sites.groupby(["site", "part"], sort=False):
+        same = (part, *table["layer"], *table["low"], *table["high"], *table["median_abs"])
+        names, *_ = alike.setdefault(same, ([], str(part), table))
+        names.append(str(site))
+    found = {}
+    for names, part, table in alike.values():
+        joined = names[0] if len(names) == 1 else ", ".join(name.split(".")[-1] for name in names)
+        found[f"{shorten(joined, LONGEST)}\n{part}"] = table
+    return found
+
+
+# --- Overflow in a dtype: the largest magnitude of each site by layer, and the limit.
+
+BY_NAME = ("mid", "layer_out", "attn_out", "mlp_out", "attn_mix")  # and of the others the OTHERS_SHOWN largest
+OTHERS_SHOWN = 2
+LIMIT: Look = {"color": "black", "linewidth": 1.4}
+
+
+def draw_overflow_headroom(run: RunData) -> Figure:
+    table = run.tables["overflow"]
+    table = table[(table["layer"] != NO_LAYER) & ~table["is_inside"]]
+    largest = table.groupby("site")["largest"].max().sort_values(ascending=False)
+    named = [site for site in BY_NAME if site in largest]
+    chosen = [*named, *largest.drop(named).index[:OTHERS_SHOWN]]
+    figure = new_figure(style.TEXT, 2.9)
+    ax, looks = figure.subplots(), dict(zip(chosen, style.line_looks(), strict=False))
+    for site, look in looks.items():
+        rows = table[table["site"] == site].groupby("layer")["largest"].max()
+        ax.plot(rows.index, rows, **look | {"markersize": 3, "linewidth": 1})
+    ends = table["layer"].min(), table["layer"].max()
+    limit, dtype = run.manifest["overflow"]["limit"], run.manifest["overflow"]["dtype"]
+    ax.plot(ends, [limit, limit], **LIMIT)
+    plot.panel(ax, "", "largest |entry|", log=True)
+    signs = {escape(shorten(site, LONGEST)): look for site, look in looks.items()}
+    return figure.finish(title(run, style.TEXT), signs | {f"limit of {dtype}": LIMIT}, ncols=4)

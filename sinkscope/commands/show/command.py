@@ -1,0 +1,87 @@
+"""The command `show`: opens the page of a folder in the browser, and makes a missing page from the folder's tables.
+
+`page` does the same in notebooks, for a folder or for the object that a command's Python function returned.
+"""
+
+import os
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sinkscope.commands.result import Result
+from sinkscope.commands.show.options import ShowOptions
+from sinkscope.errors import InputError, SinkscopeError, one_line
+from sinkscope.options.output import OutputOptions
+from sinkscope.results.folders import FileList, alone_in
+from sinkscope.results.manifest import PAGE, RUNS, folder_of, is_undrawn, read_manifest, tables_folder, write_manifest
+
+if TYPE_CHECKING:  # a page that exists is found in a moment; what makes one imports torch, and is imported when needed
+    from sinkscope.commands.claims.scorecard import Scorecard
+    from sinkscope.html_page import Page, Paged
+
+
+def command(options: ShowOptions, output: OutputOptions) -> Result:
+    page = show(options.run, again=options.again)
+    is_opened = not options.print and webbrowser.open(page.absolute().as_uri())
+    return Result(page, text="" if is_opened else str(page), data={"page": str(page)})
+
+
+def show(run: str | os.PathLike[str], *, again: bool = False) -> Path:
+    """Return the page of a folder. It is made if it is missing; figures of a run that failed are drawn again.
+
+    Args:
+        run: the folder of any command, or its run.json. For a folder of runs, such as the folder of `sweep`,
+            this is the page of their comparison.
+        again: make the page again.
+
+    Raises:
+        InputError: it is not the folder of a command, a table in it is damaged, or it has no table.
+        SinkscopeError: the page cannot be written.
+    """
+    folder = tables_folder(folder_of(run))
+    page = folder / PAGE
+    manifest = read_manifest(folder, None)
+    if manifest["command"] in RUNS and is_undrawn(manifest):
+        from sinkscope.output.run import Run, redrawn
+
+        with alone_in(folder, option=""):
+            recipe = manifest.get("recipe")  # only the figures that it names are drawn
+            redrawn(Run.open(folder), recipe["content"].get("figures", []) if recipe else None)
+    if page.is_file() and not again:
+        return page
+    from sinkscope.html_page import Contents, write_page
+    from sinkscope.results.tables import blaming_tables
+
+    with blaming_tables(), alone_in(folder, option=""):
+        contents = Contents.of_folder(folder)
+        if not contents.all_tables:
+            raise InputError(f"{folder} has no table to show: the command that writes it has not finished")
+        try:
+            found = read_manifest(folder, None)
+            files = FileList(folder, found.get("files"), lambda: write_manifest(folder, found | {"files": files.names}))
+            files.add(PAGE)
+            write_page(contents, folder)
+        except OSError as error:
+            raise SinkscopeError(f"writing {page} failed: {one_line(error)}") from error
+    return page
+
+
+def page(run: "Paged | Scorecard | str | os.PathLike[str]") -> "Page":
+    """Return the page of a run, a series, a training, a comparison or a scorecard, which a notebook displays.
+
+    Args:
+        run: the object that a command's Python function returned, or the folder of any command.
+
+    Raises:
+        InputError: it is not the folder of a command, or a table in it is damaged.
+    """
+    from sinkscope.commands.claims.scorecard import Scorecard
+    from sinkscope.html_page import Contents, Paged, page_of
+    from sinkscope.results.tables import blaming_tables
+
+    if isinstance(run, Paged):
+        return run.page()
+    if isinstance(run, Scorecard):
+        return page_of(Contents(run.manifest, run.tables, folder=run.folder))
+    with blaming_tables():
+        return page_of(Contents.of_folder(tables_folder(folder_of(run))))

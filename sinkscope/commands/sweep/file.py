@@ -1,0 +1,312 @@
+"""Sweeps: models × revisions × inputs × settings × commands as one YAML file.
+
+    title: Sink rate of the Pythia family while it was trained
+    models:
+      - model: EleutherAI/pythia-70m
+        revisions: [step0, step1000, step143000]
+        family: Pythia             # its models are compared by size
+      - model: org/pythia-70m-chat
+        base: pythia-70m           # the name of the model that this was tuned from
+        instead: {natural: chats}  # another input for this model; null leaves it out
+        options: {dtype: bfloat16}
+    inputs:                        # names of --input, or a name with options each
+      natural:
+      chats: {input: chats.jsonl, bos: never}
+    settings:                      # option → its values; all combinations
+      seq-len: [16, 64]            # the window has the same length
+      seed: [0, 1]
+    commands:                      # the default is analyze
+      analyze: {options: {observables: [attention, gradient]}}
+      claims: {inputs: [natural], settings: {}}
+      retrofit: {options: {method: [vga, none], steps: 500}, settings: {seed: [0, 1]}}
+      train: {settings: {config: [tiny-llama, tiny-gpt2], method: [none, {sigmoid: "operation:kind=sigmoid"}]}}
+      benchmark: {options: {tasks: [hellaswag], limit: 1000}}
+    options: {num-seqs: 100}       # for all cells
+    quick: {num-seqs: 8, seed: 0}  # with --quick, in place of all other options; equal cells are merged
+    figures: [sink-map]            # for every cell; without it, no figure is drawn
+
+Each combination is a cell: an ordinary command with its options. More specific options override others, in this order:
+those of the file, the command, the model, the input, the setting, and the command line.
+
+`retrofit`, `train` and `benchmark` do not read the inputs, use only their own settings, and ignore shared options that
+they do not have. `train` begins without a model: its cells are not repeated for each model.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+
+from sinkscope.commands.benchmark.options import check_tasks_of_a_file
+from sinkscope.errors import InputError, one_line, unknown
+from sinkscope.options import COMMANDS
+from sinkscope.options.files import kind_of, named_file, read_yaml, user_path
+from sinkscope.options.measuring import DEMO_NAME, PERMISSIONS
+from sinkscope.options.option import as_folder_name, checked
+from sinkscope.options.recipe import find_recipe, named
+
+MEASURING = ("analyze", "intervene", "quantize", "claims")
+TRAINING = ("retrofit", "train")
+TRAIN = "train"
+BY_THEMSELVES = (*TRAINING, "benchmark")  # commands that do not read the inputs
+CELLS = (*MEASURING, *BY_THEMSELVES)  # commands that a cell may run
+LONGEST_NAME = 120  # characters of a cell's name in front of its checksum
+CHECKSUM = 10  # characters of the checksum
+MOST_CELLS = 100_000
+
+
+class Part(BaseModel):
+    """A part of the file. A key with an empty value is ignored."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            return {} if content is None else content
+        return {key: value for key, value in content.items() if value is not None}
+
+
+class ModelEntry(Part):
+    """One model; the demo model if `model` is missing."""
+
+    model: str | None = None
+    name: str = ""  # its name in tables and figures
+    revisions: tuple[str, ...] = ()  # branches or tags of the hub, or subfolders of a folder
+    instead: dict[str, str | None] = {}
+    options: dict[str, Any] = {}
+    family: str | None = None
+    base: str | None = None
+    paper: str | None = None  # its name in WSE table 1
+
+    @field_validator("revisions", mode="before")
+    @classmethod
+    def _as_texts(cls, revisions: Any) -> Any:
+        return [str(one) for one in revisions] if isinstance(revisions, list) else revisions
+
+    @property
+    def label(self) -> str:
+        path = Path(self.model or DEMO_NAME)
+        return self.name or (path.stem if path.suffix == ".gguf" else path.name)
+
+
+class CommandEntry(Part):
+    """The options of a command; `inputs` and `settings` replace those of the file."""
+
+    inputs: tuple[str, ...] | None = None
+    settings: dict[str, list[Any]] | None = None
+    options: dict[str, Any] = {}
+
+
+class SweepContent(Part):
+    """The content of the file."""
+
+    title: str
+    reproduces: str | None = None
+    models: tuple[ModelEntry, ...] = ()
+    inputs: dict[str, dict[str, Any]] = {"natural": {}}
+    settings: dict[str, list[Any]] = {}
+    commands: dict[str, CommandEntry] = {"analyze": CommandEntry()}
+    options: dict[str, Any] = {}
+    quick: dict[str, Any] = {}
+    figures: tuple[str, ...] = ()
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _names_alone(cls, models: Any) -> Any:
+        """Accept a model that is given by its name only."""
+        listed = [{"model": one} if isinstance(one, str) else one for one in models] if models else models
+        if listed == []:
+            raise ValueError("name at least one model")
+        return listed
+
+    @field_validator("inputs", "commands", mode="before")
+    @classmethod
+    def _listed(cls, found: Any) -> Any:
+        """Accept a list, such as `[natural, random]`, and names without a value."""
+        if isinstance(found, str):
+            found = [found]
+        if isinstance(found, list):
+            found = dict.fromkeys(map(str, found))
+        if found == {}:
+            raise ValueError("name at least one")
+        if not isinstance(found, dict):
+            return found
+        return {name: {} if value is None else value for name, value in found.items()}
+
+    @field_validator("commands")
+    @classmethod
+    def _known_commands(cls, commands: dict[str, CommandEntry]) -> dict[str, CommandEntry]:
+        for name in commands:
+            if name not in CELLS:
+                raise ValueError(unknown(name, CELLS))
+            if name in BY_THEMSELVES and commands[name].inputs is not None:
+                instead = "`tasks`" if name == "benchmark" else "`text`"
+                raise ValueError(f"{name} reads no inputs: name its {instead} under `options`")
+        return commands
+
+    @model_validator(mode="after")
+    def _check_references(self) -> "SweepContent":
+        labels = [entry.label for entry in self.models]
+        if bool(self.models) == (self.commands.keys() == {TRAIN}):
+            raise ValueError("`train` begins without `models`" if self.models else "it has no `models`")
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ValueError(f"two models are called {label}: give one of them another `name`")
+        for entry in self.models:
+            if entry.base is not None and entry.base not in labels:
+                raise ValueError(f"the `base` of {entry.label} {unknown(entry.base, labels)}")
+            for name in entry.instead:
+                if name not in self.inputs:
+                    raise ValueError(f"`instead` of {entry.label}: {unknown(name, self.inputs)}")
+        for command, asked in self.commands.items():
+            for name in asked.inputs or ():
+                if name not in self.inputs:
+                    raise ValueError(f"`inputs` of {command}: {unknown(name, self.inputs)}")
+        return self
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination: a command with its options."""
+
+    name: str  # the name of its folder, which is the same for the same options and differs for others
+    entry: ModelEntry  # its model in the file
+    revision: str | None  # this and the next three are its coordinates in the grid, for tables and messages
+    input: str
+    setting: str
+    command: str
+    options: Any  # the options of the command
+
+    @property
+    def model(self) -> str:
+        return self.entry.label
+
+    @property
+    def told(self) -> str:
+        """The cell in words, for example "pythia-70m step0 × random × seq-len=16 (claims)"."""
+        model = f"{self.model} {self.revision}" if self.revision else self.model
+        rest = " × ".join(part for part in (model, self.input, self.setting) if part)
+        return one_line(f"{rest} ({self.command})")
+
+    @property
+    def source(self) -> tuple[str | None, str | None]:
+        """The model and its revision; cells with the same source read the same files."""
+        return getattr(self.options, "model", None), getattr(self.options, "revision", None)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The options that affect its results, as run.json holds them."""
+        return self.options.model_dump(mode="json", exclude=set(PERMISSIONS))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep that was read from a file."""
+
+    path: Path
+    content: SweepContent
+    given: Mapping[str, Any]  # options of the command line, which replace those of the file
+    cells: tuple[Cell, ...]  # all combinations
+
+
+def read_sweep(file: str, given: Mapping[str, Any], quick: bool = False) -> Sweep:
+    """Read a sweep (a YAML file, or a name), and make the options of all its cells.
+
+    The options `given` replace those of the file, and with `quick` so do the options under `quick` in the file.
+    """
+    path = find_recipe(file, "sweep")
+    options = {name for command in CELLS for name in COMMANDS[command].model_fields}
+    content = read_yaml(path, SweepContent, "sweep", options)
+    found: dict[str, Cell] = {}
+    with named_file(path):
+        if quick and not content.quick:
+            raise InputError("it has no small form for --quick")
+        given = (named(content.quick) if quick else {}) | dict(given)
+        for cell in _cells(content, given):
+            checksum = cell.name[-CHECKSUM:]
+            if checksum not in found:
+                found[checksum] = cell
+            elif not quick:  # with it, cells may have differed only in a replaced option
+                raise InputError(f"{cell.told} occurs twice, also as {found[checksum].told}")
+            if len(found) > MOST_CELLS:
+                raise InputError(f"more than {MOST_CELLS} combinations")
+        if not found:
+            raise InputError("it has no combinations: every input is left out")
+    return Sweep(path, content, given, tuple(found.values()))
+
+
+def _cells(content: SweepContent, given: Mapping[str, Any]) -> Iterator[Cell]:
+    """Yield the cells model by model, and then the cells of `train`, which need no model."""
+    models = [(entry, revision) for entry in content.models for revision in entry.revisions or (None,)]
+    for entry, revision in (*models, (None, None)):
+        for command, asked in content.commands.items():
+            if (command == TRAIN) != (entry is None):
+                continue
+            names: Iterable[str | None] = ("",)
+            settings = asked.settings or {}
+            if command in MEASURING:
+                replaced = entry.instead if entry else {}
+                names = dict.fromkeys(replaced.get(name, name) for name in asked.inputs or content.inputs)
+                settings = content.settings if asked.settings is None else asked.settings
+            for option, listed in settings.items():
+                if not listed:
+                    raise InputError(f"`settings.{option}`: it has no values")
+            for name, values in product(names, product(*settings.values())):
+                if name is not None:
+                    setting = dict(zip(settings, values, strict=True))
+                    yield _cell(content, entry, revision, command, name, setting, given)
+
+
+def _cell(
+    content: SweepContent,
+    entry: ModelEntry | None,
+    revision: str | None,
+    command: str,
+    name: str,
+    setting: dict[str, Any],
+    given: Mapping[str, Any],
+) -> Cell:
+    """Return one cell; for `train`, whose options make its model, `entry` is None."""
+    kind, own = COMMANDS[command], entry or ModelEntry()
+    known = kind.model_fields.keys() - kind.refused.keys()
+    reads = (content.inputs.get(name) or {}) if command in MEASURING else {}
+    if command in MEASURING and not {"input", "dataset", "prompt"} & named(reads).keys():
+        reads = {"input": name, **reads}
+
+    options: dict[str, Any] = {}
+    if entry is not None:
+        options = {"model": entry.model, "revision": revision}
+        if revision is not None and entry.model is not None and kind_of(user_path(entry.model)) == "folder":
+            options = {"model": str(Path(entry.model) / revision)}  # the revision is a subfolder
+    of_all = command in BY_THEMSELVES  # these ignore shared options that they do not have
+    for part, is_shared in (
+        (content.options, True), (content.commands[command].options, False), (own.options, True), (reads, False),
+        (setting, False),
+    ):  # fmt: skip
+        found = named(part)
+        options |= {key: value for key, value in found.items() if key in known} if of_all and is_shared else found
+    if command in MEASURING and "seq_len" in named(setting):
+        options.setdefault("window", options["seq_len"])  # WSE figure 3
+    options |= {key: value for key, value in given.items() if key in known or not of_all}
+
+    called = {option: "+".join(value) if isinstance(value, dict) else value for option, value in setting.items()}
+    label = ",".join(f"{option}={value}" for option, value in called.items())
+    draft = Cell("", own, revision, name, label, command, None)
+    try:
+        resolved: Any = checked(kind, options)
+        check_tasks_of_a_file(resolved)
+    except InputError as error:
+        raise InputError(f"{draft.told}: {error}") from None
+    if entry is None:
+        draft = replace(draft, entry=ModelEntry(name=resolved.shape_name))
+    significant = resolved.model_dump(mode="json", exclude_defaults=True, exclude=set(PERMISSIONS))
+    checksum = sha256(json.dumps([command, significant], sort_keys=True).encode()).hexdigest()[:CHECKSUM]
+    readable = as_folder_name(draft.model, revision, name, label, None if command == "analyze" else command)
+    return replace(draft, name=f"{readable[:LONGEST_NAME]}-{checksum}", options=resolved)

@@ -1,1 +1,0 @@
-"""The parts of `sweep`: the worker that measures cells, and the engines that run workers."""

@@ -1,0 +1,187 @@
+"""The text that a model is trained on, packed into blocks of one length; the last blocks are held out for measuring.
+
+Documents follow one another with the end-of-sequence token between them. Every block begins like a measured sequence,
+with the tokens that the tokenizer puts before a text, and for an encoder ends with those after it; its first tokens can
+be random or fixed (WSE §4 and §5).
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice, takewhile
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from sinkscope.commands.train.options import ArmOptions
+from sinkscope.commands.train.sharding import is_sharded
+from sinkscope.errors import InputError, counted
+from sinkscope.measuring.subject import inputs_for, position_limit
+from sinkscope.models.family import Family, vocabulary
+from sinkscope.models.loading import LoadedModel
+from sinkscope.options.measuring import make_config
+from sinkscope.text.sources import check_source, documents
+from sinkscope.text.tokens import check_ids, encode, own_frame, special_token_ids
+
+PIECE = 1 << 20  # characters that are tokenized in one call
+DOCUMENTS = (".txt", ".jsonl", ".json")
+NO_TEXT = ("random", "repeated")
+MANY_PASSES = 4  # fewer are about as good as new text (Muennighoff et al. 2023, arXiv:2305.16264)
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Token ids `train` and `held_out`, (N,T) int64, and the `name` of the text."""
+
+    train: np.ndarray
+    held_out: np.ndarray
+    name: str
+    masked_by: PreTrainedTokenizerBase | None = None  # an encoder's, which predicts masked tokens; None: the next token
+
+    @property
+    def sha256(self) -> str:
+        digest = hashlib.sha256()
+        for part in (np.array(self.train.shape), self.train, np.array(self.held_out.shape), self.held_out):
+            digest.update(part.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def notices(self, wanted: int) -> list[str]:
+        """Return warnings for a training that reads `wanted` blocks, one line each."""
+        passes = wanted / len(self.train)
+        if passes <= MANY_PASSES:
+            return []
+        return [
+            f"these steps are {passes:,.0f} passes over the {self.train.size:,} tokens of {self.name}, which the model "
+            "will learn by heart: give a longer --text, a --dataset or fewer --steps"
+        ]
+
+
+def check_options(options: ArmOptions, task: str | None) -> None:
+    """Raise InputError for a text that cannot be trained on, or contradicting options, before a model is loaded."""
+    text, length = options.text, options.block_length
+    if options.probe and is_sharded():
+        raise InputError("--probe needs the whole model, and FSDP shards it: leave it out, or launch without FSDP")
+    if task is None and text in NO_TEXT:
+        raise InputError(f"--text {text}: nothing can be learned from it; name a text file or a --dataset")
+    if task is None:
+        try:
+            check_source(text)
+        except InputError as error:
+            raise InputError(str(error).replace("--input", "--text")) from None
+    elif options.random_tokens and options.fixed_position is not None:
+        raise InputError(f"--text {task}: give one of --random-tokens and --fixed-position")
+    if options.random_tokens >= length or (options.fixed_position or 0) >= length:
+        raise InputError(f"--random-tokens and --fixed-position are within the --block-length of {length} tokens")
+    if options.tokens is not None and options.tokens < length:
+        raise InputError(f"--tokens {options.tokens} are less than one block of {length}")
+
+
+def is_written(text: str, dataset: str | None) -> bool:
+    """Return whether a source is text for a tokenizer, rather than token ids or text sampled by the model."""
+    return dataset is not None or text == "natural" or Path(text).suffix.lower() in DOCUMENTS
+
+
+def read_blocks(
+    loaded: LoadedModel,
+    text: str,
+    dataset: str | None,
+    length: int,
+    wanted: int,
+    share: float,
+    seed: int = 0,
+    bos: str = "auto",
+    family: Family | None = None,
+) -> Blocks:
+    """Read a text in blocks of `length` tokens, and no more of it than is needed for `wanted` blocks to train on.
+
+    `text` is "natural", a .txt or .jsonl file, token ids in an .npy file, or "sampled" by the model itself; `share` is
+    the share of all blocks, from the end of the text, that is held out. Without a family, the model is taken as causal.
+    """
+    masked_by = None if family is None or family.causal else loaded.tokenizer
+    needed = wanted + max(1, math.ceil(wanted * share / (1 - share)))
+    if is_written(text, dataset):
+        name, rows = _packed(loaded, text, dataset, length, needed, bos, family)
+    else:
+        config = make_config(input=text, seq_len=length, num_seqs=needed, seed=seed, bos=bos)
+        inputs = inputs_for(loaded, config, family)
+        name, rows = inputs.condition, list(inputs.sequences)
+    if len(rows) < 2:
+        what = f"--dataset {dataset}" if dataset else f"--text {text}"
+        raise InputError(
+            f"{what} holds {counted(len(rows), 'block')} of {length} tokens, and at least 2 are needed, one to train "
+            "on and one to measure: give a longer text or a smaller --block-length"
+        )
+    blocks = np.stack(rows)
+    held_out = min(len(blocks) - 1, max(1, round(len(blocks) * share)))
+    return Blocks(blocks[:-held_out], blocks[-held_out:], name, masked_by)
+
+
+def _packed(
+    loaded: LoadedModel, text: str, dataset: str | None, length: int, needed: int, bos: str, family: Family | None
+) -> tuple[str, list[np.ndarray]]:
+    """Return the name of the text and its first complete blocks."""
+    tokenizer = loaded.tokenizer
+    if tokenizer is None:
+        raise InputError("training on text needs a tokenizer, and this model has none: give token ids (.npy)")
+    limit = position_limit(loaded.model, family)
+    if limit and length > limit:
+        raise InputError(f"--block-length {length} is beyond the model's {limit} positions: take at most {limit}")
+    prefix, suffix = ((), ()) if bos == "never" else own_frame(tokenizer)
+    if family is None or family.causal:
+        suffix = ()
+    step = length - len(prefix) - len(suffix)
+    if step < 1:
+        raise InputError(f"--block-length {length}: {length - step} tokens of every block are not the text's")
+    ends = (tokenizer.eos_token_id, getattr(tokenizer, "sep_token_id", None))
+    between = next((end for end in ends if end is not None), None)
+    name, texts = documents(text, dataset)
+    known = vocabulary(loaded.model)
+
+    def tokens() -> Iterator[int]:
+        for document in texts:
+            start = 0
+            while start < len(document):
+                end = len(document)
+                if end - start > PIECE:  # split after a line end, which hardly any tokenizer merges with the next line
+                    end = document.rfind("\n", start, start + PIECE) + 1 or start + PIECE
+                ids = encode(tokenizer, document[start:end], special=False)
+                if start == 0 and prefix and ids[: len(prefix)] == [*prefix]:
+                    ids = ids[len(prefix) :]  # every block begins with them
+                check_ids(ids, known, f"{name} through this tokenizer")
+                yield from ids
+                start = end
+            if between is not None:
+                yield between
+
+    stream = tokens()
+    rows = (np.fromiter(islice(stream, step), dtype=np.int64) for _ in range(needed))
+    complete = takewhile(lambda row: len(row) == step, rows)
+    return name, [np.array((*prefix, *row, *suffix), dtype=np.int64) for row in complete]
+
+
+def limited(blocks: Blocks, options: ArmOptions) -> Blocks:
+    """Limit the blocks to train on to --tokens; the held-out blocks stay the same for every limit."""
+    if options.tokens is None:
+        return blocks
+    return replace(blocks, train=blocks.train[: options.tokens // options.block_length])
+
+
+def begun(blocks: Blocks, loaded: LoadedModel, options: ArmOptions) -> Blocks:
+    """Replace the first tokens of each block by --random-tokens, or one by --fixed-position; tasks use `Opening`.
+
+    Random tokens are drawn uniformly from the vocabulary without special tokens. The fixed token is the BOS, or else
+    the padding token; with `--bos never` it occurs nowhere else.
+    """
+    train, held_out = blocks.train.copy(), blocks.held_out.copy()
+    known = (getattr(loaded.tokenizer, name, None) for name in ("bos_token_id", "pad_token_id"))
+    fixed = next((token for token in known if token is not None), 0)
+    ordinary = np.setdiff1d(np.arange(vocabulary(loaded.model)), list(special_token_ids(loaded.tokenizer)))
+    rng, count = np.random.default_rng([options.seed, options.random_tokens]), options.random_tokens
+    for part in (train, held_out):
+        if count:
+            part[:, :count] = rng.choice(ordinary, (len(part), count))
+        if options.fixed_position is not None:
+            part[:, options.fixed_position] = fixed
+    return replace(blocks, train=train, held_out=held_out)

@@ -1,0 +1,245 @@
+"""The record of a training: losses, learning rates, gates, and measurements of a probe (sink rates, total weights)."""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import pandas as pd
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, TrainerCallback
+
+from sinkscope.attention.kernels import upcast
+from sinkscope.attention.weights import AttentionRead
+from sinkscope.commands.train.sharding import is_sharded
+from sinkscope.commands.train.tasks import Task
+from sinkscope.errors import SinkscopeError
+from sinkscope.measuring.measure import measure
+from sinkscope.measuring.observables.attention import Attention
+from sinkscope.measuring.observables.observable import Observable, Settings
+from sinkscope.measuring.subject import Subject
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.family import Family, vocabulary
+from sinkscope.models.in_memory import same_random_numbers, undisturbed
+from sinkscope.models.loading import LoadedModel
+from sinkscope.options.measuring import make_config
+from sinkscope.results.findings import FEWEST_QUERIES
+from sinkscope.results.metrics import is_sink, lacks_rate
+from sinkscope.results.tables import WHOLE_MODEL
+from sinkscope.retrofits import gate_displacement
+from sinkscope.retrofits.retrofit import registers_before
+from sinkscope.text.batch import Batch
+from sinkscope.text.inputs import TokenInputs, masked
+
+Found = TypeVar("Found")
+Probe = Callable[[PreTrainedModel], pd.DataFrame]  # → layer (−1: the whole model), metric, value
+LOGGED = {"loss": "loss", "learning_rate": "learning_rate", "grad_norm": "gradient_norm"}  # the Trainer's → ours
+
+
+def probed(model: PreTrainedModel, probe: Callable[[PreTrainedModel], Found]) -> Found:
+    """Run a probe, which the training does not notice: in eval mode, not compiled, outside autocast, with own random
+    numbers.
+    """
+    with undisturbed(model), same_random_numbers(), torch.no_grad():
+        return probe(model)
+
+
+class Recorder(TrainerCallback):
+    """Adds the displacement of the gates and the measurements of the probe to each log of the Trainer, which is kept in
+    checkpoints. Ends the training if the loss is not finite.
+    """
+
+    def __init__(self, model: PreTrainedModel, probe: Probe | None) -> None:
+        self.model = model
+        self.probe = probe
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.probe is not None and state.global_step == 0:
+            state.log_history.append({"step": 0})
+            self._measure(state)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Forget the last step's weights in bfloat16, which a block of autocast around the training would keep."""
+        torch.clear_autocast_cache()  # the end of a step's own block clears it only if no other is around it
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Also log at every checkpoint: a loss is the mean since the last log, which a checkpoint does not keep."""
+        control.should_log |= control.should_save
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
+        if "loss" not in logs:  # the Trainer's last log, which contains only times
+            return
+        if not math.isfinite(logs["loss"]):
+            raise SinkscopeError(
+                f"the loss is {logs['loss']} at step {state.global_step}: take smaller learning rates, or more warmup"
+            )
+        moved = gate_displacement(self.model)
+        state.log_history[-1]["gates"] = [
+            [int(layer), float(distance.mean()), float(distance.max())]
+            for layer, distance in moved.groupby("layer")["displacement"]
+        ]
+        self._measure(state)
+
+    def _measure(self, state: Any) -> None:
+        if self.probe is not None and state.is_world_process_zero:
+            found = probed(self.model, self.probe)
+            rows = zip(found["layer"], found["metric"], found["value"], strict=True)
+            state.log_history[-1]["probe"] = [[int(layer), str(name), float(value)] for layer, name, value in rows]
+
+
+class Bar(ProgressCallback):
+    """The Trainer's progress bar, with the last log next to it instead of above."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
+        if state.is_world_process_zero and self.training_bar is not None and "loss" in logs:
+            gates = state.log_history[-1].get("gates")
+            moved = {"gates": f"{max(most for _, _, most in gates):.3g}"} if gates else {}
+            self.training_bar.set_postfix({"loss": f"{logs['loss']:.3f}"} | moved)
+
+
+def history(logs: list[dict[str, Any]]) -> pd.DataFrame:
+    """Return the Trainer's logs as a table: layer (−1: the whole model), step, metric, value."""
+    rows: list[tuple[int, int, str, float]] = []
+    for log in logs:
+        step = int(log["step"])
+        rows += [(WHOLE_MODEL, step, name, float(log[key])) for key, name in LOGGED.items() if key in log]
+        for layer, mean, most in log.get("gates", ()):
+            rows.append((layer, step, "gate_displacement_mean", mean))
+            rows.append((layer, step, "gate_displacement_max", most))
+        rows += [(layer, step, metric, value) for layer, metric, value in log.get("probe", ())]
+    return pd.DataFrame(rows, columns=["layer", "step", "metric", "value"])
+
+
+SEQUENCES, LENGTH = 32, 64  # the probe measures the beginnings of held-out blocks; WSE's length
+
+
+def probe_of(
+    task: Task | None,
+    family: Family,
+    held_out: np.ndarray,
+    epsilon: float,
+    position: int = 0,
+    observables: tuple[str, ...] = (),
+    masked_by: PreTrainedTokenizerBase | None = None,
+) -> Probe | None:
+    """Make the probe of a training, which runs at step 0 and at every log: sink rates at a position of held-out blocks,
+    the measurements of a task, and the metrics of observables. A model that FSDP has sharded has no probe, and cannot
+    be trained on a task.
+    """
+    if task is None and is_sharded():
+        return None
+
+    def probe(model: PreTrainedModel) -> pd.DataFrame:
+        parts = [sinks(model, family, held_out, epsilon, position)]
+        if task is not None:
+            parts.insert(0, task.probe(model, family, held_out))
+        if observables:
+            parts.append(metrics_of(model, family, held_out, epsilon, observables, masked_by))
+        return pd.concat(parts, ignore_index=True).drop_duplicates(["layer", "metric"])
+
+    return probe
+
+
+def metrics_of(
+    model: PreTrainedModel,
+    family: Family,
+    held_out: np.ndarray,
+    epsilon: float,
+    observables: tuple[str, ...],
+    masked_by: PreTrainedTokenizerBase | None = None,
+) -> pd.DataFrame:
+    """Measure a model as `analyze` does, on the beginnings of held-out blocks (N,T): layer, metric, value.
+
+    The loss, which the tables of a training have of the training batches, is `held_out_loss` here; an encoder's is of
+    tokens that are masked by its tokenizer.
+    """
+    sequences = tuple(held_out[:SEQUENCES, :LENGTH])
+    hidden = masked(sequences, masked_by, vocabulary(model), 0) if masked_by else None
+    loaded = LoadedModel(model, masked_by, "", "", None, None, ())
+    config = make_config(observables=observables, epsilon=epsilon, num_seqs=len(sequences), seq_len=len(sequences[0]))
+    with torch.enable_grad():  # for observables of the backward pass
+        tables, _ = measure(Subject(loaded, family, TokenInputs("held-out", sequences, "", "", masked=hidden)), config)
+    found = tables["summary"][["layer", "metric", "value"]].replace({"metric": {"loss": "held_out_loss"}})
+    if not (found["metric"] == "held_out_loss").any():  # only a backward pass has computed it
+        pairs = hidden or zip(sequences, sequences, strict=True)
+        ids, labels = (torch.from_numpy(np.stack(part)).to(model.device) for part in zip(*pairs, strict=True))
+        with torch.no_grad():
+            loss = float(model(ids, labels=labels, use_cache=False).loss)
+            found.loc[len(found)] = WHOLE_MODEL, "held_out_loss", loss
+    return found[found["metric"] != "perplexity"]
+
+
+@torch.no_grad()
+def sinks(
+    model: PreTrainedModel, family: Family, held_out: np.ndarray, epsilon: float, position: int = 0
+) -> pd.DataFrame:
+    """Measure the sink rate at a position of blocks (N,T), not counting register tokens, and `TotalWeight`, of a model
+    in eval mode. With a sliding window, only the tokens that see the first one are measured. Returns layer (−1: the
+    whole model), metric, value; without a row if no attention to the position is measured.
+    """
+    before = registers_before(model)
+    seen = getattr(model.config.get_text_config(), "sliding_window", None) or LENGTH
+    ids = torch.from_numpy(held_out[:SEQUENCES, : min(LENGTH, max(1, seen - before))])
+    if not family.has_attention or position >= ids.shape[1]:
+        return pd.DataFrame(columns=["layer", "metric", "value"])
+    at = before + position
+    settings = Settings(positions=at + 1, window=before + ids.shape[1], epsilon=epsilon)
+    attention, total = Attention(settings), TotalWeight(settings, at)
+    with open_tracer(model, family) as tracer:
+        tracer.forward(Batch(ids, torch.ones_like(ids)), [attention, total])
+    by_layer = attention.tables()["attention"].query("position == @at").groupby("layer")["sink_rate"].mean()
+    rates = [(layer, "sink_rate", rate) for layer, rate in (*by_layer.items(), (WHOLE_MODEL, by_layer.mean()))]
+    return pd.DataFrame([*rates, *total.rows()], columns=["layer", "metric", "value"])
+
+
+class TotalWeight(Observable):
+    """Measures Σ|sim ÷ Z| of a query over the tokens that it sees: the total factor of their values.
+
+    It is 1 for softmax (less with a learned key) and for every operation that is divided by its own sum. For other
+    operations it may be close to 0, and the proxy |sim| ÷ Σ|sim| then means little. Therefore the median is taken over
+    the queries after one token, mostly the first, in all heads and sequences, and also over the queries that give this
+    token a share above ε. The value of the whole model is over the queries of all layers.
+
+    A sink rate by total weight takes a token's share of the weight of all its queries together, Σ_t w[t,s] ÷ Σ_t W[t],
+    which for softmax is the usual mean of shares: queries that attend to almost nothing then count almost nothing.
+    """
+
+    name = "total-weight"
+    sites = ("attention",)
+
+    def __init__(self, settings: Settings, at: int) -> None:
+        super().__init__(settings)
+        self.at = at  # index of the token
+        # layer → total weight of each query, and whether its share on the token is above ε; and by head and sequence,
+        # whether by total weight the token is a sink, and whether any token with enough queries is
+        self.seen: dict[int, tuple[np.ndarray, ...]] = {}
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        rows, later = slice(0, read.length), slice(self.at + 1, None)
+        weights = upcast(read.mix_weights(rows, rows).abs())
+        total, received = weights.sum(-1), weights.sum(-2)
+        given = total.flip(-1).cumsum(-1).flip(-1)  # by the queries of each key
+        uniform = batch.uniform(read.length, read.length, read.call.causal, read.call.prefix)[0].to(given)
+        sinks = is_sink(received / given.clamp(min=torch.finfo(given.dtype).tiny), self.settings.epsilon).double()
+        sinks = sinks.masked_fill(lacks_rate(uniform, self.settings.epsilon), torch.nan)
+        anywhere = sinks[..., : max(self.at + 1, read.length - FEWEST_QUERIES + 1)]
+        anywhere = torch.where(anywhere.isnan().all(-1), torch.nan, anywhere.nan_to_num().amax(-1))
+        share = read.weights(rows, slice(self.at, self.at + 1))[0][..., later, 0]
+        chosen = is_sink(share, self.settings.epsilon)
+        parts = (total[..., later], chosen, sinks[..., self.at], anywhere)
+        self.seen[layer] = tuple(part.flatten().cpu().numpy() for part in parts)
+
+    def rows(self) -> list[tuple[int, str, float]]:
+        """Return layer (−1: the whole model), metric, value, where there are queries."""
+        whole = tuple(np.concatenate(parts) for parts in zip(*self.seen.values(), strict=True))
+        return [
+            (layer, name, float(of(values)))
+            for layer, (total, chosen, first, anywhere) in (*self.seen.items(), (WHOLE_MODEL, whole))
+            for name, values, of in (
+                ("total_weight", total, np.median),
+                ("total_weight_at_sink", total[chosen], np.median),
+                ("sink_rate_by_weight", first, np.mean),
+                ("sink_rate_by_weight_anywhere", anywhere, np.mean),
+            )
+            if len(values)
+        ]

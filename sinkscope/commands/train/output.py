@@ -1,0 +1,146 @@
+"""The result of `retrofit` or `train`: its runs, its tables with all arms together, and its figures."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from sinkscope.commands.compare.comparison import Comparison
+from sinkscope.commands.train import findings as words
+from sinkscope.commands.train.figures import Arms
+from sinkscope.commands.train.tables import UNTOUCHED, retrofit_table
+from sinkscope.errors import InputError, Known, unknown
+from sinkscope.figures import OF_ARMS
+from sinkscope.measuring.tables import all_tables
+from sinkscope.output.drawing import Drawings, drawings_of
+from sinkscope.output.result import Result, figure_failure
+from sinkscope.output.run import Run
+from sinkscope.results.findings import Finding
+from sinkscope.results.manifest import MANIFEST, folder_of, format_of, read_manifest
+from sinkscope.results.tables import LEADING_COLUMNS, read_table
+from sinkscope.verdict.analysis import quantized_source
+
+COMMANDS = ("retrofit", "train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained(Result):
+    """The result of `retrofit` or `train`: the tables have all arms, a task adds its own."""
+
+    folder: Path
+    runs: Mapping[str, Run] = field(repr=False)  # arm → run on held-out text; with `retrofit` also "untouched"
+    comparison: Comparison | None = None  # of the runs of the first seed, unless there is only one
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "runs", Known("arm", self.runs))
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str]) -> "Trained":
+        """Open what `retrofit` or `train` wrote, without its comparison; InputError as for `tables_of_arms`."""
+        folder = folder_of(folder)
+        manifest, tables = tables_of_arms(folder)
+        labels = [label for label in (UNTOUCHED, *manifest["arms"]) if (folder / label / "run" / MANIFEST).exists()]
+        if not set(labels) & manifest["arms"].keys():
+            raise InputError(f"{folder} is damaged: it has no arm with a run")
+        runs = {label: Run.open(folder / label / "run") for label in labels}
+        return cls(manifest, tables, folder=folder.absolute(), runs=runs)
+
+    @property
+    def verdict(self) -> str:
+        """The methods compared, the table `retrofit`, and the metrics of a task, as Markdown."""
+        parts = [words.retrofit_markdown(self.tables["retrofit"], self.findings)]
+        if UNTOUCHED in self.runs:
+            parts += [f"{finding.sentence}\n" for finding in quantized_source(self.runs[UNTOUCHED], "W8A8")]
+        if equal := words.equal_loss_markdown(self.tables["training"]):
+            parts.append(equal)
+        if "value_norms" in self.tables:
+            note = words.without_start(self.runs.values())
+            parts.append(words.backcopy_markdown(self.tables["training"], note))
+        return "\n".join(parts)
+
+    @property
+    def summary_tables(self) -> dict[str, pd.DataFrame]:
+        return words.retrofit_summaries(self.tables["retrofit"])
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Each method against plain training, and how far its new parameters have moved."""
+        return words.findings(self.tables, self.manifest["arms"])
+
+    @property
+    def parts(self) -> Mapping[str, Run]:
+        return self.runs
+
+    @property
+    def texts(self) -> Mapping[str, str]:
+        return {"retrofit.md": self.verdict}
+
+    @property
+    def drawings(self) -> Drawings:
+        return drawings_of(OF_ARMS, Arms(self.tables, first_runs(self.manifest, self.runs)))
+
+    @property
+    def failure(self) -> str:
+        """Return on one line which figures could not be drawn; "" if all could."""
+        parts = [*self.runs.values(), *([self.comparison] if self.comparison else [])]
+        return figure_failure(self.manifest, *(part.manifest for part in parts))
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each finding, and for each setting in which the runs differ."""
+        return [finding.sentence for finding in self.findings] + (self.comparison.warnings if self.comparison else [])
+
+    def model(self, label: str) -> Path:
+        """Return the folder of a trained model; InputError for an unknown arm."""
+        if label not in self.manifest["arms"]:
+            raise InputError(f"arm {unknown(label, self.manifest['arms'])}")
+        return self.folder / label / "model"
+
+    def _repr_markdown_(self) -> str:  # for notebooks
+        return self.verdict
+
+
+def tables_of_arms(folder: Path) -> tuple[dict[str, Any], dict[str, pd.DataFrame]]:
+    """Return the manifest and the tables of all arms; InputError for another folder, an unfinished or a damaged one."""
+    manifest = read_manifest(folder, COMMANDS)
+    if not manifest["tables"]:
+        raise InputError(f"{folder} is not finished: the same `sinkscope {manifest['command']}` resumes it")
+    lacking = [name for name in ("training", "gates", "retrofit") if name not in manifest["tables"]]
+    if lacking:
+        raise InputError(f"{folder} is damaged: it has no {lacking[0]}")
+    tables = {}
+    for name in manifest["tables"]:
+        columns = (*LEADING_COLUMNS, *all_tables().get(name, ()))
+        tables[name] = read_table(folder / "tables" / f"{name}.parquet", columns, format_of(manifest))
+    return manifest, tables
+
+
+def by_seed(manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> Iterator[tuple[int, dict[str, Run]]]:
+    """Yield each seed with its runs by method; the untouched model's run belongs to every seed."""
+    arms = {label: manifest["arms"][label] for label in runs if label != UNTOUCHED}
+    for seed in sorted({arm["seed"] for arm in arms.values()}):
+        shared = {UNTOUCHED: runs[UNTOUCHED]} if UNTOUCHED in runs else {}
+        yield seed, shared | {arm["label"]: runs[label] for label, arm in arms.items() if arm["seed"] == seed}
+
+
+def first_runs(manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Run]:
+    """Return the runs of the first seed, by method."""
+    return next(by_seed(manifest, runs))[1]
+
+
+def retrofit_tables(manifest: Mapping[str, Any], runs: Mapping[str, Run], gates: pd.DataFrame) -> pd.DataFrame:
+    """Return the table `retrofit` of all seeds."""
+    for run in runs.values():
+        if not run.manifest.get("w8a8"):  # the cost of W8A8
+            raise InputError(
+                f"{run.folder}/{MANIFEST} has no `w8a8`: delete the folder, and the command makes it again"
+            )
+    parts = []
+    for seed, mine in by_seed(manifest, runs):
+        quantized = {method: run.manifest["w8a8"] for method, run in mine.items()}
+        parts.append(retrofit_table(mine, quantized, gates[gates["seed"] == seed], seed))
+    return pd.concat(parts, ignore_index=True)

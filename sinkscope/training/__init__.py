@@ -1,1 +1,0 @@
-"""Training: the Trainer, blocks of text, tokenizer, architectures, tasks."""
