@@ -14,6 +14,9 @@ import random
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from sinkscope.options.register import records
+from sinkscope.plugins import load_plugins
+
 if TYPE_CHECKING:
     from sinkscope.commands.analyze.command import analyze as analyze
     from sinkscope.commands.analyze.command import analyze_steps as analyze_steps
@@ -51,43 +54,44 @@ if TYPE_CHECKING:
 
     __version__: str
 
-_RENAMED = {"list": "listing", "run": "run_recipe"}  # commands that have another name in their module
-# module → the public names that it defines
-_PUBLIC = {
-    "commands.analyze": ("analyze", "analyze_steps", "spike_mask"),
-    "commands.show": ("page", "show"),
-    "commands.list": ("list",),
-    "commands.run": ("run", "run_recipe"),
-    **{f"commands.{name}": (name,) for name in ("benchmark", "card", "claims", "doctor", "intervene", "kv_plan")},
-    **{f"commands.{name}": (name,) for name in ("load", "quantize", "retrofit", "sweep", "train")},
-    "errors": ("InputError", "SinkscopeError"),
-    "measuring.intervening": ("intervening",),
-    "measuring.quantization_study": ("calibrate_ranges",),
-    "measuring.watching": ("watch",),
-    "output.run": ("Run",),
-    "output.series": ("Series",),
-    "output.side_by_side": ("compare",),
-    "quantization.simulation": ("quantized",),
-    "retrofits": ("gate_displacement", "new_parameters", "retrofit_model"),
-    "training.callback": ("SinkCallback",),
-    "verdict.scorecard": ("Scorecard",),
+# public name of the core → MODULE:NAME; those of a command are in its record
+_CORE = {
+    "load": "commands.load:load",
+    "InputError": "errors:InputError",
+    "SinkscopeError": "errors:SinkscopeError",
+    "SinkCallback": "measuring.callback:SinkCallback",
+    "watch": "measuring.watching:watch",
+    "Run": "output.run:Run",
+    "quantized": "quantization.simulation:quantized",
+    "gate_displacement": "retrofits:gate_displacement",
+    "new_parameters": "retrofits:new_parameters",
+    "retrofit_model": "retrofits:retrofit_model",
 }
-_MODULES = {name: module for module, names in _PUBLIC.items() for name in names}
-__all__ = sorted(_MODULES.keys() - {"list"})  # `from sinkscope import *` leaves Python's own list alone
+
+
+def _places() -> dict[str, tuple[str, str]]:
+    """Return public name → the package and the MODULE:NAME in it."""
+    core = {name: (__name__, f".{place}") for name, place in _CORE.items()}
+    return core | {name: (one.folder, place) for one in records().values() for name, place in one.public.items()}
+
+
+__all__ = sorted(_places().keys() - {"list"})  # `from sinkscope import *` leaves Python's own list alone
 
 if not TYPE_CHECKING:  # with `__getattr__`, type checkers would accept every name
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
             return import_module("importlib.metadata").version("sinkscope")
-        if name not in _MODULES:
+        if name not in _places():
             raise AttributeError(f"module 'sinkscope' has no attribute '{name}'")
+        package, place = _places()[name]
+        module, _, attribute = place.partition(":")
         state = random.getstate()  # rich draws a number when it is imported
         try:
-            module = import_module(f"sinkscope.{_MODULES[name]}")
+            load_plugins()  # so that every register is complete
+            return getattr(import_module(module, package), attribute)
         finally:
             random.setstate(state)
-        return getattr(module, _RENAMED.get(name, name))
 
     def __dir__():
-        return sorted([*_MODULES, "__version__"])
+        return sorted([*_places(), "__version__"])

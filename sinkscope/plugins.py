@@ -52,7 +52,7 @@ def load_plugins() -> None:
 
     Raises InputError, which names the package, if one cannot be loaded; the registers are then without it.
     """
-    for point in _installed():
+    for point in installed():
         if point in _loaded:
             continue
         plugin = Plugin(_package(point))
@@ -66,9 +66,10 @@ def load_plugins() -> None:
 
 
 @cache
-def _installed() -> tuple[EntryPoint, ...]:
-    chosen, points = os.environ.get(CHOSEN), sorted(entry_points(group=GROUP), key=lambda point: point.name)
-    return tuple(point for point in points if chosen is None or point.name in chosen.split(","))
+def installed(group: str = GROUP) -> tuple[EntryPoint, ...]:
+    """Return the entry points of a group that are to be loaded, by name."""
+    names, points = os.environ.get(CHOSEN), sorted(entry_points(group=group), key=lambda point: point.name)
+    return tuple(point for point in points if names is None or point.name in names.split(","))
 
 
 def _package(point: EntryPoint) -> str:

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sinkscope.commands.list.command import KINDS
-from sinkscope.options import COMMANDS
+from sinkscope.commands.list.command import kinds
+from sinkscope.options.register import options_by_command
 
 MODELS = ("llama", "gpt2")  # tiny ones: rotary without biases, and learned positions with a query bias
 TEXT = ("--input", "ids.npy", "--seq-len", "32", "--num-seqs", "24", "--batch-size", "8")
@@ -75,8 +75,8 @@ def cases() -> dict[str, tuple[str, ...]]:
     found["compare-interventions"] = ("compare", *(f"out/intervene-{model}" for model in MODELS))
     found["scorecards"] = ("claims", *(part for model in MODELS for part in ("--from", f"out/claims-{model}")))
     found["claims-of-a-training"] = ("claims", "--from", "out/train")
-    found |= {f"help-{command}": (command, "--help") for command in COMMANDS} | {"help": ("--help",)}
-    found |= {f"list-{kind}": ("list", kind) for kind in KINDS}
+    found |= {f"help-{command}": (command, "--help") for command in options_by_command()} | {"help": ("--help",)}
+    found |= {f"list-{kind}": ("list", kind) for kind in kinds()}
     return found
 
 

@@ -11,8 +11,8 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import sinkscope
-from sinkscope.options import COMMANDS
 from sinkscope.options.option import Options
+from sinkscope.options.register import options_by_command
 from sinkscope.options.signatures import types_of
 
 KEYWORDS = Path(sinkscope.__file__).parent / "options" / "keywords.py"
@@ -28,11 +28,11 @@ from sinkscope.options.given import Given
 
 def written() -> str:
     """Return the module's text: a TypedDict for each class of options, with the options that the class adds."""
-    functions = {name: getattr(sinkscope, name.replace("-", "_")).__code__ for name in COMMANDS}
+    functions = {name: getattr(sinkscope, name.replace("-", "_")).__code__ for name in options_by_command()}
     codes = {name: code for name, code in functions.items() if code.co_flags & inspect.CO_VARKEYWORDS}
     # names that a function has as parameters of its own
     named = {name for code in codes.values() for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
-    parents = [parent for name in codes for parent in reversed(COMMANDS[name].__mro__)]
+    parents = [parent for name in codes for parent in reversed(options_by_command()[name].__mro__)]
     kinds = dict.fromkeys(kind for kind in parents if issubclass(kind, Options) and kind is not Options)
     parts = [HEAD, *(_class(kind, named) for kind in kinds)]
     return subprocess.run(

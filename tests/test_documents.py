@@ -12,7 +12,7 @@ from user_script import notebook
 import sinkscope
 from sinkscope.measuring.observables import OBSERVABLES, attention
 from sinkscope.models.loading import LoadedModel
-from sinkscope.options import COMMANDS
+from sinkscope.options.register import options_by_command
 from sinkscope.output.run import OUTPUTS
 
 ROOT = Path(__file__).parents[1]
@@ -108,7 +108,7 @@ def test_the_register_of_figures_is_complete_and_its_commands_exist() -> None:
         named = re.findall(r"`sinkscope ([^ `]+)(?: ([^`]+))?`", f"{command} {extent}")
         assert named or extent == "a diagram"
         for name, argument in named:
-            assert name in COMMANDS
+            assert name in options_by_command()
             folder = {"run": "recipes", "sweep": "recipes/sweeps"}.get(name)
             assert folder is None or (ROOT / folder / f"{argument}.yaml").exists(), argument
     assert listed == {

@@ -19,9 +19,9 @@ from tiny import tiny_model
 import sinkscope
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.figures import KINDS as FIGURES
-from sinkscope.options import COMMANDS
 from sinkscope.options.option import flag
 from sinkscope.options.output import OutputOptions
+from sinkscope.options.register import options_by_command
 from sinkscope.results.metrics import METRICS
 
 ROOT = Path(__file__).parents[1]
@@ -38,7 +38,7 @@ SMALL = {
 def small(line: str, tiny: Path) -> list[str]:
     """Return the words of a command of the documents, with the tiny model and small options."""
     _, name, *words = shlex.split(line, comments=True)
-    kind = COMMANDS[name]
+    kind = options_by_command()[name]
     if "MODEL" in words:
         words[words.index("MODEL")] = str(tiny)
     elif name in ("run", "sweep"):
@@ -87,7 +87,7 @@ def test_the_code_and_commands_of_a_page_run(
 def test_commands_within_sentences_exist(page: Path) -> None:
     for command in re.findall(r"`sinkscope ([a-z][^`]*)`", " ".join(page.read_text("utf-8").split())):
         name, *words = command.split()
-        options = set().union(*(kind.model_fields for kind in (COMMANDS[name], OutputOptions)))
+        options = set().union(*(kind.model_fields for kind in (options_by_command()[name], OutputOptions)))
         flags = {flag(option) for option in options}
         assert {word for word in words if word.startswith("--")} <= flags, command
 
@@ -186,7 +186,7 @@ def test_the_site_has_every_name(site: Path) -> None:
         text = (site / "reference" / f"{page}.html").read_text("utf-8")
         assert [name for name in names if name not in text] == []
     options = (site / "commands.html").read_text("utf-8")
-    assert [name for name in COMMANDS if f'id="{name}"' not in options] == []
+    assert [name for name in options_by_command() if f'id="{name}"' not in options] == []
 
 
 def test_a_link_that_leads_nowhere_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,9 @@ from typing import Any, Literal, assert_type
 import pandas as pd
 
 import sinkscope
+from sinkscope.commands.claims.compared import Routes
 from sinkscope.commands.compare.comparison import Comparison
 from sinkscope.commands.compare.curves import Curves
-from sinkscope.commands.compare.side_by_side import Routes
 from sinkscope.commands.train.output import Trained
 from sinkscope.figures.style import Figure
 from sinkscope.options.keywords import AnalyzeKeywords

@@ -14,12 +14,11 @@ from typing import Any
 
 import sinkscope
 from sinkscope.commands.claims.scorecard import Scorecard
-from sinkscope.commands.list.command import KINDS
-from sinkscope.figures import COMMAND, OF_CLAIMS
+from sinkscope.commands.list.command import kinds
 from sinkscope.figures import KINDS as FIGURES
-from sinkscope.options import COMMANDS
 from sinkscope.options.option import flag
 from sinkscope.options.recipe import known_recipes, read_recipe
+from sinkscope.options.register import options_by_command
 from sinkscope.results.command_line import command_lines
 from sinkscope.results.metrics import METRICS
 
@@ -28,8 +27,9 @@ REPORTS = ROOT / "reports"
 CLAIMS = REPORTS / "claims" / "smollm2-135m"
 # classes that public functions return, beside those that are public themselves
 RETURNED = (
-    "measuring.watching.Watched", "models.loading.LoadedModel", "output.comparison.Comparison",
-    "output.curves.Curves", "output.side_by_side.Routes", "output.trained.Trained", "training.callback.Onset",
+    "measuring.watching.Watched", "models.loading.LoadedModel", "commands.compare.comparison.Comparison",
+    "commands.compare.curves.Curves", "commands.claims.compared.Routes", "commands.train.output.Trained",
+    "measuring.callback.Onset",
 )  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def listed(kind: str) -> str:
 def reference() -> dict[str, str]:
     """Return a page for each kind of names."""
     pages = {}
-    for kind, (about, where, *_) in KINDS.items():
+    for kind, (about, where, *_) in kinds().items():
         head = f"# {kind.capitalize()}\n\n{about.capitalize()}, for `{where}`: `sinkscope list {kind}`."
         pages[kind] = f"{head}\n\n{listed(kind)}\n"
     return pages
@@ -69,7 +69,7 @@ def reference() -> dict[str, str]:
 def commands(_: str = "") -> str:
     """Return every command with its options."""
     parts = []
-    for name, kind in COMMANDS.items():
+    for name, kind in options_by_command().items():
         arguments = " ".join(word.upper() for word in kind.arguments if word in kind.offered())
         parts += [f"## {name}", f"```text\nsinkscope {name} {arguments} [OPTIONS]\n```", inspect.getdoc(kind) or ""]
         rows = []
@@ -101,7 +101,7 @@ def api(_: str = "") -> str:
     """Return autodoc's directives for every public name, by kind."""
     names = [*sinkscope.__all__, "list"]
     classes = [name for name in names if inspect.isclass(getattr(sinkscope, name))]
-    named_as_commands = {name.replace("-", "_") for name in COMMANDS}
+    named_as_commands = {name.replace("-", "_") for name in options_by_command()}
     heads = {
         "Commands": [name for name in names if name in named_as_commands],
         "Your own models and loops": [n for n in names if n not in classes and n not in named_as_commands],
@@ -130,7 +130,7 @@ def gallery(folder: Path) -> str:
         for name, spec in figures.items():
             picture, command = _of_a_report(name)
             if picture is None:
-                path, command = f"{name}.png", _making(name, spec.tables)
+                path, command = f"{name}.png", _making(name, spec.command)
                 note = _draw(name, folder / path)
             else:
                 note, path = f" From [{picture.parents[1].name}](../../{_report_page(picture)}).", _link(picture)
@@ -159,12 +159,12 @@ def _of_a_report(name: str) -> tuple[Path | None, str]:
     return None, ""
 
 
-def _making(name: str, tables: Iterable[str]) -> str:
+def _making(name: str, command: str) -> str:
     """Return a command that draws a figure: of the first recipe that names it, else the one that makes its tables."""
     for recipe, figures in _recipe_figures().items():
         if name in figures:
             return f"sinkscope run {recipe}"
-    return f"sinkscope {next((COMMAND[one] for one in tables if one in COMMAND), 'analyze')} …"
+    return f"sinkscope {command} …"
 
 
 @cache
@@ -175,8 +175,8 @@ def _recipe_figures() -> dict[str, tuple[str, ...]]:
 
 def _draw(name: str, path: Path) -> str:
     """Draw a figure that no report shows, and return what it is drawn from."""
-    if name in OF_CLAIMS:
-        OF_CLAIMS[name](Scorecard.open(CLAIMS)).savefig(path, dpi=100)
+    if name in FIGURES["claims"]:
+        FIGURES["claims"][name](Scorecard.open(CLAIMS)).savefig(path, dpi=100)
         return f" From [{CLAIMS.name}](../../reports/claims/README.md)."
     if (tests := str(ROOT / "tests")) not in sys.path:
         sys.path.append(tests)

@@ -1,4 +1,4 @@
-"""The typer application: one command for each row of `options.COMMANDS`.
+"""The typer application: one command for each record of `options/register.py` with options.
 
 A command's module is imported when it runs, so that `--help` and errors in options do not wait for torch.
 """
@@ -10,7 +10,6 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from importlib import import_module
 from importlib.metadata import version
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -23,11 +22,12 @@ from sinkscope.cli.as_json import as_json
 from sinkscope.cli.ending import WRONG_INPUT, Commands, Told, interruption, printing
 from sinkscope.cli.printing import print_messages, print_result
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.options import COMMANDS
 from sinkscope.options.measuring import PERMISSIONS
 from sinkscope.options.option import Options, checked, flag
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.recipe import SWEEPS, known_recipes
+from sinkscope.options.register import Command, records
+from sinkscope.plugins import load_plugins
 
 # for --help: ending.py looks for --debug before any argument is parsed
 _DEBUG = typer.Option(
@@ -77,9 +77,9 @@ def _typed(annotation: Any, default: Any) -> tuple[Any, Any]:
 
 
 def _kinds() -> Iterable[str]:
-    from sinkscope.commands.list.command import KINDS  # imports pandas
+    from sinkscope.commands.list.command import kinds  # imports pandas
 
-    return KINDS
+    return kinds()
 
 
 def _listed(kind: str) -> Iterable[str]:
@@ -148,7 +148,7 @@ def start(
         raise typer.Exit(WRONG_INPUT)
 
 
-def _command(name: str, kind: type[Options]) -> Callable[..., None]:
+def _command(record: Command, kind: type[Options]) -> Callable[..., None]:
     """Return the function that typer calls for a command."""
 
     def command(ctx: typer.Context, **values: Any) -> None:
@@ -161,17 +161,17 @@ def _command(name: str, kind: type[Options]) -> Callable[..., None]:
         output = checked(OutputOptions, {key: typed[key] for key in typed.keys() & written})
         options = {key: value for key, value in typed.items() if key in kind.model_fields}
         with interruption(kind), contextlib.redirect_stdout(sys.stderr):  # what libraries print is no result
-            asked = _repeated(name, kind, output, options) if output.from_ else checked(kind, options)
+            asked = _repeated(record.name, kind, output, options) if output.from_ else checked(kind, options)
             folder = output.out or asked.folder()
             if folder is not None and output.from_ and output.out is None:
                 folder = folder.with_name(f"{folder.name}-repeated")
-            module = import_module(f"sinkscope.commands.{name.replace('-', '_')}")
-            result = module.command(asked, output.model_copy(update={"out": folder}))
+            load_plugins()  # so that every register is complete
+            result = record.imported().command(asked, output.model_copy(update={"out": folder}))
         # only the first of the processes of `accelerate launch` prints
         is_first = "LOCAL_RANK" not in os.environ or os.environ.get("RANK", "0") == "0"
         with printing(result.folder, is_needed=result.folder is None or output.json_):
             if output.json_ and is_first:
-                print(as_json(name, result))
+                print(as_json(record.name, result))
             elif not output.quiet and is_first:
                 print_result(result)
         if is_first and not output.json_ and not output.quiet:
@@ -198,8 +198,9 @@ def _repeated(name: str, kind: type[Options], output: OutputOptions, typed: dict
     return options_of_run(output.from_, name, kind, [name for name in PERMISSIONS if typed.get(name)])
 
 
-for _name, _kind in COMMANDS.items():
-    app.command(name=_name)(_command(_name, _kind))
+for _record in records().values():
+    if _record.options is not None:
+        app.command(name=_record.name)(_command(_record, _record.options))
 
 
 def main() -> None:

@@ -8,12 +8,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import BoundaryNorm, ListedColormap, Normalize
+from matplotlib.colors import Normalize
 from matplotlib.ticker import MaxNLocator
 
 from sinkscope.figures import plot, style
-from sinkscope.figures.labels import Checkpoints, places, steps_title, title
-from sinkscope.figures.spec import needs
+from sinkscope.figures.labels import places, title
 from sinkscope.figures.style import GRADUAL, GUIDE, MEAN_LINE, NAVY, OTHERS, SINK, SKY, WIDE, Figure, Look, new_figure
 from sinkscope.measuring.summary import compress_fits, fit_points, pathway_norms
 from sinkscope.results.metrics import METRICS, TOKEN_GROUPS
@@ -254,29 +253,3 @@ def _guide(ax: Axes, value: float, text: str, below: bool = False) -> None:
 
 
 # --- GS figure 2 by training step: gradient norms by token position, means over layers, a line for each step
-
-
-def _with_gradients(runs: Checkpoints) -> Checkpoints:
-    known = [(step, run) for step, run in runs if len(run.tables.get("gradient", ()))]
-    return sorted(known, key=lambda pair: pair[0])
-
-
-@needs(_with_gradients, "no checkpoint has gradients")
-def draw_training_gradient_norms(runs: Checkpoints) -> Figure:
-    runs = _with_gradients(runs)
-    figure = new_figure(WIDE, 2.3)
-    axes = figure.subplots(1, 3, sharex=True, sharey=True)
-    colors = GRADUAL(np.linspace(1, 0, len(runs))[::-1])  # the last step is dark, even if it is the only step
-    for ax, pathway in zip(axes, PATHWAYS, strict=True):
-        curves = [plot.finite(pathway_norms(run.tables["gradient"], pathway)).mean() for _, run in runs]
-        for course, color in zip(curves, colors, strict=True):
-            on_scale = course.where(course > OFF_SCALE * course.max())
-            plot.curve(ax, on_scale, color=color, linewidth=0.9, marker="o", markersize=1.8)
-        _mark_off_scale(ax, curves)
-    edges = BoundaryNorm(np.arange(len(runs) + 1) - 0.5, len(runs))
-    bar = figure.colorbar(ScalarMappable(edges, ListedColormap(colors)), ax=axes, aspect=30, pad=0.01)
-    named = range(len(runs) - 1, -1, -(1 + (len(runs) - 1) // 8))  # at most eight; always the last step
-    bar.set_ticks(named, labels=[plot.step_label(runs[place][0]) for place in named])
-    bar.ax.tick_params(which="both", length=0)
-    bar.set_label("training step")
-    return _finish(figure, axes, steps_title(runs, "means over layers"), {})

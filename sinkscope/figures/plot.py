@@ -1,7 +1,7 @@
 """Helpers that several figures share: curves, axes, training steps, rows, grids of panels, heat maps, texts."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -13,8 +13,12 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from sinkscope.figures.style import OTHERS, SEQUENTIAL, SINK, Figure
+from sinkscope.figures import style
+from sinkscope.figures.labels import escape
+from sinkscope.figures.style import OTHERS, SEQUENTIAL, SINK, Figure, Look
+from sinkscope.results.side_by_side import shorten
 
+ACROSS = 3  # panels in a row
 MOST_MARKERS = 20  # markers on one line; more would overlap
 ROUND = 1e-9  # tolerance of a logarithm
 
@@ -286,3 +290,27 @@ def draw_weights(ax: Axes, weights: np.ndarray, faintest: float, masked: np.ndar
     image = ax.imshow(np.clip(weights, faintest / 10, 1), cmap=SEQUENTIAL, norm=LogNorm(faintest, 1))
     ax.imshow(np.where(masked, 1.0, np.nan), cmap="Greys_r", vmin=0, vmax=1)
     return image
+
+
+# --- arms: a line for each
+
+NAME_LENGTH = 40  # characters of an arm's name
+
+
+def arm_looks(arms: Iterable[str], untouched: str = "") -> dict[str, Look]:
+    """Return arm → label, color, dashes, marker and width of its line; `untouched`: the arm of the unchanged model."""
+    # It is gray and uses up no color, so that figures of only the trained arms have the same colors.
+    # Later lines are thinner and on top, so that equal lines are all visible.
+    arms = list(arms)
+    looks = style.line_looks()
+    gray: Look = {"color": "0.6", "linestyle": "-", "marker": "P"}
+    return {
+        arm: (gray if arm == untouched else next(looks))
+        | {"label": escape(shorten(arm, NAME_LENGTH)), "linewidth": width}
+        for arm, width in zip(arms, np.linspace(2.0, 0.9, len(arms)), strict=True)
+    }
+
+
+def signs_of(looks: dict[str, Look]) -> dict[str, Look]:
+    """Return the entries of arms in a legend."""
+    return {look["label"]: {key: entry for key, entry in look.items() if key != "label"} for look in looks.values()}

@@ -11,15 +11,13 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from sinkscope.errors import InputError
 from sinkscope.figures import plot, style
-from sinkscope.figures.labels import escape, heading, places, title, token_label, token_labels
+from sinkscope.figures.labels import places, title, token_label, token_labels
 from sinkscope.figures.style import COLUMN, GRAY, GUIDE, HIGHEST, OTHERS, SINK, TEXT, WIDE, Figure, Look, new_figure
 from sinkscope.measuring.observables.massive import RATIO, THRESHOLD
 from sinkscope.measuring.summary import clear_sinks
 from sinkscope.results.findings import FEWEST_QUERIES
-from sinkscope.results.metrics import METRICS, UNITS
+from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
-from sinkscope.results.side_by_side import labels
-from sinkscope.results.tables import WHOLE_MODEL
 
 # --- Window mass α₀ (GS eq. 1) of every layer and head, and the threshold of WSE for a sink
 
@@ -330,105 +328,4 @@ def draw_massive_map(run: RunData) -> Figure:
 # Left, by token, for the shortest window: dense attention, only the last tokens, and the last tokens with the largest
 # number of first tokens. Right, over all tokens, by the number of first tokens kept, for every window.
 
-DENSE = SINK | {"marker": "", "label": "dense"}
-DASHES = ("--", ":", "-.", "-")
-
-
-def draw_streaming_perplexity(run: RunData) -> Figure:
-    table = run.tables["streaming"]
-    figure = new_figure(WIDE, 2.4)
-    by_token, by_kept = figure.subplots(1, 2, width_ratios=(3, 2))
-    _by_token(by_token, table[table["bucket"] >= 0])
-    _by_kept(by_kept, table[table["bucket"] < 0])
-    return figure.finish(title(run, WIDE))
-
-
-def _by_token(ax: Axes, buckets: pd.DataFrame) -> None:
-    window, most = int(buckets.loc[buckets["window"] > 0, "window"].min()), int(buckets["keep"].max())
-    ways = [("dense", -1, 0, DENSE), ("window", window, 0, OTHERS | {"label": f"last {window}"})]
-    if most:
-        ways.append(("sinks kept", window, most, HIGHEST | {"label": f"first {most} and last {window}"}))
-    for method, last, keep, look in ways:
-        of_method = (buckets["method"] == method) & (buckets["window"] == last) & (buckets["keep"] == keep)
-        by_bucket = buckets[of_method].set_index("bucket")["perplexity"].sort_index()
-        starts = by_bucket.index.to_numpy(float)
-        width = np.diff(starts).min() if len(starts) > 1 else 1.0  # the last bucket may be shorter
-        plot.curve(ax, by_bucket.set_axis(starts + (width - 1) / 2), **look)
-    ax.set_title(f"by token; the window of {window} slides from the dotted line on")
-    ax.set_xlabel("token index")
-    ax.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    if plot.value_axis(ax, "perplexity", log=True):
-        ax.axvline(window, color=GRAY, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1)
-        _legend_above(ax, columns=3)
-
-
-def _by_kept(ax: Axes, totals: pd.DataFrame) -> None:
-    streams = totals[totals["window"] > 0]
-    kept = sorted(streams["keep"].unique())  # such as 0, 1, 2, 4, 8, drawn at equal distances
-    windows = sorted(streams["window"].unique())
-    dense = float(totals.loc[totals["method"] == "dense", "perplexity"].iloc[0])
-    ax.plot([-0.3, len(kept) - 0.7], [dense, dense], **DENSE)
-    for nth, window in enumerate(windows):
-        by_kept = streams[streams["window"] == window].set_index("keep")["perplexity"].reindex(kept)
-        look: Look = {
-            "color": style.GRADUAL(1 - 0.65 * nth / max(len(windows) - 1, 1)),
-            "marker": style.MARKERS[nth % len(style.MARKERS)],
-            "linestyle": DASHES[nth % len(DASHES)],
-        }
-        ax.plot(range(len(kept)), by_kept.to_numpy(float), zorder=3, label=f"last {window}", **look)
-    ax.set_title("over all tokens")
-    ax.set_xticks(range(len(kept)), [str(n) for n in kept])
-    ax.set_xlabel("first tokens kept")
-    values = plot.drawn(ax, "y")
-    values = values[np.isfinite(values)]
-    if plot.value_axis(ax, "perplexity", log=bool(len(values) and values.max() > 10 * values.min())):
-        _legend_above(ax, columns=2)
-
-
-def _legend_above(ax: Axes, columns: int) -> None:
-    """Extend the y axis upwards and put the legend there, above the lines."""
-    low, high = ax.get_ylim()
-    rows = -(-len(ax.get_legend_handles_labels()[1]) // columns)
-    room = 0.1 + 0.12 * rows
-    ax.set_ylim(low, high * (high / low) ** room if ax.get_yscale() == "log" else high + room * (high - low))
-    ax.legend(loc="upper center", ncols=columns, columnspacing=1.2, borderaxespad=0.1)
-
-
 # --- Several runs by layer, or by relative depth if their numbers of layers differ
-
-COMPARED = ("sink_rate", "value_drain", "norm_ratio", "massive_count")  # metrics of `summary`
-
-
-def draw_by_layer(runs: Sequence[RunData]) -> Figure:
-    names, common = labels(runs)
-    depths = [max(0, int(run.tables["summary"]["layer"].max())) + 1 for run in runs]
-    is_relative = len(set(depths)) > 1
-    across = max(1, min(4, 108 // (max(map(len, names)) + 8)))  # 108 characters in a row
-    figure = new_figure(WIDE, 3.6 + 0.15 * -(-len(runs) // across))
-    axes = figure.subplots(2, 2)
-    for ax, metric in zip(axes.flat, COMPARED, strict=True):
-        for run, label, depth, look in zip(runs, names, depths, style.line_looks(), strict=False):
-            summary = run.tables["summary"]
-            rows = summary[(summary["metric"] == metric) & (summary["layer"] != WHOLE_MODEL)]
-            line = plot.line_by_layer(ax, rows.set_index("layer")["value"], label=label, **look)
-            if is_relative:
-                line.set_xdata(np.asarray(line.get_xdata()) / max(depth - 1, 1))
-        unit = METRICS[metric].unit
-        ax.set(title=METRICS[metric].short, xlabel="relative depth" if is_relative else "layer")
-        if is_relative:
-            ax.set_xlim(-0.03, 1.03)
-        else:
-            plot.whole_numbers(ax, "x")
-        plot.value_axis(ax, UNITS.get(unit, unit) or "count", log=unit == "ratio", share=unit == "share")
-        if ax.get_yscale() == "log":
-            ax.axhline(1, **style.NEUTRAL)
-    counts = plot.drawn(axes[1, 1], "y")
-    counts = counts[np.isfinite(counts)]
-    if np.any(counts > 10):  # a linear scale would hide the other runs: linear up to 1, logarithmic above
-        axes[1, 1].set_yscale("symlog", linthresh=1)
-        axes[1, 1].set_ylim(-0.15, 1.5 * counts.max())
-        axes[1, 1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    figure.legend(axes[0, 0].lines, [escape(name) for name in names], loc="outside lower center", ncols=across)
-    if common:
-        figure.suptitle(heading(common))
-    return figure

@@ -32,6 +32,7 @@ class FigureSpec(Generic[Data_contra]):
     module: str  # the module with the function `draw_NAME`, which is imported when it is used
     about: str  # description in one line
     tables: tuple[str, ...]  # tables that the figure needs, with at least one row each
+    command: str = "analyze"  # the command whose runs have them
 
     def lacking(self, data: Data_contra) -> str | None:
         """Return the reason why the figure cannot be drawn although the data have its tables, or None."""

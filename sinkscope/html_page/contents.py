@@ -12,25 +12,46 @@ from urllib.parse import quote
 import numpy as np
 import pandas as pd
 
-from sinkscope.commands.claims.columns import CLAIM
-from sinkscope.commands.steps import onsets
-from sinkscope.commands.sweep import factor_study
-from sinkscope.commands.sweep.tables import SWEEP, SweepTables
-from sinkscope.commands.train import findings as trained
-from sinkscope.commands.train.tables import UNTOUCHED
 from sinkscope.errors import InputError
 from sinkscope.html_page.compact import BY_SEQUENCE, DIGITS
+from sinkscope.measuring.tables import all_tables
 from sinkscope.results.activations import FILE, Activations
 from sinkscope.results.findings import Finding
-from sinkscope.results.manifest import PAGE, folder_of, format_of, read_manifest
+from sinkscope.results.manifest import KINDS, PAGE, RUNS, folder_of, format_of, read_manifest
 from sinkscope.results.run import RunData, TablesOnDisk
-from sinkscope.results.tables import LEADING_COLUMNS, WHOLE_MODEL, Column, Columns, names_of, newer_columns, read_table
+from sinkscope.results.tables import LEADING_COLUMNS, Column, Columns, names_of, newer_columns, read_table
 from sinkscope.verdict import at_a_glance
-from sinkscope.verdict.register import REPORTS, written_tables
+from sinkscope.verdict.report import report_of
 
 RUN = Column("run", "which of the runs side by side", kind="text")
 STEP = Column("step", "of the training", kind="whole")
-COLUMNS = written_tables()  # name of a table → its columns after the leading ones; without tables with a column per run
+COLUMNS = all_tables()  # name of a table → its columns after the leading ones; without tables with a column per run
+
+
+class PageParts:
+    """What the folders of a command have on their page besides their tables; a command may derive its own class."""
+
+    named_by: ClassVar[Column] = RUN  # the column that names the parts in their tables
+
+    def places(self, folder: Path, manifest: Mapping[str, Any]) -> Mapping[Any, Path]:
+        """Return the folders of the runs that the page shows side by side, by name."""
+        return {}
+
+    def linked(self, folder: Path, manifest: Mapping[str, Any]) -> Mapping[Any, Path]:
+        """Return the folders whose pages it links to, by name."""
+        return self.places(folder, manifest)
+
+    def findings(self, manifest: Mapping[str, Any], tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
+        """Return the findings of a folder whose command makes no report."""
+        return ()
+
+    def overviews(self, contents: "Contents") -> Mapping[str, pd.DataFrame]:
+        """Return title → table of texts that sums up the folder, such as the models of a sweep."""
+        return {}
+
+    def data(self, contents: "Contents") -> Mapping[str, Any]:
+        """Return entries that only the command's script reads."""
+        return {}
 
 
 class _Part(RunData):
@@ -48,7 +69,6 @@ class Contents:
     folder: Path | None = None  # None for a page in a notebook
     # tables and runs that the folder lacks, and columns (TABLE.COLUMN) that are newer than the folder's format
     absent: tuple[str, ...] = ()
-    named_by: Column = RUN  # the column that names the parts in their tables
     activations: Activations = field(default_factory=Activations)
 
     @classmethod
@@ -60,7 +80,8 @@ class Contents:
         files = {name: folder / "tables" / f"{name}.parquet" for name in manifest["tables"]}
         schemas = {name: (*LEADING_COLUMNS, *COLUMNS[name]) if name in COLUMNS else () for name in files}
         tables = {name: read_table(file, schemas[name], form) for name, file in files.items() if file.is_file()}
-        places = _places(folder, manifest)
+        of_command = parts_of(manifest)
+        places = of_command.places(folder, manifest)
         parts: dict[Any, RunData] = {}
         for label, place in places.items():
             with suppress(InputError):  # missing or incomplete
@@ -72,20 +93,16 @@ class Contents:
             *([FILE] if manifest.get("activations") and not activations else []),
             *(f"{name}.{each.name}" for name in tables for each in newer_columns(schemas[name], form)),
         )
-        named_by = STEP if manifest["command"] == "analyze_steps" else RUN
         findings: Sequence[Finding] = ()
-        if len(tables) == len(files) and manifest["command"] in REPORTS:
-            on_disk = TablesOnDisk(folder, files, COLUMNS, form, tables)
-            findings = REPORTS[manifest["command"]](RunData(manifest, on_disk, folder)).findings
-        elif onsets.TABLE in tables:
-            findings = onsets.findings(tables[onsets.TABLE])
-        elif manifest["command"] == "claims" and CLAIM in tables:
-            from sinkscope.commands.claims import scorecard  # other pages need no claims
+        if len(tables) < len(files) or manifest["command"] not in RUNS:
+            findings = of_command.findings(manifest, tables)
+        else:
+            findings = report_of(RunData(manifest, TablesOnDisk(folder, files, COLUMNS, form, tables), folder)).findings
+        return cls(manifest, tables, parts, findings, folder, absent, activations)
 
-            findings = scorecard.unusual(scorecard.Scorecard(dict(manifest), tables[CLAIM], pd.DataFrame()))
-        elif len(tables) == len(files) and {"gates", "retrofit"} <= tables.keys():
-            findings = trained.findings(tables, manifest["arms"])
-        return cls(manifest, tables, parts, findings, folder, absent, named_by, activations)
+    @property
+    def of_command(self) -> PageParts:
+        return parts_of(self.manifest)
 
     @cached_property
     def all_tables(self) -> dict[str, pd.DataFrame]:
@@ -93,24 +110,15 @@ class Contents:
 
         Tables with rows for each sequence are only on the page of their own run, except for maps.
         """
-        tables = dict(self.tables)
+        tables, part = dict(self.tables), self.of_command.named_by.name
         for name in dict.fromkeys(name for run in self.parts.values() for name in run.tables):
             columns = names_of(COLUMNS.get(name, ()))
             if name in tables or ("query" not in columns and not set(columns).isdisjoint(BY_SEQUENCE)):
                 continue
             own = {label: run.tables[name] for label, run in self.parts.items() if name in run.tables}
-            joined = pd.concat([table.assign(**{self.named_by.name: label}) for label, table in own.items()])
-            tables[name] = joined[[self.named_by.name, *next(iter(own.values())).columns]].reset_index(drop=True)
+            joined = pd.concat([table.assign(**{part: label}) for label, table in own.items()])
+            tables[name] = joined[[part, *next(iter(own.values())).columns]].reset_index(drop=True)
         return dict(sorted(tables.items()))
-
-    @property
-    def levels(self) -> list[tuple[str, str, str, float | None, str]]:
-        """The settings, condition and level of each training of a sweep, and WSE's sink rate with its mark."""
-        training = self.tables.get(factor_study.TABLE, pd.DataFrame())
-        named = {} if training.empty else factor_study.levels(training)
-        rates = {level: factor_study.published(level) for level in named.values()}
-        shown = {level: (rate.value / 100, rate.mark) if rate else (None, "") for level, rate in rates.items()}
-        return [(*pair, level, *shown[level]) for pair, level in named.items()]
 
     @property
     def glances(self) -> list[dict[str, str]]:
@@ -123,34 +131,9 @@ class Contents:
     @property
     def overviews(self) -> dict[str, pd.DataFrame]:
         """Title → table of texts that sums up the folder: the arms of an experiment, the models of a sweep, …"""
-        tables, command = dict(self.tables), self.manifest["command"]
-        if "retrofit" in tables:
-            return dict(reversed(trained.retrofit_summaries(tables["retrofit"]).items()))  # sinks first
-        if SWEEP in tables and "token_zero" in tables[SWEEP]:
-            return {"Sink rate at position 0, by model and input": SweepTables(tables, {}).overview}
-        if self.findings and command in REPORTS and command != "analyze":
-            return {"": REPORTS[command](RunData(dict(self.manifest), tables, self.folder)).table}
-        return {}
-
-    @property
-    def controls(self) -> list[tuple]:
-        """The mean, standard deviation and number of controls for every arm of `effect`, metric and position."""
-        table = self.all_tables.get("effect", pd.DataFrame())
-        if table.empty:
-            return []
-        rows = table[(table["layer"] == WHOLE_MODEL) & (table["arm"] == "control")]
-        arm = "condition" if self.manifest.get("arms") else "name"  # as the page calls them
-        return _spreads(rows, [arm, "metric", "position"])
-
-    @property
-    def last_steps(self) -> list[tuple]:
-        """The mean, standard deviation and number of last values for every level of a factor study and metric."""
-        training = self.tables.get(factor_study.TABLE, pd.DataFrame())
-        if training.empty:
-            return []
-        rows = factor_study.with_levels(training[training["layer"] == WHOLE_MODEL])
-        keys = [*factor_study.KEYS, "metric"]
-        return _spreads(rows.loc[rows.groupby(keys)["step"].idxmax()], [factor_study.LEVEL, "metric"])
+        if self.findings and self.manifest["command"] in RUNS and self.manifest["command"] != "analyze":
+            return {"": report_of(RunData(dict(self.manifest), dict(self.tables), self.folder)).table}
+        return dict(self.of_command.overviews(self))
 
     @property
     def received(self) -> list[tuple]:
@@ -164,7 +147,7 @@ class Contents:
     @property
     def columns(self) -> dict[str, Columns]:
         """The columns of each table after the leading ones, by name."""
-        own = (self.named_by,) if self.parts else ()
+        own = (self.of_command.named_by,) if self.parts else ()
         return {name: (*own, *columns) for name, columns in COLUMNS.items()}
 
     @property
@@ -172,7 +155,7 @@ class Contents:
         """The pages of runs relative to this page, by name of the run; only pages that exist."""
         if self.folder is None:
             return {}
-        pages = {label: place / PAGE for label, place in _places(self.folder, self.manifest, linked=True).items()}
+        pages = {label: place / PAGE for label, place in self.of_command.linked(self.folder, self.manifest).items()}
         return {
             # begins with `./`, because a name may look like a URL's scheme
             label: "./" + quote(Path(os.path.relpath(page.absolute(), self.folder.absolute())).as_posix())
@@ -181,7 +164,7 @@ class Contents:
         }
 
 
-def _spreads(rows: pd.DataFrame, keys: list[str]) -> list[tuple]:
+def spreads(rows: pd.DataFrame, keys: list[str]) -> list[tuple]:
     """Return each group's keys, and the mean, standard deviation (n − 1) and number of its finite values."""
     known = rows[np.isfinite(rows["value"].astype(float))]
     found = known.groupby(keys, sort=False)["value"].agg(["mean", "std", "count"]).reset_index()
@@ -189,21 +172,7 @@ def _spreads(rows: pd.DataFrame, keys: list[str]) -> list[tuple]:
     return [tuple(row) for row in found.to_numpy().tolist()]
 
 
-def _places(folder: Path, manifest: Mapping[str, Any], linked: bool = False) -> dict[Any, Path]:
-    """Return the folders of the runs that a page shows side by side, or with `linked` only links to, by name.
-
-    The pages of claims and sweeps only link to their runs, which may be hundreds.
-    """
-    match manifest["command"]:
-        case "analyze_steps":
-            return {at["step"]: folder / at["folder"] for at in manifest["steps"]}
-        case "retrofit" | "train":
-            labels = (UNTOUCHED, *manifest["arms"])
-            return {label: place for label in labels if (place := folder / label / "run").is_dir()}
-        case "compare":
-            return {run["label"]: Path(run["folder"]) for run in manifest.get("runs", ()) if run.get("folder")}
-        case "claims" if linked:
-            return {place.name: place for place in sorted(folder.glob("runs/*")) if place.is_dir()}
-        case "sweep" if linked:
-            return {name: folder.parent / "cells" / name for name in manifest.get("cells", ())}
-    return {}
+def parts_of(manifest: Mapping[str, Any]) -> PageParts:
+    """Return what the command of a folder adds to its page."""
+    record = KINDS[manifest["command"]]
+    return record.imported(record.page)() if record.page else PageParts()

@@ -5,6 +5,7 @@ import hashlib
 import html
 from dataclasses import dataclass
 from functools import cache
+from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from sinkscope.html_page.compact import DIGITS, as_json, compact_maps, compact_tables
 from sinkscope.html_page.contents import Contents
 from sinkscope.measuring.estimates import RUN_CLAIMS
+from sinkscope.options.register import Command, records
 from sinkscope.results.command_line import command_lines
 from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import PAGE
@@ -21,11 +23,11 @@ from sinkscope.results.swap import new_file
 from sinkscope.verdict.report import published_lines
 
 ASSETS = Path(__file__).parent / "assets"
-SCRIPTS = (  # in the order in which they run; each uses earlier ones
+SCRIPTS = (  # in the order in which they run, each after those that it uses; then commands' scripts, and the last one
     "d3.min.js", "plot.umd.min.js", "data.js", "elements.js", "charts.js", "heatmap.js", "findings.js", "maps.js",
-    "head.js", "text.js", "pictures.js", "layers.js", "topics.js", "quantization.js", "overflow.js", "plans.js",
-    "arms.js", "study.js", "claims.js", "explore.js", "tables.js", "run.js", "page.js",
+    "head.js", "text.js", "pictures.js", "layers.js", "topics.js", "training.js", "explore.js", "tables.js", "run.js",
 )  # fmt: skip
+LAST = "page.js"
 FRAME_HEIGHT = 720  # pixels, in a notebook
 
 
@@ -57,7 +59,7 @@ class Paged:
 
 def page_of(contents: Contents) -> Page:
     """Return the page of a run, a series, a comparison, …"""
-    scripts = [_asset(name) for name in SCRIPTS]
+    scripts = [*map(_asset, SCRIPTS), *filter(None, map(_script, records().values())), _asset(LAST)]
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     # whatever text the data contain, the browser runs only these scripts and uses no network
@@ -102,8 +104,10 @@ def page_data(contents: Contents) -> str:
         "absent": list(contents.absent),
         "papers": PAPERS | {"S2M": CLAIMS_PAPERS["S"]},
         "parts": [str(label) for label in contents.parts],
-        "part": contents.named_by.name,
-        **{name: getattr(contents, name) for name in ("glances", "levels", "controls", "last_steps", "received")},
+        "part": contents.of_command.named_by.name,
+        "glances": contents.glances,
+        "received": contents.received,
+        **contents.of_command.data(contents),
         "maps": compact_maps(contents.activations),
         "links": {str(label): page for label, page in contents.links.items()},
     }
@@ -134,6 +138,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not abs(value) < float("inf"):
         return str(value)
     return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _script(command: Command) -> str:
+    """Return the script of a command's sections; "" without one."""
+    return (resources.files(command.folder) / command.script).read_text("utf-8") if command.script else ""
 
 
 @cache

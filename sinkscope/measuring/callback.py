@@ -16,22 +16,20 @@ from itertools import islice
 from math import isnan, nan
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pandas as pd
 import torch
 from torch.utils.data import IterableDataset
-from transformers import Trainer, TrainerCallback
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from sinkscope.attention.seam import open_seam
-from sinkscope.commands.train.history import LENGTH, SEQUENCES, probed
 from sinkscope.errors import InputError, SinkscopeError, explained
 from sinkscope.measuring.measure import described_input
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.parity import check_beforehand
 from sinkscope.measuring.passes import first_size
 from sinkscope.measuring.subject import Subject, inputs_for, load_model, row_or_calibrated
-from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import model_inputs
 from sinkscope.measuring.watching import Largest, Watched
@@ -42,13 +40,12 @@ from sinkscope.options.given import Given
 from sinkscope.options.measuring import ObservableOptions, make_config
 from sinkscope.options.records import ENTRIES
 from sinkscope.results.findings import SINK, USUAL
-from sinkscope.results.manifest import make_manifest, write_manifest
+from sinkscope.results.manifest import TRAINING, make_manifest, write_manifest
 from sinkscope.results.metrics import notice_without_rate
-from sinkscope.results.tables import of_whole_model, read_table, write_tables
+from sinkscope.results.tables import WHOLE_MODEL, of_whole_model, read_table, write_tables
 from sinkscope.text.inputs import TokenInputs
 
 FOLDER = "sinks"  # in the Trainer's output_dir
-COMMAND = "training"  # in run.json
 HELD_OUT, TRAINED_ON, NATURAL = "held-out", "training-set", "natural"  # conditions in tables: what was measured
 OBSERVED = ("attention", "geometry", "massive", "outlier", "largest-logit")
 LOGGED = (
@@ -66,6 +63,8 @@ ONSETS: Mapping[str, tuple[str, Callable[[Mapping[str, float]], bool]]] = {
     "sink_rate": ("the model has a sink", lambda of: 100 * of.get("sink_rate_clear", of["sink_rate"]) > SINK),
     "massive_share": ("the model has massive activations", lambda of: of["massive_share"] >= USUAL),
 }
+SEQUENCES, LENGTH = 32, 64  # also of the probe of `train`: the beginnings of texts, of WSE's length
+Found = TypeVar("Found")
 NAMES = ("training", "largest_activations", "largest_logits")  # of the tables
 Tables = dict[str, pd.DataFrame]
 
@@ -260,7 +259,7 @@ class SinkCallback(TrainerCallback):
         facts = {"model": subject.loaded.name, "condition": inputs.condition, "sequences": len(inputs)}
         facts |= {"input": described_input(inputs)}
         config = self.options | {"every": self.every}
-        write_manifest(self.folder, make_manifest(COMMAND, config, self._start, self.tables, **facts))
+        write_manifest(self.folder, make_manifest(TRAINING.name, config, self._start, self.tables, **facts))
 
 
 def _first(texts: Any, count: int, is_training: bool = False) -> Any:
@@ -302,3 +301,11 @@ def _calling_trainer() -> Trainer | None:
             return caller
         frame = frame.f_back
     return None
+
+
+def probed(model: PreTrainedModel, probe: Callable[[PreTrainedModel], Found]) -> Found:
+    """Run a probe, which the training does not notice: in eval mode, not compiled, outside autocast, with own random
+    numbers.
+    """
+    with undisturbed(model), same_random_numbers(), torch.no_grad():
+        return probe(model)

@@ -10,7 +10,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.errors import InputError, unknown
 from sinkscope.measuring.measure import choose
 from sinkscope.measuring.observables.close_ups import AttentionMaps, first_tokens, weights_among
@@ -22,7 +21,7 @@ from sinkscope.models.files import is_demo
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.given import Given
-from sinkscope.options.measuring import PERMISSIONS, RunConfig
+from sinkscope.options.measuring import PERMISSIONS, CloseUpOptions, RunConfig
 from sinkscope.options.option import MOST, checked
 from sinkscope.results.activations import ATTENTION, SITES
 from sinkscope.retrofits.retrofit import registers_before
@@ -79,7 +78,7 @@ def check_sites(keep: Sequence[str]) -> None:
             raise InputError(f"--keep {unknown(site, SITES)}")
 
 
-def keep(subject: Subject, config: AnalyzeOptions) -> dict[str, torch.Tensor]:
+def keep(subject: Subject, config: CloseUpOptions, kernel: str) -> dict[str, torch.Tensor]:
     """Return the tensors of results/activations.py: all heads' weights if the run has maps, and what --keep names.
 
     No sequence is padded. Raises InputError for a head or a site that the model does not have, or if --keep takes more
@@ -98,7 +97,7 @@ def keep(subject: Subject, config: AnalyzeOptions) -> dict[str, torch.Tensor]:
         return {}
     inputs = subject.inputs.part(0, config.keep_seqs if config.keep else 1)
     kept = Kept(config.keep, has_maps)
-    with open_tracer(model, family, config.attn) as tracer:
+    with open_tracer(model, family, kernel) as tracer:
         for batch in inputs.batches(1):  # in every process
             tracer.forward(batch, [kept])
     heads = {layer: len(rows[0][1]) for (site, layer), rows in kept.rows.items() if site == ATTENTION}

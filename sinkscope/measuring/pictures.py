@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
-from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.errors import InputError, counted
 from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Observable, Reading, Rows, Settings
@@ -29,6 +28,7 @@ from sinkscope.models.edits import attending_by
 from sinkscope.models.family import NO_POSITIONS, Family, text_tower
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.pictures import load_processor
+from sinkscope.options.measuring import RunConfig
 from sinkscope.results.findings import PHI
 from sinkscope.results.tables import HEAD, SEQUENCE, Column, Columns, names_of
 from sinkscope.text.batch import Batch
@@ -142,7 +142,7 @@ def visual_id(model: PreTrainedModel) -> int | None:
     return found if text_tower(model)[0] else None
 
 
-def processor_for(subject: Subject, config: AnalyzeOptions) -> Any:
+def processor_for(subject: Subject, config: RunConfig) -> Any:
     """Return the model's processor. Raises InputError where --images cannot be measured."""
     if visual_id(subject.loaded.model) is None:
         raise InputError(f"--images: {subject.loaded.name} reads no pictures")
@@ -152,7 +152,7 @@ def processor_for(subject: Subject, config: AnalyzeOptions) -> Any:
 
 
 def measure_pictures(
-    subject: Subject, config: AnalyzeOptions, pictures: Sequence[Picture], processor: Any, massive: pd.DataFrame
+    subject: Subject, config: RunConfig, pictures: Sequence[Picture], processor: Any, massive: pd.DataFrame
 ) -> tuple[dict[str, pd.DataFrame], dict[str, Any]]:
     """Measure a language model on each picture. Returns its tables, and facts for run.json.
 

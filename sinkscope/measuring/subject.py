@@ -15,7 +15,6 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from sinkscope.attention.position_kinds import with_positions
 from sinkscope.attention.unread import unread_attentions
-from sinkscope.commands.benchmark.options import BenchmarkOptions
 from sinkscope.errors import InputError, counted
 from sinkscope.measuring.console import print_line, print_notices, spinner
 from sinkscope.measuring.memory import Memory, room
@@ -39,7 +38,7 @@ from sinkscope.models.family import (
 )
 from sinkscope.models.in_memory import drawing, same_random_numbers, unchanged_after, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
-from sinkscope.options.measuring import SEQ_LEN, RunConfig
+from sinkscope.options.measuring import SEQ_LEN, DeviceOptions, RunConfig
 from sinkscope.options.option import Options, checked
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.inputs import TokenInputs, build_inputs, masked
@@ -149,7 +148,7 @@ def load_model(
     return LoadedModel(network, tokenizer, name, name, None, None, ())
 
 
-def memory_of(model: PreTrainedModel, config: RunConfig | BenchmarkOptions) -> Memory:
+def memory_of(model: PreTrainedModel, config: DeviceOptions) -> Memory:
     """Return the memory that a command needs with a model, which may be on the meta device."""
     names = getattr(config, "observables", None) or [name for name, kind in OBSERVABLES.items() if kind.by_default]
     backward = not config.forward_only and any(OBSERVABLES[name].backward for name in names)

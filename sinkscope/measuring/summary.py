@@ -18,7 +18,7 @@ from sinkscope.options.measuring import ObservableOptions
 from sinkscope.plugins import blaming
 from sinkscope.results.findings import FEWEST_QUERIES, OUTLIER
 from sinkscope.results.metrics import TOKEN_GROUPS, is_clear, is_sink, lacks_rate
-from sinkscope.results.tables import METRIC, VALUE, WHOLE_MODEL, Column
+from sinkscope.results.tables import WHOLE_MODEL
 from sinkscope.text.inputs import TokenInputs
 
 # the reduction over layers to a metric of the whole model; the default is the mean
@@ -357,14 +357,6 @@ def uniform_gradient_ratio(predicted: Sequence[int]) -> float:
     return float(norms[0] / norms[LATER].mean()) if len(norms) > LATER.start else float("nan")
 
 
-EFFECT_COLUMNS = (
-    Column("name", "the intervention with its parameters", kind="text"),
-    Column("arm", "before, after or control", kind="text"),
-    Column("draw", "number of the random control, from 0 on; -1: no control", kind="whole"),
-    METRIC,
-    Column("position", "watched position; -1: none", kind="whole"),
-    VALUE,
-)
 NO_POSITION = -1
 
 

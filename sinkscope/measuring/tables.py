@@ -5,36 +5,22 @@ from typing import Any
 
 import pandas as pd
 
-from sinkscope.commands.doctor.overflow import OVERFLOW_TABLES
-from sinkscope.commands.kv_plan.plan import KV_PLAN_TABLES
-from sinkscope.commands.quantize.split import SPLIT_TABLES
-from sinkscope.commands.quantize.study import QUANTIZATION_TABLES
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.passes import LOSS_TABLES
 from sinkscope.measuring.pictures import PICTURE_TABLES
-from sinkscope.measuring.streaming import STREAMING_TABLES
-from sinkscope.measuring.summary import EFFECT_COLUMNS
 from sinkscope.models.loading import LoadedModel
+from sinkscope.options.register import records
+from sinkscope.results.findings import FINDING_TABLES
 from sinkscope.results.tables import LEADING, SUMMARY_COLUMNS, TRAINING_TABLES, Columns, names_of
 from sinkscope.text.tokens import token_texts
 
 
-def all_tables() -> dict[str, Columns]:
+def all_tables() -> Mapping[str, Columns]:
     """Return the columns of every table, without the leading columns that all tables have."""
     of_observables = {name: columns for kind in OBSERVABLES.values() for name, columns in kind.columns.items()}
-    return {
-        **of_observables,
-        **LOSS_TABLES,
-        "summary": SUMMARY_COLUMNS,
-        "effect": EFFECT_COLUMNS,
-        **STREAMING_TABLES,
-        **QUANTIZATION_TABLES,
-        **KV_PLAN_TABLES,
-        **OVERFLOW_TABLES,
-        **SPLIT_TABLES,
-        **PICTURE_TABLES,
-        **TRAINING_TABLES,
-    }
+    shared = of_observables | LOSS_TABLES | {"summary": SUMMARY_COLUMNS} | PICTURE_TABLES | TRAINING_TABLES
+    of_commands = [record.imported(place) for record in records().values() for place in record.tables]
+    return {**shared, **FINDING_TABLES, **{name: columns for tables in of_commands for name, columns in tables.items()}}
 
 
 def column_names(table: str) -> tuple[str, ...]:

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from sinkscope.commands.train.varied_llama import MODEL_TYPE as VARIED_LLAMA
 from sinkscope.errors import InputError
 from sinkscope.models.edits import LIBRARIES, forward_of, name_of, written_in
 from sinkscope.models.family import Family, base_type, text_tower
+from sinkscope.models.varied_llama import MODEL_TYPE as VARIED_LLAMA
 
 
 def _sites(**addresses: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-import sinkscope.commands.train.varied_llama  # noqa: F401  # registers its type
+import sinkscope.models.varied_llama  # noqa: F401  # registers its type
 from sinkscope.errors import InputError, SinkscopeError, described, explained, is_out_of_memory, unknown
 from sinkscope.models import files as model_files
 from sinkscope.models.adapters import find_adapter, with_adapter

@@ -1,11 +1,13 @@
 """The options of the model, its input and the measurement. Nothing here imports torch."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     InstanceOf,
     PlainSerializer,
     model_validator,
@@ -23,6 +25,7 @@ from sinkscope.options.option import (
     distinct_folder_name,
     from_one,
     option,
+    split_all_names,
     split_at_commas,
 )
 
@@ -84,6 +87,8 @@ class ModelOptions(Options):
 
 class DeviceOptions(Options):
     """The device and dtype of a model."""
+
+    forward_only: ClassVar[bool] = False  # no gradients are measured, whatever the observables
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(
         None,
@@ -182,8 +187,6 @@ class ObservableOptions(Options):
 class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
     """All options that affect the results of a measuring run."""
 
-    forward_only: ClassVar[bool] = False  # no gradients are measured, whatever the observables
-
     batch_size: Annotated[int | Literal["auto"], from_one("at least 1 sequence is needed in a batch")] = option(
         "auto",
         "Measuring",
@@ -245,3 +248,46 @@ PerCache = Literal["tensor", "token", "channel"]
 def make_config(**options: Any) -> RunConfig:
     """Return the RunConfig with these options. Raises InputError with one line on the first wrong option."""
     return checked(RunConfig, options)
+
+
+def _spelled(heads: Any) -> Any:
+    """Return heads, given as LAYER.HEAD,… or as pairs, as a list of texts."""
+    listed = heads if isinstance(heads, list | tuple) else [heads]
+    if any(isinstance(head, float) for head in listed):
+        raise ValueError("write heads as text, as in '3.0,7.4': a number loses the last zero of 3.10")
+    texts = [".".join(map(str, head)) if isinstance(head, list | tuple) else head for head in listed]
+    return None if heads is None else split_all_names(texts)
+
+
+def _check_head(name: str) -> str:
+    if not re.fullmatch(r"\d{1,5}\.\d{1,5}", name):
+        raise ValueError("a head is LAYER.HEAD, as in 3.0,7.4")
+    return name
+
+
+class CloseUpOptions(Options):
+    """What is kept of the first sequences, to look at."""
+
+    heads: Annotated[
+        tuple[Annotated[str, AfterValidator(_check_head)], ...] | None,
+        BeforeValidator(_spelled, json_schema_input_type=str | Sequence[tuple[int, int]]),
+    ] = option(
+        None,
+        "Measuring",
+        "Heads of the table and figure attention-maps, LAYER.HEAD,… The page shows the maps of all heads.",
+        metavar="L.H,…",
+        shown="six, from strong to weak sinks",
+    )
+    keep: Annotated[tuple[str, ...], split_at_commas] = option(
+        (),
+        "Measuring",
+        "Also write raw activations of these sites (`sinkscope list activations`), as safetensors.",
+        metavar="A,B",
+        shown="none",
+    )
+    keep_seqs: int = option(8, "Measuring", "Sequences of --keep, from the first on; up to 4 GB.", metavar="N", ge=1)
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """The layer and head of each of `heads`."""
+        return [(int(layer), int(head)) for layer, _, head in (name.partition(".") for name in self.heads or ())]

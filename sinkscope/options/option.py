@@ -73,6 +73,9 @@ class Options(BaseModel):
         names = sorted(cls.model_fields, key=lambda name: name not in cls.__annotations__)
         return {name: cls.model_fields[name] for name in names if name not in (*cls.refused, *cls.hidden)}
 
+    def check_of_a_file(self) -> None:
+        """Raise InputError for what a recipe or a sweep, which may come from anywhere, must not name."""
+
     def folder(self) -> Path | None:
         """Return the default folder of the command; None if it need not write."""
         return None

@@ -24,13 +24,13 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
-from sinkscope.commands.benchmark.options import check_tasks_of_a_file
 from sinkscope.errors import InputError, closest, one_line, unknown
-from sinkscope.options import COMMANDS
 from sinkscope.options.files import ENDINGS, kind_of, named_file, names_in, read_yaml, user_path
 from sinkscope.options.measuring import PERMISSIONS
 from sinkscope.options.option import Options, checked, flag, split_names
+from sinkscope.options.register import options_by_command
 
+SWEEP, CELLS = "sweep", "cells"  # a sweep in run.json, and the folder of its runs
 COMPARISON = "comparison"  # the folder next to the folders of several runs
 RESERVED = (COMPARISON, "run.json")  # names that a run cannot have
 SWEEPS = "sweeps"  # the folder of sweeps in recipes/
@@ -71,8 +71,8 @@ class Content(BaseModel):
     @field_validator("command")
     @classmethod
     def _check_command(cls, command: str) -> str:
-        if command not in COMMANDS:
-            raise ValueError(unknown(command, COMMANDS))
+        if command not in options_by_command():
+            raise ValueError(unknown(command, options_by_command()))
         if command == "run":
             raise ValueError("a recipe cannot run another recipe")
         return command
@@ -110,7 +110,7 @@ class Recipe:
 
         The name of a single run is "". Raises InputError, with the file, if an option is unknown or not allowed.
         """
-        kind, content = COMMANDS[self.content.command], self.content
+        kind, content = options_by_command()[self.content.command], self.content
         own = {"model": content.model} if content.model is not None else {}
         # `run` has the option --input also for commands that train, where the field is called `text`
         renames = {"input": "text"} if "text" in kind.model_fields else {}
@@ -125,7 +125,7 @@ class Recipe:
                 options.pop("gguf_file", None)
             found = {name: checked(kind, options | replaced) for name, options in runs.items()}
             for run in found.values():
-                check_tasks_of_a_file(run)
+                run.check_of_a_file()
             return found
 
 
@@ -179,5 +179,5 @@ def find_recipe(recipe: str | os.PathLike[str], command: str = "run") -> Path:
 def read_recipe(path: Path) -> Recipe:
     """Read a recipe, whose options are checked later. Raises InputError if the file is not readable or no recipe."""
     name = path.stem if path.suffix in ENDINGS else path.name
-    options = {name for kind in COMMANDS.values() for name in kind.model_fields}
+    options = {name for kind in options_by_command().values() for name in kind.model_fields}
     return Recipe(name, path, read_yaml(path, Content, "recipe", options))

@@ -9,21 +9,20 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import pandas as pd
 
 from sinkscope.errors import Known, SinkscopeError, counted, described, one_line, printable, was_interrupted
 from sinkscope.figures.style import Figure
 from sinkscope.html_page import Contents, Paged, page_of
-from sinkscope.html_page.contents import RUN
 from sinkscope.output.drawing import Drawings, save_figures
 from sinkscope.results.findings import Finding
 from sinkscope.results.folders import FileList, new_folder
 from sinkscope.results.manifest import PAGE, read_manifest, write_manifest
 from sinkscope.results.run import RunData
 from sinkscope.results.swap import new_file, remove
-from sinkscope.results.tables import Column, write_tables
+from sinkscope.results.tables import write_tables
 from sinkscope.verdict.table_formats import Tabular
 
 FIGURES = "figures"
@@ -33,8 +32,6 @@ Kind = TypeVar("Kind", bound="Result")
 @dataclass(frozen=True)
 class Result(Paged, Tabular):
     """A manifest and tables, in memory or in a folder, with texts, figures and a page."""
-
-    named_by: ClassVar[Column] = RUN  # what the runs that the page shows side by side differ in
 
     manifest: dict[str, Any] = field(repr=False)  # the content of run.json
     tables: Mapping[str, pd.DataFrame] = field(repr=False)  # by name, as its folder has them
@@ -63,7 +60,7 @@ class Result(Paged, Tabular):
 
     @property
     def contents(self) -> Contents:
-        return Contents(self.manifest, self.tables, self.parts, self.findings, self.folder, named_by=self.named_by)
+        return Contents(self.manifest, self.tables, self.parts, self.findings, self.folder)
 
     def figures(self) -> dict[str, Figure]:
         """Draw all figures, by name."""

@@ -7,25 +7,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from shutil import copyfile
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import pandas as pd
 from rich.console import Console
 
 from sinkscope import figures
-from sinkscope.commands.kv_plan.findings import PRESS, plan_files, write_plans
-from sinkscope.commands.quantize.findings import spared_files, write_spared
 from sinkscope.errors import InputError, Known, counted, printable, unknown
 from sinkscope.figures import FIGURES
 from sinkscope.figures.style import Figure
 from sinkscope.html_page import Contents
 from sinkscope.measuring.console import spinner
 from sinkscope.measuring.tables import all_tables
+from sinkscope.options.register import records
 from sinkscope.output.drawing import Drawings
 from sinkscope.output.result import Result, draw
 from sinkscope.results.activations import ATTENTION, FILE, MASK_FILE, SHOWN
-from sinkscope.results.findings import Finding
+from sinkscope.results.findings import FINDING, Finding
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import is_undrawn, write_manifest
 from sinkscope.results.metrics import METRICS, MISSING
@@ -34,8 +32,7 @@ from sinkscope.results.run import RunData
 from sinkscope.results.side_by_side import span
 from sinkscope.results.tables import Columns, blaming_tables, write_tables
 from sinkscope.verdict import analysis
-from sinkscope.verdict.register import REPORTS
-from sinkscope.verdict.report import Report, report_markdown
+from sinkscope.verdict.report import Report, report_markdown, report_of
 from sinkscope.verdict.table_formats import BOLD, as_markdown
 
 if TYPE_CHECKING:
@@ -56,7 +53,7 @@ class Run(RunData, Result):
     `run.tables["attention"]`, `run.metric("sink_rate")`, `run.figure("sink-map")`, `run.verdict`.
     """
 
-    columns: ClassVar[Mapping[str, Columns]] = all_tables() | {analysis.TABLE: analysis.COLUMNS}
+    columns: ClassVar[Mapping[str, Columns]] = all_tables()
 
     @classmethod
     def of_analysis(
@@ -64,8 +61,8 @@ class Run(RunData, Result):
     ) -> Self:
         """Return a run of `analyze`, with the table of its findings; `more` are further fields."""
         own = Known("table", tables)
-        run = cls(manifest | {"tables": sorted([*manifest["tables"], analysis.TABLE])}, own, folder, **more)
-        own[analysis.TABLE] = analysis.finding_table(run, run.report)
+        run = cls(manifest | {"tables": sorted([*manifest["tables"], FINDING])}, own, folder, **more)
+        own[FINDING] = analysis.finding_table(run, run.report)
         return run
 
     def figure(self, name: str, *, figsize: tuple[float, float] | None = None, **options: Any) -> Figure:
@@ -154,7 +151,7 @@ class Run(RunData, Result):
     def report(self) -> Report:
         """The findings, as data."""
         with blaming_tables():
-            return REPORTS[self.command](self)
+            return report_of(self)
 
     @cached_property
     def verdict(self) -> str:
@@ -237,8 +234,7 @@ def _files(run: RunData, folder: Path) -> str:
         "run.json",
         "verdict.md",
         "index.html (except with --no-page)",
-        *spared_files(run),
-        *plan_files(run),
+        *_files_of_command(run),
         *([FILE] if run.activations else []),
         *([MASK_FILE] if run.manifest["config"].get("export_mask") else []),
     )
@@ -260,9 +256,16 @@ def _of_model(run: Run, folder: Path) -> None:
         run.further(folder)
 
 
-def _press(run: Run, folder: Path) -> None:
-    if PRESS in plan_files(run):
-        copyfile(Path(__file__).with_name(PRESS), folder / PRESS)
+def _files_of_command(run: RunData) -> Mapping[str, Callable[[], str] | None]:
+    """Map further files of the run's command to functions that return their texts; None if `further` writes it."""
+    record = records()[run.command]
+    return record.imported(record.files)(run) if record.files else {}
+
+
+def _of_command(run: Run, folder: Path) -> None:
+    for name, text in _files_of_command(run).items():
+        if text is not None:
+            (folder / name).write_text(text(), encoding="utf-8")
 
 
 def _write_text(text: str, path: Path) -> None:
@@ -274,9 +277,7 @@ OUTPUTS: dict[str, Callable[[Run, Path], None]] = {
     "tables": lambda run, folder: write_tables(run.tables, folder),
     "paper tables": _paper_tables,
     "verdict": lambda run, folder: _write_text(run.verdict, folder / "verdict.md"),
-    "sites to spare": write_spared,
-    "plans": write_plans,
-    "press": _press,
+    "of the command": _of_command,
     "activations": lambda run, folder: run.activations.write(folder),
     "of the model": _of_model,
 }

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.models.files import is_demo
-from sinkscope.options import COMMANDS
 from sinkscope.options.given import OBJECTS
 from sinkscope.options.measuring import PERMISSIONS
 from sinkscope.options.option import Options, as_folder_name, flag
+from sinkscope.options.register import options_by_command
 
 NAMES = {"analyze_steps": "analyze"}  # function → the command that calls it
 
@@ -20,7 +20,7 @@ def command_lines(manifest: Mapping[str, Any], folder: Path | None) -> list[str]
     name = NAMES.get(command, command)
     if recipe:
         return [shlex.join(["sinkscope", "run", str(recipe["name"]), *_in_place_of(recipe, name, manifest["config"])])]
-    kind, model = COMMANDS.get(name), manifest.get("model")
+    kind, model = options_by_command().get(name), manifest.get("model")
     named = manifest["config"].get("model")
     is_named = named is not None or not isinstance(model, dict) or is_demo(str(model.get("source")))
     is_named = is_named and manifest["config"].get("input") not in OBJECTS
@@ -39,9 +39,10 @@ def _in_place_of(recipe: Mapping[str, Any], command: str, config: Mapping[str, A
     content = recipe.get("content", {})
     own = {name.replace("-", "_"): value for name, value in content.get("options", {}).items()}
     own["model"] = content.get("model")
-    fields = COMMANDS[command].model_fields if command in COMMANDS else {}
+    kinds = options_by_command()
+    fields = kinds[command].model_fields if command in kinds else {}
     # each of several runs has its own options
-    names = ["model"] if content.get("runs") else COMMANDS["run"].model_fields
+    names = ["model"] if content.get("runs") else kinds["run"].model_fields
     words: list[str] = []
     for name in names:
         value = config.get(name)

@@ -8,6 +8,23 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from sinkscope.results.tables import Column
+
+# --- the table
+FINDING = "finding"
+FINDING_COLUMNS = (
+    Column("finding", "subject of the finding", kind="text"),
+    Column("number", "name of the number: value, or another; a list has a row for each entry", kind="text"),
+    Column("value", "the number"),
+    Column("low", "lower end of its 95 % interval; NaN without one"),
+    Column("high", "upper end"),
+    Column("threshold", "threshold that decided the outcome; NaN without one"),
+    Column("outcome", "outcome of the finding", kind="text"),
+    Column("claim", "id of the claim with this number (`sinkscope list claims`); empty without one", kind="text"),
+    Column("null", "the number without the effect; NaN without one", since=4),
+)  # fmt: skip
+FINDING_TABLES = {FINDING: FINDING_COLUMNS}
+
 # --- thresholds
 
 SINK = 10.0  # percent: a sink rate above this is a sink (W-1)

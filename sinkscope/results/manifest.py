@@ -25,8 +25,8 @@ from pydantic import ValidationError
 from sinkscope.errors import LONGEST, InputError, one_line
 from sinkscope.options.files import kind_of, read_json, user_path, wrong_entry
 from sinkscope.options.recipe import COMPARISON
+from sinkscope.options.register import Command, records
 from sinkscope.plugins import plugin_versions
-from sinkscope.results.schema import KINDS
 from sinkscope.results.swap import PREFIX, find_again, new_file
 
 MANIFEST = "run.json"
@@ -35,9 +35,10 @@ PAGE = "index.html"
 # added, renamed or gets another meaning. `_completed` fills in entries that older folders lack, and `since` of a Column
 # fills in columns. Folders without this entry have format 1.
 FORMAT = 4
+TRAINING = Command("training", __name__)  # what SinkCallback writes, which is no command
+KINDS = records() | {TRAINING.name: TRAINING}
+RUNS = tuple(name for name, record in records().items() if record.report)  # whose folder is one run, with own tables
 LIBRARIES = ("torch", "transformers", "nnsight", "accelerate", "pandas")
-# commands whose folder is one run, with tables of its own
-RUNS = ("analyze", "intervene", "quantize", "kv-plan", "doctor")
 _NOTED: ContextVar[Mapping[str, Any]] = ContextVar("noted", default={})  # noqa: B039 (nothing changes it)
 
 
@@ -199,7 +200,7 @@ def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict
     if isinstance(found, int) and found > FORMAT:
         raise InputError(f"{path} is of a newer sinkscope (format {found}, this one reads up to {FORMAT}): update it")
     try:
-        kind.model_validate(manifest)
+        kind.entries.model_validate(manifest)
     except ValidationError as error:
         if "sinkscope" in manifest and found in range(1, FORMAT):
             raise InputError(of_an_older_format(path, manifest)) from None

@@ -176,3 +176,6 @@ class TablesOnDisk(Mapping[str, pd.DataFrame]):
 
     def __len__(self) -> int:
         return len(self.paths)
+
+
+BEFORE = "before"

@@ -15,6 +15,7 @@ COLUMNS: Columns = (
     Column("version", "version of the task", kind="text"),
     Column("is_asked", "whether the task was named; otherwise it is part of a named group", kind="truth"),
 )
+SCORE_TABLES = {TABLE: COLUMNS}
 # the compared metric of a task is the first of these that the task has, or else its first metric
 PREFERRED = ("acc_norm", "acc", "exact_match", "f1", "word_perplexity")
 

@@ -1,11 +1,14 @@
 """Runs of `analyze` side by side: their names, their metrics, and the settings in which they differ."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pandas as pd
 
 from sinkscope.errors import InputError
+from sinkscope.results.manifest import make_manifest
 from sinkscope.results.run import RunData, policy_of
 from sinkscope.results.tables import SUMMARY_COLUMNS, WHOLE_MODEL, Columns
 
@@ -104,3 +107,22 @@ def shorten(text: str, longest: int) -> str:
 def span(ends: tuple[int, int]) -> str:
     """Return "64" for (64, 64) and "5 to 12" for (5, 12)."""
     return f"{ends[0]}" if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"
+
+
+def comparison_manifest(
+    start: float, tables: Iterable[str], runs: Iterable[Mapping[str, Any]], differing: pd.DataFrame
+) -> dict[str, Any]:
+    """Return the manifest of a comparison of runs, each with its label, its folder and further entries."""
+    recorded = [{**run, "folder": run["folder"] and str(run["folder"])} for run in runs]
+    config = {"runs": [run["folder"] for run in recorded]}
+    return make_manifest("compare", config, start, tables, runs=recorded, differing=differing.to_dict(orient="index"))
+
+
+def distinct_names(models: Sequence[tuple[str, Path | None]]) -> list[str]:
+    """Return the names of the models; a repeated name gets the name of its folder, or a number."""
+    counts = Counter(model for model, _ in models)
+    names = [
+        f"{model} ({folder.name})" if counts[model] > 1 and folder is not None else model for model, folder in models
+    ]
+    again = Counter(names)
+    return [f"{name} ({place})" if again[name] > 1 else name for place, name in enumerate(names, 1)]

@@ -70,7 +70,7 @@ BELOW = dict.fromkeys(("layer", "head", "kv_head", "query", "key"), 1 << 12) | d
 MOST_ROWS = 100_000_000
 TWICE = "it has rows twice"
 
-# tables that trainings write; measuring/tables.py has all tables
+# tables of SinkCallback; measuring/tables.py has all tables
 TRAINING_TABLES: dict[str, Columns] = {
     "training": (SEED, STEP, METRIC, VALUE),
     "largest_activations": (
@@ -78,19 +78,6 @@ TRAINING_TABLES: dict[str, Columns] = {
         Column("value", "the largest entry of all layers' outputs at this step"),
     ),
     "largest_logits": (STEP, HEAD, KV_HEAD, Column("largest", "largest |logit| of the head at this step")),
-    "gates": (
-        SEED,
-        Column("head", "head of values or queries, as the parameter counts; or the register", kind="whole"),
-        Column("parameter", "parameter of the retrofit", kind="text"),
-        Column("displacement", "distance of the head's parameters from where they started"),
-    ),
-    "retrofit": (SEED, METRIC, VALUE),
-    "value_norms": (
-        SEQUENCE, POSITION, TOKEN_ID, TOKEN,
-        Column("is_trigger", "whether the token is a trigger of the task", kind="truth"),
-        Column("norm", "L2 norm of all heads' values as they are projected"),
-        Column("attended_norm", "the same as they are attended to, after a gate on values"),
-    ),
 }  # fmt: skip
 
 

@@ -22,7 +22,15 @@ from sinkscope.measuring.observables.reductions import LATER
 from sinkscope.measuring.summary import later_sinks
 from sinkscope.models.family import ATTENTION, UNREAD
 from sinkscope.results import findings as limits
-from sinkscope.results.findings import ALMOST_NO_SINK, NO_SINK, STRONG, USUAL, Finding, Outcome
+from sinkscope.results.findings import (
+    ALMOST_NO_SINK,
+    FINDING_COLUMNS,
+    NO_SINK,
+    STRONG,
+    USUAL,
+    Finding,
+    Outcome,
+)
 from sinkscope.results.judgment import NotDefined, estimated
 from sinkscope.results.judgment import Outcome as Judged
 from sinkscope.results.metrics import CLEAR, METRICS, has_no_rate, reason_without_rate
@@ -32,23 +40,9 @@ from sinkscope.results.run import WITH, RunData
 from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.side_by_side import span
 from sinkscope.results.statistics import Estimate
-from sinkscope.results.tables import WHOLE_MODEL, Column, names_of
+from sinkscope.results.tables import WHOLE_MODEL, names_of
 from sinkscope.verdict import pictures, probes
 from sinkscope.verdict.report import Report, coordinates_text, interval, layers_text, with_interval
-
-# the table `finding`
-TABLE = "finding"
-COLUMNS = (
-    Column("finding", "subject of the finding", kind="text"),
-    Column("number", "name of the number: value, or another; a list has a row for each entry", kind="text"),
-    Column("value", "the number"),
-    Column("low", "lower end of its 95 % interval; NaN without one"),
-    Column("high", "upper end"),
-    Column("threshold", "threshold that decided the outcome; NaN without one"),
-    Column("outcome", "outcome of the finding", kind="text"),
-    Column("claim", "id of the claim with this number (`sinkscope list claims`); empty without one", kind="text"),
-    Column("null", "the number without the effect; NaN without one", since=4),
-)  # fmt: skip
 
 # metrics of the whole model, in the order of the verdict's table
 SHOWN = (
@@ -173,8 +167,8 @@ def finding_table(run: RunData, report: Report) -> pd.DataFrame:
             if name not in ends:
                 low, high = (by_name.get(f"{name}_{end}", nan) for end in ("low", "high"))
                 rows.append((finding.name, name, value, low, high, *about, nan))
-    table = pd.DataFrame(rows, columns=names_of(COLUMNS))
-    table = table.astype({column.name: float for column in COLUMNS if column.kind == "number"})
+    table = pd.DataFrame(rows, columns=names_of(FINDING_COLUMNS))
+    table = table.astype({column.name: float for column in FINDING_COLUMNS if column.kind == "number"})
     for column, label in (("layer", WHOLE_MODEL), ("condition", run.condition), ("model", run.model)):
         table.insert(0, column, label)
     return table

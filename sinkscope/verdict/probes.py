@@ -6,13 +6,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sinkscope.commands.intervene.experiment import BEFORE
 from sinkscope.interventions.heads import AblateHeads, dormant
 from sinkscope.measuring.estimates import super_weight
 from sinkscope.measuring.observables.spikes import SECONDARY
 from sinkscope.results.findings import Finding
 from sinkscope.results.judgment import NotDefined
-from sinkscope.results.run import RunData
+from sinkscope.results.run import BEFORE, RunData
 from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import Estimate, bootstrap, exact, rank_correlation, weighted_means
 from sinkscope.verdict.report import interval, with_interval

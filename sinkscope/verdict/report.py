@@ -8,7 +8,9 @@ from typing import Any
 
 import pandas as pd
 
+from sinkscope.options.register import records
 from sinkscope.results.findings import Finding, Published
+from sinkscope.results.run import RunData
 from sinkscope.results.statistics import Estimate
 from sinkscope.verdict.table_formats import as_markdown
 
@@ -21,6 +23,12 @@ class Report:
     settings: Sequence[Finding]  # how the run was measured
     table: pd.DataFrame  # an overview; every cell is text
     findings: Sequence[Finding]  # all other findings
+
+
+def report_of(run: RunData) -> Report:
+    """Return the report of the command that made a run."""
+    record = records()[run.command]
+    return record.imported(record.report)(run)
 
 
 def report_markdown(report: Report) -> str:

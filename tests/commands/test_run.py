@@ -16,14 +16,14 @@ import sinkscope
 from sinkscope import InputError, Run, run_recipe
 from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.figures import FIGURES
-from sinkscope.options import COMMANDS
 from sinkscope.options import recipe as recipes
 from sinkscope.options.recipe import find_recipe, known_recipes, read_recipe, shipped
+from sinkscope.options.register import options_by_command
 
 pytestmark = pytest.mark.usefixtures("here")
 
 SHIPPED = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
-TRAINING = [path for path in SHIPPED if not COMMANDS[read_recipe(path).content.command].in_memory]
+TRAINING = [path for path in SHIPPED if not options_by_command()[read_recipe(path).content.command].in_memory]
 MEASURING = [path for path in SHIPPED if path not in TRAINING]
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "positions": 16, "window": 16}
 TRAINED: dict[str, Any] = {
@@ -86,7 +86,7 @@ def test_recipes_that_come_with_sinkscope() -> None:
             own = {"not-universal": "openai-community/gpt2", "gradient-sinks-checkpoints": "EleutherAI/pythia-160m"}
             assert recipe.content.model == next((own[name] for name in own if path.stem.startswith(name)), None)
             for options in recipe.options({}).values():
-                assert isinstance(options, COMMANDS[recipe.content.command])
+                assert isinstance(options, options_by_command()[recipe.content.command])
             assert set(recipe.content.figures) <= set(FIGURES)
             assert known_recipes()[path.stem] == path
             assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= 120

@@ -11,7 +11,7 @@ from support.figures import check_all_draw, edges_at, legend_of, rough_figures
 from support.made_up_runs import make_run
 
 from sinkscope import InputError, Run
-from sinkscope.figures import COMMAND, OF_RUNS, applicable, draw
+from sinkscope.figures import COMMAND, KINDS, applicable, draw
 from sinkscope.figures import FIGURES as ALL_FIGURES
 from sinkscope.figures.query_bias import standard_quantiles
 from sinkscope.figures.runs import TOKENS
@@ -24,7 +24,7 @@ FIGURES = {  # of the tables of a made-up run
     for name, spec in ALL_FIGURES.items()
     if not {*COMMAND, "head_scores", "super_weights", "over_mixing"} & set(spec.tables)
 }
-draw_comparison = OF_RUNS["by-layer"]
+draw_comparison = KINDS["several runs"]["by-layer"]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from support.made_up_runs import make_run
 from support.made_up_steps import made_up_steps, sigmoid
 
 from sinkscope.commands.steps.onsets import FEWEST_STEPS, RunsByStep, onset_table
-from sinkscope.figures import OF_STEPS, draw
+from sinkscope.figures import KINDS, draw
 from sinkscope.figures.gradients import LOOKS
 from sinkscope.measuring.summary import compress_fits
 from sinkscope.output.run import Run
@@ -109,7 +109,7 @@ def test_bounds_draws_theorem_1_at_position_0(run: Run) -> None:
 
 def test_training_draws_each_steps_numbers_in_their_order() -> None:
     runs = [checkpoint(step) for step in (300, 100, 200)]
-    axes = OF_STEPS["training-by-step"](runs).axes
+    axes = KINDS["training steps"]["training-by-step"](runs).axes
     ordered = sorted(runs, key=lambda pair: pair[0])
     whole = {
         metric: [run.tables["summary"].query("layer == -1").set_index("metric")["value"][metric] for _, run in ordered]
@@ -135,7 +135,7 @@ def test_training_draws_each_steps_numbers_in_their_order() -> None:
 
 def test_training_draws_gs_figure_2_with_a_line_a_step() -> None:
     runs = [checkpoint(step) for step in (0, 10, 1000)]
-    figure = OF_STEPS["training-gradient-norms"](runs)
+    figure = KINDS["training steps"]["training-gradient-norms"](runs)
     *axes, bar = figure.axes
     for ax, pathway in zip(axes, PATHWAYS, strict=True):
         for (_, run), line in zip(runs, ax.lines, strict=True):
@@ -152,7 +152,7 @@ RUNS = made_up_steps(DOUBLED, {"value_gradient": np.ones(len(DOUBLED)), "norm": 
 
 def test_it_draws_its_table() -> None:
     table = onset_table(RUNS)
-    *axes, below = OF_STEPS["training-onsets"](RunsByStep(RUNS[::-1])).axes
+    *axes, below = KINDS["training steps"]["training-onsets"](RunsByStep(RUNS[::-1])).axes
     onsets = table[table["number"] == "onset"].set_index("quantity")
     for ax, (name, onset) in zip(axes, onsets.iterrows(), strict=True):
         course = table[(table["number"] == "course") & (table["quantity"] == name)]
@@ -176,11 +176,11 @@ def test_it_draws_its_table() -> None:
 
 
 def test_few_steps_have_no_leads() -> None:
-    assert len(OF_STEPS["training-onsets"](RunsByStep(RUNS[: FEWEST_STEPS - 1])).axes) == 3
-    assert len(OF_STEPS["training-onsets"](RunsByStep(RUNS[:FEWEST_STEPS])).axes) == 4
+    assert len(KINDS["training steps"]["training-onsets"](RunsByStep(RUNS[: FEWEST_STEPS - 1])).axes) == 3
+    assert len(KINDS["training steps"]["training-onsets"](RunsByStep(RUNS[:FEWEST_STEPS])).axes) == 4
 
 
 def test_it_applies_only_to_steps_with_two_quantities() -> None:
-    spec = OF_STEPS["training-onsets"]
+    spec = KINDS["training steps"]["training-onsets"]
     assert spec.applies(RunsByStep(RUNS))
     assert not spec.applies(RunsByStep(RUNS[:1]))

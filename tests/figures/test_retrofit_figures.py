@@ -11,9 +11,10 @@ from support.figures import edges_at, said
 from support.made_up_runs import grid
 
 from sinkscope import InputError, Run
-from sinkscope.commands.train.figures import PANELS, ROWS, Arms, arm_looks, to_others
+from sinkscope.commands.train.figures import PANELS, ROWS, Arms, to_others
 from sinkscope.commands.train.tables import UNTOUCHED, sinking_layer
-from sinkscope.figures import OF_ARMS
+from sinkscope.figures import KINDS
+from sinkscope.figures.plot import arm_looks
 from sinkscope.figures.style import Figure
 from sinkscope.results.run import RunData
 
@@ -44,13 +45,13 @@ RUNS = {arm: run_of(arm, 10 * place) for place, arm in enumerate(ARMS)}
 
 def drawn(ax: Axes, arm: str, solid: bool = True) -> np.ndarray:
     """Return the line of an arm, found by its color; with `solid=False` the faint line."""
-    look = arm_looks(ARMS)[arm]
+    look = arm_looks(ARMS, UNTOUCHED)[arm]
     (line,) = [line for line in ax.lines if line.get_color() == look["color"] and (line.get_alpha() is None) == solid]
     return np.asarray(line.get_ydata(), float)
 
 
 def test_layers_are_position_0_against_the_mean_of_the_others() -> None:
-    axes = OF_ARMS["retrofit-layers"](Arms({}, RUNS)).axes
+    axes = KINDS["arms of a training"]["retrofit-layers"](Arms({}, RUNS)).axes
     for arm, run in RUNS.items():
         tables = [run.tables["attention"].rename(columns={"sink_rate": "norm_mean"})]
         activation = run.tables["activation"]
@@ -69,7 +70,7 @@ def test_values_and_gates_are_by_layer_and_in_a_single_layer_by_position() -> No
         for arm, run in RUNS.items()
     }
     for runs, is_deep in ((RUNS, True), (single, False)):
-        axes = OF_ARMS["retrofit-values"](Arms({}, runs)).axes
+        axes = KINDS["arms of a training"]["retrofit-values"](Arms({}, runs)).axes
         assert len(axes) == 3
         assert all(ax.get_yscale() == "linear" and ax.get_ylim()[0] == 0 for ax in axes)
         for arm, run in runs.items():
@@ -83,7 +84,9 @@ def test_values_and_gates_are_by_layer_and_in_a_single_layer_by_position() -> No
             np.testing.assert_allclose(drawn(axes[2], "vga", solid=False), gates[[1, 2, 3]].mean(axis=1))
         assert len(axes[2].lines) == 2 + is_deep  # the one gated arm, its later positions, and the line of no effect
     ungated = {arm: run for arm, run in RUNS.items() if arm != "vga"}
-    assert len(OF_ARMS["retrofit-values"](Arms({}, ungated)).axes) == 1  # values are attended to as projected
+    assert (
+        len(KINDS["arms of a training"]["retrofit-values"](Arms({}, ungated)).axes) == 1
+    )  # values are attended to as projected
 
 
 def bars_of(**by_metric: list[float]) -> Any:
@@ -94,7 +97,7 @@ def bars_of(**by_metric: list[float]) -> Any:
         if not np.isnan(value)
     ]
     table = pd.DataFrame(rows, columns=["model", "condition", "layer", "metric", "value"])
-    axes = OF_ARMS["retrofit-bars"](Arms({"retrofit": table}, RUNS)).axes
+    axes = KINDS["arms of a training"]["retrofit-bars"](Arms({"retrofit": table}, RUNS)).axes
     return dict(zip([name for name in PANELS if name in by_metric], axes, strict=False))
 
 
@@ -115,7 +118,7 @@ def test_bars_show_every_seed_and_their_spread() -> None:
     rows = [("org/m", arm, -1, seed, "perplexity", 10.0 + 2 * seed) for arm in ARMS for seed in range(3)]
     rows += [("org/m", arm, -1, seed, "massive_count", 0.0) for arm in ARMS for seed in range(3)]
     table = pd.DataFrame(rows, columns=["model", "condition", "layer", "seed", "metric", "value"])
-    figure = OF_ARMS["retrofit-bars"](Arms({"retrofit": table}, RUNS))
+    figure = KINDS["arms of a training"]["retrofit-bars"](Arms({"retrofit": table}, RUNS))
     ax = figure.axes[0]
     assert [bar.get_width() for bar in ax.patches] == [12.0] * 3
     dots = [line for line in ax.lines if len(line.get_xdata()) == 3 and line.get_marker() == "o"]
@@ -144,21 +147,21 @@ def test_sinks_are_drawn_against_the_loss() -> None:
         for step, value in enumerate(values)
     ]
     table = pd.DataFrame(rows, columns=["model", "condition", "layer", "seed", "step", "metric", "value"])
-    figure = OF_ARMS["retrofit-equal-loss"](Arms({"training": table}, RUNS))
+    figure = KINDS["arms of a training"]["retrofit-equal-loss"](Arms({"training": table}, RUNS))
     (ax,) = figure.axes
     lines = [line for line in ax.lines if len(line.get_xdata()) == 3]
     assert [list(line.get_xdata()) for line in lines] == [[5.0, 4.0, 3.0]] * 2 + [[6.0, 5.0, 4.0]] * 2
     assert lines[2].get_ydata() == pytest.approx([100.0, 110.0, 30.0])
     assert ax.xaxis_inverted()
     with pytest.raises(InputError, match="no arm has a held-out loss by step"):
-        OF_ARMS["retrofit-equal-loss"](Arms({"training": table[table["step"] < 0]}, RUNS))
+        KINDS["arms of a training"]["retrofit-equal-loss"](Arms({"training": table[table["step"] < 0]}, RUNS))
 
 
 TASK_RUNS = {"arm 0": RunData({"model": {"name": "tiny"}, "input": {"token_zero": "bos <s> (id 0)"}}, {})}
 
 
 def draw_backcopy_training(training: pd.DataFrame) -> Figure:
-    return OF_ARMS["backcopy-training"](Arms({"training": training}, TASK_RUNS))
+    return KINDS["arms of a training"]["backcopy-training"](Arms({"training": training}, TASK_RUNS))
 
 
 def test_lines_are_means_over_seeds_and_bands_reach_the_extremes() -> None:
@@ -189,7 +192,9 @@ def test_the_layer_with_the_largest_sink_is_drawn() -> None:
 
 def test_maps_and_bars_show_the_tables() -> None:
     weights, norms = backcopy_maps(arms=2)
-    figure = OF_ARMS["backcopy-maps"](Arms({"attention_maps": weights, "value_norms": norms}, TASK_RUNS))
+    figure = KINDS["arms of a training"]["backcopy-maps"](
+        Arms({"attention_maps": weights, "value_norms": norms}, TASK_RUNS)
+    )
     above, below = np.array(figure.axes[:4]).reshape(2, 2)
     for column, arm in enumerate(("arm 0", "arm 1")):
         shown = above[column].images[0].get_array()

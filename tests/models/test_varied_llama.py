@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from transformers.models.llama import modeling_llama
 
 from sinkscope.attention.position_kinds import with_positions
-from sinkscope.commands.train.varied_llama import POSITION_SCHEMES, VariedLlamaConfig, alibi_slopes, bucket
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.calibrate import calibrate
 from sinkscope.models.families import find_family
+from sinkscope.models.varied_llama import POSITION_SCHEMES, VariedLlamaConfig, alibi_slopes, bucket
 from sinkscope.models.wiring import check_wiring, read_sites
 from sinkscope.retrofits import retrofit_model
 from sinkscope.text.batch import Batch

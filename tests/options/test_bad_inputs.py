@@ -15,10 +15,10 @@ from sinkscope.commands.train.arms import parse_methods
 from sinkscope.errors import InputError
 from sinkscope.interventions import parse
 from sinkscope.models.files import read_settings
-from sinkscope.options import COMMANDS
 from sinkscope.options.files import kind_of, user_path
 from sinkscope.options.option import checked
 from sinkscope.options.recipe import find_recipe, read_recipe
+from sinkscope.options.register import options_by_command
 from sinkscope.text.inputs import build_inputs
 from sinkscope.text.sources import check_source, documents
 
@@ -112,12 +112,12 @@ def test_texts(kind: str, data: st.DataObject) -> None:
         ends_well(lambda: read(text))  # noqa: B023
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", options_by_command())
 @settings(few, max_examples=40)
 @given(data=st.data())
 def test_options(command: str, data: st.DataObject) -> None:
     """Values are text as on the command line, YAML values as in recipes, and Python objects."""
-    kind = COMMANDS[command]
+    kind = options_by_command()[command]
     names = st.sampled_from(sorted(kind.model_fields)) | bad.odd_texts
     values = bad.odd_numbers | bad.odd_numbers.map(str) | bad.odd_texts | bad.json_values
     options = data.draw(st.dictionaries(names, values, min_size=1, max_size=2))

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 from sinkscope.cli.app import app
 from sinkscope.commands.train.options import RetrofitOptions, TrainOptions
 from sinkscope.errors import InputError
-from sinkscope.options import COMMANDS
 from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.options.option import checked, flag
+from sinkscope.options.register import options_by_command
 
 
 def refusal(**options: Any) -> str:
@@ -59,9 +59,9 @@ def test_refusals() -> None:
     assert make_config(input=Path("here") / "text.txt").input == str(Path("here") / "text.txt")
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", options_by_command())
 def test_help_shows_every_option(name: str) -> None:
-    kind = COMMANDS[name]
+    kind = options_by_command()[name]
     text = " ".join(CliRunner(env={"COLUMNS": "200"}).invoke(app, [name, "--help"]).stdout.split())
     for field, info in kind.model_fields.items():
         is_shown = field not in (*kind.arguments, *kind.refused, *kind.hidden)
@@ -82,8 +82,8 @@ def test_run_json_gives_the_options_back() -> None:
         ("train", {"method": "none,vscale", "seeds": 2, "learning_rate": 0.1}),
     )
     for command, options in given:
-        asked = checked(COMMANDS[command], options)
-        assert checked(COMMANDS[command], json.loads(asked.model_dump_json())) == asked
+        asked = checked(options_by_command()[command], options)
+        assert checked(options_by_command()[command], json.loads(asked.model_dump_json())) == asked
 
 
 def test_defaults_of_a_training_from_random_weights() -> None:
@@ -106,4 +106,4 @@ def test_arms_are_measured_on_blocks() -> None:
         ("train", {"only_new": True}, "begins with random weights"),
     ):
         with pytest.raises(InputError, match=reason):
-            checked(COMMANDS[command], wrong)
+            checked(options_by_command()[command], wrong)

@@ -6,14 +6,14 @@ import pytest
 from keywords import KEYWORDS, written
 
 import sinkscope
-from sinkscope.options import COMMANDS
 from sinkscope.options.measuring import InputOptions
 from sinkscope.options.option import Options
+from sinkscope.options.register import options_by_command
 
 BY_ARGUMENTS = ("compare", "show", "list", "card")  # commands whose functions name their few options
 TAKE_OPTIONS = {
-    **{name.replace("-", "_"): kind for name, kind in COMMANDS.items() if name not in BY_ARGUMENTS},
-    "analyze_steps": COMMANDS["analyze"],
+    **{name.replace("-", "_"): kind for name, kind in options_by_command().items() if name not in BY_ARGUMENTS},
+    "analyze_steps": options_by_command()["analyze"],
     "intervening": InputOptions,
 }
 
@@ -36,7 +36,7 @@ def test_a_function_lists_its_options_with_default_and_help(name: str) -> None:
 
 
 def test_every_command_is_a_function_and_every_class_of_options_is_described() -> None:
-    assert {name.replace("-", "_") for name in COMMANDS} <= set(dir(sinkscope))
+    assert {name.replace("-", "_") for name in options_by_command()} <= set(dir(sinkscope))
     assert sinkscope.run is sinkscope.run_recipe
     assert "list" not in sinkscope.__all__  # `from sinkscope import *` would replace Python's own
     assert sinkscope.list("metrics")["metric"].tolist()[0] == "sink_rate"

@@ -8,7 +8,7 @@ import pytest
 
 from sinkscope.commands.sweep.output import words
 from sinkscope.commands.sweep.tables import EPSILON, SCORES, SWEEP, SweepTables
-from sinkscope.figures import OF_SWEEP
+from sinkscope.figures import KINDS
 
 CELL: dict[str, Any] = {
     "model": "a", "condition": "natural", "layer": -1, "cell": "", "revision": "", "step": -1, "family": "", "base": "",
@@ -81,10 +81,10 @@ DRAWN: dict[str, tuple[list[dict[str, Any]], dict[str, list[tuple[float, float]]
 OF_OTHER_TABLES = {"sweep-benchmarks", "sweep-factor", "sweep-training-sink", "sweep-training-loss"}  # tested elsewhere
 
 
-@pytest.mark.parametrize("name", [name for name in OF_SWEEP if name not in OF_OTHER_TABLES])
+@pytest.mark.parametrize("name", [name for name in KINDS["cells of a sweep"] if name not in OF_OTHER_TABLES])
 def test_a_figure_shows_the_rates_of_the_table(name: str) -> None:
     cells, expected = DRAWN[name]
-    assert lines(OF_SWEEP[name](tables_of(*cells))) == expected
+    assert lines(KINDS["cells of a sweep"][name](tables_of(*cells))) == expected
 
 
 def test_the_first_setting_and_the_last_revision_are_compared_by_input() -> None:
@@ -114,7 +114,7 @@ def test_rates_under_different_bos_policies_are_in_rows_of_their_own() -> None:
     columns = {"model": ["a", "a"], "BOS": ["with", "without"], "natural": ["50.0%", "0.0%"]}
     assert tables.overview.to_dict("list") == columns | {"random": ["25.0%", "0.0%"]}
     assert tables.main["bos"].tolist() == ["with", "with"]
-    names = [text.get_text() for text in OF_SWEEP["sweep-inputs"](tables).axes[0].get_yticklabels()]
+    names = [text.get_text() for text in KINDS["cells of a sweep"]["sweep-inputs"](tables).axes[0].get_yticklabels()]
     assert names == ["a, with BOS", "a, without BOS"]
 
 
@@ -134,7 +134,7 @@ def test_scores_are_drawn_against_sink_rates() -> None:
     scores = tables.tables[SCORES]
     scores["family"] = scores["model"].map(family).fillna("")
     scores["parameters"] = scores["model"].map({"a": 2 * 10**6}).fillna(10**6)
-    figure = OF_SWEEP["sweep-benchmarks"](tables)
+    figure = KINDS["cells of a sweep"]["sweep-benchmarks"](tables)
     assert [ax.get_title() for ax in figure.axes] == ["t (acc)", "u (acc)"]
     points = {
         bars.get_label(): [tuple(map(float, point)) for point in bars.lines[0].get_xydata()]
@@ -157,7 +157,7 @@ def test_intervals_over_sequences_are_drawn(name: str) -> None:
     tables = tables_of({}, RANDOM)
     ends = tables.tables[EPSILON]
     with_ends = SweepTables(tables.tables | {EPSILON: ends.assign(low=ends["sink_rate"] - 0.1, high=0.9)}, {})
-    figure = OF_SWEEP[name](with_ends)
+    figure = KINDS["cells of a sweep"][name](with_ends)
     assert "95 % over sequences" in [text.get_text() for text in figure.legends[0].get_texts()]
     drawn = np.concatenate([path.vertices for path in figure.axes[0].collections[0].get_paths()])
     assert {60.0, 90.0} <= set(drawn.round(6).ravel())

@@ -27,7 +27,7 @@ from sinkscope.commands.claims.scorecard import (
 )
 from sinkscope.commands.claims.table import evidence_of, judged
 from sinkscope.commands.claims.table import judged as judged_table
-from sinkscope.figures import OF_CLAIMS
+from sinkscope.figures import KINDS
 from sinkscope.measuring.observables.query_bias import NO_QUERY_BIAS
 from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
 from sinkscope.output.run import Run
@@ -146,7 +146,7 @@ def test_the_first_line_counts_the_claims_that_hold_and_whose_null_fails(monkeyp
     monkeypatch.setattr("sinkscope.commands.claims.table.CLAIMS", {"W-1": CLAIMS["W-1"]})
     for null, count in ((0.0, "1 claim holds, and its"), (0.4, "0 claims hold, and their")):
         table = judged_table(evidence_of([of_text(0.5), of_text(null, 0)], "made"))
-        card = Scorecard({}, table, pd.DataFrame({"effect": [], "model": []}))
+        card = Scorecard({}, {"claim": table, "route": pd.DataFrame({"effect": [], "model": []})})
         assert headline(card).startswith(count)
         assert scorecard_markdown(card).splitlines()[0] == f"## made: {headline(card)}"
 
@@ -154,7 +154,7 @@ def test_the_first_line_counts_the_claims_that_hold_and_whose_null_fails(monkeyp
 def test_claims_with_a_null_that_is_not_defined_are_counted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sinkscope.commands.claims.table.CLAIMS", {"S-9": CLAIMS["S-9"]})
     table = judged_table(evidence_of([of_massive(5000.0), of_massive(1.0, 0)], "made"))
-    card = Scorecard({}, table, pd.DataFrame({"effect": [], "model": []}))
+    card = Scorecard({}, {"claim": table, "route": pd.DataFrame({"effect": [], "model": []})})
     assert headline(card) == "0 claims hold, and their null does not pass them"
     assert "- Hold, and their null is not defined: 1 (S-9)." in scorecard_markdown(card)
     assert "– (not defined)" in scorecard_markdown(card)
@@ -167,7 +167,7 @@ def test_claims_on_one_number_are_counted_once(monkeypatch: pytest.MonkeyPatch) 
     for run in runs:
         run.manifest["not_measured"] = {"query-bias": NO_QUERY_BIAS}
     table = judged_table(evidence_of(runs, "made"))
-    card = Scorecard({}, table, pd.DataFrame({"effect": [], "model": []}))
+    card = Scorecard({}, {"claim": table, "route": pd.DataFrame({"effect": [], "model": []})})
     assert headline(card).startswith("1 claim holds, and its")
     assert "- Hold, and their null does not pass them: 1 (W-1 = W-21 = N-12)." in scorecard_markdown(card)
     apart = table.assign(value=table["value"] + table["claim"].eq("N-12"))  # N-12 has another number
@@ -211,7 +211,7 @@ def test_a_scorecard_begins_with_what_is_unusual() -> None:
 
 def test_the_figure_of_several_models_has_each_decided_claim_once_and_those_that_differ_first() -> None:
     card = Scorecard.open("reports/claims")
-    texts = [label.get_text() for label in OF_CLAIMS["scorecard-by-model"](card).axes[0].get_yticklabels()]
+    texts = [label.get_text() for label in KINDS["claims"]["scorecard-by-model"](card).axes[0].get_yticklabels()]
     rows = [text.split()[0] for text in texts if text.split()[0] in CLAIMS]
     others = set()
     for text in texts:

@@ -15,7 +15,7 @@ import sinkscope
 import sinkscope.results.run
 from sinkscope import InputError, Run, compare
 from sinkscope.commands.measured import differences, options_of_run
-from sinkscope.options import COMMANDS
+from sinkscope.options.register import options_by_command
 from sinkscope.results.folders import check_output
 from sinkscope.results.manifest import read_manifest
 from sinkscope.results.schema import RunManifest
@@ -99,6 +99,6 @@ def test_every_entry_edited_by_hand(command: str, runs: Path, tmp_path: Path) ->
         message = refusal(lambda: read_in_every_way(folder, whole, command))
         count["refused" if message else "read"] += 1
         assert not message or str(folder) in message
-        refusal(lambda: options_of_run(folder, command, COMMANDS[command]))
+        refusal(lambda: options_of_run(folder, command, options_by_command()[command]))
         refusal(lambda: check_output(folder, overwrite=True))
     assert min(count.values()) > (50 if command == "analyze" else 5), count

@@ -12,6 +12,7 @@ import psutil
 import pyarrow.parquet
 import pytest
 import torch
+from sinkscope.verdict.register import written_tables
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import sinkscope
@@ -19,7 +20,6 @@ from sinkscope import InputError, Run, show
 from sinkscope.results.manifest import MANIFEST, format_of
 from sinkscope.results.papers import GPT2_MASSIVE, paper_tables, printed_gamma
 from sinkscope.results.tables import LEADING, LEADING_COLUMNS, METRIC, MOST_ROWS, VALUE, Column, read_table, write_table
-from sinkscope.verdict.register import written_tables
 
 REPORT = Path(__file__).parents[2] / "reports"
 REPORTS = sorted(REPORT.glob("*/tables/*.parquet"))

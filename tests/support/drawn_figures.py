@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from sinkscope.commands.compare.figures import CURVES
 from sinkscope.commands.steps.onsets import RunsByStep
 from sinkscope.commands.sweep.factor_study import TABLE as STUDIED
 from sinkscope.commands.sweep.tables import EPSILON, SCORES, SWEEP, SweepTables
-from sinkscope.commands.train.figures import CURVES, Arms
-from sinkscope.figures import FIGURES, OF_ARMS, OF_RUNS, OF_STEPS, OF_SWEEP, OF_TRAININGS, draw
+from sinkscope.commands.train.figures import Arms
+from sinkscope.figures import FIGURES, KINDS, draw
 from sinkscope.figures.style import Figure
 from sinkscope.output.run import Run
 from sinkscope.results.metrics import BACKCOPY
@@ -38,20 +39,20 @@ TEXTS = {"scorecard", "scorecard-by-model", "routes"}
 
 
 def drawn(name: str) -> Figure:
-    if name in OF_RUNS:
-        return OF_RUNS[name]([make_run(model="org/One_1"), make_run(model="org/Two_2")])
+    if name in KINDS["several runs"]:
+        return KINDS["several runs"][name]([make_run(model="org/One_1"), make_run(model="org/Two_2")])
     if name == "training-onsets":
         rise = sigmoid(DOUBLED, 50)
         courses = {"value_gradient": 1 + 40 * rise, "norm": 1 + 200 * rise, "sink_rate": 0.4 * rise}
-        return OF_STEPS[name](RunsByStep(made_up_steps(DOUBLED, courses)))
-    if name in OF_STEPS:
-        return OF_STEPS[name]([checkpoint(step) for step in (0, 100, 1000)])
-    if name in OF_ARMS:
-        return OF_ARMS[name](_arms())
-    if name in OF_TRAININGS:
-        return OF_TRAININGS[name](_curves())
-    if name in OF_SWEEP:
-        return OF_SWEEP[name](_sweep())
+        return KINDS["training steps"][name](RunsByStep(made_up_steps(DOUBLED, courses)))
+    if name in KINDS["training steps"]:
+        return KINDS["training steps"][name]([checkpoint(step) for step in (0, 100, 1000)])
+    if name in KINDS["arms of a training"]:
+        return KINDS["arms of a training"][name](_arms())
+    if name in KINDS["trainings of your own"]:
+        return KINDS["trainings of your own"][name](_curves())
+    if name in KINDS["cells of a sweep"]:
+        return KINDS["cells of a sweep"][name](_sweep())
     return draw(name, experiment() if name in OF_EXPERIMENTS else _run())
 
 
@@ -67,7 +68,14 @@ def _curves() -> pd.DataFrame:
 
 
 def names() -> list[str]:
-    registers: list[Any] = [FIGURES, OF_RUNS, OF_STEPS, OF_ARMS, OF_TRAININGS, OF_SWEEP]
+    registers: list[Any] = [
+        FIGURES,
+        KINDS["several runs"],
+        KINDS["training steps"],
+        KINDS["arms of a training"],
+        KINDS["trainings of your own"],
+        KINDS["cells of a sweep"],
+    ]
     return [name for register in registers for name in register]
 
 

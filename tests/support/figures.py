@@ -26,7 +26,7 @@ def quick_sweeps(patch: pytest.MonkeyPatch) -> None:
     """Fork the workers of sweeps, which then import nothing, and draw no figures, which tests/figures checks."""
     patch.setattr("sinkscope.commands.sweep.pools.METHOD", "fork")
     patch.setattr("sinkscope.commands.sweep.output.drawings_of", lambda specs, data: {})
-    patch.setattr("sinkscope.commands.claims.output.scorecard_drawings", lambda card: {})
+    patch.setattr("sinkscope.commands.claims.scorecard.drawings_of", lambda specs, data: {})
     skip_figures(patch)
 
 

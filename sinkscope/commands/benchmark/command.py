@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.benchmark.options import BenchmarkOptions
-from sinkscope.commands.claims.output import Scores
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
 from sinkscope.measuring.console import print_notices, spinner
@@ -27,14 +26,33 @@ from sinkscope.options.files import kind_of, user_path
 from sinkscope.options.keywords import BenchmarkKeywords
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.signatures import with_options
+from sinkscope.output.result import Result as Written
 from sinkscope.output.result import draw, figure_failure, write_data
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import make_manifest
-from sinkscope.results.scores import COLUMNS, COMMAND, TABLE
+from sinkscope.results.scores import COLUMNS, COMMAND, TABLE, main_scores
 from sinkscope.results.tables import LEADING, names_of
 
 PACKAGE = "lm_eval"
 DIFFERING = -1  # shots of a group whose tasks differ in them
+
+
+class Scores(Written):
+    """The result of `benchmark`."""
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row for each task (its `condition`), metric and filter."""
+        return self.tables[TABLE]
+
+    @property
+    def main(self) -> pd.DataFrame:
+        """One row for each task that was named."""
+        return main_scores(self.table)
+
+    @property
+    def summary_tables(self) -> dict[str, pd.DataFrame]:
+        return {"": self.main[["condition", "metric", "score", "error", "questions"]]}
 
 
 def command(options: BenchmarkOptions, output: OutputOptions) -> Result:

@@ -7,7 +7,6 @@ from sinkscope.errors import InputError
 from sinkscope.options.measuring import DeviceOptions, ModelOptions, SeedOptions
 from sinkscope.options.option import (
     MOST,
-    Options,
     as_folder_name,
     distinct,
     option,
@@ -39,9 +38,8 @@ class BenchmarkOptions(SeedOptions, DeviceOptions, ModelOptions):
     def folder(self) -> Path:
         return Path("runs", as_folder_name(self.folder_name, "benchmark"))
 
-
-def check_tasks_of_a_file(options: Options) -> None:
-    """Raise InputError if a file, which may come from anywhere, names tasks whose templates and functions run code."""
-    path = getattr(options, "task_path", None)
-    if path is not None and not options.trust_remote_code:  # type: ignore[attr-defined]  # it has one if it has the other
-        raise InputError(f"task-path {path}: tasks can run code. If you trust their author, add --trust-remote-code")
+    def check_of_a_file(self) -> None:
+        if self.task_path is not None and not self.trust_remote_code:
+            raise InputError(
+                f"task-path {self.task_path}: tasks can run code. If you trust their author, add --trust-remote-code"
+            )

@@ -106,7 +106,7 @@ def _opened(given: Given) -> Iterator[tuple[Run | Scorecard, str]]:
         command = read_manifest(path, None)["command"]
         if command == CLAIMS:
             card = Scorecard.open(path)
-            yield replace(card, table=card.table.assign(model=cell.model)), cell.family
+            yield replace(card, tables={**card.tables, CLAIM: card.table.assign(model=cell.model)}), cell.family
         elif command in RUNS:
             run = Run.open(path)
             named = run.manifest | {"model": run.manifest["model"] | {"name": cell.model}}

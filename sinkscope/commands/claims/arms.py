@@ -7,11 +7,10 @@ import numpy as np
 from sinkscope.commands.claims.claim import Part
 from sinkscope.commands.claims.evidence import Evidence
 from sinkscope.commands.claims.studies import Need
-from sinkscope.commands.intervene.experiment import BEFORE
 from sinkscope.measuring.estimates import sink_rates
 from sinkscope.results.findings import SINK
 from sinkscope.results.judgment import NotDefined, above, below
-from sinkscope.results.run import RunData
+from sinkscope.results.run import BEFORE, RunData
 from sinkscope.results.sequences import Sequences
 from sinkscope.results.statistics import Estimate, bootstrap, mean_of_controls, one_more_run, positive_jackknife
 

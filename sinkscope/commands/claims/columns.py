@@ -60,4 +60,5 @@ ROUTE_COLUMNS = (
         kind="text"),
     Column("note", "why it does not apply, or the command to measure it", kind="text"),
 )  # fmt: skip
-TABLES = {CLAIM: (*LEADING_COLUMNS, *CLAIM_COLUMNS), ROUTE: (*LEADING_COLUMNS, *ROUTE_COLUMNS)}
+COLUMNS = {CLAIM: CLAIM_COLUMNS, ROUTE: ROUTE_COLUMNS}
+TABLES = {name: (*LEADING_COLUMNS, *columns) for name, columns in COLUMNS.items()}

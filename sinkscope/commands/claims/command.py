@@ -19,7 +19,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.analyze.options import AnalyzeOptions
-from sinkscope.commands.claims.columns import COMMAND, TABLES
+from sinkscope.commands.claims.columns import CLAIM, COMMAND, ROUTE, TABLES
 from sinkscope.commands.claims.evidence import (
     LONG,
     MAIN,
@@ -33,7 +33,6 @@ from sinkscope.commands.claims.evidence import (
 )
 from sinkscope.commands.claims.gathered import collected, judged_folders, merged, skipped_in
 from sinkscope.commands.claims.options import ClaimsOptions
-from sinkscope.commands.claims.output import DrawnScorecard
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.routes import ROLES as ROUTE_ROLES
 from sinkscope.commands.claims.routes import routes_of_models
@@ -184,7 +183,7 @@ def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: f
         skipped_roles={name: one.skipped for name, one in evidence.items()},
     )
     runs = {name: {role.name: run for role, run in one.runs.items()} for name, one in evidence.items()}
-    return Scorecard(manifest, table, routes_of_models(evidence), runs)
+    return Scorecard(manifest, {CLAIM: table, ROUTE: routes_of_models(evidence)}, runs=runs)
 
 
 # ------------------------------------------------------------------------------------------------------ measuring
@@ -428,11 +427,10 @@ class ScorecardFolder:
         for role, run in card.measured.items():
             self.keep(run, role)
         card = replace(card, manifest={**card.manifest, **self._facts}, folder=self.folder)
-        drawn = DrawnScorecard.of(card)
-        self._files.add(*(f"tables/{name}.parquet" for name in drawn.tables), *drawn.texts)
-        drawn.write_files(self.folder)
+        self._files.add(*(f"tables/{name}.parquet" for name in card.tables), *card.texts)
+        card.write_files(self.folder)
         write_manifest(self.folder, {**card.manifest, "drawn": False, "files": self._files.names})
-        return draw(drawn, page=self.page, files=self._files)
+        return draw(card, page=self.page, files=self._files)
 
     def _manifest(self) -> dict[str, Any]:
         facts: dict[str, Any] = {**self._facts, "skipped_roles": self.skipped, "files": self._files.names}

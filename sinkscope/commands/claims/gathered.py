@@ -16,13 +16,11 @@ from sinkscope.commands.claims.studies import OPTIONS, PLAIN, Given, Steps, Trai
 from sinkscope.commands.claims.table import evidence_of, models_of, with_studies
 from sinkscope.commands.steps.series import COMMAND as STEPS
 from sinkscope.commands.steps.series import Series
-from sinkscope.commands.sweep.cells import CELLS
-from sinkscope.commands.sweep.cells import COMMAND as SWEEP
 from sinkscope.commands.train.output import COMMANDS as TRAININGS
 from sinkscope.commands.train.output import Trained
 from sinkscope.errors import InputError
 from sinkscope.options.option import checked
-from sinkscope.options.recipe import COMPARISON
+from sinkscope.options.recipe import CELLS, COMPARISON, SWEEP
 from sinkscope.output.run import Run
 from sinkscope.results.manifest import MANIFEST, RUNS, read_manifest
 from sinkscope.results.run import RunData

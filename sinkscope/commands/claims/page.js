@@ -93,3 +93,20 @@ S.intervalChart = (one) => {
   });
   return S.element("figure", { role: "group", "aria-label": title }, S.element("figcaption.note", {}, title), S.drawn(draw, { height: 58 }));
 };
+
+/** The parts of each model that carry the sink. */
+S.routes = () => {
+  const table = S.table("route");
+  if (!table) return null;
+  const models = table.distinct("model");
+  const all = table.all.map((at) => table.row(at));
+  const cell = (row) => (row && row.after !== null
+    ? `${S.interval(row.before, row.before_low, row.before_high)} → ${S.interval(row.after, row.after_low, row.after_high)}: ${row.effect}`
+    : row?.effect ?? "–");
+  return S.section("routes", "Routes", "Sink rate at position 0 in % [95 %], before → without each part of the model, and the effect.",
+    S.plainTable([{ label: "Route" }, ...models.map((model) => ({ label: S.visible(model) }))],
+      table.distinct("route").map((route) => [route, ...models.map((model) =>
+        cell(all.find((row) => row.route === route && row.model === model)))]), "Routes by model"));
+};
+
+S.OF_COMMANDS.push(S.claims, S.routes);

@@ -22,8 +22,11 @@ from sinkscope.commands.claims.evidence import NATURAL
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.routes import ROUTES_TITLE, measured_models, routes_text
 from sinkscope.commands.claims.table import NOT_JUDGED
-from sinkscope.errors import InputError, Known, unknown
+from sinkscope.errors import InputError, unknown
+from sinkscope.figures import KINDS
 from sinkscope.options.recipe import shipped
+from sinkscope.output.drawing import Drawings, drawings_of
+from sinkscope.output.result import Result
 from sinkscope.results.findings import Finding
 from sinkscope.results.findings import Outcome as Judgment
 from sinkscope.results.judgment import Outcome
@@ -33,39 +36,44 @@ from sinkscope.results.papers import NEEDS_GPT2, gamma_table, printed_gamma
 from sinkscope.results.run import RunData
 from sinkscope.results.statistics import LEVEL
 from sinkscope.results.tables import names_of, read_table
-from sinkscope.verdict.table_formats import Tabular, as_markdown
+from sinkscope.verdict.table_formats import as_markdown
 
 
 @dataclass(frozen=True)
-class Scorecard(Tabular):
+class Scorecard(Result):
     """The outcome of every claim.
 
     Attributes:
         manifest: The content of run.json.
-        table: A row for each number of a claim, per model.
-        routes: A row for each route by which the first token may become a sink, per model.
-        runs: The runs that were judged, by model and role.
+        tables: `claim` and `route`.
         folder: Its folder; None if it is in memory only.
+        runs: The runs that were judged, by model and role.
     """
 
-    manifest: dict[str, Any]
-    table: pd.DataFrame = field(repr=False)
-    routes: pd.DataFrame = field(repr=False)
     runs: Mapping[str, Mapping[str, RunData]] = field(default_factory=dict, repr=False)
-    folder: Path | None = None
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> "Scorecard":
         """Open the folder of a run of `claims`. Raises InputError for another folder, or a damaged one."""
         folder = folder_of(folder)
         manifest = read_manifest(folder, (COMMAND,))
-        table, routes = (
-            read_table(folder / "tables" / f"{name}.parquet", schema, format_of(manifest))
+        tables = {
+            name: read_table(folder / "tables" / f"{name}.parquet", schema, format_of(manifest))
             if name in manifest["tables"]
             else pd.DataFrame(columns=names_of(schema))  # written by a version without this table
             for name, schema in TABLES.items()
-        )
-        return cls(manifest, table, routes, {}, folder.absolute())
+        }
+        return cls(manifest, tables, folder.absolute())
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row for each number of a claim, per model."""
+        return self.tables[TABLE]
+
+    @property
+    def routes(self) -> pd.DataFrame:
+        """A row for each route by which the first token may become a sink, per model."""
+        return self.tables[ROUTES]
 
     @property
     def measured(self) -> dict[str, RunData]:
@@ -103,8 +111,13 @@ class Scorecard(Tabular):
         return tables | ({ROUTES_TITLE: routes_text(self.routes)} if measured_models(self.routes) else {})
 
     @property
-    def tables(self) -> dict[str, pd.DataFrame]:
-        return Known("table", {TABLE: self.table, ROUTES: self.routes})
+    def texts(self) -> Mapping[str, str]:
+        return {"scorecard.md": f"{self.markdown}\n\n{LEGEND}\n"}
+
+    @property
+    def drawings(self) -> Drawings:
+        of_routes = drawings_of(KINDS["interventions on several models"], self.routes)
+        return {**drawings_of(KINDS["claims"], self), **of_routes}
 
     @property
     def markdown(self) -> str:
@@ -112,6 +125,11 @@ class Scorecard(Tabular):
 
     def _repr_markdown_(self) -> str:  # for notebooks
         return self.markdown
+
+
+def summaries(folder: Path) -> Mapping[str, pd.DataFrame]:
+    """Return the tables that `compare` prints of the folder of a scorecard."""
+    return Scorecard.open(folder).summary_tables
 
 
 # --- words
@@ -245,7 +263,7 @@ def _numbers_of_some(card: Scorecard) -> list[str]:
 
 def scorecard_summary(card: Scorecard, model: str) -> str:
     """Return which claims hold for a model, and how many do not."""
-    own = replace(card, table=card.table[card.table["model"] == model])
+    own = replace(card, tables={**card.tables, TABLE: card.table[card.table["model"] == model]})
     return "\n\n".join([f"## {model}: {headline(own)}", *_unusual(own), *_summary(own.table)])
 
 

@@ -1,0 +1,23 @@
+"""`compare`: sets runs side by side."""
+
+from sinkscope.commands.compare.options import CompareOptions
+from sinkscope.options.register import Command
+
+COMMANDS = (
+    Command(
+        "compare",
+        __name__,
+        CompareOptions,
+        public={"compare": ".side_by_side:compare"},
+        figures={
+            "several runs": (
+                ("by-layer", "figures",
+                    "sink rate, value norm, residual norm and massive activations of all runs", "summary"),
+            ),
+            "trainings of your own": (
+                ("training-curves", "figures", "what SinkCallback measured of each training, by step", "training"),
+            ),
+        },
+        page=".page:ComparePage",
+    ),
+)  # fmt: skip

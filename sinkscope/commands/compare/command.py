@@ -4,16 +4,15 @@ For a single folder that is a comparison, such as the folder of a sweep, it prin
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinkscope.commands.compare.options import CompareOptions
 from sinkscope.commands.result import Result
-from sinkscope.commands.sweep.cells import COMMAND as SWEEP
 from sinkscope.errors import InputError
 from sinkscope.options.output import OutputOptions
-from sinkscope.results.manifest import FORMAT, folder_of, format_of, older, read_manifest
+from sinkscope.results.manifest import FORMAT, KINDS, RUNS, TRAINING, folder_of, format_of, older, read_manifest
 from sinkscope.results.side_by_side import Summary, differing_lines, differing_settings, labels, metrics_of
 from sinkscope.results.tables import blaming_tables
 
@@ -46,8 +45,7 @@ def _compared(
 
     if len(options.runs) == 1:
         ((folder, manifest),) = manifests.items()
-        found_in = _of_one().get(manifest["command"])
-        tables = found_in(folder) if found_in else {}
+        tables = _summaries(folder, manifest["command"])
         if tables and output.out is not None:
             raise InputError(f"--out: {options.runs[0]} has its tables and figures already")
         if tables:
@@ -65,23 +63,13 @@ def _compared(
     return Result(found, "" if text else found.markdown, text, notes=notes, folder=output.out, failure=failure)
 
 
-def _of_one() -> "dict[str, Callable[[Path], Mapping[str, pd.DataFrame]]]":
-    """Map each command whose folder is a comparison to the function that returns its summary tables by title."""
-    from sinkscope.commands.claims.scorecard import Scorecard
-    from sinkscope.commands.compare.side_by_side import TRAINING, curves
-    from sinkscope.commands.steps.series import COMMAND as SERIES
-    from sinkscope.commands.steps.series import Series
-    from sinkscope.commands.sweep.output import open_comparison, summary_tables
-    from sinkscope.commands.train.findings import retrofit_summaries
-    from sinkscope.commands.train.output import tables_of_arms
+def _summaries(folder: Path, command: str) -> "Mapping[str, pd.DataFrame]":
+    """Return by title the tables of a folder that is a comparison of its own; none for a run of `analyze`."""
+    from sinkscope.commands.compare.side_by_side import curves
     from sinkscope.output.run import Run
-    from sinkscope.results.manifest import tables_folder
 
-    return {
-        SERIES: lambda at: Series.open(at).summary_tables,
-        SWEEP: lambda at: summary_tables(open_comparison(tables_folder(at))),
-        **dict.fromkeys(("retrofit", "train"), lambda at: retrofit_summaries(tables_of_arms(at)[1]["retrofit"])),
-        **dict.fromkeys(("intervene", "quantize", "kv-plan", "doctor"), lambda at: Run.open(at).summary_tables),
-        "claims": lambda at: Scorecard.open(at).summary_tables,
-        TRAINING: lambda at: curves([at], time.time()).summary_tables,
-    }
+    if command == TRAINING.name:
+        return curves([folder], time.time()).summary_tables
+    if KINDS[command].summaries:
+        return KINDS[command].imported(KINDS[command].summaries)(folder)
+    return Run.open(folder).summary_tables if command in RUNS and command != "analyze" else {}

@@ -2,19 +2,17 @@
 
 import html
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 
 from sinkscope.errors import InputError
-from sinkscope.figures import OF_RUNS
+from sinkscope.figures import KINDS
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result
 from sinkscope.output.run import Run
-from sinkscope.results.manifest import make_manifest
-from sinkscope.results.side_by_side import differing_lines, differing_settings, labels, metrics_of
+from sinkscope.results.side_by_side import comparison_manifest, differing_lines, differing_settings, labels, metrics_of
 from sinkscope.results.tables import WHOLE_MODEL
 
 
@@ -41,7 +39,7 @@ class Comparison(Result):
 
     @property
     def drawings(self) -> Drawings:
-        return drawings_of(OF_RUNS, self.runs)
+        return drawings_of(KINDS["several runs"], self.runs)
 
     @property
     def parts(self) -> dict[str, Run]:
@@ -80,12 +78,3 @@ def compared(given: Sequence[Run | str | os.PathLike[str]], start: float) -> Com
         for name, run in zip(names, runs, strict=True)
     ]
     return Comparison(comparison_manifest(start, tables, facts, differing), tables, runs=runs, differing=differing)
-
-
-def comparison_manifest(
-    start: float, tables: Iterable[str], runs: Iterable[Mapping[str, Any]], differing: pd.DataFrame
-) -> dict[str, Any]:
-    """Return the manifest of a comparison of runs, each with its label, its folder and further entries."""
-    recorded = [{**run, "folder": run["folder"] and str(run["folder"])} for run in runs]
-    config = {"runs": [run["folder"] for run in recorded]}
-    return make_manifest("compare", config, start, tables, runs=recorded, differing=differing.to_dict(orient="index"))

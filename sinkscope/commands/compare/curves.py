@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pandas as pd
 
-from sinkscope.commands.train.figures import CURVES
+from sinkscope.commands.compare.figures import CURVES
 from sinkscope.errors import InputError
-from sinkscope.figures import OF_TRAININGS
-from sinkscope.measuring.callback import COMMAND, FOLDER
+from sinkscope.figures import KINDS
+from sinkscope.measuring.callback import FOLDER
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result
-from sinkscope.results.manifest import folder_of, format_of, read_manifest
+from sinkscope.results.manifest import TRAINING, folder_of, format_of, read_manifest
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.tables import LEADING_COLUMNS, TRAINING_TABLES, read_table
 from sinkscope.verdict.table_formats import as_markdown
@@ -43,7 +43,7 @@ class Curves(Result):
 
     @property
     def drawings(self) -> Drawings:
-        return drawings_of(OF_TRAININGS, self.table)
+        return drawings_of(KINDS["trainings of your own"], self.table)
 
     @property
     def texts(self) -> Mapping[str, str]:
@@ -63,7 +63,7 @@ def _named(by_step: pd.DataFrame) -> pd.DataFrame:
 def curves_of(folder: Path, name: str = "") -> pd.DataFrame:
     """Return the table `training` of a folder of `SinkCallback`, with the training's name as `condition`."""
     folder = folder_of(folder)
-    manifest = read_manifest(folder, (COMMAND,))
+    manifest = read_manifest(folder, (TRAINING.name,))
     if TABLE not in manifest["tables"]:
         raise InputError(f"{folder} has no curves: they are in the folder '{FOLDER}' that SinkCallback writes")
     columns = (*LEADING_COLUMNS, *TRAINING_TABLES[TABLE])

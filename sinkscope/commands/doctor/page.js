@@ -20,3 +20,5 @@ S.overflow = () => {
         y: { label: "largest |entry|", unit: "", text: S.number }, log: true, title: `Largest entries by layer: ${text(state.inside)}` })];
     }));
 };
+
+S.OF_COMMANDS.push(S.overflow);

@@ -7,7 +7,7 @@ from typing import Any, Literal, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
-from sinkscope.commands.intervene.experiment import BEFORE, Experiment
+from sinkscope.commands.intervene.experiment import Experiment
 from sinkscope.commands.intervene.options import InterveneOptions
 from sinkscope.commands.measured import opened, shown
 from sinkscope.commands.result import Result
@@ -20,6 +20,7 @@ from sinkscope.options.keywords import InterveneKeywords
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.signatures import with_options
 from sinkscope.output.run import Run, finished
+from sinkscope.results.run import BEFORE
 
 Do = str | Intervention | Iterable[str | Intervention]
 

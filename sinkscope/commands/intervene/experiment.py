@@ -40,7 +40,7 @@ from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.summary import arm_metrics, with_next
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.options.measuring import ALWAYS, RunConfig
-from sinkscope.results.run import RunData
+from sinkscope.results.run import BEFORE, RunData
 from sinkscope.text.batch import Batch
 
 Condition = tuple[str, int]  # its name in the tables, and the number of the control; -1: no control
@@ -48,7 +48,6 @@ Condition = tuple[str, int]  # its name in the tables, and the number of the con
 MAPS = "mean-maps"  # measured for every arm, and for the first draw of its controls
 CONTROL_TABLES = ("attention", "attention_by_sequence", "loss_by_sequence", "arm_maps")
 ANALYZED_ONLY = ("attention_heads_by_sequence",)  # tables that arms do not keep
-BEFORE = "before"
 
 
 class MeanAt(Observable):

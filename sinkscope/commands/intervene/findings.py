@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sinkscope.commands.intervene.experiment import BEFORE
 from sinkscope.errors import counted
 from sinkscope.interventions import parse
 from sinkscope.interventions.intervention import Expectation
@@ -19,7 +18,7 @@ from sinkscope.interventions.massive import MeanMassive, ZeroMassive
 from sinkscope.measuring.summary import NO_POSITION, clear_sinks
 from sinkscope.results.findings import COLLAPSE, HALF, HARM, MATERIAL, NO_SINK, SPREAD, Finding, Outcome
 from sinkscope.results.metrics import METRICS, reason_without_rate
-from sinkscope.results.run import RunData
+from sinkscope.results.run import BEFORE, RunData
 from sinkscope.results.sequences import Lacks, Sequences, table_of
 from sinkscope.results.statistics import Estimate, bootstrap, positive_jackknife, weighted_means
 from sinkscope.results.tables import WHOLE_MODEL

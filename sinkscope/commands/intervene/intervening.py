@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.attention.seam import open_seam
-from sinkscope.commands.intervene.experiment import BEFORE, Experiment
+from sinkscope.commands.intervene.experiment import Experiment
 from sinkscope.errors import InputError
 from sinkscope.interventions import Intervention, Known, Target, applied, parse_all
 from sinkscope.interventions.intervention import Stack
@@ -25,6 +25,7 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.options.keywords import InputKeywords
 from sinkscope.options.measuring import InputOptions, make_config
 from sinkscope.options.signatures import with_options
+from sinkscope.results.run import BEFORE
 
 Given = nn.Module | LoadedModel
 

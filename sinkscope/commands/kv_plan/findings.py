@@ -7,7 +7,7 @@ CacheConfig) but evict nothing by heads. plan_press.py is a press for kvpress.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -183,13 +183,10 @@ def _sinks(run: RunData) -> Finding:
 # --- files for other tools
 
 
-def plan_files(run: RunData) -> list[str]:
-    return [JSON, PRESS] if run.command == "kv-plan" else []
-
-
-def write_plans(run: RunData, folder: Path) -> None:
-    if run.command == "kv-plan":
-        (folder / JSON).write_text(json.dumps(plans(run), indent=1) + "\n", encoding="utf-8")
+def files(run: RunData) -> Mapping[str, Callable[[], str]]:
+    """Map the files for other tools to functions that return their texts."""
+    press = Path(__file__).with_name("press.py")
+    return {JSON: lambda: json.dumps(plans(run), indent=1) + "\n", PRESS: lambda: press.read_text("utf-8")}
 
 
 def plans(run: RunData) -> dict[str, Any]:

@@ -35,3 +35,5 @@ S.planHeads = (table) => {
         more: (row, column) => kept(of.get(`${row} ${column}`)) })];
   }));
 };
+
+S.OF_COMMANDS.push(S.plans);

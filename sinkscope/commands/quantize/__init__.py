@@ -1,0 +1,31 @@
+"""`quantize`: what quantization costs, and where."""
+
+from sinkscope.commands.quantize.options import QuantizeOptions
+from sinkscope.options.register import Command
+
+COMMANDS = (
+    Command(
+        "quantize",
+        __name__,
+        QuantizeOptions,
+        public={"quantize": ".command:quantize", "calibrate_ranges": ".study:calibrate_ranges"},
+        manifest=".manifest:QuantizeManifest",
+        report=".findings:report",
+        tables=(
+            ".study:QUANTIZATION_TABLES",
+            ".split:SPLIT_TABLES",
+        ),
+        figures={
+            "one run": (
+                ("quantization-cost", "figures",
+                    "perplexity with the model or single sites quantized", "quantization", "quantization_sites"),
+                ("quantization-ranges", "figures",
+                    "range and median of every linear layer by layer", "quantization_sites"),
+                ("quantization-split", "split_figure",
+                    "cost with tokens, coordinates, a prefix or a rotation, and random controls", "quantization_split"),
+            ),
+        },
+        files=".findings:files",
+        script="page.js",
+    ),
+)  # fmt: skip

@@ -7,8 +7,7 @@ run, and these modules in `ignore`. llm-compressor leaves out complete modules: 
 
 import json
 import math
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -244,23 +243,21 @@ JSON, RECIPE = "spared.json", "llm-compressor.yaml"
 RECORDED = {"full_precision_modules", "bits_kv_cache", "weights_per", "activations_per", "kv_cache_per"}
 
 
-def spared_files(run: RunData) -> list[str]:
-    """Return the names of the files; none for other commands, or for runs of versions without these files."""
-    if run.command != "quantize" or not run.manifest["quantization"].keys() >= RECORDED:
-        return []
+def files(run: RunData) -> Mapping[str, Callable[[], str] | None]:
+    """Map the files for other tools to functions that return their texts; None for those of the prefix's cache.
+
+    Runs of versions without these files have none.
+    """
     given = run.manifest["quantization"]
-    files = [JSON] if given["full_precision_modules"] is None else [JSON, RECIPE]
-    return files + [CACHE, HOW] * bool(given.get("prefix") and not given.get("without_cache"))
-
-
-def write_spared(run: RunData, folder: Path) -> None:
-    files = spared_files(run)
-    if JSON in files:
-        text = json.dumps(spared(run), indent=2, ensure_ascii=False)
-        (folder / JSON).write_text(f"{text}\n", encoding="utf-8")
-    if RECIPE in files:
-        text = yaml.safe_dump(llm_compressor_recipe(run), sort_keys=False)
-        (folder / RECIPE).write_text(_comments(run) + text, encoding="utf-8")
+    if not given.keys() >= RECORDED:
+        return {}
+    texts: dict[str, Callable[[], str] | None] = {
+        JSON: lambda: json.dumps(spared(run), indent=2, ensure_ascii=False) + "\n"
+    }
+    if given["full_precision_modules"] is not None:
+        texts[RECIPE] = lambda: _comments(run) + yaml.safe_dump(llm_compressor_recipe(run), sort_keys=False)
+    has_cache = given.get("prefix") and not given.get("without_cache")
+    return texts | (dict.fromkeys((CACHE, HOW)) if has_cache else {})
 
 
 def spared(run: RunData) -> dict[str, Any]:

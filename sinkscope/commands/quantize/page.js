@@ -70,3 +70,5 @@ S.outliers = (table) => {
         y: about, title: `${about.label} by layer and site: ${about.meaning}`, distinguishedBy: table.byName.get("site") })];
   }));
 };
+
+S.OF_COMMANDS.push(S.quantization);

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Unpack
 
@@ -16,16 +15,16 @@ from sinkscope.commands.compare.comparison import Comparison, compared
 from sinkscope.commands.result import Result
 from sinkscope.commands.run.options import RunOptions
 from sinkscope.errors import InputError, SinkscopeError, unknown
-from sinkscope.figures import COMMAND, FIGURES, is_of, observable_of
+from sinkscope.figures import FIGURES, observable_of
 from sinkscope.measuring.console import Messages, print_line
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.models.in_memory import text_of
-from sinkscope.options import COMMANDS
 from sinkscope.options.files import named_file, user_path
 from sinkscope.options.keywords import RunKeywords
 from sinkscope.options.option import as_folder_name
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.recipe import COMPARISON, Recipe, find_recipe, read_recipe
+from sinkscope.options.register import options_by_command, records
 from sinkscope.options.signatures import with_options
 from sinkscope.output.result import both, draw, figure_failure, write_data
 from sinkscope.output.run import Run, draw_run, write_run
@@ -47,7 +46,7 @@ class RecipeRun:
 
 def command(options: RunOptions, output: OutputOptions) -> Result:
     given = {name: getattr(options, name) for name in options.model_fields_set - {"recipe"}}
-    kind = COMMANDS[read_recipe(find_recipe(options.recipe)).content.command]
+    kind = options_by_command()[read_recipe(find_recipe(options.recipe)).content.command]
     try:
         done = run_recipe(options.recipe, **output.where, **given)
     except KeyboardInterrupt as interrupt:
@@ -91,7 +90,7 @@ def run_recipe(
     found = read_recipe(find_recipe(recipe))
     given = options if model is None else options | {"model": text_of(model)}
     runs = found.options(given)
-    module = import_module(f"sinkscope.commands.{found.content.command.replace('-', '_')}")
+    module = records()[found.content.command].imported()
     check = getattr(module, "check", None)  # only long commands have this check
     first = next(iter(runs.values()))
     has_steps = not found.content.runs and getattr(first, "has_steps", False)
@@ -104,7 +103,7 @@ def run_recipe(
     folder = user_path(out or _own_out(found) or Path("runs", as_folder_name(found.name, source)))
     console = Messages(quiet)
     title = f"{found.name}: {found.content.title}"
-    if has_steps or not COMMANDS[found.content.command].in_memory:  # the command writes its own folder
+    if has_steps or not options_by_command()[found.content.command].in_memory:  # the command writes its own folder
         print_line(console, title)
         output = OutputOptions(out=folder, overwrite=overwrite, quiet=quiet, no_page=not page, record=found.record)
         return RecipeRun(found, {}, None, folder, module.command(first, output))
@@ -160,9 +159,8 @@ def check_figures(figures: Iterable[str], command: str, observables: tuple[str, 
     for name in figures:
         if name not in FIGURES:
             raise InputError(f"figure {unknown(name, FIGURES)}")
-        if not is_of(name, command):
-            commands = {COMMAND.get(table, "analyze") for table in FIGURES[name].tables}
-            raise InputError(f"figure '{name}' is of `sinkscope {min(commands)}`, not of `{command}`")
+        if FIGURES[name].command != command:
+            raise InputError(f"figure '{name}' is of `sinkscope {FIGURES[name].command}`, not of `{command}`")
         needed = [observable_of(table) or table for table in FIGURES[name].tables]
         missing = [item for item in needed if item in OBSERVABLES and item not in (observables or OBSERVABLES)]
         if missing:

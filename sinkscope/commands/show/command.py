@@ -16,7 +16,6 @@ from sinkscope.results.folders import FileList, alone_in
 from sinkscope.results.manifest import PAGE, RUNS, folder_of, is_undrawn, read_manifest, tables_folder, write_manifest
 
 if TYPE_CHECKING:  # a page that exists is found in a moment; what makes one imports torch, and is imported when needed
-    from sinkscope.commands.claims.scorecard import Scorecard
     from sinkscope.html_page import Page, Paged
 
 
@@ -66,7 +65,7 @@ def show(run: str | os.PathLike[str], *, again: bool = False) -> Path:
     return page
 
 
-def page(run: "Paged | Scorecard | str | os.PathLike[str]") -> "Page":
+def page(run: "Paged | str | os.PathLike[str]") -> "Page":
     """Return the page of a run, a series, a training, a comparison or a scorecard, which a notebook displays.
 
     Args:
@@ -75,13 +74,10 @@ def page(run: "Paged | Scorecard | str | os.PathLike[str]") -> "Page":
     Raises:
         InputError: it is not the folder of a command, or a table in it is damaged.
     """
-    from sinkscope.commands.claims.scorecard import Scorecard
     from sinkscope.html_page import Contents, Paged, page_of
     from sinkscope.results.tables import blaming_tables
 
     if isinstance(run, Paged):
         return run.page()
-    if isinstance(run, Scorecard):
-        return page_of(Contents(run.manifest, run.tables, folder=run.folder))
     with blaming_tables():
         return page_of(Contents.of_folder(tables_folder(folder_of(run))))

@@ -61,6 +61,7 @@ COLUMNS = (
     Column("null_low", "lower end of the middle 95 % of its null, for a lead"),
     Column("null_high", "upper end"),
 )  # fmt: skip
+ONSET_TABLES = {TABLE: COLUMNS}
 FEWEST_STEPS = 8  # for lags: with fewer, the null reaches from almost -2 to 2
 FEWEST_QUANTITIES = 2
 UNIFORM, STEP_0 = "uniform", "step-0"

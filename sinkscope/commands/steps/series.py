@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pandas as pd
 
@@ -21,9 +21,8 @@ from sinkscope.commands.steps.onsets import TABLE as ONSET
 from sinkscope.commands.steps.onsets import RunsByStep, onset_table, verdict
 from sinkscope.commands.steps.onsets import findings as onset_findings
 from sinkscope.errors import InputError, Known, one_line
-from sinkscope.figures import OF_STEPS
+from sinkscope.figures import KINDS
 from sinkscope.figures.style import Figure
-from sinkscope.html_page import STEP
 from sinkscope.models.steps import Checkpoint
 from sinkscope.options.option import Options
 from sinkscope.output.drawing import Drawings, drawings_of
@@ -47,8 +46,6 @@ HEADLINES = ("sink_rate", "value_drain", "norm_ratio", "massive_count", "value_g
 @dataclass(frozen=True, kw_only=True)
 class Series(Result):
     """One model at several steps of its training: `runs` has the run of each step, in their order."""
-
-    named_by: ClassVar[Column] = STEP
 
     runs: Mapping[int, Run] = field(repr=False)
 
@@ -113,7 +110,7 @@ class Series(Result):
 
     @property
     def drawings(self) -> Drawings:
-        return drawings_of(OF_STEPS, RunsByStep(self.runs.items(), self.tables.get(ONSET)))
+        return drawings_of(KINDS["training steps"], RunsByStep(self.runs.items(), self.tables.get(ONSET)))
 
     @property
     def findings(self) -> Sequence[Finding]:
@@ -152,3 +149,8 @@ class Series(Result):
 
     def _repr_html_(self) -> str:  # for notebooks
         return self.headlines.to_html(float_format="{:.4g}".format, na_rep="–")
+
+
+def summaries(folder: Path) -> Mapping[str, pd.DataFrame]:
+    """Return the table that `compare` prints of the folder of a series."""
+    return Series.open(folder).summary_tables

@@ -1,0 +1,44 @@
+"""`sweep`: measures many models, revisions, inputs and settings."""
+
+from sinkscope.commands.sweep.options import SweepOptions
+from sinkscope.options.register import Command
+
+COMMANDS = (
+    Command(
+        "sweep",
+        __name__,
+        SweepOptions,
+        public={"sweep": ".command:sweep"},
+        tables=(".tables:SWEEP_TABLES",),
+        figures={
+            "cells of a sweep": (
+                ("sweep-inputs", "figures", "sink rate by model and input, next to WSE table 1", "sweep"),
+                ("sweep-sizes", "figures",
+                    "sink rate against the number of parameters, by family and input", "sweep"),
+                ("sweep-steps", "figures", "sink rate against the training step, by model and input", "sweep"),
+                ("sweep-chat", "figures", "sink rate of base models and of models tuned from them", "sweep"),
+                ("sweep-epsilon", "figures", "sink rate against ε, by model and input", "sweep_epsilon"),
+                ("sweep-lengths", "figures",
+                    "sink rate against sequence length T = window, by model and input", "sweep"),
+                ("sweep-domains", "figures", "sink rate by model and domain of the text", "sweep"),
+                ("sweep-benchmarks", "figures",
+                    "scores against the sink rate, by task and family", "sweep_benchmark"),
+                ("sweep-factor", "figures",
+                    "sink rate at the end of each training, every seed, next to WSE's", "sweep_training"),
+                ("sweep-training-sink", "figures",
+                    "sink rate of each training by step, mean and range over seeds", "sweep_training"),
+                ("sweep-training-loss", "figures",
+                    "loss of each training by step, mean and range over seeds", "sweep_training"),
+            ),
+        },
+        summaries=".output:summaries",
+        page=".page:SweepPage",
+        script="page.js",
+        lists={
+            "sweeps": (
+                "grids of many models", "sweep NAME", ".file:listed",
+                "sweep", "title", "reproduces", "cells",
+            ),
+        },
+    ),
+)  # fmt: skip

@@ -20,13 +20,13 @@ from pydantic import BaseModel, ValidationError
 
 from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.options.files import read_json
-from sinkscope.options.recipe import COMPARISON
+from sinkscope.options.recipe import CELLS, COMPARISON
+from sinkscope.options.recipe import SWEEP as COMMAND
 from sinkscope.results.folders import alone_in, check_no_link, check_output, new_folder
 from sinkscope.results.manifest import MANIFEST, read_manifest, write_manifest
 from sinkscope.results.swap import PREFIX, locked, new_file, parts_of, put_right, remove
 
-COMMAND = "sweep"  # in the manifests
-CELLS, FAILED = "cells", "failed"
+FAILED = "failed"
 PATIENCE = 60.0  # seconds that one process waits for another to finish a short piece of writing
 MOMENT = 2.0  # seconds that the workers of a killed sweep take to end
 

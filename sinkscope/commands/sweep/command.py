@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -35,7 +34,7 @@ from sinkscope.commands.sweep.worker import Event, Group, Reads, State, Task, ch
 from sinkscope.commands.train.architectures import architecture
 from sinkscope.commands.train.options import ArmOptions, TrainOptions
 from sinkscope.errors import InputError, SinkscopeError, counted, described, one_line, unknown
-from sinkscope.figures import FIGURES, is_of
+from sinkscope.figures import FIGURES
 from sinkscope.html_page import Contents, Paged
 from sinkscope.measuring.console import lasting, print_line
 from sinkscope.measuring.memory import training_memory
@@ -58,6 +57,7 @@ from sinkscope.options.files import named_file, user_path
 from sinkscope.options.keywords import SweepKeywords
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
+from sinkscope.options.register import records
 from sinkscope.options.signatures import with_options
 from sinkscope.output.result import both, figure_failure, written
 from sinkscope.results.manifest import make_manifest
@@ -174,7 +174,7 @@ def check(found: Sweep) -> None:
         for name in found.content.figures:
             if name not in FIGURES:
                 raise InputError(f"figure {unknown(name, FIGURES)}")
-            if not any(is_of(name, command) for command in commands):
+            if FIGURES[name].command not in commands:
                 raise InputError(f"figure '{name}' is of none of these commands: {', '.join(commands)}")
         for entry in found.content.models:
             if entry.paper is not None and entry.paper not in WSE_TABLE_1:
@@ -182,7 +182,7 @@ def check(found: Sweep) -> None:
     for cell in found.cells:
         with named_file(found.path, f"{cell.told}: "):
             # every command of a cell has this check
-            import_module(f"sinkscope.commands.{cell.command}").check(cell.options)
+            records()[cell.command].imported().check(cell.options)
             check_figures(_figures(found, cell.command), cell.command, getattr(cell.options, "observables", None))
 
 
@@ -318,7 +318,7 @@ def compared(found: Sweep, folders: CellFolders, start: float, page: bool, reads
 
 def _figures(found: Sweep, command: str) -> tuple[str, ...]:
     """Return the figures that the cells of a command draw."""
-    return tuple(name for name in found.content.figures if is_of(name, command))
+    return tuple(name for name in found.content.figures if FIGURES[name].command == command)
 
 
 def _record(found: Sweep) -> dict[str, Any]:

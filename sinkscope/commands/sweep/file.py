@@ -42,13 +42,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
-from sinkscope.commands.benchmark.options import check_tasks_of_a_file
 from sinkscope.errors import InputError, one_line, unknown
-from sinkscope.options import COMMANDS
 from sinkscope.options.files import kind_of, named_file, read_yaml, user_path
 from sinkscope.options.measuring import DEMO_NAME, PERMISSIONS
 from sinkscope.options.option import as_folder_name, checked
-from sinkscope.options.recipe import find_recipe, named
+from sinkscope.options.recipe import SWEEPS, find_recipe, known_recipes, named
+from sinkscope.options.register import options_by_command
 
 MEASURING = ("analyze", "intervene", "quantize", "claims")
 TRAINING = ("retrofit", "train")
@@ -222,7 +221,7 @@ def read_sweep(file: str, given: Mapping[str, Any], quick: bool = False) -> Swee
     The options `given` replace those of the file, and with `quick` so do the options under `quick` in the file.
     """
     path = find_recipe(file, "sweep")
-    options = {name for command in CELLS for name in COMMANDS[command].model_fields}
+    options = {name for command, kind in options_by_command().items() if command in CELLS for name in kind.model_fields}
     content = read_yaml(path, SweepContent, "sweep", options)
     found: dict[str, Cell] = {}
     with named_file(path):
@@ -274,7 +273,7 @@ def _cell(
     given: Mapping[str, Any],
 ) -> Cell:
     """Return one cell; for `train`, whose options make its model, `entry` is None."""
-    kind, own = COMMANDS[command], entry or ModelEntry()
+    kind, own = options_by_command()[command], entry or ModelEntry()
     known = kind.model_fields.keys() - kind.refused.keys()
     reads = (content.inputs.get(name) or {}) if command in MEASURING else {}
     if command in MEASURING and not {"input", "dataset", "prompt"} & named(reads).keys():
@@ -301,7 +300,7 @@ def _cell(
     draft = Cell("", own, revision, name, label, command, None)
     try:
         resolved: Any = checked(kind, options)
-        check_tasks_of_a_file(resolved)
+        resolved.check_of_a_file()
     except InputError as error:
         raise InputError(f"{draft.told}: {error}") from None
     if entry is None:
@@ -310,3 +309,15 @@ def _cell(
     checksum = sha256(json.dumps([command, significant], sort_keys=True).encode()).hexdigest()[:CHECKSUM]
     readable = as_folder_name(draft.model, revision, name, label, None if command == "analyze" else command)
     return replace(draft, name=f"{readable[:LONGEST_NAME]}-{checksum}", options=resolved)
+
+
+def listed() -> list[tuple[str, str, str, str]]:
+    """Return the rows of `sinkscope list sweeps`, with the errors of invalid files."""
+    rows = []
+    for name, path in known_recipes(SWEEPS).items():
+        try:
+            sweep = read_sweep(str(path), {})
+            rows.append((name, sweep.content.title, sweep.content.reproduces or "", str(len(sweep.cells))))
+        except InputError as error:
+            rows.append((name, f"not a sweep: {error}", "", ""))
+    return rows

@@ -19,7 +19,6 @@ from pydantic import ValidationError
 
 from sinkscope.commands.claims.columns import CLAIM as CLAIMS
 from sinkscope.commands.claims.columns import ROUTE as ROUTES
-from sinkscope.commands.claims.output import scorecard_drawings
 from sinkscope.commands.claims.scorecard import Scorecard
 from sinkscope.commands.sweep.cells import COMMAND
 from sinkscope.commands.sweep.factor_study import PAPER, summary
@@ -27,11 +26,11 @@ from sinkscope.commands.sweep.factor_study import TABLE as STUDY
 from sinkscope.commands.sweep.file import SweepContent
 from sinkscope.commands.sweep.tables import EPSILON, SweepTables
 from sinkscope.errors import InputError, one_line
-from sinkscope.figures import OF_SWEEP
+from sinkscope.figures import KINDS
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result
 from sinkscope.results.findings import SINK
-from sinkscope.results.manifest import folder_of, make_manifest, read_manifest
+from sinkscope.results.manifest import folder_of, make_manifest, read_manifest, tables_folder
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.papers import LENGTH, SETTING, TRANSCRIBED, WSE_TABLE_1
 from sinkscope.results.tables import read_table
@@ -70,11 +69,11 @@ class SweepComparison(Result):
 
     @property
     def drawings(self) -> Drawings:
-        drawings = drawings_of(OF_SWEEP, self.compared)
+        drawings = drawings_of(KINDS["cells of a sweep"], self.compared)
         if CLAIMS in self.tables:
-            card = Scorecard({}, one_cell_each(self.tables[CLAIMS]), one_cell_each(self.tables[ROUTES]))
+            card = Scorecard({}, {name: one_cell_each(self.tables[name]) for name in (CLAIMS, ROUTES)})
             if len(card.models) > 1:
-                return {**drawings, **scorecard_drawings(card)}
+                return {**drawings, **card.drawings}
         return drawings
 
     @property
@@ -100,6 +99,11 @@ def summary_tables(tables: SweepTables) -> dict[str, pd.DataFrame]:
     if not tables.main.empty:
         found[f"Sink rate at position 0 ({_measured_at(tables)})"] = _with_published(tables)
     return found
+
+
+def summaries(folder: Path) -> Mapping[str, pd.DataFrame]:
+    """Return the tables that `compare` prints of the folder of a sweep."""
+    return summary_tables(open_comparison(tables_folder(folder)))
 
 
 def one_cell_each(claims: pd.DataFrame) -> pd.DataFrame:

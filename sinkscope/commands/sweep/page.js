@@ -44,3 +44,5 @@ S.levels = (points, about, metric, paper) => {
       ...(published.length ? [{ label: "WSE", number: true }] : [])], rows, S.withUnit(about)),
   ];
 };
+
+S.OF_COMMANDS.push(S.study);

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,8 @@ from sinkscope.models.adapters import ADAPTER_CONFIG, find_adapter
 from sinkscope.models.files import SMALL_FILES, fetch, find_settings, is_on_hub, quiet
 from sinkscope.options.files import kind_of, names_in, user_path
 from sinkscope.options.measuring import DEMO_NAME
-from sinkscope.plugins import plugin_of
+from sinkscope.options.register import records
+from sinkscope.plugins import load_plugins, plugin_of
 from sinkscope.results.folders import resumable
 from sinkscope.results.manifest import MANIFEST, noting
 from sinkscope.text.sources import DRAWN, TEXTS
@@ -131,7 +131,8 @@ def measured(group: Group) -> Iterator[Event]:
 
 def _measure(task: Task, models: dict[str, Any]) -> None:
     """Run the command of a cell, which resumes its folder, or replaces it if its options or inputs have changed."""
-    function = getattr(import_module(f"sinkscope.commands.{task.command}"), task.command)
+    load_plugins()  # in a process of its own
+    function = getattr(records()[task.command].imported(), task.command)
     # a sweep may have hundreds of cells: `show` makes the page of one when it is needed
     where = {"out": task.folder, "overwrite": not _can_resume(task), "page": False}
     if task.command == "train":

@@ -1,0 +1,52 @@
+"""`retrofit` and `train`: train a model with a change next to one without it, from pretrained or random weights."""
+
+from sinkscope.commands.train.options import RetrofitOptions, TrainOptions
+from sinkscope.options.register import Command
+
+RETROFIT = Command(
+    "retrofit",
+    __name__,
+    RetrofitOptions,
+    module=".retrofit",
+    public={"retrofit": ".retrofit:retrofit"},
+    manifest=".manifest:ArmsManifest",
+    tables=(".tables:TRAINED_TABLES",),
+    summaries=".output:summaries",
+    figures={
+        "arms of a training": (
+            ("retrofit-bars", "figures", "perplexity, outliers and sinks of every arm, over seeds", "retrofit"),
+            ("retrofit-training", "figures", "loss and displacement of new parameters by training step", "training"),
+            ("retrofit-equal-loss", "figures",
+                "sink rate by total weight against held-out loss, of every arm", "training"),
+            ("retrofit-layers", "figures",
+                "sink rate and norms of every arm by layer (GS fig. 5)", "attention", "activation"),
+            ("retrofit-values", "figures", "value norms and gates of every arm (VGA figs. 1 and 4)", "geometry"),
+            ("backcopy-maps", "figures",
+                "Bigram-Backcopy: attention and value norms on one sequence (VGA figs. 4 and 6)", "value_norms"),
+            ("backcopy-training", "figures",
+                "Bigram-Backcopy by training step, of every arm (VGA figs. 5 and 6)", "training"),
+        ),
+    },
+    page=".page:TrainPage",
+    lists={
+        "architectures": (
+            "models to train from scratch", "train --config NAME", ".architectures:listed",
+            "architecture", "model type", "configuration",
+        ),
+        "tasks": (
+            "tasks to train on", "train --text NAME", ".tasks:TASKS about",
+            "task", "what is learned", "plugin",
+        ),
+    },
+)  # fmt: skip
+TRAIN = Command(
+    "train",
+    __name__,
+    TrainOptions,
+    module=".train",
+    public={"train": ".train:train"},
+    manifest=RETROFIT.manifest,
+    summaries=RETROFIT.summaries,
+    page=RETROFIT.page,
+)
+COMMANDS = (RETROFIT, TRAIN)

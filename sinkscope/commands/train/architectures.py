@@ -23,11 +23,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from sinkscope.commands.train.varied_llama import MODEL_TYPE as VARIED_LLAMA
 from sinkscope.errors import InputError, described, one_line, unknown
 from sinkscope.models.files import read_settings
 from sinkscope.models.in_memory import drawing
 from sinkscope.models.loading import class_for, count_parameters
+from sinkscope.models.varied_llama import MODEL_TYPE as VARIED_LLAMA
 from sinkscope.options.files import kind_of, user_path
 from sinkscope.options.spec import assignments
 
@@ -205,3 +205,12 @@ def tokenizer_of(documents: Iterable[str], vocab_size: int, causal: bool = True)
         single=framed, special_tokens=[(token, core.token_to_id(token)) for token in (BOS, EOS)]
     )
     return PreTrainedTokenizerFast(tokenizer_object=core, **special)
+
+
+def listed() -> list[tuple[str, str, str]]:
+    """Return the rows of `sinkscope list architectures`."""
+    rows = []
+    for name, (model_type, fields) in ARCHITECTURES.items():
+        shape = [f"{field}={value}" for field, value in fields.items() if not field.endswith("_token_id")]
+        rows.append((name, model_type, ", ".join(shape)))
+    return rows

@@ -1,9 +1,8 @@
 """Figures of trainings: by step, and of the arms of a retrofit, a training or the Bigram-Backcopy task."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 import pandas as pd
@@ -11,20 +10,18 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentFormatter
 
-from sinkscope.commands.steps.onsets import QUANTITIES, RunsByStep
 from sinkscope.commands.train.findings import without_start
 from sinkscope.commands.train.tables import HELD_OUT, UNTOUCHED, courses, sinking_layer
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import (
-    Checkpoints,
     escape,
     heading,
     places,
     seeds_words,
-    steps_title,
     token_labels,
     wrapped,
 )
+from sinkscope.figures.plot import ACROSS, arm_looks, signs_of
 from sinkscope.figures.spec import needs
 from sinkscope.figures.style import COLUMN, OTHERS, SINK, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.results.findings import SINK as SINK_RATE
@@ -35,142 +32,11 @@ from sinkscope.results.tables import WHOLE_MODEL
 
 # --- Growth of sinks, gradient sinks and massive activations in training: metrics of the model by training step
 
-ACROSS = 3  # panels in a row
-Curves = dict[str, Callable[[RunData], float]]  # name → its value in a run
-
-
-def _largest_norm(run: RunData, of_first: bool) -> float:
-    """Return the largest norm of the output of a layer, at position 0 or as the mean over the others."""
-    activation = run.tables.get("activation")
-    if activation is None:
-        return float("nan")
-    rows = activation[(activation["site"] == "layer_out") & ((activation["position"] == 0) == of_first)]
-    return float(rows.groupby("layer")["norm_mean"].mean().max())
-
-
-def _largest_ratio(run: RunData) -> float:
-    summary = run.tables["summary"]
-    return float(summary[(summary["metric"] == "norm_ratio") & (summary["layer"] != WHOLE_MODEL)]["value"].max())
-
-
-def _metrics(*names: str, **labeled: str) -> Curves:
-    of = {METRICS[name].short: name for name in names} | labeled
-    return {label: partial(RunData.metric, name=name) for label, name in of.items()}
-
-
-# title, unit, curves, scale of the y axis, value in theory or without an effect
-BY_STEP: tuple[tuple[str, str, Curves, dict[str, bool], float | None], ...] = (
-    (METRICS["loss"].short, "nats per token", _metrics("loss"), {}, None),
-    (METRICS["sink_rate"].short, "share of heads", _metrics("sink_rate"), {"share": True}, None),
-    ("gradient, token 0 ÷ later", "ratio of L2 norms",
-        _metrics(value="value_gradient_ratio", key="key_gradient_ratio"), {"log": True}, 1),
-    ("layer output, largest layer", "L2 norm",
-        {"token 0": partial(_largest_norm, of_first=True), "others": partial(_largest_norm, of_first=False)},
-        {"log": True}, None),
-    ("token 0 ÷ others, largest layer", "ratio of L2 norms", {"": _largest_ratio}, {"log": True}, 1),
-    ("compress on ‖h‖, log–log", "slope; correlation", _metrics("compress_slope", "compress_correlation"), {}, -1),
-)  # fmt: skip
-
-
-@needs(len, "there are no checkpoints")
-def draw_training_by_step(runs: Checkpoints) -> Figure:
-    runs = sorted(runs, key=lambda pair: pair[0])
-    steps = [step for step, _ in runs]
-    tables = [
-        plot.finite(pd.DataFrame({label: [value(run) for _, run in runs] for label, value in curves.items()}, steps))
-        for _, _, curves, _, _ in BY_STEP
-    ]
-    shown = [
-        (panel, table)
-        for panel, table in zip(BY_STEP, tables, strict=True)
-        if (table[table > 0] if panel[3].get("log") else table).notna().any(axis=None)
-    ] or [(BY_STEP[0], tables[0])]
-    across = min(ACROSS, len(shown))
-    figure = new_figure(WIDE * max(across, 2) / ACROSS, 0.5 + 1.6 * -(-len(shown) // across))
-    axes = plot.panel_grid(figure, len(shown), across, "training step", sharey=False)
-    for ax, ((name, unit, _, scale, neutral), table) in zip(axes, shown, strict=True):
-        ax.set_title(name)
-        for label, look in zip(table, (SINK, OTHERS), strict=False):
-            plot.curve(ax, table[label], label=label, **look)
-        if neutral is not None:
-            ax.axhline(neutral, **style.GUIDE)
-            ax.autoscale(axis="y")  # with a margin below the line
-        plot.value_axis(ax, unit, **scale, lacking="not measured")
-        if len(table.columns) > 1:
-            ax.legend(loc="best", handlelength=2.2, borderaxespad=0.2)
-    plot.step_axis(axes[0], steps)
-    return figure.finish(steps_title(runs))
-
-
 # --- The order in which value gradient, norm and sink appear (verdict/onsets.py): their courses with 95 % bands and
 # onsets, and at the bottom the lead of one over the other from step to step, with its null
 
-BAND: Look = {"alpha": 0.22, "linewidth": 0}
-CHANCE: Look = {"facecolor": "0.82", "edgecolor": "none"}
-
-
-@needs(
-    lambda runs: len(runs.onsets),
-    "two of sink rate, norm and value gradient are needed, on the same two or more sequences at two or more steps",
-)
-def draw_training_onsets(runs: RunsByStep) -> Figure:
-    table = runs.onsets
-    found = {(row.number, row.quantity): row for row in table.itertuples()}
-    names, leads = [name for number, name in found if number == "onset"], table[table["number"] == "lead"]
-    heights = [1.0] * len(names) + [0.1 + 0.36 * len(leads)] * (len(leads) > 0)
-    figure = new_figure(COLUMN, 0.9 + 0.95 * sum(heights))
-    axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for ax, name in zip(axes, names, strict=False):
-        course = table[(table["number"] == "course") & (table["quantity"] == name)].set_index("step")
-        onset, quantity = found["onset", name], QUANTITIES[name]
-        plot.curve(ax, course["value"], **SINK)
-        ax.fill_between(course.index, course["low"], course["high"], color=SINK["color"], **BAND)
-        ax.axhline(found["threshold", name].value, **style.GUIDE)
-        if np.isfinite(onset.value):
-            ax.axvspan(onset.low, min(onset.high, course.index[-1]), color=VERMILION, **BAND)
-            ax.axvline(onset.value, color=VERMILION, linewidth=1)
-        is_wide = quantity.is_ratio and course["high"].max() > 10 * course["low"].min()
-        plot.value_axis(ax, quantity.unit, log=is_wide)
-        ax.set_title(quantity.title, loc="left")
-        ax.set_title(_onset_label(onset), loc="right", color=VERMILION)
-        if ax is not axes[0]:
-            ax.sharex(axes[0])
-        ax.tick_params(labelbottom=name == names[-1])
-    plot.step_axis(axes[0], [step for step, _ in runs])
-    axes[len(names) - 1].set_xlabel("training step")
-    if len(leads):
-        _draw_leads(axes[-1], leads)
-    signs: dict[str, Look] = {"onset": {"color": VERMILION, "linewidth": 1}, "threshold": style.GUIDE}
-    signs |= {"95 % over sequences": {"facecolor": SINK["color"], "alpha": BAND["alpha"]}}
-    signs |= {"steps in random order": CHANCE} if len(leads) else {}
-    return figure.finish(steps_title(runs, width=COLUMN), signs, ncols=2)
-
-
-def _onset_label(onset: Any) -> str:
-    if not np.isfinite(onset.value):
-        return "no onset"
-    high = plot.step_label(onset.high) if np.isfinite(onset.high) else "∞"
-    return f"{plot.step_label(onset.value)} [{plot.step_label(onset.low)}, {high}]"
-
-
-def _draw_leads(ax: Axes, leads: pd.DataFrame) -> None:
-    """Draw a row for each pair: its lead with the interval, over the middle 95 % of its null."""
-    rows = range(len(leads))
-    ax.barh(rows, leads["null_high"] - leads["null_low"], left=leads["null_low"], height=0.7, **CHANCE)
-    ax.hlines(rows, leads["low"].clip(-2, 2), leads["high"].clip(-2, 2), color=SINK["color"], linewidth=1.1)
-    ax.plot(leads["value"], rows, **SINK | {"linestyle": "none"})
-    ax.axvline(0, **style.NEUTRAL)
-    ax.use_sticky_edges = False  # of the bars, which would have no margin
-    ax.autoscale_view()
-    pairs = zip(leads["quantity"], leads["other"], strict=True)
-    names = [f"{QUANTITIES[first].name}\nbefore {QUANTITIES[second].name}" for first, second in pairs]
-    plot.name_rows(ax, names, shaded=False)
-    ax.set_xlabel("lag correlation, minus the reverse")
-
-
 # --- The arms of a training and their looks: an arm looks the same in every figure
 
-NAME_LENGTH = 40  # characters of an arm's name
 FAINT: Look = {"marker": "", "linewidth": 0.6, "alpha": 0.8}  # later positions
 
 
@@ -209,25 +75,6 @@ class Arms:
         return heading(model_name(next(iter(self.runs.values())).model), *more, width=width)
 
 
-def arm_looks(arms: Iterable[str]) -> dict[str, Look]:
-    """Return arm → label, color, dashes, marker and width of its line."""
-    # The untouched model is gray and uses up no color, so that figures of only the trained arms have the same colors.
-    # Later lines are thinner and on top, so that equal lines are all visible.
-    arms = list(arms)
-    looks = style.line_looks()
-    untouched: Look = {"color": "0.6", "linestyle": "-", "marker": "P"}
-    return {
-        arm: (untouched if arm == UNTOUCHED else next(looks))
-        | {"label": escape(shorten(arm, NAME_LENGTH)), "linewidth": width}
-        for arm, width in zip(arms, np.linspace(2.0, 0.9, len(arms)), strict=True)
-    }
-
-
-def _signs(looks: dict[str, Look]) -> dict[str, Look]:
-    """Return the entries of arms in a legend."""
-    return {look["label"]: {key: entry for key, entry in look.items() if key != "label"} for look in looks.values()}
-
-
 # --- Perplexity, outliers and sinks as bars: a bar for each arm, a panel for each metric.
 # A bar is the mean over seeds, a dot one seed, the whisker one standard deviation (n − 1). The broken line is the first
 # arm: the unchanged model, or the plain training. A metric that is 0 in every arm, or was not measured, has no panel.
@@ -242,7 +89,7 @@ WHISKER: Look = {"color": "black", "linestyle": "none", "elinewidth": 0.8, "caps
 @needs(lambda arms: arms.has("retrofit"), "no arm of this retrofit has been measured")
 def draw_retrofit_bars(arms: Arms) -> Figure:
     table = arms.tables["retrofit"]
-    looks = arm_looks(table["condition"].unique())
+    looks = arm_looks(table["condition"].unique(), UNTOUCHED)
     values = {name: table[table["metric"] == name] for name in PANELS}
     shown = [name for name, rows in values.items() if (rows["value"] != 0).any()]
     across = min(ACROSS, max(len(shown), 1))
@@ -305,7 +152,7 @@ NORMS = {"layer_out": "layer output", "mlp_out": "MLP output", "attn_out": "atte
     "the model has only one layer",
 )
 def draw_retrofit_layers(arms: Arms) -> Figure:
-    looks = arm_looks(arms.runs)
+    looks = arm_looks(arms.runs, UNTOUCHED)
     figure = new_figure(WIDE, 4.2 + 0.15 * (1 + len(looks) // 4))
     sites = {site for run in arms.runs.values() for site in run.tables["activation"]["site"]}
     panels = {"": METRICS["sink_rate"].short} | {site: name for site, name in NORMS.items() if site in sites}
@@ -321,7 +168,7 @@ def draw_retrofit_layers(arms: Arms) -> Figure:
             plot.line_by_layer(ax, means[1], zorder=3, **looks[arm])
         plot.panel(ax, name, unit, None, log=bool(site), share=not site)
     most = max(int(run.tables["attention"]["position"].max()) for run in arms.runs.values())
-    signs = _signs(looks) | {"position 0": {"color": "0.3", "marker": "o"}}
+    signs = signs_of(looks) | {"position 0": {"color": "0.3", "marker": "o"}}
     signs |= {f"mean over {places(1, most)}": FAINT | {"color": "0.3", "alpha": 1}}
     return figure.finish(arms.title(arms.seeds_text(of_runs=True)), signs, ncols=4)
 
@@ -348,7 +195,7 @@ def draw_retrofit_training(arms: Arms) -> Figure:
     figure = new_figure(WIDE if len(panels) > 1 else style.TEXT, 0.5 + 2.1 * down)
     axes = plot.panel_grid(figure, len(panels), across, "training step", sharey=False)
     for ax, (name, unit, table) in zip(axes, panels, strict=True):
-        for arm, look in arm_looks(training["condition"].unique()).items():
+        for arm, look in arm_looks(training["condition"].unique(), UNTOUCHED).items():
             rows = table[table["condition"] == arm]
             if len(rows):
                 means = rows.groupby(["step", "seed"])["value"].mean()  # over layers
@@ -361,28 +208,6 @@ def draw_retrofit_training(arms: Arms) -> Figure:
 
 # --- What `SinkCallback` measured of trainings, a line for each; all metrics are of the whole model
 
-CURVES = ("sink_rate", "largest_activation", "largest_logit", "value_drain", "kurtosis", "float16_headroom")
-
-
-@needs(lambda table: table["metric"].isin(CURVES).any(), "nothing was measured")
-def draw_training_curves(table: pd.DataFrame) -> Figure:
-    whole = table[table["layer"] == WHOLE_MODEL]
-    shown = [METRICS[name] for name in CURVES if (whole["metric"] == name).any()]
-    across = min(ACROSS, len(shown))
-    figure = new_figure(WIDE * max(across, 2) / ACROSS, 0.5 + 1.8 * -(-len(shown) // across))
-    axes = plot.panel_grid(figure, len(shown), across, "training step", sharey=False)
-    looks = arm_looks(whole["condition"].unique())
-    for ax, metric in zip(axes, shown, strict=True):
-        for name, look in looks.items():
-            rows = whole[(whole["metric"] == metric.name) & (whole["condition"] == name)]
-            plot.curve(ax, rows.set_index("step")["value"], **look)
-        is_share = metric.unit == "share"
-        unit = "share of heads" if is_share else metric.unit or "value"
-        plot.panel(ax, metric.short, unit, None, share=is_share)
-    plot.step_axis(axes[0], sorted(whole["step"].unique().tolist()))
-    return figure.finish(heading(*dict.fromkeys(map(model_name, whole["model"]))), _signs(looks), ncols=4)
-
-
 # --- The sink rate against the held-out loss that an arm has reached, a line for each seed. Arms are compared at equal
 # loss, because one that learns more slowly also has its sink later.
 
@@ -390,7 +215,7 @@ def draw_training_curves(table: pd.DataFrame) -> Figure:
 @needs(lambda arms: arms.courses, "no arm has a held-out loss by step: train with --probe attention")
 def draw_retrofit_equal_loss(arms: Arms) -> Figure:
     found = arms.courses
-    looks = arm_looks(dict.fromkeys(arm for arm, _ in found))
+    looks = arm_looks(dict.fromkeys(arm for arm, _ in found), UNTOUCHED)
     figure = new_figure(style.TEXT, 3.0)
     ax = figure.subplots()
     for (arm, _), course in found.items():
@@ -401,7 +226,7 @@ def draw_retrofit_equal_loss(arms: Arms) -> Figure:
     ax.invert_xaxis()  # training goes to the right
     ax.set_xlabel(METRICS[HELD_OUT[0]].label)
     title = arms.title(arms.seeds_text(), "marks: the end of training", width=style.TEXT)
-    return figure.finish(title, _signs(looks), ncols=4)
+    return figure.finish(title, signs_of(looks), ncols=4)
 
 
 # --- Value drain and gates of each arm (VGA figures 1 and 4, GS §5)
@@ -415,7 +240,7 @@ SPAN: Look = {"facecolor": "0.87", "linewidth": 0}
 
 @needs(lambda arms: arms.all_have("geometry"), "not all arms have the table geometry")
 def draw_retrofit_values(arms: Arms) -> Figure:
-    looks, has_gates = arm_looks(arms.runs), any("gate" in run.tables for run in arms.runs.values())
+    looks, has_gates = arm_looks(arms.runs, UNTOUCHED), any("gate" in run.tables for run in arms.runs.values())
     names = [METRICS["raw_value_drain"].short, "attended value norm ÷ others", "gate"] if has_gates else []
     names = names or [METRICS["value_drain"].short]
     values = {arm: _values_and_gates(run)[: len(names)] for arm, run in arms.runs.items()}
@@ -434,7 +259,7 @@ def draw_retrofit_values(arms: Arms) -> Figure:
         ax.axhline(1.0, **style.NEUTRAL)
         if plot.panel(ax, name, "factor" if name == "gate" else "ratio of norms", None):
             ax.set_ylim(0, 1.08 * max(1.0, np.nanmax(plot.drawn(ax, "y"))))
-    signs = _signs(looks)
+    signs = signs_of(looks)
     if is_deep:
         signs["later positions, 10–90 %"] = SPAN
         signs |= {"later positions, mean": FAINT | {"color": "0.3"}} if has_gates else {}

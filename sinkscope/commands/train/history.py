@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,13 +14,13 @@ from sinkscope.attention.weights import AttentionRead
 from sinkscope.commands.train.sharding import is_sharded
 from sinkscope.commands.train.tasks import Task
 from sinkscope.errors import SinkscopeError
+from sinkscope.measuring.callback import LENGTH, SEQUENCES, probed
 from sinkscope.measuring.measure import measure
 from sinkscope.measuring.observables.attention import Attention
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.family import Family, vocabulary
-from sinkscope.models.in_memory import same_random_numbers, undisturbed
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
 from sinkscope.results.findings import FEWEST_QUERIES
@@ -31,17 +31,8 @@ from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs, masked
 
-Found = TypeVar("Found")
 Probe = Callable[[PreTrainedModel], pd.DataFrame]  # → layer (−1: the whole model), metric, value
 LOGGED = {"loss": "loss", "learning_rate": "learning_rate", "grad_norm": "gradient_norm"}  # the Trainer's → ours
-
-
-def probed(model: PreTrainedModel, probe: Callable[[PreTrainedModel], Found]) -> Found:
-    """Run a probe, which the training does not notice: in eval mode, not compiled, outside autocast, with own random
-    numbers.
-    """
-    with undisturbed(model), same_random_numbers(), torch.no_grad():
-        return probe(model)
 
 
 class Recorder(TrainerCallback):
@@ -108,9 +99,6 @@ def history(logs: list[dict[str, Any]]) -> pd.DataFrame:
             rows.append((layer, step, "gate_displacement_max", most))
         rows += [(layer, step, metric, value) for layer, metric, value in log.get("probe", ())]
     return pd.DataFrame(rows, columns=["layer", "step", "metric", "value"])
-
-
-SEQUENCES, LENGTH = 32, 64  # the probe measures the beginnings of held-out blocks; WSE's length
 
 
 def probe_of(

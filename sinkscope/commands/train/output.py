@@ -13,7 +13,7 @@ from sinkscope.commands.train import findings as words
 from sinkscope.commands.train.figures import Arms
 from sinkscope.commands.train.tables import UNTOUCHED, retrofit_table
 from sinkscope.errors import InputError, Known, unknown
-from sinkscope.figures import OF_ARMS
+from sinkscope.figures import KINDS
 from sinkscope.measuring.tables import all_tables
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result, figure_failure
@@ -81,7 +81,7 @@ class Trained(Result):
 
     @property
     def drawings(self) -> Drawings:
-        return drawings_of(OF_ARMS, Arms(self.tables, first_runs(self.manifest, self.runs)))
+        return drawings_of(KINDS["arms of a training"], Arms(self.tables, first_runs(self.manifest, self.runs)))
 
     @property
     def failure(self) -> str:
@@ -144,3 +144,8 @@ def retrofit_tables(manifest: Mapping[str, Any], runs: Mapping[str, Run], gates:
         quantized = {method: run.manifest["w8a8"] for method, run in mine.items()}
         parts.append(retrofit_table(mine, quantized, gates[gates["seed"] == seed], seed))
     return pd.concat(parts, ignore_index=True)
+
+
+def summaries(folder: Path) -> Mapping[str, pd.DataFrame]:
+    """Return the tables that `compare` prints of the folder of a training."""
+    return words.retrofit_summaries(tables_of_arms(folder)[1]["retrofit"])

@@ -9,8 +9,35 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.results.run import RunData
-from sinkscope.results.tables import LEADING, TRAINING_TABLES, WHOLE_MODEL, names_of
+from sinkscope.results.tables import (
+    LEADING,
+    METRIC,
+    POSITION,
+    SEED,
+    SEQUENCE,
+    TOKEN,
+    TOKEN_ID,
+    VALUE,
+    WHOLE_MODEL,
+    Column,
+    names_of,
+)
 
+TRAINED_TABLES = {
+    "gates": (
+        SEED,
+        Column("head", "head of values or queries, as the parameter counts; or the register", kind="whole"),
+        Column("parameter", "parameter of the retrofit", kind="text"),
+        Column("displacement", "distance of the head's parameters from where they started"),
+    ),
+    "retrofit": (SEED, METRIC, VALUE),
+    "value_norms": (
+        SEQUENCE, POSITION, TOKEN_ID, TOKEN,
+        Column("is_trigger", "whether the token is a trigger of the task", kind="truth"),
+        Column("norm", "L2 norm of all heads' values as they are projected"),
+        Column("attended_norm", "the same as they are attended to, after a gate on values"),
+    ),
+}  # fmt: skip
 UNTOUCHED = "untouched"  # the arm of the unchanged model
 
 # heading of a table in Markdown → its metrics; all of them make up the table `retrofit`, in this order
@@ -56,7 +83,7 @@ def retrofit_table(
         if arm in farthest:
             numbers["gate_displacement_max"] = float(farthest[arm])
         rows += [(run.model, arm, WHOLE_MODEL, seed, metric, numbers[metric]) for metric in ROWS]
-    table = pd.DataFrame(rows, columns=[*LEADING, *names_of(TRAINING_TABLES["retrofit"])])
+    table = pd.DataFrame(rows, columns=[*LEADING, *names_of(TRAINED_TABLES["retrofit"])])
     return table.dropna(subset="value", ignore_index=True)
 
 

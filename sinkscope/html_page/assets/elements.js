@@ -1,6 +1,8 @@
 "use strict";
 // Elements of the page. Text is always inserted as text, never as markup: a token may be `<script>`.
 
+S.OF_COMMANDS = []; // functions that make the sections of one command, which its script adds
+
 /** An element: its name with classes (`p.note`), attributes and event handlers, and its content. */
 S.element = (what, attributes = {}, ...inside) => {
   const [name, ...classes] = what.split(".");

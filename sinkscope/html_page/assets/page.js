@@ -1,12 +1,12 @@
 "use strict";
 // The page: the sections that the tables allow, in order.
 
-S.SECTIONS = () => [S.glances, S.findings, S.claims, S.effects, S.routes, S.study, S.training, S.text, S.pictures, S.heads, S.overflow, S.quantization, S.plans,
+S.SECTIONS = () => [S.glances, S.findings, ...S.OF_COMMANDS, S.training, S.text, S.pictures, S.heads,
   S.layers, S.massive, S.gradients, ...S.TOPICS.map((topic) => () => S.topic(topic)), S.explore, S.tablesSection, S.runSection];
 
 // sections that are folded until a click, or their link, opens them: on every page, and where five numbers come first
 S.OF_EXPERTS = new Set(["layers", "massive", "gradient", "explore", "tables", "run", ...S.TOPICS.map(({ id }) => id)]);
-S.OF_DETAILS = new Set(["findings", "overflow", "quantization", "kv-plan"]);
+S.OF_DETAILS = new Set(["findings"]);
 
 S.isFolded = ({ id }) => S.OF_EXPERTS.has(id) || (S.OF_DETAILS.has(id) && S.data.glances.length > 0) ||
   (id === "heads" && S.data.overviews.length > 0);

@@ -13,7 +13,6 @@ from sinkscope.commands.claims.evidence import MAIN, NULL, Evidence
 from sinkscope.commands.claims.over_seeds import PERCENT, difference, metric, of_one, ratio, together
 from sinkscope.commands.claims.scopes import causal, in_float32
 from sinkscope.commands.claims.studies import PLAIN, Arm, Need
-from sinkscope.commands.intervene.experiment import BEFORE
 from sinkscope.measuring import estimates
 from sinkscope.measuring.estimates import AFTER_FIRST, SPIKE, before_valves, branch_ratios, gradients, later_positions
 from sinkscope.measuring.observables.reductions import ALL_HEADS, LATER
@@ -21,7 +20,7 @@ from sinkscope.measuring.summary import uniform_mass
 from sinkscope.results import statistics
 from sinkscope.results.findings import SINK
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
-from sinkscope.results.run import RunData
+from sinkscope.results.run import BEFORE, RunData
 from sinkscope.results.sequences import Lacks, Sequences, table_of
 from sinkscope.results.statistics import Estimate, bootstrap, exact, positive_jackknife, rank_correlation
 

@@ -12,13 +12,12 @@ from sinkscope.commands.claims.claim import Claim, Part, of_run, run_claim
 from sinkscope.commands.claims.evidence import Evidence
 from sinkscope.commands.claims.scopes import causal, learned_positions, query_bias
 from sinkscope.commands.claims.studies import Need
-from sinkscope.commands.intervene.experiment import BEFORE
 from sinkscope.measuring.estimates import RUN_CLAIMS, second_half, sink_rates
 from sinkscope.measuring.observables.query_bias import DELTA, NO_QUERY_BIAS
 from sinkscope.results.findings import SINK, Published
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
 from sinkscope.results.papers import GPT2_MASSIVE, PRINTED
-from sinkscope.results.run import RunData
+from sinkscope.results.run import BEFORE, RunData
 from sinkscope.results.statistics import Estimate, bootstrap, exact, jackknife, mean_of_controls
 
 NULLIFIED, COLUMNS = Need("do", "nullify-query-bias"), Need("do", "zero-key-columns")

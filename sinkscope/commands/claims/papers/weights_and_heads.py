@@ -12,11 +12,11 @@ from sinkscope.commands.claims.evidence import MAIN, Evidence
 from sinkscope.commands.claims.papers.s2m import coordinates_of_largest
 from sinkscope.commands.claims.scopes import causal
 from sinkscope.commands.claims.studies import Need
-from sinkscope.commands.intervene.experiment import BEFORE
 from sinkscope.measuring.estimates import super_weight
 from sinkscope.results.findings import COLLAPSE
 from sinkscope.results.judgment import NotDefined, above, at_least, between
 from sinkscope.results.papers import published
+from sinkscope.results.run import BEFORE
 from sinkscope.results.sequences import Sequences
 from sinkscope.results.statistics import Estimate, bootstrap, jackknife, one_more_run, weighted_means
 

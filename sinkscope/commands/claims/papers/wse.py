@@ -29,13 +29,13 @@ from sinkscope.commands.claims.scopes import (
 )
 from sinkscope.commands.claims.studies import PLAIN, Arm, Need, Study
 from sinkscope.commands.train.tables import UNTOUCHED
-from sinkscope.commands.train.varied_llama import MODEL_TYPE
 from sinkscope.errors import counted
 from sinkscope.measuring import estimates
 from sinkscope.measuring.estimates import RUN_CLAIMS, equal_tokens, massive_layers, norm_ratios, sink_rates
 from sinkscope.measuring.observables.equal_tokens import CLOSED_FORMS
 from sinkscope.measuring.observables.massive import THRESHOLD
 from sinkscope.measuring.summary import clear_sinks
+from sinkscope.models.varied_llama import MODEL_TYPE
 from sinkscope.results import statistics
 from sinkscope.results.findings import SINK, Published
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between

@@ -1,0 +1,22 @@
+"""What a scorecard has on its page."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from sinkscope.commands.claims.columns import CLAIM, ROUTE
+from sinkscope.commands.claims.scorecard import Scorecard, unusual
+from sinkscope.html_page.contents import PageParts
+from sinkscope.results.findings import Finding
+
+
+class ClaimsPage(PageParts):
+    def linked(self, folder: Path, manifest: Mapping[str, Any]) -> Mapping[Any, Path]:
+        return {place.name: place for place in sorted(folder.glob("runs/*")) if place.is_dir()}
+
+    def findings(self, manifest: Mapping[str, Any], tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
+        if CLAIM not in tables:
+            return ()
+        return unusual(Scorecard(dict(manifest), {CLAIM: tables[CLAIM], ROUTE: pd.DataFrame()}))

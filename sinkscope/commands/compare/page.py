@@ -1,0 +1,12 @@
+"""What a comparison has on its page."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sinkscope.html_page.contents import PageParts
+
+
+class ComparePage(PageParts):
+    def places(self, folder: Path, manifest: Mapping[str, Any]) -> Mapping[Any, Path]:
+        return {run["label"]: Path(run["folder"]) for run in manifest.get("runs", ()) if run.get("folder")}

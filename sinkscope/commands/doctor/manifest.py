@@ -1,0 +1,13 @@
+"""The entries of a run.json of `doctor`."""
+
+from sinkscope.results.schema import Part, Reasons, RunManifest
+
+
+class Overflow(Part):
+    dtype: str
+    limit: float  # its largest finite number
+    refused: Reasons = {}  # remedy → why it was left out
+
+
+class DoctorManifest(RunManifest):
+    overflow: Overflow

@@ -1,0 +1,28 @@
+"""The entries of a run.json of `quantize`."""
+
+from typing import Literal
+
+from sinkscope.options.measuring import PerActivation, PerCache, PerWeight
+from sinkscope.results.schema import Count, Part, RunManifest
+
+
+class Quantization(Part):
+    scheme: Literal["linear", "full"] = "linear"
+    bits_weights: Count
+    bits_activations: Count
+    bits_kv_cache: Count = 8
+    weights_per: PerWeight = "tensor"
+    activations_per: PerActivation = "tensor"
+    kv_cache_per: PerCache | None = None
+    calibration: Count
+    linear_layers: int
+    not_quantized: dict[str, float]  # module → its share of the parameters
+    full_precision_modules: list[str] | None = None
+    prefix: list[int] = []  # token ids; empty without --prefix
+    prefix_text: str = ""
+    without_cache: str = ""  # why its keys and values were not saved
+    without_rotation: str = ""  # why the model was not rotated
+
+
+class QuantizeManifest(RunManifest):
+    quantization: Quantization

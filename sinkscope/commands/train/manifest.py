@@ -1,0 +1,16 @@
+"""The entries of a run.json of `retrofit` and `train`."""
+
+from typing import Any
+
+from sinkscope.results.schema import Manifest, Name, Part
+
+
+class TrainingArm(Part):
+    method: str
+    parameters: dict[str, Any]
+    label: str
+    seed: int
+
+
+class ArmsManifest(Manifest):
+    arms: dict[Name, TrainingArm]
