@@ -7,11 +7,11 @@ import pandas as pd
 
 import sinkscope
 from sinkscope.commands.claims.compared import Routes
-from sinkscope.commands.compare.comparison import Comparison
 from sinkscope.commands.compare.curves import Curves
 from sinkscope.commands.train.output import Trained
 from sinkscope.figures.style import Figure
 from sinkscope.options.keywords import AnalyzeKeywords
+from sinkscope.output.comparison import Comparison
 
 
 def user_script(folder: Path) -> None:

@@ -53,12 +53,16 @@ ROWS = (
     ("visual-sinks", "pictures",
         "attention to the patches of pictures, and φ (Kang et al. 2025)", "visual_patch", "picture"),
 )
+BY_LAYER = (
+    "by-layer", "runs", "sink rate, value norm, residual norm and massive activations of all runs", "summary",
+)
 # fmt: on
 
 
 def _registers() -> dict[str, dict[str, FigureSpec[Any]]]:
     """Return the registers of figures by the data that they show, from ROWS and the records of the commands."""
     specs = [("one run", _spec(row, __name__, IMAGES if row[1] == "pictures" else "analyze")) for row in ROWS]
+    specs.append(("several runs", _spec(BY_LAYER, __name__, "compare")))
     for name, record in records().items():
         specs += [(data, _spec(row, record.folder, name)) for data, rows in record.figures.items() for row in rows]
     kinds: dict[str, dict[str, FigureSpec[Any]]] = {}

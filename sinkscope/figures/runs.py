@@ -11,13 +11,23 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from sinkscope.errors import InputError
 from sinkscope.figures import plot, style
-from sinkscope.figures.labels import places, title, token_label, token_labels
+from sinkscope.figures.labels import (
+    escape,
+    heading,
+    places,
+    title,
+    token_label,
+    token_labels,
+)
+from sinkscope.figures.plot import ACROSS
 from sinkscope.figures.style import COLUMN, GRAY, GUIDE, HIGHEST, OTHERS, SINK, TEXT, WIDE, Figure, Look, new_figure
 from sinkscope.measuring.observables.massive import RATIO, THRESHOLD
 from sinkscope.measuring.summary import clear_sinks
 from sinkscope.results.findings import FEWEST_QUERIES
-from sinkscope.results.metrics import METRICS
+from sinkscope.results.metrics import METRICS, UNITS
 from sinkscope.results.run import RunData
+from sinkscope.results.side_by_side import labels
+from sinkscope.results.tables import WHOLE_MODEL
 
 # --- Window mass α₀ (GS eq. 1) of every layer and head, and the threshold of WSE for a sink
 
@@ -167,7 +177,6 @@ def _draw_tokens(ax: Axes, shares: pd.Series) -> None:
 
 # --- Attention weights of selected heads on one sequence, from the strongest sink to the weakest
 
-ACROSS = 3
 FAINTEST = 1e-3  # lower end of the color scale, on which both a sink and a diagonal are visible
 
 
@@ -329,3 +338,41 @@ def draw_massive_map(run: RunData) -> Figure:
 # number of first tokens. Right, over all tokens, by the number of first tokens kept, for every window.
 
 # --- Several runs by layer, or by relative depth if their numbers of layers differ
+
+
+COMPARED = ("sink_rate", "value_drain", "norm_ratio", "massive_count")  # metrics of `summary`
+
+
+def draw_by_layer(runs: Sequence[RunData]) -> Figure:
+    names, common = labels(runs)
+    depths = [max(0, int(run.tables["summary"]["layer"].max())) + 1 for run in runs]
+    is_relative = len(set(depths)) > 1
+    across = max(1, min(4, 108 // (max(map(len, names)) + 8)))  # 108 characters in a row
+    figure = new_figure(WIDE, 3.6 + 0.15 * -(-len(runs) // across))
+    axes = figure.subplots(2, 2)
+    for ax, metric in zip(axes.flat, COMPARED, strict=True):
+        for run, label, depth, look in zip(runs, names, depths, style.line_looks(), strict=False):
+            summary = run.tables["summary"]
+            rows = summary[(summary["metric"] == metric) & (summary["layer"] != WHOLE_MODEL)]
+            line = plot.line_by_layer(ax, rows.set_index("layer")["value"], label=label, **look)
+            if is_relative:
+                line.set_xdata(np.asarray(line.get_xdata()) / max(depth - 1, 1))
+        unit = METRICS[metric].unit
+        ax.set(title=METRICS[metric].short, xlabel="relative depth" if is_relative else "layer")
+        if is_relative:
+            ax.set_xlim(-0.03, 1.03)
+        else:
+            plot.whole_numbers(ax, "x")
+        plot.value_axis(ax, UNITS.get(unit, unit) or "count", log=unit == "ratio", share=unit == "share")
+        if ax.get_yscale() == "log":
+            ax.axhline(1, **style.NEUTRAL)
+    counts = plot.drawn(axes[1, 1], "y")
+    counts = counts[np.isfinite(counts)]
+    if np.any(counts > 10):  # a linear scale would hide the other runs: linear up to 1, logarithmic above
+        axes[1, 1].set_yscale("symlog", linthresh=1)
+        axes[1, 1].set_ylim(-0.15, 1.5 * counts.max())
+        axes[1, 1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    figure.legend(axes[0, 0].lines, [escape(name) for name in names], loc="outside lower center", ncols=across)
+    if common:
+        figure.suptitle(heading(common))
+    return figure

@@ -78,7 +78,7 @@ def check_sites(keep: Sequence[str]) -> None:
             raise InputError(f"--keep {unknown(site, SITES)}")
 
 
-def keep(subject: Subject, config: CloseUpOptions, kernel: str) -> dict[str, torch.Tensor]:
+def keep(subject: Subject, config: CloseUpOptions) -> dict[str, torch.Tensor]:
     """Return the tensors of results/activations.py: all heads' weights if the run has maps, and what --keep names.
 
     No sequence is padded. Raises InputError for a head or a site that the model does not have, or if --keep takes more
@@ -97,7 +97,7 @@ def keep(subject: Subject, config: CloseUpOptions, kernel: str) -> dict[str, tor
         return {}
     inputs = subject.inputs.part(0, config.keep_seqs if config.keep else 1)
     kept = Kept(config.keep, has_maps)
-    with open_tracer(model, family, kernel) as tracer:
+    with open_tracer(model, family, config.attn) as tracer:
         for batch in inputs.batches(1):  # in every process
             tracer.forward(batch, [kept])
     heads = {layer: len(rows[0][1]) for (site, layer), rows in kept.rows.items() if site == ATTENTION}

@@ -53,13 +53,13 @@ class RunConfigKeywords(ObservableKeywords, InputKeywords, DeviceKeywords, Model
     force: bool
 
 
-class CloseUpKeywords(TypedDict, total=False):
+class CloseUpKeywords(RunConfigKeywords, total=False):
     heads: str | Sequence[tuple[int, int]] | Sequence[str] | None
     keep: str | Sequence[str]
     keep_seqs: int
 
 
-class AnalyzeKeywords(CloseUpKeywords, RunConfigKeywords, total=False):
+class AnalyzeKeywords(CloseUpKeywords, total=False):
     export_mask: bool
     images: str | PathLike[str] | None
 

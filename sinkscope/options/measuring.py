@@ -265,7 +265,7 @@ def _check_head(name: str) -> str:
     return name
 
 
-class CloseUpOptions(Options):
+class CloseUpOptions(RunConfig):
     """What is kept of the first sequences, to look at."""
 
     heads: Annotated[

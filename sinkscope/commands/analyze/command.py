@@ -100,7 +100,7 @@ def analyze(
             return finished(Run.of_analysis(manifest, tables, folder), Messages(quiet), figures, page)
     with opened(model, tokenizer, config, out, overwrite, quiet) as (subject, folder, console):
         processor = None if pictures is None else processor_for(subject, config)
-        activations = Activations(keep(subject, config, config.attn))
+        activations = Activations(keep(subject, config))
         tables, facts = measure(subject, config, console, config.pairs)
         if pictures is not None:
             pictured, facts.pictures = measure_pictures(subject, config, pictures, processor, tables["massive"])

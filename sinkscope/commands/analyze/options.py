@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from sinkscope.options.files import UserPath, kind_of, names_in, user_path
-from sinkscope.options.measuring import CloseUpOptions, RunConfig
+from sinkscope.options.measuring import CloseUpOptions
 from sinkscope.options.option import (
     option,
 )
 
 
-class AnalyzeOptions(CloseUpOptions, RunConfig):
+class AnalyzeOptions(CloseUpOptions):
     """Measure one model: tables, figures and a verdict.
 
     Writes a run folder (run.json, tables/*.parquet, figures/, verdict.md, index.html) and prints the verdict.

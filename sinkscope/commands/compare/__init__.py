@@ -10,10 +10,6 @@ COMMANDS = (
         CompareOptions,
         public={"compare": ".side_by_side:compare"},
         figures={
-            "several runs": (
-                ("by-layer", "figures",
-                    "sink rate, value norm, residual norm and massive activations of all runs", "summary"),
-            ),
             "trainings of your own": (
                 ("training-curves", "figures", "what SinkCallback measured of each training, by step", "training"),
             ),

@@ -38,8 +38,8 @@ def _compared(
     options: CompareOptions, output: OutputOptions, manifests: Mapping[Path, dict[str, Any]], old: list[str]
 ) -> Result:
     """Compare folders of any kind, by code that imports torch, as that of other commands does."""
-    from sinkscope.commands.compare.comparison import Comparison
     from sinkscope.commands.compare.side_by_side import compare
+    from sinkscope.output.comparison import Comparison
     from sinkscope.output.result import figure_failure
     from sinkscope.verdict.table_formats import formatted
 

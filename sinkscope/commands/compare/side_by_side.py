@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from sinkscope.commands.compare.comparison import compared
 from sinkscope.commands.compare.curves import TABLE as CURVES
 from sinkscope.commands.compare.curves import Curves, curves_of, training_of
 from sinkscope.errors import InputError
 from sinkscope.options.register import records
+from sinkscope.output.comparison import compared
 from sinkscope.output.result import Result, written
 from sinkscope.results.folders import own_folder
 from sinkscope.results.manifest import RUNS, TRAINING, folder_of, read_manifest
@@ -34,7 +34,7 @@ from sinkscope.results.tables import blaming_tables
 if TYPE_CHECKING:
     from sinkscope.commands.claims.compared import Routes
     from sinkscope.commands.claims.scorecard import Scorecard
-    from sinkscope.commands.compare.comparison import Comparison
+    from sinkscope.output.comparison import Comparison
 
 Given = Result | str | os.PathLike[str]
 

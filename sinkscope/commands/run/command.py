@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
-from sinkscope.commands.compare.comparison import Comparison, compared
 from sinkscope.commands.result import Result
 from sinkscope.commands.run.options import RunOptions
 from sinkscope.errors import InputError, SinkscopeError, unknown
@@ -26,6 +25,7 @@ from sinkscope.options.output import OutputOptions
 from sinkscope.options.recipe import COMPARISON, Recipe, find_recipe, read_recipe
 from sinkscope.options.register import options_by_command, records
 from sinkscope.options.signatures import with_options
+from sinkscope.output.comparison import Comparison, compared
 from sinkscope.output.result import both, draw, figure_failure, write_data
 from sinkscope.output.run import Run, draw_run, write_run
 from sinkscope.results.folders import new_folder, own_folder

@@ -33,7 +33,6 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel
 
-from sinkscope.commands.compare.comparison import compared
 from sinkscope.commands.quantize.study import w8a8
 from sinkscope.commands.result import Result
 from sinkscope.commands.train.arms import Arm, Method, arms_of, parse_methods
@@ -66,6 +65,7 @@ from sinkscope.models.projections import known_positions
 from sinkscope.options.files import user_path
 from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.options.output import OutputOptions
+from sinkscope.output.comparison import compared
 from sinkscope.output.result import draw, write_data
 from sinkscope.output.run import Run, redrawn, write_run
 from sinkscope.results.folders import FileList, alone_in, check_resumable, claim, new_folder, resumable

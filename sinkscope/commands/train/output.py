@@ -8,13 +8,13 @@ from typing import Any
 
 import pandas as pd
 
-from sinkscope.commands.compare.comparison import Comparison
 from sinkscope.commands.train import findings as words
 from sinkscope.commands.train.figures import Arms
 from sinkscope.commands.train.tables import UNTOUCHED, retrofit_table
 from sinkscope.errors import InputError, Known, unknown
 from sinkscope.figures import KINDS
 from sinkscope.measuring.tables import all_tables
+from sinkscope.output.comparison import Comparison
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result, figure_failure
 from sinkscope.output.run import Run
