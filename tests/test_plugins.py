@@ -108,9 +108,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(plugins, "_loaded", [])
     monkeypatch.delitem(sys.modules, "first_plugin", raising=False)
-    plugins._installed.cache_clear()
+    plugins.installed.cache_clear()
     yield tmp_path
-    plugins._installed.cache_clear()
+    plugins.installed.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_plugin_that_cannot_be_loaded(
         assert line.startswith("plugin 'second' of second 0.1.0 failed [")
         assert reason in line
         assert "SINKSCOPE_PLUGINS" in line
-    plugins._installed.cache_clear()
+    plugins.installed.cache_clear()
     monkeypatch.setenv("SINKSCOPE_PLUGINS", "first")
     plugins.load_plugins()
     assert sys.modules["first_plugin"].OWN == {"one": 1}

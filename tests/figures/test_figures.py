@@ -11,7 +11,7 @@ from support.figures import check_all_draw, edges_at, legend_of, rough_figures
 from support.made_up_runs import make_run
 
 from sinkscope import InputError, Run
-from sinkscope.figures import COMMAND, KINDS, applicable, draw
+from sinkscope.figures import KINDS, applicable, draw
 from sinkscope.figures import FIGURES as ALL_FIGURES
 from sinkscope.figures.query_bias import standard_quantiles
 from sinkscope.figures.runs import TOKENS
@@ -22,7 +22,7 @@ from sinkscope.output.drawing import save_figures
 FIGURES = {  # of the tables of a made-up run
     name: spec
     for name, spec in ALL_FIGURES.items()
-    if not {*COMMAND, "head_scores", "super_weights", "over_mixing"} & set(spec.tables)
+    if spec.command == "analyze" and not {"head_scores", "super_weights"} & set(spec.tables)
 }
 draw_comparison = KINDS["several runs"]["by-layer"]
 

@@ -12,7 +12,7 @@ import psutil
 import pyarrow.parquet
 import pytest
 import torch
-from sinkscope.verdict.register import written_tables
+from sinkscope.measuring.tables import all_tables
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import sinkscope
@@ -30,7 +30,7 @@ ROWS = pd.DataFrame([("m", "natural", -1, "loss", 1.5)], columns=[*LEADING, "met
 def test_declared_columns_are_those_that_were_written() -> None:
     for path in REPORTS:
         form = format_of(json.loads((path.parents[1] / MANIFEST).read_text(encoding="utf-8")))
-        table = read_table(path, (*LEADING_COLUMNS, *written_tables()[path.stem]), form)
+        table = read_table(path, (*LEADING_COLUMNS, *all_tables()[path.stem]), form)
         assert list(table)[:3] == list(LEADING), path
 
 

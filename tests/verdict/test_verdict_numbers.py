@@ -18,7 +18,7 @@ from sinkscope.commands.claims.table import evidence_of, judged
 from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
 from sinkscope.results import findings
 from sinkscope.verdict import analysis
-from sinkscope.verdict.analysis import TABLE
+from sinkscope.results.findings import FINDING
 
 CONSTANTS = {value for value in vars(findings).values() if isinstance(value, float)}
 COUNTED = {  # numbers that count rows
@@ -54,7 +54,7 @@ EACH = pytest.mark.parametrize("name", [*NAMES[:-1], pytest.param(NAMES[-1], mar
 @EACH
 def test_every_number_of_the_verdict_is_in_a_table(name: str) -> None:
     run = measured(name)
-    table = run.tables[TABLE].set_index("finding")
+    table = run.tables[FINDING].set_index("finding")
     said = (*analysis.settings(run), *analysis.findings(run))
     assert len(said) > 10
     for finding in said:
@@ -73,8 +73,8 @@ def test_every_number_of_the_verdict_is_in_a_table(name: str) -> None:
 @EACH
 def test_the_findings_numbers_are_those_of_the_measured_tables(name: str) -> None:
     run = measured(name)
-    known = all_numbers(table for key, table in run.tables.items() if key != TABLE)
-    rows = run.tables[TABLE]
+    known = all_numbers(table for key, table in run.tables.items() if key != FINDING)
+    rows = run.tables[FINDING]
     free = rows[(rows["claim"] == "") | ~rows["number"].isin(["value"])]
     free = free[~free["number"].isin(COUNTED | SETTINGS)]
     step = free[free["finding"] == "8-bit-step"].set_index("number")["value"]
@@ -102,7 +102,7 @@ def of_a_claim(value: float, name: str) -> bool:
 
 @EACH
 def test_a_verdict_and_a_scorecard_of_one_run_agree(name: str) -> None:
-    rows = measured(name).tables[TABLE].query("claim != '' and number == 'value'")
+    rows = measured(name).tables[FINDING].query("claim != '' and number == 'value'")
     table = scorecard(name)
     assert len(rows) >= 4
     for row in rows.itertuples():
