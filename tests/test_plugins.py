@@ -23,15 +23,18 @@ from sinkscope.plugins import GROUP
 from sinkscope.results.tables import POSITION, Column
 
 EXAMPLE = Path(__file__).parent / "plugin_example"
-(POINT,) = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]["entry-points"][GROUP].items()
+POINTS = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]["entry-points"]
 
 
-def installed(folder: Path, package: str, name: str, function: str) -> Path:
-    """Lay an entry point into a folder, as an installation leaves it."""
+def installed(folder: Path, package: str, points: dict[str, dict[str, str]]) -> Path:
+    """Lay entry points, by group and name, into a folder, as an installation leaves them."""
     info = folder / f"{package}-0.1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.1.0\n")
-    (info / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = {function}\n")
+    lines = [
+        f"[{group}]\n" + "".join(f"{name} = {place}\n" for name, place in of.items()) for group, of in points.items()
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines))
     return folder
 
 
@@ -54,6 +57,8 @@ for line in (
     ["intervene", sys.argv[1], "--do", "halve-first-embedding", "--draws", "1", "--out", "do", *small],
     ["claims", "--from", "run", "--out", "claims", "--quiet", "--no-page"],
     ["list", "all"],
+    ["dominance", sys.argv[1], "--at-least", "0.01", "--out", "own", *small],
+    ["compare", "own"],
 ):
     try:
         app(line, prog_name="sinkscope")
@@ -77,7 +82,7 @@ assert sum(type(module).__name__ == "Scale" for module in again.modules()) == le
 
 def test_the_example(tiny: Path, here: Path) -> None:
     """Its entries of every kind work as those of sinkscope; run.json and `list` name its package."""
-    done = run(COMMANDS, tiny, path=installed(here / "site", "sinkscope-dominance", *POINT))
+    done = run(COMMANDS, tiny, path=installed(here / "site", "sinkscope-dominance", POINTS))
     assert done.returncode == 0, done.stderr
     manifest = json.loads((here / "run" / "run.json").read_text(encoding="utf-8"))
     assert manifest["versions"]["sinkscope-dominance"] == "0.1.0"
@@ -90,6 +95,10 @@ def test_the_example(tiny: Path, here: Path) -> None:
     assert set(effect["arm"]) == {"before", "after", "control"}
     claim = pd.read_parquet(here / "claims/tables/claim.parquet").query("claim == 'D-1'").iloc[0]
     assert (claim["paper"], claim["value"]) == ("an example", pytest.approx(max(shares)))
+    assert "One entry has at least 1% of the norm at position 0 in layers 0" in (here / "own/verdict.md").read_text(
+        encoding="utf-8"
+    )
+    pd.testing.assert_frame_equal(pd.read_parquet(here / "own/tables/dominance.parquet"), table)
     rows = [line for line in done.stdout.splitlines() if "sinkscope-dominance 0.1.0" in line]
     names = ("dominance", "halve-first-embedding", "head-scale", "dominance-by-layer", "dominance_first", "D-1")
     assert [row.split()[1] for row in rows] == list(names)
@@ -128,8 +137,8 @@ def test_a_plugin_that_cannot_be_loaded(
     """One line names it and says how to go on without it; nothing of it is added, and the other plugins work."""
     (site / f"broken_{number}.py").write_text(f"from first_plugin import *\n{code}\n")
     (site / "first_plugin.py").write_text(FIRST)
-    installed(site, "second", "second", f"broken_{number}:register")
-    installed(site, "first", "first", "first_plugin:register")
+    installed(site, "second", {GROUP: {"second": f"broken_{number}:register"}})
+    installed(site, "first", {GROUP: {"first": "first_plugin:register"}})
     for _ in range(2):
         with pytest.raises(InputError) as refused:
             plugins.load_plugins()
@@ -194,7 +203,7 @@ def test_a_plugin_that_makes_a_wrong_table(made: Any, reason: str, here: Path, m
 def test_a_plugin_that_raises(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its metrics are named in Python; in a command, so is the package whose code was running, whatever it added."""
     (site / "raising_plugin.py").write_text("def register(plugin): pass\ndef fail(): return 1 / 0\n")
-    installed(site, "raising", "raising", "raising_plugin:register")
+    installed(site, "raising", {GROUP: {"raising": "raising_plugin:register"}})
     plugins.load_plugins()
     with pytest.raises(ZeroDivisionError) as failed:
         sys.modules["raising_plugin"].fail()

@@ -32,6 +32,7 @@ class Options(BaseModel):
     writes: ClassVar[str] = ""  # the folder that the command writes by default, for --help; "" if it writes none
     repeatable: ClassVar[bool] = False  # --from repeats a run with all its options
     resumable: ClassVar[bool] = False  # an interrupted run is kept, and the same command resumes it
+    trains: ClassVar[bool] = False  # the command trains a model, and loads or makes it itself
     in_memory: ClassVar[bool] = False  # the result is a Run, which need not be written
     defaults: ClassVar[Mapping[str, Any]] = {}  # other defaults of inherited options
     refused: ClassVar[Mapping[str, str]] = {}  # inherited options that do not apply, and why

@@ -11,8 +11,8 @@ from support.figures import check_all_draw, edges_at, legend_of, rough_figures
 from support.made_up_runs import make_run
 
 from sinkscope import InputError, Run
-from sinkscope.figures import KINDS, applicable, draw
 from sinkscope.figures import FIGURES as ALL_FIGURES
+from sinkscope.figures import KINDS, applicable, draw
 from sinkscope.figures.query_bias import standard_quantiles
 from sinkscope.figures.runs import TOKENS
 from sinkscope.figures.style import SETTINGS

@@ -12,11 +12,11 @@ from support.made_up_runs import grid
 
 from sinkscope import InputError, Run
 from sinkscope.commands.train.figures import PANELS, ROWS, Arms, to_others
-from sinkscope.commands.train.tables import UNTOUCHED, sinking_layer
 from sinkscope.figures import KINDS
 from sinkscope.figures.plot import arm_looks
 from sinkscope.figures.style import Figure
 from sinkscope.results.run import RunData
+from sinkscope.results.trainings import UNTOUCHED, sinking_layer
 
 ARMS = (UNTOUCHED, "vga", "none")
 SITES = ("layer_out", "mlp_out", "attn_out")

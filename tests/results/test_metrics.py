@@ -9,9 +9,9 @@ from tiny import tiny_model
 
 import sinkscope
 from sinkscope import InputError, Run
-from sinkscope.commands.train.tables import ROWS
 from sinkscope.measuring.summary import arm_metrics
 from sinkscope.results.metrics import EFFECT, METRICS, RETROFIT, SUMMARY, Metric
+from sinkscope.results.trainings import ROWS
 from sinkscope.verdict.analysis import SHOWN
 
 

@@ -12,11 +12,11 @@ import psutil
 import pyarrow.parquet
 import pytest
 import torch
-from sinkscope.measuring.tables import all_tables
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import sinkscope
 from sinkscope import InputError, Run, show
+from sinkscope.measuring.tables import all_tables
 from sinkscope.results.manifest import MANIFEST, format_of
 from sinkscope.results.papers import GPT2_MASSIVE, paper_tables, printed_gamma
 from sinkscope.results.tables import LEADING, LEADING_COLUMNS, METRIC, MOST_ROWS, VALUE, Column, read_table, write_table

@@ -12,8 +12,8 @@ from sinkscope.commands.claims.gathered import Collection
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.studies import Steps, Training
 from sinkscope.commands.train.options import RetrofitOptions, TrainOptions
-from sinkscope.commands.train.tables import UNTOUCHED
 from sinkscope.results.run import RunData
+from sinkscope.results.trainings import UNTOUCHED
 from support.hand_made_runs import by_sequence, manifest
 
 SHAPE = {"model_type": "llama", "hidden_act": "silu", "num_attention_heads": 4}

@@ -12,9 +12,9 @@ from tiny import ragged_tokens, tiny_model, written
 
 import sinkscope
 from sinkscope import Run, retrofit_model
-from sinkscope.commands.train.tables import ROWS
 from sinkscope.measuring.summary import gradient_summary, uniform_gradient_ratio
 from sinkscope.results.findings import SINK, Finding, Outcome
+from sinkscope.results.trainings import ROWS
 from sinkscope.verdict import analysis
 from sinkscope.verdict.analysis import quantized_source, settings
 from sinkscope.verdict.at_a_glance import glances

@@ -9,9 +9,9 @@ from scipy import stats
 
 from sinkscope import InputError, Run
 from sinkscope.commands.train.findings import equal_loss_markdown, methods_compared, retrofit_markdown
-from sinkscope.commands.train.tables import ROWS, UNTOUCHED, retrofit_table
 from sinkscope.measuring.tables import column_names
 from sinkscope.results.tables import LEADING
+from sinkscope.results.trainings import ROWS, UNTOUCHED, retrofit_table
 from sinkscope.verdict.table_formats import formatted
 
 GATES = pd.DataFrame(

@@ -17,8 +17,8 @@ from sinkscope import Run, retrofit_model
 from sinkscope.commands.claims.table import evidence_of, judged
 from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
 from sinkscope.results import findings
-from sinkscope.verdict import analysis
 from sinkscope.results.findings import FINDING
+from sinkscope.verdict import analysis
 
 CONSTANTS = {value for value in vars(findings).values() if isinstance(value, float)}
 COUNTED = {  # numbers that count rows

@@ -5,14 +5,13 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.commands.measured import opened, shown
 from sinkscope.commands.result import Result
-from sinkscope.commands.steps.series import COMMAND, Series
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.console import Messages, print_line, print_notices, print_part
 from sinkscope.measuring.keeping import Remembered, check_sites, keep
@@ -34,6 +33,9 @@ from sinkscope.output.run import Run, draw_run, finished, write_run
 from sinkscope.results.activations import Activations
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.text.pictures import read_pictures
+
+if TYPE_CHECKING:
+    from sinkscope.commands.steps.series import Series
 
 
 def command(options: AnalyzeOptions, output: OutputOptions) -> Result:
@@ -124,7 +126,7 @@ def analyze_steps(
     page: bool = True,
     record: Mapping[str, Any] | None = None,
     **options: Unpack[AnalyzeKeywords],
-) -> Series:
+) -> "Series":
     """Measure a model at several steps of its training; with `out`, also write a run folder per step and the figures.
 
     Args:
@@ -140,6 +142,8 @@ def analyze_steps(
         InputError: an option or the input is wrong, a name has no step, or two names have the same step.
         SinkscopeError: a run failed; nothing is written.
     """
+    from sinkscope.commands.steps.series import COMMAND, Series
+
     start = time.time()
     if model is None:
         raise InputError("several revisions were given, but no model to take them from")

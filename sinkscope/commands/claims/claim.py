@@ -12,7 +12,6 @@ import numpy as np
 from sinkscope.commands.claims.evidence import MAIN, Evidence
 from sinkscope.commands.claims.scopes import Scope
 from sinkscope.commands.claims.studies import ARMS, PLAIN, Need
-from sinkscope.commands.train.tables import UNTOUCHED
 from sinkscope.measuring.estimates import HAS_SINK_HEADS as SINK_HEADS_OF_RUN
 from sinkscope.measuring.estimates import RUN_CLAIMS, in_sink_heads
 from sinkscope.results.findings import Published
@@ -20,6 +19,7 @@ from sinkscope.results.judgment import NotDefined, Number, Outcome, Test, estima
 from sinkscope.results.papers import paper_of
 from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import Estimate
+from sinkscope.results.trainings import UNTOUCHED
 
 
 class Null(StrEnum):

@@ -18,7 +18,6 @@ import pandas as pd
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.commands.claims.columns import CLAIM, COMMAND, ROUTE, TABLES
 from sinkscope.commands.claims.evidence import (
     LONG,
@@ -62,7 +61,9 @@ from sinkscope.measuring.subject import (
 from sinkscope.models.in_memory import fingerprint
 from sinkscope.options.keywords import ClaimsKeywords
 from sinkscope.options.measuring import SEQ_LEN, RunConfig
+from sinkscope.options.option import Options
 from sinkscope.options.output import OutputOptions
+from sinkscope.options.register import options_by_command
 from sinkscope.options.signatures import with_options
 from sinkscope.output.result import FIGURES, both, draw, figure_failure
 from sinkscope.output.run import Run, write_run
@@ -329,7 +330,7 @@ class Bench:
 
     def _analyzed(self, subject: Subject | None, given: Mapping[str, Any]) -> Run:
         start = time.time()
-        config = self._options(AnalyzeOptions, given)
+        config = self._options(options_by_command().get("analyze", RunConfig), given)
         subject = subject or self._reading(config)
         tables, facts = measure(subject, config, self.console)
         return Run.of_analysis(make_manifest(subject, config, facts, list(tables), start), tables)
@@ -355,7 +356,7 @@ class Bench:
         manifest |= {"arms": experiment.records, "skipped": experiment.skipped, "failed": experiment.failed}
         return Run(manifest, tables)
 
-    def _options(self, kind: type[RunConfig], given: Mapping[str, Any]) -> Any:
+    def _options(self, kind: type[Options], given: Mapping[str, Any]) -> Any:
         own = {name: getattr(self.config, name) for name in RunConfig.model_fields}
         return kind(**own | dict(given))
 

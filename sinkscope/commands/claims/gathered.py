@@ -12,12 +12,10 @@ from pathlib import Path
 from sinkscope.commands.claims.columns import COMMAND
 from sinkscope.commands.claims.evidence import MAIN, Evidence
 from sinkscope.commands.claims.register import CLAIMS
-from sinkscope.commands.claims.studies import OPTIONS, PLAIN, Given, Steps, Training, variants, wanted_arms
+from sinkscope.commands.claims.studies import PLAIN, Given, Steps, Training, variants, wanted_arms
 from sinkscope.commands.claims.table import evidence_of, models_of, with_studies
 from sinkscope.commands.steps.series import COMMAND as STEPS
 from sinkscope.commands.steps.series import Series
-from sinkscope.commands.train.output import COMMANDS as TRAININGS
-from sinkscope.commands.train.output import Trained
 from sinkscope.errors import InputError
 from sinkscope.options.option import checked
 from sinkscope.options.recipe import CELLS, COMPARISON, SWEEP
@@ -29,6 +27,7 @@ from sinkscope.results.scores import COMMAND as SCORES
 from sinkscope.results.scores import TABLE as SCORES_TABLE
 from sinkscope.results.tables import LEADING_COLUMNS, read_table
 
+TRAININGS = ("retrofit", "train")
 CHECKPOINTS = "checkpoints"  # the folder of an arm's steps
 Skipped = Mapping[str, Mapping[str, str]]  # model → role → why it does not apply
 
@@ -160,6 +159,8 @@ def judged_folders(folders: Iterable[Path]) -> list[Path]:
 
 def _training(folder: Path) -> Training:
     """Open the folder of `retrofit` or `train`, with the default values of options that an older folder lacks."""
+    from sinkscope.commands.train.output import Trained  # other runs need no training
+
     trained = Trained.open(folder)
     try:
         options = checked(OPTIONS[trained.manifest["command"]], trained.manifest["config"])

@@ -16,12 +16,12 @@ from scipy import stats
 
 from sinkscope.commands.claims.evidence import Evidence
 from sinkscope.commands.claims.studies import PLAIN, Arm, Level, Need, Study
-from sinkscope.commands.train import tables as training_tables
-from sinkscope.commands.train.tables import HELD_OUT, LOGGED
+from sinkscope.results import trainings as training_tables
 from sinkscope.results.findings import SINK
 from sinkscope.results.judgment import NotDefined
 from sinkscope.results.sequences import Lacks
 from sinkscope.results.statistics import Estimate, largest_of, mean_of_rates, mean_of_runs, range_of
+from sinkscope.results.trainings import HELD_OUT, LOGGED
 
 Measure = Callable[[Evidence], Estimate]
 OfArm = Callable[[Arm], float]

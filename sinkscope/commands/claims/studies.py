@@ -19,13 +19,13 @@ from typing import Any, Literal, NamedTuple, TypeVar, get_args
 import numpy as np
 import pandas as pd
 
-from sinkscope.commands.train.options import RetrofitOptions, TrainOptions, tokens_a_step
-from sinkscope.commands.train.tables import HELD_OUT, LOGGED, UNTOUCHED, courses, sinking_layer
-from sinkscope.options.option import Options, flag
+from sinkscope.options.option import flag
+from sinkscope.options.register import options_by_command
 from sinkscope.options.spec import parse_spec
 from sinkscope.results.run import RunData
 from sinkscope.results.scores import TABLE as SCORES
 from sinkscope.results.scores import main_scores
+from sinkscope.results.trainings import HELD_OUT, LOGGED, UNTOUCHED, courses, sinking_layer, tokens_a_step
 from sinkscope.retrofits import make_retrofit
 
 # --- needs of claims: a run of the model, or a study
@@ -68,7 +68,6 @@ class Need:
 # --- trainings, their arms and their steps
 
 PLAIN = "none"  # the method of a plain training or fine-tune
-OPTIONS: dict[str, type[Options]] = {"retrofit": RetrofitOptions, "train": TrainOptions}
 # options that do not affect results, and options in which repetitions differ
 IGNORED_OPTIONS = {"config", "device_map", "log_every", "method", "observables", "save_every", "seed", "seeds"}
 START_PARAMETERS = {"deviation"}  # parameters of methods that affect only the start of a training
@@ -125,7 +124,7 @@ class Training:
 
     def again(self, changed: Mapping[str, Any], into: Path | None = None) -> str:
         """Return the command that repeats the training with some options changed."""
-        kind = OPTIONS[self.command]
+        kind = options_by_command()[self.command]
         default = kind().model_dump(mode="json")
         given = {name: value for name, value in self.manifest["config"].items() if value != default.get(name)}
         given = {name: value for name, value in (given | dict(changed)).items() if name in kind.model_fields}

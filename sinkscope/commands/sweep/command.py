@@ -31,8 +31,6 @@ from sinkscope.commands.sweep.output import SweepComparison, summary_tables
 from sinkscope.commands.sweep.pools import follow, open_pool, run_groups, split
 from sinkscope.commands.sweep.tables import Measured, SweepTables, sweep_tables
 from sinkscope.commands.sweep.worker import Event, Group, Reads, State, Task, changes, devices_for, load_key
-from sinkscope.commands.train.architectures import architecture
-from sinkscope.commands.train.options import ArmOptions, TrainOptions
 from sinkscope.errors import InputError, SinkscopeError, counted, described, one_line, unknown
 from sinkscope.figures import FIGURES
 from sinkscope.html_page import Contents, Paged
@@ -89,7 +87,7 @@ class Size:
         """Estimate the bytes that a cell needs; 0 if the size is not known."""
         if self.model is None:
             return 0
-        if isinstance(options, ArmOptions):
+        if options.trains:
             return int(MARGIN * training_memory(self.model, options))
         return int(MARGIN * memory_of(self.model, options).peak(self.model.dtype))
 
@@ -374,7 +372,9 @@ def done_cell(cell: Cell, folders: CellFolders, reads: Reads) -> tuple[dict[str,
 def size_of(options: Any, only_cached: bool = False) -> Size:
     """Return the size of a model, computed from its configuration alone; `only_cached`: without asking the hub."""
     try:
-        if isinstance(options, TrainOptions):
+        if options.trains and hasattr(options, "config"):  # from random weights
+            from sinkscope.commands.train.architectures import architecture  # other sweeps need no training
+
             return Size(on_meta(architecture(options.config)))
         with quiet(), read_once():
             files = find_settings(options.model, options.revision, options.gguf_file, only_cached)

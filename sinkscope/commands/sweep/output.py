@@ -17,9 +17,6 @@ from typing import Any
 import pandas as pd
 from pydantic import ValidationError
 
-from sinkscope.commands.claims.columns import CLAIM as CLAIMS
-from sinkscope.commands.claims.columns import ROUTE as ROUTES
-from sinkscope.commands.claims.scorecard import Scorecard
 from sinkscope.commands.sweep.cells import COMMAND
 from sinkscope.commands.sweep.factor_study import PAPER, summary
 from sinkscope.commands.sweep.factor_study import TABLE as STUDY
@@ -70,8 +67,10 @@ class SweepComparison(Result):
     @property
     def drawings(self) -> Drawings:
         drawings = drawings_of(KINDS["cells of a sweep"], self.compared)
-        if CLAIMS in self.tables:
-            card = Scorecard({}, {name: one_cell_each(self.tables[name]) for name in (CLAIMS, ROUTES)})
+        if "claim" in self.tables:
+            from sinkscope.commands.claims.scorecard import Scorecard  # other sweeps need no claims
+
+            card = Scorecard({}, {name: one_cell_each(self.tables[name]) for name in ("claim", "route")})
             if len(card.models) > 1:
                 return {**drawings, **card.drawings}
         return drawings

@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sinkscope.commands.claims.columns import TABLES as CLAIM_TABLES
 from sinkscope.commands.sweep.factor_study import TABLE as STUDY
 from sinkscope.commands.sweep.factor_study import studied
 from sinkscope.commands.sweep.file import Cell
-from sinkscope.commands.train.options import tokens_a_step
 from sinkscope.errors import InputError
 from sinkscope.models.steps import step_of
 from sinkscope.results.metrics import is_sink, lacks_rate
@@ -21,6 +19,7 @@ from sinkscope.results.run import RunData, policy_of
 from sinkscope.results.scores import main_scores
 from sinkscope.results.statistics import bootstrap, resamplings_of, weighted_means
 from sinkscope.results.tables import LEADING, METRIC, VALUE, WHOLE_MODEL, Column, names_of, read_table
+from sinkscope.results.trainings import tokens_a_step
 
 SWEEP, EPSILON, SCORES = "sweep", "sweep_epsilon", "sweep_benchmark"
 # command → table of a cell → name of this table for all cells
@@ -28,7 +27,7 @@ OF_COMMANDS = {
     "analyze": {"summary": SWEEP},
     "intervene": {"effect": "sweep_effect"},
     "quantize": {"quantization": "sweep_quantization"},
-    "claims": {name: name for name in CLAIM_TABLES},
+    "claims": {name: name for name in ("claim", "route")},
     "benchmark": {"benchmark": SCORES},
     "retrofit": {"retrofit": "sweep_retrofit"},
     "train": {"retrofit": "sweep_retrofit", "training": STUDY},

@@ -18,7 +18,6 @@ from typing import Any
 
 from huggingface_hub import constants, dataset_info
 
-from sinkscope.commands.train.options import ArmOptions
 from sinkscope.errors import LONGEST, InputError, SinkscopeError, described, is_out_of_memory, one_line, was_interrupted
 from sinkscope.measuring.console import Plain
 from sinkscope.measuring.processes import team
@@ -87,7 +86,7 @@ LOADED_BY = ("model", "revision", "gguf_file", "dtype", "device_map", "trust_rem
 
 def load_key(options: Any) -> tuple:
     """Return a key that is equal for cells that can share a loaded model."""
-    if isinstance(options, ArmOptions):  # a training loads its own model
+    if options.trains:  # a training loads its own model
         return (type(options).__name__, options.model_dump_json())
     return (*(getattr(options, name) for name in LOADED_BY), options.adapter)
 

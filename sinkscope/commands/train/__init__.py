@@ -10,7 +10,7 @@ RETROFIT = Command(
     module=".retrofit",
     public={"retrofit": ".retrofit:retrofit"},
     manifest=".manifest:ArmsManifest",
-    tables=(".tables:TRAINED_TABLES",),
+    tables=("sinkscope.results.trainings:TRAINED_TABLES",),
     summaries=".output:summaries",
     figures={
         "arms of a training": (

@@ -41,7 +41,6 @@ from sinkscope.commands.train.history import probe_of
 from sinkscope.commands.train.options import ArmOptions
 from sinkscope.commands.train.output import Trained, first_runs, retrofit_tables
 from sinkscope.commands.train.sharding import launched
-from sinkscope.commands.train.tables import UNTOUCHED
 from sinkscope.commands.train.tasks import Task
 from sinkscope.commands.train.trainer import (
     check_trainable,
@@ -72,6 +71,7 @@ from sinkscope.results.folders import FileList, alone_in, check_resumable, claim
 from sinkscope.results.manifest import MANIFEST, files_in, make_manifest, write_manifest
 from sinkscope.results.swap import new_file
 from sinkscope.results.tables import LEADING_COLUMNS, read_table, write_tables
+from sinkscope.results.trainings import UNTOUCHED
 from sinkscope.retrofits import gate_displacement
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.inputs import beginning

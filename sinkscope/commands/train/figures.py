@@ -11,7 +11,6 @@ from matplotlib.axis import Axis
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentFormatter
 
 from sinkscope.commands.train.findings import without_start
-from sinkscope.commands.train.tables import HELD_OUT, UNTOUCHED, courses, sinking_layer
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import (
     escape,
@@ -29,6 +28,7 @@ from sinkscope.results.metrics import METRICS, Metric
 from sinkscope.results.run import RunData
 from sinkscope.results.side_by_side import model_name, shorten
 from sinkscope.results.tables import WHOLE_MODEL
+from sinkscope.results.trainings import HELD_OUT, UNTOUCHED, courses, sinking_layer
 
 # --- Growth of sinks, gradient sinks and massive activations in training: metrics of the model by training step
 

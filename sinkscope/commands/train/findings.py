@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sinkscope.commands.train.tables import HELD_OUT, TABLES, UNTOUCHED, at_equal_loss, courses, sinking_layer
 from sinkscope.results.findings import Finding
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 from sinkscope.results.statistics import Estimate, mean_of_runs
 from sinkscope.results.tables import WHOLE_MODEL
+from sinkscope.results.trainings import HELD_OUT, TABLES, UNTOUCHED, at_equal_loss, courses, sinking_layer
 from sinkscope.verdict.report import interval, with_interval
 from sinkscope.verdict.table_formats import as_markdown, table_with_spread
 

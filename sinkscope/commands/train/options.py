@@ -1,6 +1,5 @@
 """The options of a training. Nothing here imports torch, because the command line shows their defaults."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -78,15 +77,11 @@ class TrainingConfig(SeedOptions):
         return self.steps * self.batch_size * self.accumulation * processes
 
 
-def tokens_a_step(options: Mapping[str, Any], processes: int = 1) -> int:
-    """Return the tokens in all blocks of a step, from the options of a training in run.json."""
-    return options["batch_size"] * options["accumulation"] * processes * options["block_length"]
-
-
 class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptions):
     """The common options of `retrofit` and `train`: methods, a text, a training, and the measurement of the arms."""
 
     resumable: ClassVar[bool] = True
+    trains: ClassVar[bool] = True
 
     seeds: int = option(
         1, "Training", "Trainings of each arm, from --seed on: each has its own order of the text and random weights.",

@@ -10,7 +10,6 @@ import pandas as pd
 
 from sinkscope.commands.train import findings as words
 from sinkscope.commands.train.figures import Arms
-from sinkscope.commands.train.tables import UNTOUCHED, retrofit_table
 from sinkscope.errors import InputError, Known, unknown
 from sinkscope.figures import KINDS
 from sinkscope.measuring.tables import all_tables
@@ -21,6 +20,7 @@ from sinkscope.output.run import Run
 from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import MANIFEST, folder_of, format_of, read_manifest
 from sinkscope.results.tables import LEADING_COLUMNS, read_table
+from sinkscope.results.trainings import UNTOUCHED, retrofit_table
 from sinkscope.verdict.analysis import quantized_source
 
 COMMANDS = ("retrofit", "train")

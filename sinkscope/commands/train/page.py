@@ -7,9 +7,9 @@ from typing import Any
 import pandas as pd
 
 from sinkscope.commands.train.findings import findings, retrofit_summaries
-from sinkscope.commands.train.tables import UNTOUCHED
 from sinkscope.html_page.contents import Contents, PageParts
 from sinkscope.results.findings import Finding
+from sinkscope.results.trainings import UNTOUCHED
 
 
 class TrainPage(PageParts):

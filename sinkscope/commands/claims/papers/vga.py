@@ -20,7 +20,6 @@ from sinkscope.commands.claims.over_seeds import (
 )
 from sinkscope.commands.claims.scopes import causal, gated
 from sinkscope.commands.claims.studies import PLAIN, Arm, Need
-from sinkscope.commands.train.tables import UNTOUCHED
 from sinkscope.measuring import estimates
 from sinkscope.measuring.observables.reductions import LATER
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below
@@ -28,6 +27,7 @@ from sinkscope.results.papers import published
 from sinkscope.results.run import WITH
 from sinkscope.results.sequences import Lacks, table_of
 from sinkscope.results.statistics import Estimate, bootstrap, exact, positive_jackknife, rank_correlation
+from sinkscope.results.trainings import UNTOUCHED
 
 TO_ZERO = Need("loss-do", "scale-sink-value:where=sinks")
 TO_MEAN = Need("loss-do-alone", "mean-sink-value:where=sinks")

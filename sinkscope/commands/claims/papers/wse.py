@@ -28,7 +28,6 @@ from sinkscope.commands.claims.scopes import (
     some_positions,
 )
 from sinkscope.commands.claims.studies import PLAIN, Arm, Need, Study
-from sinkscope.commands.train.tables import UNTOUCHED
 from sinkscope.errors import counted
 from sinkscope.measuring import estimates
 from sinkscope.measuring.estimates import RUN_CLAIMS, equal_tokens, massive_layers, norm_ratios, sink_rates
@@ -44,6 +43,7 @@ from sinkscope.results.papers import SINK_RATES, WSE_TABLE_1, published, publish
 from sinkscope.results.run import WITH, WITHOUT, RunData
 from sinkscope.results.sequences import Lacks, Sequences, table_of
 from sinkscope.results.statistics import Estimate, bootstrap, exact, least_of, mean_of_runs, rank_correlation
+from sinkscope.results.trainings import UNTOUCHED
 from sinkscope.retrofits import make_retrofit
 from sinkscope.retrofits.register_tokens import RegisterTokens
 

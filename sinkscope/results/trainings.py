@@ -4,6 +4,7 @@ VGA's tables 1 to 3 have the columns of `retrofit`, but their norms and kurtosis
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -125,3 +126,8 @@ def at_equal_loss(*every: pd.DataFrame) -> pd.DataFrame:
         reached = before + share * (after - before)
         found.append(np.full(3, np.nan) if reached[1] < level - 1e-9 else reached)
     return pd.DataFrame(found, columns=["step", "loss", "rate"])
+
+
+def tokens_a_step(options: Mapping[str, Any], processes: int = 1) -> int:
+    """Return the tokens in all blocks of a step, from the options of a training in run.json."""
+    return options["batch_size"] * options["accumulation"] * processes * options["block_length"]

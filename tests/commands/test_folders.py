@@ -1,0 +1,79 @@
+"""A command can be taken out: by deleting its folder and its line."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import sinkscope
+from sinkscope.commands import FOLDERS
+
+PACKAGE = Path(sinkscope.__file__).parent
+
+# forks a child for each copy of the package, so that torch and the like are imported once
+SCRIPT = """
+import json, os, sys, traceback
+import accelerate, matplotlib.pyplot, nnsight, torch, transformers, typer
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+def commands(copy):
+    sys.path.insert(0, copy)
+    os.chdir(copy)
+    from sinkscope.cli.app import app
+    small = ["--num-seqs", "2", "--seq-len", "8", "--observables", "attention,massive"]
+    analyze = [["analyze", sys.argv[1], *small, "--out", "run"], ["show", "run", "--print"]]
+    for line in (["--help"], ["list"], ["list", "all"], *analyze):
+        if os.path.isdir(f"sinkscope/commands/{line[0]}") or line == ["--help"]:
+            try:
+                app(line, prog_name="sinkscope")
+            except SystemExit as end:
+                assert not end.code, line
+
+failed = {}
+for copy in sys.argv[2:]:
+    child = os.fork()
+    if child == 0:
+        try:
+            commands(copy)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        failed[os.path.basename(copy)] = "failed"
+print(json.dumps(failed), file=sys.stderr)
+sys.exit(len(failed))
+"""
+
+
+def without(folder: str, target: Path) -> Path:
+    """Copy the package without one command."""
+    shutil.copytree(PACKAGE, target / "sinkscope", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(target / "sinkscope" / "commands" / folder)
+    for shipped in ("recipes", "reports"):
+        (target / "sinkscope" / shipped).symlink_to(PACKAGE.parent / shipped)
+    register = target / "sinkscope" / "commands" / "__init__.py"
+    lines = register.read_text(encoding="utf-8").splitlines(keepends=True)
+    assert lines.count(f'    "{folder}",\n') == 1
+    register.write_text("".join(line for line in lines if line != f'    "{folder}",\n'), encoding="utf-8")
+    return target
+
+
+def test_each_folder_is_a_command_and_each_can_be_deleted(tiny: Path, tmp_path: Path) -> None:
+    """The others are listed, and `analyze` and `show` of a tiny model work."""
+    folders = [path.parent.name for path in PACKAGE.glob("commands/*/__init__.py")]
+    assert sorted(folders) == sorted(FOLDERS)
+    copies = [without(folder, tmp_path / folder) for folder in FOLDERS]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", SCRIPT, str(tiny), *map(str, copies)],
+        capture_output=True, text=True, env=environment, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-8000:]
+    for folder, copy in zip(FOLDERS, copies, strict=True):
+        if folder not in ("analyze", "show"):
+            assert (copy / "run" / "index.html").is_file()
+            tables = json.loads((copy / "run" / "run.json").read_text(encoding="utf-8"))["tables"]
+            assert {"attention", "massive", "finding"} <= {*tables}
