@@ -19,6 +19,7 @@ from sinkscope.commands.steps.series import Series
 from sinkscope.errors import InputError
 from sinkscope.options.option import checked
 from sinkscope.options.recipe import CELLS, COMPARISON, SWEEP
+from sinkscope.options.register import options_by_command
 from sinkscope.output.run import Run
 from sinkscope.results.manifest import MANIFEST, RUNS, read_manifest
 from sinkscope.results.run import RunData
@@ -163,7 +164,7 @@ def _training(folder: Path) -> Training:
 
     trained = Trained.open(folder)
     try:
-        options = checked(OPTIONS[trained.manifest["command"]], trained.manifest["config"])
+        options = checked(options_by_command()[trained.manifest["command"]], trained.manifest["config"])
     except InputError as error:
         raise InputError(f"{folder} is of another sinkscope, or damaged: {error}") from None
     config = options.model_dump(mode="json", exclude={"method"})

@@ -273,7 +273,9 @@ def _cell(
     given: Mapping[str, Any],
 ) -> Cell:
     """Return one cell; for `train`, whose options make its model, `entry` is None."""
-    kind, own = options_by_command()[command], entry or ModelEntry()
+    kind, own = options_by_command().get(command), entry or ModelEntry()
+    if kind is None:
+        raise InputError(f"there is no command '{command}' here")
     known = kind.model_fields.keys() - kind.refused.keys()
     reads = (content.inputs.get(name) or {}) if command in MEASURING else {}
     if command in MEASURING and not {"input", "dataset", "prompt"} & named(reads).keys():
