@@ -23,9 +23,10 @@ def commands(copy):
     os.chdir(copy)
     from sinkscope.cli.app import app
     small = ["--num-seqs", "2", "--seq-len", "8", "--observables", "attention,massive"]
-    analyze = [["analyze", sys.argv[1], *small, "--out", "run"], ["show", "run", "--print"]]
-    for line in (["--help"], ["list"], ["list", "all"], *analyze):
-        if os.path.isdir(f"sinkscope/commands/{line[0]}") or line == ["--help"]:
+    analyze = ["analyze", sys.argv[1], *small, "--out", "run"]
+    for line in (["--help"], ["list"], ["list", "all"], analyze, ["show", "run", "--print", "--again"]):
+        is_here = line == ["--help"] or os.path.isdir(f"sinkscope/commands/{line[0]}")
+        if is_here and (line[0] != "show" or os.path.isdir("run")):
             try:
                 app(line, prog_name="sinkscope")
             except SystemExit as end:
