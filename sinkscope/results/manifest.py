@@ -36,6 +36,7 @@ PAGE = "index.html"
 # fills in columns. Folders without this entry have format 1.
 FORMAT = 4
 LIBRARIES = ("torch", "transformers", "nnsight", "accelerate", "pandas")
+_version = cache(version)  # it reads the package's files each time
 # commands whose folder is one run, with tables of its own
 RUNS = ("analyze", "intervene", "quantize", "kv-plan", "doctor")
 _NOTED: ContextVar[Mapping[str, Any]] = ContextVar("noted", default={})  # noqa: B039 (nothing changes it)
@@ -62,13 +63,13 @@ def make_manifest(
     The command is named as its function in Python; `config` has its options, as in JSON, and `tables` the names.
     """
     return {
-        "sinkscope": version("sinkscope"),
+        "sinkscope": _version("sinkscope"),
         "format": FORMAT,
         "command": command,
         "config": dict(config),
         **facts,
         **_NOTED.get(),
-        "versions": {name: version(name) for name in LIBRARIES} | plugin_versions(),
+        "versions": {name: _version(name) for name in LIBRARIES} | plugin_versions(),
         "python": platform.python_version(),
         "git_commit": _git_commit(),
         "started": datetime.fromtimestamp(start, UTC).isoformat(timespec="seconds"),
