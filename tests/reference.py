@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -332,15 +332,16 @@ def attention(
         weights = layer.weights[head]
         column = weights[position if causal else 0 :, position]
         mass, uniform = _masses(weights, position, window, causal)
-        return mass, column.mean(), (column**2).mean(), uniform
+        is_sink = np.nan if uniform > epsilon else float(mass > epsilon)
+        return mass, column.mean(), (column**2).mean(), uniform, is_sink
 
-    def rated(layer: Layer, head: int, position: int) -> tuple[float]:
-        mass, uniform = _masses(layer.weights[head], position, window, causal)
-        return (np.nan if uniform > epsilon else float(mass > epsilon),)
+    def mean(found: list) -> tuple[float, ...]:
+        *masses, is_sink = np.transpose(found)
+        known = is_sink[~np.isnan(is_sink)]
+        return *np.mean(masses, axis=1), known.mean() if len(known) else np.nan
 
-    columns = ["window_mass", "sink_mass", "sink_second_moment", "uniform_mass"]
-    rates = _by_head_and_position(sequences, positions, rated, ["sink_rate"], lambda x: pd.DataFrame(x).mean())
-    return _by_head_and_position(sequences, positions, measured, columns).assign(sink_rate=rates["sink_rate"])
+    columns = ["window_mass", "sink_mass", "sink_second_moment", "uniform_mass", "sink_rate"]
+    return _by_head_and_position(sequences, positions, measured, columns, mean)
 
 
 def attention_heads(sequences: list[Sequence]) -> pd.DataFrame:
@@ -376,10 +377,15 @@ def _near(weights: np.ndarray, position: int, window: int, causal: bool) -> np.n
 
 def _masses(weights: np.ndarray, position: int, window: int, causal: bool) -> tuple[float, float]:
     """Return a key's window mass, and what it would be if each query gave all keys that it sees the same weight."""
-    length = len(weights)
-    alike = np.tril(np.ones((length, length))) if causal else np.ones((length, length))
-    alike /= alike.sum(1, keepdims=True)
-    return _near(weights, position, window, causal).mean(), _near(alike, position, window, causal).mean()
+    alike = _near(_uniform(len(weights), causal), position, window, causal)
+    return _near(weights, position, window, causal).mean(), alike.mean()
+
+
+@cache
+def _uniform(length: int, causal: bool) -> np.ndarray:
+    """Return the weights of queries that give all keys that they see the same."""
+    seen = np.tril(np.ones((length, length))) if causal else np.ones((length, length))
+    return seen / seen.sum(1, keepdims=True)
 
 
 def sink_positions(sequences: list[Sequence], window: int, epsilon: float, causal: bool = True) -> pd.DataFrame:

@@ -136,8 +136,8 @@ def test_the_committed_tour_was_executed_without_errors() -> None:
 @pytest.mark.real_model
 def test_the_tour_finds_what_it_says(smollm: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinkscope, "load", lambda: smollm)  # `load` has given the same model
-    for name, fewer in (("analyze", 3), ("intervene", 2)):  # fewer sequences show the same
-        own, given = getattr(sinkscope, name), {"num_seqs": fewer}
+    for name, fewer in (("analyze", 2), ("intervene", 1)):  # fewer sequences show the same; parity is another test's
+        own, given = getattr(sinkscope, name), {"num_seqs": fewer, "skip_parity": True}
         monkeypatch.setattr(sinkscope, name, lambda *args, own=own, few=given, **more: own(*args, **more | few))
     names: dict[str, Any] = {}
     for index, cell in enumerate(code_cells()):

@@ -39,6 +39,7 @@ TRAINING = Command("training", __name__)  # what SinkCallback writes, which is n
 KINDS = records() | {TRAINING.name: TRAINING}
 RUNS = tuple(name for name, record in records().items() if record.report)  # whose folder is one run, with own tables
 LIBRARIES = ("torch", "transformers", "nnsight", "accelerate", "pandas")
+_version = cache(version)  # it reads the package's files each time
 _NOTED: ContextVar[Mapping[str, Any]] = ContextVar("noted", default={})  # noqa: B039 (nothing changes it)
 
 
@@ -63,13 +64,13 @@ def make_manifest(
     The command is named as its function in Python; `config` has its options, as in JSON, and `tables` the names.
     """
     return {
-        "sinkscope": version("sinkscope"),
+        "sinkscope": _version("sinkscope"),
         "format": FORMAT,
         "command": command,
         "config": dict(config),
         **facts,
         **_NOTED.get(),
-        "versions": {name: version(name) for name in LIBRARIES} | plugin_versions(),
+        "versions": {name: _version(name) for name in LIBRARIES} | plugin_versions(),
         "python": platform.python_version(),
         "git_commit": _git_commit(),
         "started": datetime.fromtimestamp(start, UTC).isoformat(timespec="seconds"),

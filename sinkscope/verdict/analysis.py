@@ -657,7 +657,8 @@ def _not_applicable(run: RunData) -> Iterator[Finding]:
 
 
 def _by_layer(run: RunData, metric: str) -> pd.Series:
-    return run.tables["summary"].query("metric == @metric and layer != @WHOLE_MODEL").set_index("layer")["value"]
+    summary = run.tables["summary"]
+    return summary[(summary["metric"] == metric) & (summary["layer"] != WHOLE_MODEL)].set_index("layer")["value"]
 
 
 def _where(chosen: pd.Series) -> tuple[int, ...]:

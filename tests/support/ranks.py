@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -22,11 +23,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
-import sinkscope.figures
 from sinkscope.cli.app import app
 from sinkscope.commands.train import sharding
 from sinkscope.commands.train.sharding import CONFIGURATION
 from sinkscope.retrofits import new_parameters
+from support.figures import skip_figures
 from support.forked import forked
 
 COUNT = 2
@@ -108,6 +109,6 @@ def sharded_retrofit(notes: Path, arguments: Sequence[str], kills: bool = False)
         return plain_step(self, model, *args, **rest)
 
     Trainer.training_step = step
-    sinkscope.figures.applicable = lambda run: []
+    skip_figures(pytest.MonkeyPatch())
     shard_on_cpu()
     app(list(arguments), prog_name="sinkscope")
