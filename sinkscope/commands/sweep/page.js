@@ -46,3 +46,12 @@ S.levels = (points, about, metric, paper) => {
 };
 
 S.OF_COMMANDS.push(S.study);
+
+S.ON_LOAD.push(() => {
+  const levels = new Map((S.data.levels ?? []).map(([settings, condition, level]) => [`${settings}\n${condition}`, level]));
+  for (const table of S.tables.values()) {
+    if (!levels.size || !table.has("settings", "condition")) continue;
+    const [settings, condition] = ["settings", "condition"].map((name) => table.get(name));
+    table.derive("level", "the setting in which this training differs from others", settings.map((own, at) => levels.get(`${own}\n${condition[at]}`) ?? null));
+  }
+});

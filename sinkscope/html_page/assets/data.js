@@ -103,16 +103,13 @@ S.NUMBERED = new Set(["seed", "epsilon"]);
 // columns that distinguish runs or arms
 S.ARMS = ["run", "level", "model", "condition"];
 
+S.ON_LOAD = []; // functions that add columns to tables of one command, which its script adds
+
 S.load = (text) => {
   S.data = JSON.parse(text);
   S.tables = new Map(S.data.tables.map((raw) => [raw.name, new S.Table(raw)]));
   S.manifest = S.data.manifest;
-  const levels = new Map(S.data.levels.map(([settings, condition, level]) => [`${settings}\n${condition}`, level]));
-  for (const table of S.tables.values()) {
-    if (!levels.size || !table.has("settings", "condition")) continue;
-    const [settings, condition] = ["settings", "condition"].map((name) => table.get(name));
-    table.derive("level", "the setting in which this training differs from others", settings.map((own, at) => levels.get(`${own}\n${condition[at]}`) ?? null));
-  }
+  for (const prepare of S.ON_LOAD) prepare();
 };
 
 /** Inflate the weights of all heads, `maps` as compact.py writes it; null if there are none. */
