@@ -173,7 +173,7 @@ def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: f
     for name, one in evidence.items():
         folders: dict[str, tuple[Path | None, ...]] = {role.name: (run.folder,) for role, run in one.runs.items()}
         folders |= {role.name: tuple(study.folders) for role, study in one.studies.items()}
-        used[name] = {role: "; ".join(str(each or "measured") for each in of) for role, of in folders.items()}
+        used[name] = {role: "; ".join(map(_place, of)) for role, of in folders.items()}
     manifest = make_folder_manifest(
         COMMAND,
         config.model_dump(mode="json"),
@@ -185,6 +185,13 @@ def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: f
     )
     runs = {name: {role.name: run for role, run in one.runs.items()} for name, one in evidence.items()}
     return Scorecard(manifest, {CLAIM: table, ROUTE: routes_of_models(evidence)}, runs=runs)
+
+
+def _place(folder: Path | None) -> str:
+    """Return the path of a judged run as its user would type it; "measured" for a run in memory."""
+    if folder is None:
+        return "measured"
+    return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
 
 
 # ------------------------------------------------------------------------------------------------------ measuring
