@@ -58,9 +58,9 @@ fast: install  ## the tests that need no real model
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not real_model and not slow'
 
 CORE := models measuring/test_observables.py measuring/test_parity.py interventions retrofits/test_saving.py \
-	training/test_trainer.py commands/test_card.py measuring/test_kv_plan.py verdict html_page/test_html.py
+	commands/train/test_trainer.py commands/card commands/kv_plan/test_kv_plan.py verdict html_page/test_html.py
 # how CI shortens it: the files that pandas, matplotlib and pydantic matter most for
-SHORT := options commands/test_card.py verdict figures
+SHORT := options commands/card verdict figures
 
 # the lists of model types are those of the newest transformers; older ones keep the scales of compressed-tensors as parameters
 THERE := 'not the_list and not (unpacked_weights and compressed)'

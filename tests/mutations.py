@@ -64,10 +64,10 @@ GRADIENT_TESTS = ("tests/measuring/test_gradient.py",)
 BRANCH_TESTS = ("tests/models/test_every_model.py",)  # these test branches that a model scales or adds up from several
 BIAS_TESTS = ("tests/measuring/test_query_bias.py",)
 ESTIMATE_TESTS = (
-    "tests/paper_claims/test_claims_levels.py",
-    "tests/verdict/test_effects.py",
+    "tests/commands/claims/test_claims_levels.py",
+    "tests/commands/intervene/test_effects.py",
 )
-INTERVENTION_TESTS = ("tests/interventions", "tests/commands/test_intervene.py")
+INTERVENTION_TESTS = ("tests/interventions", "tests/commands/intervene/test_intervene.py")
 
 
 class Mutation(NamedTuple):

@@ -102,7 +102,7 @@ def test_refusals(tmp_path: Path) -> None:
         compare(run, folder)
 
 
-REPORTS = Path(__file__).parents[2] / "reports"
+REPORTS = Path(__file__).parents[3] / "reports"
 FOLDERS = sorted(path.parent.relative_to(REPORTS).as_posix() for path in REPORTS.rglob("run.json"))
 
 

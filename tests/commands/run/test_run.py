@@ -22,7 +22,7 @@ from sinkscope.options.register import options_by_command
 
 pytestmark = pytest.mark.usefixtures("here")
 
-SHIPPED = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+SHIPPED = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
 TRAINING = [path for path in SHIPPED if not options_by_command()[read_recipe(path).content.command].in_memory]
 MEASURING = [path for path in SHIPPED if path not in TRAINING]
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "positions": 16, "window": 16}

@@ -17,7 +17,7 @@ from sinkscope.commands.card.output import Card
 from sinkscope.options.option import as_folder_name
 from sinkscope.verdict.analysis import SHOWN
 
-REPORTS = Path(__file__).parents[2] / "reports"
+REPORTS = Path(__file__).parents[3] / "reports"
 MODELS = ("smollm2-135m", "gemma3-270m", "mgm")
 
 
