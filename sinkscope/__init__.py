@@ -14,9 +14,6 @@ import random
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sinkscope.options.register import records
-from sinkscope.plugins import load_plugins
-
 if TYPE_CHECKING:
     from sinkscope.commands.analyze.command import analyze as analyze
     from sinkscope.commands.analyze.command import analyze_steps as analyze_steps
@@ -71,19 +68,23 @@ _CORE = {
 
 def _places() -> dict[str, tuple[str, str]]:
     """Return public name → the package and the MODULE:NAME in it."""
+    from sinkscope.options.register import records  # imports pydantic
+
     core = {name: (__name__, f".{place}") for name, place in _CORE.items()}
     return core | {name: (one.folder, place) for one in records().values() for name, place in one.public.items()}
 
-
-__all__ = sorted(_places().keys() - {"list"})  # `from sinkscope import *` leaves Python's own list alone
 
 if not TYPE_CHECKING:  # with `__getattr__`, type checkers would accept every name
 
     def __getattr__(name: str) -> Any:
         if name == "__version__":
             return import_module("importlib.metadata").version("sinkscope")
-        if name not in _places():
+        if name == "__all__":
+            return sorted(_places().keys() - {"list"})  # `from sinkscope import *` leaves Python's own list alone
+        if name.startswith("_") or name not in _places():
             raise AttributeError(f"module 'sinkscope' has no attribute '{name}'")
+        from sinkscope.plugins import load_plugins
+
         package, place = _places()[name]
         module, _, attribute = place.partition(":")
         state = random.getstate()  # rich draws a number when it is imported

@@ -56,15 +56,12 @@ def report(run: Any) -> Any:
     from sinkscope.results.findings import Finding, Outcome
     from sinkscope.verdict.report import Report, layers_text
 
-    shares, least = (
-        run.tables["dominance"].query("position == 0").set_index("layer")["share"],
-        run.manifest["config"]["at_least"],
-    )
+    least, table = run.manifest["config"]["at_least"], run.tables["dominance"]
+    shares = table[table["position"] == 0].set_index("layer")["share"]
     layers = shares.index[shares >= least]
     outcome = Outcome.PRESENT if len(layers) else Outcome.ABSENT
-    sentence = (
-        f"One entry has at least {least:.0%} of the norm in {layers_text(layers) if len(layers) else 'no layer'}."
-    )
+    where = layers_text(layers) if len(layers) else "no layer"
+    sentence = f"One entry has at least {least:.0%} of the norm at position 0 in {where}."
     finding = Finding("dominance", "Dominance", outcome, float(shares.max()), is_headline=True, sentence=sentence)
     overview = shares.map("{:.1%}".format).rename_axis("layer").reset_index().astype(str)
     return Report(f"{run.model}: dominance", (), overview, (finding,))
