@@ -201,7 +201,11 @@ def test_a_scorecard_begins_with_what_is_unusual() -> None:
     assert not any("Sinks are drained" in sentence for sentence in every.values())  # holds, or is inconclusive
     assert every["GS-4"].startswith("Few MLP blocks write token 0's norm: fails in gemma3-270m; holds in")
     assert f"What is unusual:\n\n- {next(iter(every.values()))}" in card.markdown
-    alone = of_claims(replace(card, tables={**card.tables, "claim": card.table[card.table["model"] == "gemma3-270m"]}))
+
+    def of_model(name: str) -> Scorecard:
+        return replace(card, tables={**card.tables, "claim": card.table[card.table["model"] == name]})
+
+    alone = of_claims(of_model("gemma3-270m"))
     assert alone["GS-4"].endswith("norm: fails in this model; holds in SmolLM2-135M-Instruct.Q4_1, mgm (GS-4).")
     assert "W-1" not in alone
     smollm = of_claims(
