@@ -11,14 +11,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from sinkscope.errors import InputError
 from sinkscope.figures import plot, style
-from sinkscope.figures.labels import (
-    escape,
-    heading,
-    places,
-    title,
-    token_label,
-    token_labels,
-)
+from sinkscope.figures.labels import escape, heading, places, title, token_label, token_labels
 from sinkscope.figures.plot import ACROSS
 from sinkscope.figures.style import COLUMN, GRAY, GUIDE, HIGHEST, OTHERS, SINK, TEXT, WIDE, Figure, Look, new_figure
 from sinkscope.measuring.observables.massive import RATIO, THRESHOLD

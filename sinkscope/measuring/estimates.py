@@ -286,7 +286,7 @@ def _later_alignment(sequences: Sequences) -> Estimate:
 
 
 class RunClaim(NamedTuple):
-    """A claim that one run decides. `paper_claims/papers/` adds its scope and the published value."""
+    """A claim that one run decides. `commands/claims/papers/` adds its scope and the published value."""
 
     reference: str
     statement: str

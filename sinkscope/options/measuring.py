@@ -5,13 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    InstanceOf,
-    PlainSerializer,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, InstanceOf, PlainSerializer, model_validator
 
 from sinkscope.errors import unknown
 from sinkscope.options.files import kind_of, user_path

@@ -1,6 +1,6 @@
 """Findings from the tables of a run, as data and as a sentence.
 
-Thresholds of claims are defined with the claims (`paper_claims`); all other thresholds are constants here.
+Thresholds of claims are defined with the claims (`commands/claims/`); all other thresholds are constants here.
 """
 
 from collections.abc import Mapping

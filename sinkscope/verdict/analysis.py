@@ -22,15 +22,7 @@ from sinkscope.measuring.observables.reductions import LATER
 from sinkscope.measuring.summary import later_sinks
 from sinkscope.models.family import ATTENTION, UNREAD
 from sinkscope.results import findings as limits
-from sinkscope.results.findings import (
-    ALMOST_NO_SINK,
-    FINDING_COLUMNS,
-    NO_SINK,
-    STRONG,
-    USUAL,
-    Finding,
-    Outcome,
-)
+from sinkscope.results.findings import ALMOST_NO_SINK, FINDING_COLUMNS, NO_SINK, STRONG, USUAL, Finding, Outcome
 from sinkscope.results.judgment import NotDefined, estimated
 from sinkscope.results.judgment import Outcome as Judged
 from sinkscope.results.metrics import CLEAR, METRICS, has_no_rate, reason_without_rate

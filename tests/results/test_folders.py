@@ -21,15 +21,7 @@ from sinkscope.commands.compare.options import CompareOptions
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
-from sinkscope.results.folders import (
-    alone_in,
-    check_output,
-    check_resumable,
-    claim,
-    new_folder,
-    own_folder,
-    resumable,
-)
+from sinkscope.results.folders import alone_in, check_output, check_resumable, claim, new_folder, own_folder, resumable
 from sinkscope.results.manifest import MANIFEST, make_manifest, read_manifest, write_manifest
 from sinkscope.results.swap import LOCK, NEW, OLD, beside, locked, new_file
 

@@ -5,9 +5,7 @@ from typing import ClassVar
 
 from sinkscope.options.files import UserPath, kind_of, names_in, user_path
 from sinkscope.options.measuring import CloseUpOptions
-from sinkscope.options.option import (
-    option,
-)
+from sinkscope.options.option import option
 
 
 class AnalyzeOptions(CloseUpOptions):

@@ -5,13 +5,7 @@ from typing import Annotated, ClassVar
 
 from sinkscope.errors import InputError
 from sinkscope.options.measuring import DeviceOptions, ModelOptions, SeedOptions
-from sinkscope.options.option import (
-    MOST,
-    as_folder_name,
-    distinct,
-    option,
-    split_at_commas,
-)
+from sinkscope.options.option import MOST, as_folder_name, distinct, option, split_at_commas
 
 
 class BenchmarkOptions(SeedOptions, DeviceOptions, ModelOptions):

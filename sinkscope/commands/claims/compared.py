@@ -30,7 +30,7 @@ class Routes(Result):
 
     @property
     def table(self) -> pd.DataFrame:
-        """A row for each route of a model (`paper_claims/routes.py`)."""
+        """A row for each route of a model (routes.py)."""
         return self.tables[ROUTE]
 
     @property

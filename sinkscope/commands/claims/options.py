@@ -3,17 +3,12 @@
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import (
-    field_validator,
-)
+from pydantic import field_validator
 
 from sinkscope.options.files import UserPath
 from sinkscope.options.given import Given
 from sinkscope.options.measuring import ControlOptions, ObservableOptions, RunConfig
-from sinkscope.options.option import (
-    as_folder_name,
-    option,
-)
+from sinkscope.options.option import as_folder_name, option
 
 
 class ClaimsOptions(ControlOptions, RunConfig):

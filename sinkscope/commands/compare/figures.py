@@ -3,9 +3,7 @@
 import pandas as pd
 
 from sinkscope.figures import plot
-from sinkscope.figures.labels import (
-    heading,
-)
+from sinkscope.figures.labels import heading
 from sinkscope.figures.plot import ACROSS, arm_looks, signs_of
 from sinkscope.figures.spec import needs
 from sinkscope.figures.style import WIDE, Figure, new_figure

@@ -2,15 +2,11 @@
 
 from typing import ClassVar, Literal, Self
 
-from pydantic import (
-    model_validator,
-)
+from pydantic import model_validator
 
 from sinkscope.options.files import UserPath
 from sinkscope.options.measuring import ObservableOptions, RunConfig
-from sinkscope.options.option import (
-    option,
-)
+from sinkscope.options.option import option
 
 
 class DoctorOptions(RunConfig):

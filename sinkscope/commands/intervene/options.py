@@ -3,17 +3,10 @@
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import (
-    field_validator,
-    model_validator,
-)
+from pydantic import field_validator, model_validator
 
 from sinkscope.options.measuring import ALWAYS, ControlOptions, RunConfig
-from sinkscope.options.option import (
-    as_folder_name,
-    option,
-    text_as_tuple,
-)
+from sinkscope.options.option import as_folder_name, option, text_as_tuple
 
 
 class InterveneOptions(ControlOptions, RunConfig):

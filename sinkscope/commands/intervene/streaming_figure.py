@@ -11,8 +11,6 @@ from sinkscope.figures.style import GRAY, HIGHEST, OTHERS, SINK, WIDE, Figure, L
 from sinkscope.results.run import RunData
 
 DENSE = SINK | {"marker": "", "label": "dense"}
-
-
 DASHES = ("--", ":", "-.", "-")
 
 

@@ -3,17 +3,10 @@
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from pydantic import (
-    Field,
-)
+from pydantic import Field
 
 from sinkscope.options.measuring import ObservableOptions, RunConfig
-from sinkscope.options.option import (
-    distinct,
-    one_as_tuple,
-    option,
-    split_at_commas,
-)
+from sinkscope.options.option import distinct, one_as_tuple, option, split_at_commas
 
 
 class KvPlanOptions(RunConfig):

@@ -4,9 +4,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from sinkscope.options.measuring import ObservableOptions, PerActivation, PerCache, PerWeight, RunConfig
-from sinkscope.options.option import (
-    option,
-)
+from sinkscope.options.option import option
 
 
 class QuantizeOptions(RunConfig):

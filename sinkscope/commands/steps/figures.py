@@ -22,6 +22,8 @@ from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import WHOLE_MODEL
 
+# --- Growth of sinks, gradient sinks and massive activations in training: metrics of the model by training step
+
 Curves = dict[str, Callable[[RunData], float]]  # name → its value in a run
 
 
@@ -88,9 +90,10 @@ def draw_training_by_step(runs: Checkpoints) -> Figure:
     return figure.finish(steps_title(runs))
 
 
+# --- The order in which value gradient, norm and sink appear (onsets.py): their courses with 95 % bands and
+# onsets, and at the bottom the lead of one over the other from step to step, with its null
+
 BAND: Look = {"alpha": 0.22, "linewidth": 0}
-
-
 CHANCE: Look = {"facecolor": "0.82", "edgecolor": "none"}
 
 

@@ -3,7 +3,7 @@
 OUT/run.json                  the steps, and their common options
 OUT/step512/                  the run folder of a step
 OUT/tables/series.parquet     the summaries of all steps, a row for each value
-OUT/tables/onset.parquet      when sink, norm and value gradient appear (verdict/onsets.py), if they were measured
+OUT/tables/onset.parquet      when sink, norm and value gradient appear (onsets.py), if they were measured
 OUT/verdict.md                the same in words
 OUT/figures/training-*.png|pdf
 """

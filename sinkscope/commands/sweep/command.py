@@ -1,7 +1,6 @@
 """The command `sweep`: measures a grid of models × revisions × inputs × settings × commands, cell by cell.
 
-options/sweep_file.py describes the file, results/cells.py the folder, output/sweep.py the comparison. The same command
-resumes an interrupted sweep.
+file.py describes the file, cells.py the folder, output.py the comparison. The same command resumes an interrupted sweep.
 """
 
 import os

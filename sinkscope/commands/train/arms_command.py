@@ -42,14 +42,7 @@ from sinkscope.commands.train.options import ArmOptions
 from sinkscope.commands.train.output import Trained, first_runs, retrofit_tables
 from sinkscope.commands.train.sharding import launched
 from sinkscope.commands.train.tasks import Task
-from sinkscope.commands.train.trainer import (
-    check_trainable,
-    checkpoints,
-    failures,
-    keep_models,
-    no_bars,
-    train,
-)
+from sinkscope.commands.train.trainer import check_trainable, checkpoints, failures, keep_models, no_bars, train
 from sinkscope.errors import InputError, counted
 from sinkscope.measuring.console import Messages, print_line, print_notices, print_part, spinner
 from sinkscope.measuring.measure import make_manifest as run_manifest

@@ -12,14 +12,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentF
 
 from sinkscope.commands.train.findings import without_start
 from sinkscope.figures import plot, style
-from sinkscope.figures.labels import (
-    escape,
-    heading,
-    places,
-    seeds_words,
-    token_labels,
-    wrapped,
-)
+from sinkscope.figures.labels import escape, heading, places, seeds_words, token_labels, wrapped
 from sinkscope.figures.plot import ACROSS, arm_looks, signs_of
 from sinkscope.figures.spec import needs
 from sinkscope.figures.style import COLUMN, OTHERS, SINK, VERMILION, WIDE, Figure, Look, new_figure
@@ -29,11 +22,6 @@ from sinkscope.results.run import RunData
 from sinkscope.results.side_by_side import model_name, shorten
 from sinkscope.results.tables import WHOLE_MODEL
 from sinkscope.results.trainings import HELD_OUT, UNTOUCHED, courses, sinking_layer
-
-# --- Growth of sinks, gradient sinks and massive activations in training: metrics of the model by training step
-
-# --- The order in which value gradient, norm and sink appear (verdict/onsets.py): their courses with 95 % bands and
-# onsets, and at the bottom the lead of one over the other from step to step, with its null
 
 # --- The arms of a training and their looks: an arm looks the same in every figure
 

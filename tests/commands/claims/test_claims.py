@@ -17,14 +17,7 @@ import sinkscope
 from sinkscope.commands.claims.claim import Judgment, Null, judge
 from sinkscope.commands.claims.figures import LOOKS
 from sinkscope.commands.claims.register import CLAIMS
-from sinkscope.commands.claims.scorecard import (
-    Scorecard,
-    headline,
-    once,
-    scorecard_markdown,
-    unusual,
-    value_text,
-)
+from sinkscope.commands.claims.scorecard import Scorecard, headline, once, scorecard_markdown, unusual, value_text
 from sinkscope.commands.claims.table import evidence_of, judged
 from sinkscope.commands.claims.table import judged as judged_table
 from sinkscope.figures import KINDS

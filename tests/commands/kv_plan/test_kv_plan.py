@@ -15,16 +15,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, Mamb
 import sinkscope
 from sinkscope.attention.kernels import AttentionCall, fused_attention
 from sinkscope.commands.kv_plan.eviction import evicting_attention
-from sinkscope.commands.kv_plan.plan import (
-    RANKINGS,
-    WHOLE,
-    Plan,
-    Reading,
-    Sizes,
-    Text,
-    predicted_sinks,
-    quantized,
-)
+from sinkscope.commands.kv_plan.plan import RANKINGS, WHOLE, Plan, Reading, Sizes, Text, predicted_sinks, quantized
 from sinkscope.errors import InputError
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tables import column_names

@@ -9,15 +9,7 @@ from scipy import stats
 from sinkscope.commands.claims.arms import NO_COST, perplexity_of_controls, perplexity_ratio
 from sinkscope.commands.claims.claim import HAS_SINK_HEADS, Claim, Null, Part, of_sink_heads
 from sinkscope.commands.claims.evidence import MAIN, Evidence
-from sinkscope.commands.claims.over_seeds import (
-    CORRELATION,
-    OfArm,
-    difference,
-    metric,
-    of_one,
-    ratio,
-    together,
-)
+from sinkscope.commands.claims.over_seeds import CORRELATION, OfArm, difference, metric, of_one, ratio, together
 from sinkscope.commands.claims.scopes import causal, gated
 from sinkscope.commands.claims.studies import PLAIN, Arm, Need
 from sinkscope.measuring import estimates

@@ -11,15 +11,7 @@ from sinkscope.commands.claims import arms, over_seeds, scopes, studies
 from sinkscope.commands.claims.arms import LARGE_NORM, NO_COST, falls, had_a_sink, share_left
 from sinkscope.commands.claims.claim import HAS_SINK_HEADS, Claim, Null, Part, of_run, of_sink_heads, run_claim
 from sinkscope.commands.claims.evidence import MAIN, NATURAL, POLICIES, RANDOM, REPEATED, Evidence
-from sinkscope.commands.claims.over_seeds import (
-    PERCENT,
-    at_equal_loss,
-    difference,
-    metric,
-    of_one,
-    over_levels,
-    ranked,
-)
+from sinkscope.commands.claims.over_seeds import PERCENT, at_equal_loss, difference, metric, of_one, over_levels, ranked
 from sinkscope.commands.claims.scopes import (
     causal,
     equal_tokens_stay_equal,
