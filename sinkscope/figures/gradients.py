@@ -250,6 +250,3 @@ def _guide(ax: Axes, value: float, text: str, below: bool = False) -> None:
     place: Look = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "ha": "right"}
     look: Look = {"va": "top" if below else "bottom", "fontsize": 6, "color": "0.35"}
     ax.annotate(text, (1, value), (0, -2 if below else 1), **place, **look)
-
-
-# --- GS figure 2 by training step: gradient norms by token position, means over layers, a line for each step

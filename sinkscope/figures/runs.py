@@ -326,10 +326,6 @@ def draw_massive_map(run: RunData) -> Figure:
     return figure
 
 
-# --- Perplexity of a long text read through a short cache (StreamingLLM, Xiao et al. 2024, figure 3 and table 1).
-# Left, by token, for the shortest window: dense attention, only the last tokens, and the last tokens with the largest
-# number of first tokens. Right, over all tokens, by the number of first tokens kept, for every window.
-
 # --- Several runs by layer, or by relative depth if their numbers of layers differ
 
 

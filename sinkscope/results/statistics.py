@@ -2,7 +2,7 @@
 
 Replicates are on the first axis: the first is the estimate itself, the others are of resampled data. All intervals are
 two-sided: each end misses the truth with 2.5 %. A claim whose truth is exactly at its threshold is therefore decided in
-5 % of studies, and in half of these it holds falsely (`tests/commands/claims/test_claims_levels.py` measures both rates).
+5 % of studies, and in half of these it holds falsely (tests/commands/claims/test_claims_levels.py measures both).
 """
 
 from collections.abc import Sequence

@@ -7,6 +7,8 @@ from sinkscope.quantization.sites import NO_LAYER
 from sinkscope.results.run import RunData
 from sinkscope.results.side_by_side import shorten
 
+# --- Overflow in a dtype: the largest magnitude of each site by layer, and the limit.
+
 LONGEST = 30  # characters in the name of a site
 BY_NAME = ("mid", "layer_out", "attn_out", "mlp_out", "attn_mix")  # and of the others the OTHERS_SHOWN largest
 OTHERS_SHOWN = 2

@@ -10,6 +10,10 @@ from sinkscope.figures.labels import title
 from sinkscope.figures.style import GRAY, HIGHEST, OTHERS, SINK, WIDE, Figure, Look, new_figure
 from sinkscope.results.run import RunData
 
+# --- Perplexity of a long text read through a short cache (StreamingLLM, Xiao et al. 2024, figure 3 and table 1).
+# Left, by token, for the shortest window: dense attention, only the last tokens, and the last tokens with the largest
+# number of first tokens. Right, over all tokens, by the number of first tokens kept, for every window.
+
 DENSE = SINK | {"marker": "", "label": "dense"}
 DASHES = ("--", ":", "-.", "-")
 

@@ -152,6 +152,3 @@ def _kinds(sites: pd.DataFrame) -> dict[str, pd.DataFrame]:
         joined = names[0] if len(names) == 1 else ", ".join(name.split(".")[-1] for name in names)
         found[f"{shorten(joined, LONGEST)}\n{part}"] = table
     return found
-
-
-# --- Overflow in a dtype: the largest magnitude of each site by layer, and the limit.

@@ -156,6 +156,9 @@ def _draw_leads(ax: Axes, leads: pd.DataFrame) -> None:
     ax.set_xlabel("lag correlation, minus the reverse")
 
 
+# --- GS figure 2 by training step: gradient norms by token position, means over layers, a line for each step
+
+
 def _with_gradients(runs: Checkpoints) -> Checkpoints:
     known = [(step, run) for step, run in runs if len(run.tables.get("gradient", ()))]
     return sorted(known, key=lambda pair: pair[0])

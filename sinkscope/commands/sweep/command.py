@@ -1,6 +1,6 @@
 """The command `sweep`: measures a grid of models × revisions × inputs × settings × commands, cell by cell.
 
-file.py describes the file, cells.py the folder, output.py the comparison. The same command resumes an interrupted sweep.
+file.py describes the file, cells.py the folder, output.py the comparison. The same command resumes a sweep.
 """
 
 import os
