@@ -65,12 +65,14 @@ def test_a_base_model_has_a_null_and_rows_of_python_other_inputs(monkeypatch: py
 
 @pytest.mark.usefixtures("no_figures")
 def test_the_folder_holds_runs_that_give_the_same_scorecard_without_the_model(
-    measured: Scorecard, tmp_path: Path
+    measured: Scorecard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn = {"without-bos-random", "without-bos-repeated", "with-bos-random", "with-bos-repeated"}
     assert {path.name for path in (measured.folder / "runs").iterdir()} >= {"natural", "null", *drawn}
     assert Scorecard.open(measured.folder).table.equals(measured.table)
+    monkeypatch.chdir(measured.folder.parent)
     again = sinkscope.claims(from_=[measured.folder])
+    assert again.manifest["judged"][again.models[0]]["natural"] == f"{measured.folder.name}/runs/natural"
     decided = measured.table["value"].notna()
     for column in ("value", "low", "high", "null"):
         assert again.table[decided][column].equals(measured.table[decided][column]), column

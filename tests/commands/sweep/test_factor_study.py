@@ -15,7 +15,9 @@ from sinkscope.commands.sweep.factor_study import (
     with_levels,
 )
 from sinkscope.commands.sweep.output import words
+from sinkscope.commands.sweep.page import SweepPage
 from sinkscope.commands.sweep.tables import SweepTables
+from sinkscope.html_page import Contents
 
 
 def table(rates: dict[tuple[str, str], list[float]]) -> pd.DataFrame:
@@ -119,3 +121,12 @@ def test_numbers_are_those_of_the_seeds_that_have_them() -> None:
     assert studied(others)["metric"].tolist() == ["loss"]
     said = [words(SweepTables({TABLE: of}, {}), {"content": {"title": ""}}) for of in (whole, SCHEMES)]
     assert ["Σ|sim ÷ Z|" in each for each in said] == [True, False]
+
+
+def test_the_page_has_the_mean_and_spread_of_the_last_step_of_each_level() -> None:
+    data = SweepPage().data(Contents({"command": "sweep"}, {TABLE: SCHEMES}))
+    rows = {(level, metric): numbers for level, metric, *numbers in data["last_steps"]}
+    assert rows["position_scheme=alibi", "sink_rate"] == pytest.approx([0.3, 0.02**0.5, 2])
+    assert rows["position_scheme=none", "loss"] == pytest.approx([0.95, 0.005**0.5, 2])
+    assert {level for *_, level, _, _ in data["levels"]} == {level for level, _ in rows}
+    assert SweepPage().data(Contents({"command": "sweep"}, {})) == {"levels": [], "last_steps": []}
