@@ -114,11 +114,12 @@ def merged(wrapped: Any, source: str, method: str) -> PreTrainedModel:
     network: PreTrainedModel = wrapped.get_base_model()
     ids = torch.arange(FEW, device=input_device(network))[None] % len(embedding_weight(network))
     apart = network(ids, use_cache=False)[0]
-    is_untied = _untie(network)
+    _untie(network)
     cannot = f"{source}: an adapter of its kind ({method}) cannot be merged"
     with explained(cannot):
         network = wrapped.merge_and_unload(safe_merge=True)
-    if is_untied:
+    head = network.get_output_embeddings()
+    if head is not None and head.weight is not embedding_weight(network):  # else it would be tied again when it is read
         network.config.get_text_config().tie_word_embeddings = network.config.tie_word_embeddings = False
     together = network(ids, use_cache=False)[0]
     sizes = apart.float().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
@@ -128,11 +129,8 @@ def merged(wrapped: Any, source: str, method: str) -> PreTrainedModel:
     return network
 
 
-def _untie(model: nn.Module) -> bool:
-    """Give layers with an adapter weights of their own where they share them: a merge would change both layers.
-
-    Returns whether there was one.
-    """
+def _untie(model: nn.Module) -> None:
+    """Give layers with an adapter weights of their own where they share them: a merge would change both layers."""
     holders: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = defaultdict(list)
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -144,7 +142,6 @@ def _untie(model: nn.Module) -> bool:
     for parameter, holding in tied:
         for _, module, name in holding[1:]:
             module._parameters[name] = nn.Parameter(parameter.clone(), parameter.requires_grad)
-    return bool(tied)
 
 
 def check_no_adapter(model: PreTrainedModel, purpose: str) -> None:
