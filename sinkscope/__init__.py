@@ -81,11 +81,12 @@ if not TYPE_CHECKING:  # with `__getattr__`, type checkers would accept every na
             return import_module("importlib.metadata").version("sinkscope")
         if name == "__all__":
             return sorted(_places().keys() - {"list"})  # `from sinkscope import *` leaves Python's own list alone
-        if name.startswith("_") or name not in _places():
+        places = {} if name.startswith("_") else _places()
+        if name not in places:
             raise AttributeError(f"module 'sinkscope' has no attribute '{name}'")
         from sinkscope.plugins import load_plugins
 
-        package, place = _places()[name]
+        package, place = places[name]
         module, _, attribute = place.partition(":")
         state = random.getstate()  # rich draws a number when it is imported
         try:

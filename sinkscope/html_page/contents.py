@@ -29,7 +29,7 @@ COLUMNS = all_tables()  # name of a table → its columns after the leading ones
 
 
 class PageParts:
-    """What the folders of a command have on their page besides their tables; a command may derive its own class."""
+    """The parts of a page that depend on the folder's command, which may derive its own class."""
 
     named_by: ClassVar[Column] = RUN  # the column that names the parts in their tables
 

@@ -57,7 +57,7 @@ class Scores(Written):
 
 def command(options: BenchmarkOptions, output: OutputOptions) -> Result:
     scores = benchmark(options.model, config=options, **output.where)
-    shown = scores.main[["condition", "metric", "score", "error", "questions"]]
+    shown = scores.summary_tables[""]
     shown = shown.rename(columns={"condition": "task"}).set_index("task")
     as_text = shown.assign(**{name: shown[name].map("{:.3f}".format) for name in ("score", "error")})
     failure = figure_failure(scores.manifest)

@@ -1,4 +1,4 @@
-"""What a scorecard has on its page."""
+"""The page of a scorecard."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a comparison has on its page."""
+"""The page of a comparison."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -70,11 +70,11 @@ def compare(
         raise InputError(f"runs of `{'` and `'.join(commands)}` have nothing in common: compare those of one command")
     reads = [one.folder if isinstance(one, Result) else one for one in runs]
     with blaming_tables(), own_folder(out, overwrite, ("compare",), reads=reads) as folder:
-        return written(replace(_ways().get(commands[0], compared)(runs, start), folder=folder), page)
+        return written(replace(_way(commands[0])(runs, start), folder=folder), page)
 
 
 def _command(one: Given) -> str:
-    known = (*RUNS, *_ways())
+    known = (*RUNS, TRAINING.name, *(command for record in records().values() for command in record.compared))
     if isinstance(one, Result) and one.manifest["command"] in known:
         return str(one.manifest["command"])
     if not isinstance(one, str | os.PathLike):
@@ -82,12 +82,12 @@ def _command(one: Given) -> str:
     return str(read_manifest(folder_of(one), known)["command"])
 
 
-def _ways() -> dict[str, Callable[[Sequence[Any], float], Any]]:
-    """Map commands to the functions that set their results side by side."""
-    of_commands = [
-        (command, record.imported(place)) for record in records().values() for command, place in record.compared.items()
-    ]
-    return {TRAINING.name: curves, **dict(of_commands)}
+def _way(command: str) -> Callable[[Sequence[Any], float], Any]:
+    """Return the function that sets results of a command side by side; other commands' modules are not imported."""
+    for record in records().values():
+        if command in record.compared:
+            return record.imported(record.compared[command])
+    return curves if command == TRAINING.name else compared
 
 
 def curves(given: Sequence[Any], start: float) -> Curves:

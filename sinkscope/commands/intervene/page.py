@@ -1,4 +1,4 @@
-"""What an experiment has on its page."""
+"""The page of an experiment."""
 
 from collections.abc import Mapping
 from typing import Any

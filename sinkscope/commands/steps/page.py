@@ -1,4 +1,4 @@
-"""What the steps of a training have on their page."""
+"""The page of a training's steps."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a sweep has on its page."""
+"""The page of a sweep."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the arms of a training have on their page."""
+"""The page of a training's arms."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
