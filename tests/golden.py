@@ -1,8 +1,9 @@
 """The output of every command, kept in a folder, and compared with the output before a change of the code.
 
-`python tests/golden.py write FOLDER` runs all cases below by the command line; `python tests/golden.py compare BEFORE
-AFTER` prints every difference and ends with status 1 if there is one. Tables have to be equal bit for bit, so both
-folders have to be written on one machine. Figures are compared by the data that they draw and by their texts.
+`python tests/golden.py write FOLDER [WORD …]` runs the cases below by the command line, all or those with one of the
+words in their name. `python tests/golden.py compare BEFORE AFTER` prints every difference and ends with status 1 if
+there is one. Tables have to be equal bit for bit, so both folders have to be written on one machine. Figures are
+compared by the data that they draw and by their texts.
 """
 
 import difflib
@@ -80,13 +81,14 @@ def cases() -> dict[str, tuple[str, ...]]:
     return found
 
 
-def write(folder: Path) -> None:
-    """Run every case, and keep its printed text and the comparable files of its folder."""
+def write(folder: Path, words: list[str]) -> None:
+    """Run every case with one of the words in its name, and keep its printed text and its comparable files."""
     folder.mkdir(parents=True)
     work = folder / "work"
     work.mkdir()
     _inputs(work)
-    reads = {name: any(part.startswith("out/") for part in arguments) for name, arguments in cases().items()}
+    chosen = {name: arguments for name, arguments in cases().items() if any(word in name for word in words or [""])}
+    reads = {name: any(part.startswith("out/") for part in arguments) for name, arguments in chosen.items()}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for later in (False, True):  # cases that read the output of others come later
             list(pool.map(lambda name: _run(name, work, folder), [name for name in reads if reads[name] == later]))
@@ -243,6 +245,6 @@ if __name__ == "__main__":
     if action == "run":
         run(rest)
     elif action == "write":
-        write(Path(rest[0]).resolve())
+        write(Path(rest[0]).resolve(), rest[1:])
     else:
         sys.exit(not compare(*map(Path, rest)))

@@ -1,14 +1,16 @@
-"""Mutation testing, run by hand: sixty single errors in the numerical core, and whether the tests detect each of them.
+"""Mutation testing, run by hand: single errors in the core and in the commands, and whether the tests detect them.
 
 Every mutation replaces one piece of one function's source (an operator, an index, a sign, an axis, a mask) and runs the
 test files that cover the function. All runs are forks of one process that has imported the package and the tests, so
 that a mutation costs no more than the tests up to the first failure:
 
-    OMP_NUM_THREADS=1 python tests/mutations.py              # all mutations, about a quarter of an hour on one core
+    OMP_NUM_THREADS=1 python tests/mutations.py              # all mutations, about half an hour on one core
     OMP_NUM_THREADS=1 python tests/mutations.py causal mass  # mutations with one of these words, in this order
 
-Tests of real models are left out. A mutation is killed if a test fails, and has survived if all tests pass. It is an
-error if its piece of source does not occur exactly once in the function.
+Those of the core are below, those of a command in `tests/commands/NAME/mutations.py`: `MUTATIONS`, rows of a name, a
+module of the command's folder (or a whole name, `sinkscope.…`), a function, the text and its replacement. The tests of
+a command's mutations are those in its folder. Tests of real models are left out. A mutation is killed if a test fails,
+and has survived if all tests pass. It is an error if its piece of source does not occur exactly once in the function.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import gc
 import importlib
 import inspect
 import os
+import runpy
 import sys
 import tempfile
 import time
@@ -216,6 +219,16 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
+def mutations_of_commands() -> list[Mutation]:
+    mutations = []
+    for path in sorted((ROOT / "tests" / "commands").glob("*/mutations.py")):
+        command = path.parent.name
+        for name, module, *change in runpy.run_path(str(path))["MUTATIONS"]:
+            module = module if module.startswith("sinkscope.") else f"sinkscope.commands.{command}.{module}"
+            mutations.append(Mutation(f"{command}: {name}", module, *change, (f"tests/commands/{command}",)))
+    return mutations
+
+
 def find_code(code: types.CodeType, function: str) -> types.CodeType | None:
     """Return the code object of a function, found by its qualified name among the code objects nested in `code`."""
     for constant in code.co_consts:
@@ -300,7 +313,8 @@ def main(words: list[str]) -> int:
     torch.set_num_threads(1)
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    chosen = dict.fromkeys(each for word in words or [""] for each in MUTATIONS if word in each.name)
+    every_mutation = [*MUTATIONS, *mutations_of_commands()]
+    chosen = dict.fromkeys(each for word in words or [""] for each in every_mutation if word in each.name)
     plugin = Mutating(list(chosen))
     files = sorted({path for each in plugin.mutations for path in each.tests})
     with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
