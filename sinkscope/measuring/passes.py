@@ -3,10 +3,9 @@
 import io
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
@@ -18,18 +17,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
 from transformers import PreTrainedModel
 
-from sinkscope.attention.seam import open_seam
-from sinkscope.errors import SinkscopeError, counted, was_interrupted
-from sinkscope.interventions.intervention import UntouchedError
+from sinkscope.errors import SinkscopeError, counted
 from sinkscope.measuring.console import lasting, print_line
 from sinkscope.measuring.memory import sequences_that_fit
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Lists, Observable, Reading, Settings, accumulated, merge
 from sinkscope.measuring.observables.reductions import long_table
 from sinkscope.measuring.processes import team
-from sinkscope.measuring.subject import Subject
-from sinkscope.measuring.tracer import Tracer, model_inputs
-from sinkscope.models.edits import Beginning, beginning_at
 from sinkscope.plugins import blaming, package_of
 from sinkscope.results.tables import SEQUENCE, WHOLE_MODEL, Column, Columns, check_made
 from sinkscope.text.batch import Batch
@@ -54,6 +48,7 @@ class Pass:
     observables: list[Observable]
     losses: torch.Tensor  # (N,): the loss of each sequence, summed over its predicted tokens; empty without losses
     batch_size: int  # the one that fitted into memory
+    first: int = 0  # the first layer that was read
 
     @property
     def loss(self) -> float:
@@ -80,6 +75,7 @@ def pass_over(
     backward: bool = False,
     console: Console | None = None,
     expect: Callable[[float], None] = lambda seconds: None,
+    bars: Sequence["Bar"] | None = None,
 ) -> Pass:
     """Call `step` with every batch; after an out-of-memory error, start again with new observables and half the batch.
 
@@ -87,6 +83,7 @@ def pass_over(
 
     `step` is a method of the tracer, which computes gradients if `backward`. The batch size is printed where the user
     left it open or it did not fit. `expect` is called after the first batch with the seconds that the others take.
+    `bars` are those of `progress` over several passes; None: of this pass alone.
     Raises SinkscopeError if a batch of one sequence does not fit into memory.
     """
     tried = 0
@@ -95,17 +92,22 @@ def pass_over(
     def all_batches(size: int) -> Pass:
         nonlocal tried
         tried = size
-        with members.agreeing(), _progress(console, model, len(inputs), backward) as bar:
+        drawn = progress(console, model, len(inputs), backward) if bars is None else nullcontext(bars)
+        with members.agreeing(), drawn as shown:
             observables, losses = fresh(), Lists[int, torch.Tensor](list)  # by the batch's first sequence
+            for bar in shown:
+                bar.begin()
             start = time.monotonic()
             for batch in batches_of_mine(inputs, size):
-                loss = step(batch, [*observables, *bar])
+                loss = step(batch, [*observables, *shown])
                 losses[batch.first] += [] if loss is None else [loss]
                 done = batch.first + len(batch.token_ids)
                 if batch.first == 0:
                     expect((time.monotonic() - start) * (len(inputs) - done) / done / members.count)
-                for each in bar:
-                    each.reach(done)
+                for bar in shown:
+                    bar.reach(done)
+            for bar in shown:
+                bar.before += bar.times * len(inputs)
             file = io.BytesIO()
             if members.count > 1:
                 is_idle = members.place >= len(inputs)  # it reads a batch of another process, which must not count
@@ -187,17 +189,27 @@ def _add_up(observables: Sequence[Observable], losses: Lists[int, torch.Tensor],
     losses.merge(total[1])
 
 
-class _Bar(Observable):
-    """A progress bar that moves at every layer. The time left follows from the fastest batch: the first is slow."""
+class Bar(Observable):
+    """A progress bar that moves at every layer. The time left follows from the fastest batch: the first is slow.
+
+    Over several passes it counts how often a sequence is read: once for each setting.
+    """
 
     sites = ("layer_out",)
 
-    def __init__(self, progress: Progress, total: int, layers: int) -> None:
+    def __init__(self, progress: Progress, total: int, layers: int, settings: int = 1) -> None:
         super().__init__(Settings())
-        self.progress, self.total, self.moves = progress, total, layers * (2 if self.backward else 1)
-        self.done, self.moved = 0, 0  # sequences of the batches before, and layers of this one
-        self.began, self.pace = time.monotonic(), math.inf  # of this batch; seconds for a sequence
+        self.progress, self.total, self.times = progress, total, settings  # how often each batch is read
+        self.moves = settings * layers * (2 if self.backward else 1)
+        self.before = 0  # sequences read in earlier passes
+        self.pace = math.inf  # seconds for a sequence
         self.task = progress.add_task("measuring", total=total, bar=self)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a pass, also again after an out-of-memory error."""
+        self.done, self.moved = self.before, 0  # sequences read before this batch, and its layers
+        self.began = time.monotonic()
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         self._move(batch)
@@ -208,12 +220,12 @@ class _Bar(Observable):
 
     def _move(self, batch: Batch) -> None:
         self.moved += 1
-        share = min(1.0, self.moved / self.moves)
+        share = min(1.0, self.moved / self.moves) * self.times
         self.progress.update(self.task, completed=self.done + share * len(batch.token_ids))
 
     def reach(self, done: int) -> None:
-        """End a batch, after which this number of sequences is done."""
-        now = time.monotonic()
+        """End a batch, after which this number of the pass's sequences is done."""
+        now, done = time.monotonic(), self.before + self.times * done
         self.pace = min(self.pace, (now - self.began) / (done - self.done))
         self.done, self.moved, self.began = done, 0, now
         self.progress.update(self.task, completed=done)
@@ -226,123 +238,22 @@ class _Bar(Observable):
         return f"{lasting(max(0.0, seconds))} left"
 
 
-class _BackwardBar(_Bar):
+class _BackwardBar(Bar):
     backward = True
 
 
 @contextmanager
-def _progress(console: Console | None, model: PreTrainedModel, total: int, backward: bool) -> Iterator[list[_Bar]]:
-    """Yield a progress bar if the console is a terminal, else none."""
+def progress(
+    console: Console | None, model: PreTrainedModel, total: int, backward: bool, settings: int = 1
+) -> Iterator[list[Bar]]:
+    """Yield a progress bar over `total` sequences if the console is a terminal, else none.
+
+    `settings` is the number of settings under which each batch is read, one after the other.
+    """
     if console is None or console.quiet or not console.is_terminal:
         yield []
         return
     columns = ("measuring", BarColumn(), MofNCompleteColumn(), "sequences {task.fields[bar].left}")
     layers = model.config.get_text_config().num_hidden_layers
-    with Progress(*columns, console=console, transient=True) as progress:
-        yield [(_BackwardBar if backward else _Bar)(progress, total, layers)]
-
-
-# --- several changes of one model that do not affect its first layers, which run only once for each batch
-
-Tables = Mapping[str, pd.DataFrame]
-TracerStep = Callable[[Tracer, Batch, Sequence[Observable]], torch.Tensor | None]  # a method of the tracer
-
-FEW = 2  # sequences on which starting at a later layer is tried
-
-
-@dataclass(frozen=True)
-class Change:
-    """How a change of the model is measured."""
-
-    layer: int  # the first layer that it changes, ≥ 1
-    open: Callable[[Beginning | None], AbstractContextManager[Tracer]]  # opens the changed model's tracer
-    make: Callable[[], list[Observable]] = list  # creates its observables for one pass
-
-
-def passes_over(subject: Subject, kernel: str, changes: Sequence[Change], step: TracerStep, *sizes: Any) -> list[Pass]:
-    """Measure all changes, in the order of their first layers, on each batch of one pass. Returns a pass for each.
-
-    `sizes` are the last arguments of `pass_over`. Raises UntouchedError if no batch had the positions of a change.
-    """
-    model, family = subject.loaded.model, subject.family
-    groups: list[list[Observable]] = []  # by change, like `untouched`
-    untouched: list[list[UntouchedError]] = []
-    batches = 0
-
-    def fresh() -> list[Observable]:
-        nonlocal batches
-        batches = 0
-        groups[:] = [change.make() for change in changes]
-        untouched[:] = [[] for _ in changes]
-        return [observable for group in groups for observable in group]
-
-    def measure(batch: Batch, _: Sequence[Observable]) -> torch.Tensor | None:
-        """Measure one batch. Returns the losses under each change, (B,changes), if the step computes losses."""
-        nonlocal batches
-        batches += 1
-        beginning: Beginning | None = None
-        losses: list[torch.Tensor | None] = []
-        for change, own, missed in zip(changes, groups, untouched, strict=True):
-            if beginning is None or beginning.layer < change.layer:  # run the unchanged model up to this layer
-                inputs = model_inputs(model, batch, False, family.first_position)
-                with open_seam(model, family, kernel):
-                    beginning = beginning_at(change.layer, model, family.layer_modules(model), inputs, beginning)
-            try:
-                with change.open(beginning) as tracer:
-                    losses.append(step(tracer, batch, own))
-            except UntouchedError as error:  # reported at the end, since another batch may have the position
-                missed.append(error)
-        made = [loss for loss in losses if loss is not None]
-        return torch.stack(made, dim=1) if made else None
-
-    done = pass_over(model, subject.inputs, fresh, measure, *sizes)
-    for errors in untouched:
-        if errors and len(errors) == batches:
-            raise errors[0]
-    by_change = done.losses.unbind(1) if done.losses.dim() > 1 else [done.losses] * len(changes)
-    return [Pass(group, loss, done.batch_size) for group, loss in zip(groups, by_change, strict=True)]
-
-
-def whole_pass(subject: Subject, change: Change, step: TracerStep, *sizes: Any) -> Pass:
-    """Measure a change in one pass over all layers. `sizes` are as in `passes_over`."""
-    with change.open(None) as tracer:
-        return pass_over(tracer.model, subject.inputs, change.make, partial(step, tracer), *sizes)
-
-
-def few_of(subject: Subject) -> Subject:
-    return replace(subject, inputs=subject.inputs.part(0, FEW))
-
-
-def resumes(
-    subject: Subject, kernel: str, change: Change, unchanged: Tables | None, step: TracerStep, *sizes: Any
-) -> bool:
-    """Return whether a change that starts at its layer has bit for bit the results of a whole pass.
-
-    It is tried on `few_of` the sequences. The change is measured twice and the second pass compared, because the first
-    must not leave a trace in the model. `unchanged`, the unchanged model's tables on the same sequences, fill in what a
-    pass over some layers lacks.
-    """
-    few = few_of(subject)
-    try:
-        resumed = passes_over(few, kernel, [change, change], step, *sizes)[-1]
-    except Exception as error:  # for example, layers share state; a complete pass works or reports the error
-        if was_interrupted(error):
-            raise
-        return False
-    tables, whole = tables_of(resumed.observables), whole_pass(few, change, step, *sizes)
-    if unchanged is not None:
-        tables = completed(tables, change.layer, unchanged)
-    return are_the_same(tables, tables_of(whole.observables)) and torch.equal(resumed.losses, whole.losses)
-
-
-def completed(tables: Tables, layer: int, unchanged: Tables) -> dict[str, pd.DataFrame]:
-    """Complete tables of the layers from `layer` on by the rows of earlier layers from the unchanged model."""
-    return {
-        name: pd.concat([unchanged[name][unchanged[name]["layer"] < layer], table], ignore_index=True)
-        for name, table in tables.items()
-    }
-
-
-def are_the_same(some: Tables, others: Tables) -> bool:
-    """Return whether the tables are equal bit for bit."""
-    return some.keys() == others.keys() and all(table.equals(others[name]) for name, table in some.items())
+    with Progress(*columns, console=console, transient=True) as drawn:
+        yield [(_BackwardBar if backward else Bar)(drawn, total, layers, settings)]

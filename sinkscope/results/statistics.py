@@ -64,6 +64,10 @@ class Estimate:
     def over(self, note: str) -> "Estimate":
         return replace(self, note=note)
 
+    def as_columns(self, name: str) -> dict[str, float]:
+        """Return the value and the ends of its interval by the names of their columns in a table."""
+        return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
+
 
 def exact(value: float) -> Estimate:
     """Return the estimate of a quantity that depends only on the weights, which has no interval."""

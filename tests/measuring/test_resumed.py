@@ -13,13 +13,14 @@ from tiny import ragged_tokens, tiny_model, tiny_tokens, written
 from transformers import PreTrainedModel
 
 from sinkscope.commands.intervene.command import intervene
-from sinkscope.commands.quantize.study import Bench, calibrate_ranges
+from sinkscope.commands.quantize.study import Simulation, calibrate_ranges
 from sinkscope.interventions import INTERVENTIONS, Intervention, Target, parse
 from sinkscope.interventions.massive import RescaleNorm
-from sinkscope.measuring import passes
+from sinkscope.measuring import engine
+from sinkscope.measuring.engine import Setting, are_the_same, completed, run_settings
 from sinkscope.measuring.measure import prepared, tables_of
 from sinkscope.measuring.observables.observable import Observable, Settings
-from sinkscope.measuring.passes import Change, Pass, are_the_same, completed, pass_over, passes_over
+from sinkscope.measuring.passes import Pass, pass_over
 from sinkscope.measuring.subject import Subject, open_subject
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.options.measuring import make_config
@@ -61,10 +62,12 @@ def fresh(subject: Subject) -> list[Observable]:
     return prepared(OBSERVABLES, Settings(positions=6, window=8), subject)
 
 
-def change(subject: Subject, layer: int, *stack: Intervention) -> Change:
+def setting(subject: Subject, layer: int, *stack: Intervention) -> Setting:
     loaded = subject.loaded
-    return Change(
-        layer, lambda at: open_tracer(loaded.model, subject.family, "sdpa", stack, at), lambda: fresh(subject)
+    return Setting(
+        lambda beginning: open_tracer(loaded.model, subject.family, "sdpa", stack, beginning),
+        layer=layer,
+        observables=lambda: fresh(subject),
     )
 
 
@@ -72,8 +75,8 @@ def given(done: Pass) -> tuple[Tables, list[float]]:
     return tables_of(done.observables), done.losses.tolist()
 
 
-def resumed_passes(subject: Subject, changes: Sequence[Change]) -> list[tuple[Tables, list[float]]]:
-    return [given(each) for each in passes_over(subject, "sdpa", changes, Tracer.forward_with_loss, 2)]
+def resumed_passes(subject: Subject, settings: Sequence[Setting]) -> list[tuple[Tables, list[float]]]:
+    return [given(each) for each in run_settings(subject, settings, batch_size=2, by_batch=True)]
 
 
 def whole_pass(subject: Subject, *stack: Intervention) -> tuple[Tables, list[float]]:
@@ -97,7 +100,7 @@ def test_what_begins_at_a_layer_is_a_whole_pass(name: str, ragged: dict[str, Any
         assert len(parts) >= 3
         layers = [part.begins_at(target) for part in parts]
         assert set(layers) == {1, 2}
-        passes = resumed_passes(subject, [change(subject, *pair) for pair in zip(layers, parts, strict=True)])
+        passes = resumed_passes(subject, [setting(subject, *pair) for pair in zip(layers, parts, strict=True)])
         unchanged = whole_pass(subject)
         for layer, part, resumed in zip(layers, parts, passes, strict=True):
             assert is_same(layer, resumed, unchanged, whole_pass(subject, part)), part
@@ -138,11 +141,12 @@ def test_a_model_whose_layers_share_something_is_measured_whole(ragged: dict[str
     run = intervene(model, "rescale-norm:layers=1", draws=1, **ragged)
     assert not run.manifest["failed"]
     with open_subject(model, None, make_config(**ragged), Console(quiet=True)) as subject:
-        bench = Bench(subject, Precision(4, 4), batch_size=2)
+        simulation = Simulation(subject, Precision(4, 4))
         ranges = calibrate_ranges(model, list(tiny_tokens(1, 12)))
         (site,) = (site for site in ranges if str(site) == "layer 2 mlp.down_proj input")
-        setting = {site: ranges[site]}
-        assert bench.measure_each([setting], subject.inputs) == [bench.measure(setting, subject.inputs)]
+        quantized = simulation.setting({site: ranges[site]})
+        (done,), (whole,) = (run_settings(subject, [quantized], batch_size=2, by_batch=how) for how in (None, False))
+        assert done.losses.tolist() == whole.losses.tolist()
 
 
 def test_sites_of_single_layers_cost_what_they_cost_in_a_whole_pass(
@@ -150,13 +154,14 @@ def test_sites_of_single_layers_cost_what_they_cost_in_a_whole_pass(
 ) -> None:
     model = tiny_model("llama")
     with open_subject(model, None, make_config(**ragged), Console(quiet=True)) as subject:
-        bench = Bench(subject, Precision(4, 4), batch_size=2)
+        simulation = Simulation(subject, Precision(4, 4))
         ranges = calibrate_ranges(model, list(tiny_tokens(2, 12)))
         sites = [site for site in ranges if site.layer > 0 and site.kind == "mlp.down_proj"]
-        settings = [{site: ranges[site]} for site in reversed(sites)]
-        plain, counted = passes.pass_over, list[int]()
-        monkeypatch.setattr(passes, "pass_over", lambda *args: counted.append(1) or plain(*args))
-        together = bench.measure_each(settings, subject.inputs)
+        settings = [simulation.setting({site: ranges[site]}) for site in reversed(sites)]
+        plain, counted = engine.pass_over, list[int]()
+        monkeypatch.setattr(engine, "pass_over", lambda *args, **how: counted.append(1) or plain(*args, **how))
+        together = run_settings(subject, settings, batch_size=2)
         assert len(counted) == 3  # all of them together, and both passes of the trial
-        assert together == [bench.measure(setting, subject.inputs) for setting in settings]
-        assert len({measured.loss for measured in together}) == len(sites)
+        alone = [run_settings(subject, [each], batch_size=2, by_batch=False)[0] for each in settings]
+        assert [done.losses.tolist() for done in together] == [done.losses.tolist() for done in alone]
+        assert len({done.loss for done in together}) == len(sites)

@@ -27,7 +27,7 @@ import sinkscope
 from sinkscope import InputError, Run, SinkscopeError, quantize, quantized
 from sinkscope.commands.quantize.figures import draw_quantization_cost as draw
 from sinkscope.commands.quantize.findings import whole
-from sinkscope.commands.quantize.study import Bench, calibrate_ranges, measured_roundings, resampled_cost, w8a8
+from sinkscope.commands.quantize.study import Simulation, calibrate_ranges, measured_roundings, w8a8
 from sinkscope.measuring.subject import Subject, open_subject
 from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import open_tracer
@@ -314,17 +314,6 @@ def test_the_tables_and_settings(coarse: Run) -> None:
     assert kept[-1] == kept[-2]  # on the probes, then on all
 
 
-def test_the_interval_of_a_cost_resamples_sequences_in_pairs() -> None:
-    random = np.random.default_rng(0)
-    full, predicted = 100.0 + 10 * random.normal(size=400), [10] * 400
-    losses = full + 5 + random.normal(size=400)
-    drawn = resampled_cost(losses, full, predicted, range(400))
-    assert drawn[0] == pytest.approx(0.5, abs=0.02)
-    assert drawn[1:].std() == pytest.approx(0.1 / 20, rel=0.1)  # the spread of the costs only, not of the losses
-    copies = resampled_cost(losses[:20].repeat(20), full[:20].repeat(20), predicted, np.arange(20).repeat(20).tolist())
-    np.testing.assert_allclose(copies, resampled_cost(losses[:20], full[:20], predicted[:20], range(20)))
-
-
 def test_full_precision_is_the_model_and_all_is_quantized(llama: PreTrainedModel, coarse: Run) -> None:
     ids = torch.as_tensor(np.stack(subject_of(llama, input="random", num_seqs=24, seq_len=20).inputs.sequences))
 
@@ -446,12 +435,13 @@ def test_what_w8a8_costs_smollm(smollm: LoadedModel) -> None:
     """
     subject = subject_of(smollm, num_seqs=16, seq_len=32)
     inputs, calibration = subject.inputs.part(0, 8), subject.inputs.part(8, 16)
-    bench = Bench(subject, Precision())
-    ranges = bench.ranges(calibration)
-    full = bench.measure({}, inputs).loss
+    simulation = Simulation(subject, Precision())
+    ranges = simulation.ranges(calibration)
 
     def cost(kept: set[Site]) -> float:
-        return bench.measure({site: ranges[site] for site in ranges if site not in kept}, inputs).loss - full
+        quantized = {site: ranges[site] for site in ranges if site not in kept}
+        full, done = simulation.run([simulation.setting(each) for each in ({}, quantized)], inputs)
+        return (done.loss - full.loss) / inputs.num_predicted
 
     massive = {site for site, known in ranges.items() if known.is_massive}
     activations = {site for site in ranges if site.part != WEIGHT}

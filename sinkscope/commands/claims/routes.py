@@ -91,7 +91,7 @@ def _row(route: Route, evidence: Evidence) -> dict[str, Any]:
     row |= {"draws": len(drawn), "effect": str(effect)}
     control = one_more_run(drawn) if len(drawn) else Estimate(np.nan)
     for name, estimate in {"before": before, "after": after, "control": control, "beyond": beyond}.items():
-        row |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+        row |= estimate.as_columns(name)
     return row
 
 

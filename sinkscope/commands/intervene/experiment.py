@@ -6,7 +6,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 import torch
@@ -18,23 +18,12 @@ from sinkscope.interventions import Known, Target
 from sinkscope.interventions.intervention import Stack, expectation, random_controls
 from sinkscope.interventions.sink import ReadValues
 from sinkscope.measuring.console import print_part
+from sinkscope.measuring.engine import Read, Setting, completed, few_of, run_settings
 from sinkscope.measuring.measure import choose, prepared, publish, settings_of
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Means, Observable, Reading, Settings
 from sinkscope.measuring.parity import parity_check
-from sinkscope.measuring.passes import (
-    LOSS_TABLES,
-    Change,
-    Pass,
-    TracerStep,
-    completed,
-    few_of,
-    first_size,
-    passes_over,
-    resumes,
-    tables_of,
-    whole_pass,
-)
+from sinkscope.measuring.passes import LOSS_TABLES, Pass, first_size, tables_of
 from sinkscope.measuring.streaming import measure_streaming
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.summary import arm_metrics, with_next
@@ -297,43 +286,40 @@ class Experiment:
     def _each_measured(self, stacks: Mapping[Condition, Stack], target: Target, with_loss: bool) -> list[Arm]:
         """Measure an arm and its controls together from the first layer that any of them changes, or one by one."""
         layer = min(part.begins_at(target) for stack in stacks.values() for part in stack)
-        step, (subject, kernel) = self._step(with_loss), (self.subject, self.config.attn)
-        changes = [self._change(stack, partial(self._fresh, draw), layer) for (_, draw), stack in stacks.items()]
+        settings = [
+            self._setting(stack, partial(self._fresh, draw), self._step(with_loss), layer)
+            for (_, draw), stack in stacks.items()
+        ]
         # layers before the first that is changed are unaffected, which is tried
-        may_resume = layer and not self.chosen.backward and self.analyzed is None and subject.family.causal
-        if not may_resume or not resumes(subject, kernel, changes[0], self._few, step, *self._sizes):
-            return [
-                self._arm(*condition, whole_pass(subject, change, step, *self._sizes))
-                for condition, change in zip(stacks, changes, strict=True)
-            ]
-        done = passes_over(subject, kernel, changes, step, *self._sizes)
-        return [self._arm(*condition, one, layer) for condition, one in zip(stacks, done, strict=True)]
+        by_batch = None if self.analyzed is None else False
+        done = run_settings(self.subject, settings, unchanged=lambda: self._few, by_batch=by_batch, **self._how)
+        return [self._arm(*condition, one) for condition, one in zip(stacks, done, strict=True)]
 
     @cached_property
     def _few(self) -> dict[str, pd.DataFrame]:
         """The unchanged model's tables on the sequences on which `resumes` tries every arm."""
-        unchanged = self._change((), partial(self._fresh, -1))
-        return tables_of(whole_pass(few_of(self.subject), unchanged, self._step(False), *self._sizes).observables)
+        unchanged = self._setting((), partial(self._fresh, -1), self._step(False))
+        return tables_of(run_settings(few_of(self.subject), [unchanged], **self._how)[0].observables)
 
-    def _change(self, stack: Stack, make: Callable[[], list[Observable]], layer: int = 0) -> Change:
+    def _setting(self, stack: Stack, make: Callable[[], list[Observable]], read: Read, layer: int = 0) -> Setting:
         opened = partial(open_tracer, self.subject.loaded.model, self.subject.family, self.config.attn, stack)
-        return Change(layer, opened, make)
+        return Setting(opened, read, layer, make)
 
     def _fresh(self, draw: int) -> list[Observable]:
         """Create the observables of an arm (draw -1) or of a control (a draw from 0 on)."""
         names = [name for name in self.chosen.first if draw < 1 or name != MAPS]
         return prepared(names, settings_of(self.subject, self.config, max(self._watched()) + 1), self.subject)
 
-    def _step(self, with_loss: bool) -> TracerStep:
+    def _step(self, with_loss: bool) -> Read:
         if self.chosen.backward:
             return Tracer.forward_backward
         return Tracer.forward_with_loss if with_loss else Tracer.forward
 
-    def _arm(self, condition: str, draw: int, done: Pass, first: int = 0) -> Arm:
-        """Collect the tables of a pass under `condition`; layers before `first` have the unchanged model's rows."""
+    def _arm(self, condition: str, draw: int, done: Pass) -> Arm:
+        """Collect the tables of a pass under `condition`; layers that it left out have the unchanged model's rows."""
         self.batch_size = done.batch_size
         raw = tables_of(done.observables)
-        raw = completed(raw, first, self.before.tables) if first else raw
+        raw = completed(raw, done.first, self.before.tables) if done.first else raw
         raw |= done.loss_tables(self.subject.inputs)
         asked = (table for name in self.chosen.first if name not in ALWAYS for table in OBSERVABLES[name].columns)
         kept = raw.keys() - ANALYZED_ONLY if draw < 0 else {*CONTROL_TABLES, *asked}
@@ -359,13 +345,16 @@ class Experiment:
             self._means[position, of_values] = latest[0].by_layer()
         return self._means[position, of_values][layer]
 
-    def _pass(self, stack: Stack, make: Callable[[], list[Observable]], step: TracerStep) -> Pass:
-        return whole_pass(self.subject, self._change(stack, make), step, *self._sizes)
+    def _pass(self, stack: Stack, make: Callable[[], list[Observable]], read: Read) -> Pass:
+        return run_settings(self.subject, [self._setting(stack, make, read)], **self._how)[0]
 
     @property
-    def _sizes(self) -> tuple[int | Literal["auto"], bool, Console]:
-        """Return the batch size (one that fitted is used again), whether there are gradients, and the console."""
-        return self.batch_size or self.config.batch_size, self.chosen.backward, self.console
+    def _how(self) -> dict[str, Any]:
+        """How settings are run; a batch size that fitted is used again."""
+        size = self.batch_size or self.config.batch_size
+        return {
+            "kernel": self.config.attn, "batch_size": size, "backward": self.chosen.backward, "console": self.console
+        }  # fmt: skip
 
     def _collect(self, raw: Mapping[str, pd.DataFrame], condition: str) -> None:
         for name, table in publish(raw, self.subject.loaded, condition).items():

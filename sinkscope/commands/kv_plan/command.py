@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sinkscope.attention.seam import open_seam
 from sinkscope.commands.kv_plan.options import KvPlanOptions
-from sinkscope.commands.kv_plan.plan import Bench, Study, Text, check_applies, predicted_sinks
+from sinkscope.commands.kv_plan.plan import CopiedText, PlanStudy, check_plan_applies, predicted_sinks
 from sinkscope.commands.measured import opened, shown
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, counted
@@ -63,18 +63,16 @@ def kv_plan(
     config = config or options_of(KvPlanOptions, model, options)
     enough = config.model_copy(update={"num_seqs": config.num_seqs + config.calibration})
     with opened(model, tokenizer, enough, out, overwrite, quiet) as (whole, folder, console), torch.no_grad():
-        check_applies(whole)
+        check_plan_applies(whole)
         subject = replace(whole, inputs=whole.inputs.part(0, len(whole.inputs) - config.calibration))
         if not len(subject.inputs):
             raise InputError(f"the input holds {counted(len(whole.inputs), 'sequence')}: a plan needs at least 2")
         parity = parity_check(whole, config)
         print_line(console, "looking for sinks")
-        texts = [Text.of(ids) for ids in whole.inputs.sequences]
+        texts = [CopiedText.of(ids) for ids in whole.inputs.sequences]
         rule, texts = predicted_sinks(whole, texts, config.calibration, parity)
         with open_seam(whole.loaded.model, whole.family) as seams:
-            study = Study(
-                Bench(whole, seams, texts, config.calibration), texts, config.calibration, console, config.seed
-            )
+            study = PlanStudy(whole, seams, texts, config.calibration, console, config.seed)
             tables = publish(study.tables(config.budget), whole.loaded, whole.inputs.condition)
         manifest = make_manifest(subject, config, Facts(1, parity=parity.error), list(tables), start)
         record = {

@@ -16,11 +16,11 @@ import pandas as pd
 from sinkscope.commands.kv_plan.plan import (
     AS_MANY,
     AS_VLLM,
-    BITS,
+    CACHE_BITS,
     COMBINED,
     DENSE,
-    FIRST,
     FIRST_AND_LAST,
+    FIRST_TOKENS,
     FULL_BITS,
     NO_SINKS,
     PREDICTED,
@@ -69,7 +69,7 @@ def label(row: Any) -> str:
     if row.plan == DENSE:
         return DENSE
     if row.plan == FIRST_AND_LAST:
-        return f"first {FIRST} + last {row.window} in all heads"
+        return f"first {FIRST_TOKENS} + last {row.window} in all heads"
     if row.budget == 1:
         kept = {PREDICTED: "predicted sinks", AS_MANY: "as many first tokens", NO_SINKS: "no token"}[row.sinks]
         return f"{row.plan}, {kept} in full precision"
@@ -125,7 +125,7 @@ def _ranking(rows: pd.DataFrame, budget: float) -> Finding:
 
 def _against_controls(rows: pd.DataFrame, budget: float) -> Finding:
     first = rows.loc[FIRST_AND_LAST]
-    sentence = f"At {budget:.0%}, the first {FIRST} and the last {first['window']:g} tokens in all heads: "
+    sentence = f"At {budget:.0%}, the first {FIRST_TOKENS} and the last {first['window']:g} tokens in all heads: "
     sentence += _measured(first)
     numbers = {"budget": budget, "first": first["ratio"], "first_kept": first["kept"]}
     for name, what in ((RANDOM, "heads in the best ranking's"), (RANDOM_COMBINED, "heads and layers in the complete")):
@@ -140,7 +140,7 @@ def _against_controls(rows: pd.DataFrame, budget: float) -> Finding:
 
 def _bits(run: RunData) -> Iterator[Finding]:
     table = run.tables["kv_plan"].query("budget == 1").set_index(["plan", "sinks"])
-    for bits in BITS:
+    for bits in CACHE_BITS:
         rows = table.loc[f"{bits} bits"]
         sentence = f"Keys and values on {bits} bits: perplexity × "
         best = rows.loc[PREDICTED]
@@ -149,9 +149,13 @@ def _bits(run: RunData) -> Iterator[Finding]:
         sentence += f"tokens, {rows.loc[NO_SINKS]['ratio']:.3f} with none."
         numbers = {"bits": bits, "first": rows.loc[AS_MANY]["ratio"], "none": rows.loc[NO_SINKS]["ratio"]}
         yield Finding("bits", BITS_OF_CACHE, value=best["ratio"], numbers=numbers, sentence=sentence)
-    spared, drawn = (table.loc[(f"{BITS[1]} bits {AS_VLLM}, {name}", NO_SINKS)] for name in ("spared", "random spared"))
+    spared, drawn = (
+        table.loc[(f"{CACHE_BITS[1]} bits {AS_VLLM}, {name}", NO_SINKS)] for name in ("spared", "random spared")
+    )
     layers = _costliest(run)
-    sentence = f"On {BITS[1]} bits {AS_VLLM}, which keeps no token in full precision, {layers_text(sorted(layers))} "
+    sentence = (
+        f"On {CACHE_BITS[1]} bits {AS_VLLM}, which keeps no token in full precision, {layers_text(sorted(layers))} "
+    )
     sentence += f"{'lose' if len(layers) > 1 else 'loses'} most of the output; without them perplexity × "
     sentence += f"{spared['ratio']:.3f}, without random layers {drawn['ratio']:.3f}."
     numbers = {"layers": tuple(layers), "random": drawn["ratio"]}
@@ -161,8 +165,8 @@ def _bits(run: RunData) -> Iterator[Finding]:
 def _costliest(run: RunData) -> list[int]:
     """Return the layers that the plan with spared layers does not quantize, the costliest first."""
     table, plans = run.tables["kv_layers"], run.tables["kv_plan"].set_index("plan")
-    bits = plans.loc[f"{BITS[1]} bits {AS_VLLM}, spared"]["bits"]
-    count = round((bits - BITS[1]) / (FULL_BITS - BITS[1]) * len(table))
+    bits = plans.loc[f"{CACHE_BITS[1]} bits {AS_VLLM}, spared"]["bits"]
+    count = round((bits - CACHE_BITS[1]) / (FULL_BITS - CACHE_BITS[1]) * len(table))
     losses = table.set_index("layer")[["key_loss", "value_loss"]].sum(axis=1)
     return [int(layer) for layer in losses.sort_values(ascending=False, kind="stable").index[:count]]
 
@@ -220,7 +224,7 @@ def vllm_options(run: RunData) -> dict[str, Any]:
     """
     table = run.tables["kv_plan"].query("budget == 1 and sinks == @NO_SINKS").set_index("plan")
     options: dict[str, Any] = {}
-    for bits, which in ((BITS[0], ""), (BITS[1], ", spared"), (BITS[1], "")):
+    for bits, which in ((CACHE_BITS[0], ""), (CACHE_BITS[1], ", spared"), (CACHE_BITS[1], "")):
         if table.loc[f"{bits} bits {AS_VLLM}{which}"]["ratio"] <= SMALL_RATIO:
             skipped = [str(layer) for layer in sorted(_costliest(run))] if which else []
             options = {"kv_cache_dtype": f"int{bits}_per_token_head", "kv_cache_dtype_skip_layers": skipped}

@@ -10,10 +10,11 @@ There are two tasks: perplexity on the text, and retrieval: the text's first tok
 hides where they can be read. Perplexity hardly shows this.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
@@ -29,32 +30,32 @@ from sinkscope.attention.taps import Seam
 from sinkscope.commands.kv_plan.eviction import evicting_attention
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.console import print_line
+from sinkscope.measuring.engine import Setting, logits_on, resampled_cost, run_settings
 from sinkscope.measuring.losses import perplexity
 from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.parity import Parity
-from sinkscope.measuring.passes import Change, whole_pass
 from sinkscope.measuring.streaming import token_losses
 from sinkscope.measuring.subject import Subject, position_limit
-from sinkscope.measuring.tracer import Tracer, logits_of, open_tracer
-from sinkscope.models.family import input_device
+from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.quantization.grids import RowGrids
 from sinkscope.quantization.rotation import random_rotation
-from sinkscope.results.statistics import Estimate, bootstrap, resamplings_of, weighted_means
+from sinkscope.results.statistics import bootstrap, resamplings_of, weighted_means
 from sinkscope.results.tables import KV_HEAD, SEQUENCE, Column, Columns
-from sinkscope.text.inputs import numbered
+from sinkscope.text.batch import Batch
+from sinkscope.text.inputs import TokenInputs
 
 FULL_BITS = 16
 GRID_BITS = 32  # step and zero of a token's grid, for the keys and for the values of each head
-BITS = (8, 4, 2)
-KEPT = (1.0, 0.8, 0.6)  # of all tokens, on fewer bits
-SHARES = (0.0, 0.5, 0.9)  # of the kept tokens, for the heads that keep all
-COPIED = 8  # the copy is an eighth of the text
-WHOLE = 2**31 - 1  # a window that holds all tokens
-UNKNOWN = 8  # first tokens of the copy, which do not show yet what is copied
-FIRST = 4  # sinks of StreamingLLM
-DRAWS = 3  # random rankings
-SHORTEST = 128  # tokens of a text
+CACHE_BITS = (8, 4, 2)
+KEPT_SHARES = (1.0, 0.8, 0.6)  # of all tokens, on fewer bits
+WHOLE_SHARES = (0.0, 0.5, 0.9)  # of the kept tokens, for the heads that keep all
+TEXTS_PER_COPY = 8  # the copy is an eighth of the text
+ALL_TOKENS = 2**31 - 1  # a window that holds all tokens
+UNKNOWN_COPIES = 8  # first tokens of the copy, which do not show yet what is copied
+FIRST_TOKENS = 4  # sinks of StreamingLLM
+RANDOM_PLANS = 3  # random rankings
+SHORTEST_TEXT = 128  # tokens of a text
 PREDICTED, FIRST_FOUR, AS_MANY, NO_SINKS = "predicted sinks", "first 4", "as many first", "none"
 DENSE, FIRST_AND_LAST, COMBINED, RANDOM = "dense", "first-and-last", "combined", "random"
 RANDOM_COMBINED = f"{RANDOM} {COMBINED}"
@@ -109,7 +110,7 @@ KV_PLAN_TABLES: dict[str, Columns] = {
 
 
 @dataclass(frozen=True)
-class Text:
+class CopiedText:
     """A sequence that is followed by a copy of its first tokens, with its predicted sinks."""
 
     ids: np.ndarray
@@ -118,14 +119,14 @@ class Text:
 
     @classmethod
     def of(cls, ids: np.ndarray) -> Self:
-        copied = len(ids) // COPIED
+        copied = len(ids) // TEXTS_PER_COPY
         return cls(np.concatenate([ids, ids[1 : 1 + copied]]), copied)
 
     @property
     def parts(self) -> tuple[slice, slice, slice]:
         """The predictions of the text, of the copy without its first tokens, and of the same tokens before."""
         end = len(self.ids) - self.copied - 1
-        return slice(0, end), slice(end + UNKNOWN, None), slice(UNKNOWN, self.copied)
+        return slice(0, end), slice(end + UNKNOWN_COPIES, None), slice(UNKNOWN_COPIES, self.copied)
 
 
 class SinkRule(NamedTuple):
@@ -145,38 +146,40 @@ class SinkRule(NamedTuple):
             return cls(-1)
         texts = massive.groupby("layer")["sequence"].nunique()
         layer = int(texts.index[texts >= texts.max() / 2][0])
-        found = massive[massive["layer"] == layer]
-        return cls(layer, tuple(sorted(map(int, found["coordinate"].unique()))), float(found["value"].abs().min()) / 2)
+        rows = massive[massive["layer"] == layer]
+        return cls(layer, tuple(sorted(map(int, rows["coordinate"].unique()))), float(rows["value"].abs().min()) / 2)
 
     def sinks(self, entries: pd.DataFrame) -> tuple[int, ...]:
         """Return the positions of the sinks among the largest entries of one text."""
         if self.layer < 0:
-            return tuple(range(FIRST))
+            return tuple(range(FIRST_TOKENS))
         is_large = (entries["value"].abs() >= self.at_least) & entries["coordinate"].isin(self.coordinates)
         return tuple(sorted(map(int, entries["position"][is_large & (entries["layer"] == self.layer)].unique())))
 
 
 def predicted_sinks(
-    subject: Subject, texts: Sequence[Text], calibration: int, parity: Parity | None = None
-) -> tuple[SinkRule, list[Text]]:
+    subject: Subject, texts: Sequence[CopiedText], calibration: int, parity: Parity | None = None
+) -> tuple[SinkRule, list[CopiedText]]:
     """Find the rule for sinks on the last `calibration` texts, and apply it to all, in one pass of the dense model."""
     inputs = replace(subject.inputs, sequences=tuple(text.ids for text in texts))
 
-    def fresh() -> list[Observable]:
+    def observables() -> list[Observable]:
         return [Massive(Settings()), *(parity.fresh() if parity else [])]
 
-    change = Change(0, lambda _: open_tracer(subject.loaded.model, subject.family), fresh)
-    done = whole_pass(replace(subject, inputs=inputs), change, Tracer.forward, 1)
+    dense = Setting(
+        lambda _: open_tracer(subject.loaded.model, subject.family), Tracer.forward, observables=observables
+    )
+    (done,) = run_settings(replace(subject, inputs=inputs), [dense], batch_size=1)
     entries = done.observables[0].tables()["massive"]
     rule = SinkRule.of(entries[entries["is_massive"] & (entries["sequence"] >= len(texts) - calibration)])
     by_text = dict(iter(entries.groupby("sequence")))
-    return rule, [replace(text, sinks=rule.sinks(by_text[at])) for at, text in enumerate(texts)]
+    return rule, [replace(text, sinks=rule.sinks(by_text[sequence])) for sequence, text in enumerate(texts)]
 
 
 # --- rankings
 
 
-class Reading(NamedTuple):
+class LayerAttention(NamedTuple):
     """One layer's attention on one text, over all tokens and over sinks and a window."""
 
     query: torch.Tensor
@@ -186,7 +189,7 @@ class Reading(NamedTuple):
     lse: torch.Tensor  # (1,H,T)
     streamed_mix: torch.Tensor
     streamed_lse: torch.Tensor
-    text: Text
+    text: CopiedText
 
 
 class Ranking(ABC):
@@ -195,21 +198,21 @@ class Ranking(ABC):
     about: ClassVar[str]
 
     @abstractmethod
-    def score(self, read: Reading) -> torch.Tensor:
+    def score(self, read: LayerAttention) -> torch.Tensor:
         """Return the score of each query head, (H,)."""
 
 
 class BeyondWindow(Ranking):
     about = "attention beyond sinks and window, mean over queries"
 
-    def score(self, read: Reading) -> torch.Tensor:
+    def score(self, read: LayerAttention) -> torch.Tensor:
         return 1 - (read.streamed_lse - read.lse).exp()[0].mean(-1)
 
 
 class OutputLoss(Ranking):
     about = "what the output loses: ‖y − y over sinks and window‖ ÷ ‖y‖ over all tokens"
 
-    def score(self, read: Reading) -> torch.Tensor:
+    def score(self, read: LayerAttention) -> torch.Tensor:
         lost = (read.mix - read.streamed_mix)[0].float()
         return lost.flatten(1).norm(dim=1) / read.mix[0].float().flatten(1).norm(dim=1)
 
@@ -217,7 +220,7 @@ class OutputLoss(Ranking):
 class Retrieval(Ranking):
     about = "attention from the copy to the token after the query's own first occurrence"
 
-    def score(self, read: Reading) -> torch.Tensor:
+    def score(self, read: LayerAttention) -> torch.Tensor:
         length, copied = read.query.shape[2], read.text.copied
         rows = slice(length - copied, length - 1)
         first = length - len(read.text.ids) + 2  # of the answers; the first copied token is at position 1 of the text
@@ -247,12 +250,13 @@ class Plan:
     share: float = 0.0  # of these, for the heads that keep all
     is_centered: bool = True  # whether the mean of keys and values is subtracted before they are rounded
 
-    def kept(self, text: Text) -> tuple[int, ...]:
-        counts = {FIRST_FOUR: FIRST, AS_MANY: len(text.sinks), NO_SINKS: 0}
+    def sinks_of(self, text: CopiedText) -> tuple[int, ...]:
+        """Return the positions of the tokens that all heads keep."""
+        counts = {FIRST_FOUR: FIRST_TOKENS, AS_MANY: len(text.sinks), NO_SINKS: 0}
         return tuple(range(counts[self.sinks])) if self.sinks in counts else text.sinks
 
 
-def bytes_per_token(bits: np.ndarray, width: int) -> np.ndarray:
+def share_of_bytes(bits: np.ndarray, width: int) -> np.ndarray:
     """Return the share (L,) of a token's 16-bit keys and values of `width` that it takes with these bits (L,2)."""
     return np.where(bits < FULL_BITS, (bits * width + GRID_BITS) / (FULL_BITS * width), 1.0).mean(-1)
 
@@ -268,8 +272,8 @@ class Sizes:
 
     def memory(self, plan: Plan) -> float:
         """Return the share of the dense cache's bytes; sinks are in full precision."""
-        sinks = {FIRST_FOUR: FIRST, NO_SINKS: 0}.get(plan.sinks, self.sinks)
-        each = bytes_per_token(plan.bits, self.width)[:, None]
+        sinks = {FIRST_FOUR: FIRST_TOKENS, NO_SINKS: 0}.get(plan.sinks, self.sinks)
+        each = share_of_bytes(plan.bits, self.width)[:, None]
         kept = np.minimum(plan.windows + sinks, self.tokens[:, None])
         taken = kept * each + np.minimum(sinks, kept) * (1 - each)
         return float(taken.sum() / (self.tokens.sum() * self.kv_heads))
@@ -279,14 +283,15 @@ class Sizes:
 
         One bit more halves a loss (L,2), so the next bit always goes to the largest loss that is left.
         """
-        bits = np.full(losses.shape, BITS[-1])
+        bits = np.full(losses.shape, CACHE_BITS[-1])
         if self.memory(Plan("", windows, bits)) > budget:
             return None
         while True:
-            for at in np.argsort(-np.where(bits < FULL_BITS, losses * 2.0**-bits, -1), axis=None, kind="stable"):
+            left = np.where(bits < FULL_BITS, losses * 2.0**-bits, -1)
+            for index in np.argsort(-left, axis=None, kind="stable"):
                 raised = bits.copy()
-                raised.flat[at] = FULL_BITS if bits.flat[at] >= BITS[0] else bits.flat[at] + 1
-                if bits.flat[at] < FULL_BITS and self.memory(Plan("", windows, raised)) <= budget:
+                raised.flat[index] = FULL_BITS if bits.flat[index] >= CACHE_BITS[0] else bits.flat[index] + 1
+                if bits.flat[index] < FULL_BITS and self.memory(Plan("", windows, raised)) <= budget:
                     bits = raised
                     break
             else:
@@ -295,7 +300,7 @@ class Sizes:
     @property
     def dense(self) -> np.ndarray:
         """The windows (L,K) of the dense cache."""
-        return np.full((len(self.tokens), self.kv_heads), WHOLE)
+        return np.full((len(self.tokens), self.kv_heads), ALL_TOKENS)
 
     def split(self, scores: np.ndarray, budget: float, share: float, sinks: int | None = None) -> np.ndarray | None:
         """Return windows (L,K) that keep `budget` of all tokens; the heads with the highest scores (L,K) keep all.
@@ -313,14 +318,14 @@ class Sizes:
         window = bisect_right(sizes, left, key=lambda size: np.minimum(size + sinks, whole[rest]).sum()) - 1
         if window < 1 and len(rest):
             return None
-        windows[rest] = np.where(window < whole[rest], window, WHOLE)
+        windows[rest] = np.where(window < whole[rest], window, ALL_TOKENS)
         return windows.reshape(self.dense.shape)
 
 
 # --- measuring
 
 
-def quantized(bits: int, sinks: Sequence[int], x: torch.Tensor, center: torch.Tensor | float = 0.0) -> torch.Tensor:
+def rounded_cache(bits: int, sinks: Sequence[int], x: torch.Tensor, center: torch.Tensor | float = 0.0) -> torch.Tensor:
     """Round keys or values (B,K,T,d) to one grid for each token and head, except those of the sinks.
 
     A rotation first spreads the channels that are large in all tokens, as in vLLM's int4_per_token_head. `center`
@@ -328,10 +333,10 @@ def quantized(bits: int, sinks: Sequence[int], x: torch.Tensor, center: torch.Te
     """
     if bits == FULL_BITS:
         return x
-    kept, rotation = torch.tensor(sinks, dtype=torch.long, device=x.device), random_rotation(x.shape[-1], 0)
+    exact, rotation = torch.tensor(sinks, dtype=torch.long, device=x.device), random_rotation(x.shape[-1], 0)
     rotation = rotation.to(upcast(x))
     snapped = RowGrids(bits, is_symmetric=False).snap((upcast(x) - center) @ rotation) @ rotation.T + center
-    return snapped.to(x.dtype).index_copy(2, kept, x[:, :, kept])
+    return snapped.to(x.dtype).index_copy(2, exact, x[:, :, exact])
 
 
 Centers = Mapping[int, Sequence[torch.Tensor | float]]  # layer → means of keys and values
@@ -342,19 +347,18 @@ def holding(
 ) -> AbstractContextManager[None]:
     """Let the model read one text with the cache of a plan, of which the tokens in `sinks` are in full precision."""
 
-    def attend(layer: int, windows: list[int], bits: list[int], *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        query, *cached, call = given
+    def attend(layer: int, windows: list[int], bits: list[int], *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        query, *cached, attention_call = call
         means = centers[layer] if centers and plan.is_centered else (0.0, 0.0)
-        key, value = (quantized(b, sinks, x, mean) for b, x, mean in zip(bits, cached, means, strict=True))
-        kept = torch.tensor(sinks, dtype=torch.long, device=key.device)
-        return evicting_attention(query, key, value, call, windows, kept)
+        key, value = (rounded_cache(b, sinks, x, mean) for b, x, mean in zip(bits, cached, means, strict=True))
+        tokens = torch.tensor(sinks, dtype=torch.long, device=key.device)
+        return evicting_attention(query, key, value, attention_call, windows, tokens)
 
     rows = zip(sorted(seams), plan.windows.tolist(), plan.bits.tolist(), strict=True)
     return attending_by_kernels(seams, {row[0]: partial(attend, *row) for row in rows})
 
 
-@dataclass(frozen=True)
-class Cost:
+class PlanCost(NamedTuple):
     """The losses and the retrieval of a plan on some sequences."""
 
     loss: np.ndarray  # (N,): mean over the text's tokens, in nats
@@ -363,166 +367,146 @@ class Cost:
     guessed: np.ndarray  # (N,): share of the same tokens that are predicted where they occur first
 
 
-class Bench:
-    """Reads texts with plans, in a model with its seams in place; the last `calibration` texts are not measured."""
-
-    def __init__(self, subject: Subject, seams: Mapping[int, Seam], texts: Sequence[Text], calibration: int) -> None:
-        self.subject, self.seams = subject, seams
-        self.known: dict[tuple, tuple[float, ...]] = {}  # of plan and text
-        self.centers: dict[int, list[torch.Tensor]] = {}  # layer → means of keys and values (K,1,d), without sinks
-        self.sizes = self._sizes(texts, calibration)
-
-    def logits(self, text: Text) -> torch.Tensor:
-        """Return the model's logits (T,V)."""
-        model = self.subject.loaded.model
-        ids = torch.as_tensor(np.array(text.ids))[None].to(input_device(model))
-        return logits_of(model(input_ids=ids, use_cache=False))[0]
-
-    def read(self, plan: Plan, texts: Sequence[Text]) -> Cost:
-        """Raises SinkscopeError if a loss is not finite."""
-        found = np.array([self._read(plan, text) for text in texts])
-        if not np.isfinite(found).all():
-            raise SinkscopeError("the model gives NaN or infinite losses; try --dtype float32")
-        return Cost(*found.T)
-
-    def _read(self, plan: Plan, text: Text) -> tuple[float, ...]:
-        """Return the fields of Cost for one text."""
-        key = (text.ids.tobytes(), plan.windows.tobytes(), plan.bits.tobytes(), plan.kept(text), plan.is_centered)
-        if key not in self.known:
-            with holding(self.seams, plan, plan.kept(text), self.centers):
-                logits = self.logits(text)
-            ids = torch.as_tensor(np.array(text.ids))
-            losses, hits = token_losses(logits[None], ids[None])[0], logits[:-1].argmax(-1).cpu() == ids[1:]
-            of_text, of_copy, before = text.parts
-            parts = (losses[of_text], losses[of_copy], hits[of_copy], hits[before])
-            self.known[key] = tuple(float(part.double().mean()) for part in parts)
-        return self.known[key]
-
-    def scores(self, rankings: Mapping[str, Ranking], window: int, texts: Sequence[Text]) -> dict[str, np.ndarray]:
-        """Return the scores (L,K) of each ranking, mean over texts; a key/value head has its largest query head's."""
-        found = {name: np.zeros(self.sizes.dense.shape) for name in rankings}
-
-        def attend(text: Text, at: int, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            query, key, value, call = given
-            whole = fused_attention(*given)
-            sinks = torch.tensor(text.sinks, dtype=torch.long, device=key.device)
-            streamed = evicting_attention(query, key, value, call, [window] * key.shape[1], sinks)
-            read = Reading(query, key, call, *whole, *streamed, text)
-            for name, ranking in rankings.items():
-                of_heads = ranking.score(read).unflatten(0, (key.shape[1], -1)).amax(-1)
-                found[name][at] += of_heads.double().cpu().numpy() / len(texts)
-            return whole
-
-        self._attend(attend, texts)
-        return found
-
-    def quantization_losses(self, bits: int, texts: Sequence[Text]) -> np.ndarray:
-        """Return what each layer's output loses with keys or values on `bits`, (L,2), mean over heads and texts."""
-        found = np.zeros((len(self.seams), 2))
-
-        def attend(text: Text, at: int, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            query, key, value, call = given
-            whole = fused_attention(*given)
-            means = self.centers[sorted(self.seams)[at]]
-            rounded = [quantized(bits, text.sinks, x, mean) for x, mean in zip((key, value), means, strict=True)]
-            for which, pair in enumerate(((rounded[0], value), (key, rounded[1]))):
-                read = Reading(query, key, call, *whole, *fused_attention(query, *pair, call), text)
-                found[at, which] += float(OutputLoss().score(read).mean()) / len(texts)
-            return whole
-
-        self._attend(attend, texts)
-        return found
-
-    def _attend(self, attend: Callable[..., tuple[torch.Tensor, torch.Tensor]], texts: Sequence[Text]) -> None:
-        """Read texts with a kernel that also gets the text and the index of its layer."""
-        for text in texts:
-            kernels = {layer: partial(attend, text, at) for at, layer in enumerate(sorted(self.seams))}
-            with attending_by_kernels(self.seams, kernels):
-                self.logits(text)
-
-    def _sizes(self, texts: Sequence[Text], calibration: int) -> Sizes:
-        """Read the dense cache's sizes and centers. Raises InputError where the model's own code has no kernel."""
-        shapes: dict[int, torch.Size] = {}
-
-        def attend(text: Text, at: int, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            key, value = given[1:3]
-            shapes[at] = key.shape
-            others = torch.ones(key.shape[2], dtype=torch.bool, device=key.device)
-            others[list(text.sinks)] = False
-            means = [upcast(x)[0, :, others].mean(1, keepdim=True) / calibration for x in (key, value)]
-            layer = sorted(self.seams)[at]
-            known = self.centers.get(layer)
-            self.centers[layer] = [a + b for a, b in zip(means, known, strict=True)] if known else means
-            return fused_attention(*given)
-
-        self._attend(attend, texts[-calibration:])
-        if len(shapes) < len(self.seams):
-            raise does_not_apply(self.subject, "it has attention code of its own, whose cache cannot be simulated")
-        if len({shape[1::2] for shape in shapes.values()}) > 1:
-            raise does_not_apply(self.subject, "its layers differ in key/value heads or their width")
-        config = self.subject.loaded.model.config.get_text_config()
-        kinds, length = getattr(config, "layer_types", None) or (), shapes[0][2]
-        sliding = getattr(config, "sliding_window", None)
-        if sliding is not None and not kinds:
-            kinds = ["sliding_attention"] * (1 + max(self.seams))
-        limits = {"sliding_attention": sliding, "chunked_attention": getattr(config, "attention_chunk_size", None)}
-        seen = [limits.get(kinds[layer]) if kinds else None for layer in sorted(self.seams)]
-        end = length - texts[0].copied
-        tokens = np.array([min(end, limit or end) for limit in seen])
-        _, heads, _, width = shapes[0]
-        return Sizes(tokens, heads, width, max(len(text.sinks) for text in texts))
-
-
-def does_not_apply(subject: Subject, reason: str) -> InputError:
+def plan_does_not_apply(subject: Subject, reason: str) -> InputError:
     return InputError(f"kv-plan does not apply to {subject.loaded.name}, because {reason}")
 
 
-def check_applies(subject: Subject) -> None:
+def check_plan_applies(subject: Subject) -> None:
     """Raise InputError if the model has no KV cache to plan, or the texts differ in length or are too short."""
     family, inputs = subject.family, subject.inputs
     if not family.has_attention:
-        raise does_not_apply(subject, "it has no attention, and no cache of keys and values")
+        raise plan_does_not_apply(subject, "it has no attention, and no cache of keys and values")
     if not family.causal or family.prefix:
-        raise does_not_apply(subject, "its tokens see later ones, so that it has no cache of earlier ones")
+        raise plan_does_not_apply(subject, "its tokens see later ones, so that it has no cache of earlier ones")
     subject.need_loss()
     if inputs.shortest != inputs.longest:
         raise InputError(
             f"kv-plan reads sequences of one length: these have {inputs.shortest} to {inputs.longest} tokens"
         )
-    if inputs.longest < SHORTEST:
-        raise InputError(f"--seq-len {inputs.longest}: a plan needs texts of at least {SHORTEST} tokens")
-    copied, limit = inputs.longest // COPIED, position_limit(subject.loaded.model, family)
+    if inputs.longest < SHORTEST_TEXT:
+        raise InputError(f"--seq-len {inputs.longest}: a plan needs texts of at least {SHORTEST_TEXT} tokens")
+    copied, limit = inputs.longest // TEXTS_PER_COPY, position_limit(subject.loaded.model, family)
     if limit is not None and inputs.longest + copied > limit:
-        most = f"take a --seq-len of at most {limit * COPIED // (COPIED + 1)}"
+        most = f"take a --seq-len of at most {limit * TEXTS_PER_COPY // (TEXTS_PER_COPY + 1)}"
         what = f"a text of {inputs.longest} tokens and the {copied} that follow it once more"
         raise InputError(f"{what} are beyond the model's {limit} positions: {most}")
 
 
-class Study:
+class PlanStudy:
     """Makes plans for each budget on calibration texts, and measures them on the others."""
 
-    def __init__(self, bench: Bench, texts: Sequence[Text], calibration: int, console: Console, seed: int) -> None:
-        """The last `calibration` texts are not measured."""
-        self.bench, self.console, self.seed = bench, console, seed
+    def __init__(
+        self,
+        subject: Subject,
+        seams: Mapping[int, Seam],
+        texts: Sequence[CopiedText],
+        calibration: int,
+        console: Console,
+        seed: int,
+    ) -> None:
+        """The last `calibration` texts are not measured, and the seams are in place."""
+        self.subject, self.seams, self.console, self.seed = subject, seams, console, seed
         self.measured, self.calibration = texts[:-calibration], texts[-calibration:]
-        self.layers = sorted(bench.seams)
-        self.dense = self._plan(DENSE, bench.sizes.dense, sinks=NO_SINKS)
+        self.layers = sorted(seams)
+        self.centers: dict[int, list[torch.Tensor]] = {}  # layer → means of keys and values (K,1,d), without sinks
+        self.sizes = self._sizes(max(len(text.sinks) for text in texts))
+        self.costs: dict[tuple, PlanCost] = {}  # of plan and texts
+        self.dense = self._plan(DENSE, self.sizes.dense, sinks=NO_SINKS)
         self.rows: list[dict[str, Any]] = []
         self.sequences: list[dict[str, Any]] = []
         self.heads: list[dict[str, Any]] = []
 
     def tables(self, budgets: Sequence[float]) -> dict[str, pd.DataFrame]:
-        self._note(1.0, self.dense)
-        losses = self.bench.quantization_losses(BITS[1], self.calibration)
+        self._note(1.0, [self.dense])
+        losses = self.quantization_losses(CACHE_BITS[1])
         for budget in budgets:
             print_line(self.console, f"planning for {budget:.0%} of the memory")
             self._plan_for(budget, losses)
-        print_line(self.console, f"quantizing to {', '.join(map(str, BITS))} bits")
-        self._quantize(losses)
+        print_line(self.console, f"quantizing to {', '.join(map(str, CACHE_BITS))} bits")
+        self._note(1.0, self._quantizing_plans(losses))
         tables = {"kv_plan": self.rows, "kv_plan_by_sequence": self.sequences, "kv_heads": self.heads}
         return {name: pd.DataFrame(rows) for name, rows in tables.items()} | {
             "kv_layers": pd.DataFrame({"layer": self.layers, "key_loss": losses[:, 0], "value_loss": losses[:, 1]})
         }
+
+    # --- what the calibration texts show
+
+    def _attend(self, attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Read the calibration texts with a kernel that also gets the text and the index of its layer."""
+        for batch, text in zip(self._inputs(self.calibration).batches(1), self.calibration, strict=True):
+            kernels = {layer: partial(attend, text, index) for index, layer in enumerate(self.layers)}
+            with attending_by_kernels(self.seams, kernels):
+                logits_on(self.subject, batch)
+
+    def _sizes(self, sinks: int) -> Sizes:
+        """Read the dense cache's sizes and centers. Raises InputError where the model's own code has no kernel."""
+        shapes: dict[int, torch.Size] = {}
+
+        def attend(text: CopiedText, index: int, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            key, value = call[1:3]
+            shapes[index] = key.shape
+            others = torch.ones(key.shape[2], dtype=torch.bool, device=key.device)
+            others[list(text.sinks)] = False
+            means = [upcast(x)[0, :, others].mean(1, keepdim=True) / len(self.calibration) for x in (key, value)]
+            layer = self.layers[index]
+            known = self.centers.get(layer)
+            self.centers[layer] = [a + b for a, b in zip(means, known, strict=True)] if known else means
+            return fused_attention(*call)
+
+        self._attend(attend)
+        if len(shapes) < len(self.layers):
+            reason = "it has attention code of its own, whose cache cannot be simulated"
+            raise plan_does_not_apply(self.subject, reason)
+        if len({shape[1::2] for shape in shapes.values()}) > 1:
+            raise plan_does_not_apply(self.subject, "its layers differ in key/value heads or their width")
+        config = self.subject.loaded.model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None) or ()
+        sliding = getattr(config, "sliding_window", None)
+        if sliding is not None and not kinds:
+            kinds = ["sliding_attention"] * (1 + max(self.layers))
+        limits = {"sliding_attention": sliding, "chunked_attention": getattr(config, "attention_chunk_size", None)}
+        seen = [limits.get(kinds[layer]) if kinds else None for layer in self.layers]
+        _, heads, length, width = shapes[0]
+        end = length - self.calibration[0].copied
+        return Sizes(np.array([min(end, limit or end) for limit in seen]), heads, width, sinks)
+
+    def scores(self, rankings: Mapping[str, Ranking], window: int) -> dict[str, np.ndarray]:
+        """Return the scores (L,K) of each ranking, mean over texts; a key/value head has its largest query head's."""
+        scores = {name: np.zeros(self.sizes.dense.shape) for name in rankings}
+
+        def attend(text: CopiedText, index: int, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            query, key, value, attention_call = call
+            whole = fused_attention(*call)
+            sinks = torch.tensor(text.sinks, dtype=torch.long, device=key.device)
+            streamed = evicting_attention(query, key, value, attention_call, [window] * key.shape[1], sinks)
+            read = LayerAttention(query, key, attention_call, *whole, *streamed, text)
+            for name, ranking in rankings.items():
+                of_heads = ranking.score(read).unflatten(0, (key.shape[1], -1)).amax(-1)
+                scores[name][index] += of_heads.double().cpu().numpy() / len(self.calibration)
+            return whole
+
+        self._attend(attend)
+        return scores
+
+    def quantization_losses(self, bits: int) -> np.ndarray:
+        """Return what each layer's output loses with keys or values on `bits`, (L,2), mean over heads and texts."""
+        losses = np.zeros((len(self.layers), 2))
+
+        def attend(text: CopiedText, index: int, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+            query, key, value, attention_call = call
+            whole = fused_attention(*call)
+            means = self.centers[self.layers[index]]
+            rounded = [rounded_cache(bits, text.sinks, x, mean) for x, mean in zip((key, value), means, strict=True)]
+            for which, pair in enumerate(((rounded[0], value), (key, rounded[1]))):
+                streamed = fused_attention(query, *pair, attention_call)
+                read = LayerAttention(query, key, attention_call, *whole, *streamed, text)
+                losses[index, which] += float(OutputLoss().score(read).mean()) / len(self.calibration)
+            return whole
+
+        self._attend(attend)
+        return losses
+
+    # --- plans
 
     def _plan(self, name: str, windows: np.ndarray, bits: int = FULL_BITS, sinks: str = PREDICTED) -> Plan:
         return Plan(name, windows, np.full((len(windows), 2), bits), sinks)
@@ -532,110 +516,143 @@ class Study:
 
         `losses` (L,2) are those of each layer's output with keys or values on fewer bits.
         """
-        sizes = self.bench.sizes
+        sizes = self.sizes
         equal = np.zeros(sizes.dense.shape)
-        first_and_last = sizes.split(equal, budget, 0.0, sinks=FIRST)
+        first_and_last = sizes.split(equal, budget, 0.0, sinks=FIRST_TOKENS)
         if first_and_last is None or sizes.split(equal, budget, 0.0) is None:
             raise InputError(f"--budget {budget:g} leaves no token for a window: take a larger one, or longer texts")
         window = max(1, int(budget / 2 * sizes.tokens.max()))  # if half of the budget is for heads with all tokens
-        scores = self.bench.scores({name: kind() for name, kind in RANKINGS.items()}, window, self.calibration)
+        scores = self.scores({name: kind() for name, kind in RANKINGS.items()}, window)
 
-        def best_plan(name: str, scores: np.ndarray, kept: Iterable[float]) -> Plan:
-            """Return the plan that adds least to the losses on the calibration texts."""
-            plans = [self._made(name, scores, losses, budget, tokens, share) for tokens in kept for share in SHARES]
-            return min(filter(None, plans), key=self._added)
+        def made(
+            name: str, scores: np.ndarray, losses: np.ndarray, tokens: Iterable[float], shares: Iterable[float]
+        ) -> list[Plan]:
+            """Return the plans that keep a share of all tokens, on as many bits as the budget permits."""
+            plans = []
+            for kept, share in itertools.product(tokens, shares):
+                windows = sizes.split(scores, kept, share)
+                bits = None if windows is None else sizes.fitting_bits(losses, budget, windows)
+                if windows is not None and bits is not None:
+                    plans.append(Plan(name, windows, bits, tokens=kept, share=share))
+            return plans
 
-        best = {name: best_plan(name, scores[name], [budget]) for name in RANKINGS}
+        by_ranking = {name: made(name, scores[name], losses, [budget], WHOLE_SHARES) for name in RANKINGS}
+        self._read([*itertools.chain(*by_ranking.values())], self.calibration)
+        best = {name: min(plans, key=self._added) for name, plans in by_ranking.items()}
         ranking = min(best, key=lambda name: self._added(best[name]))
-        kept = [budget, *(tokens for tokens in KEPT if tokens > budget)]
-        combined = best_plan(COMBINED, scores[ranking], kept)
+        shares_kept = [budget, *(share for share in KEPT_SHARES if share > budget)]
+        combining = made(COMBINED, scores[ranking], losses, shares_kept, WHOLE_SHARES)
+        self._read(combining, self.calibration)
+        combined = min(combining, key=self._added)
+        plans = [*best.values(), combined]
         for name, plan in [*best.items(), (ranking, combined)]:
-            self._note(budget, plan)
-            self._note_heads(budget, plan, scores[name])
+            whole = plan.windows == ALL_TOKENS
+            for (index, head), score in np.ndenumerate(scores[name]):
+                self.heads.append(
+                    {
+                        "layer": self.layers[index],
+                        "budget": budget,
+                        "plan": plan.name,
+                        "kv_head": head,
+                        "score": score,
+                        "window": -1 if whole[index, head] else int(plan.windows[index, head]),
+                        "key_bits": int(plan.bits[index, 0]),
+                        "value_bits": int(plan.bits[index, 1]),
+                    }
+                )
         shuffled = np.random.default_rng(self.seed).permutation
-        for draw in range(1, 1 + DRAWS):
+        for draw in range(1, 1 + RANDOM_PLANS):
             heads, layers = (shuffled(each.ravel()).reshape(each.shape) for each in (scores[ranking], losses))
             for name, plan in ((RANDOM, best[ranking]), (RANDOM_COMBINED, combined)):
-                for share in (plan.share, 0.0):  # heads whose layers see more tokens may leave none for windows
-                    control = self._made(f"{name} {draw}", heads, layers, budget, plan.tokens, share)
-                    if control is not None:
-                        self._note(budget, control)
-                        break
-        self._note(budget, self._plan(FIRST_AND_LAST, first_and_last, sinks=FIRST_FOUR))
+                # heads whose layers see more tokens may leave none for windows
+                plans += made(f"{name} {draw}", heads, layers, [plan.tokens], [plan.share, 0.0])[:1]
+        self._note(budget, [*plans, self._plan(FIRST_AND_LAST, first_and_last, sinks=FIRST_FOUR)])
 
-    def _made(
-        self, name: str, scores: np.ndarray, losses: np.ndarray, budget: float, tokens: float, share: float
-    ) -> Plan | None:
-        """Return the plan that keeps a share of all tokens, on as many bits as the budget permits."""
-        windows = self.bench.sizes.split(scores, tokens, share)
-        if windows is None:
-            return None
-        bits = self.bench.sizes.fitting_bits(losses, budget, windows)
-        return None if bits is None else Plan(name, windows, bits, tokens=tokens, share=share)
-
-    def _added(self, plan: Plan) -> float:
-        """Return how much a plan adds to the losses of calibration texts and of their copies, in nats."""
-        cost, dense = (self.bench.read(each, self.calibration) for each in (plan, self.dense))
-        return float((cost.loss - dense.loss).mean() + (cost.copy_loss - dense.copy_loss).mean())
-
-    def _quantize(self, losses: np.ndarray) -> None:
-        """Measure keys and values on fewer bits, also without the layers whose output loses most on 4 bits."""
-        for bits in BITS:
-            for sinks in (PREDICTED, AS_MANY, NO_SINKS):
-                self._note(1.0, self._plan(f"{bits} bits", self.dense.windows, bits, sinks))
+    def _quantizing_plans(self, losses: np.ndarray) -> list[Plan]:
+        """Return keys and values on fewer bits, also without the layers whose output loses most on 4 bits."""
+        windows = self.dense.windows
+        plans = [
+            self._plan(f"{bits} bits", windows, bits, sinks)
+            for bits in CACHE_BITS
+            for sinks in (PREDICTED, AS_MANY, NO_SINKS)
+        ]
         spared = max(1, round(SPARED * len(losses)))
         drawn = np.random.default_rng(self.seed).permutation(len(losses))[:spared]
         costliest = np.argsort(-losses.sum(1))[:spared]
         for bits, name, layers in (
-            (BITS[0], AS_VLLM, []), (BITS[1], AS_VLLM, []),
-            (BITS[1], f"{AS_VLLM}, spared", costliest), (BITS[1], f"{AS_VLLM}, random spared", drawn),
+            (CACHE_BITS[0], AS_VLLM, []), (CACHE_BITS[1], AS_VLLM, []),
+            (CACHE_BITS[1], f"{AS_VLLM}, spared", costliest), (CACHE_BITS[1], f"{AS_VLLM}, random spared", drawn),
         ):  # fmt: skip
-            plan = replace(self._plan(f"{bits} bits {name}", self.dense.windows, bits, NO_SINKS), is_centered=False)
+            plan = replace(self._plan(f"{bits} bits {name}", windows, bits, NO_SINKS), is_centered=False)
             plan.bits[layers] = FULL_BITS
-            self._note(1.0, plan)
+            plans.append(plan)
+        return plans
 
-    def _note(self, budget: float, plan: Plan) -> None:
-        """Measure a plan and record it."""
-        cost, dense = (self.bench.read(each, self.measured) for each in (plan, self.dense))
-        weights = resamplings_of(numbered(text.ids for text in self.measured))
-        ratio = bootstrap(np.exp(weighted_means(cost.loss - dense.loss, weights)))
+    # --- costs
+
+    def _inputs(self, texts: Sequence[CopiedText]) -> TokenInputs:
+        return replace(self.subject.inputs, sequences=tuple(text.ids for text in texts))
+
+    def _read(self, plans: Sequence[Plan], texts: Sequence[CopiedText]) -> list[PlanCost]:
+        """Return the cost of each plan. Raises SinkscopeError if a loss is not finite."""
+
+        def read_batch(plan: Plan, opened: None, batch: Batch, observables: Any) -> torch.Tensor:
+            text, ids = texts[batch.first], batch.token_ids
+            with holding(self.seams, plan, plan.sinks_of(text), self.centers):
+                logits = logits_on(self.subject, batch)
+            losses, hits = token_losses(logits, ids)[0].cpu(), logits[0, :-1].argmax(-1).cpu() == ids[0, 1:]
+            of_text, of_copy, before = text.parts
+            parts = (losses[of_text], losses[of_copy], hits[of_copy], hits[before])
+            return torch.stack([part.double().mean() for part in parts])[None]
+
+        keys = []
+        for plan in plans:
+            sinks = tuple(plan.sinks_of(text) for text in texts)
+            keys.append((texts is self.measured, plan.windows.tobytes(), plan.bits.tobytes(), plan.is_centered, sinks))
+        unread = {key: plan for key, plan in zip(keys, plans, strict=True) if key not in self.costs}
+        settings = [Setting(nullcontext, partial(read_batch, plan)) for plan in unread.values()]
+        subject = replace(self.subject, inputs=self._inputs(texts))
+        for key, done in zip(unread, run_settings(subject, settings, batch_size=1, console=self.console), strict=True):
+            if not done.losses.isfinite().all():
+                raise SinkscopeError("the model gives NaN or infinite losses; try --dtype float32")
+            self.costs[key] = PlanCost(*done.losses.numpy().T)
+        return [self.costs[key] for key in keys]
+
+    def _added(self, plan: Plan) -> float:
+        """Return how much a plan adds to the losses of calibration texts and of their copies, in nats."""
+        cost, dense = self._read([plan, self.dense], self.calibration)
+        return float((cost.loss - dense.loss).mean() + (cost.copy_loss - dense.copy_loss).mean())
+
+    def _note(self, budget: float, plans: Sequence[Plan]) -> None:
+        """Measure plans and record them."""
+        dense, *costs = self._read([self.dense, *plans], self.measured)
+        texts = self._inputs(self.measured).texts
+        weights = resamplings_of(texts)
         of_dense = weighted_means(dense.retrieval, weights)
         of_dense[of_dense == 0] = np.nan  # the model itself retrieves nothing
-        kept = bootstrap(weighted_means(cost.retrieval, weights) / of_dense)
-        measured = f"perplexity × {ratio.value:.3f}, {cost.retrieval.mean():.0%} of the copy predicted"
-        print_line(self.console, f"{plan.name} ({plan.sinks} kept): {measured}")
-        whole = plan.windows == WHOLE
-        loss = float(cost.loss.mean())
-        self.rows.append(
-            {
-                "layer": -1,
-                "budget": budget,
-                "plan": plan.name,
-                "bits": float(plan.bits.mean()),
-                "sinks": plan.sinks,
-                "whole_heads": int(whole.sum()),
-                "window": -1 if whole.all() else int(np.median(plan.windows[~whole])),
-                "memory": self.bench.sizes.memory(plan),
-                "loss": loss,
-                "perplexity": perplexity(loss),
-                "retrieval": float(cost.retrieval.mean()),
-                "guessed": float(cost.guessed.mean()),
-                **_ends("ratio", ratio),
-                **_ends("kept", kept),
-            }
-        )
-        of_plan = {"layer": -1, "budget": budget, "plan": plan.name, "sinks": plan.sinks}
-        for at, (each, found) in enumerate(zip(cost.loss, cost.retrieval, strict=True)):
-            self.sequences.append(of_plan | {"sequence": at, "loss": each, "retrieval": found})
-
-    def _note_heads(self, budget: float, plan: Plan, scores: np.ndarray) -> None:
-        whole = plan.windows == WHOLE
-        for (at, head), score in np.ndenumerate(scores):
-            row = {"layer": self.layers[at], "budget": budget, "plan": plan.name, "kv_head": head, "score": score}
-            window = -1 if whole[at, head] else int(plan.windows[at, head])
-            bits = dict(zip(("key_bits", "value_bits"), map(int, plan.bits[at]), strict=True))
-            self.heads.append(row | {"window": window} | bits)
-
-
-def _ends(name: str, estimate: Estimate) -> dict[str, float]:
-    return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+        for plan, cost in zip(plans, costs, strict=True):
+            ratio = bootstrap(np.exp(resampled_cost(cost.loss, dense.loss, np.ones(len(texts)), texts)))
+            kept = bootstrap(weighted_means(cost.retrieval, weights) / of_dense)
+            measured = f"perplexity × {ratio.value:.3f}, {cost.retrieval.mean():.0%} of the copy predicted"
+            print_line(self.console, f"{plan.name} ({plan.sinks} kept): {measured}")
+            whole, loss = plan.windows == ALL_TOKENS, float(cost.loss.mean())
+            row = {"layer": -1, "budget": budget, "plan": plan.name, "sinks": plan.sinks}
+            self.rows.append(
+                row
+                | {
+                    "bits": float(plan.bits.mean()),
+                    "whole_heads": int(whole.sum()),
+                    "window": -1 if whole.all() else int(np.median(plan.windows[~whole])),
+                    "memory": self.sizes.memory(plan),
+                    "loss": loss,
+                    "perplexity": perplexity(loss),
+                    "retrieval": float(cost.retrieval.mean()),
+                    "guessed": float(cost.guessed.mean()),
+                    **ratio.as_columns("ratio"),
+                    **kept.as_columns("kept"),
+                }
+            )
+            for sequence, numbers in enumerate(zip(cost.loss, cost.retrieval, strict=True)):
+                self.sequences.append(
+                    row | {"sequence": sequence} | dict(zip(("loss", "retrieval"), numbers, strict=True))
+                )

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from sinkscope.commands.measured import opened, shown
 from sinkscope.commands.quantize.options import QuantizeOptions
 from sinkscope.commands.quantize.split import Split
-from sinkscope.commands.quantize.study import Bench, Study
+from sinkscope.commands.quantize.study import QuantizationStudy, Simulation
 from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, counted
 from sinkscope.measuring.console import print_line
@@ -81,16 +81,17 @@ def quantize(
         subject, held_out = _split(whole, config)
         subject.need_loss()
         parity = parity_check(subject, config)
-        bench = Bench(
-            subject, precision, config.attn, config.batch_size, console=console, parity=parity, scheme=config.scheme
-        )
+        simulation = Simulation(subject, precision, config.attn, config.batch_size, console, config.scheme)
         print_line(console, f"calibrating on {config.calibration} sequences")
-        split = None if config.prefix is None else Split(bench, held_out, config.seed, console)
-        given = None if split is None else _given_prefix(split, config)
-        study = Study(bench, held_out, console)
-        raw = study.tables() | (split.tables(study.ranges, given, config.prefix_draws) if split else {})
+        split = None if config.prefix is None else Split(simulation, held_out, config.seed)
+        prefix = None if split is None else _named_prefix(split, config)
+        study = QuantizationStudy(simulation, held_out, parity)
+        raw = study.tables(console)
+        if split:
+            print_line(console, "splitting the cost: tokens, coordinates, a prefix and a rotation")
+            raw |= split.tables(study.ranges, prefix, config.prefix_draws)
         tables = publish(raw, subject.loaded, subject.inputs.condition)
-        facts = Facts(bench.used_batch_size, parity=parity.error)
+        facts = Facts(simulation.used_batch_size, parity=parity.error)
         manifest = make_manifest(subject, config, facts, list(tables), start)
         record = {
             "scheme": config.scheme,
@@ -110,9 +111,9 @@ def quantize(
         return finished(Run(manifest, tables, folder, further=further), console, figures, page)
 
 
-def _given_prefix(split: Split, config: QuantizeOptions) -> tuple[int, ...] | None:
+def _named_prefix(split: Split, config: QuantizeOptions) -> tuple[int, ...] | None:
     """Return the token ids of the prefix that the user names; None if it is to be found."""
-    wanted, tokenizer = str(config.prefix), split.bench.subject.loaded.tokenizer
+    wanted, tokenizer = str(config.prefix), split.simulation.subject.loaded.tokenizer
     if wanted == "auto":
         return None
     if re.fullmatch(r"\d+(,\d+)*", wanted):
@@ -124,7 +125,7 @@ def _given_prefix(split: Split, config: QuantizeOptions) -> tuple[int, ...] | No
 
 def _prefix(split: Split) -> tuple[dict[str, Any], Callable[[Path], None] | None]:
     """Return what run.json records of the prefix, and the function that writes its keys and values."""
-    loaded, ids = split.bench.subject.loaded, split.prefix
+    loaded, ids = split.simulation.subject.loaded, split.prefix
     texts = token_texts(loaded.tokenizer, ids)
     record = {"prefix": list(ids), "prefix_text": "".join(texts[token] for token in ids)}
     record |= {"without_rotation": split.without_rotation, "without_cache": ""}

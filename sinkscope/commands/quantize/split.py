@@ -10,18 +10,17 @@ PrefixQuant (Chen et al. 2024) has the rule for outlier tokens and for the prefi
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
-from rich.console import Console
 
-from sinkscope.commands.quantize.study import Bench, measured_ranges, read, resampled_cost
+from sinkscope.commands.quantize.study import Simulation, measured_ranges, read
 from sinkscope.errors import InputError, counted
-from sinkscope.measuring.console import print_line
+from sinkscope.measuring.engine import Setting, resampled_cost
 from sinkscope.measuring.losses import perplexity
 from sinkscope.measuring.observables.massive import is_massive, median_magnitude
 from sinkscope.measuring.subject import position_limit
@@ -65,8 +64,10 @@ SPLIT_TABLES: dict[str, Columns] = {
 }
 
 
-@dataclass(frozen=True)
-class Text:
+Masks = tuple[np.ndarray, np.ndarray]  # of the outlier tokens of a sequence, (layers, T) and (layers, T)
+
+
+class SparingText(NamedTuple):
     """Sequences to read, and the spared tokens of each (T,)."""
 
     inputs: TokenInputs
@@ -74,32 +75,29 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Arm:
+class SplitArm:
     """A setting, with the text that is evaluated and the text that calibrates the ranges."""
 
     setting: str
-    text: Text
-    calibration: Text
+    text: SparingText
+    calibration: SparingText
     draw: int = settings.NO_DRAW
     coordinates: Mapping[Site, torch.Tensor] = field(default_factory=dict)  # spared ones
     prefix: tuple[int, ...] = ()
-
-    def sparing(self, text: Text) -> Spared:
-        return Spared(text.spared, self.coordinates)
 
 
 class Split:
     """Measures the settings of `quantization_split`."""
 
-    def __init__(self, bench: Bench, calibration: TokenInputs, seed: int, console: Console) -> None:
-        self.bench, self.calibration, self.console = bench, calibration, console
-        self.inputs = bench.subject.inputs
-        loaded, family = bench.subject.loaded, bench.subject.family
+    def __init__(self, simulation: Simulation, calibration: TokenInputs, seed: int) -> None:
+        self.simulation, self.calibration = simulation, calibration
+        self.inputs = simulation.subject.inputs
+        loaded, family = simulation.subject.loaded, simulation.subject.family
         reasons = {
             "it attends in both directions": not family.causal,
             "it is a prefix LM": family.prefix > 0,
             "it has registers before the text": registers_before(loaded.model) > 0,
-            "its experts read only some tokens": any("*" in site.kind for site in bench.sites),
+            "its experts read only some tokens": any("*" in site.kind for site in simulation.sites),
         }
         for reason, is_so in reasons.items():
             if is_so:
@@ -108,7 +106,7 @@ class Split:
         configured = getattr(loaded.model.config.get_text_config(), "bos_token_id", None)
         self.bos: int | None = configured if known is None else known
         self.begins_with_bos = all(ids[0] == self.bos for ids in (*self.inputs.sequences, *calibration.sequences))
-        self.activations = [site for site in bench.sites if site.part != WEIGHT]
+        self.activations = [site for site in simulation.sites if site.part != WEIGHT]
         self.seed, self.drawn = seed, np.random.default_rng(seed)
         self.prefix: tuple[int, ...] = ()
         self.without_rotation = ""  # the reason
@@ -116,7 +114,7 @@ class Split:
 
     def checked(self, prefix: tuple[int, ...]) -> tuple[int, ...]:
         """Return a prefix with the text's own BOS last; InputError if the model cannot read it before the text."""
-        model, family = self.bench.subject.loaded.model, self.bench.subject.family
+        model, family = self.simulation.subject.loaded.model, self.simulation.subject.family
         if not prefix:
             raise InputError("--prefix: it has no token")
         check_ids(prefix, vocabulary(model), "--prefix")
@@ -130,8 +128,6 @@ class Split:
             )
         return prefix
 
-    # --- settings
-
     def tables(
         self, ranges: Mapping[Site, Range], prefix: tuple[int, ...] | None, draws: int
     ) -> dict[str, pd.DataFrame]:
@@ -142,54 +138,86 @@ class Split:
             prefix: The user's; None: by PrefixQuant's rule, or the most frequent tokens.
             draws: Number of random prefixes.
         """
-        print_line(self.console, "splitting the cost: tokens, coordinates, a prefix and a rotation")
         self.weights = {site: known for site, known in ranges.items() if site.part == WEIGHT}
-        plain: dict[str, Mapping[Site, Range]] = {settings.FULL: {}, settings.ALL: ranges}
-        plain[settings.WEIGHTS] = self.weights
-        losses = {setting: self.bench.losses(quantized, self.inputs) for setting, quantized in plain.items()}
-        self.full, self.everything = losses[settings.FULL], losses[settings.ALL]
-        for setting, measured in losses.items():
-            self._note(Arm(setting, Text(self.inputs), Text(self.calibration)), measured, self.full)
-        found = [self._outliers(inputs) for inputs in (self.inputs, self.calibration)]
-        self._measure_all(list(self._spared(*([_spared_tokens(each) for each in of] for of in found))))
-        self.prefix = prefix if prefix is not None else self.checked(self._best(self._candidates(found[1])))
-        loaded, length = self.bench.subject.loaded, len(self.prefix)
+        plain = {settings.FULL: {}, settings.ALL: ranges, settings.WEIGHTS: self.weights}
+        measured = self._losses([self.simulation.setting(quantized) for quantized in plain.values()])
+        self.full, self.everything, _ = measured
+        for setting, losses in zip(plain, measured, strict=True):
+            arm = SplitArm(setting, SparingText(self.inputs), SparingText(self.calibration))
+            self._note(arm, losses, self.full)
+        outliers, of_calibration = (self._outliers(inputs) for inputs in (self.inputs, self.calibration))
+        self._measure_and_note(self._sparing_arms(outliers, of_calibration))
+        self.prefix = self._best_prefix([peaks for peaks, _ in of_calibration]) if prefix is None else prefix
+        loaded = self.simulation.subject.loaded
         ordinary = np.setdiff1d(np.arange(vocabulary(loaded.model)), list(special_token_ids(loaded.tokenizer)))
-        random = [tuple(map(int, self.drawn.choice(ordinary, length))) for _ in range(draws)]
-        self._measure_all([self._prefixed(self.prefix), *map(self._prefixed, random, range(draws))])
-        self.without_rotation = self._rotate()
+        random = [tuple(map(int, self.drawn.choice(ordinary, len(self.prefix)))) for _ in range(draws)]
+        self._measure_and_note([self._prefixed(self.prefix), *map(self._prefixed, random, range(draws))])
+        self._rotate()
         return {"quantization_split": pd.DataFrame(self.rows)}
 
-    def _spared(self, tokens: list[np.ndarray], of_calibration: list[np.ndarray]) -> Iterator[Arm]:
-        """Yield the arms that spare outlier tokens, coordinates, both, and as many random ones."""
-        plain = Text(self.inputs), Text(self.calibration)
-        sparing = Text(self.inputs, tokens), Text(self.calibration, of_calibration)
-        yield Arm(settings.TOKENS, *sparing)
-        peaks = self._peaks(plain[1])
-        yield Arm(settings.COORDINATES, *plain, coordinates={site: _largest(peak) for site, peak in peaks.items()})
-        peaks = self._peaks(sparing[1])
-        yield Arm(settings.BOTH, *sparing, coordinates={site: _largest(peak) for site, peak in peaks.items()})
+    # --- settings
+
+    def _sparing_arms(self, outliers: Sequence[Masks], of_calibration: Sequence[Masks]) -> list[SplitArm]:
+        """Return the arms that spare outlier tokens, coordinates, both, and as many random ones."""
+        plain = SparingText(self.inputs), SparingText(self.calibration)
+        tokens, calibration_tokens = (
+            [np.logical_or.reduce(np.concatenate(masks), axis=0) for masks in of_sequences]
+            for of_sequences in (outliers, of_calibration)
+        )
+        for mask in (*tokens, *calibration_tokens):
+            mask[0] = True  # always
+        sparing = SparingText(self.inputs, tokens), SparingText(self.calibration, calibration_tokens)
+        arms = [SplitArm(settings.TOKENS, *sparing)]
+        for setting, texts in ((settings.COORDINATES, plain), (settings.BOTH, sparing)):
+            peaks = self._peaks(texts[1])
+            arms.append(SplitArm(setting, *texts, coordinates={site: _largest(x) for site, x in peaks.items()}))
         for draw in range(DRAWS):
-            text, calibration = (Text(one.inputs, [self._others(mask) for mask in one.spared]) for one in sparing)
-            yield Arm(settings.TOKENS, text, calibration, draw)
+            random = [SparingText(inputs, [self._others(mask) for mask in spared]) for inputs, spared in sparing]
+            arms.append(SplitArm(settings.TOKENS, random[0], random[1], draw))
             anywhere = {site: _largest(torch.from_numpy(self.drawn.random(x.shape))) for site, x in peaks.items()}
-            yield Arm(settings.COORDINATES, *plain, draw, anywhere)
+            arms.append(SplitArm(settings.COORDINATES, *plain, draw, anywhere))
+        return arms
 
-    def _prefixed(self, prefix: tuple[int, ...], draw: int = settings.NO_DRAW) -> Arm:
+    def _others(self, spared: np.ndarray) -> np.ndarray:
+        """Draw as many tokens of a sequence that are not spared."""
+        free = np.flatnonzero(~spared)
+        mask = np.zeros_like(spared)
+        mask[self.drawn.choice(free, min(len(free), int(spared.sum())), replace=False)] = True
+        return mask
+
+    def _prefixed(self, prefix: tuple[int, ...], draw: int = settings.NO_DRAW) -> SplitArm:
         text, calibration = (self._behind(prefix, inputs) for inputs in (self.inputs, self.calibration))
-        return Arm(settings.PREFIX, text, calibration, draw, prefix=prefix)
+        return SplitArm(settings.PREFIX, text, calibration, draw, prefix=prefix)
 
-    def _behind(self, prefix: Sequence[int], inputs: TokenInputs) -> Text:
+    def _behind(self, prefix: Sequence[int], inputs: TokenInputs) -> SparingText:
         """Put a prefix before each sequence, in place of its BOS. The same tokens are predicted."""
-        own = [ids[self.begins_with_bos :] for ids in inputs.sequences]
-        sequences = tuple(np.concatenate([prefix, ids]).astype(np.int64) for ids in own)
+        texts = [ids[self.begins_with_bos :] for ids in inputs.sequences]
+        sequences = tuple(np.concatenate([prefix, ids]).astype(np.int64) for ids in texts)
         first = len(prefix) + (not self.begins_with_bos)
         spared = [np.arange(len(ids)) < len(prefix) for ids in sequences]
-        return Text(replace(inputs, sequences=sequences, first_predicted=first), spared)
+        return SparingText(replace(inputs, sequences=sequences, first_predicted=first), spared)
+
+    def _best_prefix(self, outliers: Sequence[np.ndarray]) -> tuple[int, ...]:
+        """Return PrefixQuant's prefix of the calibration sequences, or as many of their most frequent tokens.
+
+        It is the one with the lower loss on these sequences, with everything quantized. `outliers` are as in
+        `outlier_prefix`.
+        """
+        sequences = self.calibration.sequences
+        rule = outlier_prefix(outliers, sequences)
+        last = () if self.bos is None else (self.bos,)
+        counts = Counter(int(token) for ids in sequences for token in ids[1:])
+        frequent = tuple(token for token, _ in counts.most_common(len(rule) or len(last) == 0))
+        candidates = list(dict.fromkeys(prefix for prefix in ((*rule, *last), (*frequent, *last)) if prefix))
+        if len(candidates) > 1:
+            texts = [self._behind(prefix, self.calibration) for prefix in candidates]
+            losses = self._measure([SplitArm(settings.PREFIX, text, text) for text in texts])
+            candidates = [min(zip((each.sum() for each in losses), candidates, strict=True))[1]]
+        return self.checked(candidates[0])
 
     # --- outliers
 
-    def _outliers(self, inputs: TokenInputs) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _outliers(self, inputs: TokenInputs) -> list[Masks]:
         """Find the outlier tokens of each sequence in full precision.
 
         Returns:
@@ -197,19 +225,23 @@ class Split:
             linear layer of the MLP is an outlier among the tokens, and whether the layer's output has a massive
             activation at the token.
         """
-        subject = self.bench.subject
-        family, blocks = subject.family, range(len(subject.family.layer_modules(subject.loaded.model)))
-        down: dict[int, Site] = {}
+        subject = self.simulation.subject
+        family, down = subject.family, dict[int, Site]()
         for site in self.activations:  # in the order of the model, so that the last one of a layer remains
             attention = site.layer >= 0 and family.block(site.layer).attention
             if site.part == INPUT and site.layer >= 0 and not (attention and site.kind.startswith(attention)):
                 down[site.layer] = site
-        ends = {at: family.block(at).sites.get("layer_out") for at in blocks}
-        outputs = [Site(f"{family.layers}.{at}.{end}", SUM, at, "layer_out") for at, end in ends.items() if end]
-        with self.bench.tracer() as tracer:
+        ends = [
+            family.block(layer).sites.get("layer_out")
+            for layer in range(len(family.layer_modules(subject.loaded.model)))
+        ]
+        outputs = [
+            Site(f"{family.layers}.{layer}.{end}", SUM, layer, "layer_out") for layer, end in enumerate(ends) if end
+        ]
+        with self.simulation.tracer() as tracer:
             return [_outliers_of(tracer, [*down.values(), *outputs], ids) for ids in inputs.sequences]
 
-    def _peaks(self, calibration: Text) -> dict[Site, torch.Tensor]:
+    def _peaks(self, calibration: SparingText) -> dict[Site, torch.Tensor]:
         """Return the largest magnitude at each coordinate of each activation, of tokens that are not spared."""
         peaks: dict[Site, torch.Tensor] = {}
 
@@ -219,75 +251,57 @@ class Split:
             peaks[site] = torch.maximum(peaks[site], largest) if site in peaks else largest
 
         sites = [site for site in self.activations if site.part not in (SCORES, SOFTMAX)]
-        with self.bench.tracer() as tracer:
+        with self.simulation.tracer() as tracer:
             read(tracer, sites, calibration.inputs.read, see, Spared(calibration.spared))
         return peaks
 
-    def _others(self, spared: np.ndarray) -> np.ndarray:
-        """Draw as many tokens of a sequence that are not spared."""
-        free = np.flatnonzero(~spared)
-        mask = np.zeros_like(spared)
-        mask[self.drawn.choice(free, min(len(free), int(spared.sum())), replace=False)] = True
-        return mask
-
-    # --- prefixes
-
-    def _candidates(self, found: list[tuple[np.ndarray, np.ndarray]]) -> list[tuple[int, ...]]:
-        """Return PrefixQuant's prefix of the calibration sequences, and their most frequent tokens, as many."""
-        sequences = self.calibration.sequences
-        rule = outlier_prefix([peaks for peaks, _ in found], sequences)
-        last = () if self.bos is None else (self.bos,)
-        counts = Counter(int(token) for ids in sequences for token in ids[1:])
-        length = len(rule) or len(last) == 0
-        frequent = tuple(token for token, _ in counts.most_common(length))
-        return list(dict.fromkeys(prefix for prefix in ((*rule, *last), (*frequent, *last)) if prefix))
-
-    def _best(self, candidates: list[tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the candidate with the lowest loss on the calibration sequences, with everything quantized."""
-        if len(candidates) == 1:
-            return candidates[0]
-        on_calibration = (self._behind(prefix, self.calibration) for prefix in candidates)
-        losses = self._measure([Arm(settings.PREFIX, text, text) for text in on_calibration])
-        return min(zip((each.sum() for each in losses), candidates, strict=True))[1]
-
     # --- measuring
 
-    def _measure_all(self, arms: Sequence[Arm]) -> None:
+    def _measure_and_note(self, arms: Sequence[SplitArm]) -> None:
+        behind_prefixes = [self.simulation.setting({}, inputs=arm.text.inputs) for arm in arms if arm.prefix]
+        full = iter(self._losses(behind_prefixes))
         for arm, losses in zip(arms, self._measure(arms), strict=True):
-            self._note(arm, losses, self.bench.losses({}, arm.text.inputs) if arm.prefix else self.full)
+            self._note(arm, losses, next(full) if arm.prefix else self.full)
 
-    def _measure(self, arms: Sequence[Arm], weights: Mapping[Site, Range] | None = None) -> list[np.ndarray]:
+    def _measure(self, arms: Sequence[SplitArm], weights: Mapping[Site, Range] | None = None) -> list[np.ndarray]:
         """Return the losses of each arm (N,), with weights and all activations that are not spared quantized."""
-        with self.bench.tracer() as tracer:
-            ranges = [
-                measured_ranges(tracer, self.activations, arm.calibration.inputs.read, arm.sparing(arm.calibration))
-                for arm in arms
+        simulation = self.simulation
+        with simulation.tracer() as tracer:
+            calibrations = [
+                (arm.calibration.inputs.read, Spared(arm.calibration.spared, arm.coordinates)) for arm in arms
             ]
-        with quantized_sites(self.bench.subject.loaded.model, weights or self.weights, self.bench.precision):
-            each = zip(arms, ranges, strict=True)
-            return [self.bench.losses(known, arm.text.inputs, arm.sparing(arm.text)) for arm, known in each]
+            ranges = [measured_ranges(tracer, self.activations, *calibration) for calibration in calibrations]
+        with quantized_sites(simulation.subject.loaded.model, weights or self.weights, simulation.precision):
+            return self._losses(
+                [
+                    simulation.setting(known, Spared(arm.text.spared, arm.coordinates), inputs=arm.text.inputs)
+                    for arm, known in zip(arms, ranges, strict=True)
+                ]
+            )
 
-    def _rotate(self) -> str:
-        """Measure a rotation of the residual stream. Returns the reason if the model cannot be rotated, else ""."""
-        subject = self.bench.subject
-        arm = Arm(settings.ROTATION, Text(self.inputs), Text(self.calibration))
+    def _losses(self, run: Sequence[Setting]) -> list[np.ndarray]:
+        return [done.losses.numpy() for done in self.simulation.run(run)]
+
+    def _rotate(self) -> None:
+        """Measure a rotation of the residual stream, or keep the reason why the model cannot be rotated."""
+        simulation = self.simulation
         try:
-            with rotated(subject.loaded.model, subject.family, self.seed):
-                full = self.bench.losses({}, self.inputs)
-                with self.bench.tracer() as tracer:
+            with rotated(simulation.subject.loaded.model, simulation.subject.family, self.seed):
+                (full,) = self._losses([simulation.setting({})])
+                with simulation.tracer() as tracer:
                     weights = measured_ranges(tracer, list(self.weights), self.calibration.read[:1])
+                arm = SplitArm(settings.ROTATION, SparingText(self.inputs), SparingText(self.calibration))
                 self._note(arm, self._measure([arm], weights)[0], full)
         except InputError as error:
-            return str(error)
-        return ""
+            self.without_rotation = str(error)
 
-    def _note(self, arm: Arm, losses: np.ndarray, full: np.ndarray) -> None:
+    def _note(self, arm: SplitArm, losses: np.ndarray, full: np.ndarray) -> None:
         predicted = np.array(self.inputs.predicted)
-        cost, everything = (
+        costs, everything = (
             resampled_cost(x, self.full, predicted, self.inputs.texts) for x in (losses, self.everything)
         )
         with np.errstate(invalid="ignore", divide="ignore"):
-            found, shares = bootstrap(cost), bootstrap(1 - cost / everything)
+            cost, share = bootstrap(costs), bootstrap(1 - costs / everything)
         loss = float(losses.sum() / predicted.sum())
         spared = [int(mask.sum()) for mask in arm.text.spared]
         self.rows.append(
@@ -301,18 +315,14 @@ class Split:
                 "sequences": len(self.inputs),
                 "loss": loss,
                 "perplexity": perplexity(loss),
-                "cost": found.value,
-                "cost_low": found.low,
-                "cost_high": found.high,
-                "share": shares.value,
-                "share_low": shares.low,
-                "share_high": shares.high,
                 "full_loss": float(full.sum() / predicted.sum()),
+                **cost.as_columns("cost"),
+                **share.as_columns("share"),
             }
         )
 
 
-def _outliers_of(tracer: Tracer, sites: Iterable[Site], ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _outliers_of(tracer: Tracer, sites: Iterable[Site], ids: np.ndarray) -> Masks:
     """Return the outliers of one sequence; see `Split._outliers`."""
     peaks, massive = [np.zeros(len(ids), bool)], [np.zeros(len(ids), bool)]
 
@@ -328,13 +338,6 @@ def _outliers_of(tracer: Tracer, sites: Iterable[Site], ids: np.ndarray) -> tupl
 
     read(tracer, sites, [ids], see)
     return np.array(peaks), np.array(massive)
-
-
-def _spared_tokens(found: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """(layers, T) and (layers, T) → (T,): outlier tokens of a sequence, and always position 0."""
-    spared = np.logical_or.reduce(np.concatenate(found), axis=0)
-    spared[0] = True
-    return spared
 
 
 def _largest(peaks: torch.Tensor) -> torch.Tensor:
@@ -355,7 +358,10 @@ def outlier_prefix(outliers: Sequence[np.ndarray], sequences: Sequence[np.ndarra
     """
     number = math.ceil(np.mean([mask.sum(1) for mask in outliers], axis=0).max())
     counts = Counter(
-        int(ids[at]) for mask, ids in zip(outliers, sequences, strict=True) for _, at in np.argwhere(mask) if at
+        int(ids[position])
+        for mask, ids in zip(outliers, sequences, strict=True)
+        for _, position in np.argwhere(mask)
+        if position
     )
     if len(counts) == 1 and counts.total() < RARE * len(sequences):
         return ()

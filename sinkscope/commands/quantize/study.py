@@ -6,11 +6,11 @@ sequences, the search for costly sites on the first PROBED ones.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -21,14 +21,14 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.errors import InputError, SinkscopeError, counted
-from sinkscope.interventions import Intervention
 from sinkscope.measuring.console import print_line
+from sinkscope.measuring.engine import Setting, resampled_cost, run_settings
 from sinkscope.measuring.losses import perplexity
 from sinkscope.measuring.observables.activation import Outlier
 from sinkscope.measuring.observables.massive import is_massive, median_magnitude
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.parity import Parity, check_beforehand
-from sinkscope.measuring.passes import Change, passes_over, resumes, whole_pass
+from sinkscope.measuring.passes import Pass
 from sinkscope.measuring.subject import Subject, family_of
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.edits import Beginning, first_argument
@@ -50,12 +50,12 @@ from sinkscope.quantization.sites import (
     sites_of,
 )
 from sinkscope.quantization.spared import NOTHING, Spared
-from sinkscope.results.statistics import bootstrap, resamplings_of
+from sinkscope.results.statistics import bootstrap
 from sinkscope.results.tables import Column, Columns
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
 
-See = Callable[[Site, torch.Tensor], None]
+SeeSite = Callable[[Site, torch.Tensor], None]
 
 
 def calibrate_ranges(
@@ -87,34 +87,32 @@ def measured_ranges(
     tracer: Tracer, sites: Sequence[Site], sequences: Iterable[Any], spared: Spared = NOTHING
 ) -> dict[Site, Range]:
     """Measure the ranges of these sites, with an open tracer; see `calibrate_ranges`."""
-    seen: dict[Site, list[Range]] = defaultdict(list)
     if not (sequences := list(sequences)):
         raise InputError("static ranges need at least one sequence to calibrate by")
-    read(tracer, sites, sequences, lambda site, x: seen[site].append(_range(site, x)), spared)
-    return {site: _together(seen[site]) for site in sites if site in seen}
+    seen: dict[Site, list[Range]] = defaultdict(list)
 
+    def see(site: Site, x: torch.Tensor) -> None:
+        low, high = (float(end) for end in x.aminmax())
+        if not (math.isfinite(low) and math.isfinite(high)):
+            raise SinkscopeError(f"{site}: the model itself gives NaN or infinite numbers; try --dtype float32")
+        median = median_magnitude(x)
+        is_hidden_state = site.part not in (WEIGHT, *IN_ATTENTION)  # others cannot have massive activations
+        massive = is_hidden_state and bool(is_massive(median.new_tensor(max(-low, high)), median))
+        # keys and values are (B,Hkv,T,D)
+        channels = (x.amin((0, 2), keepdim=True), x.amax((0, 2), keepdim=True)) if site.part in CACHED else None
+        seen[site].append(Range(low, high, float(median), massive, channels))
 
-def _range(site: Site, x: torch.Tensor) -> Range:
-    """Return the range of one tensor at a site."""
-    low, high = (float(end) for end in x.aminmax())
-    if not (math.isfinite(low) and math.isfinite(high)):
-        raise SinkscopeError(f"{site}: the model itself gives NaN or infinite numbers; try --dtype float32")
-    median = median_magnitude(x)
-    is_hidden_state = site.part not in (WEIGHT, *IN_ATTENTION)  # others cannot have massive activations
-    massive = is_hidden_state and bool(is_massive(median.new_tensor(max(-low, high)), median))
-    by_channel = (x.amin((0, 2), keepdim=True), x.amax((0, 2), keepdim=True)) if site.part in CACHED else None
-    return Range(low, high, float(median), massive, by_channel)  # keys and values are (B,Hkv,T,D)
-
-
-def _together(parts: Sequence[Range]) -> Range:
-    """Return the range of all tensors at a site."""
-    by_channel = None
-    if parts[0].channels is not None:
-        lows, highs = zip(*(part.channels for part in parts if part.channels is not None), strict=True)
-        by_channel = torch.stack(lows).amin(0), torch.stack(highs).amax(0)
-    low, high = min(part.low for part in parts), max(part.high for part in parts)
-    median = float(np.mean([part.median_abs for part in parts]))
-    return Range(low, high, median, any(part.is_massive for part in parts), by_channel)
+    read(tracer, sites, sequences, see, spared)
+    ranges: dict[Site, Range] = {}
+    for site in (site for site in sites if site in seen):
+        parts, channels = seen[site], None
+        if site.part in CACHED:
+            lows, highs = zip(*(part.channels for part in parts if part.channels is not None), strict=True)
+            channels = torch.stack(lows).amin(0), torch.stack(highs).amax(0)
+        low, high = min(part.low for part in parts), max(part.high for part in parts)
+        median = float(np.mean([part.median_abs for part in parts]))
+        ranges[site] = Range(low, high, median, any(part.is_massive for part in parts), channels)
+    return ranges
 
 
 def measured_roundings(
@@ -137,15 +135,17 @@ def measured_roundings(
         sums[site] += np.array([float(total) for total in totals])
 
     read(tracer, ranges, sequences, see)
-    found: dict[Site, Rounding] = {}
+    roundings: dict[Site, Rounding] = {}
     for site in ranges:
         nonzero, zeroed, signal, noise, step, count = map(float, sums[site])
         sqnr = 10 * math.log10(signal / noise) if signal and noise else math.inf
-        found[site] = Rounding(zeroed / nonzero if nonzero else 0.0, sqnr, step / count if count else math.nan)
-    return found
+        roundings[site] = Rounding(zeroed / nonzero if nonzero else 0.0, sqnr, step / count if count else math.nan)
+    return roundings
 
 
-def read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: See, spared: Spared = NOTHING) -> None:
+def read(
+    tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: SeeSite, spared: Spared = NOTHING
+) -> None:
     """Call `see` with the tensors at these sites, in float32 or better: while the model reads the sequences, then with
     the weights. Spared entries are 0.
     """
@@ -189,33 +189,17 @@ def read(tracer: Tracer, sites: Iterable[Site], sequences: Iterable[Any], see: S
             see(site, upcast(by_output(module, module.get_parameter("weight").detach())))
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The measurements of one setting."""
-
-    losses: np.ndarray = field(compare=False)  # (N,): of each sequence, summed over its predicted tokens, in nats
-    loss: float  # per predicted token
-    max_inf_norm: float = math.nan  # largest over sites and layers
-    kurtosis: float = math.nan  # mean over sites and layers
-
-    @property
-    def perplexity(self) -> float:
-        return perplexity(self.loss)
-
-
 @dataclass
-class Bench:
-    """Measures a model with any sites quantized, always under the same interventions."""
+class Simulation:
+    """A model that reads texts with any of its sites quantized."""
 
     subject: Subject
     precision: Precision
     kernel: str = "sdpa"
     batch_size: int | Literal["auto"] = "auto"
-    interventions: tuple[Intervention, ...] = ()
     console: Console | None = None
-    parity: Parity | None = None  # for passes in full precision
     scheme: str = LINEAR_SCHEME
-    used_batch_size: int = field(default=0, init=False)
+    used_batch_size: int = field(default=0, init=False)  # the first that fitted into memory, which is used again
 
     @cached_property
     def sites(self) -> list[Site]:
@@ -227,66 +211,57 @@ class Bench:
         with self.tracer() as tracer:
             return measured_ranges(tracer, sites, calibration.read)
 
-    def measure(self, ranges: Mapping[Site, Range], inputs: TokenInputs, outliers: bool = False) -> Measured:
-        """Measure the loss with these sites quantized; with `outliers` also infinity norm and kurtosis."""
-
-        def fresh() -> list[Observable]:
-            compared = self.parity.fresh() if self.parity and not ranges else []
-            return [*([Outlier(Settings())] if outliers else []), *compared]
-
-        subject, change = replace(self.subject, inputs=inputs), Change(0, partial(self._quantized, ranges), fresh)
-        done = whole_pass(subject, change, Tracer.forward_with_loss, *self._sizes)
-        self.used_batch_size = self.used_batch_size or done.batch_size
-        losses, loss = done.losses.numpy(), done.loss / inputs.num_predicted
-        if not outliers:
-            return Measured(losses, loss)
-        by_site = done.observables[0].tables()["outlier"]
-        kurtosis = by_site.groupby("layer")["kurtosis"].mean().mean()
-        return Measured(losses, loss, float(by_site["max_inf_norm"].max()), float(kurtosis))
-
-    def losses(self, ranges: Mapping[Site, Range], inputs: TokenInputs, spared: Spared = NOTHING) -> np.ndarray:
-        """Measure the loss of each sequence (N,), summed over its predicted tokens, with these sites quantized."""
-
-        def step(tracer: Tracer, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
-            spared.read(batch)
-            return tracer.forward_with_loss(batch, observables)
-
-        change = Change(0, partial(self._quantized, ranges, spared=spared))
-        done = whole_pass(replace(self.subject, inputs=inputs), change, step, *self._sizes)
-        return done.losses.numpy()
-
-    def measure_each(self, settings: Sequence[Mapping[Site, Range]], inputs: TokenInputs) -> list[Measured]:
-        """Measure every setting. If the model allows it, passes start at the first layer with a quantized site."""
-        layers = [min(site.layer for site in ranges) for ranges in settings]
-        order = sorted(range(len(settings)), key=layers.__getitem__)
-        changes = [Change(layers[index], partial(self._quantized, settings[index])) for index in order]
-        how, step = (replace(self.subject, inputs=inputs), self.kernel), Tracer.forward_with_loss
-        may_resume = changes and changes[0].layer > 0 and not self.interventions and self.subject.family.causal
-        if not may_resume or not resumes(*how, changes[-1], None, step, *self._sizes):
-            return [self.measure(ranges, inputs) for ranges in settings]
-        done = dict(zip(order, passes_over(*how, changes, step, *self._sizes), strict=True))
-        each = [done[index] for index in range(len(settings))]
-        return [Measured(one.losses.numpy(), one.loss / inputs.num_predicted) for one in each]
-
-    @property
-    def _sizes(self) -> tuple[int | Literal["auto"], bool, Console | None]:
-        """Return the last arguments of passes. A batch size that fitted is used again."""
-        return self.used_batch_size or self.batch_size, False, self.console
-
-    @contextmanager
-    def _quantized(
-        self, ranges: Mapping[Site, Range], beginning: Beginning | None = None, spared: Spared = NOTHING
-    ) -> Iterator[Tracer]:
-        with (
-            quantized_sites(self.subject.loaded.model, ranges, self.precision, spared),
-            self.tracer(beginning) as tracer,
-            quantized_attention(tracer.seams, ranges, self.precision, spared),
-        ):
-            yield tracer
-
     def tracer(self, beginning: Beginning | None = None) -> AbstractContextManager[Tracer]:
-        subject = self.subject
-        return open_tracer(subject.loaded.model, subject.family, self.kernel, self.interventions, beginning)
+        return open_tracer(self.subject.loaded.model, self.subject.family, self.kernel, beginning=beginning)
+
+    def setting(
+        self,
+        ranges: Mapping[Site, Range],
+        spared: Spared = NOTHING,
+        observables: Callable[[], list[Observable]] = list,
+        inputs: TokenInputs | None = None,
+    ) -> Setting:
+        """Return the setting in which these sites are quantized, except for the entries that are spared."""
+
+        @contextmanager
+        def quantized(beginning: Beginning | None) -> Iterator[Tracer]:
+            with (
+                quantized_sites(self.subject.loaded.model, ranges, self.precision, spared),
+                self.tracer(beginning) as tracer,
+                quantized_attention(tracer.seams, ranges, self.precision, spared),
+            ):
+                yield tracer
+
+        def read_batch(tracer: Tracer, batch: Batch, seen_by: Sequence[Observable]) -> torch.Tensor:
+            spared.read(batch)
+            return tracer.forward_with_loss(batch, seen_by)
+
+        layer = min((site.layer for site in ranges), default=0)
+        return Setting(quantized, read_batch, layer, observables, inputs)
+
+    def run(self, settings: Sequence[Setting], inputs: TokenInputs | None = None) -> list[Pass]:
+        """Run settings on the subject's text or on `inputs`."""
+        subject = replace(self.subject, inputs=inputs or self.subject.inputs)
+        size = self.used_batch_size or self.batch_size
+        passes = run_settings(subject, settings, kernel=self.kernel, batch_size=size, console=self.console)
+        self.used_batch_size = self.used_batch_size or max((done.batch_size for done in passes), default=0)
+        return passes
+
+
+def numbers_of(done: Pass, inputs: TokenInputs) -> dict[str, float]:
+    """Return loss per token and perplexity, and largest infinity norm and mean kurtosis, or NaN without `Outlier`."""
+    loss = done.loss / inputs.num_predicted
+    numbers = {"loss": loss, "perplexity": perplexity(loss), "max_inf_norm": math.nan, "kurtosis": math.nan}
+    for observable in done.observables:
+        if isinstance(observable, Outlier):
+            sites = observable.tables()["outlier"]
+            kurtosis = sites.groupby("layer")["kurtosis"].mean().mean()
+            numbers |= {"max_inf_norm": float(sites["max_inf_norm"].max()), "kurtosis": float(kurtosis)}
+    return numbers
+
+
+def outliers() -> list[Observable]:
+    return [Outlier(Settings())]
 
 
 def w8a8(
@@ -306,15 +281,15 @@ def w8a8(
     Returns:
         loss, perplexity, max_inf_norm and kurtosis in full precision, and the same names with `_quantized`.
     """
-    bench = Bench(subject, precision or Precision(), kernel, batch_size)
-    arms: dict[str, dict[Site, Range]] = {"": {}, "_quantized": bench.ranges(calibration)}
-    measured = {ending: bench.measure(ranges, subject.inputs, outliers=True) for ending, ranges in arms.items()}
-    names = ("loss", "perplexity", "max_inf_norm", "kurtosis")
-    return {name + ending: getattr(found, name) for ending, found in measured.items() for name in names}
+    simulation = Simulation(subject, precision or Precision(), kernel, batch_size)
+    arms = {"": {}, "_quantized": simulation.ranges(calibration)}
+    passes = simulation.run([simulation.setting(ranges, observables=outliers) for ranges in arms.values()])
+    measured = {ending: numbers_of(done, subject.inputs) for ending, done in zip(arms, passes, strict=True)}
+    return {name + ending: value for ending, numbers in measured.items() for name, value in numbers.items()}
 
 
-LINEAR = Column("site", "kind of module, as mlp.down_proj, or mid or layer_out of a residual sum", kind="text")
-PART = Column(
+SITE_COLUMN = Column("site", "kind of module, as mlp.down_proj, or mid or layer_out of a residual sum", kind="text")
+PART_COLUMN = Column(
     "part",
     "input, weight or output; scheme full: also residual sum, scores, softmax output; KV cache: keys, values",
     kind="text",
@@ -322,8 +297,8 @@ PART = Column(
 QUANTIZATION_TABLES: dict[str, Columns] = {
     "quantization": (
         Column("setting", "quantized sites: see quantization/settings.py", kind="text"),
-        LINEAR,
-        PART,
+        SITE_COLUMN,
+        PART_COLUMN,
         Column("quantized", "number of quantized sites", kind="whole"),
         Column("kept", "sites in full precision, if they were searched for", kind="text"),
         Column("sequences", "number of sequences measured", kind="whole"),
@@ -336,8 +311,8 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
         Column("kurtosis", "mean over sites and layers; NaN where it was not measured"),
     ),
     "quantization_sites": (
-        LINEAR,
-        PART,
+        SITE_COLUMN,
+        PART_COLUMN,
         Column("path", "of the module in the model, or the address of a residual sum", kind="text"),
         Column("low", "smallest entry on the calibration sequences"),
         Column("high", "largest entry"),
@@ -351,73 +326,79 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
 }
 
 
-def resampled_cost(
-    losses: np.ndarray, full: np.ndarray, predicted: Sequence[int] | np.ndarray, texts: Sequence[int]
-) -> np.ndarray:
-    """Return (1 + draws,) replicates of the cost in nats per token, from the losses (N,) of sequences of `texts`."""
-    weights = resamplings_of(texts)
-    with np.errstate(invalid="ignore", divide="ignore"):  # a single text has no interval
-        return (weights @ (losses - full)) / (weights @ np.array(predicted))
+class Row(NamedTuple):
+    """A setting of `quantize`, which becomes a row of the table `quantization`."""
+
+    setting: str
+    ranges: Mapping[Site, Range]  # of the quantized sites
+    site: Site | None = None  # the only site that is quantized or not quantized, or an example of its kind
+    layer: int = settings.ALL_LAYERS
+    kept: Sequence[Site] = ()  # in full precision, if they were searched for
 
 
-class Study:
-    """Measures the settings of `quantize`, each of which is a row of the table `quantization`."""
+class QuantizationStudy:
+    """Measures the settings of `quantize`."""
 
-    def __init__(self, bench: Bench, calibration: TokenInputs, console: Console) -> None:
-        self.bench = bench
-        self.inputs = bench.subject.inputs
+    def __init__(self, simulation: Simulation, calibration: TokenInputs, parity: Parity) -> None:
+        """`parity` is compared with in passes in full precision."""
+        self.simulation, self.parity = simulation, parity
+        self.inputs = simulation.subject.inputs
         self.probes = self.inputs.part(0, settings.PROBED)
-        self.ranges = bench.ranges(calibration)
-        with bench.tracer() as tracer:
-            self.roundings = measured_roundings(tracer, calibration.read, self.ranges, bench.precision)
-        self.console = console
+        self.ranges = simulation.ranges(calibration)
+        with simulation.tracer() as tracer:
+            self.roundings = measured_roundings(tracer, calibration.read, self.ranges, simulation.precision)
         self.rows: list[dict[str, Any]] = []
-        self.full: dict[int, Measured] = {}  # number of sequences → full precision on them
+        self.full: dict[int, Pass] = {}  # number of sequences → full precision on them
 
-    def tables(self) -> dict[str, pd.DataFrame]:
-        print_line(self.console, f"{self.bench.precision} on {counted(len(self.inputs), 'sequence')}")
+    def tables(self, console: Console) -> dict[str, pd.DataFrame]:
+        print_line(console, f"{self.simulation.precision} on {counted(len(self.inputs), 'sequence')}")
         self._whole_model()
-        print_line(self.console, f"looking for the sites that cost most on {counted(len(self.probes), 'sequence')}")
-        self._keep_costliest(self._costliest_sites(self._costly_kinds()))
-        return {"quantization": pd.DataFrame(self.rows), "quantization_sites": self._sites()}
+        print_line(console, f"looking for the sites that cost most on {counted(len(self.probes), 'sequence')}")
+        self._keep_costliest(self._costliest_sites())
+        sites = [
+            {"layer": site.layer, "site": site.kind, "part": site.part, "path": site.path, "max_abs": known.max_abs}
+            | {name: getattr(known, name) for name in ("low", "high", "median_abs", "is_massive")}
+            | asdict(self.roundings[site])
+            for site, known in self.ranges.items()
+        ]
+        return {"quantization": pd.DataFrame(self.rows), "quantization_sites": pd.DataFrame(sites)}
 
     def _whole_model(self) -> None:
-        weights = {site for site in self.ranges if site.part == WEIGHT}
-        massive = {site for site, known in self.ranges.items() if known.is_massive}
-        self._note(settings.FULL, {}, outliers=True)
-        self._note(settings.ALL, self.ranges, outliers=True)
-        self._note(settings.WEIGHTS, self._without(self.ranges.keys() - weights))
-        self._note(settings.ACTIVATIONS, self._without(weights))
-        if cached := {site for site in self.ranges if site.part in CACHED}:
-            self._note(settings.KV_CACHE, {site: self.ranges[site] for site in cached})
-        if massive:
-            self._note(settings.MASSIVE_KEPT, self._without(massive))
+        weights = [site for site in self.ranges if site.part == WEIGHT]
+        cached = [site for site in self.ranges if site.part in CACHED]
+        massive = [site for site, known in self.ranges.items() if known.is_massive]
+        base = [Row(settings.FULL, {}), Row(settings.ALL, self.ranges)]
+        parts = [
+            Row(settings.WEIGHTS, {site: self.ranges[site] for site in weights}),
+            Row(settings.ACTIVATIONS, self._without(weights)),
+            *([Row(settings.KV_CACHE, {site: self.ranges[site] for site in cached})] if cached else []),
+            *([Row(settings.MASSIVE_KEPT, self._without(massive))] if massive else []),
+        ]
+        self._measure([*base, *parts], self.inputs)
         if len(self.probes) < len(self.inputs):
-            self._note(settings.FULL, {}, self.probes)
-            self._note(settings.ALL, self.ranges, self.probes)
+            self._measure(base, self.probes)
 
-    def _costly_kinds(self) -> list[str]:
-        """Quantize each kind of site alone, and all except each costly kind. Returns costly kinds, costliest first."""
-        costs: dict[str, float] = {}
-        for role in dict.fromkeys(site.role for site in self.ranges):
-            alone = {site: known for site, known in self.ranges.items() if site.role == role}
-            costs[role] = self._note(settings.ALONE, alone, self.probes, next(iter(alone)))
-        costly = sorted((role for role in costs if costs[role] >= settings.COSTLY), key=lambda role: -costs[role])
-        for role in costly:
-            kept = {site for site in self.ranges if site.role == role}
-            self._note(settings.KEPT, self._without(kept), self.probes, next(iter(kept)))
-        return costly
+    def _costliest_sites(self) -> list[Site]:
+        """Quantize each kind of site alone, all except each costly kind, and single layers of the costliest kinds.
 
-    def _costliest_sites(self, costly: list[str]) -> list[Site]:
-        """Quantize single layers of the costliest kinds. Returns the sites with a positive cost, costliest first."""
+        Returns the sites with a positive cost, the costliest first.
+        """
+        by_role: dict[str, list[Site]] = defaultdict(list)
+        for site in self.ranges:
+            by_role[site.role].append(site)
+        alone = [
+            Row(settings.ALONE, {site: self.ranges[site] for site in sites}, sites[0]) for sites in by_role.values()
+        ]
+        of_roles = dict(zip(by_role, self._measure(alone, self.probes), strict=True))
+        costly = sorted((role for role in by_role if of_roles[role] >= settings.COSTLY), key=lambda r: -of_roles[r])
+        kept = [Row(settings.KEPT, self._without(by_role[role]), by_role[role][0]) for role in costly]
+        self._measure(kept, self.probes)
         costs: dict[Site, float] = {}
         for role in costly[: settings.BY_LAYER]:
-            sites = [site for site in self.ranges if site.role == role]
-            coarsest = sorted(sites, key=lambda site: -self.roundings[site].zeroed)[: settings.LAYERS]
+            coarsest = sorted(by_role[role], key=lambda site: -self.roundings[site].zeroed)[: settings.LAYERS]
             by_layer = sorted(coarsest, key=lambda site: site.layer)
-            alone = [{site: self.ranges[site]} for site in by_layer]
-            for site, one, measured in zip(by_layer, alone, self.bench.measure_each(alone, self.probes), strict=True):
-                costs[site] = self._note(settings.ALONE, one, self.probes, site, site.layer, measured=measured)
+            rows = [Row(settings.ALONE, {site: self.ranges[site]}, site, site.layer) for site in by_layer]
+            costs |= zip(by_layer, self._measure(rows, self.probes), strict=True)
         return sorted((site for site in costs if costs[site] > 0), key=lambda site: -costs[site])
 
     def _keep_costliest(self, costliest: list[Site]) -> None:
@@ -429,54 +410,42 @@ class Study:
         count, cost = 0, math.inf
         while cost > settings.RESTORED * full_cost and count < len(costliest):
             count = min(max(1, 2 * count), len(costliest))
-            kept = costliest[:count]
-            cost = self._note(settings.COSTLIEST_KEPT, self._without(set(kept)), self.probes, kept=kept)
+            row = Row(settings.COSTLIEST_KEPT, self._without(costliest[:count]), kept=costliest[:count])
+            (cost,) = self._measure([row], self.probes)
         if len(self.probes) < len(self.inputs):
-            self._note(settings.COSTLIEST_KEPT, self._without(set(kept)), kept=kept)
+            self._measure([row], self.inputs)
 
-    def _without(self, kept: Set[Site]) -> dict[Site, Range]:
+    def _without(self, kept: Collection[Site]) -> dict[Site, Range]:
         return {site: known for site, known in self.ranges.items() if site not in kept}
 
-    def _note(
-        self,
-        setting: str,
-        ranges: Mapping[Site, Range],
-        inputs: TokenInputs | None = None,
-        site: Site | None = None,
-        layer: int = settings.ALL_LAYERS,
-        kept: Iterable[Site] = (),
-        outliers: bool = False,
-        measured: Measured | None = None,
-    ) -> float:
-        """Measure and record one setting. Returns its cost: the loss minus that in full precision on the same text."""
-        inputs = inputs or self.inputs
-        measured = measured or self.bench.measure(ranges, inputs, outliers)
-        full = self.full.setdefault(len(inputs), measured)  # full precision is measured first
-        cost = measured.loss - full.loss
-        interval = bootstrap(resampled_cost(measured.losses, full.losses, inputs.predicted, inputs.texts))
-        self.rows.append(
-            {
-                "layer": layer,
-                "setting": setting,
-                "site": site.kind if site else "",
-                "part": site.part if site else "",
-                "quantized": len(ranges),
-                "kept": ", ".join(str(site) for site in kept),
-                "sequences": len(inputs),
-                "cost": cost,
-                "cost_low": interval.low,
-                "cost_high": interval.high,
-                "perplexity": measured.perplexity,
-                **{name: value for name, value in vars(measured).items() if name != "losses"},
-            }
-        )
-        return cost
+    def _measure(self, rows: Sequence[Row], inputs: TokenInputs) -> list[float]:
+        """Measure and record settings. Returns their costs: the loss minus that in full precision on the same text."""
 
-    def _sites(self) -> pd.DataFrame:
-        rows = [
-            {"layer": site.layer, "site": site.kind, "part": site.part, "path": site.path, "max_abs": known.max_abs}
-            | {name: getattr(known, name) for name in ("low", "high", "median_abs", "is_massive")}
-            | asdict(self.roundings[site])
-            for site, known in self.ranges.items()
-        ]
-        return pd.DataFrame(rows)
+        def observables(row: Row) -> list[Observable]:
+            is_full = row.setting == settings.FULL
+            has_outliers = (is_full or row.setting == settings.ALL) and len(inputs) == len(self.inputs)
+            return [*(outliers() if has_outliers else []), *(self.parity.fresh() if is_full else [])]
+
+        run = [self.simulation.setting(row.ranges, observables=partial(observables, row)) for row in rows]
+        costs = []
+        for row, done in zip(rows, self.simulation.run(run, inputs) if run else [], strict=True):
+            full = self.full.setdefault(len(inputs), done)  # full precision is measured first
+            numbers, losses = numbers_of(done, inputs), done.losses.numpy()
+            interval = bootstrap(resampled_cost(losses, full.losses.numpy(), inputs.predicted, inputs.texts))
+            costs.append(numbers["loss"] - full.loss / inputs.num_predicted)
+            self.rows.append(
+                {
+                    "layer": row.layer,
+                    "setting": row.setting,
+                    "site": row.site.kind if row.site else "",
+                    "part": row.site.part if row.site else "",
+                    "quantized": len(row.ranges),
+                    "kept": ", ".join(str(site) for site in row.kept),
+                    "sequences": len(inputs),
+                    "cost": costs[-1],
+                    "cost_low": interval.low,
+                    "cost_high": interval.high,
+                    **numbers,
+                }
+            )
+        return costs

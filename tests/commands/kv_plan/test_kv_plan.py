@@ -15,7 +15,16 @@ from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, Mamb
 import sinkscope
 from sinkscope.attention.kernels import AttentionCall, fused_attention
 from sinkscope.commands.kv_plan.eviction import evicting_attention
-from sinkscope.commands.kv_plan.plan import RANKINGS, WHOLE, Plan, Reading, Sizes, Text, predicted_sinks, quantized
+from sinkscope.commands.kv_plan.plan import (
+    ALL_TOKENS,
+    RANKINGS,
+    CopiedText,
+    LayerAttention,
+    Plan,
+    Sizes,
+    predicted_sinks,
+    rounded_cache,
+)
 from sinkscope.errors import InputError
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tables import column_names
@@ -30,7 +39,8 @@ SCORES = np.array([[0.1, 0.9], [0.5, 0.2]])
 
 @pytest.mark.parametrize(
     ("share", "windows", "kept"),
-    [(0.0, [[33, 33], [33, 33]], 140), (0.8, [[11, WHOLE], [11, 11]], 139)],  # 40 tokens for three heads with two sinks
+    # 40 tokens for three heads with two sinks
+    [(0.0, [[33, 33], [33, 33]], 140), (0.8, [[11, ALL_TOKENS], [11, 11]], 139)],
 )
 def test_memory_of_a_split(share: float, windows: list, kept: int) -> None:
     found = SIZES.split(SCORES, 0.5, share)
@@ -64,16 +74,16 @@ def test_rounding_spreads_large_channels_and_keeps_sinks() -> None:
     torch.manual_seed(0)
     keys = torch.randn(1, 2, 50, 32)
     keys[..., 7] += 40
-    rounded = quantized(4, (0, 9), keys)
+    rounded = rounded_cache(4, (0, 9), keys)
     assert torch.equal(rounded[:, :, [0, 9]], keys[:, :, [0, 9]])
     unrotated = RowGrids(4, is_symmetric=False).snap(keys)
     assert float((rounded - keys).norm()) < 0.5 * float((unrotated - keys).norm())
-    centered = quantized(4, (), keys, keys.mean(2, keepdim=True)[0])
+    centered = rounded_cache(4, (), keys, keys.mean(2, keepdim=True)[0])
     assert float((centered - keys).norm()) < 0.5 * float((rounded - keys).norm())
 
 
 def test_planted_retrieval_head_is_first() -> None:
-    text = Text.of(np.arange(64))
+    text = CopiedText.of(np.arange(64))
     assert text.ids[64:].tolist() == list(range(1, 9))
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, 72, 16) for heads in (4, 2, 2))
@@ -82,7 +92,7 @@ def test_planted_retrieval_head_is_first() -> None:
     call, sinks = AttentionCall(None, 0.25), torch.tensor([0])
     whole = fused_attention(query, key, value, call)
     streamed = evicting_attention(query, key, value, call, [8, 8], sinks)
-    read = Reading(query, key, call, *whole, *streamed, text)
+    read = LayerAttention(query, key, call, *whole, *streamed, text)
     for name, kind in RANKINGS.items():
         scores = kind().score(read)
         assert scores.shape == (4,)
@@ -108,7 +118,7 @@ def test_late_sinks_are_predicted() -> None:
         model.get_input_embeddings().weight[5, 3] = 1e6
     ids = np.full(24, 7)
     ids[[0, 9, 17]] = 5
-    texts = [Text(np.full(24, 7), 3), Text(ids, 3), Text(np.roll(ids, 1), 3)]
+    texts = [CopiedText(np.full(24, 7), 3), CopiedText(ids, 3), CopiedText(np.roll(ids, 1), 3)]
     rule, texts = predicted_sinks(subject(model, [ids]), texts, calibration=1)
     assert (rule.layer, rule.coordinates) == (0, (3,))
     assert [text.sinks for text in texts] == [(), (0, 9, 17), (1, 10, 18)]

@@ -19,7 +19,7 @@ from tiny import VOCAB, tiny_model, tiny_tokens
 from sinkscope import InputError, quantize
 from sinkscope.commands.quantize import split as quantization_split
 from sinkscope.commands.quantize.split import Split, outlier_prefix
-from sinkscope.commands.quantize.study import Bench, measured_ranges
+from sinkscope.commands.quantize.study import Simulation, measured_ranges
 from sinkscope.measuring.subject import Subject, family_of, open_subject
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.options.measuring import make_config
@@ -78,24 +78,23 @@ def test_spared_entries_are_exact_and_in_no_range(name: str) -> None:
     assert (mine - model(ids).logits).abs().max() > 0.01 * mine.abs().max()
 
 
-def bench_of(model: Any, scheme: str = "linear", cache: Any = None, **options: Any) -> tuple[Bench, Any]:
-    """Return a bench on the first three of five sequences, and the other two."""
+def simulated(model: Any, scheme: str = "linear", cache: Any = None, **options: Any) -> tuple[Simulation, Any]:
+    """Return a simulation on the first three of five sequences, and the other two."""
     config = make_config(**{"input": "random", "num_seqs": 5, "seq_len": 20, "bos": "never"} | options)
     with open_subject(model, None, config, Console(quiet=True)) as subject:
         own = Subject(subject.loaded, subject.family, subject.inputs.part(0, 3))
         precision = Precision(BITS, BITS, BITS, kv_cache_per=cache)
-        return Bench(own, precision, scheme=scheme, batch_size=3), subject.inputs.part(3, 5)
+        return Simulation(own, precision, scheme=scheme, batch_size=3), subject.inputs.part(3, 5)
 
 
 def test_with_all_tokens_spared_nothing_is_quantized_but_the_weights() -> None:
     """Also in attention, in more than one chunk of rows."""
-    bench, held_out = bench_of(tiny_model("llama"), "full", "tensor", seq_len=70)
-    ranges = {site: known for site, known in bench.ranges(held_out).items() if site.part != WEIGHT}
-    inputs = bench.subject.inputs
+    simulation, held_out = simulated(tiny_model("llama"), "full", "tensor", seq_len=70)
+    ranges = {site: known for site, known in simulation.ranges(held_out).items() if site.part != WEIGHT}
+    inputs = simulation.subject.inputs
     everywhere = Spared([np.ones(len(ids), bool) for ids in inputs.sequences])
-    full, none, all_spared = (
-        bench.losses(*given) for given in (({}, inputs), (ranges, inputs), (ranges, inputs, everywhere))
-    )
+    settings = [simulation.setting(*sites) for sites in (({},), (ranges,), (ranges, everywhere))]
+    full, none, all_spared = (done.losses.numpy() for done in simulation.run(settings))
     np.testing.assert_allclose(all_spared, full, rtol=1e-5)
     assert np.abs(none - full).min() > 1e-3 * full.min()
 
@@ -152,9 +151,9 @@ def test_the_split_of_a_llama(bos: str, monkeypatch: pytest.MonkeyPatch) -> None
     """Its first tokens have outliers, the same tokens are predicted in every setting, and the controls are as many."""
     monkeypatch.setattr(quantization_split, "DRAWS", 1)
     model = tiny_model("llama")
-    bench, held_out = bench_of(model, bos=bos)
-    split, inputs = Split(bench, held_out, 0, Console(quiet=True)), bench.subject.inputs
-    table = split.tables(bench.ranges(held_out), split.checked((5, 8)), 1)["quantization_split"]
+    simulation, held_out = simulated(model, bos=bos)
+    split, inputs = Split(simulation, held_out, 0), simulation.subject.inputs
+    table = split.tables(simulation.ranges(held_out), split.checked((5, 8)), 1)["quantization_split"]
     assert split.prefix == ((5, 8, 1) if bos == "always" else (5, 8))
     rows = table[table["draw"] == settings.NO_DRAW].set_index("setting")
     full, everything = rows.loc[settings.FULL], rows.loc[settings.ALL]
@@ -164,7 +163,8 @@ def test_the_split_of_a_llama(bos: str, monkeypatch: pytest.MonkeyPatch) -> None
     first = len(split.prefix) + (bos == "never")
     assert rows["full_loss"][settings.PREFIX] == pytest.approx(plain_loss(model, behind, first), rel=1e-5)
     assert rows["full_loss"][settings.ROTATION] == pytest.approx(full["loss"], rel=1e-4)
-    assert everything["loss"] == pytest.approx(bench.measure(bench.ranges(held_out), inputs).loss, rel=1e-6)
+    (quantized,) = simulation.run([simulation.setting(simulation.ranges(held_out))])
+    assert everything["loss"] == pytest.approx(quantized.loss / inputs.num_predicted, rel=1e-6)
     assert rows["cost"].between(rows["cost_low"], rows["cost_high"]).all()
     for setting in (settings.TOKENS, settings.COORDINATES, settings.PREFIX):
         control = table[(table["setting"] == setting) & (table["draw"] == 0)].iloc[0]
@@ -206,6 +206,6 @@ def test_the_command_saves_the_prefix(tmp_path: Path, monkeypatch: pytest.Monkey
     ],
 )
 def test_a_wrong_prefix_is_refused(name: str, prefix: tuple[int, ...], message: str) -> None:
-    bench, held_out = bench_of(tiny_model(name))
+    simulation, held_out = simulated(tiny_model(name))
     with pytest.raises(InputError, match=message):
-        Split(bench, held_out, 0, Console(quiet=True)).checked(prefix)
+        Split(simulation, held_out, 0).checked(prefix)
