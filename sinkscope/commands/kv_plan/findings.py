@@ -189,7 +189,7 @@ def _sinks(run: RunData) -> Finding:
 
 def files(run: RunData) -> Mapping[str, Callable[[], str]]:
     """Map the files for other tools to functions that return their texts."""
-    press = Path(__file__).with_name("press.py")
+    press = Path(__file__).with_name("assets") / PRESS
     return {JSON: lambda: json.dumps(plans(run), indent=1) + "\n", PRESS: lambda: press.read_text("utf-8")}
 
 
