@@ -14,14 +14,14 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Any
 
-from sinkscope.commands.result import Result
+from sinkscope.commands.printout import Printout
 from sinkscope.errors import printable
 from sinkscope.results.findings import Finding
 
 CLAIM = ("claim", "statement", "quantity", "outcome", "value", "test", "published", "tells", "note")
 
 
-def as_json(command: str, result: Result) -> str:
+def as_json(command: str, result: Printout) -> str:
     value = result.value
     manifest = getattr(value, "manifest", {})
     numbers = {} if result.numbers is None else {"numbers": result.numbers.reset_index()}

@@ -14,13 +14,13 @@ from sinkscope.measuring.console import Messages, Terminal, print_line, print_no
 if TYPE_CHECKING:
     import pandas as pd
 
-    from sinkscope.commands.result import Result
+    from sinkscope.commands.printout import Printout
 
 BROKEN = 28  # a longer word may be broken over two lines, unless it is a number
 NUMBER = re.compile(r"\W*\d")
 
 
-def print_result(result: "Result") -> None:
+def print_result(result: "Printout") -> None:
     """Print the result on stdout."""
     console = Terminal()
     if result.markdown and console.is_terminal:
@@ -36,7 +36,7 @@ def print_result(result: "Result") -> None:
         print_table(table, title=title if len(result.tables) > 1 else None)
 
 
-def print_messages(result: "Result") -> None:
+def print_messages(result: "Printout") -> None:
     """Print notes and the folder on stderr."""
     console = Messages()
     print_notices(console, result.notes)

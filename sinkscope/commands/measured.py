@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from sinkscope.commands.result import Result
+from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError, one_line
 from sinkscope.measuring.processes import together
 from sinkscope.measuring.subject import ModelLike, Subject, check_config, is_in_memory, open_subject
@@ -45,10 +45,10 @@ def opened(
         yield subject, folder, console
 
 
-def shown(run: Run, output: OutputOptions, failure: str = "") -> Result:
+def shown(run: Run, output: OutputOptions, failure: str = "") -> Printout:
     """Return the result for the command line."""
     failure, notes = both(failure, figure_failure(run.manifest)), differences(output.from_, run.manifest)
-    return Result(run, run.verdict, notes=notes, folder=output.out, failure=failure)
+    return Printout(run, run.verdict, notes=notes, folder=output.out, failure=failure)
 
 
 def options_of_run(

@@ -7,6 +7,6 @@ assets/       the style, the scripts of the page, and the libraries that they us
 """
 
 from sinkscope.html_page.contents import STEP, Contents
-from sinkscope.html_page.html import Page, Paged, page_of, write_page
+from sinkscope.html_page.html import Page, page_of, write_page
 
-__all__ = ["STEP", "Contents", "Page", "Paged", "page_of", "write_page"]
+__all__ = ["STEP", "Contents", "Page", "page_of", "write_page"]

@@ -44,19 +44,6 @@ class Page:
         )
 
 
-class Paged:
-    """A result with a page."""
-
-    @property
-    def contents(self) -> Contents:
-        """The contents of the page."""
-        raise NotImplementedError
-
-    def page(self) -> Page:
-        """Return the page of index.html, which a notebook displays."""
-        return page_of(self.contents)
-
-
 def page_of(contents: Contents) -> Page:
     """Return the page of a run, a series, a comparison, …"""
     scripts = [*map(_asset, SCRIPTS), *filter(None, map(_script, records().values())), _asset(LAST)]

@@ -15,7 +15,7 @@ import pandas as pd
 
 from sinkscope.errors import Known, SinkscopeError, counted, described, one_line, printable, was_interrupted
 from sinkscope.figures.style import Figure
-from sinkscope.html_page import Contents, Paged, page_of
+from sinkscope.html_page import Contents, Page, page_of
 from sinkscope.output.drawing import Drawings, save_figures
 from sinkscope.results.findings import Finding
 from sinkscope.results.folders import FileList, new_folder
@@ -23,14 +23,36 @@ from sinkscope.results.manifest import PAGE, read_manifest, write_manifest
 from sinkscope.results.run import RunData
 from sinkscope.results.swap import new_file, remove
 from sinkscope.results.tables import write_tables
-from sinkscope.verdict.table_formats import Tabular
+from sinkscope.verdict.table_formats import TableFormat, formatted
 
 FIGURES = "figures"
 Kind = TypeVar("Kind", bound="Result")
 
 
+class Shown:
+    """What a notebook displays: a page, and summary tables with texts, or numbers that are printed with four digits."""
+
+    @property
+    def contents(self) -> Contents:
+        """The contents of the page."""
+        raise NotImplementedError
+
+    @property
+    def summary_tables(self) -> Mapping[str, pd.DataFrame]:
+        """Title → table; the title is "" for a table without one."""
+        raise NotImplementedError
+
+    def page(self) -> Page:
+        """Return the page of index.html, which a notebook displays."""
+        return page_of(self.contents)
+
+    def formatted(self, format: TableFormat = "text") -> str:
+        """Return all summary tables as text. Raises InputError for an unknown format."""
+        return "\n\n".join(formatted(table, format, title) for title, table in self.summary_tables.items())
+
+
 @dataclass(frozen=True)
-class Result(Paged, Tabular):
+class Result(Shown):
     """A manifest and tables, in memory or in a folder, with texts, figures and a page."""
 
     manifest: dict[str, Any] = field(repr=False)  # the content of run.json

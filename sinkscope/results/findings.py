@@ -57,7 +57,7 @@ HARM = 0.05  # perplexity has changed when it changes by more than this share
 
 
 class Outcome(StrEnum):
-    """The outcome of a finding."""
+    """The outcome of a finding, or of a claim on one model."""
 
     MEASURED = "measured"  # a number without a threshold
     PRESENT = "present"
@@ -71,6 +71,13 @@ class Outcome(StrEnum):
     CONFIRMED = "confirmed"  # the model shows the published outcome
     PARTLY = "partly"
     REFUTED = "refuted"
+    # of a claim, and of each of its numbers
+    HOLDS = "holds"
+    FAILS = "fails"
+    INCONCLUSIVE = "inconclusive"  # the interval spans the threshold
+    NOT_ENOUGH_SEEDS = "not enough seeds"  # inconclusive even if the claim is true
+    DOES_NOT_APPLY = "does not apply"
+    NOT_MEASURED = "not measured"
 
 
 class Published(NamedTuple):

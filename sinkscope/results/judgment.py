@@ -1,29 +1,18 @@
-"""The judgment of a number: the values with which a claim of a paper holds, and the outcomes."""
+"""The judgment of a number: the values with which a claim of a paper holds."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from math import inf, isfinite, isnan, nan
 from typing import Generic, TypeVar
 
 import numpy as np
 from scipy import stats
 
+from sinkscope.results.findings import Outcome
 from sinkscope.results.statistics import LEVEL, Estimate
 
 Read = TypeVar("Read")
 ENOUGH = 0.5  # power; with less power, a claim that is not shown may well be true
-
-
-class Outcome(StrEnum):
-    """The outcome of a claim on one model."""
-
-    HOLDS = "holds"
-    FAILS = "fails"
-    INCONCLUSIVE = "inconclusive"  # the interval spans the threshold
-    NOT_ENOUGH_SEEDS = "not enough seeds"  # inconclusive even if the claim is true
-    DOES_NOT_APPLY = "does not apply"
-    NOT_MEASURED = "not measured"
 
 
 class NotDefined(Exception):

@@ -24,7 +24,6 @@ from sinkscope.models.family import ATTENTION, UNREAD
 from sinkscope.results import findings as limits
 from sinkscope.results.findings import ALMOST_NO_SINK, FINDING_COLUMNS, NO_SINK, STRONG, USUAL, Finding, Outcome
 from sinkscope.results.judgment import NotDefined, estimated
-from sinkscope.results.judgment import Outcome as Judged
 from sinkscope.results.metrics import CLEAR, METRICS, has_no_rate, reason_without_rate
 from sinkscope.results.papers import LENGTH, SETTING, SINK_RATES, published_rates
 from sinkscope.results.positions import ADDED, WITHIN_ATTENTION, kinds_of_positions, unequal
@@ -65,10 +64,10 @@ GGUF = re.compile(r"(?<![A-Za-z0-9])(?P<kind>I?Q(?P<bits>\d)[\w-]*)(?=\.gguf$)",
 
 # outcome of a claim's number → outcome of the finding
 OUTCOMES = {
-    Judged.HOLDS: Outcome.PRESENT,
-    Judged.FAILS: Outcome.ABSENT,
-    Judged.INCONCLUSIVE: Outcome.UNDECIDED,
-    Judged.NOT_ENOUGH_SEEDS: Outcome.UNDECIDED,
+    Outcome.HOLDS: Outcome.PRESENT,
+    Outcome.FAILS: Outcome.ABSENT,
+    Outcome.INCONCLUSIVE: Outcome.UNDECIDED,
+    Outcome.NOT_ENOUGH_SEEDS: Outcome.UNDECIDED,
 }
 
 

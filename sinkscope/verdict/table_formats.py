@@ -31,19 +31,6 @@ _LATEX = {
 # fmt: on
 
 
-class Tabular:
-    """A result with summary tables, whose cells are texts, or numbers that are printed with four digits."""
-
-    @property
-    def summary_tables(self) -> Mapping[str, pd.DataFrame]:
-        """Title → table; the title is "" for a table without one."""
-        raise NotImplementedError
-
-    def formatted(self, format: TableFormat = "text") -> str:
-        """Return all summary tables as text. Raises InputError for an unknown format."""
-        return "\n\n".join(formatted(table, format, title) for title, table in self.summary_tables.items())
-
-
 def formatted(table: pd.DataFrame, format: TableFormat = "text", title: str = "") -> str:
     """Return a table as text, without its index, below its title. Raises InputError for an unknown format."""
     if format not in FORMATS:

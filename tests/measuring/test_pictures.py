@@ -27,8 +27,7 @@ from sinkscope.commands.claims.evidence import MAIN, Evidence
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.measuring.estimates import outlier_patches, outlier_share, visual_sink_attention, visual_sink_share
 from sinkscope.measuring.pictures import encode, massive_coordinates, phi
-from sinkscope.results.findings import PHI
-from sinkscope.results.judgment import Outcome
+from sinkscope.results.findings import PHI, Outcome
 from sinkscope.results.run import RunData
 from sinkscope.text.pictures import QUESTION, asked_about, places_of, read_pictures
 

@@ -9,7 +9,7 @@ import pandas as pd
 from sinkscope.commands.claims.claim import Judgment, judge
 from sinkscope.commands.claims.evidence import MAIN, Evidence
 from sinkscope.commands.claims.register import CLAIMS
-from sinkscope.results.judgment import Outcome
+from sinkscope.results.findings import Outcome
 from sinkscope.results.run import RunData
 
 HOLDS, FAILS, INCONCLUSIVE = Outcome.HOLDS, Outcome.FAILS, Outcome.INCONCLUSIVE

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.commands.measured import opened, shown
-from sinkscope.commands.result import Result
+from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.console import Messages, print_line, print_notices, print_part
 from sinkscope.measuring.keeping import Remembered, check_sites, keep
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from sinkscope.commands.steps.series import Series
 
 
-def command(options: AnalyzeOptions, output: OutputOptions) -> Result:
+def command(options: AnalyzeOptions, output: OutputOptions) -> Printout:
     if options.has_steps:
         given = {name: getattr(options, name) for name in options.model_fields_set - {"model", "revision"}}
         series = analyze_steps(options.model, options.revision, record=output.record, **output.where, **given)
         failure = figure_failure(series.manifest, *(run.manifest for run in series.runs.values()))
-        return Result(
+        return Printout(
             series, series.verdict, numbers=series.headlines, notes=series.warnings, folder=output.out, failure=failure
         )
     return shown(analyze(options.model, config=options, **output.where), output)

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.benchmark.options import BenchmarkOptions
-from sinkscope.commands.result import Result
+from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
 from sinkscope.measuring.console import print_notices, spinner
 from sinkscope.measuring.processes import together
@@ -26,8 +26,7 @@ from sinkscope.options.files import kind_of, user_path
 from sinkscope.options.keywords import BenchmarkKeywords
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.signatures import with_options
-from sinkscope.output.result import Result as Written
-from sinkscope.output.result import draw, figure_failure, write_data
+from sinkscope.output.result import Result, draw, figure_failure, write_data
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import make_manifest
 from sinkscope.results.scores import COLUMNS, COMMAND, TABLE, main_scores
@@ -37,7 +36,7 @@ PACKAGE = "lm_eval"
 DIFFERING = -1  # shots of a group whose tasks differ in them
 
 
-class Scores(Written):
+class Scores(Result):
     """The result of `benchmark`."""
 
     @property
@@ -55,13 +54,13 @@ class Scores(Written):
         return {"": self.main[["condition", "metric", "score", "error", "questions"]]}
 
 
-def command(options: BenchmarkOptions, output: OutputOptions) -> Result:
+def command(options: BenchmarkOptions, output: OutputOptions) -> Printout:
     scores = benchmark(options.model, config=options, **output.where)
     shown = scores.summary_tables[""]
     shown = shown.rename(columns={"condition": "task"}).set_index("task")
     as_text = shown.assign(**{name: shown[name].map("{:.3f}".format) for name in ("score", "error")})
     failure = figure_failure(scores.manifest)
-    return Result(scores, tables={TABLE: as_text.reset_index()}, folder=output.out, failure=failure)
+    return Printout(scores, tables={TABLE: as_text.reset_index()}, folder=output.out, failure=failure)
 
 
 def check(options: BenchmarkOptions) -> None:

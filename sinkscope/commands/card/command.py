@@ -16,7 +16,7 @@ from sinkscope.commands.card.tables import card_tables
 from sinkscope.commands.claims.columns import CLAIM
 from sinkscope.commands.claims.columns import COMMAND as CLAIMS
 from sinkscope.commands.claims.scorecard import Scorecard
-from sinkscope.commands.result import Result
+from sinkscope.commands.printout import Printout
 from sinkscope.commands.sweep.cells import COMMAND as SWEEP
 from sinkscope.commands.sweep.cells import CellFolders
 from sinkscope.commands.sweep.output import open_comparison
@@ -32,12 +32,12 @@ COMMAND = "card"
 Given = Run | Scorecard | str | os.PathLike[str]
 
 
-def command(options: CardOptions, output: OutputOptions) -> Result:
+def command(options: CardOptions, output: OutputOptions) -> Printout:
     where = {name: value for name, value in output.where.items() if name != "quiet"}
     made = card(*options.runs, push=options.push, **where)
     pushed = [f"uploaded to {constants.ENDPOINT}/datasets/{options.push}"] if options.push else []
     text = "" if made.folder else "\n\n".join(made.model_cards.values())
-    return Result(made, text=text, notes=pushed, folder=made.folder, failure=figure_failure(made.manifest))
+    return Printout(made, text=text, notes=pushed, folder=made.folder, failure=figure_failure(made.manifest))
 
 
 def card(

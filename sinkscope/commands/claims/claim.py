@@ -14,8 +14,8 @@ from sinkscope.commands.claims.scopes import Scope
 from sinkscope.commands.claims.studies import ARMS, PLAIN, Need
 from sinkscope.measuring.estimates import HAS_SINK_HEADS as SINK_HEADS_OF_RUN
 from sinkscope.measuring.estimates import RUN_CLAIMS, in_sink_heads
-from sinkscope.results.findings import Published
-from sinkscope.results.judgment import NotDefined, Number, Outcome, Test, estimated
+from sinkscope.results.findings import Outcome, Published
+from sinkscope.results.judgment import NotDefined, Number, Test, estimated
 from sinkscope.results.papers import paper_of
 from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import Estimate

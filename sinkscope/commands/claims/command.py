@@ -40,7 +40,7 @@ from sinkscope.commands.claims.studies import ALONE, OF_STATES, Need
 from sinkscope.commands.claims.table import evidence_of, judged, models_of
 from sinkscope.commands.intervene.experiment import Experiment
 from sinkscope.commands.intervene.options import InterveneOptions
-from sinkscope.commands.result import Result
+from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.interventions import Target, parse, parse_all
 from sinkscope.measuring.console import print_line, print_notices, print_part
@@ -87,12 +87,12 @@ OF_NULL = (
 )  # fmt: skip
 
 
-def command(options: ClaimsOptions, output: OutputOptions) -> Result:
+def command(options: ClaimsOptions, output: OutputOptions) -> Printout:
     card = claims(options.model, config=options, **output.where)
     failed = card.manifest["failed"]
     failure = "; ".join(f"{role}: {reason}" for role, reason in failed.items())
     failure = both(failure and f"could not be measured: {failure}", figure_failure(card.manifest))
-    return Result(card, card.markdown, folder=output.out, failure=failure)
+    return Printout(card, card.markdown, folder=output.out, failure=failure)
 
 
 check = check_config  # checks the options of a sweep before a model is loaded

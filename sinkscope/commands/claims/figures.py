@@ -14,7 +14,7 @@ from sinkscope.figures.labels import escape, heading, wrapped
 from sinkscope.figures.plot import hide_y
 from sinkscope.figures.spec import needs
 from sinkscope.figures.style import GRAY, NAVY, REFERENCE, VERMILION, WIDE, Figure, Look, new_figure
-from sinkscope.results.judgment import Outcome
+from sinkscope.results.findings import Outcome
 from sinkscope.results.papers import paper_of
 from sinkscope.results.side_by_side import model_name
 from sinkscope.verdict.report import spans

@@ -27,9 +27,7 @@ from sinkscope.figures import KINDS
 from sinkscope.options.recipe import shipped
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result
-from sinkscope.results.findings import Finding
-from sinkscope.results.findings import Outcome as Judgment
-from sinkscope.results.judgment import Outcome
+from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.manifest import folder_of, format_of, read_manifest
 from sinkscope.results.metrics import MISSING
 from sinkscope.results.papers import NEEDS_GPT2, gamma_table, printed_gamma
@@ -184,7 +182,7 @@ def unusual(card: Scorecard) -> list[Finding]:
             ends = [(end, models) for end, models in ((Outcome.FAILS, fails), (Outcome.HOLDS, holds)) if models]
             where = "; ".join(f"{end} in {', '.join(names[model] for model in models)}" for end, models in ends)
             sentence = f"{CLAIMS[claim].statement.rstrip('.')}: {where} ({claim})."
-            outcome = Judgment.REFUTED if own.keys() & fails else Judgment.CONFIRMED
+            outcome = Outcome.REFUTED if own.keys() & fails else Outcome.CONFIRMED
             found.append(Finding("unusual", "What is unusual", outcome, numbers={"claim": claim}, sentence=sentence))
     return found
 

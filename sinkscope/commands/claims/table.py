@@ -13,7 +13,7 @@ from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.routes import ROLES as ROUTE_ROLES
 from sinkscope.commands.claims.studies import Given, studies_of
 from sinkscope.measuring.random_weights import AT_RANDOM
-from sinkscope.results.judgment import Outcome
+from sinkscope.results.findings import Outcome
 from sinkscope.results.run import RunData
 from sinkscope.results.statistics import Estimate
 from sinkscope.results.tables import LEADING, WHOLE_MODEL, names_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sinkscope.commands.compare.options import CompareOptions
-from sinkscope.commands.result import Result
+from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError
 from sinkscope.options.output import OutputOptions
 from sinkscope.results.manifest import FORMAT, KINDS, RUNS, TRAINING, folder_of, format_of, older, read_manifest
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @blaming_tables()
-def command(options: CompareOptions, output: OutputOptions) -> Result:
+def command(options: CompareOptions, output: OutputOptions) -> Printout:
     manifests = {folder_of(run): read_manifest(folder_of(run), None) for run in options.runs}
     old = [f"{folder} is of {older(found)}" for folder, found in manifests.items() if format_of(found) != FORMAT]
     is_printed = output.out is None and options.format == "text" and len(options.runs) > 1
@@ -30,13 +30,13 @@ def command(options: CompareOptions, output: OutputOptions) -> Result:
         names = labels(runs)[0]
         differing = differing_settings([run.manifest for run in runs], names)
         notes = [*old, *differing_lines(differing.to_dict(orient="index"))]
-        return Result(numbers=metrics_of(runs, names), notes=notes)
+        return Printout(numbers=metrics_of(runs, names), notes=notes)
     return _compared(options, output, manifests, old)
 
 
 def _compared(
     options: CompareOptions, output: OutputOptions, manifests: Mapping[Path, dict[str, Any]], old: list[str]
-) -> Result:
+) -> Printout:
     """Compare folders of any kind, by code that imports torch, as that of other commands does."""
     from sinkscope.commands.compare.side_by_side import compare
     from sinkscope.output.comparison import Comparison
@@ -50,17 +50,17 @@ def _compared(
             raise InputError(f"--out: {options.runs[0]} has its tables and figures already")
         if tables:
             parts = [formatted(table, options.format, title) for title, table in tables.items()]
-            return Result(tables, text="\n\n".join(parts), notes=old)
+            return Printout(tables, text="\n\n".join(parts), notes=old)
     found = compare(*options.runs, out=output.out, overwrite=output.overwrite, page=not output.no_page)
     failure = figure_failure(found.manifest)
     text = "" if options.format == "text" else found.formatted(options.format)
     if isinstance(found, Comparison):
         numbers = None if text else found.table
-        return Result(
+        return Printout(
             found, text=text, numbers=numbers, notes=[*old, *found.warnings], folder=output.out, failure=failure
         )
     notes = [*old, *differing_lines(found.manifest["differing"])]
-    return Result(found, "" if text else found.markdown, text, notes=notes, folder=output.out, failure=failure)
+    return Printout(found, "" if text else found.markdown, text, notes=notes, folder=output.out, failure=failure)
 
 
 def _summaries(folder: Path, command: str) -> "Mapping[str, pd.DataFrame]":

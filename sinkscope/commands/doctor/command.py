@@ -22,7 +22,7 @@ from sinkscope.attention.taps import attends_by_us
 from sinkscope.commands.doctor.kernels import Kernel, compare_kernels, compare_logits, tokens_to_compare
 from sinkscope.commands.doctor.options import DoctorOptions
 from sinkscope.commands.doctor.overflow import FORMATS, Overflow
-from sinkscope.commands.result import Result
+from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError, counted, one_line, printable
 from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.console import Messages
@@ -85,11 +85,11 @@ class Report:
         return printable("\n".join(lines + [f"  note: {note}" for note in self.notes]))
 
 
-def command(options: DoctorOptions, output: OutputOptions) -> Result:
+def command(options: DoctorOptions, output: OutputOptions) -> Printout:
     report = doctor(options.model, config=options, **output.where)
     failed = [what for what, passed, _ in report.checks if not passed]
     wrong = "" if report.ok else f"a check failed: {'; '.join(failed)}"
-    return Result(report, text=str(report), data=vars(report) | {"ok": report.ok}, folder=output.out, failure=wrong)
+    return Printout(report, text=str(report), data=vars(report) | {"ok": report.ok}, folder=output.out, failure=wrong)
 
 
 @with_options(DoctorOptions)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from sinkscope.commands.intervene.experiment import Experiment
 from sinkscope.commands.intervene.options import InterveneOptions
 from sinkscope.commands.measured import opened, shown
-from sinkscope.commands.result import Result
+from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.interventions import INTERVENTIONS, Intervention, parse_all
 from sinkscope.measuring.console import print_notices
@@ -25,7 +25,7 @@ from sinkscope.results.run import BEFORE
 Do = str | Intervention | Iterable[str | Intervention]
 
 
-def command(options: InterveneOptions, output: OutputOptions) -> Result:
+def command(options: InterveneOptions, output: OutputOptions) -> Printout:
     run = intervene(options.model, config=options, **output.where)
     failure, failed = "", run.manifest["failed"]
     if failed:

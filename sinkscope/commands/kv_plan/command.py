@@ -13,7 +13,7 @@ from sinkscope.attention.seam import open_seam
 from sinkscope.commands.kv_plan.options import KvPlanOptions
 from sinkscope.commands.kv_plan.plan import CopiedText, PlanStudy, check_plan_applies, predicted_sinks
 from sinkscope.commands.measured import opened, shown
-from sinkscope.commands.result import Result
+from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError, counted
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.measure import Facts, make_manifest
@@ -26,7 +26,7 @@ from sinkscope.options.signatures import with_options
 from sinkscope.output.run import Run, finished
 
 
-def command(options: KvPlanOptions, output: OutputOptions) -> Result:
+def command(options: KvPlanOptions, output: OutputOptions) -> Printout:
     return shown(kv_plan(options.model, config=options, **output.where), output)
 
 

@@ -9,7 +9,7 @@ from typing import Any, overload
 import pandas as pd
 
 from sinkscope.commands.list.options import ListOptions
-from sinkscope.commands.result import Result
+from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError, unknown
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.recipe import known_recipes, read_recipe
@@ -20,11 +20,12 @@ Rows = list[tuple[Any, ...]]
 PACKAGE = "plugin"
 
 
-def command(options: ListOptions, output: OutputOptions) -> Result:
+def command(options: ListOptions, output: OutputOptions) -> Printout:
     if options.kind is None:  # an overview, for which no register is imported
         rows = [(kind, about, where) for kind, (about, where, *_) in kinds().items()]
-        return Result(tables={"kinds": pd.DataFrame(rows, columns=["sinkscope list", "shows", "where they are used"])})
-    return Result(tables=listing() if options.kind == "all" else {options.kind: listing(options.kind)})
+        kinds_table = pd.DataFrame(rows, columns=["sinkscope list", "shows", "where they are used"])
+        return Printout(tables={"kinds": kinds_table})
+    return Printout(tables=listing() if options.kind == "all" else {options.kind: listing(options.kind)})
 
 
 @overload

@@ -12,10 +12,10 @@ from typing import Any, Unpack
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.measured import opened, shown
+from sinkscope.commands.printout import Printout
 from sinkscope.commands.quantize.options import QuantizeOptions
 from sinkscope.commands.quantize.split import Split
 from sinkscope.commands.quantize.study import QuantizationStudy, Simulation
-from sinkscope.commands.result import Result
 from sinkscope.errors import InputError, counted
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.measure import Facts, make_manifest
@@ -36,7 +36,7 @@ from sinkscope.text.tokens import encode, token_texts
 PRECISION = ("bits_weights", "bits_activations", "bits_kv_cache", "weights_per", "activations_per", "kv_cache_per")
 
 
-def command(options: QuantizeOptions, output: OutputOptions) -> Result:
+def command(options: QuantizeOptions, output: OutputOptions) -> Printout:
     return shown(quantize(options.model, config=options, **output.where), output)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack
 
-from sinkscope.commands.result import Result
+from sinkscope.commands.printout import Printout
 from sinkscope.commands.run.options import RunOptions
 from sinkscope.errors import InputError, SinkscopeError, unknown
 from sinkscope.figures import FIGURES, observable_of
@@ -40,11 +40,11 @@ class RecipeRun:
     runs: Mapping[str, Run]  # by name, if its command measures runs; the name of a single run is ""
     comparison: Comparison | None  # if there are several runs
     folder: Path
-    result: Result | None = None  # the command's result, if it measures no runs, or the steps of a training
+    result: Printout | None = None  # the command's result, if it measures no runs, or the steps of a training
     failure: str = ""  # the parts of the runs that failed, although the runs were written
 
 
-def command(options: RunOptions, output: OutputOptions) -> Result:
+def command(options: RunOptions, output: OutputOptions) -> Printout:
     given = {name: getattr(options, name) for name in options.model_fields_set - {"recipe"}}
     kind = options_by_command()[read_recipe(find_recipe(options.recipe)).content.command]
     try:
@@ -56,8 +56,8 @@ def command(options: RunOptions, output: OutputOptions) -> Result:
     if done.result is not None:
         return done.result
     if done.comparison is not None:
-        return Result(done, numbers=done.comparison.table, folder=done.folder, failure=done.failure)
-    return Result(done, markdown=done.runs[""].verdict, folder=done.folder, failure=done.failure)
+        return Printout(done, numbers=done.comparison.table, folder=done.folder, failure=done.failure)
+    return Printout(done, markdown=done.runs[""].verdict, folder=done.folder, failure=done.failure)
 
 
 @with_options(RunOptions)

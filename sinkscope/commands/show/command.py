@@ -8,7 +8,7 @@ import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sinkscope.commands.result import Result
+from sinkscope.commands.printout import Printout
 from sinkscope.commands.show.options import ShowOptions
 from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.options.output import OutputOptions
@@ -16,13 +16,14 @@ from sinkscope.results.folders import FileList, alone_in
 from sinkscope.results.manifest import PAGE, RUNS, folder_of, is_undrawn, read_manifest, tables_folder, write_manifest
 
 if TYPE_CHECKING:  # a page that exists is found in a moment; what makes one imports torch, and is imported when needed
-    from sinkscope.html_page import Page, Paged
+    from sinkscope.html_page import Page
+    from sinkscope.output.result import Shown
 
 
-def command(options: ShowOptions, output: OutputOptions) -> Result:
+def command(options: ShowOptions, output: OutputOptions) -> Printout:
     page = show(options.run, again=options.again)
     is_opened = not options.print and webbrowser.open(page.absolute().as_uri())
-    return Result(page, text="" if is_opened else str(page), data={"page": str(page)})
+    return Printout(page, text="" if is_opened else str(page), data={"page": str(page)})
 
 
 def show(run: str | os.PathLike[str], *, again: bool = False) -> Path:
@@ -65,7 +66,7 @@ def show(run: str | os.PathLike[str], *, again: bool = False) -> Path:
     return page
 
 
-def page(run: "Paged | str | os.PathLike[str]") -> "Page":
+def page(run: "Shown | str | os.PathLike[str]") -> "Page":
     """Return the page of a run, a series, a training, a comparison or a scorecard, which a notebook displays.
 
     Args:
@@ -74,10 +75,11 @@ def page(run: "Paged | str | os.PathLike[str]") -> "Page":
     Raises:
         InputError: it is not the folder of a command, or a table in it is damaged.
     """
-    from sinkscope.html_page import Contents, Paged, page_of
+    from sinkscope.html_page import Contents, page_of
+    from sinkscope.output.result import Shown
     from sinkscope.results.tables import blaming_tables
 
-    if isinstance(run, Paged):
+    if isinstance(run, Shown):
         return run.page()
     with blaming_tables():
         return page_of(Contents.of_folder(tables_folder(folder_of(run))))

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel
 
-from sinkscope.commands.result import Result
+from sinkscope.commands.printout import Printout
 from sinkscope.commands.run.command import check_figures
 from sinkscope.commands.sweep import factor_study
 from sinkscope.commands.sweep.cells import COMMAND, CellFolders
@@ -32,7 +32,7 @@ from sinkscope.commands.sweep.tables import Measured, SweepTables, sweep_tables
 from sinkscope.commands.sweep.worker import Event, Group, Reads, State, Task, changes, devices_for, load_key
 from sinkscope.errors import InputError, SinkscopeError, counted, described, one_line, unknown
 from sinkscope.figures import FIGURES
-from sinkscope.html_page import Contents, Paged
+from sinkscope.html_page import Contents
 from sinkscope.measuring.console import lasting, print_line
 from sinkscope.measuring.memory import training_memory
 from sinkscope.measuring.processes import team, together
@@ -56,12 +56,11 @@ from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.register import records
 from sinkscope.options.signatures import with_options
-from sinkscope.output.result import both, figure_failure, written
+from sinkscope.output.result import Shown, both, figure_failure, written
 from sinkscope.results.manifest import make_manifest
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.papers import WSE_TABLE_1
 from sinkscope.results.tables import blaming_tables
-from sinkscope.verdict.table_formats import Tabular
 
 # options that do not affect results
 IGNORED_OPTIONS = {"file", "quick", "dry_run", "engine", "address", "workers", "shard", "retry", "evict"}
@@ -110,7 +109,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class SweepRun(Paged, Tabular):
+class SweepRun(Shown):
     """The result of a sweep."""
 
     sweep: Sweep  # as read from its file
@@ -151,17 +150,17 @@ class SweepRun(Paged, Tabular):
         return counts.reindex(columns=[str(state) for state in State if str(state) in counts]).reset_index()
 
 
-def command(options: SweepOptions, output: OutputOptions) -> Result:
+def command(options: SweepOptions, output: OutputOptions) -> Printout:
     given = {name: getattr(options, name) for name in options.model_fields_set - {"file"}}
     done = sweep(options.file, **output.where, **given)
     if done.tables is None:
-        return Result(done, tables={"cells": table_of(done.plan)})
+        return Printout(done, tables={"cells": table_of(done.plan)})
     tables = {"cells": done.summary, METRICS["sink_rate"].short: done.tables.overview}
     trainings = done.tables.tables.get(factor_study.TABLE, pd.DataFrame())
     if not trainings.empty:
         tables["trainings at their last step"] = factor_study.at_a_glance(trainings)
     printed = {name: table for name, table in tables.items() if not table.empty}
-    return Result(done, tables=printed, folder=done.folder, failure=done.failure)
+    return Printout(done, tables=printed, folder=done.folder, failure=done.failure)
 
 
 def check(found: Sweep) -> None:

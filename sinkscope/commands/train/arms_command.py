@@ -33,8 +33,8 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel
 
+from sinkscope.commands.printout import Printout
 from sinkscope.commands.quantize.study import w8a8
-from sinkscope.commands.result import Result
 from sinkscope.commands.train.arms import Arm, Method, arms_of, parse_methods
 from sinkscope.commands.train.blocks import Blocks, begun, limited, read_blocks
 from sinkscope.commands.train.history import probe_of
@@ -74,8 +74,8 @@ OWN_TABLES = ("training", "gates")  # tables of every arm; a task has more
 CALIBRATION = 16  # training blocks that the ranges of W8A8 come from, the same for all arms
 
 
-def shown(done: Trained, output: OutputOptions) -> Result:
-    return Result(done, done.verdict, notes=done.notes, folder=output.out, failure=done.failure)
+def shown(done: Trained, output: OutputOptions) -> Printout:
+    return Printout(done, done.verdict, notes=done.notes, folder=output.out, failure=done.failure)
 
 
 class TrainingArms:

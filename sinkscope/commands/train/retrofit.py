@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 from transformers import PreTrainedTokenizerBase
 
-from sinkscope.commands.result import Result
+from sinkscope.commands.printout import Printout
 from sinkscope.commands.train.arms import Methods, parse_methods
 from sinkscope.commands.train.arms_command import TrainingArms, shown
 from sinkscope.commands.train.blocks import check_options
@@ -26,7 +26,7 @@ from sinkscope.options.output import OutputOptions
 from sinkscope.options.signatures import with_options
 
 
-def command(options: RetrofitOptions, output: OutputOptions) -> Result:
+def command(options: RetrofitOptions, output: OutputOptions) -> Printout:
     return shown(retrofit(options.model, config=options, record=output.record, **output.where), output)
 
 

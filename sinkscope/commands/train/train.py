@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from sinkscope.commands.result import Result
+from sinkscope.commands.printout import Printout
 from sinkscope.commands.train.architectures import architecture, fresh_model, predicts_next, tokenizer_of
 from sinkscope.commands.train.arms import Methods, parse_methods
 from sinkscope.commands.train.arms_command import TrainingArms, shown
@@ -33,7 +33,7 @@ from sinkscope.options.signatures import with_options
 from sinkscope.text.sources import documents
 
 
-def command(options: TrainOptions, output: OutputOptions) -> Result:
+def command(options: TrainOptions, output: OutputOptions) -> Printout:
     return shown(train(options=options, record=output.record, **output.where), output)
 
 

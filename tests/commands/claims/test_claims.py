@@ -24,7 +24,8 @@ from sinkscope.figures import KINDS
 from sinkscope.measuring.observables.query_bias import NO_QUERY_BIAS
 from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
 from sinkscope.output.run import Run
-from sinkscope.results.judgment import Outcome, above, below, between
+from sinkscope.results.findings import Outcome
+from sinkscope.results.judgment import above, below, between
 from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Sequences
 from sinkscope.results.statistics import Estimate

@@ -12,7 +12,8 @@ import pytest
 from scipy.signal import lfilter
 from support.hand_made_runs import FAILS, FEW_SEEDS, HOLDS, INCONCLUSIVE
 
-from sinkscope.results.judgment import Outcome, Test, above, at_least, at_most, below, between
+from sinkscope.results.findings import Outcome
+from sinkscope.results.judgment import Test, above, at_least, at_most, below, between
 from sinkscope.results.statistics import (
     Estimate,
     bootstrap,

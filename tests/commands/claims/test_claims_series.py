@@ -16,7 +16,7 @@ from sinkscope.commands.claims.over_seeds import mean_over_seeds, range_of_rates
 from sinkscope.commands.claims.papers.wse import _best_decay
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.studies import Training
-from sinkscope.results.judgment import Outcome
+from sinkscope.results.findings import Outcome
 from sinkscope.results.run import RunData
 
 SIGMOID = "operation:kind=sigmoid"

@@ -15,7 +15,7 @@ from sinkscope import Run, Scorecard
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.routes import routes_text
 from sinkscope.commands.claims.studies import KINDS as STUDIES
-from sinkscope.results.judgment import Outcome
+from sinkscope.results.findings import Outcome
 
 
 def only(patch: pytest.MonkeyPatch, *names: str) -> None:

@@ -1,4 +1,4 @@
-"""The result that every command returns to the command line."""
+"""What every command returns to the command line."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Result:
-    """The output of a command for the terminal, with the Python object that it returns."""
+class Printout:
+    """What a command prints, with the object that its Python function returns."""
 
     value: Any = None  # the Run, Series, Comparison, … that the Python function of the command returns
     markdown: str = ""  # findings in words
