@@ -7,6 +7,7 @@ from pathlib import Path, PureWindowsPath
 
 import psutil
 import pytest
+import torch
 from pydantic import ValidationError
 
 from sinkscope.models.files import is_path
@@ -26,8 +27,9 @@ TEXT = {"open", "read_text", "write_text", "fdopen", "TextIOWrapper"}  # need an
 def test_memory_is_measured_without_unix_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     resident = types.SimpleNamespace(memory_info=lambda: types.SimpleNamespace(peak_wset=3 * 2**20))
     monkeypatch.setattr(psutil, "Process", lambda: resident)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setitem(sys.modules, "resource", None)
-    assert manifest._largest_resident() == 3 * 2**20
+    assert manifest._peak_memory_mb() == 3
 
 
 def test_no_module_or_call_that_windows_lacks() -> None:
@@ -77,7 +79,7 @@ def test_paths_of_windows_are_no_hub_ids() -> None:
 
 def test_a_manifest_lists_no_path_out_of_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema, "PurePath", PureWindowsPath)
-    entries = {"sinkscope": "1", "command": "analyze", "config": {}, "tables": []}
+    entries = {"sinkscope": "1", "format": 4, "command": "analyze", "config": {}, "tables": [], "files": []}
     schema.Manifest.model_validate(entries | {"files": ["tables/a.parquet", "figures/"]})
     for name in (r"tables\a", r"..\a", "../a", "a/../../b", "/a", "C:/a", "C:a", "//server/share/a", "./a", "."):
         with pytest.raises(ValidationError, match="leads out of the folder"):

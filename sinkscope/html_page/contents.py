@@ -17,9 +17,9 @@ from sinkscope.html_page.compact import BY_SEQUENCE, DIGITS
 from sinkscope.measuring.tables import all_tables
 from sinkscope.results.activations import FILE, Activations
 from sinkscope.results.findings import Finding
-from sinkscope.results.manifest import KINDS, PAGE, RUNS, folder_of, format_of, read_manifest
+from sinkscope.results.manifest import MANIFEST_KINDS, PAGE, RUNS, folder_of, read_manifest
 from sinkscope.results.run import RunData, TablesOnDisk
-from sinkscope.results.tables import LEADING_COLUMNS, Column, Columns, names_of, newer_columns, read_table
+from sinkscope.results.tables import LEADING_COLUMNS, Column, Columns, names_of, read_table
 from sinkscope.verdict import at_a_glance
 from sinkscope.verdict.report import report_of
 
@@ -67,8 +67,7 @@ class Contents:
     parts: Mapping[Any, RunData] = field(default_factory=dict)  # name → run, for runs that are shown side by side
     findings: Sequence[Finding] = ()  # of the verdict; empty for a folder without a verdict
     folder: Path | None = None  # None for a page in a notebook
-    # tables and runs that the folder lacks, and columns (TABLE.COLUMN) that are newer than the folder's format
-    absent: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()  # tables and runs that the folder lacks
     activations: Activations = field(default_factory=Activations)
 
     @classmethod
@@ -76,10 +75,9 @@ class Contents:
         """Open a folder of any command without its missing tables and runs; InputError for other or damaged ones."""
         folder = folder_of(path)
         manifest = read_manifest(folder, None)
-        form = format_of(manifest)
         files = {name: folder / "tables" / f"{name}.parquet" for name in manifest["tables"]}
         schemas = {name: (*LEADING_COLUMNS, *COLUMNS[name]) if name in COLUMNS else () for name in files}
-        tables = {name: read_table(file, schemas[name], form) for name, file in files.items() if file.is_file()}
+        tables = {name: read_table(file, schemas[name]) for name, file in files.items() if file.is_file()}
         of_command = parts_of(manifest)
         places = of_command.places(folder, manifest)
         parts: dict[Any, RunData] = {}
@@ -91,13 +89,12 @@ class Contents:
             *(f"table {name}" for name in files if name not in tables),
             *(f"run {label}" for label in places if label not in parts),
             *([FILE] if manifest.get("activations") and not activations else []),
-            *(f"{name}.{each.name}" for name in tables for each in newer_columns(schemas[name], form)),
         )
         findings: Sequence[Finding] = ()
         if len(tables) < len(files) or manifest["command"] not in RUNS:
             findings = of_command.findings(manifest, tables)
         else:
-            findings = report_of(RunData(manifest, TablesOnDisk(folder, files, COLUMNS, form, tables), folder)).findings
+            findings = report_of(RunData(manifest, TablesOnDisk(folder, files, COLUMNS, tables), folder)).findings
         return cls(manifest, tables, parts, findings, folder, absent, activations)
 
     @property
@@ -174,5 +171,5 @@ def spreads(rows: pd.DataFrame, keys: list[str]) -> list[tuple]:
 
 def parts_of(manifest: Mapping[str, Any]) -> PageParts:
     """Return what the command of a folder adds to its page."""
-    record = KINDS[manifest["command"]]
+    record = MANIFEST_KINDS[manifest["command"]]
     return record.imported(record.page)() if record.page else PageParts()

@@ -6,8 +6,9 @@ run.json has `"drawn": false`.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ from sinkscope.results.tables import write_tables
 from sinkscope.verdict.table_formats import TableFormat, formatted
 
 FIGURES = "figures"
-Kind = TypeVar("Kind", bound="Result")
+AnyResult = TypeVar("AnyResult", bound="Result")
 
 
 class Shown:
@@ -84,86 +85,86 @@ class Result(Shown):
     def contents(self) -> Contents:
         return Contents(self.manifest, self.tables, self.parts, self.findings, self.folder)
 
+    def figure(self, name: str) -> Figure:
+        """Draw one figure. Raises InputError for a figure that the result does not have."""
+        return Known("figure", self.drawings)[name]()
+
     def figures(self) -> dict[str, Figure]:
         """Draw all figures, by name."""
         return Known("figure", {name: draw() for name, draw in self.drawings.items()})
 
     def write_files(self, folder: Path) -> None:
-        """Write tables and texts into a folder."""
+        """Write all files but run.json, the figures and the page into a folder."""
         write_tables(self.tables, folder)
         for name, text in self.texts.items():
             with new_file(folder / name) as fresh:
                 fresh.write_text(printable(text), encoding="utf-8")
 
 
-def write_data(result: Result, folder: Path) -> None:
-    """Write tables, texts and run.json, the last of them, into an empty folder. `draw` does the rest."""
+def write_data(result: Result, folder: Path, is_drawn: bool = True) -> None:
+    """Write tables, texts and run.json, the last of them, into an empty folder; `is_drawn`: `draw` does the rest."""
     result.write_files(folder)
-    write_manifest(folder, {**result.manifest, "drawn": False})
+    write_manifest(folder, result.manifest | ({"drawn": False} if is_drawn else {}))
 
 
-def written(result: Kind, page: bool = True) -> Kind:
+def written(result: AnyResult, page: bool = True, figures: Iterable[str] | None = None) -> AnyResult:
     """Return a result, written to its folder if it has one."""
     if result.folder is None:
         return result
     with new_folder(result.folder) as fresh:
         write_data(result, fresh)
-    return draw(result, page=page)
+    return draw(result, figures, page)
 
 
-def draw(result: Kind, drawings: Drawings | None = None, page: bool = True, files: FileList | None = None) -> Kind:
-    """Draw figures (None: all; empty: they are left as they are) and the page into the folder of `write_data`.
+def draw(
+    result: AnyResult, figures: Iterable[str] | None = None, page: bool = True, files: FileList | None = None
+) -> AnyResult:
+    """Draw figures (None: all; none of them: they are left as they are) and the page into the folder of `write_data`.
 
-    A warning and the manifest of the returned result name the figures that could not be drawn. `files` is the list of
-    a folder that is written step by step. SinkscopeError and KeyboardInterrupt say that the tables are complete.
+    Without `page`, an earlier page of the command is removed. A warning and the manifest of the returned result name
+    the figures that could not be drawn. `files` is the list of a folder that is written step by step. SinkscopeError
+    and KeyboardInterrupt say that the tables are complete.
     """
     folder = result.folder
     assert folder is not None
     if files is None:
-        files = FileList(folder, read_manifest(folder, None).get("files"), record=lambda: None)
+        files = FileList(folder, read_manifest(folder, None)["files"], record=lambda: None)
     manifest = {name: value for name, value in result.manifest.items() if name not in ("drawn", "failed_figures")}
     files.record = lambda: write_manifest(folder, {**manifest, "drawn": False, "files": files.names})
-    kept = f"the tables in {folder} are complete"
+    complete, failed = f"the tables in {folder} are complete", dict[str, str]()
+    drawings = result.drawings if figures is None else {name: partial(result.figure, name) for name in figures}
+    path = folder / PAGE
     try:
-        failed = {}
-        if drawings is None or drawings:
+        if figures is None or drawings:
             with files.new_folder(folder / FIGURES) as fresh:
-                failed = save_figures(result.drawings if drawings is None else drawings, fresh)
-        failed |= _write_page(result, files, page)
-        if failed:
-            manifest["failed_figures"] = failed
-        write_manifest(folder, manifest | {"files": files.names})
+                failed |= save_figures(drawings, fresh)
+        is_ours = PAGE in files.names
+        if page and path.exists() and not is_ours:
+            raise SinkscopeError(f"another process wrote {path} in the meantime: move it away, and repeat the command")
+        if page:
+            try:
+                text = printable(page_of(result.contents).html)
+            except Exception as error:
+                if was_interrupted(error):
+                    raise KeyboardInterrupt from None
+                failed[PAGE] = described(error)
+            else:
+                files.add(PAGE)
+                with new_file(path) as fresh:
+                    fresh.write_text(text, encoding="utf-8")
+        elif is_ours:
+            remove(path)
+        write_manifest(folder, manifest | ({"failed_figures": failed} if failed else {}) | {"files": files.names})
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"{kept}, and its figures are not") from None
+        raise KeyboardInterrupt(f"{complete}, and its figures are not") from None
     except SinkscopeError as error:
-        raise SinkscopeError(f"{error}; {kept}") from error
+        raise SinkscopeError(f"{error}; {complete}") from error
     except OSError as error:
-        raise SinkscopeError(f"writing {folder} failed, but {kept}: {one_line(error)}") from error
+        raise SinkscopeError(f"writing {folder} failed, but {complete}: {one_line(error)}") from error
     if failed:
+        manifest["failed_figures"] = failed
         warnings.warn(figure_failure(manifest), stacklevel=2)
     return replace(result, manifest=manifest)
-
-
-def _write_page(result: Result, files: FileList, wanted: bool) -> dict[str, str]:
-    """Write index.html if `wanted`, else remove an earlier page of the command; return the failure, if any."""
-    path = files.folder / PAGE
-    is_ours = files.names is None or PAGE in files.names
-    if not wanted:
-        if is_ours:
-            remove(path)
-        return {}
-    if path.exists() and not is_ours:
-        raise SinkscopeError(f"another process wrote {path} in the meantime: move it away, and repeat the command")
-    try:
-        text = page_of(result.contents).html
-    except Exception as error:
-        if was_interrupted(error):
-            raise KeyboardInterrupt from None
-        return {PAGE: described(error)}
-    files.add(PAGE)
-    with new_file(path) as fresh:
-        fresh.write_text(printable(text), encoding="utf-8")
-    return {}
 
 
 def figure_failure(*manifests: Mapping[str, Any]) -> str:

@@ -21,16 +21,15 @@ from sinkscope.measuring.console import spinner
 from sinkscope.measuring.tables import all_tables
 from sinkscope.options.register import records
 from sinkscope.output.drawing import Drawings
-from sinkscope.output.result import Result, draw
+from sinkscope.output.result import Result, written
 from sinkscope.results.activations import ATTENTION, FILE, MASK_FILE, SHOWN
 from sinkscope.results.findings import FINDING, Finding
-from sinkscope.results.folders import new_folder, own_folder
-from sinkscope.results.manifest import is_undrawn, write_manifest
+from sinkscope.results.folders import own_folder
 from sinkscope.results.metrics import METRICS, MISSING
 from sinkscope.results.papers import paper_tables
 from sinkscope.results.run import RunData
 from sinkscope.results.side_by_side import span
-from sinkscope.results.tables import Columns, blaming_tables, write_tables
+from sinkscope.results.tables import Columns, blaming_tables
 from sinkscope.verdict import analysis
 from sinkscope.verdict.report import Report, report_markdown, report_of
 from sinkscope.verdict.table_formats import BOLD, as_markdown
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
     from sinkscope.models.loading import LoadedModel
 
-ACROSS = 4  # names in a line of the tree
 SHORT = ("sink_rate", "massive_count", "value_drain", "perplexity")  # metrics of one line about a run
 MOST_ARMS = 6  # in this line
 PICTURES = ("sinks-by-layer", "effects", "quantization-cost")  # in a notebook: the first that the run has
@@ -60,9 +58,9 @@ class Run(RunData, Result):
         cls, manifest: dict[str, Any], tables: Mapping[str, pd.DataFrame], folder: Path | None = None, **more: Any
     ) -> Self:
         """Return a run of `analyze`, with the table of its findings; `more` are further fields."""
-        own = Known("table", tables)
-        run = cls(manifest | {"tables": sorted([*manifest["tables"], FINDING])}, own, folder, **more)
-        own[FINDING] = analysis.finding_table(run, run.report)
+        with_findings = Known("table", tables)
+        run = cls(manifest | {"tables": sorted([*manifest["tables"], FINDING])}, with_findings, folder, **more)
+        with_findings[FINDING] = analysis.finding_table(run, run.report)
         return run
 
     def figure(self, name: str, *, figsize: tuple[float, float] | None = None, **options: Any) -> Figure:
@@ -105,8 +103,8 @@ class Run(RunData, Result):
         """
         if self._is_arm:
             raise InputError(f"{self.condition} is one arm of an experiment: save the run of `intervene`")
-        with own_folder(folder, overwrite, reads=(self.folder,)) as own:
-            return finished(replace(self, folder=own), Console(quiet=True), figures, page)
+        with own_folder(folder, overwrite, reads=(self.folder,)) as locked:
+            return finished(replace(self, folder=locked), Console(quiet=True), figures, page)
 
     def attention(
         self,
@@ -131,10 +129,10 @@ class Run(RunData, Result):
         """
         from sinkscope.measuring.keeping import attention_of, check_head  # imported late, because it runs models
 
-        kept = self.activations.get(ATTENTION) if text is None and model is None else None
-        if kept and self.manifest["input"]["longest"] <= SHOWN:
-            check_head(layer, head, {at: weights.shape[1] for at, weights in kept.items()})
-            weights = kept[layer][0, slice(None) if head is None else [head]].float()
+        stored = self.activations.get(ATTENTION) if text is None and model is None else None
+        if stored and self.manifest["input"]["longest"] <= SHOWN:
+            check_head(layer, head, {index: weights.shape[1] for index, weights in stored.items()})
+            weights = stored[layer][0, slice(None) if head is None else [head]].float()
             tokens = self.tables["attention_maps"].drop_duplicates("key").sort_values("key")["token"].tolist()
         else:
             model = model if model is not None or self.loaded is None else self.loaded()
@@ -158,12 +156,26 @@ class Run(RunData, Result):
         """The findings as Markdown: the most important ones, a table, the rest by subject, and the files."""
         parts = [report_markdown(self.report)]
         if self.folder is not None:
-            parts += ["### Files", f"```\n{_files(self, self.folder)}\n```"]
+            parts += ["### Files", f"```\n{_file_tree(self, self.folder)}\n```"]
         return printable("\n\n".join(parts))
 
     @property
     def findings(self) -> Sequence[Finding]:
         return self.report.findings
+
+    @property
+    def texts(self) -> dict[str, str]:
+        papers = {f"tables/{name}.md": as_markdown(table) + "\n" for name, table in paper_tables(self).items()}
+        of_command = {name: text() for name, text in _files_of_command(self).items() if text is not None}
+        return papers | {"verdict.md": self.verdict + "\n"} | of_command
+
+    def write_files(self, folder: Path) -> None:
+        super().write_files(folder)
+        self.activations.write(folder)
+        if self.further is not None:
+            self.further(folder)
+        for write in OUTPUTS.values():
+            write(self, folder)
 
     @property
     def contents(self) -> Contents:
@@ -174,57 +186,56 @@ class Run(RunData, Result):
         """The table of the verdict, and the tables that papers print."""
         return {"": self.report.table, **paper_tables(self)}
 
-    def __repr__(self) -> str:
-        """Return three lines: what was measured, the main numbers, and where the run is."""
-        read = self.manifest["input"]
-        lengths = span((read["shortest"], read["longest"]))
-        measured = f"{counted(read['sequences'], 'sequence')} of {lengths} tokens ({self.condition})"
-        unsaved = "in memory" + ("" if self._is_arm else "; run.save(folder) writes it")
-        where = unsaved if self.folder is None else f"in {self.folder}"
-        what = f"Run of `{self.command}` on {self.model}, {self.manifest['dtype']}"
-        with blaming_tables():
-            return printable(f"{what}: {measured}\n{self._short}\n{where}")
-
     @property
     def _is_arm(self) -> bool:
         """Whether it is one arm of an experiment, which has no findings of its own."""
         return self.command == "analyze" and "summary" not in self.tables
 
-    @property
-    def _short(self) -> str:
-        """The main numbers in a line."""
-        if "summary" in self.tables:
-            values = {METRICS[name].short: METRICS[name].text(self.metric(name)) for name in SHORT}
-            return ", ".join(f"{label} {value}" for label, value in values.items() if value != MISSING)
-        if self._is_arm:
-            return f"tables {', '.join(self.tables)}"
-        first, second, *_ = self.report.table
-        rows = zip(self.report.table[first].str.strip(), self.report.table[second], strict=True)
-        arms = [BOLD.sub(r"\1", f"{name} {value}") for name, value in rows if value and name != "control"]
-        return f"{second}: {', '.join(arms[:MOST_ARMS])}" + ", …" * (len(arms) > MOST_ARMS)
+    def __repr__(self) -> str:
+        """Return three lines: what was measured, the main numbers, and where the run is."""
+        read = self.manifest["input"]
+        measured = f"{counted(read['sequences'], 'sequence')} of {span((read['shortest'], read['longest']))} tokens"
+        what = f"Run of `{self.command}` on {self.model}, {self.manifest['dtype']}: {measured} ({self.condition})"
+        unsaved = "in memory" + ("" if self._is_arm else "; run.save(folder) writes it")
+        with blaming_tables():
+            if "summary" in self.tables:
+                texts = {METRICS[name].short: METRICS[name].text(self.metric(name)) for name in SHORT}
+                numbers = ", ".join(f"{label} {text}" for label, text in texts.items() if text != MISSING)
+            elif self._is_arm:
+                numbers = f"tables {', '.join(self.tables)}"
+            else:
+                first, second, *_ = table = self.report.table
+                rows = zip(table[first].str.strip(), table[second], strict=True)
+                arms = [BOLD.sub(r"\1", f"{name} {value}") for name, value in rows if value and name != "control"]
+                numbers = f"{second}: {', '.join(arms[:MOST_ARMS])}" + ", …" * (len(arms) > MOST_ARMS)
+        return printable(f"{what}\n{numbers}\n{unsaved if self.folder is None else f'in {self.folder}'}")
 
     def _repr_html_(self) -> str:  # for notebooks
         lines = [html.escape(line) for line in repr(self).split("\n")]
         if not self._is_arm:
-            found = [one for one in self.findings if one.is_headline]
-            items = [f"<li><b>{html.escape(one.section)}:</b> {html.escape(one.sentence)}</li>" for one in found]
-            picture = next((name for name in PICTURES if name in self.drawings), None)
-            shown = f"<ul>{''.join(items)}</ul>" if items else lines[1]
-            lines[1] = shown + ("" if picture is None else _as_image(self.figure(picture)))
+            headlines = [finding for finding in self.findings if finding.is_headline]
+            items = [f"<li><b>{html.escape(one.section)}:</b> {html.escape(one.sentence)}</li>" for one in headlines]
+            if items:
+                lines[1] = f"<ul>{''.join(items)}</ul>"
+            if picture := next((name for name in PICTURES if name in self.drawings), None):
+                png = base64.b64encode(self.figure(picture)._repr_png_()).decode()
+                lines[1] += f'<img style="max-width:100%" src="data:image/png;base64,{png}">'
             lines[2] += "; <code>run.verdict</code> has all findings"
         return f"<p><b>{lines[0]}</b></p>{lines[1]}<p>{lines[2]}</p>"
 
 
-def _as_image(figure: Figure) -> str:
-    return f'<img style="max-width:100%" src="data:image/png;base64,{base64.b64encode(figure._repr_png_()).decode()}">'
+def _files_of_command(run: RunData) -> Mapping[str, Callable[[], str] | None]:
+    """Map further files of the run's command to functions that return their texts; None if `further` writes it."""
+    record = records()[run.command]
+    return record.imported(record.files)(run) if record.files else {}
 
 
-def _files(run: RunData, folder: Path) -> str:
+def _file_tree(run: RunData, folder: Path) -> str:
     """Return the run folder as a tree, with names in columns, as `ls` prints them."""
 
     def columns(names: Sequence[str], indent: str) -> list[str]:
         width = max(map(len, names), default=0) + 2
-        rows = [names[first : first + ACROSS] for first in range(0, len(names), ACROSS)]
+        rows = [names[first : first + 4] for first in range(0, len(names), 4)]
         return [(indent + "".join(name.ljust(width) for name in row)).rstrip() for row in rows]
 
     recipe = run.manifest.get("recipe")  # a recipe draws only its own figures
@@ -242,65 +253,8 @@ def _files(run: RunData, folder: Path) -> str:
     return "\n".join([*lines, "└── figures/ (each as .png and .pdf)", *columns(drawn, "    ")])
 
 
-# --- The files of a run folder.
-# A new kind of output is a file with a function `write(run, folder)`, and a line in OUTPUTS.
-
-
-def _paper_tables(run: Run, folder: Path) -> None:
-    for name, table in paper_tables(run).items():
-        _write_text(as_markdown(table), folder / "tables" / f"{name}.md")
-
-
-def _of_model(run: Run, folder: Path) -> None:
-    if run.further is not None:
-        run.further(folder)
-
-
-def _files_of_command(run: RunData) -> Mapping[str, Callable[[], str] | None]:
-    """Map further files of the run's command to functions that return their texts; None if `further` writes it."""
-    record = records()[run.command]
-    return record.imported(record.files)(run) if record.files else {}
-
-
-def _of_command(run: Run, folder: Path) -> None:
-    for name, text in _files_of_command(run).items():
-        if text is not None:
-            (folder / name).write_text(text(), encoding="utf-8")
-
-
-def _write_text(text: str, path: Path) -> None:
-    path.write_text(printable(text) + "\n", encoding="utf-8")
-
-
-# in the order in which they are written; run.json follows, then figures and the page
-OUTPUTS: dict[str, Callable[[Run, Path], None]] = {
-    "tables": lambda run, folder: write_tables(run.tables, folder),
-    "paper tables": _paper_tables,
-    "verdict": lambda run, folder: _write_text(run.verdict, folder / "verdict.md"),
-    "of the command": _of_command,
-    "activations": lambda run, folder: run.activations.write(folder),
-    "of the model": _of_model,
-}
-
-
-def write_run(run: Run, folder: Path, is_drawn: bool = True) -> None:
-    """Write all outputs of a run except figures and the page into an empty folder; `is_drawn`: `draw_run` follows."""
-    for write in OUTPUTS.values():
-        write(run, folder)
-    write_manifest(folder, run.manifest | ({"drawn": False} if is_drawn else {}))
-
-
-def draw_run(run: Run, figures: Iterable[str] | None = None, page: bool = True) -> Run:
-    """Draw the figures (all that apply, or the named ones) and the page into the folder of a written run.
-
-    The manifest of the returned run names the figures that could not be drawn.
-    """
-    return draw(run, None if figures is None else {name: partial(run.figure, name) for name in figures}, page)
-
-
-def redrawn(run: Run, figures: Iterable[str] | None = None, page: bool = True) -> Run:
-    """Draw the figures and the page that a run folder lacks, because the command was killed or a figure failed."""
-    return draw_run(run, figures, page) if is_undrawn(run.manifest) else run
+# further files of every run folder: name → function that writes one, before run.json
+OUTPUTS: dict[str, Callable[[Run, Path], None]] = {}
 
 
 def finished(run: Run, console: Console, figures: Iterable[str] | None = None, page: bool = True) -> Run:
@@ -309,9 +263,5 @@ def finished(run: Run, console: Console, figures: Iterable[str] | None = None, p
     for name in figures or ():
         if name not in FIGURES:
             raise InputError(f"figure {unknown(name, FIGURES)}")
-    if run.folder is None:
-        return run
-    with new_folder(run.folder) as fresh:
-        write_run(run, fresh)
     with spinner(console, "drawing the figures"):
-        return draw_run(run, figures, page)
+        return written(run, page, figures)

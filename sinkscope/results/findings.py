@@ -21,7 +21,7 @@ FINDING_COLUMNS = (
     Column("threshold", "threshold that decided the outcome; NaN without one"),
     Column("outcome", "outcome of the finding", kind="text"),
     Column("claim", "id of the claim with this number (`sinkscope list claims`); empty without one", kind="text"),
-    Column("null", "the number without the effect; NaN without one", since=4),
+    Column("null", "the number without the effect; NaN without one"),
 )  # fmt: skip
 FINDING_TABLES = {FINDING: FINDING_COLUMNS}
 

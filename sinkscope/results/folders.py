@@ -14,8 +14,8 @@ from typing import Any
 
 from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.options.files import user_path
-from sinkscope.results.manifest import MANIFEST, RUNS, files_in, read_manifest, strangers, write_manifest
-from sinkscope.results.swap import MOMENT, NEW, OLD, beside, locked, put_right, put_right_within, remove
+from sinkscope.results.manifest import MANIFEST, RUNS, files_in, foreign_files, read_manifest, write_manifest
+from sinkscope.results.swap import MOMENT, NEW, OLD, beside, locked, remove, repair, repair_within
 
 Sources = Iterable[str | os.PathLike[str] | None]
 
@@ -60,7 +60,7 @@ def alone_in(folder: str | os.PathLike[str], option: str = "--out", patience: fl
         try:
             real.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(real, patience))
-            put_right(real)
+            repair(real)
         except BlockingIOError:
             raise InputError(f"{named} is being written by another process: wait for it{instead}") from None
         # permission bits are not enough: root ignores them, and a read-only file system does not show in them
@@ -117,7 +117,7 @@ def _check_replaceable(folder: Path, commands: Collection[str], reads: Sources) 
     kept = f"--out {folder} is not replaced"
     try:
         by = read_manifest(folder, None)["command"]
-        stranger = next(strangers(folder), None) if by in commands else None
+        stranger = next(foreign_files(folder), None) if by in commands else None
     except InputError as error:
         raise InputError(f"{kept}: {error}; delete it, or name another folder") from None
     if by not in commands:
@@ -125,7 +125,8 @@ def _check_replaceable(folder: Path, commands: Collection[str], reads: Sources) 
     if stranger is not None:
         what = stranger.relative_to(folder)
         raise InputError(f"{kept}: it holds {what}, which no run wrote; move that away, or name another folder")
-    for source in reads:  # a source equal to the folder is a word such as `natural`; `strangers` finds a model in it
+    # a source equal to the folder is a word such as `natural`; `foreign_files` finds a model in it
+    for source in reads:
         with suppress(OSError, RuntimeError, ValueError):  # not a path
             if source is not None and folder.resolve() in Path(source).expanduser().resolve().parents:
                 raise InputError(f"{kept}: it holds {source}, which is read; name another folder")
@@ -141,7 +142,7 @@ def new_folder(folder: Path, inside: Path | None = None) -> Iterator[Path]:
     """
     real = folder.resolve()
     try:
-        put_right(real)
+        repair(real)
         fresh = beside(real, NEW)
         fresh.mkdir(parents=True)
         try:
@@ -158,7 +159,7 @@ def new_folder(folder: Path, inside: Path | None = None) -> Iterator[Path]:
                 os.replace(real, beside(real, OLD))
             os.replace(fresh, real)
         finally:
-            put_right(real)
+            repair(real)
     except OSError as error:
         raise SinkscopeError(f"writing {folder} failed, and nothing of it is left: {one_line(error)}") from error
 
@@ -167,28 +168,23 @@ def _others(folder: Path, root: Path) -> list[Path]:
     """Return the files in a folder that run.json in `root` does not list; all files if there is none."""
     if not (root / MANIFEST).exists():
         return [path for path in folder.rglob("*") if not path.is_dir()]
-    if root != folder and read_manifest(root, None).get("files") is None:  # of an older version
-        return []
-    return [path for path in strangers(root) if path.is_relative_to(folder)]
+    return [path for path in foreign_files(root) if path.is_relative_to(folder)]
 
 
 # --------------------------------------------------------------------------------------------------------- resuming
 
 
-def resumable(
-    folder: Path, command: str, options: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
-) -> dict[str, Any] | None:
+def resumable(folder: Path, command: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the manifest of an interrupted folder that can be resumed; None if the folder has no manifest yet.
 
-    `options` are the entries of the manifest, single values or mappings of names to values, that must be equal;
-    `defaults` are values for entries that an older version did not write. Raises InputError if the folder belongs to
-    another command, its manifest is damaged, or the options differ.
+    `options` are the entries of the manifest, single values or mappings of names to values, that must be equal. Raises
+    InputError if the folder belongs to another command, its manifest is damaged, or the options differ.
     """
     if not (folder / MANIFEST).exists():
         return None
     found = read_manifest(folder, (command,))
     recorded = {name: found[name] for name in options if name in found}
-    before, after = _flat(defaults or {}) | _flat(recorded), _flat(json.loads(json.dumps(options)))
+    before, after = _flat(recorded), _flat(json.loads(json.dumps(options)))
     differing = [
         f"{key[-1]} was {one_line(before.get(key), 40)}, now {one_line(after.get(key), 40)}"
         for key in after | before
@@ -213,7 +209,6 @@ def check_resumable(
     command: str,
     options: Mapping[str, Any],
     overwrite: bool,
-    defaults: Mapping[str, Any] | None = None,
     reads: Sources = (),
     renewed: Collection[str] = (),
 ) -> None:
@@ -221,15 +216,14 @@ def check_resumable(
 
     `renewed` are folders in it that are replaced whenever the command resumes: they may contain no other files.
     """
-    found = None if overwrite else resumable(folder, command, options, defaults)
+    found = None if overwrite else resumable(folder, command, options)
     if found is None:
         check_output(folder, overwrite, (command,), reads)
         return
     check_no_link(folder)
-    if found.get("files") is not None:
-        for path in strangers(folder):
-            if path.relative_to(folder).parts[0] in renewed:
-                raise InputError(f"{path} is not a file of `{command}`, which replaces its folder: move it away")
+    for path in foreign_files(folder):
+        if path.relative_to(folder).parts[0] in renewed:
+            raise InputError(f"{path} is not a file of `{command}`, which replaces its folder: move it away")
 
 
 def claim(
@@ -240,7 +234,7 @@ def claim(
     `leftovers` finds more folders that are half written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    put_right_within(folder)
+    repair_within(folder)
     for path in leftovers(folder):
         remove(path)
     write_manifest(folder, manifest)
@@ -251,12 +245,12 @@ class FileList:
     """The files that run.json lists, for a folder that is written step by step: each is listed before it is written."""
 
     folder: Path  # the folder with run.json
-    names: list[str] | None  # the files that run.json lists; None if it is of an older version, which lists none
+    names: list[str]  # the files that run.json lists
     record: Callable[[], None]  # writes run.json again
 
     def add(self, *names: str) -> None:
         """List more files by their paths. A name that ends with a slash is a folder with all its content."""
-        if self.names is not None and not set(self.names).issuperset(names):
+        if not set(self.names).issuperset(names):
             self.names = sorted({*self.names, *names})
             try:
                 self.record()

@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from sinkscope.errors import LONGEST, InputError, one_line
+from sinkscope.errors import InputError, one_line
 from sinkscope.options.files import kind_of, read_json, user_path, wrong_entry
 from sinkscope.options.recipe import COMPARISON
 from sinkscope.options.register import Command, records
@@ -31,12 +31,11 @@ from sinkscope.results.swap import PREFIX, find_again, new_file
 
 MANIFEST = "run.json"
 PAGE = "index.html"
-# The version of run.json and of the tables that it lists. Increase it when an entry or a column that readers need is
-# added, renamed or gets another meaning. `_completed` fills in entries that older folders lack, and `since` of a Column
-# fills in columns. Folders without this entry have format 1.
+# The version of run.json and of the tables that it lists: folders of another format are refused. Increase it when an
+# entry or a column that readers need is added, renamed or gets another meaning.
 FORMAT = 4
 TRAINING = Command("training", __name__)  # what SinkCallback writes, which is no command
-KINDS = records() | {TRAINING.name: TRAINING}
+MANIFEST_KINDS = records() | {TRAINING.name: TRAINING}
 RUNS = tuple(name for name, record in records().items() if record.report)  # whose folder is one run, with own tables
 LIBRARIES = ("torch", "transformers", "nnsight", "accelerate", "pandas")
 _version = cache(version)  # it reads the package's files each time
@@ -92,24 +91,21 @@ def _git_commit() -> str | None:
 
 
 def _peak_memory_mb() -> float:
-    """Return the peak memory of all accelerators if any was used, else of this process."""
+    """Return the peak memory of all accelerators if any was used, else the peak resident memory of this process."""
     import torch  # imported late, because reading a manifest does not need it
 
     kinds = [kind for kind in (torch.cuda, torch.xpu) if kind.is_available()]
-    used = sum(kind.max_memory_allocated(index) for kind in kinds for index in range(kind.device_count()))
-    return round((used or _largest_resident()) / 2**20, 1)
+    peak = sum(kind.max_memory_allocated(index) for kind in kinds for index in range(kind.device_count()))
+    if not peak:
+        try:
+            import resource
 
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 2**10)
+        except ModuleNotFoundError:  # Windows
+            import psutil
 
-def _largest_resident() -> int:
-    """Return the peak resident memory of this process in bytes."""
-    try:
-        import resource
-    except ModuleNotFoundError:  # Windows
-        import psutil
-
-        return int(psutil.Process().memory_info().peak_wset)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 2**10
+            peak = psutil.Process().memory_info().peak_wset
+    return round(peak / 2**20, 1)
 
 
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -127,10 +123,10 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 def files_in(folder: Path) -> list[str]:
     """Return the files of a folder that run.json lists, without run.json itself."""
-    return sorted(name for path in _files(folder) if (name := path.relative_to(folder).as_posix()) != MANIFEST)
+    return sorted(name for path in _finished_files(folder) if (name := path.relative_to(folder).as_posix()) != MANIFEST)
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _finished_files(folder: Path) -> Iterator[Path]:
     """Yield all finished files; for a folder with its own run.json, only this run.json."""
     for path in folder.iterdir():
         if path.name.startswith(PREFIX):
@@ -140,23 +136,21 @@ def _files(folder: Path) -> Iterator[Path]:
         elif (path / MANIFEST).exists():
             yield path / MANIFEST
         else:
-            yield from _files(path)
+            yield from _finished_files(path)
 
 
-def strangers(folder: Path) -> Iterator[Path]:
-    """Yield the files in a folder that its command did not write. Raises InputError for a run.json without a list."""
-    listed = read_manifest(folder, None).get("files")
-    if listed is None:
-        raise InputError(f"{folder / MANIFEST} is of an older sinkscope, which did not list its files")
+def foreign_files(folder: Path) -> Iterator[Path]:
+    """Yield the files in a folder that its command did not write. Raises InputError for a damaged run.json."""
+    listed = read_manifest(folder, None)["files"]
     known, folders = {MANIFEST, *listed}, tuple(name for name in listed if name.endswith("/"))
-    for path in sorted(_files(folder)):
+    for path in sorted(_finished_files(folder)):
         name = path.relative_to(folder).as_posix()
         if folders and name.startswith(folders):
             continue
         if name not in known:
             yield path
         elif path.name == MANIFEST and path.parent != folder:
-            yield from strangers(path.parent)
+            yield from foreign_files(path.parent)
 
 
 def folder_of(path: str | os.PathLike[str]) -> Path:
@@ -178,43 +172,31 @@ def tables_folder(folder: Path) -> Path:
 def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict[str, Any]:
     """Read FOLDER/run.json of one of the commands (None: of any).
 
-    Raises InputError if it is missing, unreadable, another file, of another command, of a newer format, or of an older
-    format without what is needed.
+    Raises InputError if it is missing, unreadable, another file, of another command, of another format, or damaged.
     """
     path = folder / MANIFEST
     if kind_of(path) is None and not find_again(folder):
         what = f"it has no {MANIFEST}" if folder.is_dir() else "it does not exist"
         raise InputError(f"{folder} is not a run folder: {what}{_runs_inside(folder)}")
     try:
-        manifest = _completed(read_json(path))
+        manifest = read_json(path)
     except InputError as error:
         raise InputError(f"{error}: it is not the manifest of a run, or damaged") from None
     if not isinstance(manifest, dict) or not manifest.keys() >= {"command", "config", "tables"}:
         raise InputError(f"{path} is not the manifest of a run: it is another JSON file")
     by = manifest["command"]
-    kind = KINDS.get(by) if isinstance(by, str) else None
+    kind = MANIFEST_KINDS.get(by) if isinstance(by, str) else None
     if kind is None:
         raise InputError(f"{path} is not the manifest of a run: no command is called {one_line(by, 40)}")
     if commands is not None and by not in commands:
         raise InputError(f"{path} is of `sinkscope {by}`, not of `{'`, `'.join(commands)}`{_runs_inside(folder)}")
-    found = manifest.get("format", 1)
-    if isinstance(found, int) and found > FORMAT:
-        raise InputError(f"{path} is of a newer sinkscope (format {found}, this one reads up to {FORMAT}): update it")
+    if manifest.get("format") != FORMAT:
+        form = one_line(manifest.get("format"), 40)
+        raise InputError(f"{path} is of another sinkscope (format {form}, this one reads {FORMAT}): measure again")
     try:
         kind.entries.model_validate(manifest)
     except ValidationError as error:
-        if "sinkscope" in manifest and found in range(1, FORMAT):
-            raise InputError(of_an_older_format(path, manifest)) from None
         raise InputError(f"{path} is not the manifest of a run: it is damaged: {wrong_entry(error)}") from None
-    return manifest
-
-
-def _completed(manifest: Any) -> Any:
-    """Add the lengths of the sequences to a manifest of format 1 if they follow from its number of tokens."""
-    with suppress(KeyError, TypeError):
-        read, length = manifest["input"], manifest["config"]["seq_len"]
-        if "format" not in manifest and read["tokens"] == read["sequences"] * length:
-            return {**manifest, "input": {"shortest": length, "longest": length, **read}}
     return manifest
 
 
@@ -226,24 +208,3 @@ def _runs_inside(folder: Path) -> str:
 def is_undrawn(manifest: Mapping[str, Any]) -> bool:
     """Return whether a folder lacks figures or its page: the command was killed, or one of them failed."""
     return manifest.get("drawn") is False or bool(manifest.get("failed_figures"))
-
-
-def format_of(manifest: Mapping[str, Any]) -> int:
-    """Return the format of a folder; 1 if the manifest does not record it."""
-    return int(manifest.get("format", 1))
-
-
-def older(manifest: Mapping[str, Any]) -> str:
-    return f"an older sinkscope (format {format_of(manifest)}, this one writes {FORMAT})"
-
-
-def of_an_older_format(path: Path, manifest: Mapping[str, Any]) -> str:
-    """Return the message for a file that lacks data because its folder has an older format."""
-    from sinkscope.results.command_line import command_lines  # imported late, because it is rarely needed
-
-    try:
-        lines = command_lines(manifest, None)
-    except (AttributeError, KeyError, TypeError):  # format 1, or damaged
-        lines = []
-    again = f"measure again with `{one_line(lines[0], LONGEST)}`" if lines else "measure again"
-    return f"{path} is of {older(manifest)}: {again}"

@@ -83,10 +83,7 @@ def at_odds(mass: Any, times: float) -> Any:
 
 
 def lacks_rate(uniform_mass: Any, epsilon: float) -> Any:
-    """Return whether a position has no sink rate: uniform attention would make it a sink.
-
-    `uniform_mass` is its window mass under uniform attention; NaN, as in folders of an older format, has a rate.
-    """
+    """Return whether a position has no sink rate: uniform attention, with this window mass, would make it a sink."""
     return is_sink(uniform_mass, epsilon)
 
 

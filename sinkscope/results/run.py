@@ -19,7 +19,7 @@ import pandas as pd
 
 from sinkscope.errors import InputError, Known, UnknownKey, unknown
 from sinkscope.results.activations import Activations
-from sinkscope.results.manifest import folder_of, format_of, read_manifest
+from sinkscope.results.manifest import folder_of, read_manifest
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.tables import LEADING_COLUMNS, Columns, read_table, used
 
@@ -68,12 +68,7 @@ class RunData:
             raise InputError(f"{folder} is incomplete: {missing[0]} is missing")
         folder = folder.absolute()  # tables are read later, perhaps after os.chdir
         paths = {name: folder / "tables" / path.name for name, path in paths.items()}
-        return cls(
-            manifest,
-            TablesOnDisk(folder, paths, cls.columns, format_of(manifest)),
-            folder,
-            Activations.of_folder(folder),
-        )
+        return cls(manifest, TablesOnDisk(folder, paths, cls.columns), folder, Activations.of_folder(folder))
 
     @property
     def is_causal(self) -> bool:
@@ -160,7 +155,6 @@ class TablesOnDisk(Mapping[str, pd.DataFrame]):
     folder: Path
     paths: Mapping[str, Path]
     columns: Mapping[str, Columns]
-    form: int
     read: dict[str, pd.DataFrame] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> pd.DataFrame:
@@ -168,7 +162,7 @@ class TablesOnDisk(Mapping[str, pd.DataFrame]):
             if name not in self.paths:
                 raise UnknownKey(f"{self.folder}: table {unknown(name, self.paths)}")
             columns = (*LEADING_COLUMNS, *self.columns.get(name, ()))
-            self.read[name] = read_table(self.paths[name], columns, self.form)
+            self.read[name] = read_table(self.paths[name], columns)
         return used(self.paths[name], self.read[name])
 
     def __iter__(self) -> Iterator[str]:

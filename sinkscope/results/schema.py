@@ -32,11 +32,11 @@ class Manifest(Part):
     """The entries of every run.json."""
 
     sinkscope: str
-    format: Annotated[int, Field(ge=1, le=2**31)] = 1
+    format: int
     command: str
     config: dict[str, Any]
     tables: list[Name]
-    files: list[Annotated[str, AfterValidator(_inside)]] | None = None
+    files: list[Annotated[str, AfterValidator(_inside)]]
     drawn: bool = True  # False until figures and the page are drawn
     failed_figures: Reasons = {}  # may include the page, index.html
     read: dict[str, str] | None = None  # file that a cell of a sweep read → digest

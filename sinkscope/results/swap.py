@@ -49,7 +49,7 @@ def locked(path: Path, patience: float = MOMENT) -> Iterator[None]:
         lock.release()
 
 
-def put_right(path: Path) -> None:
+def repair(path: Path) -> None:
     """Finish or undo the interrupted writing of a folder or file; the caller holds its lock."""
     new, old = beside(path, NEW), beside(path, OLD)
     remove(new)
@@ -65,12 +65,12 @@ def put_right(path: Path) -> None:
         os.replace(old, path)
 
 
-def put_right_within(folder: Path) -> None:
+def repair_within(folder: Path) -> None:
     """Finish or undo the interrupted writing of everything in a folder."""
     for path in list(folder.rglob(f"{PREFIX}*")):
         name, what = parts_of(path)
         if name and what in (NEW, OLD):
-            put_right(path.with_name(name))
+            repair(path.with_name(name))
         else:
             remove(path)
 
@@ -81,7 +81,7 @@ def find_again(path: Path) -> bool:
     if not path.name or not beside(path, OLD).exists():
         return False
     with suppress(OSError), locked(path):  # the other process holds the lock, or the disk cannot be written
-        put_right(path)
+        repair(path)
     return path.exists()
 
 

@@ -9,11 +9,9 @@ from typing import Any, Literal, NamedTuple
 import pandas as pd
 
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory, one_line, was_interrupted
-from sinkscope.results.manifest import FORMAT, of_an_older_format, read_manifest
 from sinkscope.results.swap import new_file
 
 Kind = Literal["text", "whole", "number", "truth"]
-EMPTY: dict[Kind, Any] = {"text": "", "whole": float("nan"), "number": float("nan"), "truth": False}
 
 
 class Column(NamedTuple):
@@ -23,7 +21,6 @@ class Column(NamedTuple):
     about: str  # one line for `sinkscope list tables`
     unit: str = ""
     kind: Kind = "number"  # kind of the values; "number" includes whole numbers
-    since: int = 1  # first format (results/manifest.py) with the column; empty in older folders: "", NaN or False
 
 
 Columns = tuple[Column, ...]
@@ -139,35 +136,29 @@ FAULTS: dict[str, Callable[[pd.DataFrame], bool]] = {
 }
 
 
-def read_table(path: Path, columns: Columns = (), form: int = FORMAT) -> pd.DataFrame:
+def read_table(path: Path, columns: Columns = ()) -> pd.DataFrame:
     """Read a table that has these columns, with values of their kinds.
 
-    In a folder of an older format (`form`), newer columns are empty. Raises InputError if the file is damaged, contains
-    another table, has another format, or would fill the memory.
+    Raises InputError if the file is damaged, contains another table, or would fill the memory.
     """
     import psutil  # imported late, because declaring a column does not need them
     import pyarrow.parquet
 
-    newer = newer_columns(columns, form)
-    needed = [column for column in columns if column not in newer]
     try:
         metadata = pyarrow.parquet.read_metadata(path)
         if metadata.num_rows > min(MOST_ROWS, psutil.virtual_memory().available // (8 * max(1, metadata.num_columns))):
             raise InputError(f"{path} has {metadata.num_rows:,} rows, which would fill the memory: it is damaged")
         schema = metadata.schema.to_arrow_schema()
-        lacking = [column.name for column in needed if not _has(schema, metadata.num_rows, column)]
+        lacking = [column.name for column in columns if not _has(schema, metadata.num_rows, column)]
         if not lacking:
             table = pd.read_parquet(path)
             if fault := fault_of(table, columns):
                 raise InputError(f"{path} was edited, or is damaged: {fault}")
-            empty = {column.name: EMPTY[column.kind] for column in newer if column.name not in table}
-            return used(path, table.assign(**empty))
+            return used(path, table)
     except InputError:
         raise
     except Exception as error:  # a damaged file can raise almost any error
         raise InputError(f"{path} is damaged: {one_line(error)}") from error
-    if form < FORMAT:
-        raise InputError(of_an_older_format(path, read_manifest(path.parents[1], None)))
     raise InputError(f"{path} is not the table '{path.stem}': it has no column {lacking[0]}, or one with other values")
 
 
@@ -201,10 +192,6 @@ def check_made(tables: Mapping[str, pd.DataFrame], columns: Mapping[str, Columns
 def of_whole_model(summary: pd.DataFrame) -> dict[str, float]:
     """Return metric → value of the rows of a table like `summary` that are of the whole model."""
     return summary[summary["layer"] == WHOLE_MODEL].set_index("metric")["value"].to_dict()
-
-
-def newer_columns(columns: Columns, form: int) -> list[Column]:
-    return [column for column in columns if column.since > form]
 
 
 def _has(schema: Any, rows: int, column: Column) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from sinkscope.results.manifest import strangers
+from sinkscope.results.manifest import foreign_files
 
 RENAMES = ("os.rename",)
 WRITES = ("open", "os.mkdir", "os.rename")  # a full disk refuses these; a rename represents the writing before it
@@ -67,5 +67,5 @@ def assert_same_folder(out: Path, unbroken: Path) -> None:
         if path.name == "run.json":
             ours, others = (json.loads((folder / path).read_text())["files"] for folder in (out, unbroken))
             assert ours == others, path
-    assert not list(strangers(out))
+    assert not list(foreign_files(out))
     assert list(out.parent.iterdir()) == [out]

@@ -1,6 +1,5 @@
 """Runs made by hand: random tables as `analyze` writes them, summaries alone, and claims' tables of given metrics."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,8 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.output.run import Run
-from sinkscope.results.manifest import FORMAT
-from sinkscope.results.tables import write_table
+from sinkscope.results.manifest import FORMAT, write_manifest
+from sinkscope.results.tables import write_tables
 
 
 def run_manifest(**changes: Any) -> dict[str, Any]:
@@ -195,10 +194,9 @@ def made_up(condition: str = "natural", sink_rate: float = 0.5, layers: int = 2,
 
 
 def save(run: Run, folder: Path) -> Path:
-    (folder / "tables").mkdir(parents=True)
-    for name, table in run.tables.items():
-        write_table(table, folder / "tables" / f"{name}.parquet")
-    (folder / "run.json").write_text(json.dumps(run.manifest))
+    folder.mkdir(parents=True)
+    write_tables(run.tables, folder)
+    write_manifest(folder, run.manifest)
     return folder
 
 

@@ -29,7 +29,7 @@ from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.signatures import with_options
 from sinkscope.output.result import draw, figure_failure, write_data
-from sinkscope.output.run import Run, draw_run, finished, write_run
+from sinkscope.output.run import Run, finished
 from sinkscope.results.activations import Activations
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.text.pictures import read_pictures
@@ -172,7 +172,7 @@ def analyze_steps(
                 if folder is not None and fresh is not None:
                     written = fresh / checkpoint.folder
                     written.mkdir()
-                    write_run(replace(run, folder=folder / checkpoint.folder), written)
+                    write_data(replace(run, folder=folder / checkpoint.folder), written)
                     run = Run.open(written)  # its tables are no longer in memory
                 runs[checkpoint.step] = run
             series = replace(Series.of(model, checkpoints, configs[0], runs, start, **recipe), folder=folder)
@@ -182,7 +182,7 @@ def analyze_steps(
             return series
         series = Series.open(folder)
         for run in series.runs.values():
-            draw_run(run, record["content"].get("figures", ()) if record else None, page)
+            draw(run, record["content"].get("figures", ()) if record else None, page)
         draw(series, page=page)
     return Series.open(folder)
 

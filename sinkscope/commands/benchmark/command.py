@@ -122,7 +122,7 @@ def benchmark(
             return scores
         with new_folder(folder) as fresh:
             write_data(scores, fresh)
-        return draw(scores, {}, page)
+        return draw(scores, (), page)
 
 
 def _known_tasks(config: BenchmarkOptions) -> Any:

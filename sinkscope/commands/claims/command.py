@@ -65,8 +65,8 @@ from sinkscope.options.option import Options
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.register import options_by_command
 from sinkscope.options.signatures import with_options
-from sinkscope.output.result import FIGURES, both, draw, figure_failure
-from sinkscope.output.run import Run, write_run
+from sinkscope.output.result import FIGURES, both, draw, figure_failure, write_data
+from sinkscope.output.run import Run
 from sinkscope.results.folders import FileList, alone_in, check_resumable, claim, new_folder, resumable
 from sinkscope.results.manifest import MANIFEST, write_manifest
 from sinkscope.results.manifest import make_manifest as make_folder_manifest
@@ -422,7 +422,7 @@ class ScorecardFolder:
         """Write the run of a role."""
         target = self.folder / "runs" / role.replace(":", "-")
         with self._files.new_folder(target) as fresh:
-            write_run(Run(run.manifest, run.tables), fresh, is_drawn=False)
+            write_data(Run(run.manifest, run.tables), fresh, is_drawn=False)
         return Run(run.manifest, run.tables, target)
 
     def skip(self, model: str, reasons: Mapping[str, str]) -> None:

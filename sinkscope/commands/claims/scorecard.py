@@ -28,7 +28,7 @@ from sinkscope.options.recipe import shipped
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result
 from sinkscope.results.findings import Finding, Outcome
-from sinkscope.results.manifest import folder_of, format_of, read_manifest
+from sinkscope.results.manifest import folder_of, read_manifest
 from sinkscope.results.metrics import MISSING
 from sinkscope.results.papers import NEEDS_GPT2, gamma_table, printed_gamma
 from sinkscope.results.run import RunData
@@ -56,9 +56,9 @@ class Scorecard(Result):
         folder = folder_of(folder)
         manifest = read_manifest(folder, (COMMAND,))
         tables = {
-            name: read_table(folder / "tables" / f"{name}.parquet", schema, format_of(manifest))
+            name: read_table(folder / "tables" / f"{name}.parquet", schema)
             if name in manifest["tables"]
-            else pd.DataFrame(columns=names_of(schema))  # written by a version without this table
+            else pd.DataFrame(columns=names_of(schema))  # a report keeps only some tables
             for name, schema in TABLES.items()
         }
         return cls(manifest, tables, folder.absolute())

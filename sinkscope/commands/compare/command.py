@@ -12,7 +12,7 @@ from sinkscope.commands.compare.options import CompareOptions
 from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError
 from sinkscope.options.output import OutputOptions
-from sinkscope.results.manifest import FORMAT, KINDS, RUNS, TRAINING, folder_of, format_of, older, read_manifest
+from sinkscope.results.manifest import MANIFEST_KINDS, RUNS, TRAINING, folder_of, read_manifest
 from sinkscope.results.side_by_side import Summary, differing_lines, differing_settings, labels, metrics_of
 from sinkscope.results.tables import blaming_tables
 
@@ -23,20 +23,17 @@ if TYPE_CHECKING:
 @blaming_tables()
 def command(options: CompareOptions, output: OutputOptions) -> Printout:
     manifests = {folder_of(run): read_manifest(folder_of(run), None) for run in options.runs}
-    old = [f"{folder} is of {older(found)}" for folder, found in manifests.items() if format_of(found) != FORMAT]
     is_printed = output.out is None and options.format == "text" and len(options.runs) > 1
     if is_printed and all(manifest["command"] == "analyze" for manifest in manifests.values()):
         runs = [Summary.open(run) for run in options.runs]
         names = labels(runs)[0]
         differing = differing_settings([run.manifest for run in runs], names)
-        notes = [*old, *differing_lines(differing.to_dict(orient="index"))]
+        notes = differing_lines(differing.to_dict(orient="index"))
         return Printout(numbers=metrics_of(runs, names), notes=notes)
-    return _compared(options, output, manifests, old)
+    return _compared(options, output, manifests)
 
 
-def _compared(
-    options: CompareOptions, output: OutputOptions, manifests: Mapping[Path, dict[str, Any]], old: list[str]
-) -> Printout:
+def _compared(options: CompareOptions, output: OutputOptions, manifests: Mapping[Path, dict[str, Any]]) -> Printout:
     """Compare folders of any kind, by code that imports torch, as that of other commands does."""
     from sinkscope.commands.compare.side_by_side import compare
     from sinkscope.output.comparison import Comparison
@@ -50,16 +47,14 @@ def _compared(
             raise InputError(f"--out: {options.runs[0]} has its tables and figures already")
         if tables:
             parts = [formatted(table, options.format, title) for title, table in tables.items()]
-            return Printout(tables, text="\n\n".join(parts), notes=old)
+            return Printout(tables, text="\n\n".join(parts))
     found = compare(*options.runs, out=output.out, overwrite=output.overwrite, page=not output.no_page)
     failure = figure_failure(found.manifest)
     text = "" if options.format == "text" else found.formatted(options.format)
     if isinstance(found, Comparison):
         numbers = None if text else found.table
-        return Printout(
-            found, text=text, numbers=numbers, notes=[*old, *found.warnings], folder=output.out, failure=failure
-        )
-    notes = [*old, *differing_lines(found.manifest["differing"])]
+        return Printout(found, text=text, numbers=numbers, notes=found.warnings, folder=output.out, failure=failure)
+    notes = differing_lines(found.manifest["differing"])
     return Printout(found, "" if text else found.markdown, text, notes=notes, folder=output.out, failure=failure)
 
 
@@ -70,6 +65,6 @@ def _summaries(folder: Path, command: str) -> "Mapping[str, pd.DataFrame]":
 
     if command == TRAINING.name:
         return curves([folder], time.time()).summary_tables
-    if KINDS[command].summaries:
-        return KINDS[command].imported(KINDS[command].summaries)(folder)
+    if MANIFEST_KINDS[command].summaries:
+        return MANIFEST_KINDS[command].imported(MANIFEST_KINDS[command].summaries)(folder)
     return Run.open(folder).summary_tables if command in RUNS and command != "analyze" else {}

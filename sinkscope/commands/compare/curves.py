@@ -13,7 +13,7 @@ from sinkscope.measuring.callback import FOLDER
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result
-from sinkscope.results.manifest import TRAINING, folder_of, format_of, read_manifest
+from sinkscope.results.manifest import TRAINING, folder_of, read_manifest
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.tables import LEADING_COLUMNS, TRAINING_TABLES, read_table
 from sinkscope.verdict.table_formats import as_markdown
@@ -67,7 +67,7 @@ def curves_of(folder: Path, name: str = "") -> pd.DataFrame:
     if TABLE not in manifest["tables"]:
         raise InputError(f"{folder} has no curves: they are in the folder '{FOLDER}' that SinkCallback writes")
     columns = (*LEADING_COLUMNS, *TRAINING_TABLES[TABLE])
-    table = read_table(folder / "tables" / f"{TABLE}.parquet", columns, format_of(manifest))
+    table = read_table(folder / "tables" / f"{TABLE}.parquet", columns)
     return table.assign(condition=name or training_of(folder))
 
 

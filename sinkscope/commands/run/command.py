@@ -27,7 +27,7 @@ from sinkscope.options.register import options_by_command, records
 from sinkscope.options.signatures import with_options
 from sinkscope.output.comparison import Comparison, compared
 from sinkscope.output.result import both, draw, figure_failure, write_data
-from sinkscope.output.run import Run, draw_run, write_run
+from sinkscope.output.run import Run
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import RUNS, make_manifest, write_manifest
 
@@ -125,14 +125,14 @@ def run_recipe(
         with new_folder(folder) as fresh:
             for name, run in measured.items():  # the name of a single run is ""
                 (fresh / name).mkdir(exist_ok=True)
-                write_run(run, fresh / name)
+                write_data(run, fresh / name)
             if is_several:  # run.json comes last
                 comparison = replace(compared(list(measured.values()), time.time()), folder=folder / COMPARISON)
                 (fresh / COMPARISON).mkdir()
                 write_data(comparison, fresh / COMPARISON)
                 facts = {"recipe": found.record, "runs": list(measured)}
                 write_manifest(fresh, make_manifest("run", found.content.options, start, **facts))
-        measured = {name: draw_run(run, found.content.figures, page) for name, run in measured.items()}
+        measured = {name: draw(run, found.content.figures, page) for name, run in measured.items()}
         undrawn = [run.manifest for run in measured.values()]
         if comparison is not None:
             comparison = draw(comparison, page=page)

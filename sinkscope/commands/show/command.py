@@ -42,11 +42,12 @@ def show(run: str | os.PathLike[str], *, again: bool = False) -> Path:
     page = folder / PAGE
     manifest = read_manifest(folder, None)
     if manifest["command"] in RUNS and is_undrawn(manifest):
-        from sinkscope.output.run import Run, redrawn
+        from sinkscope.output.result import draw
+        from sinkscope.output.run import Run
 
         with alone_in(folder, option=""):
             recipe = manifest.get("recipe")  # only the figures that it names are drawn
-            redrawn(Run.open(folder), recipe["content"].get("figures", []) if recipe else None)
+            draw(Run.open(folder), recipe["content"].get("figures", []) if recipe else None)
     if page.is_file() and not again:
         return page
     from sinkscope.html_page import Contents, write_page
@@ -58,7 +59,7 @@ def show(run: str | os.PathLike[str], *, again: bool = False) -> Path:
             raise InputError(f"{folder} has no table to show: the command that writes it has not finished")
         try:
             found = read_manifest(folder, None)
-            files = FileList(folder, found.get("files"), lambda: write_manifest(folder, found | {"files": files.names}))
+            files = FileList(folder, found["files"], lambda: write_manifest(folder, found | {"files": files.names}))
             files.add(PAGE)
             write_page(contents, folder)
         except OSError as error:

@@ -22,14 +22,13 @@ from sinkscope.commands.steps.onsets import RunsByStep, onset_table, verdict
 from sinkscope.commands.steps.onsets import findings as onset_findings
 from sinkscope.errors import InputError, Known, one_line
 from sinkscope.figures import KINDS
-from sinkscope.figures.style import Figure
 from sinkscope.models.steps import Checkpoint
 from sinkscope.options.option import Options
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result
 from sinkscope.output.run import Run
 from sinkscope.results.findings import Finding
-from sinkscope.results.manifest import folder_of, format_of, make_manifest, read_manifest
+from sinkscope.results.manifest import folder_of, make_manifest, read_manifest
 from sinkscope.results.side_by_side import differing_lines, differing_settings
 from sinkscope.results.tables import LEADING, LEADING_COLUMNS, METRIC, VALUE, WHOLE_MODEL, Column, names_of, read_table
 
@@ -92,8 +91,7 @@ class Series(Result):
         try:
             runs = {int(at["step"]): Run.open(folder / at["folder"]) for at in manifest["steps"]}
             tables = {
-                name: read_table(folder / "tables" / f"{name}.parquet", _SCHEMAS[name], format_of(manifest))
-                for name in manifest["tables"]
+                name: read_table(folder / "tables" / f"{name}.parquet", _SCHEMAS[name]) for name in manifest["tables"]
             }
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{folder} is damaged: {one_line(error)}") from error
@@ -103,10 +101,6 @@ class Series(Result):
     def table(self) -> pd.DataFrame:
         """The runs' summaries: model, condition, step, layer (−1: the whole model), metric, value."""
         return self.tables[TABLE]
-
-    def figure(self, name: str) -> Figure:
-        """Draw one figure; InputError if it is unknown."""
-        return self.figures()[name]
 
     @property
     def drawings(self) -> Drawings:

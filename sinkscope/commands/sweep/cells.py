@@ -24,7 +24,7 @@ from sinkscope.options.recipe import CELLS, COMPARISON
 from sinkscope.options.recipe import SWEEP as COMMAND
 from sinkscope.results.folders import alone_in, check_no_link, check_output, new_folder
 from sinkscope.results.manifest import MANIFEST, read_manifest, write_manifest
-from sinkscope.results.swap import PREFIX, locked, new_file, parts_of, put_right, remove
+from sinkscope.results.swap import PREFIX, locked, new_file, parts_of, remove, repair
 
 FAILED = "failed"
 PATIENCE = 60.0  # seconds that one process waits for another to finish a short piece of writing
@@ -86,13 +86,13 @@ class CellFolders:
         """Lock the complete folder for a moment. Raises InputError if another process keeps the lock."""
         return alone_in(self.folder, patience=PATIENCE)
 
-    def put_right(self, names: Collection[str]) -> None:
+    def repair(self, names: Collection[str]) -> None:
         """Finish or undo the half-written files of these cells after the last worker of a killed sweep has ended."""
         for path in list((self.folder / CELLS).glob(f"{PREFIX}*")):
             name, _ = parts_of(path)
             if name in names:
                 with locked(self.run(name), PATIENCE):
-                    put_right(self.run(name))
+                    repair(self.run(name))
         for path in list((self.folder / FAILED).glob(f"{PREFIX}*")):
             if parts_of(path)[0].removesuffix(".json") in names:
                 remove(path)

@@ -247,7 +247,7 @@ def _swept(
         closing(open_pool(asked, found.content.commands, team())) as pool,
         folders.begun(manifest, overwrite, asked.part),
     ):
-        folders.put_right({cell.name for cell in mine})
+        folders.repair({cell.name for cell in mine})
         plan = planned(mine, folders, reads := Reads())
         for why, count in Counter(each.message for each in plan if each.state == State.WAITING).items():
             if why:
@@ -289,7 +289,7 @@ def _swept(
                     folders.forget(event.name)
                 if leaving is not None and event.state in (State.DONE, State.FAILED):
                     leaving.look(event.name, console)
-        folders.put_right({cell.name for cell in mine})  # remainders of killed workers
+        folders.repair({cell.name for cell in mine})  # remainders of killed workers
         plan = planned(mine, folders, reads)
         for at, each in enumerate(plan):
             if each.state == State.WAITING:  # it failed, and the failure may not have been written

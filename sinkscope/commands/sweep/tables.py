@@ -51,7 +51,7 @@ COORDINATES = (
     Column("seed", "option", kind="whole"),
     Column("dtype", "data type of the weights", kind="text"),
     Column("token_zero", "description of the token at position 0", kind="text"),
-    Column("bos", "with or without: whether the sequences begin with a BOS", kind="text", since=2),
+    Column("bos", "with or without: whether the sequences begin with a BOS", kind="text"),
 )
 SWEEP_TABLES = {
     SWEEP: (*COORDINATES, METRIC, VALUE),

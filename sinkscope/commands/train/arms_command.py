@@ -59,9 +59,9 @@ from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.options.output import OutputOptions
 from sinkscope.output.comparison import compared
 from sinkscope.output.result import draw, write_data
-from sinkscope.output.run import Run, redrawn, write_run
+from sinkscope.output.run import Run
 from sinkscope.results.folders import FileList, alone_in, check_resumable, claim, new_folder, resumable
-from sinkscope.results.manifest import MANIFEST, files_in, make_manifest, write_manifest
+from sinkscope.results.manifest import MANIFEST, files_in, is_undrawn, make_manifest, write_manifest
 from sinkscope.results.swap import new_file
 from sinkscope.results.tables import LEADING_COLUMNS, read_table, write_tables
 from sinkscope.results.trainings import UNTOUCHED
@@ -106,8 +106,6 @@ class TrainingArms:
         self.console = Messages(quiet or not self.is_main)
         config = asked.model_dump(mode="json", exclude={"method"})  # each method is recorded with its arm
         self.options = {"config": config, "processes": PartialState().num_processes, **facts}
-        # values of options that a folder of an older version does not record
-        self.defaults = {"config": type(asked)().model_dump(mode="json", exclude={"method"})}
         self.held_out = self.folder / "held-out.npy"
         self.arms: dict[str, Any] = {}  # label → its record in the manifest
         self.files = FileList(self.folder, [self.held_out.name], lambda: write_manifest(self.folder, self._manifest()))
@@ -119,7 +117,7 @@ class TrainingArms:
 
             def take() -> None:
                 stack.enter_context(alone_in(self.folder))
-                check_resumable(self.folder, self.command, self.options, self.overwrite, self.defaults, reads, RENEWED)
+                check_resumable(self.folder, self.command, self.options, self.overwrite, reads, RENEWED)
 
             state = PartialState()
             Team(state.process_index, state.num_processes).of_the_first(take)
@@ -198,9 +196,9 @@ class TrainingArms:
         self.read = {"text_sha256": self.blocks.sha256, "weights_sha256": fingerprint(self.loaded.model)}
         found = None
         if not self.overwrite:
-            found = resumable(self.folder, self.command, self.options | self.read, self.defaults)
+            found = resumable(self.folder, self.command, self.options | self.read)
         if found is not None:
-            self.arms, self.files.names = found["arms"], found.get("files")
+            self.arms, self.files.names = found["arms"], found["files"]
         for arm in wanted:
             method, parameters = arm.method.name, dict(arm.method.parameters)
             record = {"method": method, "parameters": parameters, "label": arm.method.label, "seed": arm.seed}
@@ -325,12 +323,14 @@ class TrainingArms:
         manifest["input"]["text"] = f"{self.blocks.name}, held out"
         target = self.folder / label / "run"
         with self.files.new_folder(target) as fresh:
-            write_run(Run.of_analysis(manifest, tables, target), fresh)
+            write_data(Run.of_analysis(manifest, tables, target), fresh)
 
     def _draw(self, label: str) -> None:
         """Draw the figures and the page of an arm's run that are not drawn yet."""
         with spinner(self.console, "drawing the figures"):
-            redrawn(Run.open(self.folder / label / "run"), None if self.figures else (), self.page)
+            run = Run.open(self.folder / label / "run")
+            if is_undrawn(run.manifest):
+                draw(run, None if self.figures else (), self.page)
 
     # ------------------------------------------------------------------------------------------- all arms together
 
@@ -366,7 +366,7 @@ class TrainingArms:
             write_manifest(self.folder, done.manifest | {"drawn": False, "files": self.files.names})
             if comparison is not None:
                 done = replace(done, comparison=draw(comparison, page=self.page))
-            return draw(done, None if self.figures else {}, self.page, self.files)
+            return draw(done, None if self.figures else (), self.page, self.files)
 
     def _table_of_arms(self, name: str, labels: Iterable[str]) -> pd.DataFrame:
         paths = [self.folder / label / "tables" / f"{name}.parquet" for label in labels]

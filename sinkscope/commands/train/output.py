@@ -18,7 +18,7 @@ from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result, figure_failure
 from sinkscope.output.run import Run
 from sinkscope.results.findings import Finding
-from sinkscope.results.manifest import MANIFEST, folder_of, format_of, read_manifest
+from sinkscope.results.manifest import MANIFEST, folder_of, read_manifest
 from sinkscope.results.tables import LEADING_COLUMNS, read_table
 from sinkscope.results.trainings import UNTOUCHED, retrofit_table
 from sinkscope.verdict.analysis import quantized_source
@@ -115,7 +115,7 @@ def tables_of_arms(folder: Path) -> tuple[dict[str, Any], dict[str, pd.DataFrame
     tables = {}
     for name in manifest["tables"]:
         columns = (*LEADING_COLUMNS, *all_tables().get(name, ()))
-        tables[name] = read_table(folder / "tables" / f"{name}.parquet", columns, format_of(manifest))
+        tables[name] = read_table(folder / "tables" / f"{name}.parquet", columns)
     return manifest, tables
 
 

@@ -169,8 +169,7 @@ def train(
         "sharded": is_sharded(),
     }
     if resume:
-        defaults = TrainingConfig().model_dump(mode="json", exclude=FREE)
-        resumable(folder, COMMAND, options, defaults={"config": defaults, "sharded": False})
+        resumable(folder, COMMAND, options)
     try:
         if state.is_main_process:
             manifest = make_manifest(COMMAND, start=start, **options)

@@ -17,7 +17,7 @@ from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, TOKEN, T
 from sinkscope.text.batch import Batch
 
 BY_SEQUENCE = ("window_mass", "sink_rate", "sink_mass", "uniform_mass")
-UNIFORM = Column("uniform_mass", "window mass under uniform attention; above ε, there is no sink rate", since=4)
+UNIFORM = Column("uniform_mass", "window mass under uniform attention; above ε, there is no sink rate")
 
 
 class Attention(Observable):

@@ -1,6 +1,5 @@
 """`show`: the page of a folder is opened or printed, and made again from the tables alone."""
 
-import json
 import shutil
 import webbrowser
 from math import nan
@@ -14,7 +13,7 @@ from typer.testing import CliRunner
 
 import sinkscope
 from sinkscope.cli.app import app
-from sinkscope.results.manifest import read_manifest, strangers
+from sinkscope.results.manifest import foreign_files, make_manifest, read_manifest, write_manifest
 
 ASKED = {"observables": "attention,massive", "input": "random", "num_seqs": 2, "seq_len": 12, "bos": "never"}
 
@@ -44,7 +43,7 @@ def test_a_page_has_the_numbers_of_its_run_and_is_made_again_from_the_tables(run
     assert after["findings"] == before["findings"]
     outer = tmp_path / "sweep"  # of a folder of runs the comparison is shown
     shutil.copytree(run, outer / "comparison")
-    (outer / "run.json").write_text(json.dumps({"sinkscope": "0", "command": "sweep", "config": {}, "tables": []}))
+    write_manifest(outer, make_manifest("sweep", {}, 0.0))
     assert sinkscope.show(outer) == outer / "comparison" / "index.html"
 
 
@@ -52,7 +51,7 @@ def test_a_page_that_is_added_is_the_commands_own(tmp_path: Path, no_figures: No
     run = sinkscope.analyze(tiny_model("llama"), out=tmp_path / "run", page=False, **ASKED).folder
     assert not (run / "index.html").exists()
     sinkscope.show(run)
-    assert list(strangers(run)) == []  # --overwrite may replace the folder
+    assert list(foreign_files(run)) == []  # --overwrite may replace the folder
     assert read_manifest(run)["files"].count("index.html") == 1
 
 

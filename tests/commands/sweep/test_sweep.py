@@ -37,7 +37,7 @@ from sinkscope.measuring.processes import Team
 from sinkscope.options.recipe import SWEEPS, shipped
 from sinkscope.output.run import finished
 from sinkscope.results.folders import own_folder
-from sinkscope.results.manifest import make_manifest, noting, read_manifest, strangers, write_manifest
+from sinkscope.results.manifest import foreign_files, make_manifest, noting, read_manifest, write_manifest
 from sinkscope.results.tables import LEADING, names_of
 
 SMALL = "options: {num-seqs: 2, seq-len: 12, observables: [attention]}"
@@ -74,7 +74,7 @@ def assert_same(out: Path, whole: SweepRun, **close: Any) -> None:
     """Compare the tables of all cells and of the comparison, and check that no temporary file is left."""
     assert_same_tables(tables_in(out), tables_in(whole.folder), **close)
     assert not list(out.parent.rglob(".sinkscope-*"))
-    assert not list(strangers(out))
+    assert not list(foreign_files(out))
 
 
 def test_a_cell_is_what_its_command_writes(whole: SweepRun) -> None:

@@ -242,7 +242,7 @@ def test_a_full_disk_at_any_stage_says_so_and_loses_nothing(
         (Trainer, "_save_rng_state", full, "what was reached is kept"),  # a checkpoint
         (sinkscope.commands.train.arms_command, "write_tables", full, "the training up to step 3 is kept"),
         (PreTrainedModel, "save_pretrained", full_in_rust, "the training up to step 3 is kept"),
-        (sinkscope.commands.train.arms_command, "write_run", full, "vga/run failed"),
+        (sinkscope.commands.train.arms_command, "write_data", full, "vga/run failed"),
         (sinkscope.output.result, "save_figures", full, "figures failed, and nothing of it is left"),
     ]
     for place, name, fails, told in stages:
