@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +26,16 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from sinkscope.attention.kernels import AttentionCall, Kernel, fused_attention, numbers_that_fit
 from sinkscope.attention.taps import NAME, Interceptor, Seam, attends_by_us, denominator_of, operation_of
 from sinkscope.errors import SinkscopeError
-from sinkscope.models.edits import Attend, attending_by
-from sinkscope.models.family import Family
-from sinkscope.models.in_memory import outside_autocast, own_configurations
+from sinkscope.models.edits import Attend, attending_by, edited_input, unknown_code
+from sinkscope.models.family import Family, embedding_weight, input_device, number_of_positions
+from sinkscope.models.in_memory import outside_autocast, own_configurations, unchanged_after
+from sinkscope.models.packed import is_packed
+from sinkscope.models.wiring import record_ends
 
-KEPT = ("sdpa", "eager")  # attention implementations whose masks this module can read
-_lock = threading.Lock()  # two threads may open seams on one model
+READABLE = ("sdpa", "eager")  # attention implementations whose masks this module can read
+PROBED_TOKENS = 24
+ROUNDED_ACTIVATIONS = 5e-2  # largest difference where activations are rounded to 8 bits
+_opening = threading.Lock()  # two threads may open seams on one model
 
 
 def attend(
@@ -113,7 +118,7 @@ def open_seam(
     attentions = family.attentions(model)
     seams = {layer: Seam(kernel, family.door, family.causal, family.prefix) for layer in attentions}
     with ExitStack() as stack:
-        with _lock:
+        with _opening:
             if any(hasattr(attention, NAME) for attention in attentions.values()):
                 raise SinkscopeError("this model has its seams in already: close the tracer that is open on it first")
             for layer, attention in attentions.items():
@@ -151,9 +156,9 @@ def _interface(model: PreTrainedModel, aside: bool) -> Iterator[None]:
     configs = (vars(module).get("config") for module in model.modules())
     names = {config._attn_implementation for config in configs if isinstance(config, PreTrainedConfig)}
     with ExitStack() as stack:
-        if not names <= {*KEPT, NAME}:  # masks of flash attention have other formats
+        if not names <= {*READABLE, NAME}:  # masks of flash attention have other formats
             if aside:
-                others = ", ".join(map(str, names - {*KEPT, NAME}))
+                others = ", ".join(map(str, names - {*READABLE, NAME}))
                 raise SinkscopeError(f"{others} has masks of its own: load the model with attn_implementation='sdpa'")
             stack.enter_context(attention_implementation(model, "sdpa" if model._supports_sdpa else "eager"))
         stack.enter_context(attending_by(model, attend_if_ours))
@@ -182,6 +187,42 @@ def why_unread(seam: Seam, seen: Mapping[str, torch.Tensor], tokens: torch.Size)
             "recognizes; see `sinkscope doctor`"
         )
     return None
+
+
+@torch.no_grad()
+def unread_attentions(model: PreTrainedModel, family: Family) -> dict[int, str]:
+    """Return layer → why its attention cannot be read, after a run with the seams on a few tokens.
+
+    The layers get the same inputs as without the seams, so that their attention has to give the same outputs.
+    """
+    length = min(PROBED_TOKENS, number_of_positions(model, family) or PROBED_TOKENS)
+    ids = torch.arange(3, 3 + length, device=input_device(model))[None] % len(embedding_weight(model))
+    inputs = {"input_ids": ids, "use_cache": False}
+    layers, attentions = family.layer_modules(model), family.attentions(model)
+    with unchanged_after(model):
+        bare = record_ends(model, [*layers, *attentions.values()], inputs)
+    seen: dict[int, dict[str, torch.Tensor]] = {layer: {} for layer in attentions}
+
+    def keep(layer: int, name: str, tap: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        seen[layer][name] = output
+
+    with open_seam(model, family) as seams, ExitStack() as hooks:
+        for layer, seam in seams.items():
+            hooks.enter_context(edited_input(layers[layer], lambda module, x: bare[module][0].x.to(x.device)))
+            for name in seam.order[:-1]:
+                hooks.enter_context(getattr(seam, name).register_forward_hook(partial(keep, layer, name)))
+        seamed = record_ends(model, attentions.values(), inputs)
+        reasons = {layer: why_unread(seam, seen[layer], ids.shape) for layer, seam in seams.items()}
+    for layer, attention in attentions.items():
+        if reasons[layer] is None:
+            ours, theirs = (ends[attention][-1].x for ends in (seamed, bare))
+            difference = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
+            exact = max(torch.finfo(theirs.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
+            if difference > max(exact, ROUNDED_ACTIVATIONS if is_packed(model) else 0.0):
+                by = unknown_code([attention]) or type(attention).__name__
+                why = f"it attends by {by}, which is not one softmax of q·k: it differs by {difference:.1e} of its norm"
+                return dict.fromkeys(attentions, why)  # the layers of a model have one attention function
+    return {layer: reason for layer, reason in reasons.items() if reason is not None}
 
 
 @contextmanager

@@ -36,7 +36,7 @@ from sinkscope.measuring.tracer import model_inputs
 from sinkscope.models.edits import Attend, attending_by, edited_input, unknown_code
 from sinkscope.models.family import Family, embedding_weight
 from sinkscope.models.in_memory import undisturbed
-from sinkscope.models.quantized import is_quantized
+from sinkscope.models.packed import is_packed
 from sinkscope.models.wiring import layer_output
 from sinkscope.options.measuring import RunConfig
 from sinkscope.retrofits.retrofit import registers_before
@@ -194,7 +194,7 @@ def round_off(model: PreTrainedModel, family: Family, batch: Batch, bare: torch.
         tolerance = 1.0
     if not family.attentions(model).keys() <= {one.layer for one in attention}:
         tolerance = min(tolerance, LARGEST[bare.dtype])
-    return RoundOff(max(tolerance, ROUNDED if is_quantized(model) else 0.0), tuple(attention))
+    return RoundOff(max(tolerance, ROUNDED if is_packed(model) else 0.0), tuple(attention))
 
 
 @contextmanager

@@ -26,8 +26,7 @@ from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.edits import attending_by
 from sinkscope.models.family import NO_POSITIONS, Family, text_tower
-from sinkscope.models.loading import LoadedModel
-from sinkscope.models.pictures import load_processor
+from sinkscope.models.loading import LoadedModel, load_processor
 from sinkscope.options.measuring import RunConfig
 from sinkscope.results.findings import PHI
 from sinkscope.results.tables import HEAD, SEQUENCE, Column, Columns, names_of

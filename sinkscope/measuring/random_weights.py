@@ -18,12 +18,11 @@ from transformers import PreTrainedModel
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory
 from sinkscope.measuring.subject import Subject
 from sinkscope.models.in_memory import drawing, undisturbed
-from sinkscope.models.quantized import ORDINARY, is_quantized
+from sinkscope.models.packed import ORDINARY, is_packed, without_packing
 from sinkscope.retrofits import new_parameters
 
 WEIGHTS_AT_RANDOM = "random"  # in the manifest, in place of the format of a checkpoint's weights
 AT_RANDOM = " (random weights)"  # appended to the model's name
-QUANTIZATION = "quantization_config"  # an attribute of a model's configuration
 
 
 @contextmanager
@@ -50,8 +49,7 @@ def redrawn(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     if len(devices) > 1 or torch.device("meta") in devices:
         raise InputError("it is spread over several devices: load it on one, without --device-map auto")
     config = copy.deepcopy(model.config)
-    if hasattr(config, QUANTIZATION):
-        delattr(config, QUANTIZATION)
+    without_packing(config)
     dtype = next((x.dtype for x in model.parameters() if x.dtype in ORDINARY), torch.float32)
     try:
         with drawing(seed), torch.device("cpu"):
@@ -62,7 +60,7 @@ def redrawn(model: PreTrainedModel, seed: int) -> PreTrainedModel:
         if is_out_of_memory(error):
             raise SinkscopeError("a second model with random weights does not fit into memory") from error
         raise InputError(f"it cannot be built from its configuration alone [{described(error)}]") from error
-    if not is_quantized(model):
+    if not is_packed(model):
         have, built = ({name: x.shape for name, x in each.named_parameters()} for each in (model, network))
         other = [name for name in {**have, **built} if have.get(name) != built.get(name)]
         if other:  # the model has been changed since it was built

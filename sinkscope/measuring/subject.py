@@ -14,7 +14,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 
 from sinkscope.attention.position_kinds import with_positions
-from sinkscope.attention.unread import unread_attentions
+from sinkscope.attention.seam import unread_attentions
 from sinkscope.errors import InputError, counted
 from sinkscope.measuring.console import print_line, print_notices, spinner
 from sinkscope.measuring.memory import Memory, room

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from sinkscope.errors import InputError, SinkscopeError, explained, one_line
 from sinkscope.models.family import embedding_weight, input_device
 from sinkscope.models.files import ADAPTER_CONFIG, check_safetensors, fetch, is_path
-from sinkscope.models.quantized import is_quantized
+from sinkscope.models.packed import PACKED_WEIGHTS, is_packed
 from sinkscope.options.files import check_readable, kind_of, names_in, read_object, user_path
 
 SAFE, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
@@ -88,7 +88,7 @@ def with_adapter(
     source, own = f"--adapter {files.source}", str(model.config.name_or_path)
     with explained(f"{source}: PEFT cannot use its {ADAPTER_CONFIG}"):
         config = peft.PeftConfig.from_pretrained(str(files.folder))
-    method, merging = str(getattr(config.peft_type, "value", config.peft_type)), not is_quantized(model)
+    method, merging = str(getattr(config.peft_type, "value", config.peft_type)), not is_packed(model)
     if config.is_prompt_learning:
         raise InputError(f"{source} adds prompts ({method}) and no weights: the model cannot be measured with it")
     with explained(f"{source} does not fit {own}"):
@@ -100,7 +100,7 @@ def with_adapter(
     network = merged(wrapped.eval(), source, method) if merging else wrapped.get_base_model()
     digest = hashlib.sha256((files.folder / files.weights).read_bytes()).hexdigest()
     record = {"source": files.source, "commit": files.commit, "method": method, "merged": merging, "sha256": digest}
-    became = "merged into the model's weights" if merging else "not merged, because the model's weights are quantized"
+    became = "merged into the model's weights" if merging else f"not merged, because the model's {PACKED_WEIGHTS}"
     notices: tuple[str, ...] = (f"adapter {files.source}: {became}",)
     if files.base and Path(files.base).name.casefold() != Path(own).name.casefold():
         base = one_line(files.base)

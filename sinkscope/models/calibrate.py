@@ -25,10 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import InputError, described
-from sinkscope.models.edge import place_of
 from sinkscope.models.edits import MATMULS, SOFTMAXES, as_product, attending_by, edited_input
 from sinkscope.models.family import (
     ATTENTION,
@@ -49,6 +47,8 @@ from sinkscope.models.family import (
     find_copies,
     input_device,
 )
+from sinkscope.models.in_memory import place_of
+from sinkscope.models.projections import LINEAR_LAYERS
 from sinkscope.models.wiring import Event, at_sites, check_wiring, mlp_reads_attention, output_of, record_ends
 
 ULPS = 8  # of the larger term: a sum of three, each rounded
@@ -213,7 +213,7 @@ def _last_projection(layer: nn.Module, events: list[Event], mlp: tuple[str, ...]
     """Return the path of the projection that ends the feed-forward network; None if something else ends it."""
     inside = tuple(f"{path}." for path in mlp)
     own = [event for event in events if event.end == "output" and f"{event.path}.".startswith(inside)]
-    linear = [event for event in own if isinstance(layer.get_submodule(event.path), nn.Linear | Conv1D)]
+    linear = [event for event in own if isinstance(layer.get_submodule(event.path), LINEAR_LAYERS)]
     # a norm may follow the network, or it adds the residual stream itself
     ends = [event.x for event in events if event.address == mlp_out] + [event.x for event in own[-1:]]
     return linear[-1].path if linear and any(torch.equal(linear[-1].x, x) for x in ends) else None
@@ -422,7 +422,7 @@ def find_projections(model: Any, attending: Sequence[nn.Module]) -> tuple[dict[R
         return own(module, *args, **kwargs)
 
     modules = {module for attention in attending for module in attention.modules()}
-    linear = [module for module in modules if isinstance(module, nn.Linear | Conv1D)]
+    linear = [module for module in modules if isinstance(module, LINEAR_LAYERS)]
     ids = torch.arange(3, 3 + PROBES, device=input_device(model))[:, None] % len(embedding_weight(model))
     # some models cannot read single tokens
     with suppress(RuntimeError, ValueError, IndexError), attending_by(model, listening):

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from sinkscope.errors import InputError
 from sinkscope.models.edits import Edit
 from sinkscope.models.family import Family
-from sinkscope.models.projections import check_plain
+from sinkscope.models.projections import LINEAR_LAYERS, check_plain
 
 DENSE = -1  # the expert of a layer without a mixture
 
@@ -89,7 +89,7 @@ def feed_forwards(model: PreTrainedModel, family: Family) -> dict[int, FeedForwa
         parts = dict(module.named_modules(remove_duplicate=False))
         for path in (family.down, family.experts):
             part = parts.get(path)
-            if isinstance(part, nn.Linear | Conv1D) or _holds_experts(part):
+            if isinstance(part, LINEAR_LAYERS) or _holds_experts(part):
                 found[layer] = FeedForward(path, part)
     return found
 

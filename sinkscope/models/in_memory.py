@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from traceback import walk_tb
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from sinkscope.errors import InputError
-from sinkscope.models.edge import naming_the_place
+from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory, was_interrupted
 from sinkscope.models.edits import ACCELERATE, HOOKS, Noted, hook_of_user, name_of
 from sinkscope.models.family import reading_text, rotating_anew
-from sinkscope.models.quantized import is_packed
+from sinkscope.models.packed import unpacks_when_run
+from sinkscope.plugins import package_with
 
 WRAPPERS = (
     "torch.compile", "DataParallel", "DistributedDataParallel", "PEFT", "nnsight", "nnterp", "a TransformerBridge"
@@ -128,7 +129,7 @@ def unwrapped(model: Any, changed: bool = False) -> PreTrainedModel:
             "PEFT's AdaptionPrompt adds a second attention to the model's own, which is not measured: give the model "
             "without it"
         )
-    if is_packed(model):
+    if unpacks_when_run(model):
         raise InputError(f"the weights of {type(model).__name__} are unpacked in its first run: run it once before")
     if (empty := _without_numbers(model)) is not None:
         raise InputError(f"{empty} of {type(model).__name__} is on the meta device, without numbers: load its weights")
@@ -213,6 +214,43 @@ def weight_in_memory(module: Any) -> torch.Tensor:
         return module.weight.detach().clone()
 
 
+def place_of(error: BaseException, model: nn.Module) -> tuple[str, str]:
+    """Return the innermost module of the model, or the function of a plugin, in which an error arose, and what to do.
+
+    Both are "" if there is none in its traceback.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    place, advice = "", ""
+    for frame, _ in walk_tb(error.__traceback__):
+        holder, code = frame.f_locals.get("self"), frame.f_globals.get("__name__", "")
+        if package := package_with(code):
+            place = f"{frame.f_code.co_qualname} of the plugin {package}"
+            advice = "raised an error: repair or uninstall it"
+        elif frame.f_code.co_name == "_call_impl" and holder in names:  # torch's function in which a module runs
+            place = f"{names[holder] or 'the model'} ({type(holder).__name__})"
+            advice = "raised an error: does the model run without sinkscope?"
+        elif place and code.startswith("sinkscope."):
+            advice = "cannot be measured: please report it"
+    return place, advice
+
+
+@contextmanager
+def _naming_the_place(model: nn.Module) -> Iterator[None]:
+    """Raise SinkscopeError, which names the module of the model or the plugin, for an error that another code raises.
+
+    Errors that came from neither, SinkscopeError, an interrupt and a lack of memory pass through.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, SinkscopeError) or was_interrupted(error) or is_out_of_memory(error):
+            raise
+        place, advice = place_of(error, model)
+        if not place:
+            raise
+        raise SinkscopeError(f"{place} {advice} [{described(error)}]") from error
+
+
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Let the model compute as in deployment within the block: eval mode, not compiled, and outputs by name.
@@ -221,7 +259,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     error of the model's code, or of a plugin, becomes a SinkscopeError that names the module or the plugin.
     """
     with ExitStack() as stack:
-        stack.enter_context(naming_the_place(model))
+        stack.enter_context(_naming_the_place(model))
         stack.enter_context(on_cpu_by_default())
         stack.enter_context(torch.random.fork_rng(devices=[]))  # for a short text, BigBird makes new modules
         stack.enter_context(unchanged_after(model))

@@ -8,7 +8,7 @@ one point only and transformers never falls back to pickled weights.
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,22 +27,22 @@ from sinkscope.models.adapters import find_adapter, with_adapter
 from sinkscope.models.files import ADAPTER_CONFIG, ModelFiles, check_settings, gigabytes, is_path, quiet, read_settings
 from sinkscope.models.in_memory import on_cpu_by_default, text_of
 from sinkscope.models.memory import free_memory
-from sinkscope.models.quantized import (
+from sinkscope.models.packed import (
     BY_KERNELS,
-    DEQUANTIZED,
     UNPACKED,
+    gguf_options,
     is_ordinary,
-    is_quantized,
+    measured_precision,
     method_of,
     packed_bytes,
     runs_packed,
-    unpacking,
+    set_unpacking,
 )
 from sinkscope.options.files import kind_of, names_in, user_path
-from sinkscope.options.measuring import POLICIES, check_device_map
+from sinkscope.options.measuring import POLICIES, RunConfig, check_device_map
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-SMALL = 100_000_000  # a number of parameters that fits into any memory
+FITS_ANYWHERE = 100_000_000  # a number of parameters that fits into any memory
 FILLED = 0.9  # share of a GPU's free memory that weights may take; accelerate's device_map="auto" fills as much
 GENERATION = "generation_config.json"
 
@@ -125,10 +125,19 @@ def load(
         if not is_known and not trust_remote_code:
             raise _needs_trust(files.source)
         if is_known and not files.gguf:
-            _check_size(files, config)
+            bits = 8 * sum((files.folder / name).stat().st_size for name in files.weights)
+            try:
+                count = count_parameters(config)
+            except Exception as error:
+                raise _build_error(files, error) from error
+            if count > max(bits, FITS_ANYWHERE):  # transformers would allocate all of them
+                raise InputError(
+                    f"{files.source}: its config.json describes a model of {count:,} parameters, more than its "
+                    "weights' files can hold: one of its sizes is wrong"
+                )
         if check is not None:
             _check_sketch(check, files, config, dtype, device_map, trust_remote_code)
-        unpacking(config)
+        set_unpacking(config, True)
         network, ignored = _build(files, config, dtype, device_map, trust_remote_code)
         _check_values(files, network)
         tokenizer = _read_tokenizer(files, config, trust_remote_code)
@@ -138,8 +147,36 @@ def load(
             name, notices = f"{name}+{change.name}", (*notices, *about)
     network.eval().requires_grad_(False)
     origin = (name, files.source, files.revision, files.commit)
-    stored = files.stored.removesuffix(DEQUANTIZED) if is_quantized(network) else files.stored
-    return LoadedModel(network, tokenizer, *origin, notices, stored, record)
+    return LoadedModel(network, tokenizer, *origin, notices, measured_precision(files.stored, network), record)
+
+
+def load_encoder(config: RunConfig) -> LoadedModel | None:
+    """Load a vision transformer (ViT, DINOv2, the vision half of CLIP or SigLIP); None for a model of another kind."""
+    if config.model is None or config.gguf_file is not None:
+        return None
+    with quiet():
+        settings = model_files.find_settings(config.model, config.revision, None)
+        about = read_config(settings, config.trust_remote_code)
+        vision = getattr(about, "vision_config", about)
+        if any(type(about) in auto._model_mapping for auto in AUTO_CLASSES) or not hasattr(vision, "patch_size"):
+            return None
+        files = model_files.find_files(config.model, config.revision, None, config.allow_pickle)
+        model_files.check_weights(files)
+        dtype = DTYPES[config.dtype or "float32"]
+        with explained(f"transformers could not load {files.source}"):
+            model = transformers.AutoModel.from_pretrained(files.folder, dtype=dtype, device_map=config.device_map)
+    model = getattr(model, "vision_model", model)
+    if not hasattr(model, "set_attn_implementation"):
+        raise InputError(f"{files.source}: its encoder of pictures is no vision transformer of transformers")
+    model = model.eval().requires_grad_(False).to(dtype)
+    return LoadedModel(model, None, files.name, files.source, files.revision, files.commit, files.notices, files.stored)
+
+
+def load_processor(source: str, revision: str | None = None, *, text: bool = True) -> Any:
+    """Load the processor of pictures, with `text` also of text, from a folder or the hub, without code of its own."""
+    kind = transformers.AutoProcessor if text else transformers.AutoImageProcessor
+    with quiet(), explained(f"{source} has no processor that reads pictures"):
+        return kind.from_pretrained(source, revision=revision, trust_remote_code=False)
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
@@ -191,20 +228,6 @@ def read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(files.folder, trust_remote_code=trust_remote_code)
     config.return_dict = True  # outputs are read by name
     return config
-
-
-def _check_size(files: ModelFiles, config: PreTrainedConfig) -> None:
-    """Raise InputError for more parameters than the files have bits: transformers would allocate all of them."""
-    bits = 8 * sum((files.folder / name).stat().st_size for name in files.weights)
-    try:
-        count = count_parameters(config)
-    except Exception as error:
-        raise _build_error(files, error) from error
-    if count > max(bits, SMALL):
-        raise InputError(
-            f"{files.source}: its config.json describes a model of {count:,} parameters, more than its weights' "
-            "files can hold: one of its sizes is wrong"
-        )
 
 
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
@@ -284,8 +307,7 @@ def _build(
         place, too_large = _placed(files, config, dtype, trust_remote_code)
     options: dict[str, Any] = {"use_safetensors": files.weights[0].endswith(".safetensors")}
     if files.gguf:
-        # dequantized: otherwise the model would count as quantized and could not be cast or saved
-        options = {"gguf_file": files.gguf, "quantization_config": transformers.GgufConfig(dequantize=True)}
+        options = gguf_options(files.gguf)
     try:
         built: Any = class_for(config, files.source).from_pretrained(
             files.folder,
@@ -311,7 +333,7 @@ def _build(
     notices = [f"ignored weights that the model does not have: {_some(surplus)}"] if surplus else []
     if too_large:
         places = getattr(model, "hf_device_map", {"": model.device}).values()
-        devices = dict.fromkeys(f"cuda:{at}" if isinstance(at, int) else str(at) for at in places)
+        devices = dict.fromkeys(f"cuda:{place}" if isinstance(place, int) else str(place) for place in places)
         notices.append(f"too large for one GPU: {too_large} on {', '.join(devices)}")
     is_encoder = AutoModelForMaskedLM._model_mapping.get(type(model.config), None) is type(model)
     # sentence encoders, classifiers and ELECTRA's discriminators lack only the head that predicts masked tokens
@@ -319,9 +341,9 @@ def _build(
         model, missing = model.base_model, []
         notices.append("saved without a head that predicts tokens: there is no loss, and no gradients are measured")
     if mismatched:
-        name, found, expected = mismatched[0]
+        name, stored, expected = mismatched[0]
         raise InputError(
-            f"{files.source}: its weights do not fit its config.json: {name} has shape {tuple(found)}, "
+            f"{files.source}: its weights do not fit its config.json: {name} has shape {tuple(stored)}, "
             f"not {tuple(expected)} ({len(mismatched)} in total)"
         )
     if missing:
@@ -341,27 +363,21 @@ def _placed(files: ModelFiles, config: PreTrainedConfig, dtype: str, trust_remot
     Weights that fit only as they are packed stay so, if transformers can compute with them, by kernels from the hub.
     """
     room = FILLED * free_memory(torch.device("cuda"))
-    stored = sum((files.folder / name).stat().st_size for name in files.weights)
-    if _bytes_in_memory(files, config, dtype, stored) <= room:
+    in_memory = stored = sum((files.folder / name).stat().st_size for name in files.weights)
+    method = method_of(config.to_dict())
+    if files.gguf or (method in UNPACKED if method else dtype != "auto"):
+        with suppress(Exception):  # code that comes with the model
+            in_memory = count_parameters(config) * DTYPES.get(dtype, torch.bfloat16).itemsize
+    if in_memory <= room:
         return "cuda", ""
     fits_packed = stored <= room and runs_packed(config)
     if fits_packed and trust_remote_code:
-        config.quantization_config |= {"dequantize": False}
+        set_unpacking(config, False)
         return "cuda", "its weights are measured as they are packed,"
     if was_launched():  # each process has one GPU
         return "cuda", ""
     hint = " (as they are packed on one, with --trust-remote-code for kernels from the hub)" if fits_packed else ""
     return "auto", f"its weights are{hint}"
-
-
-def _bytes_in_memory(files: ModelFiles, config: PreTrainedConfig, dtype: str, stored: int) -> int:
-    method = method_of(config.to_dict())
-    if not files.gguf and (method not in UNPACKED if method else dtype == "auto"):
-        return stored
-    try:
-        return count_parameters(config) * DTYPES.get(dtype, torch.bfloat16).itemsize
-    except Exception:  # code that comes with the model
-        return stored
 
 
 def was_launched() -> bool:
@@ -491,7 +507,7 @@ def check_devices(device_map: str) -> None:
         if not there:
             raise InputError(f"{asked} PyTorch sees no such device here: use cpu or auto")
         if index >= there:
-            raise InputError(f"{asked} PyTorch sees only {', '.join(f'{kind}:{at}' for at in range(there))}")
+            raise InputError(f"{asked} PyTorch sees only {', '.join(f'{kind}:{number}' for number in range(there))}")
         if kind == "xpu" and not torch.xpu.get_device_properties(index).has_fp64:
             raise InputError(f"{asked} sums are in float64, which this device does not have: use cpu")
     if kind == "mps" or (kind in POLICIES and COUNTS["mps"]()):

@@ -7,7 +7,8 @@ NU is "Attention Sink Mechanisms Are Not Universal".
 """
 
 import inspect
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from sinkscope.errors import InputError
 from sinkscope.models.edits import check_own_map
 from sinkscope.models.family import Family, Role
 from sinkscope.models.in_memory import weight_in_memory
-from sinkscope.models.quantized import is_ordinary
+from sinkscope.models.packed import check_ordinary
 
 # Massive coordinates (NU appendix C): the gap is searched for among this many of the largest entries …
 FIRST_PLACES = 16
@@ -28,6 +29,8 @@ GAP = 2.0  # … the last massive one is at least this times the next one …
 OUTLYING = 10.0  # … and this times the median
 
 ROLES: tuple[Role, ...] = ("query", "key", "value")
+LINEAR_LAYERS = (nn.Linear, Conv1D)  # Conv1D is GPT-2's linear layer, with its weight stored as (in, out)
+NO_LAYER = -1  # for a module outside the model's layers
 
 
 @dataclass(frozen=True)
@@ -77,16 +80,10 @@ class Projection:
 def check_plain(module: Any) -> None:
     """Raise InputError unless a module's output depends only on its `weight` and `bias`, which are not quantized."""
     check_ordinary(module)
-    if not isinstance(module, nn.Linear | Conv1D):  # an adapter's layer has more weights than `weight`
+    if not isinstance(module, LINEAR_LAYERS):  # an adapter's layer has more weights than `weight`
         package, kind = type(module).__module__.partition(".")[0], type(module).__name__
         raise InputError(f"it projects by {package}'s {kind}, not by one matrix: merge its adapter first")
     check_own_map(module)
-
-
-def check_ordinary(module: Any) -> None:
-    """Raise InputError if a module's weight is quantized; an adapter is allowed."""
-    if not hasattr(module, "weight") or not is_ordinary(module.weight):
-        raise InputError("its weights are quantized: load it in float32, bfloat16 or float16")
 
 
 def projections(model: PreTrainedModel, family: Family, layer: int) -> dict[Role, Projection]:
@@ -149,6 +146,30 @@ def _outputs(module: Any) -> int:
     if not isinstance(count, int):
         raise InputError(f"it projects by a {type(module).__name__}, which does not say how many outputs it has")
     return count
+
+
+# --- linear layers
+
+
+def linear_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all linear modules except the LM head, which computes logits or shares its weight with the embeddings."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    for path, module in model.named_modules():
+        is_head = module is head or getattr(module, "weight", None) is getattr(embedding, "weight", embedding)
+        if isinstance(module, LINEAR_LAYERS) and not is_head:
+            yield path, module
+
+
+def by_output(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+    """Transpose a module's weight, if needed, so that it has a row for each output channel (embedding: each token)."""
+    return weight.T if isinstance(module, Conv1D) else weight
+
+
+def layer_and_kind(path: str, family: Family) -> tuple[int, str]:
+    """Return the layer of a path, and the path within it."""
+    if not (match := re.fullmatch(rf"{re.escape(family.layers)}\.(\d+)\.(.+)", path)):
+        return NO_LAYER, path
+    return int(match[1]), re.sub(r"(?<=\.)\d+(?=\.|$)", "*", match[2])
 
 
 # --- learned positions

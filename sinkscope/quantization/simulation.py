@@ -16,6 +16,7 @@ from sinkscope.attention.taps import Seam
 from sinkscope.models.edits import edited_output, first_argument, replaced, wrapped_forward
 from sinkscope.models.families import find_family
 from sinkscope.models.in_memory import called_uncompiled, on_cpu_by_default, unwrapped
+from sinkscope.models.projections import by_output
 from sinkscope.options.measuring import PerActivation, PerCache, PerWeight
 from sinkscope.quantization.grids import Precision, Range
 from sinkscope.quantization.sites import (
@@ -29,7 +30,6 @@ from sinkscope.quantization.sites import (
     VALUES,
     WEIGHT,
     Site,
-    by_output,
     chosen_sites,
 )
 from sinkscope.quantization.spared import ALL_ROWS, NOTHING, Spared

@@ -8,23 +8,20 @@ full     also weights and outputs of the embeddings, their sum, every residual s
 Both may include the keys and values, after the positional encoding, as attention reads them and a cache holds them.
 """
 
-import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from sinkscope.errors import InputError, unknown
 from sinkscope.models.adapters import check_no_adapter
 from sinkscope.models.edits import check_own_map, check_parameters
 from sinkscope.models.family import NOT_RUN, Family, read_a_token
-from sinkscope.models.quantized import check_not_quantized
+from sinkscope.models.packed import check_not_packed
+from sinkscope.models.projections import NO_LAYER, layer_and_kind, linear_modules
 
-LINEAR = (nn.Linear, Conv1D)  # Conv1D is GPT-2's linear layer, with its weight stored as (in, out)
 LINEAR_SCHEME, FULL_SCHEME = SCHEMES = ("linear", "full")
 INPUT, WEIGHT, OUTPUT = "input", "weight", "output"
 PARTS = (INPUT, WEIGHT, OUTPUT)
@@ -32,7 +29,6 @@ SUM = "residual sum"
 SCORES, SOFTMAX, KEYS, VALUES = "scores", "softmax output", "keys", "values"  # parts of an attention layer
 CACHED = (KEYS, VALUES)
 IN_ATTENTION = (SCORES, SOFTMAX, *CACHED)
-NO_LAYER = -1  # for a module outside the model's layers
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ def sites_of(
     """Return the sites of a model: linear layers, then the sites that only scheme `full` has, then keys and values."""
     if scheme not in SCHEMES:
         raise InputError(f"scheme {unknown(scheme, SCHEMES)}")
-    check_not_quantized(model, "simulated quantization")
+    check_not_packed(model, "simulated quantization")
     check_no_adapter(model, "simulated quantization")
     # modules that the text passes: the modules of running layers, and the modules outside layers that run
     found = dict(linear_modules(model))
@@ -110,15 +106,6 @@ def _check_interface(family: Family, option: str, what: str) -> None:
         )
 
 
-def linear_modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all linear modules except the LM head, which computes logits or shares its weight with the embeddings."""
-    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    for path, module in model.named_modules():
-        is_head = module is head or getattr(module, "weight", None) is getattr(embedding, "weight", embedding)
-        if isinstance(module, LINEAR) and not is_head:
-            yield path, module
-
-
 def full_precision_modules(model: PreTrainedModel, sites: Iterable[Site]) -> list[str] | None:
     """Return the nn.Linear modules that are not sites, such as the LM head; None if a site is not in an nn.Linear."""
     quantized = {site.path for site in sites if site.part == INPUT}
@@ -142,11 +129,6 @@ def not_quantized(model: PreTrainedModel, family: Family) -> dict[str, float]:
     return shares
 
 
-def by_output(module: nn.Module, weight: torch.Tensor) -> torch.Tensor:
-    """Transpose a module's weight, if needed, so that it has a row for each output channel (embedding: each token)."""
-    return weight.T if isinstance(module, Conv1D) else weight
-
-
 def chosen_sites(sites: Collection[Site], named: Iterable[Site | str]) -> set[Site]:
     """Return the sites that the user names. Raises InputError if a name matches no site.
 
@@ -161,13 +143,6 @@ def chosen_sites(sites: Collection[Site], named: Iterable[Site | str]) -> set[Si
             raise InputError(f"site {unknown(str(name), sorted(known))}")
         found |= meant
     return found
-
-
-def layer_and_kind(path: str, family: Family) -> tuple[int, str]:
-    """Return the layer of a path, and the path within it."""
-    if not (match := re.fullmatch(rf"{re.escape(family.layers)}\.(\d+)\.(.+)", path)):
-        return NO_LAYER, path
-    return int(match[1]), re.sub(r"(?<=\.)\d+(?=\.|$)", "*", match[2])
 
 
 def _check_weight(path: str, module: Any) -> None:

@@ -28,7 +28,8 @@ from sinkscope.attention.taps import NAME, Denominator, Interceptor
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.models.edits import check_own_map
 from sinkscope.models.family import Family, text_tower
-from sinkscope.models.projections import Projection, check_ordinary, projections
+from sinkscope.models.packed import check_ordinary
+from sinkscope.models.projections import Projection, projections
 
 RETROFIT = "retrofit"  # the name of a retrofit's module in the module that it changes; part of saved state dicts
 

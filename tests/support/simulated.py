@@ -25,7 +25,7 @@ from torch.utils.backend_registration import (
 from transformers import PreTrainedModel
 
 from sinkscope.attention import kernels
-from sinkscope.models import quantized
+from sinkscope.models import packed
 from sinkscope.models.families import find_family
 
 NAME, LAZY = "sim", "lazy"
@@ -406,7 +406,7 @@ def simulated(capability: tuple[int, int] = (8, 0)) -> Iterator[None]:
         patch.setattr(Device, "is_available", True)
         patch.setattr(Device, "capability", capability)
         patch.setattr(torch, "Generator", _Generator)
-        patch.setattr(quantized, "PLAIN", (*quantized.PLAIN, Simulated))
+        patch.setattr(packed, "ORDINARY_TYPES", (*packed.ORDINARY_TYPES, Simulated))
         patch.setattr(torch.backends.cuda, "SDPAParams", lambda *given: given)
         patch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda given: _is_flash(*given))
         patch.setattr(torch.backends.cuda, "can_use_efficient_attention", lambda given: _is_efficient(*given))

@@ -22,7 +22,7 @@ from sinkscope.measuring.spike_mask import SpikeMask, measured_mask
 from sinkscope.measuring.subject import ModelLike, check_config, is_in_memory, options_of
 from sinkscope.measuring.tables import publish
 from sinkscope.models.in_memory import text_of
-from sinkscope.models.pictures import load_encoder
+from sinkscope.models.loading import load_encoder
 from sinkscope.models.steps import find_checkpoints
 from sinkscope.options.keywords import AnalyzeKeywords
 from sinkscope.options.option import checked

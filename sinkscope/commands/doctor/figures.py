@@ -3,7 +3,7 @@
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import escape, title
 from sinkscope.figures.style import Figure, Look, new_figure
-from sinkscope.quantization.sites import NO_LAYER
+from sinkscope.models.projections import NO_LAYER
 from sinkscope.results.run import RunData
 from sinkscope.results.side_by_side import shorten
 

@@ -17,7 +17,7 @@ from sinkscope.commands.doctor.overflow import (
     SQUARE,
     STREAM,
 )
-from sinkscope.quantization.sites import NO_LAYER
+from sinkscope.models.projections import NO_LAYER
 from sinkscope.results.findings import HEADROOM, Finding, Outcome
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData

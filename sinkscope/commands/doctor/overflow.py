@@ -35,9 +35,9 @@ from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import model_inputs
 from sinkscope.models.edits import Edit, edited_input, edited_output, first_argument, replaced, wrapped_forward
 from sinkscope.models.family import RESIDUAL_SITES, Family
-from sinkscope.models.quantized import check_not_quantized
+from sinkscope.models.packed import check_not_packed
+from sinkscope.models.projections import LINEAR_LAYERS, NO_LAYER, layer_and_kind, linear_modules
 from sinkscope.models.wiring import first_floats
-from sinkscope.quantization.sites import LINEAR, NO_LAYER, layer_and_kind, linear_modules
 from sinkscope.results.findings import HEADROOM
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column, Columns
 from sinkscope.text.batch import Batch
@@ -343,7 +343,7 @@ def rescaled(prediction: Prediction, factor: float) -> Iterator[None]:
         stack.enter_context(edited_input(family.layer_modules(model)[0], divided))
         for path in dict.fromkeys(address.rpartition(".")[0] for address in prediction.added()):
             module = model.get_submodule(path)
-            if isinstance(module, LINEAR):
+            if isinstance(module, LINEAR_LAYERS):
                 parts = [(name, x) for name, x in module._parameters.items() if x is not None]
                 stack.enter_context(replaced([(module, name, x / factor) for name, x in parts]))
             else:
@@ -397,7 +397,7 @@ class Overflow:
     def __init__(self, subject: Subject, dtype: str) -> None:
         self.subject, self.name, self.dtype = subject, dtype, FORMATS[dtype]
         self.model, self.family, self.limit = subject.loaded.model, subject.family, limit_of(self.dtype)
-        check_not_quantized(self.model, "doctor --dtype")
+        check_not_packed(self.model, "doctor --dtype")
         if self.model.dtype == torch.float16 or any(weight.is_meta for weight in self.model.parameters()):
             raise InputError("doctor --dtype predicts from weights in memory in float32 or bfloat16: load the model so")
         self.refused: dict[str, str] = {}  # remedy → why it was left out

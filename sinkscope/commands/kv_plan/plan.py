@@ -38,8 +38,8 @@ from sinkscope.measuring.parity import Parity
 from sinkscope.measuring.streaming import token_losses
 from sinkscope.measuring.subject import Subject, position_limit
 from sinkscope.measuring.tracer import Tracer, open_tracer
+from sinkscope.models.rotation import random_rotation
 from sinkscope.quantization.grids import RowGrids
-from sinkscope.quantization.rotation import random_rotation
 from sinkscope.results.statistics import bootstrap, resamplings_of, weighted_means
 from sinkscope.results.tables import KV_HEAD, SEQUENCE, Column, Columns
 from sinkscope.text.batch import Batch

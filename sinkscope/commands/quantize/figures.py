@@ -12,8 +12,9 @@ from sinkscope.figures import plot, style
 from sinkscope.figures.labels import escape, title, wrapped
 from sinkscope.figures.spec import needs
 from sinkscope.figures.style import HIGHEST, NAVY, OTHERS, SINK, SKY, VERMILION, WIDE, Figure, Look, new_figure
+from sinkscope.models.projections import NO_LAYER
 from sinkscope.quantization.settings import ALL_LAYERS, ALONE, FULL
-from sinkscope.quantization.sites import INPUT, KEYS, NO_LAYER, OUTPUT, SCORES, SOFTMAX, SUM, VALUES, WEIGHT
+from sinkscope.quantization.sites import INPUT, KEYS, OUTPUT, SCORES, SOFTMAX, SUM, VALUES, WEIGHT
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 from sinkscope.results.side_by_side import shorten

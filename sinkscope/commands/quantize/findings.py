@@ -16,10 +16,11 @@ import yaml
 
 from sinkscope.commands.quantize import split_findings as quantization_split
 from sinkscope.errors import counted
+from sinkscope.models.projections import NO_LAYER
 from sinkscope.quantization import settings as levels
 from sinkscope.quantization.prefix_cache import CACHE, HOW
 from sinkscope.quantization.settings import ALL, ALL_LAYERS, ALONE, COSTLIEST_KEPT, COSTLY, FULL, MASSIVE_KEPT
-from sinkscope.quantization.sites import CACHED, FULL_SCHEME, LINEAR_SCHEME, NO_LAYER, PARTS
+from sinkscope.quantization.sites import CACHED, FULL_SCHEME, LINEAR_SCHEME, PARTS
 from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData

@@ -26,9 +26,9 @@ from sinkscope.measuring.observables.massive import is_massive, median_magnitude
 from sinkscope.measuring.subject import position_limit
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.models.family import vocabulary
+from sinkscope.models.rotation import rotated
 from sinkscope.quantization import settings
 from sinkscope.quantization.grids import Range
-from sinkscope.quantization.rotation import rotated
 from sinkscope.quantization.simulation import quantized_sites
 from sinkscope.quantization.sites import CACHED, INPUT, SCORES, SOFTMAX, SUM, WEIGHT, Site
 from sinkscope.quantization.spared import Spared

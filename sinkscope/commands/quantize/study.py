@@ -34,6 +34,7 @@ from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.edits import Beginning, first_argument
 from sinkscope.models.family import first_tensor
 from sinkscope.models.in_memory import undisturbed, unwrapped
+from sinkscope.models.projections import by_output
 from sinkscope.quantization import settings
 from sinkscope.quantization.grids import Precision, Range, Rounding
 from sinkscope.quantization.simulation import attending_with, quantized_attention, quantized_sites
@@ -46,7 +47,6 @@ from sinkscope.quantization.sites import (
     SUM,
     WEIGHT,
     Site,
-    by_output,
     sites_of,
 )
 from sinkscope.quantization.spared import NOTHING, Spared

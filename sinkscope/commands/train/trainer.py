@@ -38,7 +38,7 @@ from sinkscope.errors import InputError, SinkscopeError, is_out_of_memory, one_l
 from sinkscope.measuring.processes import TIMEOUT
 from sinkscope.models.adapters import check_no_adapter
 from sinkscope.models.family import is_retrofitted, vocabulary
-from sinkscope.models.quantized import check_not_quantized
+from sinkscope.models.packed import check_not_packed
 from sinkscope.options.files import user_path
 from sinkscope.results.folders import claim, resumable
 from sinkscope.results.manifest import make_manifest, write_manifest
@@ -212,7 +212,7 @@ def train(
 
 def check_trainable(model: PreTrainedModel, only_new: bool) -> None:
     """Raise InputError if nothing is to be trained, or if the model cannot be trained."""
-    check_not_quantized(model, "training")
+    check_not_packed(model, "training")
     check_no_adapter(model, "training")
     if any(parameter.is_meta for parameter in model.parameters()):
         raise InputError("its weights are offloaded and cannot be trained: load the whole model into memory")

@@ -28,7 +28,7 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.observables.observable import Accumulator, BySequence, Kept, Means, Observable, Settings, Sums
 from sinkscope.measuring.observables.reductions import ALL_HEADS, GROUPS, filled, long_table
 from sinkscope.models.family import RESIDUAL_SITES, Block, Family
-from sinkscope.models.quantized import without_gradients
+from sinkscope.models.packed import without_gradients
 from sinkscope.results.tables import HEAD, POSITION, SEQUENCE, Column, names_of
 from sinkscope.text.batch import IGNORED, Batch
 

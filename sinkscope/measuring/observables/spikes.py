@@ -25,7 +25,7 @@ from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import BySequence, Maxima, Observable, Reading, Rows, Settings, Sums
 from sinkscope.measuring.observables.reductions import filled
 from sinkscope.models.family import Family
-from sinkscope.quantization.rotation import random_rotation
+from sinkscope.models.rotation import random_rotation
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 

@@ -22,11 +22,11 @@ from sinkscope.commands.quantize.split import Split, outlier_prefix
 from sinkscope.commands.quantize.study import Simulation, measured_ranges
 from sinkscope.measuring.subject import Subject, family_of, open_subject
 from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.rotation import rotated
 from sinkscope.options.measuring import make_config
 from sinkscope.quantization import settings
 from sinkscope.quantization.grids import Precision, asymmetric_grid
 from sinkscope.quantization.prefix_cache import CACHE, HOW, prefix_cache, write_prefix
-from sinkscope.quantization.rotation import rotated
 from sinkscope.quantization.simulation import quantized_sites
 from sinkscope.quantization.sites import INPUT, OUTPUT, WEIGHT, sites_of
 from sinkscope.quantization.spared import Spared

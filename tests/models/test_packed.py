@@ -20,7 +20,7 @@ import sinkscope
 from sinkscope import InputError, Run, doctor, retrofit_model
 from sinkscope.commands.train.trainer import check_trainable
 from sinkscope.measuring.subject import inputs_for
-from sinkscope.models import loading, quantized
+from sinkscope.models import loading, packed
 from sinkscope.models.families import find_family
 from sinkscope.models.files import find_files
 from sinkscope.models.loading import LoadedModel, load
@@ -125,7 +125,7 @@ BITS: dict[str, dict[str, Any]] = {
 def test_on_packed_weights_all_but_edits_of_weights_is_right(stored: str, plain: Path, tmp_path: Path) -> None:
     folder = by_bitsandbytes(plain, tmp_path / "packed", **BITS[stored])
     loaded = load(str(folder))
-    assert (loaded.weights, quantized.is_quantized(loaded.model)) == (stored, True)
+    assert (loaded.weights, packed.is_packed(loaded.model)) == (stored, True)
     run = sinkscope.analyze(loaded, **SMALL)
     assert_measured_as_plain_transformers_computes(run, AutoModelForCausalLM.from_pretrained(folder))
     assert doctor(loaded).ok
@@ -144,10 +144,10 @@ def test_on_packed_weights_all_but_edits_of_weights_is_right(stored: str, plain:
 def test_unpacked_weights_are_those_of_the_checkpoint(method: str, plain: Path, tmp_path: Path) -> None:
     folder, whole = by_hand(plain, tmp_path / method, method)
     loaded = load(str(folder), dtype="float32")
-    assert (loaded.weights, quantized.is_quantized(loaded.model)) == (STORED[method], False)
+    assert (loaded.weights, packed.is_packed(loaded.model)) == (STORED[method], False)
     for name, parameter in loaded.model.named_parameters():
         torch.testing.assert_close(parameter, whole[name], rtol=1e-6, atol=0)
-    assert quantized.without_gradients(loaded.model) is None
+    assert packed.without_gradients(loaded.model) is None
     run = sinkscope.intervene(loaded, "zero-key-columns:coordinates=3", draws=0, **SMALL)
     assert [(found.value, found.numbers["kind"]) for found in quantized_source(run)] == [(8, STORED[method][6:])]
 
@@ -157,14 +157,14 @@ def test_weights_that_fit_only_packed_stay_packed(plain: Path, tmp_path: Path, m
     folder, _ = by_hand(plain, tmp_path / "fp8", "fp8")
     stored = (folder / "model.safetensors").stat().st_size
     monkeypatch.setattr(loading, "stays_on_cpu", lambda device_map: False)
-    monkeypatch.setattr(quantized, "is_kernels_available", lambda: True)
+    monkeypatch.setattr(packed, "is_kernels_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
 
     def placed(room: float, trust: bool = False, dtype: str = "auto") -> tuple[str, bool, str]:
         monkeypatch.setattr(loading, "free_memory", lambda device: int(room / loading.FILLED) + 1)
         config = AutoConfig.from_pretrained(folder)
-        quantized.unpacking(config)
+        packed.set_unpacking(config, True)
         place, said = loading._placed(find_files(str(folder), None, None, False), config, dtype, trust)
         return place, config.quantization_config["dequantize"], said
 
@@ -181,14 +181,12 @@ def test_weights_that_fit_only_packed_stay_packed(plain: Path, tmp_path: Path, m
 
 def test_what_to_do_is_said_before_packed_weights_are_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """gpt-oss-120b takes 61 GB packed and 218 unpacked: its checkpoint's size, and two bytes a parameter."""
-    packed = {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
-    }
-    config = AutoConfig.for_model("gpt_oss", dtype="bfloat16", quantization_config=packed)
+    modules = ["model.layers.*.self_attn", "model.layers.*.mlp.router"]
+    packing = {"quant_method": "mxfp4", "modules_to_not_convert": modules}
+    config = AutoConfig.for_model("gpt_oss", dtype="bfloat16", quantization_config=packing)
     plain = copy.deepcopy(config)
     del plain.quantization_config
-    assert quantized.packed_bytes(loading.on_meta(plain).bfloat16(), config) == pytest.approx(65.2e9, rel=0.01)
+    assert packed.packed_bytes(loading.on_meta(plain).bfloat16(), config) == pytest.approx(65.2e9, rel=0.01)
     monkeypatch.setattr(loading, "stays_on_cpu", lambda device_map: False)
     monkeypatch.setattr(loading, "runs_packed", lambda config: True)
     checked: list[Any] = []
@@ -211,9 +209,9 @@ def test_what_to_do_is_said_before_packed_weights_are_downloaded(monkeypatch: py
 def test_gradients_through_packed_experts_are_not_measured() -> None:
     model: Any = tiny_model("gpt_oss")
     model.is_quantized = True
-    assert quantized.without_gradients(model) is None
+    assert packed.without_gradients(model) is None
     model.model.layers[1].mlp.experts = Mxfp4GptOssExperts(model.config)
-    assert "model.layers.1.mlp.experts" in str(quantized.without_gradients(model))
+    assert "model.layers.1.mlp.experts" in str(packed.without_gradients(model))
 
 
 def test_weights_that_are_still_packed_are_refused() -> None:

@@ -1,10 +1,10 @@
-"""Checkpoints with quantized weights: the packages that read them, and the operations that their models allow.
+"""Checkpoints whose weights are packed: the packages that read them, and the operations that their models allow.
 
-If transformers can dequantize the weights while it loads them, they are dequantized, as for a GGUF file: the layers are
-then ordinary ones, with correct gradients and editable weights, and no kernel is downloaded. A checkpoint's settings
-for rounding activations then have no effect. The other methods compute on packed weights: such a model can be measured,
-but its weights cannot be edited or trained. So do fp8 and MXFP4 where a GPU is too small for the dequantized weights,
-if the user permits kernels from the hub (`_placed` in loading.py).
+Their weights are quantized. If transformers can dequantize them while it loads them, they are dequantized, as for a
+GGUF file: the layers are then ordinary ones, with correct gradients and editable weights, and no kernel is downloaded.
+A checkpoint's settings for rounding activations then have no effect. The other methods compute on packed weights: such
+a model can be measured, but its weights cannot be edited or trained. So do fp8 and MXFP4 where a GPU is too small for
+the dequantized weights, if the user permits kernels from the hub (`load_network` in loading.py).
 """
 
 from collections.abc import Mapping
@@ -15,40 +15,46 @@ from types import MethodType
 from typing import Any
 
 import torch
+from gguf import LlamaFileType
 from torch import nn
-from transformers import PreTrainedModel, __version__
+from transformers import GgufConfig, PreTrainedModel, __version__
+from transformers.integrations.gguf import read_gguf_metadata
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils import is_kernels_available
 
 from sinkscope.errors import InputError, SinkscopeError, unknown
 
-DEQUANTIZED = ", dequantized"  # the end of `stored_as`
+SETTINGS = "quantization_config"  # an entry of config.json, and an attribute of a model's configuration
+DEQUANTIZED = ", dequantized"  # the end of `stored_precision`
 BY_KERNELS = ("fp8", "mxfp8", "mxfp4")  # methods that can also compute on packed weights, by kernels from the hub
 UNPACKED = ("compressed-tensors", "fp8", "mxfp8", "mxfp4", "metal")  # methods that are dequantized while loading
-ALIKE = ("bitsandbytes", "compressed-tensors", "torchao", "hqq", "auto-round", "aqlm", "vptq")  # named like the package
 PACKAGES = {  # method → the packages that transformers needs to load it
-    **{method: (method,) for method in ALIKE},
+    **{
+        method: (method,)
+        for method in ("bitsandbytes", "compressed-tensors", "torchao", "hqq", "auto-round", "aqlm", "vptq")
+    },
     "gptq": ("gptqmodel", "optimum"),
     "awq": ("gptqmodel",),
     "quanto": ("optimum-quanto",),
     "quark": ("amd-quark",),
 }
 REFUSED = {"eetq": "its kernels are code that would be downloaded from the hub and run"}
-BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp8": 8, "mxfp4": 4, "nvfp4": 4}  # bits of the methods with a fixed number
+METHOD_BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp8": 8, "mxfp4": 4, "nvfp4": 4}  # of methods with a fixed number of bits
 SCALES = 0.25  # bits of a packed weight's share of its block's scale, at most
 ORDINARY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-PLAIN: tuple[type, ...] = (nn.Parameter, torch.Tensor)  # types of weights that hold their numbers as they are
+ORDINARY_TYPES: tuple[type, ...] = (nn.Parameter, torch.Tensor)  # of weights that hold their numbers as they are
+PACKED_WEIGHTS = "weights are quantized"  # in messages
 AGREEING = 0.1  # largest relative error of a linear layer's gradient
 
 
 def method_of(settings: Mapping[str, Any]) -> str | None:
     """Return the quantization method that a config.json names, if any."""
-    given = settings.get("quantization_config")
-    if not isinstance(given, dict):
+    packing = settings.get(SETTINGS)
+    if not isinstance(packing, dict):
         return None
-    bitsandbytes = given.get("load_in_4bit") or given.get("load_in_8bit")
-    return str(given.get("quant_method") or ("bitsandbytes" if bitsandbytes else None))
+    bitsandbytes = packing.get("load_in_4bit") or packing.get("load_in_8bit")
+    return str(packing.get("quant_method") or ("bitsandbytes" if bitsandbytes else None))
 
 
 def check_packages(source: str, settings: Mapping[str, Any]) -> None:
@@ -73,34 +79,58 @@ def check_packages(source: str, settings: Mapping[str, Any]) -> None:
         )
 
 
-def stored_as(settings: Mapping[str, Any]) -> str | None:
+def stored_precision(settings: Mapping[str, Any]) -> str | None:
     """Return how weights are stored, such as "4-bit gptq" or "8-bit fp8, dequantized"; None if not quantized."""
     method = method_of(settings)
     if method is None:
         return None
-    given = settings["quantization_config"]
-    in_4, in_8 = (given.get(f"load_in_{bits}bit") for bits in (4, 8))
-    bits = BITS.get(method) or (4 if in_4 else 8 if in_8 else None)
+    packing = settings[SETTINGS]
+    in_4, in_8 = (packing.get(f"load_in_{bits}bit") for bits in (4, 8))
+    bits = METHOD_BITS.get(method) or (4 if in_4 else 8 if in_8 else None)
     if not bits:
-        groups = given.get("config_groups")
-        parts = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, dict) else [given]
-        bits = next((found for part in parts if (found := part.get("num_bits") or part.get("bits"))), None)
+        groups = packing.get("config_groups")
+        parts = [group.get("weights") or {} for group in groups.values()] if isinstance(groups, dict) else [packing]
+        bits = next((number for part in parts if (number := part.get("num_bits") or part.get("bits"))), None)
     return f"{f'{bits}-bit ' if bits else ''}{method}{DEQUANTIZED if method in UNPACKED else ''}"
 
 
-def unpacking(config: Any) -> None:
-    """Change the configuration so that transformers dequantizes the weights while it loads them, if it can."""
-    given = getattr(config, "quantization_config", None)
-    if isinstance(given, dict) and method_of({"quantization_config": given}) in UNPACKED:
-        config.quantization_config = given | {"dequantize": True}
+def gguf_precision(path: str) -> str:
+    """Return how most weights of a GGUF file are stored, such as "Q4_1 (GGUF, dequantized)"."""
+    metadata, _ = read_gguf_metadata(path)
+    kinds: dict[Any, str] = {kind.value: kind.name.split("_", 1)[-1] for kind in LlamaFileType}
+    return f"{kinds.get(metadata.get('general.file_type'), '?')} (GGUF, dequantized)"
+
+
+def measured_precision(stored: str, model: PreTrainedModel) -> str:
+    """Return how weights were stored, without the word for those that a model dequantized, if it has packed ones."""
+    return stored.removesuffix(DEQUANTIZED) if is_packed(model) else stored
+
+
+def gguf_options(path: str) -> dict[str, Any]:
+    """Return the options with which transformers reads a GGUF file and unpacks it."""
+    # otherwise the model would count as quantized and could not be cast or saved
+    return {"gguf_file": path, SETTINGS: GgufConfig(dequantize=True)}
+
+
+def set_unpacking(config: Any, unpacks: bool) -> None:
+    """Let transformers unpack (or not) the weights of a configuration's model while it loads them, if it can."""
+    packing = getattr(config, SETTINGS, None)
+    if isinstance(packing, dict) and method_of({SETTINGS: packing}) in UNPACKED:
+        setattr(config, SETTINGS, packing | {"dequantize": unpacks})
+
+
+def without_packing(config: Any) -> None:
+    """Remove the settings of packed weights from a configuration."""
+    if hasattr(config, SETTINGS):
+        delattr(config, SETTINGS)
 
 
 def runs_packed(config: Any) -> bool:
     """Return whether transformers can compute on a checkpoint's packed weights on this machine's GPU."""
-    given = getattr(config, "quantization_config", None)
-    if not isinstance(given, dict) or given.get("quant_method") not in BY_KERNELS or not is_kernels_available():
+    packing = getattr(config, SETTINGS, None)
+    if not isinstance(packing, dict) or packing.get("quant_method") not in BY_KERNELS or not is_kernels_available():
         return False
-    quantizer: Any = AutoHfQuantizer.from_config(given | {"dequantize": False}, pre_quantized=True)
+    quantizer: Any = AutoHfQuantizer.from_config(packing | {"dequantize": False}, pre_quantized=True)
     with suppress(Exception):  # it raises, or decides to dequantize, where the GPU or a package is missing
         quantizer.validate_environment(device_map="cuda")
         return not quantizer.quantization_config.dequantize
@@ -109,22 +139,28 @@ def runs_packed(config: Any) -> bool:
 
 def packed_bytes(model: PreTrainedModel, config: Any) -> int:
     """Return about how many bytes the weights of a model on the meta device take as its checkpoint packs them."""
-    settings, total = config.quantization_config, 0.0
-    size = (BITS[settings["quant_method"]] + SCALES) / 8
-    plain = [*(settings.get("modules_to_not_convert") or ()), "lm_head"]
+    packing, total = getattr(config, SETTINGS), 0.0
+    size = (METHOD_BITS[packing["quant_method"]] + SCALES) / 8
+    plain = [*(packing.get("modules_to_not_convert") or ()), "lm_head"]
     for path, module in model.named_modules():
-        is_packed = not isinstance(module, nn.Embedding) and should_convert_module(path, plain)
+        packs = not isinstance(module, nn.Embedding) and should_convert_module(path, plain)
         for parameter in module.parameters(recurse=False):
-            total += parameter.numel() * (size if is_packed and parameter.dim() > 1 else parameter.itemsize)
+            total += parameter.numel() * (size if packs and parameter.dim() > 1 else parameter.itemsize)
     return int(total)
 
 
 def is_ordinary(weight: Any) -> bool:
     """Return whether a weight is a plain floating-point tensor, neither packed nor quantized."""
-    return type(weight) in PLAIN and weight.dtype in ORDINARY
+    return type(weight) in ORDINARY_TYPES and weight.dtype in ORDINARY
 
 
-def is_quantized(model: PreTrainedModel) -> bool:
+def check_ordinary(module: Any) -> None:
+    """Raise InputError if a module's weight is quantized; an adapter is allowed."""
+    if not hasattr(module, "weight") or not is_ordinary(module.weight):
+        raise InputError(f"its {PACKED_WEIGHTS}: load it in float32, bfloat16 or float16")
+
+
+def is_packed(model: PreTrainedModel) -> bool:
     """Return whether a model computes on quantized weights, according to transformers or to a linear layer."""
     weights = ((module, getattr(module, "weight", None)) for module in model.modules())
     # torch's own quantized layers are no Linear, and have a method in the place of the weight
@@ -134,15 +170,15 @@ def is_quantized(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "is_quantized", False)) or not all(map(is_ordinary, of_linear))
 
 
-def is_packed(model: PreTrainedModel) -> bool:
+def unpacks_when_run(model: PreTrainedModel) -> bool:
     """Return whether weights are unpacked in the model's first run, as by compressed-tensors."""
     linear = (getattr(module, "weight", None) for module in model.modules() if type(module) is nn.Linear)
     return any(weight is None or (type(weight) is nn.Parameter and weight.dtype not in ORDINARY) for weight in linear)
 
 
-def check_not_quantized(model: PreTrainedModel, purpose: str) -> None:
+def check_not_packed(model: PreTrainedModel, purpose: str) -> None:
     """Raise InputError if a model computes on quantized weights, which `purpose` cannot use."""
-    if is_quantized(model):
+    if is_packed(model):
         raise InputError(f"{purpose} needs weights that are not quantized: load the model in float32 or bfloat16")
 
 
@@ -152,7 +188,7 @@ def without_gradients(model: PreTrainedModel) -> str | None:
     Rounded activations have a gradient of zero, and some kernels have none. A linear layer f without its bias computes
     f(x) = W x, so the gradient g of u · f at x has to satisfy g · x = u · f(x).
     """
-    if not is_quantized(model):
+    if not is_packed(model):
         return None
     seen: set[tuple[type, type]] = set()
     for path, module in model.named_modules():
@@ -173,11 +209,11 @@ def _has_right_gradient(module: Any, device: torch.device, dtype: torch.dtype) -
     x = torch.randn(1, module.in_features, generator=torch.Generator().manual_seed(0))
     x = x.to(device, dtype).requires_grad_()
     with torch.enable_grad():
-        given = module(x)
+        output = module(x)
         with torch.no_grad():
-            linear = given - module(torch.zeros_like(x))
+            linear = output - module(torch.zeros_like(x))
         try:
-            (gradient,) = torch.autograd.grad(given, x, linear)
+            (gradient,) = torch.autograd.grad(output, x, linear)
         except RuntimeError:  # a tensor that is not part of the graph
             return False
     computed = float(linear.double().square().sum())

@@ -7,7 +7,7 @@ rotation of the rest, with random signs.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from sinkscope.errors import InputError
 from sinkscope.models.edits import Edit, first_argument, replaced
 from sinkscope.models.family import NOT_RUN, Family, embedding_weight, first_tensor, input_device
-from sinkscope.quantization.sites import LINEAR, by_output
+from sinkscope.models.projections import LINEAR_LAYERS, by_output
 
 MOST_CHANGED = 1e-3  # of the largest logit: the rotated model may differ so much by rounding
 
@@ -44,24 +44,38 @@ def rotated(model: PreTrainedModel, family: Family, seed: int) -> Iterator[None]
     ids = torch.arange(3, 14, device=input_device(model))[None] % len(embedding_weight(model))
     with torch.no_grad():
         before = model(ids, use_cache=False).logits
-        edits = _edits(model, family, ids, seed)
-        with replaced(edits):
+        with replaced(_rotated_weights(model, family, ids, seed)):
             error = float((model(ids, use_cache=False).logits - before).abs().max() / before.abs().max())
             if not error < MOST_CHANGED:
                 raise InputError(f"a rotation would change the model's logits, by {error:.1g} of the largest")
             yield
 
 
-def _edits(model: PreTrainedModel, family: Family, ids: torch.Tensor, seed: int) -> list[Edit]:
+def _rotated_weights(model: PreTrainedModel, family: Family, ids: torch.Tensor, seed: int) -> list[Edit]:
     """Return the rotated weights; the checks are of what can be seen, and the logits decide."""
+    # the input and output of each module in its last run; they are kept, so that equal storage means one tensor
+    inputs: dict[nn.Module, torch.Tensor] = {}
+    outputs: dict[nn.Module, torch.Tensor] = {}
+
+    def keep(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        for ends, end in ((inputs, first_argument(args, kwargs) if args or kwargs else None), (outputs, output)):
+            if isinstance(tensor := first_tensor(end), torch.Tensor):
+                ends[module] = tensor
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_hook(keep, with_kwargs=True))
+        model(ids, use_cache=False)
+    linear: list[Any] = [module for module in outputs if isinstance(module, LINEAR_LAYERS)]
     embedding: Any = model.get_input_embeddings()
     width = embedding.weight.shape[1]
     rotation = random_rotation(width, seed).to(embedding.weight.device)
-    seen = _Seen(model, ids)
     gains: dict[Any, torch.Tensor] = {}  # of the norm that each layer reads
     edits: list[Edit] = [(embedding, "weight", _product(embedding.weight, rotation))]
-    for norm in seen.norms(width):
-        readers = seen.readers(norm)
+    for norm in outputs:
+        if getattr(getattr(norm, "weight", None), "shape", None) != (width,):
+            continue
+        readers = [module for module in linear if _storage(inputs[module]) == _storage(outputs[norm])]
         if readers:
             gain, neutral = _gain(norm, width)
             gains |= dict.fromkeys(readers, gain)
@@ -69,11 +83,23 @@ def _edits(model: PreTrainedModel, family: Family, ids: torch.Tensor, seed: int)
     for module, gain in gains.items():
         folded = by_output(module, module.weight).double() * gain
         edits.append((module, "weight", by_output(module, _product(folded, rotation, module.weight))))
-    for module in _writers(model, family, seen):
-        weight = by_output(module, module.weight)
-        edits.append((module, "weight", by_output(module, _product(rotation.T, weight, module.weight))))
-        if module.bias is not None:
-            edits.append((module, "bias", _product(module.bias, rotation)))
+    for number, layer in enumerate(family.layer_modules(model)):
+        block = family.block(number)
+        if block.kind == NOT_RUN:
+            continue
+        branches = [site for site in ("attn_out", "mlp_out") if site in block.sites]
+        if len(branches) < 2 or family.copies is not None:
+            raise InputError(f"what layer {number} adds to the residual stream is not known")
+        for address in (term.address for site in branches for term in block.terms(site)):
+            path, _, end = address.rpartition(".")
+            added = _storage((inputs if end == "input" else outputs)[layer.get_submodule(path)])
+            writer: Any = next((module for module in linear if _storage(outputs[module]) == added), None)
+            if writer is None:
+                raise InputError(f"layer {number} adds the {end} of {path}, which is not a linear layer's")
+            weight = by_output(writer, writer.weight)
+            edits.append((writer, "weight", by_output(writer, _product(rotation.T, weight, writer.weight))))
+            if writer.bias is not None:
+                edits.append((writer, "bias", _product(writer.bias, rotation)))
     return edits
 
 
@@ -81,23 +107,8 @@ def _product(a: torch.Tensor, b: torch.Tensor, like: Any = None) -> torch.Tensor
     return (a.double() @ b.double()).to(a.dtype if like is None else like.dtype).contiguous()
 
 
-def _writers(model: PreTrainedModel, family: Family, seen: "_Seen") -> list[Any]:
-    """Return the linear layers whose outputs are added to the residual stream; InputError if something else is."""
-    found = []
-    for at, layer in enumerate(family.layer_modules(model)):
-        block = family.block(at)
-        if block.kind == NOT_RUN:
-            continue
-        branches = [site for site in ("attn_out", "mlp_out") if site in block.sites]
-        if len(branches) < 2 or family.copies is not None:
-            raise InputError(f"what layer {at} adds to the residual stream is not known")
-        for address in (term.address for site in branches for term in block.terms(site)):
-            path, _, end = address.rpartition(".")
-            writer = seen.writer(layer.get_submodule(path), end)
-            if writer is None:
-                raise InputError(f"layer {at} adds the {end} of {path}, which is not a linear layer's")
-            found.append(writer)
-    return found
+def _storage(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 def _gain(norm: Any, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,43 +120,3 @@ def _gain(norm: Any, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         if torch.allclose(output, gain, rtol=1e-3, atol=1e-5):
             return gain, torch.full_like(norm.weight, neutral)
     raise InputError(f"{type(norm).__name__} is not an RMSNorm")
-
-
-class _Seen:
-    """The inputs and outputs of all modules in one pass. They are kept, so that equal storage means one tensor."""
-
-    def __init__(self, model: PreTrainedModel, ids: torch.Tensor) -> None:
-        self.inputs: dict[nn.Module, torch.Tensor] = {}
-        self.outputs: dict[nn.Module, torch.Tensor] = {}
-
-        def keep(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-            ends = ((self.inputs, first_argument(args, kwargs) if args or kwargs else None), (self.outputs, output))
-            for kept, value in ends:
-                if isinstance(value := first_tensor(value), torch.Tensor):
-                    kept[module] = value
-
-        hooks = [module.register_forward_hook(keep, with_kwargs=True) for module in model.modules()]
-        try:
-            model(ids, use_cache=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def norms(self, width: int) -> list[Any]:
-        """Return the modules with one weight for each coordinate."""
-        return [
-            module for module in self.outputs if getattr(getattr(module, "weight", None), "shape", None) == (width,)
-        ]
-
-    def readers(self, norm: nn.Module) -> list[Any]:
-        made = _storage(self.outputs[norm])
-        return [module for module, x in self.inputs.items() if isinstance(module, LINEAR) and _storage(x) == made]
-
-    def writer(self, module: nn.Module, end: str) -> nn.Module | None:
-        """Return the linear layer whose output is this module's input or output."""
-        wanted = _storage((self.inputs if end == "input" else self.outputs)[module])
-        return next((at for at, x in self.outputs.items() if isinstance(at, LINEAR) and _storage(x) == wanted), None)
-
-
-def _storage(x: torch.Tensor) -> int:
-    return x.untyped_storage().data_ptr()
