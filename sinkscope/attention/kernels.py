@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -210,17 +210,19 @@ def fused_attention(
     width = max(query.shape[-1], inner)
     if query.device.type != "cpu":  # kernels take multiples of 8 in half precision, and of 4 in float32
         width += -width % 8
-    given = [_of_width(x, width) for x in (query, key, value)]
+    widened = [_of_width(x, width) for x in (query, key, value)]
     bias, sinks = None if call.mask is None else _bias(call.mask, query), sink_rows(call, slice(None))
     choose = FUSED.get(query.device.type)
-    found = None if choose is None else choose(*given, bias, causal, sinks is not None)
-    if found is None:
+    chosen = None if choose is None else choose(*widened, bias, causal, sinks is not None)
+    if chosen is None:
         return chunked_attention(query, key, value, call)
-    kernel, *given = found
+    kernel, query, key, value = chosen
     if sinks is None:
-        mix, lse, *_ = kernel.forward(*given, bias, causal, call.scaling)
+        mix, lse, *_ = _run_kernel(kernel, query, key, value, bias, causal, call.scaling)
     else:
-        mix, lse = _WithSinks.apply(*given, sinks.to(upcast(query).dtype), bias, kernel, causal, call.scaling)
+        mix, lse = _WithSinks.apply(
+            query, key, value, sinks.to(upcast(query).dtype), bias, kernel, causal, call.scaling
+        )
     return mix.narrow(-1, 0, inner), lse
 
 
@@ -253,84 +255,48 @@ def _bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return bias
 
 
-class Fused(NamedTuple):
-    """A fused kernel of equally wide query, key and value."""
-
-    # (query, key, value, bias, causal, scaling) → mix, lse, and numbers that `backward` needs
-    forward: Callable[..., tuple]
-    # (gradient, query, key, value, bias, mix, lse, these numbers, causal, scaling) → gradients of query, key and value
-    backward: Callable[..., tuple]
+# fused kernels of equally wide query, key and value: the ends of their names in torch.ops.aten
+CPU, FLASH, EFFICIENT = "flash_attention_for_cpu", "flash_attention", "efficient_attention"
+Chosen = tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]  # a kernel with its query, key and value
 
 
-def _cpu_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
-) -> tuple:
-    found: tuple = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, is_causal=causal, attn_mask=bias, scale=scale
-    )
-    return found
-
-
-def _cpu_backward(
-    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None,
-    mix: torch.Tensor, lse: torch.Tensor, state: tuple, causal: bool, scale: float,
+def _run_kernel(
+    kernel: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    bias: torch.Tensor | None, causal: bool, scaling: float,
 ) -> tuple:  # fmt: skip
-    found: tuple = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, query, key, value, mix, lse, 0.0, causal, attn_mask=bias, scale=scale
-    )
-    return found
+    """Return the mix, its log-sum-exp, and numbers that `_kernel_gradients` needs."""
+    attend = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")
+    result: tuple
+    if kernel == CPU:
+        result = attend(query, key, value, is_causal=causal, attn_mask=bias, scale=scaling)
+    elif kernel == FLASH:
+        result = attend(query, key, value, 0.0, causal, scale=scaling)
+    else:
+        bias = None if bias is None else bias.expand(*query.shape[:3], key.shape[2])
+        mix, lse, *state = attend(query, key, value, bias, True, 0.0, causal, scale=scaling)
+        result = mix, lse[..., : query.shape[2]], *state  # lse is padded to a multiple of 32
+    return result
 
 
-def _flash_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: None, causal: bool, scale: float
-) -> tuple:
-    found: tuple = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
-    return found
-
-
-def _flash_backward(
-    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: None,
-    mix: torch.Tensor, lse: torch.Tensor, state: tuple, causal: bool, scale: float,
+def _kernel_gradients(
+    kernel: str, gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+    bias: torch.Tensor | None, mix: torch.Tensor, lse: torch.Tensor, state: tuple, causal: bool, scaling: float,
 ) -> tuple:  # fmt: skip
-    *lengths, seed, offset, _ = state
-    found: tuple = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        gradient, query, key, value, mix, lse, *lengths, 0.0, causal, seed, offset, scale=scale
-    )
-    return found
-
-
-def _efficient_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool, scale: float
-) -> tuple:
-    if bias is not None:
-        bias = bias.expand(*query.shape[:3], key.shape[2])
-    mix, lse, *state = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query, key, value, bias, True, 0.0, causal, scale=scale
-    )
-    return mix, lse[..., : query.shape[2]], *state  # lse is padded to a multiple of 32
-
-
-def _efficient_backward(
-    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None,
-    mix: torch.Tensor, lse: torch.Tensor, state: tuple, causal: bool, scale: float,
-) -> tuple:  # fmt: skip
-    if bias is not None:
-        bias = bias.expand(*query.shape[:3], key.shape[2])
-    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
-    *found, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        gradient, query, key, value, bias, mix, lse, *state, 0.0, [True, True, True, False], causal, scale=scale
-    )
-    return tuple(found)
-
-
-CPU = Fused(_cpu_forward, _cpu_backward)
-FLASH = Fused(_flash_forward, _flash_backward)
-EFFICIENT = Fused(_efficient_forward, _efficient_backward)
-Chosen = tuple[Fused, torch.Tensor, torch.Tensor, torch.Tensor]  # a kernel with its query, key and value
-
-
-def _for_cpu(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> Chosen:
-    return CPU, query, key, value
+    """Return the gradients of query, key and value for the gradient of the mix."""
+    differentiate = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward")
+    tensors = gradient, query, key, value
+    gradients: tuple
+    if kernel == CPU:
+        gradients = differentiate(*tensors, mix, lse, 0.0, causal, attn_mask=bias, scale=scaling)
+    elif kernel == FLASH:
+        *lengths, seed, offset, _ = state
+        gradients = differentiate(*tensors, mix, lse, *lengths, 0.0, causal, seed, offset, scale=scaling)
+    else:
+        bias = None if bias is None else bias.expand(*query.shape[:3], key.shape[2])
+        lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
+        needed = [True, True, True, False]
+        *gradients, _ = differentiate(*tensors, bias, mix, lse, *state, 0.0, needed, causal, scale=scaling)
+    return tuple(gradients)
 
 
 def _for_cuda(
@@ -354,8 +320,11 @@ def _for_cuda(
     return (EFFICIENT, query, key, value) if torch.backends.cuda.can_use_efficient_attention(asked) else None
 
 
-# by type of device; None if no kernel of the device takes the call
-FUSED: dict[str, Callable[..., Chosen | None]] = {"cpu": _for_cpu, "cuda": _for_cuda}
+# type of device → (query, key, value, bias, causal, whether there are sinks) → the kernel; None if none takes the call
+FUSED: dict[str, Callable[..., Chosen | None]] = {
+    "cpu": lambda query, key, value, *_: (CPU, query, key, value),
+    "cuda": _for_cuda,
+}
 
 MORE = 8  # coordinates by which `_WithSinks` widens the tensors
 
@@ -376,9 +345,9 @@ class _WithSinks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor,
-        bias: torch.Tensor | None, kernel: Fused, causal: bool, scaling: float,
+        bias: torch.Tensor | None, kernel: str, causal: bool, scaling: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        mix, of_keys, *state = kernel.forward(query, key, value, bias, causal, scaling)
+        mix, of_keys, *state = _run_kernel(kernel, query, key, value, bias, causal, scaling)
         lse = of_keys.logaddexp(sinks)
         mix = (mix * (of_keys - lse).exp()[..., None]).to(mix.dtype)
         ctx.save_for_backward(query, key, value, sinks, bias, mix, lse)
@@ -387,21 +356,21 @@ class _WithSinks(torch.autograd.Function):
         return mix, lse
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple:
+    def backward(ctx: Any, *incoming: torch.Tensor | None) -> tuple:
         query, key, value, sinks, bias, mix, lse = ctx.saved_tensors
-        gradient, of_lse = gradients
+        gradient, of_lse = incoming
         gradient = torch.zeros_like(mix) if gradient is None else gradient
         total = torch.linalg.vecdot(upcast(gradient), upcast(mix))
         width = query.shape[-1]
-        given: tuple[torch.Tensor, ...] = (query, key, value)
         if of_lse is not None:
             total = total - of_lse
-            given = tuple(F.pad(x, (0, MORE)) for x in given)
+            query, key, value = (F.pad(x, (0, MORE)) for x in (query, key, value))
             lowered = torch.cat([gradient, -of_lse[..., None].to(gradient.dtype)], dim=-1)
             gradient, mix = F.pad(lowered, (0, MORE - 1)), F.pad(mix, (0, MORE), value=1.0)
-        found = ctx.kernel.backward(gradient, *given, bias, mix, lse, ctx.state, ctx.causal, ctx.scaling)
+        context = bias, mix, lse, ctx.state, ctx.causal, ctx.scaling
+        gradients = _kernel_gradients(ctx.kernel, gradient, query, key, value, *context)
         of_sinks = -((sinks - lse).exp() * total).sum_to_size(sinks.shape)
-        return *(x[..., :width] for x in found), of_sinks, None, None, None, None
+        return *(x[..., :width] for x in gradients), of_sinks, None, None, None, None
 
 
 PENALTY = 1e4  # added to a logit: e^-10000 is 0, and half precision can represent its square root

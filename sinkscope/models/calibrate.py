@@ -15,7 +15,7 @@ edited; values may not, because a norm would undo a scaling of them.
 
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -48,20 +48,20 @@ from sinkscope.models.family import (
     input_device,
 )
 from sinkscope.models.in_memory import place_of
-from sinkscope.models.projections import LINEAR_LAYERS
+from sinkscope.models.projections import LINEAR_LAYERS, ROLES
 from sinkscope.models.wiring import Event, at_sites, check_wiring, mlp_reads_attention, output_of, record_ends
 
 ULPS = 8  # of the larger term: a sum of three, each rounded
-FEED_FORWARDS = (  # the modules of a feed-forward network under usual names
+USUAL_FEED_FORWARDS = (  # the modules of a feed-forward network under usual names
     ("mlp",),
     ("fc1", "activation_fn", "fc2"),
     ("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
 )
 PROBES = 4  # sequences: two outputs that are equal in all of them are taken to be the same
-OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "wo")  # usual names of the output projection
+USUAL_OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "wo")  # usual names of the output projection
 
 
-class Attention(NamedTuple):
+class LayerAttention(NamedTuple):
     """The attention of one layer."""
 
     path: str = ""  # of its module; "" if there is none, or several
@@ -84,25 +84,9 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     layers = list(model.get_submodule(path).children())
     door, attentions = find_attentions(model, path, layers, inputs)
     records = _record(model, layers, inputs)
-    for layer, events in enumerate(records):
-        if not events:  # layers that read pictures do not run
-            continue
-        out = next((event.x for event in reversed(events) if event.address == "output"), None)
-        if out is None:
-            raise InputError(f"'{name}': layer {layer} does not run on token ids only")
-        if not out.isfinite().all() or not out.any():
-            gives = "only zeros" if out.isfinite().all() else "NaN or infinite numbers"
-            advice = "check its weights, and whether its numbers fit into its dtype"
-            raise InputError(f"'{name}': layer {layer} gives {gives}: {advice}")
-    blocks = [
-        # the configuration may name what mixes the tokens, such as linear attention
-        replace(block, attention="", unread=attention.unread)
-        if attention.unread and block.kind in (UNREAD, NO_SOFTMAX)
-        else block
-        for block, attention in zip(_blocks(model, layers, records, attentions, inputs), attentions, strict=True)
-    ]
-    ran = [at for at, events in enumerate(records) if events]
-    known = [at for at in ran if blocks[at].wiring != "unknown"]
+    blocks = _blocks(model, layers, records, attentions, inputs)
+    ran = [layer for layer, events in enumerate(records) if events]
+    known = [layer for layer in ran if blocks[layer].wiring != "unknown"]
     stream, tokens, copies = records[ran[0]][0].x, token_ids.shape, None
     if not known or stream.shape[:-1] != tokens:
         copies = find_copies(stream, tokens, getattr(model.config.get_text_config(), "hidden_size", stream.shape[-1]))
@@ -111,23 +95,22 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
                 f"'{name}': its layers take {tuple(stream.shape[:-1])} vectors for {tuple(tokens)} tokens, "
                 "so positions in its layers are not those of the text"
             )
-    first = next((at for at, block in enumerate(blocks) if block.attention), next(iter(known), 0))
+    paths = {layer: block.attention for layer, block in enumerate(blocks) if block.attention}
+    first = next(iter(paths), next(iter(known), 0))
     main = blocks[first]
-    attending = {at: layers[at].get_submodule(block.attention) for at, block in enumerate(blocks) if block.attention}
     are_alike = all(block == Block(main.attention, main.sites, main.wiring) for block in blocks)
     no_positions = UNKNOWN_POSITIONS if any(block.unread for block in blocks) else NO_POSITIONS
     attention_fields: dict[str, Any] = {"positions": no_positions, "qkv": (), "output": ""}
-    if attending:
-        modules = list(attending.values())
+    if paths:
+        modules = [layers[layer].get_submodule(path) for layer, path in paths.items()]
         qkv, output = _projections(model, modules)
         attention_fields = {"positions": UNKNOWN_POSITIONS, "qkv": qkv, "output": output}
         if door == "interface":
             attention_fields["gated"] = is_gated(model, modules[0], output, inputs)
-            found = find_projections(model, modules)
-            attention_fields["projections"] = dict(zip(attending, found, strict=True))
-    feed_forward = next((paths for paths in FEED_FORWARDS if _has(layers[first], *paths)), None)
+            attention_fields["projections"] = dict(zip(paths, find_projections(model, modules), strict=True))
     address = main.sites.get("mlp_out", "")
-    mlp = feed_forward or ((address.partition(".")[0],) if address else ())
+    by_address = (address.partition(".")[0],) if address else ()
+    mlp = next((parts for parts in USUAL_FEED_FORWARDS if _has(layers[first], *parts)), by_address)
     return Family(
         name=name,
         layers=path,
@@ -145,24 +128,40 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     )
 
 
-def _record(model: nn.Module, layers: Sequence[nn.Module], inputs: Mapping[str, Any]) -> list[list[Event]]:
-    """Return the float64 inputs and outputs of the residual stream's size in every layer; [] if it does not run."""
+def _record(model: Any, layers: Sequence[nn.Module], inputs: Mapping[str, Any]) -> list[list[Event]]:
+    """Return the float64 inputs and outputs of the residual stream's size in every layer; [] if it does not run.
+
+    Raises InputError if a layer that runs has no output, or one that no number can be read from.
+    """
     ends = record_ends(model, {module for layer in layers for module in layer.modules()}, inputs)
     records: list[list[Event]] = []
-    for layer in layers:
-        own = next((event.x for event in ends.get(layer, ()) if event.end == "input"), None)
+    for number, layer in enumerate(layers):
+        start = next((event.x for event in ends.get(layer, ()) if event.end == "input"), None)
         events = [
-            event._replace(x=event.x.double().view(own.shape), path=path)
+            event._replace(x=event.x.double().view(start.shape), path=path)
             for path, module in layer.named_modules()
             for event in ends.get(module, ())
-            if own is not None and event.x.numel() == own.numel() and event.x.shape[-1] == own.shape[-1]
+            if start is not None and event.x.numel() == start.numel() and event.x.shape[-1] == start.shape[-1]
         ]
         records.append(sorted(events, key=lambda event: event.order))
+        if not events:  # layers that read pictures do not run
+            continue
+        name = f"'{model.config.model_type}': layer {number}"
+        out = next((event.x for event in reversed(records[-1]) if event.address == "output"), None)
+        if out is None:
+            raise InputError(f"{name} does not run on token ids only")
+        if not out.isfinite().all() or not out.any():
+            gives = "only zeros" if out.isfinite().all() else "NaN or infinite numbers"
+            raise InputError(f"{name} gives {gives}: check its weights, and whether its numbers fit into its dtype")
     return records
 
 
 def _blocks(
-    model: Any, layers: list[nn.Module], records: list[list[Event]], attentions: list[Attention], inputs: dict[str, Any]
+    model: Any,
+    layers: list[nn.Module],
+    records: list[list[Event]],
+    attentions: list[LayerAttention],
+    inputs: dict[str, Any],
 ) -> list[Block]:
     """Find how each layer is built; a layer that adds 0 is assumed to be wired like others of its class."""
     eps = torch.finfo(next(model.parameters()).dtype).eps
@@ -170,35 +169,44 @@ def _blocks(
     named = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     others = list(named) if len(named) == len(attentions) else [NO_SOFTMAX] * len(attentions)
     kinds = [attention.kind or other for attention, other in zip(attentions, others, strict=True)]
-    for at, layer in enumerate(layers):
-        if kinds[at] == NO_SOFTMAX and records[at] and not mixes_tokens(model, layer, inputs):
-            passes = torch.equal(records[at][0].x, records[at][-1].x)
-            kinds[at] = PASSING if passes else FEED_FORWARD[0]
-    parts = enumerate(zip(layers, records, (attention.path for attention in attentions), kinds, strict=True))
-    views = {at: _Layer(*of_layer, eps) for at, of_layer in parts if of_layer[1]}
-    found = {at: view.block() for at, view in views.items()}
-    alike = {(type(layers[at]), block.attention): block for at, block in found.items() if block}
+    views: dict[int, _Layer] = {}
+    for number, layer in enumerate(layers):
+        events = records[number]
+        if not events:
+            continue
+        if kinds[number] == NO_SOFTMAX and not mixes_tokens(model, layer, inputs):
+            kinds[number] = PASSING if torch.equal(events[0].x, events[-1].x) else FEED_FORWARD[0]
+        views[number] = _Layer(layer, events, attentions[number].path, kinds[number], eps)
+    fitting = {number: view.block() for number, view in views.items()}
+    alike = {(type(layers[number]), block.attention): block for number, block in fitting.items() if block}
     blocks = [Block("", {}, "single", kind=NOT_RUN)] * len(layers)
-    for at, view in views.items():
-        block, other = found[at], alike.get((type(layers[at]), view.attention))
+    for number, view in views.items():
+        block, other = fitting[number], alike.get((type(layers[number]), view.attention))
         if block is None and other is not None and check_wiring(other, at_sites(other, view.known)) <= ULPS * eps:
             block = other
         # the wiring is unknown: only the layer's input and output are read
         wiring = "single" if view.kind == PASSING else "unknown"
-        blocks[at] = block or Block(view.attention, {"layer_in": "input", "layer_out": "output"}, wiring, view.kind)
-    first = {type(layers[at]): at for at, block in reversed([*enumerate(blocks)]) if block.wiring == "parallel"}
-    in_turn = {kind for kind, at in first.items() if mlp_reads_attention(model, layers[at], blocks[at], inputs)}
-    return [
-        replace(block, wiring="unknown") if block.wiring == "parallel" and type(layer) in in_turn else block
-        for layer, block in zip(layers, blocks, strict=True)
-    ]
+        blocks[number] = block or Block(view.attention, {"layer_in": "input", "layer_out": "output"}, wiring, view.kind)
+    in_turn: dict[type, bool] = {}  # class of a layer with parallel branches → whether its MLP reads the attention
+    for number, (layer, attention) in enumerate(zip(layers, attentions, strict=True)):
+        block = blocks[number]
+        if block.wiring == "parallel":
+            if type(layer) not in in_turn:
+                in_turn[type(layer)] = mlp_reads_attention(model, layer, block, inputs)
+            if in_turn[type(layer)]:
+                block = replace(block, wiring="unknown")
+        if attention.unread and block.kind in (UNREAD, NO_SOFTMAX):
+            # the configuration may name what mixes the tokens, such as linear attention
+            block = replace(block, attention="", unread=attention.unread)
+        blocks[number] = block
+    return blocks
 
 
 def _projections(model: Any, attentions: list[nn.Module]) -> tuple[tuple[str, ...], str]:
     """Return `qkv` and `output` of a row; `qkv` is empty if its layout is unknown or some layers share keys."""
     several, attention = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value")), attentions[0]
     known = next((names for names in several if all(_has(other, *names) for other in attentions)), ())
-    output = next((name for name in OUTPUTS if _has(attention, name)), "")
+    output = next((name for name in USUAL_OUTPUTS if _has(attention, name)), "")
     heads = model.config.get_text_config().num_attention_heads
     widths = [getattr(attention.get_submodule(name), "out_features", 0) for name in known]
     if not widths or not all(widths):  # a module is not a plain matrix
@@ -211,11 +219,11 @@ def _projections(model: Any, attentions: list[nn.Module]) -> tuple[tuple[str, ..
 
 def _last_projection(layer: nn.Module, events: list[Event], mlp: tuple[str, ...], mlp_out: str) -> str | None:
     """Return the path of the projection that ends the feed-forward network; None if something else ends it."""
-    inside = tuple(f"{path}." for path in mlp)
-    own = [event for event in events if event.end == "output" and f"{event.path}.".startswith(inside)]
-    linear = [event for event in own if isinstance(layer.get_submodule(event.path), LINEAR_LAYERS)]
+    within = tuple(f"{path}." for path in mlp)
+    inside = [event for event in events if event.end == "output" and f"{event.path}.".startswith(within)]
+    linear = [event for event in inside if isinstance(layer.get_submodule(event.path), LINEAR_LAYERS)]
     # a norm may follow the network, or it adds the residual stream itself
-    ends = [event.x for event in events if event.address == mlp_out] + [event.x for event in own[-1:]]
+    ends = [event.x for event in events if event.address == mlp_out] + [event.x for event in inside[-1:]]
     return linear[-1].path if linear and any(torch.equal(linear[-1].x, x) for x in ends) else None
 
 
@@ -229,15 +237,25 @@ def _has(layer: nn.Module, *paths: str) -> bool:
 def layer_stack(model: Any, inputs: dict[str, Any], others: dict[str, Any]) -> str:
     """Return the path of the ModuleList through which the residual stream passes.
 
-    Each entry reads the output of the one before, and the input of the first that runs depends on the tokens: `others`
-    are the same inputs of the model with other tokens. If there are several lists, the largest is returned.
+    Most of its entries run once, each on the output of the one before, and the input of the first depends on the
+    tokens: `others` are the same inputs of the model with other tokens. Of several lists, the largest is returned.
     """
     lists = {path: list(module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     entries = {entry for entries in lists.values() for entry in entries}
     ends = record_ends(model, entries, inputs)
-    alike = torch.equal(inputs["input_ids"], others["input_ids"])  # true for a vocabulary of one token
+    # in a vocabulary of one token there are no others, and the first input is assumed to depend on the tokens
+    alike = torch.equal(inputs["input_ids"], others["input_ids"])
     ends_of_others = None if alike else record_ends(model, entries, others)
-    chains = [path for path, layers in lists.items() if _pass_tokens(layers, ends, ends_of_others)]
+    chains = []
+    for path, layers in lists.items():
+        # some may not run, such as layers that read pictures
+        ran = [layer for layer in layers if layer in ends and (ends_of_others is None or layer in ends_of_others)]
+        pairs = [ends[layer] for layer in ran]
+        runs_once = 2 * len(ran) > len(layers) and all(len(pair) == 2 for pair in pairs)
+        if not runs_once or not all(_equal(before[1].x, after[0].x) for before, after in pairwise(pairs)):
+            continue
+        if ends_of_others is None or not _equal(pairs[0][0].x, ends_of_others[ran[0]][0].x):
+            chains.append(path)
     if not chains:
         runs = [{len(ends.get(layer, ())) // 2 for layer in layers} for layers in lists.values() if layers]
         loops = [run for run, *further in runs if run > 1 and not further]
@@ -246,22 +264,6 @@ def layer_stack(model: Any, inputs: dict[str, Any], others: dict[str, Any]) -> s
             f"'{model.config.model_type}': no list of layers through which the tokens pass one by one{why}"
         )
     return max(chains, key=lambda path: sum(parameter.numel() for parameter in model.get_submodule(path).parameters()))
-
-
-Ends = dict[nn.Module, list[Event]]
-
-
-def _pass_tokens(layers: list[nn.Module], ends: Ends, ends_of_others: Ends | None) -> bool:
-    """Return whether most modules run once, each on the output of the one before, and the first on the tokens."""
-    # Some may not run, such as layers that read pictures. If there are no other tokens to compare with, the input of
-    # the first is assumed to depend on the tokens.
-    ran = [layer for layer in layers if layer in ends and (ends_of_others is None or layer in ends_of_others)]
-    pairs = [ends[layer] for layer in ran]
-    if 2 * len(ran) <= len(layers) or any(len(pair) != 2 for pair in pairs):
-        return False
-    if not all(_equal(before[1].x, after[0].x) for before, after in pairwise(pairs)):
-        return False
-    return ends_of_others is None or not _equal(ends[ran[0]][0].x, ends_of_others[ran[0]][0].x)
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -274,42 +276,44 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def find_attentions(
     model: nn.Module, path: str, layers: list[nn.Module], inputs: Mapping[str, Any]
-) -> tuple[str, list[Attention]]:
+) -> tuple[str, list[LayerAttention]]:
     """Return the family's `door`, and the attention of every layer, for the list of layers at a path."""
     names = {module: name for name, module in model.named_modules()}
     seen = [(how, names.get(module, "")) for module, how, _ in watch_attention(model, inputs)]
     prefixes = [f"{path}.{index}." for index in range(len(layers))]
-    by_layer = [[(how, at.removeprefix(prefix)) for how, at in seen if at.startswith(prefix)] for prefix in prefixes]
+    by_layer = [
+        [(how, place.removeprefix(prefix)) for how, place in seen if place.startswith(prefix)] for prefix in prefixes
+    ]
     ways = {how for ran in by_layer for how, _ in ran}
     door = "interface" if "interface" in ways or "interceptor" not in ways else "interceptor"
-    attentions = [_attention(layer, ran, door) for layer, ran in zip(layers, by_layer, strict=True)]
+    attentions = [_layer_attention(layer, ran, door) for layer, ran in zip(layers, by_layer, strict=True)]
     for layer, attention in zip(layers, attentions, strict=True):
         module = layer.get_submodule(attention.path)
-        sharing = [at for at, other in enumerate(layers) if any(part is module for part in other.modules())]
+        sharing = [number for number, other in enumerate(layers) if any(part is module for part in other.modules())]
         if attention.path and len(sharing) > 1:
             which = f"layers {', '.join(map(str, sharing))} share one {type(module).__name__}"
-            for at in sharing:
-                attentions[at] = Attention("", UNREAD, which)
+            for number in sharing:
+                attentions[number] = LayerAttention("", UNREAD, which)
     return door, attentions
 
 
-def _attention(layer: nn.Module, ran: Sequence[tuple[str, str]], door: str) -> Attention:
+def _layer_attention(layer: nn.Module, ran: Sequence[tuple[str, str]], door: str) -> LayerAttention:
     """Return the attention of a layer in which these ran: (how, path) each, as in `watch_attention`."""
     softmaxes = [(how, path) for how, path in ran if how != "product"]
     paths = list(dict.fromkeys(path for _, path in softmaxes or ran))
     kinds = ", ".join(type(layer.get_submodule(path)).__name__ for path in paths)
     if not softmaxes:
-        return Attention(unread=f"its {kinds} multiplies tokens with tokens, but by no softmax" if ran else "")
+        return LayerAttention(unread=f"its {kinds} multiplies tokens with tokens, but by no softmax" if ran else "")
     if len(paths) > 1:
-        return Attention("", UNREAD, f"it has {len(paths)} attention modules ({kinds})")
+        return LayerAttention("", UNREAD, f"it has {len(paths)} attention modules ({kinds})")
     if any(how == "other" for how, _ in softmaxes):
-        return Attention(paths[0], UNREAD, f"its {kinds} takes no softmax of one product of queries and keys")
+        return LayerAttention(paths[0], UNREAD, f"its {kinds} takes no softmax of one product of queries and keys")
     if len(softmaxes) > 1:
-        what = f"its {kinds} attends {len(softmaxes)} times and combines the results"
-        return Attention(paths[0], UNREAD, what)
+        why = f"its {kinds} attends {len(softmaxes)} times and combines the results"
+        return LayerAttention(paths[0], UNREAD, why)
     if softmaxes[0][0] != door:
-        return Attention(paths[0], UNREAD, f"its {kinds} attends in code of its own, unlike other layers")
-    return Attention(paths[0], ATTENTION)
+        return LayerAttention(paths[0], UNREAD, f"its {kinds} attends in code of its own, unlike other layers")
+    return LayerAttention(paths[0], ATTENTION)
 
 
 @torch.no_grad()
@@ -321,14 +325,14 @@ def watch_attention(model: nn.Module, inputs: Mapping[str, Any]) -> list[tuple[n
     """
     watch = _Watch(inputs["input_ids"].shape[1])
 
-    def listening(own: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def listening(attend: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         watch.is_off = True
         try:
-            given = own(module, *args, **kwargs)
+            mix, *rest = attend(module, *args, **kwargs)
         finally:
             watch.is_off = False
-        watch.ran.append((module, "interface", given[0].detach().clone()))
-        return given
+        watch.ran.append((module, "interface", mix.detach().clone()))
+        return mix, *rest
 
     with ExitStack() as stack:
         for module in model.modules():
@@ -368,23 +372,23 @@ class _Watch(TorchFunctionMode):
         self.product, self.is_square = 0, False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        given = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if self.is_off or not self.running:
-            return given
+            return result
         if func is torch.einsum:
             product = as_product(*args)
             if product is not None and product.is_stored:
-                self.product = given.numel()
-                self.is_square |= self._is_over_pairs(given)
+                self.product = result.numel()
+                self.is_square |= self._is_over_pairs(result)
         elif func in MATMULS:
-            self.product = given.numel() if given.dim() > 2 else 0
-            self.is_square |= given.dim() > 2 and self._is_over_pairs(given)
+            self.product = result.numel() if result.dim() > 2 else 0
+            self.is_square |= result.dim() > 2 and self._is_over_pairs(result)
         elif func is F.scaled_dot_product_attention and _attends_to_tokens(self.length, *args, **(kwargs or {})):
             self.ran.append((self.running[-1], "interceptor", None))
-        elif func in SOFTMAXES and given.dim() > 2 and self._is_over_pairs(given):
-            how, self.is_square = "interceptor" if given.numel() == self.product else "other", False
+        elif func in SOFTMAXES and result.dim() > 2 and self._is_over_pairs(result):
+            how, self.is_square = "interceptor" if result.numel() == self.product else "other", False
             self.ran.append((self.running[-1], how, None))
-        return given
+        return result
 
     def _is_over_pairs(self, x: torch.Tensor) -> bool:
         return x.shape[-2] == x.shape[-1] >= self.length
@@ -404,22 +408,22 @@ def is_gated(model: nn.Module, attention: nn.Module, output: str, inputs: Mappin
     x = events[attention.get_submodule(output)][0].x
     mixes = (mix for module, _, mix in watch_attention(model, inputs) if module is attention and mix is not None)
     plain = next(mixes).flatten(2).cpu()
-    given = [event.x for runs in events.values() for event in runs if event.end == "output"]
-    if x.shape != plain.shape or any(torch.equal(other, x) for other in given):
+    returned = [event.x for runs in events.values() for event in runs if event.end == "output"]
+    if x.shape != plain.shape or any(torch.equal(other, x) for other in returned):
         return False
     factors = (x / plain)[plain.abs() > plain.abs().median() / 100]
     return not torch.equal(x, plain) and bool(((factors > 0) & (factors < 1)).all())
 
 
 @torch.no_grad()
-def find_projections(model: Any, attending: Sequence[nn.Module]) -> tuple[dict[Role, Outputs], ...]:
-    """Find the outputs of each role (query, key, value) in each module that uses transformers' attention interface."""
+def find_projections(model: Any, attending: Sequence[nn.Module]) -> list[dict[Role, Outputs]]:
+    """Find the module and its outputs of each role in each attention module that uses transformers' interface."""
     states: dict[nn.Module, tuple[torch.Tensor, ...]] = {}
     ends: dict[nn.Module, list[Event]] = {}
 
-    def listening(own: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        states[module] = tuple(x[:, :, 0].clone().cpu() for x in args[:3])  # (B,heads,d)
-        return own(module, *args, **kwargs)
+    def listening(attend: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        states[module] = tuple(x[:, :, 0].clone().cpu() for x in args[:3])  # (B,heads,d) of query, key and value
+        return attend(module, *args, **kwargs)
 
     modules = {module for attention in attending for module in attention.modules()}
     linear = [module for module in modules if isinstance(module, LINEAR_LAYERS)]
@@ -429,30 +433,25 @@ def find_projections(model: Any, attending: Sequence[nn.Module]) -> tuple[dict[R
         ends = record_ends(model, linear, {"input_ids": ids, "use_cache": False})
     outputs = [(module, event.x) for module, runs in ends.items() for event in runs if event.end == "output"]
     # only those with one vector per token
-    given = {module: x.flatten(1) for module, x in outputs if x.dim() >= 3 and x[0].numel() == x.shape[-1]}
-    return tuple(_roles(attention, states.get(attention, ()), given) for attention in attending)
-
-
-def _roles(
-    attention: nn.Module, states: Iterable[torch.Tensor], given: dict[nn.Module, torch.Tensor]
-) -> dict[Role, Outputs]:
-    """Find the module and the outputs of each role for the states q, k and v (B,heads,d) of an attention module."""
-    own = {path: given[module] for path, module in attention.named_modules() if module in given}
-    columns = {path: {entry: at for at, entry in enumerate(_entries(outputs))} for path, outputs in own.items()}
-    found: dict[Role, Outputs] = {}
-    roles: tuple[Role, ...] = ("query", "key", "value")
-    for role, state in zip(roles, states, strict=False):
-        heads, width = state.shape[1:]
-        entries, in_order = _entries(state.flatten(1)), list(range(heads * width))
-        # all outputs are found by their values, which are distinct, or else by their order before a norm of each head
-        exact = [(path, [known[entry] for entry in entries if entry in known]) for path, known in columns.items()]
-        candidates = [(path, places) for path, places in exact if len(places) == len(set(places)) == len(entries)]
-        if role != "value":
-            candidates += [(path, in_order) for path, outputs in own.items() if _is_normed(state, outputs)]
-        if candidates:
-            path, places = candidates[0]
-            found[role] = Outputs(path, tuple(tuple(places[at : at + width]) for at in range(0, len(places), width)))
-    return found
+    by_module = {module: x.flatten(1) for module, x in outputs if x.dim() >= 3 and x[0].numel() == x.shape[-1]}
+    projections: list[dict[Role, Outputs]] = []
+    for attention in attending:
+        projected = {path: by_module[module] for path, module in attention.named_modules() if module in by_module}
+        columns = {path: {entry: column for column, entry in enumerate(_entries(x))} for path, x in projected.items()}
+        projections.append({})
+        for role, state in zip(ROLES, states.get(attention, ()), strict=False):
+            heads, width = state.shape[1:]
+            entries, in_order = _entries(state.flatten(1)), list(range(heads * width))
+            # outputs are found by their values, which are distinct, or else by their order before a norm of each head
+            exact = [(path, [known[entry] for entry in entries if entry in known]) for path, known in columns.items()]
+            candidates = [(path, places) for path, places in exact if len(places) == len(set(places)) == len(entries)]
+            if role != "value":
+                candidates += [(path, in_order) for path, x in projected.items() if _is_normed(state, x)]
+            if candidates:
+                path, places = candidates[0]
+                by_head = (places[start : start + width] for start in range(0, len(places), width))
+                projections[-1][role] = Outputs(path, tuple(map(tuple, by_head)))
+    return projections
 
 
 def _entries(x: torch.Tensor) -> list[bytes]:
@@ -543,9 +542,6 @@ class _Branch(NamedTuple):
         return any(_within(path, event.path) for event in self.events)
 
 
-_Found = tuple[str, _Branch | None, Event | None, _Branch | None]  # wiring, attention branch, mid, MLP branch
-
-
 class _Layer:
     """The inputs and outputs of the modules of one layer, and the search for the sums between them."""
 
@@ -566,10 +562,9 @@ class _Layer:
 
     def block(self) -> Block | None:
         """Return how this layer is built; None if none of the known sums fits."""
-        found = self._sequential() or self._single() or self._parallel()
-        if found is None:
+        wiring, attention, mid, mlp = self._branches()
+        if not wiring:
             return None
-        wiring, attention, mid, mlp = found
         # a single branch needs no check: only it can contain the attention module
         if self.attention and wiring != "single" and not self._carries_attention(attention):
             return None
@@ -602,9 +597,9 @@ class _Layer:
             },
         )
 
-    def _sequential(self) -> _Found | None:
-        """Find two sequential branches, where a norm that ends the layer may follow the second."""
-        for mid in self.inputs:
+    def _branches(self) -> tuple[str, _Branch | None, Event | None, _Branch | None]:
+        """Find wiring, attention branch, mid and MLP branch; the wiring is "" if none of the known sums fits."""
+        for mid in self.inputs:  # two sequential branches, where a norm that ends the layer may follow the second
             if self._is(mid.x, self.h.x):
                 continue
             attention = self._branch(self.h.x, mid.x, before=mid.order)
@@ -616,43 +611,37 @@ class _Layer:
             mlp = self._normed_branch(mid)
             if mlp is not None:
                 return "post-norm", attention, mid, mlp
-        return None
+        single = self._terms(self.h.x, self.out.x, self.outputs, 1)
+        if single is not None:
+            return ("single", None, None, single) if self.kind in FEED_FORWARD else ("single", single, None, None)
+        both = self._terms(self.h.x, self.out.x, self.outputs, 2)
+        if both is None:
+            return "", None, None, None
+        # attention's branch is the one with the attention module, or else the first
+        attention, mlp = (_Branch((event,), (scale,)) for event, scale in zip(both.events, both.scales, strict=True))
+        if not attention.covers(self.attention) and mlp.covers(self.attention):
+            attention, mlp = mlp, attention
+        return "parallel", attention, None, mlp
 
     def _normed_branch(self, mid: Event) -> _Branch | None:
         """Find the second branch of a post-norm layer: the modules whose output is added to norm(mid)."""
-        normed = [given for taken in self.inputs if self._is(taken.x, mid.x) and (given := self._given(taken))]
+        normed = [self._output_of(taken) for taken in self.inputs if self._is(taken.x, mid.x)]
         for end in (event for event in self.inner if event.end == "input"):
             if end.order < mid.order or self._is(end.x, mid.x):
                 continue
-            given = self._given(end)
-            if given is None or not self._is(given.x, self.out.x):  # the norm does not end the layer
+            out = self._output_of(end)
+            if out is None or not self._is(out.x, self.out.x):  # the norm does not end the layer
                 continue
-            for stream in normed:
+            for stream in filter(None, normed):
                 branch = self._branch(stream.x, end.x, after=stream.order, before=end.order)
                 if branch is not None:
                     return branch
         return None
 
-    def _given(self, taken: Event) -> Event | None:
+    def _output_of(self, taken: Event) -> Event | None:
         """Return the output of the module that reads this input."""
         later = (event for event in self.inner if event.path == taken.path and event.order > taken.order)
         return next(later, None)
-
-    def _single(self) -> _Found | None:
-        single = self._terms(self.h.x, self.out.x, self.outputs, 1)
-        if single is None:
-            return None
-        return ("single", None, None, single) if self.kind in FEED_FORWARD else ("single", single, None, None)
-
-    def _parallel(self) -> _Found | None:
-        """Find two parallel branches; attention's is the one with the attention module, or else the first."""
-        both = self._terms(self.h.x, self.out.x, self.outputs, 2)
-        if both is None:
-            return None
-        attention, mlp = (_Branch((event,), (scale,)) for event, scale in zip(both.events, both.scales, strict=True))
-        if not attention.covers(self.attention) and mlp.covers(self.attention):
-            attention, mlp = mlp, attention
-        return "parallel", attention, None, mlp
 
     def _branch(
         self, start: torch.Tensor, end: torch.Tensor, after: int = -1, before: float = float("inf")
@@ -666,7 +655,7 @@ class _Layer:
         """Find the one or two modules that make the step; neither of two contains the other."""
         if count == 2:
             events = [event for event in events if not self._is(event.x, start)]  # else end - start makes any step
-        found = []
+        branches = []
         for terms in combinations(events, count):
             paths = [event.path for event in terms]
             if count == 2 and (_within(*paths) or _within(*reversed(paths))):
@@ -674,9 +663,9 @@ class _Layer:
             for scales in _scales(end - start, [event.x for event in terms]):
                 parts = [scale * event.x for scale, event in zip(scales, terms, strict=True)]
                 if all(scales) and self._makes(end, (start, *parts)):
-                    found.append(_Branch(terms, scales))
+                    branches.append(_Branch(terms, scales))
                     break
-        return min(found, key=lambda branch: branch.rank, default=None)
+        return min(branches, key=lambda branch: branch.rank, default=None)
 
     def _makes(self, total: torch.Tensor, terms: Sequence[torch.Tensor]) -> bool:
         """Return whether the terms sum to the total up to round-off, and no term is itself only round-off."""

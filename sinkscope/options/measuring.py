@@ -233,12 +233,6 @@ class ControlOptions(Options):
     draws: int = option(5, "Intervening", "Random controls of each arm.", metavar="N", ge=0)
 
 
-# the granularity of quantization grids
-PerWeight = Literal["tensor", "channel"]
-PerActivation = Literal["tensor", "token"]
-PerCache = Literal["tensor", "token", "channel"]
-
-
 def make_config(**options: Any) -> RunConfig:
     """Return the RunConfig with these options. Raises InputError with one line on the first wrong option."""
     return checked(RunConfig, options)

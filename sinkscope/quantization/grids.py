@@ -11,17 +11,17 @@ weight, at 127.5 steps.
 
 import math
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from sinkscope.attention.kernels import upcast
-from sinkscope.errors import InputError, unknown
-from sinkscope.options.measuring import PerActivation, PerCache, PerWeight
+from sinkscope.errors import InputError
+from sinkscope.quantization.formats import Precision
 from sinkscope.quantization.sites import CACHED, SCORES, SOFTMAX, WEIGHT, Site
 
 FEWEST_BITS, MOST_BITS = 2, 16
-TINY = torch.finfo(torch.float32).tiny  # a smaller step has no reciprocal
+SMALLEST_STEP = torch.finfo(torch.float32).tiny  # a smaller step has no reciprocal
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def symmetric_grid(largest: float | torch.Tensor, bits: int) -> Grid:
     if not isinstance(largest, torch.Tensor) and not (math.isfinite(largest) and largest >= 0):
         raise InputError(f"a tensor whose largest entry is {largest} cannot be quantized")
     most = 2 ** (bits - 1) - 1
-    return Grid(_step(largest, most), -most, most)
+    return Grid(_step_of(largest, most), -most, most)
 
 
 def asymmetric_grid(low: Any, high: Any, bits: int) -> Grid:
@@ -86,29 +86,26 @@ def asymmetric_grid(low: Any, high: Any, bits: int) -> Grid:
     most = 2**bits - 1
     if isinstance(low, torch.Tensor):
         low, high = low.clamp_max(0), high.clamp_min(0)
-        step: Any = _step(high - low, most)
+        step: Any = _step_of(high - low, most)
         below = (-low / step.where(step != 0, 1)).round()
     else:
         if not (math.isfinite(low) and math.isfinite(high) and low <= high):
             raise InputError(f"{low} … {high} is not a range that can be quantized")
         low, high = min(low, 0.0), max(high, 0.0)
-        step = _step(high - low, most)
+        step = _step_of(high - low, most)
         below = round(-low / step) if step else 0
     return Grid(step, -below, most - below)
 
 
-def _step(width: Any, steps: int) -> Any:
+def _step_of(width: Any, steps: int) -> Any:
     if isinstance(width, torch.Tensor):
-        return (width / steps).clamp_min(TINY).where(width > 0, width)
-    return max(width / steps, TINY) if width > 0 else 0.0
+        return (width / steps).clamp_min(SMALLEST_STEP).where(width > 0, width)
+    return max(width / steps, SMALLEST_STEP) if width > 0 else 0.0
 
 
 def check_bits(bits: int) -> None:
     if isinstance(bits, bool) or not isinstance(bits, int) or not FEWEST_BITS <= bits <= MOST_BITS:
         raise InputError(f"bits {bits}: it must be a whole number from {FEWEST_BITS} to {MOST_BITS}")
-
-
-TENSOR, CHANNEL, TOKEN = "tensor", "channel", "token"  # units with a grid of their own
 
 
 @dataclass(frozen=True)
@@ -126,47 +123,19 @@ class Range:
         return max(-self.low, self.high)
 
 
-@dataclass(frozen=True)
-class Precision:
-    """Numbers of bits, and kinds of grids.
-
-    weights      symmetric; one grid per tensor, or one per output channel
-    activations  asymmetric; one static grid per tensor, or one dynamic grid per token. Attention scores and softmax
-                 outputs always have a static grid, because a row of scores covers all keys including padding.
-    kv_cache     keys and values as attention reads them, asymmetric; one static grid, one static grid per channel of a
-                 key/value head, or one dynamic grid per token and head
-    """
-
-    weights: int = 8
-    activations: int = 8
-    kv_cache: int = 8
-    weights_per: PerWeight = "tensor"
-    activations_per: PerActivation = "tensor"
-    kv_cache_per: PerCache | None = None  # None: not quantized
-
-    def __post_init__(self) -> None:
-        for name, choices in (("weights", PerWeight), ("activations", PerActivation), ("kv_cache", PerCache)):
-            per = getattr(self, f"{name}_per")
-            if per is not None and per not in get_args(choices):
-                raise InputError(f"{name}_per {unknown(per, get_args(choices))}")
-
-    def __str__(self) -> str:
-        cache = "" if self.kv_cache_per is None else f"KV{self.kv_cache}"
-        return f"W{self.weights}A{self.activations}{cache}"
-
-    def grid(self, site: Site, known: Range) -> Grid | RowGrids:
-        """Return the grid or grids of a site."""
-        if site.part == WEIGHT:
-            is_whole = self.weights_per == TENSOR
-            return symmetric_grid(known.max_abs, self.weights) if is_whole else RowGrids(self.weights, True)
-        is_cached = site.part in CACHED
-        bits = self.kv_cache if is_cached else self.activations
-        per = self.kv_cache_per if is_cached else self.activations_per
-        if per == TOKEN and site.part not in (SCORES, SOFTMAX):
-            return RowGrids(bits, False)
-        if per == CHANNEL and known.channels is not None:
-            return asymmetric_grid(*known.channels, bits)
-        return asymmetric_grid(known.low, known.high, bits)
+def site_grid(precision: Precision, site: Site, known: Range) -> Grid | RowGrids:
+    """Return the grid or grids of a site."""
+    if site.part == WEIGHT:
+        bits = precision.bits_weights
+        return symmetric_grid(known.max_abs, bits) if precision.weights_per == "tensor" else RowGrids(bits, True)
+    is_cached = site.part in CACHED
+    bits = precision.bits_kv_cache if is_cached else precision.bits_activations
+    per = precision.kv_cache_per if is_cached else precision.activations_per
+    if per == "token" and site.part not in (SCORES, SOFTMAX):
+        return RowGrids(bits, False)
+    if per == "channel" and known.channels is not None:
+        return asymmetric_grid(*known.channels, bits)
+    return asymmetric_grid(known.low, known.high, bits)
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from sinkscope.models.edits import edited_output, first_argument, replaced, wrap
 from sinkscope.models.families import find_family
 from sinkscope.models.in_memory import called_uncompiled, on_cpu_by_default, unwrapped
 from sinkscope.models.projections import by_output
-from sinkscope.options.measuring import PerActivation, PerCache, PerWeight
-from sinkscope.quantization.grids import Precision, Range
+from sinkscope.quantization.formats import PerActivation, PerCache, PerWeight, Precision
+from sinkscope.quantization.grids import Range, site_grid
 from sinkscope.quantization.sites import (
     IN_ATTENTION,
     INPUT,
@@ -92,8 +92,8 @@ def quantized(
         InputError: A site or a grid does not exist, or a number of bits is out of range.
     """
     model = unwrapped(model, changed=True)
-    kept = chosen_sites(ranges.keys(), except_sites)
-    rest = {site: known for site, known in ranges.items() if site not in kept}
+    spared = chosen_sites(ranges.keys(), except_sites)
+    rest = {site: known for site, known in ranges.items() if site not in spared}
     precision = Precision(bits_weights, bits_activations, bits_kv_cache, weights_per, activations_per, kv_cache_per)
     with ExitStack() as stack:
         with on_cpu_by_default():
@@ -124,7 +124,7 @@ def quantized_sites(
 
     snaps: dict[str, dict[str, Snap]] = defaultdict(dict)
     for site, known in ranges.items():
-        snaps[site.path][site.part] = partial(spared.snap, site, precision.grid(site, known))
+        snaps[site.path][site.part] = partial(spared.snap, site, site_grid(precision, site, known))
     with ExitStack() as stack:
         for path, mine in snaps.items():
             if WEIGHT in mine:
@@ -152,7 +152,7 @@ def quantized_attention(
     snaps: dict[int, dict[str, Snap]] = defaultdict(dict)
     for site, known in ranges.items():
         if site.part in IN_ATTENTION:
-            snaps[site.layer][site.part] = partial(spared.snap, site, precision.grid(site, known))
+            snaps[site.layer][site.part] = partial(spared.snap, site, site_grid(precision, site, known))
 
     def change(mine: Mapping[str, Snap], part: str, x: torch.Tensor, rows: slice) -> torch.Tensor:
         return mine[part](x, rows) if part in mine else x

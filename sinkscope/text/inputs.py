@@ -76,14 +76,14 @@ def masked(
     """
     key = b"".join(number.to_bytes(8, "little") for number in (seed, reading) if number is not None)
     collator = DataCollatorForLanguageModeling(tokenizer)
-    found = []
+    pairs = []
     for ids in sequences:
         digest = hashlib.sha256(key + ids.astype("<i8").tobytes()).digest()
         collator.generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         hidden, labels = collator.torch_mask_tokens(torch.tensor(ids)[None])
         check_ids(hidden[0].tolist(), vocab_size, "a sequence with tokens masked")
-        found.append(Masked(hidden[0].numpy(), labels[0].numpy()))
-    return tuple(found)
+        pairs.append(Masked(hidden[0].numpy(), labels[0].numpy()))
+    return tuple(pairs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +153,11 @@ class TokenInputs:
 
     def batches(self, batch_size: int, padding_side: str = "right") -> Iterator[Batch]:
         """Yield the sequences in order, each batch padded to its longest; some may be smaller."""
-        for first, last in self._bounds(batch_size):
+        first, limit = 0, self.longest if self.equal_past is None else self.equal_past
+        kinds = [max(len(ids), limit) for ids in self.sequences]
+        for last in range(1, len(self) + 1):
+            if last < len(self) and last - first < batch_size and kinds[last] == kinds[first]:
+                continue
             ids = self.sequences[first:last]
             mask, masked = _padded(map(np.ones_like, ids), 0, padding_side), None
             texts = self.texts[first:last]
@@ -163,15 +167,7 @@ class TokenInputs:
                 masked = Batch(hidden, mask, first, labels, texts=texts)
             of_text = _padded(ids, 0, padding_side)
             yield Batch(of_text, mask, first, masked=masked, first_predicted=self.first_predicted, texts=texts)
-
-    def _bounds(self, batch_size: int) -> Iterator[tuple[int, int]]:
-        """Yield the first sequence of each batch, and the one after its last."""
-        first, limit = 0, self.longest if self.equal_past is None else self.equal_past
-        kinds = [max(len(ids), limit) for ids in self.sequences]
-        for last in range(1, len(self) + 1):
-            if last == len(self) or last - first == batch_size or kinds[last] != kinds[first]:
-                yield first, last
-                first = last
+            first = last
 
     def whole(self) -> Batch:
         """Return all sequences in one batch, which no model is to read."""
@@ -212,9 +208,9 @@ def build_inputs(
     elif isinstance(source, str) and source in DRAWN and dataset is None:
         condition, reads, selection = source, f"{source} tokens", DRAWN[source](request)
     else:
-        found = open_source(source, dataset)
-        condition, selection = found.name, found.cut(found.documents, found.label, request)
-        reads = found.reads(" and ".join(f"`{entry}`" for entry in selection.entries))
+        opened = open_source(source, dataset)
+        condition, selection = opened.name, opened.cut(opened.documents, opened.label, request)
+        reads = opened.reads(" and ".join(f"`{entry}`" for entry in selection.entries))
     sequences = tuple(np.array(ids, dtype=np.int64) for ids in selection.sequences)
     notices, held = list(selection.notices), counted(len(sequences), "sequence")
     if len(sequences) < num_seqs and isinstance(source, str):

@@ -8,7 +8,7 @@ reader rewrites line ends and keeps a byte order mark.
 import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib import import_module
 from importlib.resources import files
@@ -42,14 +42,6 @@ class Selection(NamedTuple):
     cut: int = 0  # number of documents that are longer than their sequences
 
 
-class Own(NamedTuple):
-    """The beginning of a text, without tokens that are put around it."""
-
-    ids: list[int]
-    is_framed: bool  # whether the text itself begins with the tokens that are put before it
-    is_cut: bool  # whether it is longer
-
-
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """The number and length of the sequences to make, and the tokens that they may contain."""
@@ -73,8 +65,8 @@ class Request:
 
     @cached_property
     def special(self) -> frozenset[int]:
-        given = (*self.special_ids, self.bos_token_id)
-        return special_token_ids(self.tokenizer) | {token for token in given if token is not None}
+        further = (*self.special_ids, self.bos_token_id)
+        return special_token_ids(self.tokenizer) | {token for token in further if token is not None}
 
     def check_tokenizer(self, label: str) -> None:
         if self.tokenizer is None:
@@ -117,8 +109,8 @@ class Request:
     def framed(self, ids: list[int]) -> list[int]:
         return [*self.prefix, *ids, *self.suffix]
 
-    def own(self, text: str, count: int) -> Own:
-        """Return the first `count` tokens of a text, to be framed.
+    def beginning(self, text: str, count: int) -> tuple[list[int], bool, bool]:
+        """Return the first `count` tokens of a text, whether it has the tokens before it, and whether it is longer.
 
         A text that a chat template has rendered begins (and for an encoder ends) with the tokens that are added, which
         would then be there twice: they are left out.
@@ -128,7 +120,7 @@ class Request:
         is_framed = bool(self.prefix) and ids[: len(self.prefix)] == [*self.prefix]
         is_closed = bool(self.suffix) and len(ids) <= most and ids[-len(self.suffix) :] == [*self.suffix]
         ids = ids[len(self.prefix) * is_framed : len(ids) - len(self.suffix) * is_closed]
-        return Own(ids[:count], is_framed, len(ids) > count)
+        return ids[:count], is_framed, len(ids) > count
 
     def not_added_again(self, label: str, texts: int) -> list[str]:
         """Return the notice that so many texts begin with the tokens that are put before a text."""
@@ -224,37 +216,25 @@ def read_array(path: Path) -> Iterator[Document]:
         yield Document(f"{path.name}, row {index}", ids=row.tolist(), notice=notice if array.ndim == 1 else "")
 
 
-def read_dataset(spec: str) -> tuple[str, Iterator[dict[str, Any]]]:
-    """Return the name in tables of a dataset NAME[:CONFIG[:SPLIT]], and its rows, downloaded when needed."""
-    label, (name, *options) = f"--dataset {spec}", spec.split(":")
-    if not name or len(options) > 2:
-        raise InputError(f"{label}: it is written NAME, NAME:CONFIG or NAME:CONFIG:SPLIT")
-    config, split = (*options, "", "")[:2]
-    path = user_path(name)
-    if kind_of(path) is None:
-        return name, _dataset_records(name, config or None, split or "train", label)
-    return path.resolve().name, _dataset_records(str(path), config or None, split or "train", label)
-
-
-def read_table(rows: Iterator[Mapping[str, Any]], label: str) -> Iterator[Document]:
+def read_rows(rows: Iterator[Mapping[str, Any]], label: str) -> Iterator[Document]:
     """Read the rows of a dataset or a DataFrame as lines of JSON are read; without their entries, its only column of
     strings.
     """
     first = list(islice(rows, LOOKED_AT))  # the `features` of a streamed dataset are not always known
-    column = "" if any(row.keys() & set(ENTRIES) for row in first) else _only_strings(first, label)
+    column = ""
+    if not any(row.keys() & set(ENTRIES) for row in first):
+        strings = list(dict.fromkeys(name for row in first for name, value in row.items() if isinstance(value, str)))
+        if len(strings) != 1:
+            columns = f"{len(strings)} columns of strings" if strings else "no column of strings"
+            among = f"and {columns}, among {keys(first[0] if first else {})}"
+            raise InputError(
+                f"{label}: no column `text`, `messages` or `input_ids`, {among}: take or make another dataset"
+            )
+        (column,) = strings
     wanted = {column} if column else set(ENTRIES)
     for number, row in enumerate(chain(first, rows)):
         is_missing = row.keys() & wanted and all(row.get(name) is None for name in wanted)
         yield from () if is_missing else documents_of(row, f"{label}, row {number}", column)
-
-
-def _only_strings(rows: Sequence[Mapping[str, Any]], label: str) -> str:
-    strings = list(dict.fromkeys(name for row in rows for name, value in row.items() if isinstance(value, str)))
-    if len(strings) != 1:
-        columns = f"{len(strings)} columns of strings" if strings else "no column of strings"
-        among = f"and {columns}, among {keys(rows[0] if rows else {})}"
-        raise InputError(f"{label}: no column `text`, `messages` or `input_ids`, {among}: take or make another dataset")
-    return strings[0]
 
 
 def _decoded(content: bytes, label: str) -> str:
@@ -290,7 +270,7 @@ def _dataset_records(name: str, config: str | None, split: str, label: str) -> I
 # at most so many are read of a dataset, or one of short documents would be read to its end
 DOCUMENTS_PER_SEQUENCE = 200
 LOOKED_AT = 100  # rows of a table that decide how the others are read
-TEXT = "first text token"  # describes position 0 of a text without a prefix
+TEXT_TOKEN = "first text token"  # describes position 0 of a text without a prefix
 # Consecutive windows of a text have one topic, and are about equally easy to predict: so many tokens are one passage.
 # The shipped text changes its source about as often.
 PASSAGE = 512
@@ -301,7 +281,7 @@ def windows(documents: Iterator[Document], label: str, request: Request) -> Sele
     request.check_tokenizer(label)
     (document,) = documents
     step = request.room
-    ids, is_framed, _ = request.own(document.text, request.num_seqs * step)
+    ids, is_framed, _ = request.beginning(document.text, request.num_seqs * step)
     count = min(len(ids) // step, request.num_seqs)
     if count == 0:
         raise InputError(
@@ -309,132 +289,117 @@ def windows(documents: Iterator[Document], label: str, request: Request) -> Sele
             "give a longer text or a smaller --seq-len"
         )
     check_ids(ids, request.vocab_size, f"{label} through this tokenizer")
-    sequences = [request.framed(ids[at * step : (at + 1) * step]) for at in range(count)]
+    sequences = [request.framed(ids[start : start + step]) for start in range(0, count * step, step)]
     notices, per_passage = request.not_added_again(label, int(is_framed)), max(1, round(PASSAGE / step))
-    return Selection(sequences, request.token_zero(TEXT, sequences), notices, per_passage)
+    return Selection(sequences, request.token_zero(TEXT_TOKEN, sequences), notices, per_passage)
 
 
 def prompted(text: str, request: Request) -> Selection:
     """Make one sequence of the first seq_len tokens of a text."""
     request.check_tokenizer("--prompt")
-    own = request.own(text, MOST)  # all of it, to say how long it is
-    ids = request.framed(own.ids)
+    text_ids, is_framed, _ = request.beginning(text, MOST)  # all of it, to say how long it is
+    ids = request.framed(text_ids)
     check_ids(ids, request.vocab_size, "--prompt through this tokenizer")
     if len(ids) < 2:
         raise InputError(f"--prompt has {counted(len(ids), 'token')}; attention needs at least 2")
     is_cut = len(ids) > request.seq_len
     cut = f"--prompt: the first {request.seq_len} of its {len(ids)} tokens; --seq-len {len(ids)} reads all"
-    notices = [cut] * is_cut + request.not_added_again("--prompt", int(own.is_framed))
-    sequences = [request.framed(own.ids[: request.room])]
-    return Selection(sequences, request.token_zero(TEXT, sequences), notices, cut=int(is_cut))
+    notices = [cut] * is_cut + request.not_added_again("--prompt", int(is_framed))
+    sequences = [request.framed(text_ids[: request.room])]
+    return Selection(sequences, request.token_zero(TEXT_TOKEN, sequences), notices, cut=int(is_cut))
 
 
-def heads(documents: Iterator[Document], label: str, request: Request, skips: bool = True) -> Selection:
+def heads(
+    documents: Iterator[Document], label: str, request: Request, skips: bool = True, only_long: bool = False
+) -> Selection:
     """Take the first seq_len tokens of every document; shorter documents are kept if they have at least 2 tokens.
 
-    `skips=False` refuses others, so that the numbers of sequences are those of documents.
+    `skips=False` refuses others, so that the numbers of sequences are those of documents. With `only_long`, documents
+    of fewer than seq_len tokens are left out, and a limited number of documents is read.
     """
-    taken = _take(documents, request, 2)
-    if taken.skipped and not skips:
-        raise InputError(f"{label}: {counted(taken.skipped, 'document')} of fewer than 2 tokens, which attention needs")
-    if not taken.documents:
-        raise InputError(f"{label} holds no document of at least 2 tokens")
-    notices = []
-    if taken.skipped:
-        notices.append(f"{label}: {counted(taken.skipped, 'document')} of fewer than 2 tokens left out")
-    if any(document.is_part for document in taken.documents):
-        notices.append(f"{label}: packed rows are split into their sequences")
-    if taken.cut:
-        notices.append(f"{label}: {counted(taken.cut, 'document')} cut to {request.seq_len} tokens")
-    lengths = {len(ids) for ids in taken.sequences}
-    if len(lengths) > 1:
-        notices.append(f"{label}: sequences have {min(lengths)} to {max(lengths)} tokens; shorter ones are padded")
-    return taken.selection(label, request, notices)
-
-
-def long_heads(documents: Iterator[Document], label: str, request: Request) -> Selection:
-    """Take the first seq_len tokens of the documents that are long enough, among a limited number of documents."""
-    request.check_tokenizer(label)
-    limit = DOCUMENTS_PER_SEQUENCE * request.num_seqs
-    taken = _take(islice(documents, limit), request, request.seq_len)
-    looked = len(taken.documents) + taken.skipped
-    if not taken.documents:
+    shortest, limit = 2, None
+    if only_long:
+        request.check_tokenizer(label)
+        shortest, limit = request.seq_len, DOCUMENTS_PER_SEQUENCE * request.num_seqs
+    chosen: list[Document] = []
+    sequences: list[list[int]] = []
+    short = cut = framed = 0  # documents that are too short, or longer than their sequence, or framed already
+    with chat_template(request.tokenizer) as render:
+        for document in islice(documents, limit):
+            ids, is_framed, is_cut = _ids_of(document, request, render)
+            if len(ids) < shortest:
+                short += 1
+                continue
+            chosen.append(document)
+            sequences.append(ids[: request.seq_len])
+            cut, framed = cut + is_cut, framed + is_framed
+            if len(chosen) == request.num_seqs:
+                break
+    too_short, looked = f"{counted(short, 'document')} of fewer than 2 tokens", len(chosen) + short
+    if short and not skips:
+        raise InputError(f"{label}: {too_short}, which attention needs")
+    if not chosen and only_long:
         raise InputError(
             f"{label}: none of its first {counted(looked, 'document')} has {request.seq_len} tokens: "
             "take a smaller --seq-len, or another dataset"
         )
-    few = len(taken.documents) < request.num_seqs and looked == limit
-    notices = [f"{label}: only its first {looked} documents were read"] if few else []
-    return taken.selection(label, request, notices)
+    if not chosen:
+        raise InputError(f"{label} holds no document of at least 2 tokens")
+    notices = []
+    if only_long:
+        if len(chosen) < request.num_seqs and looked == limit:
+            notices.append(f"{label}: only its first {looked} documents were read")
+    else:
+        lengths = {len(ids) for ids in sequences}
+        if short:
+            notices.append(f"{label}: {too_short} left out")
+        if any(document.is_part for document in chosen):
+            notices.append(f"{label}: packed rows are split into their sequences")
+        if cut:
+            notices.append(f"{label}: {counted(cut, 'document')} cut to {request.seq_len} tokens")
+        if len(lengths) > 1:
+            notices.append(f"{label}: sequences have {min(lengths)} to {max(lengths)} tokens; shorter ones are padded")
+    are_texts = all(document.is_text for document in chosen)
+    first = request.token_zero(TEXT_TOKEN, sequences) if are_texts else request.describe_first(sequences)
+    entries = tuple(dict.fromkeys(document.entry for document in chosen))
+    notices += request.not_added_again(label, framed)
+    return Selection(sequences, first, notices, entries=entries, cut=cut)
+
+
+def _ids_of(
+    document: Document, request: Request, render: Callable[[list[dict[str, str]]], str]
+) -> tuple[list[int], bool, bool]:
+    """Return a document's token ids, whether its text itself has the tokens before it, and whether it is longer."""
+    where, ids = document.where, document.ids
+    if ids is not None:
+        request.refuse_bos(where)
+        check_ids(ids, request.vocab_size, where)
+        if len(ids) < 2 and not document.is_part:
+            raise InputError(f"{where}: input_ids holds {counted(len(ids), 'token')}; attention needs at least 2")
+        return ids, False, len(ids) > request.seq_len
+    request.check_tokenizer(where)
+    if document.messages is None:
+        text_ids, is_framed, is_cut = request.beginning(document.text, request.room)
+        ids = request.framed(text_ids)
+    else:  # a template adds its own BOS
+        try:
+            text = render(document.messages)
+        except SinkscopeError:
+            raise
+        except Exception as error:  # a template is a program, which may raise anything
+            problem = f"the tokenizer's chat template does not render it: {one_line(error)}"
+            raise InputError(f"{where}: {problem}") from error
+        ids, is_framed = first_tokens(request.tokenizer, text, request.seq_len + 1), False
+        is_cut = len(ids) > request.seq_len
+    check_ids(ids, request.vocab_size, f"{where}, through this tokenizer")
+    return ids, is_framed, is_cut
 
 
 def table_heads(documents: Iterator[Document], label: str, request: Request) -> Selection:
     """Take the rows of a table: texts that are long enough, or else ids and chats of any length."""
     first = list(islice(documents, LOOKED_AT))
     are_texts = all(document.is_text for document in first)
-    return (long_heads if are_texts else heads)(chain(first, documents), label, request)
-
-
-@dataclass
-class _Taken:
-    """The documents that were chosen, with their sequences."""
-
-    documents: list[Document] = field(default_factory=list)
-    sequences: list[list[int]] = field(default_factory=list)
-    skipped: int = 0  # documents that are too short
-    cut: int = 0  # documents that are longer than their sequences
-    framed: int = 0  # texts that begin with the tokens that are put before a text
-
-    def selection(self, label: str, request: Request, notices: list[str]) -> Selection:
-        are_texts = all(document.is_text for document in self.documents)
-        first = request.token_zero(TEXT, self.sequences) if are_texts else request.describe_first(self.sequences)
-        entries = tuple(dict.fromkeys(document.entry for document in self.documents))
-        notices = [*notices, *request.not_added_again(label, self.framed)]
-        return Selection(self.sequences, first, notices, entries=entries, cut=self.cut)
-
-
-def _take(documents: Iterator[Document], request: Request, shortest: int) -> _Taken:
-    """Return as many documents with token ids as requested, without those that are too short."""
-    taken = _Taken()
-    with chat_template(request.tokenizer) as render:
-        for document in documents:
-            where, ids, is_framed = document.where, document.ids, False
-            if ids is None:
-                request.check_tokenizer(where)
-                if document.messages is not None:  # a template adds its own BOS
-                    text = _chat_text(render, document.messages, where)
-                    ids = first_tokens(request.tokenizer, text, request.seq_len + 1)
-                    is_cut = len(ids) > request.seq_len
-                else:
-                    own, is_framed, is_cut = request.own(document.text, request.room)
-                    ids = request.framed(own)
-                check_ids(ids, request.vocab_size, f"{where}, through this tokenizer")
-            else:
-                request.refuse_bos(where)
-                check_ids(ids, request.vocab_size, where)
-                if len(ids) < 2 and not document.is_part:
-                    held = f"input_ids holds {counted(len(ids), 'token')}"
-                    raise InputError(f"{where}: {held}; attention needs at least 2")
-                is_cut = len(ids) > request.seq_len
-            if len(ids) < shortest:
-                taken.skipped += 1
-                continue
-            taken.documents.append(document)
-            taken.sequences.append(ids[: request.seq_len])
-            taken.cut += is_cut
-            taken.framed += is_framed
-            if len(taken.documents) == request.num_seqs:
-                break
-    return taken
-
-
-def _chat_text(render: Callable[[list[dict[str, str]]], str], messages: list[dict[str, str]], where: str) -> str:
-    try:
-        return render(messages)
-    except SinkscopeError:
-        raise
-    except Exception as error:  # a template is a program, which may raise anything
-        raise InputError(f"{where}: the tokenizer's chat template does not render it: {one_line(error)}") from error
+    return heads(chain(first, documents), label, request, only_long=are_texts)
 
 
 def rows(documents: Iterator[Document], label: str, request: Request) -> Selection:
@@ -457,18 +422,22 @@ def rows(documents: Iterator[Document], label: str, request: Request) -> Selecti
     return Selection(sequences, request.describe_first(sequences), notices)
 
 
-def random_tokens(request: Request) -> Selection:
-    """Draw independent tokens, uniform over the vocabulary without special tokens (WSE §3.3), after the prefix."""
-    drawn = _draw((request.num_seqs, request.room), request)
-    return Selection([request.framed(row) for row in drawn.tolist()], request.token_zero("random token"), [])
+def drawn_tokens(kind: str, request: Request) -> Selection:
+    """Draw independent tokens, uniform over the vocabulary without special tokens (WSE §3.3), after the prefix.
 
-
-def repeated_tokens(request: Request) -> Selection:
-    """Draw one ordinary token per sequence, repeated to its end (WSE §3.3), after the prefix."""
-    drawn = np.repeat(_draw((request.num_seqs, 1), request), request.room, axis=1)
+    If they are "repeated", there is one for each sequence, to its end.
+    """
+    # many models pad their vocabulary with ids that never occur in text: these ids are not drawn
+    size = request.vocab_size if request.tokenizer is None else min(request.vocab_size, len(request.tokenizer))
+    ordinary = np.setdiff1d(np.arange(size), list(request.special))
+    if len(ordinary) == 0:
+        raise InputError(f"all {size} tokens of the vocabulary are special: there is none to draw")
+    times = request.room if kind == "repeated" else 1
+    drawn = np.random.default_rng(request.seed).integers(len(ordinary), size=(request.num_seqs, request.room // times))
+    sequences = [request.framed(row) for row in ordinary[drawn].repeat(times, axis=1).tolist()]
     notice = "--input repeated: each sequence is a BOS and one token repeated; --bos never removes the BOS"
-    notices = [notice] if request.prefix and request.bos == "auto" else []
-    return Selection([request.framed(row) for row in drawn.tolist()], request.token_zero("repeated token"), notices)
+    notices = [notice] if kind == "repeated" and request.prefix and request.bos == "auto" else []
+    return Selection(sequences, request.token_zero(f"{kind} token"), notices)
 
 
 def sampled_tokens(request: Request) -> Selection:
@@ -485,16 +454,6 @@ def sampled_tokens(request: Request) -> Selection:
     return Selection(drawn[:, left_out:].tolist(), token_zero, [])
 
 
-def _draw(shape: tuple[int, ...], request: Request) -> np.ndarray:
-    # many models pad their vocabulary with ids that never occur in text: these ids are not drawn
-    size = request.vocab_size if request.tokenizer is None else min(request.vocab_size, len(request.tokenizer))
-    ordinary = np.setdiff1d(np.arange(size), list(request.special))
-    if len(ordinary) == 0:
-        raise InputError(f"all {size} tokens of the vocabulary are special: there is none to draw")
-    generator = np.random.default_rng(request.seed)
-    return ordinary[generator.integers(len(ordinary), size=shape)]
-
-
 # --- the registers
 
 # (documents, name of the source in error messages, request) → sequences
@@ -507,8 +466,8 @@ FORMATS: dict[str, tuple[Callable[[Path], Iterator[Document]], Cut]] = {
     ".npy": (read_array, rows),
 }
 DRAWN: dict[str, Callable[[Request], Selection]] = {
-    "random": random_tokens,
-    "repeated": repeated_tokens,
+    "random": partial(drawn_tokens, "random"),
+    "repeated": partial(drawn_tokens, "repeated"),
     "sampled": sampled_tokens,
 }
 
@@ -520,11 +479,10 @@ TEXTS: dict[str, Callable[[], str]] = {
     ),
     "documentation": lambda: "\n".join(import_module("pydoc_data.topics").topics.values()),
 }
-KINDS = (*TEXTS, *DRAWN)
-CONDITIONS = (*KINDS, *given.OBJECTS)
+INPUT_KINDS = (*TEXTS, *DRAWN)
 
 
-class Source(NamedTuple):
+class OpenSource(NamedTuple):
     """A source, and the function that cuts it into sequences."""
 
     name: str  # the condition in tables
@@ -534,29 +492,39 @@ class Source(NamedTuple):
     reads: Callable[[str], str]  # the entries of its records that were read → what was read
 
 
-def open_source(source: str | given.Given, dataset: str | None, option: str = "--input") -> Source:
+def open_source(source: str | given.Given, dataset: str | None, option: str = "--input") -> OpenSource:
     """Find a text that is always available, a file or a dataset; errors in its content are raised when it is read."""
     if dataset is not None:
         if source != "natural":
             raise InputError(f"{option} {source} and --dataset {dataset}: give one of the two")
-        name, found = read_dataset(dataset)
-        return _table(name, f"--dataset {dataset}", found)
+        label, (name, *options) = f"--dataset {dataset}", dataset.split(":")
+        if not name or len(options) > 2:
+            raise InputError(f"{label}: it is written NAME, NAME:CONFIG or NAME:CONFIG:SPLIT")
+        config, split = (*options, "", "")[:2]
+        path = user_path(name)
+        is_here = kind_of(path) is not None
+        records = _dataset_records(str(path) if is_here else name, config or None, split or "train", label)
+        return _table(path.resolve().name if is_here else name, label, records)
     if isinstance(source, given.Given):
         if source.kind == given.DATASET:
             return _table(source.kind, "input", source.rows())
-        return Source(source.kind, "input", iter(source.documents), partial(heads, skips=False), lambda _: source.kind)
+        return OpenSource(
+            source.kind, "input", iter(source.documents), partial(heads, skips=False), lambda _: source.kind
+        )
     if source in TEXTS:
         label = f"{source} text"
-        return Source(source, label, iter([Document(label, TEXTS[source]())]), windows, lambda _: label)
+        return OpenSource(source, label, iter([Document(label, TEXTS[source]())]), windows, lambda _: label)
     path = _existing_file(source)
     read, cut = FORMATS[path.suffix.lower()]
     # a file named like an input kind keeps its ending, so that tables distinguish the two
-    name = path.name if path.stem in CONDITIONS else path.stem
-    return Source(name, path.name, read(path), cut, lambda entries: f"{entries} of {path.name}".removeprefix(" of "))
+    name = path.name if path.stem in (*INPUT_KINDS, *given.OBJECTS) else path.stem
+    return OpenSource(
+        name, path.name, read(path), cut, lambda entries: f"{entries} of {path.name}".removeprefix(" of ")
+    )
 
 
-def _table(name: str, label: str, rows: Iterator[Mapping[str, Any]]) -> Source:
-    return Source(name, label, read_table(rows, label), table_heads, lambda entries: f"column {entries}")
+def _table(name: str, label: str, rows: Iterator[Mapping[str, Any]]) -> OpenSource:
+    return OpenSource(name, label, read_rows(rows, label), table_heads, lambda entries: f"column {entries}")
 
 
 def documents(source: str, dataset: str | None = None) -> tuple[str, Iterator[str]]:
@@ -568,13 +536,13 @@ def documents(source: str, dataset: str | None = None) -> tuple[str, Iterator[st
             raise InputError(f"{document.where}: a record needs `text` to train on; this one has only {what}")
         return document.text
 
-    found = open_source(source, dataset, "--text")
-    return found.name, map(text_of, found.documents)
+    opened = open_source(source, dataset, "--text")
+    return opened.name, map(text_of, opened.documents)
 
 
 def check_source(source: str | given.Given) -> None:
     """Raise InputError if there is no such input; cheap, so that it can be called before a model is loaded."""
-    if isinstance(source, str) and source not in KINDS:
+    if isinstance(source, str) and source not in INPUT_KINDS:
         _existing_file(source)
 
 
@@ -589,7 +557,7 @@ def _existing_file(source: str) -> Path:
             raise InputError(f"--input {source}: the name of a file must end in one of {endings}")
         check_readable(path)
         return path
-    word, known, problem = source, KINDS, f"neither an input ({', '.join(KINDS)}) nor a file"
+    word, known, problem = source, INPUT_KINDS, f"neither an input ({', '.join(INPUT_KINDS)}) nor a file"
     if is_known:
         word, known = path.name, tuple(names_in(path.parent)) if kind_of(path.parent) == "folder" else ()
         problem = "no such file"

@@ -24,7 +24,7 @@ from sinkscope.measuring.passes import Pass, pass_over
 from sinkscope.measuring.subject import Subject, open_subject
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.options.measuring import make_config
-from sinkscope.quantization.grids import Precision
+from sinkscope.quantization.formats import Precision
 
 LATE = (  # interventions on later layers alone, in the order of layers; in the hybrid, layers 1 and 3 attend
     "zero-massive:layers=1,coordinates=3,17",

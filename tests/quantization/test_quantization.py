@@ -36,7 +36,8 @@ from sinkscope.models.family import Family, first_tensor
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.projections import projections
 from sinkscope.options.measuring import make_config
-from sinkscope.quantization.grids import Grid, Precision, Range, asymmetric_grid, symmetric_grid
+from sinkscope.quantization.formats import Precision
+from sinkscope.quantization.grids import Grid, Range, asymmetric_grid, site_grid, symmetric_grid
 from sinkscope.quantization.settings import ALL, ALONE, COSTLIEST_KEPT, FULL, KEPT, MASSIVE_KEPT, WEIGHTS
 from sinkscope.quantization.simulation import quantized_sites
 from sinkscope.quantization.sites import CACHED, INPUT, OUTPUT, PARTS, SCORES, SOFTMAX, SUM, WEIGHT, Site, sites_of
@@ -588,7 +589,9 @@ def test_steps_are_the_mean_of_the_grids(model: PreTrainedModel) -> None:
             weight = model.get_parameter(f"{site.path}.weight")
             assert known.step == pytest.approx(float(weight.abs().amax(1).mean()) / (2 ** (BITS - 1) - 1))
         else:  # a token's range is within the tensor's
-            assert 0 < known.step < Precision(BITS, BITS, BITS, kv_cache_per="tensor").grid(site, ranges[site]).step
+            assert (
+                0 < known.step < site_grid(Precision(BITS, BITS, BITS, kv_cache_per="tensor"), site, ranges[site]).step
+            )
 
 
 @pytest.mark.parametrize("name", AT_THE_INTERFACE)
@@ -604,7 +607,7 @@ def test_a_quantized_sum_is_also_what_goes_past_the_branch(name: str) -> None:
         found = outputs(model, family, chosen)
         for site, known in chosen.items():
             x = found[site.layer, "layer_out"] - (found[site.layer, "mlp_out"] if kind == "mid" else 0.0)
-            wholes = x / Precision(8, 6).grid(site, known).step
+            wholes = x / site_grid(Precision(8, 6), site, known).step
             if family.wiring != "post-norm":  # there the stream continues with the output of the next norm
                 assert (wholes - wholes.round()).abs().max() < 1e-2
 

@@ -4,7 +4,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -26,14 +26,13 @@ from sinkscope.options.keywords import QuantizeKeywords
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.signatures import with_options
 from sinkscope.output.run import Run, finished
-from sinkscope.quantization.grids import Precision
+from sinkscope.quantization.formats import Precision
 from sinkscope.quantization.prefix_cache import prefix_cache, write_prefix
 from sinkscope.quantization.sites import INPUT, full_precision_modules, not_quantized
 from sinkscope.text.inputs import TokenInputs
 from sinkscope.text.tokens import encode, token_texts
 
-# options, in the order of `Precision`
-PRECISION = ("bits_weights", "bits_activations", "bits_kv_cache", "weights_per", "activations_per", "kv_cache_per")
+PRECISION = tuple(field.name for field in fields(Precision))  # names of options
 
 
 def command(options: QuantizeOptions, output: OutputOptions) -> Printout:

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from sinkscope.options.measuring import PerActivation, PerCache, PerWeight
+from sinkscope.quantization.formats import PerActivation, PerCache, PerWeight
 from sinkscope.results.schema import Count, Part, RunManifest
 
 

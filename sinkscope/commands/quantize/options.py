@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from sinkscope.options.measuring import ObservableOptions, PerActivation, PerCache, PerWeight, RunConfig
+from sinkscope.options.measuring import ObservableOptions, RunConfig
 from sinkscope.options.option import option
+from sinkscope.quantization.formats import PerActivation, PerCache, PerWeight
 
 
 class QuantizeOptions(RunConfig):

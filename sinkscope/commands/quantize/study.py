@@ -36,7 +36,8 @@ from sinkscope.models.family import first_tensor
 from sinkscope.models.in_memory import undisturbed, unwrapped
 from sinkscope.models.projections import by_output
 from sinkscope.quantization import settings
-from sinkscope.quantization.grids import Precision, Range, Rounding
+from sinkscope.quantization.formats import Precision
+from sinkscope.quantization.grids import Range, Rounding, site_grid
 from sinkscope.quantization.simulation import attending_with, quantized_attention, quantized_sites
 from sinkscope.quantization.sites import (
     CACHED,
@@ -119,7 +120,7 @@ def measured_roundings(
     tracer: Tracer, sequences: Iterable[Any], ranges: Mapping[Site, Range], precision: Precision
 ) -> dict[Site, Rounding]:
     """Measure the effect of rounding on each site separately, in the model in full precision."""
-    grids = {site: precision.grid(site, known) for site, known in ranges.items()}
+    grids = {site: site_grid(precision, site, known) for site, known in ranges.items()}
     # numbers of nonzero entries and of entries that become 0, energies of signal and noise, sum and number of steps
     sums: dict[Site, np.ndarray] = defaultdict(lambda: np.zeros(6))
 

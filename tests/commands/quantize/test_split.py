@@ -25,7 +25,8 @@ from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.rotation import rotated
 from sinkscope.options.measuring import make_config
 from sinkscope.quantization import settings
-from sinkscope.quantization.grids import Precision, asymmetric_grid
+from sinkscope.quantization.formats import Precision
+from sinkscope.quantization.grids import asymmetric_grid
 from sinkscope.quantization.prefix_cache import CACHE, HOW, prefix_cache, write_prefix
 from sinkscope.quantization.simulation import quantized_sites
 from sinkscope.quantization.sites import INPUT, OUTPUT, WEIGHT, sites_of
