@@ -32,13 +32,13 @@ class Precision:
     kv_cache_per: PerCache | None = None  # None: not quantized
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(Precision).items():
-            choices = [
-                choice for part in (kind, *get_args(kind)) for choice in get_args(part) if isinstance(choice, str)
-            ]
-            unit = getattr(self, name)
-            if choices and unit is not None and unit not in choices:
-                raise InputError(f"{name} {unknown(unit, choices)}")
+        for name, choices in (
+            ("weights_per", get_args(PerWeight)),
+            ("activations_per", get_args(PerActivation)),
+            ("kv_cache_per", (None, *get_args(PerCache))),
+        ):
+            if getattr(self, name) not in choices:
+                raise InputError(f"{name} {unknown(getattr(self, name), filter(None, choices))}")
 
     def __str__(self) -> str:
         cache = "" if self.kv_cache_per is None else f"KV{self.bits_kv_cache}"
