@@ -20,7 +20,7 @@ from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError, counted
 from sinkscope.models.edits import check_parameters, edited_output
 from sinkscope.models.family import Family
-from sinkscope.models.projections import Projection, Role, check_plain, lacking, projections
+from sinkscope.models.projections import Projection, Role, check_plain, lacking_projection, projections
 from sinkscope.retrofits.retrofit import registers_before
 
 
@@ -113,7 +113,7 @@ class Target:
 
     def without_projection(self, role: Role) -> str | None:
         """Return why the output of this projection is unknown, or None if it is known."""
-        return lacking(self.family, self.family.attentions(self.model), role)
+        return lacking_projection(self.family, self.family.attentions(self.model), role)
 
     def without_weights(self, role: Role) -> str | None:
         """Return why the weights of this projection cannot be edited, or None if they can."""

@@ -11,7 +11,7 @@ from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import Expectation, Intervention, Known, Target
 from sinkscope.interventions.parameters import Index, Open
 from sinkscope.models.edits import check_changes, replaced
-from sinkscope.models.feed_forward import DENSE, FeedForward, feed_forwards, without_feed_forward
+from sinkscope.models.feed_forward import NO_EXPERT, FeedForward, feed_forwards, without_feed_forward
 
 EARLY = 0.75  # massive activations form in this first part of the layers (Su et al., code)
 
@@ -106,7 +106,7 @@ class ZeroSuperWeight(_Zeroed):
             weight = feed_forwards(known.target.model, known.target.family)[found["layer"]].weight(found["expert"])
             found["row"], found["column"] = divmod(int(weight.abs().argmax()), weight.shape[1])
         found["rows"] = (found.pop("row"),)  # type: ignore[assignment]
-        return self.model_copy(update=found | ({"expert": None} if found["expert"] == DENSE else {}))
+        return self.model_copy(update=found | ({"expert": None} if found["expert"] == NO_EXPERT else {}))
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
         """Return the change of a random other row of the column, or of a random other column of the row."""

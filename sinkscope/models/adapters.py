@@ -23,12 +23,12 @@ from sinkscope.models.packed import PACKED_WEIGHTS, is_packed
 from sinkscope.options.files import check_readable, kind_of, names_in, read_object, user_path
 
 SAFE, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
-TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")  # models for other tasks have another head
-NAME = "default"  # PEFT's name for a model's only adapter
-KEPT = (".base_layer", ".original_module")  # names of the original layers in PEFT's modules
-FEW = 16  # tokens on which a merged model is compared
+ADAPTER_TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")  # models for other tasks have another head
+ADAPTER_NAME = "default"  # PEFT's name for a model's only adapter
+ORIGINALS = (".base_layer", ".original_module")  # names of the original layers in PEFT's modules
+COMPARED_TOKENS = 16  # on which a merged model is compared
 # largest relative difference of an output by round-off, here of merged weights
-ROUNDED = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+MERGED_ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def find_adapter(adapter: str, allow_pickle: bool) -> AdapterFiles:
     if weights == SAFE:
         check_safetensors(adapter, path / weights)
     settings = read_object(path / ADAPTER_CONFIG)
-    if settings.get("task_type") not in TASKS:
+    if settings.get("task_type") not in ADAPTER_TASKS:
         raise InputError(f"--adapter {adapter} is for another task ({one_line(settings['task_type'], 40)})")
     return AdapterFiles(path, weights, adapter, commit, settings.get("base_model_name_or_path"))
 
@@ -85,34 +85,34 @@ def with_adapter(
     """Apply the adapter to the model, if it fits, and return it with its entry in run.json and notices for the user."""
     import peft  # optional, and its import takes seconds
 
-    source, own = f"--adapter {files.source}", str(model.config.name_or_path)
+    source, name = f"--adapter {files.source}", str(model.config.name_or_path)
     with explained(f"{source}: PEFT cannot use its {ADAPTER_CONFIG}"):
         config = peft.PeftConfig.from_pretrained(str(files.folder))
     method, merging = str(getattr(config.peft_type, "value", config.peft_type)), not is_packed(model)
     if config.is_prompt_learning:
         raise InputError(f"{source} adds prompts ({method}) and no weights: the model cannot be measured with it")
-    with explained(f"{source} does not fit {own}"):
-        wrapped: Any = peft.get_peft_model(model, config, NAME)
-        read = wrapped.load_adapter(files.folder, NAME, torch_device=str(model.device))
+    with explained(f"{source} does not fit {name}"):
+        wrapped: Any = peft.get_peft_model(model, config, ADAPTER_NAME)
+        read = wrapped.load_adapter(files.folder, ADAPTER_NAME, torch_device=str(model.device))
     for what, names in (("lacks", read.missing_keys), ("has, and the model does not have,", read.unexpected_keys)):
         if names:
-            raise InputError(f"{source} does not fit {own}: it {what} {names[0]} ({len(names)} in total)")
-    network = merged(wrapped.eval(), source, method) if merging else wrapped.get_base_model()
+            raise InputError(f"{source} does not fit {name}: it {what} {names[0]} ({len(names)} in total)")
+    network = merge_adapter(wrapped.eval(), source, method) if merging else wrapped.get_base_model()
     digest = hashlib.sha256((files.folder / files.weights).read_bytes()).hexdigest()
     record = {"source": files.source, "commit": files.commit, "method": method, "merged": merging, "sha256": digest}
     became = "merged into the model's weights" if merging else f"not merged, because the model's {PACKED_WEIGHTS}"
     notices: tuple[str, ...] = (f"adapter {files.source}: {became}",)
-    if files.base and Path(files.base).name.casefold() != Path(own).name.casefold():
+    if files.base and Path(files.base).name.casefold() != Path(name).name.casefold():
         base = one_line(files.base)
-        notices += (f"the adapter says that it was trained on {base}, which may be another model than {own}",)
+        notices += (f"the adapter says that it was trained on {base}, which may be another model than {name}",)
     return network, record, notices
 
 
 @torch.no_grad()
-def merged(wrapped: Any, source: str, method: str) -> PreTrainedModel:
+def merge_adapter(wrapped: Any, source: str, method: str) -> PreTrainedModel:
     """Merge PEFT's adapter into a model's weights; InputError if the model then computes something else."""
     network: PreTrainedModel = wrapped.get_base_model()
-    ids = torch.arange(FEW, device=input_device(network))[None] % len(embedding_weight(network))
+    ids = torch.arange(COMPARED_TOKENS, device=input_device(network))[None] % len(embedding_weight(network))
     apart = network(ids, use_cache=False)[0]
     _untie(network)
     cannot = f"{source}: an adapter of its kind ({method}) cannot be merged"
@@ -124,7 +124,7 @@ def merged(wrapped: Any, source: str, method: str) -> PreTrainedModel:
     together = network(ids, use_cache=False)[0]
     sizes = apart.float().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
     error = float(((together - apart).float().norm(dim=-1) / sizes).max())
-    if not error <= ROUNDED[together.dtype]:  # or NaN
+    if not error <= MERGED_ROUNDING[together.dtype]:  # or NaN
         raise InputError(f"{cannot}: the model would compute something else (its output differs by {error:.1e})")
     return network
 
@@ -136,16 +136,14 @@ def _untie(model: nn.Module) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 holders[parameter].append((path, module, name))
-    tied = [
-        each for each in holders.items() if len(each[1]) > 1 and any(path.endswith(KEPT[0]) for path, _, _ in each[1])
-    ]
-    for parameter, holding in tied:
-        for _, module, name in holding[1:]:
-            module._parameters[name] = nn.Parameter(parameter.clone(), parameter.requires_grad)
+    for parameter, holding in holders.items():
+        if any(path.endswith(ORIGINALS[0]) for path, _, _ in holding):
+            for _, module, name in holding[1:]:
+                module._parameters[name] = nn.Parameter(parameter.clone(), parameter.requires_grad)
 
 
 def check_no_adapter(model: PreTrainedModel, purpose: str) -> None:
     """Raise InputError if a model has an adapter that is not merged, which `purpose` would ignore."""
-    adapted = next((path for path, _ in model.named_modules() if path.endswith(KEPT)), None)
+    adapted = next((path for path, _ in model.named_modules() if path.endswith(ORIGINALS)), None)
     if adapted is not None:
         raise InputError(f"{purpose} needs weights without a separate adapter ({adapted}): merge it first")

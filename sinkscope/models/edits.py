@@ -65,27 +65,25 @@ def check_changes(name: str, edits: list[Edit]) -> None:
 def wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> Iterator[None]:
     """Replace the forward of a module by around(forward, …) for the length of the block."""
     # a forward may have been set by accelerate or by another edit
-    own = {name: vars(module)[name] for name in ("forward", ACCELERATE) if name in vars(module)}
+    before = {name: vars(module)[name] for name in ("forward", ACCELERATE) if name in vars(module)}
     forward, moves = module.forward, vars(module).pop(ACCELERATE, None)
-    if moves is not None:
-        # if accelerate's attribute is there, nnsight runs the forward of the module's class in place of `wrapped`: so
-        # the attribute is removed, and `wrapped` moves inputs and weights as accelerate's hook does
-        forward = partial(_moved, module, moves, module._old_forward)
+    unmoved: Any = getattr(module, "_old_forward", None)
+
+    def moving(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = moves.pre_forward(module, *args, **kwargs)
+        return moves.post_forward(module, unmoved(*args, **kwargs))
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(forward, *args, **kwargs)
+        # if accelerate's attribute is there, nnsight runs the forward of the module's class in place of this: so the
+        # attribute is removed, and `moving` moves inputs and weights as accelerate's hook does
+        return around(forward if moves is None else moving, *args, **kwargs)
 
     module.forward = wrapped
     try:
         yield
     finally:
         del module.forward
-        vars(module).update(own)
-
-
-def _moved(module: nn.Module, moves: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    args, kwargs = moves.pre_forward(module, *args, **kwargs)
-    return moves.post_forward(module, forward(*args, **kwargs))
+        vars(module).update(before)
 
 
 @contextmanager
@@ -158,19 +156,19 @@ class Noted:
         self.hook = hook
         self.noted = noted  # the identity of a module's attributes, and the name of one
         self.watched: list[tuple[dict[str, Any], str, dict[str, Any]]] = []  # attributes, the name of a dict, the dict
-        for own in map(vars, modules):
-            dicts = [(own, name, value) for name, value in own.items() if isinstance(value, dict)]
-            self.watched += [(own, "", own), *dicts]
+        for attributes in map(vars, modules):
+            dicts = [(attributes, name, value) for name, value in attributes.items() if isinstance(value, dict)]
+            self.watched += [(attributes, "", attributes), *dicts]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         before = [dict(entries) for _, _, entries in self.watched]
         try:
             return self.hook(*args, **kwargs)
         finally:
-            for (own, name, entries), old in zip(self.watched, before, strict=True):
+            for (attributes, name, entries), old in zip(self.watched, before, strict=True):
                 if len(entries) != len(old) or not all(map(is_, entries.values(), old.values())):
                     changed = [one for one in old | entries if old.get(one, old) is not entries.get(one, old)]
-                    self.noted.update((id(own), name or one) for one in changed)
+                    self.noted.update((id(attributes), name or one) for one in changed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy as the hook itself: a copy of the model is not watched."""
@@ -248,13 +246,13 @@ def beginning_at(
 def begun(layers: Sequence[nn.Module], beginning: Beginning) -> Iterator[None]:
     """Skip the layers before the beginning for the length of the block: each returns the kept output."""
 
-    def kept(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    def skipped(forward: Any, *args: Any, **kwargs: Any) -> Any:
         output = beginning.output  # copied, because some models add to it in place
         return (output[0].clone(), *output[1:]) if isinstance(output, tuple) else output.clone()
 
     with ExitStack() as stack:
         for layer in layers[: beginning.layer]:
-            stack.enter_context(wrapped_forward(layer, kept))
+            stack.enter_context(wrapped_forward(layer, skipped))
         yield
 
 
@@ -301,21 +299,19 @@ def as_product(equation: Any, *operands: Any) -> Product | None:
     alone = [axis for axis in result if (axis in axes[0]) != (axis in axes[1])]
     batch = [axis for axis in result if axis not in alone]
     summed = [axis for axis in axes[0] if axis not in result]
-    if len(alone) != 2 or len(summed) != 1 or any(len(set(own)) != len(own) for own in (*axes, result)):
+    if len(alone) != 2 or len(summed) != 1 or any(len(set(letters)) != len(letters) for letters in (*axes, result)):
         return None
     rows, columns = alone
     first = 0 if rows in axes[0] else 1  # the operand that is x
     orders = ([*batch, rows, *summed], [*batch, *summed, columns])
     if not batch or sorted(orders[0]) != sorted(axes[first]) or sorted(orders[1]) != sorted(axes[1 - first]):
         return None
-    places = [
-        [own.index(axis) for axis in order] for own, order in ((axes[first], orders[0]), (axes[1 - first], orders[1]))
-    ]
+    places = [[axes[first].index(axis) for axis in orders[0]], [axes[1 - first].index(axis) for axis in orders[1]]]
     of_result = [result.index(axis) for axis in (*batch, rows, columns)]
 
     def compute(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        given = [_unpermuted(x, places[0]), _unpermuted(y, places[1])]
-        return torch.einsum(equation, *(given if first == 0 else given[::-1])).permute(of_result)
+        factors = [_unpermuted(x, places[0]), _unpermuted(y, places[1])]
+        return torch.einsum(equation, *(factors if first == 0 else factors[::-1])).permute(of_result)
 
     return Product(
         operands[first].permute(places[0]),
@@ -333,14 +329,14 @@ def _unpermuted(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
 Attend = Callable[..., Any]  # (module, query, key, value, mask, …) → mix (B,T,H,d), weights or None
 
 INSTEAD = "_sinkscope_attends_by"  # module attribute: the functions to call in place of its attention function
-_lock = threading.Lock()
+_table_lock = threading.Lock()
 # id of a table → its class, and the number of open blocks
 _watching: dict[int, tuple[type[AttentionInterface], int]] = {}
 
 
 @contextmanager
 def attending_by(model: nn.Module, instead: Callable[..., Any]) -> Iterator[None]:
-    """Call `instead(own, module, query, …)` where a module of this model would call its attention function `own`.
+    """Call `instead(attend, module, query, …)` where a module of this model would call its attention function `attend`.
 
     Blocks may overlap, on one model or several, in one thread or several: the innermost is called first.
     """
@@ -371,24 +367,24 @@ class _Watched(AttentionInterface):
         return super().get_interface(attn_implementation, partial(_attend, default))
 
 
-def _attend(own: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call the functions of the module's open blocks in place of `own`; without a block, call `own`."""
+def _attend(attend: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call the functions of the module's open blocks in place of `attend`; without a block, call `attend`."""
     for (instead,) in getattr(module, INSTEAD, ()):
-        own = partial(instead, own)
-    return own(module, *args, **kwargs)
+        attend = partial(instead, attend)
+    return attend(module, *args, **kwargs)
 
 
 @contextmanager
 def _watched(table: AttentionInterface) -> Iterator[None]:
     """Change the class of the table until the last of its blocks ends."""
-    with _lock:
+    with _table_lock:
         kind, count = _watching.get(id(table), (type(table), 0))
         _watching[id(table)] = kind, count + 1
         table.__class__ = _watched_kind(kind)
     try:
         yield
     finally:
-        with _lock:
+        with _table_lock:
             kind, count = _watching.pop(id(table))
             if count > 1:
                 _watching[id(table)] = kind, count - 1
@@ -408,10 +404,10 @@ def unknown_code(attentions: Iterable[nn.Module]) -> str | None:
         config, file = vars(attention).get("config"), sys.modules.get(type(attention).forward.__module__)
         table = getattr(file, "ALL_ATTENTION_FUNCTIONS", None)  # None if attention is in the module's own code
         if isinstance(config, PreTrainedConfig) and table is not None:
-            found = table.get(config._attn_implementation, getattr(file, "eager_attention_forward", None))
-            if isinstance(found, partial) and found.func is _attend:  # while the table is watched
-                found = found.args[0]
-            functions += [] if found is None else [found]
+            function = table.get(config._attn_implementation, getattr(file, "eager_attention_forward", None))
+            if isinstance(function, partial) and function.func is _attend:  # while the table is watched
+                function = function.args[0]
+            functions += [] if function is None else [function]
         for function in functions:
             if not written_in(function).startswith(("transformers.", "sinkscope.")):
                 return name_of(function)

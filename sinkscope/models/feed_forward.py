@@ -15,7 +15,7 @@ from sinkscope.models.edits import Edit
 from sinkscope.models.family import Family
 from sinkscope.models.projections import LINEAR_LAYERS, check_plain
 
-DENSE = -1  # the expert of a layer without a mixture
+NO_EXPERT = -1  # the expert of a layer without a mixture
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class FeedForward:
             part, transposed = parameter[expert], self.module.is_transposed
         return part.T if transposed else part
 
-    def weight(self, expert: int = DENSE) -> torch.Tensor:
+    def weight(self, expert: int = NO_EXPERT) -> torch.Tensor:
         """Return W (D,F) of the network or of an expert, without gradient, like `bias`."""
         if not self.experts:
             check_plain(self.module)
         return self._oriented(getattr(self.module, self._name).detach(), expert)
 
-    def bias(self, expert: int = DENSE) -> torch.Tensor | None:
+    def bias(self, expert: int = NO_EXPERT) -> torch.Tensor | None:
         bias = getattr(self.module, f"{self._name}_bias" if self.experts else "bias", None)
         return bias if bias is None else bias.detach()[expert] if self.experts else bias.detach()
 
@@ -69,7 +69,7 @@ class FeedForward:
         """
         if not self.experts:
             u = args[0].detach().flatten(0, -2)
-            yield DENSE, torch.arange(len(u), device=u.device), u
+            yield NO_EXPERT, torch.arange(len(u), device=u.device), u
             return
         states, chosen = args[0].detach().flatten(0, -2), args[1].flatten(0, -2)
         module = self.module
@@ -84,29 +84,26 @@ class FeedForward:
 
 def feed_forwards(model: PreTrainedModel, family: Family) -> dict[int, FeedForward]:
     """Return layer → its last projection, of the layers whose feed-forward network has the form of the family."""
-    found = {}
+    by_layer = {}
     for layer, module in enumerate(family.layer_modules(model)):
         parts = dict(module.named_modules(remove_duplicate=False))
         for path in (family.down, family.experts):
-            part = parts.get(path)
-            if isinstance(part, LINEAR_LAYERS) or _holds_experts(part):
-                found[layer] = FeedForward(path, part)
-    return found
+            part: Any = parts.get(path)
+            is_mixture = all(hasattr(part, name) for name in ("gate_up_proj", "is_transposed", "_apply_gate"))
+            weight = getattr(part, "down_proj", None) if is_mixture else None
+            if isinstance(part, LINEAR_LAYERS) or (isinstance(weight, nn.Parameter) and weight.dim() == 3):
+                by_layer[layer] = FeedForward(path, part)
+    return by_layer
 
 
 def without_feed_forward(model: PreTrainedModel, family: Family) -> str | None:
     """Return why the last projections of the feed-forward networks cannot be read; None if they can."""
-    found = feed_forwards(model, family)
-    if not found:
+    by_layer = feed_forwards(model, family)
+    if not by_layer:
         return f"no layer has its feed-forward network's last projection at {family.down} or {family.experts}"
     try:
-        for part in found.values():
+        for part in by_layer.values():
             part.weight(0)
     except InputError as error:
         return str(error)
     return None
-
-
-def _holds_experts(module: Any) -> bool:
-    has_form = all(hasattr(module, name) for name in ("down_proj", "gate_up_proj", "is_transposed", "_apply_gate"))
-    return has_form and isinstance(module.down_proj, nn.Parameter) and module.down_proj.dim() == 3

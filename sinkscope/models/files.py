@@ -364,11 +364,11 @@ def evict(repo: str, revision: str | None) -> int:
     except errors.CacheNotFound:
         return 0
     name, names = revision or "main", (repo, f"{repo}{TWIN}")
-    ours = [each for each in cached.repos if each.repo_type == "model" and each.repo_id in names]
-    found = [at.commit_hash for each in ours for at in each.revisions if name in (*at.refs, at.commit_hash)]
-    leaving = replace(cached, repos=frozenset(ours)).delete_revisions(*found)
-    leaving.execute()
-    return leaving.expected_freed_size
+    ours = [repo for repo in cached.repos if repo.repo_type == "model" and repo.repo_id in names]
+    held = [each for repo in ours for each in repo.revisions if name in (*each.refs, each.commit_hash)]
+    deletion = replace(cached, repos=frozenset(ours)).delete_revisions(*(each.commit_hash for each in held))
+    deletion.execute()
+    return deletion.expected_freed_size
 
 
 Layers = Annotated[int, Field(ge=1, le=1000)]

@@ -29,13 +29,9 @@ WRAPPERS = (
     "torch.compile", "DataParallel", "DistributedDataParallel", "PEFT", "nnsight", "nnterp", "a TransformerBridge"
 )  # fmt: skip
 COMPILED = "_compiled_call_impl"  # module attribute of the `__call__` that `module.compile()` makes
-BEFORE_COMPILING = "_torchdynamo_orig_callable"  # attribute of a compiled function: the original
 BEFORE_AUTOCAST = "_original_forward"  # attribute of a model that accelerate has prepared: its forward
 BRIDGED = "_original_component"  # TransformerLens: the module of transformers whose place a bridge has taken
-ADAPTION_PROMPT = "peft.tuners.adaption_prompt"
-
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-MOST_PARTS, FEW = 10_000, 100  # objects, and entries of a list, in which generators are sought
+MOST_PARTS, LONG_LIST = 10_000, 100  # objects, and entries of a list, in which generators are sought
 
 one_thread = threading.RLock()  # for state that is global to the process, such as torch's random numbers
 
@@ -64,30 +60,25 @@ def same_random_numbers(*holders: Any) -> Iterator[None]:
         is_used = device is not None and getattr(device, "is_initialized", lambda: True)()
         if is_used and hasattr(device, f"get_rng_state{every}"):
             stack.callback(getattr(device, f"set_rng_state{every}"), getattr(device, f"get_rng_state{every}")())
-        for one in _generators_in(holders):
-            if isinstance(one, np.random.Generator):
-                stack.callback(setattr, one.bit_generator, "state", one.bit_generator.state)
-            elif isinstance(one, random.Random):
-                stack.callback(one.setstate, one.getstate())
+        # generators that the objects and their parts hold, in attributes or in short lists
+        waiting, seen = list(holders), set[int]()
+        while waiting and len(seen) < MOST_PARTS:
+            part = waiting.pop()
+            if id(part) in seen or isinstance(part, type | torch.Tensor | np.ndarray):
+                continue
+            seen.add(id(part))
+            if isinstance(part, np.random.Generator):
+                stack.callback(setattr, part.bit_generator, "state", part.bit_generator.state)
+            elif isinstance(part, random.Random):
+                stack.callback(part.setstate, part.getstate())
+            elif isinstance(part, torch.Generator | np.random.RandomState):
+                set_state: Any = part.set_state
+                stack.callback(set_state, part.get_state())
+            elif isinstance(part, list | tuple | dict):
+                waiting += [*(part.values() if isinstance(part, dict) else part)] if len(part) <= LONG_LIST else []
             else:
-                stack.callback(one.set_state, one.get_state())
+                waiting += getattr(part, "__dict__", {}).values()
         yield
-
-
-def _generators_in(holders: tuple[Any, ...]) -> Iterator[Any]:
-    """Yield the generators of random numbers that objects and their parts hold, in attributes or in short lists."""
-    waiting, seen = list(holders), set[int]()
-    while waiting and len(seen) < MOST_PARTS:
-        part = waiting.pop()
-        if id(part) in seen or isinstance(part, type | torch.Tensor | np.ndarray):
-            continue
-        seen.add(id(part))
-        if isinstance(part, GENERATORS):
-            yield part
-        elif isinstance(part, list | tuple | dict):
-            waiting += [*(part.values() if isinstance(part, dict) else part)] if len(part) <= FEW else []
-        else:
-            waiting += getattr(part, "__dict__", {}).values()
 
 
 def text_of(name: Any) -> str:
@@ -100,7 +91,9 @@ def text_of(name: Any) -> str:
 def unwrapped(model: Any, changed: bool = False) -> PreTrainedModel:
     """Return the transformers model in an object of the caller; InputError if it cannot be measured or `changed`."""
     kind = _kind(model)
-    if isinstance(model, nn.Module) and _is_sharded(model):
+    parts: list[Any] = list(model.modules()) if isinstance(model, nn.Module) else []
+    weights = list(model.parameters()) if parts else []
+    if any(isinstance(part, FullyShardedDataParallel | DTensor) for part in (*parts, *weights)):
         raise InputError(
             "the weights of this model are sharded over several processes (tp_plan or FSDP), so that each has only "
             "parts of them: save the model and name its folder, or load it with device_map, on the GPUs of one process"
@@ -124,17 +117,20 @@ def unwrapped(model: Any, changed: bool = False) -> PreTrainedModel:
                 f"{kind} is not a model{inside}: give a hub id, a folder, a .gguf file, or a model of transformers "
                 f"(also wrapped by {', '.join(WRAPPERS)})"
             )
-    if any(type(module).__module__.startswith(ADAPTION_PROMPT) for module in model.modules()):
+    modules, name = list(model.modules()), type(model).__name__
+    if any(type(module).__module__.startswith("peft.tuners.adaption_prompt") for module in modules):
         raise InputError(
             "PEFT's AdaptionPrompt adds a second attention to the model's own, which is not measured: give the model "
             "without it"
         )
     if unpacks_when_run(model):
-        raise InputError(f"the weights of {type(model).__name__} are unpacked in its first run: run it once before")
-    if (empty := _without_numbers(model)) is not None:
-        raise InputError(f"{empty} of {type(model).__name__} is on the meta device, without numbers: load its weights")
+        raise InputError(f"the weights of {name} are unpacked in its first run: run it once before")
+    if not any(ACCELERATE in vars(module) for module in modules):  # else it may have offloaded weights
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        if (empty := next((path for path, tensor in tensors if tensor.is_meta), None)) is not None:
+            raise InputError(f"{empty} of {name} is on the meta device, without numbers: load its weights")
     if any(parameter.is_inference() for parameter in model.parameters()):
-        raise InputError(f"the weights of {type(model).__name__} were made in torch.inference_mode: load it outside")
+        raise InputError(f"the weights of {name} were made in torch.inference_mode: load it outside")
     return model
 
 
@@ -161,20 +157,6 @@ def _check_wrapper(wrapper: Any) -> None:
                 f"{kind} has a forward hook, {name_of(hook)}, which the model in it does not call: register it on the "
                 "model of transformers"
             )
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    """Return whether the processes of a group hold parts of the model's weights."""
-    is_wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-    return is_wrapped or any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
-def _without_numbers(model: PreTrainedModel) -> str | None:
-    """Return the name of a tensor on the meta device that accelerate has not offloaded; None if there is none."""
-    if any(ACCELERATE in vars(module) for module in model.modules()):
-        return None
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    return next((name for name, tensor in tensors if tensor.is_meta), None)
 
 
 def _kind(thing: Any) -> str:
@@ -332,7 +314,7 @@ def called_uncompiled(model: PreTrainedModel) -> Iterator[None]:
 
 def _uncompiled(module: nn.Module) -> dict[str, Any]:
     """Return a module's forward from before torch.compile replaced it; {} if it is not compiled."""
-    before = getattr(vars(module).get("forward"), BEFORE_COMPILING, None)
+    before = getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None)
     return {} if before is None else {"forward": before}
 
 
@@ -352,21 +334,17 @@ def unchanged_after(model: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            _restore(before, noted)
-
-
-def _restore(before: list[tuple[dict, list[tuple[str, Any, dict | None]]]], noted: set[tuple[int, str]]) -> None:
-    for own, attributes in before:
-        for name in own.keys() - {name for name, _, _ in attributes}:
-            if (id(own), name) not in noted:
-                del own[name]
-        for name, value, entries in attributes:
-            if (id(own), name) in noted:
-                continue
-            own[name] = value
-            if isinstance(value, dict) and (value or entries):  # the same dict: handles of hooks refer to it
-                value.clear()
-                value.update(entries or {})
+            for now, attributes in before:
+                for name in now.keys() - {name for name, _, _ in attributes}:
+                    if (id(now), name) not in noted:
+                        del now[name]
+                for name, value, entries in attributes:
+                    if (id(now), name) in noted:
+                        continue
+                    now[name] = value
+                    if isinstance(value, dict) and (value or entries):  # the same dict: handles of hooks refer to it
+                        value.clear()
+                        value.update(entries or {})
 
 
 @contextmanager
@@ -394,13 +372,10 @@ def _noted_hooks(model: nn.Module) -> Iterator[set[tuple[int, str]]]:
                 hooks[key] = hook
 
 
-NOT_DECISIVE = {"_name_or_path", "transformers_version"}  # entries of a configuration that do not affect results
-
-
 def fingerprint(model: nn.Module) -> str:
     """Return the SHA-256 of a model's configuration, parameters (of offloaded ones only name and shape) and buffers."""
     settings = model.config.to_dict()  # type: ignore[union-attr,operator]
-    decisive = {name: value for name, value in settings.items() if name not in NOT_DECISIVE}
+    decisive = {name: x for name, x in settings.items() if name not in ("_name_or_path", "transformers_version")}
     digest = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())

@@ -20,10 +20,10 @@ CGROUPS = (
 
 def free_memory(device: torch.device) -> int:
     """Return the bytes that are free on a device for this process, with those that PyTorch keeps for later tensors."""
-    own: Any = torch.cpu if device.type in ("cpu", "meta") else torch.get_device_module(device)
-    if not hasattr(own, "mem_get_info"):  # nor has mps, which shares the CPU's memory
+    backend: Any = torch.cpu if device.type in ("cpu", "meta") else torch.get_device_module(device)
+    if not hasattr(backend, "mem_get_info"):  # nor has mps, which shares the CPU's memory
         return available_memory()
-    return own.mem_get_info(device)[0] + own.memory_reserved(device) - own.memory_allocated(device)
+    return backend.mem_get_info(device)[0] + backend.memory_reserved(device) - backend.memory_allocated(device)
 
 
 def available_memory() -> int:

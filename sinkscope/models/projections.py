@@ -90,18 +90,16 @@ def projections(model: PreTrainedModel, family: Family, layer: int) -> dict[Role
     """Return the query, key and value projections of a layer, or only those that were found."""
     if not family.qkv and not family.projections.get(layer):
         raise InputError(f"'{family.name}' keeps q, k and v together in a way that is not known: its row needs `qkv`")
-    named = _named(model, family, layer) if family.qkv else {}
+    attention, named = family.attentions(model)[layer], _named(model, family, layer) if family.qkv else {}
     if layer not in family.projections:
         return named
-    attention = family.attentions(model)[layer]
-    found = {
+    return {role: projection for role, projection in named.items() if role != "value"} | {
         role: Projection(attention.get_submodule(outputs.module), torch.tensor(outputs.places), outputs.module)
         for role, outputs in family.projections[layer].items()
     }
-    return {role: projection for role, projection in named.items() if role != "value"} | found
 
 
-def lacking(family: Family, layers: Iterable[int], role: Role) -> str | None:
+def lacking_projection(family: Family, layers: Iterable[int], role: Role) -> str | None:
     """Return why a projection of these layers cannot be edited; None if it can."""
     if not family.projections:
         return None if family.qkv else "how it keeps q, k and v together is not known: its row needs `qkv`"

@@ -33,7 +33,22 @@ def find_checkpoints(model: str, revisions: str | Iterable[str] | None = None) -
         raise InputError(f"{model} is one file, so it has no steps: name a folder of checkpoints, or a hub id")
     is_folder = folder.is_dir()
     if is_folder:
-        names = _subfolders(model, folder, names)
+        present = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        for name in names:
+            if not (folder / name).is_dir():
+                raise InputError(f"{model} has no such folder: {unknown(name, present)}")
+        names = names or [name for name in present if name.startswith("checkpoint-")]
+        if not names:
+            raise InputError(f"{model} holds no steps: no folder in it is called checkpoint-…")
+        if len(names) == 1:
+            (name,) = names
+            raise InputError(f"{model}: only {name} was found or named; to analyze it alone, name {folder / name}")
+        for name in names:
+            if not (folder / name / "config.json").is_file():
+                raise InputError(
+                    f"{folder / name} is not a model in HuggingFace format: it has no config.json. "
+                    "Save it completely, or name the other steps with --revision"
+                )
     elif len(names) < 2:
         single = f" (for {names[0]} only, leave out the comma)" if names else ""
         raise InputError(f"name two or more steps of {model}, as --revision step0,step512,step1000{single}")
@@ -51,36 +66,16 @@ def find_checkpoints(model: str, revisions: str | Iterable[str] | None = None) -
 
 def step_of(name: str, among: Iterable[str] = ()) -> int:
     """Return the number after `step`, or else at the end of the name; the error lists those in `among` with one."""
-    found = _step(name)
-    if found is None:
-        others = [other for other in among if _step(other) is not None]
+    step = _step_in(name)
+    if step is None:
+        others = [other for other in among if _step_in(other) is not None]
         hint = f": leave it out, as in --revision {','.join(others)}" if len(others) > 1 else ""
         raise InputError(f"'{name}' does not end in the number of a step, as step512 or checkpoint-512 do{hint}")
-    return found
+    return step
 
 
-def _step(name: str) -> int | None:
+def _step_in(name: str) -> int | None:
     if re.fullmatch(r"[0-9a-f]{40}", name):  # a commit
         return None
-    found = re.search(r"step[-_]?(\d{1,15})(?!\d)", name, re.IGNORECASE) or re.search(r"(?<![\d.])(\d{1,15})$", name)
-    return int(found[1]) if found else None
-
-
-def _subfolders(model: str, folder: Path, names: list[str]) -> list[str]:
-    """Return the named subfolders, or else all `checkpoint-…`, after a check that each has a config.json."""
-    there = sorted(path.name for path in folder.iterdir() if path.is_dir())
-    for name in names:
-        if not (folder / name).is_dir():
-            raise InputError(f"{model} has no such folder: {unknown(name, there)}")
-    names = names or [name for name in there if name.startswith("checkpoint-")]
-    if not names:
-        raise InputError(f"{model} holds no steps: no folder in it is called checkpoint-…")
-    if len(names) == 1:
-        raise InputError(f"{model}: only {names[0]} was found or named; to analyze it alone, name {folder / names[0]}")
-    for name in names:
-        if not (folder / name / "config.json").is_file():
-            raise InputError(
-                f"{folder / name} is not a model in HuggingFace format: it has no config.json. "
-                "Save it completely, or name the other steps with --revision"
-            )
-    return names
+    match = re.search(r"step[-_]?(\d{1,15})(?!\d)", name, re.IGNORECASE) or re.search(r"(?<![\d.])(\d{1,15})$", name)
+    return int(match[1]) if match else None

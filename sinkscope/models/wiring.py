@@ -37,8 +37,8 @@ def record_ends(
         x = first_floats(output[0] if output else (*args, *kwargs.values()))
         if x is not None:
             # a clone, because Falcon adds to its MLP's output in place
-            kept = x.detach().clone().cpu()
-            ends.setdefault(module, []).append(Event(next(order), "output" if output else "input", kept))
+            copied = x.detach().clone().cpu()
+            ends.setdefault(module, []).append(Event(next(order), "output" if output else "input", copied))
 
     with ExitStack() as hooks:
         for module in set(modules):
@@ -62,20 +62,21 @@ def output_of(module: nn.Module, model: nn.Module, inputs: Mapping[str, Any]) ->
 def read_sites(model: nn.Module, family: Family, token_ids: torch.Tensor) -> list[dict[str, torch.Tensor]]:
     """Read every residual-stream site of every layer, each (B,T,D); all are kept, so inputs have to be small."""
     layers = []
-    for at, layer in enumerate(family.layer_modules(model)):
-        wanted = {"input", *family.block(at).sites.values()}
+    for number, layer in enumerate(family.layer_modules(model)):
+        wanted = {"input", *family.block(number).sites.values()}
         layers.append({address: layer.get_submodule(address.rpartition(".")[0]) for address in wanted})
     modules = [module for addresses in layers for module in addresses.values()]
     ends = record_ends(model, modules, {"input_ids": token_ids, "use_cache": False})
     read: list[dict[str, torch.Tensor]] = []
-    for at, addresses in enumerate(layers):
-        found = {
+    for number, addresses in enumerate(layers):
+        known = {
             address: family.stream(end.x)
             for address, module in addresses.items()
             for end in ends.get(module, ())
             if address.endswith(end.end)
         }
-        read.append(at_sites(family.block(at), {address: x.view(found["input"].shape) for address, x in found.items()}))
+        known = {address: x.view(known["input"].shape) for address, x in known.items()}
+        read.append(at_sites(family.block(number), known))
     return read
 
 
