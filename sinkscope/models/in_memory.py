@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import chain
 from traceback import walk_tb
 from typing import Any
 
@@ -91,9 +92,8 @@ def text_of(name: Any) -> str:
 def unwrapped(model: Any, changed: bool = False) -> PreTrainedModel:
     """Return the transformers model in an object of the caller; InputError if it cannot be measured or `changed`."""
     kind = _kind(model)
-    parts: list[Any] = list(model.modules()) if isinstance(model, nn.Module) else []
-    weights = list(model.parameters()) if parts else []
-    if any(isinstance(part, FullyShardedDataParallel | DTensor) for part in (*parts, *weights)):
+    parts: Iterator[Any] = chain(model.modules(), model.parameters()) if isinstance(model, nn.Module) else iter(())
+    if any(isinstance(part, FullyShardedDataParallel | DTensor) for part in parts):
         raise InputError(
             "the weights of this model are sharded over several processes (tp_plan or FSDP), so that each has only "
             "parts of them: save the model and name its folder, or load it with device_map, on the GPUs of one process"
