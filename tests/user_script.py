@@ -6,7 +6,7 @@ from typing import Any, Literal, assert_type
 import pandas as pd
 
 import sinkscope
-from sinkscope.commands.claims.compared import Routes
+from sinkscope.commands.claims.routes import Routes
 from sinkscope.commands.compare.curves import Curves
 from sinkscope.commands.train.output import Trained
 from sinkscope.figures.style import Figure

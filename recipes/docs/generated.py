@@ -28,7 +28,7 @@ CLAIMS = REPORTS / "claims" / "smollm2-135m"
 # classes that public functions return, beside those that are public themselves
 RETURNED = (
     "measuring.watching.Watched", "models.loading.LoadedModel", "output.comparison.Comparison",
-    "commands.compare.curves.Curves", "commands.claims.compared.Routes", "commands.train.output.Trained",
+    "commands.compare.curves.Curves", "commands.claims.routes.Routes", "commands.train.output.Trained",
     "measuring.callback.Onset",
 )  # fmt: skip
 

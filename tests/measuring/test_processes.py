@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope import Run, SinkscopeError
-from sinkscope.commands.claims.studies import OF_STATES
+from sinkscope.commands.claims.evidence import OF_STATES
 from sinkscope.measuring import processes
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.processes import Team

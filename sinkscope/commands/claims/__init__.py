@@ -22,7 +22,7 @@ COMMANDS = (
             ),
         },
         summaries=".scorecard:summaries",
-        compared={"claims": ".compared:scorecards", "intervene": ".compared:routes"},
+        compared={"claims": ".scorecard:scorecards", "intervene": ".routes:compared_routes"},
         page=".page:ClaimsPage",
         script="page.js",
         lists={

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from sinkscope.commands.claims.claim import Part
-from sinkscope.commands.claims.evidence import Evidence
-from sinkscope.commands.claims.studies import Need
+from sinkscope.commands.claims.evidence import Evidence, Need
 from sinkscope.measuring.estimates import sink_rates
 from sinkscope.results.findings import SINK
 from sinkscope.results.judgment import NotDefined, above, below

@@ -1,17 +1,15 @@
 """Claims of papers, and their judgment from the runs of a model and the runs of a null."""
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from itertools import chain
 from math import isnan, nan
 from typing import Any
 
 import numpy as np
 
-from sinkscope.commands.claims.evidence import MAIN, Evidence
+from sinkscope.commands.claims.evidence import MAIN, Evidence, Need, Null
 from sinkscope.commands.claims.scopes import Scope
-from sinkscope.commands.claims.studies import ARMS, PLAIN, Need
+from sinkscope.commands.claims.studies import PLAIN
 from sinkscope.measuring.estimates import HAS_SINK_HEADS as SINK_HEADS_OF_RUN
 from sinkscope.measuring.estimates import RUN_CLAIMS, in_sink_heads
 from sinkscope.results.findings import Outcome, Published
@@ -20,39 +18,6 @@ from sinkscope.results.papers import paper_of
 from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import Estimate
 from sinkscope.results.trainings import UNTOUCHED
-
-
-class Null(StrEnum):
-    """The kinds of data without the claimed effect, on which the test of a claim should not pass."""
-
-    RANDOM_WEIGHTS = "random weights"  # each draw takes the place of the model, and is judged against the other draws
-    CONTROLS = "random controls"  # each random control takes the place of its intervention
-    PLAIN = "plain training"  # the plain training of another seed takes the place of the method
-    THEOREM = "theorem"  # or an identity: the claim holds for any weights, and tests the code
-    NONE = "none"  # no measured data could take the place
-
-
-def draws_of(null: Null, needs: Collection[Need], evidence: Evidence) -> list[Evidence]:
-    """Return, for each measured draw of a null, the evidence in which it replaces the subject of the claim."""
-    if null == Null.RANDOM_WEIGHTS:
-        return evidence.nulls
-    if null == Null.CONTROLS:
-        counts = [len(evidence.controls(need)) for need in needs if need.has_controls and evidence.has(need)]
-        return [replace(evidence, control=draw) for draw in range(min(counts, default=0))]
-    if null != Null.PLAIN:
-        return []
-    studies = {}
-    for need in needs:
-        by_seed = evidence.studies[need].by_seed if need in evidence.studies else ()
-        if len(by_seed) < 2 or any(PLAIN not in arms for arms in by_seed):
-            return []
-        exchanged = [  # each method's arm for the plain arm of the next seed
-            {name: arm if arm.method in (PLAIN, UNTOUCHED) else after[PLAIN] for name, arm in arms.items()}
-            for arms, after in zip(by_seed, (*by_seed[1:], by_seed[0]), strict=True)
-        ]
-        studies[need] = replace(evidence.studies[need], by_seed=tuple(exchanged))
-    return [replace(evidence, studies=studies)]
-
 
 Part = Number[Evidence]
 
@@ -77,27 +42,41 @@ class Claim:
 
     @property
     def null(self) -> Null:
-        if self.set_against:
-            return self.set_against
-        if any(need.has_controls for need in self.needs):
-            return Null.CONTROLS
-        if any(need.is_study for need in self.needs):
-            return Null.PLAIN if all(need.kind in ARMS for need in self.needs) else Null.NONE
-        return Null.NONE if any(need.is_intervention for need in self.needs) else Null.RANDOM_WEIGHTS
+        """The null: random controls if there are any, else that of all needs."""
+        nulls = {need.record.null for need in self.needs}
+        usual = Null.CONTROLS if Null.CONTROLS in nulls else nulls.pop() if len(nulls) == 1 else Null.NONE
+        return self.set_against or usual
 
     @property
     def paper(self) -> str:
         return paper_of(self.id)
 
+    def draws(self, evidence: Evidence) -> list[Evidence]:
+        """Return, for each measured draw of the null, the evidence in which it replaces the subject of the claim."""
+        if self.null == Null.RANDOM_WEIGHTS:
+            return evidence.nulls
+        if self.null == Null.CONTROLS:
+            counts = [len(evidence.controls(need)) for need in self.needs if need.has_controls and evidence.has(need)]
+            return [replace(evidence, control=draw) for draw in range(min(counts, default=0))]
+        if self.null != Null.PLAIN:
+            return []
+        studies = {}
+        for need in self.needs:
+            by_seed = evidence.studies[need].by_seed if need in evidence.studies else ()
+            if len(by_seed) < 2 or any(PLAIN not in arms for arms in by_seed):
+                return []
+            exchanged = [  # each method's arm for the plain arm of the next seed
+                {name: arm if arm.method in (PLAIN, UNTOUCHED) else after[PLAIN] for name, arm in arms.items()}
+                for arms, after in zip(by_seed, (*by_seed[1:], by_seed[0]), strict=True)
+            ]
+            studies[need] = replace(evidence.studies[need], by_seed=tuple(exchanged))
+        return [replace(evidence, studies=studies)]
 
-def of_run(part: Number[Sequences], role: Need = MAIN) -> Part:
-    return Part(
-        part.quantity,
-        lambda evidence: part.measure(evidence.sequences(role)),
-        part.test,
-        part.form,
-        part.is_evidence,
-    )
+
+def of_run(part: Number[Sequences], role: Need = MAIN, **changes: Any) -> Part:
+    """Return a number of one run as a part of a claim, which may have another quantity, test or form."""
+    fields = {name: getattr(part, name) for name in ("quantity", "test", "form", "is_evidence")} | changes
+    return Part(measure=lambda evidence: part.measure(evidence.sequences(role)), **fields)
 
 
 HAS_SINK_HEADS = of_run(SINK_HEADS_OF_RUN)
@@ -165,37 +144,34 @@ def judge(claim: Claim, evidence: Evidence) -> Judgment:
     except Lacks as error:
         return Judgment(claim, Outcome.NOT_MEASURED, reason=str(error))
 
-    draws = draws_of(claim.null, claim.needs, evidence)
+    draws = claim.draws(evidence)
     values = np.full((len(draws), len(claim.parts)), nan)
-    passed, undefined = [], 0
-    for draw, row in zip(draws, values, strict=True):
-        try:
-            passed.append(_passes(claim, draw, row))
-        except NotDefined:
-            undefined += 1
-    known = [holds for holds in passed if holds is not None]
-    for at, of_null in enumerate(values.T):
-        finite = of_null[np.isfinite(of_null)]
-        if len(finite):
+    outcomes = [_outcome_of_null(claim, draw, row) for draw, row in zip(draws, values, strict=True)]
+    for number, (estimate, drawn) in enumerate(zip(estimates, values.T, strict=True)):
+        if len(finite := drawn[np.isfinite(drawn)]):
             null, low, high = (float(each) for each in (finite.mean(), finite.min(), finite.max()))
-            estimates[at] = replace(estimates[at], null=null, null_low=low, null_high=high)
-    share = float(np.mean(known)) if known else nan
-    found = Judgment(
-        claim, Outcome.HOLDS, tuple(estimates), null_passes=share, is_null_undefined=0 < undefined == len(draws)
+            estimates[number] = replace(estimate, null=null, null_low=low, null_high=high)
+    known = [outcome == Outcome.HOLDS for outcome in outcomes if outcome in (Outcome.HOLDS, Outcome.FAILS)]
+    judgment = Judgment(
+        claim,
+        Outcome.HOLDS,
+        tuple(estimates),
+        null_passes=float(np.mean(known)) if known else nan,
+        is_null_undefined=bool(draws) and set(outcomes) == {Outcome.DOES_NOT_APPLY},
     )
     worst = (Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.NOT_ENOUGH_SEEDS)  # all parts have to pass
-    return replace(found, outcome=next((each for each in worst if each in found.outcomes), Outcome.HOLDS))
+    return replace(judgment, outcome=next((each for each in worst if each in judgment.outcomes), Outcome.HOLDS))
 
 
-def _passes(claim: Claim, draw: Evidence, values: np.ndarray) -> bool | None:
-    """Return whether a claim holds for a draw of its null; None if data are missing. Raises NotDefined.
+def _outcome_of_null(claim: Claim, draw: Evidence, values: np.ndarray) -> Outcome:
+    """Return whether a claim holds or fails for a draw of its null, does not apply or was not measured; fill `values`.
 
     Conditions do not count: a null without the sink that they require shows nothing about the sink's properties.
     """
-    if reason := next(filter(None, (scope(draw.any_run) for scope in claim.scope)), None):
-        raise NotDefined(reason)
+    if any(scope(draw.any_run) for scope in claim.scope):
+        return Outcome.DOES_NOT_APPLY
     outcomes = set()
-    for at, part in enumerate(claim.parts):
+    for number, part in enumerate(claim.parts):
         try:
             estimate = estimated(part.measure, draw)
         except NotDefined:  # for example, nothing is massive
@@ -203,11 +179,10 @@ def _passes(claim: Claim, draw: Evidence, values: np.ndarray) -> bool | None:
         except Lacks:
             outcomes.add(Outcome.NOT_MEASURED)
             continue
-        values[at] = estimate.value
+        values[number] = estimate.value
         if part.is_evidence:
             outcomes.add(Outcome.DOES_NOT_APPLY if isnan(estimate.value) else part.test.outcome(estimate))
-    if outcomes <= {Outcome.HOLDS, Outcome.NOT_MEASURED, Outcome.DOES_NOT_APPLY}:
-        if Outcome.DOES_NOT_APPLY in outcomes:
-            raise NotDefined("a number of the claim")
-        return None if Outcome.NOT_MEASURED in outcomes else True
-    return False
+    if not outcomes <= {Outcome.HOLDS, Outcome.NOT_MEASURED, Outcome.DOES_NOT_APPLY}:
+        return Outcome.FAILS
+    order = (Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED)
+    return next((each for each in order if each in outcomes), Outcome.HOLDS)

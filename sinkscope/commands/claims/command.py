@@ -7,10 +7,9 @@ interrupted one.
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -21,13 +20,16 @@ from transformers import PreTrainedTokenizerBase
 from sinkscope.commands.claims.columns import CLAIM, COMMAND, ROUTE, TABLES
 from sinkscope.commands.claims.evidence import (
     LONG,
+    LOSS,
     MAIN,
     NATURAL,
-    NULL,
-    POLICIES,
+    OF_STATES,
     RANDOM,
     REPEATED,
     Evidence,
+    Need,
+    Null,
+    models_of,
     null_need,
 )
 from sinkscope.commands.claims.gathered import collected, judged_folders, merged, skipped_in
@@ -36,8 +38,7 @@ from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.routes import ROLES as ROUTE_ROLES
 from sinkscope.commands.claims.routes import routes_of_models
 from sinkscope.commands.claims.scorecard import Scorecard
-from sinkscope.commands.claims.studies import ALONE, OF_STATES, Need
-from sinkscope.commands.claims.table import evidence_of, judged, models_of
+from sinkscope.commands.claims.table import evidence_of, judged
 from sinkscope.commands.intervene.experiment import Experiment
 from sinkscope.commands.intervene.options import InterveneOptions
 from sinkscope.commands.printout import Printout
@@ -74,14 +75,14 @@ from sinkscope.results.run import BOS_OPTIONS, WITHOUT, RunData
 from sinkscope.results.tables import blaming_tables
 from sinkscope.retrofits.retrofit import registers_before
 
-STREAMED, KEPT = "streaming-window:window=64", (0, 1, 2, 4)  # first tokens
+STREAMED, FIRST_TOKENS = "streaming-window:window=64", (0, 1, 2, 4)  # that are kept
 STREAM = 512  # tokens of a streamed text, or the most that the model can read
 STREAMS = 8  # number of these texts, over which intervals are computed
 # observables that claims read from each input; from equal tokens more if there is no BOS
 OF_INPUTS = {NATURAL: ("attention", "activation", "massive"), RANDOM: ("attention",), REPEATED: ("attention",)}
 OF_EQUAL_TOKENS = ("attention", "geometry", "activation", "equal-tokens")
 # observables that claims read from random weights
-OF_NULL = (
+OF_RANDOM_WEIGHTS = (
     "activation", "attention", "gate", "geometry", "gradient", "massive", "query-bias", "logit-terms", "epe",
     "window-edge", "super-weight", *OF_STATES[2:],
 )  # fmt: skip
@@ -129,21 +130,21 @@ def claims(
     """
     start = time.time()
     config = config or options_of(ClaimsOptions, model, options)
-    given = judged_folders(config.from_)
-    known, skipped = collected(runs, given), skipped_in(given)
+    folders = judged_folders(config.from_)
+    known, skipped = collected(runs, folders), skipped_in(folders)
     check_config(config)
     judges_only = model is None and (config.only_judges or bool(known.runs and config.model is None))
     reads, saved = (config.model, config.adapter, str(config.input), *config.from_), config.model_dump(mode="json")
     with together(config.device_map, is_in_memory(model)) as members, ExitStack() as stack:
         console = members.console(quiet)
-        kept: ScorecardFolder | None = None
+        target: ScorecardFolder | None = None
         if (folder := members.only_first(out)) is not None:  # locked and checked before anything is computed
             path = stack.enter_context(alone_in(folder))
             check_resumable(path, COMMAND, {"config": saved}, overwrite, reads=reads, renewed=(FIGURES,))
-            kept = ScorecardFolder(path, saved, start, overwrite, page)
+            target = ScorecardFolder(path, saved, start, overwrite, page)
         if judges_only:
-            if kept is not None:
-                kept.begin()
+            if target is not None:
+                target.begin()
             card = _scorecard(known.evidence(skipped), config, start)
         else:
             with open_subject(model, tokenizer, config, console) as subject:
@@ -154,26 +155,33 @@ def claims(
                     print_notices(console, [notice])
 
                 def earlier() -> tuple[list[Run], dict[str, dict[str, str]]]:
-                    if kept is None:
+                    if target is None:
                         return [], {}
-                    kept.begin(input_sha256=subject.inputs.sha256, weights_sha256=fingerprint(subject.loaded.model))
-                    return kept.runs, kept.skipped
+                    target.begin(input_sha256=subject.inputs.sha256, weights_sha256=fingerprint(subject.loaded.model))
+                    return target.runs, target.skipped
 
                 before, inapplicable = members.of_the_first(earlier)
                 known, skipped = replace(known, runs=[*known.runs, *before]), merged(skipped, inapplicable)
-                measured = Bench(subject, config, console, known.runs, before, kept).evidence(skipped)
+                measured = Bench(subject, config, console, known.runs, before, target).evidence(skipped)
                 card = _scorecard(known.completed(measured, name), config, start)
-        return card if kept is None else kept.finish(card)
+        return card if target is None else target.finish(card)
 
 
 def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: float) -> Scorecard:
     with blaming_tables():
         table = pd.concat([judged(one, name) for name, one in evidence.items()], ignore_index=True)
+
+    def place(folder: Path | None) -> str:
+        """Return the path of a judged run as its user would type it; "measured" for a run in memory."""
+        if folder is None:
+            return "measured"
+        return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
+
     used: dict[str, dict[str, str]] = {}  # model → role → the folders of its runs
     for name, one in evidence.items():
         folders: dict[str, tuple[Path | None, ...]] = {role.name: (run.folder,) for role, run in one.runs.items()}
         folders |= {role.name: tuple(study.folders) for role, study in one.studies.items()}
-        used[name] = {role: "; ".join(map(_place, of)) for role, of in folders.items()}
+        used[name] = {role: "; ".join(map(place, paths)) for role, paths in folders.items()}
     manifest = make_folder_manifest(
         COMMAND,
         config.model_dump(mode="json"),
@@ -187,26 +195,22 @@ def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: f
     return Scorecard(manifest, {CLAIM: table, ROUTE: routes_of_models(evidence)}, runs=runs)
 
 
-def _place(folder: Path | None) -> str:
-    """Return the path of a judged run as its user would type it; "measured" for a run in memory."""
-    if folder is None:
-        return "measured"
-    return str(folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder)
-
-
 # ------------------------------------------------------------------------------------------------------ measuring
 
 
 @dataclass
 class Bench:
-    """One model with the runs that its claims need: the given ones, and the missing ones, which it measures."""
+    """One model with the runs that its claims need: the known ones, and the missing ones, which it measures.
+
+    The methods that `NeedKind.measure` names return the run of one role, or of several that are measured in one run.
+    """
 
     subject: Subject
     config: ClaimsOptions
     console: Console
     known: Sequence[RunData]
     earlier: Sequence[RunData] = ()  # runs that the same call measured before it was interrupted
-    kept: "ScorecardFolder | None" = None  # where runs are written as soon as they are measured
+    target: "ScorecardFolder | None" = None  # where runs are written as soon as they are measured
     analyzed: RunData | None = None  # the run of the unchanged model, if this call has measured it
     interrupt: BaseException | None = None  # ended an experiment after some of its arms were finished
     skipped: dict[str, str] = field(default_factory=dict)  # role → why it does not apply
@@ -219,7 +223,7 @@ class Bench:
         main = evidence_of(runs, name).runs.get(MAIN)
         if main is None:
             print_line(self.console, "the model as it is")
-            self.analyzed = self._keep(self._analyzed(self.subject, {}), MAIN.name)
+            self.analyzed = self._write(self._analyzed({}, self.subject), MAIN.name)
             runs.append(self.analyzed)
         elif any(main is run for run in self.earlier):
             self.analyzed = main
@@ -227,67 +231,68 @@ class Bench:
             # find the interventions that do not apply before a text is made for them
             target = Target(self.subject.loaded.model, self.subject.family, seams={})
             needs = {need for each in CLAIMS.values() for need in each.reads} | set(ROUTE_ROLES)
-            done = {need.name: parse(need.of) for need in needs if need.is_intervention}
-            done |= {"streaming": parse(STREAMED)}
-            self._skip({role: why for role, part in done.items() if (why := part.inapplicable(target))})
-        wanted = self._wanted(evidence_of(runs, name))
-        for number, (kind, named) in enumerate(wanted.items(), 1):
-            print_part(self.console, kind, number, len(wanted))
-            for roles in [named] if kind in IN_ONE_RUN else [[role] for role in named]:
+            interventions = {need.name: parse(need.of) for need in needs if need.record.is_intervention}
+            interventions |= {"streaming": parse(STREAMED)}
+            self._skip({role: why for role, part in interventions.items() if (why := part.inapplicable(target))})
+
+        # the roles that have no run, and that routes or claims about this model need, by what they are measured with
+        evidence = evidence_of(runs, name)
+        applying = (claim for claim in CLAIMS.values() if not any(scope(evidence.any_run) for scope in claim.scope))
+        wanted = dict.fromkeys(need for claim in applying for need in claim.reads)
+        nulls = [null_need(draw) for draw in range(self.config.nulls)] if MAIN in wanted else []
+        missing: dict[str, list[Need]] = defaultdict(list)
+        for role in dict.fromkeys((*wanted, *nulls, *ROUTE_ROLES)):
+            known = evidence.has(role) or evidence.inapplicable(role) or role.name in self.skipped
+            if role.record.measure and not known:
+                missing[role.record.run or role.kind].append(role)
+        for number, (kind, named) in enumerate(missing.items(), 1):
+            print_part(self.console, kind, number, len(missing))
+            for roles in [named] if named[0].record.run else [[role] for role in named]:
                 names = [role.name for role in roles]
+                record = roles[0].record
                 try:
-                    runs.append(self._keep(WAYS[kind](self, roles), names[0]))
+                    runs.append(self._write(getattr(self, record.measure)(roles, **record.options), names[0]))
                 except InputError as error:  # the run does not apply to this model
                     self._skip(dict.fromkeys(names, one_line(error)))
                 except SinkscopeError as error:  # the other runs are still measured
                     self.failed |= dict.fromkeys(names, one_line(error))
                 if self.interrupt is not None:
                     raise self.interrupt
-        found = evidence_of(runs, name, {name: {**skipped.get(self.subject.loaded.name, {}), **self.skipped}})
-        return replace(found, failed=self.failed)
+        skipped_here = {**skipped.get(self.subject.loaded.name, {}), **self.skipped}
+        return replace(evidence_of(runs, name, {name: skipped_here}), failed=self.failed)
 
-    def _keep(self, run: Run, role: str) -> Run:
-        return run if self.kept is None else self.kept.keep(run, role)
+    def _write(self, run: Run, role: str) -> Run:
+        return run if self.target is None else self.target.keep(run, role)
 
     def _skip(self, reasons: Mapping[str, str]) -> None:
         """Record roles that do not apply, with the reasons."""
         self.skipped |= reasons
-        if self.kept is not None and reasons:
-            self.kept.skip(self.subject.loaded.name, reasons)
-
-    def _wanted(self, evidence: Evidence) -> dict[str, list[Need]]:
-        """Map each way to its roles that have no run, and that routes or claims about this model need."""
-        applying = (claim for claim in CLAIMS.values() if not any(scope(evidence.any_run) for scope in claim.scope))
-        found: dict[str, list[Need]] = defaultdict(list)
-        needs = dict.fromkeys(need for claim in applying for need in claim.reads)
-        nulls = [null_need(draw) for draw in range(self.config.nulls)] if MAIN in needs else []
-        for role in dict.fromkeys((*needs, *nulls, *ROUTE_ROLES)):
-            way = WITH.get(role.kind, role.kind)
-            if way in WAYS and not (evidence.has(role) or evidence.inapplicable(role) or role.name in self.skipped):
-                found[way].append(role)
-        return found
+        if self.target is not None and reasons:
+            self.target.skip(self.subject.loaded.name, reasons)
 
     # --- the runs
 
-    def input(self, given: Mapping[str, Any], observables: tuple[str, ...] = ("attention",)) -> Run:
+    def domain(self, roles: Sequence[Need], **options: Any) -> Run:
         """Measure the same model on another input, with the observables that apply to it.
 
         The parity check is skipped if it was done on the text, because its batches have the same shape.
         """
-        checked = self.config.skip_parity or self.analyzed is not None
-        names = self._applying(observables)
-        other: dict[str, Any] = {"dataset": None, "prompt": None, "observables": names, "skip_parity": checked}
-        if self.config.reads_all and given.get("input") != self.config.input:  # its rows have lengths of their own
-            other["seq_len"] = SEQ_LEN
-        return self._analyzed(None, {**other, **given})
+        options = {"dataset": None, "prompt": None, "observables": ("attention",), "input": roles[0].of} | options
+        options["observables"] = self._applying(options["observables"])
+        options["skip_parity"] = self.config.skip_parity or self.analyzed is not None
+        if self.config.reads_all and options["input"] != self.config.input:  # its rows have lengths of their own
+            options["seq_len"] = SEQ_LEN
+        return self._analyzed(options)
 
     def under_policy(self, roles: Sequence[Need], policy: str) -> Run:
         """Measure with or without a BOS before each sequence; InputError for token ids, or if there is no BOS."""
-        name = roles[0].of
-        of_text = {key: getattr(self.config, key) for key in ("input", "dataset", "prompt")}
-        given = {**(of_text if name == NATURAL else {"input": name}), "bos": BOS_OPTIONS[policy]}
-        equal = name == REPEATED and policy == WITHOUT
-        run = self.input(given, OF_EQUAL_TOKENS if equal else OF_INPUTS[name])
+        source = roles[0].of
+        options: dict[str, Any] = {"bos": BOS_OPTIONS[policy], "observables": OF_INPUTS[source]}
+        if source == NATURAL:
+            options |= {key: getattr(self.config, key) for key in ("input", "dataset", "prompt")}
+        elif source == REPEATED and policy == WITHOUT:
+            options["observables"] = OF_EQUAL_TOKENS
+        run = self.domain(roles, **options)
         if run.bos != policy:
             raise InputError(f"its text is token ids, which begin with {run.manifest['input']['token_zero']}")
         return run
@@ -295,25 +300,19 @@ class Bench:
     def length(self, roles: Sequence[Need]) -> Run:
         tokens = int(roles[0].of)
         positions = min(self.config.positions, tokens)
-        given = {"seq_len": tokens, "window": tokens, "positions": positions, "observables": ("attention",)}
-        return self._analyzed(None, given)
+        return self._analyzed(
+            {"seq_len": tokens, "window": tokens, "positions": positions, "observables": ("attention",)}
+        )
+
+    def states(self, roles: Sequence[Need]) -> Run:
+        return self._analyzed({"observables": self._applying(OF_STATES)}, self.subject)
 
     def null(self, roles: Sequence[Need]) -> Run:
         """Measure random weights on as many sequences as the model, since norms of gradients depend on their number."""
         draw = int(roles[0].of or 0)
         with random_weights(self.subject, self.config.seed + draw) as subject:
-            run = self._analyzed(subject, {"skip_parity": True, "observables": self._applying(OF_NULL)})
+            run = self._analyzed({"skip_parity": True, "observables": self._applying(OF_RANDOM_WEIGHTS)}, subject)
         return Run(run.manifest | {"draw": draw}, run.tables)
-
-    def arms(self, roles: Sequence[Need], **given: Any) -> Run:
-        """Measure interventions one by one, with a loss and random controls if claims need them."""
-        kinds: dict[str, set[str]] = defaultdict(set)
-        for role in roles:
-            kinds[role.of].add(role.kind)
-        subject = self.subject if given.keys() <= {"observables", "draws"} else None
-        without_loss = {name for name, some in kinds.items() if not any(kind.startswith("loss") for kind in some)}
-        alone = {name for name, some in kinds.items() if all(kind in ALONE for kind in some)}
-        return self._experiment(subject, {"arms": {name: (name,) for name in kinds}, **given}, alone, without_loss)
 
     def streamed(self, roles: Sequence[Need]) -> Run:
         """Measure long texts with a streaming window; InputError if the model cannot read them."""
@@ -321,9 +320,41 @@ class Bench:
         if length < LONG:
             raise InputError(f"it takes at most {length} tokens, and the streamed text has {LONG}")
         registers = registers_before(self.subject.loaded.model)
-        keep = sorted({*KEPT, *((registers, registers + 3) if registers else ())})
+        keep = sorted({*FIRST_TOKENS, *((registers, registers + 3) if registers else ())})
         do = f"{STREAMED},keep={','.join(map(str, keep))}"
-        return self._experiment(None, {"arms": {do: (do,)}, "seq_len": length, "num_seqs": STREAMS})
+        return self._experiment({do: ()}, seq_len=length, num_seqs=STREAMS)
+
+    def arms(self, roles: Sequence[Need], **options: Any) -> Run:
+        """Measure interventions one by one, with a loss and random controls if claims need them."""
+        arms: dict[str, list[Need]] = defaultdict(list)
+        for role in roles:
+            arms[role.of].append(role)
+        return self._experiment(arms, **options)
+
+    def _experiment(self, arms: Mapping[str, Sequence[Need]], **options: Any) -> Run:
+        """Measure arms, each with the needs that read it, of which any may need controls or a loss; () needs both."""
+        start = time.time()
+        config = self._options(
+            InterveneOptions, {"draws": self.config.draws, "arms": {name: (name,) for name in arms}, **options}
+        )
+        subject = self.subject if options.keys() <= {"observables", "draws"} else self._reading(config)
+        needs = {name: [role.record for role in roles] for name, roles in arms.items() if roles}
+        experiment = Experiment(
+            subject,
+            config,
+            {label: parse_all(stack) for label, stack in dict(config.stacks).items()},
+            config.draws,
+            lenient=True,
+            console=self.console,
+            without_controls={name for name, kinds in needs.items() if all(kind.null == Null.NONE for kind in kinds)},
+            without_loss={name for name, kinds in needs.items() if all(kind.table != LOSS for kind in kinds)},
+            analyzed=self.analyzed if subject is self.subject else None,
+        )
+        tables, self.interrupt = experiment.run(), experiment.interrupt
+        facts = Facts(experiment.batch_size, parity=experiment.parity_error)
+        manifest = make_manifest(subject, config, facts, list(tables), start, "intervene")
+        manifest |= {"arms": experiment.records, "skipped": experiment.skipped, "failed": experiment.failed}
+        return Run(manifest, tables)
 
     def _applying(self, observables: Iterable[str]) -> list[str]:
         model, family = self.subject.loaded.model, self.subject.family
@@ -335,60 +366,20 @@ class Bench:
             if kind.inapplicable(model, family) is None and (has_loss or not kind.backward)
         ]
 
-    def _analyzed(self, subject: Subject | None, given: Mapping[str, Any]) -> Run:
+    def _analyzed(self, options: Mapping[str, Any], subject: Subject | None = None) -> Run:
+        """Measure the model on the input that the options name, or another subject."""
         start = time.time()
-        config = self._options(options_by_command().get("analyze", RunConfig), given)
+        config = self._options(options_by_command().get("analyze", RunConfig), options)
         subject = subject or self._reading(config)
         tables, facts = measure(subject, config, self.console)
         return Run.of_analysis(make_manifest(subject, config, facts, list(tables), start), tables)
 
-    def _experiment(
-        self,
-        subject: Subject | None,
-        given: Mapping[str, Any],
-        alone: Container[str] = (),
-        without_loss: Container[str] = (),
-    ) -> Run:
-        start = time.time()
-        config = self._options(InterveneOptions, {"draws": self.config.draws, **given})
-        subject = subject or self._reading(config)
-        stacks = {label: parse_all(stack) for label, stack in dict(config.stacks).items()}
-        experiment = Experiment(
-            subject, config, stacks, config.draws, lenient=True, console=self.console, without_controls=alone,
-            without_loss=without_loss, analyzed=self.analyzed if subject is self.subject else None,
-        )  # fmt: skip
-        tables, self.interrupt = experiment.run(), experiment.interrupt
-        facts = Facts(experiment.batch_size, parity=experiment.parity_error)
-        manifest = make_manifest(subject, config, facts, list(tables), start, "intervene")
-        manifest |= {"arms": experiment.records, "skipped": experiment.skipped, "failed": experiment.failed}
-        return Run(manifest, tables)
-
-    def _options(self, kind: type[Options], given: Mapping[str, Any]) -> Any:
-        own = {name: getattr(self.config, name) for name in RunConfig.model_fields}
-        return kind(**own | dict(given))
+    def _options(self, kind: type[Options], options: Mapping[str, Any]) -> Any:
+        return kind(**{name: getattr(self.config, name) for name in RunConfig.model_fields} | dict(options))
 
     def _reading(self, config: RunConfig) -> Subject:
         """Return the same model with the input that the options name."""
         return replace(self.subject, inputs=inputs_for(self.subject.loaded, config, self.subject.family))
-
-
-# kind of role → the method that measures its run; roles of other kinds need models that are trained for them
-WAYS: dict[str, Callable[[Bench, list[Need]], Run]] = {
-    **{kind: partial(Bench.under_policy, policy=policy) for policy, kind in POLICIES.items()},
-    NULL.kind: Bench.null,
-    "length": Bench.length,
-    "states": lambda bench, _: bench._analyzed(bench.subject, {"observables": bench._applying(OF_STATES)}),
-    "domain": lambda bench, roles: bench.input({"input": roles[0].of}),
-    "do": Bench.arms,
-    "gradient-do": partial(Bench.arms, observables=("gradient",), draws=2),
-    "mixing-do": partial(Bench.arms, observables=("over-mixing",)),
-    "repeated-do": partial(Bench.arms, input=REPEATED, dataset=None, prompt=None, bos="never"),
-    "streaming": Bench.streamed,
-}
-# ways that measure all their roles in one run
-IN_ONE_RUN = {"do", "gradient-do", "mixing-do", "repeated-do", "streaming"}
-# kinds of roles that are measured together with others
-WITH = {"loss-do": "do", "loss-do-alone": "do", "gradient-do-alone": "gradient-do"}
 
 
 # ----------------------------------------------------------------------------------------------------- the folder
@@ -411,10 +402,10 @@ class ScorecardFolder:
         self._facts = facts
         self._files = FileList(self.folder, [], lambda: write_manifest(self.folder, self._manifest()))
         options = {"config": dict(self.config), **facts}
-        found = None if self.overwrite else resumable(self.folder, COMMAND, options)
-        if found is not None:
-            self._files.names, self.skipped = found["files"], found["skipped_roles"]
-        with new_folder(self.folder) if found is None else nullcontext(self.folder) as folder:
+        before = None if self.overwrite else resumable(self.folder, COMMAND, options)
+        if before is not None:
+            self._files.names, self.skipped = before["files"], before["skipped_roles"]
+        with new_folder(self.folder) if before is None else nullcontext(self.folder) as folder:
             claim(folder, self._manifest())
         self.runs = [Run.open(path.parent) for path in sorted(self.folder.glob(f"runs/*/{MANIFEST}"))]
 

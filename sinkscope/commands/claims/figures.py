@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from sinkscope.commands.claims.register import CLAIMS
-from sinkscope.commands.claims.routes import ROUTES, Effect, measured_models
+from sinkscope.commands.claims.routes import ROUTES, Effect, models_with_routes
 from sinkscope.commands.claims.scorecard import Scorecard, headline, value_text
 from sinkscope.figures.labels import escape, heading, wrapped
 from sinkscope.figures.plot import hide_y
@@ -32,7 +32,7 @@ LOOKS: dict[str, Look] = {
 PUBLISHED: Look = DOT | {"color": GRAY, "marker": "|", "markersize": 5}
 AT_RANDOM: Look = DOT | {"color": "0.45", "marker": "D", "markersize": 2.6, "markerfacecolor": "white"}
 
-OF_NULL = {"no": " (and so does its null)", "undefined": " (its null is not defined)"}  # by `tells`
+NULL_TELLS = {"no": " (and so does its null)", "undefined": " (its null is not defined)"}  # by `tells`
 
 
 @needs(lambda card: len(card.models) < 2, "several models have figures of their own")
@@ -46,13 +46,28 @@ def draw_scorecard(card: Scorecard) -> Figure:
     text, ax = figure.subplots(1, 2, sharey=True, width_ratios=[1.75, 1])
     ax.axvline(0, **REFERENCE)
     height = 0
-    for paper, own in rows.groupby("paper", sort=False):
+    for paper, of_paper in rows.groupby("paper", sort=False):
         # a title may be longer than the column of the claims, which the layout would narrow
         text.text(0, height, paper, fontsize=6.5, fontweight="bold", va="center", in_layout=False)
-        for place, row in enumerate(own.itertuples(), height + 1):
-            _line(text, ax, row, place)
-            ax.axhline(place, color="0.93", linewidth=0.4, zorder=0)
-        height += len(own) + 1
+        for line, row in enumerate(of_paper.itertuples(), height + 1):
+            first = row.part == 0
+            too = NULL_TELLS.get(row.tells, "") * (row.outcome == Outcome.HOLDS)
+            words = f"{row.claim}{too}  {row.statement if first else '… ' + row.quantity}"
+            text.text(0, line, escape(textwrap.shorten(words, 62, placeholder=" …")), fontsize=5.6, va="center")
+            value = value_text(row.claim, row.part, row.value, row.low, row.high)
+            text.text(1, line, f"{value}  {row.test}", fontsize=5.6, va="center", ha="right")
+            look = LOOKS[Outcome(row.passes)]
+            low, middle, high = (_place(value, row) for value in (row.low, row.value, row.high))
+            if np.isfinite(middle):
+                ax.plot([low, high], [line, line], color=look["color"], linewidth=1.1)
+                ax.plot([middle], [line], **look)
+            published = [_place(item.value, row) for item in CLAIMS[row.claim].published] if first else []
+            ax.plot(published, [line] * len(published), **PUBLISHED)
+            ax.plot([_place(row.null, row)], [line], **AT_RANDOM)
+            drawn = [_place(end, row) for end in (row.null_low, row.null_high)]
+            ax.plot(drawn, [line, line], color=AT_RANDOM["color"], linewidth=0.6)
+            ax.axhline(line, color="0.93", linewidth=0.4, zorder=0)
+        height += len(of_paper) + 1
     text.set_xlim(0, 1)
     text.set_axis_off()
     ax.set(ylim=(height - 0.3, -0.7), xlim=(-REACH * 1.08, REACH * 1.08))
@@ -68,25 +83,6 @@ def _decided(table: pd.DataFrame) -> pd.DataFrame:
     """Return the rows that were decided; a precondition that several claims share is drawn once."""
     rows = table[table["outcome"].isin(list(LOOKS))]
     return rows[(rows["part"] == 0) | ~rows.duplicated(["quantity", "value"])]
-
-
-def _line(text: Axes, ax: Axes, row: Any, place: int) -> None:
-    first = row.part == 0
-    too = OF_NULL.get(row.tells, "") * (row.outcome == Outcome.HOLDS)
-    words = f"{row.claim}{too}  {row.statement if first else '… ' + row.quantity}"
-    text.text(0, place, escape(textwrap.shorten(words, 62, placeholder=" …")), fontsize=5.6, va="center")
-    value = value_text(row.claim, row.part, row.value, row.low, row.high)
-    text.text(1, place, f"{value}  {row.test}", fontsize=5.6, va="center", ha="right")
-    look = LOOKS[Outcome(row.passes)]
-    low, middle, high = (_place(value, row) for value in (row.low, row.value, row.high))
-    if np.isfinite(middle):
-        ax.plot([low, high], [place, place], color=look["color"], linewidth=1.1)
-        ax.plot([middle], [place], **look)
-    published = [_place(item.value, row) for item in CLAIMS[row.claim].published] if first else []
-    ax.plot(published, [place] * len(published), **PUBLISHED)
-    ax.plot([_place(row.null, row)], [place], **AT_RANDOM)
-    drawn = [_place(end, row) for end in (row.null_low, row.null_high)]
-    ax.plot(drawn, [place, place], color=AT_RANDOM["color"], linewidth=0.6)
 
 
 def _place(value: float, row: Any) -> float:
@@ -114,14 +110,29 @@ NOTHING: Look = {"color": "0.7", "marker": "_", "markersize": 4, "linestyle": "n
 
 @needs(lambda card: len(card.models) > 1, "there is one model")
 def draw_scorecard_by_model(card: Scorecard) -> Figure:
-    lines = [line for paper in dict.fromkeys(card.table["paper"]) for line in _lines(card, paper)]
+    lines: list[tuple[str, pd.Series | None]] = []  # texts, and the outcomes in the models; None for a line of words
+    for paper in dict.fromkeys(card.table["paper"]):
+        of_paper = card.by_model[[paper_of(name) == paper for name in card.by_model.index]]
+        decided = of_paper.where(of_paper.isin(list(LOOKS))).dropna(how="all")
+        if decided.empty:
+            continue
+        lines.append((paper, None))
+        holds = (decided.isna() | (decided == Outcome.HOLDS)).all(axis=1)
+        others = decided[~holds]
+        for name in (-others.nunique(axis=1)).sort_values(kind="stable").index:  # those on which models differ first
+            text = textwrap.shorten(f"{name}  {CLAIMS[name].statement.rstrip('.')}", 80, placeholder=" …")
+            lines.append((text, of_paper.loc[name]))
+        if holds.any():
+            code = holds.index[0].partition("-")[0]
+            numbers = [int(name.partition("-")[2]) for name in holds.index[holds]]
+            lines.append((f"hold wherever they are decided: {code}-{spans(numbers)}", None))
     width = max(WIDE, NAMES + CELL * len(card.models))
     figure = new_figure(width, LINE_HEIGHT * len(lines) + 0.8)
     ax = figure.subplots()
-    for row, (_, found) in enumerate(lines):
-        if found is not None and row % 2:
+    for row, (_, outcomes) in enumerate(lines):
+        if outcomes is not None and row % 2:
             ax.axhspan(row - 0.5, row + 0.5, color="0.955", linewidth=0)
-        for column, outcome in enumerate(() if found is None else found):
+        for column, outcome in enumerate(() if outcomes is None else outcomes):
             ax.plot([column], [row], **LOOKS.get(outcome, NOTHING))
     ax.set_yticks(range(len(lines)), [escape(text) for text, _ in lines], fontsize=7, ha="left")
     for (text, _), label in zip(lines, ax.get_yticklabels(), strict=True):
@@ -134,23 +145,6 @@ def draw_scorecard_by_model(card: Scorecard) -> Figure:
     ax.spines[:].set_visible(False)
     signs = {str(outcome): look for outcome, look in LOOKS.items() if (card.by_model == outcome).any(axis=None)}
     return figure.finish("", signs | {"does not apply, or not measured": NOTHING}, ncols=5)
-
-
-def _lines(card: Scorecard, paper: str) -> list[tuple[str, pd.Series | None]]:
-    """Return the lines of a paper: text, and the outcome in each model; nothing if no model decides a claim of it."""
-    own = card.by_model[[paper_of(name) == paper for name in card.by_model.index]]
-    decided = own.where(own.isin(list(LOOKS))).dropna(how="all")
-    holds = (decided.isna() | (decided == Outcome.HOLDS)).all(axis=1)
-    others = decided[~holds]
-    order = (-others.nunique(axis=1)).sort_values(kind="stable").index  # those on which models differ first
-    lines: list[tuple[str, pd.Series | None]] = [(paper, None)] if len(decided) else []
-    for name in order:
-        text = textwrap.shorten(f"{name}  {CLAIMS[name].statement.rstrip('.')}", 80, placeholder=" …")
-        lines.append((text, own.loc[name]))
-    if holds.any():
-        code, numbers = holds.index[0].partition("-")[0], [int(name.partition("-")[2]) for name in holds.index[holds]]
-        lines.append((f"hold wherever they are decided: {code}-{spans(numbers)}", None))
-    return lines
 
 
 # --- The routes that carry the sink: models × routes, with the sink rate with and without each route
@@ -169,9 +163,9 @@ ARROW: Look = {
 SHADES = {Effect.FALLS: "#dfe9f2", Effect.GOES: "#a9c4dc"}  # effect on the sink → background of the cell
 
 
-@needs(measured_models, "no route was cut")
+@needs(models_with_routes, "no route was cut")
 def draw_routes(table: pd.DataFrame) -> Figure:
-    models = measured_models(table)
+    models = models_with_routes(table)
     figure = new_figure(WIDE, ROUTES_ROW * len(models) + ROUTES_PUBLISHED + 1)
     heights = [ROUTES_PUBLISHED, *[ROUTES_ROW] * len(models)]
     grid = figure.subplots(len(heights), len(ROUTES), squeeze=False, height_ratios=heights)
@@ -182,12 +176,25 @@ def draw_routes(table: pd.DataFrame) -> Figure:
         column[0].set_title(route.name.replace(" ", "\n") + "\n", fontsize=6.8, fontweight="bold", pad=2)
         column[0].annotate(escape(route.cut), (0.5, 1), (0, 3), xycoords="axes fraction",
             textcoords="offset points", fontsize=5.2, ha="center")  # fmt: skip
-        _words(column[0], route.published or "not tested")
+        _write(column[0], route.published or "not tested")
         _shade(column[0], route.published_effect)
         for ax, model in zip(column[1:], models, strict=True):
-            found = table[(table["model"] == model) & (table["route"] == route.name)]
-            missing = pd.Series({"effect": str(Effect.NOT_MEASURED), "note": ""})  # for older tables
-            _cell(ax, found.iloc[0] if len(found) else missing)
+            row = table[(table["model"] == model) & (table["route"] == route.name)].iloc[0]
+            _shade(ax, row["effect"])
+            if row["effect"] in (Effect.DOES_NOT_APPLY, Effect.NOT_MEASURED):
+                reason = row["note"].partition(":")[0] if row["effect"] == Effect.DOES_NOT_APPLY else ""
+                _write(ax, f"{row['effect']}: {reason}" if reason else row["effect"])
+            else:
+                if row["draws"] > 1:
+                    ax.plot([row["control_low"], row["control_high"]], [LOW, LOW], **CONTROLS)
+                ax.plot([row["control"]], [LOW], **CONTROL)
+                if abs(row["after"] - row["before"]) > NEAR:
+                    ax.annotate("", (row["after"], LINE), (row["before"], LINE), arrowprops=ARROW)
+                for name, look in (("after", AFTER), ("before", BEFORE)):
+                    ax.plot([row[f"{name}_low"], row[f"{name}_high"]], [LINE, LINE], **INTERVAL)
+                    ax.plot([row[name]], [LINE], **look)
+                rates = f"{row['before']:.1f} → {row['after']:.1f}"
+                ax.text(0.5, 0.95, rates, transform=ax.transAxes, ha="center", va="top", fontsize=6.5)
             ax.set(xlim=(-9, 109), ylim=(0, 1.15), yticks=[])
             ax.set_xticks([0, 50, 100], labels=["0", "50", "100 %"] if model == models[-1] else [])
             ax.tick_params(axis="x", labelsize=6, color="0.6")
@@ -204,7 +211,7 @@ def draw_routes(table: pd.DataFrame) -> Figure:
     return figure.finish(text, signs, ncols=4, fontsize=6.5, columnspacing=1.5)
 
 
-def _words(ax: Axes, text: str) -> None:
+def _write(ax: Axes, text: str) -> None:
     """Write words in place of numbers."""
     lines = textwrap.wrap(text, 22, max_lines=4, placeholder=" …")
     ax.text(0.5, 0.5, escape("\n".join(lines)), transform=ax.transAxes, ha="center", va="center", fontsize=5)
@@ -215,21 +222,3 @@ def _shade(ax: Axes, effect: str) -> None:
     ax.set_facecolor(SHADES.get(Effect(effect), "white"))
     ax.spines[:].set_visible(True)
     ax.spines[:].set_color("0.75")
-
-
-def _cell(ax: Axes, row: pd.Series) -> None:
-    _shade(ax, row["effect"])
-    if row["effect"] in (Effect.DOES_NOT_APPLY, Effect.NOT_MEASURED):
-        reason = row["note"].partition(":")[0] if row["effect"] == Effect.DOES_NOT_APPLY else ""
-        _words(ax, f"{row['effect']}: {reason}" if reason else row["effect"])
-        return
-    if row["draws"] > 1:
-        ax.plot([row["control_low"], row["control_high"]], [LOW, LOW], **CONTROLS)
-    ax.plot([row["control"]], [LOW], **CONTROL)
-    if abs(row["after"] - row["before"]) > NEAR:
-        ax.annotate("", (row["after"], LINE), (row["before"], LINE), arrowprops=ARROW)
-    for name, look in (("after", AFTER), ("before", BEFORE)):
-        ax.plot([row[f"{name}_low"], row[f"{name}_high"]], [LINE, LINE], **INTERVAL)
-        ax.plot([row[name]], [LINE], **look)
-    text = f"{row['before']:.1f} → {row['after']:.1f}"
-    ax.text(0.5, 0.95, text, transform=ax.transAxes, ha="center", va="top", fontsize=6.5)

@@ -9,35 +9,43 @@ from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from math import exp, nan
-from typing import Concatenate, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 import numpy as np
 from scipy import stats
 
-from sinkscope.commands.claims.evidence import Evidence
-from sinkscope.commands.claims.studies import PLAIN, Arm, Level, Need, Study
+from sinkscope.commands.claims.claim import Claim, Part
+from sinkscope.commands.claims.evidence import Need
+from sinkscope.commands.claims.studies import PLAIN, ClaimStudy, Level, StudyArm
 from sinkscope.results import trainings as training_tables
 from sinkscope.results.findings import SINK
-from sinkscope.results.judgment import NotDefined
+from sinkscope.results.judgment import NotDefined, Test
 from sinkscope.results.sequences import Lacks
 from sinkscope.results.statistics import Estimate, largest_of, mean_of_rates, mean_of_runs, range_of
 from sinkscope.results.trainings import HELD_OUT, LOGGED
 
-Measure = Callable[[Evidence], Estimate]
-OfArm = Callable[[Arm], float]
+OfStudy = Callable[[ClaimStudy], Estimate]
+OfArm = Callable[[StudyArm], float]
 Ends = tuple[float, float]  # the smallest and the largest possible value
 Where = tuple[str, OfArm, float]
 PERCENT, CORRELATION = (0.0, 100.0), (-1.0, 1.0)
 P = ParamSpec("P")
 
 
-def of_study(estimate: Callable[Concatenate[Study, P], Estimate]) -> Callable[Concatenate[Need, P], Measure]:
-    """Make of an estimate from a study a function of the study's role, which returns the measure of a claim."""
+def of_study(estimate: Callable[Concatenate[ClaimStudy, P], Estimate]) -> Callable[P, OfStudy]:
+    """Make of an estimate from a study and further arguments a function of these, which returns that of the study."""
+    return lambda *args, **options: lambda study: estimate(study, *args, **options)
 
-    def measure(role: Need, *args: P.args, **options: P.kwargs) -> Measure:
-        return lambda evidence: estimate(evidence.studies[role], *args, **options)
 
-    return measure
+def study_part(role: Need, quantity: str, estimate: OfStudy, test: Test) -> Part:
+    return Part(quantity, lambda evidence: estimate(evidence.studies[role]), test)
+
+
+def study_claim(
+    id: str, reference: str, statement: str, role: Need, *numbers: tuple[str, OfStudy, Test], **others: Any
+) -> Claim:
+    """Return a claim of which all numbers are estimates from one study."""
+    return Claim(id, reference, statement, tuple(study_part(role, *each) for each in numbers), (role,), **others)
 
 
 def mean_over_seeds(values: np.ndarray, ends: Ends | None = None) -> Estimate:
@@ -48,9 +56,10 @@ def mean_of_ratios(ratios: np.ndarray) -> Estimate:
     """Return the geometric mean of positive numbers with Student's interval of their logarithms."""
     if not (ratios > 0).all():
         return Estimate(float(np.mean(ratios)), -np.inf, np.inf, seeds=len(ratios))
-    found = mean_of_runs(np.log(ratios))
+    logarithm = mean_of_runs(np.log(ratios))
     with np.errstate(over="ignore"):
-        return replace(found, value=exp(found.value), low=float(np.exp(found.low)), high=float(np.exp(found.high)))
+        low, high = (float(np.exp(end)) for end in (logarithm.low, logarithm.high))
+    return replace(logarithm, value=exp(logarithm.value), low=low, high=high)
 
 
 def words_for(seeds: int, scale: str = "") -> str:
@@ -59,7 +68,7 @@ def words_for(seeds: int, scale: str = "") -> str:
     return f"{seeds} seeds, Student's t{scale}"
 
 
-def with_setting(study: Study, words: str) -> str:
+def with_setting(study: ClaimStudy, words: str) -> str:
     return f"{study.setting}; {words}" if study.setting else words
 
 
@@ -69,7 +78,7 @@ def with_setting(study: Study, words: str) -> str:
 def metric(name: str, scale: float = 1.0) -> OfArm:
     """Return a function that reads a metric of an arm (whole model). It raises Lacks if it was not measured."""
 
-    def of(arm: Arm) -> float:
+    def of(arm: StudyArm) -> float:
         value = arm.metric(name)
         if np.isnan(value):
             raise Lacks(f"the runs of {arm.label} lack the metric '{name}'")
@@ -78,74 +87,79 @@ def metric(name: str, scale: float = 1.0) -> OfArm:
     return of
 
 
-def _values(study: Study, of: OfArm, method: str) -> np.ndarray:
-    return np.array([of(arms[method]) for arms in study.by_seed])
+def _read(study: ClaimStudy, of: OfArm, *methods: str, where: Where | None = None) -> np.ndarray:
+    """Return a number of each method, (methods, seeds).
+
+    `where` is a name, a number and its least value: NotDefined is raised if plain training lacks what the arm can
+    remove or move.
+    """
+    if where is not None:
+        what, of_plain, least = where
+        plain = float(_read(study, of_plain, PLAIN).mean())
+        if plain <= least:
+            raise NotDefined(f"plain training has no {what} is {plain:.3g}, not above {least:g}")
+    return np.array([[of(arms[method]) for arms in study.by_seed] for method in methods])
 
 
-def _words(study: Study, labels: str, scale: str = "") -> str:
+def _words(study: ClaimStudy, labels: Iterable[str], scale: str = "") -> str:
     """Return «vga 1.02, none 1.31; 6000 steps, 3 seeds, Student's t»."""
     steps = next(iter(study.by_seed[0].values())).training.settings["steps"]
-    return f"{labels}; {with_setting(study, f'{steps} steps, {words_for(len(study.by_seed), scale)}')}"
+    return f"{', '.join(labels)}; {with_setting(study, f'{steps} steps, {words_for(len(study.by_seed), scale)}')}"
 
 
 @of_study
 def together(
-    study: Study, of: Callable[[Mapping[str, Arm]], float], *methods: str, ends: Ends | None = None
+    study: ClaimStudy, of: Callable[[Mapping[str, StudyArm]], float], *methods: str, ends: Ends | None = None
 ) -> Estimate:
     """Return the mean over seeds of a number computed from several arms. The note names the arms `methods`."""
-    labels = ", ".join(study.by_seed[0][method].label for method in methods)
-    return mean_over_seeds(np.array([of(arms) for arms in study.by_seed]), ends).over(_words(study, labels))
-
-
-def _check_plain(study: Study, where: Where | None) -> None:
-    """Raise NotDefined if plain training lacks what the arm can remove or move: its name, number, and least number."""
-    if where is not None:
-        what, of_plain, least = where
-        plain = _values(study, of_plain, PLAIN).mean()
-        if plain <= least:
-            raise NotDefined(f"plain training has no {what} is {plain:.3g}, not above {least:g}")
+    values = np.array([of(arms) for arms in study.by_seed])
+    return mean_over_seeds(values, ends).over(_words(study, [study.by_seed[0][method].label for method in methods]))
 
 
 @of_study
 def of_one(
-    study: Study, of: OfArm, method: str, null: str | None = None, ends: Ends | None = None, where: Where | None = None
+    study: ClaimStudy,
+    of: OfArm,
+    method: str,
+    null: str | None = None,
+    ends: Ends | None = None,
+    where: Where | None = None,
 ) -> Estimate:
     """Return the mean over seeds of one arm's number, with the mean of a null arm."""
-    _check_plain(study, where)
-    found = mean_over_seeds(_values(study, of, method), ends).over(_words(study, study.by_seed[0][method].label))
-    return found.against(nan if null is None else float(np.mean(_values(study, of, null))))
+    (values,) = _read(study, of, method, where=where)
+    estimate = mean_over_seeds(values, ends).over(_words(study, [study.by_seed[0][method].label]))
+    return estimate.against(nan if null is None else float(_read(study, of, null).mean()))
 
 
-def ranked(role: Need, of: OfArm, levels: Mapping[float, str]) -> Measure:
+def ranked(of: OfArm, levels: Mapping[float, str]) -> OfStudy:
     """Return the mean over seeds of the rank correlation of arms' numbers and their levels. `levels`: level → arm."""
 
-    def found(arms: Mapping[str, Arm]) -> float:
+    def correlation(arms: Mapping[str, StudyArm]) -> float:
         values = [of(arms[arm]) for arm in levels.values()]
         return float(stats.spearmanr(list(levels), values)[0]) if np.ptp(values) else nan
 
-    return together(role, found, *levels.values(), ends=CORRELATION)
+    return together(correlation, *levels.values(), ends=CORRELATION)
 
 
 @of_study
 def difference(
-    study: Study, of: OfArm, method: str, against: str = PLAIN, as_ratio: bool = False, where: Where | None = None
+    study: ClaimStudy, of: OfArm, method: str, against: str = PLAIN, as_ratio: bool = False, where: Where | None = None
 ) -> Estimate:
     """Return the mean over seeds of one arm's number − another's of the same seed, or the geometric mean of ratios."""
-    _check_plain(study, where)
-    first, second = (_values(study, of, name) for name in (method, against))
+    first, second = _read(study, of, method, against, where=where)
     labels = [study.by_seed[0][name].label for name in (method, against)]
     if as_ratio and (not (second > 0).all() or (first < 0).any()):
         raise NotDefined(f"it is 0 in {labels[1]}, so that the ratio is not defined")
-    found = mean_of_ratios(first / second) if as_ratio else mean_of_runs(first - second)
-    means = f"{labels[0]} {first.mean():.3g}, {labels[1]} {second.mean():.3g}"
-    return found.over(_words(study, means, " of logarithms" if as_ratio else ""))
+    estimate = mean_of_ratios(first / second) if as_ratio else mean_of_runs(first - second)
+    means = (f"{label} {values.mean():.3g}" for label, values in zip(labels, (first, second), strict=True))
+    return estimate.over(_words(study, means, " of logarithms" if as_ratio else ""))
 
 
 ratio = partial(difference, as_ratio=True)
 
 
 @of_study
-def at_equal_loss(study: Study, method: str, against: str = PLAIN) -> Estimate:
+def at_equal_loss(study: ClaimStudy, method: str, against: str = PLAIN) -> Estimate:
     """Return the mean over seeds of one arm's sink rate − another's in points, at the lowest loss that both reach.
 
     These are the held-out loss and the rate by total weight if a probe measured them, else the training loss and the
@@ -153,30 +167,30 @@ def at_equal_loss(study: Study, method: str, against: str = PLAIN) -> Estimate:
     """
     pairs = [[arms[method], arms[against]] for arms in study.by_seed]
     for names in (HELD_OUT, LOGGED):
-        found = [[arm.training.courses[names].get((arm.label, arm.seed)) for arm in pair] for pair in pairs]
-        if all(course is not None for pair in found for course in pair):
+        courses = [[arm.training.courses[names].get((arm.label, arm.seed)) for arm in pair] for pair in pairs]
+        if all(course is not None for pair in courses for course in pair):
             break
     else:
         raise Lacks(f"the trainings of {pairs[0][0].label} and {pairs[0][1].label} have no sink rates by step")
-    read = np.stack([training_tables.at_equal_loss(*pair).to_numpy() for pair in found])  # (seeds, arms, 3)
+    read = np.stack([training_tables.at_equal_loss(*pair).to_numpy() for pair in courses])  # (seeds, arms, 3)
     if np.isnan(read).any():
         raise NotDefined("these arms have no held-out loss in common")
     (_, level, _), rates = read.mean((0, 1)), 100 * read[..., 2]
     means = ", ".join(f"{arm.label} {rate:.1f}" for arm, rate in zip(pairs[0], rates.mean(0), strict=True))
-    return mean_of_runs(rates[:, 0] - rates[:, 1]).over(_words(study, f"{means} % at {names[0]} {level:.3f}"))
+    return mean_of_runs(rates[:, 0] - rates[:, 1]).over(_words(study, [f"{means} % at {names[0]} {level:.3f}"]))
 
 
 # --- plain trainings that differ in one setting
 
 
-def common_seeds(study: Study) -> list[int]:
+def common_seeds(study: ClaimStudy) -> list[int]:
     seeds = sorted(set.intersection(*(set(runs) for runs in study.by_level.values())))
     if not seeds:
         raise Lacks("these trainings have no --seed in common")
     return seeds
 
 
-def sink_rates(study: Study) -> np.ndarray:
+def sink_rates(study: ClaimStudy) -> np.ndarray:
     """(seeds, levels): the sink rate at position 0 in percent, for the seeds that all levels have."""
     seeds = common_seeds(study)
     return np.array([[100 * runs[seed].metric("sink_rate") for runs in study.by_level.values()] for seed in seeds])
@@ -188,13 +202,13 @@ OfLevels = Callable[[np.ndarray, np.ndarray], np.ndarray | Estimate]
 
 @of_study
 def over_levels(
-    study: Study, of: OfLevels, ends: Ends | None = None, check: Callable[[Study], None] = lambda study: None
+    study: ClaimStudy, of: OfLevels, ends: Ends | None = None, check: Callable[[ClaimStudy], None] = lambda study: None
 ) -> Estimate:
     """Return a number computed from all levels. `check` raises Lacks if the levels cannot be compared."""
     check(study)
     rates = sink_rates(study)
-    found = of(np.array(list(study.by_level)), rates)
-    estimate = found if isinstance(found, Estimate) else mean_over_seeds(found, ends)
+    number = of(np.array(list(study.by_level)), rates)
+    estimate = number if isinstance(number, Estimate) else mean_over_seeds(number, ends)
     return estimate.over(by_level(study, study.by_level, rates))
 
 
@@ -207,7 +221,7 @@ def range_of_rates(levels: np.ndarray, rates: np.ndarray) -> Estimate:
     return range_of([mean_of_runs(first - second) for first, second in combinations(rates.T, 2)])
 
 
-def by_level(study: Study, levels: Iterable[Level], rates: np.ndarray) -> str:
+def by_level(study: ClaimStudy, levels: Iterable[Level], rates: np.ndarray) -> str:
     """Return «0.001: 2.1, 0.01: 18.3 %; 3 seeds, Student's t», after the setting that is read, if there are several."""
     names = [level if isinstance(level, str) else format(level, ".10g") for level in levels]
     means = ", ".join(f"{name}: {rate:.1f}" for name, rate in zip(names, rates.mean(0), strict=True))

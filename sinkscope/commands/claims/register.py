@@ -5,23 +5,16 @@ from sinkscope.commands.claims.papers import gs, nu, s2m, states, vga, weights_a
 from sinkscope.plugins import package_of
 from sinkscope.results.papers import CLAIMS_PAPERS
 
-
-def _place(claim: Claim) -> tuple[int, int]:
-    paper, _, number = claim.id.partition("-")
-    return list(CLAIMS_PAPERS).index(paper), int(number)
-
-
-PAPERS = (gs, wse, s2m, nu, vga, states, weights_and_heads)
-_CLAIMS: list[Claim] = [claim for paper in PAPERS for claim in paper.CLAIMS]
-CLAIMS = {claim.id: claim for claim in sorted(_CLAIMS, key=_place)}
+_CLAIMS: list[Claim] = [claim for paper in (gs, wse, s2m, nu, vga, states, weights_and_heads) for claim in paper.CLAIMS]
+_CLAIMS.sort(key=lambda claim: int(claim.id.partition("-")[2]))
+CLAIMS = {claim.id: claim for paper in CLAIMS_PAPERS for claim in _CLAIMS if claim.id.startswith(f"{paper}-")}
 
 
 def listed() -> list[tuple[str, ...]]:
     """Return the rows of `sinkscope list claims`."""
-    rows: list[tuple[str, ...]] = []
-    for claim in CLAIMS.values():
-        for part in claim.parts:
-            test = part.test.text(part.form) + "‡" * claim.is_ours
-            words = (claim.reference, claim.statement, part.quantity, test)
-            rows.append((claim.id, claim.paper, *words, package_of(CLAIMS, claim.id)))
-    return rows
+    return [
+        (claim.id, claim.paper, claim.reference, claim.statement, part.quantity,
+         part.test.text(part.form) + "‡" * claim.is_ours, package_of(CLAIMS, claim.id))
+        for claim in CLAIMS.values()
+        for part in claim.parts
+    ]  # fmt: skip

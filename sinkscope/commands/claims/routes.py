@@ -1,6 +1,7 @@
 """The table `route`: the routes that carry the sink in a model, from interventions that each cut one route."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -8,15 +9,18 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.commands.claims.arms import before_and_after, beyond_controls, controls, share_left
-from sinkscope.commands.claims.columns import ROUTE_COLUMNS
-from sinkscope.commands.claims.evidence import Evidence
-from sinkscope.commands.claims.studies import Need
+from sinkscope.commands.claims.columns import ROUTE, ROUTE_COLUMNS
+from sinkscope.commands.claims.evidence import Evidence, Need, models_of
+from sinkscope.figures import KINDS
+from sinkscope.output.drawing import Drawings, drawings_of
+from sinkscope.output.result import Result
+from sinkscope.output.run import Run
 from sinkscope.results.findings import HALF, SINK
 from sinkscope.results.sequences import Lacks
+from sinkscope.results.side_by_side import comparison_manifest, differing_settings, distinct_names
 from sinkscope.results.statistics import Estimate, bootstrap, one_more_run
 from sinkscope.results.tables import LEADING, WHOLE_MODEL, names_of
-
-PAPER = "GPT-2 in NU (figure 3: maps, no rates)"
+from sinkscope.verdict.table_formats import as_markdown
 
 
 class Effect(StrEnum):
@@ -63,10 +67,6 @@ def routes_of(evidence: Evidence) -> pd.DataFrame:
     return table.astype({column.name: float for column in ROUTE_COLUMNS if column.kind == "number"})
 
 
-def routes_of_models(evidence: Mapping[str, Evidence]) -> pd.DataFrame:
-    return pd.concat([routes_of(one).assign(model=name) for name, one in evidence.items()], ignore_index=True)
-
-
 def _row(route: Route, evidence: Evidence) -> dict[str, Any]:
     role = route.role
     row: dict[str, Any] = {"route": route.name, "do": role.of, "draws": 0, "note": ""}
@@ -95,31 +95,76 @@ def _row(route: Route, evidence: Evidence) -> dict[str, Any]:
     return row
 
 
+def routes_of_models(evidence: Mapping[str, Evidence]) -> pd.DataFrame:
+    return pd.concat([routes_of(one).assign(model=name) for name, one in evidence.items()], ignore_index=True)
+
+
+def models_with_routes(table: pd.DataFrame) -> list[str]:
+    """Return the models in which a route was cut or does not apply."""
+    return list(dict.fromkeys(table[table["effect"] != Effect.NOT_MEASURED]["model"]))
+
+
 # --- words
 
 ROUTES_TITLE = "Which route carries the sink (sink rate at position 0 in % [95 %])"
 
 
 def routes_text(table: pd.DataFrame) -> pd.DataFrame:
+    """Return models × routes, such as «falls: 42.5 [41.3, 43.8] → 30.5 [29.1, 31.8], random controls 40.8»."""
     published = {route.name: route.published or "not tested" for route in ROUTES}
-    rows = [{"model": PAPER} | published]
-    for model, own in table.groupby("model", sort=False):
-        rows.append({"model": str(model)} | {row.route: _text(row) for row in own.itertuples()})
-    # older tables have fewer routes
-    return pd.DataFrame(rows, columns=["model", *published]).fillna(str(Effect.NOT_MEASURED))
+    lines = [{"model": "GPT-2 in NU (figure 3: maps, no rates)"} | published]
+    for model, rows in table.groupby("model", sort=False):
+        line = {"model": str(model)}
+        for row in rows.itertuples():
+            before = f"{row.before:.1f} [{row.before_low:.1f}, {row.before_high:.1f}]"
+            after = f"{row.after:.1f} [{row.after_low:.1f}, {row.after_high:.1f}]"
+            control = f"random controls {row.control:.1f}" if row.draws else "no random controls"
+            control += f" [{row.control_low:.1f}, {row.control_high:.1f}]" if row.draws > 1 else ""
+            is_cut = row.effect not in (Effect.DOES_NOT_APPLY, Effect.NOT_MEASURED)
+            line[row.route] = f"{row.effect}: " + (f"{before} → {after}, {control}" if is_cut else row.note)
+        lines.append(line)
+    return pd.DataFrame(lines)
 
 
-def _text(row: Any) -> str:
-    """Return «falls: 42.5 [41.3, 43.8] → 30.5 [29.1, 31.8], random controls 40.8 to 43.2»."""
-    if row.effect in (Effect.DOES_NOT_APPLY, Effect.NOT_MEASURED):
-        return f"{row.effect}: {row.note}"
-    before = f"{row.before:.1f} [{row.before_low:.1f}, {row.before_high:.1f}]"
-    after = f"{row.after:.1f} [{row.after_low:.1f}, {row.after_high:.1f}]"
-    control = f"random controls {row.control:.1f}" if row.draws else "no random controls"
-    control += f" [{row.control_low:.1f}, {row.control_high:.1f}]" if row.draws > 1 else ""
-    return f"{row.effect}: {before} → {after}, {control}"
+# --- runs of `intervene` side by side
 
 
-def measured_models(table: pd.DataFrame) -> list[str]:
-    known = table[table["effect"] != Effect.NOT_MEASURED]
-    return list(dict.fromkeys(known["model"]))
+@dataclass(frozen=True, kw_only=True)
+class Routes(Result):
+    """Interventions on several models side by side."""
+
+    differing: pd.DataFrame  # settings in which the runs differ, a column for each run
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row for each route of a model."""
+        return self.tables[ROUTE]
+
+    @property
+    def summary_tables(self) -> dict[str, pd.DataFrame]:
+        return {ROUTES_TITLE: routes_text(self.table)}
+
+    @property
+    def texts(self) -> Mapping[str, str]:
+        return {"routes.md": self.markdown + "\n"}
+
+    @property
+    def drawings(self) -> Drawings:
+        return drawings_of(KINDS["interventions on several models"], self.table)
+
+    @property
+    def markdown(self) -> str:
+        return f"## {ROUTES_TITLE}\n\n{as_markdown(routes_text(self.table))}"
+
+    def _repr_markdown_(self) -> str:  # for notebooks
+        return self.markdown
+
+
+def compared_routes(folders_or_runs: Sequence[Any], start: float) -> Routes:
+    runs = [one if isinstance(one, Run) else Run.open(one) for one in folders_or_runs]
+    models = models_of(runs)
+    table = routes_of_models({model: Evidence.of(of_model, ROLES, model) for model, of_model in models.items()})
+    names = distinct_names([(run.model, run.folder) for run in runs])
+    differing = differing_settings([run.manifest for run in runs], names)
+    facts = [{"label": name, "folder": run.folder} for name, run in zip(names, runs, strict=True)]
+    return Routes(comparison_manifest(start, [ROUTE], facts, differing), {ROUTE: table}, differing=differing)

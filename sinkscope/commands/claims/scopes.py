@@ -11,7 +11,6 @@ UNEQUAL = {  # name in `unequal` → reason why equal tokens do not stay equal
     "operations": "its attention is {}, whose weights do not sum to 1",
     "others": "{} layers also mix tokens",
 }
-SMALL = 200e6  # number of parameters
 
 
 def requires(holds: Callable[[RunData], object], reason: str) -> Scope:
@@ -65,6 +64,13 @@ def in_float32(run: RunData) -> str | None:
     return None if dtype in ("float32", "float64") else f"it computes in {dtype}"
 
 
-def small(run: RunData) -> str | None:
-    count = run.manifest["model"].get("parameters") or 0
-    return None if count < SMALL else f"it has {count / 1e6:,.0f} M parameters, more than {SMALL / 1e6:.0f} M"
+def _of_size(fits: Callable[[float], bool], words: str) -> Scope:
+    def scope(run: RunData) -> str | None:
+        count = run.manifest["model"].get("parameters") or 0
+        return None if fits(count) else f"it has {count / 1e6:,.0f} M parameters, {words}"
+
+    return scope
+
+
+small = _of_size(lambda count: count < 200e6, "more than 200 M")
+of_a_billion = _of_size(lambda count: count >= 0.9e9, "fewer than a billion")

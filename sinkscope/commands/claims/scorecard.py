@@ -5,7 +5,7 @@ Its folder has run.json, figures, scorecard.md, the tables `claim` and `route`, 
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf
@@ -15,12 +15,10 @@ from typing import Any
 import pandas as pd
 
 from sinkscope.commands.claims.claim import Part
-from sinkscope.commands.claims.columns import CLAIM as TABLE
-from sinkscope.commands.claims.columns import COMMAND, TABLES
-from sinkscope.commands.claims.columns import ROUTE as ROUTES
+from sinkscope.commands.claims.columns import CLAIM, COMMAND, ROUTE, TABLES
 from sinkscope.commands.claims.evidence import NATURAL
 from sinkscope.commands.claims.register import CLAIMS
-from sinkscope.commands.claims.routes import ROUTES_TITLE, measured_models, routes_text
+from sinkscope.commands.claims.routes import ROUTES_TITLE, models_with_routes, routes_text
 from sinkscope.commands.claims.table import NOT_JUDGED
 from sinkscope.errors import InputError, unknown
 from sinkscope.figures import KINDS
@@ -32,9 +30,13 @@ from sinkscope.results.manifest import folder_of, read_manifest
 from sinkscope.results.metrics import MISSING
 from sinkscope.results.papers import NEEDS_GPT2, gamma_table, printed_gamma
 from sinkscope.results.run import RunData
+from sinkscope.results.side_by_side import comparison_manifest, distinct_names
 from sinkscope.results.statistics import LEVEL
 from sinkscope.results.tables import names_of, read_table
 from sinkscope.verdict.table_formats import as_markdown
+
+# options in which scorecards side by side may differ
+OF_SCORECARDS = ("input", "dataset", "num_seqs", "seq_len", "window", "epsilon", "dtype", "bos", "seed", "draws")
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,12 @@ class Scorecard(Result):
     @property
     def table(self) -> pd.DataFrame:
         """A row for each number of a claim, per model."""
-        return self.tables[TABLE]
+        return self.tables[CLAIM]
 
     @property
     def routes(self) -> pd.DataFrame:
         """A row for each route by which the first token may become a sink, per model."""
-        return self.tables[ROUTES]
+        return self.tables[ROUTE]
 
     @property
     def measured(self) -> dict[str, RunData]:
@@ -88,10 +90,10 @@ class Scorecard(Result):
         """Return the outcome of a claim, by default for the first model. Raises InputError for an unknown name."""
         if model is not None and model not in self.models:
             raise InputError(f"model {unknown(model, self.models)}")
-        found = self.table[self.table["model"] == (model or self.models[0])]
-        if claim not in set(found["claim"]):
-            raise InputError(f"claim {unknown(claim, found['claim'].unique())}")
-        return Outcome(found[found["claim"] == claim]["outcome"].iloc[0])
+        rows = self.table[self.table["model"] == (model or self.models[0])]
+        if claim not in set(rows["claim"]):
+            raise InputError(f"claim {unknown(claim, rows['claim'].unique())}")
+        return Outcome(rows[rows["claim"] == claim]["outcome"].iloc[0])
 
     @property
     def by_model(self) -> pd.DataFrame:
@@ -105,8 +107,8 @@ class Scorecard(Result):
             tables = {"Claims": _outcomes(self)}
         else:
             judged = self.table[~self.table["outcome"].isin(NOT_JUDGED)]
-            tables = {str(paper): _printed(own) for paper, own in judged.groupby("paper", sort=False)}
-        return tables | ({ROUTES_TITLE: routes_text(self.routes)} if measured_models(self.routes) else {})
+            tables = {str(paper): _printed(rows) for paper, rows in judged.groupby("paper", sort=False)}
+        return tables | ({ROUTES_TITLE: routes_text(self.routes)} if models_with_routes(self.routes) else {})
 
     @property
     def texts(self) -> Mapping[str, str]:
@@ -128,6 +130,33 @@ class Scorecard(Result):
 def summaries(folder: Path) -> Mapping[str, pd.DataFrame]:
     """Return the tables that `compare` prints of the folder of a scorecard."""
     return Scorecard.open(folder).summary_tables
+
+
+def scorecards(folders_or_cards: Sequence[Any], start: float) -> Scorecard:
+    """Return one scorecard of all models; scorecards of the same model are distinguished by their folders."""
+    cards = [one if isinstance(one, Scorecard) else Scorecard.open(one) for one in folders_or_cards]
+    if empty := [card.folder for card in cards if not card.models]:
+        raise InputError(f"{empty[0]} has no claims to compare")
+    names = iter(distinct_names([(model, card.folder) for card in cards for model in card.models]))
+    renamed = [{model: next(names) for model in card.models} for card in cards]
+    tables = {
+        name: pd.concat(
+            [card.tables[name].replace({"model": new}) for card, new in zip(cards, renamed, strict=True)],
+            ignore_index=True,
+        )
+        for name in (CLAIM, ROUTE)
+    }
+    labels = [", ".join(new.values()) for new in renamed]
+    # the options of a scorecard that judged other runs are not the options of these runs
+    configs = [card.manifest["config"] for card in cards]
+    rows = {
+        name: ["its runs'" if config.get("from_") else str(config.get(name)) for config in configs]
+        for name in OF_SCORECARDS
+    }
+    rows = {name: values for name, values in rows.items() if len(set(values)) > 1}
+    differing = pd.DataFrame.from_dict(rows, orient="index", columns=labels)
+    facts = [{"label": label, "folder": card.folder} for label, card in zip(labels, cards, strict=True)]
+    return Scorecard(comparison_manifest(start, TABLES, facts, differing), tables)
 
 
 # --- words
@@ -153,15 +182,40 @@ LEGEND = (
 
 
 def scorecard_markdown(card: Scorecard) -> str:
-    parts = _of_several(card) if len(card.models) > 1 else _of_one(card)
-    runs = {model: own[NATURAL] for model, own in card.runs.items() if NATURAL in own}
+    by_model = dict(list(card.table.groupby("model", sort=False)))
+    several = len(by_model) > 1
+    name = f"{len(by_model)} models" if several else card.models[0]
+    parts = [f"## {name}: {headline(card)}", *_unusual(card)]
+    if several:
+        outcomes = _outcomes(card)
+        for model, rows in by_model.items():
+            parts += [f"**{model}**", *_summary(rows)]
+        undecided = ", ".join(name for name in card.by_model.index if name not in set(outcomes["claim"]))
+        parts += [as_markdown(outcomes), f"Decided by no model: {undecided}."]
+        reasons = {model: _by_reason(rows, Outcome.DOES_NOT_APPLY) for model, rows in by_model.items()}
+        if any(reasons.values()):
+            parts += ["Why claims do not apply:", *(f"- {model}: {text}." for model, text in reasons.items() if text)]
+        parts += _numbers_of_some(card)
+    else:
+        parts += _summary(card.table)
+        for paper, rows in card.table.groupby("paper", sort=False):
+            parts.append(f"### {paper}")
+            judged = rows[~rows["outcome"].isin(NOT_JUDGED)]
+            if len(judged):
+                parts.append(as_markdown(_printed(judged)))
+                published = judged[(judged["part"] == 0) & (judged["published"] != "")]
+                lines = [f"- {row.claim}: {row.published}" for row in published.itertuples()]
+                parts += ["Published:\n\n" + "\n".join(lines)] if lines else []
+            texts = {outcome: _by_reason(rows, outcome) for outcome in NOT_JUDGED}
+            parts += [f"{str(outcome).capitalize()}: {text}." for outcome, text in texts.items() if text]
+    runs = {model: of_model[NATURAL] for model, of_model in card.runs.items() if NATURAL in of_model}
     computed = {model: table for model, run in runs.items() if (table := gamma_table(run)) is not None}
     if computed:
         parts.append("### |γ| where EPE₀ is massive (NU tables 1 and 2)")
         parts += [f"{model}, computed:\n\n{as_markdown(table)}" for model, table in computed.items()]
         if not any("NU prints" in heading for table in computed.values() for heading in table):  # no model is GPT-2
             parts.append(f"GPT-2, as NU prints it; {NEEDS_GPT2}.\n\n{as_markdown(printed_gamma())}")
-    if measured_models(card.routes):
+    if models_with_routes(card.routes):
         parts += [f"### {ROUTES_TITLE}", as_markdown(routes_text(card.routes))]
     return "\n\n".join(parts)
 
@@ -171,67 +225,38 @@ def unusual(card: Scorecard) -> list[Finding]:
 
     The others are those of the card, or for a card of one model those of `reports/claims`.
     """
-    own, found = outcomes_by_model(card.table), []
-    every = own if len(own) > 1 else reported() | own
+    ours = outcomes_by_model(card.table)
+    every = ours if len(ours) > 1 else reported() | ours
+    findings = []
     for claim in card.by_model.index:
         fails, holds = (
             [model for model in every if every[model].get(claim) == end] for end in (Outcome.FAILS, Outcome.HOLDS)
         )
-        if own.keys() & fails or (fails and holds and own.keys() >= {*holds}):
-            names = {model: "this model" if [model] == [*own] else model for model in every}
+        if ours.keys() & fails or (fails and holds and ours.keys() >= {*holds}):
+            names = {model: "this model" if [model] == [*ours] else model for model in every}
             ends = [(end, models) for end, models in ((Outcome.FAILS, fails), (Outcome.HOLDS, holds)) if models]
             where = "; ".join(f"{end} in {', '.join(names[model] for model in models)}" for end, models in ends)
             sentence = f"{CLAIMS[claim].statement.rstrip('.')}: {where} ({claim})."
-            outcome = Outcome.REFUTED if own.keys() & fails else Outcome.CONFIRMED
-            found.append(Finding("unusual", "What is unusual", outcome, numbers={"claim": claim}, sentence=sentence))
-    return found
+            outcome = Outcome.REFUTED if ours.keys() & fails else Outcome.CONFIRMED
+            findings.append(Finding("unusual", "What is unusual", outcome, numbers={"claim": claim}, sentence=sentence))
+    return findings
 
 
 def outcomes_by_model(table: pd.DataFrame) -> dict[str, dict[str, str]]:
     """Return model → claim → its outcome."""
-    first = table[table["part"] == 0]
-    by_model = first.groupby("model", sort=False)
-    return {str(model): dict(zip(own["claim"], own["outcome"], strict=True)) for model, own in by_model}
+    by_model = table[table["part"] == 0].groupby("model", sort=False)
+    return {str(model): dict(zip(rows["claim"], rows["outcome"], strict=True)) for model, rows in by_model}
 
 
 @cache
 def reported() -> dict[str, dict[str, str]]:
     """Return the outcomes in reports/claims, by model."""
-    return outcomes_by_model(read_table(shipped("reports") / "claims" / "tables" / f"{TABLE}.parquet", TABLES[TABLE]))
+    return outcomes_by_model(read_table(shipped("reports") / "claims" / "tables" / f"{CLAIM}.parquet", TABLES[CLAIM]))
 
 
 def _unusual(card: Scorecard) -> list[str]:
-    found = unusual(card)
-    return ["What is unusual:", "\n".join(f"- {finding.sentence}" for finding in found)] if found else []
-
-
-def _of_one(card: Scorecard) -> list[str]:
-    parts = [f"## {card.models[0]}: {headline(card)}", *_unusual(card), *_summary(card.table)]
-    for paper, rows in card.table.groupby("paper", sort=False):
-        parts += [f"### {paper}"]
-        judged = rows[~rows["outcome"].isin(NOT_JUDGED)]
-        if len(judged):
-            parts.append(as_markdown(_printed(judged)))
-            published = judged[(judged["part"] == 0) & (judged["published"] != "")]
-            lines = [f"- {row.claim}: {row.published}" for row in published.itertuples()]
-            parts += ["Published:\n\n" + "\n".join(lines)] if lines else []
-        reasons = {outcome: _by_reason(rows, outcome) for outcome in NOT_JUDGED}
-        parts += [f"{str(outcome).capitalize()}: {text}." for outcome, text in reasons.items() if text]
-    return parts
-
-
-def _of_several(card: Scorecard) -> list[str]:
-    outcomes = _outcomes(card)
-    others = ", ".join(name for name in card.by_model.index if name not in set(outcomes["claim"]))
-    parts = [f"## {len(card.models)} models: {headline(card)}", *_unusual(card)]
-    by_model = {model: card.table[card.table["model"] == model] for model in card.models}
-    for model, rows in by_model.items():
-        parts += [f"**{model}**", *_summary(rows)]
-    parts += [as_markdown(outcomes), f"Decided by no model: {others}."]
-    reasons = {model: _by_reason(rows, Outcome.DOES_NOT_APPLY) for model, rows in by_model.items()}
-    if any(reasons.values()):
-        parts += ["Why claims do not apply:", *(f"- {model}: {text}." for model, text in reasons.items() if text)]
-    return [*parts, *_numbers_of_some(card)]
+    findings = unusual(card)
+    return ["What is unusual:", "\n".join(f"- {finding.sentence}" for finding in findings)] if findings else []
 
 
 def _outcomes(card: Scorecard) -> pd.DataFrame:
@@ -250,27 +275,26 @@ def _numbers_of_some(card: Scorecard) -> list[str]:
     counts = judged.groupby("claim")["model"].nunique()
     rows = judged[judged["claim"].isin([*of_studies, *counts[counts == 1].index])]
     shared: dict[tuple[str, str], list[str]] = {}
-    for (model, claim), own in rows.groupby(["model", "claim"], sort=False):
-        shared.setdefault((claim, as_markdown(_printed(own))), []).append(model)
+    for (model, claim), parts in rows.groupby(["model", "claim"], sort=False):
+        shared.setdefault((claim, as_markdown(_printed(parts))), []).append(model)
     sections: dict[tuple[str, ...], list[str]] = {}
     for (claim, _), models in shared.items():
         sections.setdefault(tuple(models), []).append(claim)
-    shown = {models: rows[(rows["model"] == models[0]) & rows["claim"].isin(own)] for models, own in sections.items()}
-    return [f"### {', '.join(models)}\n\n{as_markdown(_printed(own))}" for models, own in shown.items()]
+    shown = {models: rows[(rows["model"] == models[0]) & rows["claim"].isin(ids)] for models, ids in sections.items()}
+    return [f"### {', '.join(models)}\n\n{as_markdown(_printed(numbers))}" for models, numbers in shown.items()]
 
 
 def scorecard_summary(card: Scorecard, model: str) -> str:
     """Return which claims hold for a model, and how many do not."""
-    own = replace(card, tables={**card.tables, TABLE: card.table[card.table["model"] == model]})
-    return "\n\n".join([f"## {model}: {headline(own)}", *_unusual(own), *_summary(own.table)])
+    alone = replace(card, tables={**card.tables, CLAIM: card.table[card.table["model"] == model]})
+    return "\n\n".join([f"## {model}: {headline(alone)}", *_unusual(alone), *_summary(alone.table)])
 
 
 def headline(card: Scorecard) -> str:
     count = len(once(_holding(card.table, "yes")))
-    words = (
-        "claim holds, and its null does not pass it" if count == 1 else "claims hold, and their null does not pass them"
-    )
-    return f"{count} {words}"
+    if count == 1:
+        return "1 claim holds, and its null does not pass it"
+    return f"{count} claims hold, and their null does not pass them"
 
 
 def _holding(table: pd.DataFrame, tells: str) -> pd.DataFrame:
@@ -280,8 +304,8 @@ def _holding(table: pd.DataFrame, tells: str) -> pd.DataFrame:
 def once(rows: pd.DataFrame) -> list[str]:
     """Return the claims of first parts; those with one number (in all their models) are joined: "W-1 = W-21"."""
     groups: dict[str, set[tuple[Any, ...]]] = {}
-    for claim, own in rows.groupby("claim", sort=False):
-        numbers = {*own[["model", "quantity", "value", "low", "high"]].itertuples(index=False, name=None)}
+    for claim, parts in rows.groupby("claim", sort=False):
+        numbers = {*parts[["model", "quantity", "value", "low", "high"]].itertuples(index=False, name=None)}
         name = next((name for name, known in groups.items() if numbers <= known), None)
         if name is not None:
             groups = {f"{key} = {claim}" if key == name else key: known for key, known in groups.items()}
@@ -347,18 +371,14 @@ def null_text(row: Any, with_share: bool) -> str:
         share = f"; {row.null_passes:.0%} pass" if row.null_passes > 0 else "; gives as much"
         if row.claim in CLAIMS and CLAIMS[row.claim].holds_untrained:
             share = "; initial weights pass"
-    elif with_share and row.tells == "undefined":
-        share = " (not defined)"
-    elif with_share and row.tells == "theorem":
-        share = " (theorem)"
+    elif with_share:
+        share = {"undefined": " (not defined)", "theorem": " (theorem)"}.get(row.tells, "")
     if pd.isna(row.null):
         return MISSING + share
-    form = _form(row.claim, row.part).format
-    mean, least, most = (form(end) for end in (row.null, row.null_low, row.null_high))
+    mean, least, most = (_form(row.claim, row.part).format(end) for end in (row.null, row.null_low, row.null_high))
     return (mean if pd.isna(row.null_low) or mean == least == most else f"{mean} ({least} to {most})") + share
 
 
 def _form(claim: str, part: int) -> str:
-    """Return the format string of a number. A scorecard of an older version may have other numbers."""
-    known = CLAIMS[claim].parts if claim in CLAIMS else ()
-    return known[part].form if part < len(known) else Part.form
+    """Return the format string of a number; a claim may be of a plugin that is not loaded."""
+    return CLAIMS[claim].parts[part].form if claim in CLAIMS else Part.form

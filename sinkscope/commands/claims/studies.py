@@ -1,4 +1,4 @@
-"""Needs of claims, and studies: several runs that a claim reads together, such as the arms or steps of a training.
+"""Studies: several runs that a claim reads together, such as the arms or steps of a training.
 
 Each is searched for among all given folders; if it is missing, the command that makes it is named. Arms and
 steps belong to trainings with the same settings; if several settings were trained, claims read one and name it.
@@ -14,7 +14,7 @@ from itertools import product
 from math import inf
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -28,48 +28,11 @@ from sinkscope.results.scores import main_scores
 from sinkscope.results.trainings import HELD_OUT, LOGGED, UNTOUCHED, courses, sinking_layer, tokens_a_step
 from sinkscope.retrofits import make_retrofit
 
-# --- needs of claims: a run of the model, or a study
-
-Analysis = Literal["natural", "null", "with-bos", "without-bos", "length", "domain", "states"]
-Controlled = Literal["do", "loss-do", "gradient-do", "mixing-do", "repeated-do"]  # interventions with random controls
-Alone = Literal["loss-do-alone", "gradient-do-alone"]  # interventions without random controls
-Arms = Literal["arms", "retrofit", "train", "backcopy"]  # arms of trainings, over seeds
-OtherStudy = Literal["factor", "steps", "course", "sizes", "base", "scores"]
-Kind = Analysis | Controlled | Alone | Literal["streaming"] | Arms | OtherStudy
-
-ARMS, STUDIES = get_args(Arms), (*get_args(Arms), *get_args(OtherStudy))
-OF_STATES = ("attention", "massive", "entropy", "sink-tokens", "residual-sinks")  # observables of "states"
-CONTROLLED, ALONE = get_args(Controlled), get_args(Alone)
-
-
-@dataclass(frozen=True)
-class Need:
-    kind: Kind  # how it is measured or found (`KINDS` in `evidence.py` and `studies.py`)
-    of: str = ""  # the intervention, input, number of tokens, draw, methods or factor; "" for a kind without a choice
-
-    @property
-    def name(self) -> str:
-        """The name of the role in run.json; in the name of a folder, the colon becomes a hyphen."""
-        return f"{self.kind}:{self.of}" if self.of else self.kind
-
-    @property
-    def is_study(self) -> bool:
-        return self.kind in STUDIES
-
-    @property
-    def has_controls(self) -> bool:
-        return self.kind in CONTROLLED
-
-    @property
-    def is_intervention(self) -> bool:
-        return self.kind in (*CONTROLLED, *ALONE)
-
-
 # --- trainings, their arms and their steps
 
 PLAIN = "none"  # the method of a plain training or fine-tune
 # options that do not affect results, and options in which repetitions differ
-IGNORED_OPTIONS = {"config", "device_map", "log_every", "method", "observables", "save_every", "seed", "seeds"}
+UNCOMPARED_OPTIONS = {"config", "device_map", "log_every", "method", "observables", "save_every", "seed", "seeds"}
 START_PARAMETERS = {"deviation"}  # parameters of methods that affect only the start of a training
 
 
@@ -92,7 +55,7 @@ class Training:
     @property
     def settings(self) -> dict[str, Any]:
         """All settings that affect its numbers, except methods and seeds: equal settings are repetitions."""
-        options = {name: value for name, value in self.manifest["config"].items() if name not in IGNORED_OPTIONS}
+        options = {name: value for name, value in self.manifest["config"].items() if name not in UNCOMPARED_OPTIONS}
         shape = {name: value for name, value in self.manifest.get("architecture", {}).items() if "version" not in name}
         return {"command": self.command, "processes": self.manifest.get("processes", 1), **options, **shape}
 
@@ -102,9 +65,9 @@ class Training:
         return {names: courses(self.tables["training"], names) for names in (HELD_OUT, LOGGED)}
 
     @cached_property
-    def arms(self) -> tuple["Arm", ...]:
+    def arms(self) -> tuple["StudyArm", ...]:
         return tuple(
-            Arm(self, record["label"], record["seed"], self.runs[name], record["method"], record["parameters"])
+            StudyArm(self, record["label"], record["seed"], self.runs[name], record["method"], record["parameters"])
             for name, record in self.manifest["arms"].items()
             if name in self.runs
         )
@@ -126,10 +89,10 @@ class Training:
         """Return the command that repeats the training with some options changed."""
         kind = options_by_command()[self.command]
         default = kind().model_dump(mode="json")
-        given = {name: value for name, value in self.manifest["config"].items() if value != default.get(name)}
-        given = {name: value for name, value in (given | dict(changed)).items() if name in kind.model_fields}
+        options = {name: value for name, value in self.manifest["config"].items() if value != default.get(name)}
+        options = {name: value for name, value in (options | dict(changed)).items() if name in kind.model_fields}
         words = ["sinkscope", self.command]
-        for name, value in (given if into is None else given | {"out": str(into)}).items():
+        for name, value in (options if into is None else options | {"out": str(into)}).items():
             if value is None or value is False:
                 continue
             if name not in kind.arguments:
@@ -140,17 +103,17 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Arm:
+class StudyArm:
     training: Training = field(repr=False)
     label: str
     seed: int
     run: RunData = field(repr=False)  # on held-out text
     method: str = UNTOUCHED  # as `sinkscope list retrofits` names it
-    parameters: Mapping[str, Any] = field(default_factory=dict)  # the given parameters
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # those that were set
 
     @cached_property
     def variant(self) -> str:
-        """The parameters of the method, with defaults for parameters that were not given."""
+        """The parameters of the method, with defaults for those that were not set."""
         return make_retrofit(self.method, self.parameters).model_dump_json()
 
     def metric(self, name: str) -> float:
@@ -164,18 +127,18 @@ class Arm:
         rows = rows[(rows["metric"] == metric) & (rows["layer"] == layer)]
         return rows.set_index("step")["value"].sort_index()
 
-    def is_wanted(self, typed: str, meant: Mapping[str, str]) -> bool:
+    def is_wanted(self, typed: str, variant_of: Mapping[str, str]) -> bool:
         """Return whether a claim refers to this arm; parameters for the start of a training are ignored.
 
-        All parameters that `typed` lacks must have their defaults; if it has none, `meant` gives the method's variant.
+        All parameters that `typed` lacks must have their defaults; if it has none, `variant_of` has the method's.
         """
         method, parameters = parse_spec(typed, "--method")
         if self.method != method:
             return False
         if not parameters:
-            return method == PLAIN or meant.get(method) == self.variant
-        own, asked = (make_retrofit(method, given) for given in (self.parameters, parameters))
-        return own.model_dump(exclude=START_PARAMETERS) == asked.model_dump(exclude=START_PARAMETERS)
+            return method == PLAIN or variant_of.get(method) == self.variant
+        ours, asked = (make_retrofit(method, each) for each in (self.parameters, parameters))
+        return ours.model_dump(exclude=START_PARAMETERS) == asked.model_dump(exclude=START_PARAMETERS)
 
 
 @dataclass(frozen=True)
@@ -186,17 +149,13 @@ class Steps:
     runs: Mapping[int, RunData] = field(repr=False)  # step → its run, in order
     folder: Path | None = None
 
-    @property
-    def of(self) -> Path:
-        return Path(self.manifest["config"]["model"])
-
 
 def variants(trainings: Iterable[Training]) -> dict[str, list[str]]:
     """Return method → the variants of its arms, in order, except for plain training, which has no variants."""
-    found: dict[str, dict[str, None]] = {}
+    by_method: dict[str, dict[str, None]] = {}
     for arm in (arm for training in trainings for arm in training.arms if arm.method != PLAIN):
-        found.setdefault(arm.method, {})[arm.variant] = None
-    return {method: list(known) for method, known in found.items()}
+        by_method.setdefault(arm.method, {})[arm.variant] = None
+    return {method: list(known) for method, known in by_method.items()}
 
 
 def wanted_arms(text: str) -> list[str]:
@@ -205,20 +164,20 @@ def wanted_arms(text: str) -> list[str]:
 
 
 def arms_by_seed(
-    trainings: Iterable[Training], wanted: Collection[str], meant: Mapping[str, str] | None = None
-) -> list[dict[str, Arm]]:
+    trainings: Iterable[Training], wanted: Collection[str], variant_of: Mapping[str, str] | None = None
+) -> list[dict[str, StudyArm]]:
     """Return method → arm for each seed that has all wanted arms, from a single folder if it has all of them."""
     # `wanted` may include "untouched", the model from which all arms of a `retrofit` began
-    of_one_folder: dict[int, dict[str, Arm]] = {}
-    of_several: dict[int, dict[str, Arm]] = {}
+    of_one_folder: dict[int, dict[str, StudyArm]] = {}
+    of_several: dict[int, dict[str, StudyArm]] = {}
     for training in trainings:
-        by_seed: dict[int, dict[str, Arm]] = {}
+        by_seed: dict[int, dict[str, StudyArm]] = {}
         for arm, typed in product(training.arms, wanted):
-            if arm.is_wanted(typed, meant or {}):
+            if arm.is_wanted(typed, variant_of or {}):
                 by_seed.setdefault(arm.seed, {}).setdefault(typed, arm)
         for seed, arms in by_seed.items():
             if UNTOUCHED in training.runs:
-                arms[UNTOUCHED] = Arm(training, UNTOUCHED, seed, training.runs[UNTOUCHED])
+                arms[UNTOUCHED] = StudyArm(training, UNTOUCHED, seed, training.runs[UNTOUCHED])
             if set(wanted) <= arms.keys():
                 of_one_folder.setdefault(seed, arms)
             of_several[seed] = arms | of_several.get(seed, {})
@@ -226,9 +185,128 @@ def arms_by_seed(
     return [complete[seed] for seed in sorted(complete)]
 
 
-# --- settings in which plain trainings differ
+# --- studies
 
 Level = float | str
+SEEDS = 3  # in suggested commands, because two seeds give a very wide interval
+FEWEST_SIZES = 4  # a rank correlation over fewer has no interval
+
+
+@dataclass(frozen=True)
+class ClaimStudy:
+    """Several runs that are read together. Each kind of study fills its own fields."""
+
+    folders: tuple[Path | None, ...]
+    setting: str = ""  # the setting that is read, in words, if there are several
+    by_seed: tuple[Mapping[str, StudyArm], ...] = ()  # arms of trainings with the same settings, by seed and method
+    by_level: Mapping[Level, Mapping[int, RunData]] = field(default_factory=dict)  # level of a factor → seed → run
+    steps: tuple[Mapping[int, RunData], ...] = ()  # for each training of a model: step → run
+    logged: tuple[Mapping[int, float], ...] = ()  # for each seed of a training: step → sink rate in percent, as logged
+    runs: Mapping[str, RunData] = field(default_factory=dict)  # related models: name → run on text
+    scores: Mapping[str, float] = field(default_factory=dict)  # name → score on a task
+
+
+@dataclass(frozen=True)
+class StudySources:
+    """All data among which the studies of one model are searched for."""
+
+    name: str  # of the model
+    trainings: tuple[Training, ...] = ()  # of all models
+    series: tuple[Steps, ...] = ()  # the measured steps of this model's trainings
+    naturals: Mapping[str, RunData] = field(default_factory=dict)  # model → its run on text, for all models
+    variant: int = 0  # the index of the arm to read, if a method has several
+    scores: tuple[RunData, ...] = ()
+
+    def of_model(self, command: str = "", text: str = "") -> list[Training]:
+        """Return the model's trainings by a command and on a text; "" for any."""
+        return [
+            each
+            for each in self.trainings
+            if each.model == self.name and command in ("", each.command) and text in ("", each.settings["text"])
+        ]
+
+
+Items = TypeVar("Items", bound=Sized)
+
+
+def _alike(
+    trainings: Iterable[Training], but: Iterable[str] = (), fixed: Callable[[Training], Any] = lambda training: None
+) -> list[list[Training]]:
+    """Group trainings by their settings, except for the settings in `but`, and by a further value."""
+    groups: dict[str, list[Training]] = {}
+    for training in trainings:
+        settings = {name: value for name, value in training.settings.items() if name not in but}
+        groups.setdefault(json.dumps([settings, fixed(training)], sort_keys=True), []).append(training)
+    return list(groups.values())
+
+
+def _with_most(
+    groups: Iterable[tuple[list[Training], Items]], but: Iterable[str] = ()
+) -> tuple[list[Training], Items, str] | None:
+    """Return the group with the most items, these items, and in words its setting; "" if there is only one.
+
+    Among several, it is the group whose plain models end with the most sinks, because effects on sinks are visible only
+    if there are some. Fine-tuned models had their sinks before: for them it is the first group.
+    """
+    groups = [(group, items) for group, items in groups if len(items)]
+    if not groups:
+        return None
+    most = max(len(items) for _, items in groups)
+    groups = [(group, items) for group, items in groups if len(items) == most]
+    if len(groups) == 1:
+        return *groups[0], ""
+    sinks = []  # mean sink rate of plain models trained from random weights; 0 if it was not measured
+    for group, _ in groups:
+        arms = (arm for training in group if training.command == "train" for arm in training.arms)
+        rates = [arm.metric("sink_rate") for arm in arms if arm.method == PLAIN]
+        sinks.append(float(np.nan_to_num(np.mean(rates or 0.0))))
+    group, items = groups[int(np.argmax(sinks))]
+    alike = [index for index, (others, _) in enumerate(groups) if others[0].command == group[0].command]
+    settings = [groups[index][0][0].settings for index in alike]
+    if len(settings) == 1:
+        return group, items, ""
+    differing: dict[tuple[str, ...], str] = {}  # settings that differ in the same way are named once
+    for name in dict.fromkeys(name for each in settings for name in each if name not in but):
+        values = tuple(str(each.get(name)) for each in settings)
+        if len(set(values)) > 1:
+            differing.setdefault(values, f"{name}={group[0].settings.get(name)}")
+    percent = ", ".join(f"{100 * sinks[index]:.1f}" for index in alike)
+    which = f"the one with most plain sinks: {percent} %" if group[0].command == "train" else "the first"
+    return group, items, f"{', '.join(differing.values())}, of {len(settings)} settings {which}"
+
+
+def _folders(trainings: Iterable[Training]) -> tuple[Path | None, ...]:
+    return tuple(dict.fromkeys(training.folder for training in trainings))
+
+
+# --- arms of trainings
+
+
+def find_arms(sources: StudySources, of: str, command: str = "", text: str = "") -> ClaimStudy | None:
+    """Find arms such as `none,vga` of trainings by a command and on a text; "" for any."""
+    wanted, trainings = wanted_arms(of), sources.of_model(command, text)
+    known = variants(sources.of_model()).items()
+    variant_of = {method: kinds[sources.variant] for method, kinds in known if sources.variant < len(kinds)}
+    chosen = _with_most((group, arms_by_seed(group, wanted, variant_of)) for group in _alike(trainings))
+    if chosen is None:
+        return None
+    _, by_seed, setting = chosen
+    folders = _folders(arms[method].training for arms in by_seed for method in wanted)
+    return ClaimStudy(folders, setting, by_seed=tuple(by_seed))
+
+
+def train_arms(sources: StudySources, of: str, command: str = "", text: str = "") -> str:
+    """Return the command that adds the arms to a folder, or that repeats the training if it has a single seed."""
+    methods = ",".join(method for method in wanted_arms(of) if method != UNTOUCHED)
+    if known := sources.of_model(command, text):
+        if known[0].manifest["config"].get("seeds", 1) > 1:
+            return known[0].again({"method": methods}, known[0].folder)
+        return known[0].again({"method": methods, "seeds": SEEDS})
+    words = "sinkscope train" if command == "train" else "sinkscope retrofit {model}"
+    return f"sinkscope run {text}" if text else f"{words} --method {methods} --seeds {SEEDS}"
+
+
+# --- plain trainings that differ in one setting
 
 
 class Factor(NamedTuple):
@@ -268,150 +346,16 @@ FACTORS = {
 }  # fmt: skip
 
 
-# --- studies
-
-SEEDS = 3  # in suggested commands, because two seeds give a very wide interval
-TASK = "bigram-backcopy"
-FEWEST = 4  # number of sizes: a rank correlation over fewer has no interval
-
-
-@dataclass(frozen=True)
-class Study:
-    """Several runs that are read together. Each kind of study fills its own fields."""
-
-    folders: tuple[Path | None, ...]
-    setting: str = ""  # the setting that is read, in words, if there are several
-    by_seed: tuple[Mapping[str, Arm], ...] = ()  # arms of trainings with the same settings, for each seed by method
-    by_level: Mapping[Level, Mapping[int, RunData]] = field(default_factory=dict)  # level of a factor → seed → run
-    steps: tuple[Mapping[int, RunData], ...] = ()  # for each training of a model: step → run
-    logged: tuple[Mapping[int, float], ...] = ()  # for each seed of a training: step → sink rate in percent, as logged
-    runs: Mapping[str, RunData] = field(default_factory=dict)  # related models: name → run on text
-    scores: Mapping[str, float] = field(default_factory=dict)  # name → score on a task
-
-
-@dataclass(frozen=True)
-class Given:
-    name: str
-    trainings: tuple[Training, ...] = ()  # of all models
-    series: tuple[Steps, ...] = ()  # the measured steps of this model's trainings
-    naturals: Mapping[str, RunData] = field(default_factory=dict)  # model → its run on text, for all models
-    variant: int = 0  # the index of the arm to read, if a method has several
-    scores: tuple[RunData, ...] = ()
-
-    @property
-    def own(self) -> list[Training]:
-        return [training for training in self.trainings if training.model == self.name]
-
-    @property
-    def own_fresh(self) -> list[Training]:
-        return [training for training in self.own if training.command == "train"]
-
-
-Found = TypeVar("Found", bound=Sized)
-
-
-def _alike(
-    trainings: Iterable[Training], but: Iterable[str] = (), fixed: Callable[[Training], Any] = lambda training: None
-) -> list[list[Training]]:
-    """Group trainings by their settings, except for the settings in `but`, and by a further value."""
-    found: dict[str, list[Training]] = {}
-    for training in trainings:
-        settings = {name: value for name, value in training.settings.items() if name not in but}
-        found.setdefault(json.dumps([settings, fixed(training)], sort_keys=True), []).append(training)
-    return list(found.values())
-
-
-def _with_most(
-    groups: Iterable[tuple[list[Training], Found]], but: Iterable[str] = ()
-) -> tuple[list[Training], Found, str] | None:
-    """Return the group with the most items, these items, and in words its setting; "" if there is only one.
-
-    Among several, it is the group whose plain models end with the most sinks, because effects on sinks are visible only
-    if there are some. Fine-tuned models had their sinks before: for them it is the first group.
-    """
-    found = [(group, own) for group, own in groups if len(own)]
-    if not found:
-        return None
-    most = max(len(own) for _, own in found)
-    found = [(group, own) for group, own in found if len(own) == most]
-    if len(found) == 1:
-        return *found[0], ""
-    sinks = [_plain_sinks(group) for group, _ in found]
-    group, own = found[int(np.argmax(sinks))]
-    same = [at for at, (others, _) in enumerate(found) if others[0].command == group[0].command]
-    settings = [found[at][0][0].settings for at in same]
-    if len(settings) == 1:
-        return group, own, ""
-    differing: dict[tuple[str, ...], str] = {}  # settings that differ in the same way are named once
-    for name in dict.fromkeys(name for each in settings for name in each if name not in but):
-        values = tuple(str(each.get(name)) for each in settings)
-        if len(set(values)) > 1:
-            differing.setdefault(values, f"{name}={group[0].settings.get(name)}")
-    rates = ", ".join(f"{100 * sinks[at]:.1f}" for at in same)
-    which = f"the one with most plain sinks: {rates} %" if group[0].command == "train" else "the first"
-    return group, own, f"{', '.join(differing.values())}, of {len(settings)} settings {which}"
-
-
-def _plain_sinks(trainings: Iterable[Training]) -> float:
-    """Return the mean sink rate of plain models trained from random weights; 0 if it was not measured."""
-    arms = (arm for training in trainings if training.command == "train" for arm in training.arms)
-    return float(np.nan_to_num(np.mean([arm.metric("sink_rate") for arm in arms if arm.method == PLAIN] or 0.0)))
-
-
-def _folders(trainings: Iterable[Training]) -> tuple[Path | None, ...]:
-    return tuple(dict.fromkeys(training.folder for training in trainings))
-
-
-# --- arms
-
-OF_ARMS: dict[Kind, tuple[str, str]] = {  # kind → command and text of the trainings; "" for any
-    "arms": ("", ""),
-    "retrofit": ("retrofit", ""),
-    "train": ("train", ""),
-    "backcopy": ("train", TASK),
-}
-
-
-def _with_arms(given: Given, need: Need) -> list[Training]:
-    command, text = OF_ARMS[need.kind]
-    return [each for each in given.own if command in ("", each.command) and text in ("", each.settings["text"])]
-
-
-def _find_arms(given: Given, need: Need) -> Study | None:
-    wanted, known = wanted_arms(need.of), variants(given.own).items()
-    meant = {method: kinds[given.variant] for method, kinds in known if given.variant < len(kinds)}
-    found = _with_most((group, arms_by_seed(group, wanted, meant)) for group in _alike(_with_arms(given, need)))
-    if found is None:
-        return None
-    _, by_seed, setting = found
-    folders = _folders(arms[method].training for arms in by_seed for method in wanted)
-    return Study(folders, setting, by_seed=tuple(by_seed))
-
-
-def _train_arms(given: Given, need: Need) -> str:
-    """Return the command that adds the arms to a folder, or that repeats the training if it has a single seed."""
-    methods = ",".join(method for method in wanted_arms(need.of) if method != UNTOUCHED)
-    if known := _with_arms(given, need):
-        if known[0].manifest["config"].get("seeds", 1) > 1:
-            return known[0].again({"method": methods}, known[0].folder)
-        return known[0].again({"method": methods, "seeds": SEEDS})
-    command, text = OF_ARMS[need.kind]
-    words = "sinkscope train" if command == "train" else "sinkscope retrofit {model}"
-    return f"sinkscope run {text}" if text else f"{words} --method {methods} --seeds {SEEDS}"
-
-
-# --- plain trainings that differ in one setting
-
-
-def _factor_and_arm(need: Need) -> tuple[Factor, str]:
+def _factor_and_arm(of: str) -> tuple[Factor, str]:
     """Parse «learning-rate» (of plain trainings) or «learning-rate,operation:kind=sigmoid» (of another arm)."""
-    name, *arm = wanted_arms(need.of)
+    name, *arm = wanted_arms(of)
     return FACTORS[name], (arm or [PLAIN])[0]
 
 
-def _find_factor(given: Given, need: Need) -> Study | None:
-    factor, arm = _factor_and_arm(need)
-    fresh = [training for training in given.trainings if training.command == "train"]
+def find_levels(sources: StudySources, of: str) -> ClaimStudy | None:
+    """Find trainings that differ in a factor, by its level."""
+    factor, arm = _factor_and_arm(of)
+    fresh = [training for training in sources.trainings if training.command == "train"]
     groups = []
     for group in _alike(fresh, factor.settings, factor.fixed):
         by_level: dict[Level, dict[int, RunData]] = {}
@@ -421,43 +365,44 @@ def _find_factor(given: Given, need: Need) -> Study | None:
             level = factor.level(training) if factor.level else next((x for x in known if x is not None), None)
             if runs and level is not None:
                 by_level[level] = runs | by_level.get(level, {})
-        if len(by_level) > 1 and given.name in {training.model for training in group}:
+        if len(by_level) > 1 and sources.name in {training.model for training in group}:
             groups.append((group, {level: by_level[level] for level in sorted(by_level)}))
-    found = _with_most(groups, factor.settings)
-    if found is None:
+    if (chosen := _with_most(groups, factor.settings)) is None:
         return None
-    group, by_level, setting = found
-    return Study(_folders(group), setting, by_level=by_level)
+    group, levels, setting = chosen
+    return ClaimStudy(_folders(group), setting, by_level=levels)
 
 
-def _vary(given: Given, need: Need) -> str:
-    factor, arm = _factor_and_arm(need)
-    if not given.own_fresh:
+def vary(sources: StudySources, of: str) -> str:
+    """Return the command that trains other levels of a factor."""
+    factor, arm = _factor_and_arm(of)
+    if not (fresh := sources.of_model("train")):
         return f"sinkscope train --method {arm} --seeds {SEEDS} {factor.options}"
     config = {"config": None} if "--config" in factor.options else {}
     changed = {"method": arm, "seeds": SEEDS} | config | dict.fromkeys(factor.settings)
-    return f"{given.own_fresh[0].again(changed)} {factor.options}"
+    return f"{fresh[0].again(changed)} {factor.options}"
 
 
 # --- steps
 
 
-def _find_steps(given: Given, need: Need) -> Study | None:
-    """Find measured steps; for a `course` without measured steps, the logs of trainings from random weights."""
-    if given.series:
-        folders = tuple(series.folder for series in given.series)
-        return Study(folders, steps=tuple(series.runs for series in given.series))
-    groups = ((group, arms_by_seed(group, [PLAIN])) for group in _alike(given.own_fresh))
-    if need.kind == "steps" or (found := _with_most(groups)) is None:
+def find_steps(sources: StudySources, of: str, logged: bool = False) -> ClaimStudy | None:
+    """Find measured steps; without them, if `logged` rates suffice, the logs of trainings from random weights."""
+    if sources.series:
+        folders = tuple(series.folder for series in sources.series)
+        return ClaimStudy(folders, steps=tuple(series.runs for series in sources.series))
+    groups = ((group, arms_by_seed(group, [PLAIN])) for group in _alike(sources.of_model("train")))
+    if not logged or (chosen := _with_most(groups)) is None:
         return None
-    _, by_seed, setting = found
-    arms = [by_method[PLAIN] for by_method in by_seed]
-    logged = tuple((100 * rates).to_dict() for arm in arms if len(rates := arm.by_step("sink_rate")))
-    return Study(_folders(arm.training for arm in arms), setting, logged=logged) if logged else None
+    arms = [by_method[PLAIN] for by_method in chosen[1]]
+    rates = tuple((100 * course).to_dict() for arm in arms if len(course := arm.by_step("sink_rate")))
+    return ClaimStudy(_folders(arm.training for arm in arms), chosen[2], logged=rates) if rates else None
 
 
-def _analyze_steps(given: Given, need: Need) -> str:
-    plain = [arms[PLAIN].run.folder for training in given.own_fresh for arms in arms_by_seed([training], [PLAIN])]
+def analyze_steps(sources: StudySources, of: str, logged: bool = False) -> str:
+    """Return the command that measures the checkpoints of a plain training."""
+    fresh = sources.of_model("train")
+    plain = [arms[PLAIN].run.folder for training in fresh for arms in arms_by_seed([training], [PLAIN])]
     if plain and plain[0] is not None:
         return f"sinkscope analyze {plain[0].parent / 'checkpoints'}, and so on for the other seeds"
     return "sinkscope analyze {model} --revision STEP,STEP,…"
@@ -468,10 +413,6 @@ def _analyze_steps(given: Given, need: Need) -> str:
 _SIZE = re.compile(r"(?<![a-z0-9])\d+(\.\d+)?[mbk](?![a-z0-9])", re.IGNORECASE)
 _SIZE_IN_WORDS = re.compile(r"[-_](small|medium|large|xl)(?=$|[-_.])", re.IGNORECASE)
 _CHAT = re.compile(r"[-_](chat|instruct|it|sft|dpo)(?=$|[-_.])", re.IGNORECASE)
-
-
-def family_of(name: str) -> str:
-    return _SIZE_IN_WORDS.sub("", _SIZE.sub("…", name))
 
 
 def base_of(name: str) -> str | None:
@@ -488,76 +429,55 @@ def _measured_alike(first: RunData, second: RunData) -> bool:
     return all(configs[0].get(key) == configs[1].get(key) for key in ("seq_len", "window", "epsilon"))
 
 
-def _find_sizes(given: Given, need: Need) -> Study | None:
-    """Find the models of a family that were measured alike, by increasing size; for `scores`, models with a score."""
+def find_sizes(sources: StudySources, of: str, scored: bool = False) -> ClaimStudy | None:
+    """Find the models of a family that were measured alike, by size; if `scored`, those with a score on the task."""
     scores = {}
-    for one in given.scores if need.kind == "scores" else ():
-        for score in main_scores(one.tables[SCORES]).query("condition == @need.of")["score"].head(1):
-            scores[str(one.manifest["model"]["name"])] = (one.folder, float(score))
-    known = {name: run for name, run in given.naturals.items() if need.kind == "sizes" or name in scores}
-    if given.name not in known:
+    for run in sources.scores if scored else ():
+        for score in main_scores(run.tables[SCORES]).query("condition == @of")["score"].head(1):
+            scores[str(run.manifest["model"]["name"])] = (run.folder, float(score))
+    known = {name: run for name, run in sources.naturals.items() if not scored or name in scores}
+    if sources.name not in known:
         return None
+
+    def family_of(name: str) -> str:
+        return _SIZE_IN_WORDS.sub("", _SIZE.sub("…", name))
+
     family = [
         (parameters(run), name)
         for name, run in known.items()
-        if family_of(name) == family_of(given.name)
-        and _measured_alike(run, known[given.name])
+        if family_of(name) == family_of(sources.name)
+        and _measured_alike(run, known[sources.name])
         and run.manifest["model"].get("parameters")
     ]
-    if len({count for count, _ in family}) < FEWEST:
+    if len({count for count, _ in family}) < FEWEST_SIZES:
         return None
     runs = {name: known[name] for _, name in sorted(family, key=itemgetter(0))}
     folders = (*(run.folder for run in runs.values()), *(scores[name][0] for name in runs if name in scores))
-    return Study(folders, runs=runs, scores={name: scores[name][1] for name in runs if name in scores})
+    return ClaimStudy(folders, runs=runs, scores={name: scores[name][1] for name in runs if name in scores})
 
 
-def _find_base(given: Given, need: Need) -> Study | None:
+def measure_sizes(sources: StudySources, of: str, scored: bool = False) -> str:
+    """Return the command that judges several sizes."""
+    words = f"with runs of {FEWEST_SIZES} or more sizes of its family"
+    if not scored:
+        return f"sinkscope claims --from RUN --from RUN …, {words}"
+    return (
+        f"sinkscope claims --from RUN … --from SCORES …, {words} and the results of sinkscope benchmark --tasks {of} "
+        "for each"
+    )
+
+
+def find_base(sources: StudySources, of: str) -> ClaimStudy | None:
     """Find the base of a chat model and the chat model, in this order, if both were measured alike."""
-    names = (base_of(given.name) or "", given.name)
-    runs = {name: given.naturals[name] for name in names if name in given.naturals}
+    names = (base_of(sources.name) or "", sources.name)
+    runs = {name: sources.naturals[name] for name in names if name in sources.naturals}
     if len(runs) < 2 or not _measured_alike(*runs.values()):
         return None
-    return Study(tuple(run.folder for run in runs.values()), runs=runs)
+    return ClaimStudy(tuple(run.folder for run in runs.values()), runs=runs)
 
 
-def _analyze_base(given: Given, need: Need) -> str:
-    base = base_of(given.name)
+def analyze_base(sources: StudySources, of: str) -> str:
+    """Return the command that measures the base of a chat model."""
+    base = base_of(sources.name)
     is_on_the_hub = base and "/" in base  # the name of a file does not give the path of its base
     return f"sinkscope analyze {base}" if is_on_the_hub else f"sinkscope analyze BASE, its base model {base}"
-
-
-def _measure_sizes(given: Given, need: Need) -> str:
-    words = f"with runs of {FEWEST} or more sizes of its family"
-    if need.kind == "sizes":
-        return f"sinkscope claims --from RUN --from RUN …, {words}"
-    of_task = f"the results of sinkscope benchmark --tasks {need.of} for each"
-    return f"sinkscope claims --from RUN … --from SCORES …, {words} and {of_task}"
-
-
-# --- all kinds
-
-# kind → how its studies are found, and the command that makes one
-KINDS: dict[Kind, tuple[Callable[[Given, Need], Study | None], Callable[[Given, Need], str]]] = {
-    **dict.fromkeys(OF_ARMS, (_find_arms, _train_arms)),  # arms:none,vga
-    "factor": (_find_factor, _vary),  # factor:weight-decay
-    "steps": (_find_steps, _analyze_steps),
-    "course": (_find_steps, _analyze_steps),  # only the sink rate, which trainings log
-    "sizes": (_find_sizes, _measure_sizes),
-    "scores": (_find_sizes, _measure_sizes),  # scores:hellaswag
-    "base": (_find_base, _analyze_base),
-}
-
-
-def studies_of(given: Given, needs: Iterable[Need]) -> tuple[dict[Need, Study], dict[Need, str]]:
-    """Return the studies that were found, and for each missing study the command that makes it."""
-    found: dict[Need, Study] = {}
-    commands: dict[Need, str] = {}
-    for need in dict.fromkeys(need for need in needs if need.is_study):
-        typed = wanted_arms(need.of) if need.kind in OF_ARMS else []
-        has_variants = any(":" not in arm and arm not in (PLAIN, UNTOUCHED) for arm in typed)
-        find, command = KINDS[need.kind]
-        if (given.variant == 0 or has_variants) and (study := find(given, need)):
-            found[need] = study
-        else:
-            commands[need] = command(given, need)
-    return found, commands

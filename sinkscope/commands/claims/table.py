@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TypeVar
 
 import pandas as pd
 
@@ -11,14 +10,11 @@ from sinkscope.commands.claims.columns import CLAIM_COLUMNS
 from sinkscope.commands.claims.evidence import Evidence
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.routes import ROLES as ROUTE_ROLES
-from sinkscope.commands.claims.studies import Given, studies_of
-from sinkscope.measuring.random_weights import AT_RANDOM
+from sinkscope.commands.claims.studies import StudySources
 from sinkscope.results.findings import Outcome
 from sinkscope.results.run import RunData
 from sinkscope.results.statistics import Estimate
 from sinkscope.results.tables import LEADING, WHOLE_MODEL, names_of
-
-Measured = TypeVar("Measured", bound=RunData)
 
 NOT_JUDGED = (Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED)
 NEEDS = tuple(need for claim in CLAIMS.values() for need in claim.reads)
@@ -28,15 +24,10 @@ def evidence_of(
     runs: Iterable[RunData], model: str, skipped: Mapping[str, Mapping[str, str]] | None = None
 ) -> Evidence:
     """Find the runs of one model that claims need. `skipped`: model → role → why it does not apply."""
-    found = with_studies(Evidence.of(runs, (*NEEDS, *ROUTE_ROLES), model), Given(model))
-    known = {need.name for need in (*found.runs, *found.studies)}
+    evidence = Evidence.of(runs, (*NEEDS, *ROUTE_ROLES), model).with_studies(StudySources(model), NEEDS)
+    known = {need.name for need in evidence.runs}
     reasons = {role: why for role, why in (skipped or {}).get(model, {}).items() if role not in known}
-    return replace(found, skipped={**reasons, **found.skipped})
-
-
-def with_studies(evidence: Evidence, given: Given) -> Evidence:
-    studies, commands = studies_of(given, NEEDS)
-    return replace(evidence, studies=studies, commands=commands)
+    return replace(evidence, skipped={**reasons, **evidence.skipped})
 
 
 def judged(evidence: Evidence, name: str | None = None) -> pd.DataFrame:
@@ -59,11 +50,3 @@ def judged(evidence: Evidence, name: str | None = None) -> pd.DataFrame:
             for number, (part, estimate, outcome) in enumerate(zip(claim.parts, estimates, passes, strict=True))
         ]  # fmt: skip
     return pd.DataFrame(rows, columns=[*LEADING, *names_of(CLAIM_COLUMNS)])
-
-
-def models_of(runs: Iterable[Measured]) -> dict[str, list[Measured]]:
-    """Group runs by model, in order. Runs on random weights belong to the model of the same architecture."""
-    found: dict[str, list[Measured]] = {}
-    for run in runs:
-        found.setdefault(run.model.removesuffix(AT_RANDOM), []).append(run)
-    return found

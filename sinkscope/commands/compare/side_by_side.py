@@ -32,7 +32,7 @@ from sinkscope.results.side_by_side import comparison_manifest, distinct_names
 from sinkscope.results.tables import blaming_tables
 
 if TYPE_CHECKING:
-    from sinkscope.commands.claims.compared import Routes
+    from sinkscope.commands.claims.routes import Routes
     from sinkscope.commands.claims.scorecard import Scorecard
     from sinkscope.output.comparison import Comparison
 

@@ -14,7 +14,8 @@ from tiny import VOCAB, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import sinkscope
-from sinkscope.commands.claims.claim import Judgment, Null, judge
+from sinkscope.commands.claims.claim import Judgment, judge
+from sinkscope.commands.claims.evidence import Null
 from sinkscope.commands.claims.figures import LOOKS
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.scorecard import Scorecard, headline, once, scorecard_markdown, unusual, value_text

@@ -9,10 +9,8 @@ import pytest
 from support.hand_made_runs import experiment
 
 from sinkscope.commands.claims.arms import beyond_controls
-from sinkscope.commands.claims.compared import Routes
-from sinkscope.commands.claims.evidence import Evidence
-from sinkscope.commands.claims.routes import ROLES, Effect, routes_of
-from sinkscope.commands.claims.studies import Need
+from sinkscope.commands.claims.evidence import Evidence, Need
+from sinkscope.commands.claims.routes import ROLES, Effect, Routes, routes_of
 from sinkscope.commands.compare.side_by_side import compare
 from sinkscope.output.run import Run
 from sinkscope.results.run import RunData

@@ -8,25 +8,24 @@ import pandas as pd
 
 from sinkscope.commands.claims import over_seeds
 from sinkscope.commands.claims.arms import NO_COST, onset, perplexity_ratio, rates_over_steps
-from sinkscope.commands.claims.claim import Claim, Null, Part, run_claim
-from sinkscope.commands.claims.evidence import MAIN, NULL, Evidence
-from sinkscope.commands.claims.over_seeds import PERCENT, difference, metric, of_one, ratio, together
+from sinkscope.commands.claims.claim import Claim, Part, run_claim
+from sinkscope.commands.claims.evidence import MAIN, NULL, Evidence, Need, Null
+from sinkscope.commands.claims.over_seeds import PERCENT, difference, metric, of_one, ratio, study_claim, together
 from sinkscope.commands.claims.scopes import causal, in_float32
-from sinkscope.commands.claims.studies import PLAIN, Arm, Need
+from sinkscope.commands.claims.studies import PLAIN, StudyArm
 from sinkscope.measuring import estimates
 from sinkscope.measuring.estimates import AFTER_FIRST, SPIKE, before_valves, branch_ratios, gradients, later_positions
 from sinkscope.measuring.observables.reductions import ALL_HEADS, LATER
 from sinkscope.measuring.summary import uniform_mass
 from sinkscope.results import statistics
 from sinkscope.results.findings import SINK
-from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
+from sinkscope.results.judgment import NotDefined, Test, above, at_least, at_most, below, between
 from sinkscope.results.run import BEFORE, RunData
 from sinkscope.results.sequences import Lacks, Sequences, table_of
 from sinkscope.results.statistics import Estimate, bootstrap, exact, positive_jackknife, rank_correlation
 
 MASKED, RESCALED = Need("gradient-do", "mask-sink"), Need("gradient-do-alone", "rescale-norm")
 APART = 2.0  # times the sink mass of uniform attention
-BRANCH = "gradient_ratio_by_sequence"
 
 
 # --- the sink and its norm (figure 1)
@@ -59,35 +58,30 @@ def _co_occurrence(evidence: Evidence) -> Estimate:
 # --- gradients (figure 2)
 
 
+def _of_gradients(pathway: str, number: Callable[[np.ndarray], np.ndarray]) -> Callable[[Evidence], Estimate]:
+    """Return the measure of a number of the norms of gradients, which are means over layers, (R, positions)."""
+    return lambda evidence: positive_jackknife(number(gradients(evidence.natural, pathway).mean(1)))
+
+
 def _against_null(measure: Callable[[Sequences], Estimate], evidence: Evidence, role: Need, floor: float) -> Estimate:
     """Return a number ÷ the interval for one more draw of random weights, or ÷ `floor` if that is larger."""
     # The model is a single network, so it is compared with a single draw: the mean over draws becomes more precise with
     # their number, and any model would differ from it.
-    found = measure(evidence.sequences(role))
+    estimate = measure(evidence.sequences(role))
     values = np.array([measure(draw.natural).value for draw in evidence.nulls])
     if not len(values):
         raise Lacks(f"a run on random weights: sinkscope claims {evidence.model}")
     null = statistics.one_more_factor(values)
     drawn = " to ".join(dict.fromkeys(f"{end:.1f}" for end in (values.min(), values.max())))
-    note = f"{found.value:.1f} against {drawn} on random weights"
+    note = f"{estimate.value:.1f} against {drawn} on random weights"
     if null.value < floor:  # attention of random weights may be far from uniform
         note, null = f"{note} and {floor:.1f} of uniform attention", exact(floor)
-    return (found / null).against(1.0).over(note)
+    return (estimate / null).against(1.0).over(note)
 
 
 def _spike(pathway: str, evidence: Evidence, role: Need = MAIN) -> Estimate:
     uniform = evidence.natural.run.metric("uniform_gradient_ratio") if pathway == "value" else 0.0
     return _against_null(lambda run: estimates.gradient_ratio(run, pathway), evidence, role, uniform)
-
-
-def _drop(evidence: Evidence) -> Estimate:
-    by_position = gradients(evidence.natural, "value").mean(1)
-    return positive_jackknife(by_position[:, 1] / by_position[:, 0])
-
-
-def _flat_queries(evidence: Evidence) -> Estimate:
-    by_position = gradients(evidence.natural, "query").mean(1)[:, AFTER_FIRST]
-    return positive_jackknife(by_position.max(1) / np.median(by_position, axis=1))
 
 
 def _first_query(evidence: Evidence) -> Estimate:
@@ -99,22 +93,23 @@ def _first_query(evidence: Evidence) -> Estimate:
 # --- theorems
 
 
+def _share_that_holds(rows: pd.DataFrame, words: str) -> Estimate:
+    """Return a share of heads or tokens, which are resampled."""
+    if rows.empty:
+        raise NotDefined("the bound applies to no layer of this model")
+    means = statistics.weighted_means(rows["holds"].to_numpy(float), statistics.resamplings(len(rows)))
+    return bootstrap(means).over(words)
+
+
 def _theorem_one(evidence: Evidence) -> Estimate:
     rows = evidence.natural.table("gradient_check").query("position == 0")
     tight = (rows["measured"] / rows["upper_bound"]).median()
-    return _share_that_holds(rows).over(f"median of measured ÷ upper bound {tight:.2g}")
+    return _share_that_holds(rows, f"median of measured ÷ upper bound {tight:.2g}")
 
 
 def _theorem_two(evidence: Evidence) -> Estimate:
     rows = evidence.natural.table("norm_bound").dropna(subset=["holds"])
-    return _share_that_holds(rows).over(f"measured ÷ bound {rows['tightness'].mean():.2g}")
-
-
-def _share_that_holds(rows: pd.DataFrame) -> Estimate:
-    """Return a share of heads or tokens, which are resampled."""
-    if rows.empty:
-        raise NotDefined("the bound applies to no layer of this model")
-    return bootstrap(statistics.weighted_means(rows["holds"].to_numpy(float), statistics.resamplings(len(rows))))
+    return _share_that_holds(rows, f"measured ÷ bound {rows['tightness'].mean():.2g}")
 
 
 def _column_strength(evidence: Evidence) -> Estimate:
@@ -163,8 +158,8 @@ def _masked_ratios(evidence: Evidence, position: int) -> pd.Series:
 
 def _with_first_masked(evidence: Evidence) -> Estimate:
     """Note what position 1 gets, since the sink may move there."""
-    found, second = _spike("value", evidence, MASKED), _masked_ratios(evidence, position=1)
-    return found.over(f"{found.note}; at position 1 {second[BEFORE]:.2g} → {second[evidence.label(MASKED)]:.2g}")
+    estimate, second = _spike("value", evidence, MASKED), _masked_ratios(evidence, position=1)
+    return estimate.over(f"{estimate.note}; at position 1 {second[BEFORE]:.2g} → {second[evidence.label(MASKED)]:.2g}")
 
 
 def _with_another_masked(evidence: Evidence) -> Estimate:
@@ -177,13 +172,12 @@ def _with_another_masked(evidence: Evidence) -> Estimate:
 
 def _inverse(evidence: Evidence) -> Estimate:
     (do,) = evidence.run(RESCALED).manifest["arms"][evidence.label(RESCALED)]["do"]
-    given = dict(part.split("=") for part in do.partition(":")[2].split(","))
-    layer, factor = int(given["layers"]), float(given.get("factor", 0.5))
+    options = dict(part.split("=") for part in do.partition(":")[2].split(","))
+    layer, factor = int(options["layers"]), float(options.get("factor", 0.5))
     after, before = (
-        evidence.sequences(RESCALED, condition).means(BRANCH, "compress", ("layer", "position"), branch="attn")
-        for condition in (None, BEFORE)
+        branch_ratios(evidence.sequences(RESCALED, condition), "compress")[:, layer, 0] for condition in (None, BEFORE)
     )
-    return bootstrap(factor * after[:, layer, 0] / before[:, layer, 0]).over(f"layer {layer}, factor {factor:g}")
+    return bootstrap(factor * after / before).over(f"layer {layer}, factor {factor:g}")
 
 
 # --- V-scale: an arm compared with a plain training or fine-tuning
@@ -192,12 +186,12 @@ VALVE = "vscale"
 ARMS = Need("arms", f"{PLAIN},{VALVE}")
 
 
-def _largest_norm(site: str, arm: Arm) -> float:
+def _largest_norm(site: str, arm: StudyArm) -> float:
     table = table_of(arm.run, "activation")
     return float(table[(table["site"] == site) & (table["position"] == 0)]["norm_mean"].max())
 
 
-def _falls_more(arms: Mapping[str, Arm]) -> float:
+def _falls_more(arms: Mapping[str, StudyArm]) -> float:
     left = [_largest_norm(site, arms[VALVE]) / _largest_norm(site, arms[PLAIN]) for site in ("mlp_out", "attn_out")]
     return (1 - left[0]) - (1 - left[1])
 
@@ -207,13 +201,10 @@ def _falls_more(arms: Mapping[str, Arm]) -> float:
 AT_FIRST, AMPLIFIED = "gradient-valve:position=0", "gradient-valve:position=0,factor=2"
 ON_VALUES, FIXED_SCALE = "gradient-valve:acts=values", "vscale:learned=false"
 CONTROL = ",control=true"  # of a valve: changes the gradients of all other positions by as much
-LESS, MORE, TAKEN_APART = (
-    Need("arms", f"{PLAIN},{one},{other}")
-    for one, other in ((AT_FIRST, AT_FIRST + CONTROL), (AMPLIFIED, AMPLIFIED + CONTROL), (ON_VALUES, FIXED_SCALE))
-)
+EFFECT = 0.05  # the smallest change of the growth that counts, as stated in the recipe before it was run
 
 
-def _growth(arm: Arm) -> float:
+def _growth(arm: StudyArm) -> float:
     """Return the largest ‖h_out,0‖ at the end ÷ at step 0, since a valve on values changes it before any step."""
     norms = arm.by_step("first_norm")
     if not len(norms):
@@ -221,21 +212,29 @@ def _growth(arm: Arm) -> float:
     return float(norms.iloc[-1] / norms.iloc[0])
 
 
-EFFECT = 0.05  # the smallest change of the growth that counts, as stated in the recipe before it was run
-_GROWTH = "largest ‖h_out,0‖, end ÷ start, {}"
+def _grows(
+    id: str, reference: str, statement: str, role: Need, test: Test, arm: str, against: Mapping[str, str]
+) -> Claim:
+    """Return a claim on the growth of the norm with an arm ÷ with others. `against`: words → the other arm."""
+    numbers = [
+        (f"largest ‖h_out,0‖, end ÷ start, {words}", ratio(_growth, arm, other), test)
+        for words, other in against.items()
+    ]
+    return study_claim(id, reference, statement, role, *numbers)
+
 
 # --- the steps of a training: the gradient spike from the onset of the sink on
 
 STEPS = Need("steps")
 
 
-def _gradient_ratios(run: RunData) -> np.ndarray:
-    return estimates.gradient_ratios(Sequences(run), "value")
-
-
 def _least_spike(evidence: Evidence) -> Estimate:
     """Return the smallest ratio over the steps from the onset on; the null is step 0, or else random weights."""
-    found = []
+
+    def ratios_of(run: RunData) -> np.ndarray:
+        return estimates.gradient_ratios(Sequences(run), "value")
+
+    ratios = []
     for runs in evidence.studies[STEPS].steps:
         steps, rates = rates_over_steps(runs)
         if (first_sink := onset(rates)) is None:
@@ -243,17 +242,17 @@ def _least_spike(evidence: Evidence) -> Estimate:
         first = runs[0] if steps[0] == 0 and first_sink > 0 else evidence.runs.get(NULL)
         if first is None:
             raise Lacks(f"step 0, or a run on random weights: sinkscope claims {evidence.model}")
-        null = _gradient_ratios(first)[0]
-        found.append({step: _gradient_ratios(runs[step]) / null for step in steps[first_sink:]})
-    common = [step for step in found[0] if all(step in each for each in found)]
+        null = ratios_of(first)[0]
+        ratios.append({step: ratios_of(runs[step]) / null for step in steps[first_sink:]})
+    common = [step for step in ratios[0] if all(step in each for each in ratios)]
     if not common:
         raise Lacks("the seeds have no step in common from the onset on")
-    if len(found) > 1:
-        words = over_seeds.words_for(len(found))
-        by_step = [over_seeds.mean_of_ratios(np.array([ratios[step][0] for ratios in found])) for step in common]
+    if len(ratios) > 1:
+        words = over_seeds.words_for(len(ratios))
+        by_step = [over_seeds.mean_of_ratios(np.array([each[step][0] for each in ratios])) for step in common]
     else:
         words = "one training, interval over its sequences"
-        by_step = [positive_jackknife(found[0][step]) for step in common]
+        by_step = [positive_jackknife(ratios[0][step]) for step in common]
     return statistics.least_of(by_step).over(f"steps from the onset on: {len(common)}; {words}")
 
 
@@ -282,12 +281,15 @@ CLAIMS = (
     run_claim("GS-8", Part("÷ the same on random weights",
             lambda e: _against_null(estimates.value_over_key, e, MAIN, 0.0), above(1.0)), needs=_BOTH),
     Claim("GS-9", "fig. 2", "Query gradients are flat.",
-        (Part("max ÷ median of ‖∇q‖ over positions 1–15", _flat_queries, at_most(2.0)),)),
+        (Part("max ÷ median of ‖∇q‖ over positions 1–15",
+            _of_gradients("query", lambda x: x[:, AFTER_FIRST].max(1) / np.median(x[:, AFTER_FIRST], axis=1)),
+            at_most(2.0)),)),
     Claim("GS-10", "fig. 2", "The query gradient at token 0 vanishes.",
         (Part("‖∇q₀‖ as autograd gives it ÷ median of positions 1–15", _first_query, at_most(1e-5), "{:.1e}"),),
         scope=(causal, in_float32), is_ours=False, set_against=Null.THEOREM),
     Claim("GS-11", "fig. 2", "Value gradients drop after token 0.",
-        (Part("‖∇v₁‖ ÷ ‖∇v₀‖, means over layers", _drop, at_most(0.5)),)),
+        (Part("‖∇v₁‖ ÷ ‖∇v₀‖, means over layers",
+            _of_gradients("value", lambda norms: norms[:, 1] / norms[:, 0]), at_most(0.5)),)),
     Claim("GS-12", "§3.2", "∇v_s = Σ_t a[t,s] g_t.",
         (Part("largest relative residual",
             lambda e: exact(e.natural.table("gradient_check")["identity_residual"].max()), at_most(1e-5), "{:.1e}"),),
@@ -318,39 +320,31 @@ CLAIMS = (
         (Part("compress at 0 × the factor of the norm, after ÷ before, which RMSNorm itself keeps at 1", _inverse,
             between(0.9, 1.1), is_evidence=False),
          Part("perplexity ÷ before", lambda e: perplexity_ratio(e, RESCALED), between(0.95, 1.05))), (MAIN, RESCALED)),
-    Claim("GS-21", "fig. 5", "V-scale keeps the sink.",
-        (Part("sink rate, V-scale − plain", difference(ARMS, metric("sink_rate"), VALVE), at_least(-0.05)),
-         Part("sink rate of plain training in %", of_one(ARMS, metric("sink_rate", 100), PLAIN, ends=PERCENT),
-            above(SINK))), (ARMS,)),
-    Claim("GS-22", "fig. 5", "V-scale lowers token 0's norm.",
-        (Part("largest ‖h_out,0‖, V-scale ÷ plain",
-            ratio(ARMS, partial(_largest_norm, "layer_out"), VALVE), below(1.0)),), (ARMS,), is_ours=False),
-    Claim("GS-23", "fig. 5", "V-scale lowers token 0's MLP outputs.",
-        (Part("largest ‖mlp_out₀‖, V-scale ÷ plain",
-            ratio(ARMS, partial(_largest_norm, "mlp_out"), VALVE), below(1.0)),), (ARMS,), is_ours=False),
-    Claim("GS-24", "§5.2", "MLP outputs fall more than attention outputs.",
-        (Part("(1 − ratio) of mlp_out − of attn_out", together(ARMS, _falls_more, PLAIN, VALVE), above(0.0)),),
-        (ARMS,), is_ours=False),
-    Claim("GS-25", "§5.2", "V-scale costs nothing.",
-        (Part("held-out loss, V-scale − plain", difference(ARMS, metric("loss"), VALVE), at_most(NO_COST)),), (ARMS,)),
-    Claim("GS-26", "§5.1", "V-scale lowers the value gradient of token 0.",
-        (Part("raw value gradient at 0, V-scale ÷ plain", ratio(ARMS, metric("value_gradient_norm"), VALVE),
-            below(1.0)),), (ARMS,), is_ours=False),
-    Claim("GS-30", "title", "Less gradient at token 0's values makes its norm grow less.",
-        (Part(_GROWTH.format("valve on the gradient ÷ plain"), ratio(LESS, _growth, AT_FIRST), below(1 - EFFECT)),
-         Part(_GROWTH.format("the same ÷ its control"), ratio(LESS, _growth, AT_FIRST, AT_FIRST + CONTROL),
-            below(1 - EFFECT))),
-        (LESS,)),
-    Claim("GS-31", "title", "More gradient at token 0's values makes its norm grow more.",
-        (Part(_GROWTH.format("doubled gradient ÷ plain"), ratio(MORE, _growth, AMPLIFIED), above(1 + EFFECT)),
-         Part(_GROWTH.format("the same ÷ its control"), ratio(MORE, _growth, AMPLIFIED, AMPLIFIED + CONTROL),
-            above(1 + EFFECT))),
-        (MORE,)),
-    Claim("GS-32", "§5", "V-scale acts by the gradient, more than by the values.",
-        (Part(_GROWTH.format("V-scale ÷ plain"), ratio(TAKEN_APART, _growth, FIXED_SCALE), below(1 - EFFECT)),
-         Part(_GROWTH.format("V-scale ÷ a valve on the values alone"),
-            ratio(TAKEN_APART, _growth, FIXED_SCALE, ON_VALUES), below(1 - EFFECT))),
-        (TAKEN_APART,)),
+    study_claim("GS-21", "fig. 5", "V-scale keeps the sink.", ARMS,
+        ("sink rate, V-scale − plain", difference(metric("sink_rate"), VALVE), at_least(-0.05)),
+        ("sink rate of plain training in %", of_one(metric("sink_rate", 100), PLAIN, ends=PERCENT), above(SINK))),
+    study_claim("GS-22", "fig. 5", "V-scale lowers token 0's norm.", ARMS,
+        ("largest ‖h_out,0‖, V-scale ÷ plain", ratio(partial(_largest_norm, "layer_out"), VALVE), below(1.0)),
+        is_ours=False),
+    study_claim("GS-23", "fig. 5", "V-scale lowers token 0's MLP outputs.", ARMS,
+        ("largest ‖mlp_out₀‖, V-scale ÷ plain", ratio(partial(_largest_norm, "mlp_out"), VALVE), below(1.0)),
+        is_ours=False),
+    study_claim("GS-24", "§5.2", "MLP outputs fall more than attention outputs.", ARMS,
+        ("(1 − ratio) of mlp_out − of attn_out", together(_falls_more, PLAIN, VALVE), above(0.0)), is_ours=False),
+    study_claim("GS-25", "§5.2", "V-scale costs nothing.", ARMS,
+        ("held-out loss, V-scale − plain", difference(metric("loss"), VALVE), at_most(NO_COST))),
+    study_claim("GS-26", "§5.1", "V-scale lowers the value gradient of token 0.", ARMS,
+        ("raw value gradient at 0, V-scale ÷ plain", ratio(metric("value_gradient_norm"), VALVE), below(1.0)),
+        is_ours=False),
+    _grows("GS-30", "title", "Less gradient at token 0's values makes its norm grow less.",
+        Need("arms", f"{PLAIN},{AT_FIRST},{AT_FIRST + CONTROL}"), below(1 - EFFECT), AT_FIRST,
+        {"valve on the gradient ÷ plain": PLAIN, "the same ÷ its control": AT_FIRST + CONTROL}),
+    _grows("GS-31", "title", "More gradient at token 0's values makes its norm grow more.",
+        Need("arms", f"{PLAIN},{AMPLIFIED},{AMPLIFIED + CONTROL}"), above(1 + EFFECT), AMPLIFIED,
+        {"doubled gradient ÷ plain": PLAIN, "the same ÷ its control": AMPLIFIED + CONTROL}),
+    _grows("GS-32", "§5", "V-scale acts by the gradient, more than by the values.",
+        Need("arms", f"{PLAIN},{ON_VALUES},{FIXED_SCALE}"), below(1 - EFFECT), FIXED_SCALE,
+        {"V-scale ÷ plain": PLAIN, "V-scale ÷ a valve on the values alone": ON_VALUES}),
     Claim("GS-27", "fig. 2", "The spike is there at every checkpoint.",
         (Part("value-gradient ratio ÷ null, smallest over steps from the onset on", _least_spike, at_least(SPIKE)),),
         (STEPS,)),

@@ -9,9 +9,8 @@ import pandas as pd
 from sinkscope.commands.claims import arms
 from sinkscope.commands.claims.arms import falls, had_a_sink, share_left
 from sinkscope.commands.claims.claim import Claim, Part, of_run, run_claim
-from sinkscope.commands.claims.evidence import Evidence
+from sinkscope.commands.claims.evidence import Evidence, Need
 from sinkscope.commands.claims.scopes import causal, learned_positions, query_bias
-from sinkscope.commands.claims.studies import Need
 from sinkscope.measuring.estimates import RUN_CLAIMS, second_half, sink_rates
 from sinkscope.measuring.observables.query_bias import DELTA, NO_QUERY_BIAS
 from sinkscope.results.findings import SINK, Published

@@ -1,6 +1,5 @@
 """Claims of StreamingLLM and of Massive Activations (Sun et al. 2024), as in the notes on both (S2M)."""
 
-from dataclasses import replace
 from functools import partial
 from math import inf
 
@@ -9,10 +8,10 @@ import pandas as pd
 
 from sinkscope.commands.claims.arms import perplexity_of_controls, perplexity_ratio
 from sinkscope.commands.claims.claim import Claim, Part, of_run, run_claim
-from sinkscope.commands.claims.evidence import MAIN, Evidence
-from sinkscope.commands.claims.over_seeds import metric, of_one
+from sinkscope.commands.claims.evidence import MAIN, Evidence, Need
+from sinkscope.commands.claims.over_seeds import metric, of_one, study_claim
 from sinkscope.commands.claims.scopes import causal, requires, varied_first_token
-from sinkscope.commands.claims.studies import PLAIN, Need
+from sinkscope.commands.claims.studies import PLAIN
 from sinkscope.measuring.estimates import RUN_CLAIMS
 from sinkscope.results.findings import COLLAPSE, FEWEST_QUERIES, HARM
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
@@ -21,7 +20,6 @@ from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import Estimate, bootstrap, positive_jackknife, resamplings_of, weighted_means
 
 BIASES = "key-bias:value=learned"
-WITH_BIASES = Need("train", f"{PLAIN},{BIASES}")
 DELIMITERS = set(".,;:!?\n\r")  # characters of a delimiter token, apart from spaces
 
 
@@ -69,16 +67,14 @@ def _registers_alone(evidence: Evidence) -> Estimate:
 # --- massive activations
 
 
-HAS_MASSIVE = of_run(
-    replace(RUN_CLAIMS["S-6"].parts[1], quantity="massive activations per sequence", is_evidence=False)
-)
+HAS_MASSIVE = of_run(RUN_CLAIMS["S-6"].parts[1], quantity="massive activations per sequence", is_evidence=False)
 
 
 def massive_entries(run: Sequences) -> pd.DataFrame:
-    found = run.table("massive").query("is_massive")
-    if found.empty:
+    massive = run.table("massive").query("is_massive")
+    if massive.empty:
         raise NotDefined("no entry is a massive activation")
-    return found
+    return massive
 
 
 def coordinates_of_largest(run: Sequences) -> pd.Series:
@@ -113,13 +109,10 @@ def _fixed_coordinate(evidence: Evidence) -> Estimate:
     return bootstrap(_means(evidence, coordinates == usual)).over(f"coordinate {usual}")
 
 
-def _is_delimiter(token: object) -> bool:
-    return isinstance(token, str) and bool(token.strip(" ▁Ġ")) and set(token.strip(" ▁Ġ")) <= DELIMITERS
-
-
 def _at_first_or_delimiter(evidence: Evidence) -> Estimate:
     massive = massive_entries(evidence.natural)
-    there = (massive["position"] == 0) | massive["token"].map(_is_delimiter)
+    characters = massive["token"].map(lambda token: set(str(token).strip(" ▁Ġ")))
+    there = (massive["position"] == 0) | characters.map(lambda some: bool(some) and some <= DELIMITERS)
     means = _means(evidence, pd.DataFrame({"there": there, "all": 1}).groupby(massive["sequence"]).sum())
     return bootstrap(means[:, 0] / means[:, 1])
 
@@ -202,7 +195,8 @@ CLAIMS = (
     Claim("S-15", "Sun et al.", "Massive activations are no outlier features: ordinary tokens do not have them.",
         (Part("median entry at the massive coordinate, other tokens ÷ the massive one, mean over sequences",
             _outlier_features, at_most(0.1)),)),
-    Claim("S-14", "Sun et al.", "Key-value biases remove massive activations.",
-        (Part("number of massive activations", of_one(WITH_BIASES, metric("massive_count"), BIASES, PLAIN, (0.0, inf),
-                ("massive activation: their number", metric("massive_count"), 0.0)), at_most(0.0)),), (WITH_BIASES,)),
+    study_claim("S-14", "Sun et al.", "Key-value biases remove massive activations.",
+        Need("train", f"{PLAIN},{BIASES}"),
+        ("number of massive activations", of_one(metric("massive_count"), BIASES, PLAIN, (0.0, inf),
+            ("massive activation: their number", metric("massive_count"), 0.0)), at_most(0.0))),
 )  # fmt: skip

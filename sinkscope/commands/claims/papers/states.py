@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.commands.claims.arms import falls, had_a_sink, share_left
-from sinkscope.commands.claims.claim import Claim, Null, Part
-from sinkscope.commands.claims.evidence import MAIN, STATES, Evidence
+from sinkscope.commands.claims.claim import Claim, Part
+from sinkscope.commands.claims.evidence import MAIN, STATES, Evidence, Null
 from sinkscope.commands.claims.papers.s2m import TO_ZERO
 from sinkscope.commands.claims.scopes import causal, requires, varied_first_token
 from sinkscope.measuring.estimates import massive_layers, visual_sink_attention, visual_sink_share

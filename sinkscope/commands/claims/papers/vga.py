@@ -7,11 +7,20 @@ import pandas as pd
 from scipy import stats
 
 from sinkscope.commands.claims.arms import NO_COST, perplexity_of_controls, perplexity_ratio
-from sinkscope.commands.claims.claim import HAS_SINK_HEADS, Claim, Null, Part, of_sink_heads
-from sinkscope.commands.claims.evidence import MAIN, Evidence
-from sinkscope.commands.claims.over_seeds import CORRELATION, OfArm, difference, metric, of_one, ratio, together
+from sinkscope.commands.claims.claim import HAS_SINK_HEADS, Claim, Part, of_sink_heads
+from sinkscope.commands.claims.evidence import MAIN, Evidence, Need, Null
+from sinkscope.commands.claims.over_seeds import (
+    CORRELATION,
+    OfArm,
+    difference,
+    metric,
+    of_one,
+    ratio,
+    study_claim,
+    together,
+)
 from sinkscope.commands.claims.scopes import causal, gated
-from sinkscope.commands.claims.studies import PLAIN, Arm, Need
+from sinkscope.commands.claims.studies import PLAIN, ClaimStudy, StudyArm
 from sinkscope.measuring import estimates
 from sinkscope.measuring.observables.reductions import LATER
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below
@@ -80,7 +89,7 @@ TRAINED = "trained from scratch"
 # --- the gradient before the gate
 
 
-def _gated_gradients(arm: Arm) -> pd.DataFrame:
+def _gated_gradients(arm: StudyArm) -> pd.DataFrame:
     """Return, by layer, key/value head and position, the gate and the value gradient before it ÷ after it."""
     gradient, index = table_of(arm.run, "gradient").query("head >= 0"), ["layer", "head", "position"]
     wide = gradient.pivot_table(index=index, columns="pathway", values="grad_norm")
@@ -90,7 +99,7 @@ def _gated_gradients(arm: Arm) -> pd.DataFrame:
     return pd.DataFrame({"gate": gates, "left": wide["raw_value"] / wide["value"]}).dropna()
 
 
-def _follows_gate(arm: Arm) -> float:
+def _follows_gate(arm: StudyArm) -> float:
     rows = _gated_gradients(arm)
     return _correlated(rows["gate"], rows["left"]) if rows.nunique().min() > 1 else float("nan")
 
@@ -98,17 +107,15 @@ def _follows_gate(arm: Arm) -> float:
 # --- quantization and cost
 
 
-def _against_best(evidence: Evidence) -> Estimate:
+def _against_best(study: ClaimStudy) -> Estimate:
     """Return the gate − the best of all other methods that were trained with it, for each seed."""
-    by_seed = evidence.studies[FROM_SCRATCH].by_seed
-    others = sorted(set.intersection(*(set(arms) for arms in by_seed)) - {GATE, UNTOUCHED})
+    others = sorted(set.intersection(*(set(arms) for arms in study.by_seed)) - {GATE, UNTOUCHED})
     cost = metric("perplexity_increase")
-    found = together(FROM_SCRATCH, lambda arms: cost(arms[GATE]) - min(cost(arms[name]) for name in others), *others)
-    estimate = found(evidence)
+    estimate = together(lambda arms: cost(arms[GATE]) - min(cost(arms[name]) for name in others), *others)(study)
     return estimate.over(f"others: {estimate.note}")
 
 
-def _step_seconds(arm: Arm) -> float:
+def _step_seconds(arm: StudyArm) -> float:
     records = arm.training.manifest["arms"].values()
     record = next(one for one in records if (one["label"], one["seed"]) == (arm.label, arm.seed))
     if record.get("step_seconds") is None:
@@ -116,9 +123,8 @@ def _step_seconds(arm: Arm) -> float:
     return float(record["step_seconds"])
 
 
-def _new_parameters(evidence: Evidence) -> Estimate:
-    arms = evidence.studies[ARMS].by_seed[0]
-    gated, plain = (arms[name].run.manifest["model"]["parameters"] for name in (GATE, PLAIN))
+def _new_parameters(study: ClaimStudy) -> Estimate:
+    gated, plain = (study.by_seed[0][name].run.manifest["model"]["parameters"] for name in (GATE, PLAIN))
     return exact((gated - plain) / gated).over(f"{gated - plain:,} of {gated:,}")
 
 
@@ -126,7 +132,7 @@ def _new_parameters(evidence: Evidence) -> Estimate:
 
 TUNED = Need("retrofit", f"{PLAIN},{UNTOUCHED}")
 GATED = Need("retrofit", f"{PLAIN},{GATE},{UNTOUCHED}")
-NORM, KURTOSIS = metric("max_inf_norm"), metric("kurtosis")
+NORM, KURTOSIS, LOSS_IN_W8A8 = (metric(name) for name in ("max_inf_norm", "kurtosis", "perplexity_increase"))
 
 
 # --- the Bigram-Backcopy lab: plain, VGA and IGA, by step (figures 4 to 6). All numbers are for queries that are
@@ -136,27 +142,29 @@ INPUT_GATE = "iga"
 ALONE = Need("backcopy", PLAIN)
 BOTH = Need("backcopy", f"{PLAIN},{GATE}")
 ALL = Need("backcopy", f"{PLAIN},{GATE},{INPUT_GATE}")
+BEFORE_TRIGGERS = "attention on <s> before any trigger"
+DRAIN = "‖v of <s>‖ ÷ others"
 
 
-def _attention(arm: Arm) -> pd.Series:
+def _attention(arm: StudyArm) -> pd.Series:
     return arm.by_step("early_attention_to_start", arm.training.sinking_layer)
 
 
-def _logit(arm: Arm) -> pd.Series:
+def _logit(arm: StudyArm) -> pd.Series:
     return arm.by_step("delta_logit", arm.training.sinking_layer)
 
 
-def _value(arm: Arm) -> pd.Series:
+def _value(arm: StudyArm) -> pd.Series:
     """Return the norm of the projected value of <s> ÷ the norm for tokens that are not triggers."""
-    own, others = (arm.by_step(f"{of}_value_norm", arm.training.sinking_layer) for of in ("start", "other"))
-    return own / others
+    start, others = (arm.by_step(f"{of}_value_norm", arm.training.sinking_layer) for of in ("start", "other"))
+    return start / others
 
 
-def _at_end(course: Callable[[Arm], pd.Series]) -> OfArm:
+def _at_end(course: Callable[[StudyArm], pd.Series]) -> OfArm:
     return lambda arm: float(course(arm).iloc[-1])
 
 
-def _range(course: Callable[[Arm], pd.Series]) -> OfArm:
+def _range(course: Callable[[StudyArm], pd.Series]) -> OfArm:
     return lambda arm: float(np.ptp(course(arm)))
 
 
@@ -171,15 +179,6 @@ OUTPUTS, VALUES = Need("train", f"{PLAIN},{ON_OUTPUTS}"), Need("train", f"{PLAIN
 MIXTURE = "15B mixture of experts"  # its tables are known from its abstract and reviews
 FIRST = metric("sink_mass")
 MASSIVE = ("massive activation: their number per sequence", metric("massive_count"), 0.0)
-
-
-def _claim(id: str, reference: str, statement: str, role: Need, *parts: tuple) -> Claim:
-    return Claim(id, reference, statement, tuple(Part(*part) for part in parts), (role,))
-
-
-BEFORE_TRIGGERS = "attention on <s> before any trigger"
-DRAIN = "‖v of <s>‖ ÷ others"
-NOT_MORE = at_most(NO_COST)
 
 CLAIMS = (
     Claim("V-1", "§1", "Sinks are drained.",
@@ -196,88 +195,80 @@ CLAIMS = (
     Claim("V-24", "§1", "The sink is a no-op: its values can be set to zero.",
         (Part("perplexity with v = 0 at position 0 in the heads with a sink ÷ with v = 0 there at others", _no_op,
             at_most(1.05)), HAS_SINK_HEADS), (MAIN, TO_ZERO), (causal,), also_reads=(TO_MEAN,)),
-    Claim("V-13", "eq. 8", "A closed gate cuts off the gradient.",
-        (Part("rank correlation over heads and positions of the gate and the value gradient before it ÷ after it",
-            of_one(ARMS, _follows_gate, GATE, ends=CORRELATION), above(0.0)),
-         Part("value gradient at 0 before the gate ÷ after it, median over heads", of_one(ARMS,
-                lambda arm: float(_gated_gradients(arm).xs(0, level="position")["left"].median()), GATE), below(1.0))),
-        (ARMS,), set_against=Null.THEOREM),
-    Claim("V-14", "table 1", "Perplexity is no worse.",
-        (Part("perplexity, VGA ÷ plain", ratio(FROM_SCRATCH, metric("perplexity"), GATE), at_most(1 + NO_COST)),),
-        (FROM_SCRATCH,),
+    study_claim("V-13", "eq. 8", "A closed gate cuts off the gradient.", ARMS,
+        ("rank correlation over heads and positions of the gate and the value gradient before it ÷ after it",
+            of_one(_follows_gate, GATE, ends=CORRELATION), above(0.0)),
+        ("value gradient at 0 before the gate ÷ after it, median over heads",
+            of_one(lambda arm: float(_gated_gradients(arm).xs(0, level="position")["left"].median()), GATE),
+            below(1.0)), set_against=Null.THEOREM),
+    study_claim("V-14", "table 1", "Perplexity is no worse.", FROM_SCRATCH,
+        ("perplexity, VGA ÷ plain", ratio(metric("perplexity"), GATE), at_most(1 + NO_COST)),
         published=published("VGA table 1", {"BERT": 4.52 / 4.52, "OPT": 15.49 / 15.95, "GPT-2": 16.52 / 17.03},
             TRAINED)),
-    Claim("V-15", "table 1", "The largest norm falls.",
-        (Part("max infinity norm, plain ÷ VGA", ratio(FROM_SCRATCH, NORM, PLAIN, GATE), above(1.0)),),
-        (FROM_SCRATCH,), published=published("VGA table 1", {"BERT": 24.5, "OPT": 2.2, "GPT-2": 20.8}, TRAINED),
-        is_ours=False),
-    Claim("V-16", "table 1", "Kurtosis falls.",
-        (Part("kurtosis, plain ÷ VGA", ratio(FROM_SCRATCH, KURTOSIS, PLAIN, GATE), above(1.0)),),
-        (FROM_SCRATCH,),
-        published=published("VGA table 1", {"BERT": 35.0, "OPT": 63.0, "GPT-2": 429.0}, TRAINED), is_ours=False),
-    Claim("V-17", "table 1", "Register tokens worsen kurtosis.",
-        (Part("kurtosis, registers ÷ plain", ratio(WITH_REGISTERS, KURTOSIS, REGISTERS), above(1.0)),),
-        (WITH_REGISTERS,), published=published("VGA table 1", {"BERT": 2.6, "OPT": 3.8, "GPT-2": 0.36}, TRAINED),
-        is_ours=False),
-    Claim("V-18", "table 2", "VGA quantizes best.",
-        (Part("Δ perplexity in W8A8, VGA − best other arm", _against_best, below(0.0)),), (FROM_SCRATCH,),
-        published=published("VGA table 2", {"BERT": 0.12 - 0.15, "OPT": 0.93 - 1.12}, "VGA − IGA"), is_ours=False),
-    Claim("V-19", "table 2", "Registers quantize worse than plain.",
-        (Part("Δ perplexity in W8A8, registers − plain",
-            difference(WITH_REGISTERS, metric("perplexity_increase"), REGISTERS), above(0.0)),),
-        (WITH_REGISTERS,), published=published("VGA table 2", {"BERT": 909 - 613, "OPT": 108 - 28}, "difference"),
-        is_ours=False),
-    Claim("V-23", "§3.2", "The overhead of VGA is marginal.",
-        (Part("new ÷ all parameters", _new_parameters, below(0.01)),
-         Part("seconds a step of training, VGA ÷ plain", ratio(ARMS, _step_seconds, GATE), below(1.05))), (ARMS,)),
-    Claim("V-20", "table 3", "A plain fine-tuning increases the largest norm.",
-        (Part("max infinity norm, after ÷ before", ratio(TUNED, NORM, PLAIN, UNTOUCHED), above(1.0)),), (TUNED,),
-        published=published("VGA table 3", {"GPT-2": 1.55}, "fine-tuned"), is_ours=False),
-    Claim("V-21", "table 3", "The retrofit removes the outliers.",
-        (Part("max infinity norm, VGA ÷ before", ratio(GATED, NORM, GATE, UNTOUCHED), below(0.2)),
-         Part("kurtosis, VGA ÷ before", ratio(GATED, KURTOSIS, GATE, UNTOUCHED), below(0.05))), (GATED,),
+    study_claim("V-15", "table 1", "The largest norm falls.", FROM_SCRATCH,
+        ("max infinity norm, plain ÷ VGA", ratio(NORM, PLAIN, GATE), above(1.0)), is_ours=False,
+        published=published("VGA table 1", {"BERT": 24.5, "OPT": 2.2, "GPT-2": 20.8}, TRAINED)),
+    study_claim("V-16", "table 1", "Kurtosis falls.", FROM_SCRATCH,
+        ("kurtosis, plain ÷ VGA", ratio(KURTOSIS, PLAIN, GATE), above(1.0)), is_ours=False,
+        published=published("VGA table 1", {"BERT": 35.0, "OPT": 63.0, "GPT-2": 429.0}, TRAINED)),
+    study_claim("V-17", "table 1", "Register tokens worsen kurtosis.", WITH_REGISTERS,
+        ("kurtosis, registers ÷ plain", ratio(KURTOSIS, REGISTERS), above(1.0)), is_ours=False,
+        published=published("VGA table 1", {"BERT": 2.6, "OPT": 3.8, "GPT-2": 0.36}, TRAINED)),
+    study_claim("V-18", "table 2", "VGA quantizes best.", FROM_SCRATCH,
+        ("Δ perplexity in W8A8, VGA − best other arm", _against_best, below(0.0)), is_ours=False,
+        published=published("VGA table 2", {"BERT": 0.12 - 0.15, "OPT": 0.93 - 1.12}, "VGA − IGA")),
+    study_claim("V-19", "table 2", "Registers quantize worse than plain.", WITH_REGISTERS,
+        ("Δ perplexity in W8A8, registers − plain", difference(LOSS_IN_W8A8, REGISTERS), above(0.0)), is_ours=False,
+        published=published("VGA table 2", {"BERT": 909 - 613, "OPT": 108 - 28}, "difference")),
+    study_claim("V-23", "§3.2", "The overhead of VGA is marginal.", ARMS,
+        ("new ÷ all parameters", _new_parameters, below(0.01)),
+        ("seconds a step of training, VGA ÷ plain", ratio(_step_seconds, GATE), below(1.05))),
+    study_claim("V-20", "table 3", "A plain fine-tuning increases the largest norm.", TUNED,
+        ("max infinity norm, after ÷ before", ratio(NORM, PLAIN, UNTOUCHED), above(1.0)), is_ours=False,
+        published=published("VGA table 3", {"GPT-2": 1.55}, "fine-tuned")),
+    study_claim("V-21", "table 3", "The retrofit removes the outliers.", GATED,
+        ("max infinity norm, VGA ÷ before", ratio(NORM, GATE, UNTOUCHED), below(0.2)),
+        ("kurtosis, VGA ÷ before", ratio(KURTOSIS, GATE, UNTOUCHED), below(0.05)),
         published=published("VGA table 3", {"GPT-2": 0.094}, "fine-tuned")),
-    Claim("V-22", "table 3", "The retrofit has the best perplexity.",
-        (Part("perplexity, VGA − plain fine-tune", difference(GATED, metric("perplexity"), GATE), below(0.0)),),
-        (GATED,), published=published("VGA table 3", {"GPT-2": -0.07}, "fine-tuned"), is_ours=False),
-    _claim("V-4", "fig. 4", "The plain lab model has a sink.", ALONE,
-        (BEFORE_TRIGGERS, of_one(ALONE, _at_end(_attention), PLAIN, ends=(0.0, 1.0)), at_least(0.5))),
-    _claim("V-5", "fig. 4", "The plain lab model has a value drain.", ALONE,
-        (DRAIN, of_one(ALONE, _at_end(_value), PLAIN), at_most(0.5))),
-    _claim("V-6", "fig. 4", "VGA has no sink.", BOTH, (f"{BEFORE_TRIGGERS}, VGA − untrained",
-            of_one(BOTH, lambda arm: float(_attention(arm).iloc[-1] - _attention(arm).iloc[0]), GATE, PLAIN),
-            at_most(0.0))),
-    _claim("V-7", "fig. 4", "VGA has no value drain.", BOTH,
-        (DRAIN, of_one(BOTH, _at_end(_value), GATE, PLAIN), at_least(0.8))),
-    _claim("V-8", "fig. 5", "The plain model runs a cycle.", ALONE,
+    study_claim("V-22", "table 3", "The retrofit has the best perplexity.", GATED,
+        ("perplexity, VGA − plain fine-tune", difference(metric("perplexity"), GATE), below(0.0)), is_ours=False,
+        published=published("VGA table 3", {"GPT-2": -0.07}, "fine-tuned")),
+    study_claim("V-4", "fig. 4", "The plain lab model has a sink.", ALONE,
+        (BEFORE_TRIGGERS, of_one(_at_end(_attention), PLAIN, ends=(0.0, 1.0)), at_least(0.5))),
+    study_claim("V-5", "fig. 4", "The plain lab model has a value drain.", ALONE,
+        (DRAIN, of_one(_at_end(_value), PLAIN), at_most(0.5))),
+    study_claim("V-6", "fig. 4", "VGA has no sink.", BOTH, (f"{BEFORE_TRIGGERS}, VGA − untrained",
+        of_one(lambda arm: float(_attention(arm).iloc[-1] - _attention(arm).iloc[0]), GATE, PLAIN), at_most(0.0))),
+    study_claim("V-7", "fig. 4", "VGA has no value drain.", BOTH,
+        (DRAIN, of_one(_at_end(_value), GATE, PLAIN), at_least(0.8))),
+    study_claim("V-8", "fig. 5", "The plain model runs a cycle.", ALONE,
         ("rank correlation of attention and value norm over steps",
-            of_one(ALONE, lambda arm: _correlated(_attention(arm), _value(arm)), PLAIN, ends=CORRELATION), below(0.0)),
+            of_one(lambda arm: _correlated(_attention(arm), _value(arm)), PLAIN, ends=CORRELATION), below(0.0)),
         ("rank correlation of Δlogit and the step",
-            of_one(ALONE, lambda arm: _correlated(_logit(arm).index, _logit(arm)), PLAIN, ends=CORRELATION),
-            above(0.0))),
-    _claim("V-9", "fig. 5", "VGA is stable.", BOTH,
-        ("range of the attention over steps, VGA ÷ plain", ratio(BOTH, _range(_attention), GATE), below(0.5)),
-        ("range of the value norm", ratio(BOTH, _range(_value), GATE), below(0.5)),
-        ("range of Δlogit", ratio(BOTH, _range(_logit), GATE), below(0.5))),
-    _claim("V-10", "fig. 5", "VGA learns as well.", BOTH, ("backcopy risk, VGA − plain, in nats",
-            difference(BOTH, _at_end(lambda arm: arm.by_step("backcopy_risk")), GATE), NOT_MORE),
-        ("of bigrams", difference(BOTH, _at_end(lambda arm: arm.by_step("bigram_risk")), GATE), NOT_MORE)),
-    _claim("V-11", "fig. 6", "IGA is between plain and VGA.", ALL,
-        (f"{BEFORE_TRIGGERS}, plain − IGA", difference(ALL, _at_end(_attention), PLAIN, INPUT_GATE), above(0.0)),
-        ("IGA − VGA", difference(ALL, _at_end(_attention), INPUT_GATE, GATE), above(0.0))),
-    Claim("GA-1", "§4.2", "A gate on heads' outputs removes the sink.",
-        (Part("attention to position 0, gated ÷ plain", ratio(OUTPUTS, FIRST, ON_OUTPUTS), at_most(0.25)),), (OUTPUTS,),
+            of_one(lambda arm: _correlated(_logit(arm).index, _logit(arm)), PLAIN, ends=CORRELATION), above(0.0))),
+    study_claim("V-9", "fig. 5", "VGA is stable.", BOTH,
+        ("range of the attention over steps, VGA ÷ plain", ratio(_range(_attention), GATE), below(0.5)),
+        ("range of the value norm", ratio(_range(_value), GATE), below(0.5)),
+        ("range of Δlogit", ratio(_range(_logit), GATE), below(0.5))),
+    study_claim("V-10", "fig. 5", "VGA learns as well.", BOTH,
+        ("backcopy risk, VGA − plain, in nats",
+            difference(_at_end(lambda arm: arm.by_step("backcopy_risk")), GATE), at_most(NO_COST)),
+        ("of bigrams", difference(_at_end(lambda arm: arm.by_step("bigram_risk")), GATE), at_most(NO_COST))),
+    study_claim("V-11", "fig. 6", "IGA is between plain and VGA.", ALL,
+        (f"{BEFORE_TRIGGERS}, plain − IGA", difference(_at_end(_attention), PLAIN, INPUT_GATE), above(0.0)),
+        ("IGA − VGA", difference(_at_end(_attention), INPUT_GATE, GATE), above(0.0))),
+    study_claim("GA-1", "§4.2", "A gate on heads' outputs removes the sink.", OUTPUTS,
+        ("attention to position 0, gated ÷ plain", ratio(FIRST, ON_OUTPUTS), at_most(0.25)),
         published=published("Qiu et al.", {"elementwise": 0.048 / 0.467, "headwise": 0.073 / 0.467}, MIXTURE)),
-    Claim("GA-2", "§4.2", "The gate removes massive activations.",
-        (Part("max infinity norm, gated ÷ plain", ratio(OUTPUTS, NORM, ON_OUTPUTS, where=MASSIVE), below(0.5)),),
-        (OUTPUTS,),
+    study_claim("GA-2", "§4.2", "The gate removes massive activations.", OUTPUTS,
+        ("max infinity norm, gated ÷ plain", ratio(NORM, ON_OUTPUTS, where=MASSIVE), below(0.5)),
         published=published("Qiu et al.", {"elementwise": 94 / 1053, "headwise": 98 / 1053}, MIXTURE)),
-    Claim("GA-3", "§4.2", "Gates are sparse, and depend on the query.",
-        (Part("mean gate", of_one(OUTPUTS, metric("gate_mean"), ON_OUTPUTS, ends=(0.0, 1.0)), below(0.5)),
-         Part("standard deviation of gates over tokens ÷ their mean", of_one(OUTPUTS,
-            lambda arm: metric("gate_deviation")(arm) / metric("gate_mean")(arm), ON_OUTPUTS), above(0.5))), (OUTPUTS,),
+    study_claim("GA-3", "§4.2", "Gates are sparse, and depend on the query.", OUTPUTS,
+        ("mean gate", of_one(metric("gate_mean"), ON_OUTPUTS, ends=(0.0, 1.0)), below(0.5)),
+        ("standard deviation of gates over tokens ÷ their mean",
+            of_one(lambda arm: metric("gate_deviation")(arm) / metric("gate_mean")(arm), ON_OUTPUTS), above(0.5)),
         published=published("Qiu et al.", {"elementwise": 0.116, "headwise": 0.172}, MIXTURE)),
-    Claim("GA-4", "§4.2", "A gate on values leaves the sink.",
-        (Part("attention to position 0, gated ÷ plain", ratio(VALUES, FIRST, ON_VALUES), at_least(0.5)),), (VALUES,),
+    study_claim("GA-4", "§4.2", "A gate on values leaves the sink.", VALUES,
+        ("attention to position 0, gated ÷ plain", ratio(FIRST, ON_VALUES), at_least(0.5)),
         published=published("Qiu et al.", {"on values": 0.297 / 0.467}, MIXTURE)),
 )  # fmt: skip

@@ -7,11 +7,10 @@ from functools import partial
 import numpy as np
 
 from sinkscope.commands.claims.arms import perplexity_of_controls, perplexity_ratio
-from sinkscope.commands.claims.claim import Claim, Null, Part
-from sinkscope.commands.claims.evidence import MAIN, Evidence
+from sinkscope.commands.claims.claim import Claim, Part
+from sinkscope.commands.claims.evidence import MAIN, Evidence, Need, Null
 from sinkscope.commands.claims.papers.s2m import coordinates_of_largest
 from sinkscope.commands.claims.scopes import causal
-from sinkscope.commands.claims.studies import Need
 from sinkscope.measuring.estimates import super_weight
 from sinkscope.results.findings import COLLAPSE
 from sinkscope.results.judgment import NotDefined, above, at_least, between

@@ -9,17 +9,11 @@ import numpy as np
 
 from sinkscope.commands.claims import arms, over_seeds, scopes, studies
 from sinkscope.commands.claims.arms import LARGE_NORM, NO_COST, falls, had_a_sink, share_left
-from sinkscope.commands.claims.claim import HAS_SINK_HEADS, Claim, Null, Part, of_run, of_sink_heads, run_claim
-from sinkscope.commands.claims.evidence import MAIN, NATURAL, POLICIES, RANDOM, REPEATED, Evidence
-from sinkscope.commands.claims.over_seeds import PERCENT, at_equal_loss, difference, metric, of_one, over_levels, ranked
-from sinkscope.commands.claims.scopes import (
-    causal,
-    equal_tokens_stay_equal,
-    learned_positions,
-    requires,
-    some_positions,
-)
-from sinkscope.commands.claims.studies import PLAIN, Arm, Need, Study
+from sinkscope.commands.claims.claim import HAS_SINK_HEADS, Claim, Part, of_run, of_sink_heads, run_claim
+from sinkscope.commands.claims.evidence import MAIN, NATURAL, POLICIES, RANDOM, REPEATED, Evidence, Need, Null
+from sinkscope.commands.claims.over_seeds import PERCENT, difference, metric, of_one, of_study, over_levels, study_claim
+from sinkscope.commands.claims.scopes import causal, equal_tokens_stay_equal, requires, some_positions
+from sinkscope.commands.claims.studies import PLAIN, ClaimStudy, StudyArm
 from sinkscope.errors import counted
 from sinkscope.measuring import estimates
 from sinkscope.measuring.estimates import RUN_CLAIMS, equal_tokens, massive_layers, norm_ratios, sink_rates
@@ -56,14 +50,14 @@ def _policy_roles(inputs: tuple[str, ...], policies: Iterable[str] = POLICIES) -
 
 def _both_policies(evidence: Evidence, *inputs: str) -> str:
     """Return «with a BOS text 79.9, random 79.2 %; without text 0.0, random 0.0 %», for policies with all inputs."""
-    said = []
+    parts = []
     for policy, words in ((WITH, "with a BOS"), (WITHOUT, "without")):
         roles = _policy_roles(inputs, (policy,))
         if all(evidence.has(role) for role in roles):
-            rates = [f"{'text' if name == NATURAL else name} {sink_rates(evidence.sequences(role))[0]:.1f}"
-                     for name, role in zip(inputs, roles, strict=True)]  # fmt: skip
-            said.append(f"{words} {', '.join(rates)} %")
-    return "; ".join(said)
+            rates = (f"{sink_rates(evidence.sequences(role))[0]:.1f}" for role in roles)
+            names = ("text" if name == NATURAL else name for name in inputs)
+            parts.append(f"{words} {', '.join(map(' '.join, zip(names, rates, strict=True)))} %")
+    return "; ".join(parts)
 
 
 _AT_FIRST = replace(
@@ -131,8 +125,7 @@ def _domains(evidence: Evidence) -> Estimate:
 
 def _by_length(evidence: Evidence, *epsilons: float) -> tuple[np.ndarray, np.ndarray]:
     """Return log₂ T (lengths,), and the sink rate in percent (R, ε, lengths), with windows of T tokens."""
-    own = evidence.natural.run.manifest["config"]["seq_len"]
-    roles, rates = {own: MAIN} | OTHER_LENGTHS, []
+    roles, rates = {evidence.natural.run.manifest["config"]["seq_len"]: MAIN} | OTHER_LENGTHS, []
     for sequences in map(evidence.sequences, roles.values()):
         mass = sequences.values("attention_heads_by_sequence", "window_mass", ("layer", "head"))
         sinks = np.stack([np.where(np.isfinite(mass), is_sink(mass, epsilon), np.nan) for epsilon in epsilons], axis=-1)
@@ -152,8 +145,8 @@ def _steeper(evidence: Evidence) -> Estimate:
     # The scale is logarithmic because, in points, a smaller rate could lose less only because it is smaller.
     x, rates = _by_length(evidence, *AROUND)
     has_sink = (rates[0] > SINK).all(axis=0)
-    words = "; ".join(f"ε = {epsilon:g}: {', '.join(f'{rate:.1f}' for rate in own)} %"
-                      for epsilon, own in zip(AROUND, rates[0][:, np.argsort(x)], strict=True))  # fmt: skip
+    words = "; ".join(f"ε = {epsilon:g}: {', '.join(f'{rate:.1f}' for rate in by_length)} %"
+                      for epsilon, by_length in zip(AROUND, rates[0][:, np.argsort(x)], strict=True))  # fmt: skip
     if has_sink.sum() < 2:
         raise NotDefined(f"at fewer than two lengths a sink is left at both ε, which is a floor ({words})")
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -207,19 +200,13 @@ def _post_norm(run: RunData) -> str | None:
     return None if wiring == "post-norm" else f"its norms do not follow the residual sum: its wiring is {wiring}"
 
 
-def _largest_norm_ratio(site: str, evidence: Evidence) -> Estimate:
-    return bootstrap(norm_ratios(evidence.natural, site).max(1))
-
-
 # --- related models: sizes of a family, a chat model and its base
 
 ALIKE = 5.0  # points, as for domains of text (W-19); one of the four pairs of the paper differs by more
-SIZES, BASE, HELLASWAG = Need("sizes"), Need("base"), Need("scores", "hellaswag")
 BASES = ("Mistral-7B", "LLaMA2-7B", "LLaMA2-13B", "LLaMA3-8B")
 
 
-@over_seeds.of_study
-def _with_size(study: Study, on_task: bool = False) -> Estimate:
+def _with_size(study: ClaimStudy, on_task: bool = False) -> Estimate:
     form = "{:.3g} M {:.3f}" if on_task else "{:.3g} M {:.1f} %"
     counts = np.array([studies.parameters(run) for run in study.runs.values()])
     rates = [sink_rates(Sequences(run))[0] for run in study.runs.values()]
@@ -228,13 +215,13 @@ def _with_size(study: Study, on_task: bool = False) -> Estimate:
     return rank_correlation(counts, numbers).over(f"{words}; interval over models")
 
 
-def _against_base(evidence: Evidence) -> Estimate:
-    base, chat = evidence.studies[BASE].runs.values()
+def _against_base(study: ClaimStudy) -> Estimate:
+    base, chat = study.runs.values()
     before, after = sink_rates(Sequences(base)), sink_rates(Sequences(chat))
     over_seeds.with_a_sink(np.array([[before[0], after[0]]]))
     same = base.manifest["input"].get("sha256") == chat.manifest["input"].get("sha256")
-    found = bootstrap(after - before) if same else bootstrap(after) - bootstrap(before)
-    return found.over(f"{before[0]:.1f} → {after[0]:.1f} %")
+    change = bootstrap(after - before) if same else bootstrap(after) - bootstrap(before)
+    return change.over(f"{before[0]:.1f} → {after[0]:.1f} %")
 
 
 _tuned_to_chat = requires(lambda run: studies.base_of(run.model), "its name does not say that it was tuned for chat")
@@ -242,7 +229,6 @@ _tuned_to_chat = requires(lambda run: studies.base_of(run.model), "its name does
 
 # --- models with other masks or positions (§6, §7.1)
 
-POSITIONS = Need("factor", "positions")
 FAR_BELOW = 0.1  # a third of ε = 0.3: uniform attention over 16 tokens gives 0.0625
 SCHEMES = ("none", "absolute", "learned", "relative", "alibi", "rotary")  # WSE table 3
 
@@ -273,7 +259,7 @@ def _within_prefix(evidence: Evidence) -> Estimate:
 
 # --- trainings with other beginnings of blocks (§5)
 
-RANDOM_TOKENS, FIXED_TOKEN = Need("factor", "random-tokens"), Need("factor", "fixed-position")
+RANDOM_TOKENS = Need("factor", "random-tokens")
 
 
 def _rate_at(run: RunData, position: int) -> float:
@@ -284,25 +270,25 @@ def _rate_at(run: RunData, position: int) -> float:
     return 100 * float(rows["sink_rate"].mean())
 
 
-@over_seeds.of_study
-def _rise_within(study: Study, *places: tuple[int, int], names: tuple[studies.Level, ...]) -> Estimate:
+@of_study
+def _rise_within(study: ClaimStudy, *places: tuple[int, int], names: tuple[studies.Level, ...]) -> Estimate:
     """Return the second − the first of two rates, each for a number of random tokens and a position. Raises Lacks."""
     for count, _ in places:
         if count not in study.by_level:
             raise Lacks(f"no training has {count} random tokens at the beginning of its blocks")
     seeds = over_seeds.common_seeds(study)
-    found = [[_rate_at(study.by_level[count][seed], position) for count, position in places] for seed in seeds]
-    rates = over_seeds.with_a_sink(np.array(found))
+    by_seed = [[_rate_at(study.by_level[count][seed], position) for count, position in places] for seed in seeds]
+    rates = over_seeds.with_a_sink(np.array(by_seed))
     return mean_of_runs(rates[:, 1] - rates[:, 0]).over(over_seeds.by_level(study, names, rates))
 
 
-@over_seeds.of_study
-def _at_fixed(study: Study, of: Callable[[RunData, int], float], ends: over_seeds.Ends | None = None) -> Estimate:
+@of_study
+def _at_fixed(study: ClaimStudy, of: Callable[[RunData, int], float], ends: over_seeds.Ends | None = None) -> Estimate:
     """Return the smallest, over levels, of a number computed from each run and the position k of its fixed token."""
     seeds, levels = over_seeds.common_seeds(study), study.by_level
-    found = np.array([[of(runs[seed], int(level)) for level, runs in levels.items()] for seed in seeds])
-    smallest = least_of([over_seeds.mean_over_seeds(each, ends) for each in found.T])
-    return smallest.over(over_seeds.by_level(study, levels, found))
+    numbers = np.array([[of(runs[seed], int(level)) for level, runs in levels.items()] for seed in seeds])
+    smallest = least_of([over_seeds.mean_over_seeds(each, ends) for each in numbers.T])
+    return smallest.over(over_seeds.by_level(study, levels, numbers))
 
 
 def _above_others(run: RunData, position: int) -> float:
@@ -313,10 +299,7 @@ def _above_others(run: RunData, position: int) -> float:
 
 # --- plain trainings that differ in one setting (§4 to §7)
 
-RATE, RATE_AND_STEPS, BATCH, DATA, DECAY, WINDOW, FEED_FORWARD, HEADS = (
-    Need("factor", name) for name in ("learning-rate", "learning-rate-and-steps", "batch-size", "data", "weight-decay",
-                                      "window", "feed-forward", "heads")
-)  # fmt: skip
+RATE = Need("factor", "learning-rate")
 GOOD_DECAYS, LARGE_DECAY = (0.1, 2.0), 5.0
 
 
@@ -344,7 +327,7 @@ def _best_decay(levels: np.ndarray, rates: np.ndarray) -> np.ndarray:
     return highest[0] - highest[1]
 
 
-def _check_windows(study: Study) -> None:
+def _check_windows(study: ClaimStudy) -> None:
     """Raise Lacks if a window is shorter than the average of the sink rate: some queries cannot see the first token."""
     smallest = min(map(float, study.by_level))
     counted = max(run.manifest["config"]["window"] for runs in study.by_level.values() for run in runs.values())
@@ -361,7 +344,6 @@ RANGE = "largest difference of two levels, in points"
 
 # --- the steps of a training
 
-COURSE = Need("course")
 NONE = 1.0  # percent: lower rates are no sink
 
 
@@ -375,16 +357,16 @@ def _rise_over_steps(steps: list[int], rates: np.ndarray) -> tuple[np.ndarray, s
 OfSteps = Callable[[list[int], np.ndarray], tuple[np.ndarray, str]]
 
 
-@over_seeds.of_study
-def _over_steps(study: Study, of: OfSteps, ends: over_seeds.Ends | None = None) -> Estimate:
+@of_study
+def _over_steps(study: ClaimStudy, of: OfSteps, ends: over_seeds.Ends | None = None) -> Estimate:
     """Return a number over seeds, or over sequences if a single training was measured, as for any model."""
-    found = [of(*arms.rates_over_steps(runs)) for runs in study.steps]
-    found += [of(list(rates), np.array([list(rates.values())])) for rates in study.logged]
-    words = ", ".join(dict.fromkeys(words for _, words in found))
+    numbers = [of(*arms.rates_over_steps(runs)) for runs in study.steps]
+    numbers += [of(list(rates), np.array([list(rates.values())])) for rates in study.logged]
+    words = ", ".join(dict.fromkeys(words for _, words in numbers))
     if len(study.steps) == 1:
-        return bootstrap(found[0][0]).over(f"{words}; one training, interval over its sequences")
-    seeds = over_seeds.with_setting(study, over_seeds.words_for(len(found)))
-    return over_seeds.mean_over_seeds(np.array([values[0] for values, _ in found]), ends).over(f"{words}; {seeds}")
+        return bootstrap(numbers[0][0]).over(f"{words}; one training, interval over its sequences")
+    seeds = over_seeds.with_setting(study, over_seeds.words_for(len(numbers)))
+    return over_seeds.mean_over_seeds(np.array([values[0] for values, _ in numbers]), ends).over(f"{words}; {seeds}")
 
 
 # --- trained sink tokens and biases, to which the sink moves or not (§7)
@@ -395,10 +377,9 @@ WITH_TOKEN, WITH_BIAS, WITH_BIASES, WITH_VALUE = (
 )
 # v* = m·e₁ of table 5, by m
 FIXED = {0.0: BIAS} | {float(norm): f"key-bias:value=axis,norm={norm}" for norm in (1, 5, 20)}
-WITH_FIXED = Need("train", ",".join(FIXED.values()))
 
 
-def _moved(arm: Arm) -> float:
+def _moved(arm: StudyArm) -> float:
     """Return S* − S₀ in points. S₀ is the rate of the text's first token, which follows the register tokens."""
     registers = int(getattr(make_retrofit(arm.method, arm.parameters), "count", 0))
     table = table_of(arm.run, "attention_by_sequence")
@@ -409,7 +390,7 @@ def _moved(arm: Arm) -> float:
     return 100 * (outside - float(first.mean()))
 
 
-def norm_ratio(arm: Arm) -> float:
+def norm_ratio(arm: StudyArm) -> float:
     table = arm.run.tables["summary"]
     return float(table[(table["metric"] == "norm_ratio") & (table["layer"] >= 0)]["value"].max())
 
@@ -430,28 +411,15 @@ WITHOUT_SUM = {"sigmoid": SIGMOID, "ELU + 1": f"{OPERATION}elu", "identity": f"{
 WITH_SUM = {"sigmoid": f"{OPERATION}sigmoid-normalized", "ELU kernel": f"{OPERATION}elu-kernel"}
 # Z = Σ/α of table 14, by α
 SCALED = {1.0: PLAIN} | {alpha: f"{OPERATION}softmax,factor={alpha:g}" for alpha in (2.0, 0.2, 0.1, 0.05)}
-OPEN, SUMMED, ONE, SCALES = (
-    Need("train", ",".join(arms)) for arms in (
-        (PLAIN, *WITHOUT_SUM.values()), (PLAIN, *WITH_SUM.values(), SIGMOID), (PLAIN, SIGMOID), SCALED.values())
-)  # fmt: skip
+ONE = Need("train", f"{PLAIN},{SIGMOID}")
 RATES, DECAYS = (Need("factor", f"{name},{SIGMOID}") for name in ("learning-rate", "weight-decay"))
-BILLION = 0.9e9  # parameters
 
 
 def _largest_without(evidence: Evidence) -> Estimate:
     """Return the largest sink rate over learning rates. Raises NotDefined if softmax has no sink at any of them."""
     over_seeds.with_a_sink(over_seeds.sink_rates(evidence.studies[RATE]))
-    return over_levels(RATES, over_seeds.largest_rate)(evidence)
+    return over_levels(over_seeds.largest_rate)(evidence.studies[RATES])
 
-
-def _of_a_billion(run: RunData) -> str | None:
-    count = run.manifest["model"].get("parameters") or 0
-    return None if count >= BILLION else f"it has {count / 1e6:,.0f} M parameters, fewer than a billion"
-
-
-# --- fine-tuning (figure 30)
-
-TUNED = Need("retrofit", f"{PLAIN},{UNTOUCHED}")
 
 CLAIMS = (
     Claim("W-1", "table 1", RUN_CLAIMS["W-1"].statement, (_AT_FIRST,), scope=(causal,), published=SINK_RATES,
@@ -513,7 +481,7 @@ CLAIMS = (
         is_ours=False, set_against=Null.THEOREM),
     Claim("W-10", "table 7", "Another vector in place of position 0's removes the sink on repeated tokens.",
         (Part("sink rate at position 0, after ÷ before", lambda e: share_left(e, REPLACED), at_most(0.5)),
-         had_a_sink(REPLACED)), (REPLACED,), (causal, learned_positions),
+         had_a_sink(REPLACED)), (REPLACED,), (causal, scopes.learned_positions),
         (Published("GPT2-XL", 62.28, f"sink rate before, {REPEATED_TOKENS}", "WSE table 7", "†"),
          Published("GPT2-XL", 0.20, f"lowest sink rate after, {REPEATED_TOKENS}", "WSE table 7", "†"),
          Published("GPT2-XL", 10.97, f"highest sink rate after, {REPEATED_TOKENS}", "WSE table 7", "†"))),
@@ -521,7 +489,7 @@ CLAIMS = (
         (Part("sink rate at position 1 after ÷ at position 0 before",
             lambda e: share_left(e, EXCHANGED, position=1), at_least(0.5)),
          falls(EXCHANGED),
-         had_a_sink(EXCHANGED)), (EXCHANGED,), (causal, learned_positions),
+         had_a_sink(EXCHANGED)), (EXCHANGED,), (causal, scopes.learned_positions),
         (Published("GPT2-XL", 50.22, f"lowest sink rate at t, {REPEATED_TOKENS}", "WSE table 7", "†"),
          Published("GPT2-XL", 57.63, f"highest sink rate at t, {REPEATED_TOKENS}", "WSE table 7", "†"))),
     Claim("W-43", "§7.2", "Post-norm models also have a sink.",
@@ -529,148 +497,144 @@ CLAIMS = (
         published=published("WSE §7.2", {"post-norm": 13.54})),
     Claim("W-44", "fig. 7", "In post-norm models, states are massive before the norm and not after it.",
         (Part("norm at 0 ÷ later before the norm, layer with the largest",
-            partial(_largest_norm_ratio, "mid"), at_least(LARGE_NORM)),
-         Part("norm at 0 ÷ later after the norm", partial(_largest_norm_ratio, "layer_out"), below(LARGE_NORM))),
+            lambda e: bootstrap(norm_ratios(e.natural, "mid").max(1)), at_least(LARGE_NORM)),
+         Part("norm at 0 ÷ later after the norm",
+            lambda e: bootstrap(norm_ratios(e.natural, "layer_out").max(1)), below(LARGE_NORM))),
         scope=(causal, _post_norm)),
-    Claim("W-12", "C7", "Chat models have the sink of their base.",
-        (Part("sink rate, chat model − base, in points", _against_base, between(-ALIKE, ALIKE)),), (BASE,),
-        (causal, _tuned_to_chat), published("WSE table 1", {name: round(WSE_TABLE_1[f"{name} chat"]["natural"].value
-            - WSE_TABLE_1[name]["natural"].value, 2) for name in BASES}, "chat model − base, in points")),
-    Claim("W-22", "fig. 4", "The sink grows with size within a family.",
-        (Part("rank correlation of the sink rate and the number of parameters", _with_size(SIZES), above(0.0)),),
-        (SIZES,), (causal,), is_ours=False),
-    Claim("W-23", "fig. 10", "Size raises the sink and HellaSwag within a family.",
-        (Part("rank correlation of the sink rate and the number of parameters", _with_size(HELLASWAG), above(0.0)),
-         Part("rank correlation of the score on HellaSwag and the number of parameters",
-            _with_size(HELLASWAG, on_task=True), above(0.0))), (HELLASWAG,), (causal,), is_ours=False),
+    study_claim("W-12", "C7", "Chat models have the sink of their base.", Need("base"),
+        ("sink rate, chat model − base, in points", _against_base, between(-ALIKE, ALIKE)),
+        scope=(causal, _tuned_to_chat), published=published("WSE table 1", {name: round(
+            WSE_TABLE_1[f"{name} chat"]["natural"].value - WSE_TABLE_1[name]["natural"].value, 2)
+            for name in BASES}, "chat model − base, in points")),
+    study_claim("W-22", "fig. 4", "The sink grows with size within a family.", Need("sizes"),
+        ("rank correlation of the sink rate and the number of parameters", _with_size, above(0.0)),
+        scope=(causal,), is_ours=False),
+    study_claim("W-23", "fig. 10", "Size raises the sink and HellaSwag within a family.", Need("scores", "hellaswag"),
+        ("rank correlation of the sink rate and the number of parameters", _with_size, above(0.0)),
+        ("rank correlation of the score on HellaSwag and the number of parameters", partial(_with_size, on_task=True),
+            above(0.0)), scope=(causal,), is_ours=False),
     Claim("W-39", "fig. 5", "The sink of a prefix LM is in the prefix.",
         (Part("share of sinks within the prefix", _within_prefix, at_least(0.9)),), scope=(causal, _prefix_lm)),
     Claim("W-41", "fig. 6", "The sink is the first token of the text, not of the window.",
         (Part("mean weight on the window's first token",
             lambda e: bootstrap(e.natural.means("window_edge_by_sequence", "edge_mass").mean(1)), below(FAR_BELOW)),),
         scope=(causal, _windowed)),
-    Claim("W-42", "table 3", "Every positional scheme has a sink.",
-        (Part("sink rate in %, scheme with the least", over_levels(POSITIONS, _least_of_all), above(SINK)),),
-        (POSITIONS,),
+    study_claim("W-42", "table 3", "Every positional scheme has a sink.", Need("factor", "positions"),
+        ("sink rate in %, scheme with the least", over_levels(_least_of_all), above(SINK)),
         published=published("WSE table 3", {"NoPE": 20.35, "absolute": 32.73, "learned": 33.13, "relative": 35.53,
             "ALiBi": 20.78, "rotary": 18.18}, "60M model; its released code's relative bias is the number of T5's "
             "bucket, `bucket-number` here")),
-    Claim("W-35", "§5", "With a random first token there is more sink.",
-        (Part("sink rate, first token random − plain, in points",
-            _rise_within(RANDOM_TOKENS, (0, 0), (1, 0), names=(0, 1)), above(0.0)),), (RANDOM_TOKENS,),
+    study_claim("W-35", "§5", "With a random first token there is more sink.", RANDOM_TOKENS,
+        ("sink rate, first token random − plain, in points", _rise_within((0, 0), (1, 0), names=(0, 1)), above(0.0)),
         published=published("WSE §5", {"difference": 8.85}, "60M model: 27.03 against 18.18 %"), is_ours=False),
-    Claim("W-36", "§5", "Two random first tokens move the sink to the second.",
-        (Part("S₁ − S₀ in points, two tokens random",
-            _rise_within(RANDOM_TOKENS, (2, 0), (2, 1), names=("S₀", "S₁")), above(0.0)),), (RANDOM_TOKENS,),
+    study_claim("W-36", "§5", "Two random first tokens move the sink to the second.", RANDOM_TOKENS,
+        ("S₁ − S₀ in points, two tokens random", _rise_within((2, 0), (2, 1), names=("S₀", "S₁")), above(0.0)),
         published=published("WSE §5", {"difference": 12.10}, "60M model: S₀ 1.98, S₁ 14.08 %"), is_ours=False),
-    Claim("W-37", "table 10", "A fixed token at position k makes k the sink.",
-        (Part("S_k in %, k with the least", _at_fixed(FIXED_TOKEN, _rate_at, PERCENT), above(SINK)),
-         Part("S_k − the largest elsewhere in points, k with the least", _at_fixed(FIXED_TOKEN, _above_others),
-            above(0.0))),
-        (FIXED_TOKEN,), published=published("WSE table 10", {"k = 0": 74.11, "k = 1": 69.03, "k = 2": 69.64})),
-    Claim("W-31", "table 9", "A larger learning rate gives more sink (equal steps).",
-        (Part(POINTS, over_levels(RATE, over_seeds.slope), above(0.0)),), (RATE,),
+    study_claim("W-37", "table 10", "A fixed token at position k makes k the sink.", Need("factor", "fixed-position"),
+        ("S_k in %, k with the least", _at_fixed(_rate_at, PERCENT), above(SINK)),
+        ("S_k − the largest elsewhere in points, k with the least", _at_fixed(_above_others), above(0.0)),
+        published=published("WSE table 10", {"k = 0": 74.11, "k = 1": 69.03, "k = 2": 69.64})),
+    study_claim("W-31", "table 9", "A larger learning rate gives more sink (equal steps).", RATE,
+        (POINTS, over_levels(over_seeds.slope), above(0.0)), is_ours=False,
         published=published("WSE table 9", {"slope": 9.50},
-            "60M model: 2.90, 11.21, 18.18, 32.23 % at 1e-4, 2e-4, 4e-4, 8e-4"), is_ours=False),
-    Claim("W-32", "table 9", "A larger learning rate gives more sink (equal rate × steps).",
-        (Part(POINTS, over_levels(RATE_AND_STEPS, over_seeds.slope), above(0.0)),), (RATE_AND_STEPS,),
+            "60M model: 2.90, 11.21, 18.18, 32.23 % at 1e-4, 2e-4, 4e-4, 8e-4")),
+    study_claim("W-32", "table 9", "A larger learning rate gives more sink (equal rate × steps).",
+        Need("factor", "learning-rate-and-steps"), (POINTS, over_levels(over_seeds.slope), above(0.0)), is_ours=False,
         published=published("WSE table 9", {"slope": 5.28},
-            "60M model: 6.29, 16.81, 18.18, 23.44 % at 1e-4, 2e-4, 4e-4, 8e-4"), is_ours=False),
-    Claim("W-33", "table 10", "The batch size hardly matters.",
-        (Part(f"{RANGE}, equal steps", over_levels(BATCH, over_seeds.range_of_rates), at_most(3.0)),), (BATCH,),
+            "60M model: 6.29, 16.81, 18.18, 23.44 % at 1e-4, 2e-4, 4e-4, 8e-4")),
+    study_claim("W-33", "table 10", "The batch size hardly matters.", Need("factor", "batch-size"),
+        (f"{RANGE}, equal steps", over_levels(over_seeds.range_of_rates), at_most(3.0)),
         published=published("WSE table 10", {"range": 1.99},
             "60M model: 16.45, 17.19, 18.18, 16.19 % at 0.25, 0.5, 1, 2 M tokens", "†")),
-    Claim("W-34", "fig. 28", "With little data there is no sink.",
-        (Part("sink rate in %, least data", over_levels(DATA, lambda levels, rates: rates[:, 0], PERCENT), below(1.0)),
-         Part("most data", over_levels(DATA, lambda levels, rates: rates[:, -1], PERCENT), above(SINK))), (DATA,)),
-    Claim("W-38", "table 2", "The sink is largest at a weight decay of 0.1 to 2, and absent at 5.",
-        (Part("sink rate in % at 5 and more", over_levels(DECAY, _at_large_decay), below(1.0)),
-         Part("best from 0.1 to 2 − best of all others, in points", over_levels(DECAY, _best_decay), above(0.0))),
-        (DECAY,), published=published("WSE table 2", {"at 5": 0.01},
+    study_claim("W-34", "fig. 28", "With little data there is no sink.", Need("factor", "data"),
+        ("sink rate in %, least data", over_levels(lambda levels, rates: rates[:, 0], PERCENT), below(1.0)),
+        ("most data", over_levels(lambda levels, rates: rates[:, -1], PERCENT), above(SINK))),
+    study_claim("W-38", "table 2", "The sink is largest at a weight decay of 0.1 to 2, and absent at 5.",
+        Need("factor", "weight-decay"), ("sink rate in % at 5 and more", over_levels(_at_large_decay), below(1.0)),
+        ("best from 0.1 to 2 − best of all others, in points", over_levels(_best_decay), above(0.0)),
+        published=published("WSE table 2", {"at 5": 0.01},
             "60M model: 15.20, 15.39, 15.23, 18.18, 41.08, 37.71, 6.13 % at 0, 0.001, 0.01, 0.1, 0.5, 1, 2")),
-    Claim("W-40", "fig. 6", "With a small window there is no sink, with a large window there is.",
-        (Part("sink rate in %, smallest window",
-            over_levels(WINDOW, lambda levels, rates: rates[:, 0], PERCENT, _check_windows), below(1.0)),
-         Part("rise to the largest, in points",
-            over_levels(WINDOW, lambda levels, rates: rates[:, -1] - rates[:, 0], check=_check_windows), above(SINK))),
-        (WINDOW,)),
-    Claim("W-45", "table 11", "The feed-forward design hardly matters.",
-        (Part(RANGE, over_levels(FEED_FORWARD, over_seeds.range_of_rates), at_most(5.0)),), (FEED_FORWARD,),
+    study_claim("W-40", "fig. 6", "With a small window there is no sink, with a large window there is.",
+        Need("factor", "window"), ("sink rate in %, smallest window",
+            over_levels(lambda levels, rates: rates[:, 0], PERCENT, _check_windows), below(1.0)),
+        ("rise to the largest, in points",
+            over_levels(lambda levels, rates: rates[:, -1] - rates[:, 0], check=_check_windows), above(SINK))),
+    study_claim("W-45", "table 11", "The feed-forward design hardly matters.", Need("factor", "feed-forward"),
+        (RANGE, over_levels(over_seeds.range_of_rates), at_most(5.0)),
         published=published("WSE table 11", {"range": 4.30},
             "60M model: SwiGLU 18.18, GeGLU 17.86, ReGLU 13.88, ReLU 16.90, GeLU 14.76, Swish 17.89 %", "†")),
-    Claim("W-46", "table 12", "The number of heads hardly matters.",
-        (Part(RANGE, over_levels(HEADS, over_seeds.range_of_rates), at_most(10.0)),), (HEADS,),
+    study_claim("W-46", "table 12", "The number of heads hardly matters.", Need("factor", "heads"),
+        (RANGE, over_levels(over_seeds.range_of_rates), at_most(10.0)),
         published=published("WSE table 12", {"range": 8.82},
             "60M model: 18.18, 10.68, 12.95, 19.50 % with 8, 4, 2, 1 heads, 21.76 % with 8 that are summed", "†")),
-    Claim("W-30", "fig. 4", "The sink appears in training.",
-        (Part("rise of the sink rate over steps, in points", _over_steps(COURSE, _rise_over_steps), above(SINK)),
-         Part("sink rate at the first step, in %",
-            _over_steps(COURSE, lambda steps, rates: (rates[:, 0], f"step {steps[0]}"), PERCENT), below(NONE))),
-        (COURSE,)),
-    Claim("W-47", "table 4", "A sink token takes the sink.",
-        (Part("S* − S₀ in points", _moves(WITH_TOKEN, method=TOKEN), above(SINK)),), (WITH_TOKEN,),
+    study_claim("W-30", "fig. 4", "The sink appears in training.", Need("course"),
+        ("rise of the sink rate over steps, in points", _over_steps(_rise_over_steps), above(SINK)),
+        ("sink rate at the first step, in %",
+            _over_steps(lambda steps, rates: (rates[:, 0], f"step {steps[0]}"), PERCENT), below(NONE))),
+    study_claim("W-47", "table 4", "A sink token takes the sink.", WITH_TOKEN,
+        ("S* − S₀ in points", _moves(method=TOKEN), above(SINK)),
         published=published("WSE table 4", {"difference": 74.12}, "60M model: S* 74.12, S₀ 0.00† %")),
-    Claim("W-48", "table 4", "Key biases take the sink, at no cost.",
-        (Part("S* − S₀ in points", _moves(WITH_BIAS, method=BIAS), above(SINK)),
-         Part("held-out loss, key biases − plain", difference(WITH_BIAS, metric("loss"), BIAS), at_most(NO_COST))),
-        (WITH_BIAS,), published=published("WSE table 4", {"difference": 73.34}, "60M model: S* 73.34, S₀ 0.00 %")),
+    study_claim("W-48", "table 4", "Key biases take the sink, at no cost.", WITH_BIAS,
+        ("S* − S₀ in points", _moves(method=BIAS), above(SINK)),
+        ("held-out loss, key biases − plain", difference(metric("loss"), BIAS), at_most(NO_COST)),
+        published=published("WSE table 4", {"difference": 73.34}, "60M model: S* 73.34, S₀ 0.00 %")),
     Claim("W-52", "fig. 7", "Key and key-value biases end massive activations, value biases and a sink token do not.",
-        (*(Part(f"norm at 0 ÷ others, layer with the largest, {name}",
-            of_one(role, norm_ratio, arm, PLAIN, where=NORMS), test)
+        (*(over_seeds.study_part(role, f"norm at 0 ÷ others, layer with the largest, {name}",
+            of_one(norm_ratio, arm, PLAIN, where=NORMS), test)
             for name, role, arm, test in (("key biases", WITH_BIAS, BIAS, below(LARGE_NORM)),
                 ("key-value biases", WITH_BIASES, BIASES, below(LARGE_NORM)),
                 ("value biases", WITH_VALUE, VALUE, at_least(LARGE_NORM)),
                 ("sink token", WITH_TOKEN, TOKEN, at_least(LARGE_NORM)))),
-         Part("of plain training", of_one(WITH_BIAS, norm_ratio, PLAIN), at_least(LARGE_NORM))),
+         over_seeds.study_part(WITH_BIAS, "of plain training", of_one(norm_ratio, PLAIN), at_least(LARGE_NORM))),
         (WITH_BIAS, WITH_BIASES, WITH_VALUE, WITH_TOKEN)),
-    Claim("W-49", "table 4", "Key-value biases take the sink.",
-        (Part("S* − S₀ in points", _moves(WITH_BIASES, method=BIASES), above(SINK)),), (WITH_BIASES,),
+    study_claim("W-49", "table 4", "Key-value biases take the sink.", WITH_BIASES,
+        ("S* − S₀ in points", _moves(method=BIASES), above(SINK)),
         published=published("WSE table 4", {"difference": 72.72}, "60M model: S* 72.76, S₀ 0.04 %; shared by heads "
             "56.61, 12.44 %", "†")),
-    Claim("W-50", "table 4", "Value biases do not take the sink.",
-        (Part("sink rate in %", of_one(WITH_VALUE, SINK_RATE, VALUE, PLAIN, PERCENT, SINKS),
-            above(SINK)),),
-        (WITH_VALUE,), published=published("WSE table 4", {"S₀": 17.53}, "60M model: 18.18 % without")),
-    Claim("W-51", "table 5", "With a fixed value of the bias, S* falls and S₀ rises with its norm.",
-        (Part("rank correlation of S₀ and m", ranked(WITH_FIXED, metric("sink_rate"), FIXED), above(0.0)),
-         Part("rank correlation of S* and m", ranked(WITH_FIXED, metric("sink_rate_outside"), FIXED),
-            below(0.0))), (WITH_FIXED,),
-        published=published("WSE table 5", {"S₀ and m": 1.0, "S* and m": -1.0}, "60M model: S* 73.34, 70.03, 44.43, "
-            "1.51 % and S₀ 0, 0.06, 3.71, 25.88 % with m = 0, 1, 5, 20"), is_ours=False),
-    Claim("W-54", "table 6", "Without normalization there is no sink, at no cost.",
-        (*(Part(f"sink rate of the proxy in %, {name}",
-            of_one(OPEN, SINK_RATE, arm, PLAIN, PERCENT, SINKS), below(NONE))
+    study_claim("W-50", "table 4", "Value biases do not take the sink.", WITH_VALUE,
+        ("sink rate in %", of_one(SINK_RATE, VALUE, PLAIN, PERCENT, SINKS), above(SINK)),
+        published=published("WSE table 4", {"S₀": 17.53}, "60M model: 18.18 % without")),
+    study_claim("W-51", "table 5", "With a fixed value of the bias, S* falls and S₀ rises with its norm.",
+        Need("train", ",".join(FIXED.values())),
+        ("rank correlation of S₀ and m", over_seeds.ranked(metric("sink_rate"), FIXED), above(0.0)),
+        ("rank correlation of S* and m", over_seeds.ranked(metric("sink_rate_outside"), FIXED), below(0.0)),
+        is_ours=False, published=published("WSE table 5", {"S₀ and m": 1.0, "S* and m": -1.0},
+            "60M model: S* 73.34, 70.03, 44.43, 1.51 % and S₀ 0, 0.06, 3.71, 25.88 % with m = 0, 1, 5, 20")),
+    study_claim("W-54", "table 6", "Without normalization there is no sink, at no cost.",
+        Need("train", ",".join((PLAIN, *WITHOUT_SUM.values()))),
+        *((f"sink rate of the proxy in %, {name}", of_one(SINK_RATE, arm, PLAIN, PERCENT, SINKS), below(NONE))
             for name, arm in WITHOUT_SUM.items()),
-         Part("softmax", of_one(OPEN, SINK_RATE, PLAIN, ends=PERCENT), above(SINK)),
-         Part("held-out loss, sigmoid − softmax", difference(OPEN, metric("loss"), SIGMOID), at_most(NO_COST)),
-         Part("sink rate at equal loss, sigmoid − softmax, in points", at_equal_loss(OPEN, SIGMOID), below(0.0))),
-        (OPEN,),
+        ("softmax", of_one(SINK_RATE, PLAIN, ends=PERCENT), above(SINK)),
+        ("held-out loss, sigmoid − softmax", difference(metric("loss"), SIGMOID), at_most(NO_COST)),
+        ("sink rate at equal loss, sigmoid − softmax, in points", over_seeds.at_equal_loss(SIGMOID), below(0.0)),
         published=published("WSE table 6", {"sigmoid": 0.44, "ELU+1": 0.80, "identity": 0.0, "MLP kernel": 0.74,
             "loss, sigmoid − softmax": -0.03}, "60M model: softmax 18.18 %")),
-    Claim("W-55", "table 6", "With sum normalization there is a sink.",
-        (*(Part(f"sink rate of the proxy in %, {name}",
-            of_one(SUMMED, SINK_RATE, arm, PLAIN, PERCENT, SINKS), above(SINK))
+    study_claim("W-55", "table 6", "With sum normalization there is a sink.",
+        Need("train", ",".join((PLAIN, *WITH_SUM.values(), SIGMOID))),
+        *((f"sink rate of the proxy in %, {name}", of_one(SINK_RATE, arm, PLAIN, PERCENT, SINKS), above(SINK))
             for name, arm in WITH_SUM.items()),
-         Part("sink rate at equal loss, normalized sigmoid − sigmoid, in points",
-            at_equal_loss(SUMMED, WITH_SUM["sigmoid"], SIGMOID), above(0.0))), (SUMMED,),
+        ("sink rate at equal loss, normalized sigmoid − sigmoid, in points",
+            over_seeds.at_equal_loss(WITH_SUM["sigmoid"], SIGMOID), above(0.0)),
         published=published("WSE table 6", {"sigmoid": 30.24, "ELU kernel": 53.65, "MLP kernel": 0.19},
             "60M model: softmax 18.18 %")),
-    Claim("W-56", "fig. 8", "Without normalization there are no massive activations either.",
-        (Part("norm at 0 ÷ others, layer with the largest, sigmoid",
-            of_one(ONE, norm_ratio, SIGMOID, PLAIN, where=NORMS), below(LARGE_NORM)),), (ONE,)),
-    Claim("W-57", "table 14", "Scaling the normalizer down weakens the sink.",
-        (Part("rank correlation of the sink rate and α", ranked(SCALES, SINK_RATE, SCALED), above(0.0)),),
-        (SCALES,), published=published("WSE table 14", {"correlation": 0.9},
-            "60M model: 29.10, 18.18, 9.41, 3.59, 4.53 % at α = 2, 1, 0.2, 0.1, 0.05", "†"), is_ours=False),
+    study_claim("W-56", "fig. 8", "Without normalization there are no massive activations either.", ONE,
+        ("norm at 0 ÷ others, layer with the largest, sigmoid", of_one(norm_ratio, SIGMOID, PLAIN, where=NORMS),
+            below(LARGE_NORM))),
+    study_claim("W-57", "table 14", "Scaling the normalizer down weakens the sink.",
+        Need("train", ",".join(SCALED.values())),
+        ("rank correlation of the sink rate and α", over_seeds.ranked(SINK_RATE, SCALED), above(0.0)), is_ours=False,
+        published=published("WSE table 14", {"correlation": 0.9},
+            "60M model: 29.10, 18.18, 9.41, 3.59, 4.53 % at α = 2, 1, 0.2, 0.1, 0.05", "†")),
     Claim("W-58", "table 14", "Sigmoid attention has no sink at any learning rate or weight decay.",
         (Part("sink rate of the proxy in %, rate with the most", _largest_without, below(NONE)),
-         Part("weight decay with the most", over_levels(DECAYS, over_seeds.largest_rate), below(NONE))),
+         over_seeds.study_part(DECAYS, "weight decay with the most", over_levels(over_seeds.largest_rate),
+            below(NONE))),
         (RATES, DECAYS, RATE), published=published("WSE table 14", {"lowest": 0.18, "highest": 0.81})),
-    Claim("W-59", "§7.4", "Sigmoid attention has no sink at 1 B.",
-        (Part("sink rate of the proxy, sigmoid − softmax, in points", difference(ONE, SINK_RATE, SIGMOID),
-            below(-SINK)),), (ONE,), (_of_a_billion,),
+    study_claim("W-59", "§7.4", "Sigmoid attention has no sink at 1 B.", ONE,
+        ("sink rate of the proxy, sigmoid − softmax, in points", difference(SINK_RATE, SIGMOID), below(-SINK)),
+        scope=(scopes.of_a_billion,),
         published=published("WSE §7.4", {"sigmoid": 2.46, "softmax": 45.11}, "1 B model, sink rate in %")),
-    Claim("W-60", "fig. 30", "Fine-tuning stays stable.",
-        (Part("held-out loss, after − before", difference(TUNED, metric("loss"), PLAIN, UNTOUCHED), below(0.0)),),
-        (TUNED,), published=published("WSE fig. 30", {"about": 1.8 - 2.6}, "1 B, loss in training")),
+    study_claim("W-60", "fig. 30", "Fine-tuning stays stable.", Need("retrofit", f"{PLAIN},{UNTOUCHED}"),
+        ("held-out loss, after − before", difference(metric("loss"), PLAIN, UNTOUCHED), below(0.0)),
+        published=published("WSE fig. 30", {"about": 1.8 - 2.6}, "1 B, loss in training")),
 )  # fmt: skip
