@@ -14,7 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from traceback import walk_tb
 from typing import Any
 
-from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory, was_interrupted
+from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory, one_line, was_interrupted
 
 GROUP = "sinkscope.plugins"
 CHOSEN = "SINKSCOPE_PLUGINS"  # environment variable: the names of the plugins to load, with commas; unset: all
@@ -96,6 +96,24 @@ def plugin_of(error: BaseException) -> str:
     """Return the package of the plugin whose code was running when an error was raised; "" if none was."""
     ran = [package_with(frame.f_globals.get("__name__", "")) for frame, _ in walk_tb(error.__traceback__)]
     return next(filter(None, reversed(ran)), "")
+
+
+def failure_of(error: BaseException, dashes: str = "--") -> tuple[str, str]:
+    """Return what made a command fail, and what is to be added on a command line ("": nothing).
+
+    `dashes` are in front of the options that it names.
+    """
+    if isinstance(error, SinkscopeError):
+        return str(error), ""
+    if is_out_of_memory(error):
+        options = (f"{dashes}{option}" for option in ("seq-len", "dtype bfloat16", "device-map auto"))
+        return "memory ran out: take a shorter {}, {} or {}".format(*options), ""
+    gist, kind = one_line(error, 300), type(error).__name__
+    if package := plugin_of(error):
+        return f"the plugin {package} failed [{kind}: {gist}]", f"--debug shows where; {WITHOUT}"
+    if isinstance(error, OSError):
+        return gist, "--debug shows where"
+    return f"unexpected {kind}: {gist}", "--debug shows where; please report it"
 
 
 @contextmanager

@@ -14,10 +14,10 @@ from typing import Any, TextIO
 
 from typer.core import TyperGroup
 
-from sinkscope.errors import InputError, SinkscopeError, is_out_of_memory, one_line, was_interrupted
+from sinkscope.errors import InputError, SinkscopeError, one_line, was_interrupted
 from sinkscope.measuring.console import Plain
 from sinkscope.options.option import Options
-from sinkscope.plugins import WITHOUT, plugin_of
+from sinkscope.plugins import failure_of
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2  # exit status
 
@@ -139,19 +139,10 @@ def _is_usage_error(error: Exception) -> bool:
 
 
 def _message(error: Any) -> str:
-    if isinstance(error, SinkscopeError):
-        return str(error)
     if _is_usage_error(error):
         command = error.ctx.command_path if getattr(error, "ctx", None) else "sinkscope"
         return f"{one_line(error.format_message(), 300)}\ntry `{command} --help`"
-    if is_out_of_memory(error):
-        return "memory ran out: take a shorter --seq-len, --dtype bfloat16 or --device-map auto"
-    gist = one_line(error, 300)
-    if plugin := plugin_of(error):
-        return f"the plugin {plugin} failed [{type(error).__name__}: {gist}]\n--debug shows where; {WITHOUT}"
-    if isinstance(error, OSError):
-        return f"{gist}\n--debug shows where"
-    return f"unexpected {type(error).__name__}: {gist}\n--debug shows where; please report it"
+    return "\n".join(filter(None, failure_of(error)))
 
 
 @contextlib.contextmanager

@@ -232,7 +232,7 @@ def _sweep() -> SweepTables:
         revision=cells["step"].astype(str), base=cells["model"].map({"org/large_1": "org/small_1"}).fillna(""),
         parameters=cells["model"].map({"org/small_1": 10**6, "org/large_1": 10**8}), epsilon=0.3, dtype="float32",
         seq_len=cells["settings"].map({"a": 64, "b": 16}), window=cells["settings"].map({"a": 64, "b": 16}),
-        token_zero="bos", metric="sink_rate",
+        token_zero="bos", bos="with", metric="sink_rate",
     )  # fmt: skip
     cells = _values(cells)
     levels = pd.DataFrame({"epsilon": [0.1, 0.3, 0.5], "sink_rate": [0.9, 0.5, 0.1]})

@@ -1,4 +1,4 @@
-"""The folder of a sweep: a run folder for each cell that is done, a small file for each that failed.
+"""The cells of a sweep: their folder, their states, and the sizes of their models.
 
 OUT/run.json             the sweep, and the names of its cells
 OUT/cells/NAME/          the run folder of the cell
@@ -10,25 +10,34 @@ different cells at once; files that all of them write are written under the lock
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from transformers import PreTrainedModel
 
-from sinkscope.errors import InputError, SinkscopeError, one_line
+from sinkscope.commands.sweep.file import Cell
+from sinkscope.commands.sweep.worker import Reads, State, changes, load_key
+from sinkscope.errors import InputError, SinkscopeError, described, one_line
+from sinkscope.measuring.memory import training_memory
+from sinkscope.measuring.subject import memory_of
+from sinkscope.models.files import AWAY, HubAway, find_settings, is_on_hub, missing_weights, quiet
+from sinkscope.models.loading import on_meta, read_config, read_once, sketched
 from sinkscope.options.files import read_json
-from sinkscope.options.recipe import CELLS, COMPARISON
-from sinkscope.options.recipe import SWEEP as COMMAND
+from sinkscope.options.measuring import PERMISSIONS
+from sinkscope.options.recipe import COMPARISON
 from sinkscope.results.folders import alone_in, check_no_link, check_output, new_folder
 from sinkscope.results.manifest import MANIFEST, read_manifest, write_manifest
 from sinkscope.results.swap import PREFIX, locked, new_file, parts_of, remove, repair
 
-FAILED = "failed"
+COMMAND = "sweep"
+CELLS, FAILED = "cells", "failed"
 PATIENCE = 60.0  # seconds that one process waits for another to finish a short piece of writing
-MOMENT = 2.0  # seconds that the workers of a killed sweep take to end
+WORKERS_END = 2.0  # seconds that the workers of a killed sweep take to end
+MEMORY_MARGIN = 1.2
 
 
 class Failure(BaseModel):
@@ -62,7 +71,6 @@ class CellFolders:
         part.
         """
         real = self.folder.resolve()
-        own_part = real.with_name(f"{real.name}-part-{part[0]}-{part[1]}")
         listed = {**manifest, "files": [f"{name}/" for name in (CELLS, COMPARISON, FAILED)]}
         with ExitStack() as stack:
             with self.shared():
@@ -72,7 +80,8 @@ class CellFolders:
                 else:
                     read_manifest(self.folder, (COMMAND,))
                     check_no_link(self.folder)
-                stack.enter_context(alone_in(own_part, patience=MOMENT))
+                lock = real.with_name(f"{real.name}-part-{part[0]}-{part[1]}")
+                stack.enter_context(alone_in(lock, patience=WORKERS_END))
                 try:
                     with new_folder(self.folder) if is_new else nullcontext(self.folder) as folder:
                         write_manifest(folder, listed)
@@ -97,21 +106,6 @@ class CellFolders:
             if parts_of(path)[0].removesuffix(".json") in names:
                 remove(path)
 
-    def manifest(self, name: str, command: str, config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
-        """Return the manifest of a cell, and the reason why the cell is measured again in spite of it, or "".
-
-        The manifest is None if there is none or it cannot be read. It lists no tables until a resumable command has
-        finished.
-        """
-        try:
-            found = read_manifest(self.run(name), (command,))
-        except InputError:
-            return None, "its folder cannot be read" if (self.run(name) / MANIFEST).exists() else ""
-        recorded = found["config"]
-        # a manifest of an older version may lack options
-        same = all(recorded[option] == value for option, value in config.items() if option in recorded)
-        return found, "" if same else "it was measured with other options"
-
     def failure(self, name: str) -> Failure | None:
         """Return the failure of a cell; None if it did not fail or the file is damaged."""
         try:
@@ -130,3 +124,101 @@ class CellFolders:
     def forget(self, name: str) -> None:
         """Delete the record of a failure, because the cell is done or is tried again."""
         remove(self.failure_file(name))
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of one model."""
+
+    model: PreTrainedModel | None = None  # on the meta device; None if the configuration cannot be read
+    download: int = 0  # bytes that must still be downloaded from the hub
+    reason: str = ""  # why the configuration cannot be read
+    waits: bool = False  # it is on the hub, which cannot be reached
+
+    @property
+    def parameters(self) -> int | None:
+        return None if self.model is None else sum(parameter.numel() for parameter in self.model.parameters())
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A cell with its state and the size of its model."""
+
+    cell: Cell
+    folder: Path
+    state: State
+    message: str = ""  # why it failed, which parts of a finished cell failed, or why it is measured again
+    manifest: Mapping[str, Any] = field(default_factory=dict, repr=False)  # its run.json, if it is done
+    size: Size = Size()
+
+    @property
+    def memory(self) -> int:
+        """Estimate the bytes that the cell needs; 0 if the size is not known."""
+        model, options = self.size.model, self.cell.options
+        if model is None:
+            return 0
+        needed = training_memory(model, options) if options.trains else memory_of(model, options).peak(model.dtype)
+        return int(MEMORY_MARGIN * needed)
+
+
+def planned(cells: Iterable[Cell], folders: CellFolders, reads: Reads) -> list[Planned]:
+    """Return all cells with their states. The message of a finished cell names its failed arms, runs and figures."""
+    plan = []
+    for cell in cells:
+        folder, failure, manifest = folders.run(cell.name), folders.failure(cell.name), None
+        message = ""
+        try:
+            manifest = read_manifest(folder, (cell.command,))
+        except InputError:
+            message = "its folder cannot be read" if (folder / MANIFEST).exists() else ""
+        if manifest is not None:
+            recorded, config = manifest["config"], cell.options.model_dump(mode="json", exclude=set(PERMISSIONS))
+            if any(recorded.get(name, value) != value for name, value in config.items()):  # arms hold a `method`
+                message = "it was measured with other options"
+            else:
+                message = changes(manifest.get("read"), reads.of(cell.options))
+        # a resumable command lists its tables when it has finished
+        if manifest is not None and not message and manifest["tables"] and manifest.get("drawn", True):
+            failed = (manifest.get("failed") or {}) | (manifest.get("failed_figures") or {})
+            message = one_line("; ".join(f"{name}: {reason}" for name, reason in failed.items())) if failed else ""
+            plan.append(Planned(cell, folder, State.DONE, message, manifest))
+        elif failure is not None:
+            plan.append(Planned(cell, folder, State.FAILED, failure.error))
+        else:
+            plan.append(Planned(cell, folder, State.WAITING, message))
+    return plan
+
+
+def sized(plan: Iterable[Planned], also_local: bool = True) -> list[Planned]:
+    """Return the plan with the sizes of the models; each model is examined once.
+
+    Local models need not be examined, which takes seconds for a GGUF file, if their memory decides nothing.
+    """
+    sizes: dict[tuple, Size] = {}
+    for each in (plan := list(plan)):
+        options = each.cell.options
+        if load_key(options) not in sizes:
+            is_asked = also_local or is_on_hub(getattr(options, "model", None))
+            is_away = any(size.waits for size in sizes.values())  # asked once
+            sizes[load_key(options)] = size_of(options, only_cached=is_away) if is_asked else Size()
+    return [replace(each, size=sizes[load_key(each.cell.options)]) for each in plan]
+
+
+def size_of(options: Any, only_cached: bool = False) -> Size:
+    """Return the size of a model, computed from its configuration alone; `only_cached`: without asking the hub."""
+    try:
+        if options.trains and hasattr(options, "config"):  # from random weights
+            from sinkscope.commands.train.architectures import architecture  # other sweeps need no training
+
+            return Size(on_meta(architecture(options.config)))
+        with quiet(), read_once():
+            files = find_settings(options.model, options.revision, options.gguf_file, only_cached)
+            config = read_config(files, options.trust_remote_code)
+            model = sketched(files, config, options.dtype, options.device_map)
+    except HubAway:
+        return Size(reason=AWAY, waits=True)
+    except SinkscopeError as error:
+        return Size(reason=one_line(error))
+    except Exception as error:  # building a model may raise any error
+        return Size(reason=described(error))
+    return Size(model, missing_weights(files.source, files.folder) if files.commit is not None else 0)

@@ -33,7 +33,7 @@ they do not have. `train` begins without a model: its cells are not repeated for
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from itertools import product
@@ -49,17 +49,15 @@ from sinkscope.options.option import as_folder_name, checked
 from sinkscope.options.recipe import SWEEPS, find_recipe, known_recipes, named
 from sinkscope.options.register import options_by_command
 
-MEASURING = ("analyze", "intervene", "quantize", "claims")
+READING = ("analyze", "intervene", "quantize", "claims")  # commands of a cell that read the inputs
 TRAINING = ("retrofit", "train")
-TRAIN = "train"
-BY_THEMSELVES = (*TRAINING, "benchmark")  # commands that do not read the inputs
-CELLS = (*MEASURING, *BY_THEMSELVES)  # commands that a cell may run
-LONGEST_NAME = 120  # characters of a cell's name in front of its checksum
+CELL_COMMANDS = (*READING, *TRAINING, "benchmark")
+LONGEST_CELL_NAME = 120  # characters in front of its checksum
 CHECKSUM = 10  # characters of the checksum
 MOST_CELLS = 100_000
 
 
-class Part(BaseModel):
+class FilePart(BaseModel):
     """A part of the file. A key with an empty value is ignored."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -72,7 +70,7 @@ class Part(BaseModel):
         return {key: value for key, value in content.items() if value is not None}
 
 
-class ModelEntry(Part):
+class ModelEntry(FilePart):
     """One model; the demo model if `model` is missing."""
 
     model: str | None = None
@@ -95,7 +93,7 @@ class ModelEntry(Part):
         return self.name or (path.stem if path.suffix == ".gguf" else path.name)
 
 
-class CommandEntry(Part):
+class CommandEntry(FilePart):
     """The options of a command; `inputs` and `settings` replace those of the file."""
 
     inputs: tuple[str, ...] | None = None
@@ -103,7 +101,7 @@ class CommandEntry(Part):
     options: dict[str, Any] = {}
 
 
-class SweepContent(Part):
+class SweepContent(FilePart):
     """The content of the file."""
 
     title: str
@@ -127,25 +125,25 @@ class SweepContent(Part):
 
     @field_validator("inputs", "commands", mode="before")
     @classmethod
-    def _listed(cls, found: Any) -> Any:
+    def _listed(cls, entries: Any) -> Any:
         """Accept a list, such as `[natural, random]`, and names without a value."""
-        if isinstance(found, str):
-            found = [found]
-        if isinstance(found, list):
-            found = dict.fromkeys(map(str, found))
-        if found == {}:
+        if isinstance(entries, str):
+            entries = [entries]
+        if isinstance(entries, list):
+            entries = dict.fromkeys(map(str, entries))
+        if entries == {}:
             raise ValueError("name at least one")
-        if not isinstance(found, dict):
-            return found
-        return {name: {} if value is None else value for name, value in found.items()}
+        if not isinstance(entries, dict):
+            return entries
+        return {name: {} if value is None else value for name, value in entries.items()}
 
     @field_validator("commands")
     @classmethod
     def _known_commands(cls, commands: dict[str, CommandEntry]) -> dict[str, CommandEntry]:
-        for name in commands:
-            if name not in CELLS:
-                raise ValueError(unknown(name, CELLS))
-            if name in BY_THEMSELVES and commands[name].inputs is not None:
+        for name, entry in commands.items():
+            if name not in CELL_COMMANDS:
+                raise ValueError(unknown(name, CELL_COMMANDS))
+            if name not in READING and entry.inputs is not None:
                 instead = "`tasks`" if name == "benchmark" else "`text`"
                 raise ValueError(f"{name} reads no inputs: name its {instead} under `options`")
         return commands
@@ -153,7 +151,7 @@ class SweepContent(Part):
     @model_validator(mode="after")
     def _check_references(self) -> "SweepContent":
         labels = [entry.label for entry in self.models]
-        if bool(self.models) == (self.commands.keys() == {TRAIN}):
+        if bool(self.models) == (self.commands.keys() == {"train"}):
             raise ValueError("`train` begins without `models`" if self.models else "it has no `models`")
         for label in labels:
             if labels.count(label) > 1:
@@ -161,13 +159,12 @@ class SweepContent(Part):
         for entry in self.models:
             if entry.base is not None and entry.base not in labels:
                 raise ValueError(f"the `base` of {entry.label} {unknown(entry.base, labels)}")
-            for name in entry.instead:
+        named_inputs = [("instead", entry.label, tuple(entry.instead)) for entry in self.models]
+        named_inputs += [("inputs", command, entry.inputs or ()) for command, entry in self.commands.items()]
+        for key, owner, names in named_inputs:
+            for name in names:
                 if name not in self.inputs:
-                    raise ValueError(f"`instead` of {entry.label}: {unknown(name, self.inputs)}")
-        for command, asked in self.commands.items():
-            for name in asked.inputs or ():
-                if name not in self.inputs:
-                    raise ValueError(f"`inputs` of {command}: {unknown(name, self.inputs)}")
+                    raise ValueError(f"`{key}` of {owner}: {unknown(name, self.inputs)}")
         return self
 
 
@@ -199,11 +196,6 @@ class Cell:
         """The model and its revision; cells with the same source read the same files."""
         return getattr(self.options, "model", None), getattr(self.options, "revision", None)
 
-    @property
-    def config(self) -> dict[str, Any]:
-        """The options that affect its results, as run.json holds them."""
-        return self.options.model_dump(mode="json", exclude=set(PERMISSIONS))
-
 
 @dataclass(frozen=True)
 class Sweep:
@@ -211,56 +203,49 @@ class Sweep:
 
     path: Path
     content: SweepContent
-    given: Mapping[str, Any]  # options of the command line, which replace those of the file
+    overrides: Mapping[str, Any]  # options of the command line, which replace those of the file
     cells: tuple[Cell, ...]  # all combinations
 
 
-def read_sweep(file: str, given: Mapping[str, Any], quick: bool = False) -> Sweep:
+def read_sweep(file: str, overrides: Mapping[str, Any], quick: bool = False) -> Sweep:
     """Read a sweep (a YAML file, or a name), and make the options of all its cells.
 
-    The options `given` replace those of the file, and with `quick` so do the options under `quick` in the file.
+    The `overrides` replace options of the file, and with `quick` so do the options under `quick` in the file. Cells
+    are in the order of the models; those of `train`, which need no model, come last.
     """
     path = find_recipe(file, "sweep")
-    options = {name for command, kind in options_by_command().items() if command in CELLS for name in kind.model_fields}
-    content = read_yaml(path, SweepContent, "sweep", options)
-    found: dict[str, Cell] = {}
+    kinds = [kind for command, kind in options_by_command().items() if command in CELL_COMMANDS]
+    content = read_yaml(path, SweepContent, "sweep", {name for kind in kinds for name in kind.model_fields})
+    cells: dict[str, Cell] = {}  # by their checksums
     with named_file(path):
         if quick and not content.quick:
             raise InputError("it has no small form for --quick")
-        given = (named(content.quick) if quick else {}) | dict(given)
-        for cell in _cells(content, given):
-            checksum = cell.name[-CHECKSUM:]
-            if checksum not in found:
-                found[checksum] = cell
-            elif not quick:  # with it, cells may have differed only in a replaced option
-                raise InputError(f"{cell.told} occurs twice, also as {found[checksum].told}")
-            if len(found) > MOST_CELLS:
-                raise InputError(f"more than {MOST_CELLS} combinations")
-        if not found:
-            raise InputError("it has no combinations: every input is left out")
-    return Sweep(path, content, given, tuple(found.values()))
-
-
-def _cells(content: SweepContent, given: Mapping[str, Any]) -> Iterator[Cell]:
-    """Yield the cells model by model, and then the cells of `train`, which need no model."""
-    models = [(entry, revision) for entry in content.models for revision in entry.revisions or (None,)]
-    for entry, revision in (*models, (None, None)):
-        for command, asked in content.commands.items():
-            if (command == TRAIN) != (entry is None):
+        overrides = (named(content.quick) if quick else {}) | dict(overrides)
+        models = [(entry, revision) for entry in content.models for revision in entry.revisions or (None,)]
+        for (entry, revision), (command, asked) in product([*models, (None, None)], content.commands.items()):
+            if (command == "train") != (entry is None):
                 continue
-            names: Iterable[str | None] = ("",)
+            inputs: Iterable[str | None] = ("",)
             settings = asked.settings or {}
-            if command in MEASURING:
-                replaced = entry.instead if entry else {}
-                names = dict.fromkeys(replaced.get(name, name) for name in asked.inputs or content.inputs)
+            if entry is not None and command in READING:
+                inputs = dict.fromkeys(entry.instead.get(name, name) for name in asked.inputs or content.inputs)
                 settings = content.settings if asked.settings is None else asked.settings
-            for option, listed in settings.items():
-                if not listed:
+            for option, values in settings.items():
+                if not values:
                     raise InputError(f"`settings.{option}`: it has no values")
-            for name, values in product(names, product(*settings.values())):
-                if name is not None:
-                    setting = dict(zip(settings, values, strict=True))
-                    yield _cell(content, entry, revision, command, name, setting, given)
+            for reads, values in product(inputs, product(*settings.values())):
+                if reads is None:  # left out for this model
+                    continue
+                setting = dict(zip(settings, values, strict=True))
+                cell = _cell(content, entry, revision, command, reads, setting, overrides)
+                first = cells.setdefault(cell.name[-CHECKSUM:], cell)
+                if first is not cell and not quick:  # with it, cells may have differed only in a replaced option
+                    raise InputError(f"{cell.told} occurs twice, also as {first.told}")
+                if len(cells) > MOST_CELLS:
+                    raise InputError(f"more than {MOST_CELLS} combinations")
+        if not cells:
+            raise InputError("it has no combinations: every input is left out")
+    return Sweep(path, content, overrides, tuple(cells.values()))
 
 
 def _cell(
@@ -270,36 +255,35 @@ def _cell(
     command: str,
     name: str,
     setting: dict[str, Any],
-    given: Mapping[str, Any],
+    overrides: Mapping[str, Any],
 ) -> Cell:
     """Return one cell; for `train`, whose options make its model, `entry` is None."""
-    kind, own = options_by_command().get(command), entry or ModelEntry()
+    kind, model = options_by_command().get(command), entry or ModelEntry()
     if kind is None:
         raise InputError(f"there is no command '{command}' here")
-    known = kind.model_fields.keys() - kind.refused.keys()
-    reads = (content.inputs.get(name) or {}) if command in MEASURING else {}
-    if command in MEASURING and not {"input", "dataset", "prompt"} & named(reads).keys():
+    reads_inputs, known = command in READING, kind.model_fields.keys() - kind.refused.keys()
+    reads = content.inputs.get(name, {}) if reads_inputs else {}
+    if reads_inputs and not {"input", "dataset", "prompt"} & named(reads).keys():
         reads = {"input": name, **reads}
+
+    def applicable(shared: Mapping[str, Any]) -> dict[str, Any]:
+        """Return shared options without those that a command with options of its own does not have."""
+        return {key: value for key, value in shared.items() if key in known or reads_inputs}
 
     options: dict[str, Any] = {}
     if entry is not None:
         options = {"model": entry.model, "revision": revision}
         if revision is not None and entry.model is not None and kind_of(user_path(entry.model)) == "folder":
             options = {"model": str(Path(entry.model) / revision)}  # the revision is a subfolder
-    of_all = command in BY_THEMSELVES  # these ignore shared options that they do not have
-    for part, is_shared in (
-        (content.options, True), (content.commands[command].options, False), (own.options, True), (reads, False),
-        (setting, False),
-    ):  # fmt: skip
-        found = named(part)
-        options |= {key: value for key, value in found.items() if key in known} if of_all and is_shared else found
-    if command in MEASURING and "seq_len" in named(setting):
+    options |= applicable(named(content.options)) | named(content.commands[command].options)
+    options |= applicable(named(model.options)) | named(reads) | named(setting)
+    if reads_inputs and "seq_len" in named(setting):
         options.setdefault("window", options["seq_len"])  # WSE figure 3
-    options |= {key: value for key, value in given.items() if key in known or not of_all}
+    options |= applicable(overrides)
 
     called = {option: "+".join(value) if isinstance(value, dict) else value for option, value in setting.items()}
     label = ",".join(f"{option}={value}" for option, value in called.items())
-    draft = Cell("", own, revision, name, label, command, None)
+    draft = Cell("", model, revision, name, label, command, None)
     try:
         resolved: Any = checked(kind, options)
         resolved.check_of_a_file()
@@ -310,7 +294,7 @@ def _cell(
     significant = resolved.model_dump(mode="json", exclude_defaults=True, exclude=set(PERMISSIONS))
     checksum = sha256(json.dumps([command, significant], sort_keys=True).encode()).hexdigest()[:CHECKSUM]
     readable = as_folder_name(draft.model, revision, name, label, None if command == "analyze" else command)
-    return replace(draft, name=f"{readable[:LONGEST_NAME]}-{checksum}", options=resolved)
+    return replace(draft, name=f"{readable[:LONGEST_CELL_NAME]}-{checksum}", options=resolved)
 
 
 def listed() -> list[tuple[str, str, str, str]]:

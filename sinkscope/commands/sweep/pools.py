@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from sinkscope.commands.sweep.options import SweepOptions
-from sinkscope.commands.sweep.worker import Event, Group, State, measured, settle
+from sinkscope.commands.sweep.worker import Event, Group, State, measured, prepare_worker
 from sinkscope.errors import InputError, SinkscopeError, described
 from sinkscope.measuring.processes import Team
 from sinkscope.models.memory import available_memory
@@ -36,7 +36,7 @@ class Pool(Protocol):
     def start(self, group: Group) -> Hashable:
         """Start a worker, and return what identifies it."""
 
-    def heard(self) -> Iterable[tuple[Hashable, Event | str]]:
+    def reports(self) -> Iterable[tuple[Hashable, Event | str]]:
         """Wait for reports, and yield each worker with its event, or at its end with how it was lost ("": finished)."""
 
     def close(self) -> None:
@@ -53,35 +53,33 @@ def run_groups(groups: Iterable[Group], pool: Pool) -> Iterator[Event]:
             while waiting and (not running or pool.has_room(waiting[0])):
                 group = waiting.popleft()
                 running[pool.start(group)] = group
-            for worker, heard in pool.heard():
-                if isinstance(heard, Event):
-                    current[worker] = heard.name
-                    if heard.state in (State.DONE, State.FAILED):
-                        running[worker] = _without(running[worker], heard.name)
-                        del current[worker]
-                    yield heard
-                    continue
-                left, at = running.pop(worker), current.pop(worker, None)
-                # a worker that is lost before its first cell could not start, and the next one could not either
-                lost = [task.name for task in left.tasks if at in (None, task.name)]
-                for name in lost:
-                    yield Event(name, State.FAILED, heard or "its worker ended too early")
-                left = _without(left, *lost)
-                if left.tasks:
+            for worker, report in pool.reports():
+                group, is_lost = running.pop(worker), not isinstance(report, Event)
+                if isinstance(report, Event):
+                    current[worker] = report.name
+                    ended = [report.name] if report.state in (State.DONE, State.FAILED) else []
+                    yield report
+                else:
+                    # a worker that is lost before its first cell could not start, and the next one could not either
+                    ended = [task.name for task in group.tasks if current.get(worker) in (None, task.name)]
+                    for name in ended:
+                        yield Event(name, State.FAILED, report or "its worker ended too early")
+                if ended:
+                    current.pop(worker, None)
+                left = replace(group, tasks=tuple(task for task in group.tasks if task.name not in ended))
+                if not is_lost:
+                    running[worker] = left
+                elif left.tasks:
                     waiting.appendleft(left)
     finally:
         pool.close()
-
-
-def _without(group: Group, *names: str) -> Group:
-    return replace(group, tasks=tuple(task for task in group.tasks if task.name not in names))
 
 
 def split(groups: list[Group], workers: int) -> list[Group]:
     """Halve the largest groups until every worker has one: an extra load costs less than an idle worker."""
     groups = list(groups)
     while 0 < len(groups) < workers:
-        largest = max(range(len(groups)), key=lambda at: len(groups[at].tasks))
+        largest = max(range(len(groups)), key=lambda place: len(groups[place].tasks))
         tasks = groups[largest].tasks
         if len(tasks) == 1:
             break
@@ -95,7 +93,6 @@ def split(groups: list[Group], workers: int) -> list[Group]:
 # A server that has imported what workers need starts each of them in milliseconds; Windows has none. Where there are
 # accelerators, workers are spawned: what the server imports may initialize CUDA, which a fork cannot use.
 METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-SILENCE = "sinkscope.commands.sweep.silence"
 GRACE = 15.0  # seconds for a worker to clean up before it is killed
 
 
@@ -116,28 +113,28 @@ class Processes:
     """
 
     def __init__(self, workers: int, commands: Iterable[str] = ("analyze",)) -> None:
-        there = torch.cuda.device_count()
-        method = "spawn" if there or torch.xpu.device_count() else METHOD
+        accelerators = torch.cuda.device_count()
+        method = "spawn" if accelerators or torch.xpu.device_count() else METHOD
         self._context: Any = multiprocessing.get_context(method)
         if method == "forkserver":
-            modules = (SILENCE, *(f"sinkscope.commands.{name}" for name in commands))
+            modules = ("sinkscope.commands.sweep.silence", *(f"sinkscope.commands.{name}" for name in commands))
             self._context.set_forkserver_preload(list(modules))
-        self.workers, self._devices = workers, there if workers > 1 else 0
+        self.workers, self._devices = workers, accelerators if workers > 1 else 0
         self._threads = max(1, (os.cpu_count() or 1) // workers)
         self._budget = available_memory()
-        self._workers: list[_Worker] = []
-
-    def has_room(self, group: Group) -> bool:
-        used = sum(worker.memory for worker in self._workers)
-        has_devices = all(self._users(device) * self._devices < self.workers for device in self._devices_for(group))
-        return len(self._workers) < self.workers and used + group.memory <= self._budget and has_devices
+        self._running: list[_Worker] = []
 
     def _users(self, device: int) -> int:
-        return sum(device in worker.devices for worker in self._workers)
+        return sum(device in worker.devices for worker in self._running)
 
     def _devices_for(self, group: Group) -> list[int]:
         """Return the accelerators with the fewest workers, as many as the group uses."""
         return sorted(range(self._devices), key=self._users)[: group.devices]
+
+    def has_room(self, group: Group) -> bool:
+        used = sum(worker.memory for worker in self._running)
+        has_devices = all(self._users(device) * self._devices < self.workers for device in self._devices_for(group))
+        return len(self._running) < self.workers and used + group.memory <= self._budget and has_devices
 
     def start(self, group: Group) -> Hashable:
         receiver, sender = self._context.Pipe(duplex=False)
@@ -147,46 +144,40 @@ class Processes:
         )
         process.start()
         sender.close()  # so that only the worker has an open end for sending
-        self._workers.append(_Worker(process, receiver, group.memory, devices))
-        return self._workers[-1]
+        self._running.append(_Worker(process, receiver, group.memory, devices))
+        return self._running[-1]
 
-    def heard(self) -> Iterator[tuple[Hashable, Event | str]]:
-        ready = wait([worker.receiver for worker in self._workers])
-        for worker in [worker for worker in self._workers if worker.receiver in ready]:
+    def reports(self) -> Iterator[tuple[Hashable, Event | str]]:
+        ready = wait([worker.receiver for worker in self._running])
+        for worker in [worker for worker in self._running if worker.receiver in ready]:
             try:
                 yield worker, worker.receiver.recv()
             except (EOFError, OSError):
-                self._workers.remove(worker)
+                self._running.remove(worker)
                 worker.process.join()
                 worker.receiver.close()
-                yield worker, _how_lost(worker.process.exitcode)
+                status = worker.process.exitcode
+                how = f"its process ended with status {status}" if status else ""
+                if status is not None and status < 0:
+                    hint = ": memory may have run out" if -status == getattr(signal, "SIGKILL", None) else ""
+                    how = f"its process was ended by signal {-status}{hint}"
+                yield worker, how
 
     def close(self) -> None:
-        for worker in self._workers:
+        for worker in self._running:
             worker.process.terminate()
         until = time.monotonic() + GRACE
-        for worker in self._workers:
+        for worker in self._running:
             worker.process.join(max(0.0, until - time.monotonic()))
             if worker.process.is_alive():
                 worker.process.kill()
                 worker.process.join()
             worker.receiver.close()
-        self._workers.clear()
-
-
-def _how_lost(code: int | None) -> str:
-    if code == 0:
-        return ""
-    if code is None or code > 0:
-        return f"its process ended with status {code}"
-    hint = ": memory may have run out" if -code == getattr(signal, "SIGKILL", None) else ""
-    return f"its process was ended by signal {-code}{hint}"
-
-
-# --- in the worker's process
+        self._running.clear()
 
 
 def _main(group: Group, sender: Connection, threads: int, devices: list[int] | None) -> None:
+    """Do the work of a worker, in its process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the main process ends the workers
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that nothing is left half written
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -194,7 +185,7 @@ def _main(group: Group, sender: Connection, threads: int, devices: list[int] | N
         shown = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = [shown.split(",")[device] if shown else str(device) for device in devices]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
-    settle()
+    prepare_worker()
     # Also when nothing changes: torch repairs the thread pool of a forked process here, and two threads that need it at
     # once would fail.
     torch.set_num_threads(torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else threads)
@@ -233,9 +224,9 @@ class RayTasks:
         self._ray: Any = ray
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
-            own = {} if address else {"num_cpus": cpus, "include_dashboard": False}
+            new = {} if address else {"num_cpus": cpus, "include_dashboard": False}
             try:
-                ray.init(address=address, log_to_driver=False, logging_level="ERROR", **own)
+                ray.init(address=address, log_to_driver=False, logging_level="ERROR", **new)
             except Exception as error:
                 raise SinkscopeError(f"the Ray cluster cannot be used: {described(error)}") from error
         gpus = int(ray.cluster_resources().get("GPU", 0))
@@ -257,7 +248,7 @@ class RayTasks:
         self._running.append(task.remote(group, os.getcwd()))
         return self._running[-1]
 
-    def heard(self) -> Iterator[tuple[Hashable, Event | str]]:
+    def reports(self) -> Iterator[tuple[Hashable, Event | str]]:
         ready, _ = self._ray.wait(self._running, num_returns=1)
         for generator in ready:
             try:
@@ -278,7 +269,7 @@ class RayTasks:
 def _measured(group: Group, folder: str) -> Iterator[Event]:
     """Measure a group inside a Ray worker, which may have started in another folder."""
     os.chdir(folder)
-    settle()
+    prepare_worker()
     yield from measured(group)
 
 
@@ -304,7 +295,7 @@ class Launched:
         self._events: Any = measured(group)
         return self._events
 
-    def heard(self) -> Iterator[tuple[Hashable, Event | str]]:
+    def reports(self) -> Iterator[tuple[Hashable, Event | str]]:
         for event in self._events:
             yield self._events, event
         yield self._events, ""

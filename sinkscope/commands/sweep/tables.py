@@ -1,17 +1,16 @@
 """The tables of a sweep: the values that its cells measured, each with the cell's coordinates in the grid."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from sinkscope.commands.sweep.cells import Planned
 from sinkscope.commands.sweep.factor_study import TABLE as STUDY
 from sinkscope.commands.sweep.factor_study import studied
-from sinkscope.commands.sweep.file import Cell
 from sinkscope.errors import InputError
 from sinkscope.models.steps import step_of
 from sinkscope.results.metrics import is_sink, lacks_rate
@@ -67,13 +66,6 @@ _BOS_SETTING = r",?\bbos=\w+,?"  # the BOS policy in the settings of a cell, whi
 
 
 @dataclass(frozen=True)
-class Measured:
-    cell: Cell
-    folder: Path
-    manifest: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class SweepTables:
     tables: dict[str, pd.DataFrame] = field(repr=False)  # name → table, without tables that no cell has
     papers: Mapping[str, str]  # model → its name in WSE table 1
@@ -84,7 +76,6 @@ class SweepTables:
         table = self.tables.get(SWEEP, pd.DataFrame(columns=[*LEADING, *names_of(SWEEP_TABLES[SWEEP])]))
         rows = table[(table["metric"] == "sink_rate") & (table["layer"] == WHOLE_MODEL)]
         rows = rows.rename(columns={"value": "sink_rate"}).reset_index(drop=True)
-        rows = rows.assign(bos=rows["token_zero"].map(policy_of))  # tables of older versions lack this column
         ends = self.tables.get(EPSILON, pd.DataFrame()).reindex(columns=["cell", "epsilon", *ENDS])
         kinds = {"cell": object, "epsilon": float}  # also for an empty table
         return rows.astype(kinds).merge(ends.astype(kinds), on=["cell", "epsilon"], how="left")
@@ -127,66 +118,61 @@ class SweepTables:
         return wide.fillna("–").rename(columns={"bos": "BOS"}).rename_axis(columns=None).reset_index(drop=True)
 
 
-def sweep_tables(done: Sequence[Measured]) -> SweepTables:
-    """Return the tables of all finished cells. Raises InputError if a table of a cell is damaged or missing."""
-    known = pd.DataFrame([coordinates(each) for each in done], columns=names_of(COORDINATES))
-    labels = pd.Series([each.cell.model for each in done], dtype=object)
-    parts: dict[str, dict[int, pd.DataFrame]] = {}  # name → index of the cell → its table
-    for place, each in enumerate(done):
+def sweep_tables(done: Sequence[Planned]) -> SweepTables:
+    """Return the tables of all finished cells. Raises InputError if a table of a cell is damaged or missing.
+
+    Each has the coordinates of its cells after the leading columns; `model` is the name in the file.
+    """
+    parts: dict[str, list[pd.DataFrame]] = defaultdict(list)
+    for each in done:
         for name, common in OF_COMMANDS[each.cell.command].items():
             table = read_table(each.folder / "tables" / f"{name}.parquet")
             if common == STUDY:  # with the number of tokens that were read before each step
                 tokens = tokens_a_step(each.manifest["config"], each.manifest.get("processes", 1))
                 table = studied(table)
                 table = table.assign(tokens=table["step"] * tokens)
-            parts.setdefault(common, {})[place] = table
+            parts[common].append(_placed(table, each))
         if each.cell.command == "analyze" and ALPHA in each.manifest["tables"]:
-            parts.setdefault(EPSILON, {})[place] = _by_epsilon(each)
-    tables = {name: _joined(found, known, labels) for name, found in sorted(parts.items())}
+            parts[EPSILON].append(_placed(_by_epsilon(each), each))
+    tables = {name: pd.concat(placed, ignore_index=True) for name, placed in sorted(parts.items())}
     return SweepTables(tables, {each.cell.model: each.cell.entry.paper for each in done if each.cell.entry.paper})
 
 
-def _joined(parts: Mapping[int, pd.DataFrame], known: pd.DataFrame, labels: pd.Series) -> pd.DataFrame:
-    """Return all rows, with their cells' coordinates after the leading columns; `model` is the name in the file."""
-    rows = pd.concat(parts.values(), ignore_index=True)
-    places = np.repeat(list(parts), [len(table) for table in parts.values()])
-    coordinates = known.iloc[places].reset_index(drop=True)
-    coordinates = coordinates.drop(columns=[name for name in coordinates if name in rows])  # such as ε in a table by ε
-    rows["model"] = labels.iloc[places].to_numpy()
-    joined = pd.concat([rows, coordinates], axis=1)
-    first = [*LEADING, *(name for name in known if name in joined)]
-    return joined[[*first, *(name for name in rows if name not in first)]]
-
-
-def coordinates(each: Measured) -> dict[str, Any]:
+def _placed(table: pd.DataFrame, each: Planned) -> pd.DataFrame:
+    """Return a cell's table with its coordinates, except those that it has as columns, such as ε in a table by ε."""
     cell, manifest = each.cell, each.manifest
-    config, of_model = manifest["config"], manifest.get("model")
+    config, model = manifest["config"], manifest.get("model")
     token_zero = manifest.get("input", {}).get("token_zero", "")
     try:
         step = NO_STEP if cell.revision is None else step_of(cell.revision)
     except InputError:
         step = NO_STEP
-    return {
+    coordinates = {
         "cell": cell.name,
         "revision": cell.revision or "",
         "step": step,
         "family": cell.entry.family or "",
         "base": cell.entry.base or "",
-        "parameters": int(of_model.get("parameters") or 0) if isinstance(of_model, dict) else 0,
+        "parameters": int(model.get("parameters") or 0) if isinstance(model, dict) else 0,
         "input": cell.input,
         "settings": cell.setting,
         "seq_len": config.get("seq_len") or config.get("block_length", 0),
-        **{name: config.get(name, 0) for name in ("window", "epsilon", "seed")},  # 0 if the command has no such option
+        "window": config.get("window", 0),  # 0 if the command has no such option
+        "epsilon": float(config.get("epsilon", 0)),
+        "seed": config.get("seed", 0),
         "dtype": manifest.get("dtype", ""),
         "token_zero": token_zero,
         "bos": policy_of(token_zero),
     }
+    first = [*LEADING, *coordinates]
+    table = table.assign(**{name: value for name, value in coordinates.items() if name not in table}, model=cell.model)
+    return table[[*first, *(name for name in table if name not in first)]]
 
 
-def _by_epsilon(each: Measured) -> pd.DataFrame:
+def _by_epsilon(each: Planned) -> pd.DataFrame:
     """Return sink rates of the model at several ε: share of heads and sequences, mean of layers (WSE fig. 3)."""
     alpha = read_table(each.folder / "tables" / f"{ALPHA}.parquet")
-    uniform = alpha.get("uniform_mass", pd.Series(float("nan"), alpha.index))  # NaN in folders of an older format
+    uniform = alpha["uniform_mass"]
     epsilons = sorted({*EPSILONS, each.manifest["config"]["epsilon"]})
     sinks = pd.DataFrame(
         {
@@ -199,7 +185,7 @@ def _by_epsilon(each: Measured) -> pd.DataFrame:
     texts = RunData(dict(each.manifest), {}).text_numbers[by_sequence.index]
     rates = weighted_means(of_layers, resamplings_of(texts)).mean(-1)
     leading = {"model": "", "condition": each.manifest["condition"], "layer": WHOLE_MODEL}
-    low, high = np.transpose([(found.low, found.high) for found in map(bootstrap, rates.T)])
+    low, high = np.transpose([(estimate.low, estimate.high) for estimate in map(bootstrap, rates.T)])
     return pd.DataFrame({**leading, "epsilon": epsilons, "sink_rate": rates[0], "low": low, "high": high})
 
 

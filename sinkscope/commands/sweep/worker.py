@@ -9,7 +9,7 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any
 
 from huggingface_hub import constants, dataset_info
 
-from sinkscope.errors import LONGEST, InputError, SinkscopeError, described, is_out_of_memory, one_line, was_interrupted
+from sinkscope.errors import LONGEST, InputError, SinkscopeError, one_line, was_interrupted
 from sinkscope.measuring.console import Plain
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import check_memory
@@ -27,7 +27,7 @@ from sinkscope.models.files import SMALL_FILES, fetch, find_settings, is_on_hub,
 from sinkscope.options.files import kind_of, names_in, user_path
 from sinkscope.options.measuring import DEMO_NAME
 from sinkscope.options.register import records
-from sinkscope.plugins import load_plugins, plugin_of
+from sinkscope.plugins import failure_of, load_plugins
 from sinkscope.results.folders import resumable
 from sinkscope.results.manifest import MANIFEST, noting
 from sinkscope.text.sources import DRAWN, TEXTS
@@ -91,7 +91,7 @@ def load_key(options: Any) -> tuple:
     return (*(getattr(options, name) for name in LOADED_BY), options.adapter)
 
 
-def settle() -> None:
+def prepare_worker() -> None:
     """Prepare a new process as a worker: silence libraries, and freeze the garbage collector's present objects, so that
     the collections at the start of each pass are fast.
     """
@@ -107,25 +107,15 @@ def measured(group: Group) -> Iterator[Event]:
     models: dict[str, Any] = {}
     for task in group.tasks:
         yield Event(task.name, State.RUNNING)
-        start = time.monotonic()
+        start, state, message = time.monotonic(), State.DONE, ""
         try:
             with team().agreeing(), noting(read=dict(task.read)):
                 _measure(task, models)
         except Exception as error:  # also unexpected errors: the other cells are still measured
             if was_interrupted(error):
                 raise KeyboardInterrupt from None
-            if isinstance(error, SinkscopeError):
-                message = one_line(error, LONGEST)
-            elif is_out_of_memory(error):
-                message = "memory ran out: take a shorter seq-len, dtype bfloat16 or device-map auto"
-            else:
-                plugin = plugin_of(error)
-                message = (
-                    f"the plugin {plugin} failed [{described(error)}]" if plugin else f"unexpected {described(error)}"
-                )
-            yield Event(task.name, State.FAILED, message, time.monotonic() - start)
-        else:
-            yield Event(task.name, State.DONE, seconds=time.monotonic() - start)
+            state, message = State.FAILED, one_line(failure_of(error, dashes="")[0], LONGEST)
+        yield Event(task.name, state, message, time.monotonic() - start)
 
 
 def _measure(task: Task, models: dict[str, Any]) -> None:
@@ -133,7 +123,7 @@ def _measure(task: Task, models: dict[str, Any]) -> None:
     load_plugins()  # in a process of its own
     function = getattr(records()[task.command].imported(), task.command)
     # a sweep may have hundreds of cells: `show` makes the page of one when it is needed
-    where = {"out": task.folder, "overwrite": not _can_resume(task), "page": False}
+    where = {"out": task.folder, "overwrite": not can_resume(task), "page": False}
     if task.command == "train":
         function(options=task.options, figures=False, **where)
     elif task.command == "retrofit":
@@ -144,16 +134,16 @@ def _measure(task: Task, models: dict[str, Any]) -> None:
         function(_loaded(task.options, models), config=task.options, figures=task.figures, **where)
 
 
-def _can_resume(task: Task) -> bool:
-    """Return whether an interrupted command can resume in its folder."""
+def can_resume(task: Task) -> bool:
+    """Return whether an interrupted command can resume in its folder: with equal options and unchanged inputs."""
     if not type(task.options).resumable:
         return False
     recorded = task.options.model_dump(mode="json", exclude={"method"})  # as run.json records the options of a training
     try:
-        found = resumable(task.folder, task.command, {"config": recorded})
-        return found is not None and not changes(found.get("read"), task.read)
+        manifest = resumable(task.folder, task.command, {"config": recorded})
     except InputError:
         return False
+    return manifest is not None and not changes(manifest.get("read"), task.read)
 
 
 def _loaded(options: Any, models: dict[str, Any]) -> Any:
@@ -175,12 +165,16 @@ def _loaded(options: Any, models: dict[str, Any]) -> Any:
 
 # --------------------------------------------------------------------------------------------------- what cells read
 
+# options that name what a cell reads besides its model; a dataset replaces the text
+TEXT_OPTIONS = ("input", "text")
+READ_OPTIONS = ("dataset", *TEXT_OPTIONS, "adapter", "tokenizer", "config", "task_path")
+
 
 class Reads:
     """Compute digests; each file is read only once, so that all cells are compared with the same state of it."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], str | None] = {}
+        self._known: dict[tuple[Any, ...], str | None] = {}  # arguments of `digest_of` → its result
 
     def of(self, options: Any) -> dict[str, str]:
         """Map each input of a command with these options to its digest, or to its commit on the hub.
@@ -188,40 +182,70 @@ class Reads:
         Inputs that cannot be found now are omitted: nothing could be measured with them either. Tokens drawn from a
         seed have no digest, since the options hold the seed.
         """
-        asked: dict[str, tuple[Any, ...]] = {}
+        sources: dict[str, tuple[Any, ...]] = {}
         if hasattr(options, "model"):
-            asked[f"model {options.model or DEMO_NAME}"] = (
-                _of_model, options.model, getattr(options, "revision", None), getattr(options, "gguf_file", None),
-            )  # fmt: skip
-        for name, find in _DIGEST_OF.items():
-            given = getattr(options, name, None)
-            is_read = find is not _of_text or getattr(options, "dataset", None) is None
-            if given is not None and is_read:
-                asked[f"{name} {given}"] = (find, given)
+            where = (getattr(options, name, None) for name in ("model", "revision", "gguf_file"))
+            sources[f"model {options.model or DEMO_NAME}"] = ("model", *where)
+        for name in READ_OPTIONS:
+            value = getattr(options, name, None)
+            is_replaced = name in TEXT_OPTIONS and getattr(options, "dataset", None) is not None
+            if value is not None and not is_replaced:
+                sources[f"{name} {value}"] = (name, value)
         for folder in getattr(options, "from_", None) or ():
-            asked[f"run {folder}"] = (_of_files, (Path(folder) / MANIFEST,))
-        return {what: digest for what, source in asked.items() if (digest := self._digest(*source)) is not None}
-
-    def _digest(self, find: Callable[..., str | None], *source: Any) -> str | None:
-        key = (find, *source)
-        if key not in self._known:
-            try:
-                with quiet():
-                    self._known[key] = find(*source)
-            except (SinkscopeError, OSError):  # the error is reported when the cell is measured
-                self._known[key] = None
-        return self._known[key]
+            sources[f"run {folder}"] = ("from_", Path(folder) / MANIFEST)
+        for source in sources.values():
+            if source not in self._known:
+                try:
+                    with quiet():
+                        self._known[source] = digest_of(*source)
+                except (SinkscopeError, OSError):  # the error is reported when the cell is measured
+                    self._known[source] = None
+        digests = {what: self._known[source] for what, source in sources.items()}
+        return {what: digest for what, digest in digests.items() if digest is not None}
 
 
-def changes(before: Mapping[str, str] | None, now: Mapping[str, str]) -> str:
-    """Return why a cell must be measured again; "" if its inputs are unchanged."""
-    if before is None:
-        return "it was made by an older sinkscope, which did not record what it read"
-    changed = [what for what, digest in now.items() if before.get(what) != digest]
-    return f"{', '.join(changed)} changed since" if changed else ""
+def digest_of(option: str, value: Any, revision: str | None = None, gguf_file: str | None = None) -> str | None:
+    """Return the digest of the files that an option names, or their commit on the hub.
+
+    None if there are none: for names of tasks and architectures, for drawn tokens, and for files that do not exist.
+    """
+    if option == "model":
+        if is_on_hub(value):
+            return fetch(str(value), revision, ["config.json"])[0].name
+        files = find_settings(value, revision, gguf_file)
+        is_folder = value is not None and kind_of(user_path(value)) == "folder"
+        small = _small_files(files.folder) if is_folder else []
+        return files.commit or _digest([*small, *(files.folder / name for name in files.weights)])
+    if option == "adapter":
+        adapter = find_adapter(value, allow_pickle=True)
+        return adapter.commit or _digest([adapter.folder / ADAPTER_CONFIG, adapter.folder / adapter.weights])
+    if option in TEXT_OPTIONS and (value in TEXTS or value in DRAWN):
+        return hashlib.sha256(TEXTS[value]().encode()).hexdigest() if value in TEXTS else None
+    name = value.partition(":")[0] if option == "dataset" else value
+    path = user_path(name)
+    kind = kind_of(path)
+    if option == "dataset" and kind is None:
+        try:
+            return None if constants.is_offline_mode() else dataset_info(name).sha
+        except Exception:  # an error of the hub or the network
+            return None
+    if option == "tokenizer":
+        if kind != "folder":
+            return fetch(value, None, [f"*{ending}" for ending in SMALL_FILES])[0].name
+        return _digest(_small_files(path))
+    if option == "config" and kind == "folder":
+        path, kind = path / "config.json", kind_of(path / "config.json")
+    if kind is None:
+        return None
+    return _digest([path] if kind == "file" else [each for each in path.rglob("*") if each.is_file()])
 
 
-def _of_files(paths: Iterable[Path]) -> str:
+def _small_files(folder: Path) -> list[Path]:
+    """Return the files of a model with settings, tokenizer and code."""
+    return [folder / name for name in names_in(folder) if name.endswith(SMALL_FILES)]
+
+
+def _digest(paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     for path in sorted(paths):
         with path.open("rb") as file:
@@ -229,71 +253,7 @@ def _of_files(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def _of_model(model: str | None, revision: str | None, gguf_file: str | None) -> str:
-    if is_on_hub(model):
-        return fetch(str(model), revision, ["config.json"])[0].name
-    files = find_settings(model, revision, gguf_file)
-    if files.commit is not None:
-        return files.commit
-    is_folder = model is not None and kind_of(user_path(model)) == "folder"
-    return _of_files([*_small(files.folder if is_folder else None), *(files.folder / name for name in files.weights)])
-
-
-def _small(folder: Path | None) -> list[Path]:
-    """Return the files of a model with settings, tokenizer and code."""
-    return [] if folder is None else [folder / name for name in names_in(folder) if name.endswith(SMALL_FILES)]
-
-
-def _of_adapter(adapter: str) -> str:
-    files = find_adapter(adapter, allow_pickle=True)
-    return files.commit or _of_files([files.folder / ADAPTER_CONFIG, files.folder / files.weights])
-
-
-def _of_tokenizer(source: str) -> str:
-    if kind_of(user_path(source)) == "folder":
-        return _of_files(_small(user_path(source)))
-    return fetch(source, None, [f"*{ending}" for ending in SMALL_FILES])[0].name
-
-
-def _of_text(source: str) -> str | None:
-    """Return None for tokens drawn from a seed and for tasks."""
-    if source in TEXTS:
-        return hashlib.sha256(TEXTS[source]().encode()).hexdigest()
-    return None if source in DRAWN else _of_path(source)
-
-
-def _of_path(source: str) -> str | None:
-    """Return the digest of a file or of all files of a folder; None if it does not exist."""
-    path = user_path(source)
-    kind = kind_of(path)
-    if kind is None:
-        return None
-    return _of_files([path] if kind == "file" else [each for each in path.rglob("*") if each.is_file()])
-
-
-def _of_dataset(spec: str) -> str | None:
-    name = spec.partition(":")[0]
-    if kind_of(user_path(name)) is not None:
-        return _of_path(name)
-    try:
-        return None if constants.is_offline_mode() else dataset_info(name).sha
-    except Exception:  # an error of the hub or the network
-        return None
-
-
-def _of_config(source: str) -> str | None:
-    """Return None for the name of an architecture."""
-    path = user_path(source)
-    return _of_path(str(path / "config.json" if kind_of(path) == "folder" else path))
-
-
-# option → the function that computes the digest of its value; a dataset replaces the text
-_DIGEST_OF: dict[str, Callable[[str], str | None]] = {
-    "dataset": _of_dataset,
-    "input": _of_text,
-    "text": _of_text,
-    "adapter": _of_adapter,
-    "tokenizer": _of_tokenizer,
-    "config": _of_config,
-    "task_path": _of_path,
-}
+def changes(before: Mapping[str, str] | None, now: Mapping[str, str]) -> str:
+    """Return why a cell must be measured again; "" if its inputs are unchanged."""
+    changed = [what for what, digest in now.items() if (before or {}).get(what) != digest]
+    return f"{', '.join(changed)} changed since" if changed else ""

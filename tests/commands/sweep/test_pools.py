@@ -14,7 +14,7 @@ import torch
 
 from sinkscope.commands.sweep import pools
 from sinkscope.commands.sweep.pools import Processes, RayTasks
-from sinkscope.commands.sweep.worker import ALL, Group, devices_for, settle
+from sinkscope.commands.sweep.worker import ALL, Group, devices_for, prepare_worker
 from sinkscope.measuring.console import Plain
 
 
@@ -95,8 +95,8 @@ def test_a_worker_outlives_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, open(writer, "w", buffering=1, closefd=False))  # noqa: SIM115
     with warnings.catch_warnings():
-        settle()
-        settle()  # Ray's workers do this for each group
+        prepare_worker()
+        prepare_worker()  # Ray's workers do this for each group
         print("loading …", flush=True)
         print("loading …", file=sys.stderr, flush=True)
     assert not isinstance(sys.stderr._stream, Plain)  # type: ignore[attr-defined]

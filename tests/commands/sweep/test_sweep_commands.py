@@ -15,8 +15,8 @@ from tiny import tiny_model
 
 import sinkscope
 from sinkscope.commands.claims.register import CLAIMS
-from sinkscope.commands.sweep.cells import CellFolders
-from sinkscope.commands.sweep.command import Size, SweepRun, planned, sized
+from sinkscope.commands.sweep.cells import CellFolders, Size, planned, sized
+from sinkscope.commands.sweep.command import SweepRun
 from sinkscope.commands.sweep.file import read_sweep
 from sinkscope.commands.sweep.worker import Reads, State, load_key
 

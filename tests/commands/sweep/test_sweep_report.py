@@ -9,6 +9,7 @@ import pytest
 from sinkscope.commands.sweep.output import words
 from sinkscope.commands.sweep.tables import EPSILON, SCORES, SWEEP, SweepTables
 from sinkscope.figures import KINDS
+from sinkscope.results.run import policy_of
 
 CELL: dict[str, Any] = {
     "model": "a", "condition": "natural", "layer": -1, "cell": "", "revision": "", "step": -1, "family": "", "base": "",
@@ -23,6 +24,7 @@ def tables_of(*cells: dict[str, Any], papers: dict[str, str] | None = None) -> S
         for place, cell in enumerate(cells)
     ]
     table = pd.DataFrame(rows)
+    table["bos"] = table["token_zero"].map(policy_of)
     by_epsilon = pd.concat(
         [table.drop(columns=["metric", "value"]).assign(epsilon=e, sink_rate=1 - e) for e in (0.2, 0.3, 0.9)]
     )
