@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
-from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -25,7 +25,6 @@ from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.options.measuring import PERMISSIONS
 from sinkscope.options.option import Options, checked, flag
 from sinkscope.options.output import OutputOptions
-from sinkscope.options.recipe import SWEEPS, known_recipes
 from sinkscope.options.register import Command, records
 from sinkscope.plugins import load_plugins
 
@@ -41,7 +40,7 @@ def parameters_of(kind: type[Options]) -> list[inspect.Parameter]:
     fields = {name: offered[name] for name in kind.arguments if name in offered} | offered
     of_output = [*(("out", "overwrite", "no_page") if kind.writes else ()), *(("from_",) if kind.repeatable else ())]
     fields |= {name: OutputOptions.model_fields[name] for name in (*of_output, "quiet", "json_")}
-    parameters = [_keyword("ctx", typer.Context)]
+    parameters: dict[str, tuple[Any, Any]] = {"ctx": (typer.Context, inspect.Parameter.empty)}
     for name, field in fields.items():
         extra: Any = field.json_schema_extra
         shown = kind.writes if name == "out" else kind.shown.get(name, extra["shown"])
@@ -53,14 +52,17 @@ def parameters_of(kind: type[Options]) -> list[inspect.Parameter]:
             "metavar": extra["metavar"],
             "help": field.description,
             "show_default": shown or listed or value is not None,
-            "autocompletion": _completion(name, field.annotation),
+            "autocompletion": _completion(field.annotation, extra["names"]),
         }
         info: Any = typer.Option(flag(name), **words, rich_help_panel=extra["panel"])
         if name in kind.arguments:
             info = typer.Argument(**words)
-        value = inspect.Parameter.empty if is_required else value
-        parameters.append(_keyword(name, Annotated[kind_of_value, info], value))
-    return [*parameters, _keyword("debug", Annotated[bool, _DEBUG], False)]
+        parameters[name] = (Annotated[kind_of_value, info], inspect.Parameter.empty if is_required else value)
+    parameters["debug"] = (Annotated[bool, _DEBUG], False)
+    return [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for name, (annotation, default) in parameters.items()
+    ]
 
 
 def _typed(annotation: Any, default: Any) -> tuple[Any, Any]:
@@ -76,46 +78,21 @@ def _typed(annotation: Any, default: Any) -> tuple[Any, Any]:
     return (str, default) if isinstance(default, str) else (str | None, default)
 
 
-def _kinds() -> Iterable[str]:
-    from sinkscope.commands.list.command import kinds  # imports pandas
-
-    return kinds()
-
-
-def _listed(kind: str) -> Iterable[str]:
-    from sinkscope.commands.list.command import listing  # imports the register, and with it torch
-
-    return listing(kind).iloc[:, 0]
-
-
-# arguments and options whose values are names, and where these are found
-NAMES: dict[str, Callable[[], Iterable[str]]] = {
-    "recipe": known_recipes,
-    "file": partial(known_recipes, SWEEPS),
-    "kind": _kinds,
-    "do": partial(_listed, "interventions"),
-    "observables": partial(_listed, "observables"),
-    "keep": partial(_listed, "activations"),
-    "method": partial(_listed, "retrofits"),
-    "config": partial(_listed, "architectures"),
-}
-
-
-def _completion(name: str, annotation: Any) -> Callable[[str], list[str]]:
+def _completion(annotation: Any, names: str) -> Callable[[str], list[str]]:
     """Return the function with which a shell completes a value: a choice or a name, or the last one after a comma."""
     parts = [annotation, *get_args(annotation)]
     choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
 
     def complete(incomplete: str) -> list[str]:
         before, comma, last = incomplete.rpartition(",")
-        found = choices or NAMES.get(name, list)()
-        return [f"{before}{comma}{known}" for known in found if known.startswith(last)]
+        known: Iterable[str] = choices
+        if names:
+            module, _, name = names.partition(":")
+            register = getattr(import_module(module), name)  # its import may take seconds
+            known = register() if callable(register) else register
+        return [f"{before}{comma}{one}" for one in known if one.startswith(last)]
 
     return complete
-
-
-def _keyword(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 app = typer.Typer(
@@ -186,8 +163,9 @@ def _command(record: Command, kind: type[Options]) -> Callable[..., None]:
 
 def _repeated(name: str, kind: type[Options], output: OutputOptions, typed: dict[str, Any]) -> Options:
     """Return the options of the run that --from names, except its permissions, which must be typed."""
-    for given in [name for name in typed if name not in PERMISSIONS]:
-        what = f"{given.upper()} {typed[given]}" if given in kind.arguments else flag(given)
+    others = [option for option in typed if option not in PERMISSIONS]
+    if others:
+        what = f"{others[0].upper()} {typed[others[0]]}" if others[0] in kind.arguments else flag(others[0])
         raise InputError(
             f"--from repeats a run with all its options, so {what} cannot be given with it: "
             f"leave one of the two out (--out, --overwrite, --quiet, {', '.join(map(flag, PERMISSIONS))} may stay)"

@@ -50,7 +50,9 @@ class PageParts:
         return {}
 
     def data(self, contents: "Contents") -> Mapping[str, Any]:
-        """Return entries that only the command's script reads."""
+        """Return entries for the command's script, and these for others: `first_table`, the beginning of the names of
+        the tables that are shown first, and `spread`, False if the overviews have no ± and no intervals.
+        """
         return {}
 
 

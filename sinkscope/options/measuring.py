@@ -163,7 +163,14 @@ class ObservableOptions(Options):
         tuple[str, ...] | None,
         split_at_commas,
         distinct("none was named; `sinkscope list observables` shows the names"),
-    ] = option(None, "Measuring", "See `sinkscope list observables`.", metavar="A,B", shown="all that apply")
+    ] = option(
+        None,
+        "Measuring",
+        "See `sinkscope list observables`.",
+        metavar="A,B",
+        shown="all that apply",
+        names="sinkscope.measuring.observables:OBSERVABLES",
+    )
     positions: int = option(
         POSITIONS, "Measuring", "Report the first P positions.", metavar="P", shown=f"{POSITIONS}, or T if less", ge=1
     )
@@ -272,6 +279,7 @@ class CloseUpOptions(RunConfig):
         "Also write raw activations of these sites (`sinkscope list activations`), as safetensors.",
         metavar="A,B",
         shown="none",
+        names="sinkscope.results.activations:ALL_SITES",
     )
     keep_seqs: int = option(8, "Measuring", "Sequences of --keep, from the first on; up to 4 GB.", metavar="N", ge=1)
 

@@ -83,7 +83,14 @@ class Options(BaseModel):
 
 
 def option(
-    default: Any, panel: str, about: str, *, metavar: str = "", shown: str | None = None, **constraints: Any
+    default: Any,
+    panel: str,
+    about: str,
+    *,
+    metavar: str = "",
+    shown: str | None = None,
+    names: str = "",
+    **constraints: Any,
 ) -> Any:
     """Declare an option.
 
@@ -93,9 +100,10 @@ def option(
         about: one line for `--help`.
         metavar: the name of its value in `--help`.
         shown: the default that `--help` shows in place of the value.
+        names: MODULE:NAME of the names that a shell completes: a register, or a function that returns them.
         **constraints: constraints of pydantic's Field (ge, le, …).
     """
-    extra: dict[str, Any] = {"panel": panel, "metavar": metavar, "shown": shown}
+    extra: dict[str, Any] = {"panel": panel, "metavar": metavar, "shown": shown, "names": names}
     if type(default) is int:
         constraints = {"le": MOST} | constraints
     if type(default) is float:

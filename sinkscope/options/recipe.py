@@ -28,13 +28,10 @@ from sinkscope.errors import InputError, closest, one_line, unknown
 from sinkscope.options.files import ENDINGS, kind_of, named_file, names_in, read_yaml, user_path
 from sinkscope.options.measuring import PERMISSIONS
 from sinkscope.options.option import Options, checked, flag, split_names
-from sinkscope.options.register import options_by_command
+from sinkscope.options.register import options_by_command, records
 
-SWEEP, CELLS = "sweep", "cells"  # a sweep in run.json, and the folder of its runs
 COMPARISON = "comparison"  # the folder next to the folders of several runs
 RESERVED = (COMPARISON, "run.json")  # names that a run cannot have
-SWEEPS = "sweeps"  # the folder of sweeps in recipes/
-KINDS = {"run": ("recipe", ""), "sweep": ("sweep", SWEEPS)}  # command → its kind of file, and their folder in recipes/
 LONGEST_NAME = 200  # bytes: file systems allow 255, and temporary names are longer
 
 # options that a recipe, which may come from anywhere, must not set, and the reasons
@@ -156,12 +153,12 @@ def shipped(folder: str) -> Path:
 
 
 def find_recipe(recipe: str | os.PathLike[str], command: str = "run") -> Path:
-    """Return the file of a recipe (or of a sweep, if the command is `sweep`) by its path or name, or InputError."""
+    """Return the file that a command reads (its record has `recipes`) by its path or name, or InputError."""
     path = user_path(recipe)
     kind = kind_of(path)
     if kind == "file":
         return path
-    what, folder_name = KINDS[command]
+    what, folder_name = records()[command].recipes or ("recipe", "")
     known = known_recipes(folder_name)
     name = path.stem if path.suffix in ENDINGS else path.name
     if path.name == str(recipe):  # no folder before it

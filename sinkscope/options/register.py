@@ -38,6 +38,9 @@ class Command:
     summaries: str = ""  # MODULE:FUNCTION, which returns the tables that `compare` prints of one folder, by title
     # command → MODULE:FUNCTION with which `compare` sets several of its folders or results side by side
     compared: Mapping[str, str] = field(default_factory=dict)
+    # if it reads a YAML file: what that is called, and the folder of such files in recipes/
+    recipes: tuple[str, str] | None = None
+    runs_in: str = ""  # the folder of the runs that it makes, and the entry of run.json with their names
     page: str = ""  # MODULE:CLASS, what its folders have on their page (html_page/contents.py)
     script: str = ""  # a file in its folder, which adds its sections to a page
     # kinds of names for `sinkscope list` → what they are, where they are used, MODULE:NAME of a register or a function

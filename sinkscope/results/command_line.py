@@ -9,7 +9,7 @@ from sinkscope.models.files import is_demo
 from sinkscope.options.given import OBJECTS
 from sinkscope.options.measuring import PERMISSIONS
 from sinkscope.options.option import Options, as_folder_name, flag
-from sinkscope.options.register import options_by_command
+from sinkscope.options.register import options_by_command, records
 
 NAMES = {"analyze_steps": "analyze"}  # function → the command that calls it
 
@@ -20,11 +20,12 @@ def command_lines(manifest: Mapping[str, Any], folder: Path | None) -> list[str]
     name = NAMES.get(command, command)
     if recipe:
         return [shlex.join(["sinkscope", "run", str(recipe["name"]), *_in_place_of(recipe, name, manifest["config"])])]
-    kind, model = options_by_command().get(name), manifest.get("model")
+    record, model = records().get(name), manifest.get("model")
     named = manifest["config"].get("model")
     is_named = named is not None or not isinstance(model, dict) or is_demo(str(model.get("source")))
     is_named = is_named and manifest["config"].get("input") not in OBJECTS
-    if kind is None or name == "sweep" or not is_named:  # a sweep's run.json holds the file's content
+    kind = record.options if record and not record.recipes else None  # run.json then holds the content of a file
+    if kind is None or not is_named:
         return []
     config = manifest["config"] | _methods(manifest.get("arms") or {})
     lines = [shlex.join(["sinkscope", name, *words])] if (words := _words(kind, config)) is not None else []

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from huggingface_hub import HfApi, constants, errors
@@ -17,16 +18,14 @@ from sinkscope.commands.claims.columns import CLAIM
 from sinkscope.commands.claims.columns import COMMAND as CLAIMS
 from sinkscope.commands.claims.scorecard import Scorecard
 from sinkscope.commands.printout import Printout
-from sinkscope.commands.sweep.cells import COMMAND as SWEEP
-from sinkscope.commands.sweep.cells import CellFolders
-from sinkscope.commands.sweep.output import open_comparison
 from sinkscope.errors import InputError, SinkscopeError, described, explained
 from sinkscope.options.output import OutputOptions
+from sinkscope.options.register import records
 from sinkscope.output.result import figure_failure, written
 from sinkscope.output.run import Run
 from sinkscope.results.folders import own_folder
 from sinkscope.results.manifest import MANIFEST, PAGE, RUNS, folder_of, make_manifest, read_manifest, tables_folder
-from sinkscope.results.tables import blaming_tables
+from sinkscope.results.tables import blaming_tables, read_table
 
 COMMAND = "card"
 Given = Run | Scorecard | str | os.PathLike[str]
@@ -72,7 +71,7 @@ def card(
             raise InputError("--push uploads a folder: name it with --out")
     entries = [entry for run in runs for entry in _opened(run)]
     if not entries:
-        raise InputError("a card needs at least one run, or a sweep with a cell that is done")
+        raise InputError("a card needs at least one run, or a folder with a cell that is done")
     reads = [entry.folder for entry, _ in entries]
     with blaming_tables(), own_folder(out, overwrite, (COMMAND,), reads=reads) as folder:
         measured = tuple(entry for entry, _ in entries if isinstance(entry, Run))
@@ -94,20 +93,23 @@ def _opened(given: Given) -> Iterator[tuple[Run | Scorecard, str]]:
         yield given, ""
         return
     folder = folder_of(given)
-    command = read_manifest(folder, (*RUNS, CLAIMS, SWEEP))["command"]
-    if command != SWEEP:
+    grids = {name: record.runs_in for name, record in records().items() if record.runs_in}
+    command = read_manifest(folder, (*RUNS, CLAIMS, *grids))["command"]
+    if command not in grids:
         yield Scorecard.open(folder) if command == CLAIMS else Run.open(folder), ""
         return
     comparison = tables_folder(folder)
-    tables = open_comparison(comparison).tables.values()
-    cells = {row.cell: row for table in tables for row in table.drop_duplicates("cell").itertuples()}
+    cells: dict[str, Any] = {}
+    for name in read_manifest(comparison, grids)["tables"]:
+        table = read_table(comparison / "tables" / f"{name}.parquet")
+        cells |= {row.cell: row for row in table.drop_duplicates("cell").itertuples()}
     for name, cell in cells.items():
-        path = CellFolders(comparison.parent).run(name)
-        command = read_manifest(path, None)["command"]
-        if command == CLAIMS:
+        path = comparison.parent / grids[command] / name
+        command_of_cell = read_manifest(path, None)["command"]
+        if command_of_cell == CLAIMS:
             card = Scorecard.open(path)
             yield replace(card, tables={**card.tables, CLAIM: card.table.assign(model=cell.model)}), cell.family
-        elif command in RUNS:
+        elif command_of_cell in RUNS:
             run = Run.open(path)
             named = run.manifest | {"model": run.manifest["model"] | {"name": cell.model}}
             yield replace(run, manifest=named), cell.family

@@ -19,8 +19,8 @@ from sinkscope.commands.steps.series import COMMAND as STEPS
 from sinkscope.commands.steps.series import Series
 from sinkscope.errors import InputError
 from sinkscope.options.option import checked
-from sinkscope.options.recipe import CELLS, COMPARISON, SWEEP
-from sinkscope.options.register import options_by_command
+from sinkscope.options.recipe import COMPARISON
+from sinkscope.options.register import options_by_command, records
 from sinkscope.output.run import Run
 from sinkscope.results.manifest import MANIFEST, RUNS, read_manifest
 from sinkscope.results.run import RunData
@@ -147,16 +147,18 @@ def collected(runs: Iterable[Run], folders: Iterable[Path]) -> Collection:
 
 def judged_folders(folders: Iterable[Path]) -> list[Path]:
     """Return each folder once, with the finished cells in place of a sweep; InputError if nothing can be judged."""
+    grids = {name: record.runs_in for name, record in records().items() if record.runs_in}
     to_judge: dict[Path, None] = {}
     for folder in folders:
-        manifest = read_manifest(folder, (*JUDGED, SWEEP))
-        if manifest["command"] != SWEEP:
+        manifest = read_manifest(folder, (*JUDGED, *grids))
+        if manifest["command"] not in grids:
             to_judge[folder] = None
             continue
         comparison = folder / COMPARISON
-        compared = read_manifest(comparison, (SWEEP,)) if (comparison / MANIFEST).is_file() else manifest
+        compared = read_manifest(comparison, grids) if (comparison / MANIFEST).is_file() else manifest
         # the comparison leaves out cells that have to be measured again
-        cells = [folder / CELLS / name for name in manifest["cells"] if name in compared.get("cells", ())]
+        place = grids[manifest["command"]]
+        cells = [folder / place / name for name in manifest[place] if name in compared.get(place, ())]
         manifests = {cell: read_manifest(cell, None) for cell in cells if (cell / MANIFEST).is_file()}
         # resumable commands write their tables last
         done = [cell for cell, entries in manifests.items() if entries["command"] in JUDGED and entries["tables"]]

@@ -25,7 +25,11 @@ class InterveneOptions(ControlOptions, RunConfig):
     hidden: ClassVar = ("arms",)  # for Python and recipes
 
     do: Annotated[tuple[str, ...], text_as_tuple] = option(
-        (), "Intervening", "An intervention, or all; several are stacked in their order.", metavar="NAME[:K=V,…]"
+        (),
+        "Intervening",
+        "An intervention, or all; several are stacked in their order.",
+        metavar="NAME[:K=V,…]",
+        names="sinkscope.interventions:INTERVENTIONS",
     )
     arms: dict[str, Annotated[tuple[str, ...], text_as_tuple]] = option(
         {}, "Intervening", "Label → the stack of interventions of that arm."

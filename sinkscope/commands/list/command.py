@@ -126,7 +126,7 @@ CORE: dict[str, tuple[str, ...]] = {
         "retrofit", "what is added", "whose", "parameters", PACKAGE,
     ),
     "figures": (
-        "figures of runs and sweeps", "run.figure(NAME)", f"{__name__}:_figures",
+        "figures of runs and comparisons", "run.figure(NAME)", f"{__name__}:_figures",
         "figure", "of", "what it shows", PACKAGE,
     ),
     "families": (

@@ -10,4 +10,11 @@ class ListOptions(Options):
 
     arguments: ClassVar = ("kind",)
 
-    kind: str | None = option(None, "Input", "One kind of names, or all.", metavar="KIND", shown="the kinds")
+    kind: str | None = option(
+        None,
+        "Input",
+        "One kind of names, or all.",
+        metavar="KIND",
+        shown="the kinds",
+        names="sinkscope.commands.list.command:kinds",
+    )

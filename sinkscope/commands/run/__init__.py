@@ -8,6 +8,7 @@ COMMANDS = (
         "run",
         __name__,
         RunOptions,
+        recipes=("recipe", ""),
         public={"run": ".command:run_recipe", "run_recipe": ".command:run_recipe"},
     ),
 )

@@ -19,4 +19,10 @@ class RunOptions(InputOptions, DeviceOptions, ModelOptions):
         (*ModelOptions.model_fields, *DeviceOptions.model_fields, *InputOptions.model_fields), "the recipe's"
     )
 
-    recipe: str = option(..., "Input", "A YAML file, or a name from `sinkscope list recipes`.", metavar="RECIPE")
+    recipe: str = option(
+        ...,
+        "Input",
+        "A YAML file, or a name from `sinkscope list recipes`.",
+        metavar="RECIPE",
+        names="sinkscope.options.recipe:known_recipes",
+    )

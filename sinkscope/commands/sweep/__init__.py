@@ -9,6 +9,8 @@ COMMANDS = (
         __name__,
         SweepOptions,
         public={"sweep": ".command:sweep"},
+        recipes=("sweep", "sweeps"),
+        runs_in="cells",
         tables=(".tables:SWEEP_TABLES",),
         figures={
             "cells of a sweep": (

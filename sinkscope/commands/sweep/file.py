@@ -46,7 +46,7 @@ from sinkscope.errors import InputError, one_line, unknown
 from sinkscope.options.files import kind_of, named_file, read_yaml, user_path
 from sinkscope.options.measuring import DEMO_NAME, PERMISSIONS
 from sinkscope.options.option import as_folder_name, checked
-from sinkscope.options.recipe import SWEEPS, find_recipe, known_recipes, named
+from sinkscope.options.recipe import find_recipe, known_recipes, named
 from sinkscope.options.register import options_by_command
 
 READING = ("analyze", "intervene", "quantize", "claims")  # commands of a cell that read the inputs
@@ -297,10 +297,14 @@ def _cell(
     return replace(draft, name=f"{readable[:LONGEST_CELL_NAME]}-{checksum}", options=resolved)
 
 
+def known_sweeps() -> dict[str, Path]:
+    return known_recipes("sweeps")
+
+
 def listed() -> list[tuple[str, str, str, str]]:
     """Return the rows of `sinkscope list sweeps`, with the errors of invalid files."""
     rows = []
-    for name, path in known_recipes(SWEEPS).items():
+    for name, path in known_sweeps().items():
         try:
             sweep = read_sweep(str(path), {})
             rows.append((name, sweep.content.title, sweep.content.reproduces or "", str(len(sweep.cells))))

@@ -23,7 +23,13 @@ class SweepOptions(DeviceOptions, ModelOptions):
     refused: ClassVar = dict.fromkeys(("model", "revision", "gguf_file", "adapter"), "the file names the models")
     shown: ClassVar = dict.fromkeys(DeviceOptions.model_fields, "the file's")
 
-    file: str = option(..., "Input", "The sweep: a YAML file, or a name from `sinkscope list sweeps`.", metavar="FILE")
+    file: str = option(
+        ...,
+        "Input",
+        "The sweep: a YAML file, or a name from `sinkscope list sweeps`.",
+        metavar="FILE",
+        names="sinkscope.commands.sweep.file:known_sweeps",
+    )
     quick: bool = option(False, "Running", "Use the small form of the file, to check that everything works.")
     dry_run: bool = option(
         False, "Running", "Only show the combinations, with the memory that each needs, and which of them are done."

@@ -24,14 +24,15 @@ class SweepPage(PageParts):
     def data(self, contents: Contents) -> Mapping[str, Any]:
         """Return the level of each training with WSE's sink rate, and the spread of every level's last values."""
         training = contents.tables.get(factor_study.TABLE, pd.DataFrame())
+        data: dict[str, Any] = {"first_table": SWEEP, "spread": False, "levels": [], "last_steps": []}
         if training.empty:
-            return {"levels": [], "last_steps": []}
+            return data
         named = factor_study.levels(training)
         rates = {level: factor_study.published(level) for level in named.values()}
         shown = {level: (rate.value / 100, rate.mark) if rate else (None, "") for level, rate in rates.items()}
         rows = factor_study.with_levels(training[training["layer"] == WHOLE_MODEL])
         last = rows.loc[rows.groupby([*factor_study.KEYS, "metric"])["step"].idxmax()]
-        return {
+        return data | {
             "levels": [(*pair, level, *shown[level]) for pair, level in named.items()],
             "last_steps": spreads(last, [factor_study.LEVEL, "metric"]),
         }

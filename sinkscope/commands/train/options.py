@@ -88,7 +88,11 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
         metavar="N", ge=1,
     )  # fmt: skip
     method: Annotated[tuple[str, ...] | dict[str, str], text_as_tuple] = option(
-        (), "Training", "Methods to build in, each in its own arm; none is the plain model.", metavar="NAME[:K=V],…"
+        (),
+        "Training",
+        "Methods to build in, each in its own arm; none is the plain model.",
+        metavar="NAME[:K=V],…",
+        names="sinkscope.retrofits:RETROFITS",
     )
     text: Annotated[str, path_as_text] = option(
         "natural",
@@ -193,6 +197,7 @@ class TrainOptions(ArmOptions):
         "Model",
         "See `sinkscope list architectures`; fields of its configuration may follow it. Or a config.json.",
         metavar="NAME[:K=V,…]",
+        names="sinkscope.commands.train.architectures:ARCHITECTURES",
     )
     tokenizer: str | None = option(
         None, "Model", "A hub id or a folder.", metavar="M", shown="made from the text: byte-level BPE"

@@ -47,7 +47,7 @@ S.explore = () => {
     place.replaceChildren(S.chartOf(table, shown.rows, x, y, color), S.leftOut(table) ?? "");
   };
 
-  choose(tables.find(({ name }) => /^(sweep|comparison)/.test(name)) ?? tables.find(({ name }) => name === "attention") ?? tables[0]);
+  choose(tables.find(({ name }) => S.data.first_table && name.startsWith(S.data.first_table)) ?? tables.find(({ name }) => name === "attention") ?? tables[0]);
   return S.section("explore", "Explore", "Any table as a chart: choose the columns for the axes and for the color.", controls, boxes, place);
 };
 

@@ -41,7 +41,7 @@ S.findings = () => {
   const table = ({ title, columns, rows }) =>
     S.plainTable(columns.map((label, at) => ({ label, number: at > 0 && rows.every((row) => /^[-+–\d]|^$/.test(row[at])) })), rows, title || "In numbers");
   return S.section("findings", overviews.length ? "Summary" : "Findings",
-    S.manifest.command === "sweep" ? "" : "± is the standard deviation over random controls or seeds; other ranges are 95 % intervals.",
+    S.data.spread === false ? "" : "± is the standard deviation over random controls or seeds; other ranges are 95 % intervals.",
     S.element("ul.findings.headlines", {}, ...headlines.map(S.finding)), ...overviews.slice(0, 1).map(table),
     ...overviews.slice(1).map((one) => S.element("details", {}, S.element("summary", {}, one.title), table(one))),
     ...sections.map(([section, own]) =>

@@ -23,8 +23,8 @@ S.unfold = () => {
 };
 
 S.title = () => {
-  const recipe = S.manifest.command === "sweep" ? S.manifest.config?.content?.title : null;
-  if (recipe) return S.visible(recipe);
+  const title = S.manifest.config?.content?.title; // of the file that the command read
+  if (title) return S.visible(title);
   if (typeof S.manifest.model === "string") return S.visible(S.manifest.model);
   const models = [...new Set([...S.tables.values()].flatMap((table) => (table.has("model") ? table.distinct("model") : [])))];
   const name = (model) => (S.manifest.command === "train" ? model.split(":")[0] : model); // without its sizes

@@ -8,7 +8,7 @@ S.tablesSection = () => {
   if (!tables.length) return null;
   const place = S.element("div");
   const open = (table) => place.replaceChildren(S.tableView(table));
-  const preferred = ["claim", "summary", "effect", "sweep", "comparison"];
+  const preferred = ["claim", "summary", "effect", S.data.first_table];
   const first = preferred.map((name) => S.table(name)).find(Boolean) ?? tables[0];
   open(first);
   return S.section("tables", "Tables", `Numbers have ${S.data.digits} significant digits here; the parquet files have all.`,

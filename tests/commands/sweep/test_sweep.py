@@ -34,7 +34,7 @@ from sinkscope.commands.train.arms import parse_methods
 from sinkscope.commands.train.options import RetrofitOptions
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.processes import Team
-from sinkscope.options.recipe import SWEEPS, shipped
+from sinkscope.options.recipe import shipped
 from sinkscope.output.run import finished
 from sinkscope.results.folders import own_folder
 from sinkscope.results.manifest import foreign_files, make_manifest, noting, read_manifest, write_manifest
@@ -146,7 +146,7 @@ def test_processes_that_measure_each_cell_together(models: Path, whole: SweepRun
 def test_sweeps_that_come_with_sinkscope(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sinkscope.commands.train.blocks.check_source", lambda text: None)  # without `make corpus`
     shape = cache(architecture)  # that many cells share
-    for path in sorted((shipped("recipes") / SWEEPS).glob("*.yaml")):
+    for path in sorted((shipped("recipes") / "sweeps").glob("*.yaml")):
         with naming(path.stem):
             found = read_sweep(path.stem, {})
             assert found.path.resolve() == path
