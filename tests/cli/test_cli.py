@@ -565,7 +565,7 @@ def test_shells_complete_commands_choices_and_names() -> None:
         ("sinkscope run all", "all-interventions"),
         ("sinkscope sweep offl", "offline-models"),
         ("sinkscope analyze --keep attention_", "attention_mask"),
-        ("sinkscope train --config tiny-g", "tiny-gpt2"),
+        ("sinkscope train --config tiny-o", "tiny-opt"),
         ("sinkscope intervene --do zero-m", "zero-massive"),
         ("sinkscope analyze --observables attention,gr", "attention,gradient"),
         ("sinkscope retrofit --method none,vs", "none,vscale"),

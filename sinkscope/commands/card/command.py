@@ -2,33 +2,26 @@
 
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from huggingface_hub import HfApi, constants, errors
 from huggingface_hub.utils import validate_repo_id
 
 from sinkscope.commands.card.options import CardOptions
-from sinkscope.commands.card.output import Card
+from sinkscope.commands.card.output import Card, Given, opened
 from sinkscope.commands.card.tables import card_tables
 from sinkscope.commands.claims.columns import CLAIM
-from sinkscope.commands.claims.columns import COMMAND as CLAIMS
-from sinkscope.commands.claims.scorecard import Scorecard
 from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError, SinkscopeError, described, explained
 from sinkscope.options.output import OutputOptions
-from sinkscope.options.register import records
 from sinkscope.output.result import figure_failure, written
 from sinkscope.output.run import Run
 from sinkscope.results.folders import own_folder
-from sinkscope.results.manifest import MANIFEST, PAGE, RUNS, folder_of, make_manifest, read_manifest, tables_folder
-from sinkscope.results.tables import blaming_tables, read_table
+from sinkscope.results.manifest import MANIFEST, PAGE, make_manifest
+from sinkscope.results.tables import blaming_tables
 
 COMMAND = "card"
-Given = Run | Scorecard | str | os.PathLike[str]
 
 
 def command(options: CardOptions, output: OutputOptions) -> Printout:
@@ -52,8 +45,8 @@ def card(
     has the dataset.
 
     Args:
-        *runs: Runs of `analyze`, `intervene` or `quantize`, scorecards, or the folders of these commands; also the
-            folders of sweeps with such cells.
+        *runs: Runs of `analyze`, `intervene` or `quantize`, results of `claims`, or the folders of these commands; also
+            the folders of sweeps with such cells.
         out: The folder to write: the cards, and the dataset with its own card.
         overwrite: Replace an earlier card in `out`.
         push: Upload `out` as this dataset on the hub, which is created if it does not exist.
@@ -69,50 +62,22 @@ def card(
             validate_repo_id(push)
         if out is None:
             raise InputError("--push uploads a folder: name it with --out")
-    entries = [entry for run in runs for entry in _opened(run)]
+    entries = [entry for run in runs for entry in opened(run)]
     if not entries:
         raise InputError("a card needs at least one run, or a folder with a cell that is done")
-    reads = [entry.folder for entry, _ in entries]
-    with blaming_tables(), own_folder(out, overwrite, (COMMAND,), reads=reads) as folder:
-        measured = tuple(entry for entry, _ in entries if isinstance(entry, Run))
-        scorecards = tuple(entry for entry, _ in entries if isinstance(entry, Scorecard))
-        tables = card_tables(measured, [family for entry, family in entries if isinstance(entry, Run)])
-        if scorecards:
-            tables[CLAIM] = pd.concat([one.table for one in scorecards], ignore_index=True)
-        manifest = make_manifest(COMMAND, {"runs": [str(entry.folder) for entry, _ in entries]}, start, tables)
-        made = written(Card(manifest, tables, folder, runs=measured, scorecards=scorecards), page)
+    folders = [entry.folder for entry, _ in entries]
+    with blaming_tables(), own_folder(out, overwrite, (COMMAND,), reads=folders) as folder:
+        measured = [(entry, family) for entry, family in entries if isinstance(entry, Run)]
+        judged = tuple(entry for entry, _ in entries if not isinstance(entry, Run))
+        tables = card_tables(measured)
+        if judged:
+            tables[CLAIM] = pd.concat([one.table for one in judged], ignore_index=True)
+        manifest = make_manifest(COMMAND, {"runs": list(map(str, folders))}, start, tables)
+        made = written(Card(manifest, tables, folder, tuple(run for run, _ in measured), judged), page)
     if push is not None:
         assert made.folder is not None
         upload(made.folder, push)
     return made
-
-
-def _opened(given: Given) -> Iterator[tuple[Run | Scorecard, str]]:
-    """Yield a run or a scorecard with the family of its model; of a sweep, those of its cells, named as in the file."""
-    if isinstance(given, Run | Scorecard):
-        yield given, ""
-        return
-    folder = folder_of(given)
-    grids = {name: record.runs_in for name, record in records().items() if record.runs_in}
-    command = read_manifest(folder, (*RUNS, CLAIMS, *grids))["command"]
-    if command not in grids:
-        yield Scorecard.open(folder) if command == CLAIMS else Run.open(folder), ""
-        return
-    comparison = tables_folder(folder)
-    cells: dict[str, Any] = {}
-    for name in read_manifest(comparison, grids)["tables"]:
-        table = read_table(comparison / "tables" / f"{name}.parquet")
-        cells |= {row.cell: row for row in table.drop_duplicates("cell").itertuples()}
-    for name, cell in cells.items():
-        path = comparison.parent / grids[command] / name
-        command_of_cell = read_manifest(path, None)["command"]
-        if command_of_cell == CLAIMS:
-            card = Scorecard.open(path)
-            yield replace(card, tables={**card.tables, CLAIM: card.table.assign(model=cell.model)}), cell.family
-        elif command_of_cell in RUNS:
-            run = Run.open(path)
-            named = run.manifest | {"model": run.manifest["model"] | {"name": cell.model}}
-            yield replace(run, manifest=named), cell.family
 
 
 def upload(folder: Path, repo: str) -> None:

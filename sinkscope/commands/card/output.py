@@ -5,10 +5,11 @@ OUT/model-card-MODEL.md    the metrics of a model as the `model-index` of its ca
 OUT/tables/*.parquet       the dataset (verdict/card_tables.py)
 """
 
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,13 +17,17 @@ from huggingface_hub import DatasetCardData, EvalResult, ModelCardData
 
 from sinkscope.commands.card.tables import LAYERS, MODELS, VALUES, values_of
 from sinkscope.commands.claims.columns import CLAIM
+from sinkscope.commands.claims.columns import COMMAND as CLAIMS
 from sinkscope.commands.claims.scorecard import Scorecard, scorecard_summary
 from sinkscope.commands.claims.table import NOT_JUDGED
 from sinkscope.options.option import as_folder_name
+from sinkscope.options.register import records
 from sinkscope.output.result import Result
 from sinkscope.output.run import Run
+from sinkscope.results.manifest import RUNS, folder_of, read_manifest, tables_folder
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.side_by_side import span
+from sinkscope.results.tables import read_table
 from sinkscope.verdict.analysis import SHOWN
 from sinkscope.verdict.report import summary_markdown
 from sinkscope.verdict.table_formats import as_markdown
@@ -38,36 +43,74 @@ TABLES = {  # in the order of the dataset's card; the first that exists is shown
 TITLE = "Attention sinks and massive activations"
 
 
-@dataclass(frozen=True, kw_only=True)
+Given = Run | Scorecard | str | os.PathLike[str]
+
+
+def opened(source: Given) -> Iterator[tuple[Run | Scorecard, str]]:
+    """Yield a run or a scorecard with the family of its model; of a sweep, those of its cells, named as in the file."""
+    if isinstance(source, Run | Scorecard):
+        yield source, ""
+        return
+    folder = folder_of(source)
+    grids = {name: record.runs_in for name, record in records().items() if record.runs_in}
+    command = read_manifest(folder, (*RUNS, CLAIMS, *grids))["command"]
+    if command not in grids:
+        yield Scorecard.open(folder) if command == CLAIMS else Run.open(folder), ""
+        return
+    comparison = tables_folder(folder)
+    cells: dict[str, Any] = {}
+    for name in read_manifest(comparison, grids)["tables"]:
+        table = read_table(comparison / "tables" / f"{name}.parquet")
+        cells |= {row.cell: row for row in table.drop_duplicates("cell").itertuples()}
+    for name, cell in cells.items():
+        path = comparison.parent / grids[command] / name
+        command_of_cell = read_manifest(path, None)["command"]
+        if command_of_cell == CLAIMS:
+            card = Scorecard.open(path)
+            yield replace(card, tables={**card.tables, CLAIM: card.table.assign(model=cell.model)}), cell.family
+        elif command_of_cell in RUNS:
+            run = Run.open(path)
+            named = run.manifest | {"model": run.manifest["model"] | {"name": cell.model}}
+            yield replace(run, manifest=named), cell.family
+
+
+@dataclass(frozen=True)
 class Card(Result):
     """The cards of all models of some runs and scorecards, and their dataset."""
 
-    runs: tuple[Run, ...]
-    scorecards: tuple[Scorecard, ...]
+    runs: tuple[Run, ...] = ()
+    scorecards: tuple[Scorecard, ...] = ()
 
     @cached_property
     def model_cards(self) -> dict[str, str]:
         """Model → its card: a block of YAML between lines of ---, and the findings in Markdown."""
-        results: dict[str, list[EvalResult]] = defaultdict(list)
-        for run in self.runs:
-            results[run.model] += _results_of_run(run)
+        results = [(run.model, result) for run in self.runs for result in _results_of_run(run)]
         for card in self.scorecards:
-            for model, claims in card.table.groupby("model", sort=False):
-                results[str(model)] += _results_of_claims(claims)
-        return {
-            model: f"---\n{ModelCardData(model_name=model, eval_results=found)}\n---\n\n{self.findings_on[model]}"
-            for model, found in results.items()
-        }
+            # the numbers that decide claims; the type of a number is the claim's id
+            judged = card.table[~card.table["outcome"].isin(NOT_JUDGED) & np.isfinite(card.table["value"])]
+            for row in judged.itertuples():
+                result = EvalResult(
+                    task_type="text-generation",
+                    dataset_type=row.condition,
+                    dataset_name=f"{row.paper}",
+                    metric_type=row.claim,
+                    metric_name=f"{row.statement.removesuffix('.')} ({row.quantity})",
+                    metric_value=_rounded(row.value),
+                    metric_args={"holds_if": row.test, "outcome": row.outcome},
+                )
+                results.append((row.model, result))
+        cards = {}
+        for model, findings in self.findings_on.items():
+            data = ModelCardData(model_name=model, eval_results=[result for of, result in results if of == model])
+            cards[model] = f"---\n{data}\n---\n\n{findings}"
+        return cards
 
     @cached_property
     def findings_on(self) -> dict[str, str]:
         """Model → the main findings on it, as Markdown."""
-        parts = [(run.model, summary_markdown(run.report)) for run in self.runs]
-        parts += [(model, scorecard_summary(card, model)) for card in self.scorecards for model in card.models]
-        found: dict[str, list[str]] = defaultdict(list)
-        for model, text in parts:
-            found[model].append(text)
-        return {model: "\n\n".join(texts) for model, texts in found.items()}
+        texts = [(run.model, summary_markdown(run.report)) for run in self.runs]
+        texts += [(model, scorecard_summary(card, model)) for card in self.scorecards for model in card.models]
+        return {model: "\n\n".join(text for of, text in texts if of == model) for model, _ in texts}
 
     @property
     def dataset_card(self) -> str:
@@ -107,23 +150,6 @@ def _results_of_run(run: Run) -> list[EvalResult]:
             metric_config=row.setting or None,
         )
         for row in values[values["metric"].isin(SHOWN)].itertuples()
-    ]
-
-
-def _results_of_claims(claims: pd.DataFrame) -> list[EvalResult]:
-    """Return the numbers that decide claims; the type of a number is the claim's id."""
-    judged = claims[~claims["outcome"].isin(NOT_JUDGED) & np.isfinite(claims["value"])]
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=row.condition,
-            dataset_name=f"{row.paper}",
-            metric_type=row.claim,
-            metric_name=f"{row.statement.removesuffix('.')} ({row.quantity})",
-            metric_value=_rounded(row.value),
-            metric_args={"holds_if": row.test, "outcome": row.outcome},
-        )
-        for row in judged.itertuples()
     ]
 
 

@@ -6,7 +6,6 @@ layers    the same by layer, of runs of `analyze`
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import pandas as pd
 
@@ -39,21 +38,37 @@ CARD_TABLES = {
 }
 
 
-def card_tables(runs: Sequence[RunData], families: Sequence[str]) -> dict[str, pd.DataFrame]:
-    """Return the tables of these runs, whose models have these families; tables without rows are left out."""
+def card_tables(runs: Sequence[tuple[RunData, str]]) -> dict[str, pd.DataFrame]:
+    """Return the tables of runs, each with the family of its model; tables without rows are left out."""
     parts: dict[str, list[pd.DataFrame]] = {MODELS: [], VALUES: [], LAYERS: []}
-    for run, family in zip(runs, families, strict=True):
-        values, place = values_of(run), _coordinates(run, family)
+    for run, family in runs:
+        model, read, config = (run.manifest[name] for name in ("model", "input", "config"))
+        place = {
+            "model": run.model,
+            "condition": run.condition,
+            "family": family,
+            "parameters": model.get("parameters") or 0,
+            "revision": model["revision"] or "",
+            "commit": model.get("commit") or "",
+            **{name: read[name] for name in ("sequences", "tokens", "token_zero")},
+            **{name: config[name] for name in ("window", "epsilon")},
+            "dtype": run.manifest["dtype"],
+            "input_sha256": read["sha256"],
+        }
+        values = values_of(run)
         parts[VALUES].append(values.assign(layer=WHOLE_MODEL, **place))
         if run.command == "analyze":
             by_name = dict(zip(values["metric"], values["value"], strict=True))
             parts[MODELS].append(pd.DataFrame([{**place, "layer": WHOLE_MODEL, **by_name}]))
             summary = run.tables["summary"]
             parts[LAYERS].append(summary[summary["layer"] != WHOLE_MODEL].assign(**place))
-    found = {name: pd.concat(tables, ignore_index=True) for name, tables in parts.items() if tables}
-    measured = {name: [metric for metric in METRICS if metric in table] for name, table in found.items()}
-    columns = {name: (*LEADING, *names_of(CARD_TABLES[name]), *measured[name]) for name in found}
-    return {name: table[list(columns[name])] for name, table in found.items()}
+    tables = {}
+    for name, listed in parts.items():
+        if listed:
+            table = pd.concat(listed, ignore_index=True)
+            measured = [metric for metric in METRICS if metric in table]
+            tables[name] = table[[*LEADING, *names_of(CARD_TABLES[name]), *measured]]
+    return tables
 
 
 def values_of(run: RunData) -> pd.DataFrame:
@@ -87,19 +102,3 @@ VALUES_OF: Mapping[str, Callable[[RunData], pd.DataFrame]] = {
     "intervene": _of_experiment,
     "quantize": _of_quantization,
 }
-
-
-def _coordinates(run: RunData, family: str) -> dict[str, Any]:
-    model, read, config = (run.manifest[name] for name in ("model", "input", "config"))
-    return {
-        "model": run.model,
-        "condition": run.condition,
-        "family": family,
-        "parameters": model.get("parameters") or 0,
-        "revision": model["revision"] or "",
-        "commit": model.get("commit") or "",
-        **{name: read[name] for name in ("sequences", "tokens", "token_zero")},
-        **{name: config[name] for name in ("window", "epsilon")},
-        "dtype": run.manifest["dtype"],
-        "input_sha256": read["sha256"],
-    }
