@@ -9,6 +9,7 @@ COMMANDS = (
         __name__,
         CompareOptions,
         public={"compare": ".side_by_side:compare"},
+        compared={"analyze": "sinkscope.output.comparison:compared", "training": ".curves:curves"},
         figures={
             "trainings of your own": (
                 ("training-curves", "figures", "what SinkCallback measured of each training, by step", "training"),

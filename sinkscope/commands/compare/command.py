@@ -35,36 +35,33 @@ def command(options: CompareOptions, output: OutputOptions) -> Printout:
 
 def _compared(options: CompareOptions, output: OutputOptions, manifests: Mapping[Path, dict[str, Any]]) -> Printout:
     """Compare folders of any kind, by code that imports torch, as that of other commands does."""
+    from sinkscope.commands.compare.curves import curves
     from sinkscope.commands.compare.side_by_side import compare
     from sinkscope.output.comparison import Comparison
     from sinkscope.output.result import figure_failure
+    from sinkscope.output.run import Run
     from sinkscope.verdict.table_formats import formatted
 
-    if len(options.runs) == 1:
+    if len(options.runs) == 1:  # its own tables, by title, if it is a comparison; a run of `analyze` is none
         ((folder, manifest),) = manifests.items()
-        tables = _summaries(folder, manifest["command"])
+        command, tables = manifest["command"], dict[str, "pd.DataFrame"]()
+        if command == TRAINING.name:
+            tables = curves([folder], time.time()).summary_tables
+        elif MANIFEST_KINDS[command].summaries:
+            tables = MANIFEST_KINDS[command].imported(MANIFEST_KINDS[command].summaries)(folder)
+        elif command in RUNS and command != "analyze":
+            tables = Run.open(folder).summary_tables
         if tables and output.out is not None:
             raise InputError(f"--out: {options.runs[0]} has its tables and figures already")
         if tables:
             parts = [formatted(table, options.format, title) for title, table in tables.items()]
             return Printout(tables, text="\n\n".join(parts))
-    found = compare(*options.runs, out=output.out, overwrite=output.overwrite, page=not output.no_page)
-    failure = figure_failure(found.manifest)
-    text = "" if options.format == "text" else found.formatted(options.format)
-    if isinstance(found, Comparison):
-        numbers = None if text else found.table
-        return Printout(found, text=text, numbers=numbers, notes=found.warnings, folder=output.out, failure=failure)
-    notes = differing_lines(found.manifest["differing"])
-    return Printout(found, "" if text else found.markdown, text, notes=notes, folder=output.out, failure=failure)
-
-
-def _summaries(folder: Path, command: str) -> "Mapping[str, pd.DataFrame]":
-    """Return by title the tables of a folder that is a comparison of its own; none for a run of `analyze`."""
-    from sinkscope.commands.compare.side_by_side import curves
-    from sinkscope.output.run import Run
-
-    if command == TRAINING.name:
-        return curves([folder], time.time()).summary_tables
-    if MANIFEST_KINDS[command].summaries:
-        return MANIFEST_KINDS[command].imported(MANIFEST_KINDS[command].summaries)(folder)
-    return Run.open(folder).summary_tables if command in RUNS and command != "analyze" else {}
+    result = compare(*options.runs, out=output.out, overwrite=output.overwrite, page=not output.no_page)
+    text = "" if options.format == "text" else result.formatted(options.format)
+    markdown, numbers = "", None
+    if isinstance(result, Comparison):
+        numbers = None if text else result.table
+    else:
+        markdown = "" if text else result.markdown
+    notes, failure = differing_lines(result.manifest["differing"]), figure_failure(result.manifest)
+    return Printout(result, markdown, text, numbers, notes=notes, folder=output.out, failure=failure)

@@ -1,8 +1,8 @@
 """Trainings that `SinkCallback` measured, side by side by step."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pandas as pd
 
@@ -15,6 +15,7 @@ from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result
 from sinkscope.results.manifest import TRAINING, folder_of, read_manifest
 from sinkscope.results.metrics import METRICS
+from sinkscope.results.side_by_side import comparison_manifest, distinct_names
 from sinkscope.results.tables import LEADING_COLUMNS, TRAINING_TABLES, read_table
 from sinkscope.verdict.table_formats import as_markdown
 
@@ -39,7 +40,7 @@ class Curves(Result):
 
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:
-        return {"": _named(self.by_step)}
+        return {"": _with_headings(self.by_step)}
 
     @property
     def drawings(self) -> Drawings:
@@ -51,27 +52,25 @@ class Curves(Result):
 
     @property
     def markdown(self) -> str:
-        shown = self.by_step.apply(lambda column: column.map(METRICS[column.name].text))
-        return as_markdown(_named(shown))
+        return as_markdown(_with_headings(self.by_step.apply(lambda column: column.map(METRICS[column.name].text))))
 
 
-def _named(by_step: pd.DataFrame) -> pd.DataFrame:
-    named = by_step.rename(columns=lambda name: METRICS[name].short).rename_axis(columns=None).reset_index()
-    return named.rename(columns={"condition": "training"})
+def _with_headings(by_step: pd.DataFrame) -> pd.DataFrame:
+    table = by_step.rename(columns=lambda name: METRICS[name].short).rename_axis(columns=None).reset_index()
+    return table.rename(columns={"condition": "training"})
 
 
-def curves_of(folder: Path, name: str = "") -> pd.DataFrame:
-    """Return the table `training` of a folder of `SinkCallback`, with the training's name as `condition`."""
-    folder = folder_of(folder)
-    manifest = read_manifest(folder, (TRAINING.name,))
-    if TABLE not in manifest["tables"]:
-        raise InputError(f"{folder} has no curves: they are in the folder '{FOLDER}' that SinkCallback writes")
-    columns = (*LEADING_COLUMNS, *TRAINING_TABLES[TABLE])
-    table = read_table(folder / "tables" / f"{TABLE}.parquet", columns)
-    return table.assign(condition=name or training_of(folder))
-
-
-def training_of(folder: Path) -> str:
-    """Return the name of the training: that of the Trainer's output_dir."""
-    real = folder.resolve()
-    return real.parent.name if real.name == FOLDER else real.name
+def curves(sources: Sequence[str | os.PathLike[str]], start: float) -> Curves:
+    """Return the curves of the folders of `SinkCallback`; a training is named by the Trainer's output_dir."""
+    folders, tables = [folder_of(source) for source in sources], []
+    places = [folder.resolve() for folder in folders]
+    trainings = [place.parent.name if place.name == FOLDER else place.name for place in places]
+    names = distinct_names(list(zip(trainings, folders, strict=True)))
+    for folder, name in zip(folders, names, strict=True):
+        if TABLE not in read_manifest(folder, (TRAINING.name,))["tables"]:
+            raise InputError(f"{folder} has no curves: they are in the folder '{FOLDER}' that SinkCallback writes")
+        table = read_table(folder / "tables" / f"{TABLE}.parquet", (*LEADING_COLUMNS, *TRAINING_TABLES[TABLE]))
+        tables.append(table.assign(condition=name))
+    facts = [{"label": name, "folder": folder} for name, folder in zip(names, folders, strict=True)]
+    manifest = comparison_manifest(start, [TABLE], facts, pd.DataFrame())
+    return Curves(manifest, {TABLE: pd.concat(tables, ignore_index=True)})

@@ -18,22 +18,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
-
-from sinkscope.commands.compare.curves import TABLE as CURVES
-from sinkscope.commands.compare.curves import Curves, curves_of, training_of
 from sinkscope.errors import InputError
 from sinkscope.options.register import records
 from sinkscope.output.comparison import compared
 from sinkscope.output.result import Result, written
 from sinkscope.results.folders import own_folder
-from sinkscope.results.manifest import RUNS, TRAINING, folder_of, read_manifest
-from sinkscope.results.side_by_side import comparison_manifest, distinct_names
+from sinkscope.results.manifest import RUNS, folder_of, read_manifest
 from sinkscope.results.tables import blaming_tables
 
 if TYPE_CHECKING:
     from sinkscope.commands.claims.routes import Routes
     from sinkscope.commands.claims.scorecard import Scorecard
+    from sinkscope.commands.compare.curves import Curves
     from sinkscope.output.comparison import Comparison
 
 Given = Result | str | os.PathLike[str]
@@ -61,39 +57,27 @@ def compare(
     """
     start = time.time()
     runs: list[Given] = []
-    for part in given:
-        runs += part if isinstance(part, list | tuple) else [part]
+    for one in given:
+        runs += one if isinstance(one, list | tuple) else [one]
     if len(runs) < 2:
         raise InputError(f"a comparison needs at least two runs; {len(runs) or 'none'} was given")
-    commands = list(dict.fromkeys(map(_command, runs)))
-    if len(commands) > 1:
-        raise InputError(f"runs of `{'` and `'.join(commands)}` have nothing in common: compare those of one command")
+    first, *others = dict.fromkeys(map(_command, runs))
+    if others:
+        names = "` and `".join([first, *others])
+        raise InputError(f"runs of `{names}` have nothing in common: compare those of one command")
     reads = [one.folder if isinstance(one, Result) else one for one in runs]
+    # other commands' modules are not imported
+    places = [(record, record.compared[first]) for record in records().values() if first in record.compared]
+    ways = [record.imported(place) for record, place in places]
+    set_side_by_side: Callable[[Sequence[Any], float], Any] = ways[0] if ways else compared
     with blaming_tables(), own_folder(out, overwrite, ("compare",), reads=reads) as folder:
-        return written(replace(_way(commands[0])(runs, start), folder=folder), page)
+        return written(replace(set_side_by_side(runs, start), folder=folder), page)
 
 
 def _command(one: Given) -> str:
-    known = (*RUNS, TRAINING.name, *(command for record in records().values() for command in record.compared))
+    known = (*RUNS, *(command for record in records().values() for command in record.compared))
     if isinstance(one, Result) and one.manifest["command"] in known:
         return str(one.manifest["command"])
     if not isinstance(one, str | os.PathLike):
-        raise InputError(f"a run, a scorecard or the folder of one is needed, and this is a {type(one).__name__}")
+        raise InputError(f"a run, a result of `claims` or the folder of one is needed: this is a {type(one).__name__}")
     return str(read_manifest(folder_of(one), known)["command"])
-
-
-def _way(command: str) -> Callable[[Sequence[Any], float], Any]:
-    """Return the function that sets results of a command side by side; other commands' modules are not imported."""
-    for record in records().values():
-        if command in record.compared:
-            return record.imported(record.compared[command])
-    return curves if command == TRAINING.name else compared
-
-
-def curves(given: Sequence[Any], start: float) -> Curves:
-    """Return the curves of one training or several."""
-    folders = [folder_of(one) for one in given]
-    names = distinct_names([(training_of(folder), folder) for folder in folders])
-    table = pd.concat([curves_of(folder, name) for folder, name in zip(folders, names, strict=True)], ignore_index=True)
-    facts = [{"label": name, "folder": folder} for name, folder in zip(names, folders, strict=True)]
-    return Curves(comparison_manifest(start, [CURVES], facts, pd.DataFrame()), {CURVES: table})
