@@ -21,8 +21,10 @@ from sinkscope.attention.seam import open_seam
 from sinkscope.attention.streaming import streamed_attention, streaming
 from sinkscope.errors import InputError
 from sinkscope.measuring.streaming import measure_streaming
+from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tables import shape_table
 from sinkscope.models.families import find_family
+from sinkscope.models.loading import LoadedModel
 from sinkscope.retrofits.retrofit import RETROFIT, registers_before
 from sinkscope.text.inputs import TokenInputs
 
@@ -230,7 +232,7 @@ def test_a_family_that_cannot_stream_is_refused_with_the_reason(name: str) -> No
     with pytest.raises(InputError, match=rf"streaming does not apply to \w+, because .*{reason}"), opened(model):
         pass
     with pytest.raises(InputError, match=reason):
-        measure_streaming(model, find_family(model), inputs_of(2, 40), (4,), (1,))
+        measure_streaming(subject_of(model, 2, 40), (4,), (1,))
 
 
 def test_frequencies_that_go_with_the_length_are_refused_past_it() -> None:
@@ -243,20 +245,17 @@ def test_frequencies_that_go_with_the_length_are_refused_past_it() -> None:
             plain(model, tiny_tokens(1, 17))
 
 
-def given(sequences: list[np.ndarray]) -> TokenInputs:
-    return TokenInputs("natural", tuple(sequences), "", "")
-
-
-def inputs_of(sequences: int, length: int) -> TokenInputs:
-    return given(ragged_tokens((length,) * sequences))
+def subject_of(model: PreTrainedModel, sequences: int, length: int) -> Subject:
+    inputs = TokenInputs("natural", tuple(ragged_tokens((length,) * sequences)), "", "")
+    return Subject(LoadedModel(model, None, "tiny", "tiny", None, None, ()), find_family(model), inputs)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_table_holds_every_way_of_reading(name: str) -> None:
-    model, inputs = smooth(name), inputs_of(3, 40)
-    ids = torch.as_tensor(np.stack(inputs.sequences))
-    family = find_family(model)
-    table, alone = (measure_streaming(model, family, inputs, (7, 3), (2, 0, 1), size)["streaming"] for size in (2, 1))
+    model = smooth(name)
+    subject = subject_of(model, 3, 40)
+    ids = torch.as_tensor(np.stack(subject.inputs.sequences))
+    table, alone = (measure_streaming(subject, (7, 3), (2, 0, 1), size)["streaming"] for size in (2, 1))
     pd.testing.assert_frame_equal(table, alone)  # for any batch size
     ways = table[["method", "window", "keep"]].drop_duplicates().itertuples(index=False)
     assert list(ways) == [

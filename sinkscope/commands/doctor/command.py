@@ -21,7 +21,7 @@ from sinkscope.attention.seam import attention_implementation
 from sinkscope.attention.taps import attends_by_us
 from sinkscope.commands.doctor.kernels import Kernel, compare_kernels, compare_logits, tokens_to_compare
 from sinkscope.commands.doctor.options import DoctorOptions
-from sinkscope.commands.doctor.overflow import FORMATS, Overflow
+from sinkscope.commands.doctor.overflow import FORMATS, OverflowCheck
 from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError, counted, one_line, printable
 from sinkscope.interventions import INTERVENTIONS, Target
@@ -138,7 +138,7 @@ def doctor(
             report.checks.append(_logits(loaded, family, config, config.compare))
         if has_overflow:
             subject = Subject(loaded, family, inputs_for(loaded, config, family))
-            overflow = Overflow(subject, str(config.dtype))
+            overflow = OverflowCheck(subject, str(config.dtype), Messages(quiet))
             tables = publish(overflow.tables, loaded, subject.inputs.condition)
             manifest = make_manifest(subject, config, Facts(batch_size=1), list(tables), start, "doctor")
             record = {"dtype": config.dtype, "limit": overflow.limit, "refused": overflow.refused}

@@ -8,16 +8,16 @@ rounded to float8, without scales, and back.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
@@ -28,11 +28,11 @@ from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import NAME
 from sinkscope.attention.weights import row_chunks
 from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.measuring.engine import Setting, logits_on, run_settings
 from sinkscope.measuring.losses import loss_in_chunks
 from sinkscope.measuring.observables.gradient import NormGain
 from sinkscope.measuring.parity import LARGEST, largest_difference
 from sinkscope.measuring.subject import Subject
-from sinkscope.measuring.tracer import model_inputs
 from sinkscope.models.edits import Edit, edited_input, edited_output, first_argument, replaced, wrapped_forward
 from sinkscope.models.family import RESIDUAL_SITES, Family
 from sinkscope.models.packed import check_not_packed
@@ -112,11 +112,11 @@ class Magnitude:
 
 
 # (address, module, tensor); address: the module's path, .input or .output
-See = Callable[[str, nn.Module, torch.Tensor], None]
+SeeTensor = Callable[[str, nn.Module, torch.Tensor], None]
 
 
 @contextmanager
-def watched(model: nn.Module, see: See) -> Iterator[None]:
+def watched(model: nn.Module, see: SeeTensor) -> Iterator[None]:
     """Show the first floating-point input and output of every module, in the order in which they are computed."""
 
     def show(path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], *output: Any) -> None:
@@ -144,17 +144,33 @@ class Prediction:
             for path, module in self.model.named_modules()
             if _epsilon(module) is not None
         }
-        self._names = _site_names(self.model, self.family)
+        # address → layer and site, for the sites of the residual stream and the mix of values
+        self._names: dict[str, tuple[int, str]] = {}
+        for layer in range(len(self.family.layer_modules(self.model))):
+            block = self.family.block(layer)
+            sites = {site: block.sites[site] for site in RESIDUAL_SITES if site in block.sites}
+            if block.attention and self.family.output:
+                sites["attn_mix"] = f"{block.attention}.{self.family.output}.input"
+            # the first of two names of one address stays: a layer's output, not the next layer's input
+            for site, address in sites.items():
+                self._names[f"{self.family.layers}.{layer}.{address}"] = layer, site
         # transformers' eager attention computes q·k before it scales it
         config: Any = self.model.config
         self._has_logits = self.family.door == "interface" and config._attn_implementation == "eager"
-        with torch.no_grad():
-            for batch in subject.inputs.batches(1):  # one sequence at a time, so there is no padding
-                self._batch = batch.masked or batch
-                self._tensors = WeakTensorKeyDictionary()  # tensor → its version and its first address
-                self._inside: dict[str, torch.Tensor] = {}
-                with open_seam(self.model, self.family), watched(self.model, self._see):
-                    self.model(**model_inputs(self.model, self._batch, True, self.family.first_position))
+
+        @contextmanager
+        def opened(_: Any) -> Iterator[None]:
+            with open_seam(self.model, self.family), watched(self.model, self._see):
+                yield
+
+        def read(opened: None, batch: Batch, observables: Any) -> None:
+            self._batch = batch.masked or batch
+            self._tensors = WeakTensorKeyDictionary()  # tensor → its version and its first address
+            self._inside: dict[str, torch.Tensor] = {}
+            logits_on(subject, self._batch)
+
+        with torch.no_grad():  # one sequence at a time, so there is no padding
+            run_settings(subject, [Setting(opened, read)], batch_size=1)
 
     def added(self) -> Iterator[str]:
         """Yield the first address of each tensor that a branch adds to the residual stream."""
@@ -176,9 +192,9 @@ class Prediction:
             self._tensors[x] = x._version, first
             self._note(first, x, *self._names.get(address, layer_and_kind(address, self.family)))
         self.first_address[address] = first
-        own = self.magnitudes[first]
-        if address in self._names and own.site not in RESIDUAL_SITES:
-            own.layer, own.site = self._names[address]
+        magnitude = self.magnitudes[first]
+        if address in self._names and magnitude.site not in RESIDUAL_SITES:
+            magnitude.layer, magnitude.site = self._names[address]
         if end == "input" and path in self.norms:
             x, (layer, site) = upcast(x), layer_and_kind(path, self.family)
             squares = (x - x.mean(-1, keepdim=True) if self.norms[path].centered else x).square()
@@ -209,31 +225,18 @@ class Prediction:
         self, key: str, x: torch.Tensor, layer: int, site: str, is_inside: bool = False, first_row: int | None = None
     ) -> None:
         """Keep the largest magnitude of a tensor whose last axis is channels, or keys for queries from a first row."""
-        own = self.magnitudes.setdefault(key, Magnitude(layer, site, key, is_inside))
+        magnitude = self.magnitudes.setdefault(key, Magnitude(layer, site, key, is_inside))
         largest = float(torch.maximum(x.amax(), -x.amin()))
-        if own.largest >= largest:
+        if magnitude.largest >= largest:
             return
         place = [int(index) for index in torch.unravel_index(x.abs().argmax(), x.shape)]
         length, ids = self._batch.token_ids.shape[1], self._batch.token_ids[0]
         sizes = zip(place[:-1], x.shape[:-1], strict=True)
         position = next((index for index, size in sizes if size == length), -1)
         position = position if first_row is None else first_row + place[-2]
-        own.largest, own.sequence, own.position = largest, self._batch.first, position
-        own.token_id = int(ids[position]) if position >= 0 else -1
-        own.coordinate = place[-1] if x.shape[-1] > 1 else -1
-
-
-def _site_names(model: PreTrainedModel, family: Family) -> dict[str, tuple[int, str]]:
-    """Return address → layer and site, for the sites of the residual stream and the mix of values."""
-    names: dict[str, tuple[int, str]] = {}
-    for layer in range(len(family.layer_modules(model))):
-        block = family.block(layer)
-        sites = {site: block.sites[site] for site in RESIDUAL_SITES if site in block.sites}
-        if block.attention and family.output:
-            sites["attn_mix"] = f"{block.attention}.{family.output}.input"
-        # the first of two names of one address stays: a layer's output, not the next layer's input
-        names |= {f"{family.layers}.{layer}.{address}": (layer, site) for site, address in sites.items()}
-    return names
+        magnitude.largest, magnitude.sequence, magnitude.position = largest, self._batch.first, position
+        magnitude.token_id = int(ids[position]) if position >= 0 else -1
+        magnitude.coordinate = place[-1] if x.shape[-1] > 1 else -1
 
 
 def _epsilon(module: nn.Module) -> str | None:
@@ -249,14 +252,14 @@ def _epsilon(module: nn.Module) -> str | None:
 
 def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> list[Edit]:
     """Return copies of the weights in a dtype, except those that transformers keeps in float32."""
-    kept = {*(model._keep_in_fp32_modules_strict or ())}
-    kept |= {*(model._keep_in_fp32_modules or ())} if dtype == torch.float16 else set()
+    in_float32 = {*(model._keep_in_fp32_modules_strict or ())}
+    in_float32 |= {*(model._keep_in_fp32_modules or ())} if dtype == torch.float16 else set()
     copies: dict[int, torch.Tensor] = {}  # tied weights share one copy
     edits: list[Edit] = []
     for path, module in model.named_modules():
         for name, weight in module._parameters.items():
-            is_kept = any(f".{part}." in f".{path}.{name}." for part in kept)
-            if weight is not None and weight.is_floating_point() and not is_kept:
+            stays = any(f".{part}." in f".{path}.{name}." for part in in_float32)
+            if weight is not None and weight.is_floating_point() and not stays:
                 edits.append((module, name, copies.setdefault(id(weight), weight.detach().to(dtype))))
     return edits
 
@@ -286,11 +289,15 @@ def rounding_inputs(
 def decomposed_norms(model: PreTrainedModel, norms: Mapping[str, NormGain]) -> Iterator[None]:
     """Compute every norm's squares and their mean in the dtype of its input, as a graph without a fused norm does."""
 
+    def inverse_deviation(x: torch.Tensor, gain: NormGain) -> torch.Tensor:
+        x = x - x.mean(-1, keepdim=True) if gain.centered else x
+        return (x.square().mean(-1, keepdim=True) + gain.epsilon).rsqrt()
+
     def around(gain: NormGain, bias: torch.Tensor | None, forward: Any, x: torch.Tensor, *args: Any, **kw: Any) -> Any:
         output = forward(x, *args, **kw)
-        own, in_float32 = (_inverse_deviation(z, gain) for z in (x, upcast(x)))
+        in_dtype, in_float32 = (inverse_deviation(z, gain) for z in (x, upcast(x)))
         offset = 0.0 if bias is None else bias
-        return offset + (output - offset) * (own / in_float32).to(output.dtype)
+        return offset + (output - offset) * (in_dtype / in_float32).to(output.dtype)
 
     with ExitStack() as stack:
         for path, gain in norms.items():
@@ -298,11 +305,6 @@ def decomposed_norms(model: PreTrainedModel, norms: Mapping[str, NormGain]) -> I
             bias = module._parameters.get("bias")
             stack.enter_context(wrapped_forward(module, partial(around, gain, bias)))
         yield
-
-
-def _inverse_deviation(x: torch.Tensor, gain: NormGain) -> torch.Tensor:
-    x = x - x.mean(-1, keepdim=True) if gain.centered else x
-    return (x.square().mean(-1, keepdim=True) + gain.epsilon).rsqrt()
 
 
 @contextmanager
@@ -372,21 +374,17 @@ Change = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass
-class Arm:
-    """One setting of the model in one dtype, and its sums over sequences."""
+class OverflowRun:
+    """The model under one setting in one dtype."""
 
     setting: str
     dtype: str
     changes: Sequence[Change]  # in the order in which they are made
     factor: float = math.nan
-    loss: float = 0.0
-    cost: float = 0.0
-    divergence: float = 0.0
-    difference: float = 0.0
     broken: dict[str, None] = field(default_factory=dict)  # first addresses of tensors that are not finite, in order
 
 
-class Overflow:
+class OverflowCheck:
     """The tables `overflow` and `overflow_runs` of a model in one dtype, and why a remedy was left out.
 
     Raises:
@@ -394,7 +392,7 @@ class Overflow:
         SinkscopeError: the model gives NaN in its own precision.
     """
 
-    def __init__(self, subject: Subject, dtype: str) -> None:
+    def __init__(self, subject: Subject, dtype: str, console: Console | None = None) -> None:
         self.subject, self.name, self.dtype = subject, dtype, FORMATS[dtype]
         self.model, self.family, self.limit = subject.loaded.model, subject.family, limit_of(self.dtype)
         check_not_packed(self.model, "doctor --dtype")
@@ -402,49 +400,40 @@ class Overflow:
             raise InputError("doctor --dtype predicts from weights in memory in float32 or bfloat16: load the model so")
         self.refused: dict[str, str] = {}  # remedy → why it was left out
         self.prediction = Prediction(subject)
-        found = self.prediction.magnitudes
-        counted = self._linear_inputs().values() if self._is_float8 else found
-        self.magnitudes = {key: one for key, one in found.items() if key in {*counted} and math.isfinite(one.largest)}
+        everywhere, first = self.prediction.magnitudes, self.prediction.first_address
+        is_float8 = self.dtype.itemsize == 1
+        # of the linear layers that run: path → first address of its input
+        inputs = {path: first[f"{path}.input"] for path, _ in linear_modules(self.model) if f"{path}.input" in first}
+        counted = {*inputs.values()} if is_float8 else everywhere.keys()
+        self.magnitudes = {key: one for key, one in everywhere.items() if key in counted and math.isfinite(one.largest)}
         outside = [one for one in self.magnitudes.values() if not one.is_inside]
         self.is_tight = max((one.largest for one in outside), default=0.0) > self.limit / HEADROOM
         self.bounds: dict[str, float] = {}  # first address → the bound of its clip
-        self.arms = self._rounding_arms() if self._is_float8 else self._casting_arms()
-        with torch.no_grad():
-            for batch in subject.inputs.batches(1):
-                self._run(batch.masked or batch)
-        self.tables = {"overflow": self._overflow(), "overflow_runs": self._overflow_runs()}
+        runs = self._rounding_runs(inputs) if is_float8 else self._casting_runs()
+        self.tables = {"overflow_runs": self._measured(runs, console), "overflow": self._overflow(runs[0].broken)}
 
-    @property
-    def _is_float8(self) -> bool:
-        return self.dtype.itemsize == 1
-
-    def _linear_inputs(self) -> dict[str, str]:
-        """Return path → first address of its input, for the linear layers that run."""
-        first = self.prediction.first_address
-        return {path: first[f"{path}.input"] for path, _ in linear_modules(self.model) if f"{path}.input" in first}
-
-    def _rounding_arms(self) -> list[Arm]:
+    def _rounding_runs(self, inputs: Mapping[str, str]) -> list[OverflowRun]:
         rounding = partial(rounding_inputs, self.model, self.dtype)
-        arms = [Arm(FULL, self.name, [rounding])]
+        runs = [OverflowRun(FULL, self.name, [rounding])]
         if self.is_tight:
-            largest = {path: self.magnitudes[first].largest for path, first in self._linear_inputs().items()}
+            largest = {path: self.magnitudes[first].largest for path, first in inputs.items()}
             scales = {path: 2.0 ** math.ceil(math.log2(x / self.limit)) for path, x in largest.items() if x}
-            arms.append(Arm(CLIPPED, self.name, [partial(rounding, saturates=True)], self.limit))
-            arms.append(Arm(RESCALED, self.name, [partial(rounding, scales)]))
-        return arms
+            runs.append(OverflowRun(CLIPPED, self.name, [partial(rounding, saturates=True)], self.limit))
+            runs.append(OverflowRun(RESCALED, self.name, [partial(rounding, scales)]))
+        return runs
 
-    def _casting_arms(self) -> list[Arm]:
+    def _casting_runs(self) -> list[OverflowRun]:
         casting = partial(replaced, cast_weights(self.model, self.dtype))
-        arms = [Arm(FULL, self.name, [casting])]
+        runs = [OverflowRun(FULL, self.name, [casting])]
         squares = [one.largest for one in self.magnitudes.values() if one.site.endswith((SQUARE, CENTERED))]
         if max(squares, default=0.0) >= overflows_from(self.dtype):
             decomposed = partial(decomposed_norms, self.model, self.prediction.norms)
-            arms.append(Arm(DECOMPOSED, self.name, [casting, decomposed]))
-        own = str(self.model.dtype).removeprefix("torch.")
+            runs.append(OverflowRun(DECOMPOSED, self.name, [casting, decomposed]))
+        own_dtype = str(self.model.dtype).removeprefix("torch.")
         for setting, change, factor in self._remedies() if self.is_tight else ():
-            arms.append(Arm(setting, own, [change], factor))
-            arms.append(Arm(setting, self.name, [casting, change], factor))
-        return arms
+            runs.append(OverflowRun(setting, own_dtype, [change], factor))
+            runs.append(OverflowRun(setting, self.name, [casting, change], factor))
+        return runs
 
     def _remedies(self) -> Iterator[tuple[str, Change, float]]:
         bound = self.limit / HEADROOM
@@ -461,38 +450,74 @@ class Overflow:
             factor = 2.0 ** math.ceil(math.log2(highest / bound))
             yield RESCALED, partial(rescaled, self.prediction, factor), factor
 
-    def _run(self, batch: Batch) -> None:
-        """Add one sequence to every arm."""
-        inputs = model_inputs(self.model, batch, True, self.family.first_position)
-        own = self.model(**inputs)[0]
-        if not bool(own.isfinite().all()):
-            raise SinkscopeError(f"the model itself gives NaN or infinite numbers in {self.model.dtype}")
-        has_loss = self.subject.without_loss is None
-        if has_loss:
-            own_loss, own_logs = loss_in_chunks(own, batch).sum(), upcast(own).log_softmax(-1)
-        for arm in self.arms:
+    def _measured(self, runs: Sequence[OverflowRun], console: Console | None) -> pd.DataFrame:
+        """Run the model as it is and every setting on each sequence. Returns the table `overflow_runs`."""
+        has_loss, base = self.subject.without_loss is None, dict[str, torch.Tensor]()
+
+        def read_base(opened: None, batch: Batch, observables: Any) -> torch.Tensor:
+            base["logits"] = logits = logits_on(self.subject, batch.masked or batch)
+            if not bool(logits.isfinite().all()):
+                raise SinkscopeError(f"the model itself gives NaN or infinite numbers in {self.model.dtype}")
+            if has_loss:
+                base["loss"] = loss_in_chunks(logits, batch.masked or batch).sum()
+                base["logs"] = upcast(logits).log_softmax(-1)
+            return torch.zeros(1, 4, dtype=torch.float64)
+
+        @contextmanager
+        def opened(run: OverflowRun, _: Any) -> Iterator[None]:
+            def see(address: str, module: nn.Module, x: torch.Tensor) -> None:
+                first = self.prediction.first_address.get(address)
+                if first in self.magnitudes and first not in run.broken and not bool(x.isfinite().all()):
+                    run.broken[first] = None
+
             with ExitStack() as stack:
-                for change in arm.changes:
+                for change in run.changes:
                     stack.enter_context(change())
-                stack.enter_context(watched(self.model, partial(self._see, arm)))
-                output = self.model(**inputs)[0]
-            difference = largest_difference(output, own, batch.attention_mask)
-            arm.difference = float(np.maximum(arm.difference, difference))  # NaN stays
-            if not has_loss:
-                arm.loss = arm.cost = arm.divergence = math.nan
-                continue
-            loss, logs = loss_in_chunks(output, batch).sum(), upcast(output).log_softmax(-1)
-            arm.loss += float(loss)
-            arm.cost += float(loss - own_loss)
-            arm.divergence += float(F.kl_div(logs, own_logs, reduction="sum", log_target=True))
+                stack.enter_context(watched(self.model, see))
+                yield
 
-    def _see(self, arm: Arm, address: str, module: nn.Module, x: torch.Tensor) -> None:
-        first = self.prediction.first_address.get(address)
-        if first in self.magnitudes and first not in arm.broken and not bool(x.isfinite().all()):
-            arm.broken[first] = None
+        def read(opened: None, batch: Batch, observables: Any) -> torch.Tensor:
+            """Return difference, loss, cost and divergence, (1,4)."""
+            batch = batch.masked or batch
+            logits = logits_on(self.subject, batch)
+            values = [largest_difference(logits, base["logits"], batch.attention_mask), *[math.nan] * 3]
+            if has_loss:
+                loss, logs = loss_in_chunks(logits, batch).sum(), upcast(logits).log_softmax(-1)
+                divergence = F.kl_div(logs, base["logs"], reduction="sum", log_target=True)
+                values[1:] = float(loss), float(loss - base["loss"]), float(divergence)
+            return torch.tensor([values], dtype=torch.float64)
 
-    def _overflow(self) -> pd.DataFrame:
-        beyond, broken = overflows_from(self.dtype), self.arms[0].broken
+        settings = [Setting(nullcontext, read_base), *(Setting(partial(opened, run), read) for run in runs)]
+        with torch.no_grad():  # one sequence at a time, so there is no padding
+            _, *passes = run_settings(self.subject, settings, batch_size=1, console=console, by_batch=True)
+        tokens, predicted = self.subject.inputs.num_tokens, self.subject.inputs.num_predicted or math.nan
+        rows = []
+        for run, done in zip(runs, passes, strict=True):
+            _, loss, cost, divergence = done.losses.cumsum(0)[-1].tolist()
+            broken = next((self.magnitudes[key] for key in run.broken), None)
+            rows.append(
+                {
+                    "setting": run.setting,
+                    "dtype": run.dtype,
+                    "factor": run.factor,
+                    "difference": float(done.losses[:, 0].max()),
+                    "loss": loss / predicted,
+                    "cost": cost / predicted,
+                    "divergence": divergence / tokens,
+                    "layer": broken.layer if broken else NO_LAYER,
+                    "site": broken.site if broken else "",
+                }
+            )
+        table = pd.DataFrame(rows)
+        is_rescaled = table["setting"] == RESCALED
+        differences = table["difference"][is_rescaled & (table["dtype"] != self.name)]
+        if not (differences <= LARGEST[self.model.dtype]).all():
+            self.refused[RESCALED] = "this model computes something else then: not only norms read its residual stream"
+            table = table[~is_rescaled].reset_index(drop=True)
+        return table
+
+    def _overflow(self, broken: Container[str]) -> pd.DataFrame:
+        beyond = overflows_from(self.dtype)
         rows = [
             asdict(one)
             | {
@@ -504,22 +529,4 @@ class Overflow:
             }
             for order, (key, one) in enumerate(self.magnitudes.items())
         ]
-        return pd.DataFrame(rows)
-
-    def _overflow_runs(self) -> pd.DataFrame:
-        own = LARGEST[self.model.dtype]
-        if any(arm.setting == RESCALED and arm.dtype != self.name and not arm.difference <= own for arm in self.arms):
-            self.arms = [arm for arm in self.arms if arm.setting != RESCALED]
-            self.refused[RESCALED] = "this model computes something else then: not only norms read its residual stream"
-        predicted = self.subject.inputs.num_predicted or math.nan
-        rows = []
-        for arm in self.arms:
-            first = next((self.magnitudes[key] for key in arm.broken), None)
-            means = {"loss": arm.loss / predicted, "cost": arm.cost / predicted}
-            rows.append(
-                {name: getattr(arm, name) for name in ("setting", "dtype", "factor", "difference")}
-                | means
-                | {"divergence": arm.divergence / self.subject.inputs.num_tokens}
-                | {"layer": first.layer if first else NO_LAYER, "site": first.site if first else ""}
-            )
         return pd.DataFrame(rows)

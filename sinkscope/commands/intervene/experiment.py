@@ -277,9 +277,8 @@ class Experiment:
         """Measure the perplexity of the text with every size of the cache."""
         subject, (part,) = self.subject, resolved  # such an arm has one part only (see `wanted_arms`)
         caches = part.model_dump()
-        model, inputs = subject.loaded.model, subject.inputs
-        size = self.batch_size or first_size(inputs, model, self.config.batch_size)
-        tables = measure_streaming(model, subject.family, inputs, caches["window"], caches["keep"], size)
+        size = self.batch_size or first_size(subject.inputs, subject.loaded.model, self.config.batch_size)
+        tables = measure_streaming(subject, caches["window"], caches["keep"], size)
         self._collect(tables, label)
         self.records[label] = self._record(label, resolved, known.target)
 

@@ -16,7 +16,7 @@ from sinkscope.commands.doctor.overflow import (
     FORMATS,
     FULL,
     RESCALED,
-    Overflow,
+    OverflowCheck,
     Prediction,
     overflows_from,
     rescaled,
@@ -36,12 +36,12 @@ def subject_of(model: PreTrainedModel, num_seqs: int = 2) -> Subject:
     return Subject(loaded, family, inputs_for(loaded, config, family))
 
 
-def examined(model: PreTrainedModel, dtype: str = "float16", num_seqs: int = 2) -> Overflow:
-    return Overflow(subject_of(model, num_seqs), dtype)
+def examined(model: PreTrainedModel, dtype: str = "float16", num_seqs: int = 2) -> OverflowCheck:
+    return OverflowCheck(subject_of(model, num_seqs), dtype)
 
 
 def planted(
-    model: PreTrainedModel, layer: int, largest: float = BEYOND, plain: Overflow | None = None
+    model: PreTrainedModel, layer: int, largest: float = BEYOND, plain: OverflowCheck | None = None
 ) -> AbstractContextManager[None]:
     """Multiply the output of a layer's MLP so that its largest entry is `largest` for the length of a block.
 
@@ -72,7 +72,7 @@ def test_the_predicted_first_layer_is_the_first_that_is_not_finite(name: str, la
     assert_first_is(model, layer, plain)
 
 
-def assert_first_is(model: PreTrainedModel, layer: int, plain: Overflow) -> None:
+def assert_first_is(model: PreTrainedModel, layer: int, plain: OverflowCheck) -> None:
     with planted(model, layer, plain=plain):
         table = examined(model, num_seqs=len(plain.subject.inputs.sequences)).tables["overflow"]
     predicted = first(table[table["overflows"] & ~table["is_inside"]])
@@ -82,7 +82,7 @@ def assert_first_is(model: PreTrainedModel, layer: int, plain: Overflow) -> None
 @pytest.mark.real_model
 def test_a_late_layer_of_a_real_model(smollm_on_cpu: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Remedies, which are tested on tiny models, are left out: a pass in float16 takes seconds."""
-    monkeypatch.setattr(Overflow, "_remedies", lambda overflow: ())
+    monkeypatch.setattr(OverflowCheck, "_remedies", lambda overflow: ())
     plain = examined(smollm_on_cpu.model, num_seqs=1)
     assert not plain.tables["overflow"].query("not is_inside")["overflows"].any()
     assert_first_is(smollm_on_cpu.model, 25, plain)
