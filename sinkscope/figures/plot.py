@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.image import AxesImage
@@ -73,6 +74,12 @@ def first_and_others(ax: Axes, table: pd.DataFrame, column: str) -> None:
         low, high = by_layer.quantile(0.1), by_layer.quantile(0.9)
         band_by_layer(ax, low, high, color=look["color"], alpha=0.2, linewidth=0)
         line_by_layer(ax, by_layer.mean(), label=label, **look)
+
+
+def handles_of(axes: Iterable[Axes]) -> list[Artist]:
+    """Return one artist for each label in the panels, for a common legend."""
+    named = (zip(*ax.get_legend_handles_labels(), strict=True) for ax in axes)
+    return list({label: handle for panel in named for handle, label in panel}.values())
 
 
 def finite(table: pd.DataFrame) -> pd.DataFrame:

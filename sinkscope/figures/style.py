@@ -45,10 +45,17 @@ REFERENCE: Look = {"color": "0.35", "linewidth": 0.9, "linestyle": (0, (3, 1.5))
 OUTSIDE: Look = {"color": "#8d4a86", "marker": "D", "linestyle": (0, (4, 1.5))}  # keys outside the text
 GUIDE: Look = {"color": GRAY, "linewidth": 0.9, "linestyle": (0, (4, 2)), "zorder": 1.5}  # theory, or no effect
 NEUTRAL: Look = {"color": GRAY, "linewidth": 0.6, "zorder": 0}  # no effect, drawn below the lines
+DOT: Look = {"linestyle": "none"}  # marks without a line
+AREA: Look = {"linewidth": 0}  # bands and bars have no edge
+BAND: Look = AREA | {"alpha": 0.22}  # an interval around a line, in its color
+INTERVAL: Look = {"color": NAVY, "linewidth": 1.6, "solid_capstyle": "butt"}  # 95 %, through a mark
+CONTROL_DRAWS: Look = DOT | {"color": "black", "marker": "|", "markersize": 4.5, "markeredgewidth": 0.6}
+CONTROL_SPREAD: Look = {"color": "0.72", "linewidth": 3.5, "solid_capstyle": "butt"}  # of random controls
 
 # Looks for any number of lines: models, runs, arms.
 COLORS = (NAVY, VERMILION, SKY, "#1b7a5a", "#e3a82b", "#8d4a86", "#555555")
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1.2)), (0, (5, 1.5, 1, 1.5)), (0, (7, 2)))
+PLAIN_DASHES = ("--", ":", "-.", "-")
 MARKERS = "os^Dv<>P"
 
 SEQUENTIAL = colormaps["magma_r"].with_extremes(bad="#d9d9d9")  # perceptually uniform; dark is high
@@ -135,6 +142,6 @@ def _smaller(png: bytes) -> bytes:
     return smaller.getvalue()
 
 
-def new_figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float, layout: str = "constrained") -> Figure:
     """Make a figure with a size in inches. It is saved at this size, so that font sizes are true."""
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(width, height), layout=layout)

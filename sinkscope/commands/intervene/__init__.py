@@ -25,7 +25,7 @@ COMMANDS = (
                 ("over-mixing", "figures",
                     "change of later tokens by a changed token, by layer and distance, under every arm",
                     "effect", "over_mixing", "over_mixing_by_sequence"),
-                ("streaming-perplexity", "streaming_figure",
+                ("streaming-perplexity", "figures",
                     "perplexity with a short cache, with and without first tokens (StreamingLLM)", "streaming"),
             ),
         },

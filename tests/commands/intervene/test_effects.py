@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from support.made_up_runs import grid, make_run
 
-from sinkscope.commands.intervene.findings import Effect, findings_of, interval, interval_by_layer, overview
+from sinkscope.commands.intervene.findings import ArmEffect, findings_of, interval, interval_by_layer, overview
 from sinkscope.measuring.summary import arm_metrics
 from sinkscope.output.run import Run
 from sinkscope.results.findings import Outcome
@@ -67,7 +67,7 @@ def run_of(
 def test_a_change_counts_only_beyond_random_changes(
     before: float, after: float, controls: tuple[float, ...], outcome: Outcome
 ) -> None:
-    assert Effect(before, after, controls).outcome == outcome
+    assert ArmEffect(before, after, controls).outcome == outcome
 
 
 def test_a_sink_moves_only_if_the_target_gains_beyond_the_control() -> None:

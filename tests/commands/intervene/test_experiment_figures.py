@@ -10,7 +10,7 @@ from support.figures import check_all_draw, edges_at, legend_of, said
 from support.made_up_runs import make_run
 
 from sinkscope import InputError, Run
-from sinkscope.commands.intervene.figures import FAINTEST
+from sinkscope.commands.intervene.figures import FAINTEST_MEAN as FAINTEST
 from sinkscope.figures import applicable, draw
 from sinkscope.figures.style import Figure
 
