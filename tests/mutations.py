@@ -201,7 +201,8 @@ MUTATIONS = [
         ("runs: degrees of freedom", ESTIMATES, "mean_of_runs", "ddof=1", "ddof=0"),
         ("smallest of several: simultaneous ends", ESTIMATES, "least_of",
          "high=min(simultaneous)", "high=max(simultaneous)"),
-        ("interval of a change: upside down", EFFECT_INTERVALS, "_interval_of_change", "after / before", "before / after"),
+        ("interval of a change: upside down", EFFECT_INTERVALS, "_interval_of_change",
+         "after / before", "before / after"),
     ),
     *_mutations(
         INTERVENTION_TESTS,

@@ -10,10 +10,11 @@ from matplotlib.axes import Axes
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.routes import ROUTES, Effect, models_with_routes
 from sinkscope.commands.claims.scorecard import Scorecard, headline, value_text
+from sinkscope.figures import style
 from sinkscope.figures.labels import escape, heading, wrapped
 from sinkscope.figures.plot import hide_y
 from sinkscope.figures.spec import needs
-from sinkscope.figures.style import GRAY, NAVY, REFERENCE, VERMILION, WIDE, Figure, Look, new_figure
+from sinkscope.figures.style import DOT, GRAY, NAVY, REFERENCE, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.results.findings import Outcome
 from sinkscope.results.papers import paper_of
 from sinkscope.results.side_by_side import model_name
@@ -22,7 +23,6 @@ from sinkscope.verdict.report import spans
 # --- The claims that were decided on one model: a line for each number, with its interval and the threshold
 
 REACH = 4.0  # length of the axis to both sides of the threshold
-DOT: Look = {"linestyle": "none"}
 LOOKS: dict[str, Look] = {
     Outcome.HOLDS: DOT | {"color": NAVY, "marker": "o", "markersize": 3.4},
     Outcome.INCONCLUSIVE: DOT | {"color": GRAY, "marker": "o", "markersize": 3.4, "markerfacecolor": "white"},
@@ -154,9 +154,6 @@ LINE, LOW = 0.58, 0.24  # heights of the arrow and of the controls in a cell
 NEAR = 14.0  # percentage points: no arrow is drawn between a before and an after that are nearer
 BEFORE: Look = {"color": NAVY, "marker": "o", "markersize": 4, "markerfacecolor": "white", "linestyle": "none"}
 AFTER: Look = {"color": NAVY, "marker": "o", "markersize": 4, "linestyle": "none"}
-INTERVAL: Look = {"color": NAVY, "linewidth": 1.6}
-CONTROLS: Look = {"color": "0.6", "linewidth": 3.5, "solid_capstyle": "butt"}
-CONTROL: Look = {"color": "black", "marker": "|", "markersize": 5, "markeredgewidth": 0.8, "linestyle": "none"}
 ARROW: Look = {
     "arrowstyle": "-|>", "color": NAVY, "linewidth": 0.9, "shrinkA": 2.5, "shrinkB": 2.5, "mutation_scale": 6
 }  # fmt: skip
@@ -186,12 +183,12 @@ def draw_routes(table: pd.DataFrame) -> Figure:
                 _write(ax, f"{row['effect']}: {reason}" if reason else row["effect"])
             else:
                 if row["draws"] > 1:
-                    ax.plot([row["control_low"], row["control_high"]], [LOW, LOW], **CONTROLS)
-                ax.plot([row["control"]], [LOW], **CONTROL)
+                    ax.plot([row["control_low"], row["control_high"]], [LOW, LOW], **style.CONTROL_SPREAD)
+                ax.plot([row["control"]], [LOW], **style.CONTROL_DRAWS)
                 if abs(row["after"] - row["before"]) > NEAR:
                     ax.annotate("", (row["after"], LINE), (row["before"], LINE), arrowprops=ARROW)
                 for name, look in (("after", AFTER), ("before", BEFORE)):
-                    ax.plot([row[f"{name}_low"], row[f"{name}_high"]], [LINE, LINE], **INTERVAL)
+                    ax.plot([row[f"{name}_low"], row[f"{name}_high"]], [LINE, LINE], **style.INTERVAL)
                     ax.plot([row[name]], [LINE], **look)
                 rates = f"{row['before']:.1f} → {row['after']:.1f}"
                 ax.text(0.5, 0.95, rates, transform=ax.transAxes, ha="center", va="top", fontsize=6.5)
@@ -201,9 +198,9 @@ def draw_routes(table: pd.DataFrame) -> Figure:
     signs = {
         "as it is": BEFORE,
         "without the route": AFTER,
-        "95 % over sequences": INTERVAL,
-        "mean of random controls": CONTROL,
-        "one more control would fall here (95 %)": CONTROLS,
+        "95 % over sequences": style.INTERVAL,
+        "mean of random controls": style.CONTROL_DRAWS,
+        "one more control would fall here (95 %)": style.CONTROL_SPREAD,
         "falls beyond the controls": {"facecolor": SHADES[Effect.FALLS], "edgecolor": "0.75"},
         "and less than half is left": {"facecolor": SHADES[Effect.GOES], "edgecolor": "0.75"},
     }

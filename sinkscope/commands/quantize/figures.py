@@ -11,7 +11,7 @@ from sinkscope.errors import counted
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import escape, title, wrapped
 from sinkscope.figures.spec import needs
-from sinkscope.figures.style import HIGHEST, NAVY, OTHERS, SINK, SKY, VERMILION, WIDE, Figure, Look, new_figure
+from sinkscope.figures.style import DOT, HIGHEST, NAVY, OTHERS, SINK, SKY, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.models.projections import NO_LAYER
 from sinkscope.quantization.settings import ALL_LAYERS, ALONE, FULL
 from sinkscope.quantization.sites import INPUT, KEYS, OUTPUT, SCORES, SOFTMAX, SUM, VALUES, WEIGHT
@@ -30,7 +30,6 @@ MOST = 10  # number of the costliest modules, and of the costliest single sites,
 # offsets within a row, so that marks with equal values are all visible
 NUDGE = {INPUT: -0.24, WEIGHT: 0.0, OUTPUT: 0.24, SCORES: -0.12, SOFTMAX: 0.12, SUM: 0.0, KEYS: -0.12, VALUES: 0.12}
 
-DOT: Look = {"linestyle": "none"}
 SETTING: Look = DOT | {"color": "black", "marker": "X", "markersize": 4.6, "mew": 0}
 MARKS: dict[str, Look] = {  # shapes differ, so that colors are not needed
     INPUT: DOT | {"marker": "o", "color": NAVY, "markersize": 4.2},

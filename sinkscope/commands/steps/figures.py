@@ -16,7 +16,7 @@ from sinkscope.figures.gradients import OFF_SCALE, PATHWAYS, _finish, _mark_off_
 from sinkscope.figures.labels import Checkpoints, steps_title
 from sinkscope.figures.plot import ACROSS
 from sinkscope.figures.spec import needs
-from sinkscope.figures.style import COLUMN, GRADUAL, OTHERS, SINK, VERMILION, WIDE, Figure, Look, new_figure
+from sinkscope.figures.style import BAND, COLUMN, GRADUAL, OTHERS, SINK, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.measuring.summary import pathway_norms
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
@@ -93,7 +93,6 @@ def draw_training_by_step(runs: Checkpoints) -> Figure:
 # --- The order in which value gradient, norm and sink appear (onsets.py): their courses with 95 % bands and
 # onsets, and at the bottom the lead of one over the other from step to step, with its null
 
-BAND: Look = {"alpha": 0.22, "linewidth": 0}
 CHANCE: Look = {"facecolor": "0.82", "edgecolor": "none"}
 
 

@@ -22,7 +22,7 @@ from sinkscope.commands.sweep.tables import ENDS, EPSILON, NO_STEP, SweepTables,
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import escape, heading, seeds_words
 from sinkscope.figures.spec import needs
-from sinkscope.figures.style import SINK, TEXT, WIDE, Figure, Look, line_looks, new_figure
+from sinkscope.figures.style import BAND, SINK, TEXT, WIDE, Figure, Look, line_looks, new_figure
 from sinkscope.results.findings import SINK as SINK_RATE
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.papers import LENGTH, SETTING, TRANSCRIBED, WSE_TABLE_1
@@ -35,7 +35,6 @@ SPREAD = 0.28  # share of the height of a row, on both sides of its middle
 PANEL, ACROSS = 1.5, 3  # inches, and panels in a row
 LONGEST_NAME = 36
 BAR = 1.1  # points: a bar through a dot
-BAND: Look = {"alpha": 0.22, "linewidth": 0}
 INTERVAL = "95 % over sequences"
 RATE, LIMITS = "sink rate at position 0 in %", (-3, 103)
 
