@@ -191,16 +191,15 @@ def draw_effects_by_layer(run: RunData) -> Figure:
             deviation = SPREAD * controls["value"].groupby("layer").std().fillna(0)
             draws = controls["draw"].nunique()
             several = f"random control: mean ± {SPREAD:g} std of {draws} draws"
-            name = several if draws > 1 else "random control, 1 draw"
-            plot.band_by_layer(ax, mean - deviation, mean + deviation, label=name, **CONTROL_BAND)
+            several = several if draws > 1 else "random control, 1 draw"
+            plot.band_by_layer(ax, mean - deviation, mean + deviation, label=several, **CONTROL_BAND)
         for position in positions:
             ends = interval_by_layer(run, label, "sink_rate", position)
-            color = (SINK if position == sink else OTHERS)["color"]
-            name = OVER_SEQUENCES if position == sink else None
+            color, name = (SINK["color"], OVER_SEQUENCES) if position == sink else (OTHERS["color"], None)
             band: Look = {"color": color, "alpha": 0.3, "linewidth": 0, "zorder": 1.5, "label": name}
             plot.band_by_layer(ax, ends["low"], ends["high"], **band)
-        name = wrapped(label, LETTERS, 2) + (f"\nposition {sink}" if len(sinks) > 1 else "")
-        plot.panel(ax, name, "", "layer" if place >= across * (down - 1) else "", share=True)
+        text = wrapped(label, LETTERS, 2) + (f"\nposition {sink}" if len(sinks) > 1 else "")
+        plot.panel(ax, text, "", "layer" if place >= across * (down - 1) else "", share=True)
     where = f" at position {sinks.pop()}" if len(sinks) == 1 else ""
     figure.supylabel(METRICS["sink_rate"].short + where)
     handles = sorted(plot.handles_of(axes), key=lambda handle: str(handle.get_label()).startswith("random"))
