@@ -208,7 +208,7 @@ MUTATIONS = [
         INTERVENTION_TESTS,
         ("massive: added to what is there", f"{INTERVENTIONS}.massive", "_Massive.applied",
          "x[:, coordinates] = values", "x[:, coordinates] += values"),
-        ("massive: negative ones elsewhere", f"{INTERVENTIONS}.massive", "_replace_large",
+        ("massive: negative ones elsewhere", f"{INTERVENTIONS}.massive", "replace_large",
          "entries.abs() >= least", "entries >= least"),
         ("epe: exchanged the wrong way", f"{INTERVENTIONS}.nu", "_PositionVectors._epe_exchanged",
          "epe[giver] - epe[position]", "epe[position] - epe[giver]"),

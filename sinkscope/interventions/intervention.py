@@ -64,13 +64,10 @@ class Layout(threading.local):
             )
         return torch.zeros(1, dtype=torch.long, device=device)
 
-    def locate(self, x: torch.Tensor, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows and columns of x (B,T,…) that are at this position of their sequence."""
-        return self.once(self._located, x.device, *x.shape[:2], position)
-
-    def _located(
+    def locate(
         self, device: torch.device, sequences: int, length: int, position: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rows and columns of a batch (B,T) that are at this position of their sequence."""
         columns = (self.start(device) + position - self.past).expand(sequences)
         rows = ((columns >= 0) & (columns < length)).nonzero().flatten()
         return rows, columns[rows]
@@ -139,12 +136,12 @@ class Known:
     target: Target
     length: int  # length of the shortest sequence
     tables: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # tables of the arm `before`
-    hidden_means: Callable[[int, int], torch.Tensor] | None = None  # (layer, position) → (D,) mean over sequences
-    value_means: Callable[[int, int], torch.Tensor] | None = None  # the same for the value projection → (heads · d,)
+    # (layer, position) → (D,) mean over sequences of the layer's output; with of_values=True (heads · d,) of its values
+    means: Callable[..., torch.Tensor] | None = None
 
     def draw_positions(self, count: int, draw: torch.Generator, but: Iterable[int]) -> tuple[int, ...]:
         """Draw positions for a control, except `but`, 0 (the usual sink) and the last (which no later query sees)."""
-        return _drawn(count, self.length - 1, draw, {0, *but}, "position")
+        return draw_others(count, self.length - 1, draw, {0, *but}, "position")
 
 
 class Expectation(StrEnum):
@@ -184,20 +181,19 @@ class Intervention(BaseModel, ABC):
 
         `length` is that of the sequences; None if it is unknown.
         """
-        counts: dict[str, tuple[str, Callable[[], int | None]]] = {
+        counts: dict[str, tuple[str, Callable[[], int]]] = {
             "layers": ("layer", lambda: len(target.layers)),
             "heads": (f"{self.heads_of} head", lambda: target.projection(target.attending()[0], self.heads_of).heads),
             "coordinates": ("coordinate", lambda: target.width),
-            **dict.fromkeys(("positions", "source", "target"), ("position", lambda: length)),
         }
-        for name in type(self).model_fields.keys() & counts.keys():
-            what, count = counts[name]
-            value = getattr(self, name)
-            numbers = value if isinstance(value, tuple) else () if value is None else (value,)
-            total = count() if numbers else None
-            if total is not None and max(numbers) >= total:
+        if length is not None:
+            counts |= dict.fromkeys(("positions", "source", "target"), ("position", lambda: length))
+        for name, (what, count) in counts.items():
+            value = getattr(self, name, None)
+            largest = max(value) if isinstance(value, tuple) else value
+            if largest is not None and largest >= count():
                 whose = "the sequences have" if what == "position" else "this model has"
-                raise InputError(f"{self.name}: there is no {what} {max(numbers)}: {whose} {total}, from 0 on")
+                raise InputError(f"{self.name}: there is no {what} {largest}: {whose} {count()}, from 0 on")
 
     def resolved(self, known: Known) -> Self:
         """Return the intervention with all open parameters decided; raise InputError if one cannot be decided."""
@@ -207,22 +203,17 @@ class Intervention(BaseModel, ABC):
         """Return the same kind of change at a random place or in a random direction, or None."""
         if not self.redraws:
             return None
-        own: tuple[int, ...] = getattr(self, self.redraws) or ()
+        numbers: tuple[int, ...] = getattr(self, self.redraws) or ()
         if self.redraws == "positions":
-            others = known.draw_positions(len(own), draw, own)
+            others = known.draw_positions(len(numbers), draw, numbers)
         else:
-            others = _drawn(len(own), known.target.width, draw, own, "coordinate")
+            others = draw_others(len(numbers), known.target.width, draw, numbers, "coordinate")
         return self.model_copy(update={self.redraws: others})
 
     @property
     def watched(self) -> tuple[int, ...]:
         """The positions at which an effect is expected, first that of the sink."""
         return getattr(self, "positions", (0,))
-
-    @property
-    def reads_means(self) -> tuple[int, ...]:
-        """The positions at which `resolved` needs the model's hidden means."""
-        return ()
 
     def begins_at(self, target: Target) -> int:
         """Return the first affected layer; earlier layers are unaffected. 0 if the input of the layers may change."""
@@ -238,7 +229,7 @@ class Intervention(BaseModel, ABC):
 
     def __str__(self) -> str:
         """Write it as --do does, without parameters at their default."""
-        given = []
+        changed = []
         for name, entry in type(self).model_fields.items():
             value = getattr(self, name)
             if value == entry.default:
@@ -246,8 +237,8 @@ class Intervention(BaseModel, ABC):
             if not isinstance(value, str):
                 numbers = value if isinstance(value, tuple) else (value,)
                 value = "+".join(repr(number).replace("e+", "e") for number in numbers)  # exact, with no other +
-            given.append(f"{name}={value}")
-        return f"{self.name}:{','.join(given)}" if given else self.name
+            changed.append(f"{name}={value}")
+        return f"{self.name}:{','.join(changed)}" if changed else self.name
 
 
 @contextmanager
@@ -295,7 +286,7 @@ def edited_positions(
     def changed(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         shape, x = x.shape, x.clone().flatten(1, -2)
         for position in positions:
-            rows, columns = target.layout.locate(x, position)
+            rows, columns = target.layout.once(target.layout.locate, x.device, *x.shape[:2], position)
             if len(rows):
                 x[rows, columns] = edit(module, position, x[rows, columns])
                 touch()
@@ -307,7 +298,7 @@ def edited_positions(
         yield
 
 
-def _drawn(count: int, total: int, draw: torch.Generator, but: Iterable[int], what: str) -> tuple[int, ...]:
+def draw_others(count: int, total: int, draw: torch.Generator, but: Iterable[int], what: str) -> tuple[int, ...]:
     """Draw `count` different numbers below `total`, except those in `but`."""
     free = sorted(set(range(total)) - set(but))
     if len(free) < count:
@@ -325,15 +316,15 @@ def random_controls(stack: Stack, known: Known, seed: int, draws: int) -> list[S
     Every intervention that has a control is replaced by it. If none has a control, the list is empty.
     """
     generator = torch.Generator().manual_seed(seed)
-    found: list[Stack] = []
+    different: list[Stack] = []
     for _ in range(20 * draws):
         controls = [part.control(known, generator) for part in stack]
-        if len(found) == draws or not any(controls):
+        if len(different) == draws or not any(controls):
             break
         drawn = tuple((control or part).resolved(known) for part, control in zip(stack, controls, strict=True))
-        if drawn not in found:
-            found.append(drawn)
-    return found
+        if drawn not in different:
+            different.append(drawn)
+    return different
 
 
 def expectation(intervention: Intervention, target: Target) -> Expectation | None:

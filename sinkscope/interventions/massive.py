@@ -50,8 +50,8 @@ class _Massive(Intervention):
             rows = table[table["is_massive"] & (table["position"] != 0)]
             rows = rows[rows["layer"].isin(layers) & rows["coordinate"].isin(coordinates)]
             groups = rows.groupby(["layer", "coordinate"])["value"]
-            found = groups.agg(least=lambda x: x.abs().min(), mean="mean").reset_index()
-            elsewhere = tuple(found.to_numpy(dtype=float).flatten().tolist()) or None
+            rows = groups.agg(least=lambda x: x.abs().min(), mean="mean").reset_index()
+            elsewhere = tuple(rows.to_numpy(dtype=float).flatten().tolist()) or None
         return self.model_copy(update={"layers": layers, "coordinates": coordinates, "elsewhere": elsewhere})
 
     def values(self, *shape: int) -> torch.Tensor:
@@ -78,7 +78,7 @@ class _Massive(Intervention):
         with ExitStack() as stack:
             for layer, coordinate, least, mean in rows:
                 value = mean if self.puts_mean else 0.0
-                put = partial(_replace_large, coordinate=coordinate, least=least, value=value)
+                put = partial(replace_large, coordinate=coordinate, least=least, value=value)
                 stack.enter_context(edited_output(layers[layer], put))
             # registered later, so that the positions get their own values
             stack.enter_context(edited_positions(self.name, target, layers.values(), self.positions, edit))
@@ -104,19 +104,15 @@ class MeanMassive(_Massive):
 
     means: Reals | None = None  # by layer, position, coordinate; None: measured
 
-    @property
-    def reads_means(self) -> tuple[int, ...]:
-        return self.positions if self.means is None else ()
-
     def resolved(self, known: Known) -> Self:
-        chosen = super().resolved(known)
-        if chosen.means is not None:
-            return chosen
-        if known.hidden_means is None:
+        decided = super().resolved(known)
+        if decided.means is not None:
+            return decided
+        if known.means is None:
             raise InputError(f"{self.name}: name the means, one for every layer, position and coordinate")
-        places = product(chosen.layers or (), chosen.positions)
-        means = [known.hidden_means(*place)[list(chosen.coordinates or ())] for place in places]
-        return chosen.model_copy(update={"means": tuple(torch.cat(means).tolist())})
+        places = product(decided.layers or (), decided.positions)
+        means = [known.means(*place)[list(decided.coordinates or ())] for place in places]
+        return decided.model_copy(update={"means": tuple(torch.cat(means).tolist())})
 
     def values(self, *shape: int) -> torch.Tensor:
         if self.means is None or len(self.means) != math.prod(shape):
@@ -124,7 +120,7 @@ class MeanMassive(_Massive):
         return torch.tensor(self.means).view(shape)
 
 
-def _replace_large(module: nn.Module, x: torch.Tensor, coordinate: int, least: float, value: float) -> torch.Tensor:
+def replace_large(module: nn.Module, x: torch.Tensor, coordinate: int, least: float, value: float) -> torch.Tensor:
     """Set a coordinate of x (B,T,D) to a value wherever its magnitude is at least `least`."""
     x = x.clone()
     entries = x[..., coordinate]
@@ -160,10 +156,10 @@ def sink_massive(
     if coordinates is not None and here["coordinate"].isin(coordinates).any():
         here = here[here["coordinate"].isin(coordinates)]
     counts = here.groupby(["layer", "coordinate"]).size()
-    found = counts[counts >= sequences / 2].reset_index()
-    if found.empty:
+    usual = counts[counts >= sequences / 2].reset_index()
+    if usual.empty:
         raise InputError(missing)
-    return tuple(sorted(set(found["layer"].tolist()))), tuple(sorted(set(found["coordinate"].tolist())))
+    return tuple(sorted(set(usual["layer"].tolist()))), tuple(sorted(set(usual["coordinate"].tolist())))
 
 
 class RescaleNorm(Intervention):

@@ -5,7 +5,7 @@ StreamingLLM), or its value state is changed and its key kept (VGA §1: does the
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Literal, Self
 
@@ -56,28 +56,26 @@ class MaskSink(Intervention):
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
-        found = [roles["query"] for roles in target.family.projections.values() if "query" in roles]
-        if any(len(query.places) != target.query_heads for query in found):
-            return "its layers differ in their numbers of heads"
-        return None
+        queries = [roles["query"] for roles in target.family.projections.values() if "query" in roles]
+        is_uniform = all(len(query.places) == target.query_heads for query in queries)
+        return None if is_uniform else "its layers differ in their numbers of heads"
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
         layout = target.layout
         heads = chosen(self.heads, target.query_heads)
 
-        def columns(device: torch.device) -> torch.Tensor:
-            return layout.once(of_positions, device)
-
         def of_positions(device: torch.device) -> torch.Tensor:
-            found = layout.start(device)[:, None] + torch.tensor(self.positions, device=device)
-            if bool((found < layout.length - target.family.causal).any()):  # the last token has no later query
+            sinks = layout.start(device)[:, None] + torch.tensor(self.positions, device=device)
+            if bool((sinks < layout.length - target.family.causal).any()):  # the last token has no later query
                 touch()
-            return found
+            return sinks
+
+        columns = partial(layout.once, of_positions)
 
         def pairs(rows: slice, cols: slice, device: torch.device) -> torch.Tensor:
             """Return (B,H,R,C), True where a query of a chosen head attends to a sink other than itself."""
-            row, col = (torch.arange(at.start, at.stop, device=device) for at in (rows, cols))
+            row, col = (torch.arange(part.start, part.stop, device=device) for part in (rows, cols))
             # The kernel counts columns from the first key that a sliding window's cache still holds, or up to the last
             # one that a static cache has room for; here columns count from the first token.
             shift = layout.length - cols.stop if layout.past or cols.stop > layout.length else 0
@@ -128,10 +126,10 @@ class StreamingWindow(Intervention):
 
 DECIDED = "is decided by measuring the observable attention, as `sinkscope intervene` does: name layers and heads"
 # (layer, position, value states (n, heads · d)) → the new value states
-Edit = Callable[[int, int, torch.Tensor], torch.Tensor]
+ValueEdit = Callable[[int, int, torch.Tensor], torch.Tensor]
 
 
-class _AtValues(Intervention):
+class ChangedValues(Intervention):
     """Changes the value states of chosen layers and heads at chosen positions.
 
     With where=sinks, only key/value heads change that are read by a query head with a sink at one of the positions (in
@@ -176,7 +174,7 @@ class _AtValues(Intervention):
         return [head for head in heads if (layer, head) in self._sinks]
 
     @abstractmethod
-    def edit(self, target: Target) -> Edit:
+    def edit(self, target: Target) -> ValueEdit:
         """Return the function that changes values; raise InputError if it would change nothing or needs means."""
 
     @contextmanager
@@ -200,19 +198,19 @@ class _AtValues(Intervention):
             yield
 
 
-class ScaleSinkValue(_AtValues):
+class ScaleSinkValue(ChangedValues):
     name = "scale-sink-value"
     about = "value states at the sink × a factor (layers, key/value heads, positions, where: all or sinks, factor: 0)"
 
     factor: Real = 0.0
 
-    def edit(self, target: Target) -> Edit:
+    def edit(self, target: Target) -> ValueEdit:
         if self.factor == 1.0:
             raise InputError(f"{self.name} would change nothing: its factor is 1")
         return lambda layer, position, x: x * self.factor
 
 
-class MeanSinkValue(_AtValues):
+class MeanSinkValue(ChangedValues):
     """Replaces the sink's value state by its mean over sequences, so that it adds a constant bias.
 
     If zero values harm a model but mean values do not, its sink serves as a bias: it is not a no-op, but carries no
@@ -224,7 +222,7 @@ class MeanSinkValue(_AtValues):
 
     # by layer, position, head and dimension, or one for all; None: measured, and too large to be saved in run.json
     means: Reals | None = None
-    _measured: Callable[[int, int], torch.Tensor] | None = PrivateAttr(None)
+    _measured: dict[tuple[int, int], torch.Tensor] | None = PrivateAttr(None)
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
@@ -237,32 +235,31 @@ class MeanSinkValue(_AtValues):
         decided = super().resolved(known)
         if self.means is not None:
             return decided
-        if known.value_means is None:
+        if known.means is None:
             raise InputError(f"{self.name}: name the means, one for every layer, position, head and dimension")
-        for layer, position in product(known.target.attending(self.layers), self.positions):
-            known.value_means(layer, position)  # measured now, while the model is unchanged
         decided = decided.model_copy()
-        decided._measured = known.value_means
+        places = product(known.target.attending(self.layers), self.positions)  # measured now, in the unchanged model
+        decided._measured = {place: known.means(*place, of_values=True) for place in places}
         return decided
 
-    def edit(self, target: Target) -> Edit:
+    def edit(self, target: Target) -> ValueEdit:
         values = {
             (layer, position): (target.projection(layer, "value").places.shape, self.heads_in(target, layer))
             for layer, position in product(target.attending(self.layers), self.positions)
         }
         if self._measured is not None:
-            found = {at: self._measured(*at).view(shape)[heads].flatten() for at, (shape, heads) in values.items()}
+            constants = [self._measured[place].view(shape)[heads].flatten() for place, (shape, heads) in values.items()]
         else:
             sizes, means = [len(heads) * shape[1] for shape, heads in values.values()], self.means or ()
             total = sum(sizes)
             if len(means) not in (1, total):
                 raise InputError(f"{self.name}: {total} means are needed, one by layer, position, head and dimension")
-            parts = torch.tensor(means, dtype=torch.float64).expand(total).split(sizes)
-            found = dict(zip(values, parts, strict=True))
-        return lambda layer, position, x: found[layer, position].expand_as(x)
+            constants = list(torch.tensor(means, dtype=torch.float64).expand(total).split(sizes))
+        by_place = dict(zip(values, constants, strict=True))
+        return lambda layer, position, x: by_place[layer, position].expand_as(x)
 
 
-class ReadValues(_AtValues):
+class ReadValues(ChangedValues):
     """Passes the outputs of the value projections at the positions to a callback, without a change."""
 
     name = "read-values"
@@ -270,7 +267,7 @@ class ReadValues(_AtValues):
 
     seen: Callable[[int, torch.Tensor], None]  # layer, (n, heads · d)
 
-    def edit(self, target: Target) -> Edit:
+    def edit(self, target: Target) -> ValueEdit:
         def read(layer: int, position: int, x: torch.Tensor) -> torch.Tensor:
             self.seen(layer, x)
             return x

@@ -746,7 +746,7 @@ def test_what_is_left_open_is_what_is_massive_in_most_sequences() -> None:
     columns = ["layer", "position", "coordinate", "sequence", "is_massive"]
     tables = {"massive": pd.DataFrame(rows, columns=columns).assign(value=500.0)}
     means = lambda layer, position: torch.arange(32.0) + 100 * layer + 1000 * position  # noqa: E731
-    known = known_of(tiny_model("llama"), tables=tables, hidden_means=means)
+    known = known_of(tiny_model("llama"), tables=tables, means=means)
 
     def decided(text: str) -> Any:
         return parse(text).resolved(known)
@@ -854,7 +854,7 @@ def test_a_control_is_the_same_at_as_many_random_places_elsewhere(text: str) -> 
     assert len(seen) > 5
     draw = torch.Generator().manual_seed(0)
     if original.name == "mean-massive":  # the control of mean-massive measures the means of its own coordinates
-        known.hidden_means = lambda layer, position: torch.arange(32.0)
+        known.means = lambda layer, position: torch.arange(32.0)
         measured: Any = original.control(known, draw)
         assert measured.resolved(known).means == measured.coordinates
 

@@ -79,7 +79,14 @@ def intervene(
         SinkscopeError: the run or every arm of it failed.
     """
     start = time.time()
-    config = config or options_of(InterveneOptions, model, _named(do, arms) | options)
+    if config is None:
+        if (do is None) == (arms is None):
+            raise InputError("name what to do: `sinkscope list interventions` shows the names")
+        if do is not None or arms == "all":
+            named: dict[str, Any] = {"do": "all" if do is None else _texts(do)}
+        else:
+            named = {"arms": {label: _texts(stack) for label, stack in (arms or {}).items()}}
+        config = options_of(InterveneOptions, model, named | options)
     wanted = wanted_arms(config.stacks)
     with opened(model, tokenizer, config, out, overwrite, quiet) as (subject, folder, console):
         experiment = Experiment(subject, config, wanted, config.draws, config.stacks == "all", console)
@@ -92,20 +99,13 @@ def intervene(
         print_notices(console, (f"{label} failed: {reason}" for label, reason in experiment.failed.items()))
         run = finished(Run(manifest, tables, folder), console, figures, page)
         if experiment.interrupt is not None:
-            kept = f"{len(run.manifest['arms'])} of {len(wanted)} arms are kept in {run.folder}"
-            raise SinkscopeError(f"interrupted: {kept}") from experiment.interrupt
+            finished_arms = f"{len(run.manifest['arms'])} of {len(wanted)} arms are kept in {run.folder}"
+            raise SinkscopeError(f"interrupted: {finished_arms}") from experiment.interrupt
         return run
 
 
-def _named(do: Do | None, arms: Mapping[str, Do] | Literal["all"] | None) -> dict[str, Any]:
-    """Return the options `do` and `arms` as texts."""
-    if (do is None) == (arms is None):
-        raise InputError("name what to do: `sinkscope list interventions` shows the names")
-    if do is not None:
-        return {"do": [str(part) for part in parse_all(do)]}
-    if arms == "all":
-        return {"do": arms}
-    return {"arms": {label: [str(part) for part in parse_all(stack)] for label, stack in (arms or {}).items()}}
+def _texts(do: Do) -> list[str]:
+    return [str(part) for part in parse_all(do)]
 
 
 def wanted_arms(stacks: Mapping[str, Do] | Literal["all"]) -> dict[str, tuple[Intervention, ...]]:

@@ -2,11 +2,10 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -32,9 +31,7 @@ from sinkscope.options.measuring import ALWAYS, RunConfig
 from sinkscope.results.run import BEFORE, RunData
 from sinkscope.text.batch import Batch
 
-Condition = tuple[str, int]  # its name in the tables, and the number of the control; -1: no control
-
-MAPS = "mean-maps"  # measured for every arm, and for the first draw of its controls
+MEAN_MAPS = "mean-maps"  # measured for every arm, and for the first draw of its controls
 CONTROL_TABLES = ("attention", "attention_by_sequence", "loss_by_sequence", "arm_maps")
 ANALYZED_ONLY = ("attention_heads_by_sequence",)  # tables that arms do not keep
 
@@ -58,12 +55,8 @@ class MeanAt(Observable):
         """Add x (n,D) of the n sequences of a batch that have the position."""
         self.mean.add({"mean": upcast(x)}, layer=layer)
 
-    def by_layer(self) -> dict[int, torch.Tensor]:
-        return {labels["layer"]: torch.from_numpy(means["mean"]) for labels, means in self.mean}
 
-
-@dataclass(frozen=True)
-class Arm:
+class MeasuredArm(NamedTuple):
     """The measurements of the model under one stack of interventions."""
 
     tables: dict[str, pd.DataFrame]  # raw tables of the observables
@@ -98,6 +91,8 @@ class Experiment:
     def run(self) -> dict[str, pd.DataFrame]:
         """Measure the unchanged model, then every arm and its controls. Returns tables with the arm as `condition`.
 
+        The results of an arm that fails are discarded, and the other arms are kept.
+
         Raises InputError if an arm does not apply or names something that the model does not have, and the first error
         if all arms failed (see `failed` for the others). KeyboardInterrupt is raised only before the first arm is
         finished; a later one is stored in `interrupt`.
@@ -105,15 +100,22 @@ class Experiment:
         resolved = self.resolved()
         for number, (label, stack) in enumerate(resolved.items(), 1):
             print_part(self.console, label, number, len(resolved))
-            measure = self._by_streaming if stack[0].measured_by == "streaming" else self._by_pass
+            before = {name: len(parts) for name, parts in self._parts.items()}
             try:
-                with self._isolated_failure(label):
-                    measure(label, stack, self.known)
+                self._measure(label, stack)
             except BaseException as error:
-                if not (self.records and was_interrupted(error)):
+                self.records.pop(label, None)
+                for name, parts in self._parts.items():
+                    del parts[before.get(name, 0) :]
+                if was_interrupted(error) and self.records:
+                    self.interrupt = error
+                    break
+                if was_interrupted(error) or not isinstance(error, Exception):
                     raise
-                self.interrupt = error
-                break
+                if self.lenient and isinstance(error, InputError):  # it would change nothing
+                    self.skipped[label] = str(error).removeprefix(f"{label}: ")
+                else:
+                    self.errors[label] = error
         if self.errors and not self.records:
             raise next(iter(self.errors.values()))
         return {name: pd.concat(parts, ignore_index=True) for name, parts in self._parts.items() if parts}
@@ -123,25 +125,53 @@ class Experiment:
 
         Raises InputError if an arm does not apply or names something that the model does not have.
         """
-        length = min(len(ids) for ids in self.subject.inputs.sequences)
-        known = self.known = Known(Target(self.subject.loaded.model, self.subject.family, seams={}), length)
-        self._check_arms(known)
+        subject, model, family = self.subject, self.subject.loaded.model, self.subject.family
+        length = min(len(ids) for ids in subject.inputs.sequences)
+        known = self.known = Known(Target(model, family, seams={}), length)
+        if unread := family.without_attention:
+            name = subject.loaded.name
+            raise InputError(f"the effect of interventions on sinks cannot be measured on {name}: {unread}")
+        for label, stack in self.wanted.items():
+            reasons = [reason for part in stack if (reason := part.inapplicable(known.target))]
+            if reasons and not self.lenient:
+                raise InputError(f"{label} does not apply to {subject.loaded.name}: {reasons[0]}")
+            if reasons:
+                self.skipped[label] = reasons[0]
+                continue
+            for part in stack:
+                part.check(known.target, known.length)
         if BEFORE not in self.without_loss:
-            self.subject.need_loss()
-        named = [name for name in self.config.observables or () if not OBSERVABLES[name].by_default and name != MAPS]
+            subject.need_loss()
+        observables = self.config.observables or ()
+        named = [name for name in observables if not OBSERVABLES[name].by_default and name != MEAN_MAPS]
         needed = LOSS_TABLES.keys() | {table for name in named for table in OBSERVABLES[name].columns}
         if self.analyzed and not (needed <= set(self.analyzed.tables) and max(self._watched()) < self.config.positions):
             self.analyzed = None
-        closer = next((name for name in self.config.observables or () if OBSERVABLES[name].after), None)
-        if closer is not None:
-            raise InputError(f"--observables {closer} does not apply: it is measured on one model, not on arms")
-        self.chosen = choose(self.subject, self.config)
+        for name in observables:
+            if OBSERVABLES[name].after:
+                raise InputError(f"--observables {name} does not apply: it is measured on one model, not on arms")
+        self.chosen = choose(subject, self.config)
         if self.analyzed is not None:
-            self.chosen = replace(self.chosen, first=tuple(name for name in self.chosen.first if name != MAPS))
+            self.chosen = replace(self.chosen, first=tuple(name for name in self.chosen.first if name != MEAN_MAPS))
         if any(stack[0].measured_by == "pass" for stack in self.wanted.values()):
-            self.before = self._measured_before() if self.analyzed is None else self._taken_from(self.analyzed)
-            known.tables, known.hidden_means = {**self.before.tables, **self._read_before()}, self._mean
-            known.value_means = partial(self._mean, of_values=True)
+            if self.analyzed is None:
+                check = parity_check(subject, self.config, self.chosen.backward)
+                step = self._step(BEFORE not in self.without_loss)
+                done = self._pass((), lambda: [*self._fresh(-1), *check.fresh()], step)
+                self.parity_error = check.error
+                self.before = self._arm(BEFORE, -1, done)
+            else:
+                self.before = self._taken_from(self.analyzed)
+            known.tables, known.means = dict(self.before.tables), self._mean
+            # what interventions read, unless it is measured anyway
+            read = dict.fromkeys(name for stack in self.wanted.values() for part in stack for name in part.reads)
+            names = [name for name in read if name not in self.chosen.first]
+            names = [name for name in names if OBSERVABLES[name].inapplicable(model, family) is None]
+            if names:
+                settings = settings_of(subject, self.config)
+                done = self._pass((), lambda: prepared(names, settings, subject), Tracer.forward)
+                self._collect(tables := tables_of(done.observables), BEFORE)
+                known.tables |= tables
         resolved: dict[str, Stack] = {}
         for label, stack in self.wanted.items():
             if label in self.skipped:
@@ -165,55 +195,15 @@ class Experiment:
             for label, error in self.errors.items()
         }
         if self.interrupt is not None:
-            settled = {*self.records, *self.errors, *self.skipped}
-            reasons |= {label: "interrupted" for label in self.wanted if label not in settled}
+            ended = {*self.records, *self.errors, *self.skipped}
+            reasons |= {label: "interrupted" for label in self.wanted if label not in ended}
         return reasons
 
-    def _check_arms(self, known: Known) -> None:
-        """Check, before anything is measured, that every arm applies and that its layers and heads exist."""
-        if unread := self.subject.family.without_attention:
-            name = self.subject.loaded.name
-            raise InputError(f"the effect of interventions on sinks cannot be measured on {name}: {unread}")
-        for label, stack in self.wanted.items():
-            reasons = [reason for part in stack if (reason := part.inapplicable(known.target))]
-            if reasons and not self.lenient:
-                raise InputError(f"{label} does not apply to {self.subject.loaded.name}: {reasons[0]}")
-            if reasons:
-                self.skipped[label] = reasons[0]
-                continue
-            for part in stack:
-                part.check(known.target, known.length)
-
     def _watched(self) -> set[int]:
-        watched = [part.watched for wanted in self.wanted.values() for part in wanted if part.watched]
+        watched = [part.watched for stack in self.wanted.values() for part in stack if part.watched]
         return {0, *(position for positions in watched for position in with_next(positions))}
 
-    def _measured_before(self) -> Arm:
-        check = parity_check(self.subject, self.config, self.chosen.backward)
-        asked = sorted({at for stack in self.wanted.values() for part in stack for at in part.reads_means})
-
-        def fresh() -> list[Observable]:
-            return [*self._fresh(-1), *(MeanAt(position, of_values=False) for position in asked), *check.fresh()]
-
-        done = self._pass((), fresh, self._step(BEFORE not in self.without_loss))
-        self.parity_error = check.error
-        self._means |= {(one.position, False): one.by_layer() for one in done.observables if isinstance(one, MeanAt)}
-        return self._arm(BEFORE, -1, done)
-
-    def _read_before(self) -> dict[str, pd.DataFrame]:
-        """Measure on the unchanged model what interventions read, unless it is measured anyway."""
-        read = dict.fromkeys(name for stack in self.wanted.values() for part in stack for name in part.reads)
-        model, family = self.subject.loaded.model, self.subject.family
-        names = [name for name in read if name not in self.chosen.first]
-        names = [name for name in names if OBSERVABLES[name].inapplicable(model, family) is None]
-        if not names:
-            return {}
-        settings = settings_of(self.subject, self.config)
-        done = self._pass((), lambda: prepared(names, settings, self.subject), Tracer.forward)
-        self._collect(tables := tables_of(done.observables), BEFORE)
-        return tables
-
-    def _taken_from(self, run: RunData) -> Arm:
+    def _taken_from(self, run: RunData) -> MeasuredArm:
         """Take the unchanged model's tables and loss from a run instead of measuring them."""
         self.parity_error = run.manifest["parity"]
         wanted = {name for chosen in self.chosen.first for name in OBSERVABLES[chosen].columns} | LOSS_TABLES.keys()
@@ -222,77 +212,49 @@ class Experiment:
             self._parts[name].append(table.assign(condition=BEFORE))
         by_sequence = tables["loss_by_sequence"]
         loss = by_sequence["loss"] @ by_sequence["predicted"] / self.subject.inputs.num_predicted
-        return Arm(tables, float(loss))
+        return MeasuredArm(tables, float(loss))
 
-    @contextmanager
-    def _isolated_failure(self, label: str) -> Iterator[None]:
-        """Discard the results of an arm that fails, and keep the other arms."""
-        kept = {name: len(parts) for name, parts in self._parts.items()}
-        try:
-            yield
-        except BaseException as error:
-            self.records.pop(label, None)
-            for name, parts in self._parts.items():
-                del parts[kept.get(name, 0) :]
-            if was_interrupted(error) or not isinstance(error, Exception):
-                raise
-            if self.lenient and isinstance(error, InputError):  # it would change nothing
-                self.skipped[label] = str(error).removeprefix(f"{label}: ")
-            else:
-                self.errors[label] = error
-
-    def _record(self, label: str, resolved: Stack, target: Target) -> dict[str, Any]:
-        """Return an arm's entry in the manifest. No paper has expectations for a stack of several interventions."""
-        alone = len(resolved) == 1
-        return {
-            "asked": [str(part) for part in self.wanted[label]],
-            "do": [str(part) for part in resolved],
-            "paper": self.wanted[label][0].paper if alone else "",
-            "expects": expectation(self.wanted[label][0], target) if alone else "",
-            "watched": list(dict.fromkeys(position for part in resolved for position in part.watched)),
-            "controls": [],
+    def _measure(self, label: str, stack: Stack) -> None:
+        """Measure an arm and its controls, each in one pass of the tracer; a streaming arm by perplexity only."""
+        subject, target, asked = self.subject, self.known.target, self.wanted[label]
+        alone = len(stack) == 1  # no paper has expectations for a stack of several interventions
+        controls: list[Stack] = []
+        if stack[0].measured_by == "pass" and label not in self.without_controls:
+            controls = random_controls(stack, self.known, self.config.seed, self.draws)
+        record = self.records[label] = {
+            "asked": [str(part) for part in asked],
+            "do": [str(part) for part in stack],
+            "paper": asked[0].paper if alone else "",
+            "expects": expectation(asked[0], target) if alone else "",
+            "watched": list(dict.fromkeys(position for part in stack for position in part.watched)),
+            "controls": [[str(part) for part in control] for control in controls],
         }
-
-    def _by_pass(self, label: str, resolved: Stack, known: Known) -> None:
-        """Measure an arm and its controls, each in one pass of the tracer."""
-        record = self.records[label] = self._record(label, resolved, known.target)
-        draws = 0 if label in self.without_controls else self.draws
-        controls = random_controls(resolved, known, self.config.seed, draws)
-        record["controls"] = [[str(part) for part in control] for control in controls]
-        stacks = {(label, -1): resolved}
-        stacks |= {(f"{label} control {draw}", draw): control for draw, control in enumerate(controls)}
-        measured = self._each_measured(stacks, known.target, label not in self.without_loss)
-        arms = [(BEFORE, -1, self.before)]
-        arms += [
-            ("after" if draw < 0 else "control", draw, arm) for (_, draw), arm in zip(stacks, measured, strict=True)
+        if stack[0].measured_by == "streaming":  # with every size of the cache
+            caches = stack[0].model_dump()
+            size = self.batch_size or first_size(subject.inputs, subject.loaded.model, self.config.batch_size)
+            self._collect(measure_streaming(subject, caches["window"], caches["keep"], size), label)
+            return
+        stacks = [stack, *controls]
+        conditions = [(label, -1), *((f"{label} control {draw}", draw) for draw in range(len(controls)))]
+        # layers before the first that is changed are unaffected, which is tried: then all stacks are measured together
+        layer = min(part.begins_at(target) for each in stacks for part in each)
+        read = self._step(label not in self.without_loss)
+        settings = [
+            self._setting(each, partial(self._fresh, draw), read, layer)
+            for each, (_, draw) in zip(stacks, conditions, strict=True)
         ]
-        window = settings_of(self.subject, self.config).window
+        by_batch = None if self.analyzed is None else False
+        done = run_settings(subject, settings, unchanged=lambda: self._few, by_batch=by_batch, **self._how)
+        measured = [self._arm(*condition, one) for condition, one in zip(conditions, done, strict=True)]
+        window = settings_of(subject, self.config).window
         effects = [
             arm_metrics(arm.tables, record["watched"], arm.loss, window).assign(arm=name, draw=draw)
-            for name, draw, arm in arms
-        ]
+            for name, draw, arm in (
+                (BEFORE, -1, self.before), ("after", -1, measured[0]),
+                *(("control", draw, arm) for draw, arm in enumerate(measured[1:])),
+            )
+        ]  # fmt: skip
         self._collect({"effect": pd.concat(effects, ignore_index=True).assign(name=" ".join(record["do"]))}, label)
-
-    def _by_streaming(self, label: str, resolved: Stack, known: Known) -> None:
-        """Measure the perplexity of the text with every size of the cache."""
-        subject, (part,) = self.subject, resolved  # such an arm has one part only (see `wanted_arms`)
-        caches = part.model_dump()
-        size = self.batch_size or first_size(subject.inputs, subject.loaded.model, self.config.batch_size)
-        tables = measure_streaming(subject, caches["window"], caches["keep"], size)
-        self._collect(tables, label)
-        self.records[label] = self._record(label, resolved, known.target)
-
-    def _each_measured(self, stacks: Mapping[Condition, Stack], target: Target, with_loss: bool) -> list[Arm]:
-        """Measure an arm and its controls together from the first layer that any of them changes, or one by one."""
-        layer = min(part.begins_at(target) for stack in stacks.values() for part in stack)
-        settings = [
-            self._setting(stack, partial(self._fresh, draw), self._step(with_loss), layer)
-            for (_, draw), stack in stacks.items()
-        ]
-        # layers before the first that is changed are unaffected, which is tried
-        by_batch = None if self.analyzed is None else False
-        done = run_settings(self.subject, settings, unchanged=lambda: self._few, by_batch=by_batch, **self._how)
-        return [self._arm(*condition, one) for condition, one in zip(stacks, done, strict=True)]
 
     @cached_property
     def _few(self) -> dict[str, pd.DataFrame]:
@@ -306,7 +268,7 @@ class Experiment:
 
     def _fresh(self, draw: int) -> list[Observable]:
         """Create the observables of an arm (draw -1) or of a control (a draw from 0 on)."""
-        names = [name for name in self.chosen.first if draw < 1 or name != MAPS]
+        names = [name for name in self.chosen.first if draw < 1 or name != MEAN_MAPS]
         return prepared(names, settings_of(self.subject, self.config, max(self._watched()) + 1), self.subject)
 
     def _step(self, with_loss: bool) -> Read:
@@ -314,21 +276,24 @@ class Experiment:
             return Tracer.forward_backward
         return Tracer.forward_with_loss if with_loss else Tracer.forward
 
-    def _arm(self, condition: str, draw: int, done: Pass) -> Arm:
-        """Collect the tables of a pass under `condition`; layers that it left out have the unchanged model's rows."""
+    def _arm(self, condition: str, draw: int, done: Pass) -> MeasuredArm:
+        """Collect the tables of a pass under `condition`; layers that it left out have the unchanged model's rows.
+
+        `draw` is the number of the control; -1: no control.
+        """
         self.batch_size = done.batch_size
         raw = tables_of(done.observables)
         raw = completed(raw, done.first, self.before.tables) if done.first else raw
         raw |= done.loss_tables(self.subject.inputs)
         asked = (table for name in self.chosen.first if name not in ALWAYS for table in OBSERVABLES[name].columns)
-        kept = raw.keys() - ANALYZED_ONLY if draw < 0 else {*CONTROL_TABLES, *asked}
-        collected = {name: table for name, table in raw.items() if name in kept}
+        names = raw.keys() - ANALYZED_ONLY if draw < 0 else {*CONTROL_TABLES, *asked}
+        collected = {name: table for name, table in raw.items() if name in names}
         if draw >= 0:  # there are many controls, and effects are only read at these positions
             by_sequence = raw["attention_by_sequence"]
             collected["attention_by_sequence"] = by_sequence[by_sequence["position"].isin(self._watched())]
         self.notices |= dict.fromkeys(notice for observable in done.observables for notice in observable.notices())
         self._collect(collected, condition)
-        return Arm(raw, done.loss / self.subject.inputs.num_predicted if len(done.losses) else math.nan)
+        return MeasuredArm(raw, done.loss / self.subject.inputs.num_predicted if len(done.losses) else math.nan)
 
     def _mean(self, layer: int, position: int, of_values: bool = False) -> torch.Tensor:
         """Return the unchanged model's mean at a position: a layer's output (D,), or its values (heads · d,)."""
@@ -341,7 +306,8 @@ class Experiment:
 
             read = ReadValues(positions=(position,), seen=lambda layer, x: latest[0].take(layer, x))
             self._pass((read,) if of_values else (), fresh, Tracer.forward)
-            self._means[position, of_values] = latest[0].by_layer()
+            by_layer = {labels["layer"]: torch.from_numpy(means["mean"]) for labels, means in latest[0].mean}
+            self._means[position, of_values] = by_layer
         return self._means[position, of_values][layer]
 
     def _pass(self, stack: Stack, make: Callable[[], list[Observable]], read: Read) -> Pass:
