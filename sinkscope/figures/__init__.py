@@ -5,7 +5,6 @@ Those of a run of `analyze` are here, and those of a command in its record.
 The function `draw_NAME` in the file draws the figure NAME; the file is imported when one of its figures is first used.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from sinkscope.errors import InputError, unknown
@@ -18,7 +17,7 @@ from sinkscope.results.run import RunData
 
 # fmt: off
 # of one run of `analyze`: name, file with its function, description, tables
-ROWS = (
+FIGURE_ROWS = (
     ("attention-maps", "runs", "attention weights of selected heads on the first sequence", "attention_maps"),
     ("entropy-by-layer", "states",
         "entropy of each layer's states with and without position 0 (compression valleys)", "entropy"),
@@ -59,27 +58,25 @@ BY_LAYER = (
 # fmt: on
 
 
-def _registers() -> dict[str, dict[str, FigureSpec[Any]]]:
-    """Return the registers of figures by the data that they show, from ROWS and the records of the commands."""
-    specs = [("one run", _spec(row, __name__, IMAGES if row[1] == "pictures" else "analyze")) for row in ROWS]
-    specs.append(("several runs", _spec(BY_LAYER, __name__, "compare")))
-    for name, record in records().items():
-        specs += [(data, _spec(row, record.folder, name)) for data, rows in record.figures.items() for row in rows]
-    kinds: dict[str, dict[str, FigureSpec[Any]]] = {}
-    for data, spec in specs:
-        kinds.setdefault(data, {})[spec.name] = spec
-    return kinds | {"one run": dict(sorted(kinds["one run"].items()))}
-
-
 def _spec(row: tuple[str, ...], folder: str, command: str) -> FigureSpec[Any]:
     name, file, about, *tables = row
     return FigureSpec(name, f"{folder}.{file}", about, tuple(tables), command)
 
 
+def _registers() -> dict[str, dict[str, FigureSpec[Any]]]:
+    """Return the registers of figures by the data that they show, from FIGURE_ROWS and the records of the commands."""
+    of_run = [_spec(row, __name__, IMAGES if row[1] == "pictures" else "analyze") for row in FIGURE_ROWS]
+    kinds = {"one run": of_run, "several runs": [_spec(BY_LAYER, __name__, "compare")]}
+    for name, record in records().items():
+        for data, rows in record.figures.items():
+            kinds.setdefault(data, []).extend(_spec(row, record.folder, name) for row in rows)
+    kinds["one run"].sort(key=lambda spec: spec.name)
+    return {data: {spec.name: spec for spec in specs} for data, specs in kinds.items()}
+
+
 IMAGES = "analyze --images"
 KINDS = _registers()
 FIGURES: dict[str, FigureSpec[RunData]] = KINDS["one run"]
-ALL_ARMS = ("effect", "arm_maps")  # one figure shows all arms of an experiment
 
 
 def observable_of(table: str) -> str | None:
@@ -94,12 +91,19 @@ def draw(name: str, run: RunData, **options: Any) -> Figure:
     if name not in FIGURES:
         raise InputError(f"figure {unknown(name, FIGURES)}")
     spec = FIGURES[name]
-    if run.is_experiment and not _is_of_experiments(spec):
+    if run.is_experiment and spec.command != run.command:
         raise InputError(f"figure '{name}' shows a single arm: draw it for run.at('before'), or for another arm")
-    missing = [table for table in spec.tables if not _has(run, table)]
-    if missing:
-        raise InputError(f"figure '{name}'{_why_missing(run, spec, missing)}")
-    return spec(run, **options)
+    if not (missing := _missing(spec, run)):
+        return spec(run, **options)
+    observables = list(dict.fromkeys(map(observable_of, missing)))
+    needs = f"figure '{name}' needs the table '{missing[0]}', which"
+    if observables[0] is None:
+        raise InputError(f"{needs} only some runs of `{spec.command}` have")
+    for observable, reason in (run.manifest.get("not_measured") or {}).items():
+        if observable in observables:
+            raise InputError(f"figure '{name}': {observable} does not apply to {run.model}: {reason}")
+    plural = "s" * (len(observables) > 1)
+    raise InputError(f"{needs} this run lacks: run the observable{plural} {', '.join(map(str, observables))}")
 
 
 def applicable(run: RunData) -> list[str]:
@@ -107,29 +111,15 @@ def applicable(run: RunData) -> list[str]:
     return [
         name
         for name, spec in FIGURES.items()
-        if (_is_of_experiments(spec) or not run.is_experiment)
-        and all(_has(run, table) for table in spec.tables)
-        and spec.applies(run)
+        if (spec.command == run.command or not run.is_experiment) and not _missing(spec, run) and spec.applies(run)
     ]
 
 
-def _is_of_experiments(spec: FigureSpec[RunData]) -> bool:
-    return spec.command == "intervene"
+def _missing(spec: FigureSpec[RunData], run: RunData) -> list[str]:
+    """Return the tables that the run lacks for a figure; an arm of an experiment lacks those of all arms together."""
+    lacking = () if run.is_experiment else {table for record in records().values() for table in record.of_arms}
 
+    def has(table: str) -> bool:  # only `sink_positions` may be empty, which is a finding
+        return table in run.tables and (table == "sink_positions" or not run.tables[table].empty)
 
-def _has(run: RunData, table: str) -> bool:
-    """Return whether the table has data to draw. Only `sink_positions` may be empty, which is a finding."""
-    is_split = table in ALL_ARMS and not run.is_experiment  # a single arm of an experiment
-    return table in run.tables and not is_split and (table == "sink_positions" or len(run.tables[table]) > 0)
-
-
-def _why_missing(run: RunData, spec: FigureSpec[RunData], missing: Sequence[str]) -> str:
-    needs = f" needs the table '{missing[0]}', which"
-    if observable_of(missing[0]) is None:
-        return f"{needs} only some runs of `{spec.command}` have"
-    observables = dict.fromkeys(str(observable_of(table)) for table in missing)
-    for observable, reason in (run.manifest.get("not_measured") or {}).items():
-        if observable in observables:
-            return f": {observable} does not apply to {run.model}: {reason}"
-    plural = "s" * (len(observables) > 1)
-    return f"{needs} this run lacks: run the observable{plural} {', '.join(observables)}"
+    return [table for table in spec.tables if table in lacking or not has(table)]

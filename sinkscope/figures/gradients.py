@@ -42,14 +42,14 @@ def draw_gradient_norms(run: RunData, positions: int | None = None) -> Figure:
         on_scale = mean.where(mean > OFF_SCALE * mean.max())
         plot.curve(ax, on_scale, color="white", linewidth=3, zorder=3)  # an outline
         plot.curve(ax, on_scale, **MEAN_LINE)
-        _mark_off_scale(ax, [mean])
+        mark_off_scale(ax, [mean])
     if depth.vmax:
         bar = figure.colorbar(ScalarMappable(depth, GRADUAL), ax=axes, label="layer", aspect=30, pad=0.01)
         bar.ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-    return _finish(figure, axes, title(run, WIDE), {"mean over layers": MEAN_LINE})
+    return finish_pathways(figure, axes, title(run, WIDE), {"mean over layers": MEAN_LINE})
 
 
-def _mark_off_scale(ax: Axes, curves: Iterable[pd.Series]) -> None:
+def mark_off_scale(ax: Axes, curves: Iterable[pd.Series]) -> None:
     """Mark the bottom of the panel where a curve is off the scale; the first of neighboring marks has its value."""
     hidden = pd.concat([curve[(curve <= OFF_SCALE * curve.max()) & (curve.max() > 0)] for curve in curves])
     values = hidden.groupby(level=0).max()
@@ -67,7 +67,7 @@ def _mark_off_scale(ax: Axes, curves: Iterable[pd.Series]) -> None:
             ax.annotate(text, (position, 0), (0, 5), ha=align, **place)
 
 
-def _finish(figure: Figure, axes: np.ndarray, text: str, signs: dict[str, Look]) -> Figure:
+def finish_pathways(figure: Figure, axes: np.ndarray, text: str, signs: dict[str, Look]) -> Figure:
     """Set titles and common scales of the three panels after drawing, and add the legend."""
     last = max(max(line.get_xdata()) for ax in axes for line in ax.lines)
     margin = max(0.5, 0.04 * last)
@@ -89,14 +89,14 @@ def _finish(figure: Figure, axes: np.ndarray, text: str, signs: dict[str, Look])
 # layer and position, the mean over sequences. Both axes are logarithmic; the paper's show log₁₀. The line is the fit of
 # the table `summary`; it leaves out the first layer, which reads the bare embeddings and has hollow points.
 
-PANELS = {  # ratio → its definition
+RATIOS = {  # ratio → its definition
     "bloat": r"$\|\nabla\tilde{h}\|\,/\,\|\nabla r\|$",
     "compress": r"$\|\nabla h-\nabla h_{\mathrm{mid}}\|\,/\,\|\nabla\tilde{h}\|$",
     "change": r"$\|\nabla h\|\,/\,\|\nabla h_{\mathrm{mid}}\|$",
 }
 # From dark to light, each with its own marker. The last look is for positions beyond the paper's groups.
-LOOKS = ((NAVY, "o"), ("#b33c12", "s"), (style.GREEN, "^"), (SKY, "D"), ("#d1bf9a", "v"), ("#e0e0e0", "P"))
-POINT: Look = {"linestyle": "none", "markersize": 3}
+GROUP_LOOKS = ((NAVY, "o"), ("#b33c12", "s"), (style.GREEN, "^"), (SKY, "D"), ("#d1bf9a", "v"), ("#e0e0e0", "P"))
+POINT: Look = style.DOT | {"markersize": 3}
 HOLLOW: Look = {"mfc": "none", "mew": 0.7}
 FIT: Look = {"color": "black", "linewidth": 1, "zorder": 4}
 
@@ -114,65 +114,54 @@ UNDEFINED: dict[tuple[Any, str], str] = {  # (wiring, ratio) → why the ratio i
 def draw_gradient_reshaping(run: RunData) -> Figure:
     table = plot.finite(run.tables["gradient_ratio"])
     ratios = table[table["branch"] == "attn"]
-    groups = _token_groups(ratios)
+    # the paper's groups of tokens up to the last position, and one group after them
+    last = int(ratios["position"].max())
+    spans = [(start, min(end, last)) for _, start, end in TOKEN_GROUPS if start <= last]
+    if spans[-1][1] < last:
+        spans.append((spans[-1][1] + 1, last))
     figure = new_figure(WIDE, 2.55)
-    axes = dict(zip(PANELS, figure.subplots(1, 3, sharex=True), strict=True))
+    axes = dict(zip(RATIOS, figure.subplots(1, 3, sharex=True), strict=True))
     for name, ax in axes.items():
-        for (_, first, last), (color, marker) in reversed(list(zip(groups, LOOKS, strict=False))):
-            rows = ratios[ratios["position"].between(first, last)]
+        for (start, end), (color, marker) in reversed(list(zip(spans, GROUP_LOOKS, strict=False))):
+            rows = ratios[ratios["position"].between(start, end)]
             looks = {False: {"mfc": color, "mec": "white", "mew": 0.3}, True: HOLLOW | {"mec": color}}
             for in_first, look in looks.items():
                 chosen = rows[((rows["layer"] == 0) == in_first) & (rows["input_norm"] > 0) & (rows[name] > 0)]
                 ax.plot(chosen["input_norm"], chosen[name], marker=marker, **POINT, **look)
-        ax.set(title=f"{name}  {PANELS[name]}", xlabel="norm of the branch's input, ‖h‖")
+        ax.set(title=f"{name}  {RATIOS[name]}", xlabel="norm of the branch's input, ‖h‖")
     label = "ratio of gradient norms"
     drawn = [name for name, ax in axes.items() if plot.value_axis(ax, label, log=True, lacking=_undefined(run, name))]
     for name in drawn:
         plot.log_axis(axes[name], "x")
-    fitted = "compress" in drawn and _compression(axes["compress"], ratios)
+    fits = compress_fits(ratios)
+    fitted = "compress" in drawn and "compress_slope" in fits
+    if fitted:  # the fit, and a line of slope −1 through the center of the points
+        points = fit_points(ratios)
+        x, y = np.log10(points["input_norm"]), np.log10(points["compress"])
+        ends = np.array([x.min(), x.max()])
+        for slope, look in ((-1.0, GUIDE), (fits["compress_slope"], FIT)):
+            axes["compress"].plot(10**ends, 10 ** (y.mean() + slope * (ends - x.mean())), **look)
+        text = f"slope {fits['compress_slope']:.2f}\nr = {fits['compress_correlation']:.2f}".replace("-", "−")
+        plot.note(axes["compress"], text)
     if "change" in drawn:  # a line at 1, and at least a decade on both sides, so that values near 1 look near
         axes["change"].axhline(1, **GUIDE)
         plot.log_axis(axes["change"], "y", 10**-1, 10**1)
-    points = [
-        (label, {"color": color, "marker": marker} | POINT)
-        for (label, *_), (color, marker) in zip(groups, LOOKS, strict=False)
+    by_group = [
+        (f"token {start}" if start == end else f"tokens {start}–{end}", {"color": color, "marker": marker} | POINT)
+        for (start, end), (color, marker) in zip(spans, GROUP_LOOKS, strict=False)
     ]
     signs = [("first layer", {"color": "0.3", "marker": "o"} | POINT | HOLLOW), *[("fit", FIT)] * fitted]
     if guides := ["slope −1"] * fitted + ["no change"] * ("change" in drawn):
         signs.append(("; ".join(guides), GUIDE))
     # a legend of two rows, which is filled column by column
-    by_column = dict(sign for column in zip_longest(points, signs) for sign in column if sign)
-    columns = max(len(points), len(signs))
+    by_column = dict(sign for column in zip_longest(by_group, signs) for sign in column if sign)
+    columns = max(len(by_group), len(signs))
     return figure.finish(title(run, WIDE), by_column, ncols=columns, columnspacing=1.2)
-
-
-def _token_groups(ratios: pd.DataFrame) -> list[tuple[str, int, int]]:
-    """Return (label, first, last) of the paper's groups up to the last position, and of one group after them."""
-    last = int(ratios["position"].max())
-    spans = [(start, min(end, last)) for _, start, end in TOKEN_GROUPS if start <= last]
-    if spans[-1][1] < last:
-        spans.append((spans[-1][1] + 1, last))
-    return [(f"token {start}" if start == end else f"tokens {start}–{end}", start, end) for start, end in spans]
 
 
 def _undefined(run: RunData, ratio: str) -> str:
     wiring = (run.manifest.get("family") or {}).get("wiring")
     return UNDEFINED.get((str(wiring), ratio), "no values")
-
-
-def _compression(ax: Axes, ratios: pd.DataFrame) -> bool:
-    """Draw the fitted line, and a line of slope −1 through the center of the points, if there are enough points."""
-    fits = compress_fits(ratios)
-    if "compress_slope" not in fits:
-        return False
-    points = fit_points(ratios)
-    x, y = np.log10(points["input_norm"]), np.log10(points["compress"])
-    ends = np.array([x.min(), x.max()])
-    for slope, look in ((-1.0, GUIDE), (fits["compress_slope"], FIT)):
-        ax.plot(10**ends, 10 ** (y.mean() + slope * (ends - x.mean())), **look)
-    text = f"slope {fits['compress_slope']:.2f}\nr = {fits['compress_correlation']:.2f}".replace("-", "−")
-    ax.text(0.04, 0.05, text, transform=ax.transAxes, fontsize=7, linespacing=1.4)
-    return True
 
 
 # --- The two theorems of GS by layer, with the measured values.
@@ -181,7 +170,7 @@ def _compression(ax: Axes, ratios: pd.DataFrame) -> bool:
 # they can fail. Middle: the share of heads and positions for which they hold, and the largest error of the identity
 # from which they follow, ∇v = Σ_t a[t,s] g_t. Right: theorem 2, ‖∇x‖ ÷ ‖∇y‖ of the norm before each branch ÷ its bound.
 
-BAND: Look = {"color": NAVY, "alpha": 0.18, "linewidth": 0}
+BOUNDS: Look = style.AREA | {"color": NAVY, "alpha": 0.18}
 CHECK: Look = {"color": "0.25", "marker": "D", "markersize": 2.4}
 ROUND_OFF = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 UNMEASURED = "not measured: all batches\nhad padding"
@@ -193,55 +182,43 @@ def draw_gradient_bounds(run: RunData) -> Figure:
     axes = figure.subplot_mosaic(
         [["theorem 1", "holds", "attn"], ["theorem 1", "identity", "mlp"]], width_ratios=[1.2, 1, 1]
     )
-    _theorem_one(axes["theorem 1"], check[check["position"] == 0])
-    _holds(axes["holds"], check)
+    first = axes["theorem 1"]
+    means = check[check["position"] == 0].groupby("layer")[["lower_bound", "measured", "upper_bound"]].mean()
+    alone: Look = {"marker": "_", "markersize": 8} if len(means) == 1 else {}  # a line needs two layers
+    for bound in ("lower_bound", "upper_bound"):
+        plot.line_by_layer(first, means[bound], color=NAVY, alpha=0.5, linewidth=0.5, **alone)
+    plot.line_by_layer(first, means["measured"], **SINK)
+    label, lacking = "‖∇v₀‖² of values, mean over heads", UNMEASURED * bool(means["measured"].isna().all())
+    if plot.panel(first, "theorem 1 at position 0", label, log=True, lacking=lacking):
+        floor = first.get_ylim()[0]  # for lower bounds of 0
+        plot.band_by_layer(first, means["lower_bound"].clip(lower=floor), means["upper_bound"], **BOUNDS)
+    holds, measured = axes["holds"], check[check["measured"].notna()]
+    plot.line_by_layer(holds, measured.groupby("layer")["holds"].mean(), **CHECK)
+    if plot.panel(holds, METRICS["theorem1_holds"].short, "share of places", share=True, lacking=UNMEASURED):
+        failed = measured[~measured["holds"]]
+        above = (failed["measured"] > failed["upper_bound"]).sum()
+        text = f"{len(measured) - len(failed)} of {len(measured)} hold\n{above} above, {len(failed) - above} below"
+        plot.note(holds, text)
     identity, dtype = axes["identity"], str(run.manifest.get("dtype"))
     plot.line_by_layer(identity, check.groupby("layer")["identity_residual"].max(), **CHECK)
     if plot.panel(identity, "identity", "largest relative error", log=True) and dtype in ROUND_OFF:
         least = ROUND_OFF[dtype]
         plot.log_axis(identity, "y", least / 10, least * 100)
         _guide(identity, least, f"round-off of {dtype}", below=True)
+    # the table is empty or missing if no branch has its own norm
+    bounds = run.tables.get("norm_bound", pd.DataFrame(columns=["branch", "position", "layer", "tightness"]))
     for branch, name in (("attn", "attention"), ("mlp", "MLP")):
-        _tightness(axes[branch], run, branch, f"theorem 2: {name} branch")
+        rows = plot.finite(bounds[bounds["branch"] == branch])
+        for some, look in ((rows[rows["position"] == 0], SINK), (rows[rows["position"] > 0], OTHERS)):
+            plot.line_by_layer(axes[branch], some.groupby("layer")["tightness"].mean(), **look)
+        lacking = _undefined(run, "compress")
+        if plot.panel(axes[branch], f"theorem 2: {name} branch", "measured ÷ bound", lacking=lacking):
+            axes[branch].set_ylim(0, max(1.15, axes[branch].get_ylim()[1]))
+            _guide(axes[branch], 1, "bound")
     last = int(check["position"].max())
-    signs = {"position 0, measured": SINK, "theorem 1's bounds": BAND}
+    signs = {"position 0, measured": SINK, "theorem 1's bounds": BOUNDS}
     signs |= {f"mean over {places(1, last)}": OTHERS} if last else {}
     return figure.finish(title(run, WIDE), signs, ncols=3)
-
-
-def _theorem_one(ax: Axes, first: pd.DataFrame) -> None:
-    means = first.groupby("layer")[["lower_bound", "measured", "upper_bound"]].mean()
-    alone: Look = {"marker": "_", "markersize": 8} if len(means) == 1 else {}  # a line needs two layers
-    for bound in ("lower_bound", "upper_bound"):
-        plot.line_by_layer(ax, means[bound], color=NAVY, alpha=0.5, linewidth=0.5, **alone)
-    plot.line_by_layer(ax, means["measured"], **SINK)
-    label, lacking = "‖∇v₀‖² of values, mean over heads", UNMEASURED * bool(means["measured"].isna().all())
-    if plot.panel(ax, "theorem 1 at position 0", label, log=True, lacking=lacking):
-        floor = ax.get_ylim()[0]  # for lower bounds of 0
-        plot.band_by_layer(ax, means["lower_bound"].clip(lower=floor), means["upper_bound"], **BAND)
-
-
-def _holds(ax: Axes, check: pd.DataFrame) -> None:
-    measured = check[check["measured"].notna()]
-    plot.line_by_layer(ax, measured.groupby("layer")["holds"].mean(), **CHECK)
-    if not plot.panel(ax, METRICS["theorem1_holds"].short, "share of places", share=True, lacking=UNMEASURED):
-        return
-    failed = measured[~measured["holds"]]
-    above = (failed["measured"] > failed["upper_bound"]).sum()
-    text = f"{len(measured) - len(failed)} of {len(measured)} hold\n{above} above, {len(failed) - above} below"
-    ax.text(0.04, 0.06, text, transform=ax.transAxes, fontsize=7, linespacing=1.4)
-
-
-def _tightness(ax: Axes, run: RunData, branch: str, name: str) -> None:
-    """Draw theorem 2. The table `norm_bound` is empty or missing if no branch has its own norm."""
-    bounds = run.tables.get("norm_bound", pd.DataFrame(columns=["branch", "position", "layer", "tightness"]))
-    rows = plot.finite(bounds[bounds["branch"] == branch])
-    for chosen, look in ((rows[rows["position"] == 0], SINK), (rows[rows["position"] > 0], OTHERS)):
-        plot.line_by_layer(ax, chosen.groupby("layer")["tightness"].mean(), **look)
-    if not plot.panel(ax, name, "measured ÷ bound", lacking=_undefined(run, "compress")):
-        return
-    ax.set_ylim(0, max(1.15, ax.get_ylim()[1]))
-    _guide(ax, 1, "bound")
 
 
 def _guide(ax: Axes, value: float, text: str, below: bool = False) -> None:

@@ -77,20 +77,20 @@ def wrapped(label: str, letters: int, lines: int = 4) -> str:
     return escape("\n".join(parts))
 
 
-def token_label(token: object, token_id: float | None, longest: int = LONGEST_TOKEN) -> str:
+def token_label(token: object, token_id: float | None) -> str:
     """Return a token as visible text, or «id 123» if it has no text or the font cannot show it."""
     text = "".join(VISIBLE.get(sign, sign) for sign in token) if isinstance(token, str) else ""
     has_text = text and token != f"<id {token_id}>"  # the text that a model without a tokenizer has
     # the font cannot show some characters, and U+FFFD is part of a character
-    if not has_text or not all(sign.isprintable() and sign != "\ufffd" and ord(sign) in _glyphs() for sign in text):
+    if not has_text or not all(sign.isprintable() and sign != "\ufffd" and ord(sign) in glyphs() for sign in text):
         return "?" if token_id is None or pd.isna(token_id) else f"id {int(token_id)}"
-    return escape(text if len(text) <= longest else text[: longest - 1] + "…")
+    return escape(text if len(text) <= LONGEST_TOKEN else text[: LONGEST_TOKEN - 1] + "…")
 
 
-def token_labels(tokens: Iterable[object], token_ids: Iterable[float], longest: int = LONGEST_TOKEN) -> list[str]:
-    return [token_label(token, token_id, longest) for token, token_id in zip(tokens, token_ids, strict=True)]
+def token_labels(token_ids: Iterable[float], tokens: Iterable[object]) -> list[str]:
+    return [token_label(token, token_id) for token_id, token in zip(token_ids, tokens, strict=True)]
 
 
 @cache
-def _glyphs() -> frozenset[int]:
+def glyphs() -> frozenset[int]:
     return frozenset(font_manager.get_font(font_manager.findfont(FONT)).get_charmap())

@@ -13,8 +13,6 @@ from sinkscope.measuring.estimates import outlier_patches
 from sinkscope.results.findings import AFTER_LAYER, HIGH_NORM, PHI
 from sinkscope.results.run import RunData
 
-SHOWN = 3  # pictures
-
 
 def draw_visual_sinks(run: RunData) -> Figure:
     table = run.tables["visual_patch"].query(f"layer >= {AFTER_LAYER}")
@@ -34,7 +32,7 @@ def _maps(run: RunData, table: pd.DataFrame, columns: dict[str, str], layer: int
     """Draw the first pictures and below each its maps; squares are around patches with the number `mark` above it."""
     from PIL import Image  # comes with matplotlib
 
-    pictures = run.tables["picture"].head(SHOWN)
+    pictures = run.tables["picture"].head(3)
     rows = 1 + len(columns)
     figure = new_figure(WIDE, 1.55 * rows + 0.5).finish(title(run, WIDE, f"layer {layer}"))
     axes = figure.subplots(rows, len(pictures), squeeze=False)
@@ -42,17 +40,17 @@ def _maps(run: RunData, table: pd.DataFrame, columns: dict[str, str], layer: int
         ax.set(xticks=[], yticks=[])
         ax.spines[:].set_visible(False)
     ends = {name: (float(table[name].min()), float(table[name].max())) for name in columns}
-    for at, (_, picture) in enumerate(pictures.iterrows()):
+    for (_, picture), (thumbnail, *maps) in zip(pictures.iterrows(), axes.T, strict=True):
         data = base64.b64decode(picture["thumbnail"].partition(",")[2])
-        axes[0, at].imshow(np.asarray(Image.open(io.BytesIO(data))))
-        axes[0, at].set_title(escape(picture["name"]), fontsize=6)
-        own = table[table["sequence"] == picture["sequence"]]
-        own = own[own["tile"] == own["tile"].max()]
-        for place, name in enumerate(columns, 1):
-            values = own.pivot(index="row", columns="column", values=name).to_numpy(float)
-            axes[place, at].imshow(values, cmap=style.SEQUENTIAL, vmin=ends[name][0], vmax=ends[name][1])
-            marked = own[own[mark[0]] > mark[1]]
-            axes[place, at].plot(marked["column"], marked["row"], "s", mfc="none", mec="black", ms=3, mew=0.6)
+        thumbnail.imshow(np.asarray(Image.open(io.BytesIO(data))))
+        thumbnail.set_title(escape(picture["name"]), fontsize=6)
+        patches = table[table["sequence"] == picture["sequence"]]
+        patches = patches[patches["tile"] == patches["tile"].max()]
+        marked = patches[patches[mark[0]] > mark[1]]
+        for ax, name in zip(maps, columns, strict=True):
+            values = patches.pivot(index="row", columns="column", values=name).to_numpy(float)
+            ax.imshow(values, cmap=style.SEQUENTIAL, vmin=ends[name][0], vmax=ends[name][1])
+            ax.plot(marked["column"], marked["row"], "s", mfc="none", mec="black", ms=3, mew=0.6)
     for place, label in enumerate(columns.values(), 1):
         shown = axes[place, -1].images[0]
         figure.colorbar(shown, ax=list(axes[place]), label=label, aspect=14, pad=0.015)

@@ -21,7 +21,6 @@ from sinkscope.results.side_by_side import shorten
 
 ACROSS = 3  # panels in a row
 MOST_MARKERS = 20  # markers on one line; more would overlap
-ROUND = 1e-9  # tolerance of a logarithm
 
 # --- curves
 
@@ -122,7 +121,8 @@ def value_axis(ax: Axes, unit: str, log: bool = False, share: bool = False, lack
 
     Return whether any value can be shown; if not, the panel says that there are none, or what `lacking` says.
     """
-    if not has_values(ax, log):
+    values = drawn(ax, "y")
+    if not np.any(np.isfinite(values) & (values > 0 if log else True)):
         say(ax, lacking or ("no positive values" if log else "no values"))
         return False
     ax.set_ylabel(unit)
@@ -139,25 +139,6 @@ def grid(ax: Axes, which: Literal["x", "y"]) -> None:
     ax.grid(True, axis=which, color="0.9", linewidth=0.4)
 
 
-def has_values(ax: Axes, log: bool = False) -> bool:
-    values = drawn(ax, "y")
-    return bool(np.any(np.isfinite(values) & (values > 0 if log else True)))
-
-
-def with_decades(low: float, high: float) -> tuple[float, float]:
-    """Return the ends of a log axis, moved apart as little as needed to have two powers of ten between them."""
-    if not (0 < low < high < np.inf):
-        return low, high
-    down, up = np.log10(low), np.log10(high)
-    first, last = np.ceil(down - ROUND), np.floor(up + ROUND)
-    while last - first < 1:
-        if down - (first - 1) <= last + 1 - up:
-            first -= 1
-        else:
-            last += 1
-    return min(low, 10**first), max(high, 10**last)
-
-
 def log_axis(ax: Axes, which: Literal["x", "y"], *reached: float) -> None:
     """Make an axis logarithmic, with two powers of ten at least; it spans its values and those that have to be reached.
 
@@ -165,8 +146,18 @@ def log_axis(ax: Axes, which: Literal["x", "y"], *reached: float) -> None:
     """
     axis = ax.xaxis if which == "x" else ax.yaxis
     getattr(ax, f"set_{which}scale")("log", nonpositive="mask")  # this also resets the ticks
-    known = (*axis.get_view_interval(), *reached)
-    getattr(ax, f"set_{which}lim")(*with_decades(min(known), max(known)))
+    ends = (*axis.get_view_interval(), *reached)
+    low, high = min(ends), max(ends)
+    if 0 < low < high < np.inf:  # the ends are moved apart as little as needed
+        down, up = np.log10(low), np.log10(high)
+        first, last = np.ceil(down - 1e-9), np.floor(up + 1e-9)  # the tolerance of a logarithm
+        while last - first < 1:
+            if down - (first - 1) <= last + 1 - up:
+                first -= 1
+            else:
+                last += 1
+        low, high = min(low, 10**first), max(high, 10**last)
+    getattr(ax, f"set_{which}lim")(low, high)
     low, high = axis.get_view_interval()
     many = high / low > 1e5  # the ticks between powers of ten would be a gray bar
     axis.set_major_locator(LogLocator())
@@ -257,6 +248,11 @@ def write_beside(ax: Axes, text: str, x: float, y: float, space: float = 2, size
     return ax.annotate(text, (x, y), (space, 0), textcoords="offset points", va="center", fontsize=size)
 
 
+def note(ax: Axes, text: str) -> None:
+    """Write numbers into the lower left corner of a panel."""
+    ax.text(0.04, 0.05, text, transform=ax.transAxes, fontsize=7, linespacing=1.4)
+
+
 def hide_y(ax: Axes) -> None:
     ax.set_yticks([])
     ax.spines["left"].set_visible(False)
@@ -301,8 +297,6 @@ def draw_weights(ax: Axes, weights: np.ndarray, faintest: float, masked: np.ndar
 
 # --- arms: a line for each
 
-NAME_LENGTH = 40  # characters of an arm's name
-
 
 def arm_looks(arms: Iterable[str], untouched: str = "") -> dict[str, Look]:
     """Return arm → label, color, dashes, marker and width of its line; `untouched`: the arm of the unchanged model."""
@@ -312,8 +306,7 @@ def arm_looks(arms: Iterable[str], untouched: str = "") -> dict[str, Look]:
     looks = style.line_looks()
     gray: Look = {"color": "0.6", "linestyle": "-", "marker": "P"}
     return {
-        arm: (gray if arm == untouched else next(looks))
-        | {"label": escape(shorten(arm, NAME_LENGTH)), "linewidth": width}
+        arm: (gray if arm == untouched else next(looks)) | {"label": escape(shorten(arm, 40)), "linewidth": width}
         for arm, width in zip(arms, np.linspace(2.0, 0.9, len(arms)), strict=True)
     }
 

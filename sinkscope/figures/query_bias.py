@@ -8,7 +8,9 @@ from sinkscope.figures import plot
 from sinkscope.figures.labels import title
 from sinkscope.figures.spec import needs
 from sinkscope.figures.style import (
+    AREA,
     COLUMN,
+    DOT,
     GRAY,
     GREEN,
     HIGHEST,
@@ -29,14 +31,15 @@ from sinkscope.results.run import RunData
 # --- The shift Δ_j that the query bias adds to the logits of a key, over tokens of all heads (NU figures 1 and 4):
 # position 0 among the later positions, in their standard deviations from their mean. NU's threshold is the broken line.
 
-LATER_SPAN: Look = {"facecolor": VERMILION, "alpha": 0.35, "linewidth": 0}
-MEDIAN: Look = {"color": VERMILION, "linestyle": "none", "marker": "_", "markersize": 5, "mew": 1.2}
+LATER_SPAN: Look = AREA | {"facecolor": VERMILION, "alpha": 0.35}
+MEDIAN: Look = DOT | {"color": VERMILION, "marker": "_", "markersize": 5, "mew": 1.2}
 QUANTILES = (0.1, 0.5, 0.9)
 
 
 def draw_query_bias_distribution(run: RunData) -> Figure:
     later = run.tables["delta_distribution"].query("group == 'later'")
-    ends = {layer: found for layer, bins in later.groupby("layer") if (found := standard_quantiles(bins)) is not None}
+    by_layer = {layer: standard_quantiles(bins) for layer, bins in later.groupby("layer")}
+    ends = {layer: quantiles for layer, quantiles in by_layer.items() if quantiles is not None}
     gaps = run.tables["summary"].query("metric == 'delta_gap' and layer >= 0").set_index("layer")["value"]
     figure = new_figure(COLUMN, 2.5)
     ax = figure.subplots()
@@ -72,21 +75,20 @@ def standard_quantiles(bins: pd.DataFrame) -> np.ndarray | None:
 # Left: all heads together, with a dot for each later position, in order within a layer's strip. Right: each head, with
 # a dot for position 0, and the 10 % to 90 % quantiles of the later positions' cosines over heads.
 
-LATER: Look = {"color": VERMILION, "linestyle": "none", "marker": "s", "markersize": 1.6, "mew": 0}
-HEADS: Look = {"color": NAVY, "linestyle": "none", "marker": "o", "markersize": 2.2, "mfc": "none", "mew": 0.6}
-SPAN: Look = {"color": VERMILION, "alpha": 0.3, "linewidth": 0}
-SPREAD = 0.5  # share of a layer's width over which the dots of its positions are spread
+LATER_DOTS: Look = DOT | {"color": VERMILION, "marker": "s", "markersize": 1.6, "mew": 0}
+HEADS: Look = DOT | {"color": NAVY, "marker": "o", "markersize": 2.2, "mfc": "none", "mew": 0.6}
+HEADS_SPAN: Look = AREA | {"color": VERMILION, "alpha": 0.3}
+STRIP = 0.5  # share of a layer's width over which the dots of its positions are spread
 
 
 def _is_aligned(run: RunData) -> bool:
     return bool(run.tables["query_bias"]["key_alignment"].notna().any())
 
 
-def _has_bias(run: RunData) -> bool:
-    return _is_aligned(run) or bool((run.tables["query_bias"]["delta_mean"] != 0).any())
-
-
-@needs(_has_bias, "its query bias is zero, so that it has no angle to the keys")
+@needs(
+    lambda run: _is_aligned(run) or (run.tables["query_bias"]["delta_mean"] != 0).any(),
+    "its query bias is zero, so that it has no angle to the keys",
+)
 @needs(_is_aligned, "its positions are not learned vectors, so that no position has its own key")
 def draw_query_bias_alignment(run: RunData) -> Figure:
     table = plot.finite(run.tables["query_bias"])
@@ -95,11 +97,11 @@ def draw_query_bias_alignment(run: RunData) -> Figure:
     left, right = figure.subplots(1, 2, sharey=True)
     later = together[together["position"] > 0]
     offset = (later["position"] - 1) / max(1, later["position"].max() - 1) - 0.5 if len(later) else 0.0
-    left.plot(later["layer"] + SPREAD * offset, later["key_alignment"], rasterized=len(later) > 5000, **LATER)
+    left.plot(later["layer"] + STRIP * offset, later["key_alignment"], rasterized=len(later) > 5000, **LATER_DOTS)
     plot.line_by_layer(left, together[together["position"] == 0].set_index("layer")["key_alignment"], **SINK)
     cosines = by_head[by_head["position"] > 0].groupby("layer")["key_alignment"]
     low, high = cosines.quantile(0.1), cosines.quantile(0.9)
-    right.bar(low.index, high - low, bottom=low, width=SPREAD, **SPAN)
+    right.bar(low.index, high - low, bottom=low, width=STRIP, **HEADS_SPAN)
     first = by_head[by_head["position"] == 0]
     right.plot(first["layer"], first["key_alignment"], **HEADS)
     for ax in (left, right):
@@ -111,17 +113,17 @@ def draw_query_bias_alignment(run: RunData) -> Figure:
         left.set_ylim(max(lowest - 0.05, -1.03), min(highest + 0.05, 1.03))
     signs = {
         "position 0, all heads": SINK,
-        "later positions, in order": LATER | {"markersize": 3},
+        "later positions, in order": LATER_DOTS | {"markersize": 3},
         "position 0, one head": HEADS | {"markersize": 3},
-        "later positions, 10–90 % over heads": SPAN,
+        "later positions, 10–90 % over heads": HEADS_SPAN,
     }
     return figure.finish(title(run, WIDE), signs, ncols=4, columnspacing=1.4, handletextpad=0.6)
 
 
 # --- |γ| at the coordinates where EPE₀ is massive, and at all coordinates (NU tables 1 and 2)
 
-BAND: Look = {"color": GRAY, "alpha": 0.3, "linewidth": 0}
-MEAN: Look = {"color": "0.35", "linewidth": 0.9}
+USUAL: Look = AREA | {"color": GRAY, "alpha": 0.3}
+MEAN_OF_ALL: Look = {"color": "0.35", "linewidth": 0.9}
 FOURTH: Look = {"color": GREEN, "linestyle": "-.", "marker": "D", "markersize": 2.4, "zorder": 5}
 
 
@@ -142,17 +144,16 @@ def draw_gamma(run: RunData) -> Figure:
     figure = new_figure(width, 2.5)
     ax = figure.subplots()
     low = (mean - spread).clip(lower=0)
-    ax.bar(mean.index, mean + spread - low, bottom=low, width=0.6, **BAND)
-    plot.line_by_layer(ax, mean, **MEAN)
-    signs = {
-        f"d = {coordinate}": look for coordinate, look in zip(largest, (SINK, OTHERS, HIGHEST, FOURTH), strict=False)
-    }
-    for coordinate, look in zip(largest, signs.values(), strict=False):
+    ax.bar(mean.index, mean + spread - low, bottom=low, width=0.6, **USUAL)
+    plot.line_by_layer(ax, mean, **MEAN_OF_ALL)
+    signs: dict[str, Look] = {}
+    for coordinate, look in zip(largest, (SINK, OTHERS, HIGHEST, FOURTH), strict=False):
+        signs[f"d = {coordinate}"] = look
         plot.line_by_layer(ax, massive[massive["coordinate"] == coordinate].set_index("layer")["magnitude"], **look)
     if plot.panel(ax, "", "|γ|"):
         ax.set_ylim(bottom=0)
     beyond = len(largest) - len(signs)
-    signs |= {"mean of all" + f" ({beyond} massive not drawn)" * (beyond > 0): MEAN, "mean ± 2 std": BAND}
+    signs |= {"mean of all" + f" ({beyond} massive not drawn)" * (beyond > 0): MEAN_OF_ALL, "mean ± 2 std": USUAL}
     columns = len(signs) if len(signs) <= 4 else 3
     return figure.finish(title(run, width), signs, ncols=columns, columnspacing=1.0, handlelength=2)
 

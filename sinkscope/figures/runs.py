@@ -4,14 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from sinkscope.errors import InputError
 from sinkscope.figures import plot, style
-from sinkscope.figures.labels import escape, heading, places, title, token_label, token_labels
+from sinkscope.figures.labels import escape, heading, places, title, token_labels
 from sinkscope.figures.plot import ACROSS
 from sinkscope.figures.style import COLUMN, GRAY, GUIDE, HIGHEST, OTHERS, SINK, TEXT, WIDE, Figure, Look, new_figure
 from sinkscope.measuring.observables.massive import RATIO, THRESHOLD
@@ -25,7 +24,6 @@ from sinkscope.results.tables import WHOLE_MODEL
 # --- Window mass α₀ (GS eq. 1) of every layer and head, and the threshold of WSE for a sink
 
 ASIDE = 1.3  # inches next to the map: axis and color bar
-LOCAL = ("sliding_attention", "chunked_attention")
 
 
 def draw_sink_map(run: RunData, position: int = 0) -> Figure:
@@ -56,7 +54,8 @@ def draw_sink_map(run: RunData, position: int = 0) -> Figure:
         ax.plot(head, layer, markersize=float(np.clip(0.35 * cell, 0.8, 3)), mec="none", **dot)
         epsilon = run.manifest["config"]["epsilon"]
         notes[f"sink (ε = {epsilon:g}) in most sequences"] = dot | {"markersize": 3, "mec": "0.3", "mew": 0.5}
-    local = [layer for layer, kind in enumerate(run.manifest["model"].get("layer_types") or []) if kind in LOCAL]
+    kinds = run.manifest["model"].get("layer_types") or []
+    local = [layer for layer, kind in enumerate(kinds) if kind in ("sliding_attention", "chunked_attention")]
     if local:  # a bar next to layers with a sliding window, which may exclude the sink
         edges = np.array(local)[:, None] + (-0.5, 0.5, np.nan)  # lower and upper edge of each layer, then a gap
         bar: Look = {"color": GRAY, "linewidth": 2.5, "solid_capstyle": "butt"}
@@ -74,8 +73,6 @@ def draw_sink_map(run: RunData, position: int = 0) -> Figure:
 # has the rate of sinks outside the text, in models with keys there. Layers count from 0. A site that a family lacks
 # has no panel.
 
-SITES = {"layer_out": "layer output", "mlp_out": "MLP output"}
-
 
 def draw_sinks_by_layer(run: RunData) -> Figure:
     attention, activation = run.tables["attention"], run.tables["activation"]
@@ -84,7 +81,7 @@ def draw_sinks_by_layer(run: RunData) -> Figure:
         (METRICS["sink_mass"].short, "share of attention", attention, "sink_mass"),
         (rate, "share of heads", attention, "sink_rate"),
     ]
-    for site, name in SITES.items():
+    for site, name in (("layer_out", "layer output"), ("mlp_out", "MLP output")):
         if len(rows := activation[activation["site"] == site]):
             panels.append((name, "L2 norm", rows, "norm_mean"))
     figure = new_figure(WIDE, 2.1)
@@ -104,7 +101,7 @@ def draw_sinks_by_layer(run: RunData) -> Figure:
         if name == rate and "attention_outside" in run.tables:
             outside = run.tables["attention_outside"].groupby("layer")["sink_rate_outside"].mean()
             plot.line_by_layer(ax, outside, label="outside the text", **style.OUTSIDE)
-    handles, _ = axes[1].get_legend_handles_labels()
+    handles = plot.handles_of([axes[1]])
     return figure.finish(title(run, WIDE), handles, ncols=len(handles))
 
 
@@ -113,7 +110,7 @@ def draw_sinks_by_layer(run: RunData) -> Figure:
 # would look like a sink. In an encoder all tokens are queries of every position.
 
 PERCENT = FuncFormatter(lambda share, _: percent(share))
-TOKENS = 6  # tokens that are named
+SINK_TOKENS = 6  # tokens that are named
 
 
 def percent(share: float) -> str:
@@ -136,12 +133,12 @@ def draw_sink_positions(run: RunData) -> Figure:
     having = later.drop_duplicates(["layer", "head", "sequence"])
     once = later.drop_duplicates(["layer", "head", "sequence", "token_id"])  # a repeated token counts once
     tokens = once.groupby(["token_id", "token"], dropna=False).size().sort_values(ascending=False, kind="stable")
-    tokens = tokens.head(TOKENS) / pairs
+    tokens = tokens.head(SINK_TOKENS) / pairs
     heights = [1.2] if later.empty else [1.2, 0.9, 0.15 * (len(tokens) + 1)]
     figure = new_figure(COLUMN, 0.9 + sum(heights) + 0.45 * (len(heights) - 1))
     axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for found, look in ((first, SINK), (having, OTHERS)):
-        plot.line_by_layer(axes[0], (found.groupby("layer").size() / by_layer).fillna(0), **look)
+    for rows, look in ((first, SINK), (having, OTHERS)):
+        plot.line_by_layer(axes[0], (rows.groupby("layer").size() / by_layer).fillna(0), **look)
     nowhere = f"no sink at {places(1, last)}" if last else "too few queries after later ones"
     rates = f"later: {percent(len(having) / pairs)}" if len(later) else nowhere
     plot.panel(axes[0], f"position 0: {percent(len(first) / pairs)}; {rates}", "share of heads", share=True)
@@ -154,41 +151,36 @@ def draw_sink_positions(run: RunData) -> Figure:
         plot.whole_numbers(axes[1], "x")
         note = f" (with ≥ {FEWEST_QUERIES} queries after it)" * run.is_causal
         axes[1].set(xlabel=f"later position{note}", ylabel="share of heads", xlim=(0, last + 1))
-        _draw_tokens(axes[2], tokens)
+        plot.name_rows(axes[2], token_labels(*zip(*tokens.index, strict=True)), shaded=False)
+        axes[2].barh(range(len(tokens)), tokens, color=style.VERMILION, height=0.65)
+        axes[2].set(xlabel="share of heads with a later sink at a token", xlim=(0, tokens.max() * 1.25))
+        axes[2].xaxis.set(major_locator=MaxNLocator(4), major_formatter=PERCENT)
+        for row, share in enumerate(tokens):
+            plot.write_beside(axes[2], percent(share), share, row)
     return figure.finish(title(run, COLUMN), {"position 0": SINK, "a later position": OTHERS}, ncols=2)
-
-
-def _draw_tokens(ax: Axes, shares: pd.Series) -> None:
-    plot.name_rows(ax, [token_label(token, token_id) for token_id, token in shares.index], shaded=False)
-    ax.barh(range(len(shares)), shares, color=style.VERMILION, height=0.65)
-    ax.set(xlabel="share of heads with a later sink at a token", xlim=(0, shares.max() * 1.25))
-    ax.xaxis.set_major_locator(MaxNLocator(4))
-    ax.xaxis.set_major_formatter(PERCENT)
-    for row, share in enumerate(shares):
-        plot.write_beside(ax, percent(share), share, row)
 
 
 # --- Attention weights of selected heads on one sequence, from the strongest sink to the weakest
 
-FAINTEST = 1e-3  # lower end of the color scale, on which both a sink and a diagonal are visible
+FAINTEST_OF_HEAD = 1e-3  # lower end of the color scale, on which both a sink and a diagonal are visible
 
 
 def draw_attention_maps(run: RunData, heads: Sequence[tuple[int, int]] | None = None) -> Figure:
     table = run.tables["attention_maps"]
     if heads is not None:
-        kept = table.set_index(["layer", "head"]).index
-        if missing := [pair for pair in heads if tuple(pair) not in kept]:
-            stored = ", ".join(f"{layer}.{head}" for layer, head in kept.unique())
+        of_rows = table.set_index(["layer", "head"]).index
+        if missing := [pair for pair in heads if tuple(pair) not in of_rows]:
+            stored = ", ".join(f"{layer}.{head}" for layer, head in of_rows.unique())
             layer, head = missing[0]
             raise InputError(f"the map of head {head} of layer {layer} is not stored; stored: {stored}")
-        table = table[kept.isin([tuple(pair) for pair in heads])]
+        table = table[of_rows.isin([tuple(pair) for pair in heads])]
     maps = table.groupby(["layer", "head"])
     across = min(ACROSS, len(maps))
     width = WIDE * (across + 0.45) / (ACROSS + 0.45)
     figure = new_figure(width, 1.98 * -(-len(maps) // across) + 0.65)
     axes = plot.panel_grid(figure, len(maps), across)
     for ax, ((layer, head), rows) in zip(axes, maps, strict=True):
-        image = plot.draw_weights(ax, plot.square(rows, int(rows["query"].max()) + 1), FAINTEST)
+        image = plot.draw_weights(ax, plot.square(rows, int(rows["query"].max()) + 1), FAINTEST_OF_HEAD)
         ax.set_title(f"layer {layer}, head {head}")
         plot.whole_numbers(ax, "x")
         plot.whole_numbers(ax, "y")
@@ -202,27 +194,27 @@ def draw_attention_maps(run: RunData, heads: Sequence[tuple[int, int]] | None = 
 # Norms of query, key and value, cosine and norm product of query and key, and the resulting logit gap (VGA §4.1), at
 # position 0 and on average over the other positions. Lines are means over heads, bands their 10 % to 90 % quantiles.
 
-PANELS = (  # column, name, unit, log scale
-    ("query_norm", "query ‖q‖", "L2 norm", True),
-    ("key_norm", "key ‖k‖", "L2 norm", True),
-    ("value_norm", "value ‖v‖", "L2 norm", True),
-    ("qk_cosine", "cos(q, k)", "cosine", False),
-    ("qk_norm_product", "‖q‖ ‖k‖", "product of L2 norms", True),
-    ("sink_logit_gap", "gap to the other keys", "logits", False),
-)
+OF_HEADS: Look = style.AREA | {"color": GRAY, "alpha": 0.35}
 
 
 def draw_query_key_geometry(run: RunData) -> Figure:
     geometry = run.tables["geometry"]
     figure = new_figure(WIDE, 3.7)
     axes = figure.subplots(2, 3, sharex=True)
-    for ax, (column, name, unit, log) in zip(axes.flat, PANELS, strict=True):
+    panels = (
+        ("query_norm", "query ‖q‖", "L2 norm", True),
+        ("key_norm", "key ‖k‖", "L2 norm", True),
+        ("value_norm", "value ‖v‖", "L2 norm", True),
+        ("qk_cosine", "cos(q, k)", "cosine", False),
+        ("qk_norm_product", "‖q‖ ‖k‖", "product of L2 norms", True),
+        ("sink_logit_gap", "gap to the other keys", "logits", False),
+    )
+    for ax, (column, name, unit, log) in zip(axes.flat, panels, strict=True):
         plot.first_and_others(ax, geometry, column)
         plot.panel(ax, name, unit, "layer" if ax in axes[-1] else "", log=log)
         if not log:
             ax.axhline(0, **style.NEUTRAL)
-    handles, _ = axes[0, 0].get_legend_handles_labels()
-    handles.append(Patch(color=GRAY, alpha=0.35, linewidth=0, label="10–90 % of heads"))
+    handles = [*plot.handles_of(axes[0, :1]), Patch(label="10–90 % of heads", **OF_HEADS)]
     return figure.finish(title(run, WIDE), handles, ncols=3)
 
 
@@ -236,7 +228,7 @@ def draw_gates_by_layer(run: RunData) -> Figure:
     by_layer, by_position = figure.subplots(1, 2, sharey=True)
     gate = plot.finite(run.tables["gate"])
     plot.first_and_others(by_layer, gate, "gate")
-    by_layer.fill_between([], [], color=GRAY, alpha=0.35, linewidth=0, label="10–90 % of heads")
+    by_layer.fill_between([], [], label="10–90 % of heads", **OF_HEADS)
     # up to the last layer of the model, which may have no attention, if the run measured all layers
     last = max(int(run.tables[name]["layer"].max()) for name in ("gate", "activation") if name in run.tables)
     plot.panel(by_layer, "", "gate, a factor")
@@ -246,15 +238,12 @@ def draw_gates_by_layer(run: RunData) -> Figure:
         by_position.plot(means.index, means[layer], color=style.SKY, linewidth=0.7, label="" if place else "one layer")
     by_position.plot(means.index, means.mean(axis=1), label="mean over layers", **style.MEAN_LINE)
     plot.panel(by_position, "", "", "position")
-    figure.legend(loc="outside lower center", ncols=5, columnspacing=1.2)
-    return figure.finish(title(run, WIDE))
+    return figure.finish(title(run, WIDE), plot.handles_of([by_layer, by_position]), ncols=5, columnspacing=1.2)
 
 
 # --- Massive activations by layer (after the layer-wise figure of Sun et al. 2024).
 # The three largest magnitudes of each layer's output and the median magnitude, means over sequences. Layers where most
 # sequences have a massive activation are shaded: above 100, and above 1000 × the median, the two thin lines.
-
-SHADE = "0.9"
 
 
 def draw_massive_activations(run: RunData) -> Figure:
@@ -269,20 +258,18 @@ def draw_massive_activations(run: RunData) -> Figure:
     sequences = massive.drop_duplicates(["layer", "sequence"])
     median = sequences.groupby("layer")["median"].mean()
     plot.line_by_layer(ax, median, label="median", color="0.45", linestyle="-.", marker="D")
-    if plot.has_values(ax, log=True):
+    values = plot.drawn(ax, "y")
+    if np.any(np.isfinite(values) & (values > 0)):
         rule = GUIDE | {"linestyle": (0, (1, 1))}
         plot.line_by_layer(ax, RATIO * median, label=f"{RATIO:g} × median", **rule)
         ax.axhline(THRESHOLD, label=f"{THRESHOLD:g}", **GUIDE)
     ax.margins(x=0.02)
     plot.panel(ax, "", "|activation|, mean over sequences", log=True)
-    handles, _ = ax.get_legend_handles_labels()
     having = massive[massive["is_massive"].astype(bool)].groupby("layer")["sequence"].nunique()
     shaded = sorted(having[having > massive["sequence"].nunique() / 2].index)
     for layer in shaded:
-        ax.axvspan(layer - 0.5, layer + 0.5, color=SHADE, linewidth=0, zorder=0)
-    if shaded:
-        handles.append(Patch(color=SHADE, linewidth=0, label="massive in most sequences"))
-    return figure.finish(title(run, TEXT), handles, ncols=4, columnspacing=1.2)
+        ax.axvspan(layer - 0.5, layer + 0.5, zorder=0, label="massive in most sequences", **style.AREA, color="0.9")
+    return figure.finish(title(run, TEXT), plot.handles_of([ax]), ncols=4, columnspacing=1.2)
 
 
 # --- Massive activations in one hidden state: tokens × coordinates (Sun et al. 2024, fig. 1).
@@ -319,7 +306,7 @@ def draw_massive_map(run: RunData) -> Figure:
         ax.tick_params(length=0, labelsize=6)
     figure.colorbar(image, ax=list(axes), label="|activation|", aspect=25, pad=0.015, extend="min")
     tokens = table.drop_duplicates("position").sort_values("position")
-    names = token_labels(tokens["token"], tokens["token_id"])
+    names = token_labels(tokens["token_id"], tokens["token"])
     axes[-1].set_xticks(range(len(tokens)), names, rotation=90, fontsize=5.5)
     axes[-1].tick_params(axis="x", pad=1)
     axes[-1].set_xlabel("token, from position 0")
@@ -329,9 +316,6 @@ def draw_massive_map(run: RunData) -> Figure:
 # --- Several runs by layer, or by relative depth if their numbers of layers differ
 
 
-COMPARED = ("sink_rate", "value_drain", "norm_ratio", "massive_count")  # metrics of `summary`
-
-
 def draw_by_layer(runs: Sequence[RunData]) -> Figure:
     names, common = labels(runs)
     depths = [max(0, int(run.tables["summary"]["layer"].max())) + 1 for run in runs]
@@ -339,7 +323,7 @@ def draw_by_layer(runs: Sequence[RunData]) -> Figure:
     across = max(1, min(4, 108 // (max(map(len, names)) + 8)))  # 108 characters in a row
     figure = new_figure(WIDE, 3.6 + 0.15 * -(-len(runs) // across))
     axes = figure.subplots(2, 2)
-    for ax, metric in zip(axes.flat, COMPARED, strict=True):
+    for ax, metric in zip(axes.flat, ("sink_rate", "value_drain", "norm_ratio", "massive_count"), strict=True):
         for run, label, depth, look in zip(runs, names, depths, style.line_looks(), strict=False):
             summary = run.tables["summary"]
             rows = summary[(summary["metric"] == metric) & (summary["layer"] != WHOLE_MODEL)]
@@ -362,6 +346,4 @@ def draw_by_layer(runs: Sequence[RunData]) -> Figure:
         axes[1, 1].set_ylim(-0.15, 1.5 * counts.max())
         axes[1, 1].yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     figure.legend(axes[0, 0].lines, [escape(name) for name in names], loc="outside lower center", ncols=across)
-    if common:
-        figure.suptitle(heading(common))
-    return figure
+    return figure.finish(heading(common))

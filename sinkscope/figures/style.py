@@ -27,10 +27,8 @@ TEXT, WIDE = 5.5, 6.75  # inches: the text width of one-column and of two-column
 COLUMN = 3.25  # one of the two columns
 FONT = "DejaVu Sans"  # part of matplotlib, so that figures are equal on every machine
 
-STYLE_SHEET = Path(__file__).with_name("sinkscope.mplstyle")
-SETTINGS: dict[str, Any] = {
-    str(name): value for name, value in matplotlib.rc_params_from_file(STYLE_SHEET, use_default_template=False).items()
-}
+SHEET = matplotlib.rc_params_from_file(Path(__file__).with_name("sinkscope.mplstyle"), use_default_template=False)
+SETTINGS: dict[str, Any] = {str(name): value for name, value in SHEET.items()}
 
 Look = dict[str, Any]  # keyword arguments of matplotlib's artists
 
@@ -62,10 +60,6 @@ SEQUENTIAL = colormaps["magma_r"].with_extremes(bad="#d9d9d9")  # perceptually u
 GRADUAL = ListedColormap(SEQUENTIAL(np.linspace(0.15, 0.8, 256)), "gradual")  # for lines on white
 
 
-def is_area(look: Look) -> bool:
-    return "facecolor" in look or look.get("linewidth") == 0
-
-
 def line_looks() -> Iterator[Look]:
     """Yield looks that differ from one another, without end."""
     for color, dashes, marker in zip(cycle(COLORS), cycle(DASHES), cycle(MARKERS), strict=False):
@@ -89,8 +83,9 @@ class Figure(MatplotlibFigure):
     def finish(self, title: str, signs: "Mapping[str, Look] | Sequence[Artist]" = (), **legend: Any) -> Self:
         """Add a title, and below the panels a legend of artists, or of lines and areas by label; return the figure."""
         if isinstance(signs, Mapping):
+            areas = {label for label, look in signs.items() if "facecolor" in look or look.get("linewidth") == 0}
             signs = [
-                Patch(label=label, **look) if is_area(look) else Line2D([], [], label=label, **look)
+                Patch(label=label, **look) if label in areas else Line2D([], [], label=label, **look)
                 for label, look in signs.items()
             ]
         if signs:
@@ -122,24 +117,20 @@ class Figure(MatplotlibFigure):
                 super().savefig(fname, **kwargs)
             return
         drawn = io.BytesIO()  # in memory, because matplotlib's own error does not say that a disk is full
-        once = {"pil_kwargs": {"compress_level": 1}} if kind == "png" else {}  # `_smaller` compresses it better
+        once = {"pil_kwargs": {"compress_level": 1}} if kind == "png" else {}  # it is compressed better below
         self.savefig(drawn, **once | kwargs | {"format": kind})
-        Path(fname).write_bytes(_smaller(drawn.getvalue()) if kind == "png" else drawn.getvalue())
+        if kind == "png":  # without an alpha channel if it is opaque, in a tenth of the bytes
+            image = Image.open(drawn)
+            opaque = image.mode != "RGBA" or image.getchannel("A").getextrema() == (255, 255)
+            drawn = io.BytesIO()
+            (image.convert("RGB") if opaque else image).save(drawn, "PNG", dpi=image.info["dpi"], optimize=True)
+        Path(fname).write_bytes(drawn.getvalue())
 
     def _repr_png_(self) -> bytes:
         """Return the PNG that a notebook shows."""
         buffer = io.BytesIO()
         self.savefig(buffer, format="png")
         return buffer.getvalue()
-
-
-def _smaller(png: bytes) -> bytes:
-    """Return the picture without an alpha channel if it is opaque, in a tenth of the bytes."""
-    image = Image.open(io.BytesIO(png))
-    opaque = image.mode != "RGBA" or image.getchannel("A").getextrema() == (255, 255)
-    smaller = io.BytesIO()
-    (image.convert("RGB") if opaque else image).save(smaller, "PNG", dpi=image.info["dpi"], optimize=True)
-    return smaller.getvalue()
 
 
 def new_figure(width: float, height: float, layout: str = "constrained") -> Figure:

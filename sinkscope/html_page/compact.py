@@ -19,22 +19,12 @@ DIGITS = 6  # significant digits: tables hold float32, which has seven
 LARGEST = 4_000_000  # bytes of all tables together
 # columns of tables with rows for each sequence: such a table keeps all rows of the first sequences
 BY_SEQUENCE = ("sequence", "group")
-# other tables keep the first positions, so that all layers, heads and arms stay
-BY_POSITION = ("position", "query")
-
 
 # Attention weights of all heads are bytes, in equal steps of the logarithm from FAINTEST (1) to 1 (255); 0 is less.
 FAINTEST = 1e-4
 STEPS = 254
 MAPS = 3_000_000  # characters of all maps together
-MAP_TOKENS = (64, 48, 32, 24, 16)  # numbers of tokens that the maps show; the first that fits is taken
 
-
-KINDS: tuple[tuple[Any, Kind], ...] = (
-    (pd.api.types.is_bool_dtype, "truth"),
-    (pd.api.types.is_integer_dtype, "whole"),
-    (pd.api.types.is_numeric_dtype, "number"),
-)
 # the number of rows of a table that are kept, and of a table with several sequences; tried in this order until all
 # tables fit into LARGEST
 LIMITS = (
@@ -57,31 +47,32 @@ def compact_tables(tables: Mapping[str, pd.DataFrame], columns: Mapping[str, Col
     for limit in LIMITS:
         texts = []
         for name, table in tables.items():
-            kept, left_out = cut(table, *limit)
-            key = (name, len(kept))
+            rows, left_out = cut(table, *limit)
+            key = (name, len(rows))
             if key not in written:
-                written[key] = compact_table(name, kept, columns.get(name, ()), len(table), left_out)
+                written[key] = compact_table(name, rows, columns.get(name, ()), len(table), left_out)
             texts.append(written[key])
         if sum(map(len, texts)) <= LARGEST:
             break
     return f"[{','.join(texts)}]"
 
 
-def compact_table(name: str, kept: pd.DataFrame, columns: Columns, rows: int, left_out: str) -> str:
+def compact_table(name: str, rows: pd.DataFrame, columns: Columns, count: int, left_out: str) -> str:
     """Return one table as a JSON object: name, rows, left_out and columns.
 
     Each column has its name, meaning, unit, kind and values. A column that is not declared (a comparison has one for
-    each run) is described by its type. `rows` is the number of rows of the complete table, and `left_out` describes the
-    rows that are not in `kept`.
+    each run) is described by its type. `count` is the number of rows of the complete table, and `left_out` describes
+    those that are not in `rows`.
     """
     described = {column.name: column for column in (*LEADING_COLUMNS, *columns)}
+    kinds: dict[str, Kind] = {"b": "truth", "i": "whole", "u": "whole", "f": "number"}  # of numpy's and pandas' dtypes
     parts = []
-    for label in kept.columns:
-        kind: Kind = next((kind for is_of, kind in KINDS if is_of(kept[label])), "text")
+    for label in rows.columns:
+        kind = kinds.get(getattr(rows[label].dtype, "kind", ""), "text")
         column = described.get(str(label)) or Column(str(label), "", kind=kind)
         head = as_json({name: entry for name, entry in column._asdict().items() if name != "since"})
-        parts.append(f'{head[:-1]},"values":{compact_column(kept[label], column.kind)}}}')
-    head = as_json({"name": name, "rows": rows, "left_out": left_out})
+        parts.append(f'{head[:-1]},"values":{compact_column(rows[label], column.kind)}}}')
+    head = as_json({"name": name, "rows": count, "left_out": left_out})
     return f'{head[:-1]},"columns":[{",".join(parts)}]}}'
 
 
@@ -118,14 +109,16 @@ def cut(table: pd.DataFrame, most_rows: int, by_sequence: int) -> tuple[pd.DataF
 
     Rows of later sequences are left out, or of later positions, or all rows after the first ones.
     """
-    limits = dict.fromkeys(BY_SEQUENCE, by_sequence) | dict.fromkeys(BY_POSITION, most_rows)
+    # other tables keep the first positions, so that all layers, heads and arms stay
+    limits = dict.fromkeys(BY_SEQUENCE, by_sequence) | dict.fromkeys(("position", "query"), most_rows)
     for name, most in limits.items():
         if name in table and len(table) > most and table[name].nunique() > 1:
             counts = table[name].value_counts().sort_index().cumsum()
-            kept = counts.index[: max(1, int((counts <= most).sum()))]
-            rows = table[table[name].isin(kept)]
+            first = counts.index[: max(1, int((counts <= most).sum()))]
+            rows = table[table[name].isin(first)]
             if name in BY_SEQUENCE or len(rows) <= most:
-                return rows, f"only the rows of {name} {kept[0]} to {kept[-1]} are here, {len(kept)} of {len(counts)}"
+                some = f"{name} {first[0]} to {first[-1]} are here, {len(first)} of {len(counts)}"
+                return rows, f"only the rows of {some}"
     if len(table) > most_rows:
         return table.head(most_rows), f"only the first {most_rows:,} rows are here"
     return table, ""
@@ -136,24 +129,23 @@ def compact_maps(activations: Activations) -> dict[str, Any] | None:
 
     `codes` are deflated bytes in base64: head by head and query by query, up to the query itself if `causal`.
     """
-    found = activations.get(ATTENTION)
-    if not found:
+    weights = {layer: tensor[0].float().numpy() for layer, tensor in (activations.get(ATTENTION) or {}).items()}
+    if not weights:
         return None
-    weights = {layer: kept[0].float().numpy() for layer, kept in found.items()}
-    lengths = {length for kept in weights.values() for length in kept.shape[1:]}
+    lengths = {length for maps in weights.values() for length in maps.shape[1:]}
     if len(lengths) > 1:
         raise InputError(f"activations: the tensors {ATTENTION} are not square")
-    causal = not any(np.triu(kept, 1).any() for kept in weights.values())
-    for tokens in sorted({min(most, *lengths) for most in MAP_TOKENS}, reverse=True):
+    causal = not any(np.triu(maps, 1).any() for maps in weights.values())
+    # numbers of tokens that the maps may show: the first that fits is taken
+    for tokens in sorted({min(most, *lengths) for most in (64, 48, 32, 24, 16)}, reverse=True):
         shown = np.tril_indices(tokens) if causal else np.indices((tokens, tokens)).reshape(2, -1)
-        parts = [_codes(kept[:, *shown]).tobytes() for kept in weights.values()]
+        parts = []
+        for maps in weights.values():
+            within = np.clip(np.nan_to_num(maps[:, *shown]), FAINTEST / 2, 1)
+            steps = STEPS + 1 - np.rint(STEPS * np.log(within) / np.log(FAINTEST))
+            parts.append(steps.clip(0).astype(np.uint8).tobytes())
         codes = base64.b64encode(zlib.compress(b"".join(parts))).decode()
         if len(codes) <= MAPS:
             break
-    heads = [[layer, len(kept)] for layer, kept in weights.items()]
+    heads = [[layer, len(maps)] for layer, maps in weights.items()]
     return {"heads": heads, "tokens": tokens, "causal": causal, "faintest": FAINTEST, "steps": STEPS, "codes": codes}
-
-
-def _codes(weights: np.ndarray) -> np.ndarray:
-    within = np.clip(np.nan_to_num(weights), FAINTEST / 2, 1)
-    return (STEPS + 1 - np.rint(STEPS * np.log(within) / np.log(FAINTEST))).clip(0).astype(np.uint8)

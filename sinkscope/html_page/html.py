@@ -13,7 +13,7 @@ from typing import Any
 from sinkscope.html_page.compact import DIGITS, as_json, compact_maps, compact_tables
 from sinkscope.html_page.contents import Contents
 from sinkscope.measuring.estimates import RUN_CLAIMS
-from sinkscope.options.register import Command, records
+from sinkscope.options.register import records
 from sinkscope.results.command_line import command_lines
 from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import PAGE
@@ -27,8 +27,6 @@ SCRIPTS = (  # in the order in which they run, each after those that it uses; th
     "d3.min.js", "plot.umd.min.js", "data.js", "elements.js", "charts.js", "heatmap.js", "findings.js", "maps.js",
     "head.js", "text.js", "pictures.js", "layers.js", "topics.js", "training.js", "explore.js", "tables.js", "run.js",
 )  # fmt: skip
-LAST = "page.js"
-FRAME_HEIGHT = 720  # pixels, in a notebook
 
 
 @dataclass(frozen=True)
@@ -39,14 +37,19 @@ class Page:
 
     def _repr_html_(self) -> str:
         return (
-            f'<iframe title="sinkscope" style="width:100%;height:{FRAME_HEIGHT}px;border:0" '
+            '<iframe title="sinkscope" style="width:100%;height:720px;border:0" '
             f'srcdoc="{html.escape(self.html)}"></iframe>'
         )
 
 
 def page_of(contents: Contents) -> Page:
     """Return the page of a run, a series, a comparison, …"""
-    scripts = [*map(_asset, SCRIPTS), *filter(None, map(_script, records().values())), _asset(LAST)]
+    of_commands = [
+        (resources.files(record.folder) / record.script).read_text("utf-8")
+        for record in records().values()
+        if record.script
+    ]
+    scripts = [*map(_asset, SCRIPTS), *of_commands, _asset("page.js")]
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     # whatever text the data contain, the browser runs only these scripts and uses no network
@@ -125,11 +128,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not abs(value) < float("inf"):
         return str(value)
     return value if isinstance(value, str | int | float | bool | None) else str(value)
-
-
-def _script(command: Command) -> str:
-    """Return the script of a command's sections; "" without one."""
-    return (resources.files(command.folder) / command.script).read_text("utf-8") if command.script else ""
 
 
 @cache

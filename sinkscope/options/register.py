@@ -34,6 +34,7 @@ class Command:
     tables: Sequence[str] = ()  # MODULE:NAME of mappings, table → columns after the leading ones
     # data of the figures → a row for each: its name, its file in the command's folder, its description, its tables
     figures: Mapping[str, Sequence[tuple[str, ...]]] = field(default_factory=dict)
+    of_arms: Sequence[str] = ()  # tables of which a figure shows all arms of one of its runs together
     files: str = ""  # MODULE:FUNCTION, which returns further files of the folder of a run (output/run.py)
     summaries: str = ""  # MODULE:FUNCTION, which returns the tables that `compare` prints of one folder, by title
     # command → MODULE:FUNCTION with which `compare` sets several of its folders or results side by side

@@ -14,7 +14,7 @@ from sinkscope import InputError, Run
 from sinkscope.figures import FIGURES as ALL_FIGURES
 from sinkscope.figures import KINDS, applicable, draw
 from sinkscope.figures.query_bias import standard_quantiles
-from sinkscope.figures.runs import TOKENS
+from sinkscope.figures.runs import SINK_TOKENS
 from sinkscope.figures.style import SETTINGS
 from sinkscope.output.drawing import save_figures
 
@@ -125,7 +125,7 @@ def test_sink_positions_counts_sinks_with_enough_queries_after_them(run: Run) ->
     np.testing.assert_allclose(others.get_ydata(), any_later / (pairs / 4))
     assert [round(bar.get_x() + bar.get_width() / 2) for bar in by_position.patches] == list(range(1, 9))
     np.testing.assert_allclose(heights(by_position), later.groupby("position").size() / pairs)
-    expected = (later.groupby("token_id").size() / pairs).sort_values(ascending=False).head(TOKENS)
+    expected = (later.groupby("token_id").size() / pairs).sort_values(ascending=False).head(SINK_TOKENS)
     np.testing.assert_allclose([bar.get_width() for bar in by_token.patches], expected)
     twice = pd.DataFrame({"layer": 0, "head": 0, "sequence": 0, "position": [0, 3, 5], "token_id": [1, 4, 4]})
     twice = twice.assign(token=["a", ",", ","], queries=[24, 21, 19], window_mass=0.9, uniform_mass=0.05)

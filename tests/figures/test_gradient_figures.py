@@ -12,7 +12,7 @@ from support.made_up_steps import made_up_steps, sigmoid
 
 from sinkscope.commands.steps.onsets import FEWEST_STEPS, RunsByStep, onset_table
 from sinkscope.figures import KINDS, draw
-from sinkscope.figures.gradients import LOOKS
+from sinkscope.figures.gradients import GROUP_LOOKS
 from sinkscope.measuring.summary import compress_fits
 from sinkscope.output.run import Run
 
@@ -56,7 +56,7 @@ def test_reshaping_draws_a_point_for_each_layer_and_position_by_the_papers_token
         assert ax.get_title().startswith(name)
         assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
     groups = {"token 0": (0, 0), "token 1": (1, 1), "tokens 2–3": (2, 3), "tokens 4–7": (4, 7), "tokens 8–15": (8, 15)}
-    for (first, last), (color, marker) in zip(groups.values(), LOOKS, strict=False):
+    for (first, last), (color, marker) in zip(groups.values(), GROUP_LOOKS, strict=False):
         rows = table[table["position"].between(first, last)]
         later, earliest = [line for line in figure.axes[0].lines if line.get_marker() == marker]
         np.testing.assert_allclose(later.get_xydata(), rows.query("layer > 0")[["input_norm", "bloat"]])

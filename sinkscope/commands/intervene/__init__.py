@@ -12,6 +12,7 @@ COMMANDS = (
         manifest=".manifest:InterveneManifest",
         report=".findings:report",
         tables=(".columns:COLUMNS", "sinkscope.measuring.streaming:STREAMING_TABLES"),
+        of_arms=("effect", "arm_maps"),
         figures={
             "one run": (
                 ("arm-maps", "figures",

@@ -236,9 +236,9 @@ def _elsewhere(run: RunData, label: str, section: str, sink: int) -> Iterator[Fi
     if not isnan(following.after):
         numbers |= {f"next_{name}": getattr(following, name) for name in ("before", "after", "control")}
         sentence += f", position {sink + 1} in {following.compared('sink_rate')} of the heads"
-    table = run.tables["sink_positions"]
-    sinks = clear_sinks(table[(table["condition"] == label) & (table["position"] != sink)])
-    if len(sinks):
+    table = run.tables.get("sink_positions", pd.DataFrame(columns=["condition", "position"]))
+    table = table[(table["condition"] == label) & (table["position"] != sink)]
+    if len(table) and len(sinks := clear_sinks(table)):
         by_position = sinks["position"].value_counts(normalize=True)  # the largest first
         most, share = int(by_position.index[0]), float(by_position.iloc[0])
         numbers |= {"most": most, "most_share": share}

@@ -12,7 +12,7 @@ from matplotlib.colors import BoundaryNorm, ListedColormap
 
 from sinkscope.commands.steps.onsets import QUANTITIES, RunsByStep
 from sinkscope.figures import plot, style
-from sinkscope.figures.gradients import OFF_SCALE, PATHWAYS, _finish, _mark_off_scale
+from sinkscope.figures.gradients import OFF_SCALE, PATHWAYS, finish_pathways, mark_off_scale
 from sinkscope.figures.labels import Checkpoints, steps_title
 from sinkscope.figures.plot import ACROSS
 from sinkscope.figures.spec import needs
@@ -174,11 +174,11 @@ def draw_training_gradient_norms(runs: Checkpoints) -> Figure:
         for course, color in zip(curves, colors, strict=True):
             on_scale = course.where(course > OFF_SCALE * course.max())
             plot.curve(ax, on_scale, color=color, linewidth=0.9, marker="o", markersize=1.8)
-        _mark_off_scale(ax, curves)
+        mark_off_scale(ax, curves)
     edges = BoundaryNorm(np.arange(len(runs) + 1) - 0.5, len(runs))
     bar = figure.colorbar(ScalarMappable(edges, ListedColormap(colors)), ax=axes, aspect=30, pad=0.01)
     named = range(len(runs) - 1, -1, -(1 + (len(runs) - 1) // 8))  # at most eight; always the last step
     bar.set_ticks(named, labels=[plot.step_label(runs[place][0]) for place in named])
     bar.ax.tick_params(which="both", length=0)
     bar.set_label("training step")
-    return _finish(figure, axes, steps_title(runs, "means over layers"), {})
+    return finish_pathways(figure, axes, steps_title(runs, "means over layers"), {})

@@ -311,7 +311,7 @@ def draw_backcopy_maps(arms: Arms) -> Figure:
 
 def _name_tokens(axis: Axis, norms: pd.DataFrame) -> None:
     """Name the tokens along an axis; triggers are bold and red, so that they are visible in grayscale, too."""
-    axis.set_ticks(norms["position"], token_labels(norms["token"], norms["token_id"]), fontsize=SMALL)
+    axis.set_ticks(norms["position"], token_labels(norms["token_id"], norms["token"]), fontsize=SMALL)
     axis.set_tick_params(length=0)
     for label, is_trigger in zip(axis.get_ticklabels(), norms["is_trigger"], strict=True):
         if is_trigger:

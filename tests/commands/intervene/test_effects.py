@@ -1,8 +1,12 @@
 """Findings on arms depend on the spread of the controls, and their intervals on the sequences."""
 
+import statistics
+
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.made_up_runs import grid, make_run
 
 from sinkscope.commands.intervene.findings import ArmEffect, findings_of, interval, interval_by_layer, overview
@@ -47,27 +51,25 @@ def run_of(
     return Run(manifest, {"effect": table})
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "controls", "outcome"),
-    [
-        (0.7, 0.4, (0.69, 0.71, 0.70), Outcome.FALLS),
-        (0.1, 0.4, (0.10, 0.11, 0.09), Outcome.RISES),
-        (0.7, 0.6, (0.5, 0.8, 0.65), Outcome.UNCHANGED),  # random changes do as much
-        (0.7, 0.6, (0.59, 0.7, 0.7, 0.7, 0.7), Outcome.UNCHANGED),  # one of the random changes does more
-        (0.5, 0.4, (0.6, 0.61, 0.62), Outcome.FALLS),  # random changes go the other way
-        (0.5, 0.6, (0.6, 0.61, 0.62), Outcome.UNCHANGED),
-        (0.7, 0.0, (), Outcome.UNDECIDED),
-        (0.7, 0.0, (0.7,), Outcome.UNDECIDED),
-        (0.713, 0.712, (0.713, 0.713, 0.713), Outcome.UNCHANGED),  # the difference disappears in the printed digits
-        (0.713, 0.70, (0.713, 0.713, 0.713), Outcome.FALLS),
-        (NAN, NAN, (NAN, NAN), Outcome.UNDEFINED),
-        (NAN, float("inf"), (NAN, NAN), Outcome.UNDEFINED),
-    ],
+@given(
+    st.floats(0.3, 0.7),
+    st.lists(st.floats(-0.1, 0.1), min_size=2, max_size=5),
+    st.sampled_from([-1, 1]),
+    st.sampled_from([-1e-6, 1e-6]),
 )
+@settings(max_examples=60, deadline=None)
 def test_a_change_counts_only_beyond_random_changes(
-    before: float, after: float, controls: tuple[float, ...], outcome: Outcome
+    before: float, controls: list[float], direction: int, beyond: float
 ) -> None:
-    assert ArmEffect(before, after, controls).outcome == outcome
+    """It counts beyond the mean of the controls' changes + 2 standard deviations, all of them, and half a percent."""
+    reach = max(statistics.mean(controls) + 2 * statistics.stdev(controls), *controls, 0.005)
+    after, drawn = before + direction * (reach + beyond), tuple(before + direction * change for change in controls)
+    outcome = Outcome.RISES if direction > 0 else Outcome.FALLS
+    effect = ArmEffect(before, after, drawn)
+    assert effect.outcome == (outcome if beyond > 0 else Outcome.UNCHANGED)
+    assert effect.spread == pytest.approx(statistics.stdev(drawn))
+    assert ArmEffect(before, after, drawn[:1]).outcome == ArmEffect(before, after, ()).outcome == Outcome.UNDECIDED
+    assert ArmEffect(NAN, after, drawn).outcome == Outcome.UNDEFINED
 
 
 def test_a_sink_moves_only_if_the_target_gains_beyond_the_control() -> None:
@@ -83,42 +85,46 @@ def test_a_sink_moves_only_if_the_target_gains_beyond_the_control() -> None:
     assert "attention to position 1 rises, but the sink at position 0 does not fall" in finding(both, "x")
 
 
-@pytest.mark.parametrize(
-    ("expects", "after", "words"),
-    [
-        ("sink-falls", 0.1, "Here it does (NU)."),
-        ("sink-falls", 0.5, "at least 50% of it is left"),
-        ("sink-falls", 0.7, "does not fall beyond the control's spread"),
-        ("sink-stays", 0.69, "Here it does (NU)."),
-        ("sink-stays", 0.6, "though part of it is lost"),
-        ("sink-stays", 0.1, "less than 50% of it is left"),
-    ],
-)
-def test_a_sink_that_should_fall_or_stay(expects: str, after: float, words: str) -> None:
-    assert words in finding(run_of({0: (0.7, after, (0.7, 0.69, 0.71))}, expects=expects), "x")
-    none = finding(run_of({0: (0.0, 0.0, (0.0, 0.0))}, expects=expects), "x")
-    assert "There is no sink at position 0, before or after" in none
-    assert "there is no sink before the intervention" in none
-
-
-@pytest.mark.parametrize("expects", ["sink-falls", "sink-stays", "sink-moves"])
-def test_without_controls_an_expectation_is_undecided(expects: str) -> None:
-    run = run_of({0: (0.7, 0.0, ()), 1: (0.0, 0.7, ())}, expects=expects)
-    assert [found.outcome for found in findings_of(run, "x") if found.name == expects] == [Outcome.UNDECIDED]
-    assert "too few controls to judge it" in finding(run, "x")
-    assert "has too few controls to be judged, at 0.000 times its value before." in finding(run, "x")
+JUST = 1e-6
+FALLEN = (0.7, 0.69, 0.71)  # controls of a rate that was 0.7
 
 
 @pytest.mark.parametrize(
-    ("expects", "after", "words"),
+    ("expects", "before", "after", "controls", "outcome", "words"),
     [
-        ("perplexity-collapses", 40_000.0, "Here it does (NU)."),
-        ("perplexity-unharmed", 20.2, "Here it is: it changes by less than 5% (NU)."),
-        ("perplexity-unharmed", 22.0, "Here it is not: it changes by more than 5% (NU)."),
+        ("sink-falls", 0.7, 0.35 - JUST, FALLEN, Outcome.CONFIRMED, "it does"),
+        ("sink-falls", 0.7, 0.35 + JUST, FALLEN, Outcome.PARTLY, "it does, but at least 50% of it is left"),
+        ("sink-falls", 0.7, 0.69, FALLEN, Outcome.REFUTED, "it does not fall beyond the control's spread"),
+        ("sink-stays", 0.7, 0.69, FALLEN, Outcome.CONFIRMED, "it does"),
+        ("sink-stays", 0.7, 0.35 + JUST, FALLEN, Outcome.PARTLY, "it does, though part of it is lost"),
+        ("sink-stays", 0.7, 0.35 - JUST, FALLEN, Outcome.REFUTED, "less than 50% of it is left"),
+        *((expects, 0.01 - JUST, 0.0, (0.0, 0.0), Outcome.ABSENT, "there is no sink before the intervention")
+            for expects in ("sink-falls", "sink-stays")),
+        ("sink-falls", 0.01 + JUST, 0.0, (0.01, 0.01), Outcome.CONFIRMED, "it does"),
+        *((expects, 0.7, 0.0, controls, Outcome.UNDECIDED, "there are too few controls to judge it")
+            for expects in ("sink-falls", "sink-stays", "sink-moves") for controls in ((), (0.7,))),
+        ("perplexity-collapses", 20.0, 200 + JUST, (), Outcome.CONFIRMED, "it does"),
+        ("perplexity-collapses", 20.0, 200 - JUST, (), Outcome.REFUTED, "it does not: the factor is not above 10"),
+        *(("perplexity-unharmed", 20.0, after, (), Outcome.CONFIRMED, "it is: it changes by less than 5%")
+            for after in (19 + JUST, 21 - JUST)),
+        *(("perplexity-unharmed", 20.0, after, (), Outcome.REFUTED, "it is not: it changes by more than 5%")
+            for after in (19 - JUST, 21 + JUST)),
     ],
-)
-def test_perplexity(expects: str, after: float, words: str) -> None:
-    assert words in finding(run_of({0: (0.7, 0.7, (0.7, 0.7))}, perplexity=(20.0, after, ()), expects=expects), "x")
+)  # fmt: skip
+def test_what_papers_expect_is_decided_at_the_thresholds(
+    expects: str, before: float, after: float, controls: tuple[float, ...], outcome: Outcome, words: str
+) -> None:
+    if expects.startswith("perplexity"):
+        run = run_of({0: (0.7, 0.7, (0.7, 0.7))}, perplexity=(before, after, controls), expects=expects)
+    else:
+        run = run_of({0: (before, after, controls), 1: (0.0, 0.0, controls)}, expects=expects)
+    change, *_, judged = findings_of(run, "x")
+    assert (judged.name, judged.outcome) == (expects, outcome)
+    assert judged.sentence.endswith(f"Here {words} (NU).")
+    if outcome == Outcome.ABSENT:
+        assert change.sentence == "There is no sink at position 0, before or after."
+    if outcome == Outcome.UNDECIDED:
+        assert change.sentence.endswith("has too few controls to be judged, at 0.000 times its value before.")
 
 
 def test_a_change_is_said_once_as_a_ratio() -> None:
