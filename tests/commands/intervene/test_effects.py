@@ -5,7 +5,7 @@ import statistics
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.made_up_runs import grid, make_run
 
@@ -57,6 +57,7 @@ def run_of(
     st.sampled_from([-1, 1]),
     st.sampled_from([-1e-6, 1e-6]),
 )
+@example(0.5, [0.1, *[0.0] * 8], 1, -1e-6)  # one control may change more than the mean + 2 standard deviations
 @settings(max_examples=60, deadline=None)
 def test_a_change_counts_only_beyond_random_changes(
     before: float, controls: list[float], direction: int, beyond: float
