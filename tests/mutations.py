@@ -150,8 +150,8 @@ MUTATIONS = [
     ),
     *_mutations(
         OBSERVABLE_TESTS,
-        ("attention: queries of a window", f"{OBSERVABLES}.attention", "window_means",
-         "(positions, window,", "(positions, None,"),
+        ("attention: queries of a window", f"{OBSERVABLES}.attention", "Attention.finish",
+         '"queries", size, window,', '"queries", size, None,'),
         ("attention: padding counts as queries", f"{OBSERVABLES}.reductions", "mean_over",
          "filled(x, present).sum(-1) / count.view(-1, *[1] * (x.dim() - 2))", "filled(x, present).mean(-1)"),
         ("attention: the token of a sink", f"{OBSERVABLES}.attention", "Attention._list_sinks",
@@ -165,10 +165,10 @@ MUTATIONS = [
          "torch.arange(1, length + 1,", "torch.arange(0, length,"),
         ("geometry: other keys under a mask", f"{OBSERVABLES}.geometry", "masked_pair_means",
          "rows, None] - 1", "rows, None]"),
-        ("geometry: the diagonal of a chunk", f"{OBSERVABLES}.geometry", "weighted_dots_from",
+        ("geometry: the diagonal of a chunk", f"{OBSERVABLES}.geometry", "causal_pair_sums",
          ".tril_()", ".tril_(-1)"),
         ("massive: median with the token itself", f"{OBSERVABLES}.massive", "medians_elsewhere",
-         "(batch.lengths - 1)[", "batch.lengths["),
+         "(lengths - 1)[", "lengths["),
         ("massive: one more entry", f"{OBSERVABLES}.massive", "Massive._list_entries", "(rank < TOP)", "(rank <= TOP)"),
     ),
     *_mutations(
@@ -178,7 +178,7 @@ MUTATIONS = [
     ),
     *_mutations(
         GRADIENT_TESTS,
-        ("gradient: compress", f"{OBSERVABLES}.gradient", "Gradient._add_ratios", "norm(x - z)", "norm(x + z)"),
+        ("gradient: compress", f"{OBSERVABLES}.gradient", "Gradient._on_stream", "norm(x - z)", "norm(x + z)"),
         ("gradient: upper bound", f"{OBSERVABLES}.gradient", "_bounds",
          "(mass_squared - second)", "(mass_squared + second)"),
         ("gradient: groups of heads", f"{OBSERVABLES}.gradient", "TheoremOne.add_value_gradient",
@@ -188,8 +188,8 @@ MUTATIONS = [
     ),
     *_mutations(
         BRANCH_TESTS,
-        ("site: only its last term", TRACER, "Reader.sought", "_added(added if at else None", "_added(None"),
-        ("site: a branch is not scaled", TRACER, "_added", "else scale * term", "else term"),
+        ("site: only its last term", TRACER, "Reader.sought", "added + term if index else term", "term"),
+        ("site: a branch is not scaled", TRACER, "Reader.sought", "else scale * term", "else term"),
     ),
     *_mutations(
         ESTIMATE_TESTS,

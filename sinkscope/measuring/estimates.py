@@ -41,19 +41,15 @@ def epsilon_of(sequences: Sequences) -> float:
 
 def sink_rate(sequences: Sequences) -> Estimate:
     """Estimate the sink rate at position 0 in percent. Raises NotDefined if there is none, at this ε and length."""
-    found = bootstrap(sink_rates(sequences))
-    if np.isnan(found.value):
+    rate = bootstrap(sink_rates(sequences))
+    if np.isnan(rate.value):
         raise NotDefined(without_rate(sequences))
-    return found
+    return rate
 
 
 def without_rate(sequences: Sequences) -> str:
-    return f"position 0 has no sink rate: {reason_without_rate(uniform_mass(sequences), epsilon_of(sequences))}"
-
-
-def uniform_mass(sequences: Sequences) -> float:
-    """Return the window mass of position 0 under uniform attention; NaN in folders of an older format."""
-    return float(attention(sequences, "uniform_mass")[0, :, 0].mean())
+    uniform_mass = float(attention(sequences, "uniform_mass")[0, :, 0].mean())
+    return f"position 0 has no sink rate: {reason_without_rate(uniform_mass, epsilon_of(sequences))}"
 
 
 def clear_sink_rate(sequences: Sequences) -> Estimate:
@@ -93,10 +89,9 @@ def _head_sinks(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
 def sink_heads(sequences: Sequences) -> tuple[np.ndarray, str]:
     """Return which heads have a sink at position 0, (heads,), with a note; all heads if none has one."""
     sinks, known = _head_sinks(sequences)
-    found = sinks[0]
-    if not found.any():
+    if not sinks[0].any():
         return known, "all heads, since none has a sink"
-    return found, f"{found.sum()} of {known.sum()} heads, those with a sink"
+    return sinks[0], f"{sinks[0].sum()} of {known.sum()} heads, those with a sink"
 
 
 def share_of_sink_heads(sequences: Sequences) -> Estimate:
@@ -163,16 +158,16 @@ def massive_count(sequences: Sequences) -> Estimate:
 
 def gradients(sequences: Sequences, pathway: str) -> np.ndarray:
     """Return norms of all heads, before gates, (1 + groups, layers, positions): of the run, then without each group."""
-    return sequences.once(("gradients", pathway), lambda: _gradients(sequences, pathway))  # many claims read them
 
+    def compute() -> np.ndarray:
+        tables = (sequences.table("gradient").assign(group=-1), sequences.table("gradient_by_group"))
+        columns = ["group", "layer", "pathway", "head", "position", "grad_norm"]
+        parts = [table.loc[table["head"] == ALL_HEADS, columns] for table in tables]  # most rows are of single heads
+        norms = pathway_norms(before_valves(pd.concat(parts, ignore_index=True)), pathway, by=("group",))
+        count = norms.index.get_level_values("group").nunique()
+        return norms.to_numpy().reshape(count, len(norms) // max(count, 1), norms.shape[1])
 
-def _gradients(sequences: Sequences, pathway: str) -> np.ndarray:
-    tables = (sequences.table("gradient").assign(group=-1), sequences.table("gradient_by_group"))
-    columns = ["group", "layer", "pathway", "head", "position", "grad_norm"]
-    parts = [table.loc[table["head"] == ALL_HEADS, columns] for table in tables]  # most rows are of single heads
-    norms = pathway_norms(before_valves(pd.concat(parts, ignore_index=True)), pathway, by=("group",))
-    count = norms.index.get_level_values("group").nunique()
-    return norms.to_numpy().reshape(count, len(norms) // max(count, 1), norms.shape[1])
+    return sequences.once(("gradients", pathway), compute)  # many claims read them
 
 
 def before_valves(gradient: pd.DataFrame) -> pd.DataFrame:
@@ -209,20 +204,17 @@ def value_over_key(sequences: Sequences) -> Estimate:
 
 def branch_ratios(sequences: Sequences, column: str, branch: str = "attn") -> np.ndarray:
     """Return a column of the branch's ratios, (R, layers, positions); raise NotDefined if no layer has them."""
-    found = sequences.means("gradient_ratio_by_sequence", column, ("layer", "position"), branch=branch)
-    if found.size == 0:
+    ratios = sequences.means("gradient_ratio_by_sequence", column, ("layer", "position"), branch=branch)
+    if ratios.size == 0:
         raise NotDefined(f"the gradient's gain in the {branch} branch is not defined in any layer")
-    return found
-
-
-FEWEST_POINTS = 3  # to which a line is fitted
+    return ratios
 
 
 def compression_fit(sequences: Sequences, first: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Fit log₁₀ compress to log₁₀‖h‖ over layers and positions ≥ `first`: slope (R,) and correlation (R,)."""
     x, y = (branch_ratios(sequences, name)[..., first:] for name in ("input_norm", "compress"))
     known = (x > 0).all(0) & (y > 0).all(0)
-    if known.sum() < FEWEST_POINTS:
+    if known.sum() < 3:  # points to which a line is fitted
         raise NotDefined("too few layers and positions have the gain of a norm in front of the attention branch")
     x, y = np.log10(x[:, known]), np.log10(y[:, known])
     x, y = x - x.mean(1, keepdims=True), y - y.mean(1, keepdims=True)
@@ -349,8 +341,8 @@ def super_weight(sequences: Sequences) -> tuple[pd.Series, Estimate]:
     if usual.empty:
         raise NotDefined("no early layer has a feed-forward network of this form")
     chosen, key = usual.loc[usual["written"].idxmax()], ["layer", *PAIR]
-    own = table[(table[key] == chosen[key]).all(axis=1)]
-    shares = own.set_index("sequence")["share"].reindex(range(sequences.weights.shape[1]))
+    of_pair = table[(table[key] == chosen[key]).all(axis=1)]
+    shares = of_pair.set_index("sequence")["share"].reindex(range(sequences.weights.shape[1]))
     return chosen, bootstrap(weighted_means(shares.to_numpy(float), sequences.weights))
 
 
@@ -364,8 +356,8 @@ def visual_sink_share(run: RunData) -> Estimate:
     """Estimate the share of visual tokens that are sinks by φ; the null is the share by random coordinates."""
     table = _visual(run)
     every = pd.Series(1.0, table.index)
-    found, null = (_ratio(run, table, own, every) for own in (table["phi"] > PHI, table["random_share"]))
-    return bootstrap(found).against(float(null[0]))
+    share, null = (_ratio(run, table, sinks, every) for sinks in (table["phi"] > PHI, table["random_share"]))
+    return bootstrap(share).against(float(null[0]))
 
 
 def visual_sink_attention(run: RunData) -> Estimate:
@@ -374,11 +366,11 @@ def visual_sink_attention(run: RunData) -> Estimate:
     sinks, mass = (table["phi"] > PHI).astype(float), table["mass"]
     if not sinks.any():
         raise NotDefined("no visual token is a sink")
-    shares = (sinks, table["random_share"])
-    found, null = (
-        _ratio(run, table, own * mass, own) / _ratio(run, table, (1 - own) * mass, 1 - own) for own in shares
+    ratio, null = (
+        _ratio(run, table, share * mass, share) / _ratio(run, table, (1 - share) * mass, 1 - share)
+        for share in (sinks, table["random_share"])
     )
-    return bootstrap(found).against(float(null[0]))
+    return bootstrap(ratio).against(float(null[0]))
 
 
 def outlier_patches(run: RunData) -> pd.DataFrame:

@@ -32,7 +32,7 @@ MOST_BYTES = 4 * 10**9  # of --keep
 OF_ATTENTION = ("query", "key", "value")
 
 
-class Kept(Observable):
+class KeptActivations(Observable):
     """Keeps activations of every sequence (one in each batch), and the attention weights of the first."""
 
     def __init__(self, wanted: Sequence[str], has_maps: bool) -> None:
@@ -64,12 +64,6 @@ class Kept(Observable):
         # a copy, because models may change the tensor in place
         self.rows[site, layer].append((batch.first, tensor.to("cpu", copy=True)))
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{site}.{layer}": pad_sequence([row for _, row in sorted(rows, key=lambda row: row[0])], batch_first=True)
-            for (site, layer), rows in self.rows.items()
-        }
-
 
 def check_sites(keep: Sequence[str]) -> None:
     """Raise InputError for a site that does not exist."""
@@ -96,15 +90,19 @@ def keep(subject: Subject, config: CloseUpOptions) -> dict[str, torch.Tensor]:
     if not (has_maps or config.keep):
         return {}
     inputs = subject.inputs.part(0, config.keep_seqs if config.keep else 1)
-    kept = Kept(config.keep, has_maps)
+    observable = KeptActivations(config.keep, has_maps)
     with open_tracer(model, family, config.attn) as tracer:
         for batch in inputs.batches(1):  # in every process
-            tracer.forward(batch, [kept])
-    heads = {layer: len(rows[0][1]) for (site, layer), rows in kept.rows.items() if site == ATTENTION}
+            tracer.forward(batch, [observable])
+    heads = {layer: len(rows[0][1]) for (site, layer), rows in observable.rows.items() if site == ATTENTION}
     for layer, head in config.pairs:
         check_head(layer, head, heads)
+    tensors = {
+        f"{site}.{layer}": pad_sequence([row for _, row in sorted(rows, key=lambda row: row[0])], batch_first=True)
+        for (site, layer), rows in observable.rows.items()
+    }
     sequences = inputs.whole().with_registers(registers_before(model))
-    return kept.tensors() | {"token_ids": sequences.token_ids, "attention_mask": sequences.attention_mask}
+    return tensors | {"token_ids": sequences.token_ids, "attention_mask": sequences.attention_mask}
 
 
 def check_head(layer: int, head: int | None, heads: Mapping[int, int]) -> None:
@@ -115,25 +113,6 @@ def check_head(layer: int, head: int | None, heads: Mapping[int, int]) -> None:
         raise InputError(f"layer {layer} has no heads" if layer in range(last) else missing)
     if head is not None and head not in range(heads[layer]):
         raise InputError(f"layer {layer} has no head {head}: it has 0 to {heads[layer] - 1}")
-
-
-class _Weights(Observable):
-    """Keeps the weights of one head or of all heads of a layer on one sequence."""
-
-    sites = ("attention",)
-
-    def __init__(self, layer: int, head: int | None) -> None:
-        self.layer, self.head = layer, head
-        self.heads: dict[int, int] = {}  # layer → number of its heads
-        self.weights = torch.empty(0)
-        self.token_ids: list[int] = []
-
-    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        self.heads[layer] = heads = read.query.shape[1]
-        if layer == self.layer and (self.head is None or self.head in range(heads)):
-            shown = first_tokens(batch, read.length)
-            self.weights = weights_among(read, shown, slice(None) if self.head is None else [self.head]).cpu()
-            self.token_ids = batch.token_ids[0, shown].tolist()
 
 
 def attention_of(
@@ -151,6 +130,22 @@ def attention_of(
         raise InputError("this run's model was passed as an object and is gone: pass it again as model=…, tokenizer=…")
     loaded = load_model(model, tokenizer, config)
     network = loaded.model
+    heads: dict[int, int] = {}  # layer → number of its heads
+    weights, token_ids = torch.empty(0), list[int]()
+
+    class Weights(Observable):
+        """Keeps the weights of the head, or of all heads of the layer."""
+
+        sites = ("attention",)
+
+        def see_attention(self, seen_layer: int, read: AttentionRead, batch: Batch) -> None:
+            nonlocal weights, token_ids
+            heads[seen_layer] = read.query.shape[1]
+            if seen_layer == layer and (head is None or head in range(heads[layer])):
+                shown = first_tokens(batch, read.length)
+                weights = weights_among(read, shown, slice(None) if head is None else [head]).cpu()
+                token_ids = batch.token_ids[0, shown].tolist()
+
     with undisturbed(network):
         family, _ = family_of(network)
         if text is None:
@@ -160,19 +155,18 @@ def attention_of(
             inputs = inputs.part(0, 1)
         else:
             longest = position_limit(network, family) or MOST
-            given = {"prompt": text} if isinstance(text, str) else {"prompt": None, "input": Given(text)}
-            one = given | {"dataset": None, "seq_len": longest}
+            source = {"prompt": text} if isinstance(text, str) else {"prompt": None, "input": Given(text)}
+            one = source | {"dataset": None, "seq_len": longest}
             inputs = inputs_for(loaded, config.model_copy(update=one), family)
             if len(inputs) > 1:
                 raise InputError("give the ids of one text")
             if inputs.cut:
                 raise InputError(f"the text has more than the {longest} tokens that the model reads")
-        seen = _Weights(layer, head)
         with open_tracer(network, family, config.attn) as tracer:
-            tracer.forward(next(inputs.batches(1)), [seen])
-    check_head(layer, head, seen.heads)
-    texts = token_texts(loaded.tokenizer, seen.token_ids)
-    return seen.weights.float(), [texts[token] for token in seen.token_ids]
+            tracer.forward(next(inputs.batches(1)), [Weights(config)])
+    check_head(layer, head, heads)
+    texts = token_texts(loaded.tokenizer, token_ids)
+    return weights.float(), [texts[token] for token in token_ids]
 
 
 class Remembered:

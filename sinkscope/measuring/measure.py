@@ -80,7 +80,7 @@ def make_manifest(
             "causal": family.causal,
             "prefix": family.prefix,  # tokens at the beginning that all tokens see
             "copies": family.copies and family.copies.count,  # copies of the residual stream; their mean is measured
-            "unknown": [at for at, block in enumerate(family.blocks) if block.wiring == "unknown"] or None,  # layers
+            "unknown": [layer for layer, block in enumerate(family.blocks) if block.wiring == "unknown"] or None,
             "kinds": [block.kind for block in family.blocks] or None,  # kinds of the layers, if they differ
         },
         "outside": facts.outside,
@@ -129,9 +129,6 @@ def described_input(inputs: TokenInputs) -> dict[str, Any]:
     }
 
 
-NOT_REPEATED = "the tokens of a sequence are not one and the same (--input repeated --bos never)"
-
-
 def measure(
     subject: Subject, config: RunConfig, console: Console | None = None, heads: Sequence[tuple[int, int]] = ()
 ) -> tuple[dict[str, pd.DataFrame], Facts]:
@@ -149,15 +146,14 @@ def measure(
     def fresh() -> list[Observable]:
         return [*prepared(chosen.first, settings, subject), *check.fresh()]
 
+    def expect(seconds: float) -> None:
+        """Say after the first batch how long the rest takes, and what memory."""
+        facts.until = time.time() + seconds
+        if console is not None and subject.memory is not None and seconds > WORTH_TELLING:
+            print_line(console, f"about {lasting(seconds)}, {subject.memory}")
+
     with open_tracer(loaded.model, family, config.attn) as tracer:
         step = tracer.forward_backward if chosen.backward else tracer.forward
-
-        def expect(seconds: float) -> None:
-            """Say after the first batch how long the rest takes, and what memory."""
-            facts.until = time.time() + seconds
-            if console is not None and subject.memory is not None and seconds > WORTH_TELLING:
-                print_line(console, f"about {lasting(seconds)}, {subject.memory}")
-
         done = pass_over(tracer.model, inputs, fresh, step, config.batch_size, chosen.backward, console, expect)
         facts.batch_size, facts.parity = done.batch_size, check.error
         facts.loss = done.loss / inputs.num_predicted if chosen.backward else None
@@ -194,7 +190,8 @@ def attended(reader: Reader) -> tuple[tuple[float, ...], dict[str, list[int]]]:
         if reader.registers:
             outside["register tokens"].append(layer)
     calls = {layer: seam.call for layer, seam in reader.seams.items() if seam.call is not None}
-    return tuple(calls[at].scaling if at in calls else math.nan for at in range(reader.depth)), dict(outside)
+    scaling = tuple(calls[layer].scaling if layer in calls else math.nan for layer in range(reader.depth))
+    return scaling, dict(outside)
 
 
 def settings_of(subject: Subject, config: RunConfig, positions: int = 0) -> Settings:
@@ -213,7 +210,7 @@ def prepared(names: Iterable[str], settings: Settings, subject: Subject) -> list
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenObservables:
     """The names of a run's observables."""
 
     first: tuple[str, ...]  # observables of the pass over all batches
@@ -225,7 +222,7 @@ class Chosen:
         return any(OBSERVABLES[name].backward for name in self.first)
 
 
-def choose(subject: Subject, config: RunConfig) -> Chosen:
+def choose(subject: Subject, config: RunConfig) -> ChosenObservables:
     """Choose the named observables, or all that apply, with follow-ups. Raises InputError if a named one does not."""
     named = config.observables or tuple(name for name, kind in OBSERVABLES.items() if kind.by_default)
     wanted = dict.fromkeys(needed for name in named for needed in (*OBSERVABLES[name].after, name))
@@ -234,7 +231,8 @@ def choose(subject: Subject, config: RunConfig) -> Chosen:
     if subject.without_loss:
         reasons |= {name: subject.without_loss for name in wanted if OBSERVABLES[name].backward}
     if not subject.inputs.repeats_one_token:
-        reasons |= {name: NOT_REPEATED for name in wanted if OBSERVABLES[name].of_equal_tokens}
+        reason = "the tokens of a sequence are not one and the same (--input repeated --bos never)"
+        reasons |= {name: reason for name in wanted if OBSERVABLES[name].of_equal_tokens}
     left_out = {name: reason for name, reason in reasons.items() if reason is not None}
     if config.observables is not None and left_out:
         name, reason = next(iter(left_out.items()))
@@ -246,4 +244,4 @@ def choose(subject: Subject, config: RunConfig) -> Chosen:
         if kind.after and set(kind.after) <= set(first) and kind.inapplicable(model, family) is None
     )
     expected = {name: reason for name, reason in left_out.items() if OBSERVABLES[name].expected}
-    return Chosen(first, follow_ups, expected)
+    return ChosenObservables(first, follow_ups, expected)

@@ -12,7 +12,7 @@ texts. There are two comparisons:
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -70,52 +70,51 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
     """
     layers = {attention: layer for layer, attention in family.attentions(model).items()}
     batch = batch.with_registers(registers_before(model))
-    found: list[Comparison] = []
+    comparisons: list[Comparison] = []
 
     def keep(seen: dict[str, torch.Tensor], name: str, tap: nn.Module, args: tuple, output: torch.Tensor) -> None:
         seen[name] = output
 
-    def compared(own: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def compared(attend: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if module not in layers:
-            return own(module, *args, **kwargs)
+            return attend(module, *args, **kwargs)
         if attends_by_us(module):
-            return without_seam(own, module, args, kwargs)
+            return without_seam(attend, module, args, kwargs)
         try:  # in float32 or better
-            given, named = _converted(torch.float32, (args, kwargs))
-            theirs = without_seam(own, module, given, named)
+            values, named = _converted(torch.float32, (args, kwargs))
+            theirs = without_seam(attend, module, values, named)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            given, named = args, kwargs  # the function supports half precision only
-            theirs = without_seam(own, module, given, named)
+            values, named = args, kwargs  # the function supports half precision only
+            theirs = without_seam(attend, module, values, named)
         seam: Any = getattr(module, NAME)
         seen: dict[str, torch.Tensor] = {}
         with ExitStack() as hooks:
             for name in ("query", "key", "value", "lse"):
                 hooks.enter_context(getattr(seam, name).register_forward_hook(partial(keep, seen, name)))
-            ours = own(module, *given, **named)[0]
+            ours = attend(module, *values, **named)[0]
         read = AttentionRead(**seen, call=seam.call, batch=batch)
         seam.call = None
-        found.append(Comparison(layers[module], *_difference(theirs[0], ours, read)))
+        comparisons.append(Comparison(layers[module], *_difference(theirs[0], ours, read)))
         return _converted(args[0].dtype, theirs)
 
     if family.door != "interface":
-        yield found
+        yield comparisons
         return
-    # `own` calls the seam if the module has one, else the model's own function
+    # `attend` calls the seam if the module has one, else the model's own function
     with open_seam(model, family), attending_by(model, compared):
-        yield found
+        yield comparisons
 
 
-def _converted(dtype: torch.dtype, given: Any) -> Any:
+def _converted(dtype: torch.dtype, values: Any) -> Any:
     """Convert floating-point tensors other than float64 to a dtype, also inside tuples and dicts."""
-    if isinstance(given, tuple):
-        return tuple(_converted(dtype, part) for part in given)
-    if isinstance(given, dict):
-        return {name: _converted(dtype, part) for name, part in given.items()}
-    if isinstance(given, torch.Tensor) and given.is_floating_point() and given.dtype != torch.float64:
-        return given.to(dtype)
-    return given
+    if isinstance(values, tuple):
+        return tuple(_converted(dtype, part) for part in values)
+    if isinstance(values, dict):
+        return {name: _converted(dtype, part) for name, part in values.items()}
+    is_converted = isinstance(values, torch.Tensor) and values.is_floating_point() and values.dtype != torch.float64
+    return values.to(dtype) if is_converted else values
 
 
 def _difference(theirs: torch.Tensor, ours: torch.Tensor, read: AttentionRead) -> tuple[float, float]:
@@ -169,6 +168,21 @@ class RoundOff:
     tolerance: float  # largest difference of the last layer's output from the bare model's, relative to its norm
     attention: tuple[Comparison, ...]  # one per layer; empty if the model has attention code of its own
 
+    def check_attention(self) -> None:
+        """Raise SinkscopeError if a layer's attention is not the same function as the model's own."""
+        worst = max(self.attention, key=lambda one: one.excess, default=None)
+        if worst is not None and worst.excess > 1:
+            raise _mismatch(
+                f"layer {worst.layer} computes a different attention: on the same queries and keys, it differs by "
+                f"{worst.difference:.1e} of its values' norm, {worst.excess:.0f} times the bound on round-off"
+            )
+
+
+def last_output(model: PreTrainedModel, family: Family, batch: Batch) -> torch.Tensor:
+    """Return the output (B,T,D) of the bare model's last layer on a batch."""
+    inputs = model_inputs(model, batch, False, family.first_position)
+    return layer_output(model, family, family.last_layer(model), inputs)
+
 
 def round_off(model: PreTrainedModel, family: Family, batch: Batch, bare: torch.Tensor) -> RoundOff:
     """Estimate round-off by running the model with perturbed layer inputs, and compare one sequence's attention.
@@ -182,13 +196,11 @@ def round_off(model: PreTrainedModel, family: Family, batch: Batch, bare: torch.
     effect because expert routers are discontinuous: a choice that rounding may flip is then flipped here too. `bare`
     (B,T,D) is the last layer's output on the batch, which has no padding.
     """
-    layer = family.last_layer(model)
-    inputs = model_inputs(model, batch, False, family.first_position)
     with perturbed_layers(model, family):
-        moved = layer_output(model, family, layer, inputs)
+        moved = last_output(model, family, batch)
     first = Batch(batch.token_ids[:1], batch.attention_mask[:1])
     with comparing(model, family, first) as attention:
-        layer_output(model, family, layer, model_inputs(model, first, False, family.first_position))
+        last_output(model, family, first)
     tolerance = largest_difference(moved, bare, torch.ones(bare.shape[:2]))
     if math.isnan(tolerance):  # half precision has overflowed; the tracer reports it if the bare model does so too
         tolerance = 1.0
@@ -258,28 +270,26 @@ def _mismatch(how: str, is_padded: bool = False) -> SinkscopeError:
     )
 
 
-def _check_attention(found: RoundOff) -> None:
-    """Raise SinkscopeError if a layer's attention is not the same function as the model's own."""
-    worst = max(found.attention, key=lambda one: one.excess, default=None)
-    if worst is not None and worst.excess > 1:
-        raise _mismatch(
-            f"layer {worst.layer} computes a different attention: on the same queries and keys, it differs by "
-            f"{worst.difference:.1e} of its values' norm, {worst.excess:.0f} times the bound on round-off"
-        )
-
-
-def largest_difference(found: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor) -> float:
+def largest_difference(actual: torch.Tensor, expected: torch.Tensor, mask: torch.Tensor) -> float:
     """Return the largest ‖a - b‖ ÷ ‖b‖ of any real token, for a and b of shape (B,T,D); NaN if one contains NaN."""
-    found, expected = upcast(found), upcast(expected.to(found.device))
+    actual, expected = upcast(actual), upcast(expected.to(actual.device))
     sizes = expected.norm(dim=-1).clamp(min=torch.finfo(expected.dtype).tiny)
-    return float(((found - expected).norm(dim=-1) / sizes)[mask.bool().to(found.device)].max())
+    return float(((actual - expected).norm(dim=-1) / sizes)[mask.bool().to(actual.device)].max())
+
+
+def _unpadded(batch: Batch) -> list[Batch]:
+    """Return each sequence of a padded batch as a batch without padding."""
+    rows = zip(batch.token_ids, batch.start.tolist(), batch.lengths.tolist(), strict=True)
+    texts = [ids[None, start : start + length] for ids, start, length in rows]
+    return [Batch(ids, torch.ones_like(ids)) for ids in texts]
 
 
 def parity_check(subject: Subject, config: RunConfig, backward: bool = False) -> Parity:
     """Run the bare model on the first batch, compare its attention and determine the tolerance.
 
-    A padded batch is run one sequence at a time, because padding changes the output of some models. Raises
-    SinkscopeError if a layer's attention is a different function.
+    A padded batch is run one sequence at a time, because padding changes the output of some models. The batch whose
+    lengths differ most shows whether a short sequence is read differently beside a long one. Raises SinkscopeError if
+    it is, or if a layer's attention is a different function.
     """
     model, family = subject.loaded.model, subject.family
     layer, size = family.last_layer(model), first_size(subject.inputs, model, config.batch_size, backward)
@@ -288,23 +298,33 @@ def parity_check(subject: Subject, config: RunConfig, backward: bool = False) ->
 
     def bare(size: int) -> Parity:
         batch = next(subject.inputs.batches(size))
-        starts, width = batch.start.tolist(), batch.token_ids.shape[1]
-        alone = [batch]
-        if batch.valid is not None:  # each sequence without its padding
-            rows = zip(batch.token_ids, starts, batch.lengths.tolist(), strict=True)
-            texts = [ids[None, start : start + length] for ids, start, length in rows]
-            alone = [Batch(ids, torch.ones_like(ids)) for ids in texts]
-        given = [model_inputs(model, each, False, family.first_position) for each in alone]
-        outputs = [layer_output(model, family, layer, inputs) for inputs in given]
-        found = [round_off(model, family, each, output) for each, output in zip(alone, outputs, strict=True)]
-        for one in found:
-            _check_attention(one)
+        alone = [batch] if batch.valid is None else _unpadded(batch)
+        outputs = [last_output(model, family, each) for each in alone]
+        estimates = [round_off(model, family, each, output) for each, output in zip(alone, outputs, strict=True)]
+        for estimate in estimates:
+            estimate.check_attention()
+        tolerance = max(estimate.tolerance for estimate in estimates)
         if batch.valid is not None:  # zeros for padding
-            padded = zip(outputs, starts, strict=True)
+            width, padded = batch.token_ids.shape[1], zip(outputs, batch.start.tolist(), strict=True)
             outputs = [torch.cat([F.pad(x, (0, 0, start, width - start - x.shape[1])) for x, start in padded])]
-        tolerance = max(one.tolerance for one in found)
-        _check_padding(model, family, widest(subject.inputs.batches(size)), tolerance)
+        check_padding(tolerance, size)
         return Parity(layer, outputs[0], tolerance)
+
+    def check_padding(tolerance: float, size: int) -> None:
+        widest = max(subject.inputs.batches(size), key=lambda batch: int(batch.lengths.max() - batch.lengths.min()))
+        if widest.valid is None or widest.first == 0:  # the first batch is compared anyway
+            return
+        ends = [int(widest.lengths.argmin()), int(widest.lengths.argmax())]
+        pair = Batch(widest.token_ids[ends], widest.attention_mask[ends])
+        short, start = _unpadded(pair)[0], int(pair.start[0])
+        alone, beside = last_output(model, family, short), last_output(model, family, pair)
+        with perturbed_layers(model, family):
+            moved = last_output(model, family, short)
+        everything = torch.ones(alone.shape[:2])
+        error = largest_difference(beside[:1, start : start + alone.shape[1]], alone, everything)
+        if error > max(tolerance, largest_difference(moved, alone, everything)):
+            how = f"a text's last layer beside a longer text differs by {error:.1e} of its norm"
+            raise _mismatch(how, is_padded=True)
 
     try:
         return bare(size)
@@ -312,37 +332,6 @@ def parity_check(subject: Subject, config: RunConfig, backward: bool = False) ->
         if not is_out_of_memory(error):
             raise
         return bare(1)
-
-
-def widest(batches: Iterable[Batch]) -> Batch:
-    """Return the shortest and the longest sequence of the batch whose lengths differ most."""
-
-    def spread(batch: Batch) -> int:
-        return int(batch.lengths.max() - batch.lengths.min())
-
-    batch = max(batches, key=spread)
-    ends = [int(batch.lengths.argmin()), int(batch.lengths.argmax())]
-    return Batch(batch.token_ids[ends], batch.attention_mask[ends], batch.first)
-
-
-def _check_padding(model: PreTrainedModel, family: Family, pair: Batch, tolerance: float) -> None:
-    """Raise SinkscopeError if the model reads a short sequence differently beside a long one, whose batch is not the
-    first: that one is compared anyway.
-    """
-    if pair.valid is None or pair.first == 0:
-        return
-    layer, start = family.last_layer(model), int(pair.start[0])
-    ids = pair.token_ids[:1, start : start + int(pair.lengths[0])]
-    inputs = [
-        model_inputs(model, each, False, family.first_position) for each in (Batch(ids, torch.ones_like(ids)), pair)
-    ]
-    alone, beside = (layer_output(model, family, layer, each) for each in inputs)
-    with perturbed_layers(model, family):
-        moved = layer_output(model, family, layer, inputs[0])
-    everything = torch.ones(alone.shape[:2])
-    error = largest_difference(beside[:1, start : start + alone.shape[1]], alone, everything)
-    if error > max(tolerance, largest_difference(moved, alone, everything)):
-        raise _mismatch(f"a text's last layer beside a longer text differs by {error:.1e} of its norm", is_padded=True)
 
 
 @torch.no_grad()
@@ -357,18 +346,17 @@ def check_beforehand(model: PreTrainedModel, family: Family, is_calibrated: bool
         return
     what = f"this model attends by {code or 'code of its own'}"
     ids = torch.arange(3, 3 + min(FEW, position_limit(model, family) or FEW))[None] % len(embedding_weight(model))
-    batch, layer = Batch(ids, torch.ones_like(ids)), family.last_layer(model)
+    batch = Batch(ids, torch.ones_like(ids))
     with undisturbed(model):
-        inputs = model_inputs(model, batch, False, family.first_position)
-        bare = layer_output(model, family, layer, inputs)
-        own = round_off(model, family, batch, bare)
+        bare = last_output(model, family, batch)
+        estimate = round_off(model, family, batch, bare)
         with open_seam(model, family) as seams:
-            seamed = layer_output(model, family, layer, inputs)
-    _check_attention(own)
+            seamed = last_output(model, family, batch)
+    estimate.check_attention()
     if any(seam.call is None for seam in seams.values()):
         raise SinkscopeError(f"{what}, in which sinkscope does not recognize one softmax of q·k")
     error = largest_difference(seamed, bare, batch.attention_mask)
-    if error > own.tolerance:
+    if error > estimate.tolerance:
         raise SinkscopeError(
             f"{what}, and under the tracer it computes something different from the bare model (the last layer's "
             f"output differs by {error:.1e} of its norm): a change or training would apply to another model"

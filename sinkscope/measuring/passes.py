@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal
 
 import numpy as np
@@ -98,7 +98,9 @@ def pass_over(
             for bar in shown:
                 bar.begin()
             start = time.monotonic()
-            for batch in batches_of_mine(inputs, size):
+            # every n-th batch for n processes; with fewer batches than processes, the others read the first batch
+            mine = islice(inputs.batches(size), members.place, None, members.count)
+            for batch in chain([next(mine, None) or next(inputs.batches(size))], mine):
                 loss = step(batch, [*observables, *shown])
                 losses[batch.first] += [] if loss is None else [loss]
                 done = batch.first + len(batch.token_ids)
@@ -112,8 +114,23 @@ def pass_over(
             if members.count > 1:
                 is_idle = members.place >= len(inputs)  # it reads a batch of another process, which must not count
                 torch.save(None if is_idle else ([accumulated(each) for each in observables], losses), file)
-        if members.count > 1:
-            _add_up(observables, losses, file.getvalue())
+        if members.count > 1:  # replace the sums of this process by those over all, added in their order
+            total: list[Any] = []
+            for part in members.one_by_one(file.getvalue()):
+                # pickled by another process of the same command
+                sums = torch.load(io.BytesIO(part), map_location="cpu", weights_only=False)
+                if sums is None:
+                    continue
+                if not total:
+                    total = list(sums)
+                    continue
+                for merged, other in zip(total[0], sums[0], strict=False):  # only the first compares with the bare model
+                    for name in merged:
+                        merge(merged[name], other[name])
+                total[1].merge(sums[1])
+            for observable, state in zip(observables, total[0], strict=False):
+                vars(observable).update(state)
+            losses = total[1]
         in_order = [loss for _, part in sorted(losses.items()) for loss in part]
         return Pass(observables, torch.cat([torch.zeros(0, dtype=torch.float64), *in_order]), size)
 
@@ -160,35 +177,6 @@ def first_size(
     return min(sequences_that_fit(model, inputs.longest, backward, on_cpu), most)
 
 
-def batches_of_mine(inputs: TokenInputs, batch_size: int) -> Iterator[Batch]:
-    """Yield every n-th batch for n processes. With fewer batches than processes, the others read the first batch."""
-    members = team()
-    mine = islice(inputs.batches(batch_size), members.place, None, members.count)
-    yield next(mine, None) or next(inputs.batches(batch_size))
-    yield from mine
-
-
-def _add_up(observables: Sequence[Observable], losses: Lists[int, torch.Tensor], mine: bytes) -> None:
-    """Replace the sums of this process by the sums over all processes, added in their order."""
-    total: list[Any] = []
-    for part in team().one_by_one(mine):
-        # pickled by another process of the same command
-        found = torch.load(io.BytesIO(part), map_location="cpu", weights_only=False)
-        if found is None:
-            continue
-        if not total:
-            total = list(found)
-            continue
-        for sums, other in zip(total[0], found[0], strict=False):  # only the first compares with the bare model
-            for name in sums:
-                merge(sums[name], other[name])
-        total[1].merge(found[1])
-    for observable, state in zip(observables, total[0], strict=False):
-        vars(observable).update(state)
-    losses.clear()
-    losses.merge(total[1])
-
-
 class Bar(Observable):
     """A progress bar that moves at every layer. The time left follows from the fastest batch: the first is slow.
 
@@ -197,10 +185,11 @@ class Bar(Observable):
 
     sites = ("layer_out",)
 
-    def __init__(self, progress: Progress, total: int, layers: int, settings: int = 1) -> None:
+    def __init__(self, progress: Progress, total: int, layers: int, settings: int, backward: bool) -> None:
         super().__init__(Settings())
+        self.backward = backward  # type: ignore[misc]  # of this instance
         self.progress, self.total, self.times = progress, total, settings  # how often each batch is read
-        self.moves = settings * layers * (2 if self.backward else 1)
+        self.moves = settings * layers * (2 if backward else 1)
         self.before = 0  # sequences read in earlier passes
         self.pace = math.inf  # seconds for a sequence
         self.task = progress.add_task("measuring", total=total, bar=self)
@@ -238,10 +227,6 @@ class Bar(Observable):
         return f"{lasting(max(0.0, seconds))} left"
 
 
-class _BackwardBar(Bar):
-    backward = True
-
-
 @contextmanager
 def progress(
     console: Console | None, model: PreTrainedModel, total: int, backward: bool, settings: int = 1
@@ -256,4 +241,4 @@ def progress(
     columns = ("measuring", BarColumn(), MofNCompleteColumn(), "sequences {task.fields[bar].left}")
     layers = model.config.get_text_config().num_hidden_layers
     with Progress(*columns, console=console, transient=True) as drawn:
-        yield [(_BackwardBar if backward else Bar)(drawn, total, layers, settings)]
+        yield [Bar(drawn, total, layers, settings, backward)]

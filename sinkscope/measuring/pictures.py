@@ -77,7 +77,7 @@ class VisualSinks(Observable):
     def __init__(self, settings: Settings, coordinates: Sequence[int], width: int) -> None:
         super().__init__(settings)
         self.coordinates = torch.tensor(sorted(coordinates))
-        others = torch.tensor([at for at in range(width) if at not in set(coordinates)])
+        others = torch.tensor([coordinate for coordinate in range(width) if coordinate not in set(coordinates)])
         generator = torch.Generator().manual_seed(settings.seed)  # type: ignore[attr-defined]  # a run's settings
         drawn = [torch.randperm(len(others), generator=generator)[: len(coordinates)] for _ in range(DRAWS)]
         self.random = others[torch.stack(drawn)]  # (draws, coordinates)
@@ -88,7 +88,7 @@ class VisualSinks(Observable):
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         assert self.places is not None
         hidden = upcast(reading.tensor[0].detach().cpu())[self.places.column]
-        in_random = torch.stack([phi(hidden, own) for own in self.random])
+        in_random = torch.stack([phi(hidden, coordinates) for coordinates in self.random])
         is_random = (in_random > PHI).to(hidden.dtype).mean(0)
         self.of_layer = {"phi": phi(hidden, self.coordinates), "random_share": is_random}
 
@@ -101,16 +101,17 @@ class VisualSinks(Observable):
         chunks = [slice(start + rows.start, start + rows.stop) for rows in row_chunks(length - start)]
         sums = [read.weights(rows, slice(0, length))[0][0].sum(1) for rows in chunks]
         mass = (torch.stack(sums).sum(0) / (length - start)).cpu()  # (H,T)
-        on_patches, found = mass[:, columns], self.of_layer
-        sinks = (found["phi"] > PHI).to(mass.dtype)
+        on_patches = mass[:, columns]
+        sinks = (self.of_layer["phi"] > PHI).to(mass.dtype)
         self.patches.add({
             "layer": layer, "sequence": batch.first, "tile": self.places.tile,
-            "row": self.places.grid_row, "column": self.places.grid_column, "mass": on_patches.mean(0), **found,
+            "row": self.places.grid_row, "column": self.places.grid_column, "mass": on_patches.mean(0), **self.of_layer,
         })  # fmt: skip
         self.heads.add({
             "layer": layer, "sequence": batch.first, "head": np.arange(len(mass)),
             "first_mass": mass[:, 0], "visual_mass": on_patches.sum(1),
-            "sink_mass": on_patches @ sinks, "random_sink_mass": on_patches @ found["random_share"].to(mass.dtype),
+            "sink_mass": on_patches @ sinks,
+            "random_sink_mass": on_patches @ self.of_layer["random_share"].to(mass.dtype),
         })  # fmt: skip
 
     def tables(self) -> dict[str, pd.DataFrame]:
@@ -127,9 +128,9 @@ def phi(hidden: torch.Tensor, coordinates: torch.Tensor) -> torch.Tensor:
 
 def massive_coordinates(massive: pd.DataFrame) -> tuple[list[int], bool]:
     """Return the coordinates of a model's massive activations, and whether it has any; without any, FEWEST others."""
-    found = massive.loc[massive["is_massive"], "coordinate"]
-    if len(found):
-        return sorted(map(int, found.unique())), True
+    coordinates = massive.loc[massive["is_massive"], "coordinate"]
+    if len(coordinates):
+        return sorted(map(int, coordinates.unique())), True
     largest = massive.sort_values("ratio", ascending=False)["coordinate"].unique()[:FEWEST]
     return sorted(map(int, largest)), False
 
@@ -137,8 +138,8 @@ def massive_coordinates(massive: pd.DataFrame) -> tuple[list[int], bool]:
 def visual_id(model: PreTrainedModel) -> int | None:
     """Return the id of the tokens that stand for patches of a picture; None for a model that reads no pictures."""
     names = ("image_token_id", "image_token_index")
-    found = next((getattr(model.config, name) for name in names if hasattr(model.config, name)), None)
-    return found if text_tower(model)[0] else None
+    token_id = next((getattr(model.config, name) for name in names if hasattr(model.config, name)), None)
+    return token_id if text_tower(model)[0] else None
 
 
 def processor_for(subject: Subject, config: RunConfig) -> Any:
@@ -157,20 +158,20 @@ def measure_pictures(
 
     `massive` is the run's table on text, which names the coordinates of φ.
     """
-    model, own_id = subject.loaded.model, visual_id(subject.loaded.model)
-    assert own_id is not None
+    model, token_id = subject.loaded.model, visual_id(subject.loaded.model)
+    assert token_id is not None
     coordinates, has_massive = massive_coordinates(massive)
     observable = VisualSinks(config, coordinates, model.config.get_text_config().hidden_size)
     with open_tracer(model, subject.family, config.attn) as tracer:
-        for at, picture in enumerate(pictures):
-            batch, observable.places = asked_about(picture, processor, own_id, at)
+        for number, picture in enumerate(pictures):
+            batch, observable.places = asked_about(picture, processor, token_id, number)
             tracer.forward(batch, [observable])
     facts = {"pictures": len(pictures), "coordinates": coordinates, "is_massive": has_massive}
     return observable.tables() | {"picture": listed(pictures)}, facts
 
 
 def listed(pictures: Sequence[Picture]) -> pd.DataFrame:
-    rows = [(-1, at, picture.name, picture.thumbnail) for at, picture in enumerate(pictures)]
+    rows = [(-1, number, picture.name, picture.thumbnail) for number, picture in enumerate(pictures)]
     return pd.DataFrame(rows, columns=["layer", *names_of(PICTURE_TABLES["picture"])])
 
 
@@ -185,14 +186,31 @@ def encode(model: Any, processor: Any, pictures: Sequence[Picture]) -> tuple[pd.
     number of tokens of a picture, and the pictures as the processor cuts them. Raises InputError for an encoder whose
     tokens are no such sequence.
     """
+    from PIL import Image  # comes with matplotlib
+
     rows, tokens, seen = Rows(list), 0, []
-    for at, picture in enumerate(pictures):
+    masses: list[torch.Tensor] = []  # the attention that each token receives in each layer, (T,)
+    mean, std = (torch.tensor(getattr(processor, f"image_{name}"))[:, None, None] for name in ("mean", "std"))
+
+    def attend(
+        unchanged: Callable, module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **more: Any
+    ) -> Any:
+        scaling = more.get("scaling") or query.shape[-1] ** -0.5
+        sums = [
+            torch.softmax(upcast(query[0, :, rows]) @ upcast(key[0]).transpose(-1, -2) * scaling, -1).sum((0, 1))
+            for rows in row_chunks(query.shape[2])
+        ]
+        masses.append(torch.stack(sums).sum(0) / (query.shape[1] * query.shape[2]))
+        return unchanged(module, query, key, *args, **more)
+
+    for number, picture in enumerate(pictures):
         pixels = processor(images=picture.image, return_tensors="pt")["pixel_values"]
-        seen.append(Picture(picture.name, _as_image(pixels[0], processor)))
-        masses: list[torch.Tensor] = []
-        with attending_by(model, _recording(masses)):
-            given = pixels.to(next(model.parameters()).device, next(model.parameters()).dtype)
-            states = model(pixel_values=given, output_hidden_states=True).hidden_states[1:]
+        colors = (255 * (pixels[0] * std + mean)).round().clamp(0, 255).to(torch.uint8)  # before it was normalized
+        seen.append(Picture(picture.name, Image.fromarray(colors.permute(1, 2, 0).numpy())))
+        masses.clear()
+        with attending_by(model, attend):
+            inputs = pixels.to(next(model.parameters()).device, next(model.parameters()).dtype)
+            states = model(pixel_values=inputs, output_hidden_states=True).hidden_states[1:]
         high, wide = (side // model.config.patch_size for side in pixels.shape[-2:])
         tokens = states[0].shape[1] if states[0].dim() == 3 else 0
         special = tokens - high * wide
@@ -201,36 +219,12 @@ def encode(model: Any, processor: Any, pictures: Sequence[Picture]) -> tuple[pd.
         index = np.arange(tokens) - special
         for layer, (state, mass) in enumerate(zip(states, masses, strict=False)):
             rows.add({
-                "layer": layer, "sequence": at,
+                "layer": layer, "sequence": number,
                 "row": np.where(index < 0, -1, index // wide),
                 "column": np.where(index < 0, np.arange(tokens), index % wide),
                 "norm": torch.linalg.vector_norm(upcast(state[0]), dim=-1).cpu(), "mass": mass.cpu(),
             })  # fmt: skip
     return rows.table("layer", "sequence"), tokens, seen
-
-
-def _as_image(pixels: torch.Tensor, processor: Any) -> Any:
-    """Return a picture (3,H,W) as it was before it was normalized."""
-    from PIL import Image  # comes with matplotlib
-
-    mean, std = (torch.tensor(getattr(processor, f"image_{name}"))[:, None, None] for name in ("mean", "std"))
-    colors = (255 * (pixels * std + mean)).round().clamp(0, 255).to(torch.uint8)
-    return Image.fromarray(colors.permute(1, 2, 0).numpy())
-
-
-def _recording(masses: list[torch.Tensor]) -> Callable[..., Any]:
-    """Return an attention function that also appends the mean attention that each token receives, (T,)."""
-
-    def attend(own: Callable[..., Any], module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **more: Any):  # type: ignore[no-untyped-def]
-        scaling = more.get("scaling") or query.shape[-1] ** -0.5
-        sums = [
-            torch.softmax(upcast(query[0, :, rows]) @ upcast(key[0]).transpose(-1, -2) * scaling, -1).sum((0, 1))
-            for rows in row_chunks(query.shape[2])
-        ]
-        masses.append(torch.stack(sums).sum(0) / (query.shape[1] * query.shape[2]))
-        return own(module, query, key, *args, **more)
-
-    return attend
 
 
 def measure_encoder(loaded: LoadedModel, pictures: Sequence[Picture]) -> tuple[dict[str, pd.DataFrame], Subject]:

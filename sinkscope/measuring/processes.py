@@ -27,7 +27,7 @@ from sinkscope.models.loading import stays_on_cpu, was_launched
 from sinkscope.options.measuring import POLICIES
 
 TIMEOUT = timedelta(days=1)  # for waiting on the others: the first process may write or measure without them
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 def joined(cpu: bool = False) -> PartialState:
@@ -65,11 +65,11 @@ class Team:
         """Return a console on stderr, which is quiet except in the first process."""
         return Messages(quiet or not self.is_first)
 
-    def each(self, mine: Found) -> list[Found]:
+    def each(self, mine: Result) -> list[Result]:
         """Gather an object from every process, in order of rank. All processes must call this."""
-        found: list[Any] = [None] * self.count
-        dist.all_gather_object(found, mine)
-        return found
+        objects: list[Any] = [None] * self.count
+        dist.all_gather_object(objects, mine)
+        return objects
 
     def one_by_one(self, mine: bytes) -> Iterator[bytes]:
         """Yield the bytes of each process in order of rank, with one process's bytes in memory at a time."""
@@ -78,16 +78,16 @@ class Team:
             dist.broadcast_object_list(sent, src=place)
             yield sent[0]
 
-    def of_the_first(self, find: Callable[[], Found]) -> Found:
-        """Call `find` in the first process and return its result in all of them."""
+    def of_the_first(self, compute: Callable[[], Result]) -> Result:
+        """Call `compute` in the first process and return its result in all of them."""
         if self.count == 1:
-            return find()
-        found: list[Any] = [None]
+            return compute()
+        result: list[Any] = [None]
         with self.agreeing():
             if self.is_first:
-                found = [find()]
-        dist.broadcast_object_list(found, src=0)
-        return found[0]
+                result = [compute()]
+        dist.broadcast_object_list(result, src=0)
+        return result[0]
 
     @contextmanager
     def agreeing(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ deviation, so that nothing depends on the width of an initialization, which a GG
 """
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -65,21 +65,17 @@ def redrawn(model: PreTrainedModel, seed: int) -> PreTrainedModel:
         other = [name for name in {**have, **built} if have.get(name) != built.get(name)]
         if other:  # the model has been changed since it was built
             raise InputError(f"its configuration describes another model: {other[0]} differs ({len(other)} tensors)")
+        # one tensor after the other in float32, identically on every device
+        generator = torch.Generator().manual_seed(seed)
+        parameters, starting = dict(model.named_parameters()), new_parameters(network).keys()
         with torch.no_grad():
-            _draw(network, model, learned, seed)
+            for name, parameter in network.named_parameters():
+                if name in starting:
+                    continue
+                if name not in learned:
+                    parameter.copy_(parameters[name])
+                    continue
+                std, mean = torch.std_mean(parameters[name].float(), correction=0)
+                drawn = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+                parameter.copy_(drawn.mul_(std).add_(mean))
     return network
-
-
-def _draw(network: PreTrainedModel, model: PreTrainedModel, learned: Collection[str], seed: int) -> None:
-    """Draw the learned tensors one after the other in float32, identically on every device."""
-    generator = torch.Generator().manual_seed(seed)
-    own, at_start = dict(model.named_parameters()), new_parameters(network).keys()
-    for name, parameter in network.named_parameters():
-        if name in at_start:
-            continue
-        if name not in learned:
-            parameter.copy_(own[name])
-            continue
-        std, mean = torch.std_mean(own[name].float(), correction=0)
-        drawn = torch.randn(parameter.shape, generator=generator).to(parameter.device)
-        parameter.copy_(drawn.mul_(std).add_(mean))

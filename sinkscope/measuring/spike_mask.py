@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import pandas as pd
 import torch
 
@@ -54,13 +53,9 @@ def measured_mask(subject: Subject, config: RunConfig, tables: Mapping[str, pd.D
     for tensor, column in ((start, "layer"), (last, "last_layer"), (lifetime, "lifetime")):
         tensor[place] = of_sinks[column]
     layers = torch.arange(sizes[0])[:, None, None]
-    massive = _coordinates(tables["massive"].query("is_massive"), sizes)
-    residual = _coordinates(residual[residual["kind"] == RESIDUAL_SINK], sizes)
     is_sink = (layers >= start) & (layers <= last)
-    return SpikeMask(is_sink, start, lifetime, massive, residual, batch.token_ids, batch.attention_mask)
-
-
-def _coordinates(rows: pd.DataFrame, sizes: tuple[int, int]) -> torch.Tensor:
-    found = np.zeros(sizes, bool)
-    found[rows["layer"].to_numpy(int), rows["coordinate"].to_numpy(int)] = True
-    return torch.from_numpy(found)
+    coordinates = torch.zeros(2, *sizes, dtype=torch.bool)
+    rows = (tables["massive"].query("is_massive"), residual[residual["kind"] == RESIDUAL_SINK])
+    for is_large, large in zip(coordinates, rows, strict=True):
+        is_large[large["layer"].to_numpy(int), large["coordinate"].to_numpy(int)] = True
+    return SpikeMask(is_sink, start, lifetime, *coordinates, batch.token_ids, batch.attention_mask)

@@ -192,30 +192,25 @@ def row_or_calibrated(model: PreTrainedModel) -> tuple[Family, list[str]]:
             family = calibrate(model, few)
     except InputError as error:
         raise InputError(f"{missing}\n{error}") from None
-    depth = len(family.layer_modules(model))
+    layers = family.layer_modules(model)
     notices = [f"{said}: wired numerically as {family.wiring}"]
-    unknown = [str(layer) for layer in range(depth) if family.block(layer).wiring == "unknown"]
+    unknown = [str(layer) for layer in range(len(layers)) if family.block(layer).wiring == "unknown"]
     if unknown:
-        which = "its layers add" if len(unknown) == depth else f"layer {', '.join(unknown)} adds"
+        which = "its layers add" if len(unknown) == len(layers) else f"layer {', '.join(unknown)} adds"
         notices.append(f"the tensors that {which} to the residual stream are unknown: only input and output are read")
     if family.copies is not None:
         notices.append(f"its residual stream is measured as the mean of the {family.copies.count} copies that it keeps")
-    if unmeasured := other_stacks(model, family):
-        notices.append(f"only {family.layers} is measured, not the layers of {' and '.join(unmeasured)}")
-    return _without_unread(model, family, notices)
-
-
-def other_stacks(model: PreTrainedModel, family: Family) -> list[str]:
-    """Return the paths of further lists with layers of the same classes, such as a decoder's after an encoder."""
-    layers = family.layer_modules(model)
     kinds = tuple({type(layer) for layer in layers})
-    return [
+    unmeasured = [  # further lists with layers of the same classes, such as a decoder's after an encoder
         path
         for path, stack in model.named_modules()
         if isinstance(stack, nn.ModuleList)
         and not path.startswith(f"{family.layers}.")
         and any(isinstance(entry, kinds) and entry not in layers for entry in stack)
     ]
+    if unmeasured:
+        notices.append(f"only {family.layers} is measured, not the layers of {' and '.join(unmeasured)}")
+    return _without_unread(model, family, notices)
 
 
 def _without_unread(model: PreTrainedModel, family: Family, notices: list[str]) -> tuple[Family, list[str]]:
@@ -239,12 +234,10 @@ def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = N
 
     Without a family, the model is taken as causal. Raises InputError if the input is not readable or does not fit.
     """
-    causal, tokenizer = family is None or family.causal, loaded.tokenizer
-    if config.input == "sampled" and not causal:
-        raise InputError("--input sampled: this model attends both ways, and writes no text")
-    if config.input == "sampled" and token_head(loaded.model) is None:
-        raise InputError("--input sampled: this model has no head that predicts tokens, and writes no text")
-    known = vocabulary(loaded.model)
+    causal = family is None or family.causal
+    if config.input == "sampled" and (not causal or token_head(loaded.model) is None):
+        why = "has no head that predicts tokens" if causal else "attends both ways"
+        raise InputError(f"--input sampled: this model {why}, and writes no text")
     text = loaded.model.config.get_text_config()
     end = getattr(text, "eos_token_id", None)
     ends = end if isinstance(end, list) else [end]
@@ -252,8 +245,8 @@ def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = N
     build = partial(
         build_inputs,
         config.input,
-        vocab_size=known,
-        tokenizer=tokenizer,
+        vocab_size=vocabulary(loaded.model),
+        tokenizer=loaded.tokenizer,
         dataset=config.dataset,
         prompt=config.prompt,
         max_positions=limit,
@@ -298,8 +291,8 @@ def _sample(model: PreTrainedModel, first: int, count: int, length: int, seed: i
     Texts that end early are dropped; forbidding the end token would give text that the model finds very unlikely.
     Generation stops when the share of texts that continue falls below 1 ÷ (2 · MOST_SAMPLES).
     """
-    own = model.generation_config
-    ends = own.eos_token_id
+    generation_config = model.generation_config
+    ends = generation_config.eos_token_id
     # a checkpoint's own settings (top-k, temperature) would draw from another distribution
     settings = GenerationConfig(
         do_sample=True, top_k=0, max_new_tokens=length - 1, pad_token_id=first, eos_token_id=ends
@@ -315,7 +308,7 @@ def _sample(model: PreTrainedModel, first: int, count: int, length: int, seed: i
 
     generate: Any = model.generate
     with drawing(seed), ExitStack() as stack:
-        stack.callback(setattr, model, "generation_config", own)
+        stack.callback(setattr, model, "generation_config", generation_config)
         model.generation_config = GenerationConfig()  # `generate` uses the model's own settings as defaults
         for _ in range(MOST_SAMPLES * count // SAMPLED_AT_ONCE + 1):
             begun += len(start)

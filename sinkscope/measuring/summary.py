@@ -34,7 +34,7 @@ REDUCTIONS: Mapping[str, Callable[[pd.Series], float]] = {
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredTables:
     """The arguments of `summarize` from which metrics are computed."""
 
     tables: Mapping[str, pd.DataFrame]
@@ -45,8 +45,8 @@ class Measured:
     settings: ObservableOptions
 
 
-Metric = Callable[[Measured], pd.Series | None]  # by layer; None if it does not apply
-Metrics = tuple[dict[str, pd.Series], dict[str, float]]  # by layer, and of the whole model
+LayerMetric = Callable[[MeasuredTables], pd.Series | None]  # by layer; None if it does not apply
+MetricValues = tuple[dict[str, pd.Series], dict[str, float]]  # by layer, and of the whole model
 
 
 def summarize(
@@ -63,18 +63,22 @@ def summarize(
     `scaling` is that of each layer's logits, `loss` in nats per predicted token, and `outside` names everything other
     than the text that takes attention weight. `settings` are those of the run, by default the defaults.
     """
-    given = Measured(tables, inputs, family, scaling, outside, settings or ObservableOptions())
+    measured = MeasuredTables(tables, inputs, family, scaling, outside, settings or ObservableOptions())
     by_layer: dict[str, pd.Series] = {}
     whole: dict[str, float] = {} if loss is None else {"loss": loss, "perplexity": perplexity(loss)}
     for table, metrics in METRICS_OF.items():
         if table in tables:
             with blaming(METRICS_OF, table):
-                by_layer |= {name: series for name, of in metrics.items() if (series := of(given)) is not None}
-    for table, metrics_of in (("gradient", _gradient), ("query_bias", _query_bias)):
-        if table in tables:
-            found, of_model = metrics_of(given)
-            by_layer |= found
-            whole |= of_model
+                by_layer |= {name: series for name, of in metrics.items() if (series := of(measured)) is not None}
+    if "gradient" in tables:
+        gradients, of_model = gradient_summary(tables, inputs.longest)
+        by_layer |= gradients
+        whole |= of_model
+        if family.causal and family.has_attention:
+            whole["uniform_gradient_ratio"] = uniform_gradient_ratio(inputs.predicted)
+    if "query_bias" in tables:
+        by_layer |= _query_bias(tables)
+        whole["delta_outlier_share"] = float((by_layer["delta_gap"] > OUTLIER).mean())
     reduced = {metric: float(REDUCTIONS.get(metric, pd.Series.mean)(series)) for metric, series in by_layer.items()}
     rows = [
         (int(layer), metric, float(value)) for metric, series in by_layer.items() for layer, value in series.items()
@@ -98,35 +102,31 @@ def later_sinks(sinks: pd.DataFrame) -> pd.DataFrame:
 FIRST, REST = "position == 0", "position > 0"
 
 
-def layerwise(table: str, column: str, reduction: str = "mean", where: str = "") -> Metric:
+def layerwise(table: str, column: str, reduction: str = "mean", where: str = "") -> LayerMetric:
     """Return the metric that reduces a column of a table, or of the rows `where` a condition holds, layer by layer."""
 
-    def metric(given: Measured) -> pd.Series | None:
-        if (rows := given.tables.get(table)) is None:
+    def metric(measured: MeasuredTables) -> pd.Series | None:
+        if (rows := measured.tables.get(table)) is None:
             return None
         return (rows.query(where) if where else rows).groupby("layer")[column].agg(reduction)
 
     return metric
 
 
-def _sink_rate_clear(given: Measured) -> pd.Series:
-    return clear_rates(given.tables["attention_heads_by_sequence"], given.settings.epsilon).groupby(level=0).mean()
-
-
-def clear_rates(masses: pd.DataFrame, epsilon: float) -> pd.Series:
-    """Return whether position 0 is a sink and clear of uniform attention, by layer: 1 or 0, NaN if it has no rate.
-
-    `masses` are rows of the table `attention_heads_by_sequence`.
-    """
+def _sink_rate_clear(measured: MeasuredTables) -> pd.Series:
+    """Return the share in which position 0 is a sink and clear of uniform attention, where it has a rate."""
+    masses, epsilon = measured.tables["attention_heads_by_sequence"], measured.settings.epsilon
     mass, uniform = masses["window_mass"], masses["uniform_mass"]
     sinks = (is_sink(mass, epsilon) & is_clear(mass, uniform)).astype(float)
-    return sinks.mask(lacks_rate(uniform, epsilon)).set_axis(masses["layer"])
+    return sinks.mask(lacks_rate(uniform, epsilon)).set_axis(masses["layer"]).groupby(level=0).mean()
 
 
-def _sink_rate_later(given: Measured) -> pd.Series:
-    queries = min(given.settings.window, given.inputs.longest - given.family.causal)  # most of any later position
-    sinks = later_sinks(given.tables["sink_positions"])
-    return _rate_of_pairs(sinks, given.tables["attention"], len(given.inputs), queries)
+def _sink_rate_later(measured: MeasuredTables) -> pd.Series:
+    queries = min(
+        measured.settings.window, measured.inputs.longest - measured.family.causal
+    )  # most of any later position
+    sinks = later_sinks(measured.tables["sink_positions"])
+    return _rate_of_pairs(sinks, measured.tables["attention"], len(measured.inputs), queries)
 
 
 def _rate_of_pairs(sinks: pd.DataFrame, attention: pd.DataFrame, sequences: int, queries: int) -> pd.Series:
@@ -143,39 +143,39 @@ def _ratio_to_others(table: pd.DataFrame, column: str, keys: list[str]) -> pd.Se
     return table[at_first].groupby(keys)[column].mean() / table[~at_first].groupby(keys)[column].mean()
 
 
-def _drain(table: str, column: str) -> Metric:
-    return lambda given: _ratio_to_others(given.tables[table], column, ["layer", "head"]).groupby("layer").mean()
+def _drain(table: str, column: str) -> LayerMetric:
+    return lambda measured: _ratio_to_others(measured.tables[table], column, ["layer", "head"]).groupby("layer").mean()
 
 
-def _repeated_bound(given: Measured) -> pd.Series | None:
+def _repeated_bound(measured: MeasuredTables) -> pd.Series | None:
     """Return the mean over heads and queries of e^{2ξ} / (e^{2ξ} + n), with ξ = scaling · ‖q‖‖k‖ (WSE prop. 4)."""
-    kinds, length = given.family.kinds_of_positions, given.inputs.longest
-    is_rotary = "rotary" in kinds and kinds <= {"rotary", NO_POSITIONS} and given.family.mixes_by_attention_alone
-    if not (given.inputs.repeats_one_token and not given.outside and is_rotary):
+    kinds, length = measured.family.kinds_of_positions, measured.inputs.longest
+    is_rotary = "rotary" in kinds and kinds <= {"rotary", NO_POSITIONS} and measured.family.mixes_by_attention_alone
+    if not (measured.inputs.repeats_one_token and not measured.outside and is_rotary):
         return None  # tokens do not stay equal (WSE propositions 1 and 4)
     # n is the number of other keys that a query sees: 0 … T-1, or always T-1 in an encoder. All tokens are equal, so
     # all queries and keys of a head have one norm, and |logit| ≤ ξ.
-    others = np.arange(length) if given.family.causal else np.full(length, length - 1)
-    first = given.tables["geometry"].query(FIRST)
-    xi = first["query_norm"] * first["key_norm"] * np.asarray(given.scaling)[first["layer"]]
+    others = np.arange(length) if measured.family.causal else np.full(length, length - 1)
+    first = measured.tables["geometry"].query(FIRST)
+    xi = first["query_norm"] * first["key_norm"] * np.asarray(measured.scaling)[first["layer"]]
     bound = 1.0 / (1.0 + np.exp(-2 * xi.to_numpy())[:, None] * others)
     return pd.Series(bound.mean(1), index=first["layer"]).groupby("layer").mean()
 
 
-def _kurtosis_with_norms(given: Measured) -> pd.Series | None:
-    table, norms = given.tables["outlier"], given.tables.get("outlier_norms")
+def _kurtosis_with_norms(measured: MeasuredTables) -> pd.Series | None:
+    table, norms = measured.tables["outlier"], measured.tables.get("outlier_norms")
     if norms is None or norms.empty:  # a model may have no norms before its branches
         return None
     return pd.concat([table[table["site"].isin(BONDARENKO_SITES)], norms]).groupby("layer")["kurtosis"].mean()
 
 
-def _secondary_sinks(given: Measured) -> pd.Series:
-    sinks = given.tables["sink_tokens"]
-    return sinks[sinks["kind"] == SECONDARY].groupby("layer").size() / len(given.inputs)
+def _secondary_sinks(measured: MeasuredTables) -> pd.Series:
+    sinks = measured.tables["sink_tokens"]
+    return sinks[sinks["kind"] == SECONDARY].groupby("layer").size() / len(measured.inputs)
 
 
 # table → the metrics that are computed from it (and from related tables), before those of gradients and query biases
-METRICS_OF: dict[str, dict[str, Metric]] = {
+METRICS_OF: dict[str, dict[str, LayerMetric]] = {
     "attention": {
         "sink_rate_outside": layerwise("attention_outside", "sink_rate_outside"),
         "sink_rate": layerwise("attention", "sink_rate", where=FIRST),
@@ -201,13 +201,15 @@ METRICS_OF: dict[str, dict[str, Metric]] = {
         **{f"gate_{column}": layerwise("gate_heads", column) for column in ("mean", "closed", "deviation")},
     },
     "activation": {
-        "norm_ratio": lambda given: _ratio_to_others(
-            given.tables["activation"].query("site == 'layer_out'"), "norm_mean", ["layer"]
+        "norm_ratio": lambda measured: _ratio_to_others(
+            measured.tables["activation"].query("site == 'layer_out'"), "norm_mean", ["layer"]
         ),
         "first_norm": layerwise("activation", "norm_mean", where="site == 'layer_out' and position == 0"),
     },
     "massive": {
-        "massive_count": lambda given: given.tables["massive"].groupby("layer")["is_massive"].sum() / len(given.inputs),
+        "massive_count": lambda measured: (
+            measured.tables["massive"].groupby("layer")["is_massive"].sum() / len(measured.inputs)
+        ),
     },
     "outlier": {
         "max_inf_norm": layerwise("outlier", "max_inf_norm", "max"),
@@ -224,19 +226,11 @@ METRICS_OF: dict[str, dict[str, Metric]] = {
 }
 
 
-def _gradient(given: Measured) -> Metrics:
-    by_layer, whole = gradient_summary(given.tables, given.inputs.longest)
-    if given.family.causal and given.family.has_attention:
-        whole["uniform_gradient_ratio"] = uniform_gradient_ratio(given.inputs.predicted)
-    return by_layer, whole
-
-
-def _query_bias(given: Measured) -> Metrics:
+def _query_bias(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.Series]:
     """Compute metrics of all heads together, and metrics of learned positions if the model has them."""
-    tables = given.tables
     table = tables["query_bias"]
     together = table[table["head"] == ALL_HEADS]
-    first, later = (together.query(at).groupby("layer") for at in (FIRST, REST))
+    first, later = (together.query(where).groupby("layer") for where in (FIRST, REST))
     metrics = {
         "delta_first": first["delta_mean"].mean(),
         "delta_later": later["delta_mean"].mean(),
@@ -252,7 +246,7 @@ def _query_bias(given: Measured) -> Metrics:
     if len(massive):
         by_layer = gamma.groupby("layer")["magnitude"]
         metrics["gamma_ratio"] = massive.groupby("layer")["magnitude"].mean() / by_layer.mean()
-    return metrics, {"delta_outlier_share": float((metrics["delta_gap"] > OUTLIER).mean())}
+    return metrics
 
 
 def delta_gap(query_bias: pd.DataFrame) -> pd.Series:
@@ -264,7 +258,7 @@ def delta_gap(query_bias: pd.DataFrame) -> pd.Series:
     return (first - later["delta_mean"].mean()) / np.sqrt(variance)
 
 
-def gradient_summary(tables: Mapping[str, pd.DataFrame], longest: int = LATER.stop) -> Metrics:
+def gradient_summary(tables: Mapping[str, pd.DataFrame], longest: int = LATER.stop) -> MetricValues:
     """Compute gradient metrics by layer, and for the whole model if not means over layers (GS figures 2 and 3).
 
     If the tables have fewer of the positions LATER than the longest sequence, comparisons with later positions are NaN.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import compress, count
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +28,11 @@ from sinkscope.measuring.observables.observable import (
     ATTENTION_SITES,
     COPIED,
     NEURONS,
-    Accumulator,
-    Kept,
     Observable,
+    Pending,
     Reading,
     Stack,
+    Sums,
     deliver,
 )
 from sinkscope.measuring.observables.reductions import filled
@@ -45,7 +45,7 @@ from sinkscope.text.batch import Batch
 
 STATISTICS = 8  # statistics by head and token that observables keep of a layer
 # numbers that observables may keep before they reduce them
-KEPT, KEPT_ELSEWHERE = {"cpu": 2**22}, 2**26
+HELD, HELD_ELSEWHERE = {"cpu": 2**22}, 2**26
 
 
 class Address(NamedTuple):
@@ -72,8 +72,10 @@ class Reader:
         self._feed_forwards = feed_forwards(model, family)
         self.values_are_gated = any(isinstance(module, ValuePart) for module in model.modules())
         self._attended: list[torch.Tensor] = []  # values and mix of the current layer, for its gate
-        self._finite = _Finite()
-        self._kept = 0  # numbers that observables keep of the current batch's layers
+        # of the current batch
+        self._sums = Pending()  # sums (B,T) that are finite where the layer is
+        self._not_finite: Sums[int] = Sums()  # layer → whether it has NaN or infinite numbers
+        self._held = 0  # numbers that observables keep of its layers
 
     def sought(self, batch: Batch, observables: Sequence[Observable]) -> Sought:
         """Read every site in the order in which the forward pass reaches it, register tokens first.
@@ -88,12 +90,12 @@ class Reader:
         stacked = {"layer_out", *(site for observable in stacking for site in observable.sites)}
         stacks = _Stacks(batch, self.depth * len(stacked), partial(self._see_stack, stacking, batch))
         last_tensor: torch.Tensor | None = None
-        added: torch.Tensor | None = None  # the sum of a site's terms so far
-        self._finite, self._kept = _Finite(), 0
+        added = torch.empty(0)  # the sum of a site's terms so far, (B,T,D)
+        self._sums, self._not_finite, self._held = Pending(), Sums(), 0
         for layer in range(self.first, self.depth):
             block = self.family.block(layer)
             self._attended = []
-            for site, at in _reading_order(block, wanted, self.family.gated):
+            for site, index in _reading_order(block, wanted, self.family.gated):
                 watching = [observable for observable in observables if site in observable.sites]
                 if site == "raw_value":
                     (_, value), _ = yield self._inside(layer, RETROFIT, "inputs")
@@ -111,23 +113,25 @@ class Reader:
                     yield from see(layer, watching, batch)
                     continue
                 terms = block.terms(site)
-                path, _, end = terms[at].address.rpartition(".")
+                scale = terms[index].scale
+                path, _, end = terms[index].address.rpartition(".")
                 tensor = first_tensor((yield Address(layer, path, end)))
                 # a layer's input is the previous layer's output: reduce it once
                 if tensor is not last_tensor or len(terms) > 1:
-                    stream = self.family.stream(tensor.detach())
-                    added = _added(added if at else None, stream, terms[at].scale, batch)
+                    term = self.family.stream(tensor.detach()).view(*batch.token_ids.shape, -1)
+                    term = term if scale == 1.0 else scale * term
+                    added = added + term if index else term
                     reading, last_tensor = Reading(added, batch), tensor
-                if at < len(terms) - 1:
+                if index < len(terms) - 1:
                     continue
                 if site in stacked:
                     stacks.add(layer, site, reading)
                 for observable in watching:
                     if observable.backward:
-                        observable.watch(layer, site, tensor, batch, terms[at].scale)
+                        observable.watch(layer, site, tensor, batch, scale)
                     elif not observable.stacks:
                         observable.see(layer, site, reading, batch)
-            if layer == self.depth - 1 or self._kept > KEPT.get(self.model.device.type, KEPT_ELSEWHERE):
+            if layer == self.depth - 1 or self._held > HELD.get(self.model.device.type, HELD_ELSEWHERE):
                 stacks.see_all()
                 self._finish(observables, batch)
 
@@ -135,18 +139,21 @@ class Reader:
         """Reduce what observables keep of the batch."""
         for observable in observables:
             observable.finish(batch)
-        self._finite.finish(batch)
+        for _, rows, pending in self._sums.take():
+            sums = filled(pending["sums"], batch.on(pending["sums"].device, "valid"))
+            add = partial(self._not_finite.add_each, [row["layer"] for row in rows])
+            self._not_finite.receive(add, ~sums.sum((0, 2), dtype=torch.float64).isfinite())
         deliver([*observables, self])
-        self._kept = 0
+        self._held = 0
 
     def _see_stack(self, observables: Sequence[Observable], batch: Batch, stack: Stack) -> None:
-        for layer, site, at in stack.sites:
+        for layer, site, index in stack.sites:
             if site == "layer_out":
-                self._finite.add(layer, stack.reading.once(token_norms)[:, at])
+                self._sums.add({"sums": stack.reading.once(token_norms)[:, index]}, layer=layer)
         for observable in observables:
-            own = [each for each in stack.sites if each[1] in observable.sites]
-            if own:
-                observable.see_stack(Stack(own, stack.reading), batch)
+            sites = [each for each in stack.sites if each[1] in observable.sites]
+            if sites:
+                observable.see_stack(Stack(sites, stack.reading), batch)
 
     def _see_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> Sought:
         """Pass values and gates to observables: a retrofit's, or the share of each head that the model's own leaves."""
@@ -165,10 +172,24 @@ class Reader:
             observable.see_gate(layer, gate, value, batch)
 
     def _see_attention(self, layer: int, watching: Sequence[Observable], batch: Batch) -> Sought:
-        read = yield from self._attention(layer, batch)
+        seam, seen = self.seams[layer], dict[str, torch.Tensor]()
+        with suppress(OutOfOrderError):  # a tap that never ran
+            for name in seam.order:
+                if name != "mix":
+                    seen[name] = yield self._tap(layer, name)
+        length = batch.token_ids.shape[1]
+        if seam.call is not None and {"key", "value"} <= seen.keys() and seen["key"].shape[2] > length:
+            seam.call = _without_empty_slots(seam.call, seen, length)
+        if reason := why_unread(seam, seen, batch.token_ids.shape):
+            raise SinkscopeError(f"layer {layer}: {reason}")
+        assert seam.call is not None
+        tensors = {name: getattr(seam.call, name) for name in ("mask", "sink_logits", "scores")}
+        call = replace(seam.call, **{name: x.detach() for name, x in tensors.items() if x is not None})
+        seam.call = replace(call, scores=None)  # T × T with its graph: freed as soon as it is read
+        read = AttentionRead(**seen, call=call, batch=batch)
         plain = read.detached()
-        self._finite.add(layer, plain.lse.sum(1, dtype=torch.float64))
-        self._kept += STATISTICS * plain.lse.numel()
+        self._sums.add({"sums": plain.lse.sum(1, dtype=torch.float64)}, layer=layer)
+        self._held += STATISTICS * plain.lse.numel()
         for observable in watching:
             if not observable.backward:
                 observable.see_attention(layer, plain, batch)
@@ -197,36 +218,19 @@ class Reader:
             block = self.family.block(layer)
             addresses = {term.address for site in block.sites for term in block.terms(site)}
             addresses |= {f"{block.attention}.{name}" for name in inside}
-            addresses |= {f"{part.path}.inputs" for at, part in self._feed_forwards.items() if at == layer}
-            there = dict(module.named_modules())
+            addresses |= {f"{self._feed_forwards[layer].path}.inputs"} if layer in self._feed_forwards else set()
+            modules = dict(module.named_modules())
             for path, _, end in (address.rpartition(".") for address in addresses):
-                if path in there:
+                if path in modules:
                     yield Address(layer, path, end)
 
     def check_finite(self) -> None:
         """Raise SinkscopeError for NaN or infinity, which in the tables would look like a head without a sink."""
-        if self._finite.without:
-            layer = min(self._finite.without)
+        layers = [layer for layer, is_there in self._not_finite.items() if is_there]
+        if layers:
             halves = self.model.dtype in (torch.float16, torch.bfloat16)
             advice = "try --dtype float32" if halves else "check its weights"
-            raise SinkscopeError(f"layer {layer}: the model itself gives NaN or infinite numbers; {advice}")
-
-    def _attention(self, layer: int, batch: Batch) -> Generator[Address, Any, AttentionRead]:
-        seam, seen = self.seams[layer], dict[str, torch.Tensor]()
-        with suppress(OutOfOrderError):  # a tap that never ran
-            for name in seam.order:
-                if name != "mix":
-                    seen[name] = yield self._tap(layer, name)
-        length = batch.token_ids.shape[1]
-        if seam.call is not None and {"key", "value"} <= seen.keys() and seen["key"].shape[2] > length:
-            seam.call = _without_empty_slots(seam.call, seen, length)
-        if reason := why_unread(seam, seen, batch.token_ids.shape):
-            raise SinkscopeError(f"layer {layer}: {reason}")
-        assert seam.call is not None
-        tensors = {name: getattr(seam.call, name) for name in ("mask", "sink_logits", "scores")}
-        call = replace(seam.call, **{name: x.detach() for name, x in tensors.items() if x is not None})
-        seam.call = replace(call, scores=None)  # T × T with its graph: freed as soon as it is read
-        return AttentionRead(**seen, call=call, batch=batch)
+            raise SinkscopeError(f"layer {min(layers)}: the model itself gives NaN or infinite numbers; {advice}")
 
 
 def _without_empty_slots(call: AttentionCall, seen: dict[str, torch.Tensor], length: int) -> AttentionCall:
@@ -258,22 +262,21 @@ class Tracer(Reader):
         read = [part_of(layers[layer], path) for layer, path, end in self.reached() if end == "output"]
         return serving([*read, part_of(self.traced, embedding_path(self.model)), self.traced])
 
-    def forward(self, batch: Batch, observables: Sequence[Observable]) -> None:
-        """Run one forward pass without logits. Raises SinkscopeError for NaN, or attention that is not recognized."""
-        self._forward(batch, observables)
-        self._read_again(batch, observables)
+    def forward(self, batch: Batch, observables: Sequence[Observable], again: bool = True) -> None:
+        """Run one forward pass without logits. Raises SinkscopeError for NaN, or attention that is not recognized.
 
-    def _forward(self, batch: Batch, observables: Sequence[Observable]) -> None:
-        inputs = self._inputs(batch, with_logits=False)
-        with outside_autocast(), torch.no_grad(), self.traced.trace(**inputs):
+        `again`: and one on each further batch that an observable wants to see after this one.
+        """
+        with outside_autocast(), torch.no_grad(), self.traced.trace(**self._inputs(batch, with_logits=False)):
             self._read_layers(batch, observables)
         self.check_finite()
+        if again:
+            self._read_again(batch, observables)
 
     def _read_again(self, batch: Batch, observables: Sequence[Observable]) -> None:
-        """Run a forward pass on each further batch that an observable wants to see after this one."""
         for observable in observables:
             for other in observable.again(batch):
-                self._forward(other, [observable])
+                self.forward(other, [observable], again=False)
 
     def forward_with_loss(self, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
         """Run one forward pass with logits and return the summed cross-entropy of each sequence, (B,).
@@ -304,15 +307,15 @@ class Tracer(Reader):
         recomputing = nullcontext() if fits else self._recomputing()
         with recomputing, outside_autocast(), torch.enable_grad(), self.traced.trace(**self._inputs(batch)):
             embedding = part_of(self.traced, embedding_path(self.model))
-            given = embedding.after_hooks
-            embeddings = first_tensor(given).requires_grad_(True)
+            output = embedding.after_hooks
+            embeddings = first_tensor(output).requires_grad_(True)
             copied = embeddings.clone()  # some models change them in place
-            embedding.after_hooks = (copied, *given[1:]) if isinstance(given, tuple) else copied
+            embedding.after_hooks = (copied, *output[1:]) if isinstance(output, tuple) else copied
             self._read_layers(batch, observables)
             logits = self.traced.after_hooks.logits
-            found, gradient = loss_and_gradient(logits.detach(), batch)
+            of_sequences, gradient = loss_and_gradient(logits.detach(), batch)
             torch.autograd.grad(logits, embeddings, gradient)
-            losses = save(found)
+            losses = save(of_sequences)
         self._finish(observables, batch.with_registers(self.registers))
         self.check_finite()
         self._read_again(batch, observables)
@@ -330,30 +333,31 @@ class Tracer(Reader):
 
         The observables' hooks are on the tensors of the first computation, and see the same gradients.
         """
+
+        def checkpointed(layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            times = count()
+
+            def compute(*args: Any, **kwargs: Any) -> Any:
+                if next(times) == 0:
+                    return forward(*args, **kwargs)
+                seam, interleaver = self.seams.get(layer), self.traced.interleaver
+                call = None if seam is None else seam.call
+                interleaver.interleaving = False  # nothing is read this time
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    interleaver.interleaving = True
+                    if seam is not None:
+                        seam.call = call
+
+            return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
         with ExitStack() as stack:
             for layer, module in enumerate(self.family.layer_modules(self.model)):
                 forward = module.forward  # nnsight's
                 stack.callback(setattr, module, "forward", forward)
-                module.forward = partial(self._checkpointed, layer, forward)
+                module.forward = partial(checkpointed, layer, forward)
             yield
-
-    def _checkpointed(self, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        times = count()
-
-        def compute(*args: Any, **kwargs: Any) -> Any:
-            if next(times) == 0:
-                return forward(*args, **kwargs)
-            seam, interleaver = self.seams.get(layer), self.traced.interleaver
-            call = None if seam is None else seam.call
-            interleaver.interleaving = False  # nothing is read this time
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                interleaver.interleaving = True
-                if seam is not None:
-                    seam.call = call
-
-        return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     def _inputs(self, batch: Batch, with_logits: bool = True) -> dict[str, Any]:
         return model_inputs(self.model, batch, with_logits, self.family.first_position)
@@ -382,28 +386,19 @@ def share_left(mix: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
     return (before * after).sum(-1) / before.square().sum(-1)
 
 
-def _added(before: torch.Tensor | None, tensor: torch.Tensor, scale: float, batch: Batch) -> torch.Tensor:
-    """Add the next term, times its scale, to the terms before: the sum that enters the residual stream, (B,T,D)."""
-    term = tensor.view(*batch.token_ids.shape, -1)
-    term = term if scale == 1.0 else scale * term
-    return term if before is None else before + term
-
-
 def _reading_order(block: Block, wanted: set[str], gated: bool) -> list[tuple[str, int]]:
     """Return the wanted sites of a layer and their terms in reading order, attention just before its output."""
-    reached = {address: at for at, address in enumerate(block.sites.values())}
+    reached = {address: place for place, address in enumerate(block.sites.values())}
     present = {*wanted, "attn_out", "mlp_out", "layer_out"} & block.sites.keys()
-    steps = [(site, at) for site in RESIDUAL_SITES if site in present for at in range(len(block.terms(site)))]
+    steps = [(site, index) for site in RESIDUAL_SITES if site in present for index in range(len(block.terms(site)))]
     order = sorted(steps, key=lambda step: reached[block.terms(step[0])[step[1]].address])
     if NEURONS in wanted:  # the last projection of the feed-forward network, whose output mlp_out is or follows
         order.insert([site in ("mlp_out", "layer_out") for site, _ in order].index(True), (NEURONS, 0))
     of_attention = ("raw_value", "attention", "gate") if gated else ATTENTION_SITES  # own gates follow attention
     if block.attention:
-        holding = [
-            at
-            for at, term in enumerate(block.terms("attn_out") if "attn_out" in block.sites else ())
-            if term.address.startswith(block.attention.partition(".")[0])
-        ]
+        terms = block.terms("attn_out") if "attn_out" in block.sites else ()
+        part = block.attention.partition(".")[0]
+        holding = [index for index, term in enumerate(terms) if term.address.startswith(part)]
         before = [step for step in order if step[0] == "layer_in"]  # used if the layer's sums are unknown
         step = ("attn_out", holding[0] if holding else 0)
         index = order.index(step) if step in order else len(before)
@@ -433,36 +428,10 @@ def model_inputs(
         # A tensor, because for a number Gemma 4 leaves out all other tokens in its last layers, and others slice a
         # view, for which torch copies lm_head once per sequence (bfloat16 on CPUs: 80 s in place of 0.3 s). Hooks of a
         # model on several devices would move a tensor to the first of them, and not to that of the last layer.
-        inputs["logits_to_keep"] = 1 if is_spread(model) else torch.tensor([-1], device=device)
+        spread_by_accelerate = len(set(getattr(model, "hf_device_map", {}).values())) > 1  # it may offload weights
+        is_spread = spread_by_accelerate or len({parameter.device for parameter in model.parameters()}) > 1
+        inputs["logits_to_keep"] = 1 if is_spread else torch.tensor([-1], device=device)
     return inputs
-
-
-def is_spread(model: PreTrainedModel) -> bool:
-    """Return whether a model is on several devices: spread by accelerate, which may offload weights, or by hand."""
-    spread_by_accelerate = len(set(getattr(model, "hf_device_map", {}).values())) > 1
-    return spread_by_accelerate or len({parameter.device for parameter in model.parameters()}) > 1
-
-
-class _Finite(Accumulator):
-    """Finds layers with NaN or infinite numbers."""
-
-    def __init__(self) -> None:
-        self.kept = Kept()
-        self.without: list[int] = []  # such layers
-
-    def add(self, layer: int, sums: torch.Tensor) -> None:
-        """Add sums (B,T) that are finite where the layer is."""
-        self.kept.add({"sums": sums}, layer=layer)
-
-    def finish(self, batch: Batch) -> None:
-        for _, rows, kept in self.kept.take():
-            finite = (
-                filled(kept["sums"], batch.on(kept["sums"].device, "valid")).sum((0, 2), dtype=torch.float64).isfinite()
-            )
-            layers = [row["layer"] for row in rows]
-            self.receive(
-                lambda finite, layers=layers: self.without.extend(compress(layers, (~finite).tolist())), finite
-            )
 
 
 class _Stacks:
@@ -491,13 +460,13 @@ class _Stacks:
             return
         if kind not in self.copies:
             self.copies[kind] = x.new_empty(len(x), room, *x.shape[1:])
-        at = self.sites[kind][-1][2] if self.sites[kind] else -1
+        index = self.sites[kind][-1][2] if self.sites[kind] else -1
         if is_new:
-            if at == room - 1:
+            if index == room - 1:
                 self._see(kind)
-            at = (at + 1) % room
-            self.copies[kind][:, at] = x
-        self.sites[kind].append((layer, site, at))
+            index = (index + 1) % room
+            self.copies[kind][:, index] = x
+        self.sites[kind].append((layer, site, index))
 
     def see_all(self) -> None:
         for kind in self.copies:

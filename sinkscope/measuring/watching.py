@@ -17,7 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,23 +120,16 @@ class Watched:
             raise SinkscopeError(f"no call of the model was measured{reasons and ': '}{reasons}")
         return self._tables
 
-    @property
-    def _raw(self) -> Mapping[str, pd.DataFrame]:
-        return tables_of(self._observables)
-
     @cached_property
     def _tables(self) -> dict[str, pd.DataFrame]:
         numbers = sorted(self._sequences)
         inputs = TokenInputs(CONDITION, tuple(self._sequences[number] for number in numbers), "", "")
         places = {number: place for place, number in enumerate(numbers)}
-        raw = {
-            name: table[table["position"] < inputs.longest] if "position" in table else table
-            for name, table in self._raw.items()
-        }
-        raw = {
-            name: table.assign(sequence=table["sequence"].map(places)) if "sequence" in table else table
-            for name, table in raw.items()
-        }
+        raw = tables_of(self._observables)
+        for name, table in raw.items():
+            if "position" in table:
+                table = table[table["position"] < inputs.longest]
+            raw[name] = table.assign(sequence=table["sequence"].map(places)) if "sequence" in table else table
         tables = publish(raw, self.loaded, CONDITION)
         scaling, outside = self._attended
         summary = summarize(tables, inputs, self.family, scaling, None, outside, self.settings)
@@ -164,10 +157,10 @@ class Watched:
             self.skipped["another call was being measured"] += 1
             return
         try:
-            given = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
-            given |= given.pop("kwargs", {})
-            self._continue(given)
-            batch = _batch(given, self._next)
+            arguments = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
+            arguments |= arguments.pop("kwargs", {})
+            self._continue(arguments)
+            batch = _batch(arguments, self._next)
             observables = [OBSERVABLES[name](self.settings) for name in self._names]
             self._call = _Call(self.loaded, self.family, batch, observables)
         except Exception as error:
@@ -194,12 +187,12 @@ class Watched:
         finally:
             self._lock.release()
 
-    def _continue(self, given: Mapping[str, Any]) -> None:
+    def _continue(self, arguments: Mapping[str, Any]) -> None:
         """Drop an open call whose prompt a call with these arguments goes on with; add those that none can go on with.
 
         A call with a single token decodes, so that the prompt was complete.
         """
-        cache, ids = given.get("past_key_values"), given.get("input_ids")
+        cache, ids = arguments.get("past_key_values"), arguments.get("input_ids")
         still_open = []
         for reference, call in self._open:
             held = reference()
@@ -219,21 +212,19 @@ class Watched:
             self._add(self._open.pop(0)[1])
 
     def _add(self, call: "_Call") -> None:
+        batch = call.batch
         try:
-            self._merge(call)
+            for mine, new in zip(self._observables, call.observables, strict=False):  # none before the first call
+                merge(accumulated(mine), accumulated(new))
+            self._observables = self._observables or call.observables
+            rows = zip(batch.token_ids.numpy(), batch.start.tolist(), batch.lengths.tolist(), strict=True)
+            texts = (ids[start : start + length] for ids, start, length in rows)
+            self._sequences.update(enumerate(texts, batch.first))
+            self._attended = attended(call.reader)
+            self._added += 1
+            vars(self).pop("_tables", None)
         except Exception as error:
             self._skip(error)
-
-    def _merge(self, call: "_Call") -> None:
-        for mine, new in zip(self._observables, call.observables, strict=False):  # none before the first call
-            merge(accumulated(mine), accumulated(new))
-        self._observables = self._observables or call.observables
-        rows = zip(call.batch.token_ids.numpy(), call.batch.start.tolist(), call.batch.lengths.tolist(), strict=True)
-        texts = (ids[start : start + length] for ids, start, length in rows)
-        self._sequences.update(enumerate(texts, call.batch.first))
-        self._attended = attended(call.reader)
-        self._added += 1
-        vars(self).pop("_tables", None)
 
     def _skip(self, error: Exception) -> None:
         if was_interrupted(error):
@@ -263,32 +254,28 @@ class _Call:
             for module in read:
                 stack.enter_context(module.register_forward_pre_hook(self._before, with_kwargs=True))
                 stack.enter_context(module.register_forward_hook(self._after))
-            self._send(None)
+            self._advance(partial(self._sought.send, None))
             self._hooks = stack.pop_all()
 
     def close(self) -> None:
         """Restore the model. Raises the exception that ended the reading, or SinkscopeError for an incomplete one."""
         self._hooks.close()
         if self.failure is None and self._awaited[0] is not None:
-            self._advance(lambda: self._sought.throw(OutOfOrderError("the call ended before its last layer")))
+            self._advance(partial(self._sought.throw, OutOfOrderError("the call ended before its last layer")))
         if self.failure is not None:
             raise self.failure
         self.reader.check_finite()
 
     def _before(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        while self._is_awaited(module, "input", "inputs"):
-            self._send(first_argument(args, kwargs) if self._awaited[1] == "input" else (args, kwargs))
+        self._send(module, {"input": lambda: first_argument(args, kwargs), "inputs": lambda: (args, kwargs)})
 
     def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
-        while self._is_awaited(module, "output"):
-            self._send(output)
+        self._send(module, {"output": lambda: output})
 
-    def _is_awaited(self, module: nn.Module, *ends: str) -> bool:
-        awaited, end = self._awaited
-        return awaited is module and end in ends and self.thread == threading.get_ident()
-
-    def _send(self, value: Any) -> None:
-        self._advance(lambda: self._sought.send(value))
+    def _send(self, module: nn.Module, values: Mapping[str, Callable[[], Any]]) -> None:
+        """Send the reader the module's values at the ends that it awaits, one after the other."""
+        while self._awaited[0] is module and self._awaited[1] in values and self.thread == threading.get_ident():
+            self._advance(partial(self._sought.send, values[self._awaited[1]]()))
 
     def _advance(self, go_on: Callable[[], Address]) -> None:
         """Let the reader go on to the next value that it seeks; its exceptions do not reach the user's call."""
@@ -303,9 +290,9 @@ class _Call:
             self.failure = error
 
 
-def _batch(given: Mapping[str, Any], first: int) -> Batch:
+def _batch(arguments: Mapping[str, Any], first: int) -> Batch:
     """Return the sequences of a call with these arguments. Raises NotMeasured if they are not complete sequences."""
-    ids, mask, cache = (given.get(name) for name in ("input_ids", "attention_mask", "past_key_values"))
+    ids, mask, cache = (arguments.get(name) for name in ("input_ids", "attention_mask", "past_key_values"))
     if not isinstance(ids, torch.Tensor):
         raise NotMeasured("a call without input_ids")
     if cache is not None and (cache.get_seq_length() if hasattr(cache, "get_seq_length") else len(cache)):
@@ -321,7 +308,7 @@ def _batch(given: Mapping[str, Any], first: int) -> Batch:
     if not isinstance(mask, torch.Tensor) or mask.shape != ids.shape:
         raise NotMeasured("an attention mask of other than one number for each token")
     beginnings = F.pad(mask.long(), (1, 0)).diff() == 1
-    positions, ends = given.get("position_ids"), given.get("cu_seq_lens_q")
+    positions, ends = arguments.get("position_ids"), arguments.get("cu_seq_lens_q")
     if positions is not None and positions.dim() <= 2:
         # where they restart another sequence begins, and where they jump tokens are missing
         beginnings |= F.pad((positions.diff() != 1) & mask.bool()[:, 1:] & mask.bool()[:, :-1], (1, 0))

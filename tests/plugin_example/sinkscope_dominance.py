@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
-import pandas as pd
 import torch
 
 from sinkscope.commands.claims.claim import Claim, Part
@@ -17,7 +16,7 @@ from sinkscope.interventions import INTERVENTIONS, Intervention, Target
 from sinkscope.interventions.intervention import Expectation, edited_positions
 from sinkscope.interventions.parameters import Indices
 from sinkscope.measuring.observables import OBSERVABLES
-from sinkscope.measuring.observables.observable import Means, Observable, Reading, Settings
+from sinkscope.measuring.observables.observable import Observable, Reading
 from sinkscope.measuring.summary import METRICS_OF, layerwise
 from sinkscope.plugins import Plugin
 from sinkscope.results.judgment import at_least
@@ -39,18 +38,11 @@ class Dominance(Observable):
         "dominance": (POSITION, Column("share", "of the squared norm, mean over sequences", "share")),
     }
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.means = Means("position")
-
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         positions = self.settings.positions
         squares = reading.tensor.float().square()
         share = batch.at_positions(squares.amax(-1) / squares.sum(-1), positions)
-        self.means.add({"share": share}, batch.present(positions), layer=layer)
-
-    def tables(self) -> dict[str, pd.DataFrame]:
-        return {"dominance": self.means.table()}
+        self.statistics["dominance"].add({"share": share}, batch.present(positions), layer=layer)
 
 
 FIRST = Metric(

@@ -1,8 +1,8 @@
 """Norms of tokens at each site of the residual stream, and of the value states (GS §2), and outliers of the sites."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.measuring.observables.observable import BySequence, Kept, Maxima, Means, Observable, Settings, Stack
+from sinkscope.measuring.observables.observable import Maxima, Observable, Settings, Stack
 from sinkscope.measuring.observables.reductions import LATER, filled, later_mean
 from sinkscope.results.tables import POSITION, SEQUENCE, SITE, Column
 from sinkscope.text.batch import Batch
@@ -55,23 +55,20 @@ class Activation(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.means = Means("position")
-        self.by_sequence = BySequence()
-        self.maximum: Maxima[tuple[int, str]] = Maxima()
-        self.kept = Kept()
+        self.maximum: Maxima[tuple[int, str]] = Maxima()  # by layer and site
 
     def see_stack(self, stack: Stack, batch: Batch) -> None:
         norms = stack.reading.once(token_norms)
-        for layer, site, at in stack.sites:
-            self.kept.add({"norm": norms[:, at]}, layer=layer, site=site)
+        for layer, site, index in stack.sites:
+            self.pending.add({"norm": norms[:, index]}, layer=layer, site=site)
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        self.kept.add({"norm": value_norms(read.value)}, layer=layer, site="value")
+        self.pending.add({"norm": value_norms(read.value)}, layer=layer, site="value")
 
     def finish(self, batch: Batch) -> None:
         positions = self.settings.positions
-        for _, rows, kept in self.kept.take():
-            norms = kept["norm"]  # (B,L,T)
+        for _, rows, by_layer in self.pending.take():
+            norms = by_layer["norm"]  # (B,L,T)
             present = batch.on(norms.device, "present", positions)
             at_positions = batch.at_positions(norms, LATER.stop)
             statistics = {
@@ -79,21 +76,16 @@ class Activation(Observable):
                 "norm_later": later_mean(at_positions, batch.on(norms.device, "present", LATER.stop)),
                 "norm_smallest": filled(norms, batch.on(norms.device, "valid"), torch.inf).amin(-1),
             }
-            self.by_sequence.add_layers(batch, rows, statistics)
+            self.statistics["activation_by_sequence"].add_layers(batch, rows, statistics)
             norms = batch.at_positions(norms, positions)
-            self.means.add_layers(rows, {"norm_mean": norms}, present)
-            self.maximum.receive(partial(self._add_maxima, rows), filled(norms, present, -torch.inf).amax(0))
-
-    def _add_maxima(self, rows: Sequence[Mapping[str, Any]], largest: torch.Tensor) -> None:
-        for row, own in zip(rows, largest, strict=True):
-            self.maximum.add((row["layer"], row["site"]), own)
+            self.statistics["activation"].add_layers(rows, {"norm_mean": norms}, present)
+            keys = [(row["layer"], row["site"]) for row in rows]
+            self.maximum.receive(partial(self.maximum.add_each, keys), filled(norms, present, -torch.inf).amax(0))
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        largest = np.concatenate([norms.cpu().numpy() for _, norms in sorted(self.maximum.items())])
-        return {
-            "activation": self.means.table().assign(norm_max=largest),
-            "activation_by_sequence": self.by_sequence.table(),
-        }
+        tables = super().tables()
+        tables["activation"]["norm_max"] = np.concatenate([norms.numpy() for _, norms in sorted(self.maximum.items())])
+        return tables
 
 
 class Outlier(Observable):
@@ -111,27 +103,23 @@ class Outlier(Observable):
         ),
     }
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.means = Means()
-        self.kept = Kept()
-
     def see_stack(self, stack: Stack, batch: Batch) -> None:
         of_tokens = stack.reading.once(powers) | {"peak": stack.reading.once(token_peaks)}
-        for layer, site, at in stack.sites:
-            own = {name: x[:, at] for name, x in of_tokens.items()}
-            self.kept.add(own, stack.reading.tensor.shape[-1], layer=layer, site=site)
+        for layer, site, index in stack.sites:
+            of_site = {name: x[:, index] for name, x in of_tokens.items()}
+            self.pending.add(of_site, stack.reading.tensor.shape[-1], layer=layer, site=site)
 
     def finish(self, batch: Batch) -> None:
-        for (width,), rows, kept in self.kept.take():
-            largest = filled(kept.pop("peak"), batch.valid).amax(-1)
-            self.means.add_layers(rows, {"max_inf_norm": largest, "kurtosis": kurtosis(kept, width, batch)})
+        for (width,), rows, by_site in self.pending.take():
+            largest = filled(by_site.pop("peak"), batch.valid).amax(-1)
+            statistics = {"max_inf_norm": largest, "kurtosis": kurtosis(by_site, width, batch)}
+            self.statistics["outlier"].add_layers(rows, statistics)
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        table = self.means.table()
+        table = self.statistics["outlier"].table()
         is_norm = table["site"].isin(NORMS)
-        rows = {"outlier": table[~is_norm], "outlier_norms": table[is_norm]}
-        return {name: own.reset_index(drop=True) for name, own in rows.items()}
+        tables = {"outlier": table[~is_norm], "outlier_norms": table[is_norm]}
+        return {name: rows.reset_index(drop=True) for name, rows in tables.items()}
 
 
 def token_norms(x: torch.Tensor, batch: Batch) -> torch.Tensor:

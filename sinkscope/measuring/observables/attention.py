@@ -9,14 +9,13 @@ import torch
 from transformers import PreTrainedModel
 
 from sinkscope.attention.weights import AttentionRead, column_sums, row_chunks
-from sinkscope.measuring.observables.observable import BySequence, Kept, Means, Observable, Rows, Settings
-from sinkscope.measuring.observables.reductions import filled, mean_over, with_kv_head
+from sinkscope.measuring.observables.observable import Observable, Rows, Settings
+from sinkscope.measuring.observables.reductions import filled, mean_over
 from sinkscope.models.family import Family
 from sinkscope.results.metrics import is_sink, lacks_rate
 from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
-BY_SEQUENCE = ("window_mass", "sink_rate", "sink_mass", "uniform_mass")
 UNIFORM = Column("uniform_mass", "window mass under uniform attention; above ε, there is no sink rate")
 
 
@@ -76,10 +75,7 @@ class Attention(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.by_position, self.by_head, self.outside = Means("head", "position"), Means("head"), Means("head")
-        self.by_sequence, self.heads_by_sequence = BySequence("position"), BySequence("head")
         self.sinks = Rows(list)
-        self.kept = Kept()
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         sums = column_sums(read, batch.columns(self.settings.positions), self.settings.window)
@@ -91,49 +87,53 @@ class Attention(Observable):
         if (outside := outside_mass(read, batch)) is not None:
             statistics["outside"] = outside
         group = read.query.shape[1] // read.key.shape[1]
-        self.kept.add(statistics, read.call.causal, read.call.prefix, layer=layer, group=group)
+        self.pending.add(statistics, read.call.causal, read.call.prefix, layer=layer, group=group)
 
     def finish(self, batch: Batch) -> None:
         positions, window = self.settings.positions, self.settings.window
-        for (causal, prefix), rows, kept in self.kept.take():
-            device, size = kept["window"].device, max(positions, kept["window"].shape[-1])
+        for seen, rows, sums in self.pending.take():  # `seen`: causal, prefix
+            device, size = sums["window"].device, max(positions, sums["window"].shape[-1])
             present, valid = batch.on(device, "present", positions), batch.on(device, "valid")
-            every = window_means(kept["window"], batch, window, size, causal, prefix)
-            uniform = batch.uniform(size, window, causal, prefix)
-            self._list_sinks([row["layer"] for row in rows], every, uniform, batch, (causal, prefix))
-            queries = batch.on(device, "queries", positions, None, causal, prefix)[:, None, None]
+            queries_in_window = batch.on(device, "queries", size, window, *seen)
+            every = batch.at_positions(sums["window"], size) / queries_in_window[:, None, None]  # GS eq. 1
+            uniform = batch.uniform(size, window, *seen)
+            self._list_sinks([row["layer"] for row in rows], every, uniform, batch, seen)
+            queries = batch.on(device, "queries", positions, None, *seen)[:, None, None]
             window_mass, uniform = every[..., :positions], uniform[:, :positions]  # (B,L,H,P), (B,P)
-            uniform_there = batch.on(device, "uniform", size, window, causal, prefix)[:, :positions].to(every)
+            uniform_there = batch.on(device, "uniform", size, window, *seen)[:, :positions].to(every)
             sinks = is_sink(window_mass, self.settings.epsilon).to(every)
             statistics = {
                 "window_mass": window_mass,
-                "sink_mass": batch.at_positions(kept["mass"], positions) / queries,
-                "sink_second_moment": batch.at_positions(kept["second"], positions) / queries,
+                "sink_mass": batch.at_positions(sums["mass"], positions) / queries,
+                "sink_second_moment": batch.at_positions(sums["second"], positions) / queries,
                 "uniform_mass": uniform_there[:, None, None].expand_as(window_mass),
             }
-            self.by_position.add_layers(rows, statistics, present)
+            self.statistics["attention"].add_layers(rows, statistics, present)
             with_rate = self._with_rate(uniform, batch.present(positions))
             with_rate = None if with_rate is None else with_rate.to(device)  # once: each copy waits for the device
-            self.by_position.add_layers(rows, {"sink_rate": sinks}, with_rate)
+            self.statistics["attention"].add_layers(rows, {"sink_rate": sinks}, with_rate)
             statistics["sink_rate"] = filled(sinks, with_rate, torch.nan)
-            over_heads = {name: statistics[name].mean(2, dtype=torch.float64) for name in BY_SEQUENCE}
-            self.by_sequence.add_layers(batch, [{"layer": row["layer"]} for row in rows], over_heads, present)
+            names = ("window_mass", "sink_rate", "sink_mass", "uniform_mass")
+            over_heads = {name: statistics[name].mean(2, dtype=torch.float64) for name in names}
+            layers = [{"layer": row["layer"]} for row in rows]
+            self.statistics["attention_by_sequence"].add_layers(batch, layers, over_heads, present)
             at_first = {name: statistics[name][..., 0] for name in ("window_mass", "sink_mass", "uniform_mass")}
-            self.heads_by_sequence.add_layers(batch, rows, at_first)
+            self.statistics["attention_heads_by_sequence"].add_layers(batch, rows, at_first)
             # NaN if a sequence is too long to read all columns, and then for the mean over sequences
             without = {"entropy": torch.nan, "missing": 0.0}
             entropy, missing = (
-                mean_over(kept[name], valid) if name in kept else torch.full_like(window_mass[..., 0], number)
+                mean_over(sums[name], valid) if name in sums else torch.full_like(window_mass[..., 0], number)
                 for name, number in without.items()
             )
-            self.by_head.add_layers(rows, {"attention_entropy": entropy, "missing_mass": missing})
-            if "outside" in kept:
-                mass = mean_over(kept["outside"], batch.of_text)
-                uniform = uniform_outside(batch, "missing" in kept, causal, prefix)[:, None]
+            heads = {"attention_entropy": entropy, "missing_mass": missing}
+            self.statistics["attention_heads"].add_layers(rows, heads)
+            if "outside" in sums:
+                mass = mean_over(sums["outside"], batch.of_text)
+                uniform = uniform_outside(batch, "missing" in sums, *seen)[:, None]
                 statistics = {"outside_mass": mass, "uniform_mass": uniform[:, None].to(mass).expand_as(mass)}
-                self.outside.add_layers(rows, statistics)
+                self.statistics["attention_outside"].add_layers(rows, statistics)
                 rates = {"sink_rate_outside": is_sink(mass, self.settings.epsilon)}
-                self.outside.add_layers(rows, rates, self._with_rate(uniform, None))
+                self.statistics["attention_outside"].add_layers(rows, rates, self._with_rate(uniform, None))
 
     def _with_rate(self, uniform: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor | None:
         """Return which positions have a sink rate, (B,P); None if all do."""
@@ -143,12 +143,7 @@ class Attention(Observable):
         return None if bool(with_rate.all()) else with_rate
 
     def _list_sinks(
-        self,
-        layers: Sequence[int],
-        window_mass: torch.Tensor,
-        uniform: torch.Tensor,
-        batch: Batch,
-        seen: tuple[bool, int],
+        self, layers: Sequence[int], window_mass: torch.Tensor, uniform: torch.Tensor, batch: Batch, seen: tuple
     ) -> None:
         """List the sinks among the window masses (B,L,H,T) of some layers."""
         sinks = is_sink(window_mass, self.settings.epsilon)
@@ -174,23 +169,11 @@ class Attention(Observable):
         self.sinks.receive(add, where, window_mass[where.unbind(1)])
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        outside = {"attention_outside": with_kv_head(self.outside.table())} if self.outside else {}
-        return outside | {
-            "attention": with_kv_head(self.by_position.table()),
-            "attention_heads": with_kv_head(self.by_head.table()),
-            # without the positions that a sequence does not have
-            "attention_by_sequence": self.by_sequence.table().dropna(subset="window_mass", ignore_index=True),
-            "attention_heads_by_sequence": with_kv_head(self.heads_by_sequence.table()),
-            "sink_positions": self.sinks.table("layer", "head", "sequence", "position"),
-        }
-
-
-def window_means(
-    window_sums: torch.Tensor, batch: Batch, window: int, positions: int, causal: bool = True, prefix: int = 0
-) -> torch.Tensor:
-    """Turn sums over the queries in the window, by column (B,L,H,T), into means by position, (B,L,H,P): GS eq. 1."""
-    queries = batch.on(window_sums.device, "queries", positions, window, causal, prefix)
-    return batch.at_positions(window_sums, positions) / queries[:, None, None]
+        tables = super().tables()
+        # without the positions that a sequence does not have
+        present = tables["attention_by_sequence"].dropna(subset="window_mass", ignore_index=True)
+        sinks = self.sinks.table("layer", "head", "sequence", "position")
+        return tables | {"attention_by_sequence": present, "sink_positions": sinks}
 
 
 def outside_mass(read: AttentionRead, batch: Batch) -> torch.Tensor | None:
@@ -231,10 +214,6 @@ class WindowEdge(Observable):
         ),
     }
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.by_sequence = BySequence()
-
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
         if getattr(model.config.get_text_config(), "sliding_window", None) is None:
@@ -256,9 +235,8 @@ class WindowEdge(Observable):
             queries += edge[:, 0].sum(-1)
         if bool(queries.any()):
             mean = mass.mean(1) / queries  # NaN for sequences without such queries
-            self.by_sequence.add(batch, {"edge_mass": mean, "edge_queries": queries}, layer=layer)
+            statistics = {"edge_mass": mean, "edge_queries": queries}
+            self.statistics["window_edge_by_sequence"].add(batch, statistics, layer=layer)
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        if not self.by_sequence:
-            return {}
-        return {"window_edge_by_sequence": self.by_sequence.table().dropna(ignore_index=True)}
+        return {name: table.dropna(ignore_index=True) for name, table in super().tables().items()}

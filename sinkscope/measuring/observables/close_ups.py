@@ -49,7 +49,7 @@ class AttentionMaps(Observable):
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         shown = first_tokens(batch)
-        chosen = sorted(head for at, head in self.heads if at == layer)
+        chosen = sorted(head for chosen_layer, head in self.heads if chosen_layer == layer)
         if not chosen:
             return
         weights = weights_among(read, shown, chosen)
@@ -150,5 +150,6 @@ def first_tokens(batch: Batch, most: int = SHOWN) -> slice:
 
 def weights_among(read: AttentionRead, tokens: slice, heads: Sequence[int] | slice = slice(None)) -> torch.Tensor:
     """Return the weights of some heads among some tokens of the first sequence, (heads, query, key)."""
-    chunks = (slice(at, min(at + ROW_CHUNK, tokens.stop)) for at in range(tokens.start, tokens.stop, ROW_CHUNK))
+    starts = range(tokens.start, tokens.stop, ROW_CHUNK)
+    chunks = (slice(start, min(start + ROW_CHUNK, tokens.stop)) for start in starts)
     return torch.cat([read.weights(rows, tokens)[0][0, heads] for rows in chunks], dim=1)

@@ -8,10 +8,9 @@ how tight they are is a finding.
 
 from typing import ClassVar
 
-import pandas as pd
 import torch
 
-from sinkscope.measuring.observables.observable import BySequence, Means, Observable, Reading, Settings
+from sinkscope.measuring.observables.observable import Observable, Reading
 from sinkscope.measuring.observables.reductions import filled
 from sinkscope.results.tables import SEQUENCE, Column
 from sinkscope.text.batch import Batch
@@ -37,18 +36,11 @@ class Entropy(Observable):
     by_default = False
     columns: ClassVar = {"entropy": ENTROPIES, "entropy_by_sequence": (SEQUENCE, *ENTROPIES)}
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.means, self.by_sequence = Means(), BySequence()
-
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         states = batch.tokens_at(reading.tensor, int(batch.lengths.max())).double()  # zero past a sequence's end
         statistics = valley(states, batch.on(states.device, "lengths").to(states))
-        self.means.add(statistics, layer=layer)
-        self.by_sequence.add(batch, statistics, layer=layer)
-
-    def tables(self) -> dict[str, pd.DataFrame]:
-        return {"entropy": self.means.table(), "entropy_by_sequence": self.by_sequence.table()}
+        self.statistics["entropy"].add(statistics, layer=layer)
+        self.statistics["entropy_by_sequence"].add(batch, statistics, layer=layer)
 
 
 def spectrum(x: torch.Tensor) -> torch.Tensor:

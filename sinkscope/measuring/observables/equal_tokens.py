@@ -13,13 +13,12 @@ from queries that see few keys, so states differ after the first layer.
 
 from typing import ClassVar
 
-import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import repeat_heads, upcast
 from sinkscope.attention.weights import AttentionRead, keys_seen, row_chunks
-from sinkscope.measuring.observables.observable import BySequence, Observable, Reading, Settings
+from sinkscope.measuring.observables.observable import Observable, Reading, Settings
 from sinkscope.measuring.observables.reductions import filled
 from sinkscope.models.family import NO_POSITIONS, Family
 from sinkscope.results.tables import SEQUENCE, Column
@@ -53,7 +52,6 @@ class EqualTokens(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.by_sequence = BySequence()
         self.attention: dict[str, torch.Tensor] = {}  # statistics of the current layer
 
     @classmethod
@@ -84,10 +82,7 @@ class EqualTokens(Observable):
         for name in ("weight_difference", "bound_share", "bound_ratio"):
             statistics[name] = self.attention.pop(name, nothing)
         kind = self.family.positions_at(layer) if self.family.block(layer).attention else ""
-        self.by_sequence.add(batch, statistics, layer=layer, positions=kind)
-
-    def tables(self) -> dict[str, pd.DataFrame]:
-        return {"equal_tokens": self.by_sequence.table()}
+        self.statistics["equal_tokens"].add(batch, statistics, layer=layer, positions=kind)
 
 
 def state_difference(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import grouped_matmul, repeat_heads, upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
-from sinkscope.measuring.observables.observable import BySequence, Kept, Maxima, Means, Observable, Settings, Sums
+from sinkscope.measuring.observables.observable import Maxima, Observable, Settings, Sums
 from sinkscope.measuring.observables.reductions import LATER, filled, later_mean, long_table, with_kv_head
 from sinkscope.models.family import Family
 from sinkscope.results.findings import CLOSED
@@ -51,12 +51,6 @@ class Geometry(Observable):
         ),
     }  # fmt: skip
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.means = Means("head", "position")
-        self.by_sequence = BySequence("head")
-        self.kept = Kept()
-
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         heads = read.query.shape[1]
         group = heads // read.key.shape[1]
@@ -67,29 +61,25 @@ class Geometry(Observable):
         columns = batch.columns(max(self.settings.positions, LATER.stop))
         sums_of = causal_pair_sums if read.is_plain else masked_pair_means
         pairs = sums_of(read, norms["query_norm"], norms["key_norm"], columns)
-        self.kept.add(norms | pairs, read.call.scaling, layer=layer, group=group)
+        self.pending.add(norms | pairs, read.call.scaling, layer=layer, group=group)
 
     def finish(self, batch: Batch) -> None:
         positions = self.settings.positions
         columns = max(positions, LATER.stop)
-        for (scaling,), rows, kept in self.kept.take():
-            device = next(iter(kept.values())).device
+        for (scaling,), rows, by_column in self.pending.take():
+            device = by_column["key_norm"].device
             present = batch.on(device, "present", columns)
-            if "dots" in kept:
-                kept |= causal_pair_means(kept.pop("dots"), kept.pop("row_sum"), kept, scaling)
-            at_positions = {name: batch.at_positions(statistic, columns) for name, statistic in kept.items()}
+            if "dots" in by_column:
+                by_column |= causal_pair_means(by_column.pop("dots"), by_column.pop("row_sum"), by_column, scaling)
+            at_positions = {name: batch.at_positions(statistic, columns) for name, statistic in by_column.items()}
             first = {name: statistic[..., :positions] for name, statistic in at_positions.items()}
-            self.means.add_layers(rows, first, batch.on(device, "present", positions))
+            self.statistics["geometry"].add_layers(rows, first, batch.on(device, "present", positions))
             by_sequence = {}
             for name in ("key_norm", "value_norm", "qk_cosine", "qk_norm_product"):
                 by_sequence[name] = at_positions[name][..., 0]
                 by_sequence[f"{name}_later"] = later_mean(at_positions[name], present)
             by_sequence["sink_logit_gap"] = at_positions["sink_logit_gap"][..., 0]
-            self.by_sequence.add_layers(batch, rows, by_sequence)
-
-    def tables(self) -> dict[str, pd.DataFrame]:
-        tables = {"geometry": self.means.table(), "geometry_by_sequence": self.by_sequence.table()}
-        return {name: with_kv_head(table) for name, table in tables.items()}
+            self.statistics["geometry_by_sequence"].add_layers(batch, rows, by_sequence)
 
 
 class LargestLogit(Observable):
@@ -111,14 +101,14 @@ class LargestLogit(Observable):
         self.largest: Maxima[tuple[int, int]] = Maxima()  # (layer, query heads of a key head) → (H,)
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        found = torch.zeros_like(read.lse[0, :, 0])
+        largest = torch.zeros_like(read.lse[0, :, 0])
         for rows in row_chunks(read.length):
             keys = read.keys(rows)
             allowed, logits = read.allowed(rows, keys), read.logits(rows, keys).abs()
             seen = logits if allowed is None else logits.masked_fill(~allowed, 0.0)
-            found = torch.maximum(found, seen.amax((0, 2, 3)))
+            largest = torch.maximum(largest, seen.amax((0, 2, 3)))
         group = read.query.shape[1] // read.key.shape[1]
-        self.largest.receive(partial(self.largest.add, (layer, group)), found)
+        self.largest.receive(partial(self.largest.add, (layer, group)), largest)
 
     def tables(self) -> dict[str, pd.DataFrame]:
         heads = [
@@ -154,7 +144,6 @@ class Gate(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.means = Means("head", "position")
         self.moments: Sums[tuple[int, int]] = Sums()  # number of tokens, sum, sum of squares and closed gates by head
 
     @classmethod
@@ -163,15 +152,15 @@ class Gate(Observable):
 
     def see_gate(self, layer: int, gate: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:
         positions = self.settings.positions
-        heads = gate.shape[-1]
+        heads, group = gate.shape[-1], gate.shape[-1] // value.shape[2]
         norms = torch.linalg.vector_norm(upcast(value), dim=-1).transpose(1, 2)
         by_column = {"gate": upcast(gate).transpose(1, 2), "raw_value_norm": repeat_heads(norms, heads)}
         at_positions = {name: batch.at_positions(x, positions) for name, x in by_column.items()}
-        self.means.add(at_positions, batch.present(positions), layer=layer, group=heads // value.shape[2])
+        self.statistics["gate"].add(at_positions, batch.present(positions), layer=layer, group=group)
         gates = by_column["gate"].double()
         moments = torch.stack([torch.ones_like(gates), gates, gates.square(), (gates < CLOSED).double()])
         sums = filled(moments.movedim(0, 1), batch.valid).sum((0, 3))  # (4, heads)
-        self.moments.receive(partial(self.moments.add, (layer, heads // value.shape[2])), sums)
+        self.moments.receive(partial(self.moments.add, (layer, group)), sums)
 
     def tables(self) -> dict[str, pd.DataFrame]:
         parts = []
@@ -181,7 +170,7 @@ class Gate(Observable):
             spread = np.sqrt(np.maximum(0.0, squares / count - mean**2))
             columns = {"mean": mean, "closed": closed / count, "deviation": spread}
             parts.append(({"layer": layer, "group": group, "head": range(len(mean))}, columns))
-        return {"gate": with_kv_head(self.means.table()), "gate_heads": with_kv_head(long_table(parts))}
+        return super().tables() | {"gate_heads": with_kv_head(long_table(parts))}
 
 
 def causal_pair_sums(
@@ -200,7 +189,15 @@ def causal_pair_sums(
     weights = torch.stack([1 / query_norm.clamp(min=tiny), (seen * per_other).expand_as(query_norm)], dim=2)
     key_sum = read.key.cumsum(2)[:, :, None]  # (B,K,1,T,d)
     row_sum = (read.query.unflatten(1, (read.key.shape[1], -1)) * key_sum).sum(-1).flatten(1, 2)
-    return {"dots": weighted_dots_from(weights, read, columns), "row_sum": row_sum}
+    # from the last chunk of keys to the first, so that no sum is a small difference of large numbers
+    dots = []
+    later = weights[..., columns:] @ read.query[:, :, columns:]  # (B,H,2,d): Σ w_t q_t after the chunk
+    for rows in reversed(list(row_chunks(columns))):
+        within = query_dot_key(read, rows, rows).tril_()
+        dots.append(weights[..., rows] @ within + grouped_matmul(later, read.key[:, :, rows].transpose(-1, -2)))
+        if rows.start:
+            later = later + weights[..., rows] @ read.query[:, :, rows]
+    return {"dots": torch.cat(dots[::-1], dim=-1) if len(dots) > 1 else dots[0], "row_sum": row_sum}
 
 
 def causal_pair_means(
@@ -233,19 +230,6 @@ def keys_seen_by(length: int, device: torch.device, dtype: torch.dtype) -> tuple
     return seen, torch.where(seen > 1, 1 / (seen - 1).clamp(min=1), 0.0)
 
 
-def weighted_dots_from(weights: torch.Tensor, read: AttentionRead, columns: int) -> torch.Tensor:
-    """Return Σ_{t≥s} w_t q_t·k_s, (B,H,n,C), for weights (B,H,n,T) and the first `columns` keys s."""
-    # from the last chunk of keys to the first, so that no sum is a small difference of large numbers
-    sums = []
-    later = weights[..., columns:] @ read.query[:, :, columns:]  # (B,H,n,d): Σ w_t q_t after the chunk
-    for rows in reversed(list(row_chunks(columns))):
-        own = query_dot_key(read, rows, rows).tril_()
-        sums.append(weights[..., rows] @ own + grouped_matmul(later, read.key[:, :, rows].transpose(-1, -2)))
-        if rows.start:
-            later = later + weights[..., rows] @ read.query[:, :, rows]
-    return torch.cat(sums[::-1], dim=-1) if len(sums) > 1 else sums[0]
-
-
 def sum_from(x: torch.Tensor, columns: int) -> torch.Tensor:
     """Return Σ_{t≥s} x_t for the first `columns` s, (…,T) → (…,C)."""
     # summed backward in float64, because otherwise the last sums would be small differences of large numbers
@@ -257,10 +241,13 @@ def masked_pair_means(
     read: AttentionRead, query_norm: torch.Tensor, key_norm: torch.Tensor, columns: int
 ) -> dict[str, torch.Tensor]:
     """Compute `causal_pair_means` under any mask, softcap or bias, in row chunks."""
-    row_sum, row_count = row_logits(read)
-    shape = (*read.lse.shape[:2], columns)
-    cosine, product, gap = (read.lse.new_zeros(shape) for _ in range(3))
-    pairs, gaps = (read.lse.new_zeros(shape) for _ in range(2))
+    row_sum, row_count = torch.zeros_like(read.lse), torch.zeros_like(read.lse)  # of each query's allowed keys
+    for rows in row_chunks(read.length):
+        cols = read.keys(rows)
+        allowed, logits = read.allowed(rows, cols), read.logits(rows, cols)
+        row_sum[..., rows] = (logits if allowed is None else logits.masked_fill(~allowed, 0.0)).sum(-1)
+        row_count[..., rows] = cols.stop if allowed is None else allowed.sum(-1).to(row_count.dtype)
+    cosine, product, gap, pairs, gaps = read.lse.new_zeros(5, *read.lse.shape[:2], columns)
     for rows in row_chunks(read.length):
         cols = read.keys(rows, columns)
         logits = read.logits(rows, cols)
@@ -282,15 +269,3 @@ def masked_pair_means(
 
 def query_dot_key(read: AttentionRead, rows: slice, cols: slice) -> torch.Tensor:
     return grouped_matmul(upcast(read.query[:, :, rows]), upcast(read.key[:, :, cols]).transpose(-1, -2))
-
-
-def row_logits(read: AttentionRead) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum (B,H,T) and number (B,H,T) of the logits of each query's allowed keys."""
-    total, count = torch.zeros_like(read.lse), torch.zeros_like(read.lse)
-    for rows in row_chunks(read.length):
-        cols = read.keys(rows)
-        allowed = read.allowed(rows, cols)
-        logits = read.logits(rows, cols)
-        total[..., rows] = (logits if allowed is None else logits.masked_fill(~allowed, 0.0)).sum(-1)
-        count[..., rows] = cols.stop if allowed is None else allowed.sum(-1).to(count.dtype)
-    return total, count

@@ -10,7 +10,7 @@ noise four times, while the delete-a-group jackknife counts each sequence once.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ClassVar, Self
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
 from sinkscope.errors import SinkscopeError
-from sinkscope.measuring.observables.observable import Accumulator, BySequence, Kept, Means, Observable, Settings, Sums
+from sinkscope.measuring.observables.observable import Accumulator, Observable, Settings, Sums
 from sinkscope.measuring.observables.reductions import ALL_HEADS, GROUPS, filled, long_table
 from sinkscope.models.family import RESIDUAL_SITES, Block, Family
 from sinkscope.models.packed import without_gradients
@@ -203,7 +203,7 @@ class TheoremOne(Accumulator):
         return table.assign(holds=((1 - ROUND_OFF) * lower <= measured) & (measured <= (1 + ROUND_OFF) * upper))
 
 
-@cache
+@cache  # because each copy waits for the device
 def _gram_queries(length: int, device: torch.device) -> torch.Tensor:
     return torch.linspace(0, length - 1, min(GRAM_QUERIES, length)).round().long().to(device)
 
@@ -341,15 +341,12 @@ class Gradient(Observable):
         super().__init__(settings)
         self.pathways: Sums[tuple[int, str]] = Sums()  # the gradient summed over all sequences, (heads,P,d)
         self.groups = GroupSums()
-        self.ratios, self.bounds = Means("position"), Means("position")
-        self.by_sequence = BySequence("position")
         self.gains: dict[tuple[int, str], NormGain] = {}
         self.branches: dict[int, dict[str, Branch]] = {}  # by layer
         # gradients at layers' inputs: numbers of zero ones of the predicting tokens, of all of these tokens, and of
         # overflowed ones of any token, (3,)
         self.counts: Sums[str] = Sums()
         self.theorem = TheoremOne(settings.positions)
-        self.kept = Kept()
         # of this batch, until they have been used
         self._seen: dict[tuple[int, str], torch.Tensor] = {}  # gradients by layer and site
         self._norms: dict[tuple[int, str], torch.Tensor] = {}  # ‖x‖ of the branches' inputs, (B,T)
@@ -384,10 +381,16 @@ class Gradient(Observable):
             # gives round-off instead.
             constant = pathway == "query" and read.call.one_key_has_weight_one and not read.call.looks_ahead
             _hook(getattr(read, pathway), partial(self._on_pathway, layer, pathway, batch, constant))
-        _hook(mix, partial(self._on_mix, layer, read.detached()))
+        detached = read.detached()
+
+        def on_mix(gradient: torch.Tensor) -> None:
+            """Add g = ∇y (B,T,H,d), the gradient of each head's mix."""
+            self._routed[layer] = self.theorem.add_upstream(layer, detached, upcast(gradient).transpose(1, 2))
+
+        _hook(mix, on_mix)
 
     def watch_raw_value(self, layer: int, value: torch.Tensor, batch: Batch) -> None:
-        value.register_hook(lambda found: self._on_pathway(layer, "raw_value", batch, False, found.transpose(1, 2)))
+        value.register_hook(lambda grad: self._on_pathway(layer, "raw_value", batch, False, grad.transpose(1, 2)))
 
     # --- the backward pass: last layer first
 
@@ -398,19 +401,15 @@ class Gradient(Observable):
             self._add_pathway(layer, "query_measured", gradient[:, :1])
         if first_is_zero:
             gradient = torch.cat([torch.zeros_like(gradient[:, :1]), gradient[:, 1:]], dim=1)
-        kept = self.groups.near((layer, pathway), gradient)
-        self._add_pathway(layer, pathway, kept)
-        self.groups.add((layer, pathway), kept, batch)
+        beside_sums = self.groups.near((layer, pathway), gradient)
+        self._add_pathway(layer, pathway, beside_sums)
+        self.groups.add((layer, pathway), beside_sums, batch)
         if pathway == "value":
             self.theorem.add_value_gradient(layer, gradient.transpose(1, 2), self._routed.pop(layer), batch)
 
     def _add_pathway(self, layer: int, pathway: str, gradient: torch.Tensor) -> None:
         """Add the gradients (B,P,heads,d) of one batch."""
         self.pathways.add((layer, pathway), gradient.sum(0, dtype=torch.float64).transpose(0, 1))  # (heads,P,d)
-
-    def _on_mix(self, layer: int, read: AttentionRead, gradient: torch.Tensor) -> None:
-        """Add g = ∇y (B,T,H,d), the gradient of each head's mix."""
-        self._routed[layer] = self.theorem.add_upstream(layer, read, upcast(gradient).transpose(1, 2))
 
     def _on_stream(self, layer: int, site: str, batch: Batch, scale: float, gradient: torch.Tensor) -> None:
         """Store the gradient at a residual-stream site (B,T,D) of the sum's term, which is `scale` · tensor."""
@@ -419,8 +418,25 @@ class Gradient(Observable):
         gradient = gradient.reshape(*batch.token_ids.shape, -1)
         self._seen[layer, site] = gradient if scale == 1.0 else gradient / scale
         for name, branch in self.branches[layer].items():
-            if site == branch.x:  # the last of a branch's gradients
-                self._add_ratios(layer, name, branch, batch)
+            # x is the last of a branch's gradients; without r, the branch's output does not depend on the tokens
+            if site != branch.x or (layer, branch.r) not in self._seen:
+                continue
+            r = self._seen[layer, branch.r]
+            # accelerate moves the input of a layer on another device only after it has been read
+            x = self._seen[layer, branch.x].to(r.device)
+            y, z = (None if site is None else self._seen[layer, site].to(r.device) for site in (branch.y, branch.z))
+            norm = partial(torch.linalg.vector_norm, dim=-1)
+            input_norm = self._norms.pop((layer, name)).to(r.device)
+            undefined = torch.full_like(input_norm, torch.nan)  # by this family's wiring
+            ratios = {  # GS eq. 3
+                "input_norm": input_norm,
+                "bloat": undefined if y is None else norm(y) / norm(r),
+                "compress": undefined if y is None or z is None else norm(x - z) / norm(y),
+                "change": undefined if z is None else norm(x) / norm(z),
+            }
+            if (layer, name) in self.gains:
+                ratios["bound"] = self._bounds.pop((layer, name)).to(r.device)
+            self.pending.add(ratios, layer=layer, branch=name)
         if site == "layer_in":
             norms = torch.linalg.vector_norm(self._seen[layer, site], dim=-1)
             in_loss = batch.on(norms.device, "in_loss")
@@ -429,56 +445,27 @@ class Gradient(Observable):
             for key in [key for key in self._seen if key[0] == layer]:
                 del self._seen[key]
 
-    def _add_ratios(self, layer: int, name: str, branch: Branch, batch: Batch) -> None:
-        """Compute GS eq. 3 for one branch; NaN if this family's wiring does not define a ratio."""
-        if (layer, branch.r) not in self._seen:  # the branch's output does not depend on the tokens
-            return
-        r = self._seen[layer, branch.r]
-        # accelerate moves the input of a layer on another device only after it has been read
-        x = self._seen[layer, branch.x].to(r.device)
-        y, z = (None if site is None else self._seen[layer, site].to(r.device) for site in (branch.y, branch.z))
-        norm = partial(torch.linalg.vector_norm, dim=-1)
-        input_norm = self._norms.pop((layer, name)).to(r.device)
-        undefined = torch.full_like(input_norm, torch.nan)
-        compress = undefined if y is None or z is None else norm(x - z) / norm(y)
-        ratios = {
-            "input_norm": input_norm,
-            "bloat": undefined if y is None else norm(y) / norm(r),
-            "compress": compress,
-            "change": undefined if z is None else norm(x) / norm(z),
-        }
-        if (layer, name) in self.gains:
-            ratios["bound"] = self._bounds.pop((layer, name)).to(r.device)
-        self.kept.add(ratios, layer=layer, branch=name)
-
     def finish(self, batch: Batch) -> None:
-        for _, rows, kept in self.kept.take():
-            ratios = {name: kept[name] for name in ("input_norm", "bloat", "compress", "change")}
-            finite = self._add_means(self.ratios, rows, ratios, batch)
-            present = batch.on(kept["change"].device, "present", self.settings.positions)
-            self.by_sequence.add_layers(batch, rows, finite, present)
-            if "bound" not in kept:
-                continue
-            bound, compress = kept["bound"], kept["compress"]
-            # half a percent for the round-off of the two gradients' difference
-            within = (compress <= 1.005 * bound).to(bound.dtype)
-            holds = torch.where(compress.isfinite(), within, torch.nan)
-            checks = {"measured": compress, "bound": bound, "holds": holds, "tightness": compress / bound}
-            self._add_means(self.bounds, rows, checks, batch)
-
-    def _add_means(
-        self, means: Means, rows: Sequence[Mapping[str, Any]], statistics: dict[str, torch.Tensor], batch: Batch
-    ) -> dict[str, torch.Tensor]:
-        """Add statistics (B,L,T) where they are finite; return them by position, (B,L,P), NaN where they are not."""
-        finite = {}
-        for name, statistic in statistics.items():
-            present = batch.on(statistic.device, "present", self.settings.positions)
-            at_positions = batch.at_positions(statistic, self.settings.positions)
-            defined = at_positions.isfinite()
-            finite[name] = at_positions.masked_fill(~defined, torch.nan)
-            counted = defined if present is None else defined & present[:, None]
-            means.add_layers(rows, {name: at_positions}, counted)
-        return finite
+        for _, rows, by_token in self.pending.take():
+            bound, compress = by_token.pop("bound", None), by_token["compress"]
+            present = batch.on(compress.device, "present", self.settings.positions)
+            tables = {"gradient_ratio": by_token}
+            if bound is not None:
+                # half a percent for the round-off of the two gradients' difference
+                within = (compress <= 1.005 * bound).to(bound.dtype)
+                holds = torch.where(compress.isfinite(), within, torch.nan)
+                checks = {"measured": compress, "bound": bound, "holds": holds, "tightness": compress / bound}
+                tables["norm_bound"] = checks
+            for table, statistics in tables.items():  # (B,L,T), means where they are finite
+                finite = {}
+                for name, statistic in statistics.items():
+                    at_positions = batch.at_positions(statistic, self.settings.positions)
+                    defined = at_positions.isfinite()
+                    finite[name] = at_positions.masked_fill(~defined, torch.nan)
+                    counted = defined if present is None else defined & present[:, None]
+                    self.statistics[table].add_layers(rows, {name: at_positions}, counted)
+                if table == "gradient_ratio":
+                    self.statistics["gradient_ratio_by_sequence"].add_layers(batch, rows, finite, present)
 
     def notices(self) -> list[str]:
         vanished, every, overflowed = self.counts.get("tokens", torch.zeros(3)).tolist()
@@ -490,20 +477,16 @@ class Gradient(Observable):
         return []
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        tables = {"norm_bound": self._table_of("norm_bound", self.bounds)}
+        # without rows if the loss depends on no branch; the ratios by sequence then are no table
+        expected = ("norm_bound", "gradient_ratio") if any(self.branches.values()) else ("norm_bound",)
+        tables = {name: pd.DataFrame(columns=["layer", *names_of(self.columns[name])]) for name in expected}
+        tables |= super().tables()
         if self.pathways:
             norms = {key: torch.linalg.vector_norm(total, dim=-1) for key, total in sorted(self.pathways.items())}
             parts = [_rows_of_norms(key, norm * self.loss_scale, norm.dtype) for key, norm in norms.items()]
             tables |= {"gradient": long_table(parts), "gradient_by_group": self.groups.table(self.pathways)}
             tables["gradient_check"] = self.theorem.table()
-        if any(self.branches.values()):
-            tables["gradient_ratio"] = self._table_of("gradient_ratio", self.ratios)
-        if self.by_sequence:  # the loss may depend on no branch
-            tables["gradient_ratio_by_sequence"] = self.by_sequence.table()
         return tables
-
-    def _table_of(self, name: str, means: Means) -> pd.DataFrame:
-        return means.table() if means else pd.DataFrame(columns=["layer", *names_of(self.columns[name])])
 
 
 def _hook(tensor: torch.Tensor, reduce: Callable[[torch.Tensor], None]) -> None:

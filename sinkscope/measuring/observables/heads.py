@@ -2,13 +2,12 @@
 
 from typing import ClassVar
 
-import pandas as pd
 import torch
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
-from sinkscope.measuring.observables.observable import Means, Observable, Settings
-from sinkscope.measuring.observables.reductions import mean_over, with_kv_head
+from sinkscope.measuring.observables.observable import Observable
+from sinkscope.measuring.observables.reductions import mean_over
 from sinkscope.results.tables import HEAD, KV_HEAD, Column
 from sinkscope.text.batch import Batch
 
@@ -34,10 +33,6 @@ class HeadScores(Observable):
         ),
     }  # fmt: skip
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
-        self.means = Means("head")
-
     def see_mix(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
         valid = batch.on(mix.device, "valid")
         norm = mean_over(torch.linalg.vector_norm(upcast(mix), dim=-1).transpose(1, 2), valid)  # (B,H)
@@ -48,7 +43,5 @@ class HeadScores(Observable):
             "relative_norm": norm / norm.mean(1, keepdim=True),
             "first_mass": mean_over(batch.at_positions(to_first, 1)[..., 0], valid),
         }
-        self.means.add(statistics, layer=layer, group=read.query.shape[1] // read.key.shape[1])
-
-    def tables(self) -> dict[str, pd.DataFrame]:
-        return {"head_scores": with_kv_head(self.means.table())} if self.means else {}
+        group = read.query.shape[1] // read.key.shape[1]
+        self.statistics["head_scores"].add(statistics, layer=layer, group=group)

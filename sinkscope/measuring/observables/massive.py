@@ -10,7 +10,7 @@ import torch
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.measuring.observables.activation import token_peaks
-from sinkscope.measuring.observables.observable import COPIED, Kept, Observable, Rows, Settings, Stack
+from sinkscope.measuring.observables.observable import COPIED, Observable, Rows, Settings, Stack
 from sinkscope.measuring.observables.reductions import filled
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
@@ -48,7 +48,6 @@ class Massive(Observable):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.rows, self.others = Rows(list), Rows(list)
-        self.kept = Kept()
         self.states: list[tuple[Sequence[int], torch.Tensor, torch.Tensor]] = []  # layers, (B,L,T,D), peaks (B,L,T)
 
     def see_stack(self, stack: Stack, batch: Batch) -> None:
@@ -56,7 +55,7 @@ class Massive(Observable):
         hidden, peaks = stack.reading.tensor, stack.reading.once(token_peaks)
         is_copy = hidden.shape[1] > len(places)  # of the stack, which also has other sites
         if is_copy:
-            hidden, peaks = (torch.stack([x[:, at] for at in places], dim=1) for x in (hidden, peaks))
+            hidden, peaks = (torch.stack([x[:, index] for index in places], dim=1) for x in (hidden, peaks))
         if self.states and self.states[-1][1].device != hidden.device:  # the model is on several
             self._reduce(batch)
         self.states.append((layers, hidden, peaks))
@@ -79,10 +78,10 @@ class Massive(Observable):
         largest, token = peaks.max(-1)  # (B,L)
         row = hidden.gather(2, token[..., None, None].expand(-1, -1, 1, hidden.shape[-1])).abs()
         coordinate = row.argmax(-1)  # (B,L,1)
-        column = hidden.gather(3, coordinate[..., None].expand(-1, -1, hidden.shape[2], 1))[..., 0]
-        found = {"largest": largest, "token": token, "coordinate": coordinate[..., 0], "column": upcast(column).abs()}
-        for at, layer in enumerate(layers):
-            self.kept.add({name: x[:, at] for name, x in found.items()}, layer=layer)
+        column = upcast(hidden.gather(3, coordinate[..., None].expand(-1, -1, hidden.shape[2], 1))[..., 0]).abs()
+        largest_ones = {"largest": largest, "token": token, "coordinate": coordinate[..., 0], "column": column}
+        for index, layer in enumerate(layers):
+            self.pending.add({name: x[:, index] for name, x in largest_ones.items()}, layer=layer)
 
     def _list_entries(
         self, layers: Sequence[int], batch: Batch, entries: torch.Tensor, values: torch.Tensor, medians: torch.Tensor
@@ -110,30 +109,20 @@ class Massive(Observable):
 
     def finish(self, batch: Batch) -> None:
         self._reduce(batch)
-        for _, rows, kept in self.kept.take():
+        for _, rows, by_layer in self.pending.take():
             layers = np.array([row["layer"] for row in rows])
-            kept["column"] = medians_elsewhere(kept["column"], kept["token"], batch)
-            self.others.receive(partial(self._list_others, layers, batch), *kept.values())
+            largest, token, coordinate, column = by_layer.values()
+            elsewhere = medians_elsewhere(column, token, batch)
+            self.others.receive(partial(self._list_others, layers, batch), largest, token, coordinate, elsewhere)
 
-    def _list_others(
-        self,
-        layers: np.ndarray,
-        batch: Batch,
-        largest: torch.Tensor,
-        token: torch.Tensor,
-        coordinate: torch.Tensor,
-        elsewhere: torch.Tensor,
-    ) -> None:
+    def _list_others(self, layers: np.ndarray, batch: Batch, *columns: torch.Tensor) -> None:
+        largest, token, coordinate, elsewhere = (x.numpy() for x in columns)  # (B,L) each
         sequence, layer = np.indices(largest.shape)
-        columns = {
-            "layer": layers[layer],
-            "sequence": sequence + batch.first,
-            "position": (token - batch.start[:, None]).numpy(),
-            "coordinate": coordinate.numpy(),
-            "largest": largest.double().numpy(),
-            "elsewhere": elsewhere.numpy(),
-        }
-        self.others.add({name: column.ravel() for name, column in columns.items()})
+        self.others.add({
+            "layer": layers[layer].ravel(), "sequence": sequence.ravel() + batch.first,
+            "position": (token - batch.start.numpy()[:, None]).ravel(), "coordinate": coordinate.ravel(),
+            "largest": largest.astype(np.float64).ravel(), "elsewhere": elsewhere.ravel(),
+        })  # fmt: skip
 
     def tables(self) -> dict[str, pd.DataFrame]:
         table = self.rows.table("layer", "sequence")  # within a sequence, the largest entry stays first
@@ -183,8 +172,8 @@ def median_magnitudes(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Return the (lower) median magnitude of each sequence's states (B,L,T,D), (B,L), in float32 or better."""
     if hidden.device.type == "cpu":
         ends = zip(hidden, batch.start.tolist(), (batch.start + batch.lengths).tolist(), strict=True)
-        own = [[median_magnitude(entries) for entries in states[:, start:stop]] for states, start, stop in ends]
-        return torch.tensor(own, dtype=own[0][0].dtype)
+        medians = [[median_magnitude(entries) for entries in states[:, start:stop]] for states, start, stop in ends]
+        return torch.tensor(medians, dtype=medians[0][0].dtype)
     magnitudes = hidden.abs()
     if batch.valid is not None:  # above all numbers
         magnitudes = magnitudes.masked_fill(~batch.on(hidden.device, "valid")[:, None, :, None], torch.inf)
@@ -202,8 +191,8 @@ def median_magnitude(x: torch.Tensor) -> torch.Tensor:
         return selected_by_digits(x.abs().flatten(), torch.tensor([(x.numel() - 1) // 2], device=x.device))
     magnitude = upcast(x.abs()).flatten()
     bits = magnitude.view(torch.int64 if magnitude.dtype == torch.float64 else torch.int32)
-    found = selected(bits.numpy(), (len(bits) - 1) // 2)
-    return torch.from_numpy(found).view(magnitude.dtype)[0]
+    median = selected(bits.numpy(), (len(bits) - 1) // 2)
+    return torch.from_numpy(median).view(magnitude.dtype)[0]
 
 
 def selected_by_digits(magnitudes: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -214,7 +203,7 @@ def selected_by_digits(magnitudes: torch.Tensor, index: torch.Tensor) -> torch.T
     """
     width = 8 * magnitudes.itemsize
     bits = magnitudes.contiguous().view({16: torch.int16, 32: torch.int32, 64: torch.int64}[width])
-    index, found = index.expand(*bits.shape[:-1], 1), index.new_zeros(1)
+    index, prefix = index.expand(*bits.shape[:-1], 1), index.new_zeros(1)
     alike = torch.ones(1, dtype=torch.int32, device=bits.device).expand_as(bits)
     for shift in range(width - 16, -1, -16):
         digits = (bits >> shift).to(torch.int64) & (DIGITS - 1)
@@ -222,10 +211,10 @@ def selected_by_digits(magnitudes: torch.Tensor, index: torch.Tensor) -> torch.T
         upto = counts.scatter_add_(-1, digits, alike).cumsum(-1)
         digit = torch.searchsorted(upto, index + 1)
         index = index - torch.where(digit > 0, upto.gather(-1, (digit - 1).clamp(min=0)), 0)
-        found = found << 16 | digit
+        prefix = prefix << 16 | digit
         if shift:
-            alike = (bits >> shift == found).to(torch.int32)
-    return upcast(found.to(bits.dtype).view(magnitudes.dtype))[..., 0]
+            alike = (bits >> shift == prefix).to(torch.int32)
+    return upcast(prefix.to(bits.dtype).view(magnitudes.dtype))[..., 0]
 
 
 def selected(numbers: np.ndarray, index: int) -> np.ndarray:
@@ -236,7 +225,7 @@ def selected(numbers: np.ndarray, index: int) -> np.ndarray:
     middle, reach = index * len(sample) // len(numbers), 1 + int(2 * len(sample) ** 0.5)
     low, high = sample[max(0, middle - reach)], sample[min(middle + reach, len(sample) - 1)]
     near = numbers[np.flatnonzero((numbers >= low) & (numbers <= high))]
-    at = index - int(np.count_nonzero(numbers < low))
-    if not 0 <= at < len(near):
-        near, at = numbers, index
-    return np.partition(near, at)[at : at + 1]
+    place = index - int(np.count_nonzero(numbers < low))
+    if not 0 <= place < len(near):
+        near, place = numbers, index
+    return np.partition(near, place)[place : place + 1]

@@ -17,11 +17,11 @@ import torch
 from transformers import PreTrainedModel
 
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.measuring.observables.reductions import filled, long_table
+from sinkscope.measuring.observables.reductions import filled, long_table, with_kv_head
 from sinkscope.models.family import Family
 from sinkscope.models.feed_forward import FeedForward
 from sinkscope.options.measuring import ObservableOptions
-from sinkscope.results.tables import Columns
+from sinkscope.results.tables import KV_HEAD, Columns, names_of
 from sinkscope.text.batch import Batch
 
 Key = TypeVar("Key")
@@ -54,6 +54,10 @@ class Sums(dict[Key, Any], Accumulator):
 
     def merge(self, other: Self) -> None:
         for key, term in other.items():
+            self.add(key, term)
+
+    def add_each(self, keys: Iterable[Key], terms: Iterable[Any]) -> None:
+        for key, term in zip(keys, terms, strict=True):
             self.add(key, term)
 
 
@@ -100,29 +104,29 @@ def accumulated(holder: object) -> dict[str, Any]:
 def deliver(holders: Iterable[object]) -> None:
     """Copy the tensors for which accumulators wait to the CPU, those of a device together, and pass them on."""
     waiting = [each for holder in holders for each in _waiting_in(holder)]
-    given = [x for tensors, _ in waiting for x in tensors]
-    on_cpu, places = list(given), defaultdict(list)
-    for at, x in enumerate(given):
+    results = [x for tensors, _ in waiting for x in tensors]
+    indices = defaultdict(list)  # by device
+    for index, x in enumerate(results):
         if x.device.type != "cpu":
-            places[x.device].append(at)
-    for device, own in places.items():
-        own.sort(key=lambda at: -given[at].itemsize)  # so that each part is aligned
-        packed = torch.cat([given[at].detach().reshape(-1).view(torch.uint8) for at in own])
-        there = torch.empty(len(packed), dtype=torch.uint8, pin_memory=device.type == "cuda").copy_(packed)
-        for at, part in zip(own, there.split([given[at].nbytes for at in own]), strict=True):
-            on_cpu[at] = part.view(given[at].dtype).view(given[at].shape)
-    parts = iter(on_cpu)
+            indices[x.device].append(index)
+    for device, chosen in indices.items():
+        chosen.sort(key=lambda index: -results[index].itemsize)  # so that each part is aligned
+        packed = torch.cat([results[index].detach().reshape(-1).view(torch.uint8) for index in chosen])
+        on_cpu = torch.empty(len(packed), dtype=torch.uint8, pin_memory=device.type == "cuda").copy_(packed)
+        for index, part in zip(chosen, on_cpu.split([results[index].nbytes for index in chosen]), strict=True):
+            results[index] = part.view(results[index].dtype).view(results[index].shape)
+    parts = iter(results)
     for tensors, by in waiting:
         by(*(next(parts) for _ in tensors))
 
 
 def _waiting_in(holder: object) -> list[tuple[tuple[torch.Tensor, ...], Callable[..., None]]]:
     """Return what the accumulators in a holder wait for, which they then forget."""
-    found = list(vars(holder).pop("_waiting", ()))
+    waiting = list(vars(holder).pop("_waiting", ()))
     for part in accumulated(holder).values():
-        for each in [part] if isinstance(part, Accumulator) else part.values():
-            found += _waiting_in(each)
-    return found
+        for accumulator in [part] if isinstance(part, Accumulator) else part.values():
+            waiting += _waiting_in(accumulator)
+    return waiting
 
 
 def merge(mine: Any, other: Any) -> None:
@@ -167,7 +171,7 @@ class Stack:
     reading: Reading
 
 
-class Kept:
+class Pending:
     """Statistics (B,…) of single layers, which stay on their device until all layers of a batch are reduced together.
 
     A reduction of small tensors costs about the same for one layer as for all.
@@ -190,7 +194,11 @@ class Kept:
 
 
 class Observable:
-    """A measurement that reduces tensors to small running sums while the trace runs."""
+    """A measurement that reduces tensors to small running sums while the trace runs.
+
+    Each declared table has an accumulator in `statistics`, which `tables` writes if a batch was added: values of single
+    sequences if the table has the column `sequence`, else means over them.
+    """
 
     name: ClassVar[str]
     about: ClassVar[str]  # one line for `sinkscope list observables`
@@ -207,6 +215,12 @@ class Observable:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.pending = Pending()
+        self.statistics: dict[str, Any] = {}  # Means or BySequence, by table
+        for table, columns in self.columns.items():
+            names = names_of(columns)
+            axes = [axis for axis in ("head", "position") if axis in names]
+            self.statistics[table] = BySequence(*axes) if "sequence" in names else Means(*axes)
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
@@ -265,7 +279,8 @@ class Observable:
 
     def tables(self) -> dict[str, pd.DataFrame]:
         """Return the tables declared in `columns`, over the batches so far: with `layer`, without token texts."""
-        return {}
+        tables = {name: statistics.table() for name, statistics in self.statistics.items() if statistics}
+        return {name: with_kv_head(table) if KV_HEAD in self.columns[name] else table for name, table in tables.items()}
 
 
 class Means(Accumulator):
@@ -291,14 +306,11 @@ class Means(Accumulator):
         sums = torch.stack([filled(x, present).sum(0, dtype=torch.float64) for x in statistics.values()])
         size = len(next(iter(statistics.values())))
         count = torch.tensor(size) if present is None else present.sum(0)
-        names = tuple(statistics)  # now, because accelerators call `add` later
+        keys = [(tuple(labels.items()), tuple(statistics)) for labels in rows]  # accelerators call `add` later
 
         def add(sums: torch.Tensor, count: torch.Tensor) -> None:
-            counts = count.numpy() if count.dim() > 1 else repeat(count.numpy(), len(rows))
-            for labels, own, number in zip(rows, sums.numpy().swapaxes(0, 1), counts, strict=True):
-                key = tuple(labels.items()), names
-                self._sums.add(key, own)
-                self._counts.add(key, number)
+            self._sums.add_each(keys, sums.numpy().swapaxes(0, 1))
+            self._counts.add_each(keys, count.numpy() if count.dim() > 1 else repeat(count.numpy(), len(keys)))
 
         self.receive(add, sums, count)
 
@@ -333,21 +345,21 @@ class BySequence(Accumulator):
         self._names: tuple[str, ...] = ()
 
     def add(self, batch: Batch, statistics: Statistics, present: torch.Tensor | None = None, **labels: Any) -> None:
-        """Add a batch's statistics in float32 or float64, as in `Means.add`; NaN where `present` (B,P) is False."""
+        """Add a batch's statistics, as in `Means.add`."""
         self.add_layers(batch, [labels], {name: x.unsqueeze(1) for name, x in statistics.items()}, present)
 
     def add_layers(
         self, batch: Batch, rows: Labels, statistics: Statistics, present: torch.Tensor | None = None
     ) -> None:
-        """Add statistics (B,L,*axes) of several layers."""
+        """Add statistics (B,L,*axes) of several layers, in float32 or float64; NaN where `present` (B,P) is False."""
         self._names = tuple(statistics)
         values = torch.stack([filled(statistic, present, torch.nan) for statistic in statistics.values()])
 
         def add(values: torch.Tensor) -> None:
-            for labels, own in zip(rows, values.unbind(2), strict=True):
+            for labels, of_layer in zip(rows, values.unbind(2), strict=True):
                 start = len(self._values)
-                self._values.frombytes(own.numpy().astype(np.float32).tobytes())
-                self._parts[tuple(labels.items())][batch.first] = slice(start, len(self._values)), own.shape
+                self._values.frombytes(of_layer.numpy().astype(np.float32).tobytes())
+                self._parts[tuple(labels.items())][batch.first] = slice(start, len(self._values)), of_layer.shape
 
         self.receive(add, values)
 
@@ -368,7 +380,7 @@ class BySequence(Accumulator):
         for labels, parts in sorted(self._parts.items()):
             in_order = sorted(parts.items())
             arrays = np.concatenate([values[part].reshape(shape) for _, (part, shape) in in_order], axis=1)
-            sequences = [first + at for first, (_, shape) in in_order for at in range(shape[1])]
+            sequences = [first + index for first, (_, shape) in in_order for index in range(shape[1])]
             axes = {axis: range(size) for axis, size in zip(self._axes, arrays.shape[2:], strict=True)}
             columns = dict(zip(self._names, arrays, strict=True))
             tables.append((dict(labels) | {"sequence": sequences} | axes, columns))

@@ -70,12 +70,13 @@ class OverMixing(Observable):
         both = torch.stack([change, (distance > 0).to(change)])  # (2,B,T)
         sums = both.new_zeros(2, BUCKETS).index_add_(1, bucket.flatten(), both.flatten(1))
         self.by_distance.receive(partial(self.by_distance.add, layer), sums.double())
-        self.by_sequence.receive(partial(self._add_sequences, layer, batch.first), both.sum(2).double())
 
-    def _add_sequences(self, layer: int, first: int, sums: torch.Tensor) -> None:
-        for sequence, (change, count) in enumerate(sums.T, first):
-            if count:
-                self.by_sequence.add((layer, sequence), torch.stack([change / count, torch.ones_like(count)]))
+        def add_sequences(sums: torch.Tensor) -> None:
+            for sequence, (change, count) in enumerate(sums.T, batch.first):
+                if count:
+                    self.by_sequence.add((layer, sequence), torch.stack([change / count, torch.ones_like(count)]))
+
+        self.by_sequence.receive(add_sequences, both.sum(2).double())
 
     def tables(self) -> dict[str, pd.DataFrame]:
         distances = [
@@ -94,11 +95,11 @@ class OverMixing(Observable):
 def substituted(batch: Batch, share: float) -> torch.Tensor:
     """Replace the token at this share of each sequence by the next different one, or before it the last: (B,T)."""
     ids = batch.token_ids.clone()
-    for own, start, length in zip(ids, batch.start.tolist(), batch.lengths.tolist(), strict=True):
-        at = start + min(length - 1, max(1, round(share * (length - 1))))  # position 0 stays
-        text = own[start : start + length].tolist()
-        others = [x for x in (*text[at - start + 1 :], *reversed(text[1 : at - start])) if x != text[at - start]]
-        own[at] = (*others, text[at - start])[0]
+    for row, start, length in zip(ids, batch.start.tolist(), batch.lengths.tolist(), strict=True):
+        text = row[start : start + length].tolist()
+        position = min(length - 1, max(1, round(share * (length - 1))))  # position 0 stays
+        others = [x for x in (*text[position + 1 :], *reversed(text[1:position])) if x != text[position]]
+        row[start + position] = (*others, text[position])[0]
     return ids
 
 

@@ -19,15 +19,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import repeat_heads, upcast
 from sinkscope.attention.weights import AttentionRead, keys_seen
 from sinkscope.errors import InputError
-from sinkscope.measuring.observables.observable import (
-    Accumulator,
-    BySequence,
-    Lists,
-    Observable,
-    Reading,
-    Settings,
-    Sums,
-)
+from sinkscope.measuring.observables.observable import Accumulator, Lists, Observable, Reading, Settings, Sums
 from sinkscope.measuring.observables.reductions import ALL_HEADS, GROUPS, long_table, mean_over
 from sinkscope.models.family import Family
 from sinkscope.models.projections import (
@@ -84,7 +76,6 @@ class QueryBias(Observable):
         super().__init__(settings)
         self.directions: dict[int, torch.Tensor] = {}  # u (H,D), Δ_j^h = u_h · x_j
         self.moments: dict[int, Moments] = {}
-        self.by_sequence = BySequence()
         self.deltas: Lists[int, torch.Tensor] = Lists(list)  # all heads together, (B,P); NaN past a sequence's end
 
     @classmethod
@@ -114,8 +105,7 @@ class QueryBias(Observable):
 
     def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
         self.model, self.family = model, family
-        # the input of the projections of queries and keys
-        self.site = "attn_norm" if "attn_norm" in family.sites else "layer_in"
+        self.site = projected_site(family)
         for layer in family.attentions(model):
             weight, bias = key_weight_and_query_bias(model, family, layer)
             if bias is not None:
@@ -135,16 +125,16 @@ class QueryBias(Observable):
         mean = later.nanmean(1)
         deviation = (later - mean[:, None]).square().nanmean(1).sqrt()
         statistics = {"delta": together[:, 0], "delta_later": mean, "delta_later_std": deviation}
-        self.by_sequence.add(batch, statistics, layer=layer)
+        self.statistics["query_bias_by_sequence"].add(batch, statistics, layer=layer)
 
     @torch.no_grad()
     def tables(self) -> dict[str, pd.DataFrame]:
-        longest = max(moments.mean.shape[0] for moments in self.moments.values())
+        longest = max(moments.sums.shape[1] for moments in self.moments.values())
         has_epe = Epe.inapplicable(self.model, self.family) is None
         epe = effective_positions(self.model, self.family, longest) if has_epe else None
         by_position, by_coordinate, distributions = [], [], []
         for layer, moments in sorted(self.moments.items()):
-            mean, variance = (moment.T.cpu().numpy() for moment in (moments.mean, moments.variance))
+            count, mean, squares = moments.sums.mT.cpu().numpy()  # (1+H,P) each
             gamma = self.directions[layer].sum(0).cpu().numpy()
             alignment, epe_0, massive = np.full(mean.shape, np.nan), np.full(gamma.shape, np.nan), []
             if epe is not None:
@@ -152,7 +142,7 @@ class QueryBias(Observable):
                 alignment = key_alignment(epe[: mean.shape[1]], weight, bias).T.cpu().numpy()
                 epe_0, massive = epe[0].double().cpu().numpy(), massive_coordinates(epe[0])
             axes = {"layer": layer, "head": [ALL_HEADS, *range(len(mean) - 1)], "position": range(mean.shape[1])}
-            columns = {"delta_mean": mean, "delta_std": np.sqrt(variance), "key_alignment": alignment}
+            columns = {"delta_mean": mean, "delta_std": np.sqrt(squares / count), "key_alignment": alignment}
             by_position.append((axes, columns))
             coordinates = np.arange(len(gamma))
             columns = {"gamma": gamma, "epe_0": epe_0, "is_massive_epe": np.isin(coordinates, massive)}
@@ -162,17 +152,13 @@ class QueryBias(Observable):
                 "position 0": torch.cat([part[:, 0] for part in deltas]),
                 "later": torch.cat([part[:, 1:].flatten() for part in deltas]),
             }
-            found = [values[~values.isnan()].cpu().numpy() for values in groups.values()]
-            edges = np.histogram_bin_edges(np.concatenate(found), BINS)
-            counts = np.concatenate([np.histogram(values, edges)[0] for values in found])
-            columns = {"delta": np.tile((edges[1:] + edges[:-1]) / 2, len(found)), "count": counts}
+            known = [values[~values.isnan()].cpu().numpy() for values in groups.values()]
+            edges = np.histogram_bin_edges(np.concatenate(known), BINS)
+            counts = np.concatenate([np.histogram(values, edges)[0] for values in known])
+            columns = {"delta": np.tile((edges[1:] + edges[:-1]) / 2, len(known)), "count": counts}
             distributions.append(({"layer": layer, "group": np.repeat(list(groups), BINS)}, columns))
-        return {
-            "query_bias": long_table(by_position),
-            "query_bias_by_sequence": self.by_sequence.table(),
-            "gamma": long_table(by_coordinate),
-            "delta_distribution": long_table(distributions),
-        }
+        parts = {"query_bias": by_position, "gamma": by_coordinate, "delta_distribution": distributions}
+        return super().tables() | {name: long_table(of_layers) for name, of_layers in parts.items()}
 
 
 class Moments(Accumulator):
@@ -182,15 +168,7 @@ class Moments(Accumulator):
     """
 
     def __init__(self) -> None:
-        self._sums = torch.zeros(3, 0, 0)  # by position: number of sequences, mean, and sum of squared deviations
-
-    @property
-    def mean(self) -> torch.Tensor:
-        return self._sums[1]
-
-    @property
-    def variance(self) -> torch.Tensor:
-        return self._sums[2] / self._sums[0]
+        self.sums = torch.zeros(3, 0, 0)  # by position: number of sequences, mean, and sum of squared deviations
 
     def add(self, x: torch.Tensor, present: torch.Tensor) -> None:
         """Add x (B,P,H); `present` (B,P) is True where a sequence has the position."""
@@ -200,19 +178,24 @@ class Moments(Accumulator):
         self._add(torch.stack([count, mean, (x - mean).square().masked_fill(absent, 0.0).sum(0)]))
 
     def merge(self, other: Self) -> None:
-        self._add(other._sums)
+        self._add(other.sums)
 
     def _add(self, sums: torch.Tensor) -> None:
-        if not self._sums.numel():
-            self._sums = sums
+        if not self.sums.numel():
+            self.sums = sums
             return
-        longest = max(self._sums.shape[1], sums.shape[1])
+        longest = max(self.sums.shape[1], sums.shape[1])
         (count, mean, squares), (added, mean_added, squares_added) = (
-            F.pad(part, (0, 0, 0, longest - part.shape[1])) for part in (self._sums, sums)
+            F.pad(part, (0, 0, 0, longest - part.shape[1])) for part in (self.sums, sums)
         )
         total, apart = count + added, mean_added - mean
         squares = squares + squares_added + apart.square() * count * added / total
-        self._sums = torch.stack([total, mean + apart * added / total, squares])
+        self.sums = torch.stack([total, mean + apart * added / total, squares])
+
+
+def projected_site(family: Family) -> str:
+    """Return the site that is the input of the projections of queries and keys."""
+    return "attn_norm" if "attn_norm" in family.sites else "layer_in"
 
 
 def key_weight_and_query_bias(model: PreTrainedModel, family: Family, layer: int) -> tuple[torch.Tensor, Any]:
@@ -271,7 +254,6 @@ class Epe(Observable):
         super().__init__(settings)
         self.sums: Sums[int] = Sums()  # group → (P,D) in float64
         self.counts: Sums[int] = Sums()  # group → (P,)
-        self.by_sequence = BySequence()
 
     @classmethod
     def inapplicable(cls, model: PreTrainedModel, family: Family) -> str | None:
@@ -300,7 +282,7 @@ class Epe(Observable):
             first = batch.tokens_at(upcast(reading.tensor), 1)[:, 0]  # (B,D)
             vectors = {"cosine": first - self.epe[0].to(first), "cosine_whole": first}
             cosines = {name: key_alignment(x, weight, bias)[:, 0] for name, x in vectors.items()}
-            self.by_sequence.add(batch, cosines, layer=layer)
+            self.statistics["epe_rest_by_sequence"].add(batch, cosines, layer=layer)
 
     def tables(self) -> dict[str, pd.DataFrame]:
         groups = sorted(self.sums)
@@ -308,11 +290,13 @@ class Epe(Observable):
         count = torch.stack([self.counts[group] for group in groups]).sum(0).to(total)
         means = {WHOLE_RUN: total / count[:, None]}
         if len(groups) > 1:
-            means |= {at: (total - self.sums[at]) / (count - self.counts[at].to(count))[:, None] for at in groups}
+            for group in groups:
+                without = total - self.sums[group], count - self.counts[group].to(count)
+                means[group] = without[0] / without[1][:, None]
         cosines = [torch.cosine_similarity(mean, self.epe.to(total), dim=-1, eps=0.0) for mean in means.values()]
         axes = {"layer": 0, "group": list(means), "position": range(len(self.epe))}
         table = long_table([(axes, {"cosine": torch.stack(cosines).cpu().numpy()})])
-        return {"epe_by_group": table, "epe_rest_by_sequence": self.by_sequence.table()}
+        return super().tables() | {"epe_by_group": table}
 
 
 CONTENT, KEY_BIAS, DELTA, BIASES = "content", "key bias", "delta", "biases"
@@ -345,7 +329,6 @@ class LogitTerms(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.by_sequence = BySequence()
         self.input = torch.empty(0)  # (T,D), the input of the projections for the batch's first sequence
 
     @classmethod
@@ -358,7 +341,7 @@ class LogitTerms(Observable):
 
     def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
         self.model, self.family = model, family
-        self.site = "attn_norm" if "attn_norm" in family.sites else "layer_in"
+        self.site = projected_site(family)
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         if site == self.site:
@@ -375,18 +358,15 @@ class LogitTerms(Observable):
             if bias is None:
                 return
             bias = repeat_heads(bias[None, :, None], heads)  # (1,H,1,d)
-            own = repeat_heads(upcast(state), heads) - bias
-            tokens.append(batch.tokens_at(own.transpose(1, 2), longest).transpose(1, 2))
+            without_bias = repeat_heads(upcast(state), heads) - bias
+            tokens.append(batch.tokens_at(without_bias.transpose(1, 2), longest).transpose(1, 2))
             biases.append(bias)
         present = batch.present(longest)
         counted = None if present is None else present[:, 1:]
         for term, (first, others) in terms(*tokens, *biases).items():
             scaled = {"at_first": read.call.scaling * first, "at_others": read.call.scaling * others}
             statistics = {name: mean_over(x.mean(1), counted) for name, x in scaled.items()}
-            self.by_sequence.add(batch, statistics, layer=layer, term=term)
-
-    def tables(self) -> dict[str, pd.DataFrame]:
-        return {"logit_terms_by_sequence": self.by_sequence.table()} if self.by_sequence else {}
+            self.statistics["logit_terms_by_sequence"].add(batch, statistics, layer=layer, term=term)
 
 
 def sees_all_earlier(read: AttentionRead, batch: Batch) -> bool:

@@ -41,7 +41,7 @@ def long_table(parts: Iterable[tuple[dict[str, Any], dict[str, np.ndarray]]]) ->
     The columns of a part are arrays of one shape. Its axes are a label for all rows (a scalar), or the labels of an
     axis, in the order of the arrays' axes. This is faster than `pd.concat` of many tables.
     """
-    found = []
+    tables = []
     for axes, columns in parts:
         shape = next(iter(columns.values())).shape
         indices = iter(np.indices(shape))
@@ -49,8 +49,8 @@ def long_table(parts: Iterable[tuple[dict[str, Any], dict[str, np.ndarray]]]) ->
             name: np.full(math.prod(shape), label) if np.isscalar(label) else np.asarray(label)[next(indices).ravel()]
             for name, label in axes.items()
         }
-        found.append(labels | {name: array.ravel() for name, array in columns.items()})
-    return pd.DataFrame({name: np.concatenate([part[name] for part in found]) for name in found[0]})
+        tables.append(labels | {name: array.ravel() for name, array in columns.items()})
+    return pd.DataFrame({name: np.concatenate([table[name] for table in tables]) for name in tables[0]})
 
 
 def with_kv_head(table: pd.DataFrame) -> pd.DataFrame:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead, keys_seen, row_chunks
 from sinkscope.measuring.observables.activation import token_norms
-from sinkscope.measuring.observables.observable import BySequence, Maxima, Observable, Reading, Rows, Settings, Sums
+from sinkscope.measuring.observables.observable import Maxima, Observable, Reading, Rows, Settings, Sums
 from sinkscope.measuring.observables.reductions import filled
 from sinkscope.models.family import Family
 from sinkscope.models.rotation import random_rotation
@@ -77,7 +77,7 @@ class SinkTokens(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.rows, self.by_sequence = Rows(list), BySequence()
+        self.rows = Rows(list)
         self.elsewhere: Sums[int] = Sums()  # token id → (L+1,): attention of tokens that are no sinks, and their number
         self.states: dict[int, dict[str, torch.Tensor]] = {}  # of the current batch, by layer
         self.received: dict[int, torch.Tensor] = {}
@@ -99,8 +99,8 @@ class SinkTokens(Observable):
             first = F.normalize(batch.tokens_at(hidden, FIRST), dim=-1).mT  # (B,D,FIRST)
             written, self.written = hidden * torch.nan if self.written is None else upcast(self.written), None
             cosines = [F.normalize(x, dim=-1) @ first for x in (hidden, written)]  # (B,T,FIRST)
-            found = {"norm": token_norms(hidden, batch), "cosine": cosines[0], "written": cosines[1]}
-            self.states[layer] = {name: x.cpu() for name, x in found.items()}
+            states = {"norm": token_norms(hidden, batch), "cosine": cosines[0], "written": cosines[1]}
+            self.states[layer] = {name: x.cpu() for name, x in states.items()}
 
     def finish(self, batch: Batch) -> None:
         if self.depth - 1 not in self.states:  # other observables cannot wait for the last layer
@@ -113,28 +113,29 @@ class SinkTokens(Observable):
         cosines, written = (torch.stack([each[name] for each in layers], -1) for name in ("cosine", "written"))
         self.states, self.received = {}, {}
         shares = torch.zeros(2, len(norms), self.depth)
-        for at, (start, length) in enumerate(zip(batch.start.tolist(), batch.lengths.tolist(), strict=True)):
-            own = slice(start, start + length)
-            first = int(norms[at, own, 1:][:FIRST].amax(-1).argmax())
-            flags = sinks(norms[at, own], cosines[at, own, first], first)  # parallel, and sinks
-            shares[:, at] = torch.stack([x.sum(0) - x[first].int() for x in flags]) / max(1, length - 1)
-            ids, attention, kinds = batch.token_ids[at, own].numpy(), read[at, own].numpy(), kinds_of(flags[1], first)
+        for index, (start, length) in enumerate(zip(batch.start.tolist(), batch.lengths.tolist(), strict=True)):
+            text = index, slice(start, start + length)
+            first = int(norms[text][:FIRST, 1:].amax(-1).argmax())
+            flags = sinks(norms[text], cosines[text][:, first], first)  # parallel, and sinks
+            shares[:, index] = torch.stack([x.sum(0) - x[first].int() for x in flags]) / max(1, length - 1)
+            ids, attention, kinds = batch.token_ids[text].numpy(), read[text].numpy(), kinds_of(flags[1], first)
             for token in np.flatnonzero(kinds == ""):
                 self.elsewhere.add(int(ids[token]), np.append(attention[token], 1.0))
             position = np.flatnonzero(kinds != "")
             lives = flags[1].numpy()[position]
             layer, last = lives.argmax(1), self.depth - 1 - lives[:, ::-1].argmax(1)
-            norm = norms[at, own, 1:].numpy()
+            norm = norms[text][:, 1:].numpy()
             self.rows.add({
-                "layer": layer, "sequence": batch.first + at, "position": position,
+                "layer": layer, "sequence": batch.first + index, "position": position,
                 "token_id": ids[position], "kind": kinds[position], "last_layer": last, "lifetime": lives.sum(1),
                 "norm": norm[position, layer],
                 "norm_ratio": norm[position, layer] / np.median(norm, axis=0)[layer],
-                "written": written[at, own, first].numpy()[position, layer],
+                "written": written[text][:, first].numpy()[position, layer],
                 "attention": np.array([*map(mean_of_life, attention[position], layer, last)]),
             })  # fmt: skip
         by_layer = [{"layer": layer} for layer in range(self.depth)]
-        self.by_sequence.add_layers(batch, by_layer, {"parallel": shares[0], "sinks": shares[1]})
+        statistics = {"parallel": shares[0], "sinks": shares[1]}
+        self.statistics["parallel_tokens"].add_layers(batch, by_layer, statistics)
 
     def tables(self) -> dict[str, pd.DataFrame]:
         table = self.rows.table("sequence", "position")
@@ -142,7 +143,7 @@ class SinkTokens(Observable):
         means = [*map(mean_of_life, (x[:-1] / x[-1] for x in sums), table["layer"], table["last_layer"])]
         # in single precision, so that the order in which float64 sums were added has no effect
         table["attention_elsewhere"] = np.array(means, np.float32)
-        return {"sink_tokens": table, "parallel_tokens": self.by_sequence.table()}
+        return super().tables() | {"sink_tokens": table}
 
 
 class ResidualSinks(Observable):
@@ -176,7 +177,6 @@ class ResidualSinks(Observable):
         super().__init__(settings)
         self.sums: Sums[tuple[int, str]] = Sums()  # layer, -1 for the first one's input, and statistic
         self.largest: Maxima[int] = Maxima()
-        self.by_sequence = BySequence()
         self.rotation = torch.empty(0)  # (D,D), made when D is known
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
@@ -198,7 +198,7 @@ class ResidualSinks(Observable):
         lengths = batch.lengths.to(hidden.device)
         largest_share, rotated_share = (((x > LARGE).sum(-1) / lengths[:, None]).amax(-1) for x in (ratios, rotated))
         by_sequence = {"norm_ratio": largest / medians, "largest_share": largest_share, "rotated_share": rotated_share}
-        self.by_sequence.add(batch, by_sequence, layer=layer)
+        self.statistics["spikes_by_sequence"].add(batch, by_sequence, layer=layer)
         rows = torch.arange(len(hidden), device=hidden.device)
         self._add(
             layer, norm=largest.sum(), sequences=torch.tensor(len(hidden)), tokens=lengths.sum(),
@@ -213,7 +213,7 @@ class ResidualSinks(Observable):
             self.sums.add((layer, name), x.double().cpu())
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        by_sequence = self.by_sequence.table()
+        by_sequence = self.statistics["spikes_by_sequence"].table()
         spikes = by_sequence.drop(columns="sequence").groupby("layer", as_index=False).mean()
         sequences, tokens = (float(self.sums[0, name]) for name in ("sequences", "tokens"))
         spikes["norm"] = [float(self.sums[layer, "norm"]) / sequences for layer in spikes["layer"]]
@@ -223,14 +223,14 @@ class ResidualSinks(Observable):
         spikes["step"] = np.select([spikes["layer"] == up, spikes["layer"] == down], ["up", "down"], "")
         listed = []
         for layer, largest in sorted(self.largest.items()):
-            own = {name: self.sums[layer, name].numpy() / tokens for name in ("share", "ratio_mean")}
-            table = pd.DataFrame({"layer": layer, "coordinate": range(len(largest)), **own, "ratio_max": largest})
+            means = {name: self.sums[layer, name].numpy() / tokens for name in ("share", "ratio_mean")}
+            table = pd.DataFrame({"layer": layer, "coordinate": range(len(largest)), **means, "ratio_max": largest})
             table = table.sort_values(["share", "ratio_max"], ascending=False, kind="stable").head(LISTED)
             listed.append(table[table["ratio_max"] > LARGE])
-        found = pd.concat(listed, ignore_index=True)
-        is_sink, is_spike = found["share"] >= MOST_TOKENS, found["share"] <= FEW_TOKENS
-        found["kind"] = np.select([is_sink, is_spike], [RESIDUAL_SINK, SPIKE], BETWEEN)
-        return {"residual_sinks": found, "spikes": spikes, "spikes_by_sequence": by_sequence}
+        coordinates = pd.concat(listed, ignore_index=True)
+        is_sink, is_spike = coordinates["share"] >= MOST_TOKENS, coordinates["share"] <= FEW_TOKENS
+        coordinates["kind"] = np.select([is_sink, is_spike], [RESIDUAL_SINK, SPIKE], BETWEEN)
+        return {"residual_sinks": coordinates, "spikes": spikes, "spikes_by_sequence": by_sequence}
 
 
 def mean_of_life(by_layer: np.ndarray, first: int, last: int) -> float:

@@ -82,29 +82,30 @@ class SuperWeight(Observable):
         token = filled(written.abs().amax(-1), batch.on(written.device, "valid"), -1.0).argmax(1)
         sequence = torch.arange(len(token), device=token.device)
         row = written[sequence, token].abs().argmax(1)
-        best = {name: torch.zeros(len(token), dtype=torch.float64, device=token.device) for name in FOUND}
+        names = ("expert", "column", "input", "output", "weight")
+        best = {name: torch.zeros(len(token), dtype=torch.float64, device=token.device) for name in names}
         place = sequence * written.shape[1] + token  # in the flattened batch
         for expert, tokens, u in part.inputs(args):
-            at, own = (tokens == place[:, None]).nonzero().unbind(1)  # sequences whose token the expert gets
-            column = u[own].abs().argmax(1)
-            found = {
+            which, input_row = (tokens == place[:, None]).nonzero().unbind(1)  # sequences whose token the expert gets
+            column = u[input_row].abs().argmax(1)
+            candidate = {
                 "expert": torch.full_like(column, expert),
                 "column": column,
-                "input": u[own, column],
-                "output": outputs(u[own], part, expert).gather(1, row[at, None])[:, 0],
-                "weight": part.weight(expert)[row[at], column],
+                "input": u[input_row, column],
+                "output": outputs(u[input_row], part, expert).gather(1, row[which, None])[:, 0],
+                "weight": part.weight(expert)[row[which], column],
             }
-            is_larger = found["output"].abs() >= best["output"][at].abs()
+            is_larger = candidate["output"].abs() >= best["output"][which].abs()
             for name, values in best.items():
-                values[at] = found[name].to(values).where(is_larger, values[at])
+                values[which] = candidate[name].to(values).where(is_larger, values[which])
         best |= {"row": row, "written": written[sequence, token, row]}
 
-        def add(token: torch.Tensor, *found: torch.Tensor) -> None:
-            sequence = np.arange(len(token))
+        def add(token: torch.Tensor, *columns: torch.Tensor) -> None:
+            sequence, by_name = np.arange(len(token)), zip(best, columns, strict=True)
             self.rows.add({
                 "layer": layer, "sequence": sequence + batch.first, "position": (token - batch.start).numpy(),
                 "token_id": batch.token_ids.numpy()[sequence, token.numpy()],
-                **{name: x.numpy().astype(int if name in PAIR else float) for name, x in zip(best, found, strict=True)},
+                **{name: x.numpy().astype(int if name in PAIR else float) for name, x in by_name},
             })  # fmt: skip
 
         self.rows.receive(add, token, *best.values())
@@ -114,18 +115,15 @@ class SuperWeight(Observable):
             return {}
         table = self.rows.table("layer", "sequence")
         table["share"] = table["weight"] * table["input"] / table["output"]
-        found = {"super_weights": table}
+        tables = {"super_weights": table}
         if self.experts:
             keys = sorted(self.experts)
             experts = pd.DataFrame(keys, columns=["layer", "expert"])
             experts["largest"] = [float(self.experts[key]) for key in keys]
             least = max(experts["largest"].quantile(SUPER[1]), SUPER[0] * experts["largest"].max())
             early = experts["layer"] < EARLY * (table["layer"].max() + 1)
-            found["super_experts"] = experts.assign(is_super=early & (experts["largest"] >= least))
-        return found
-
-
-FOUND = ("expert", "column", "input", "output", "weight")
+            tables["super_experts"] = experts.assign(is_super=early & (experts["largest"] >= least))
+        return tables
 
 
 def outputs(u: torch.Tensor, part: FeedForward, expert: int) -> torch.Tensor:
