@@ -21,7 +21,7 @@ from sinkscope.errors import SinkscopeError, counted
 from sinkscope.measuring.console import lasting, print_line
 from sinkscope.measuring.memory import sequences_that_fit
 from sinkscope.measuring.observables import OBSERVABLES
-from sinkscope.measuring.observables.observable import Lists, Observable, Reading, Settings, accumulated, merge
+from sinkscope.measuring.observables.observable import Lists, Observable, Reading, Settings, accumulated
 from sinkscope.measuring.observables.reductions import long_table
 from sinkscope.measuring.processes import team
 from sinkscope.plugins import blaming, package_of
@@ -126,7 +126,7 @@ def pass_over(
                     continue
                 for merged, other in zip(total[0], sums[0], strict=False):  # only the first compares with the bare model
                     for name in merged:
-                        merge(merged[name], other[name])
+                        merged[name].merge(other[name])
                 total[1].merge(sums[1])
             for observable, state in zip(observables, total[0], strict=False):
                 vars(observable).update(state)

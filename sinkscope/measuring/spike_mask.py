@@ -58,4 +58,5 @@ def measured_mask(subject: Subject, config: RunConfig, tables: Mapping[str, pd.D
     rows = (tables["massive"].query("is_massive"), residual[residual["kind"] == RESIDUAL_SINK])
     for is_large, large in zip(coordinates, rows, strict=True):
         is_large[large["layer"].to_numpy(int), large["coordinate"].to_numpy(int)] = True
-    return SpikeMask(is_sink, start, lifetime, *coordinates, batch.token_ids, batch.attention_mask)
+    massive, residual_sinks = coordinates
+    return SpikeMask(is_sink, start, lifetime, massive, residual_sinks, batch.token_ids, batch.attention_mask)

@@ -34,7 +34,7 @@ from sinkscope.errors import InputError, SinkscopeError, described, was_interrup
 from sinkscope.measuring.measure import attended
 from sinkscope.measuring.nnsight import OutOfOrderError
 from sinkscope.measuring.observables import OBSERVABLES, check_names
-from sinkscope.measuring.observables.observable import Observable, accumulated, merge
+from sinkscope.measuring.observables.observable import Observable, accumulated
 from sinkscope.measuring.parity import check_beforehand
 from sinkscope.measuring.passes import tables_of
 from sinkscope.measuring.subject import load_model, row_or_calibrated
@@ -214,8 +214,9 @@ class Watched:
     def _add(self, call: "_Call") -> None:
         batch = call.batch
         try:
-            for mine, new in zip(self._observables, call.observables, strict=False):  # none before the first call
-                merge(accumulated(mine), accumulated(new))
+            for observable, new in zip(self._observables, call.observables, strict=False):  # none before the first call
+                for name, accumulator in accumulated(observable).items():
+                    accumulator.merge(vars(new)[name])
             self._observables = self._observables or call.observables
             rows = zip(batch.token_ids.numpy(), batch.start.tolist(), batch.lengths.tolist(), strict=True)
             texts = (ids[start : start + length] for ids, start, length in rows)

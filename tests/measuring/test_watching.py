@@ -71,7 +71,9 @@ def test_tables_are_those_of_a_trace_and_a_training_step_does_not_notice(name: s
         model(**inputs)
     assert (seen.calls, dict(seen.skipped)) == (1, {})
     settings = Settings(positions=16, window=64)
-    assert_same_tables(measured(model, [batch], settings, seen._names), tables_of(seen._observables), rtol=1e-4, atol=1e-6)
+    assert_same_tables(
+        measured(model, [batch], settings, seen._names), tables_of(seen._observables), rtol=1e-4, atol=1e-6
+    )
     assert seen.sink_rate == pytest.approx(seen.tables["attention"].query("position == 0")["sink_rate"].mean())
     assert abs(seen.massive.value) == seen.tables["massive"]["value"].abs().max()
     assert_unnoticed(model, inputs)
@@ -140,7 +142,9 @@ def test_calls_add_up_and_decoding_is_skipped_by_name() -> None:
     assert ("input_ids" in without, one, "several sequences" in packed, single) == (True, 1, True, 1)
     batches = [Batch(IDS[:2], torch.ones_like(IDS[:2])), Batch(IDS[2:, :9], torch.ones_like(IDS[2:, :9]), 2)]
     settings = Settings(positions=16, window=64, epsilon=0.1)
-    assert_same_tables(measured(model, batches, settings, seen._names), tables_of(seen._observables), rtol=1e-4, atol=1e-6)
+    assert_same_tables(
+        measured(model, batches, settings, seen._names), tables_of(seen._observables), rtol=1e-4, atol=1e-6
+    )
     with sinkscope.watch(model) as nothing:
         pass
     with pytest.raises(SinkscopeError, match="no call"):

@@ -4,13 +4,12 @@ from collections.abc import Iterable
 
 from sinkscope.errors import InputError, unknown
 from sinkscope.measuring.observables.activation import Activation, Outlier
-from sinkscope.measuring.observables.attention import Attention, WindowEdge
+from sinkscope.measuring.observables.attention import Attention, HeadScores, WindowEdge
 from sinkscope.measuring.observables.close_ups import AttentionMaps, MassiveMap, MeanMaps
 from sinkscope.measuring.observables.entropy import Entropy
 from sinkscope.measuring.observables.equal_tokens import EqualTokens
 from sinkscope.measuring.observables.geometry import Gate, Geometry, LargestLogit
 from sinkscope.measuring.observables.gradient import Gradient
-from sinkscope.measuring.observables.heads import HeadScores
 from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Observable
 from sinkscope.measuring.observables.over_mixing import OverMixing

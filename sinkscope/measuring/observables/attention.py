@@ -1,4 +1,4 @@
-"""Attention sinks: how much attention each key position receives (GS eq. 1 and 2; WSE §3)."""
+"""Attention sinks: the attention that each key position receives (GS eq. 1 and 2; WSE §3); and dormant heads."""
 
 from collections.abc import Sequence
 from typing import ClassVar
@@ -8,6 +8,7 @@ import pandas as pd
 import torch
 from transformers import PreTrainedModel
 
+from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead, column_sums, row_chunks
 from sinkscope.measuring.observables.observable import Observable, Rows, Settings
 from sinkscope.measuring.observables.reductions import filled, mean_over
@@ -176,6 +177,13 @@ class Attention(Observable):
         return tables | {"attention_by_sequence": present, "sink_positions": sinks}
 
 
+def weights_on_first(read: AttentionRead, batch: Batch) -> torch.Tensor:
+    """Return each query's weight on position 0, (B,H,T)."""
+    columns = slice(0, batch.columns(1))
+    weights = torch.cat([read.weights(rows, columns)[0] for rows in row_chunks(read.length)], dim=2)
+    return batch.at_positions(weights, 1)[..., 0]
+
+
 def outside_mass(read: AttentionRead, batch: Batch) -> torch.Tensor | None:
     """Return each query's weight (B,H,T) on sink logits and register tokens (WSE §7, table 4); None without any."""
     registers = batch.registers
@@ -240,3 +248,36 @@ class WindowEdge(Observable):
 
     def tables(self) -> dict[str, pd.DataFrame]:
         return {name: table.dropna(ignore_index=True) for name, table in super().tables().items()}
+
+
+class HeadScores(Observable):
+    """Measures the two scores of inactive heads that Sandoval-Segura et al. (2025) call AHON and AWFT.
+
+    The relative norm is their LN variant: on each sequence, the norm ÷ its mean over the heads of the layer.
+    """
+
+    name = "head-scores"
+    about = "scores of dormant heads: norm of each head's output, alone and in its layer, and mass on the first token"
+    sites = ("attention",)
+    reads_mix = True
+    by_default = False
+    columns: ClassVar = {
+        "head_scores": (
+            HEAD, KV_HEAD,
+            Column("output_norm", "norm of the head's output y, mean over tokens (AHON)"),
+            Column("relative_norm", "on each sequence, this ÷ its mean over the layer's heads (AHON, LN variant)",
+                "ratio"),
+            Column("first_mass", "attention to position 0, mean over queries (AWFT)"),
+        ),
+    }  # fmt: skip
+
+    def see_mix(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
+        valid = batch.on(mix.device, "valid")
+        norm = mean_over(torch.linalg.vector_norm(upcast(mix), dim=-1).transpose(1, 2), valid)  # (B,H)
+        statistics = {
+            "output_norm": norm,
+            "relative_norm": norm / norm.mean(1, keepdim=True),
+            "first_mass": mean_over(weights_on_first(read, batch), valid),
+        }
+        group = read.query.shape[1] // read.key.shape[1]
+        self.statistics["head_scores"].add(statistics, layer=layer, group=group)

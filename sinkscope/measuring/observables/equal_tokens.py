@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import repeat_heads, upcast
 from sinkscope.attention.weights import AttentionRead, keys_seen, row_chunks
+from sinkscope.measuring.observables.attention import weights_on_first
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
 from sinkscope.measuring.observables.reductions import filled
 from sinkscope.models.family import NO_POSITIONS, Family
@@ -91,10 +92,8 @@ def state_difference(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
     states = batch.tokens_at(upcast(hidden), longest)
     first = states[:, :1]
     distance = torch.linalg.vector_norm(states - first, dim=-1)
-    return (
-        filled(distance, batch.on(hidden.device, "present", longest)).amax(1)
-        / torch.linalg.vector_norm(first, dim=-1)[:, 0]
-    )
+    largest = filled(distance, batch.on(hidden.device, "present", longest)).amax(1)
+    return largest / torch.linalg.vector_norm(first, dim=-1)[:, 0]
 
 
 def linear_slope(read: AttentionRead, batch: Batch) -> torch.Tensor:
@@ -137,12 +136,9 @@ def bound_ratios(read: AttentionRead, batch: Batch) -> torch.Tensor:
     """Return a[t,0] ÷ (e^{2ξ} ÷ (e^{2ξ} + n)) of every head and query, (B,H,T)."""
     # n is the number of other keys that the query sees; NaN for n = 0. ξ = scaling · ‖q_t‖‖k_0‖, since norms are the
     # same for all tokens.
-    first = batch.columns(1)
-    to_first = torch.cat([read.weights(rows, slice(0, first))[0] for rows in row_chunks(read.length)], dim=2)
-    weight = batch.at_positions(to_first, 1)[..., 0]
     query_norm = torch.linalg.vector_norm(upcast(read.query), dim=-1)
     key_norm = repeat_heads(torch.linalg.vector_norm(upcast(read.key), dim=-1, keepdim=True), query_norm.shape[1])
     xi = read.call.scaling * query_norm * batch.at_positions(key_norm[..., 0], 1)
     others = keys_seen(read) - 1
-    ratios = weight * (1 + others * (-2 * xi).exp())
+    ratios = weights_on_first(read, batch) * (1 + others * (-2 * xi).exp())
     return ratios.masked_fill(others < 1, torch.nan)

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
 from sinkscope.errors import SinkscopeError
-from sinkscope.measuring.observables.observable import Accumulator, Observable, Settings, Sums
+from sinkscope.measuring.observables.observable import Accumulator, Accumulators, Observable, Settings, Sums
 from sinkscope.measuring.observables.reductions import ALL_HEADS, GROUPS, filled, long_table
 from sinkscope.models.family import RESIDUAL_SITES, Block, Family
 from sinkscope.models.packed import without_gradients
@@ -139,7 +139,7 @@ class TheoremOne(Accumulator):
     def __init__(self, positions: int) -> None:
         self.positions = positions
         self.identity: Sums[tuple[int, str]] = Sums()  # by layer, `error` and `size`, (K,P)
-        self.moments: dict[int, Sums[str]] = {}  # sums for the bounds, by layer
+        self.moments: Accumulators[int] = Accumulators()  # sums for the bounds, by layer
         self.longest: dict[int, int] = {}  # the length of the sequences in `moments`
 
     def add_upstream(self, layer: int, read: AttentionRead, upstream: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The base class of observables, and the running sums that they keep.
 
 Several processes may share the sequences of a run (measuring/processes.py) and then merge their sums. Therefore every
-attribute of an observable that a batch changes permanently is an Accumulator, or a dict of them.
+attribute of an observable that a batch changes permanently is an Accumulator.
 """
 
 from array import array
@@ -43,7 +43,18 @@ class Accumulator:
     def merge(self, other: Self) -> None:
         """Add the batches that another accumulator has seen; by default, merge all attributes that accumulate."""
         for name, part in accumulated(self).items():
-            merge(part, vars(other)[name])
+            part.merge(vars(other)[name])
+
+
+class Accumulators(dict[Key, Any], Accumulator):
+    """Accumulators by key, for example by layer; those of other processes may have other keys."""
+
+    def merge(self, other: Self) -> None:
+        for key, part in other.items():
+            if key in self:
+                self[key].merge(part)
+            else:
+                self[key] = part
 
 
 class Sums(dict[Key, Any], Accumulator):
@@ -90,15 +101,9 @@ class Rows(Lists[str, Any]):
         return table.sort_values(list(by), kind="stable", ignore_index=True)
 
 
-def accumulated(holder: object) -> dict[str, Any]:
-    """Return the attributes of an observable or accumulator that accumulate: Accumulators and dicts of them."""
-    # an empty dict is included, because the same dict of another process may hold accumulators
-    return {
-        name: value
-        for name, value in vars(holder).items()
-        if isinstance(value, Accumulator)
-        or (isinstance(value, dict) and all(isinstance(part, Accumulator) for part in value.values()))
-    }
+def accumulated(holder: object) -> dict[str, Accumulator]:
+    """Return the attributes of an observable or accumulator that accumulate."""
+    return {name: value for name, value in vars(holder).items() if isinstance(value, Accumulator)}
 
 
 def deliver(holders: Iterable[object]) -> None:
@@ -123,22 +128,8 @@ def deliver(holders: Iterable[object]) -> None:
 def _waiting_in(holder: object) -> list[tuple[tuple[torch.Tensor, ...], Callable[..., None]]]:
     """Return what the accumulators in a holder wait for, which they then forget."""
     waiting = list(vars(holder).pop("_waiting", ()))
-    for part in accumulated(holder).values():
-        for accumulator in [part] if isinstance(part, Accumulator) else part.values():
-            waiting += _waiting_in(accumulator)
-    return waiting
-
-
-def merge(mine: Any, other: Any) -> None:
-    """Merge `other` into `mine`: two accumulators, or two dicts of accumulators."""
-    if isinstance(mine, Accumulator):
-        mine.merge(other)
-        return
-    for key, part in other.items():
-        if key in mine:
-            merge(mine[key], part)
-        else:
-            mine[key] = part
+    parts = [*accumulated(holder).values(), *(holder.values() if isinstance(holder, Accumulators) else ())]
+    return waiting + [each for part in parts for each in _waiting_in(part)]
 
 
 Settings = ObservableOptions  # in a run, `positions` and `window` are limited to the longest sequence
@@ -216,7 +207,7 @@ class Observable:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.pending = Pending()
-        self.statistics: dict[str, Any] = {}  # Means or BySequence, by table
+        self.statistics: Accumulators[str] = Accumulators()  # Means or BySequence, by table
         for table, columns in self.columns.items():
             names = names_of(columns)
             axes = [axis for axis in ("head", "position") if axis in names]

@@ -19,7 +19,15 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import repeat_heads, upcast
 from sinkscope.attention.weights import AttentionRead, keys_seen
 from sinkscope.errors import InputError
-from sinkscope.measuring.observables.observable import Accumulator, Lists, Observable, Reading, Settings, Sums
+from sinkscope.measuring.observables.observable import (
+    Accumulator,
+    Accumulators,
+    Lists,
+    Observable,
+    Reading,
+    Settings,
+    Sums,
+)
 from sinkscope.measuring.observables.reductions import ALL_HEADS, GROUPS, long_table, mean_over
 from sinkscope.models.family import Family
 from sinkscope.models.projections import (
@@ -75,7 +83,7 @@ class QueryBias(Observable):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.directions: dict[int, torch.Tensor] = {}  # u (H,D), Δ_j^h = u_h · x_j
-        self.moments: dict[int, Moments] = {}
+        self.moments: Accumulators[int] = Accumulators()  # by layer
         self.deltas: Lists[int, torch.Tensor] = Lists(list)  # all heads together, (B,P); NaN past a sequence's end
 
     @classmethod
