@@ -139,7 +139,7 @@ MUTATIONS = [
     ),
     *_mutations(
         TRACER_TESTS,
-        ("gate: what it is divided by", TRACER, "share_left", "/ before.square()", "/ after.square()"),
+        ("gate: what it is divided by", TRACER, "share_of_gate", "/ before.square()", "/ after.square()"),
         ("gate: tokens in reverse", TRACER, "Reader._see_gate", '"output")).detach()', '"output")).detach().flip(1)'),
         ("positions: their offset", TRACER, "model_inputs", "batch.position_ids.to(device) + first_position",
          "batch.position_ids.to(device) + first_position + 1"),

@@ -28,7 +28,7 @@ import transformers
 from support.agreement import UNDEFINED, Row, differences, is_equal, padded_differences, row_of
 from support.every_model import LISTS, every_type, tiny_of
 
-from sinkscope.measuring.observables.activation import SITES
+from sinkscope.measuring.observables.activation import STREAM_SITES
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.family import UNREAD
 from sinkscope.models.in_memory import undisturbed
@@ -41,7 +41,7 @@ def agreement(row: Row, auto: Any, file: Path) -> dict[str, str]:
     with undisturbed(model):
         family, _ = family_of(model)
     sites = {site for at in range(len(family.layer_modules(model))) for site in family.block(at).sites}
-    compared = [*(site for site in SITES if site in sites), *(("value",) if family.has_attention else ())]
+    compared = [*(site for site in STREAM_SITES if site in sites), *(("value",) if family.has_attention else ())]
     found = {"alone": differences(row.model_type, file, auto)}
     found |= padded_differences(model.double(), family, whole=True)
     undefined = [side for side, columns in found.items() if columns[UNDEFINED]]

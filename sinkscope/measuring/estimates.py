@@ -286,7 +286,7 @@ class RunClaim(NamedTuple):
 
 
 SPIKE = 2.0  # the threshold of GS-6: times the gradient ratio of random weights
-HAS_SINK_HEADS: Number[Sequences] = Number(  # a claim on heads with a sink fails if no head has one
+SINK_HEADS_OF_RUN: Number[Sequences] = Number(  # a claim on heads with a sink fails if no head has one
     "share of heads with a sink at position 0", share_of_sink_heads, above(0.0), is_evidence=False
 )
 
@@ -307,7 +307,7 @@ RUN_CLAIMS: dict[str, RunClaim] = {
     "GS-20": RunClaim("§5", "The sink's values are small.",
         (Number("value norm at 0 ÷ later, median over sink heads",
             lambda run: in_sink_heads(run, "value_norm"), below(0.5)),
-         HAS_SINK_HEADS)),
+         SINK_HEADS_OF_RUN)),
     "N-1": RunClaim("fig. 1, 4", "The query bias sets Δ of position 0 apart in most deep layers.",
         (Number("share of the second half of layers with Δ₀ above the mean of later tokens by 2 standard deviations",
             _share_of_layers_apart, above(0.5)),)),
@@ -320,7 +320,7 @@ RUN_CLAIMS: dict[str, RunClaim] = {
 # --- pictures: ratios of sums over pictures, which are resampled
 
 
-def _ratio(run: RunData, table: pd.DataFrame, above: pd.Series, below: pd.Series) -> np.ndarray:
+def _ratio_of_sums(run: RunData, table: pd.DataFrame, above: pd.Series, below: pd.Series) -> np.ndarray:
     """Return Σ above ÷ Σ below for all resamplings of the pictures, (R,); NaN where nothing was drawn."""
     sums = pd.DataFrame({"above": above, "below": below}).astype(float).groupby(table["sequence"]).sum()
     listed = run.tables.get("picture")
@@ -356,7 +356,7 @@ def visual_sink_share(run: RunData) -> Estimate:
     """Estimate the share of visual tokens that are sinks by φ; the null is the share by random coordinates."""
     table = _visual(run)
     every = pd.Series(1.0, table.index)
-    share, null = (_ratio(run, table, sinks, every) for sinks in (table["phi"] > PHI, table["random_share"]))
+    share, null = (_ratio_of_sums(run, table, sinks, every) for sinks in (table["phi"] > PHI, table["random_share"]))
     return bootstrap(share).against(float(null[0]))
 
 
@@ -367,7 +367,7 @@ def visual_sink_attention(run: RunData) -> Estimate:
     if not sinks.any():
         raise NotDefined("no visual token is a sink")
     ratio, null = (
-        _ratio(run, table, share * mass, share) / _ratio(run, table, (1 - share) * mass, 1 - share)
+        _ratio_of_sums(run, table, share * mass, share) / _ratio_of_sums(run, table, (1 - share) * mass, 1 - share)
         for share in (sinks, table["random_share"])
     )
     return bootstrap(ratio).against(float(null[0]))
@@ -384,4 +384,4 @@ def outlier_share(run: RunData) -> Estimate:
     """Estimate the share of patches that are outliers by norm after the last layer of an encoder."""
     table = outlier_patches(run)
     last = table[table["layer"] == table["layer"].max()]
-    return bootstrap(_ratio(run, last, last["is_outlier"], pd.Series(1.0, last.index)))
+    return bootstrap(_ratio_of_sums(run, last, last["is_outlier"], pd.Series(1.0, last.index)))

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.errors import InputError, unknown
 from sinkscope.measuring.measure import choose
-from sinkscope.measuring.observables.close_ups import AttentionMaps, first_tokens, weights_among
+from sinkscope.measuring.observables.close_ups import AttentionMaps, first_columns, weights_among
 from sinkscope.measuring.observables.observable import Lists, Observable, Reading
 from sinkscope.measuring.subject import ModelLike, Subject, family_of, inputs_for, load_model, position_limit
 from sinkscope.measuring.tracer import open_tracer
@@ -52,7 +52,7 @@ class KeptActivations(Observable):
         for site in set(self.wanted).intersection(OF_ATTENTION):
             self._add(site, layer, getattr(read, site)[0].transpose(0, 1), batch)
         if self.has_maps and batch.first == 0:
-            self.rows[ATTENTION, layer].append((0, weights_among(read, first_tokens(batch)).half().cpu()))
+            self.rows[ATTENTION, layer].append((0, weights_among(read, first_columns(batch)).half().cpu()))
 
     def _add(self, site: str, layer: int, tensor: torch.Tensor, batch: Batch) -> None:
         self.bytes += tensor.nbytes
@@ -142,7 +142,7 @@ def attention_of(
             nonlocal weights, token_ids
             heads[seen_layer] = read.query.shape[1]
             if seen_layer == layer and (head is None or head in range(heads[layer])):
-                shown = first_tokens(batch, read.length)
+                shown = first_columns(batch, read.length)
                 weights = weights_among(read, shown, slice(None) if head is None else [head]).cpu()
                 token_ids = batch.token_ids[0, shown].tolist()
 

@@ -45,12 +45,12 @@ from nnsight.intervention.envoy import Envoy  # noqa: E402
 from nnsight.intervention.eproperty import eproperty  # noqa: E402
 from nnsight.intervention.interleaver import OutOfOrderError  # noqa: E402
 
-__all__ = ["NNsight", "OutOfOrderError", "Part", "Traced", "part_of", "save", "serving"]
+__all__ = ["NNsight", "OutOfOrderError", "TracedPart", "Traced", "part_of", "save", "serving"]
 
 LEFT = "after_hooks"
 
 
-class Part(Envoy):
+class TracedPart(Envoy):
     """A module of a traced model."""
 
     @eproperty(key=LEFT)
@@ -59,14 +59,14 @@ class Part(Envoy):
         return value
 
 
-class Traced(NNsight, Part):
+class Traced(NNsight, TracedPart):
     """A model that nnsight wraps."""
 
     # nnsight would move the inputs to the first parameter's device: wrong when accelerate has offloaded it
     device = None
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, envoys=Part)
+        super().__init__(model, envoys=TracedPart)
 
 
 def part_of(envoy: Any, path: str) -> Any:
@@ -78,10 +78,10 @@ def part_of(envoy: Any, path: str) -> Any:
 
 
 @contextmanager
-def serving(parts: Iterable[Part]) -> Iterator[None]:
+def serving(parts: Iterable[TracedPart]) -> Iterator[None]:
     """Serve `after_hooks` of these parts to the traces of the block. A hook that is registered in it acts later."""
 
-    def serve(part: Part, module: nn.Module, args: tuple, output: Any) -> Any:
+    def serve(part: TracedPart, module: nn.Module, args: tuple, output: Any) -> Any:
         interleaver = part.interleaver
         return interleaver.handle(f"{part.path}.{LEFT}", output) if interleaver.interleaving else None
 

@@ -43,17 +43,17 @@ from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.batch import Batch
 
 DEVIATIONS = 4.0  # λ: a sum's error is larger than λ √n u with a probability of 2 exp(-λ²/2)
-PRECISION = {"highest": 2.0**-24, "high": 2.0**-11, "medium": 2.0**-8}  # u by torch.get_float32_matmul_precision()
-FEW = 64  # tokens of `check_beforehand`
-MARGIN = 4.0  # factor by which the drawn rounding errors exceed real rounding errors
+UNIT_ROUNDOFF = {"highest": 2.0**-24, "high": 2.0**-11, "medium": 2.0**-8}  # u by torch.get_float32_matmul_precision()
+CHECKED_TOKENS = 64  # tokens of `check_beforehand`
+ROUNDING_MARGIN = 4.0  # factor by which the drawn rounding errors exceed real rounding errors
 # Upper limits of the tolerance where only outputs can be compared: with sparse attention that rounding may flip, the
 # estimate of round-off would explain any difference.
-LARGEST = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
-ROUNDED = 5e-2  # tolerance where activations are rounded to 8 bits: one step more or less
+LARGEST_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+QUANTIZED_TOLERANCE = 5e-2  # tolerance where activations are rounded to 8 bits: one step more or less
 
 
 @dataclass(frozen=True)
-class Comparison:
+class AttentionComparison:
     """One layer's attention under the seam, and the weights read there, compared with the model's own attention."""
 
     layer: int
@@ -62,7 +62,7 @@ class Comparison:
 
 
 @contextmanager
-def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[list[Comparison]]:
+def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[list[AttentionComparison]]:
     """Compare every layer's attention with the model's own function when the caller runs the model on this batch.
 
     The batch has no padding. Layers with attention code of their own are skipped, because it has no function to call
@@ -70,7 +70,7 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
     """
     layers = {attention: layer for layer, attention in family.attentions(model).items()}
     batch = batch.with_registers(registers_before(model))
-    comparisons: list[Comparison] = []
+    comparisons: list[AttentionComparison] = []
 
     def keep(seen: dict[str, torch.Tensor], name: str, tap: nn.Module, args: tuple, output: torch.Tensor) -> None:
         seen[name] = output
@@ -96,7 +96,7 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
             ours = attend(module, *values, **named)[0]
         read = AttentionRead(**seen, call=seam.call, batch=batch)
         seam.call = None
-        comparisons.append(Comparison(layers[module], *_difference(theirs[0], ours, read)))
+        comparisons.append(AttentionComparison(layers[module], *_difference(theirs[0], ours, read)))
         return _converted(args[0].dtype, theirs)
 
     if family.door != "interface":
@@ -147,7 +147,7 @@ def attention_round_off(read: AttentionRead) -> torch.Tensor:
     comes from the sum over the keys. The bound is twice that, because both computations have errors.
     """
     query, key = upcast(read.query), upcast(read.key)
-    u = PRECISION[torch.get_float32_matmul_precision()]  # softmax of float64 is in float32 in many models
+    u = UNIT_ROUNDOFF[torch.get_float32_matmul_precision()]  # softmax of float64 is in float32 in many models
     if read.query.dtype in (torch.float16, torch.bfloat16):
         u = torch.finfo(read.query.dtype).eps / 2
     g = DEVIATIONS * math.sqrt(max(query.shape[-1], key.shape[2])) * u
@@ -166,7 +166,7 @@ class RoundOff:
     """The differences that a model's round-off explains."""
 
     tolerance: float  # largest difference of the last layer's output from the bare model's, relative to its norm
-    attention: tuple[Comparison, ...]  # one per layer; empty if the model has attention code of its own
+    attention: tuple[AttentionComparison, ...]  # one per layer; empty if the model has attention code of its own
 
     def check_attention(self) -> None:
         """Raise SinkscopeError if a layer's attention is not the same function as the model's own."""
@@ -192,9 +192,9 @@ def round_off(model: PreTrainedModel, family: Family, batch: Batch, bare: torch.
     depends on the model, and is estimated by adding errors of random sign to the input of every layer (statistical
     condition estimation: Kenney and Laub, 1994). Their size is one unit in the last place or, if larger, that of a sum
     over D channels in float32, √D u (Higham and Mary, 2019), because float64 models compute norms and softmax in
-    float32, or that of a factor in TF32 if it is allowed; times MARGIN. MARGIN scales the errors rather than their
-    effect because expert routers are discontinuous: a choice that rounding may flip is then flipped here too. `bare`
-    (B,T,D) is the last layer's output on the batch, which has no padding.
+    float32, or that of a factor in TF32 if it is allowed; times ROUNDING_MARGIN, which scales the errors rather than
+    their effect because expert routers are discontinuous: a choice that rounding may flip is then flipped here too.
+    `bare` (B,T,D) is the last layer's output on the batch, which has no padding.
     """
     with perturbed_layers(model, family):
         moved = last_output(model, family, batch)
@@ -205,15 +205,15 @@ def round_off(model: PreTrainedModel, family: Family, batch: Batch, bare: torch.
     if math.isnan(tolerance):  # half precision has overflowed; the tracer reports it if the bare model does so too
         tolerance = 1.0
     if not family.attentions(model).keys() <= {one.layer for one in attention}:
-        tolerance = min(tolerance, LARGEST[bare.dtype])
-    return RoundOff(max(tolerance, ROUNDED if is_packed(model) else 0.0), tuple(attention))
+        tolerance = min(tolerance, LARGEST_TOLERANCES[bare.dtype])
+    return RoundOff(max(tolerance, QUANTIZED_TOLERANCE if is_packed(model) else 0.0), tuple(attention))
 
 
 @contextmanager
 def perturbed_layers(model: PreTrainedModel, family: Family, dtype: torch.dtype | None = None) -> Iterator[None]:
     """Add rounding errors of a dtype, by default the model's, to every layer's input until the end of the block."""
     draw: dict[torch.device, torch.Generator] = {}
-    rounded = 2 * PRECISION[torch.get_float32_matmul_precision()]  # TF32 rounds the factors of each product
+    rounded = 2 * UNIT_ROUNDOFF[torch.get_float32_matmul_precision()]  # TF32 rounds the factors of each product
 
     def perturbed(module: nn.Module, x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or not x.is_floating_point():
@@ -221,7 +221,7 @@ def perturbed_layers(model: PreTrainedModel, family: Family, dtype: torch.dtype 
         if x.device not in draw:
             draw[x.device] = torch.Generator(x.device).manual_seed(0)
         sum_over_channels = math.sqrt(x.shape[-1]) * torch.finfo(torch.float32).eps / 2
-        size = MARGIN * max(torch.finfo(dtype or x.dtype).eps, rounded, sum_over_channels)
+        size = ROUNDING_MARGIN * max(torch.finfo(dtype or x.dtype).eps, rounded, sum_over_channels)
         up = torch.randint(0, 2, x.shape, generator=draw[x.device], device=x.device, dtype=torch.bool)
         return torch.where(up, x * (1 + size), x * (1 - size))
 
@@ -345,7 +345,8 @@ def check_beforehand(model: PreTrainedModel, family: Family, is_calibrated: bool
     if code is None and not is_calibrated:
         return
     what = f"this model attends by {code or 'code of its own'}"
-    ids = torch.arange(3, 3 + min(FEW, position_limit(model, family) or FEW))[None] % len(embedding_weight(model))
+    length = min(CHECKED_TOKENS, position_limit(model, family) or CHECKED_TOKENS)
+    ids = torch.arange(3, 3 + length)[None] % len(embedding_weight(model))
     batch = Batch(ids, torch.ones_like(ids))
     with undisturbed(model):
         bare = last_output(model, family, batch)

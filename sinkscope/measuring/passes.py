@@ -30,7 +30,7 @@ from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
 
 # returns the loss of each sequence, (B,), summed over its predicted tokens; None if the step computes none
-Step = Callable[[Batch, Sequence[Observable]], torch.Tensor | None]
+BatchStep = Callable[[Batch, Sequence[Observable]], torch.Tensor | None]
 
 LOSS_TABLES: dict[str, Columns] = {
     "loss_by_sequence": (
@@ -70,7 +70,7 @@ def pass_over(
     model: PreTrainedModel,
     inputs: TokenInputs,
     fresh: Callable[[], list[Observable]],
-    step: Step,
+    step: BatchStep,
     batch_size: int | Literal["auto"],
     backward: bool = False,
     console: Console | None = None,
@@ -115,18 +115,17 @@ def pass_over(
                 is_idle = members.place >= len(inputs)  # it reads a batch of another process, which must not count
                 torch.save(None if is_idle else ([accumulated(each) for each in observables], losses), file)
         if members.count > 1:  # replace the sums of this process by those over all, added in their order
-            total: list[Any] = []
+            total: Any = None
             for part in members.one_by_one(file.getvalue()):
                 # pickled by another process of the same command
                 sums = torch.load(io.BytesIO(part), map_location="cpu", weights_only=False)
-                if sums is None:
+                if total is None or sums is None:
+                    total = total or sums
                     continue
-                if not total:
-                    total = list(sums)
-                    continue
-                for merged, other in zip(total[0], sums[0], strict=False):  # only the first compares with the bare model
-                    for name in merged:
-                        merged[name].merge(other[name])
+                # only the first process compares with the bare model
+                for merged, other in zip(total[0], sums[0], strict=False):
+                    for name, accumulator in merged.items():
+                        accumulator.merge(other[name])
                 total[1].merge(sums[1])
             for observable, state in zip(observables, total[0], strict=False):
                 vars(observable).update(state)

@@ -34,9 +34,9 @@ from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs, numbered
 from sinkscope.text.pictures import Picture, Places, asked_about
 
-PICTURES = "pictures"  # the condition of a run on pictures alone
-DRAWS = 20  # sets of random coordinates
-FEWEST = 2  # coordinates of φ in a model without massive activations
+PICTURES_CONDITION = "pictures"  # the condition of a run on pictures alone
+RANDOM_SETS = 20  # sets of random coordinates
+FEWEST_COORDINATES = 2  # coordinates of φ in a model without massive activations
 
 _ROW = Column("row", "row of the patch from the top; −1 for CLS and registers, which precede the patches", kind="whole")
 _COLUMN = Column("column", "column of the patch from the left; of a special token, its index", kind="whole")
@@ -50,7 +50,8 @@ PICTURE_TABLES: dict[str, Columns] = {
         SEQUENCE, Column("tile", "part of the picture, if the processor cuts it", kind="whole"), _ROW, _COLUMN,
         Column("mass", "attention of the text after the picture, mean over its queries and heads", "attention"),
         Column("phi", "φ of the layer's input at the model's massive coordinates (Kang et al. 2025)"),
-        Column("random_share", f"share of {DRAWS} sets of as many random coordinates at which φ is above 20", "share"),
+        Column("random_share", f"share of {RANDOM_SETS} sets of as many random coordinates at which φ is above 20",
+            "share"),
     ),
     "visual_head": (
         SEQUENCE, HEAD,
@@ -79,7 +80,7 @@ class VisualSinks(Observable):
         self.coordinates = torch.tensor(sorted(coordinates))
         others = torch.tensor([coordinate for coordinate in range(width) if coordinate not in set(coordinates)])
         generator = torch.Generator().manual_seed(settings.seed)  # type: ignore[attr-defined]  # a run's settings
-        drawn = [torch.randperm(len(others), generator=generator)[: len(coordinates)] for _ in range(DRAWS)]
+        drawn = [torch.randperm(len(others), generator=generator)[: len(coordinates)] for _ in range(RANDOM_SETS)]
         self.random = others[torch.stack(drawn)]  # (draws, coordinates)
         self.places: Places | None = None  # of the next picture
         self.of_layer: dict[str, torch.Tensor] = {}
@@ -126,12 +127,12 @@ def phi(hidden: torch.Tensor, coordinates: torch.Tensor) -> torch.Tensor:
     return hidden[:, coordinates].abs().amax(-1) / (hidden.square().mean(-1) + 1e-6).sqrt()
 
 
-def massive_coordinates(massive: pd.DataFrame) -> tuple[list[int], bool]:
-    """Return the coordinates of a model's massive activations, and whether it has any; without any, FEWEST others."""
+def phi_coordinates(massive: pd.DataFrame) -> tuple[list[int], bool]:
+    """Return the coordinates of a model's massive activations, and whether it has any; without any, two others."""
     coordinates = massive.loc[massive["is_massive"], "coordinate"]
     if len(coordinates):
         return sorted(map(int, coordinates.unique())), True
-    largest = massive.sort_values("ratio", ascending=False)["coordinate"].unique()[:FEWEST]
+    largest = massive.sort_values("ratio", ascending=False)["coordinate"].unique()[:FEWEST_COORDINATES]
     return sorted(map(int, largest)), False
 
 
@@ -160,17 +161,17 @@ def measure_pictures(
     """
     model, token_id = subject.loaded.model, visual_id(subject.loaded.model)
     assert token_id is not None
-    coordinates, has_massive = massive_coordinates(massive)
+    coordinates, has_massive = phi_coordinates(massive)
     observable = VisualSinks(config, coordinates, model.config.get_text_config().hidden_size)
     with open_tracer(model, subject.family, config.attn) as tracer:
         for number, picture in enumerate(pictures):
             batch, observable.places = asked_about(picture, processor, token_id, number)
             tracer.forward(batch, [observable])
     facts = {"pictures": len(pictures), "coordinates": coordinates, "is_massive": has_massive}
-    return observable.tables() | {"picture": listed(pictures)}, facts
+    return observable.tables() | {"picture": picture_table(pictures)}, facts
 
 
-def listed(pictures: Sequence[Picture]) -> pd.DataFrame:
+def picture_table(pictures: Sequence[Picture]) -> pd.DataFrame:
     rows = [(-1, number, picture.name, picture.thumbnail) for number, picture in enumerate(pictures)]
     return pd.DataFrame(rows, columns=["layer", *names_of(PICTURE_TABLES["picture"])])
 
@@ -179,7 +180,7 @@ def listed(pictures: Sequence[Picture]) -> pd.DataFrame:
 
 
 @torch.no_grad()
-def encode(model: Any, processor: Any, pictures: Sequence[Picture]) -> tuple[pd.DataFrame, int, list[Picture]]:
+def encoder_patches(model: Any, processor: Any, pictures: Sequence[Picture]) -> tuple[pd.DataFrame, int, list[Picture]]:
     """Return the norm of every token of a vision transformer after each layer, and the attention that it receives.
 
     Special tokens, which precede the patches, are in row −1: CLS is column 0, registers follow. Also returns the
@@ -229,12 +230,13 @@ def encode(model: Any, processor: Any, pictures: Sequence[Picture]) -> tuple[pd.
 
 def measure_encoder(loaded: LoadedModel, pictures: Sequence[Picture]) -> tuple[dict[str, pd.DataFrame], Subject]:
     """Measure a vision transformer on pictures: its tables, and the subject of the run, with a sequence a picture."""
-    patches, tokens, seen = encode(loaded.model, load_processor(loaded.source, loaded.revision, text=False), pictures)
+    processor = load_processor(loaded.source, loaded.revision, text=False)
+    patches, tokens, seen = encoder_patches(loaded.model, processor, pictures)
     ends = {"layer_in": "input", "layer_out": "output"}
     family = Family(loaded.model.config.model_type, "", "", ends, "unknown", NO_POSITIONS, causal=False)
     # the number of the picture in place of token ids: copies of a picture have the same
     numbers = numbered(np.asarray(picture.image) for picture in pictures)
     sequences = tuple(np.full(tokens, number, np.int64) for number in numbers)
     said = f"{counted(len(pictures), 'picture')}, the first is {pictures[0].name}"
-    inputs = TokenInputs(PICTURES, sequences, "a special token or the first patch", "", said=said)
-    return {"encoder_patch": patches, "picture": listed(seen)}, Subject(loaded, family, inputs)
+    inputs = TokenInputs(PICTURES_CONDITION, sequences, "a special token or the first patch", "", said=said)
+    return {"encoder_patch": patches, "picture": picture_table(seen)}, Subject(loaded, family, inputs)

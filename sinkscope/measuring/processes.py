@@ -27,7 +27,7 @@ from sinkscope.models.loading import stays_on_cpu, was_launched
 from sinkscope.options.measuring import POLICIES
 
 TIMEOUT = timedelta(days=1)  # for waiting on the others: the first process may write or measure without them
-Result = TypeVar("Result")
+Gathered = TypeVar("Result")
 
 
 def joined(cpu: bool = False) -> PartialState:
@@ -65,7 +65,7 @@ class Team:
         """Return a console on stderr, which is quiet except in the first process."""
         return Messages(quiet or not self.is_first)
 
-    def each(self, mine: Result) -> list[Result]:
+    def each(self, mine: Gathered) -> list[Gathered]:
         """Gather an object from every process, in order of rank. All processes must call this."""
         objects: list[Any] = [None] * self.count
         dist.all_gather_object(objects, mine)
@@ -78,7 +78,7 @@ class Team:
             dist.broadcast_object_list(sent, src=place)
             yield sent[0]
 
-    def of_the_first(self, compute: Callable[[], Result]) -> Result:
+    def of_the_first(self, compute: Callable[[], Gathered]) -> Gathered:
         """Call `compute` in the first process and return its result in all of them."""
         if self.count == 1:
             return compute()
@@ -97,39 +97,33 @@ class Team:
             return
         self._level += 1
         level = self._level
+        error: Exception | None = None
         try:
-            yield
+            try:
+                yield
+            except Exception as raised:
+                error = raised
+            mine = None
+            if error is not None:  # level, and the type and text with which other processes raise this error
+                kind = next((name for name, kind in RAISED.items() if isinstance(error, kind)), None)
+                text = str(error) if kind else f"unexpected {described(error)}"
+                mine = (level, kind or "SinkscopeError", text)
+            ends = [end for end in self.each(mine) if end is not None]
+            if ends:
+                outermost = min(end[0] for end in ends)  # the block that ends
+                error = error or RAISED[ends[0][1]](ends[0][2])
+                raise error if outermost == level else _Broken(outermost, error)
         except _Broken as broken:
             if broken.level < level:
                 raise
             raise broken.error from None
-        except Exception as error:
-            self._exchange_errors(level, error)
-            raise
-        else:
-            self._exchange_errors(level, None)
         finally:
             self._level = level - 1
 
-    def _exchange_errors(self, level: int, error: Exception | None) -> None:
-        """Exchange errors; if any process failed, end the outermost block in which one did."""
-        mine = None
-        if error is not None:  # level, and the type and text with which other processes raise this error
-            kind = next((name for name, kind in KINDS.items() if isinstance(error, kind)), None)
-            mine = (level, kind, str(error)) if kind else (level, "SinkscopeError", f"unexpected {described(error)}")
-        ends = [end for end in self.each(mine) if end is not None]
-        if not ends:
-            return
-        target = min(end[0] for end in ends)
-        if target < level:
-            raise _Broken(target, error or KINDS[ends[0][1]](ends[0][2]))
-        if error is None:
-            raise KINDS[ends[0][1]](ends[0][2])
 
-
-ALONE = Team()
-_TEAM: ContextVar[Team] = ContextVar("team", default=ALONE)
-KINDS = {kind.__name__: kind for kind in (InputError, SinkscopeError, RuntimeError, MemoryError)}
+SINGLE_PROCESS = Team()
+_TEAM: ContextVar[Team] = ContextVar("team", default=SINGLE_PROCESS)
+RAISED = {kind.__name__: kind for kind in (InputError, SinkscopeError, RuntimeError, MemoryError)}
 
 
 def team() -> Team:

@@ -19,8 +19,8 @@ from sinkscope.options.measuring import RunConfig
 from sinkscope.results.activations import MASK_FILE, Activations
 from sinkscope.retrofits.retrofit import registers_before
 
-MEASURED = ("sink-tokens", "residual-sinks", "massive")
-READ = {"sink_tokens", "residual_sinks", "spikes", "massive"}  # tables of these observables
+MASK_OBSERVABLES = ("sink-tokens", "residual-sinks", "massive")
+MASK_TABLES = {"sink_tokens", "residual_sinks", "spikes", "massive"}  # tables of these observables
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +42,8 @@ class SpikeMask:
 
 def measured_mask(subject: Subject, config: RunConfig, tables: Mapping[str, pd.DataFrame] | None = None) -> SpikeMask:
     """Return the mask of all sequences of a subject, from a run's `tables` or, where one is missing, a further pass."""
-    if tables is None or not tables.keys() >= READ:
-        tables, _ = measure(subject, config.model_copy(update={"observables": MEASURED, "skip_parity": True}))
+    if tables is None or not tables.keys() >= MASK_TABLES:
+        tables, _ = measure(subject, config.model_copy(update={"observables": MASK_OBSERVABLES, "skip_parity": True}))
     model, sinks, residual = subject.loaded.model, tables["sink_tokens"], tables["residual_sinks"]
     batch = subject.inputs.whole().with_registers(registers_before(model))
     sizes = tables["spikes"]["layer"].nunique(), model.config.get_text_config().hidden_size

@@ -77,7 +77,7 @@ def summarize(
         if family.causal and family.has_attention:
             whole["uniform_gradient_ratio"] = uniform_gradient_ratio(inputs.predicted)
     if "query_bias" in tables:
-        by_layer |= _query_bias(tables)
+        by_layer |= _query_bias_metrics(tables)
         whole["delta_outlier_share"] = float((by_layer["delta_gap"] > OUTLIER).mean())
     reduced = {metric: float(REDUCTIONS.get(metric, pd.Series.mean)(series)) for metric, series in by_layer.items()}
     rows = [
@@ -226,7 +226,7 @@ METRICS_OF: dict[str, dict[str, LayerMetric]] = {
 }
 
 
-def _query_bias(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.Series]:
+def _query_bias_metrics(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.Series]:
     """Compute metrics of all heads together, and metrics of learned positions if the model has them."""
     table = tables["query_bias"]
     together = table[table["head"] == ALL_HEADS]

@@ -26,12 +26,12 @@ from sinkscope.measuring.nnsight import OutOfOrderError, Traced, part_of, save, 
 from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import (
     ATTENTION_SITES,
-    COPIED,
+    COPIED_ENTRIES,
     NEURONS,
     Observable,
     Pending,
     Reading,
-    Stack,
+    SiteStack,
     Sums,
     deliver,
 )
@@ -146,14 +146,14 @@ class Reader:
         deliver([*observables, self])
         self._held = 0
 
-    def _see_stack(self, observables: Sequence[Observable], batch: Batch, stack: Stack) -> None:
+    def _see_stack(self, observables: Sequence[Observable], batch: Batch, stack: SiteStack) -> None:
         for layer, site, index in stack.sites:
             if site == "layer_out":
                 self._sums.add({"sums": stack.reading.once(token_norms)[:, index]}, layer=layer)
         for observable in observables:
             sites = [each for each in stack.sites if each[1] in observable.sites]
             if sites:
-                observable.see_stack(Stack(sites, stack.reading), batch)
+                observable.see_stack(SiteStack(sites, stack.reading), batch)
 
     def _see_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> Sought:
         """Pass values and gates to observables: a retrofit's, or the share of each head that the model's own leaves."""
@@ -162,7 +162,7 @@ class Reader:
                 for name in ("value", "mix"):
                     self._attended.append((yield self._tap(layer, name)).detach())
             value, mix = self._attended
-            gate = share_left(mix, (yield self._inside(layer, self.family.output, "input")).detach())
+            gate = share_of_gate(mix, (yield self._inside(layer, self.family.output, "input")).detach())
             value = value.transpose(1, 2)
         else:
             # multiplies values or heads' outputs; its inputs hold raw values
@@ -376,7 +376,7 @@ class Tracer(Reader):
                 address = sought.send(value)
 
 
-def share_left(mix: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
+def share_of_gate(mix: torch.Tensor, taken: torch.Tensor) -> torch.Tensor:
     """Return the share of each head's output that a gate leaves: mix (B,T,H,d), taken (B,T,H·d) → (B,T,H).
 
     This is the mean of the gate over the head's channels, weighted by the squares of the gated entries.
@@ -441,7 +441,7 @@ class _Stacks:
     place after it has been read, so that it cannot be kept without a copy.
     """
 
-    def __init__(self, batch: Batch, most: int, see: Callable[[Stack], None]) -> None:
+    def __init__(self, batch: Batch, most: int, see: Callable[[SiteStack], None]) -> None:
         self.batch = batch
         self.most = most  # the number of tensors to come
         self.see = see
@@ -454,9 +454,9 @@ class _Stacks:
         kind = x.shape, x.dtype, x.device
         if is_new:
             self.last = reading, Reading(x.unsqueeze(1), self.batch)
-        room = min(self.most, 0 if x.device.type == "cpu" else COPIED // x.numel())
+        room = min(self.most, 0 if x.device.type == "cpu" else COPIED_ENTRIES // x.numel())
         if room < 2:
-            self.see(Stack([(layer, site, 0)], self.last[1]))
+            self.see(SiteStack([(layer, site, 0)], self.last[1]))
             return
         if kind not in self.copies:
             self.copies[kind] = x.new_empty(len(x), room, *x.shape[1:])
@@ -476,7 +476,7 @@ class _Stacks:
 
     def _see(self, kind: tuple) -> None:
         sites = self.sites.pop(kind)
-        self.see(Stack(sites, Reading(self.copies[kind][:, : sites[-1][2] + 1], self.batch)))
+        self.see(SiteStack(sites, Reading(self.copies[kind][:, : sites[-1][2] + 1], self.batch)))
 
 
 @contextmanager

@@ -304,8 +304,8 @@ def spent_on_a_batch(
     """Return the launches by layer, the waits and the copies of a batch; names are of observables or interventions."""
     config = AutoConfig.for_model("llama", **TINY["llama"][1] | {"num_hidden_layers": DEPTH})
     for module in (tracer, massive):  # as many copies of sites as at Llama-2-7B's width
-        monkeypatch.setattr(module, "COPIED", module.COPIED * config.hidden_size // 4096)
-    monkeypatch.setattr(massive, "AT_ONCE", massive.AT_ONCE * config.hidden_size // 4096)
+        monkeypatch.setattr(module, "COPIED_ENTRIES", module.COPIED_ENTRIES * config.hidden_size // 4096)
+    monkeypatch.setattr(massive, "ENTRIES_AT_ONCE", massive.ENTRIES_AT_ONCE * config.hidden_size // 4096)
     lengths = range(64, 64 - 8 * 3 * is_padded, -3) if is_padded else [64] * 8
     batch, settings = padded(ragged_tokens(lengths)), Settings(positions=16, window=64)
     with simulated():

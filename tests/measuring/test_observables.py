@@ -22,7 +22,7 @@ from sinkscope.measuring.observables.massive import (
     selected,
     selected_by_digits,
 )
-from sinkscope.measuring.observables.observable import Means, Reading, Settings, Stack
+from sinkscope.measuring.observables.observable import Means, Reading, Settings, SiteStack
 from sinkscope.measuring.observables.reductions import long_table
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch
@@ -183,7 +183,7 @@ def hidden_state(median: float, *others: float) -> torch.Tensor:
 def massive_table(hidden: torch.Tensor) -> pd.DataFrame:
     batch = Batch(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long))
     observable = Massive(Settings())
-    observable.see_stack(Stack([(0, "layer_out", 0)], Reading(hidden[None, None], batch)), batch)
+    observable.see_stack(SiteStack([(0, "layer_out", 0)], Reading(hidden[None, None], batch)), batch)
     observable.finish(batch)
     return observable.tables()["massive"]
 

@@ -26,7 +26,7 @@ from sinkscope.commands.claims.claim import judge
 from sinkscope.commands.claims.evidence import MAIN, Evidence
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.measuring.estimates import outlier_patches, outlier_share, visual_sink_attention, visual_sink_share
-from sinkscope.measuring.pictures import encode, massive_coordinates, phi
+from sinkscope.measuring.pictures import encoder_patches, phi, phi_coordinates
 from sinkscope.results.findings import PHI, Outcome
 from sinkscope.results.run import RunData
 from sinkscope.text.pictures import QUESTION, asked_about, places_of, read_pictures
@@ -46,7 +46,7 @@ def test_attention_to_patches_and_phi_are_those_of_plain_transformers(
     folder = save(kind, tmp_path / "model", model)
     monkeypatch.setattr("sinkscope.models.loading.DTYPES", {"float32": torch.float64})
     run = sinkscope.analyze(str(folder), images=draw_pictures(tmp_path / "pictures"), **GIVEN)
-    coordinates, is_massive = massive_coordinates(run.tables["massive"])
+    coordinates, is_massive = phi_coordinates(run.tables["massive"])
     assert run.manifest["pictures"] == {"pictures": 2, "coordinates": coordinates, "is_massive": is_massive}
     assert is_massive == (kind == "llava")
 
@@ -104,7 +104,7 @@ def encoder(kind: str, **more: Any) -> Any:
 def test_norms_and_attention_of_an_encoder_are_those_of_plain_transformers(kind: str, tmp_path: Path) -> None:
     model, images = encoder(kind), SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE})
     pictures = read_pictures(draw_pictures(tmp_path), 2)
-    table, tokens, seen = encode(model, images, pictures)
+    table, tokens, seen = encoder_patches(model, images, pictures)
     assert np.array_equal(np.asarray(seen[0].image), np.asarray(pictures[0].image))
     special = ENCODERS[kind][1]
     assert tokens == special + (SIDE // PATCH) ** 2

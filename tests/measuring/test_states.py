@@ -13,7 +13,7 @@ import sinkscope
 from sinkscope.measuring.observables.entropy import entropy, spectrum, valley
 from sinkscope.measuring.observables.observable import Reading, Settings
 from sinkscope.measuring.observables.spikes import SinkTokens, attention_received, kinds_of, life, mean_cosine, sinks
-from sinkscope.measuring.spike_mask import MEASURED
+from sinkscope.measuring.spike_mask import MASK_OBSERVABLES
 from sinkscope.models.loading import LoadedModel
 
 SETTINGS = Settings(positions=4, window=4)
@@ -167,7 +167,7 @@ def test_a_run_with_its_observables_needs_no_second_pass(tmp_path: Any, monkeypa
     expected = sinkscope.spike_mask(model, **given)
     monkeypatch.setattr("sinkscope.measuring.spike_mask.measure", None)
     run = tmp_path / "run"
-    sinkscope.analyze(model, observables=MEASURED, export_mask=True, out=run, figures=(), page=False, **given)
+    sinkscope.analyze(model, observables=MASK_OBSERVABLES, export_mask=True, out=run, figures=(), page=False, **given)
     mask = load_file(run / "spike_mask.safetensors")
     assert all(torch.equal(mask[name], tensor) for name, tensor in vars(expected).items())
     with pytest.raises(TypeError):  # without them, there is one

@@ -16,7 +16,7 @@ from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.console import Messages, print_line, print_notices, print_part
 from sinkscope.measuring.keeping import Remembered, check_sites, keep
 from sinkscope.measuring.measure import Facts, make_manifest, measure
-from sinkscope.measuring.pictures import PICTURES, measure_encoder, measure_pictures, processor_for
+from sinkscope.measuring.pictures import PICTURES_CONDITION, measure_encoder, measure_pictures, processor_for
 from sinkscope.measuring.processes import together
 from sinkscope.measuring.spike_mask import SpikeMask, measured_mask
 from sinkscope.measuring.subject import ModelLike, check_config, is_in_memory, options_of
@@ -97,7 +97,7 @@ def analyze(
         with own_folder(out, overwrite, reads=(config.model, str(config.images))) as folder:
             raw, subject = measure_encoder(encoder, pictures)
             print_line(Messages(quiet), f"read: {subject.inputs.said}")
-            tables, facts = publish(raw, encoder, PICTURES), Facts(batch_size=1)
+            tables, facts = publish(raw, encoder, PICTURES_CONDITION), Facts(batch_size=1)
             manifest = make_manifest(subject, config, facts, list(tables), start)
             return finished(Run.of_analysis(manifest, tables, folder), Messages(quiet), figures, page)
     with opened(model, tokenizer, config, out, overwrite, quiet) as (subject, folder, console):

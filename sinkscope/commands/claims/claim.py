@@ -10,7 +10,7 @@ import numpy as np
 from sinkscope.commands.claims.evidence import MAIN, Evidence, Need, Null
 from sinkscope.commands.claims.scopes import Scope
 from sinkscope.commands.claims.studies import PLAIN
-from sinkscope.measuring.estimates import HAS_SINK_HEADS as SINK_HEADS_OF_RUN
+from sinkscope.measuring.estimates import SINK_HEADS_OF_RUN
 from sinkscope.measuring.estimates import RUN_CLAIMS, in_sink_heads
 from sinkscope.results.findings import Outcome, Published
 from sinkscope.results.judgment import NotDefined, Number, Test, estimated

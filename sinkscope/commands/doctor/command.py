@@ -30,7 +30,7 @@ from sinkscope.measuring.measure import Facts, make_manifest
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import undefined_ratios
 from sinkscope.measuring.observables.observable import ATTENTION_SITES
-from sinkscope.measuring.parity import Comparison, Parity, comparing, round_off
+from sinkscope.measuring.parity import AttentionComparison, Parity, comparing, round_off
 from sinkscope.measuring.subject import (
     ModelLike,
     Subject,
@@ -342,7 +342,7 @@ def _output(
     return (what, parity.error <= tolerance, detail)
 
 
-def _attention(what: str, found: Sequence[Comparison]) -> Check:
+def _attention(what: str, found: Sequence[AttentionComparison]) -> Check:
     """Compare attention of all layers with a function of transformers, both on the same queries, keys and values."""
     worst = max(found, key=lambda one: one.excess)
     within = f"within {worst.difference:.1e} of its values' norm on the same queries and keys"

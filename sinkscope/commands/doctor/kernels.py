@@ -20,7 +20,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from sinkscope.attention.kernels import is_visible, upcast
 from sinkscope.attention.seam import attention_implementation, open_seam
 from sinkscope.errors import is_out_of_memory, one_line
-from sinkscope.measuring.parity import FEW, MARGIN, largest_difference, perturbed_layers
+from sinkscope.measuring.parity import CHECKED_TOKENS, ROUNDING_MARGIN, largest_difference, perturbed_layers
 from sinkscope.measuring.subject import position_limit
 from sinkscope.measuring.tracer import model_inputs
 from sinkscope.models.edits import Attend, attending_by
@@ -105,7 +105,8 @@ class Kernel:
 def tokens_to_compare(model: PreTrainedModel, family: Family) -> int:
     """Return how many tokens reach the model's window, if that is not too long."""
     window = getattr(model.config.get_text_config(), "sliding_window", None) or 0
-    wanted = window + FEW // 4 if FEW <= window + FEW // 4 <= LONGEST else FEW
+    wanted = window + CHECKED_TOKENS // 4
+    wanted = wanted if CHECKED_TOKENS <= wanted <= LONGEST else CHECKED_TOKENS
     return min(wanted, position_limit(model, family) or wanted)
 
 
@@ -212,7 +213,7 @@ def compare_logits(
     own = logits()
     with perturbed_layers(model, family, dtype):
         moved = torch.stack([_token_differences(a, b) for a, b in zip(logits(), own, strict=True)])
-    tolerance = float(moved.max()) + MARGIN * torch.finfo(dtype).eps
+    tolerance = float(moved.max()) + ROUNDING_MARGIN * torch.finfo(dtype).eps
     found = differences(own)
     departs = ~(found <= tolerance)
     if not bool(departs.any()):

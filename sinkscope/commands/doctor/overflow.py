@@ -31,7 +31,7 @@ from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.engine import Setting, logits_on, run_settings
 from sinkscope.measuring.losses import loss_in_chunks
 from sinkscope.measuring.observables.gradient import NormGain
-from sinkscope.measuring.parity import LARGEST, largest_difference
+from sinkscope.measuring.parity import LARGEST_TOLERANCES, largest_difference
 from sinkscope.measuring.subject import Subject
 from sinkscope.models.edits import Edit, edited_input, edited_output, first_argument, replaced, wrapped_forward
 from sinkscope.models.family import RESIDUAL_SITES, Family
@@ -511,7 +511,7 @@ class OverflowCheck:
         table = pd.DataFrame(rows)
         is_rescaled = table["setting"] == RESCALED
         differences = table["difference"][is_rescaled & (table["dtype"] != self.name)]
-        if not (differences <= LARGEST[self.model.dtype]).all():
+        if not (differences <= LARGEST_TOLERANCES[self.model.dtype]).all():
             self.refused[RESCALED] = "this model computes something else then: not only norms read its residual stream"
             table = table[~is_rescaled].reset_index(drop=True)
         return table

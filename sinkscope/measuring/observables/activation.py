@@ -11,18 +11,18 @@ import torch.nn.functional as F
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.measuring.observables.observable import Maxima, Observable, Settings, Stack
+from sinkscope.measuring.observables.observable import Maxima, Observable, Settings, SiteStack
 from sinkscope.measuring.observables.reductions import LATER, filled, later_mean
 from sinkscope.results.tables import POSITION, SEQUENCE, SITE, Column
 from sinkscope.text.batch import Batch
 
-SITES = ("layer_in", "attn_out", "mid", "mlp_out", "layer_out")
+STREAM_SITES = ("layer_in", "attn_out", "mid", "mlp_out", "layer_out")
 SITE_OR_VALUE = Column(
     "site",
     f"{SITE.about}, the mean if a model keeps copies of its residual stream; or value: the values of all heads",
     kind="text",
 )
-NORMS = ("attn_norm", "mlp_norm")
+NORM_SITES = ("attn_norm", "mlp_norm")
 BONDARENKO_SITES = ("attn_out", "mlp_out", "layer_out")  # with norms, the sites of Bondarenko et al.'s kurtosis
 OUTLIERS = (
     Column("max_inf_norm", "largest absolute entry of a sequence, mean over sequences"),
@@ -35,7 +35,7 @@ class Activation(Observable):
 
     name = "activation"
     about = "L2 norm of the residual stream, branch outputs and value states by position"
-    sites = (*SITES, "attention")
+    sites = (*STREAM_SITES, "attention")
     stacks = True
     columns: ClassVar = {
         "activation": (
@@ -57,7 +57,7 @@ class Activation(Observable):
         super().__init__(settings)
         self.maximum: Maxima[tuple[int, str]] = Maxima()  # by layer and site
 
-    def see_stack(self, stack: Stack, batch: Batch) -> None:
+    def see_stack(self, stack: SiteStack, batch: Batch) -> None:
         norms = stack.reading.once(token_norms)
         for layer, site, index in stack.sites:
             self.pending.add({"norm": norms[:, index]}, layer=layer, site=site)
@@ -93,7 +93,7 @@ class Outlier(Observable):
 
     name = "outlier"
     about = "largest absolute entry and kurtosis of each site, by layer"
-    sites = (*SITES, *NORMS)
+    sites = (*STREAM_SITES, *NORM_SITES)
     stacks = True
     columns: ClassVar = {
         "outlier": (SITE, *OUTLIERS),
@@ -103,7 +103,7 @@ class Outlier(Observable):
         ),
     }
 
-    def see_stack(self, stack: Stack, batch: Batch) -> None:
+    def see_stack(self, stack: SiteStack, batch: Batch) -> None:
         of_tokens = stack.reading.once(powers) | {"peak": stack.reading.once(token_peaks)}
         for layer, site, index in stack.sites:
             of_site = {name: x[:, index] for name, x in of_tokens.items()}
@@ -117,7 +117,7 @@ class Outlier(Observable):
 
     def tables(self) -> dict[str, pd.DataFrame]:
         table = self.statistics["outlier"].table()
-        is_norm = table["site"].isin(NORMS)
+        is_norm = table["site"].isin(NORM_SITES)
         tables = {"outlier": table[~is_norm], "outlier_norms": table[is_norm]}
         return {name: rows.reset_index(drop=True) for name, rows in tables.items()}
 

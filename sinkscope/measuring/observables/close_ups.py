@@ -15,7 +15,7 @@ from sinkscope.results.activations import SHOWN
 from sinkscope.results.tables import COORDINATE, HEAD, KEY, POSITION, QUERY, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
-MAP_TOKENS = 32  # number of first tokens in one of many maps
+MEAN_MAP_TOKENS = 32  # number of first tokens in one of many maps
 TOP_COORDINATES = 8  # coordinates of the largest magnitude
 OTHER_COORDINATES = 8  # evenly spaced coordinates for comparison
 
@@ -48,7 +48,7 @@ class AttentionMaps(Observable):
         return cls(settings, sorted({(int(row.layer), int(row.head)) for row in chosen.itertuples()}))
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        shown = first_tokens(batch)
+        shown = first_columns(batch)
         chosen = sorted(head for chosen_layer, head in self.heads if chosen_layer == layer)
         if not chosen:
             return
@@ -82,10 +82,11 @@ class MeanMaps(Observable):
         self.causal = True
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        columns = slice(0, batch.columns(MAP_TOKENS))
-        by_key = batch.tokens_at(read.weights(columns, columns)[0].mean(1).transpose(1, 2), MAP_TOKENS)
-        by_both = batch.tokens_at(by_key.transpose(1, 2), MAP_TOKENS)  # (B, query, key)
-        self.maps.add({"weight": by_both.transpose(1, 2)}, batch.on(by_both.device, "present", MAP_TOKENS), layer=layer)
+        columns = slice(0, batch.columns(MEAN_MAP_TOKENS))
+        by_key = batch.tokens_at(read.weights(columns, columns)[0].mean(1).transpose(1, 2), MEAN_MAP_TOKENS)
+        by_both = batch.tokens_at(by_key.transpose(1, 2), MEAN_MAP_TOKENS)  # (B, query, key)
+        present = batch.on(by_both.device, "present", MEAN_MAP_TOKENS)
+        self.maps.add({"weight": by_both.transpose(1, 2)}, present, layer=layer)
         self.causal = not read.call.looks_ahead
 
     def tables(self) -> dict[str, pd.DataFrame]:
@@ -127,7 +128,7 @@ class MassiveMap(Observable):
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         if layer != self.layer:
             return
-        shown = first_tokens(batch)
+        shown = first_columns(batch)
         magnitude = upcast(reading.tensor[0, shown]).abs()
         top = magnitude.amax(0).argsort(descending=True)[:TOP_COORDINATES].tolist()
         even = np.linspace(0, magnitude.shape[1] - 1, OTHER_COORDINATES).round().astype(int).tolist()
@@ -142,7 +143,7 @@ class MassiveMap(Observable):
         return {} if self.frame is None else {"massive_map": self.frame}
 
 
-def first_tokens(batch: Batch, most: int = SHOWN) -> slice:
+def first_columns(batch: Batch, most: int = SHOWN) -> slice:
     """Return the columns of the first sequence's first tokens."""
     start = int(batch.start[0])
     return slice(start, start + min(most, int(batch.lengths[0])))

@@ -35,7 +35,7 @@ from sinkscope.text.batch import IGNORED, Batch
 BY_HEAD = ("value",)  # pathways that also have rows for single heads in `gradient_by_group`
 GRAM_QUERIES = 64  # evenly spaced queries on which theorem 1's μ, σ² and ρ are measured
 ON_DEVICE = 2**30  # bytes of an accelerator's memory for sums of gradients by group
-ROUND_OFF = 1e-5  # relative tolerance of theorem 1: its bounds are equalities if all g are equal
+BOUND_TOLERANCE = 1e-5  # relative tolerance of theorem 1: its bounds are equalities if all g are equal
 
 
 class GroupSums(Accumulator):
@@ -200,7 +200,8 @@ class TheoremOne(Accumulator):
             parts.append((axes, {name: value.cpu().numpy() for name, value in columns.items()}))
         table = long_table(parts)
         lower, measured, upper = table["lower_bound"], table["measured"], table["upper_bound"]
-        return table.assign(holds=((1 - ROUND_OFF) * lower <= measured) & (measured <= (1 + ROUND_OFF) * upper))
+        low, high = (1 - BOUND_TOLERANCE) * lower, (1 + BOUND_TOLERANCE) * upper
+        return table.assign(holds=(low <= measured) & (measured <= high))
 
 
 @cache  # because each copy waits for the device
@@ -274,7 +275,7 @@ def undefined_ratios(family: Family) -> dict[str, str]:
     return reasons
 
 
-BRANCH = Column("branch", "attn or mlp", kind="text")
+BRANCH_COLUMN = Column("branch", "attn or mlp", kind="text")
 PATHWAY = Column(
     "pathway",
     "query, key, value (as attended to); raw_value: before a retrofit's gate or scale on values; query_measured: "
@@ -309,8 +310,8 @@ class Gradient(Observable):
             PATHWAY, GRAD_HEAD, POSITION,
             Column("grad_norm", "L2 norm of the run's gradient of the loss without this group's sequences"),
         ),
-        "gradient_ratio": (BRANCH, POSITION, *RATIO_COLUMNS),
-        "gradient_ratio_by_sequence": (BRANCH, SEQUENCE, POSITION, *RATIO_COLUMNS),
+        "gradient_ratio": (BRANCH_COLUMN, POSITION, *RATIO_COLUMNS),
+        "gradient_ratio_by_sequence": (BRANCH_COLUMN, SEQUENCE, POSITION, *RATIO_COLUMNS),
         "gradient_check": (
             HEAD, POSITION,
             Column("identity_residual", "relative distance of ∇v_s from Σ_t a[t,s] g_t"),
@@ -320,7 +321,7 @@ class Gradient(Observable):
             Column("holds", "whether it lies between the bounds", kind="truth"),
         ),
         "norm_bound": (
-            BRANCH, POSITION,
+            BRANCH_COLUMN, POSITION,
             Column("measured", "compress, mean over sequences"),
             Column("bound", "‖γ‖∞ ÷ rms(x) (GS theorem 2)"),
             Column("holds", "share of sequences in which compress is within the bound"),

@@ -10,7 +10,7 @@ import torch
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.measuring.observables.activation import token_peaks
-from sinkscope.measuring.observables.observable import COPIED, Observable, Rows, Settings, Stack
+from sinkscope.measuring.observables.observable import COPIED_ENTRIES, Observable, Rows, Settings, SiteStack
 from sinkscope.measuring.observables.reductions import filled
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
@@ -18,8 +18,8 @@ from sinkscope.text.batch import Batch
 THRESHOLD = 100.0  # a massive entry is above this …
 RATIO = 1000.0  # … and at least this many times the median
 TOP = 3  # entries listed for every sequence and layer, massive or not
-AT_ONCE = 2**24  # entries whose histogram is made at once on an accelerator
-DIGITS = 2**16  # values of the 16 bits by which a number is selected at a time
+ENTRIES_AT_ONCE = 2**24  # entries whose histogram is made at once on an accelerator
+DIGIT_VALUES = 2**16  # values of the 16 bits by which a number is selected at a time
 SAMPLED = 61  # every 61st entry is sampled to locate the median; 61 divides no usual width
 
 
@@ -50,7 +50,7 @@ class Massive(Observable):
         self.rows, self.others = Rows(list), Rows(list)
         self.states: list[tuple[Sequence[int], torch.Tensor, torch.Tensor]] = []  # layers, (B,L,T,D), peaks (B,L,T)
 
-    def see_stack(self, stack: Stack, batch: Batch) -> None:
+    def see_stack(self, stack: SiteStack, batch: Batch) -> None:
         layers, _, places = zip(*stack.sites, strict=True)
         hidden, peaks = stack.reading.tensor, stack.reading.once(token_peaks)
         is_copy = hidden.shape[1] > len(places)  # of the stack, which also has other sites
@@ -59,7 +59,7 @@ class Massive(Observable):
         if self.states and self.states[-1][1].device != hidden.device:  # the model is on several
             self._reduce(batch)
         self.states.append((layers, hidden, peaks))
-        if not is_copy or sum(states.numel() for _, states, _ in self.states) > COPIED:
+        if not is_copy or sum(states.numel() for _, states, _ in self.states) > COPIED_ENTRIES:
             self._reduce(batch)
 
     def _reduce(self, batch: Batch) -> None:
@@ -178,7 +178,7 @@ def median_magnitudes(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
     if batch.valid is not None:  # above all numbers
         magnitudes = magnitudes.masked_fill(~batch.on(hidden.device, "valid")[:, None, :, None], torch.inf)
     index = (batch.on(hidden.device, "lengths") * hidden.shape[-1] - 1)[:, None, None] // 2
-    parts = magnitudes.flatten(2).split(max(1, AT_ONCE // magnitudes[:, 0].numel()), dim=1)
+    parts = magnitudes.flatten(2).split(max(1, ENTRIES_AT_ONCE // magnitudes[:, 0].numel()), dim=1)
     return torch.cat([selected_by_digits(part, index) for part in parts], dim=1)
 
 
@@ -206,8 +206,8 @@ def selected_by_digits(magnitudes: torch.Tensor, index: torch.Tensor) -> torch.T
     index, prefix = index.expand(*bits.shape[:-1], 1), index.new_zeros(1)
     alike = torch.ones(1, dtype=torch.int32, device=bits.device).expand_as(bits)
     for shift in range(width - 16, -1, -16):
-        digits = (bits >> shift).to(torch.int64) & (DIGITS - 1)
-        counts = torch.zeros(*bits.shape[:-1], DIGITS, dtype=torch.int32, device=bits.device)
+        digits = (bits >> shift).to(torch.int64) & (DIGIT_VALUES - 1)
+        counts = torch.zeros(*bits.shape[:-1], DIGIT_VALUES, dtype=torch.int32, device=bits.device)
         upto = counts.scatter_add_(-1, digits, alike).cumsum(-1)
         digit = torch.searchsorted(upto, index + 1)
         index = index - torch.where(digit > 0, upto.gather(-1, (digit - 1).clamp(min=0)), 0)

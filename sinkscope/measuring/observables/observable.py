@@ -24,8 +24,8 @@ from sinkscope.options.measuring import ObservableOptions
 from sinkscope.results.tables import KV_HEAD, Columns, names_of
 from sinkscope.text.batch import Batch
 
-Key = TypeVar("Key")
-Value = TypeVar("Value")
+SumKey = TypeVar("Key")
+Item = TypeVar("Value")
 Statistics = Mapping[str, torch.Tensor]  # by the name of their column
 Labels = Sequence[Mapping[str, Any]]  # the other columns, such as the layer, of several layers
 
@@ -46,7 +46,7 @@ class Accumulator:
             part.merge(vars(other)[name])
 
 
-class Accumulators(dict[Key, Any], Accumulator):
+class Accumulators(dict[SumKey, Any], Accumulator):
     """Accumulators by key, for example by layer; those of other processes may have other keys."""
 
     def merge(self, other: Self) -> None:
@@ -57,29 +57,29 @@ class Accumulators(dict[Key, Any], Accumulator):
                 self[key] = part
 
 
-class Sums(dict[Key, Any], Accumulator):
+class Sums(dict[SumKey, Any], Accumulator):
     """Maps each key to the sum of the tensors or numbers that were added."""
 
-    def add(self, key: Key, term: Any) -> None:
+    def add(self, key: SumKey, term: Any) -> None:
         self[key] = self[key] + term if key in self else term
 
     def merge(self, other: Self) -> None:
         for key, term in other.items():
             self.add(key, term)
 
-    def add_each(self, keys: Iterable[Key], terms: Iterable[Any]) -> None:
+    def add_each(self, keys: Iterable[SumKey], terms: Iterable[Any]) -> None:
         for key, term in zip(keys, terms, strict=True):
             self.add(key, term)
 
 
-class Maxima(Sums[Key]):
+class Maxima(Sums[SumKey]):
     """Maps each key to the elementwise maximum of the tensors that were added."""
 
-    def add(self, key: Key, term: torch.Tensor) -> None:
+    def add(self, key: SumKey, term: torch.Tensor) -> None:
         self[key] = torch.maximum(self[key], term) if key in self else term
 
 
-class Lists(defaultdict[Key, list[Value]], Accumulator):
+class Lists(defaultdict[SumKey, list[Item]], Accumulator):
     """Maps each key to a list of the values that were appended. Their order depends on the batches: sort before use."""
 
     def merge(self, other: Self) -> None:
@@ -136,7 +136,7 @@ Settings = ObservableOptions  # in a run, `positions` and `window` are limited t
 
 ATTENTION_SITES = ("raw_value", "gate", "attention")  # in the order in which a forward pass reaches them
 NEURONS = "neurons"  # the site of the last projection of the feed-forward network
-COPIED = 2**26  # numbers in copies of residual-stream sites on an accelerator
+COPIED_ENTRIES = 2**26  # numbers in copies of residual-stream sites on an accelerator
 
 
 class Reading:
@@ -155,7 +155,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Stack:
+class SiteStack:
     """Sites of a batch in one tensor: one site on a CPU, on a GPU as many as are worth one kernel launch."""
 
     sites: Sequence[tuple[int, str, int]]  # layer, site, and the index of its tensor in `reading`, (B,S,T,D)
@@ -230,7 +230,7 @@ class Observable:
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         """Reduce the tensor of one residual-stream site, when the forward pass has computed it."""
 
-    def see_stack(self, stack: Stack, batch: Batch) -> None:
+    def see_stack(self, stack: SiteStack, batch: Batch) -> None:
         """Reduce the tensors of some residual-stream sites."""
 
     def see_gate(self, layer: int, gate: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:

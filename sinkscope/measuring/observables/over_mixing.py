@@ -16,7 +16,7 @@ from sinkscope.results.tables import SEQUENCE, Column
 from sinkscope.text.batch import Batch
 
 SUBSTITUTIONS = 4  # one by one, at evenly spaced positions between the ends of a sequence
-BUCKETS = 32  # distances 1, 2–3, 4–7, …
+DISTANCE_BUCKETS = 32  # distances 1, 2–3, 4–7, …
 
 
 class OverMixing(Observable):
@@ -44,7 +44,7 @@ class OverMixing(Observable):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self.by_distance: Sums[int] = Sums()  # layer → (2, BUCKETS): sums of changes, and their numbers
+        self.by_distance: Sums[int] = Sums()  # layer → (2, DISTANCE_BUCKETS): sums of changes, and their numbers
         self.by_sequence: Sums[tuple[int, int]] = Sums()  # layer, sequence → (2,): sum over substitutions, their number
         self.states: dict[int, torch.Tensor] = {}  # of the batch's unchanged text, by layer
         self.seen = torch.empty(0)  # its token ids (B,T), as the layers see them
@@ -66,9 +66,9 @@ class OverMixing(Observable):
             return
         distance = distances(batch, self.unchanged).to(reading.tensor.device)
         change = changes(self.states[layer], reading.tensor).where(distance > 0, 0.0)
-        bucket = distance.clamp(min=1).log2().long().clamp(max=BUCKETS - 1)
+        bucket = distance.clamp(min=1).log2().long().clamp(max=DISTANCE_BUCKETS - 1)
         both = torch.stack([change, (distance > 0).to(change)])  # (2,B,T)
-        sums = both.new_zeros(2, BUCKETS).index_add_(1, bucket.flatten(), both.flatten(1))
+        sums = both.new_zeros(2, DISTANCE_BUCKETS).index_add_(1, bucket.flatten(), both.flatten(1))
         self.by_distance.receive(partial(self.by_distance.add, layer), sums.double())
 
         def add_sequences(sums: torch.Tensor) -> None:

@@ -308,7 +308,7 @@ class Epe(Observable):
 
 
 CONTENT, KEY_BIAS, DELTA, BIASES = "content", "key bias", "delta", "biases"
-CLOSE = 1e-2  # relative tolerance for queries and keys as multiples of their projections (half precision)
+MULTIPLE_TOLERANCE = 1e-2  # relative tolerance for queries and keys as multiples of their projections (half precision)
 
 
 class LogitTerms(Observable):
@@ -399,7 +399,7 @@ def effective_bias(projection: Projection, x: torch.Tensor, state: torch.Tensor)
     made = torch.einsum("hdc,tc->htd", weight, x) + bias[:, None]
     factor = (made * state).sum() / made.square().sum()
     distance = torch.linalg.vector_norm(state - factor * made)
-    return factor * bias if distance <= CLOSE * torch.linalg.vector_norm(state) else None
+    return factor * bias if distance <= MULTIPLE_TOLERANCE * torch.linalg.vector_norm(state) else None
 
 
 def terms(

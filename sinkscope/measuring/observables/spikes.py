@@ -29,19 +29,19 @@ from sinkscope.models.rotation import random_rotation
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
-FIRST = 3  # the first sink is one of this many first tokens, the one with the largest norm
+FIRST_TOKENS = 3  # the first sink is one of this many first tokens, the one with the largest norm
 PARALLEL = 0.9  # |cosine| with the first sink above which a token is parallel to it
-LARGE_NORM = 3.0  # a norm is a sink's from this many times the median of the sequence's tokens on (ours)
-FEWEST = 1 / 8  # share of the depth that a secondary sink lives for more than: 4 of 32 layers
-MOST = 17 / 32  # and that it does not reach: 32 - 15 of 32 layers
+SINK_NORM = 3.0  # a norm is a sink's from this many times the median of the sequence's tokens on (ours)
+SHORTEST_LIFE = 1 / 8  # share of the depth that a secondary sink lives for more than: 4 of 32 layers
+LONGEST_LIFE = 17 / 32  # and that it does not reach: 32 - 15 of 32 layers
 FIRST_SINK, LASTING, SECONDARY = "first", "lasting", "secondary"
-LARGE = 20.0  # an entry is large if it is above this many times the median of its token
-MOST_TOKENS = 0.9  # share of tokens at which the coordinate of a residual sink is large
-FEW_TOKENS = 0.1  # share of tokens up to which it is the coordinate of a spike
+LARGE_ENTRY = 20.0  # an entry is large if it is above this many times the median of its token
+RESIDUAL_SHARE = 0.9  # share of tokens at which the coordinate of a residual sink is large
+SPIKE_SHARE = 0.1  # share of tokens up to which it is the coordinate of a spike
 LISTED = 16  # coordinates of a layer that are listed at most, those that are large at the most tokens first
 RESIDUAL_SINK, SPIKE, BETWEEN = "residual sink", "spike", "between"
-RATIO = Column("norm_ratio", "L2 norm of a sequence's largest token ÷ the median norm of its tokens", "ratio")
-SHARES = (
+NORM_RATIO = Column("norm_ratio", "L2 norm of a sequence's largest token ÷ the median norm of its tokens", "ratio")
+SHARE_COLUMNS = (
     Column("largest_share", "largest share of the tokens at which one coordinate is large", "share"),
     Column("rotated_share", "the same after a random rotation of the states", "share"),
 )
@@ -96,9 +96,9 @@ class SinkTokens(Observable):
             self.written = reading.tensor.clone()  # because models may change the tensor in place
         else:
             hidden = upcast(reading.tensor)
-            first = F.normalize(batch.tokens_at(hidden, FIRST), dim=-1).mT  # (B,D,FIRST)
+            first = F.normalize(batch.tokens_at(hidden, FIRST_TOKENS), dim=-1).mT  # (B,D,FIRST_TOKENS)
             written, self.written = hidden * torch.nan if self.written is None else upcast(self.written), None
-            cosines = [F.normalize(x, dim=-1) @ first for x in (hidden, written)]  # (B,T,FIRST)
+            cosines = [F.normalize(x, dim=-1) @ first for x in (hidden, written)]  # (B,T,FIRST_TOKENS)
             states = {"norm": token_norms(hidden, batch), "cosine": cosines[0], "written": cosines[1]}
             self.states[layer] = {name: x.cpu() for name, x in states.items()}
 
@@ -115,7 +115,7 @@ class SinkTokens(Observable):
         shares = torch.zeros(2, len(norms), self.depth)
         for index, (start, length) in enumerate(zip(batch.start.tolist(), batch.lengths.tolist(), strict=True)):
             text = index, slice(start, start + length)
-            first = int(norms[text][:FIRST, 1:].amax(-1).argmax())
+            first = int(norms[text][:FIRST_TOKENS, 1:].amax(-1).argmax())
             flags = sinks(norms[text], cosines[text][:, first], first)  # parallel, and sinks
             shares[:, index] = torch.stack([x.sum(0) - x[first].int() for x in flags]) / max(1, length - 1)
             ids, attention, kinds = batch.token_ids[text].numpy(), read[text].numpy(), kinds_of(flags[1], first)
@@ -164,13 +164,13 @@ class ResidualSinks(Observable):
         ),
         "spikes": (
             Column("norm", "L2 norm of the largest token of each sequence, mean over sequences"),
-            RATIO,
+            NORM_RATIO,
             Column("cosine", "cosine of the largest tokens of two sequences, mean over all pairs"),
             Column("cosine_of_others", "the same of the tokens with the median norm"),
             Column("step", "up: the layer with the norm's largest rise; down: its largest later fall", kind="text"),
-            *SHARES,
+            *SHARE_COLUMNS,
         ),
-        "spikes_by_sequence": (SEQUENCE, RATIO, *SHARES),
+        "spikes_by_sequence": (SEQUENCE, NORM_RATIO, *SHARE_COLUMNS),
     }  # fmt: skip
 
     def __init__(self, settings: Settings) -> None:
@@ -196,13 +196,14 @@ class ResidualSinks(Observable):
             for x in (hidden, hidden @ self.rotation.to(hidden))
         )
         lengths = batch.lengths.to(hidden.device)
-        largest_share, rotated_share = (((x > LARGE).sum(-1) / lengths[:, None]).amax(-1) for x in (ratios, rotated))
-        by_sequence = {"norm_ratio": largest / medians, "largest_share": largest_share, "rotated_share": rotated_share}
+        by_sequence = {"norm_ratio": largest / medians}
+        for name, x in (("largest_share", ratios), ("rotated_share", rotated)):
+            by_sequence[name] = ((x > LARGE_ENTRY).sum(-1) / lengths[:, None]).amax(-1)
         self.statistics["spikes_by_sequence"].add(batch, by_sequence, layer=layer)
         rows = torch.arange(len(hidden), device=hidden.device)
         self._add(
             layer, norm=largest.sum(), sequences=torch.tensor(len(hidden)), tokens=lengths.sum(),
-            share=(ratios > LARGE).sum((0, 2)), ratio_mean=ratios.sum((0, 2)),
+            share=(ratios > LARGE_ENTRY).sum((0, 2)), ratio_mean=ratios.sum((0, 2)),
             cosine=F.normalize(hidden[rows, top], dim=-1).sum(0),
             cosine_of_others=F.normalize(hidden[rows, middle], dim=-1).sum(0),
         )  # fmt: skip
@@ -226,9 +227,9 @@ class ResidualSinks(Observable):
             means = {name: self.sums[layer, name].numpy() / tokens for name in ("share", "ratio_mean")}
             table = pd.DataFrame({"layer": layer, "coordinate": range(len(largest)), **means, "ratio_max": largest})
             table = table.sort_values(["share", "ratio_max"], ascending=False, kind="stable").head(LISTED)
-            listed.append(table[table["ratio_max"] > LARGE])
+            listed.append(table[table["ratio_max"] > LARGE_ENTRY])
         coordinates = pd.concat(listed, ignore_index=True)
-        is_sink, is_spike = coordinates["share"] >= MOST_TOKENS, coordinates["share"] <= FEW_TOKENS
+        is_sink, is_spike = coordinates["share"] >= RESIDUAL_SHARE, coordinates["share"] <= SPIKE_SHARE
         coordinates["kind"] = np.select([is_sink, is_spike], [RESIDUAL_SINK, SPIKE], BETWEEN)
         return {"residual_sinks": coordinates, "spikes": spikes, "spikes_by_sequence": by_sequence}
 
@@ -257,7 +258,7 @@ def sinks(norms: torch.Tensor, cosine: torch.Tensor, first: int) -> tuple[torch.
     start, end = life(norms[first])
     layers = torch.arange(cosine.shape[1])
     is_parallel = (cosine.abs() > PARALLEL) & (layers >= start) & (layers < end)
-    is_large = norms[:, 1:] >= LARGE_NORM * norms[:, 1:].median(0).values
+    is_large = norms[:, 1:] >= SINK_NORM * norms[:, 1:].median(0).values
     return is_parallel, is_parallel & is_large & is_large[first, start]
 
 
@@ -265,8 +266,8 @@ def kinds_of(is_sink: torch.Tensor, first: int) -> np.ndarray:
     """Return the kind of each token, (T,), from the layers in which it is a sink, (T,L); "" for none or few layers."""
     lifetime, depth = is_sink.sum(1).numpy(), is_sink.shape[1]
     kinds = np.full(len(is_sink), "", dtype=object)
-    kinds[lifetime > FEWEST * depth] = SECONDARY
-    kinds[(lifetime >= min(MOST * depth, lifetime[first])) & (lifetime > 0)] = LASTING
+    kinds[lifetime > SHORTEST_LIFE * depth] = SECONDARY
+    kinds[(lifetime >= min(LONGEST_LIFE * depth, lifetime[first])) & (lifetime > 0)] = LASTING
     kinds[first] = FIRST_SINK if lifetime[first] else ""
     return kinds
 
