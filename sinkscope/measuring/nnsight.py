@@ -45,7 +45,7 @@ from nnsight.intervention.envoy import Envoy  # noqa: E402
 from nnsight.intervention.eproperty import eproperty  # noqa: E402
 from nnsight.intervention.interleaver import OutOfOrderError  # noqa: E402
 
-__all__ = ["NNsight", "OutOfOrderError", "TracedPart", "Traced", "part_of", "save", "serving"]
+__all__ = ["NNsight", "OutOfOrderError", "Traced", "TracedPart", "part_of", "save", "serving"]
 
 LEFT = "after_hooks"
 

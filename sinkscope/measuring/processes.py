@@ -27,7 +27,7 @@ from sinkscope.models.loading import stays_on_cpu, was_launched
 from sinkscope.options.measuring import POLICIES
 
 TIMEOUT = timedelta(days=1)  # for waiting on the others: the first process may write or measure without them
-Gathered = TypeVar("Result")
+Gathered = TypeVar("Gathered")
 
 
 def joined(cpu: bool = False) -> PartialState:

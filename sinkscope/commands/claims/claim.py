@@ -10,8 +10,7 @@ import numpy as np
 from sinkscope.commands.claims.evidence import MAIN, Evidence, Need, Null
 from sinkscope.commands.claims.scopes import Scope
 from sinkscope.commands.claims.studies import PLAIN
-from sinkscope.measuring.estimates import SINK_HEADS_OF_RUN
-from sinkscope.measuring.estimates import RUN_CLAIMS, in_sink_heads
+from sinkscope.measuring.estimates import RUN_CLAIMS, SINK_HEADS_OF_RUN, in_sink_heads
 from sinkscope.results.findings import Outcome, Published
 from sinkscope.results.judgment import NotDefined, Number, Test, estimated
 from sinkscope.results.papers import paper_of

@@ -24,8 +24,8 @@ from sinkscope.options.measuring import ObservableOptions
 from sinkscope.results.tables import KV_HEAD, Columns, names_of
 from sinkscope.text.batch import Batch
 
-SumKey = TypeVar("Key")
-Item = TypeVar("Value")
+SumKey = TypeVar("SumKey")
+Item = TypeVar("Item")
 Statistics = Mapping[str, torch.Tensor]  # by the name of their column
 Labels = Sequence[Mapping[str, Any]]  # the other columns, such as the layer, of several layers
 
