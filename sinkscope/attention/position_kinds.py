@@ -36,9 +36,9 @@ from sinkscope.models.family import (
 from sinkscope.models.in_memory import weight_in_memory
 from sinkscope.models.wiring import first_floats, record_ends
 
-TOKENS = 24  # T5's buckets have a width of one token up to a distance of 15
-CLOSE = 1e-3  # vectors are equal up to this relative difference …
-ROUNDED = 4  # … or up to this times the dtype's eps, if that is more
+EQUAL_TOKENS = 24  # T5's buckets have a width of one token up to a distance of 15
+EQUAL_VECTORS = 1e-3  # vectors are equal up to this relative difference …
+IN_EPS = 4  # … or up to this times the dtype's eps, if that is more
 
 
 @torch.no_grad()
@@ -47,19 +47,32 @@ def with_positions(model: PreTrainedModel, family: Family) -> Family:
     if not family.has_attention:
         return family
     vocabulary, device = len(embedding_weight(model)), input_device(model)
-    length = min(TOKENS, number_of_positions(model, family) or TOKENS)
+    length = min(EQUAL_TOKENS, number_of_positions(model, family) or EQUAL_TOKENS)
     one, other = (torch.full((1, length), vocabulary // part, device=device) for part in (2, 3))
-    added, embedding, offset = _added(model, family, one, other)
+    added, embedding, offset = _added_positions(model, family, one, other)
+    # each layer's query and key (1,H,T,d) on equal inputs, and its call under the key "lse"
+    attended: dict[int, dict[str, Any]] = {layer: {} for layer in family.attentions(model)}
+
+    def keep(layer: int, name: str, seam: Seam, tap: nn.Module, args: tuple, x: torch.Tensor) -> None:
+        attended[layer][name] = seam.call if name == "lse" else x
+
+    with open_seam(model, family) as seams, ExitStack() as hooks:
+        for layer, attention in family.attentions(model).items():
+            hooks.enter_context(attention.register_forward_pre_hook(_repeat_last_state, with_kwargs=True))
+            for name in ("query", "key", "lse"):
+                hook = partial(keep, layer, name, seams[layer])
+                hooks.enter_context(getattr(seams[layer], name).register_forward_hook(hook))
+        model(input_ids=one, use_cache=False)
     by_layer = [""] * len(family.layer_modules(model))
-    for layer, seen in _attended(model, family, one).items():
-        own = UNKNOWN_POSITIONS
+    for layer, seen in attended.items():
+        within = UNKNOWN_POSITIONS
         if seen.keys() == {"query", "key", "lse"}:
             turns = [_turns(seen["query"]), _turns(seen["key"])]
             if any(bool(turned.all()) for turned in turns):
-                own = "rotary"
+                within = "rotary"
             elif not any(bool(turned.any()) for turned in turns):
-                own = _bias(seen["lse"])
-        both = [kind for kind in (added, own) if kind and kind != NO_POSITIONS]
+                within = _bias_kind(seen["lse"])
+        both = [kind for kind in (added, within) if kind and kind != NO_POSITIONS]
         by_layer[layer] = family.positions if UNKNOWN_POSITIONS in both else " + ".join(both) or NO_POSITIONS
     return replace(
         family,
@@ -71,23 +84,6 @@ def with_positions(model: PreTrainedModel, family: Family) -> Family:
 
 
 # --- in the layers
-
-
-def _attended(model: PreTrainedModel, family: Family, ids: torch.Tensor) -> dict[int, dict[str, Any]]:
-    """Return each layer's query and key (1,H,T,d) on equal inputs, and its call under the key "lse"."""
-    seen: dict[int, dict[str, Any]] = {layer: {} for layer in family.attentions(model)}
-
-    def keep(layer: int, name: str, seam: Seam, tap: nn.Module, args: tuple, x: torch.Tensor) -> None:
-        seen[layer][name] = seam.call if name == "lse" else x
-
-    with open_seam(model, family) as seams, ExitStack() as hooks:
-        for layer, attention in family.attentions(model).items():
-            hooks.enter_context(attention.register_forward_pre_hook(_repeat_last_state, with_kwargs=True))
-            for name in ("query", "key", "lse"):
-                hook = partial(keep, layer, name, seams[layer])
-                hooks.enter_context(getattr(seams[layer], name).register_forward_hook(hook))
-        model(input_ids=ids, use_cache=False)
-    return seen
 
 
 def _repeat_last_state(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -110,10 +106,10 @@ def _turns(x: torch.Tensor) -> torch.Tensor:
 
 
 def _close(x: torch.Tensor) -> float:
-    return max(CLOSE, ROUNDED * torch.finfo(x.dtype).eps)
+    return max(EQUAL_VECTORS, IN_EPS * torch.finfo(x.dtype).eps)
 
 
-def _bias(call: AttentionCall) -> str:
+def _bias_kind(call: AttentionCall) -> str:
     """Return the kind of bias in the logits of equal queries and keys."""
     logits = call.mask if call.scores is None else call.scores
     if logits is None or logits.dtype == torch.bool:
@@ -131,7 +127,9 @@ def _bias(call: AttentionCall) -> str:
 # --- before the layers
 
 
-def _added(model: PreTrainedModel, family: Family, one: torch.Tensor, other: torch.Tensor) -> tuple[str, str, int]:
+def _added_positions(
+    model: PreTrainedModel, family: Family, one: torch.Tensor, other: torch.Tensor
+) -> tuple[str, str, int]:
     """Return the kind of the vectors that are added to the token embeddings by position; "" if there are none.
 
     `one` and `other` are (1,T), two repeated tokens. For learned vectors, also return the path of the module that holds
@@ -167,7 +165,7 @@ def _before_layers(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the input of the first layer (T,D), and the outputs (T,…) of the modules that ran before it, by path."""
     layers = family.layer_modules(model)
-    first = next(layer for at, layer in enumerate(layers) if family.block(at).kind != NOT_RUN)
+    first = next(layer for number, layer in enumerate(layers) if family.block(number).kind != NOT_RUN)
     leaves = {path: module for path, module in model.named_modules() if not next(module.children(), None)}
     before = {path: module for path, module in leaves.items() if not path.startswith(f"{family.layers}.")}
     ends = record_ends(model, [first, *before.values()], {"input_ids": ids, "use_cache": False})
@@ -190,11 +188,11 @@ def _differs(x: torch.Tensor) -> bool:
     return bool((distance > _close(x)).any())
 
 
-def _is_sinusoidal(given: torch.Tensor, rows: torch.Tensor) -> bool:
+def _is_sinusoidal(vectors: torch.Tensor, rows: torch.Tensor) -> bool:
     """Return whether every column of `rows` (T,D) is a wave of the position: x(t+1) + x(t-1) = 2 cos(ω) x(t)."""
-    # the rows were computed from `given`, whose size and dtype decide the round-off
+    # the rows were computed from `vectors`, whose size and dtype decide the round-off
     rows = upcast(rows)
     middle, sides = rows[1:-1], rows[2:] + rows[:-2]
     size = middle.square().sum(0)
     factor = (middle * sides).sum(0) / size.clamp(min=torch.finfo(rows.dtype).tiny)
-    return bool((sides - factor * middle).abs().max() <= _close(given) * given.abs().max())
+    return bool((sides - factor * middle).abs().max() <= _close(vectors) * vectors.abs().max())

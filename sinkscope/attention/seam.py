@@ -142,12 +142,12 @@ def open_seam(
 def _interface(model: PreTrainedModel, aside: bool) -> Iterator[None]:
     """Call `attend` in place of the model's own attention function for the length of the block."""
 
-    def attend_if_ours(own: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def attend_if_ours(plain: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call `attend` if the module is measured or changed, or else its own function, as for another model."""
         seam: Seam | None = getattr(module, NAME, None)
         if seam is None or seam.beside is None:
-            return (attend if seam is not None or attends_by_us(module) else own)(module, *args, **kwargs)
-        mix = without_seam(attend if attends_by_us(module) else own, module, args, kwargs)
+            return (attend if seam is not None or attends_by_us(module) else plain)(module, *args, **kwargs)
+        mix = without_seam(attend if attends_by_us(module) else plain, module, args, kwargs)
         if seam.beside == threading.get_ident():
             with torch.no_grad(), outside_autocast():
                 attend(module, *args, **kwargs | {"dropout": 0.0})
@@ -165,11 +165,11 @@ def _interface(model: PreTrainedModel, aside: bool) -> Iterator[None]:
         yield
 
 
-def without_seam(own: Attend, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+def without_seam(function: Attend, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call an attention function on a module without its seam."""
     seam = module._modules.pop(NAME, None)
     try:
-        return own(module, *args, **kwargs)
+        return function(module, *args, **kwargs)
     finally:
         if seam is not None:  # None if another thread calls without it
             module._modules[NAME] = seam

@@ -30,7 +30,7 @@ from sinkscope.attention.kernels import (
     row_lse,
     upcast,
 )
-from sinkscope.models.edits import MATMULS, SOFTMAXES, Product, as_product
+from sinkscope.models.edits import MATMULS, SOFTMAXES, as_product
 from sinkscope.models.in_memory import outside_autocast
 
 NAME = "sinkscope"  # name of the attention implementation, and of the seam inside each attention module
@@ -99,11 +99,6 @@ class Denominator(nn.Module, ABC):
         return replace(call, sink_logits=logits)
 
 
-def denominator_of(attention: nn.Module) -> Denominator | None:
-    """Return the further denominator term of this attention module, or None."""
-    return next((child for child in _children(attention) if isinstance(child, Denominator)), None)
-
-
 class OtherOperation(nn.Module):
     """An operation other than softmax, for any attention module that has it as a submodule, under any name."""
 
@@ -115,24 +110,29 @@ class OtherOperation(nn.Module):
         return x
 
 
-def operation_of(attention: nn.Module) -> OtherOperation | None:
-    """Return the operation of this attention module; None for softmax."""
-    return next((child for child in _children(attention) if isinstance(child, OtherOperation)), None)
-
-
 def operations_of(model: nn.Module) -> list[str]:
     """Return the distinct names of the operations of a model's layers; [] if all are softmax."""
     return list(dict.fromkeys(module.called for module in model.modules() if isinstance(module, OtherOperation)))
 
 
+def denominator_of(attention: nn.Module) -> Denominator | None:
+    """Return the further denominator term of this attention module, or None."""
+    return next((part for part in _parts(attention) if isinstance(part, Denominator)), None)
+
+
+def operation_of(attention: nn.Module) -> OtherOperation | None:
+    """Return the operation of this attention module; None for softmax."""
+    return next((part for part in _parts(attention) if isinstance(part, OtherOperation)), None)
+
+
 def attends_by_us(module: nn.Module) -> bool:
     """Return whether this attention module has a term or an operation that transformers' functions do not compute."""
-    return any(isinstance(child, Denominator | OtherOperation) for child in _children(module))
+    return any(isinstance(part, Denominator | OtherOperation) for part in _parts(module))
 
 
-def _children(module: nn.Module) -> Iterator[nn.Module]:
+def _parts(attention: nn.Module) -> Iterator[Any]:
     """Yield a module's children, without PEFT's wrappers around completely trained modules (`modules_to_save`)."""
-    for child in module.children():
+    for child in attention.children():
         wrapper: Any = child
         if "original_module" not in child._modules:
             yield child
@@ -176,11 +176,11 @@ class Interceptor(TorchFunctionMode, threading.local):
         part = self._part(func, args, kwargs)
         if part is None or self.seam.beside is None:
             return (part or func)(*args, **kwargs)
-        own = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if self.seam.beside == threading.get_ident():
             with torch.no_grad(), outside_autocast():
                 part(*args, **kwargs)
-        return own
+        return result
 
     def _part(self, func: Any, args: tuple, kwargs: dict) -> Callable[..., torch.Tensor] | None:
         """Return what computes a part of attention in place of this call; None for any other call."""
@@ -189,18 +189,14 @@ class Interceptor(TorchFunctionMode, threading.local):
         if func in SOFTMAXES and self.awaited == "softmax":
             return partial(self._softmax, func)
         if func is torch.einsum and (product := as_product(*args)) is not None:
-            return self._of_einsum(product)
+            if self.awaited == "logits" and product.is_stored:
+                return lambda *args: self._logits(product.compute, product.x, product.y)
+            if self.awaited == "mix" and product.x.shape == self.weights:
+                return lambda *args: product.restore(self._mix(product.compute, product.x, product.y))
+            return None
         # both factors have a batch axis, unlike in a projection written as x @ W.T (Falcon)
         if func in MATMULS and kwargs.get("batch2", args[-1]).dim() >= 3:
             return {"logits": partial(self._logits, func), "mix": partial(self._mix, func)}.get(self.awaited)
-        return None
-
-    def _of_einsum(self, product: Product) -> Callable[..., torch.Tensor] | None:
-        """Return what computes the logits or the heads' mix in place of an einsum; None if it is neither."""
-        if self.awaited == "logits" and product.is_stored:
-            return lambda *args: self._logits(product.compute, product.x, product.y)
-        if self.awaited == "mix" and product.x.shape == self.weights:
-            return lambda *args: product.restore(self._mix(product.compute, product.x, product.y))
         return None
 
     def _fused(
@@ -276,11 +272,11 @@ class Interceptor(TorchFunctionMode, threading.local):
         if term is None or not term.is_biased or scores is None:
             return None
         columns = torch.arange(scores.shape[-1], device=scores.device)
-        own = ((scores > MASKED) * columns).argmax(-1, keepdim=True)  # the last key that the query sees
-        bias = upcast(scores).gather(-1, own).squeeze(-1)
+        last = ((scores > MASKED) * columns).argmax(-1, keepdim=True)  # the last key that the query sees
+        bias = upcast(scores).gather(-1, last).squeeze(-1)
         if not has_dots:
             return bias
-        keys = repeat_heads(self.key, scores.shape[1]).gather(2, own.expand(*own.shape[:3], self.key.shape[-1]))
+        keys = repeat_heads(self.key, scores.shape[1]).gather(2, last.expand(*last.shape[:3], self.key.shape[-1]))
         return bias - term.scaling * torch.linalg.vecdot(upcast(self.query), upcast(keys))
 
     def _mix(self, func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -291,8 +287,8 @@ class Interceptor(TorchFunctionMode, threading.local):
         mix = func(weights, value, **kwargs)
         self.awaited = "nothing"
         heads = self.seam.mix(self._heads(mix).transpose(1, 2))
-        given = heads.transpose(1, 2).reshape(mix.shape)
-        return given.clone() if given.requires_grad else given  # the model may add to it in place
+        tapped = heads.transpose(1, 2).reshape(mix.shape)
+        return tapped.clone() if tapped.requires_grad else tapped  # the model may add to it in place
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         """Reshape (B·H,T,d) or (B,H,T,d) to (B,H,T,d)."""
@@ -338,9 +334,9 @@ def found_scaling(query: torch.Tensor, key: torch.Tensor, scores: torch.Tensor) 
         return float("nan")
     cached = key.shape[2] - query.shape[2]
     dots = torch.linalg.vecdot(upcast(query), upcast(repeat_heads(key, query.shape[1]))[:, :, cached:])
-    found = upcast(scores).diagonal(cached, dim1=-2, dim2=-1)
-    seen = found > MASKED  # not padding
-    dots, found = (x.where(seen, 0.0).double() for x in (dots, found))
-    scaling = (dots * found).sum() / dots.square().sum()
-    is_exact = (found - scaling * dots).abs().max() < 1e-2 * found.abs().max()  # tolerance for half precision
+    diagonal = upcast(scores).diagonal(cached, dim1=-2, dim2=-1)
+    seen = diagonal > MASKED  # not padding
+    dots, diagonal = (x.where(seen, 0.0).double() for x in (dots, diagonal))
+    scaling = (dots * diagonal).sum() / dots.square().sum()
+    is_exact = (diagonal - scaling * dots).abs().max() < 1e-2 * diagonal.abs().max()  # tolerance for half precision
     return float(scaling.where(is_exact, torch.nan))

@@ -237,8 +237,8 @@ def plain_window_sums(read: AttentionRead, window: int, block: int) -> torch.Ten
         if padding:  # without padding, F.pad would still copy the tensor
             query, lse = F.pad(query, (0, 0, 0, padding)), F.pad(lse, (0, padding), value=torch.inf)
         query, lse = (x.unflatten(2, (-1, block)).unflatten(1, groups).transpose(2, 3) for x in (query, lse))
-        own = keys[:, :, first : first + at_once]
-        logits = products(query.flatten(3, 4).flatten(0, 1), own.flatten(0, 1))  # (B·K,blocks at once,H/K · block,C)
+        key = keys[:, :, first : first + at_once]
+        logits = products(query.flatten(3, 4).flatten(0, 1), key.flatten(0, 1))  # (B·K,blocks at once,H/K · block,C)
         logits = logits.unflatten(0, query.shape[:2]).unflatten(3, (groups[1], block))
         weights = torch.add(-lse.unsqueeze(-1), logits, alpha=read.call.scaling, out=logits)
         weights.clamp_(SMALLEST, 0.0).exp_()
@@ -253,12 +253,12 @@ def _correct_forbidden(read: AttentionRead, windows: torch.Tensor) -> None:
     for forbidden in read.call.forbidden:
         columns = forbidden.columns(windows.device)[0]  # no padding: the same in all sequences
         first = columns.amin()  # in place of keys past the end, so that equal entries get equal sums
-        own = columns.where(columns < read.length, first).clamp(max=read.length - 1)
-        query, key = (repeat_heads(x.index_select(2, own), windows.shape[1]) for x in (read.query, read.key))
+        tokens = columns.where(columns < read.length, first).clamp(max=read.length - 1)
+        query, key = (repeat_heads(x.index_select(2, tokens), windows.shape[1]) for x in (read.query, read.key))
         logits = read.call.scaling * torch.linalg.vecdot(upcast(query), upcast(key))
-        weights = (logits - read.lse.index_select(2, own)).clamp(SMALLEST, 0.0).exp()
+        weights = (logits - read.lse.index_select(2, tokens)).clamp(SMALLEST, 0.0).exp()
         hidden = forbidden.hidden(windows.shape[1], windows.device)[:, 0] & (first < read.length)
-        windows.scatter_(2, own.expand_as(weights), torch.where(hidden, weights, windows.index_select(2, own)))
+        windows.scatter_(2, tokens.expand_as(weights), torch.where(hidden, weights, windows.index_select(2, tokens)))
 
 
 def keys_seen(read: AttentionRead) -> torch.Tensor:
