@@ -71,7 +71,7 @@ def with_positions(model: PreTrainedModel, family: Family) -> Family:
             if any(bool(turned.all()) for turned in turns):
                 within = "rotary"
             elif not any(bool(turned.any()) for turned in turns):
-                within = _bias_kind(seen["lse"])
+                within = bias_kind(seen["lse"])
         both = [kind for kind in (added, within) if kind and kind != NO_POSITIONS]
         by_layer[layer] = family.positions if UNKNOWN_POSITIONS in both else " + ".join(both) or NO_POSITIONS
     return replace(
@@ -109,7 +109,7 @@ def _close(x: torch.Tensor) -> float:
     return max(EQUAL_VECTORS, IN_EPS * torch.finfo(x.dtype).eps)
 
 
-def _bias_kind(call: AttentionCall) -> str:
+def bias_kind(call: AttentionCall) -> str:
     """Return the kind of bias in the logits of equal queries and keys."""
     logits = call.mask if call.scores is None else call.scores
     if logits is None or logits.dtype == torch.bool:

@@ -140,7 +140,14 @@ def load(
         set_unpacking(config, True)
         network, ignored = _build(files, config, dtype, device_map, trust_remote_code)
         _check_values(files, network)
-        tokenizer = _read_tokenizer(files, config, trust_remote_code)
+        tokenizer = None
+        if files.gguf or _has_tokenizer(files.folder):
+            config.name_or_path = files.source  # transformers recognizes some faulty tokenizers by their hub id
+            how: dict[str, Any] = {"gguf_file": files.gguf} if files.gguf else {"config": config}
+            failed = f"{files.source}: the model loads, but its tokenizer does not; repair its files or remove them"
+            needs_trust = _needs_trust(f"the tokenizer of {files.source}")
+            how["trust_remote_code"] = trust_remote_code
+            tokenizer = _tokenizer_in(files.folder, failed, needs_trust, **how)
         name, record, notices = files.name, None, (*files.notices, *ignored)
         if change is not None:
             network, record, about = with_adapter(network, change)
@@ -189,15 +196,12 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
             folder, _ = model_files.fetch(source, None, [f"*{ending}" for ending in model_files.SMALL_FILES])
         if not _has_tokenizer(folder):
             raise InputError(f"{source} has no tokenizer")
-        try:
-            return _tokenizer_in(folder, trust_remote_code=False)
-        except Exception as error:
-            if _asks_for_trust(error):
-                raise InputError(
-                    f"the tokenizer of {source} runs only with the Python code that comes with it, which is not run "
-                    "here: name one without code"
-                ) from error
-            raise InputError(f"the tokenizer of {source} does not load [{described(error)}]") from error
+        needs_trust = InputError(
+            f"the tokenizer of {source} runs only with the Python code that comes with it, which is not run here: "
+            "name one without code"
+        )
+        failed = f"the tokenizer of {source} does not load"
+        return _tokenizer_in(folder, failed, needs_trust, trust_remote_code=False)
 
 
 def read_config(files: ModelFiles, trust_remote_code: bool) -> PreTrainedConfig:
@@ -290,10 +294,6 @@ def _needs_trust(source: str) -> InputError:
         f"{source} runs only with the Python code that comes with it: read that code, and if you trust "
         "it add --trust-remote-code"
     )
-
-
-def _asks_for_trust(error: Exception) -> bool:
-    return isinstance(error, ValueError) and "trust_remote_code" in str(error)
 
 
 def _build(
@@ -429,28 +429,16 @@ def _has_tokenizer(folder: Path) -> bool:
     return any(name.endswith(TOKENIZER_FILES) for name in names_in(folder))
 
 
-def _read_tokenizer(
-    files: ModelFiles, config: PreTrainedConfig, trust_remote_code: bool
-) -> PreTrainedTokenizerBase | None:
-    if not files.gguf and not _has_tokenizer(files.folder):
-        return None
-    config.name_or_path = files.source  # transformers recognizes some faulty tokenizers by their hub id
-    options: dict[str, Any] = {"gguf_file": files.gguf} if files.gguf else {"config": config}
+def _tokenizer_in(folder: Path, failed: str, needs_trust: InputError, **options: Any) -> PreTrainedTokenizerBase:
+    """Load a tokenizer; raise `needs_trust` if it needs code, or InputError, which begins with `failed`, if it fails."""
     try:
-        return _tokenizer_in(files.folder, trust_remote_code=trust_remote_code, **options)
+        tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(folder, **options)
+        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+            raise ValueError("its vocabulary is empty")  # some classes load without their files
     except Exception as error:
-        if _asks_for_trust(error):
-            raise _needs_trust(f"the tokenizer of {files.source}") from error
-        raise InputError(
-            f"{files.source}: the model loads, but its tokenizer does not; repair its files or remove them "
-            f"[{described(error)}]"
-        ) from error
-
-
-def _tokenizer_in(folder: Path, **options: Any) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(folder, **options)
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
-        raise ValueError("its vocabulary is empty")  # some classes load without their files
+        if isinstance(error, ValueError) and "trust_remote_code" in str(error):
+            raise needs_trust from error
+        raise InputError(f"{failed} [{described(error)}]") from error
     return tokenizer
 
 

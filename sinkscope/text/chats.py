@@ -14,12 +14,12 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 from threading import Timer
 from time import monotonic
-from typing import Any
+from typing import IO, Any
 
 from sinkscope.errors import SinkscopeError, one_line
 
 SECONDS = 10.0  # time limit for rendering one chat; an ordinary template takes milliseconds
-LONGEST = 1 << 26  # characters of a chat
+LONGEST_CHAT = 1 << 26  # characters of a chat
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def chat_template(tokenizer: Any) -> Iterator[Callable[[Sequence[Mapping[str, st
     It raises ValueError if the template fails or takes longer than SECONDS.
     """
     with ExitStack() as stack:
-        process = cache(lambda: stack.enter_context(_process()))
+        started = cache(lambda: stack.enter_context(_process()))
 
         def text(messages: Sequence[Mapping[str, str]]) -> str:
             from transformers import PreTrainedTokenizerBase
@@ -37,35 +37,30 @@ def chat_template(tokenizer: Any) -> Iterator[Callable[[Sequence[Mapping[str, st
             if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
                 # code of the tokenizer's class renders the chat, as for Mistral
                 return str(tokenizer.apply_chat_template(list(messages), tokenize=False))
-            return _rendered(process(), [tokenizer.get_chat_template(), tokenizer.special_tokens_map, list(messages)])
+            chat = [tokenizer.get_chat_template(), tokenizer.special_tokens_map, list(messages)]
+            process, questions, answers = started()
+            timer, began = Timer(SECONDS, process.kill), monotonic()
+            timer.start()
+            try:
+                print(json.dumps(chat, default=str), file=questions, flush=True)
+                line = answers.readline()
+            except OSError:  # the process has ended
+                line = ""
+            finally:
+                timer.cancel()
+            if not line:
+                is_late = monotonic() - began >= SECONDS
+                raise ValueError(f"it does not end within {SECONDS:g} seconds" if is_late else "its process ended")
+            answer: dict[str, str] = json.loads(line)
+            if "error" in answer:
+                raise ValueError(answer["error"])
+            return answer["text"]
 
         yield text
 
 
-def _rendered(process: subprocess.Popen[str], chat: list[Any]) -> str:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    timer, began = Timer(SECONDS, process.kill), monotonic()
-    timer.start()
-    try:
-        process.stdin.write(f"{json.dumps(chat, default=str)}\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
-    except OSError:  # the process has ended
-        line = ""
-    finally:
-        timer.cancel()
-    if not line:
-        is_late = monotonic() - began >= SECONDS
-        raise ValueError(f"it does not end within {SECONDS:g} seconds" if is_late else "its process ended")
-    answer: dict[str, str] = json.loads(line)
-    if "error" in answer:
-        raise ValueError(answer["error"])
-    return answer["text"]
-
-
 @contextmanager
-def _process() -> Iterator[subprocess.Popen[str]]:
+def _process() -> Iterator[tuple[subprocess.Popen[str], IO[str], IO[str]]]:
     """Start the process, with the same search path for packages, and kill it after the block."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "sinkscope.text.chats"],
@@ -76,9 +71,9 @@ def _process() -> Iterator[subprocess.Popen[str]]:
         encoding="utf-8",
     )
     try:
-        if process.stdout is None or not process.stdout.readline():
+        if process.stdin is None or process.stdout is None or not process.stdout.readline():
             raise SinkscopeError("the process that writes chats did not start: give `text` in place of `messages`")
-        yield process
+        yield process, process.stdin, process.stdout
     finally:
         process.kill()
         process.communicate()
@@ -94,8 +89,8 @@ def _serve() -> None:
         template, tokens, messages = json.loads(line)
         try:
             text: str = render_jinja_template([messages], chat_template=template, **tokens)[0][0]
-            if len(text) > LONGEST:
-                raise ValueError(f"it writes more than {LONGEST} characters")
+            if len(text) > LONGEST_CHAT:
+                raise ValueError(f"it writes more than {LONGEST_CHAT} characters")
             answer = {"text": text}
         except Exception as error:
             answer = {"error": one_line(error)}

@@ -7,7 +7,7 @@ from support.naming import naming
 from tiny import TINY, tiny_model
 
 from sinkscope.attention.kernels import AttentionCall
-from sinkscope.attention.position_kinds import _bias
+from sinkscope.attention.position_kinds import bias_kind
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.families import find_family
 from sinkscope.models.projections import position_vectors
@@ -61,7 +61,7 @@ def test_a_bias_that_is_not_linear_is_relative() -> None:
     distance = (torch.arange(8)[:, None] - torch.arange(8)).float()
     unseen = torch.full((8, 8), torch.finfo(torch.float32).min).triu(1)
     found = [
-        _bias(AttentionCall((bias + unseen)[None, None], scaling=1.0))
+        bias_kind(AttentionCall((bias + unseen)[None, None], scaling=1.0))
         for bias in (-0.1 * distance, -(distance.clamp(min=0) ** 0.5), torch.zeros(8, 8))
     ]
     assert found == ["alibi", "relative", "none"]
