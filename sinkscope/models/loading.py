@@ -430,7 +430,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _tokenizer_in(folder: Path, failed: str, needs_trust: InputError, **options: Any) -> PreTrainedTokenizerBase:
-    """Load a tokenizer; raise `needs_trust` if it needs code, or InputError, which begins with `failed`, if it fails."""
+    """Load a tokenizer; raise `needs_trust` if it needs code, or InputError that begins with `failed` if it fails."""
     try:
         tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(folder, **options)
         if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
