@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from sinkscope.commands.show.command import show as show
     from sinkscope.commands.steps.series import Series as Series
     from sinkscope.commands.sweep.command import sweep as sweep
-    from sinkscope.commands.train.retrofit import retrofit as retrofit
-    from sinkscope.commands.train.train import train as train
+    from sinkscope.commands.train.command import retrofit as retrofit
+    from sinkscope.commands.train.command import train as train
     from sinkscope.errors import InputError as InputError
     from sinkscope.errors import SinkscopeError as SinkscopeError
     from sinkscope.measuring.callback import SinkCallback as SinkCallback

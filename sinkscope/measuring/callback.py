@@ -37,12 +37,12 @@ from sinkscope.models.family import Family
 from sinkscope.models.in_memory import same_random_numbers, undisturbed
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.given import Given
-from sinkscope.options.measuring import ObservableOptions, make_config
+from sinkscope.options.measuring import SEQ_LEN, ObservableOptions, RunConfig, make_config
 from sinkscope.options.records import ENTRIES
 from sinkscope.results.findings import SINK, USUAL
 from sinkscope.results.manifest import TRAINING, make_manifest, write_manifest
 from sinkscope.results.metrics import notice_without_rate
-from sinkscope.results.tables import WHOLE_MODEL, of_whole_model, read_table, write_tables
+from sinkscope.results.tables import TRAINING_TABLES, WHOLE_MODEL, of_whole_model, read_table, write_tables
 from sinkscope.text.inputs import TokenInputs
 
 FOLDER = "sinks"  # in the Trainer's output_dir
@@ -58,14 +58,14 @@ LOGGED = (
     "largest_logit",
 )
 LIMITS = {"float16_headroom": torch.float16, "float8_headroom": torch.float8_e4m3fn}
-# metric → what has begun, and whether it is there; tables of a training that an older version began have no clear rates
+# metric → what has begun, and whether it is there
 ONSETS: Mapping[str, tuple[str, Callable[[Mapping[str, float]], bool]]] = {
-    "sink_rate": ("the model has a sink", lambda of: 100 * of.get("sink_rate_clear", of["sink_rate"]) > SINK),
+    "sink_rate": ("the model has a sink", lambda of: 100 * of["sink_rate_clear"] > SINK),
     "massive_share": ("the model has massive activations", lambda of: of["massive_share"] >= USUAL),
 }
-SEQUENCES, LENGTH = 32, 64  # also of the probe of `train`: the beginnings of texts, of WSE's length
+SEQUENCES = 32  # also of the probe of `train`
+DEFAULT_EPSILON = RunConfig.model_fields["epsilon"].default
 Found = TypeVar("Found")
-NAMES = ("training", "largest_activations", "largest_logits")  # of the tables
 Tables = dict[str, pd.DataFrame]
 
 
@@ -117,8 +117,8 @@ class SinkCallback(TrainerCallback):
         texts: Any = None,
         *,
         num_seqs: int = SEQUENCES,
-        seq_len: int = LENGTH,
-        epsilon: float = 0.3,
+        seq_len: int = SEQ_LEN,
+        epsilon: float = DEFAULT_EPSILON,
         on_onset: Callable[[Onset], object] = warn_of,
     ) -> None:
         if every < 1:
@@ -138,11 +138,15 @@ class SinkCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.folder = Path(args.output_dir, FOLDER)
-        paths = [self.folder / "tables" / f"{name}.parquet" for name in NAMES if state.global_step]
-        kept = {path.stem: read_table(path) for path in paths if path.is_file()}  # of a training that is resumed
-        self.tables = {name: table[table["step"] <= state.global_step] for name, table in kept.items()}
+        paths = [self.folder / "tables" / f"{name}.parquet" for name in TRAINING_TABLES if state.global_step]
+        earlier = {path.stem: read_table(path) for path in paths if path.is_file()}  # of a training that is resumed
+        self.tables = {name: table[table["step"] <= state.global_step] for name, table in earlier.items()}
         try:
-            self._subject = self._subject_of(model, getattr(processing_class, "tokenizer", processing_class))
+            loaded = load_model(model, getattr(processing_class, "tokenizer", processing_class), make_config())
+            with undisturbed(loaded.model), same_random_numbers():
+                family, notices = row_or_calibrated(loaded.model)
+                check_beforehand(loaded.model, family, is_calibrated=bool(notices))
+            self._subject = Subject(loaded, family, self._inputs_for(loaded, family))
         except SinkscopeError as error:
             warnings.warn(f"SinkCallback measures nothing: {error}", stacklevel=2)
         if not self.tables:
@@ -154,14 +158,6 @@ class SinkCallback(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._trainer = self._subject = None
-
-    def _subject_of(self, model: Any, tokenizer: Any) -> Subject:
-        """Return the model with its texts. Raises InputError if it, or the texts, cannot be measured."""
-        loaded = load_model(model, tokenizer, make_config())
-        with undisturbed(loaded.model), same_random_numbers():
-            family, notices = row_or_calibrated(loaded.model)
-            check_beforehand(loaded.model, family, is_calibrated=bool(notices))
-        return Subject(loaded, family, self._inputs_for(loaded, family))
 
     def _inputs_for(self, loaded: LoadedModel, family: Family) -> TokenInputs:
         """Return the texts to measure, whose condition says where they are from. Raises InputError."""
@@ -184,31 +180,48 @@ class SinkCallback(TrainerCallback):
         return read(NATURAL, "sinkscope's own text", NATURAL)
 
     def _measure(self, args: Any, state: Any, control: Any) -> None:
-        subject = self._subject
+        """Measure the model, write all tables, and pass the step's numbers to the reporters, as `Trainer.log` does."""
+        subject, step = self._subject, state.global_step
         if subject is None:
             return
         try:
-            tables, largest, logits = probed(subject.loaded.model, lambda _: self._tables_of(subject))
+            tables, largest = probed(subject.loaded.model, lambda _: self._tables_of(subject))
         except SinkscopeError as error:  # such as NaN, which is the training's to report
-            warnings.warn(f"SinkCallback has not measured step {state.global_step}: {error}", stacklevel=2)
+            warnings.warn(f"SinkCallback has not measured step {step}: {error}", stacklevel=2)
             return
-        new = {name: table.assign(step=state.global_step, seed=args.seed) for name, table in tables.items()}
-        new = publish(new, subject.loaded, subject.inputs.condition)
+        inputs = subject.inputs
+        new = {name: table.assign(step=step, seed=args.seed) for name, table in tables.items()}
+        new = publish(new, subject.loaded, inputs.condition)
         before = _whole(self.tables["training"]) if self.tables else {}
         self.tables = {name: pd.concat([self.tables[name], new[name]]) if self.tables else new[name] for name in new}
-        self._write()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "index.html").unlink(missing_ok=True)  # of fewer steps
+        write_tables(self.tables, self.folder)
+        facts = {"model": subject.loaded.name, "condition": inputs.condition, "sequences": len(inputs)}
+        facts |= {"input": described_input(inputs)}
+        config = self.options | {"every": self.every}
+        write_manifest(self.folder, make_manifest(TRAINING.name, config, self._start, self.tables, **facts))
         metrics = _whole(new["training"])
         if not before and (notice := notice_without_rate(metrics, self.options["epsilon"])):
             warnings.warn(f"SinkCallback logs {notice}", stacklevel=2)
-        self._log(args, state, control, metrics, largest, logits)
+        logs = {name: metrics[name] for name in (*LOGGED, *LIMITS) if not isnan(metrics.get(name, nan))}
+        logs |= {f"largest_activation_{name}": getattr(largest, name) for name in Largest._fields[1:-1]}
+        if "largest_logits" in tables:
+            logits = tables["largest_logits"]
+            row = logits.loc[logits["largest"].idxmax()]
+            logs |= {f"largest_logit_{name}": int(row[name]) for name in ("layer", "head")}
+        logs = {f"{FOLDER}/{name}": float(value) for name, value in logs.items()} | {"epoch": state.epoch or 0.0}
+        state.log_history.append({**logs, "step": step})
+        if self._trainer is not None:
+            should_log = control.should_log  # a loss may be due at this step, too
+            self._trainer.callback_handler.on_log(args, state, control, logs)
+            control.should_log = should_log
         for name, (what, is_there) in ONSETS.items():
             if name in before and name in metrics and is_there(metrics) and not is_there(before):
-                message = (
-                    f"{what} at step {state.global_step}: {name} is {metrics[name]:.3g}, and was {before[name]:.3g}"
-                )
-                self.on_onset(Onset(name, state.global_step, metrics[name], message))
+                message = f"{what} at step {step}: {name} is {metrics[name]:.3g}, and was {before[name]:.3g}"
+                self.on_onset(Onset(name, step, metrics[name], message))
 
-    def _tables_of(self, subject: Subject) -> tuple[Tables, Largest, pd.DataFrame]:
+    def _tables_of(self, subject: Subject) -> tuple[Tables, Largest]:
         model, family = subject.loaded.model, subject.family
         names = tuple(name for name in OBSERVED if OBSERVABLES[name].inapplicable(model, family) is None)
         seen = Watched(subject.loaded, family, ObservableOptions(observables=names, epsilon=self.options["epsilon"]))
@@ -231,35 +244,7 @@ class SinkCallback(TrainerCallback):
             "largest_activations": pd.DataFrame([largest]),
         }
         logits = tables.get("largest_logit", pd.DataFrame())
-        return made | ({"largest_logits": logits} if len(logits) else {}), largest, logits
-
-    def _log(
-        self, args: Any, state: Any, control: Any, metrics: Mapping[str, float], largest: Largest, logits: pd.DataFrame
-    ) -> None:
-        """Pass the step's numbers to the reporters, as `Trainer.log` does."""
-        logs = {name: metrics[name] for name in (*LOGGED, *LIMITS) if not isnan(metrics.get(name, nan))}
-        logs |= {f"largest_activation_{name}": getattr(largest, name) for name in Largest._fields[1:-1]}
-        if len(logits):
-            row = logits.loc[logits["largest"].idxmax()]
-            logs |= {f"largest_logit_{name}": int(row[name]) for name in ("layer", "head")}
-        logs = {f"{FOLDER}/{name}": float(value) for name, value in logs.items()} | {"epoch": state.epoch or 0.0}
-        state.log_history.append({**logs, "step": state.global_step})
-        if self._trainer is not None:
-            should_log = control.should_log  # a loss may be due at this step, too
-            self._trainer.callback_handler.on_log(args, state, control, logs)
-            control.should_log = should_log
-
-    def _write(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "index.html").unlink(missing_ok=True)  # of fewer steps
-        write_tables(self.tables, self.folder)
-        subject = self._subject
-        assert subject is not None
-        inputs = subject.inputs
-        facts = {"model": subject.loaded.name, "condition": inputs.condition, "sequences": len(inputs)}
-        facts |= {"input": described_input(inputs)}
-        config = self.options | {"every": self.every}
-        write_manifest(self.folder, make_manifest(TRAINING.name, config, self._start, self.tables, **facts))
+        return made | ({"largest_logits": logits} if len(logits) else {}), largest
 
 
 def _first(texts: Any, count: int, is_training: bool = False) -> Any:

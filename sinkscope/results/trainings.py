@@ -4,7 +4,7 @@ VGA's tables 1 to 3 have the columns of `retrofit`, but their norms and kurtosis
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -40,6 +40,7 @@ TRAINED_TABLES = {
     ),
 }  # fmt: skip
 UNTOUCHED = "untouched"  # the arm of the unchanged model
+AnyRun = TypeVar("AnyRun", bound=RunData)
 
 # heading of a table in Markdown → its metrics; all of them make up the table `retrofit`, in this order
 TABLES: dict[str, tuple[str, ...]] = {
@@ -64,26 +65,43 @@ TABLES: dict[str, tuple[str, ...]] = {
         "gate_displacement_max",
     ),
 }
-ROWS = tuple(metric for metrics in TABLES.values() for metric in metrics)
+ARM_METRICS = tuple(metric for metrics in TABLES.values() for metric in metrics)
+
+
+def runs_by_seed(arms: Mapping[str, Mapping[str, Any]], runs: Mapping[str, AnyRun]) -> dict[int, dict[str, AnyRun]]:
+    """Return seed → label → run of the `arms` of run.json; the untouched model's run belongs to every seed."""
+    trained = [name for name in runs if name != UNTOUCHED]
+    by_seed: dict[int, dict[str, AnyRun]] = {}
+    for seed in sorted({arms[name]["seed"] for name in trained}):
+        by_seed[seed] = {UNTOUCHED: runs[UNTOUCHED]} if UNTOUCHED in runs else {}
+        by_seed[seed] |= {arms[name]["label"]: runs[name] for name in trained if arms[name]["seed"] == seed}
+    return by_seed
 
 
 def retrofit_table(
-    runs: Mapping[str, RunData], quantized: Mapping[str, Mapping[str, float]], gates: pd.DataFrame, seed: int = 0
+    arms: Mapping[str, Mapping[str, Any]], runs: Mapping[str, RunData], gates: pd.DataFrame
 ) -> pd.DataFrame:
-    """Return the table `retrofit` of one seed: model, condition (the arm), layer −1, seed, metric, value.
+    """Return the table `retrofit`: model, condition (the method's label), layer −1, seed, metric, value.
 
     There is a row for each arm and metric that was measured, in the order of `TABLES`. The numbers of `w8a8` in full
     precision replace the run's, so that each increase is between numbers of one measurement.
+
+    Args:
+        arms: the entry of run.json: name of an arm → its method, seed and label.
+        runs: name of an arm → its run; also that of the untouched model.
+        gates: the table `gates`.
     """
-    farthest = gates.groupby("condition")["displacement"].max()
+    farthest = gates.groupby(["seed", "condition"])["displacement"].max()
     rows = []
-    for arm, run in runs.items():
-        numbers = {metric: run.metric(metric) for metric in ROWS} | dict(quantized.get(arm, {}))
-        if arm in quantized:
-            numbers["perplexity_increase"] = numbers["perplexity_quantized"] - numbers["perplexity"]
-        if arm in farthest:
-            numbers["gate_displacement_max"] = float(farthest[arm])
-        rows += [(run.model, arm, WHOLE_MODEL, seed, metric, numbers[metric]) for metric in ROWS]
+    for seed, of_seed in runs_by_seed(arms, runs).items():
+        for label, run in of_seed.items():
+            costs = run.manifest.get("w8a8") or {}
+            numbers = {metric: run.metric(metric) for metric in ARM_METRICS} | costs
+            if costs:
+                numbers["perplexity_increase"] = numbers["perplexity_quantized"] - numbers["perplexity"]
+            if (seed, label) in farthest:
+                numbers["gate_displacement_max"] = float(farthest[seed, label])
+            rows += [(run.model, label, WHOLE_MODEL, seed, metric, numbers[metric]) for metric in ARM_METRICS]
     table = pd.DataFrame(rows, columns=[*LEADING, *names_of(TRAINED_TABLES["retrofit"])])
     return table.dropna(subset="value", ignore_index=True)
 
@@ -107,7 +125,7 @@ def courses(training: pd.DataFrame, names: tuple[str, str]) -> dict[tuple[str, i
     if not set(names) <= set(wide):
         return {}
     wide = wide[list(names)].set_axis(["loss", "rate"], axis=1).dropna().sort_index(level="step", sort_remaining=False)
-    return {(str(arm), int(seed)): own.droplevel(keys) for (arm, seed), own in wide.groupby(level=keys, sort=False)}
+    return {(str(arm), int(seed)): rows.droplevel(keys) for (arm, seed), rows in wide.groupby(level=keys, sort=False)}
 
 
 def at_equal_loss(*every: pd.DataFrame) -> pd.DataFrame:
@@ -117,15 +135,15 @@ def at_equal_loss(*every: pd.DataFrame) -> pd.DataFrame:
     that begins below this loss has NaN.
     """
     level = max(course["loss"].min() for course in every)
-    found = []
+    rows = []
     for course in every:
         table = course.reset_index()[["step", "loss", "rate"]].to_numpy(float)
-        at = int(np.argmax(table[:, 1] <= level))
-        before, after = table[max(at - 1, 0)], table[at]
-        share = (before[1] - level) / (before[1] - after[1]) if at else 1.0
+        first = int(np.argmax(table[:, 1] <= level))
+        before, after = table[max(first - 1, 0)], table[first]
+        share = (before[1] - level) / (before[1] - after[1]) if first else 1.0
         reached = before + share * (after - before)
-        found.append(np.full(3, np.nan) if reached[1] < level - 1e-9 else reached)
-    return pd.DataFrame(found, columns=["step", "loss", "rate"])
+        rows.append(np.full(3, np.nan) if reached[1] < level - 1e-9 else reached)
+    return pd.DataFrame(rows, columns=["step", "loss", "rate"])
 
 
 def tokens_a_step(options: Mapping[str, Any], processes: int = 1) -> int:

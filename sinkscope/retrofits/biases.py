@@ -3,13 +3,11 @@
 Softmax off by one (Miller 2023) is a sink logit that is fixed at 0.
 """
 
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from pydantic import Field, model_validator
-from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import AttentionCall, upcast, without_autocast
@@ -34,16 +32,14 @@ class KeyBias(DenominatorPart):
     called = "key biases"
     reads_query = True
 
-    def __init__(self, layer: Layer, chosen: "KeyBiases") -> None:
-        super().__init__(layer)
+    def __init__(self, layer: Layer, method: "KeyBiases") -> None:
+        super().__init__(layer, method)
         self.heads, self.width = layer.heads, layer.head_dim
-        rows = 1 if chosen.shared else layer.heads
-        self.key = layer.empty(rows, min(chosen.dimensions or self.width, self.width))
-        self.kind, self.norm = chosen.value, chosen.norm
-        if self.kind == "learned":
+        rows = 1 if method.shared else layer.heads
+        self.key = layer.empty(rows, min(method.dimensions or self.width, self.width))
+        if method.value == "learned":
             self.value = layer.empty(rows, self.width)
-        if chosen.deviation:
-            self.draw_start(layer, chosen.deviation)
+        self.draw_start(layer, method.deviation)
 
     def forward(self, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         # if the model's own code has computed the logits, the call does not have their exact scale
@@ -55,15 +51,15 @@ class KeyBias(DenominatorPart):
         return logits if call.softcap is None else call.softcap * (logits / call.softcap).tanh()
 
     def values(self) -> torch.Tensor | None:
-        if self.kind == "zero":
+        if self.method.value == "zero":
             return None
-        if self.kind == "learned":
+        if self.method.value == "learned":
             return self.value.expand(self.heads, -1)
         value = torch.zeros(self.width, dtype=torch.float64)
-        if self.kind == "axis":
-            value[0] = self.norm  # m·e₁ of WSE table 5
+        if self.method.value == "axis":
+            value[0] = self.method.norm  # m·e₁ of WSE table 5
         else:
-            value += self.norm / self.width**0.5  # m·1/√d
+            value += self.method.norm / self.width**0.5  # m·1/√d
         return value.to(self.key).expand(self.heads, -1)
 
 
@@ -74,6 +70,7 @@ class KeyBiases(Retrofit):
         "by heads; dimensions that are learned; deviation of the start)"
     )
     paper = "WSE §7"
+    part = KeyBias
 
     value: Literal["zero", "learned", "axis", "uniform"] = "zero"
     norm: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # norm m of a fixed value
@@ -92,36 +89,30 @@ class KeyBiases(Retrofit):
             return f"value={self.value}: its own code mixes the values, and a further one cannot be added there"
         return super().inapplicable(model, family)
 
-    def part(self, layer: Layer) -> KeyBias:
-        return KeyBias(layer, self)
-
 
 class ValueBias(Part):
     """A learned vector added to every head's output (WSE table 4: V biases): `bias` (H,d), or (1,d) if shared."""
 
-    def __init__(self, layer: Layer, shared: bool, deviation: float) -> None:
+    def __init__(self, layer: Layer, method: "ValueBiases") -> None:
         super().__init__()
         self.heads = layer.heads
-        self.bias = layer.empty(1 if shared else layer.heads, layer.head_dim)
-        if deviation:
-            self.draw_start(layer, deviation)
+        self.bias = layer.empty(1 if method.shared else layer.heads, layer.head_dim)
+        self.draw_start(layer, method.deviation)
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
-        PlacedHook(layer.output, _added, before=True).watch(layer.attention)
+        hook = PlacedHook(layer.output, lambda part, args, output: (part(args[0]), *args[1:]), before=True)
+        hook.watch(layer.attention)
 
     def forward(self, mix: torch.Tensor) -> torch.Tensor:
         """Add each head's bias to its mix, (B,T,H·d)."""
         return mix + self.bias.expand(self.heads, -1).flatten().to(mix.dtype)
 
 
-def _added(part: nn.Module, args: tuple, output: None) -> tuple:
-    return (part(args[0]), *args[1:])
-
-
 class ValueBiases(Retrofit):
     name = "value-bias"
     about = "a learned vector added to each head's output (shared by heads; deviation of the start)"
     paper = "WSE §7"
+    part = ValueBias
 
     shared: bool = False
     deviation: float = Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -129,9 +120,6 @@ class ValueBiases(Retrofit):
     @property
     def acts_on_output(self) -> bool:
         return True
-
-    def part(self, layer: Layer) -> ValueBias:
-        return ValueBias(layer, self.shared, self.deviation)
 
 
 class SinkLogit(DenominatorPart):
@@ -143,13 +131,10 @@ class SinkLogit(DenominatorPart):
 
     called = "learned sink logits"
 
-    def __init__(self, layer: Layer, first: float) -> None:
-        super().__init__(layer)
-        self.first = first
+    def __init__(self, layer: Layer, method: "LearnableSink") -> None:
+        super().__init__(layer, method)
         self.logit = layer.empty(layer.heads)
-
-    def start(self) -> Mapping[str, torch.Tensor]:
-        return {"logit": torch.full_like(self.logit, self.first)}
+        self.starts = {"logit": method.first}
 
     def forward(self, query: torch.Tensor, call: AttentionCall) -> torch.Tensor:
         return self.logit[:, None].expand(query.shape[:3])
@@ -159,6 +144,7 @@ class LearnableSink(Retrofit):
     name = "learnable-sink"
     about = "a learned logit per head in the softmax's denominator, with no value (first: its starting value)"
     paper = "S2M §1, gpt-oss"
+    part = SinkLogit
 
     first: float = Field(default=-5.0, allow_inf_nan=False)
 
@@ -166,9 +152,6 @@ class LearnableSink(Retrofit):
         if any(hasattr(attention, "sinks") for attention in family.attentions(model).values()):
             return "it has learnable sinks of its own"
         return super().inapplicable(model, family)
-
-    def part(self, layer: Layer) -> SinkLogit:
-        return SinkLogit(layer, self.first)
 
 
 class One(DenominatorPart):
@@ -184,9 +167,7 @@ class OffByOne(Retrofit):
     name = "off-by-one"
     about = "softmax off by one: 1 is added to the denominator, so that a query may attend to nothing"
     paper = "Miller 2023"
+    part = One
 
     def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
         return LearnableSink().inapplicable(model, family)
-
-    def part(self, layer: Layer) -> One:
-        return One(layer)

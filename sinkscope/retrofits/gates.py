@@ -10,7 +10,6 @@ C = (d σ)² λ for each key/value head: λ = exp(θ), learned, or fixed. λ = 0
 """
 
 import math
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -26,15 +25,14 @@ class _Gates(GatePart):
 
     head_axis = 1
 
-    def __init__(self, layer: Layer, reads: str, scale: float) -> None:
-        super().__init__(layer)
-        self.reads, self.scale = reads, scale
-        width = layer.width if reads == "input" else layer.value_heads * layer.head_dim
+    def __init__(self, layer: Layer, method: "Gated") -> None:
+        super().__init__(layer, method)
+        width = layer.width if method.reads == "input" else layer.value_heads * layer.head_dim
         self.weight = layer.empty(width, layer.value_heads if isinstance(self, ValuePart) else layer.heads)
 
     def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        features = x if self.reads == "input" else value.flatten(-2)
-        return self.scale * torch.sigmoid(features @ self.weight)
+        features = x if self.method.reads == "input" else value.flatten(-2)
+        return self.method.scale * torch.sigmoid(features @ self.weight)
 
 
 class ValueGate(_Gates, ValuePart):
@@ -45,10 +43,15 @@ class OutputGate(_Gates, OutputPart):
     """Gate O_i = g_i ⊙ Attention(Q, K, V)_i at query position i, one for each query head (VGA eq. 17)."""
 
 
+def _gate_of(layer: Layer, method: "Gated") -> ValueGate | OutputGate:
+    return OutputGate(layer, method) if method.acts_on_output else ValueGate(layer, method)
+
+
 class Gated(Retrofit):
     """A method with gates; `placement`: on the value at the key's position, or on the head's output at the query's."""
 
     reads: ClassVar[str]  # "value" or "input": the gate is computed from this
+    part = _gate_of
 
     placement: Literal["value", "output"] = "value"
     scale: float = Field(default=2.0, gt=0, allow_inf_nan=False)
@@ -56,10 +59,6 @@ class Gated(Retrofit):
     @property
     def acts_on_output(self) -> bool:
         return self.placement == "output"
-
-    def part(self, layer: Layer) -> ValueGate | OutputGate:
-        kind = ValueGate if self.placement == "value" else OutputGate
-        return kind(layer, self.reads, self.scale)
 
 
 class VGA(Gated):
@@ -89,18 +88,17 @@ def shrink(value: torch.Tensor, c: torch.Tensor | float) -> torch.Tensor:
 class ValueScale(ValuePart):
     """V-scale of one layer; with the parameter `theta` (K,) if λ is learned."""
 
-    def __init__(self, layer: Layer, sigma: float, strength: float, learned: bool) -> None:
-        super().__init__(layer)
-        self.base = (layer.head_dim * sigma) ** 2
-        self.strength = strength
-        self.theta: nn.Parameter | None = layer.empty(layer.value_heads) if learned else None
-
-    def start(self) -> Mapping[str, torch.Tensor]:
-        return {} if self.theta is None else {"theta": torch.full_like(self.theta, math.log(self.strength))}
+    def __init__(self, layer: Layer, method: "VScale") -> None:
+        super().__init__(layer, method)
+        self.base = (layer.head_dim * method.sigma) ** 2
+        self.theta: nn.Parameter | None = None
+        if method.learned:
+            self.theta = layer.empty(layer.value_heads)
+            self.starts = {"theta": math.log(method.strength)}
 
     def c(self) -> torch.Tensor | float:
         """Return C = (d σ)² λ, (K,); a number if λ is fixed."""
-        return self.base * (self.strength if self.theta is None else upcast(self.theta).exp())
+        return self.base * (self.method.strength if self.theta is None else upcast(self.theta).exp())
 
     def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return shrink(value, self.c())
@@ -113,6 +111,7 @@ class VScale(Retrofit):
         "(sigma: 0.02, strength: λ at the start, learned)"
     )
     paper = "GS §5"
+    part = ValueScale
 
     sigma: float = Field(default=0.02, gt=0, allow_inf_nan=False)
     strength: float = Field(default=1.0, ge=0, allow_inf_nan=False)  # λ, at the start or fixed
@@ -123,6 +122,3 @@ class VScale(Retrofit):
         if self.learned and self.strength == 0:
             raise ValueError("λ = exp(θ) is never 0: use a small strength, or learned=false")
         return self
-
-    def part(self, layer: Layer) -> ValueScale:
-        return ValueScale(layer, self.sigma, self.strength, self.learned)

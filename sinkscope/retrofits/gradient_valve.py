@@ -58,8 +58,7 @@ class Valve(ValuePart):
     """The valve of one layer. It has no parameters: V-scale's factor is that of λ = 1."""
 
     def __init__(self, layer: Layer, method: "GradientValve") -> None:
-        super().__init__(layer)
-        self.method = method
+        super().__init__(layer, method)
         self.c = (layer.head_dim * method.sigma) ** 2
 
     def factor(self, value: torch.Tensor) -> torch.Tensor:
@@ -91,6 +90,7 @@ class GradientValve(Retrofit):
         "of the gradient, all; factor: instead of V-scale's; control: on all other positions, by as much)"
     )
     paper = "GS §5"
+    part = Valve
 
     acts: Literal["gradient", "values"] = "gradient"
     position: int | None = Field(default=None, ge=0)  # the one at which the gradient is changed; None: at all
@@ -105,6 +105,3 @@ class GradientValve(Retrofit):
         if self.control and self.position is None:
             raise ValueError("control=true changes the gradient at all positions but one: give position")
         return self
-
-    def part(self, layer: Layer) -> Valve:
-        return Valve(layer, self)

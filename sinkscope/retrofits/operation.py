@@ -48,12 +48,13 @@ class AttendBy(Part, OtherOperation):
 
     head_axis = 1
 
-    def __init__(self, layer: Layer, called: str, operation: Operation, features: str) -> None:
+    def __init__(self, layer: Layer, method: "AttentionOperation") -> None:
         super().__init__()
-        self.called = called
-        self.operation = operation
-        self.map = features
-        if features == "mlp":
+        self.map, operation = KINDS[method.kind]
+        self.operation = replace(operation, factor=method.factor, power=method.power)
+        is_scaled = method.kind == "softmax" and method.factor != 1.0
+        self.called = "p-norm softmax" if method.power != 1.0 else SCALED if is_scaled else method.kind
+        if self.map == "mlp":
             self.weights = layer.empty(2, layer.value_heads, layer.head_dim, layer.head_dim)
             self.draw_start(layer, layer.head_dim**-0.5)
 
@@ -78,6 +79,7 @@ class AttentionOperation(Retrofit):
         "softmax power: p of Z = (Σ simᵖ)^(1/p))"
     )
     paper = "WSE §7.4"
+    part = AttendBy
 
     kind: str = "sigmoid"
     factor: float = Field(default=1.0, gt=0, allow_inf_nan=False)
@@ -104,10 +106,3 @@ class AttentionOperation(Retrofit):
         if KINDS[self.kind][1].similarity == "identity" and family.kinds_of_positions & ON_LOGITS:
             return f"its positions are a bias on the logits, and {self.kind} is a product of features alone"
         return super().inapplicable(model, family)
-
-    def part(self, layer: Layer) -> AttendBy:
-        features, operation = KINDS[self.kind]
-        operation = replace(operation, factor=self.factor, power=self.power)
-        is_scaled = self.kind == "softmax" and self.factor != 1.0
-        changed = "p-norm softmax" if self.power != 1.0 else SCALED if is_scaled else self.kind
-        return AttendBy(layer, changed, operation, features)

@@ -9,7 +9,7 @@ for the forward pass and logits are cut after it. In a causal model the first to
 predicts it in the plain model. Hidden states and attentions, if requested, include the registers.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,14 +21,13 @@ from sinkscope.errors import InputError, counted
 from sinkscope.models.family import Family, embedding_weight, text_arguments
 from sinkscope.models.projections import known_positions
 from sinkscope.retrofits.retrofit import RETROFIT, Part, Retrofit
-from sinkscope.text.batch import insert_before
+from sinkscope.text.batch import IGNORED, insert_before
 
-IGNORED = -100  # the label of a token that is not predicted
 CHUNK = 4096  # rows of the vocabulary that are averaged at once
 
 
 class Registers(Part):
-    """The parameter `embeddings` (n,E), in the space of the token embeddings, and the buffer `first`, their start."""
+    """The parameter `embeddings` (n,E), in the space of the token embeddings; they start at a buffer."""
 
     def __init__(self, model: PreTrainedModel, count: int, limit: int | None, causal: bool) -> None:
         super().__init__()
@@ -37,10 +36,7 @@ class Registers(Part):
         self.count = count
         self.limit = limit  # number of positions for which the model has a vector
         self.embeddings = nn.Parameter(weight.new_empty(count, weight.shape[1]))
-        self.register_buffer("first", weight.new_empty(count, weight.shape[1]))
-
-    def start(self) -> Mapping[str, torch.Tensor]:
-        return {"embeddings": self.get_buffer("first")}
+        self.register_buffer("first_embeddings", weight.new_empty(count, weight.shape[1]))
 
     def around(
         self, forward: Callable[..., Any], embed: Callable[[torch.Tensor], torch.Tensor], inputs: dict[str, Any]
@@ -112,7 +108,7 @@ class RegisterTokens(Retrofit):
 
     def install(self, model: PreTrainedModel, family: Family) -> None:
         part = Registers(model, self.count, known_positions(model, family), family.causal)
-        first = part.get_buffer("first")
+        first = part.get_buffer("first_embeddings")
         start = torch.randn_like(first) * self.deviation if self.deviation else mean_embedding(model)
         with torch.no_grad():
             first.copy_(start.expand(self.count, -1))

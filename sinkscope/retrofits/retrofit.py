@@ -122,6 +122,7 @@ class Part(nn.Module):
     """The module that a retrofit adds to one module, with new parameters and their starting values."""
 
     head_axis = 0  # axis of the heads in the parameters
+    starts: Mapping[str, float] = {}  # parameter → its starting value if it is not 0, and not drawn
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
         """Connect this part, which is in the attention module, to the forward pass."""
@@ -129,17 +130,19 @@ class Part(nn.Module):
 
     def draw_start(self, layer: Layer, deviation: float) -> None:
         """Draw the start of all parameters from N(0, deviation²) by torch's random state, and keep it as buffers."""
-        for name, parameter in list(self.named_parameters()):
+        for name, parameter in list(self.named_parameters()) if deviation else ():
             drawn = torch.randn(parameter.shape, dtype=layer.dtype, device=layer.device) * deviation
             self.register_buffer(f"first_{name}", drawn)
 
     def start(self) -> Mapping[str, torch.Tensor]:
-        """Return the starting value of each parameter by name: 0, or the values that `draw_start` has drawn."""
-        drawn = dict(self.named_buffers())
-        return {name: drawn.get(f"first_{name}", torch.zeros_like(p)) for name, p in self.named_parameters()}
+        """Return the starting value of each parameter by name."""
+        drawn, parameters = dict(self.named_buffers()), dict(self.named_parameters())
+        constant = {name: torch.full_like(p, self.starts.get(name, 0.0)) for name, p in parameters.items()}
+        return {name: drawn.get(f"first_{name}", value) for name, value in constant.items()}
 
     @torch.no_grad()
     def reset(self) -> None:
+        """Set every parameter to its start."""
         for name, value in self.start().items():
             self.get_parameter(name).copy_(value)
 
@@ -150,11 +153,11 @@ class Part(nn.Module):
         def whole(x: torch.Tensor) -> torch.Tensor:
             return (x.full_tensor() if hasattr(x, "full_tensor") else x).double()  # gathers a DTensor
 
-        found = {}
+        distances = {}
         for name, value in self.start().items():
             moved = (whole(self.get_parameter(name)) - whole(value)).movedim(self.head_axis, 0)
-            found[name] = torch.linalg.vector_norm(moved.reshape(len(moved), -1), dim=1)
-        return found
+            distances[name] = torch.linalg.vector_norm(moved.reshape(len(moved), -1), dim=1)
+        return distances
 
 
 class GatePart(Part):
@@ -164,8 +167,9 @@ class GatePart(Part):
     reads this module's inputs and outputs.
     """
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, method: Any) -> None:
         super().__init__()
+        self.method = method
         self.places = layer.value.places  # not a buffer, because it is not saved and never on meta
 
     def places_on(self, device: torch.device) -> torch.Tensor:
@@ -182,8 +186,8 @@ def gated(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 class ValuePart(GatePart):
     """Multiplies each key/value head's values by its factor, before they are cached and attended to."""
 
-    def __init__(self, layer: Layer) -> None:
-        super().__init__(layer)
+    def __init__(self, layer: Layer, method: Any) -> None:
+        super().__init__(layer, method)
         self.is_whole = layer.value.is_whole
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
@@ -206,9 +210,7 @@ class ValuePart(GatePart):
 class OutputPart(GatePart):
     """Multiplies each query head's mix by its factor, at the query's own position."""
 
-    def __init__(self, layer: Layer) -> None:
-        super().__init__(layer)
-        self.awaited: torch.Tensor | None = None  # the factors (B,T,H) between the value and the output projection
+    awaited: torch.Tensor | None = None  # the factors (B,T,H) between the value and the output projection
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
         PlacedHook(layer.value.path, OutputPart.compute_factors).watch(layer.attention)
@@ -234,8 +236,9 @@ def _check_applied(attention: nn.Module, args: tuple, output: Any) -> None:
 class DenominatorPart(Part, Denominator):
     """An extra logit in each row's softmax. `scaling` is used if the model's own code computes the logits."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, method: Any) -> None:
         super().__init__()
+        self.method = method
         self.scaling = layer.scaling
         self.is_biased = layer.is_biased
 
@@ -247,13 +250,14 @@ class DenominatorPart(Part, Denominator):
 
 
 class Retrofit(BaseModel):
-    """One method, with its parameters as fields."""
+    """One method, with its parameters as fields: a subclass names it, and the class of the part of each layer."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: ClassVar[str]
     about: ClassVar[str]  # one line for `sinkscope list`
     paper: ClassVar[str]  # the paper that describes it
+    part: ClassVar[Any]  # (layer, method) → its new module: a class of Part; unused by methods with their own `install`
 
     @property
     def acts_on_output(self) -> bool:
@@ -275,14 +279,10 @@ class Retrofit(BaseModel):
             return f"a projection of values: {error}"
         return None
 
-    def part(self, layer: Layer) -> Part:
-        """Create the new module of one attention layer; not used by methods with their own `install`."""
-        raise NotImplementedError
-
     def install(self, model: PreTrainedModel, family: Family) -> None:
         """Add the new modules at their start; also on meta, where `from_pretrained` builds models."""
         for layer in layers_of(model, family):
-            part = self.part(layer)
+            part = type(self).part(layer, self)
             part.reset()
             layer.attention.add_module(RETROFIT, part)
             part.attach(layer, model, family)

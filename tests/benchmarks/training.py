@@ -101,11 +101,11 @@ def main() -> None:
         report_operations(arguments.config, arguments.rounds, arguments.operations or [*KINDS, *SCHEMES])
         return
     model = sinkscope.models.loading.load(arguments.model, dtype="float32").model
-    for method in parse_methods(arguments.method):
-        changed = retrofit_model(copy.deepcopy(model), None, method.name, **method.parameters)
+    for label, (method, parameters) in parse_methods(arguments.method).items():
+        changed = retrofit_model(copy.deepcopy(model), None, method, **parameters)
         for shape in [arguments.shape] if arguments.shape else SHAPES:
             ids = random_batch(tuple(shape)).token_ids
-            report(method.label, changed, model, ids, arguments.rounds, time.perf_counter)
+            report(label, changed, model, ids, arguments.rounds, time.perf_counter)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from sinkscope.commands.compare.figures import CURVES
 from sinkscope.commands.steps.onsets import RunsByStep
 from sinkscope.commands.sweep.factor_study import TABLE as STUDIED
 from sinkscope.commands.sweep.tables import EPSILON, SCORES, SWEEP, SweepTables
-from sinkscope.commands.train.figures import Arms
+from sinkscope.commands.train.figures import TrainedArms
 from sinkscope.figures import FIGURES, KINDS, draw
 from sinkscope.figures.style import Figure
 from sinkscope.output.run import Run
@@ -210,7 +210,7 @@ def backcopy_maps(arms: int = 2, layers: int = 1, heads: int = 1) -> tuple[pd.Da
     return weights, norms.assign(attended_norm=norms["norm"] / (1 + norms["condition"].str[-1].astype(int)))
 
 
-def _arms() -> Arms:
+def _arms() -> TrainedArms:
     metrics = ["perplexity", "perplexity_quantized", "max_inf_norm", "kurtosis", "sink_rate", "massive_count"]
     of_model = {"model": ["tiny"], "condition": [f"arm {arm}" for arm in range(3)], "layer": [-1], "seed": SEEDS}
     logged = ["loss", "gate_displacement_mean", "held_out_loss", "sink_rate_by_weight"]
@@ -222,7 +222,7 @@ def _arms() -> Arms:
         "attention_maps": maps,
         "value_norms": norms,
     }
-    return Arms(tables, {name: make_run(model="org/m_1") for name in of_model["condition"]})
+    return TrainedArms(tables, {name: make_run(model="org/m_1") for name in of_model["condition"]})
 
 
 def _sweep() -> SweepTables:

@@ -14,7 +14,7 @@ import sinkscope
 from sinkscope import Run, retrofit_model
 from sinkscope.measuring.summary import gradient_summary, uniform_gradient_ratio
 from sinkscope.results.findings import SINK, Finding, Outcome
-from sinkscope.results.trainings import ROWS
+from sinkscope.results.trainings import ARM_METRICS
 from sinkscope.verdict import analysis
 from sinkscope.verdict.analysis import quantized_source, settings
 from sinkscope.verdict.at_a_glance import glances
@@ -233,7 +233,7 @@ def test_the_value_gradient_of_a_scale_is_read_before_it() -> None:
         f"after it, at what is attended to, the gradient is {plain['value_gradient_ratio']:.1f} ×"
         in said["gradient-behind"]
     )
-    assert {"value_gradient_norm", "raw_value_gradient_ratio"} <= set(ROWS)
+    assert {"value_gradient_norm", "raw_value_gradient_ratio"} <= set(ARM_METRICS)
 
 
 @pytest.mark.parametrize("condition", ["natural", "repeated"])

@@ -9,7 +9,7 @@ special tokens are those of the tokenizer, which `tokenizer_of` can make from th
 import copy
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -44,44 +44,48 @@ def _gpt2_size(hidden: int, layers: int, heads: int, positions: int, **others: A
     return {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": positions, **_NO_DROPOUT, **others}
 
 
-_TINY_HYBRID = _size(64, 128, 4, 4, max_position_embeddings=256, tie_word_embeddings=False, **_SMALL_VOCABULARY)
-_TINY_QWEN3 = {**_TINY_HYBRID, "num_key_value_heads": 2, "head_dim": 16}
-_LINEAR_HEADS = {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
-_LINEAR_SIZES = {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
-_TINY_QWEN3_NEXT = {**_TINY_QWEN3, "mlp_only_layers": [0, 1, 2, 3], **_LINEAR_HEADS, **_LINEAR_SIZES}
-_MAMBA = {"num_experts": 1, "mamba_d_state": 4, "mamba_dt_rank": 4, "mamba_expand": 1}
-_OPT = {"word_embed_proj_dim": 256, "ffn_dim": 1024, "max_position_embeddings": 1024, "dropout": 0.0}
-_BERT = {"max_position_embeddings": 512, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-_LLAMA = {"max_position_embeddings": 2048, **_SMALL_VOCABULARY}
+_HYBRID = _size(64, 128, 4, 4, max_position_embeddings=256, tie_word_embeddings=False, **_SMALL_VOCABULARY)
+_QWEN3 = {**_HYBRID, "num_key_value_heads": 2, "head_dim": 16}
+_QWEN3_NEXT = {
+    **_QWEN3, "mlp_only_layers": [0, 1, 2, 3], "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+}  # fmt: skip
+_JAMBA = {
+    **_HYBRID, "num_key_value_heads": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1,
+    "mamba_d_state": 4, "mamba_dt_rank": 4, "mamba_expand": 1,
+}  # fmt: skip
+_TINY_OPT = {
+    "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "word_embed_proj_dim": 256, "ffn_dim": 1024,
+    "max_position_embeddings": 1024, "dropout": 0.0, **_SMALL_VOCABULARY,
+}  # fmt: skip
+_TINY_BERT = _size(
+    256, 1024, 6, 4, max_position_embeddings=512, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    **_SMALL_VOCABULARY,
+)  # fmt: skip
+_TINY_LLAMA = _size(256, 688, 6, 4, num_key_value_heads=4, max_position_embeddings=2048, **_SMALL_VOCABULARY)
 _WSE = {"rms_norm_eps": 1e-5, **_SMALL_VOCABULARY}
 
 # name → (model type, fields that differ from its defaults)
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
-    "tiny-llama": ("llama", _size(256, 688, 6, 4, num_key_value_heads=4, **_LLAMA)),
+    "tiny-llama": ("llama", _TINY_LLAMA),
     "tiny-gpt2": ("gpt2", _gpt2_size(256, 6, 4, 1024, **_SMALL_VOCABULARY)),
-    "tiny-opt": (
-        "opt",
-        {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, **_OPT, **_SMALL_VOCABULARY},
-    ),
-    "tiny-bert": ("bert", _size(256, 1024, 6, 4, **_BERT, **_SMALL_VOCABULARY)),
+    "tiny-opt": ("opt", _TINY_OPT),
+    "tiny-bert": ("bert", _TINY_BERT),
     # one head in one layer, as in VGA §4.1 after Guo et al. 2024
     "bigram-backcopy": (
         "gpt2",
         _gpt2_size(64, 1, 1, 64, n_inner=256, activation_function="relu", tie_word_embeddings=False),
     ),
     # Hybrids, with attention in every second layer. Small: without kernels for CUDA their other layers are slow.
-    "tiny-qwen3-next": ("qwen3_next", {**_TINY_QWEN3_NEXT, "layer_types": ["linear_attention", "full_attention"] * 2}),
-    "tiny-jamba": (
-        "jamba",
-        {**_TINY_HYBRID, "num_key_value_heads": 4, "attn_layer_period": 2, "attn_layer_offset": 1, **_MAMBA},
-    ),
+    "tiny-qwen3-next": ("qwen3_next", {**_QWEN3_NEXT, "layer_types": ["linear_attention", "full_attention"] * 2}),
+    "tiny-jamba": ("jamba", _JAMBA),
     # For comparison: attention of the same size in every layer, with Qwen3-Next's gates and without
-    "tiny-gated-attention": ("qwen3_next", {**_TINY_QWEN3_NEXT, "layer_types": ["full_attention"] * 4}),
-    "tiny-qwen3": ("qwen3", _TINY_QWEN3),
+    "tiny-gated-attention": ("qwen3_next", {**_QWEN3_NEXT, "layer_types": ["full_attention"] * 4}),
+    "tiny-qwen3": ("qwen3", _QWEN3),
     # about the smaller size of GS, which gives no more details
     "llama-0.1b": (
         "llama",
-        _size(768, 2048, 12, 12, num_key_value_heads=12, **_LLAMA) | {"vocab_size": 32000, "tie_word_embeddings": True},
+        _TINY_LLAMA | _size(768, 2048, 12, 12, num_key_value_heads=12, vocab_size=32000, tie_word_embeddings=True),
     ),
     # the models of WSE §4 to §7: 60M parameters without the embeddings, and the smallest of its released code
     "llama-60m": (VARIED_LLAMA, _size(768, 1536, 10, 8, **_WSE) | {"vocab_size": 50432}),
@@ -99,9 +103,9 @@ def architecture(source: str | os.PathLike[str]) -> PreTrainedConfig:
     folder) in HuggingFace's format.
     """
     text = os.fspath(source)
-    name, _, given = text.partition(":")
+    name, _, assigned = text.partition(":")
     if name in ARCHITECTURES:
-        return _named(name, given)
+        return _with_fields(name, assigned)
     path = user_path(text)
     path = path / "config.json" if kind_of(path) == "folder" else path
     if kind_of(path) != "file":
@@ -113,8 +117,6 @@ def architecture(source: str | os.PathLike[str]) -> PreTrainedConfig:
     except KeyError as error:
         what = "it has no model_type" if error.args == ("model_type",) else f"{error} is no model type of transformers"
         raise InputError(f"--config {path}: {what}") from None
-    except InputError as error:
-        raise InputError(f"--config {path} is not a model's config.json: {error}") from None
     except Exception as error:  # the family's class may raise any error
         raise InputError(f"--config {path} is not a model's config.json: {one_line(error)}") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
@@ -126,27 +128,26 @@ def architecture(source: str | os.PathLike[str]) -> PreTrainedConfig:
     return config
 
 
-def _named(name: str, given: str) -> PreTrainedConfig:
+def _with_fields(name: str, assigned: str) -> PreTrainedConfig:
+    """Return a named configuration with the fields that are assigned after its name."""
     model_type, fields = ARCHITECTURES[name]
     kind = CONFIG_MAPPING[model_type]
-    if not given:
-        return kind(**fields)
     known = sorted(kind().to_dict().keys() - {"model_type", "transformers_version", "_name_or_path"})
-    own: dict[str, Any] = {}
-    for field, value in assignments(given):
+    changes: dict[str, Any] = {}
+    for field, value in assignments(assigned):
         if value is None or field not in known:
             raise InputError(f"--config {name}: field {unknown(field, known)}; write fields as key=value,…")
         try:
-            own[field] = json.loads(value)
+            changes[field] = json.loads(value)
         except ValueError:  # a word
-            own[field] = value
-    if "num_attention_heads" in own and "num_key_value_heads" in fields:
-        own.setdefault("num_key_value_heads", own["num_attention_heads"])
+            changes[field] = value
+    if "num_attention_heads" in changes and "num_key_value_heads" in fields:
+        changes.setdefault("num_key_value_heads", changes["num_attention_heads"])
     try:
-        config = kind(**fields | own)
+        config = kind(**fields | changes)
         count_parameters(config)
     except Exception as error:  # the family's class may raise any error
-        raise InputError(f"--config {name}:{given}: {one_line(error)}") from None
+        raise InputError(f"--config {name}:{assigned}: {one_line(error)}") from None
     return config
 
 
@@ -191,16 +192,13 @@ def tokenizer_of(documents: Iterable[str], vocab_size: int, causal: bool = True)
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-
-    def beginning() -> Iterator[str]:
-        left = MOST_CHARACTERS
-        for document in islice(documents, MOST_DOCUMENTS):
-            yield document[:left]
-            left -= len(document)
-            if left <= 0:
-                return
-
-    core.train_from_iterator(beginning(), trainer)
+    beginning, left = [], MOST_CHARACTERS
+    for document in islice(documents, MOST_DOCUMENTS):
+        beginning.append(document[:left])
+        left -= len(document)
+        if left <= 0:
+            break
+    core.train_from_iterator(beginning, trainer)
     core.post_processor = processors.TemplateProcessing(
         single=framed, special_tokens=[(token, core.token_to_id(token)) for token in (BOS, EOS)]
     )

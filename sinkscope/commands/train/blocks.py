@@ -7,7 +7,7 @@ be random or fixed (WSE §4 and §5).
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from pathlib import Path
@@ -83,82 +83,65 @@ def is_written(text: str, dataset: str | None) -> bool:
     return dataset is not None or text == "natural" or Path(text).suffix.lower() in DOCUMENTS
 
 
-def read_blocks(
-    loaded: LoadedModel,
-    text: str,
-    dataset: str | None,
-    length: int,
-    wanted: int,
-    share: float,
-    seed: int = 0,
-    bos: str = "auto",
-    family: Family | None = None,
-) -> Blocks:
-    """Read a text in blocks of `length` tokens, and no more of it than is needed for `wanted` blocks to train on.
+def read_blocks(loaded: LoadedModel, options: ArmOptions, wanted: int, family: Family | None = None) -> Blocks:
+    """Read the text of a training in blocks, and no more of it than is needed for `wanted` blocks to train on.
 
-    `text` is "natural", a .txt or .jsonl file, token ids in an .npy file, or "sampled" by the model itself; `share` is
-    the share of all blocks, from the end of the text, that is held out. Without a family, the model is taken as causal.
+    Without a family, the model is taken as causal.
     """
-    masked_by = None if family is None or family.causal else loaded.tokenizer
-    needed = wanted + max(1, math.ceil(wanted * share / (1 - share)))
-    if is_written(text, dataset):
-        name, rows = _packed(loaded, text, dataset, length, needed, bos, family)
+    is_causal, length = family is None or family.causal, options.block_length
+    needed = wanted + max(1, math.ceil(wanted * options.eval_share / (1 - options.eval_share)))
+    if is_written(options.text, options.dataset):
+        tokenizer = loaded.tokenizer
+        if tokenizer is None:
+            raise InputError("training on text needs a tokenizer, and this model has none: give token ids (.npy)")
+        limit = position_limit(loaded.model, family)
+        if limit and length > limit:
+            raise InputError(f"--block-length {length} is beyond the model's {limit} positions: take at most {limit}")
+        prefix, suffix = ((), ()) if options.bos == "never" else own_frame(tokenizer)
+        suffix = () if is_causal else suffix
+        step = length - len(prefix) - len(suffix)
+        if step < 1:
+            raise InputError(f"--block-length {length}: {length - step} tokens of every block are not the text's")
+        name, texts = documents(options.text, options.dataset)
+        stream = _tokens_of(tokenizer, name, texts, prefix, vocabulary(loaded.model))
+        parts = (np.fromiter(islice(stream, step), dtype=np.int64) for _ in range(needed))
+        complete = takewhile(lambda part: len(part) == step, parts)
+        rows = [np.array((*prefix, *part, *suffix), dtype=np.int64) for part in complete]
     else:
-        config = make_config(input=text, seq_len=length, num_seqs=needed, seed=seed, bos=bos)
-        inputs = inputs_for(loaded, config, family)
+        sizes = {"seq_len": length, "num_seqs": needed, "seed": options.seed, "bos": options.bos}
+        inputs = inputs_for(loaded, make_config(input=options.text, **sizes), family)
         name, rows = inputs.condition, list(inputs.sequences)
     if len(rows) < 2:
-        what = f"--dataset {dataset}" if dataset else f"--text {text}"
+        what = f"--dataset {options.dataset}" if options.dataset else f"--text {options.text}"
         raise InputError(
             f"{what} holds {counted(len(rows), 'block')} of {length} tokens, and at least 2 are needed, one to train "
             "on and one to measure: give a longer text or a smaller --block-length"
         )
     blocks = np.stack(rows)
-    held_out = min(len(blocks) - 1, max(1, round(len(blocks) * share)))
-    return Blocks(blocks[:-held_out], blocks[-held_out:], name, masked_by)
+    held_out = min(len(blocks) - 1, max(1, round(len(blocks) * options.eval_share)))
+    return Blocks(blocks[:-held_out], blocks[-held_out:], name, None if is_causal else loaded.tokenizer)
 
 
-def _packed(
-    loaded: LoadedModel, text: str, dataset: str | None, length: int, needed: int, bos: str, family: Family | None
-) -> tuple[str, list[np.ndarray]]:
-    """Return the name of the text and its first complete blocks."""
-    tokenizer = loaded.tokenizer
-    if tokenizer is None:
-        raise InputError("training on text needs a tokenizer, and this model has none: give token ids (.npy)")
-    limit = position_limit(loaded.model, family)
-    if limit and length > limit:
-        raise InputError(f"--block-length {length} is beyond the model's {limit} positions: take at most {limit}")
-    prefix, suffix = ((), ()) if bos == "never" else own_frame(tokenizer)
-    if family is None or family.causal:
-        suffix = ()
-    step = length - len(prefix) - len(suffix)
-    if step < 1:
-        raise InputError(f"--block-length {length}: {length - step} tokens of every block are not the text's")
+def _tokens_of(
+    tokenizer: PreTrainedTokenizerBase, name: str, texts: Iterable[str], prefix: Collection[int], known: int
+) -> Iterator[int]:
+    """Yield the token ids of documents with an end-of-sequence token between them, without a document's own prefix."""
     ends = (tokenizer.eos_token_id, getattr(tokenizer, "sep_token_id", None))
     between = next((end for end in ends if end is not None), None)
-    name, texts = documents(text, dataset)
-    known = vocabulary(loaded.model)
-
-    def tokens() -> Iterator[int]:
-        for document in texts:
-            start = 0
-            while start < len(document):
-                end = len(document)
-                if end - start > PIECE:  # split after a line end, which hardly any tokenizer merges with the next line
-                    end = document.rfind("\n", start, start + PIECE) + 1 or start + PIECE
-                ids = encode(tokenizer, document[start:end], special=False)
-                if start == 0 and prefix and ids[: len(prefix)] == [*prefix]:
-                    ids = ids[len(prefix) :]  # every block begins with them
-                check_ids(ids, known, f"{name} through this tokenizer")
-                yield from ids
-                start = end
-            if between is not None:
-                yield between
-
-    stream = tokens()
-    rows = (np.fromiter(islice(stream, step), dtype=np.int64) for _ in range(needed))
-    complete = takewhile(lambda row: len(row) == step, rows)
-    return name, [np.array((*prefix, *row, *suffix), dtype=np.int64) for row in complete]
+    for document in texts:
+        start = 0
+        while start < len(document):
+            end = len(document)
+            if end - start > PIECE:  # split after a line end, which hardly any tokenizer merges with the next line
+                end = document.rfind("\n", start, start + PIECE) + 1 or start + PIECE
+            ids = encode(tokenizer, document[start:end], special=False)
+            if start == 0 and prefix and ids[: len(prefix)] == [*prefix]:
+                ids = ids[len(prefix) :]  # every block begins with them
+            check_ids(ids, known, f"{name} through this tokenizer")
+            yield from ids
+            start = end
+        if between is not None:
+            yield between
 
 
 def limited(blocks: Blocks, options: ArmOptions) -> Blocks:
@@ -168,7 +151,7 @@ def limited(blocks: Blocks, options: ArmOptions) -> Blocks:
     return replace(blocks, train=blocks.train[: options.tokens // options.block_length])
 
 
-def begun(blocks: Blocks, loaded: LoadedModel, options: ArmOptions) -> Blocks:
+def with_first_tokens(blocks: Blocks, loaded: LoadedModel, options: ArmOptions) -> Blocks:
     """Replace the first tokens of each block by --random-tokens, or one by --fixed-position; tasks use `Opening`.
 
     Random tokens are drawn uniformly from the vocabulary without special tokens. The fixed token is the BOS, or else

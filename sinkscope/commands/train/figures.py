@@ -6,7 +6,6 @@ from functools import cached_property
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, PercentFormatter
 
@@ -17,7 +16,7 @@ from sinkscope.figures.plot import ACROSS, arm_looks, signs_of
 from sinkscope.figures.spec import needs
 from sinkscope.figures.style import COLUMN, OTHERS, SINK, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.results.findings import SINK as SINK_RATE
-from sinkscope.results.metrics import METRICS, Metric
+from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 from sinkscope.results.side_by_side import model_name, shorten
 from sinkscope.results.tables import WHOLE_MODEL
@@ -29,7 +28,7 @@ FAINT: Look = {"marker": "", "linewidth": 0.6, "alpha": 0.8}  # later positions
 
 
 @dataclass(frozen=True)
-class Arms:
+class TrainedArms:
     """The arms of one training."""
 
     tables: Mapping[str, pd.DataFrame]  # the tables of the training, each with all arms (column `condition`) and seeds
@@ -68,62 +67,59 @@ class Arms:
 # arm: the unchanged model, or the plain training. A metric that is 0 in every arm, or was not measured, has no panel.
 
 # metrics of the table `retrofit`
-PANELS = ("perplexity", "perplexity_quantized", "max_inf_norm", "kurtosis", "sink_rate", "massive_count")
-LETTERS = 18  # characters in a line of an arm's name
-SEED: Look = {"color": "black", "linestyle": "none", "marker": "o", "markersize": 2.4, "mfc": "white", "mew": 0.6}
+BAR_METRICS = ("perplexity", "perplexity_quantized", "max_inf_norm", "kurtosis", "sink_rate", "massive_count")
+NAME_LETTERS = 18  # characters in a line of an arm's name
+ONE_SEED: Look = {"color": "black", "linestyle": "none", "marker": "o", "markersize": 2.4, "mfc": "white", "mew": 0.6}
 WHISKER: Look = {"color": "black", "linestyle": "none", "elinewidth": 0.8, "capsize": 2, "capthick": 0.8}
 
 
 @needs(lambda arms: arms.has("retrofit"), "no arm of this retrofit has been measured")
-def draw_retrofit_bars(arms: Arms) -> Figure:
+def draw_retrofit_bars(arms: TrainedArms) -> Figure:
     table = arms.tables["retrofit"]
     looks = arm_looks(table["condition"].unique(), UNTOUCHED)
-    values = {name: table[table["metric"] == name] for name in PANELS}
+    values = {name: table[table["metric"] == name] for name in BAR_METRICS}
     shown = [name for name, rows in values.items() if (rows["value"] != 0).any()]
     across = min(ACROSS, max(len(shown), 1))
     down = -(-max(len(shown), 1) // across)
     figure = new_figure(WIDE * max(across, 2) / ACROSS, down * (0.24 * len(looks) + 0.42) + 0.5)
     axes = figure.subplots(down, across, sharey=True, squeeze=False)
     for ax, name in zip(axes.flat, shown, strict=False):
-        _bars(ax, METRICS[name], values[name], looks)
+        metric, rows = METRICS[name], values[name]
+        by_arm = rows.groupby("condition")["value"]
+        means, spreads = by_arm.mean().reindex(list(looks)), by_arm.std().reindex(list(looks))
+        lengths = np.where(np.isfinite(means), means, 0.0)  # an infinite value has its sign and no bar
+        has_spread = bool(spreads.notna().any())
+        ax.set_xlabel(metric.axis)
+        ax.tick_params(axis="y", length=0)
+        ax.barh(range(len(looks)), lengths, height=0.66, color=[look["color"] for look in looks.values()])
+        ax.axvline(float(lengths[0]), **style.REFERENCE | {"zorder": 3})
+        if has_spread:
+            ax.errorbar(lengths, range(len(looks)), xerr=spreads.fillna(0), zorder=4, **WHISKER)
+        ends = []
+        for row, (arm, length) in enumerate(zip(looks, lengths, strict=True)):  # from the top
+            single = rows.loc[(rows["condition"] == arm) & np.isfinite(rows["value"]), "value"]
+            if len(single) > 1:
+                ax.plot(single, np.full(len(single), row), zorder=5, **ONE_SEED)
+            text = "∞" if np.isinf(means[arm]) else metric.text_with_spread(means[arm], spreads[arm])
+            ends.append(float(max([length + np.nan_to_num(spreads[arm]), *single])))
+            number = plot.write_beside(ax, text, ends[-1], row, space=4, size=6.5)
+            number.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.4})  # hides the line of the first arm
+        limit = (1.8 if has_spread else 1.45) * (max(ends) or 1.0)  # with room for the numbers
+        is_share = metric.unit == "share"
+        ax.set_xlim(0, limit)
+        ax.xaxis.set_major_locator(FixedLocator([0, 0.5, 1]) if is_share and limit > 1 else MaxNLocator(3))
+        if is_share:
+            ax.xaxis.set_major_formatter(PercentFormatter(1))
+        plot.grid(ax, "x")
     for ax in list(axes.flat)[len(shown) :]:
         ax.set_visible(False)
-    plot.name_rows(axes[0, 0], [wrapped(arm, LETTERS, 2) for arm in looks], shaded=False)
-    signs = {escape(shorten(next(iter(looks)), LETTERS)): style.REFERENCE}
+    plot.name_rows(axes[0, 0], [wrapped(arm, NAME_LETTERS, 2) for arm in looks], shaded=False)
+    signs = {escape(shorten(next(iter(looks)), NAME_LETTERS)): style.REFERENCE}
     if arms.seeds > 1:
-        signs["one seed"] = SEED
+        signs["one seed"] = ONE_SEED
         signs["± standard deviation of seeds"] = {"color": "black", "linewidth": 0.8, "marker": "|"}
     nothing = [METRICS[name].short for name, rows in values.items() if len(rows) and name not in shown]
     return figure.finish(arms.title(arms.seeds_text(), f"{', '.join(nothing)}: 0" if nothing else ""), signs, ncols=3)
-
-
-def _bars(ax: Axes, metric: Metric, rows: pd.DataFrame, looks: dict[str, Look]) -> None:
-    """Draw bars in the order of the arms, from the top. An infinite value has its sign and no bar."""
-    by_arm = rows.groupby("condition")["value"]
-    means, spreads = by_arm.mean().reindex(list(looks)), by_arm.std().reindex(list(looks))
-    lengths = np.where(np.isfinite(means), means, 0.0)
-    has_spread = bool(spreads.notna().any())
-    ax.set_xlabel(metric.axis)
-    ax.tick_params(axis="y", length=0)
-    ax.barh(range(len(looks)), lengths, height=0.66, color=[look["color"] for look in looks.values()])
-    ax.axvline(float(lengths[0]), **style.REFERENCE | {"zorder": 3})
-    if has_spread:
-        ax.errorbar(lengths, range(len(looks)), xerr=spreads.fillna(0), zorder=4, **WHISKER)
-    ends = []
-    for row, (arm, length) in enumerate(zip(looks, lengths, strict=True)):
-        single = rows.loc[(rows["condition"] == arm) & np.isfinite(rows["value"]), "value"]
-        if len(single) > 1:
-            ax.plot(single, np.full(len(single), row), zorder=5, **SEED)
-        text = "∞" if np.isinf(means[arm]) else metric.text_with_spread(means[arm], spreads[arm])
-        ends.append(float(max([length + np.nan_to_num(spreads[arm]), *single])))
-        number = plot.write_beside(ax, text, ends[-1], row, space=4, size=6.5)
-        number.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.4})  # hides the line of the first arm
-    limit = (1.8 if has_spread else 1.45) * (max(ends) or 1.0)  # with room for the numbers
-    ax.set_xlim(0, limit)
-    ax.xaxis.set_major_locator(FixedLocator([0, 0.5, 1]) if metric.unit == "share" and limit > 1 else MaxNLocator(3))
-    if metric.unit == "share":
-        ax.xaxis.set_major_formatter(PercentFormatter(1))
-    plot.grid(ax, "x")
 
 
 # --- Sinks and norms by layer, the arms of a training side by side (GS figure 5).
@@ -131,7 +127,7 @@ def _bars(ax: Axes, metric: Metric, rows: pd.DataFrame, looks: dict[str, Look]) 
 # other early tokens (thin). With register tokens, position 0 is the first register. Layers count from 0. A site
 # that a family lacks has no panel.
 
-NORMS = {"layer_out": "layer output", "mlp_out": "MLP output", "attn_out": "attention output"}  # site → name
+NORM_SITES = {"layer_out": "layer output", "mlp_out": "MLP output", "attn_out": "attention output"}  # site → name
 
 
 @needs(lambda arms: arms.all_have("attention", "activation"), "not all arms have the tables attention and activation")
@@ -139,11 +135,11 @@ NORMS = {"layer_out": "layer output", "mlp_out": "MLP output", "attn_out": "atte
     lambda arms: next(iter(arms.runs.values())).tables["activation"]["layer"].nunique() > 1,
     "the model has only one layer",
 )
-def draw_retrofit_layers(arms: Arms) -> Figure:
+def draw_retrofit_layers(arms: TrainedArms) -> Figure:
     looks = arm_looks(arms.runs, UNTOUCHED)
     figure = new_figure(WIDE, 4.2 + 0.15 * (1 + len(looks) // 4))
     sites = {site for run in arms.runs.values() for site in run.tables["activation"]["site"]}
-    panels = {"": METRICS["sink_rate"].short} | {site: name for site, name in NORMS.items() if site in sites}
+    panels = {"": METRICS["sink_rate"].short} | {site: name for site, name in NORM_SITES.items() if site in sites}
     axes = plot.panel_grid(figure, len(panels), 2, "layer", sharey=False)
     for ax, (site, name) in zip(axes, panels.items(), strict=True):
         column, unit = ("norm_mean", "L2 norm") if site else ("sink_rate", "share of heads")
@@ -165,11 +161,11 @@ def draw_retrofit_layers(arms: Arms) -> Figure:
 # arms. A line is the mean over seeds, and its band reaches from the lowest to the highest.
 
 # metrics of the whole model that `--probe` logs
-PROBED = ("held_out_loss", "first_norm", "massive_count", "value_gradient_norm", "sink_rate")
+PROBE_METRICS = ("held_out_loss", "first_norm", "massive_count", "value_gradient_norm", "sink_rate")
 
 
 @needs(lambda arms: arms.has("training"), "nothing was logged in training: take a smaller --log-every")
-def draw_retrofit_training(arms: Arms) -> Figure:
+def draw_retrofit_training(arms: TrainedArms) -> Figure:
     training = arms.tables["training"]
     whole = training[training["layer"] == WHOLE_MODEL]
     gates = training[training["metric"] == "gate_displacement_mean"]
@@ -177,7 +173,7 @@ def draw_retrofit_training(arms: Arms) -> Figure:
     if len(gates):
         panels.append(("distance of new parameters from their start", "‖p − p₀‖,\nmean over heads", gates))
     if (whole["metric"] == "held_out_loss").any():
-        logged = [name for name in PROBED if (whole["metric"] == name).any()]
+        logged = [name for name in PROBE_METRICS if (whole["metric"] == name).any()]
         panels += [(METRICS[name].short, METRICS[name].unit, whole[whole["metric"] == name]) for name in logged]
     across, down = min(ACROSS, len(panels)), -(-len(panels) // ACROSS)
     figure = new_figure(WIDE if len(panels) > 1 else style.TEXT, 0.5 + 2.1 * down)
@@ -194,19 +190,16 @@ def draw_retrofit_training(arms: Arms) -> Figure:
     return figure.finish(arms.title(arms.seeds_text(), band), axes[0].lines, ncols=4)
 
 
-# --- What `SinkCallback` measured of trainings, a line for each; all metrics are of the whole model
-
 # --- The sink rate against the held-out loss that an arm has reached, a line for each seed. Arms are compared at equal
 # loss, because one that learns more slowly also has its sink later.
 
 
 @needs(lambda arms: arms.courses, "no arm has a held-out loss by step: train with --probe attention")
-def draw_retrofit_equal_loss(arms: Arms) -> Figure:
-    found = arms.courses
-    looks = arm_looks(dict.fromkeys(arm for arm, _ in found), UNTOUCHED)
+def draw_retrofit_equal_loss(arms: TrainedArms) -> Figure:
+    looks = arm_looks(dict.fromkeys(arm for arm, _ in arms.courses), UNTOUCHED)
     figure = new_figure(style.TEXT, 3.0)
     ax = figure.subplots()
-    for (arm, _), course in found.items():
+    for (arm, _), course in arms.courses.items():
         ax.plot(course["loss"], 100 * course["rate"], **looks[arm] | {"marker": "", "linewidth": 0.9})
         ax.plot(course["loss"].iloc[-1:], 100 * course["rate"].iloc[-1:], **looks[arm] | {"label": None})
     plot.value_axis(ax, f"{METRICS[HELD_OUT[1]].short} in %")
@@ -223,15 +216,23 @@ def draw_retrofit_equal_loss(arms: Arms) -> Figure:
 # band of the later positions in all arms; of a model with one layer, the line is by position. With register tokens,
 # position 0 is the first register.
 
-SPAN: Look = {"facecolor": "0.87", "linewidth": 0}
+LATER_POSITIONS: Look = {"facecolor": "0.87", "linewidth": 0}
 
 
 @needs(lambda arms: arms.all_have("geometry"), "not all arms have the table geometry")
-def draw_retrofit_values(arms: Arms) -> Figure:
+def draw_retrofit_values(arms: TrainedArms) -> Figure:
     looks, has_gates = arm_looks(arms.runs, UNTOUCHED), any("gate" in run.tables for run in arms.runs.values())
     names = [METRICS["raw_value_drain"].short, "attended value norm ÷ others", "gate"] if has_gates else []
     names = names or [METRICS["value_drain"].short]
-    values = {arm: _values_and_gates(run)[: len(names)] for arm, run in arms.runs.items()}
+    values = {}  # arm → values as projected, values as attended to and gates, layers × positions
+    for arm, run in arms.runs.items():
+        attended = to_others(run.tables["geometry"], "value_norm")
+        shown = [attended, attended]
+        if "gate" in run.tables:
+            gate = run.tables["gate"]
+            by_layer = gate.groupby(["layer", "position"])["gate"].mean().unstack()
+            shown = [to_others(gate, "raw_value_norm"), attended, by_layer]
+        values[arm] = shown[: len(names)]
     is_deep = any(len(by_layer) > 1 for shown in values.values() for by_layer in shown)
     figure = new_figure(COLUMN, 0.75 + 1.15 * len(names) + 0.15 * -(-len(looks) // 2))
     axes = plot.panel_grid(figure, len(names), 1, "layer, at position 0" if is_deep else "position", sharey=False)
@@ -243,24 +244,17 @@ def draw_retrofit_values(arms: Arms) -> Figure:
                 plot.line_by_layer(ax, by_layer.drop(columns=0).mean(axis=1), **looks[arm] | FAINT)
         if is_deep and name != "gate":
             later = pd.concat([by_layer.drop(columns=0) for by_layer in drawn.values()], axis=1)
-            plot.band_by_layer(ax, later.quantile(0.1, axis=1), later.quantile(0.9, axis=1), **SPAN | {"zorder": 0})
+            plot.band_by_layer(
+                ax, later.quantile(0.1, axis=1), later.quantile(0.9, axis=1), **LATER_POSITIONS | {"zorder": 0}
+            )
         ax.axhline(1.0, **style.NEUTRAL)
         if plot.panel(ax, name, "factor" if name == "gate" else "ratio of norms", None):
             ax.set_ylim(0, 1.08 * max(1.0, np.nanmax(plot.drawn(ax, "y"))))
     signs = signs_of(looks)
     if is_deep:
-        signs["later positions, 10–90 %"] = SPAN
+        signs["later positions, 10–90 %"] = LATER_POSITIONS
         signs |= {"later positions, mean": FAINT | {"color": "0.3"}} if has_gates else {}
     return figure.finish(arms.title(arms.seeds_text(of_runs=True), width=COLUMN), signs, ncols=2)
-
-
-def _values_and_gates(run: RunData) -> list[pd.DataFrame]:
-    """Return values as projected, values as attended to and gates, layers × positions; without gates, values twice."""
-    attended = to_others(run.tables["geometry"], "value_norm")
-    if "gate" not in run.tables:
-        return [attended, attended]
-    gate = run.tables["gate"]
-    return [to_others(gate, "raw_value_norm"), attended, gate.groupby(["layer", "position"])["gate"].mean().unstack()]
 
 
 def to_others(table: pd.DataFrame, column: str) -> pd.DataFrame:
@@ -274,11 +268,11 @@ def to_others(table: pd.DataFrame, column: str) -> pd.DataFrame:
 # value of each token; bars are values as projected, lines as attended to if there is a gate on the values.
 
 SHORT_NAME = 20  # characters of an arm's name
-SMALL = 5.5  # points: font size of the tokens
+TOKEN_SIZE = 5.5  # points: font size of the tokens
 
 
 @needs(lambda arms: arms.has("attention_maps", "value_norms"), "there is no attention map")
-def draw_backcopy_maps(arms: Arms) -> Figure:
+def draw_backcopy_maps(arms: TrainedArms) -> Figure:
     attention_maps, value_norms = arms.tables["attention_maps"], arms.tables["value_norms"]
     names = list(attention_maps["condition"].unique())
     figure = new_figure(WIDE, 0.75 + 2.5 * WIDE / (len(names) + 0.4))
@@ -291,10 +285,11 @@ def draw_backcopy_maps(arms: Arms) -> Figure:
         norms = norms.sort_values("position")
         weights = plot.square(maps[(maps["layer"] == layer) & (maps["head"] == head)], len(norms))
         image = above.imshow(weights, cmap=style.SEQUENTIAL.with_extremes(bad="white"), vmin=0, vmax=1, aspect="auto")
-        at = norms["position"].to_numpy()
-        below.bar(at, norms["norm"], width=0.8, color=[style.NAVY if position == 0 else style.SKY for position in at])
+        positions = norms["position"].to_numpy()
+        colors = [style.NAVY if position == 0 else style.SKY for position in positions]
+        below.bar(positions, norms["norm"], width=0.8, color=colors)
         if not np.allclose(norms["norm"], norms["attended_norm"], rtol=1e-3):
-            below.hlines(norms["attended_norm"], at - 0.4, at + 0.4, color=VERMILION, linewidth=1.1)
+            below.hlines(norms["attended_norm"], positions - 0.4, positions + 0.4, color=VERMILION, linewidth=1.1)
         plot.grid(below, "y")
         if above is axes[0, 0]:
             _name_tokens(above.yaxis, norms)
@@ -311,7 +306,7 @@ def draw_backcopy_maps(arms: Arms) -> Figure:
 
 def _name_tokens(axis: Axis, norms: pd.DataFrame) -> None:
     """Name the tokens along an axis; triggers are bold and red, so that they are visible in grayscale, too."""
-    axis.set_ticks(norms["position"], token_labels(norms["token_id"], norms["token"]), fontsize=SMALL)
+    axis.set_ticks(norms["position"], token_labels(norms["token_id"], norms["token"]), fontsize=TOKEN_SIZE)
     axis.set_tick_params(length=0)
     for label, is_trigger in zip(axis.get_ticklabels(), norms["is_trigger"], strict=True):
         if is_trigger:
@@ -324,7 +319,7 @@ def _name_tokens(axis: Axis, norms: pd.DataFrame) -> None:
 # band reaches from the lowest to the highest. With several layers, the figure shows the layer whose sink is largest in
 # the first arm.
 
-ROWS: dict[str, dict[str, tuple[str, Look]]] = {  # name of a row → metric → its name and look
+BACKCOPY_ROWS: dict[str, dict[str, tuple[str, Look]]] = {  # name of a row → metric → its name and look
     "loss above\noptimum (nats)": {"backcopy_risk": ("backcopy", SINK), "bigram_risk": ("bigram", OTHERS)},
     "attention of\nothers (share)": {
         "attention_to_start": ("on <s>", SINK),
@@ -338,27 +333,27 @@ ROWS: dict[str, dict[str, tuple[str, Look]]] = {  # name of a row → metric →
     },
     "Δlogit\nof <s>": {"delta_logit": ("", SINK)},
 }
-BACKCOPY_METRICS = [metric for row in ROWS.values() for metric in row]
+BACKCOPY_METRICS = [metric for row in BACKCOPY_ROWS.values() for metric in row]
 
 
 @needs(
     lambda arms: arms.has("training") and arms.tables["training"]["metric"].isin(BACKCOPY_METRICS).any(),
     "the table training has no metric of the Bigram-Backcopy task",
 )
-def draw_backcopy_training(arms: Arms) -> Figure:
+def draw_backcopy_training(arms: TrainedArms) -> Figure:
     training = arms.tables["training"]
     table = training[training["metric"].isin(BACKCOPY_METRICS)]
     names = list(table["condition"].unique())
     layer = sinking_layer(table)
     figure = new_figure(WIDE, 4.1)
-    axes = figure.subplots(len(ROWS), len(names), sharex=True, sharey="row", squeeze=False)
+    axes = figure.subplots(len(BACKCOPY_ROWS), len(names), sharex=True, sharey="row", squeeze=False)
     for column, name in enumerate(names):
         rows = table[(table["condition"] == name) & table["layer"].isin((WHOLE_MODEL, layer))]
-        for ax, curves in zip(axes[:, column], ROWS.values(), strict=True):
+        for ax, curves in zip(axes[:, column], BACKCOPY_ROWS.values(), strict=True):
             for metric, (label, look) in curves.items():
                 plot.curve_with_range(ax, rows[rows["metric"] == metric], 5, label=label, **look)
         axes[0, column].set_title(escape(shorten(name, SHORT_NAME)))
-    for row, (label, curves) in zip(axes, ROWS.items(), strict=True):
+    for row, (label, curves) in zip(axes, BACKCOPY_ROWS.items(), strict=True):
         for ax in row:
             plot.value_axis(ax, "", log="backcopy_risk" in curves, share="attention_to_start" in curves)
         row[0].set_ylabel(label)

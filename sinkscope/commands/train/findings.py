@@ -39,21 +39,20 @@ def backcopy_markdown(training: pd.DataFrame, note: str = "") -> str:
 
 def equal_loss_markdown(training: pd.DataFrame) -> str:
     """Return the sink rates of every two arms at the lowest held-out loss of both: means over seeds, 95 % intervals."""
-    found, rows = courses(training, HELD_OUT), []
-    for pair in combinations(dict.fromkeys(arm for arm, _ in found), 2):
-        seeds = [seed for arm, seed in found if arm == pair[0] and (pair[1], seed) in found]
-        every = {seed: at_equal_loss(*(found[arm, seed] for arm in pair)).to_numpy() for seed in seeds}
-        seeds = [seed for seed, both in every.items() if np.isfinite(both).all()]
-        if not seeds:
+    by_arm, rows = courses(training, HELD_OUT), []
+    for pair in combinations(dict.fromkeys(arm for arm, _ in by_arm), 2):
+        seeds = [seed for arm, seed in by_arm if arm == pair[0] and (pair[1], seed) in by_arm]
+        of_seeds = [at_equal_loss(*(by_arm[arm, seed] for arm in pair)).to_numpy() for seed in seeds]
+        of_seeds = [both for both in of_seeds if np.isfinite(both).all()]
+        if not of_seeds:
             continue
-        read = np.stack([every[seed] for seed in seeds])
-        steps, losses, rates = np.moveaxis(read, -1, 0)  # (seeds, arms) each
+        steps, losses, rates = np.moveaxis(np.stack(of_seeds), -1, 0)  # (seeds, arms) each
         gap = mean_of_runs(100 * (rates[:, 1] - rates[:, 0]))
-        interval = f" [{gap.low:.1f}, {gap.high:.1f}]" if len(seeds) > 1 else ""
+        interval = f" [{gap.low:.1f}, {gap.high:.1f}]" if len(of_seeds) > 1 else ""
         row = {"A": pair[0], "B": pair[1], "held-out loss": f"{losses.mean():.3f}"}
         for name, step, rate in zip("AB", steps.mean(0), 100 * rates.mean(0), strict=True):
             row |= {f"step of {name}": f"{step:.0f}", f"sink rate of {name}, %": f"{rate:.1f}"}
-        rows.append(row | {"B − A, points": f"{gap.value:+.1f}{interval}", "seeds": len(seeds)})
+        rows.append(row | {"B − A, points": f"{gap.value:+.1f}{interval}", "seeds": len(of_seeds)})
     title = "## Sink rates by total weight at equal held-out loss, the lowest of both arms"
     return f"{title}\n\n{as_markdown(pd.DataFrame(rows), numbers=True)}\n" if rows else ""
 
@@ -83,31 +82,32 @@ def methods_compared(retrofit: pd.DataFrame, arms: Mapping[str, Mapping[str, Any
     methods = dict.fromkeys(arm["label"] for arm in arms.values() if arm["label"] != plain)
     if plain not in wide.index or not methods:
         return []
-    against, found = "the untouched model" if plain == UNTOUCHED else "plain training", []
+    against = "the untouched model" if plain == UNTOUCHED else "plain training"
+    compared = []
     for method in methods:
-        own, others = wide.loc[method], wide.loc[plain]
-        rates = 100 * (own["sink_rate"] - others["sink_rate"]) if "sink_rate" in wide else pd.Series(nan, own.index)
+        ours, others = wide.loc[method], wide.loc[plain]
+        rates = 100 * (ours["sink_rate"] - others["sink_rate"]) if "sink_rate" in wide else pd.Series(nan, ours.index)
         points = mean_of_runs(rates.to_numpy())
         rate = f"sink rate {with_interval(points, '+.1f', ' points')}"
         rate = "no sink rate, as uniform attention exceeds ε" if isnan(points.value) else rate
         sentence = f"{method}, compared with {against}: {rate}"
-        numbers: dict[str, Any] = {"method": method, "seeds": len(own)}
+        numbers: dict[str, Any] = {"method": method, "seeds": len(ours)}
         for name, what in (("perplexity", "perplexity"), ("perplexity_quantized", "in W8A8")):
-            ratios = np.log(own[name] / others[name]) if name in wide else pd.Series(dtype=float)
+            ratios = np.log(ours[name] / others[name]) if name in wide else pd.Series(dtype=float)
             if not len(ratios) or not np.isfinite(ratios).all():
                 continue
             mean = mean_of_runs(ratios.to_numpy())
             ratio = Estimate(*np.exp((mean.value, mean.low, mean.high)))
             numbers |= {f"{name}_ratio": ratio.value, **interval(ratio, f"{name}_ratio_")}
             sentence += f", {what} × {with_interval(ratio, '.3f', label='')}"
-        sentence += "." if len(own) > 1 else "; one seed has no interval."
+        sentence += "." if len(ours) > 1 else "; one seed has no interval."
         about: dict[str, Any] = {"numbers": numbers, "sentence": sentence, "is_headline": True, **interval(points)}
-        found.append(Finding("method", "Methods", value=points.value, **about))
-    return found
+        compared.append(Finding("method", "Methods", value=points.value, **about))
+    return compared
 
 
 def gates_moved(gates: pd.DataFrame) -> list[Finding]:
-    found = []
+    moved = []
     for arm, rows in gates.groupby("condition", sort=False):
         most, mean = rows.loc[rows["displacement"].idxmax()], rows["displacement"].mean()
         layer = most["layer"] if most["layer"] >= 0 else None
@@ -117,8 +117,8 @@ def gates_moved(gates: pd.DataFrame) -> list[Finding]:
         )
         sentence += "" if layer is None else f", in layer {layer}"
         numbers = {"arm": str(arm), "mean": mean, "layer": layer}
-        found.append(Finding("gates-moved", "Gates", value=most["displacement"], numbers=numbers, sentence=sentence))
-    return found
+        moved.append(Finding("gates-moved", "Gates", value=most["displacement"], numbers=numbers, sentence=sentence))
+    return moved
 
 
 def retrofit_summaries(table: pd.DataFrame) -> dict[str, pd.DataFrame]:

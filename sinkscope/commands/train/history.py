@@ -11,10 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallb
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.commands.train.sharding import is_sharded
 from sinkscope.commands.train.tasks import Task
 from sinkscope.errors import SinkscopeError
-from sinkscope.measuring.callback import LENGTH, SEQUENCES, probed
+from sinkscope.measuring.callback import SEQUENCES, probed
 from sinkscope.measuring.measure import measure
 from sinkscope.measuring.observables.attention import Attention
 from sinkscope.measuring.observables.observable import Observable, Settings
@@ -22,7 +21,7 @@ from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.family import Family, vocabulary
 from sinkscope.models.loading import LoadedModel
-from sinkscope.options.measuring import make_config
+from sinkscope.options.measuring import SEQ_LEN, make_config
 from sinkscope.results.findings import FEWEST_QUERIES
 from sinkscope.results.metrics import is_sink, lacks_rate
 from sinkscope.results.tables import WHOLE_MODEL
@@ -32,7 +31,7 @@ from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs, masked
 
 Probe = Callable[[PreTrainedModel], pd.DataFrame]  # → layer (−1: the whole model), metric, value
-LOGGED = {"loss": "loss", "learning_rate": "learning_rate", "grad_norm": "gradient_norm"}  # the Trainer's → ours
+NAMES_OF_LOGS = {"loss": "loss", "learning_rate": "learning_rate", "grad_norm": "gradient_norm"}  # the Trainer's → ours
 
 
 class Recorder(TrainerCallback):
@@ -64,18 +63,19 @@ class Recorder(TrainerCallback):
             raise SinkscopeError(
                 f"the loss is {logs['loss']} at step {state.global_step}: take smaller learning rates, or more warmup"
             )
-        moved = gate_displacement(self.model)
-        state.log_history[-1]["gates"] = [
-            [int(layer), float(distance.mean()), float(distance.max())]
-            for layer, distance in moved.groupby("layer")["displacement"]
+        state.log_history[-1]["measured"] = [
+            [int(layer), f"gate_displacement_{name}", float(value)]
+            for layer, moved in gate_displacement(self.model).groupby("layer")["displacement"]
+            for name, value in (("mean", moved.mean()), ("max", moved.max()))
         ]
         self._measure(state)
 
     def _measure(self, state: Any) -> None:
         if self.probe is not None and state.is_world_process_zero:
-            found = probed(self.model, self.probe)
-            rows = zip(found["layer"], found["metric"], found["value"], strict=True)
-            state.log_history[-1]["probe"] = [[int(layer), str(name), float(value)] for layer, name, value in rows]
+            table = probed(self.model, self.probe)
+            rows = zip(table["layer"], table["metric"], table["value"], strict=True)
+            log = state.log_history[-1].setdefault("measured", [])
+            log += [[int(layer), str(name), float(value)] for layer, name, value in rows]
 
 
 class Bar(ProgressCallback):
@@ -83,8 +83,9 @@ class Bar(ProgressCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
         if state.is_world_process_zero and self.training_bar is not None and "loss" in logs:
-            gates = state.log_history[-1].get("gates")
-            moved = {"gates": f"{max(most for _, _, most in gates):.3g}"} if gates else {}
+            measured = state.log_history[-1].get("measured", ())
+            gates = [value for _, name, value in measured if name == "gate_displacement_max"]
+            moved = {"gates": f"{max(gates):.3g}"} if gates else {}
             self.training_bar.set_postfix({"loss": f"{logs['loss']:.3f}"} | moved)
 
 
@@ -93,68 +94,46 @@ def history(logs: list[dict[str, Any]]) -> pd.DataFrame:
     rows: list[tuple[int, int, str, float]] = []
     for log in logs:
         step = int(log["step"])
-        rows += [(WHOLE_MODEL, step, name, float(log[key])) for key, name in LOGGED.items() if key in log]
-        for layer, mean, most in log.get("gates", ()):
-            rows.append((layer, step, "gate_displacement_mean", mean))
-            rows.append((layer, step, "gate_displacement_max", most))
-        rows += [(layer, step, metric, value) for layer, metric, value in log.get("probe", ())]
+        rows += [(WHOLE_MODEL, step, name, float(log[key])) for key, name in NAMES_OF_LOGS.items() if key in log]
+        rows += [(layer, step, metric, value) for layer, metric, value in log.get("measured", ())]
     return pd.DataFrame(rows, columns=["layer", "step", "metric", "value"])
 
 
-def probe_of(
-    task: Task | None,
-    family: Family,
-    held_out: np.ndarray,
-    epsilon: float,
-    position: int = 0,
-    observables: tuple[str, ...] = (),
-    masked_by: PreTrainedTokenizerBase | None = None,
-) -> Probe | None:
-    """Make the probe of a training, which runs at step 0 and at every log: sink rates at a position of held-out blocks,
-    the measurements of a task, and the metrics of observables. A model that FSDP has sharded has no probe, and cannot
-    be trained on a task.
-    """
-    if task is None and is_sharded():
-        return None
-
-    def probe(model: PreTrainedModel) -> pd.DataFrame:
-        parts = [sinks(model, family, held_out, epsilon, position)]
-        if task is not None:
-            parts.insert(0, task.probe(model, family, held_out))
-        if observables:
-            parts.append(metrics_of(model, family, held_out, epsilon, observables, masked_by))
-        return pd.concat(parts, ignore_index=True).drop_duplicates(["layer", "metric"])
-
-    return probe
-
-
-def metrics_of(
+def measure_at_log(
     model: PreTrainedModel,
     family: Family,
     held_out: np.ndarray,
     epsilon: float,
-    observables: tuple[str, ...],
+    task: Task | None = None,
+    position: int = 0,
+    observables: tuple[str, ...] = (),
     masked_by: PreTrainedTokenizerBase | None = None,
 ) -> pd.DataFrame:
-    """Measure a model as `analyze` does, on the beginnings of held-out blocks (N,T): layer, metric, value.
+    """Measure a model on held-out blocks (N,T) at step 0 and at every log of its training: layer, metric, value.
 
-    The loss, which the tables of a training have of the training batches, is `held_out_loss` here; an encoder's is of
-    tokens that are masked by its tokenizer.
+    These are the measurements of a task, sink rates at a position, and the metrics of observables, as `analyze` has
+    them, on the beginnings of the blocks. The loss, which the tables of a training have of the training batches, is
+    `held_out_loss` here; an encoder's is of tokens that are masked by its tokenizer.
     """
-    sequences = tuple(held_out[:SEQUENCES, :LENGTH])
-    hidden = masked(sequences, masked_by, vocabulary(model), 0) if masked_by else None
-    loaded = LoadedModel(model, masked_by, "", "", None, None, ())
-    config = make_config(observables=observables, epsilon=epsilon, num_seqs=len(sequences), seq_len=len(sequences[0]))
-    with torch.enable_grad():  # for observables of the backward pass
-        tables, _ = measure(Subject(loaded, family, TokenInputs("held-out", sequences, "", "", masked=hidden)), config)
-    found = tables["summary"][["layer", "metric", "value"]].replace({"metric": {"loss": "held_out_loss"}})
-    if not (found["metric"] == "held_out_loss").any():  # only a backward pass has computed it
-        pairs = hidden or zip(sequences, sequences, strict=True)
-        ids, labels = (torch.from_numpy(np.stack(part)).to(model.device) for part in zip(*pairs, strict=True))
-        with torch.no_grad():
-            loss = float(model(ids, labels=labels, use_cache=False).loss)
-            found.loc[len(found)] = WHOLE_MODEL, "held_out_loss", loss
-    return found[found["metric"] != "perplexity"]
+    parts = [] if task is None else [task.probe(model, family, held_out)]
+    parts.append(sinks(model, family, held_out, epsilon, position))
+    if observables:
+        sequences = tuple(held_out[:SEQUENCES, :SEQ_LEN])
+        hidden = masked(sequences, masked_by, vocabulary(model), 0) if masked_by else None
+        inputs = TokenInputs("held-out", sequences, "", "", masked=hidden)
+        subject = Subject(LoadedModel(model, masked_by, "", "", None, None, ()), family, inputs)
+        sizes = {"num_seqs": len(sequences), "seq_len": len(sequences[0])}
+        with torch.enable_grad():  # for observables of the backward pass
+            tables, _ = measure(subject, make_config(observables=observables, epsilon=epsilon, **sizes))
+        metrics = tables["summary"][["layer", "metric", "value"]].replace({"metric": {"loss": "held_out_loss"}})
+        if not (metrics["metric"] == "held_out_loss").any():  # only a backward pass has computed it
+            pairs = hidden or zip(sequences, sequences, strict=True)
+            ids, labels = (torch.from_numpy(np.stack(part)).to(model.device) for part in zip(*pairs, strict=True))
+            with torch.no_grad():
+                loss = float(model(ids, labels=labels, use_cache=False).loss)
+            metrics.loc[len(metrics)] = WHOLE_MODEL, "held_out_loss", loss
+        parts.append(metrics[metrics["metric"] != "perplexity"])
+    return pd.concat(parts, ignore_index=True).drop_duplicates(["layer", "metric"])
 
 
 @torch.no_grad()
@@ -166,16 +145,16 @@ def sinks(
     whole model), metric, value; without a row if no attention to the position is measured.
     """
     before = registers_before(model)
-    seen = getattr(model.config.get_text_config(), "sliding_window", None) or LENGTH
-    ids = torch.from_numpy(held_out[:SEQUENCES, : min(LENGTH, max(1, seen - before))])
+    seen = getattr(model.config.get_text_config(), "sliding_window", None) or SEQ_LEN
+    ids = torch.from_numpy(held_out[:SEQUENCES, : min(SEQ_LEN, max(1, seen - before))])
     if not family.has_attention or position >= ids.shape[1]:
         return pd.DataFrame(columns=["layer", "metric", "value"])
-    at = before + position
-    settings = Settings(positions=at + 1, window=before + ids.shape[1], epsilon=epsilon)
-    attention, total = Attention(settings), TotalWeight(settings, at)
+    index = before + position
+    settings = Settings(positions=index + 1, window=before + ids.shape[1], epsilon=epsilon)
+    attention, total = Attention(settings), TotalWeight(settings, index)
     with open_tracer(model, family) as tracer:
         tracer.forward(Batch(ids, torch.ones_like(ids)), [attention, total])
-    by_layer = attention.tables()["attention"].query("position == @at").groupby("layer")["sink_rate"].mean()
+    by_layer = attention.tables()["attention"].query("position == @index").groupby("layer")["sink_rate"].mean()
     rates = [(layer, "sink_rate", rate) for layer, rate in (*by_layer.items(), (WHOLE_MODEL, by_layer.mean()))]
     return pd.DataFrame([*rates, *total.rows()], columns=["layer", "metric", "value"])
 
@@ -195,26 +174,27 @@ class TotalWeight(Observable):
     name = "total-weight"
     sites = ("attention",)
 
-    def __init__(self, settings: Settings, at: int) -> None:
+    def __init__(self, settings: Settings, index: int) -> None:
         super().__init__(settings)
-        self.at = at  # index of the token
+        self.index = index  # of the token
         # layer → total weight of each query, and whether its share on the token is above ε; and by head and sequence,
         # whether by total weight the token is a sink, and whether any token with enough queries is
         self.seen: dict[int, tuple[np.ndarray, ...]] = {}
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        rows, later = slice(0, read.length), slice(self.at + 1, None)
+        rows, later = slice(0, read.length), slice(self.index + 1, None)
         weights = upcast(read.mix_weights(rows, rows).abs())
         total, received = weights.sum(-1), weights.sum(-2)
-        given = total.flip(-1).cumsum(-1).flip(-1)  # by the queries of each key
-        uniform = batch.uniform(read.length, read.length, read.call.causal, read.call.prefix)[0].to(given)
-        sinks = is_sink(received / given.clamp(min=torch.finfo(given.dtype).tiny), self.settings.epsilon).double()
+        of_queries = total.flip(-1).cumsum(-1).flip(-1)  # the total weight of the queries of each key
+        uniform = batch.uniform(read.length, read.length, read.call.causal, read.call.prefix)[0].to(of_queries)
+        tiny = torch.finfo(of_queries.dtype).tiny
+        sinks = is_sink(received / of_queries.clamp(min=tiny), self.settings.epsilon).double()
         sinks = sinks.masked_fill(lacks_rate(uniform, self.settings.epsilon), torch.nan)
-        anywhere = sinks[..., : max(self.at + 1, read.length - FEWEST_QUERIES + 1)]
+        anywhere = sinks[..., : max(self.index + 1, read.length - FEWEST_QUERIES + 1)]
         anywhere = torch.where(anywhere.isnan().all(-1), torch.nan, anywhere.nan_to_num().amax(-1))
-        share = read.weights(rows, slice(self.at, self.at + 1))[0][..., later, 0]
+        share = read.weights(rows, slice(self.index, self.index + 1))[0][..., later, 0]
         chosen = is_sink(share, self.settings.epsilon)
-        parts = (total[..., later], chosen, sinks[..., self.at], anywhere)
+        parts = (total[..., later], chosen, sinks[..., self.index], anywhere)
         self.seen[layer] = tuple(part.flatten().cpu().numpy() for part in parts)
 
     def rows(self) -> list[tuple[int, str, float]]:

@@ -1,7 +1,7 @@
 """The result of `retrofit` or `train`: its runs, its tables with all arms together, and its figures."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from sinkscope.commands.train import findings as words
-from sinkscope.commands.train.figures import Arms
+from sinkscope.commands.train.figures import TrainedArms
 from sinkscope.errors import InputError, Known, unknown
 from sinkscope.figures import KINDS
 from sinkscope.measuring.tables import all_tables
@@ -20,7 +20,7 @@ from sinkscope.output.run import Run
 from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import MANIFEST, folder_of, read_manifest
 from sinkscope.results.tables import LEADING_COLUMNS, read_table
-from sinkscope.results.trainings import UNTOUCHED, retrofit_table
+from sinkscope.results.trainings import UNTOUCHED, runs_by_seed
 from sinkscope.verdict.analysis import quantized_source
 
 COMMANDS = ("retrofit", "train")
@@ -81,7 +81,8 @@ class Trained(Result):
 
     @property
     def drawings(self) -> Drawings:
-        return drawings_of(KINDS["arms of a training"], Arms(self.tables, first_runs(self.manifest, self.runs)))
+        first_runs = next(iter(runs_by_seed(self.manifest["arms"], self.runs).values()))
+        return drawings_of(KINDS["arms of a training"], TrainedArms(self.tables, first_runs))
 
     @property
     def failure(self) -> str:
@@ -117,33 +118,6 @@ def tables_of_arms(folder: Path) -> tuple[dict[str, Any], dict[str, pd.DataFrame
         columns = (*LEADING_COLUMNS, *all_tables().get(name, ()))
         tables[name] = read_table(folder / "tables" / f"{name}.parquet", columns)
     return manifest, tables
-
-
-def by_seed(manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> Iterator[tuple[int, dict[str, Run]]]:
-    """Yield each seed with its runs by method; the untouched model's run belongs to every seed."""
-    arms = {label: manifest["arms"][label] for label in runs if label != UNTOUCHED}
-    for seed in sorted({arm["seed"] for arm in arms.values()}):
-        shared = {UNTOUCHED: runs[UNTOUCHED]} if UNTOUCHED in runs else {}
-        yield seed, shared | {arm["label"]: runs[label] for label, arm in arms.items() if arm["seed"] == seed}
-
-
-def first_runs(manifest: Mapping[str, Any], runs: Mapping[str, Run]) -> dict[str, Run]:
-    """Return the runs of the first seed, by method."""
-    return next(by_seed(manifest, runs))[1]
-
-
-def retrofit_tables(manifest: Mapping[str, Any], runs: Mapping[str, Run], gates: pd.DataFrame) -> pd.DataFrame:
-    """Return the table `retrofit` of all seeds."""
-    for run in runs.values():
-        if not run.manifest.get("w8a8"):  # the cost of W8A8
-            raise InputError(
-                f"{run.folder}/{MANIFEST} has no `w8a8`: delete the folder, and the command makes it again"
-            )
-    parts = []
-    for seed, mine in by_seed(manifest, runs):
-        quantized = {method: run.manifest["w8a8"] for method, run in mine.items()}
-        parts.append(retrofit_table(mine, quantized, gates[gates["seed"] == seed], seed))
-    return pd.concat(parts, ignore_index=True)
 
 
 def summaries(folder: Path) -> Mapping[str, pd.DataFrame]:

@@ -1,18 +1,12 @@
 """One training with transformers' Trainer: new parameters have their own learning rate, and a killed training resumes.
 
-FOLDER/run.json         the options; only the same training is resumed
-FOLDER/checkpoint-500/  checkpoints of the Trainer; the last two are kept
-
-On one CPU process, a training that was killed and resumed ends with exactly the weights of an uninterrupted one.
+It resumes from the Trainer's last checkpoint, FOLDER/checkpoint-500. On one CPU process, a training that was killed and
+resumed ends with exactly the weights of an uninterrupted one.
 """
 
 import copy
-import json
 import math
-import os
-import re
 import shutil
-import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,11 +17,11 @@ import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
-from accelerate import PartialState
 from rich.console import Console
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging as transformers_logging
 
 from sinkscope.commands.train.blocks import Blocks
@@ -39,62 +33,46 @@ from sinkscope.measuring.processes import TIMEOUT
 from sinkscope.models.adapters import check_no_adapter
 from sinkscope.models.family import is_retrofitted, vocabulary
 from sinkscope.models.packed import check_not_packed
-from sinkscope.options.files import user_path
-from sinkscope.results.folders import claim, resumable
-from sinkscope.results.manifest import make_manifest, write_manifest
 from sinkscope.retrofits import new_parameters
 from sinkscope.text.batch import IGNORED
 from sinkscope.text.inputs import masked
 
-_NAME = re.compile(r"checkpoint-(\d+)")
+KEPT_CHECKPOINTS = 2
 # the files of a checkpoint other than the model, for one process, several processes and FSDP
-_RESUMED_FROM = (
-    *("optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "trainer_state.json"),
-    *("rng_state_*.pth", "optimizer.bin", "pytorch_model_fsdp.bin"),
-)
+_RESUMED_FROM = ("*.pt", "*.pth", "*.bin", TRAINER_STATE_NAME)
 # texts of errors of torch's and safetensors' writers which mean that writing to the disk failed
 _DISK = ("No space left", "I/O error", "file write failed", "PytorchStreamWriter", "enforce fail", "os error")
 
 
-def checkpoints(folder: Path) -> list[Path]:
-    """Return all checkpoints in a folder, complete or not, sorted by step."""
-    return sorted((path for path in folder.glob("*") if _NAME.fullmatch(path.name)), key=_step_of)
-
-
-def _step_of(checkpoint: Path) -> int:
+def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def _last_checkpoint(folder: Path) -> Path | None:
-    """Return the last complete checkpoint."""
-    return next((path for path in reversed(checkpoints(folder)) if _is_complete(path)), None)
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in a folder, sorted by step."""
+    return sorted((path for path in folder.glob("checkpoint-*") if _state_of(path) is not None), key=step_of)
 
 
-def _incomplete(folder: Path) -> list[Path]:
-    """Return checkpoints that a kill has left half written, which the Trainer would count as checkpoints to keep."""
-    return [path for path in checkpoints(folder) if not _is_complete(path)]
-
-
-def _is_complete(checkpoint: Path) -> bool:
-    # the Trainer writes the state last; any file of a checkpoint that it was deleting may be missing
-    needed = ("config.json", "model*.safetensors", "optimizer.*", "scheduler.pt")  # FSDP's is optimizer.bin
-    return all(any(checkpoint.glob(name)) for name in needed) and _logs_of(checkpoint) is not None
-
-
-def _logs_of(checkpoint: Path) -> list[dict[str, Any]] | None:
-    """Return the Trainer's log history; None if the checkpoint has no readable state."""
+def _state_of(checkpoint: Path) -> TrainerState | None:
+    """Return the Trainer's state, which it writes last; None for a checkpoint that is not complete."""
     try:
-        return json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-    except (OSError, ValueError, TypeError, KeyError):
+        return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    except (OSError, ValueError, TypeError):
         return None
 
 
-def keep_models(training: Path, kept: Path) -> None:
+def _remove_incomplete(folder: Path) -> None:
+    """Remove half-written checkpoints, which take up room, and which the Trainer would count as checkpoints to keep."""
+    for path in set(folder.glob("checkpoint-*")).difference(checkpoints(folder)):
+        shutil.rmtree(path)
+
+
+def keep_models(training: Path, target: Path) -> None:
     """Move the checkpoints of a finished training, without the files for resuming, which are larger than the model."""
     for checkpoint in checkpoints(training):
         for path in (path for name in _RESUMED_FROM for path in checkpoint.glob(name)):
             path.unlink()
-        checkpoint.replace(kept / checkpoint.name)
+        checkpoint.replace(target / checkpoint.name)
 
 
 @contextmanager
@@ -108,36 +86,31 @@ def failures(folder: Path) -> Iterator[None]:
     except SinkscopeError:
         raise
     except Exception as error:
-        last = _last_checkpoint(folder)
-        kept = f"the training up to step {_step_of(last)} is kept" if last else "what was reached is kept"
+        reached = checkpoints(folder)
+        kept = f"the training up to step {step_of(reached[-1])} is kept" if reached else "what was reached is kept"
         if is_out_of_memory(error):
             raise SinkscopeError(
                 "memory ran out: take a smaller --batch-size with more --accumulation, a shorter --block-length, or "
                 f"--bf16 ({kept})"
             ) from error
         if isinstance(error, OSError) or any(sign in str(error) for sign in _DISK):
-            for path in _incomplete(folder):
-                shutil.rmtree(path)
+            _remove_incomplete(folder)
             raise SinkscopeError(
                 f"writing to {folder} failed [{one_line(error)}]: {kept}; make room and repeat the command to continue"
             ) from error
         raise
 
 
-COMMAND = "training"  # in the manifest
-KEPT = 2  # checkpoints
-FREE = {"save_every", "log_every"}  # options without effect on the weights, which may differ in a resumed training
 # our schedule → its name in transformers
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
 
 
-def train(
+def train_model(
     model: PreTrainedModel,
     blocks: Blocks,
     config: TrainingConfig,
-    out: str | os.PathLike[str],
+    folder: Path,
     *,
-    resume: bool = True,
     keep_all: bool = False,
     cpu: bool = False,
     console: Console | None = None,
@@ -147,44 +120,32 @@ def train(
 
     An encoder, whose blocks have `masked_by`, predicts masked tokens, which are drawn again whenever a block is read.
 
-    With `resume`, the training continues from the last complete checkpoint in `out`; otherwise they are deleted. The
-    last two are kept, or all with `keep_all`. `probe` measures the model at step 0 and at every log, without influence
-    on the training. Returns the history: layer (−1: the whole model), step, metric, value. Raises InputError, before
-    anything is written, if the model cannot be trained in this way or `out` holds another training, and SinkscopeError
-    if memory or disk ran out, or the loss is not finite; checkpoints stay.
+    The training continues from the last complete checkpoint in `folder`, which must be of the same training. The last
+    two are kept, or all with `keep_all`. `probe` measures the model at step 0 and at every log, without influence on
+    the training. Returns the history: layer (−1: the whole model), step, metric, value. Raises InputError, before
+    anything is written, if the model cannot be trained in this way, and SinkscopeError if memory or disk ran out, or
+    the loss is not finite; checkpoints stay.
     """
-    folder = user_path(out)
-    launched(cpu)
-    if len(blocks.train) == 0:
-        raise InputError("there is no block to train on: give a longer text")
+    state = launched(cpu)
     check_trainable(model, config.only_new)
     if probe is not None and is_sharded():
         raise InputError("a probe needs the whole model, and FSDP shards it: launch without its configuration")
-    start, state = time.time(), PartialState()
-    options = {  # everything that determines the final weights
-        "config": config.model_dump(mode="json", exclude=FREE),
-        "retrofit": model.config.retrofit if is_retrofitted(model.config) else None,
-        "text": blocks.sha256,
-        "processes": state.num_processes,
-        "sharded": is_sharded(),
-    }
-    if resume:
-        resumable(folder, COMMAND, options)
-    try:
-        if state.is_main_process:
-            manifest = make_manifest(COMMAND, start=start, **options)
-            claim(folder, manifest, leftovers=_incomplete if resume else checkpoints)
-        state.wait_for_everyone()
-    except OSError as error:
-        raise InputError(f"{folder} cannot be written: {error.strerror}") from None
-    last = _last_checkpoint(folder)
-    kept = math.ceil(config.steps / config.save_every) if keep_all else KEPT
-    _check_room(folder, model, config, kept)
+    kept = math.ceil(config.steps / config.save_every) if keep_all else KEPT_CHECKPOINTS
     with failures(folder), no_bars(), _trainable(model, config.only_new), torch.random.fork_rng():
+        if state.is_main_process:
+            folder.mkdir(parents=True, exist_ok=True)
+            _remove_incomplete(folder)
+        state.wait_for_everyone()
+        _check_room(folder, model, config, kept)
+        last = next(reversed(checkpoints(folder)), None)
         if last is not None:
+            if (last / "optimizer.bin").exists() != is_sharded():  # that of FSDP
+                how = "without" if is_sharded() else "with"
+                raise InputError(f"{folder} was begun {how} FSDP: launch it so to resume it, or name another folder")
             _load(model, last)
-        if last is not None and _step_of(last) == config.steps:  # the Trainer would take one step more
-            return history(_logs_of(last) or [])
+            reached = _state_of(last)
+            if reached is not None and reached.global_step == config.steps:  # the Trainer would take one step more
+                return history(reached.log_history)
         trained = copy.deepcopy(model) if is_sharded() else model  # FSDP does not reassemble a sharded model
         ignored = max(1, getattr(model.config, "prefix_length", 0))  # a prefix LM does not predict its prefix
         tokenizer, known, wanted = blocks.masked_by, vocabulary(model), config.blocks_wanted(state.num_processes)
@@ -205,8 +166,6 @@ def train(
         if trained is not model:  # each process has a shard; load the whole model
             state.wait_for_everyone()
             _load(model, checkpoints(folder)[-1])  # the Trainer's last step writes one
-        if state.is_main_process:
-            write_manifest(folder, make_manifest(COMMAND, start=start, **options))
         return history(trainer.state.log_history)
 
 
@@ -295,7 +254,7 @@ class _Trainer(Trainer):
         """Do nothing: `train` has loaded the weights."""
 
 
-class MuonAndAdamW(torch.optim.AdamW):
+class MuonAndAdamW(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024) for some matrices, AdamW for the other parameters.
 
     Both have the learning rate of their group: Muon's updates are scaled to the root mean square of AdamW's.
@@ -306,38 +265,29 @@ class MuonAndAdamW(torch.optim.AdamW):
         by_adam: list[dict[str, Any]] = []
         by_muon: list[dict[str, Any]] = []
         for group in groups:
-            for of, is_in in ((by_adam, False), (by_muon, True)):
-                own = [p for p in group["params"] if (p in chosen) == is_in]
-                of += [group | {"params": own}] if own else []
-        super().__init__(by_adam, **options)
-        self.muon = torch.optim.Muon(by_muon, lr=options["lr"], weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
-        self.own = self.param_groups
-        self.param_groups = [*self.own, *self.muon.param_groups]  # the schedule sets the rates of all
+            for part, is_in in ((by_adam, False), (by_muon, True)):
+                parameters = [p for p in group["params"] if (p in chosen) == is_in]
+                part += [group | {"params": parameters}] if parameters else []
+        muon = torch.optim.Muon(by_muon, lr=options["lr"], weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+        self.parts: tuple[torch.optim.Optimizer, ...] = (torch.optim.AdamW(by_adam, **options), muon)
+        super().__init__([group for part in self.parts for group in part.param_groups], options)
+        self._share_groups()
+
+    def _share_groups(self) -> None:
+        """Make the groups of both parts those of this optimizer, so that the schedule sets the rates of all."""
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
 
     def step(self, closure: Any = None) -> Any:
-        with self._only(self.own):
-            loss = super().step(closure)
-        self.muon.step()
-        return loss
+        for part in self.parts:
+            part.step()
 
     def state_dict(self) -> dict[str, Any]:
-        with self._only(self.own):
-            return super().state_dict() | {"muon": self.muon.state_dict()}
+        return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        with self._only(self.own):
-            super().load_state_dict({name: part for name, part in state_dict.items() if name != "muon"})
-            self.own = self.param_groups
-        self.muon.load_state_dict(state_dict["muon"])
-        self.param_groups = [*self.own, *self.muon.param_groups]
-
-    @contextmanager
-    def _only(self, groups: list[dict[str, Any]]) -> Iterator[None]:
-        every, self.param_groups = self.param_groups, groups
-        try:
-            yield
-        finally:
-            self.param_groups = every
+        for part, state in zip(self.parts, state_dict["parts"], strict=True):
+            part.load_state_dict(state)
+        self._share_groups()
 
 
 def matrices_of(model: PreTrainedModel) -> list[nn.Parameter]:

@@ -155,7 +155,7 @@ def test_sweeps_that_come_with_sinkscope(monkeypatch: pytest.MonkeyPatch) -> Non
             for each in (found, small):
                 check(each)
                 for options in (cell.options for cell in each.cells if cell.command == "train"):
-                    registers = any(method.name == "register-tokens" for method in parse_methods(options.method))
+                    registers = any(name == "register-tokens" for name, _ in parse_methods(options.method).values())
                     limit = shape(options.config).max_position_embeddings
                     assert options.block_length + registers <= limit
             assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= 120
@@ -382,7 +382,7 @@ def test_small_forms_and_names_of_methods() -> None:
     whole, small = (read_sweep("when-sinks-emerge-text-operations", {}, quick).cells for quick in (False, True))
     assert [cell.setting for cell in whole if ",seed=0" in cell.setting] == [cell.setting for cell in small]
     assert [cell.setting for cell in whole[2:4]] == ["method=none,seed=2", "method=sigmoid,seed=0"]
-    assert parse_methods(whole[3].options.method)[0].label == "sigmoid"
+    assert list(parse_methods(whole[3].options.method)) == ["sigmoid"]
     with pytest.raises(InputError, match="occurs twice"):
         read_sweep("when-sinks-emerge-text-operations", {"seed": 0})
     with pytest.raises(InputError, match="it has no small form for --quick"):

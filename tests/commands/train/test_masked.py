@@ -18,7 +18,7 @@ from transformers import AutoModelForMaskedLM, PreTrainedModel, Trainer
 from sinkscope import InputError, new_parameters, retrofit_model
 from sinkscope.commands.train.architectures import architecture, fresh_model, tokenizer_of
 from sinkscope.commands.train.blocks import Blocks
-from sinkscope.commands.train.trainer import _TrainingBlocks, masked_loss, train
+from sinkscope.commands.train.trainer import _TrainingBlocks, masked_loss, train_model
 from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.text.batch import IGNORED, Batch
@@ -54,7 +54,7 @@ def seen(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, folder: Path, 
 
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "compute_loss", keep)
-        train(model, blocks(), config(**options), folder)
+        train_model(model, blocks(), config(**options), folder)
     return batches
 
 
@@ -73,7 +73,7 @@ def test_a_step_of_several_batches_is_one_of_a_large_batch(tmp_path: Path, monke
     whole, parts, start = (encoder("bert", **dict.fromkeys(DROPOUT, 0.0)) for _ in range(3))
     once = {"steps": 1, "log_every": 1, "save_every": 1, "clip": 0.0}
     batches = seen(monkeypatch, parts, tmp_path / "parts", batch_size=1, accumulation=4, **once)
-    history = train(whole, blocks(), config(batch_size=4, **once), tmp_path / "whole")
+    history = train_model(whole, blocks(), config(batch_size=4, **once), tmp_path / "whole")
     assert len({int((batch["labels"] != IGNORED).sum()) for batch in batches}) > 1
     for name, parameter in whole.named_parameters():
         torch.testing.assert_close(parameter, parts.get_parameter(name), rtol=0, atol=1e-9)
@@ -117,10 +117,10 @@ def test_a_resumed_training_ends_with_the_weights_of_an_unbroken_one(method: str
         return retrofit_model(encoder("bert", torch.float32, spread=2.0, **DROPOUT), None, method)
 
     resumed, unbroken = fresh(), fresh()
-    expected = train(unbroken, blocks(), config(), tmp_path / "unbroken")
-    train(fresh(), blocks(), config(), tmp_path / "resumed")
+    expected = train_model(unbroken, blocks(), config(), tmp_path / "unbroken")
+    train_model(fresh(), blocks(), config(), tmp_path / "resumed")
     shutil.rmtree(tmp_path / "resumed" / "checkpoint-12")
-    history = train(resumed, blocks(), config(), tmp_path / "resumed")  # from step 8
+    history = train_model(resumed, blocks(), config(), tmp_path / "resumed")  # from step 8
     pd.testing.assert_frame_equal(history, expected, check_exact=True)
     for name, x in unbroken.state_dict().items():
         assert torch.equal(x, resumed.state_dict()[name]), name

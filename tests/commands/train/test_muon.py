@@ -70,7 +70,7 @@ def test_the_schedule_sets_all_rates() -> None:
     optimizer = MuonAndAdamW([{"params": list(model.parameters())}], matrices_of(model), lr=RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
     schedule.step()
-    assert {group["lr"] for group in (*optimizer.own, *optimizer.muon.param_groups)} == {RATE / 2}
+    assert {group["lr"] for group in (group for part in optimizer.parts for group in part.param_groups)} == {RATE / 2}
 
 
 def test_a_single_scale_is_one_number_for_all_channels() -> None:

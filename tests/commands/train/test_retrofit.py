@@ -18,15 +18,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T
 from typer.testing import Result
 
 import sinkscope
-import sinkscope.commands.train.arms_command
+import sinkscope.commands.train.arms
 import sinkscope.output.result
-import sinkscope.output.run
 from sinkscope import InputError, Run, compare, new_parameters, retrofit, retrofit_model
 from sinkscope.commands.train.arms import parse_methods
-from sinkscope.commands.train.blocks import read_blocks
+from sinkscope.commands.train.blocks import Blocks, read_blocks
+from sinkscope.commands.train.options import RetrofitOptions
 from sinkscope.commands.train.output import Trained
 from sinkscope.measuring.tables import column_names
 from sinkscope.models.loading import LoadedModel
+from sinkscope.options.option import checked
 from sinkscope.results.tables import LEADING
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -111,7 +112,7 @@ def test_a_trained_model_loads_as_any_other(finished: tuple[Result, Path], tiny:
 def test_it_goes_on_where_it_was_broken_off(
     tiny: Path, text: Path, tmp_path: Path, no_figures: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure, train = sinkscope.commands.train.arms_command.measure, sinkscope.commands.train.arms_command.train
+    measure, train = sinkscope.commands.train.arms.measure, sinkscope.commands.train.arms.train_model
     trained: list[str] = []
 
     def breaks(subject: Any, *rest: Any) -> Any:
@@ -123,9 +124,9 @@ def test_it_goes_on_where_it_was_broken_off(
         trained.append(folder.parent.name)
         return train(model, blocks, training, folder, **rest)
 
-    monkeypatch.setattr(sinkscope.commands.train.arms_command, "train", watched)
+    monkeypatch.setattr(sinkscope.commands.train.arms, "train_model", watched)
     with monkeypatch.context() as patched:
-        patched.setattr(sinkscope.commands.train.arms_command, "measure", breaks)
+        patched.setattr(sinkscope.commands.train.arms, "measure", breaks)
         result = command_line("retrofit", tiny, "--text", text, *TYPED, "--out", tmp_path / "out")
         assert result.exit_code == 1
         assert "interrupted: what was reached is kept" in result.stderr
@@ -143,23 +144,25 @@ def test_it_goes_on_where_it_was_broken_off(
 def test_blocks_are_the_text_with_a_bos_each_and_its_end_held_out() -> None:
     ids = np.random.default_rng(0).integers(3, VOCAB, (10, 16))
     np.save("ids.npy", ids)
-    blocks = read_blocks(loaded(), "ids.npy", None, 16, wanted=100, share=0.2)
+    blocks = blocks_of("ids.npy")
     assert (blocks.train.tolist(), blocks.held_out.tolist()) == (ids[:8].tolist(), ids[8:].tolist())
     words = np.random.default_rng(0).integers(4, 8, 150)
-    blocks = read_blocks_of(" ".join(WORDS[at] for at in words), Path("words.txt"))
+    blocks = blocks_of("words.txt", " ".join(WORDS[at] for at in words))
     every = np.concatenate([blocks.train, blocks.held_out])
     assert (every[:, 0] == 1).all()
     assert every[:, 1:].flatten().tolist() == words.tolist()
     assert (len(blocks.train), len(blocks.held_out)) == (8, 2)
     lines = [json.dumps({"text": "the drain"}), json.dumps({"text": "of"})] * 20  # documents end with an EOS
-    assert read_blocks_of("\n".join(lines), Path("lines.jsonl")).train[0].tolist() == [1, *([4, 7, 2, 5, 2] * 3)]
+    assert blocks_of("lines.jsonl", "\n".join(lines)).train[0].tolist() == [1, *([4, 7, 2, 5, 2] * 3)]
     lines = [line.replace('"the', f'"{WORDS[1]} the') for line in lines]  # as a template renders them
-    assert read_blocks_of("\n".join(lines), Path("lines.jsonl")).train[0].tolist() == [1, *([4, 7, 2, 5, 2] * 3)]
+    assert blocks_of("lines.jsonl", "\n".join(lines)).train[0].tolist() == [1, *([4, 7, 2, 5, 2] * 3)]
 
 
-def read_blocks_of(text: str, path: Path) -> Any:
-    path.write_text(text, encoding="utf-8")
-    return read_blocks(loaded(), str(path), None, 16, wanted=100, share=0.2)
+def blocks_of(file: str, text: str | None = None) -> Blocks:
+    if text is not None:
+        Path(file).write_text(text, encoding="utf-8")
+    options = checked(RetrofitOptions, {"text": file, "block_length": 16, "eval_share": 0.2})
+    return read_blocks(loaded(), options, wanted=100)
 
 
 @pytest.mark.parametrize(
@@ -237,12 +240,12 @@ def test_a_full_disk_at_any_stage_says_so_and_loses_nothing(
     )
     arguments = ("retrofit", tiny, "--method", "vga", "--text", text, *TYPED, "--out", tmp_path / "out")
     stages: list[tuple[Any, str, Any, str]] = [
-        (sinkscope.commands.train.arms_command.np, "save", full, "nothing of it is left"),  # the held-out blocks
-        (sinkscope.output.run, "write_tables", full, "untouched/run failed"),
+        (sinkscope.commands.train.arms.np, "save", full, "nothing of it is left"),  # the held-out blocks
+        (sinkscope.output.result, "write_tables", full, "untouched/run failed"),
         (Trainer, "_save_rng_state", full, "what was reached is kept"),  # a checkpoint
-        (sinkscope.commands.train.arms_command, "write_tables", full, "the training up to step 3 is kept"),
+        (sinkscope.commands.train.arms, "write_tables", full, "the training up to step 3 is kept"),
         (PreTrainedModel, "save_pretrained", full_in_rust, "the training up to step 3 is kept"),
-        (sinkscope.commands.train.arms_command, "write_data", full, "vga/run failed"),
+        (sinkscope.commands.train.arms, "write_data", full, "vga/run failed"),
         (sinkscope.output.result, "save_figures", full, "figures failed, and nothing of it is left"),
     ]
     for place, name, fails, told in stages:
@@ -282,13 +285,12 @@ def test_other_options_weights_and_methods_are_refused(tiny: Path, text: Path, u
 
 
 def test_methods_as_they_are_typed() -> None:
-    def parsed(*texts: str) -> list[tuple[str, dict]]:
-        return [(method.name, dict(method.parameters)) for method in parse_methods(texts)]
-
-    assert parsed("vga:placement=output,scale=1,none") == [("vga", {"placement": "output", "scale": "1"}), ("none", {})]
-    assert parsed("vga", "register-tokens:count=2") == [("vga", {}), ("register-tokens", {"count": "2"})]
-    (gated,) = parse_methods({"VGA": "vga:scale=1"})
-    assert (gated.name, gated.label, gated.parameters) == ("vga", "VGA", {"scale": "1"})
+    vga = {"placement": "output", "scale": "1"}
+    expected = {"vga-placement=output-scale=1": ("vga", vga), "none": ("none", {})}
+    assert parse_methods("vga:placement=output,scale=1,none") == expected
+    several = parse_methods(["vga", "register-tokens:count=2"])
+    assert list(several.values()) == [("vga", {}), ("register-tokens", {"count": "2"})]
+    assert parse_methods({"VGA": "vga:scale=1"}) == {"VGA": ("vga", {"scale": "1"})}
     for wrong in ("", "placement=output", {"a/b": "vga"}, {"untouched": "vga"}, {"both": "vga,iga"}):
         with pytest.raises(InputError):
             parse_methods(wrong)

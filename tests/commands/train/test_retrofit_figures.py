@@ -11,7 +11,7 @@ from support.figures import edges_at, said
 from support.made_up_runs import grid
 
 from sinkscope import InputError, Run
-from sinkscope.commands.train.figures import PANELS, ROWS, Arms, to_others
+from sinkscope.commands.train.figures import BACKCOPY_ROWS, BAR_METRICS, TrainedArms, to_others
 from sinkscope.figures import KINDS
 from sinkscope.figures.plot import arm_looks
 from sinkscope.figures.style import Figure
@@ -51,7 +51,7 @@ def drawn(ax: Axes, arm: str, solid: bool = True) -> np.ndarray:
 
 
 def test_layers_are_position_0_against_the_mean_of_the_others() -> None:
-    axes = KINDS["arms of a training"]["retrofit-layers"](Arms({}, RUNS)).axes
+    axes = KINDS["arms of a training"]["retrofit-layers"](TrainedArms({}, RUNS)).axes
     for arm, run in RUNS.items():
         tables = [run.tables["attention"].rename(columns={"sink_rate": "norm_mean"})]
         activation = run.tables["activation"]
@@ -70,7 +70,7 @@ def test_values_and_gates_are_by_layer_and_in_a_single_layer_by_position() -> No
         for arm, run in RUNS.items()
     }
     for runs, is_deep in ((RUNS, True), (single, False)):
-        axes = KINDS["arms of a training"]["retrofit-values"](Arms({}, runs)).axes
+        axes = KINDS["arms of a training"]["retrofit-values"](TrainedArms({}, runs)).axes
         assert len(axes) == 3
         assert all(ax.get_yscale() == "linear" and ax.get_ylim()[0] == 0 for ax in axes)
         for arm, run in runs.items():
@@ -85,7 +85,7 @@ def test_values_and_gates_are_by_layer_and_in_a_single_layer_by_position() -> No
         assert len(axes[2].lines) == 2 + is_deep  # the one gated arm, its later positions, and the line of no effect
     ungated = {arm: run for arm, run in RUNS.items() if arm != "vga"}
     assert (
-        len(KINDS["arms of a training"]["retrofit-values"](Arms({}, ungated)).axes) == 1
+        len(KINDS["arms of a training"]["retrofit-values"](TrainedArms({}, ungated)).axes) == 1
     )  # values are attended to as projected
 
 
@@ -97,8 +97,8 @@ def bars_of(**by_metric: list[float]) -> Any:
         if not np.isnan(value)
     ]
     table = pd.DataFrame(rows, columns=["model", "condition", "layer", "metric", "value"])
-    axes = KINDS["arms of a training"]["retrofit-bars"](Arms({"retrofit": table}, RUNS)).axes
-    return dict(zip([name for name in PANELS if name in by_metric], axes, strict=False))
+    axes = KINDS["arms of a training"]["retrofit-bars"](TrainedArms({"retrofit": table}, RUNS)).axes
+    return dict(zip([name for name in BAR_METRICS if name in by_metric], axes, strict=False))
 
 
 def test_bars_begin_at_0_and_have_their_numbers_next_to_them() -> None:
@@ -118,7 +118,7 @@ def test_bars_show_every_seed_and_their_spread() -> None:
     rows = [("org/m", arm, -1, seed, "perplexity", 10.0 + 2 * seed) for arm in ARMS for seed in range(3)]
     rows += [("org/m", arm, -1, seed, "massive_count", 0.0) for arm in ARMS for seed in range(3)]
     table = pd.DataFrame(rows, columns=["model", "condition", "layer", "seed", "metric", "value"])
-    figure = KINDS["arms of a training"]["retrofit-bars"](Arms({"retrofit": table}, RUNS))
+    figure = KINDS["arms of a training"]["retrofit-bars"](TrainedArms({"retrofit": table}, RUNS))
     ax = figure.axes[0]
     assert [bar.get_width() for bar in ax.patches] == [12.0] * 3
     dots = [line for line in ax.lines if len(line.get_xdata()) == 3 and line.get_marker() == "o"]
@@ -147,29 +147,29 @@ def test_sinks_are_drawn_against_the_loss() -> None:
         for step, value in enumerate(values)
     ]
     table = pd.DataFrame(rows, columns=["model", "condition", "layer", "seed", "step", "metric", "value"])
-    figure = KINDS["arms of a training"]["retrofit-equal-loss"](Arms({"training": table}, RUNS))
+    figure = KINDS["arms of a training"]["retrofit-equal-loss"](TrainedArms({"training": table}, RUNS))
     (ax,) = figure.axes
     lines = [line for line in ax.lines if len(line.get_xdata()) == 3]
     assert [list(line.get_xdata()) for line in lines] == [[5.0, 4.0, 3.0]] * 2 + [[6.0, 5.0, 4.0]] * 2
     assert lines[2].get_ydata() == pytest.approx([100.0, 110.0, 30.0])
     assert ax.xaxis_inverted()
     with pytest.raises(InputError, match="no arm has a held-out loss by step"):
-        KINDS["arms of a training"]["retrofit-equal-loss"](Arms({"training": table[table["step"] < 0]}, RUNS))
+        KINDS["arms of a training"]["retrofit-equal-loss"](TrainedArms({"training": table[table["step"] < 0]}, RUNS))
 
 
 TASK_RUNS = {"arm 0": RunData({"model": {"name": "tiny"}, "input": {"token_zero": "bos <s> (id 0)"}}, {})}
 
 
 def draw_backcopy_training(training: pd.DataFrame) -> Figure:
-    return KINDS["arms of a training"]["backcopy-training"](Arms({"training": training}, TASK_RUNS))
+    return KINDS["arms of a training"]["backcopy-training"](TrainedArms({"training": training}, TASK_RUNS))
 
 
 def test_lines_are_means_over_seeds_and_bands_reach_the_extremes() -> None:
     table = backcopy_training(arms=2, seeds=3)
     figure = draw_backcopy_training(table)
-    axes = np.array(figure.axes).reshape(len(ROWS), 2)
+    axes = np.array(figure.axes).reshape(len(BACKCOPY_ROWS), 2)
     for column, arm in enumerate(("arm 0", "arm 1")):
-        for ax, curves in zip(axes[:, column], ROWS.values(), strict=True):
+        for ax, curves in zip(axes[:, column], BACKCOPY_ROWS.values(), strict=True):
             assert len(ax.collections) == len(curves)
             for nth, (line, metric) in enumerate(zip(ax.lines, curves, strict=True)):
                 rows = table[(table["condition"] == arm) & (table["metric"] == metric)].groupby("step")["value"]
@@ -185,7 +185,7 @@ def test_the_layer_with_the_largest_sink_is_drawn() -> None:
     table.loc[at & (table["layer"] == 1), "value"] = 2.0
     assert sinking_layer(table) == 1
     figure = draw_backcopy_training(table)
-    line = np.array(figure.axes).reshape(len(ROWS), 3)[1, 0].lines[0]
+    line = np.array(figure.axes).reshape(len(BACKCOPY_ROWS), 3)[1, 0].lines[0]
     assert line.get_ydata()[-1] == 2.0
     assert "layer 1" in figure.get_suptitle()
 
@@ -193,7 +193,7 @@ def test_the_layer_with_the_largest_sink_is_drawn() -> None:
 def test_maps_and_bars_show_the_tables() -> None:
     weights, norms = backcopy_maps(arms=2)
     figure = KINDS["arms of a training"]["backcopy-maps"](
-        Arms({"attention_maps": weights, "value_norms": norms}, TASK_RUNS)
+        TrainedArms({"attention_maps": weights, "value_norms": norms}, TASK_RUNS)
     )
     above, below = np.array(figure.axes[:4]).reshape(2, 2)
     for column, arm in enumerate(("arm 0", "arm 1")):

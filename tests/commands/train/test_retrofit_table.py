@@ -11,32 +11,31 @@ from sinkscope import InputError, Run
 from sinkscope.commands.train.findings import equal_loss_markdown, methods_compared, retrofit_markdown
 from sinkscope.measuring.tables import column_names
 from sinkscope.results.tables import LEADING
-from sinkscope.results.trainings import ROWS, UNTOUCHED, retrofit_table
+from sinkscope.results.trainings import ARM_METRICS, UNTOUCHED, retrofit_table
 from sinkscope.verdict.table_formats import formatted
 
-GATES = pd.DataFrame(
-    [("vga", 0, 0, "weight", 0.25), ("vga", 1, 2, "weight", 0.75), ("vga", 1, 1, "weight", 0.5)],
-    columns=["condition", "layer", "head", "parameter", "displacement"],
-)
+GATES = pd.DataFrame({"condition": "vga", "seed": 0, "layer": [0, 1, 1], "displacement": [0.25, 0.75, 0.5]})
 W8A8 = {
     "loss": math.log(17.03), "perplexity": 17.03, "max_inf_norm": 256.84, "kurtosis": 13412.71,
     "loss_quantized": math.log(617.32), "perplexity_quantized": 617.32, "max_inf_norm_quantized": 486.19,
     "kurtosis_quantized": 2508.21,
 }  # fmt: skip
+ARMS = {"vga": {"method": "vga", "label": "vga", "seed": 0}}
 
 
-def run_of(arm: str, **summary: float) -> Run:
-    rows = [(-1, metric, value) for metric, value in summary.items()] + [
-        (0, "sink_rate", 0.125)
-    ]  # the value of a layer, which is not used
-    table = pd.DataFrame(rows, columns=["layer", "metric", "value"])
-    return Run({"model": {"name": "org/model"}, "condition": arm, "tables": ["summary"]}, {"summary": table})
+def run_of(arm: str, w8a8: dict[str, float] | None = None, **summary: float) -> Run:
+    rows = [(-1, metric, value) for metric, value in summary.items()]
+    table = pd.DataFrame([*rows, (0, "sink_rate", 0.125)], columns=["layer", "metric", "value"])  # a layer is not used
+    manifest = {"model": {"name": "org/model"}, "condition": arm, "tables": ["summary"], "w8a8": w8a8}
+    return Run(manifest, {"summary": table})
 
 
-RUNS = {
-    UNTOUCHED: run_of(UNTOUCHED, perplexity=17.5, sink_rate=0.731, value_drain=0.25, massive_count=18.8),
-    "vga": run_of("vga", perplexity=16.94, kurtosis=32.47, sink_rate=0.5, gate_first=0.3, gate_later=np.nan),
-}
+def table_with(**costs: float) -> pd.DataFrame:
+    """Return the table of the untouched model, with the costs of W8A8 but for those given, and of VGA."""
+    numbers = {"perplexity": 17.5, "sink_rate": 0.731, "value_drain": 0.25, "massive_count": 18.8}
+    vga = {"perplexity": 16.94, "kurtosis": 32.47, "sink_rate": 0.5, "gate_first": 0.3, "gate_later": np.nan}
+    runs = {UNTOUCHED: run_of(UNTOUCHED, W8A8 | costs, **numbers), "vga": run_of("vga", **vga)}
+    return retrofit_table(ARMS, runs, GATES)
 
 
 def values(table: pd.DataFrame, arm: str) -> dict[str, float]:
@@ -44,31 +43,34 @@ def values(table: pd.DataFrame, arm: str) -> dict[str, float]:
 
 
 def test_the_table_has_the_measured_numbers_and_no_others() -> None:
-    table = retrofit_table(RUNS, {UNTOUCHED: W8A8}, GATES)
+    table = table_with()
     assert list(table.columns) == [*LEADING, *column_names("retrofit")]
     assert (table["layer"] == -1).all()
     assert (table["model"] == "org/model").all()
-    expected = {name: W8A8[name] for name in ROWS if name in W8A8}  # without the perplexity of the run
+    expected = {name: W8A8[name] for name in ARM_METRICS if name in W8A8}  # without the perplexity of the run
     expected |= {"perplexity_increase": 600.29, "sink_rate": 0.731, "value_drain": 0.25, "massive_count": 18.8}
     assert values(table, UNTOUCHED) == pytest.approx(expected)
-    assert list(values(table, UNTOUCHED)) == [metric for metric in ROWS if metric in expected]
+    assert list(values(table, UNTOUCHED)) == [metric for metric in ARM_METRICS if metric in expected]
     assert values(table, "vga") == {
         "perplexity": 16.94, "kurtosis": 32.47, "sink_rate": 0.5, "gate_first": 0.3, "gate_displacement_max": 0.75,
     }  # fmt: skip
-    table = retrofit_table({UNTOUCHED: RUNS[UNTOUCHED]}, {}, GATES.iloc[:0])
-    assert set(table["metric"]) == {"perplexity", "sink_rate", "value_drain", "massive_count"}
+    table = retrofit_table(ARMS, {"vga": run_of("vga", perplexity=16.94)}, GATES.iloc[:0])
+    assert values(table, "vga") == {"perplexity": 16.94}
     assert "W8A8" not in retrofit_markdown(table)
 
 
 def test_methods_are_compared_with_plain_training_seed_by_seed() -> None:
-    rates, perplexities = {"plain": (0.5, 0.7, 0.6), "vga": (0.1, 0.4, 0.2)}, {"plain": 20.0, "vga": 22.0}
-    runs = [{arm: (rates[arm][seed], perplexities[arm] + seed) for arm in rates} for seed in range(3)]
-    table = pd.concat(
-        retrofit_table({arm: run_of(arm, sink_rate=x, perplexity=y) for arm, (x, y) in own.items()}, {}, GATES, seed)
-        for seed, own in enumerate(runs)
-    )
+    rates = {"plain": (0.5, 0.7, 0.6), "vga": (0.1, 0.4, 0.2)}
+    perplexities = {"plain": (20.0, 21.0, 22.0), "vga": (22.0, 23.0, 24.0)}
     methods = {"plain": "none", "vga": "vga"}
-    arms = {f"{arm}-seed{at}": {"method": methods[arm], "label": arm, "seed": at} for arm in methods for at in range(3)}
+    arms = {f"{arm}-seed{at}": {"method": methods[arm], "label": arm, "seed": at} for at in range(3) for arm in methods}
+    runs = {
+        f"{arm}-seed{at}": run_of(arm, sink_rate=rates[arm][at], perplexity=perplexities[arm][at])
+        for arm in methods
+        for at in range(3)
+    }
+    table = retrofit_table(arms, runs, GATES)
+    assert values(table[table["seed"] == 1], "vga") == {"perplexity": 23.0, "sink_rate": 0.4}  # the gates are of seed 0
     (found,) = methods_compared(table, arms)
     changes = np.array([-40, -30, -40])
     reach = stats.t.ppf(0.975, 2) * changes.std(ddof=1) / np.sqrt(3)
@@ -83,31 +85,26 @@ def test_methods_are_compared_with_plain_training_seed_by_seed() -> None:
 def test_methods_are_compared_where_sink_rates_are_not_defined() -> None:
     runs = {arm: run_of(arm, sink_rate=float("nan"), perplexity=x) for arm, x in (("plain", 20.0), ("vga", 22.0))}
     arms = {arm: {"method": "none" if arm == "plain" else arm, "label": arm, "seed": 0} for arm in runs}
-    (found,) = methods_compared(retrofit_table(runs, {}, GATES), arms)
+    (found,) = methods_compared(retrofit_table(arms, runs, GATES), arms)
     assert "no sink rate, as uniform attention exceeds ε, perplexity × 1.100" in found.sentence
 
 
 def test_without_plain_training_methods_are_compared_with_the_untouched_model() -> None:
-    arms = {"vga": {"method": "vga", "label": "vga", "seed": 0}}
-    (found,) = methods_compared(retrofit_table(RUNS, {UNTOUCHED: W8A8}, GATES), arms)
+    (found,) = methods_compared(table_with(), ARMS)
     assert found.sentence == (
         "vga, compared with the untouched model: sink rate -23.1 points, perplexity × 0.995; one seed has no interval."
     )
-    assert methods_compared(retrofit_table({"vga": RUNS["vga"]}, {}, GATES), arms) == []
-
-
-def test_a_model_that_quantizing_ruins_is_infinitely_worse() -> None:
-    table = retrofit_table(RUNS, {UNTOUCHED: W8A8 | {"perplexity_quantized": math.inf}}, GATES)
-    assert values(table, UNTOUCHED)["perplexity_increase"] == math.inf
-    assert "| untouched | inf | +inf | 486.19 | 2,508.21 |" in retrofit_markdown(table)
+    assert methods_compared(retrofit_table(ARMS, {"vga": run_of("vga", sink_rate=0.5)}, GATES), ARMS) == []
 
 
 def test_markdown() -> None:
-    text = retrofit_markdown(retrofit_table(RUNS, {UNTOUCHED: W8A8}, GATES))
+    text = retrofit_markdown(table_with())
     assert "| Method | Perplexity (↓) | Max infinity norm (↓) | Mean kurtosis (↓) |" in text
     assert "| untouched | 17.03 | 256.84 | 13,412.71 |\n| vga | 16.94 | – | 32.47 |" in text
     assert "| untouched | 617.32 | +600.29 | 486.19 | 2,508.21 |\n| vga | – | – | – | – |" in text
     assert "| untouched | 73.1% | 18.8 | 0.25 | – | – |\n| vga | 50.0% | – | – | 0.300 | 0.75 |" in text
+    ruined = retrofit_markdown(table_with(perplexity_quantized=math.inf))  # infinitely worse
+    assert "| untouched | inf | +inf | 486.19 | 2,508.21 |" in ruined
 
 
 def test_arms_side_by_side_at_equal_loss() -> None:

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope.commands.train import history
-from sinkscope.commands.train.history import probe_of, sinks
-from sinkscope.commands.train.trainer import train
+from sinkscope.commands.train.history import measure_at_log, sinks
+from sinkscope.commands.train.trainer import train_model
 from sinkscope.measuring.observables.attention import Attention
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.tracer import open_tracer
@@ -130,8 +130,10 @@ def test_a_probe_of_observables_does_not_influence_the_training_and_measures_as_
     trained, histories = [], []
     for at, probed in enumerate((names, ())):
         model = training_model()
-        probe = probe_of(None, find_family(model), blocks.held_out, EPSILON, observables=probed)
-        histories.append(train(model, blocks, training_config(bf16=bf16), tmp_path / str(at), probe=probe))
+        probe = functools.partial(
+            measure_at_log, family=find_family(model), held_out=blocks.held_out, epsilon=EPSILON, observables=probed
+        )
+        histories.append(train_model(model, blocks, training_config(bf16=bf16), tmp_path / str(at), probe=probe))
         trained.append(model)
     for one, other in zip(*(model.state_dict().values() for model in trained), strict=True):
         assert torch.equal(one, other)
@@ -147,7 +149,7 @@ def test_a_probe_of_observables_does_not_influence_the_training_and_measures_as_
     assert set(histories[0]["step"]) == {0, 2, 4, 6, 8, 10, 12}
     for probed_name, name in metrics.items():
         assert last[probed_name] == pytest.approx(run.metric(name), rel=1e-5)
-    alone = probe_of(None, find_family(model), blocks.held_out, EPSILON, observables=("attention",))(trained[0].eval())
+    alone = measure_at_log(trained[0], find_family(model), blocks.held_out, EPSILON, observables=("attention",))
     assert alone.set_index(["layer", "metric"])["value"][-1, "held_out_loss"] == pytest.approx(last["held_out_loss"])
 
 
@@ -157,7 +159,7 @@ def test_a_block_of_autocast_around_a_training_keeps_no_weights_of_earlier_steps
     for at in range(2):
         model = training_model()
         with torch.autocast("cpu", enabled=False) if at else contextlib.nullcontext():
-            train(model, repetitive(), training_config(bf16=True), tmp_path / str(at))
+            train_model(model, repetitive(), training_config(bf16=True), tmp_path / str(at))
         trained.append(model)
     for one, other in zip(*(model.state_dict().values() for model in trained), strict=True):
         assert torch.equal(one, other)
@@ -168,6 +170,6 @@ def test_an_encoders_held_out_loss_is_of_masked_tokens() -> None:
     ids, labels = (torch.tensor(np.stack(part)) for part in zip(*masked(rows, word_tokenizer(), VOCAB, 0), strict=True))
     expected = float(model(input_ids=ids, labels=labels).loss)
     for names in (("attention",), ("gradient",)):
-        probe = probe_of(None, find_family(model), rows, EPSILON, observables=names, masked_by=word_tokenizer())
-        found = probe(model).set_index(["layer", "metric"])["value"]
+        table = measure_at_log(model, find_family(model), rows, EPSILON, observables=names, masked_by=word_tokenizer())
+        found = table.set_index(["layer", "metric"])["value"]
         assert found[-1, "held_out_loss"] == pytest.approx(expected, rel=1e-6)

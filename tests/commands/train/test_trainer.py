@@ -1,6 +1,5 @@
 """Training: architectures, rates, blocks of text, and equal weights after a training that was killed and resumed."""
 
-import json
 import shutil
 import signal
 import time
@@ -19,9 +18,9 @@ from transformers import AutoModelForCausalLM, Trainer
 
 from sinkscope import InputError, SinkscopeError, gate_displacement, new_parameters
 from sinkscope.commands.train.architectures import architecture
-from sinkscope.commands.train.blocks import begun, check_options, limited
+from sinkscope.commands.train.blocks import check_options, limited, with_first_tokens
 from sinkscope.commands.train.options import TrainingConfig, TrainOptions
-from sinkscope.commands.train.trainer import _arguments, _TrainingBlocks, parameter_groups, train
+from sinkscope.commands.train.trainer import _arguments, _TrainingBlocks, parameter_groups, train_model
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel, count_parameters
@@ -41,14 +40,13 @@ def checkpoints(folder: Path) -> list[str]:
 @pytest.mark.parametrize("method", ["vga", "register-tokens"])
 def test_the_loss_falls_on_a_text_that_repeats_itself(method: str, tmp_path: Path) -> None:
     changed = model(method=method)
-    history = train(changed, repetitive(), config(steps=30), tmp_path)
+    history = train_model(changed, repetitive(), config(steps=30), tmp_path)
     loss = history[(history["layer"] == -1) & (history["metric"] == "loss")].set_index("step")["value"]
     assert loss.index.tolist() == list(range(2, 31, 2))
     assert loss.iloc[-1] < 0.75 * loss.iloc[0]
     again: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-30")  # a checkpoint is a model
     ids = torch.from_numpy(repetitive().held_out)
     assert torch.equal(again(ids).logits, changed(ids).logits)
-    assert json.loads((tmp_path / "run.json").read_text())["retrofit"]["method"] == method
     assert not changed.training
     assert not any(p.requires_grad or p.grad is not None for p in changed.parameters())
     last = history[history["step"] == 30].set_index(["metric", "layer"])["value"]
@@ -78,7 +76,7 @@ def test_new_parameters_have_a_learning_rate_of_their_own_and_are_decayed_with_a
 def test_the_rates_follow_their_schedule(schedule: str, shares: list[float], tmp_path: Path) -> None:
     """The rates of four steps, the first of them warmup, are compared as shares of the highest rate."""
     options = {"steps": 4, "log_every": 1, "warmup": 0.25, "schedule": schedule}
-    history = train(model(), repetitive(), config(**options), tmp_path)
+    history = train_model(model(), repetitive(), config(**options), tmp_path)
     rates = history[history["metric"] == "learning_rate"]["value"] / 1e-3
     assert rates.tolist() == pytest.approx(shares)
     args = _arguments(config(beta1=0.8, beta2=0.95), tmp_path, kept=1, cpu=True)
@@ -96,7 +94,7 @@ def test_a_prefix_is_not_predicted() -> None:
 
 def test_only_new_leaves_every_old_parameter_as_it_was(tmp_path: Path) -> None:
     before, after = model(), model()
-    train(after, repetitive(), config(only_new=True), tmp_path)
+    train_model(after, repetitive(), config(only_new=True), tmp_path)
     new = new_parameters(after)
     for name, parameter in before.named_parameters():
         assert torch.equal(parameter, after.get_parameter(name)) != (name in new), name
@@ -105,8 +103,8 @@ def test_only_new_leaves_every_old_parameter_as_it_was(tmp_path: Path) -> None:
 def test_bf16_computes_in_it_and_keeps_the_weights(tmp_path: Path) -> None:
     fine, coarse = model(), model()
     forward = type(fine).forward
-    train(fine, repetitive(), config(), tmp_path / "fine")
-    train(coarse, repetitive(), config(bf16=True), tmp_path / "coarse")
+    train_model(fine, repetitive(), config(), tmp_path / "fine")
+    train_model(coarse, repetitive(), config(bf16=True), tmp_path / "coarse")
     assert {p.dtype for p in coarse.parameters()} == {torch.float32}
     assert not same(fine, coarse)
     assert coarse.forward.__func__ is forward  # nothing of accelerate's stays on it
@@ -129,8 +127,8 @@ def probe(seen: Any) -> pd.DataFrame:
 def test_a_training_does_not_see_that_it_is_measured(options: dict[str, Any], tmp_path: Path) -> None:
     """GPT-2 has dropout: a probe that draws random numbers must not take them from the training."""
     alone, measured = model("gpt2"), model("gpt2")
-    expected = train(alone, repetitive(), config(**options), tmp_path / "alone")
-    history = train(measured, repetitive(), config(**options), tmp_path / "measured", probe=probe)
+    expected = train_model(alone, repetitive(), config(**options), tmp_path / "alone")
+    history = train_model(measured, repetitive(), config(**options), tmp_path / "measured", probe=probe)
     assert same(alone, measured)
     of_probe = history["metric"].isin(["mean", "largest"])
     assert history[~of_probe].reset_index(drop=True).equals(expected)
@@ -149,7 +147,7 @@ def train_slowly(folder: Path) -> None:
     step = Trainer.training_step
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Trainer, "training_step", lambda *args, **rest: (time.sleep(0.05), step(*args, **rest))[1])
-        train(model("gpt2"), repetitive(), config(steps=40, save_every=10), folder)
+        train_model(model("gpt2"), repetitive(), config(steps=40, save_every=10), folder)
 
 
 def test_killed_and_resumed_it_ends_with_the_weights_of_an_unbroken_run(tmp_path: Path) -> None:
@@ -165,8 +163,8 @@ def test_killed_and_resumed_it_ends_with_the_weights_of_an_unbroken_run(tmp_path
     assert checkpoints(folder)[-1] in ("checkpoint-20", "checkpoint-30")
 
     resumed, unbroken = model("gpt2"), model("gpt2")
-    history = train(resumed, repetitive(), config(steps=40, save_every=10), folder)
-    expected = train(unbroken, repetitive(), config(steps=40, save_every=10), tmp_path / "unbroken")
+    history = train_model(resumed, repetitive(), config(steps=40, save_every=10), folder)
+    expected = train_model(unbroken, repetitive(), config(steps=40, save_every=10), tmp_path / "unbroken")
     assert same(resumed, unbroken)
     assert history.equals(expected)
     assert not same(resumed, model("gpt2"))
@@ -175,11 +173,11 @@ def test_killed_and_resumed_it_ends_with_the_weights_of_an_unbroken_run(tmp_path
 def test_logs_do_not_depend_on_where_it_was_resumed(tmp_path: Path) -> None:
     """A log's loss is the mean over the steps since the log before it, and checkpoints come between logs here."""
     apart = {"steps": 12, "log_every": 5, "save_every": 4}
-    expected = train(model(), repetitive(), config(**apart), tmp_path, probe=probe)
+    expected = train_model(model(), repetitive(), config(**apart), tmp_path, probe=probe)
     assert expected[expected["metric"] == "mean"]["step"].tolist() == [0, 4, 5, 8, 10, 12]
     assert expected[expected["metric"] == "loss"]["step"].tolist() == [4, 5, 8, 10, 12]
     shutil.rmtree(tmp_path / "checkpoint-12")
-    resumed = train(model(), repetitive(), config(**apart), tmp_path, probe=probe)  # from step 8
+    resumed = train_model(model(), repetitive(), config(**apart), tmp_path, probe=probe)  # from step 8
     pd.testing.assert_frame_equal(resumed, expected, check_exact=True)
 
 
@@ -188,13 +186,13 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
         checked(TrainingConfig, {"learning_rate": float("nan")})
     for method, parameters in (("none", {}), ("vscale", {"learned": False})):
         with pytest.raises(InputError, match=f"--only-new leaves nothing to train: {method} adds no parameters"):
-            train(model(method=method, **parameters), repetitive(), config(only_new=True), tmp_path / "new")
+            train_model(model(method=method, **parameters), repetitive(), config(only_new=True), tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
 def test_a_loss_that_is_no_number_ends_it(tmp_path: Path) -> None:
     with pytest.raises(SinkscopeError, match=r"the loss is nan at step .*: take smaller learning rates"):
-        train(model(), repetitive(), config(learning_rate=1e30), tmp_path)
+        train_model(model(), repetitive(), config(learning_rate=1e30), tmp_path)
 
 
 BLOCKS = random_blocks(200)
@@ -208,7 +206,7 @@ def options(**given: Any) -> TrainOptions:
 def changed(**given: Any) -> Any:
     tokenizer: Any = SimpleNamespace(all_special_ids=[0, 1, 2], bos_token_id=1, pad_token_id=0)
     loaded = LoadedModel(tiny_model("llama"), tokenizer, "tiny", "tiny", None, None, ())
-    return limited(begun(BLOCKS, loaded, options(**given)), options(**given))
+    return limited(with_first_tokens(BLOCKS, loaded, options(**given)), options(**given))
 
 
 def test_tokens_limit_what_is_trained_on_and_not_what_is_measured() -> None:

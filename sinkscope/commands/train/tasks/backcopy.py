@@ -14,8 +14,8 @@ sequences; numbers on attention are by layer and averaged over heads. "Start" is
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -66,25 +66,18 @@ class Opening:
 
 WITH_BOS = Opening()
 NAME = "bigram-backcopy"
-START = "<s>"
+START, START_ID = "<s>", 0
 CHARACTERS = 64
 TRIGGERS = 3
 
 
 @dataclass(frozen=True, eq=False)
-class BigramBackcopy:
-    """The chain of the task."""
+class Chain:
+    """A Markov chain of tokens, with triggers after which the token before is repeated."""
 
     tokens: tuple[str, ...]  # <s>, then the characters from the most to the least frequent: triggers are ids 1 … 3
     transitions: np.ndarray  # (V,V), in each row the probabilities of the next token; zero in the rows of triggers
-
-    start: int = 0
     triggers: tuple[int, ...] = tuple(range(1, 1 + TRIGGERS))
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of tokens, V."""
-        return len(self.tokens)
 
     def sample(self, count: int, length: int, seed: int | list[int] = 0, bos: bool = True) -> np.ndarray:
         """Draw sequences (count, length) of token ids, int64; without `bos`, the first <s> is removed."""
@@ -93,43 +86,18 @@ class BigramBackcopy:
         rng = np.random.default_rng(seed)
         sums = self.transitions.cumsum(1)
         cumulative = sums / np.maximum(sums[:, -1:], np.finfo(float).tiny)  # ends at exactly 1, above every drawn u
-        ids = np.full((count, length), self.start, dtype=np.int64)
-        for at in range(1, length):
-            last = ids[:, at - 1]
+        ids = np.full((count, length), START_ID, dtype=np.int64)
+        for position in range(1, length):
+            last = ids[:, position - 1]
             drawn = (cumulative[last] <= rng.random((count, 1))).sum(1)
-            ids[:, at] = np.where(self.is_trigger(last), ids[:, at - 2], drawn)
+            ids[:, position] = np.where(self.is_trigger(last), ids[:, position - 2], drawn)
         return ids
-
-    def begin(self, opening: Opening, count: int, length: int, seed: list[int]) -> np.ndarray:
-        """Draw sequences (count, length) as `sample` does, after an opening."""
-        if opening.random_tokens:
-            rng = np.random.default_rng([*seed, 1])
-            front = rng.integers(1, self.vocabulary, (count, opening.in_front))
-        else:
-            front = self.sample(count, opening.in_front, [*seed, 1], opening.bos)
-        chain = self.sample(count, length - opening.in_front, seed, opening.has_start)
-        return np.concatenate([front, chain], axis=1)
-
-    def blocks(self, length: int, train: int, held_out: int, seed: int = 0, opening: Opening = WITH_BOS) -> Blocks:
-        """Draw sequences to train on, and other sequences that are held out."""
-        to_train = self.begin(opening, train, length, [seed, 0])
-        return Blocks(to_train, self.begin(opening, held_out, length, [seed, 1]), NAME)
 
     def is_trigger(self, ids: np.ndarray) -> np.ndarray:
         return np.isin(ids, self.triggers)
 
-    def tokenizer(self) -> PreTrainedTokenizerFast:
-        """Return a tokenizer with one token per character and a first <s>. It drops all other characters."""
-        core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(self.tokens)}, unk_token=START))
-        known = "".join(f"\\x{{{ord(character):x}}}" for character in self.tokens[1:])
-        core.normalizer = normalizers.Replace(Regex(f"[^{known}]"), "")
-        core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-        core.post_processor = processors.TemplateProcessing(single=f"{START} $A", special_tokens=[(START, self.start)])
-        core.decoder = decoders.Fuse()
-        return PreTrainedTokenizerFast(tokenizer_object=core, bos_token=START, clean_up_tokenization_spaces=False)
 
-
-def bigram_backcopy(text: str | None = None) -> BigramBackcopy:
+def chain_of(text: str | None = None) -> Chain:
     """Make the chain from the character frequencies of a text, by default the bundled one."""
     if text is None:
         text = "".join(documents("natural")[1])
@@ -143,28 +111,42 @@ def bigram_backcopy(text: str | None = None) -> BigramBackcopy:
     pairs[0, 1:] = [counts[character] for character in characters]  # <s>
     pairs[0, 1 : 1 + TRIGGERS] = 0.0
     pairs[1 : 1 + TRIGGERS] = 0.0
-    return BigramBackcopy(tokens, pairs / np.maximum(pairs.sum(1, keepdims=True), 1.0))
+    return Chain(tokens, pairs / np.maximum(pairs.sum(1, keepdims=True), 1.0))
 
 
 AT_ONCE = 64  # sequences
 
 
 @torch.no_grad()
-def measure(
-    task: BigramBackcopy, model: PreTrainedModel, family: Family, held_out: np.ndarray, opening: int = 1
+def measure_chain(
+    chain: Chain, model: PreTrainedModel, family: Family, held_out: np.ndarray, opening: int = 1
 ) -> pd.DataFrame:
     """Measure the metrics `BACKCOPY` of results/metrics.py for a model in eval mode on sequences (N,T) of the task. The
     first `opening` tokens are no part of the chain. Returns layer (−1: the whole model), metric, value.
     """
-    seen: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
+    seen: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)  # observations: (n,), or (n,H) of heads
     with open_tracer(model, family) as tracer:
         for first in range(0, len(held_out), AT_ONCE):
             ids = torch.from_numpy(held_out[first : first + AT_ONCE])
             batch = Batch(ids, torch.ones_like(ids), first_predicted=max(1, opening, family.prefix))
-            for metric, values in risks(task, tracer.logits(batch), batch).items():
+            for metric, values in risks(chain, tracer.logits(batch), batch).items():
                 seen[WHOLE_MODEL, metric].append(values)
-            for layer, metric, values in _in_layers(tracer, batch, *_kinds(task, batch)):
+            plain, trigger = plain_and_triggers(chain, batch)
+            attention = _ToStart(plain, trigger)
+            with _record_ends(tracer) as ends:
+                tracer.forward(batch, [attention])
+            for layer, metric, values in attention.observations:
                 seen[layer, metric].append(values)
+            for layer, end in ends.items():
+                for name in ("value", "attended"):
+                    norms = _norms(end[name], plain.shape[1])
+                    seen[layer, f"start_{name}_norm"].append(norms[:, 0])
+                    seen[layer, f"trigger_{name}_norm"].append(norms[trigger])
+                    seen[layer, f"other_{name}_norm"].append(norms[plain])
+                before, after = (torch.linalg.vector_norm(upcast(end[name]), dim=-1).cpu() for name in ("mix", "gated"))
+                left = (after / before.clamp(min=torch.finfo(before.dtype).tiny))[:, -plain.shape[1] :]
+                seen[layer, "plain_output_gate"].append(left[plain])
+                seen[layer, "trigger_output_gate"].append(left[trigger])
     rows = []
     for (layer, metric), parts in seen.items():
         mean = torch.cat(parts).double().mean(0)
@@ -175,71 +157,42 @@ def measure(
 
 
 @torch.no_grad()
-def example(
-    task: BigramBackcopy, model: PreTrainedModel, family: Family, sequence: np.ndarray
-) -> dict[str, pd.DataFrame]:
+def example(chain: Chain, model: PreTrainedModel, family: Family, sequence: np.ndarray) -> dict[str, pd.DataFrame]:
     """Measure one sequence (T,) in detail, as VGA figures 4 and 6 show it: `attention_maps`, and `value_norms` of the
     projected values (`norm`) and of those after a gate on the values (`attended_norm`).
     """
     ids = torch.from_numpy(sequence[None])
     heads = range(model.config.get_text_config().num_attention_heads)
     maps = AttentionMaps(Settings(), [(layer, head) for layer in family.attentions(model) for head in heads])
-    with open_tracer(model, family) as tracer, _watched(tracer) as ends:
+    with open_tracer(model, family) as tracer, _record_ends(tracer) as ends:
         tracer.forward(Batch(ids, torch.ones_like(ids), first_predicted=max(1, family.prefix)), [maps])
-    frames = [
-        pd.DataFrame(
-            {
-                "layer": layer,
-                "sequence": 0,
-                "position": range(len(sequence)),
-                "token_id": sequence,
-                "is_trigger": task.is_trigger(sequence),
-                "norm": _norms(end["value"], len(sequence))[0],
-                "attended_norm": _norms(end["attended"], len(sequence))[0],
-            }
-        )
-        for layer, end in ends.items()
-    ]
+    places = {"sequence": 0, "position": range(len(sequence)), "token_id": sequence}
+    places["is_trigger"] = chain.is_trigger(sequence)
+    frames = []
+    for layer, end in ends.items():
+        norms = {"norm": end["value"], "attended_norm": end["attended"]}
+        columns = {name: _norms(value, len(sequence))[0] for name, value in norms.items()}
+        frames.append(pd.DataFrame({"layer": layer, **places, **columns}))
     return maps.tables() | {"value_norms": pd.concat(frames, ignore_index=True)}
 
 
-def _kinds(task: BigramBackcopy, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def plain_and_triggers(chain: Chain, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return masks (B,T) of the queries that are not triggers and of triggers, without an opening or a prefix."""
-    trigger = torch.from_numpy(task.is_trigger(batch.token_ids.numpy()))
+    trigger = torch.from_numpy(chain.is_trigger(batch.token_ids.numpy()))
     counted = torch.arange(trigger.shape[1]) >= batch.first_predicted
     return ~trigger & counted, trigger & counted
 
 
-def risks(task: BigramBackcopy, logits: torch.Tensor, batch: Batch) -> dict[str, torch.Tensor]:
+def risks(chain: Chain, logits: torch.Tensor, batch: Batch) -> dict[str, torch.Tensor]:
     """Return the loss above the optimum at each position; for pairs KL(p ‖ model), not the loss of the drawn token."""
     log_q = upcast(logits).log_softmax(-1).cpu().double()
     ids = batch.token_ids
-    plain, trigger = _kinds(task, batch)
-    p = torch.from_numpy(task.transitions)[ids[plain]]
+    plain, trigger = plain_and_triggers(chain, batch)
+    p = torch.from_numpy(chain.transitions)[ids[plain]]
     bigram = (torch.xlogy(p, p) - p * log_q[plain]).sum(-1)
     before = ids.roll(1, dims=1)  # a trigger is never the first of a chain
     backcopy = -log_q.gather(-1, before[..., None]).squeeze(-1)[trigger]
     return {"bigram_risk": bigram, "backcopy_risk": backcopy}
-
-
-def _in_layers(
-    tracer: Tracer, batch: Batch, plain: torch.Tensor, trigger: torch.Tensor
-) -> Iterator[tuple[int, str, torch.Tensor]]:
-    """Yield layer, metric and its observations: (n,), or (n,H) for metrics of heads."""
-    attention = _ToStart(plain, trigger)
-    with _watched(tracer) as ends:
-        tracer.forward(batch, [attention])
-    yield from attention.found
-    for layer, end in ends.items():
-        for name in ("value", "attended"):
-            norms = _norms(end[name], plain.shape[1])
-            yield layer, f"start_{name}_norm", norms[:, 0]
-            yield layer, f"trigger_{name}_norm", norms[trigger]
-            yield layer, f"other_{name}_norm", norms[plain]
-        before, after = (torch.linalg.vector_norm(upcast(end[name]), dim=-1).cpu() for name in ("mix", "gated"))
-        left = (after / before.clamp(min=torch.finfo(before.dtype).tiny))[:, -plain.shape[1] :]
-        yield layer, "plain_output_gate", left[plain]
-        yield layer, "trigger_output_gate", left[trigger]
 
 
 def _norms(value: torch.Tensor, length: int) -> torch.Tensor:
@@ -256,7 +209,7 @@ class _ToStart(Observable):
     def __init__(self, plain: torch.Tensor, trigger: torch.Tensor) -> None:
         super().__init__(Settings())
         self.plain, self.trigger = plain, trigger
-        self.found: list[tuple[int, str, torch.Tensor]] = []
+        self.observations: list[tuple[int, str, torch.Tensor]] = []
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         text = slice(read.length - self.plain.shape[1], read.length)  # after register tokens
@@ -266,7 +219,7 @@ class _ToStart(Observable):
         allowed = read.allowed(text, text)
         assert allowed is not None  # causal attention over more than one token
         lead = start_lead(read.logits(text, text), allowed).movedim(1, -1).cpu()
-        self.found += [
+        self.observations += [
             (layer, "attention_to_start", to_start[self.plain]),
             (layer, "early_attention_to_start", to_start[self.plain & (self.trigger.cumsum(1) == 0)]),
             (layer, "attention_to_triggers", to_triggers[self.plain]),
@@ -285,7 +238,7 @@ def start_lead(logits: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _watched(tracer: Tracer) -> Iterator[dict[int, dict[str, torch.Tensor]]]:
+def _record_ends(tracer: Tracer) -> Iterator[dict[int, dict[str, torch.Tensor]]]:
     """Record the last forward pass of each layer with attention: `value` (B,T,K,d) before a retrofit's gate and
     `attended` after it; `mix` (B,T,H,d), the heads' outputs, and `gated`, the input of their output projection.
     """
@@ -317,28 +270,50 @@ def _watched(tracer: Tracer) -> Iterator[dict[int, dict[str, torch.Tensor]]]:
         yield ends
 
 
-MEASURED = 64  # held-out sequences, at every log
-SHOWN = 20  # tokens of the sequence that is drawn
+MEASURED_SEQUENCES = 64  # of the held-out ones, at every log
+SHOWN_TOKENS = 20  # of the sequence that is drawn
 
 
+@dataclass
 class BackcopyTask:
+    opening: Opening = WITH_BOS
+    chain: Chain = field(default_factory=chain_of)
+
     name: ClassVar = NAME
     about: ClassVar = "characters that depend on the last one, and triggers after which the token before is repeated"
 
-    def __init__(self, opening: Opening = WITH_BOS) -> None:
-        self.opening = opening
-        self.chain = bigram_backcopy()
-        self.tokenizer = self.chain.tokenizer()
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """A tokenizer with one token per character and a first <s>. It drops all other characters."""
+        tokens = self.chain.tokens
+        core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token=START))
+        known = "".join(f"\\x{{{ord(character):x}}}" for character in tokens[1:])
+        core.normalizer = normalizers.Replace(Regex(f"[^{known}]"), "")
+        core.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+        core.post_processor = processors.TemplateProcessing(single=f"{START} $A", special_tokens=[(START, START_ID)])
+        core.decoder = decoders.Fuse()
+        return PreTrainedTokenizerFast(tokenizer_object=core, bos_token=START, clean_up_tokenization_spaces=False)
 
     def blocks(self, length: int, train: int, held_out: int, seed: int) -> Blocks:
         """Draw the blocks; no block is read twice, because the chain has no end."""
-        return self.chain.blocks(length, train, held_out, seed, self.opening)
+
+        def drawn(count: int, seeds: list[int]) -> np.ndarray:
+            opening, chain = self.opening, self.chain
+            if opening.random_tokens:
+                rng = np.random.default_rng([*seeds, 1])
+                front = rng.integers(1, len(chain.tokens), (count, opening.in_front))
+            else:
+                front = chain.sample(count, opening.in_front, [*seeds, 1], opening.bos)
+            rest = chain.sample(count, length - opening.in_front, seeds, opening.has_start)
+            return np.concatenate([front, rest], axis=1)
+
+        return Blocks(drawn(train, [seed, 0]), drawn(held_out, [seed, 1]), self.name)
 
     def probe(self, model: PreTrainedModel, family: Family, held_out: np.ndarray) -> pd.DataFrame:
-        return measure(self.chain, model, family, held_out[:MEASURED], self.opening.length)
+        return measure_chain(self.chain, model, family, held_out[:MEASURED_SEQUENCES], self.opening.length)
 
     def tables(self, model: PreTrainedModel, family: Family, held_out: np.ndarray) -> dict[str, pd.DataFrame]:
-        return example(self.chain, model, family, held_out[0, :SHOWN])
+        return example(self.chain, model, family, held_out[0, :SHOWN_TOKENS])
 
 
 class BackcopyWithTextTask(BackcopyTask):
@@ -357,4 +332,4 @@ class BackcopyWithTextTask(BackcopyTask):
         passage = length - self.opening.length
         starts = np.random.default_rng([seed, 2]).integers(len(text) - passage + 1, size=train // 2)
         drawn.train[1::2, -passage:] = sliding_window_view(np.array(text), passage)[starts]
-        return Blocks(drawn.train, drawn.held_out, self.name)
+        return drawn
