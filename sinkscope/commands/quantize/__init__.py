@@ -21,7 +21,7 @@ COMMANDS = (
                     "perplexity with the model or single sites quantized", "quantization", "quantization_sites"),
                 ("quantization-ranges", "figures",
                     "range and median of every linear layer by layer", "quantization_sites"),
-                ("quantization-split", "split_figure",
+                ("quantization-split", "figures",
                     "cost with tokens, coordinates, a prefix or a rotation, and random controls", "quantization_split"),
             ),
         },

@@ -1,4 +1,4 @@
-"""Figures of simulated quantization, and of overflow."""
+"""Figures of simulated quantization."""
 
 from typing import Any
 
@@ -6,13 +6,14 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from sinkscope.commands.quantize.findings import label, probed, whole
+from sinkscope.commands.quantize.findings import probed, random_controls, setting_label, split_settings, whole
 from sinkscope.errors import counted
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import escape, title, wrapped
 from sinkscope.figures.spec import needs
 from sinkscope.figures.style import DOT, HIGHEST, NAVY, OTHERS, SINK, SKY, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.models.projections import NO_LAYER
+from sinkscope.quantization import settings as levels
 from sinkscope.quantization.settings import ALL_LAYERS, ALONE, FULL
 from sinkscope.quantization.sites import INPUT, KEYS, OUTPUT, SCORES, SOFTMAX, SUM, VALUES, WEIGHT
 from sinkscope.results.metrics import METRICS
@@ -52,7 +53,7 @@ def draw_quantization_cost(run: RunData) -> Figure:
     heights = [1.9 * len(quantized), 1.4 * len(modules), *[len(sites)] * (len(sites) > 0)]
     figure = new_figure(style.COLUMN, 0.14 * sum(heights) + 0.5 * len(heights) + 0.6)
     axes = figure.subplots(len(heights), 1, height_ratios=heights)
-    settings = [wrapped(label(run, str(setting)), 26, 2) for setting in quantized.index]
+    settings = [wrapped(setting_label(run, str(setting)), 26, 2) for setting in quantized.index]
     _rows(axes[0], "whole model quantized", settings, float(whole(run)["perplexity"][FULL]))
     for place, row in enumerate(quantized.itertuples()):
         _mark(axes[0], row, place, whole(run)["perplexity"][FULL], SETTING)
@@ -109,10 +110,19 @@ COLUMNS, RANGES_MOST = 4, 24  # panels in a row, and in the figure
 RING: Look = DOT | {"marker": "o", "markersize": 7, "mfc": "none", "mec": VERMILION, "zorder": 5}
 
 
-@needs(lambda run: len(_sites(run)), "the layers of the model contain no linear layer")
+@needs(lambda run: len(_sites_in_layers(run)), "the layers of the model contain no linear layer")
 def draw_quantization_ranges(run: RunData) -> Figure:
-    sites = _sites(run)
-    kinds = dict(list(_kinds(sites).items())[:RANGES_MOST])
+    sites = _sites_in_layers(run)
+    # linear layers that read the same tensor, such as query, key and value, share a panel
+    alike: dict[tuple, tuple[list[str], str, pd.DataFrame]] = {}
+    for (site, part), table in sites.groupby(["site", "part"], sort=False):
+        same = (part, *table["layer"], *table["low"], *table["high"], *table["median_abs"])
+        names, *_ = alike.setdefault(same, ([], str(part), table))
+        names.append(str(site))
+    kinds = {}
+    for names, part, table in list(alike.values())[:RANGES_MOST]:
+        joined = names[0] if len(names) == 1 else ", ".join(name.split(".")[-1] for name in names)
+        kinds[f"{shorten(joined, LONGEST)}\n{part}"] = table
     across = min(COLUMNS, len(kinds))
     figure = new_figure(WIDE, 1.3 * -(-len(kinds) // across) + 0.7)
     axes = plot.panel_grid(figure, len(kinds), across, "layer")
@@ -132,7 +142,7 @@ def draw_quantization_ranges(run: RunData) -> Figure:
     return figure.finish(title(run, WIDE, f"{counted(calibration, 'sequence')} of calibration"), signs, ncols=4)
 
 
-def _sites(run: RunData) -> pd.DataFrame:
+def _sites_in_layers(run: RunData) -> pd.DataFrame:
     """Return the inputs and outputs in the layers; for experts, which share a kind, the site with the widest range."""
     table = run.tables["quantization_sites"]
     table = table[(table["layer"] != NO_LAYER) & (table["part"] != WEIGHT)]
@@ -140,15 +150,35 @@ def _sites(run: RunData) -> pd.DataFrame:
     return widest.sort_index()
 
 
-def _kinds(sites: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Return title → rows. Linear layers that read the same tensor, such as query, key and value, share a panel."""
-    alike: dict[tuple, tuple[list[str], str, pd.DataFrame]] = {}
-    for (site, part), table in sites.groupby(["site", "part"], sort=False):
-        same = (part, *table["layer"], *table["low"], *table["high"], *table["median_abs"])
-        names, *_ = alike.setdefault(same, ([], str(part), table))
-        names.append(str(site))
-    found = {}
-    for names, part, table in alike.values():
-        joined = names[0] if len(names) == 1 else ", ".join(name.split(".")[-1] for name in names)
-        found[f"{shorten(joined, LONGEST)}\n{part}"] = table
-    return found
+# --- The cost with tokens, coordinates or a prefix spared, or the residual stream rotated: a row for each setting, with
+# a bar, its 95 % interval over sequences, and an open mark for each random control.
+
+BAR: Look = {"facecolor": NAVY, "alpha": 0.75, "linewidth": 0}
+BLACK_INTERVAL: Look = {"color": "black", "linewidth": 1.0}
+RANDOM_MARK: Look = DOT | {"marker": "o", "markersize": 3.4, "mfc": "none", "color": VERMILION}
+
+
+def draw_quantization_split(run: RunData) -> Figure:
+    table, draws = split_settings(run).drop(FULL), run.tables["quantization_split"]["draw"].max() + 1
+    figure = new_figure(style.TEXT, 0.3 * len(table) + 1.0)
+    ax = figure.subplots()
+    labels = {
+        levels.ALL: "everything quantized",
+        levels.WEIGHTS: "weights only",
+        levels.TOKENS: f"outlier tokens spared ({table['tokens'][levels.TOKENS]:.3g} of a sequence)",
+        levels.COORDINATES: f"{table['coordinates'][levels.COORDINATES]} coordinates spared",
+        levels.BOTH: "both spared",
+        levels.PREFIX: f"a prefix of {counted(len(run.manifest['quantization']['prefix']), 'token')}",
+        levels.ROTATION: "rotated",
+    }
+    plot.name_rows(ax, [labels[str(setting)] for setting in table.index])
+    for place, (setting, row) in enumerate(table.iterrows()):
+        ax.barh([place], [row["cost"]], height=0.55, **BAR)
+        ax.plot([row["cost_low"], row["cost_high"]], [place, place], **BLACK_INTERVAL)
+        random = random_controls(run, str(setting))["cost"].to_numpy()
+        ax.plot(random, [place + 0.36] * len(random), **RANDOM_MARK)
+    ax.axvline(0.0, **style.GUIDE)
+    ax.set_xlabel(METRICS["cost"].label)
+    random = f"random control (up to {counted(draws, 'draw')})"
+    signs = {"cost": BAR, "95 % interval": BLACK_INTERVAL, random: RANDOM_MARK}
+    return figure.finish(title(run, style.TEXT), signs, ncols=3)

@@ -7,17 +7,17 @@ from sinkscope.results.schema import Count, Part, RunManifest
 
 
 class Quantization(Part):
-    scheme: Literal["linear", "full"] = "linear"
+    scheme: Literal["linear", "full"]
     bits_weights: Count
     bits_activations: Count
-    bits_kv_cache: Count = 8
-    weights_per: PerWeight = "tensor"
-    activations_per: PerActivation = "tensor"
-    kv_cache_per: PerCache | None = None
+    bits_kv_cache: Count
+    weights_per: PerWeight
+    activations_per: PerActivation
+    kv_cache_per: PerCache | None
     calibration: Count
     linear_layers: int
     not_quantized: dict[str, float]  # module → its share of the parameters
-    full_precision_modules: list[str] | None = None
+    full_precision_modules: list[str] | None
     prefix: list[int] = []  # token ids; empty without --prefix
     prefix_text: str = ""
     without_cache: str = ""  # why its keys and values were not saved

@@ -7,12 +7,22 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
-from support.made_up_runs import run_manifest
+from support.made_up_runs import run_manifest, split_table
 from tiny import tiny_model
 
 from sinkscope import Run, quantize
 from sinkscope.commands.quantize import findings as quantization
-from sinkscope.commands.quantize.findings import JSON, RECIPE, llm_compressor_recipe, site_names, spared, whole
+from sinkscope.commands.quantize.findings import (
+    JSON,
+    PREFIXES,
+    RECIPE,
+    ROTATIONS,
+    SPLIT,
+    llm_compressor_recipe,
+    site_names,
+    spared,
+    whole,
+)
 from sinkscope.quantization.settings import ALONE, COSTLIEST_KEPT, COSTLY
 from sinkscope.quantization.sites import INPUT
 from sinkscope.results.findings import Finding, Outcome
@@ -30,11 +40,13 @@ def run_of(costs: dict[str, float], costliest: float | None = None) -> Run:
     if costliest is not None:
         rows += [(-1, "costliest-kept", "", "", "layer 2 down_proj output, layer 3 down_proj output", costliest)]
     table = pd.DataFrame(rows, columns=COLUMNS).assign(sequences=8, max_inf_norm=9.0, kurtosis=3.0)
+    table = table.assign(cost_low=-np.inf, cost_high=np.inf)
     table["loss"] = 3.0 + table["cost"]
     table["perplexity"] = table["loss"].map(lambda loss: 2.718281828**loss)
     sites = pd.DataFrame(SITES, columns=["layer", "site", "part", "is_massive", "max_abs"])
     sites = sites.assign(median_abs=0.5, zeroed=0.93)
-    given = {"bits_weights": 8, "bits_activations": 8, "calibration": 4, "linear_layers": 2, "not_quantized": {}}
+    given = {"scheme": "linear", "bits_weights": 8, "bits_activations": 8, "bits_kv_cache": 8, "kv_cache_per": None}
+    given |= {"calibration": 4, "linear_layers": 2, "not_quantized": {}}
     return Run(
         run_manifest(command="quantize", quantization=given), {"quantization": table, "quantization_sites": sites}
     )
@@ -85,6 +97,66 @@ def test_the_share_of_the_cost_that_sparing_sites_recovers(cost: float, outcome:
     assert costliest.numbers == {"count": 2, "total": 2, "massive": 1, "sites": (("down_proj output", (2, 3)),)}
     assert "1 of which hold massive activations: `down_proj output` of layers 2–3" in costliest.sentence
 
+
+# --- with --prefix
+
+SHARES = {"tokens": 0.2, "coordinates": 0.1, "both": 0.3, "prefix": 0.6}
+RANDOM = {"tokens": [0.0, 0.05], "coordinates": [0.0], "prefix": [0.0] * 20}
+
+
+def split_findings(
+    shares: dict[str, float], random: dict[str, list[float]] | None = None, cost: float = 1.0
+) -> list[Finding]:
+    plain = run_of(SETTINGS)
+    entry = {"prefix": [5], "prefix_text": "a", "without_cache": "", "without_rotation": "why not"}
+    entry |= plain.manifest["quantization"]
+    table = split_table(SHARES | shares, RANDOM | (random or {}), cost)
+    run = Run(plain.manifest | {"quantization": entry}, {**plain.tables, "quantization_split": table})
+    return [finding for finding in quantization.findings(run) if finding.section in (SPLIT, PREFIXES, ROTATIONS)]
+
+
+@pytest.mark.parametrize(
+    ("shares", "random", "outcome", "answer"),
+    [
+        ({}, {}, Outcome.ABSENT, "most of it is in neither."),
+        ({"tokens": 0.7, "both": 0.8}, {}, Outcome.PRESENT, "is in few tokens."),
+        ({"tokens": 0.55, "both": 0.8}, {}, Outcome.PARTLY, "both together"),  # its interval begins at 0.45
+        ({"tokens": 0.7, "both": 0.5}, {"tokens": [0.8]}, Outcome.UNDECIDED, "do not decide"),  # as random tokens
+        ({"coordinates": 0.7}, {}, Outcome.PRESENT, "is in few coordinates."),
+        ({"tokens": 0.7, "coordinates": 0.7}, {}, Outcome.PRESENT, "either of them alone"),
+    ],
+)
+def test_where_most_of_the_cost_is(
+    shares: dict[str, float], random: dict[str, list[float]], outcome: Outcome, answer: str
+) -> None:
+    split = split_findings(shares, random)[0]
+    assert (split.outcome, answer in split.sentence) == (outcome, True)
+    assert "random tokens 0% to 5%" in split.sentence or "tokens" in random
+
+
+@pytest.mark.parametrize(
+    ("share", "random", "outcome", "words"),
+    [
+        (0.6, [0.0] * 20, Outcome.CONFIRMED, "helps, and more than 20 of 20 random ones"),
+        (0.6, [0.7] + [0.0] * 19, Outcome.PARTLY, "random ones may help as much: 1 of 20"),
+        (0.6, [0.0] * 10, Outcome.PARTLY, "0 of 10"),  # too few to tell
+        (0.05, [0.0] * 20, Outcome.ABSENT, "is not shown to help"),
+        (-0.3, [0.0] * 20, Outcome.ABSENT, "does not help"),
+    ],
+)
+def test_a_prefix_against_random_ones(share: float, random: list[float], outcome: Outcome, words: str) -> None:
+    _, prefix, *_ = split_findings({"prefix": share}, {"prefix": random})
+    assert (prefix.outcome, words in prefix.sentence) == (outcome, True)
+
+
+def test_nothing_is_split_where_nothing_is_lost() -> None:
+    split, *_, rotation = split_findings({}, cost=0.005)
+    assert split.outcome == Outcome.ABSENT
+    assert split.sentence.endswith("too little to split.")
+    assert rotation.sentence == "The residual stream was not rotated: why not."
+
+
+# --- files for other tools
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 16, "calibration": 2}
 
