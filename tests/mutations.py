@@ -206,11 +206,11 @@ MUTATIONS = [
     ),
     *_mutations(
         INTERVENTION_TESTS,
-        ("massive: added to what is there", f"{INTERVENTIONS}.massive", "_Massive.applied",
+        ("massive: added to what is there", f"{INTERVENTIONS}.massive", "MassiveEdits.applied",
          "x[:, coordinates] = values", "x[:, coordinates] += values"),
         ("massive: negative ones elsewhere", f"{INTERVENTIONS}.massive", "replace_large",
          "entries.abs() >= least", "entries >= least"),
-        ("epe: exchanged the wrong way", f"{INTERVENTIONS}.nu", "_PositionVectors._epe_exchanged",
+        ("epe: exchanged the wrong way", f"{INTERVENTIONS}.nu", "PositionVectors.applied",
          "epe[giver] - epe[position]", "epe[position] - epe[giver]"),
         ("mask-sink: the sink's own weight", f"{INTERVENTIONS}.sink", "MaskSink.applied",
          "(row[:, None] != col)", "(row[:, None] >= col)"),

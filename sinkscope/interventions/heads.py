@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal
 
 import pandas as pd
 import torch
@@ -16,8 +16,14 @@ from sinkscope.interventions.parameters import Open
 from sinkscope.interventions.sink import MaskSink
 from sinkscope.models.edits import edited_input
 
-# score → the column of `head_scores`, and whether the heads with the smallest values are dormant
-SCORES = {"output-norm": ("relative_norm", True), "first-mass": ("first_mass", False)}
+
+def without_separate_heads(target: Target) -> str | None:
+    for layer, attention in target.family.attentions(target.model).items():
+        module = attention._modules.get(target.family.output)
+        width = getattr(module, "nx", getattr(module, "in_features", 0))
+        if not width or width % target.query_heads:
+            return f"layer {layer} has no projection that reads the outputs of its heads one after the other"
+    return None
 
 
 class AblateHeads(Intervention):
@@ -35,21 +41,12 @@ class AblateHeads(Intervention):
     paper = "Sandoval-Segura et al."
     control_about = "as many random heads"
     reads = ("head-scores",)
+    opens = ("numbers",)
+    requires = (MaskSink.inapplicable, without_separate_heads)
 
     by: Literal["output-norm", "first-mass"] = "output-norm"
     share: Annotated[float, Field(gt=0, lt=1)] = 0.12
     numbers: Open = None  # None: chosen by score and share
-
-    @classmethod
-    def inapplicable(cls, target: Target) -> str | None:
-        if reason := MaskSink.inapplicable(target):
-            return reason
-        for layer, attention in target.family.attentions(target.model).items():
-            module = attention._modules.get(target.family.output)
-            width = getattr(module, "nx", getattr(module, "in_features", 0))
-            if not width or width % target.query_heads:
-                return f"layer {layer} has no projection that reads the outputs of its heads one after the other"
-        return None
 
     def check(self, target: Target, length: int | None = None) -> None:
         super().check(target, length)
@@ -59,34 +56,29 @@ class AblateHeads(Intervention):
             layer, head = divmod(missing[0], heads)
             raise InputError(f"{self.name}: there is no head {missing[0]}, which is head {head} of layer {layer}")
 
-    def resolved(self, known: Known) -> Self:
-        if self.numbers is not None:
-            return self
-        if "head_scores" not in known.tables:
-            raise InputError(f"{self.name}: no scores of heads are known: name the numbers of heads")
-        return self.model_copy(update={"numbers": dormant(known.tables["head_scores"], self.by, self.share)})
+    def measured(self, known: Known) -> dict[str, Any]:
+        table = known.table("head_scores", f"{self.name}: no scores of heads are known: name the numbers of heads")
+        return {"numbers": dormant(table, self.by, self.share)}
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
         heads = known.target.query_heads
         every = [layer * heads + head for layer in known.target.attending() for head in range(heads)]
-        chosen = torch.randperm(len(every), generator=draw)[: len(self.numbers or ())].tolist()
-        return self.model_copy(update={"numbers": tuple(sorted(every[at] for at in chosen))})
+        order = torch.randperm(len(every), generator=draw)[: len(self.numbers or ())].tolist()
+        return self.model_copy(update={"numbers": tuple(sorted(every[index] for index in order))})
 
     def begins_at(self, target: Target) -> int:
         return min(self.numbers or (0,)) // target.query_heads
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
-        if self.numbers is None:
-            raise InputError(f"{self.name}: name the numbers of heads")
         heads = target.query_heads
         by_layer: dict[int, list[int]] = {}
-        for number in self.numbers:
+        for number in self.numbers or ():
             by_layer.setdefault(number // heads, []).append(number % heads)
 
-        def zeroed(own: list[int], module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def zeroed(ablated: list[int], module: nn.Module, x: torch.Tensor) -> torch.Tensor:
             x = x.clone()
-            x.unflatten(-1, (heads, -1))[..., own, :] = 0.0
+            x.unflatten(-1, (heads, -1))[..., ablated, :] = 0.0
             touch()
             return x
 
@@ -103,8 +95,9 @@ def dormant(head_scores: pd.DataFrame, by: str, share: float) -> tuple[int, ...]
 
     Ties are broken by layer and head.
     """
-    column, smallest = SCORES[by]
+    # the column of `head_scores`, and whether the heads with the smallest values are dormant
+    column, smallest = {"output-norm": ("relative_norm", True), "first-mass": ("first_mass", False)}[by]
     ranked = head_scores.sort_values([column, "layer", "head"], ascending=[smallest, True, True])
-    chosen = ranked.head(max(1, round(share * len(ranked))))
+    ranked = ranked.head(max(1, round(share * len(ranked))))
     heads = int(head_scores["head"].max()) + 1
-    return tuple(sorted((chosen["layer"] * heads + chosen["head"]).astype(int).tolist()))
+    return tuple(sorted((ranked["layer"] * heads + ranked["head"]).astype(int).tolist()))

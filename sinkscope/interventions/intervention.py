@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from sinkscope.attention.kernels import is_visible
 from sinkscope.attention.taps import Seam
 from sinkscope.errors import InputError, SinkscopeError, counted
-from sinkscope.models.edits import check_parameters, edited_output
+from sinkscope.models.edits import Edit, check_changes, check_parameters, edited_output, replaced
 from sinkscope.models.family import Family
 from sinkscope.models.projections import Projection, Role, check_plain, lacking_projection, projections
 from sinkscope.retrofits.retrofit import registers_before
@@ -139,6 +139,12 @@ class Known:
     # (layer, position) → (D,) mean over sequences of the layer's output; with of_values=True (heads · d,) of its values
     means: Callable[..., torch.Tensor] | None = None
 
+    def table(self, name: str, missing: str) -> pd.DataFrame:
+        """Return a table of the arm `before`; raise InputError, with this message, if it was not measured."""
+        if name not in self.tables:
+            raise InputError(missing)
+        return self.tables[name]
+
     def draw_positions(self, count: int, draw: torch.Generator, but: Iterable[int]) -> tuple[int, ...]:
         """Draw positions for a control, except `but`, 0 (the usual sink) and the last (which no later query sees)."""
         return draw_others(count, self.length - 1, draw, {0, *but}, "position")
@@ -152,6 +158,10 @@ class Expectation(StrEnum):
     SINK_MOVES = "sink-moves"
     PERPLEXITY_COLLAPSES = "perplexity-collapses"
     PERPLEXITY_UNHARMED = "perplexity-unharmed"
+
+
+# returns why an intervention does not apply to a model; None if it applies
+Requirement = Callable[[Target], str | None]
 
 
 class Intervention(BaseModel, ABC):
@@ -170,11 +180,13 @@ class Intervention(BaseModel, ABC):
     reads: ClassVar[tuple[str, ...]] = ()  # observables of the unchanged model, beyond the usual, that `resolved` reads
     measured_by: ClassVar[str] = "pass"  # a key of Experiment.METHODS; can be combined only if "pass"
     heads_of: ClassVar[Role] = "query"  # the heads that the parameter `heads` counts
+    opens: ClassVar[tuple[str, ...]] = ()  # parameters that `measured` decides if one of them is None
+    requires: ClassVar[tuple[Requirement, ...]] = ()
 
     @classmethod
     def inapplicable(cls, target: Target) -> str | None:
         """Return why the intervention does not apply to this model, or None if it applies."""
-        return None
+        return next(filter(None, (requirement(target) for requirement in cls.requires)), None)
 
     def check(self, target: Target, length: int | None = None) -> None:
         """Raise InputError if a parameter names a layer, head, coordinate or position that does not exist.
@@ -197,7 +209,12 @@ class Intervention(BaseModel, ABC):
 
     def resolved(self, known: Known) -> Self:
         """Return the intervention with all open parameters decided; raise InputError if one cannot be decided."""
-        return self
+        is_decided = all(getattr(self, name) is not None for name in self.opens)
+        return self if is_decided else self.model_copy(update=self.measured(known))
+
+    def measured(self, known: Known) -> dict[str, Any]:
+        """Return values of the open parameters from the unchanged model; raise InputError if they are not known."""
+        return {}
 
     def control(self, known: Known, draw: torch.Generator) -> "Intervention | None":
         """Return the same kind of change at a random place or in a random direction, or None."""
@@ -252,8 +269,25 @@ def applied(target: Target, interventions: Iterable[Intervention]) -> Iterator[N
             if reason is not None:
                 raise InputError(f"{intervention.name} does not apply to this model: {reason}")
             intervention.check(target)
+            if any(getattr(intervention, name) is None for name in intervention.opens):
+                raise InputError(f"{intervention.name}: name the {' and the '.join(intervention.opens)}")
             stack.enter_context(intervention.applied(target))
         yield
+
+
+class WeightEdits(Intervention):
+    """Replaces parameters of the model until the end of the block."""
+
+    @abstractmethod
+    def edits(self, target: Target) -> list[Edit]:
+        """Return the parameters with their new values."""
+
+    @contextmanager
+    def applied(self, target: Target) -> Iterator[None]:
+        edits = self.edits(target)
+        check_changes(self.name, edits)
+        with replaced(edits):
+            yield
 
 
 class UntouchedError(SinkscopeError):

@@ -17,15 +17,20 @@ from sinkscope.interventions.parameters import Indices, Open, Real, Reals
 from sinkscope.models.edits import edited_input, edited_output
 
 ELSEWHERE = 0.25  # a coordinate of the sink is massive at no more than this share of the other tokens
-SEVERAL_COPIES = "its residual stream has several copies, of which the mean is known"
 
 
-class _Massive(Intervention):
+def several_copies(target: Target) -> str | None:
+    return "its residual stream has several copies, of which the mean is known" if target.family.copies else None
+
+
+class MassiveEdits(Intervention):
     """Changes coordinates of layers' outputs at chosen positions (S2M §3, Sun et al. 2024)."""
 
     paper = "S2M §3"
     control_about = "random coordinates"
     redraws = "coordinates"
+    opens = ("layers", "coordinates")
+    requires = (several_copies,)
 
     puts_mean: ClassVar[bool] = False  # whether massive activations of other tokens are set to their mean, or else to 0
 
@@ -35,13 +40,7 @@ class _Massive(Intervention):
     # massive activations of other tokens, such as delimiters: groups of layer, coordinate, smallest magnitude and mean
     elsewhere: Reals | None = None
 
-    @classmethod
-    def inapplicable(cls, target: Target) -> str | None:
-        return SEVERAL_COPIES if target.family.copies else None
-
-    def resolved(self, known: Known) -> Self:
-        if self.layers is not None and self.coordinates is not None:
-            return self
+    def measured(self, known: Known) -> dict[str, Any]:
         layers, coordinates = sink_massive(self.name, known, self.positions[0], self.layers, self.coordinates)
         layers, coordinates = self.layers or layers, self.coordinates or coordinates
         elsewhere = self.elsewhere
@@ -52,7 +51,7 @@ class _Massive(Intervention):
             groups = rows.groupby(["layer", "coordinate"])["value"]
             rows = groups.agg(least=lambda x: x.abs().min(), mean="mean").reset_index()
             elsewhere = tuple(rows.to_numpy(dtype=float).flatten().tolist()) or None
-        return self.model_copy(update={"layers": layers, "coordinates": coordinates, "elsewhere": elsewhere})
+        return {"layers": layers, "coordinates": coordinates, "elsewhere": elsewhere}
 
     def values(self, *shape: int) -> torch.Tensor:
         """Return the new values, (layers, positions, coordinates)."""
@@ -60,11 +59,9 @@ class _Massive(Intervention):
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
-        if self.layers is None or self.coordinates is None:
-            raise InputError(f"{self.name}: name the layers and the coordinates")
-        coordinates = list(self.coordinates)
-        layers: dict[int, nn.Module] = {layer: target.layers[layer] for layer in self.layers}
-        new = self.values(len(self.layers), len(self.positions), len(coordinates)).flatten(0, 1)
+        coordinates = list(self.coordinates or ())
+        layers: dict[int, nn.Module] = {layer: target.layers[layer] for layer in self.layers or ()}
+        new = self.values(len(layers), len(self.positions), len(coordinates)).flatten(0, 1)
         values = dict(zip(product(layers.values(), self.positions), new, strict=True))
         numbers = self.elsewhere or ()
         rows = [(int(row[0]), int(row[1]), *row[2:]) for row in zip(*[iter(numbers)] * 4, strict=False)]
@@ -90,13 +87,13 @@ class _Massive(Intervention):
         return type(self)(layers=self.layers, positions=self.positions, coordinates=others.coordinates)
 
 
-class ZeroMassive(_Massive):
+class ZeroMassive(MassiveEdits):
     name = "zero-massive"
     about = "hidden-state coordinates at the sink = 0 (layers, positions, coordinates, elsewhere: the massive ones)"
     expects = Expectation.PERPLEXITY_COLLAPSES
 
 
-class MeanMassive(_Massive):
+class MeanMassive(MassiveEdits):
     name = "mean-massive"
     about = "hidden-state coordinates at the sink = their mean over sequences (as zero-massive; means)"
     expects = Expectation.PERPLEXITY_UNHARMED
@@ -144,9 +141,7 @@ def sink_massive(
     message.
     """
     missing = f"{name}: no massive activations at position {position} are known: name {to_name}"
-    if "massive" not in known.tables:
-        raise InputError(missing)
-    table = known.tables["massive"]
+    table = known.table("massive", missing)
     sequences = table["sequence"].nunique()
     massive = table[table["is_massive"]]
     elsewhere = massive[massive["position"] != position].groupby(["layer", "coordinate"]).size()
@@ -178,31 +173,28 @@ class RescaleNorm(Intervention):
     control_about = "another position"
     redraws = "positions"
     expects = Expectation.PERPLEXITY_UNHARMED
+    opens = ("layers",)
+    requires = (
+        several_copies,
+        lambda target: (
+            None
+            if any("attn_norm" in target.family.block(layer).sites for layer in range(len(target.layers)))
+            else "it has no norm before its branches, so they would read a different state"
+        ),
+    )
 
     layers: Open = None  # None: the layer after the first at whose output the position has massive activations
     positions: Indices = (0,)
     factor: Annotated[Real, Field(gt=0)] = 0.5
 
-    @classmethod
-    def inapplicable(cls, target: Target) -> str | None:
-        if target.family.copies:
-            return SEVERAL_COPIES
-        if any("attn_norm" in target.family.block(layer).sites for layer in range(len(target.layers))):
-            return None
-        return "it has no norm before its branches, so they would read a different state"
-
-    def resolved(self, known: Known) -> Self:
-        if self.layers is not None:
-            return self
-        massive, _ = sink_massive(self.name, known, self.positions[0], to_name="layers")
-        return self.model_copy(update={"layers": (massive[0] + 1,)})
+    def measured(self, known: Known) -> dict[str, Any]:
+        layers, _ = sink_massive(self.name, known, self.positions[0], to_name="layers")
+        return {"layers": (layers[0] + 1,)}
 
     def applied(self, target: Target) -> AbstractContextManager[None]:
-        if self.layers is None:
-            raise InputError(f"{self.name}: name the layers")
         if self.factor == 1.0:
             raise InputError(f"{self.name} would change nothing: its factor is 1")
-        modules = [target.layers[layer] for layer in self.layers]
+        modules = [target.layers[layer] for layer in self.layers or ()]
         return edited_positions(
             self.name, target, modules, self.positions, lambda module, position, x: self.factor * x, edited_input
         )

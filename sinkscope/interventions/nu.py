@@ -7,21 +7,19 @@
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Literal, Self
+from typing import Any, Literal
 
 import torch
 
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import Expectation, Intervention, Known, Target, edited_positions
+from sinkscope.interventions.intervention import Expectation, Intervention, Known, Target, WeightEdits, edited_positions
 from sinkscope.interventions.massive import sink_massive
 from sinkscope.interventions.parameters import Chosen, Index, Indices, Open, chosen
 from sinkscope.models.edits import Edit, check_changes, replaced
 from sinkscope.models.projections import effective_positions, massive_coordinates
 
-MLP_IS_A_TERM = ("sequential", "parallel")  # wirings in which the MLP's output is a term of the layer's output
 
-
-class _EditsProjection(Intervention):
+class ProjectionEdits(WeightEdits):
     """Edits the query bias (H,d), or the key weight (K,d,D), of the chosen layers and heads."""
 
     layers: Chosen = None
@@ -31,8 +29,7 @@ class _EditsProjection(Intervention):
     def edited(self, values: torch.Tensor, layer: int) -> torch.Tensor:
         """Return the new bias (heads,d) or weight (heads,d,D) of some heads of a layer."""
 
-    @contextmanager
-    def applied(self, target: Target) -> Iterator[None]:
+    def edits(self, target: Target) -> list[Edit]:
         edits: list[Edit] = []
         for layer in target.attending(self.layers):
             projection = target.projection(layer, self.heads_of)
@@ -43,21 +40,17 @@ class _EditsProjection(Intervention):
             heads, changed = chosen(self.heads, projection.heads), values.detach().clone()
             changed[heads] = self.edited(changed[heads], layer)
             edits.append((projection.module, name, projection.with_part(name, changed)))
-        check_changes(self.name, edits)
-        with replaced(edits):
-            yield
+        return edits
 
 
-class _QueryBias(_EditsProjection):
-    expected = False  # only some models have query biases
-
-    @classmethod
-    def inapplicable(cls, target: Target) -> str | None:
-        return target.without_weights("query") or (None if target.has_query_bias else "its queries have no bias")
+def without_query_bias(target: Target) -> str | None:
+    return target.without_weights("query") or (None if target.has_query_bias else "its queries have no bias")
 
 
-class NullifyQueryBias(_QueryBias):
+class NullifyQueryBias(ProjectionEdits):
     name = "nullify-query-bias"
+    expected = False  # only some models have query biases
+    requires = (without_query_bias,)
     about = "b_Q = 0 (layers, query heads)"
     paper = "NU intervention 1"
     control_about = "b_Q plus a random vector of its norm"
@@ -71,8 +64,10 @@ class NullifyQueryBias(_QueryBias):
         return PerturbQueryBias(layers=self.layers, heads=self.heads, seed=seed)
 
 
-class PerturbQueryBias(_QueryBias):
+class PerturbQueryBias(ProjectionEdits):
     name = "perturb-query-bias"
+    expected = False
+    requires = (without_query_bias,)
     about = "b_Q plus a vector of its own norm in a random direction: each head's entries, shuffled"
     paper = "control of NU intervention 1"
     is_control = True
@@ -86,20 +81,20 @@ class PerturbQueryBias(_QueryBias):
         return values + values.gather(1, order.to(values.device)) * signs.to(values)
 
 
-class _PositionVectors(Intervention):
+def without_learned_positions(target: Target) -> str | None:
+    is_learned, kind = bool(target.family.position_embedding), target.family.positions
+    return None if is_learned else f"its positions are not learned vectors (they are {kind})"
+
+
+class PositionVectors(Intervention):
     """Gives positions the vectors of other positions."""
 
     expected = False  # only some models have learned positions
+    requires = (without_learned_positions,)
 
     # "embedding": rows of the position embedding, which the first layer's attention reads too; "epe": the part
     # EPE_i = MLP⁽¹⁾(p_i) + p_i of the first layer's output, so that only later layers are affected
     at: Literal["embedding", "epe"] = "embedding"
-
-    @classmethod
-    def inapplicable(cls, target: Target) -> str | None:
-        if target.family.position_embedding:
-            return None
-        return f"its positions are not learned vectors (they are {target.family.positions})"
 
     @abstractmethod
     def givers(self) -> dict[int, int]:
@@ -107,34 +102,32 @@ class _PositionVectors(Intervention):
 
     def check(self, target: Target, length: int | None = None) -> None:
         super().check(target, length)
-        if self.at == "epe" and target.family.block(0).wiring not in MLP_IS_A_TERM:
+        if self.at == "epe" and target.family.block(0).wiring not in ("sequential", "parallel"):
             raise InputError(f"{self.name}: at=epe: the first layer's output is not a sum with its MLP's output")
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
-        module = target.model.get_submodule(target.family.position_embedding)
+        module, givers = target.model.get_submodule(target.family.position_embedding), self.givers()
         vectors: torch.Tensor = module.weight  # type: ignore[assignment]
         first = target.family.position_offset
         self.check(target, len(vectors) - first)
         changed = vectors.detach().clone()
-        for position, giver in self.givers().items():
+        for position, giver in givers.items():
             changed[first + position] = vectors.detach()[first + giver]
         edits: list[Edit] = [(module, "weight", changed)]
         check_changes(self.name, edits)
-        with replaced(edits) if self.at == "embedding" else self._epe_exchanged(target):
+        edited = replaced(edits)
+        if self.at == "epe":  # each position's own EPE in the first layer's output becomes the EPE of its giver
+            epe = effective_positions(target.model, target.family, max(*givers, *givers.values()) + 1)
+            shifts = {position: epe[giver] - epe[position] for position, giver in givers.items()}
+            edited = edited_positions(
+                self.name, target, target.layers[:1], givers, lambda module, position, x: x + shifts[position].to(x)
+            )
+        with edited:
             yield
 
-    def _epe_exchanged(self, target: Target) -> AbstractContextManager[None]:
-        """Replace each position's own EPE in the first layer's output by the EPE of its giver."""
-        givers = self.givers()
-        epe = effective_positions(target.model, target.family, max(*givers, *givers.values()) + 1)
-        shifts = {position: epe[giver] - epe[position] for position, giver in givers.items()}
-        return edited_positions(
-            self.name, target, target.layers[:1], givers, lambda module, position, x: x + shifts[position].to(x)
-        )
 
-
-class ReplaceEpe(_PositionVectors):
+class ReplaceEpe(PositionVectors):
     name = "replace-epe"
     about = "position 0 gets another position's vector p (positions, source: the other; at=epe: its EPE instead)"
     paper = "NU intervention 2"
@@ -156,7 +149,7 @@ class ReplaceEpe(_PositionVectors):
         return ReplaceEpe(positions=tuple(positions), source=source, at=self.at)
 
 
-class TransplantEpe(_PositionVectors):
+class TransplantEpe(PositionVectors):
     name = "transplant-epe"
     about = "two positions exchange their vectors (source: the sink's position, target: the other; at=epe)"
     paper = "NU intervention 3"
@@ -195,7 +188,12 @@ class NullifyFirstEmbedding(Intervention):
         )
 
 
-class ZeroKeyColumns(_EditsProjection):
+def without_residual_keys(target: Target) -> str | None:
+    reads_residual = all(target.projection(layer, "key").width == target.width for layer in target.attending())
+    return None if reads_residual else "its key projection does not read the residual stream itself"
+
+
+class ZeroKeyColumns(ProjectionEdits):
     name = "zero-key-columns"
     about = "W_k does not read these coordinates (layers, key heads, coordinates: the massive ones)"
     paper = "NU intervention 5"
@@ -203,29 +201,20 @@ class ZeroKeyColumns(_EditsProjection):
     redraws = "coordinates"
     expects = Expectation.SINK_FALLS
     heads_of = "key"
+    opens = ("coordinates",)
+    requires = (lambda target: target.without_weights("key"), without_residual_keys)
 
     coordinates: Open = None  # None: massive in EPE_0, or in the stream if positions are not learned
 
-    @classmethod
-    def inapplicable(cls, target: Target) -> str | None:
-        reason = target.without_weights("key")
-        if reason is None and any(target.projection(at, "key").width != target.width for at in target.attending()):
-            return "its key projection does not read the residual stream itself"
-        return reason
-
-    def resolved(self, known: Known) -> Self:
-        if self.coordinates is not None:
-            return self
+    def measured(self, known: Known) -> dict[str, Any]:
         family = known.target.family
         if family.position_embedding:
-            found = tuple(massive_coordinates(effective_positions(known.target.model, family, 1)[0]))
-            if not found:
+            massive = tuple(massive_coordinates(effective_positions(known.target.model, family, 1)[0]))
+            if not massive:
                 raise InputError(f"{self.name}: EPE_0 has no massive coordinates here: name some")
         else:
-            _, found = sink_massive(self.name, known, 0)
-        return self.model_copy(update={"coordinates": tuple(sorted(found))})
+            _, massive = sink_massive(self.name, known, 0)
+        return {"coordinates": tuple(sorted(massive))}
 
     def edited(self, values: torch.Tensor, layer: int) -> torch.Tensor:
-        if self.coordinates is None:
-            raise InputError(f"{self.name}: name the coordinates")
         return values.index_fill(-1, torch.tensor(self.coordinates, device=values.device), 0.0)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from itertools import product
-from typing import Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import PrivateAttr
@@ -16,9 +16,15 @@ from torch import nn
 from sinkscope.attention.kernels import ForbiddenKeys, head_mask
 from sinkscope.attention.streaming import inapplicable, streaming
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import Intervention, Known, Target, edited_positions, must_touch
+from sinkscope.interventions.intervention import Intervention, Known, Requirement, Target, edited_positions, must_touch
 from sinkscope.interventions.massive import sink_massive
 from sinkscope.interventions.parameters import Chosen, Indices, Real, Reals, chosen
+
+
+def without_equal_heads(target: Target) -> str | None:
+    queries = [roles["query"] for roles in target.family.projections.values() if "query" in roles]
+    is_equal = all(len(query.places) == target.query_heads for query in queries)
+    return None if is_equal else "its layers differ in their numbers of heads"
 
 
 class MaskSink(Intervention):
@@ -37,6 +43,7 @@ class MaskSink(Intervention):
     paper = "S2M §1"
     control_about = "another position"
     redraws = "positions"
+    requires = (without_equal_heads,)
 
     layers: Chosen = None
     heads: Chosen = None
@@ -53,12 +60,6 @@ class MaskSink(Intervention):
         (first, *_), _ = sink_massive(self.name, known, self.positions[0], to_name="layers")
         later = tuple(layer for layer in known.target.attending() if layer > first)
         return self.model_copy(update={"layers": later})
-
-    @classmethod
-    def inapplicable(cls, target: Target) -> str | None:
-        queries = [roles["query"] for roles in target.family.projections.values() if "query" in roles]
-        is_uniform = all(len(query.places) == target.query_heads for query in queries)
-        return None if is_uniform else "its layers differ in their numbers of heads"
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
@@ -103,16 +104,14 @@ class StreamingWindow(Intervention):
     about = "attend only to the last and the first tokens (window, keep: lists); not combinable"
     paper = "S2M §1"
     measured_by = "streaming"
+    opens = ("window",)
+    requires = (lambda target: inapplicable(target.model, target.family),)
 
     window: Indices | None = None  # None: a quarter of the sequence
     keep: Indices = (0, 1, 2, 4)
 
-    @classmethod
-    def inapplicable(cls, target: Target) -> str | None:
-        return inapplicable(target.model, target.family)
-
-    def resolved(self, known: Known) -> Self:
-        return self if self.window else self.model_copy(update={"window": (max(1, known.length // 4),)})
+    def measured(self, known: Known) -> dict[str, Any]:
+        return {"window": (max(1, known.length // 4),)}
 
     @property
     def watched(self) -> tuple[int, ...]:
@@ -140,6 +139,7 @@ class ChangedValues(Intervention):
     control_about = "another position"
     redraws = "positions"
     heads_of = "value"
+    requires: ClassVar[tuple[Requirement, ...]] = (lambda target: target.without_projection("value"),)
 
     layers: Chosen = None
     heads: Chosen = None
@@ -147,16 +147,10 @@ class ChangedValues(Intervention):
     where: Literal["all", "sinks"] = "all"
     _sinks: frozenset[tuple[int, int]] | None = PrivateAttr(None)  # measured (layer, key/value head) pairs
 
-    @classmethod
-    def inapplicable(cls, target: Target) -> str | None:
-        return target.without_projection("value")
-
     def resolved(self, known: Known) -> Self:
         if self.where == "all" or self._sinks is not None:  # a control changes the same heads as the intervention
             return self
-        if "attention" not in known.tables:
-            raise InputError(f"{self.name}: where=sinks {DECIDED}")
-        table, decided = known.tables["attention"], self.model_copy()
+        table, decided = known.table("attention", f"{self.name}: where=sinks {DECIDED}"), self.model_copy()
         # a head has a sink if it does in at least half of the sequences
         sinks = table[table["position"].isin(self.positions) & (table["sink_rate"] >= 0.5)]
         decided._sinks = frozenset(zip(sinks["layer"].astype(int), sinks["kv_head"].astype(int), strict=True))
@@ -210,6 +204,11 @@ class ScaleSinkValue(ChangedValues):
         return lambda layer, position, x: x * self.factor
 
 
+def without_own_values(target: Target) -> str | None:
+    modules = [target.projection(layer, "value").module for layer in target.attending()]
+    return None if len(set(modules)) == len(modules) else "its layers share a value projection"
+
+
 class MeanSinkValue(ChangedValues):
     """Replaces the sink's value state by its mean over sequences, so that it adds a constant bias.
 
@@ -219,17 +218,11 @@ class MeanSinkValue(ChangedValues):
 
     name = "mean-sink-value"
     about = "value states at the sink = their mean over sequences (layers, key/value heads, positions, where; means)"
+    requires = (*ChangedValues.requires, without_own_values)
 
     # by layer, position, head and dimension, or one for all; None: measured, and too large to be saved in run.json
     means: Reals | None = None
     _measured: dict[tuple[int, int], torch.Tensor] | None = PrivateAttr(None)
-
-    @classmethod
-    def inapplicable(cls, target: Target) -> str | None:
-        if (reason := super().inapplicable(target)) is not None:
-            return reason
-        modules = [target.projection(layer, "value").module for layer in target.attending()]
-        return None if len(set(modules)) == len(modules) else "its layers share a value projection"
 
     def resolved(self, known: Known) -> Self:
         decided = super().resolved(known)

@@ -1,40 +1,35 @@
 """Interventions on the entries and experts that write massive activations (Yu et al. 2024; Su et al. 2025)."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Literal, Self
+from typing import Any, ClassVar, Literal
 
 import pandas as pd
 import torch
 
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import Expectation, Intervention, Known, Target
+from sinkscope.interventions.intervention import Expectation, Intervention, Known, Requirement, Target, WeightEdits
 from sinkscope.interventions.parameters import Index, Open
-from sinkscope.models.edits import check_changes, replaced
+from sinkscope.models.edits import Edit
 from sinkscope.models.feed_forward import NO_EXPERT, FeedForward, feed_forwards, without_feed_forward
 
 EARLY = 0.75  # massive activations form in this first part of the layers (Su et al., code)
 
 
-class _Zeroed(Intervention):
+class ZeroedPart(WeightEdits):
     """Sets a part of the last projection of one layer's feed-forward network to zero until the end of the block."""
 
     reads = ("super-weight",)
     expects = Expectation.PERPLEXITY_COLLAPSES
+    requires: ClassVar[tuple[Requirement, ...]] = (lambda target: without_feed_forward(target.model, target.family),)
 
     layer: Index | None = None  # None: measured
     expert: Index | None = None  # of a mixture; None: measured, or the layer has none
 
-    @classmethod
-    def inapplicable(cls, target: Target) -> str | None:
-        return without_feed_forward(target.model, target.family)
-
     def part(self, target: Target) -> FeedForward:
         """Return the projection; raise InputError if there is no such layer, expert, row or column."""
-        found = feed_forwards(target.model, target.family)
-        if self.layer not in found:
+        parts = feed_forwards(target.model, target.family)
+        if self.layer not in parts:
             raise InputError(f"{self.name}: name a layer with a feed-forward network, not {self.layer}")
-        part = found[self.layer]
+        part = parts[self.layer]
         if (self.expert is None) == bool(part.experts):
             has = f"{part.experts} experts: name one" if part.experts else "no experts"
             raise InputError(f"{self.name}: layer {self.layer} has {has}")
@@ -54,15 +49,11 @@ class _Zeroed(Intervention):
     def begins_at(self, target: Target) -> int:
         return self.layer or 0
 
-    @contextmanager
-    def applied(self, target: Target) -> Iterator[None]:
-        edits = self.part(target).zeroed(self.expert, *self.entries)
-        check_changes(self.name, edits)
-        with replaced(edits):
-            yield
+    def edits(self, target: Target) -> list[Edit]:
+        return self.part(target).zeroed(self.expert, *self.entries)
 
 
-class ZeroSuperWeight(_Zeroed):
+class ZeroSuperWeight(ZeroedPart):
     """Sets entries of one column of W, the weights that one neuron writes, to zero; by default the super weight alone.
 
     Rows that share a column are one neuron. With which=largest, the default is the entry of the same matrix with the
@@ -76,6 +67,7 @@ class ZeroSuperWeight(_Zeroed):
     )
     paper = "Yu et al."
     control_about = "a random entry of the same row or of the same column"
+    opens = ("layer", "rows", "column")
 
     rows: Open = None  # None: measured
     column: Index | None = None
@@ -88,57 +80,49 @@ class ZeroSuperWeight(_Zeroed):
 
     @property
     def entries(self) -> tuple[tuple[int, ...] | None, int | None]:
-        if self.rows is None or self.column is None:
-            raise InputError(f"{self.name}: name the rows and the column")
         return self.rows, self.column
 
-    def resolved(self, known: Known) -> Self:
-        if self.layer is not None and self.rows is not None and self.column is not None:
-            return self
-        if "super_weights" not in known.tables:
-            raise InputError(f"{self.name}: no super weight is known: name layer, rows and column")
-        table = usual_pairs(known.tables["super_weights"])
+    def measured(self, known: Known) -> dict[str, Any]:
+        missing = f"{self.name}: no super weight is known: name layer, rows and column"
+        table = usual_pairs(known.table("super_weights", missing))
         table = table[table["layer"] == self.layer] if self.layer is not None else table[table["is_early"]]
         if table.empty:
             raise InputError(f"{self.name}: name a layer with a feed-forward network, not {self.layer}")
-        found = {name: int(x) for name, x in table.loc[table["written"].idxmax()][["layer", *PAIR]].items()}
+        layer, expert, row, column = map(int, table.loc[table["written"].idxmax()][["layer", *PAIR]])
         if self.which == "largest":
-            weight = feed_forwards(known.target.model, known.target.family)[found["layer"]].weight(found["expert"])
-            found["row"], found["column"] = divmod(int(weight.abs().argmax()), weight.shape[1])
-        found["rows"] = (found.pop("row"),)  # type: ignore[assignment]
-        return self.model_copy(update=found | ({"expert": None} if found["expert"] == NO_EXPERT else {}))
+            weight = feed_forwards(known.target.model, known.target.family)[layer].weight(expert)
+            row, column = divmod(int(weight.abs().argmax()), weight.shape[1])
+        return {"layer": layer, "expert": None if expert == NO_EXPERT else expert, "rows": (row,), "column": column}
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
         """Return the change of a random other row of the column, or of a random other column of the row."""
         (rows, column), shape = self.entries, self.part(known.target).weight(self.expert or 0).shape
         along_row = bool(torch.randint(2, (), generator=draw))
-        own = (column if along_row else (rows or (0,))[0]) or 0
+        treated = (column if along_row else (rows or (0,))[0]) or 0
         other = int(torch.randint(shape[along_row] - 1, (), generator=draw))
-        other += other >= own
+        other += other >= treated
         return self.model_copy(update={"column": other} if along_row else {"rows": (other,)})
 
 
-class ZeroSuperExpert(_Zeroed):
+def without_experts(target: Target) -> str | None:
+    parts = feed_forwards(target.model, target.family).values()
+    return None if any(part.experts for part in parts) else "it has no experts"
+
+
+class ZeroSuperExpert(ZeroedPart):
     name = "zero-super-expert"
     about = "the output of one expert of a mixture = 0 (layer, expert: those with the largest output)"
     paper = "Su et al."
     control_about = "a random other expert"
     expected = False  # only some models are mixtures
+    opens = ("layer", "expert")
+    requires = (*ZeroedPart.requires, without_experts)
 
-    @classmethod
-    def inapplicable(cls, target: Target) -> str | None:
-        parts = feed_forwards(target.model, target.family).values()
-        return super().inapplicable(target) or (None if any(part.experts for part in parts) else "it has no experts")
-
-    def resolved(self, known: Known) -> Self:
-        if self.layer is not None and self.expert is not None:
-            return self
-        if "super_experts" not in known.tables:
-            raise InputError(f"{self.name}: no super expert is known: name layer and expert")
-        table = known.tables["super_experts"]
+    def measured(self, known: Known) -> dict[str, Any]:
+        table = known.table("super_experts", f"{self.name}: no super expert is known: name layer and expert")
         table = table[table["is_super"]] if table["is_super"].any() else table
-        found = table.loc[table["largest"].idxmax()]
-        return self.model_copy(update={"layer": int(found["layer"]), "expert": int(found["expert"])})
+        largest = table.loc[table["largest"].idxmax()]
+        return {"layer": int(largest["layer"]), "expert": int(largest["expert"])}
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention:
         parts = feed_forwards(known.target.model, known.target.family).items()
@@ -159,7 +143,7 @@ def usual_pairs(super_weights: pd.DataFrame) -> pd.DataFrame:
     """
     table = super_weights.assign(**super_weights[["written", "input", "output"]].abs())
     groups = table.groupby(["layer", *PAIR])
-    found = groups[["written", "input", "output", "weight", "share"]].mean()
-    found["sequences"] = groups.size() / table["sequence"].nunique()
-    found = found.reset_index().sort_values(["sequences", "written"], ascending=False).drop_duplicates("layer")
-    return found.sort_values("layer").assign(is_early=found["layer"] < EARLY * (table["layer"].max() + 1))
+    pairs = groups[["written", "input", "output", "weight", "share"]].mean()
+    pairs["sequences"] = groups.size() / table["sequence"].nunique()
+    pairs = pairs.reset_index().sort_values(["sequences", "written"], ascending=False).drop_duplicates("layer")
+    return pairs.sort_values("layer").assign(is_early=pairs["layer"] < EARLY * (table["layer"].max() + 1))
