@@ -29,12 +29,11 @@ from sinkscope.errors import SinkscopeError
 from sinkscope.models.edits import Attend, attending_by, edited_input, unknown_code
 from sinkscope.models.family import Family, embedding_weight, input_device, number_of_positions
 from sinkscope.models.in_memory import outside_autocast, own_configurations, unchanged_after
-from sinkscope.models.packed import is_packed
+from sinkscope.models.packed import packed_tolerance
 from sinkscope.models.wiring import record_ends
 
 READABLE = ("sdpa", "eager")  # attention implementations whose masks this module can read
 PROBED_TOKENS = 24
-ROUNDED_ACTIVATIONS = 5e-2  # largest difference where activations are rounded to 8 bits
 _opening = threading.Lock()  # two threads may open seams on one model
 
 
@@ -218,7 +217,7 @@ def unread_attentions(model: PreTrainedModel, family: Family) -> dict[int, str]:
             ours, theirs = (ends[attention][-1].x for ends in (seamed, bare))
             difference = float((ours.double() - theirs.double()).norm() / theirs.double().norm())
             exact = max(torch.finfo(theirs.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
-            if difference > max(exact, ROUNDED_ACTIVATIONS if is_packed(model) else 0.0):
+            if difference > max(exact, packed_tolerance(model)):
                 by = unknown_code([attention]) or type(attention).__name__
                 why = f"it attends by {by}, which is not one softmax of q·k: it differs by {difference:.1e} of its norm"
                 return dict.fromkeys(attentions, why)  # the layers of a model have one attention function

@@ -36,7 +36,7 @@ from sinkscope.measuring.tracer import model_inputs
 from sinkscope.models.edits import Attend, attending_by, edited_input, unknown_code
 from sinkscope.models.family import Family, embedding_weight
 from sinkscope.models.in_memory import undisturbed
-from sinkscope.models.packed import is_packed
+from sinkscope.models.packed import packed_tolerance
 from sinkscope.models.wiring import layer_output
 from sinkscope.options.measuring import RunConfig
 from sinkscope.retrofits.retrofit import registers_before
@@ -49,7 +49,6 @@ ROUNDING_MARGIN = 4.0  # factor by which the drawn rounding errors exceed real r
 # Upper limits of the tolerance where only outputs can be compared: with sparse attention that rounding may flip, the
 # estimate of round-off would explain any difference.
 LARGEST_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
-QUANTIZED_TOLERANCE = 5e-2  # tolerance where activations are rounded to 8 bits: one step more or less
 
 
 @dataclass(frozen=True)
@@ -206,7 +205,7 @@ def round_off(model: PreTrainedModel, family: Family, batch: Batch, bare: torch.
         tolerance = 1.0
     if not family.attentions(model).keys() <= {one.layer for one in attention}:
         tolerance = min(tolerance, LARGEST_TOLERANCES[bare.dtype])
-    return RoundOff(max(tolerance, QUANTIZED_TOLERANCE if is_packed(model) else 0.0), tuple(attention))
+    return RoundOff(max(tolerance, packed_tolerance(model)), tuple(attention))
 
 
 @contextmanager

@@ -45,6 +45,7 @@ SCALES = 0.25  # bits of a packed weight's share of its block's scale, at most
 ORDINARY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ORDINARY_TYPES: tuple[type, ...] = (nn.Parameter, torch.Tensor)  # of weights that hold their numbers as they are
 PACKED_WEIGHTS = "weights are quantized"  # in messages
+ROUNDED_ACTIVATIONS = 5e-2  # largest difference where activations are rounded to 8 bits: one step more or less
 AGREEING = 0.1  # largest relative error of a linear layer's gradient
 
 
@@ -168,6 +169,11 @@ def is_packed(model: PreTrainedModel) -> bool:
         weight for module, weight in weights if isinstance(module, nn.Linear) or isinstance(weight, MethodType)
     ]
     return bool(getattr(model, "is_quantized", False)) or not all(map(is_ordinary, of_linear))
+
+
+def packed_tolerance(model: PreTrainedModel) -> float:
+    """Return the largest difference of the outputs of packed weights by rounded activations; 0 for other weights."""
+    return ROUNDED_ACTIVATIONS if is_packed(model) else 0.0
 
 
 def unpacks_when_run(model: PreTrainedModel) -> bool:

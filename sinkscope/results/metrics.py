@@ -328,11 +328,12 @@ _BIAS = (
         unit="ratio", form="{:.1f}", source="NU tables 1 and 2", scope=_LEARNED),
 )
 
+PERPLEXITY_IN_W8A8 = "perplexity_quantized"
 _QUANTIZED = (
     Metric("cost", "cost of quantization (nats per token)", "cost",
         "loss − loss in full precision on the same sequences",
         unit="nats", form="{:z.3f}", whole="", lower_is_better=True, tables=(QUANTIZATION,)),
-    Metric("perplexity_quantized", "perplexity of the run's text in W8A8", "perplexity in W8A8",
+    Metric(PERPLEXITY_IN_W8A8, "perplexity of the run's text in W8A8", "perplexity in W8A8",
         "perplexity with every linear layer but the LM head in simulated W8A8",
         form="{:,.2f}", source="VGA table 2", whole="", lower_is_better=True, tables=(RETROFIT,)),
     Metric("perplexity_increase", "increase of perplexity in W8A8", "Δ perplexity", "perplexity_quantized − perplexity",
@@ -344,6 +345,7 @@ _QUANTIZED = (
         "kurtosis with every linear layer but the LM head in simulated W8A8",
         form="{:,.2f}", source="VGA table 2", whole="", lower_is_better=True, tables=(RETROFIT,)),
 )
+METRICS_IN_W8A8 = tuple(metric.name for metric in _QUANTIZED if RETROFIT in metric.tables)
 
 _TRAINED = (
     Metric("gate_displacement_mean", "distance of new parameters from their start (mean)", "new parameters moved by",

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pandas as pd
 
+from sinkscope.results.metrics import METRICS_IN_W8A8, PERPLEXITY_IN_W8A8
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import (
     LEADING,
@@ -45,7 +46,7 @@ AnyRun = TypeVar("AnyRun", bound=RunData)
 # heading of a table in Markdown → its metrics; all of them make up the table `retrofit`, in this order
 TABLES: dict[str, tuple[str, ...]] = {
     "In full precision": ("perplexity", "max_inf_norm", "kurtosis"),
-    "In W8A8": ("perplexity_quantized", "perplexity_increase", "max_inf_norm_quantized", "kurtosis_quantized"),
+    "In W8A8": METRICS_IN_W8A8,
     "Position 0 against the others": (
         "sink_rate",
         "sink_rate_outside",
@@ -98,7 +99,7 @@ def retrofit_table(
             costs = run.manifest.get("w8a8") or {}
             numbers = {metric: run.metric(metric) for metric in ARM_METRICS} | costs
             if costs:
-                numbers["perplexity_increase"] = numbers["perplexity_quantized"] - numbers["perplexity"]
+                numbers["perplexity_increase"] = numbers[PERPLEXITY_IN_W8A8] - numbers["perplexity"]
             if (seed, label) in farthest:
                 numbers["gate_displacement_max"] = float(farthest[seed, label])
             rows += [(run.model, label, WHOLE_MODEL, seed, metric, numbers[metric]) for metric in ARM_METRICS]

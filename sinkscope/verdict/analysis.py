@@ -123,10 +123,10 @@ def settings(run: RunData, sentence_end: str = "", **more: int | str) -> list[Fi
             sentence += f"; loss, perplexity and gradients are those of {masked} masked tokens, everything else is "
             sentence += "measured on the text without masks"
         found.append(Finding("both-ways", "", numbers={"masked": masked}, sentence=f"{sentence}."))
-    return found + quantized_source(run)
+    return found + packed_source(run)
 
 
-def quantized_source(run: RunData, scheme: str = "") -> list[Finding]:
+def packed_source(run: RunData, scheme: str = "") -> list[Finding]:
     """Return a finding with the bits of the weights if these come from a quantized checkpoint, else an empty list.
 
     `scheme` is the quantization that is simulated on top of it, such as W8A8.

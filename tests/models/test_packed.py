@@ -25,7 +25,7 @@ from sinkscope.models.families import find_family
 from sinkscope.models.files import find_files
 from sinkscope.models.loading import LoadedModel, load
 from sinkscope.options.measuring import make_config
-from sinkscope.verdict.analysis import quantized_source
+from sinkscope.verdict.analysis import packed_source
 
 LENGTH = 12
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 1, "seq_len": LENGTH}
@@ -149,7 +149,7 @@ def test_unpacked_weights_are_those_of_the_checkpoint(method: str, plain: Path, 
         torch.testing.assert_close(parameter, whole[name], rtol=1e-6, atol=0)
     assert packed.without_gradients(loaded.model) is None
     run = sinkscope.intervene(loaded, "zero-key-columns:coordinates=3", draws=0, **SMALL)
-    assert [(found.value, found.numbers["kind"]) for found in quantized_source(run)] == [(8, STORED[method][6:])]
+    assert [(found.value, found.numbers["kind"]) for found in packed_source(run)] == [(8, STORED[method][6:])]
 
 
 def test_weights_that_fit_only_packed_stay_packed(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from sinkscope.measuring.summary import gradient_summary, uniform_gradient_ratio
 from sinkscope.results.findings import SINK, Finding, Outcome
 from sinkscope.results.trainings import ARM_METRICS
 from sinkscope.verdict import analysis
-from sinkscope.verdict.analysis import quantized_source, settings
+from sinkscope.verdict.analysis import packed_source, settings
 from sinkscope.verdict.at_a_glance import glances
 from sinkscope.verdict.report import published_lines
 
@@ -186,12 +186,12 @@ def test_published_values_are_only_of_the_same_measurement() -> None:
 )
 def test_the_bits_of_a_gguf_are_stated(source: str, gguf_file: str | None, bits: int | None) -> None:
     run = summarized(model={"name": "tiny", "source": source}, config={"gguf_file": gguf_file, "seq_len": 64})
-    found = quantized_source(run, "W8A8")
+    found = packed_source(run, "W8A8")
     assert [finding.value for finding in found] == ([] if bits is None else [bits])
     if bits:
         assert f"quantized to {bits} bits" in found[0].sentence
         assert "W8A8 begins from these" in found[0].sentence
-        assert "begins from" not in quantized_source(run)[0].sentence
+        assert "begins from" not in packed_source(run)[0].sentence
         assert found[0].name in {finding.name for finding in settings(run)}
 
 

@@ -39,7 +39,7 @@ from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 from sinkscope.results.statistics import Estimate
-from sinkscope.verdict.analysis import quantized_source, settings
+from sinkscope.verdict.analysis import packed_source, settings
 from sinkscope.verdict.report import Report, interval, layers_text, with_interval
 
 SHOWN_SITES = 5  # entries of a ranking
@@ -74,7 +74,7 @@ def report(run: RunData) -> Report:
     sentence += f"; also {further}" if further else ""
     sentence += f"; {grids}" if grids else ""
     about = settings(run, sentence, **numbers, further=further, grids=grids)
-    about = [finding for finding in about if finding.name != "quantized-source"] + quantized_source(run, bits(run))
+    about = [finding for finding in about if finding.name != "quantized-source"] + packed_source(run, bits(run))
     return Report(f"{run.model}: simulated {bits(run)}, {run.reads}", about, overview(run), findings(run))
 
 

@@ -16,7 +16,7 @@ from sinkscope.figures.plot import ACROSS, arm_looks, signs_of
 from sinkscope.figures.spec import needs
 from sinkscope.figures.style import COLUMN, OTHERS, SINK, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.results.findings import SINK as SINK_RATE
-from sinkscope.results.metrics import METRICS
+from sinkscope.results.metrics import METRICS, PERPLEXITY_IN_W8A8
 from sinkscope.results.run import RunData
 from sinkscope.results.side_by_side import model_name, shorten
 from sinkscope.results.tables import WHOLE_MODEL
@@ -67,7 +67,7 @@ class TrainedArms:
 # arm: the unchanged model, or the plain training. A metric that is 0 in every arm, or was not measured, has no panel.
 
 # metrics of the table `retrofit`
-BAR_METRICS = ("perplexity", "perplexity_quantized", "max_inf_norm", "kurtosis", "sink_rate", "massive_count")
+BAR_METRICS = ("perplexity", PERPLEXITY_IN_W8A8, "max_inf_norm", "kurtosis", "sink_rate", "massive_count")
 NAME_LETTERS = 18  # characters in a line of an arm's name
 ONE_SEED: Look = {"color": "black", "linestyle": "none", "marker": "o", "markersize": 2.4, "mfc": "white", "mew": 0.6}
 WHISKER: Look = {"color": "black", "linestyle": "none", "elinewidth": 0.8, "capsize": 2, "capthick": 0.8}

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.results.findings import Finding
-from sinkscope.results.metrics import METRICS
+from sinkscope.results.metrics import METRICS, PERPLEXITY_IN_W8A8
 from sinkscope.results.run import RunData
 from sinkscope.results.statistics import Estimate, mean_of_runs
 from sinkscope.results.tables import WHOLE_MODEL
@@ -92,7 +92,7 @@ def methods_compared(retrofit: pd.DataFrame, arms: Mapping[str, Mapping[str, Any
         rate = "no sink rate, as uniform attention exceeds ε" if isnan(points.value) else rate
         sentence = f"{method}, compared with {against}: {rate}"
         numbers: dict[str, Any] = {"method": method, "seeds": len(ours)}
-        for name, what in (("perplexity", "perplexity"), ("perplexity_quantized", "in W8A8")):
+        for name, what in (("perplexity", "perplexity"), (PERPLEXITY_IN_W8A8, "in W8A8")):
             ratios = np.log(ours[name] / others[name]) if name in wide else pd.Series(dtype=float)
             if not len(ratios) or not np.isfinite(ratios).all():
                 continue

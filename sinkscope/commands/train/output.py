@@ -21,7 +21,7 @@ from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import MANIFEST, folder_of, read_manifest
 from sinkscope.results.tables import LEADING_COLUMNS, read_table
 from sinkscope.results.trainings import UNTOUCHED, runs_by_seed
-from sinkscope.verdict.analysis import quantized_source
+from sinkscope.verdict.analysis import packed_source
 
 COMMANDS = ("retrofit", "train")
 
@@ -54,7 +54,7 @@ class Trained(Result):
         """The methods compared, the table `retrofit`, and the metrics of a task, as Markdown."""
         parts = [words.retrofit_markdown(self.tables["retrofit"], self.findings)]
         if UNTOUCHED in self.runs:
-            parts += [f"{finding.sentence}\n" for finding in quantized_source(self.runs[UNTOUCHED], "W8A8")]
+            parts += [f"{finding.sentence}\n" for finding in packed_source(self.runs[UNTOUCHED], "W8A8")]
         if equal := words.equal_loss_markdown(self.tables["training"]):
             parts.append(equal)
         if "value_norms" in self.tables:
