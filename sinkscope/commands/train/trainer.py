@@ -143,9 +143,6 @@ def train_model(
                 how = "without" if is_sharded() else "with"
                 raise InputError(f"{folder} was begun {how} FSDP: launch it so to resume it, or name another folder")
             _load(model, last)
-            reached = _state_of(last)
-            if reached is not None and reached.global_step == config.steps:  # the Trainer would take one step more
-                return history(reached.log_history)
         trained = copy.deepcopy(model) if is_sharded() else model  # FSDP does not reassemble a sharded model
         ignored = max(1, getattr(model.config, "prefix_length", 0))  # a prefix LM does not predict its prefix
         tokenizer, known, wanted = blocks.masked_by, vocabulary(model), config.blocks_wanted(state.num_processes)
@@ -384,5 +381,6 @@ class _TrainingBlocks(Dataset):
 def shuffled(count: int, wanted: int, seed: int) -> np.ndarray:
     """Return `wanted` indices below `count`: epoch after epoch, each a different permutation."""
     generator = torch.Generator()
-    epochs = [torch.randperm(count, generator=generator.manual_seed(seed + at)) for at in range(-(-wanted // count))]
+    seeds = range(seed, seed - (-wanted // count))  # one for each epoch
+    epochs = [torch.randperm(count, generator=generator.manual_seed(epoch)) for epoch in seeds]
     return torch.cat(epochs)[:wanted].numpy()

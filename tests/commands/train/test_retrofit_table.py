@@ -8,13 +8,13 @@ import pytest
 from scipy import stats
 
 from sinkscope import InputError, Run
-from sinkscope.commands.train.findings import equal_loss_markdown, methods_compared, retrofit_markdown
+from sinkscope.commands.train.findings import equal_loss_markdown, gates_moved, methods_compared, retrofit_markdown
 from sinkscope.measuring.tables import column_names
 from sinkscope.results.tables import LEADING
-from sinkscope.results.trainings import ARM_METRICS, UNTOUCHED, retrofit_table
+from sinkscope.results.trainings import ARM_METRICS, UNTOUCHED, retrofit_table, tokens_a_step
 from sinkscope.verdict.table_formats import formatted
 
-GATES = pd.DataFrame({"condition": "vga", "seed": 0, "layer": [0, 1, 1], "displacement": [0.25, 0.75, 0.5]})
+GATES = pd.DataFrame({"condition": "vga", "seed": [0, 0, 1], "layer": [0, 1, 0], "displacement": [0.25, 0.75, 2.0]})
 W8A8 = {
     "loss": math.log(17.03), "perplexity": 17.03, "max_inf_norm": 256.84, "kurtosis": 13412.71,
     "loss_quantized": math.log(617.32), "perplexity_quantized": 617.32, "max_inf_norm_quantized": 486.19,
@@ -70,7 +70,10 @@ def test_methods_are_compared_with_plain_training_seed_by_seed() -> None:
         for at in range(3)
     }
     table = retrofit_table(arms, runs, GATES)
-    assert values(table[table["seed"] == 1], "vga") == {"perplexity": 23.0, "sink_rate": 0.4}  # the gates are of seed 0
+    assert values(table[table["seed"] == 1], "vga") == {
+        "perplexity": 23.0, "sink_rate": 0.4, "gate_displacement_max": 2.0,
+    }  # fmt: skip
+    assert values(table[table["seed"] == 2], "vga") == {"perplexity": 24.0, "sink_rate": 0.2}
     (found,) = methods_compared(table, arms)
     changes = np.array([-40, -30, -40])
     reach = stats.t.ppf(0.975, 2) * changes.std(ddof=1) / np.sqrt(3)
@@ -95,6 +98,12 @@ def test_without_plain_training_methods_are_compared_with_the_untouched_model() 
         "vga, compared with the untouched model: sink rate -23.1 points, perplexity × 0.995; one seed has no interval."
     )
     assert methods_compared(retrofit_table(ARMS, {"vga": run_of("vga", sink_rate=0.5)}, GATES), ARMS) == []
+
+
+def test_the_gates_that_moved_farthest() -> None:
+    (found,) = gates_moved(GATES)
+    assert (found.value, found.numbers) == (2.0, {"arm": "vga", "mean": 1.0, "layer": 0})
+    assert found.sentence == "vga: new parameters moved by 1 on average, by 2 at most, in layer 0"
 
 
 def test_markdown() -> None:
@@ -126,6 +135,11 @@ def test_arms_side_by_side_at_equal_loss() -> None:
     assert not equal_loss_markdown(table[table["metric"] == "held_out_loss"])
     apart = (table["condition"] == "slow") & (table["metric"] == "held_out_loss")
     assert not equal_loss_markdown(table.assign(value=table["value"] + 9 * apart))  # no loss in common
+
+
+def test_tokens_a_step_are_those_of_all_batches_and_processes() -> None:
+    options = {"batch_size": 2, "accumulation": 3, "block_length": 64}
+    assert (tokens_a_step(options), tokens_a_step(options, processes=5)) == (384, 1920)
 
 
 TABLE = pd.DataFrame({"model_name": ["my_org/a&b", "{x} 50%"], "‖v‖ ε": [0.123456, float("nan")], "n": ["1", "12"]})

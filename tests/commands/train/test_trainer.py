@@ -1,5 +1,6 @@
 """Training: architectures, rates, blocks of text, and equal weights after a training that was killed and resumed."""
 
+import math
 import shutil
 import signal
 import time
@@ -19,8 +20,10 @@ from transformers import AutoModelForCausalLM, Trainer
 from sinkscope import InputError, SinkscopeError, gate_displacement, new_parameters
 from sinkscope.commands.train.architectures import architecture
 from sinkscope.commands.train.blocks import check_options, limited, with_first_tokens
+from sinkscope.commands.train.history import Recorder
 from sinkscope.commands.train.options import TrainingConfig, TrainOptions
 from sinkscope.commands.train.trainer import _arguments, _TrainingBlocks, parameter_groups, train_model
+from sinkscope.commands.train.trainer import checkpoints as complete_checkpoints
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel, count_parameters
@@ -170,15 +173,22 @@ def test_killed_and_resumed_it_ends_with_the_weights_of_an_unbroken_run(tmp_path
     assert not same(resumed, model("gpt2"))
 
 
-def test_logs_do_not_depend_on_where_it_was_resumed(tmp_path: Path) -> None:
+def test_logs_do_not_depend_on_where_it_was_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A log's loss is the mean over the steps since the log before it, and checkpoints come between logs here."""
-    apart = {"steps": 12, "log_every": 5, "save_every": 4}
-    expected = train_model(model(), repetitive(), config(**apart), tmp_path, probe=probe)
+    apart = config(steps=12, log_every=5, save_every=4)
+    step, steps = Trainer.training_step, list[int]()
+    monkeypatch.setattr(
+        Trainer, "training_step", lambda self, *rest: (steps.append(self.state.global_step), step(self, *rest))[1]
+    )
+    expected = train_model(model(), repetitive(), apart, tmp_path, probe=probe, keep_all=True)
     assert expected[expected["metric"] == "mean"]["step"].tolist() == [0, 4, 5, 8, 10, 12]
     assert expected[expected["metric"] == "loss"]["step"].tolist() == [4, 5, 8, 10, 12]
     shutil.rmtree(tmp_path / "checkpoint-12")
-    resumed = train_model(model(), repetitive(), config(**apart), tmp_path, probe=probe)  # from step 8
-    pd.testing.assert_frame_equal(resumed, expected, check_exact=True)
+    for first in (8, 12):  # a finished training takes no step
+        steps.clear()
+        resumed = train_model(model(), repetitive(), apart, tmp_path, probe=probe, keep_all=True)
+        assert steps == list(range(first, 12))
+        pd.testing.assert_frame_equal(resumed, expected, check_exact=True)
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
@@ -193,6 +203,22 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
 def test_a_loss_that_is_no_number_ends_it(tmp_path: Path) -> None:
     with pytest.raises(SinkscopeError, match=r"the loss is nan at step .*: take smaller learning rates"):
         train_model(model(), repetitive(), config(learning_rate=1e30), tmp_path)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_every_loss_that_is_not_finite_ends_it(loss: float) -> None:
+    state: Any = SimpleNamespace(global_step=3, log_history=[{}], is_world_process_zero=True)
+    with pytest.raises(SinkscopeError, match=f"the loss is {loss} at step 3: take smaller learning rates"):
+        Recorder(model(), None).on_log(None, state, None, {"loss": loss})
+
+
+def test_complete_checkpoints_are_sorted_by_step(tmp_path: Path) -> None:
+    """A kill leaves the state, which the Trainer writes last, cut off or missing."""
+    for step, state in ((8, '{"global_step": 8}'), (12, "{}"), (4, "{}"), (16, '{"log_hist'), (20, "")):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if state:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-8", "checkpoint-12"]
 
 
 BLOCKS = random_blocks(200)
