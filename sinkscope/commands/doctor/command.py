@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sinkscope.attention.seam import attention_implementation
 from sinkscope.attention.taps import attends_by_us
-from sinkscope.commands.doctor.kernels import Kernel, compare_kernels, compare_logits, tokens_to_compare
+from sinkscope.commands.doctor.kernels import compare_kernels, compare_logits, tokens_to_compare
 from sinkscope.commands.doctor.options import DoctorOptions
 from sinkscope.commands.doctor.overflow import FORMATS, OverflowCheck
 from sinkscope.commands.printout import Printout
@@ -163,7 +163,18 @@ def _logits(loaded: LoadedModel, family: Family, config: DoctorOptions, path: Pa
     size = vocabulary(loaded.model)
     for row, sequence in enumerate(ids):
         check_ids(sequence.tolist(), size, f"{config.input}, row {row}")
-    logits = _read_logits(path)
+    try:
+        loaded_file = np.load(path, allow_pickle=False)
+        arrays = {"logits": loaded_file} if isinstance(loaded_file, np.ndarray) else dict(loaded_file)
+    except Exception as error:  # numpy raises almost anything for a damaged file
+        raise InputError(f"--compare {path} is no .npz or .npy file ({one_line(error)})") from error
+    if "logits" not in arrays and len(arrays) != 1:
+        raise InputError(f"--compare {path}: none of its arrays ({', '.join(arrays)}) is named logits")
+    logits = arrays.get("logits", next(iter(arrays.values())))
+    if logits.dtype.kind != "f":
+        raise InputError(f"--compare {path}: it holds {logits.dtype}, not floating-point logits")
+    if len(infinite := np.argwhere(~np.isfinite(logits))):
+        raise InputError(f"--compare {path}: its logits are NaN or infinite, first at {infinite[0].tolist()}")
     if logits.shape != (*ids.shape, size):
         shape, wanted = (" × ".join(map(str, numbers)) for numbers in (logits.shape, (*ids.shape, size)))
         raise InputError(
@@ -182,22 +193,6 @@ def _logits(loaded: LoadedModel, family: Family, config: DoctorOptions, path: Pa
     if found.dropped:
         detail += f": it equals eager attention without the {' and the '.join(found.dropped)}"
     return f"{path.name} equals the model's logits", found.departing == 0, detail
-
-
-def _read_logits(path: Path) -> np.ndarray:
-    try:
-        found = np.load(path, allow_pickle=False)
-        arrays = {"logits": found} if isinstance(found, np.ndarray) else dict(found)
-    except Exception as error:  # numpy raises almost anything for a damaged file
-        raise InputError(f"--compare {path} is no .npz or .npy file ({one_line(error)})") from error
-    if "logits" not in arrays and len(arrays) != 1:
-        raise InputError(f"--compare {path}: none of its arrays ({', '.join(arrays)}) is named logits")
-    logits = arrays.get("logits", next(iter(arrays.values())))
-    if logits.dtype.kind != "f":
-        raise InputError(f"--compare {path}: it holds {logits.dtype}, not floating-point logits")
-    if len(infinite := np.argwhere(~np.isfinite(logits))):
-        raise InputError(f"--compare {path}: its logits are NaN or infinite, first at {infinite[0].tolist()}")
-    return logits
 
 
 def _examined(loaded: LoadedModel, family: Family, notices: Sequence[str]) -> tuple[Report, float]:
@@ -249,18 +244,16 @@ def _compare_kernels(
     if input_device(model).type != "cpu":
         console.print("comparing attention kernels: flex attention is compiled first, which takes a minute or more")
     kernels = compare_kernels(model, family, _random_batch(model, tokens_to_compare(model, family)), tolerance)
-    report.checks += [_kernel(one, tolerance) for one in kernels if not one.untried]
+    for kernel in (one for one in kernels if not one.untried):
+        detail = f"within {kernel.difference:.1e}, by round-off at most {tolerance:.1e}"
+        if kernel.layer is not None:
+            detail = f"it departs from layer {kernel.layer} on, by {kernel.difference:.1e} at the end"
+        if kernel.layer is not None and kernel.dropped:
+            detail = f"{kernel.name} ignores the {' and the '.join(kernel.dropped)}: {detail}"
+        report.checks.append((f"{kernel.name} equals eager attention", kernel.layer is None, detail))
     for reason in dict.fromkeys(one.untried for one in kernels if one.untried):
         names = ", ".join(one.name for one in kernels if one.untried == reason)
         report.notes.append(f"not compared with eager attention: {names} ({reason})")
-
-
-def _kernel(kernel: Kernel, tolerance: float) -> Check:
-    what = f"{kernel.name} equals eager attention"
-    if kernel.layer is None:
-        return what, True, f"within {kernel.difference:.1e}, by round-off at most {tolerance:.1e}"
-    dropped = f"{kernel.name} ignores the {' and the '.join(kernel.dropped)}: " if kernel.dropped else ""
-    return what, False, f"{dropped}it departs from layer {kernel.layer} on, by {kernel.difference:.1e} at the end"
 
 
 def _calibrated(family: Family) -> list[str]:

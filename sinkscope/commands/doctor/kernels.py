@@ -117,19 +117,27 @@ def compare_kernels(model: PreTrainedModel, family: Family, batch: Batch, tolera
     The family's attention goes through transformers' interface; `tolerance` is the largest relative difference of the
     last layer's output that round-off explains.
     """
-    run = partial(_layer_outputs, model, family, model_inputs(model, batch, False, family.first_position))
+    layers, inputs = family.layer_modules(model), model_inputs(model, batch, False, family.first_position)
+
+    def run() -> dict[int, torch.Tensor]:
+        ends = record_ends(model, layers, inputs)
+        return {index: ends[layer][-1].x for index, layer in enumerate(layers) if layer in ends}
+
+    def differences_of(outputs: Mapping[int, torch.Tensor], expected: Mapping[int, torch.Tensor]) -> dict[int, float]:
+        return {layer: largest_difference(outputs[layer], x, batch.attention_mask) for layer, x in expected.items()}
+
     config: Any = model.config
     current = config._attn_implementation
     with attention_implementation(model, "eager"):
         expected = run()
     with lacking(model, family, ()) as used:
         run()
-    found = []
+    kernels: list[Kernel] = []
     for name in dict.fromkeys((current, "sdpa", *FLASH, "flex_attention")):  # what is compiled first comes last
         if name == "eager":
             continue
         if reason := _not_here(name, input_device(model)) if name != current else "":
-            found.append(Kernel(name, untried=reason))
+            kernels.append(Kernel(name, untried=reason))
             continue
         try:
             with attention_implementation(model, name):
@@ -137,17 +145,17 @@ def compare_kernels(model: PreTrainedModel, family: Family, batch: Batch, tolera
         except Exception as error:  # a package or device that it needs is missing: each library has errors of its own
             if is_out_of_memory(error):
                 raise
-            found.append(Kernel(name, untried=one_line(error, 120)))
+            kernels.append(Kernel(name, untried=one_line(error, 120)))
             continue
-        differences = _differences(outputs, expected, batch)
-        layer = next((at for at, difference in differences.items() if not difference <= tolerance), None)
+        differences = differences_of(outputs, expected)
+        layer = next((layer for layer, difference in differences.items() if not difference <= tolerance), None)
 
         def is_same(outputs: dict[int, torch.Tensor] = outputs) -> bool:
-            return all(difference <= tolerance for difference in _differences(outputs, run(), batch).values())
+            return all(difference <= tolerance for difference in differences_of(outputs, run()).values())
 
         dropped = () if layer is None else _dropped(model, family, used, is_same)
-        found.append(Kernel(name, list(differences.values())[-1], layer, dropped))
-    return found
+        kernels.append(Kernel(name, list(differences.values())[-1], layer, dropped))
+    return kernels
 
 
 def _not_here(name: str, device: torch.device) -> str:
@@ -157,21 +165,10 @@ def _not_here(name: str, device: torch.device) -> str:
     return "on a CPU, compiling it takes a minute" if is_compiled_first else ""
 
 
-def _layer_outputs(model: PreTrainedModel, family: Family, inputs: dict[str, Any]) -> dict[int, torch.Tensor]:
-    layers = family.layer_modules(model)
-    ends = record_ends(model, layers, inputs)
-    return {at: ends[layer][-1].x for at, layer in enumerate(layers) if layer in ends}
-
-
-def _differences(
-    found: Mapping[int, torch.Tensor], expected: Mapping[int, torch.Tensor], batch: Batch
-) -> dict[int, float]:
-    return {at: largest_difference(found[at], expected[at], batch.attention_mask) for at in expected}
-
-
 def _dropped(model: PreTrainedModel, family: Family, used: set[str], is_same: Callable[[], bool]) -> tuple[str, ...]:
     """Return the features without which eager attention gives the same numbers; empty if there are none."""
-    for features in _combinations(used):
+    alone: list[tuple[str, ...]] = [(feature,) for feature in sorted(used)]
+    for features in alone if len(alone) < 2 else [*alone, tuple(sorted(used))]:  # each alone, then all together
         with lacking(model, family, features):
             if is_same():
                 return features
@@ -231,9 +228,3 @@ def _token_differences(found: torch.Tensor, expected: torch.Tensor) -> torch.Ten
     """Return ‖a - b‖ ÷ ‖b‖ of each token's logits, without their mean: (T,V) → (T,)."""
     found, expected = (upcast(x.cpu()) - upcast(x.cpu()).mean(-1, keepdim=True) for x in (found, expected))
     return (found - expected).norm(dim=-1) / expected.norm(dim=-1)
-
-
-def _combinations(features: set[str]) -> list[tuple[str, ...]]:
-    """Return each feature alone, then all together."""
-    alone: list[tuple[str, ...]] = [(feature,) for feature in sorted(features)]
-    return alone if len(alone) < 2 else [*alone, tuple(sorted(features))]

@@ -1,8 +1,6 @@
 """The figure of plans for the KV cache: a row for each kind of plan and budget, with its controls."""
 
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
 from sinkscope.commands.kv_plan.plan import COMBINED, FIRST_AND_LAST, PREDICTED, RANDOM
@@ -12,12 +10,12 @@ from sinkscope.figures.style import NAVY, REFERENCE, VERMILION, WIDE, Figure, Lo
 from sinkscope.results.run import RunData
 
 DOT: Look = {"linestyle": "none", "markersize": 4.5}
-LOOKS: dict[str, Look] = {  # shapes differ, so that colors are not needed
+PLAN_LOOKS: dict[str, Look] = {  # shapes differ, so that colors are not needed
     "plan": DOT | {"marker": "o", "color": NAVY},
     "plan that combines heads, tokens and bits": DOT | {"marker": "*", "color": VERMILION, "markersize": 8},
     "control": DOT | {"marker": "D", "color": "0.45", "mfc": "white", "markersize": 3.5},
 }
-LARGEST = 1.2  # ratios of perplexity above this are beyond the axis, which says them
+LARGEST_RATIO = 1.2  # ratios of perplexity above this are beyond the axis, which says them
 DENSE_LINE = REFERENCE | {"zorder": 1}
 
 
@@ -35,31 +33,30 @@ def draw_kv_plan(run: RunData) -> Figure:
     for ax, column in ((left, "ratio"), (right, "kept")):
         plot.name_rows(ax, names)
         for place, row in enumerate(rows):
-            _draw(ax, table[table["row"] == row], column, place)
+            some = table[table["row"] == row]
+            # draws of a control are one below the other
+            offsets = np.linspace(-0.25, 0.25, len(some)) if len(some) > 1 else [0.0]
+            for offset, plan in zip(offsets, some.to_dict("records"), strict=True):
+                value, low, high = plan[column], plan[f"{column}_low"], plan[f"{column}_high"]
+                if column == "ratio" and value > LARGEST_RATIO:
+                    beyond = {"transform": ax.get_yaxis_transform(), "ha": "right", "va": "center"}
+                    ax.text(0.98, place, f"{value:.1f} →", **beyond)
+                elif np.isfinite(value):
+                    reach = [[value - low], [high - value]] if np.isfinite([low, high]).all() else None
+                    look = PLAN_LOOKS[_kind_of_plan(str(plan["plan"]))]
+                    ax.errorbar([value], [place + offset], xerr=reach, elinewidth=1.0, **look)
         ax.axvline(1, **DENSE_LINE)
-    left.set_xlim(right=min(LARGEST, 1.02 * table["ratio_high"].max()))
+    left.set_xlim(right=min(LARGEST_RATIO, 1.02 * table["ratio_high"].max()))
     left.set_xlabel("perplexity ÷ dense cache")
     right.set_xlabel("retrieval ÷ dense cache")
     right.set_xlim(left=0)
     right.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-    shown = {_kind(plan) for plan in table["plan"]}
+    shown = {_kind_of_plan(plan) for plan in table["plan"]}
     return figure.finish(
-        title(run, WIDE), {k: v for k, v in LOOKS.items() if k in shown} | {"dense": DENSE_LINE}, ncols=4
+        title(run, WIDE), {k: v for k, v in PLAN_LOOKS.items() if k in shown} | {"dense": DENSE_LINE}, ncols=4
     )
 
 
-def _kind(plan: str) -> str:
-    plain, combined, control = LOOKS
+def _kind_of_plan(plan: str) -> str:
+    plain, combined, control = PLAN_LOOKS
     return control if plan.startswith((RANDOM, FIRST_AND_LAST)) else combined if plan == COMBINED else plain
-
-
-def _draw(ax: Axes, rows: pd.DataFrame, column: str, place: int) -> None:
-    """Draw the values of one row with their intervals; draws of a control are one below the other."""
-    offsets = np.linspace(-0.25, 0.25, len(rows)) if len(rows) > 1 else [0.0]
-    for offset, row in zip(offsets, rows.to_dict("records"), strict=True):
-        value, low, high = row[column], row[f"{column}_low"], row[f"{column}_high"]
-        if column == "ratio" and value > LARGEST:
-            ax.text(0.98, place, f"{value:.1f} →", transform=ax.get_yaxis_transform(), ha="right", va="center")
-        elif np.isfinite(value):
-            reach = [[value - low], [high - value]] if np.isfinite([low, high]).all() else None
-            ax.errorbar([value], [place + offset], xerr=reach, elinewidth=1.0, **LOOKS[_kind(str(row["plan"]))])

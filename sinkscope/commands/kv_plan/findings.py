@@ -40,14 +40,14 @@ JSON, PRESS = "plan.json", "plan_press.py"
 
 
 def report(run: RunData) -> Report:
-    given, guessed = run.manifest["kv_plan"], run.tables["kv_plan"]["guessed"].iloc[0]
-    sentence = f"; plans are made on the {counted(given['calibration'], 'sequence')} after them. Retrieval is of "
-    sentence += f"the first {given['copied']} tokens, which follow a text once more; {guessed:.0%} are predicted where "
+    entry, guessed = run.manifest["kv_plan"], run.tables["kv_plan"]["guessed"].iloc[0]
+    sentence = f"; plans are made on the {counted(entry['calibration'], 'sequence')} after them. Retrieval is of "
+    sentence += f"the first {entry['copied']} tokens, which follow a text once more; {guessed:.0%} are predicted where "
     sentence += "they occur first. Memory is that at the end of the text, of 16 bits or fewer; a quantized token takes "
     sentence += "a step and a zero more for each head, whose keys and values are centered and rotated before they are "
     sentence += "rounded"
     title = f"{run.model}: plans for the KV cache, {run.reads}"
-    return Report(title, settings(run, sentence, copied=given["copied"]), overview(run), findings(run))
+    return Report(title, settings(run, sentence, copied=entry["copied"]), overview(run), findings(run))
 
 
 def overview(run: RunData) -> pd.DataFrame:
@@ -55,7 +55,7 @@ def overview(run: RunData) -> pd.DataFrame:
     return pd.DataFrame(
         {
             "memory": table["memory"].map("{:.1%}".format),
-            "plan": [label(row) for row in table.itertuples()],
+            "plan": [plan_label(row) for row in table.itertuples()],
             METRICS["perplexity"].label: table["perplexity"].map(METRICS["perplexity"].text),
             "÷ dense": [_interval(row.ratio, row.ratio_low, row.ratio_high, ".3f") for row in table.itertuples()],
             "retrieval": table["retrieval"].map("{:.1%}".format),
@@ -64,7 +64,7 @@ def overview(run: RunData) -> pd.DataFrame:
     )
 
 
-def label(row: Any) -> str:
+def plan_label(row: Any) -> str:
     """Return the name of a plan for people, with what its heads keep."""
     if row.plan == DENSE:
         return DENSE
@@ -88,21 +88,50 @@ def _interval(value: float, low: float, high: float, form: str) -> str:
 
 
 def findings(run: RunData) -> list[Finding]:
-    table = run.tables["kv_plan"]
     found: list[Finding] = []
     for budget in run.manifest["kv_plan"]["budgets"]:
-        rows = table[table["budget"] == budget].set_index("plan")
-        found += [_plan(rows, budget), _ranking(rows, budget), _against_controls(rows, budget)]
-    return [*found, *_bits(run), _sinks(run)]
+        found += _at_budget(run, budget)
+    table = run.tables["kv_plan"].query("budget == 1").set_index(["plan", "sinks"])
+    for bits in CACHE_BITS:
+        rows = table.loc[f"{bits} bits"]
+        ratio, first, none = (rows["ratio"][sinks] for sinks in (PREDICTED, AS_MANY, NO_SINKS))
+        sentence = f"Keys and values on {bits} bits: perplexity × {_ratio(rows.loc[PREDICTED])} with the predicted "
+        sentence += f"sinks in full precision, {first:.3f} with as many first tokens, {none:.3f} with none."
+        numbers: dict[str, Any] = {"bits": bits, "first": first, "none": none}
+        found.append(Finding("bits", BITS_OF_CACHE, value=ratio, numbers=numbers, sentence=sentence))
+    names = (f"{CACHE_BITS[1]} bits {AS_VLLM}, {which}" for which in ("spared", "random spared"))
+    spared, drawn = (table["ratio"][name, NO_SINKS] for name in names)
+    layers = _costliest_layers(run)
+    sentence = f"On {CACHE_BITS[1]} bits {AS_VLLM}, which keeps no token in full precision, "
+    sentence += f"{layers_text(sorted(layers))} {'lose' if len(layers) > 1 else 'loses'} most of the output; without "
+    sentence += f"them perplexity × {spared:.3f}, without random layers {drawn:.3f}."
+    numbers = {"layers": tuple(layers), "random": drawn}
+    found.append(Finding("spared-layers", BITS_OF_CACHE, value=spared, numbers=numbers, sentence=sentence))
+    entry = run.manifest["kv_plan"]
+    most, layer = max(entry["sinks"]), entry["sink_layer"]
+    if layer < 0:
+        sentence = f"No layer has massive activations, so the first {most} tokens are taken as sinks."
+        return [*found, Finding("sink-rule", SINKS, Outcome.ABSENT, sentence=sentence)]
+    coordinates = ", ".join(map(str, entry["sink_coordinates"]))
+    sentence = f"Tokens with a massive activation after layer {layer} (coordinates {coordinates}) are predicted to be "
+    sentence += f"sinks: at most {most} in a text."
+    numbers = {"layer": layer, "coordinates": tuple(entry["sink_coordinates"])}
+    return [*found, Finding("sink-rule", SINKS, Outcome.PRESENT, most, numbers=numbers, sentence=sentence)]
+
+
+def _ratio(row: Any) -> str:
+    return _interval(row["ratio"], row["ratio_low"], row["ratio_high"], ".3f")
 
 
 def _measured(row: Any) -> str:
-    ratio = _interval(row["ratio"], row["ratio_low"], row["ratio_high"], ".3f")
     kept = _interval(row["kept"], row["kept_low"], row["kept_high"], ".0%")
-    return f"perplexity × {ratio}, retrieval {kept} of the dense cache's"
+    return f"perplexity × {_ratio(row)}, retrieval {kept} of the dense cache's"
 
 
-def _plan(rows: pd.DataFrame, budget: float) -> Finding:
+def _at_budget(run: RunData, budget: float) -> Iterator[Finding]:
+    """Yield the best plan of a budget, the rankings without quantization, and the controls."""
+    table = run.tables["kv_plan"]
+    rows = table[table["budget"] == budget].set_index("plan")
     row = rows.loc[COMBINED]
     met = int(row["ratio"] <= SMALL_RATIO) + int(row["kept"] >= KEPT_RETRIEVAL)
     outcome = (Outcome.REFUTED, Outcome.PARTLY, Outcome.CONFIRMED)[met]
@@ -112,18 +141,12 @@ def _plan(rows: pd.DataFrame, budget: float) -> Finding:
     sentence = f"With {row['memory']:.1%} of the memory ({heads}{bits}): {_measured(row)}."
     numbers = {"budget": budget, "memory": row["memory"], "kept": row["kept"], "bits": row["bits"]}
     ends = {"low": row["ratio_low"], "high": row["ratio_high"], "threshold": SMALL_RATIO}
-    return Finding("plan", PLAN, outcome, row["ratio"], numbers=numbers, is_headline=True, sentence=sentence, **ends)
-
-
-def _ranking(rows: pd.DataFrame, budget: float) -> Finding:
-    """Compare the rankings without quantization."""
+    yield Finding("plan", PLAN, outcome, row["ratio"], numbers=numbers, is_headline=True, sentence=sentence, **ends)
     listed = "; ".join(f"`{name}`, {_measured(rows.loc[name])}" for name in RANKINGS)
-    numbers = {f"{what} {name}": rows.loc[name][what] for name in RANKINGS for what in ("ratio", "kept")}
+    numbers = {"budget": budget}
+    numbers |= {f"{what} {name}": rows.loc[name][what] for name in RANKINGS for what in ("ratio", "kept")}
     sentence = f"At a budget of {budget:.0%} by eviction alone: {listed}."
-    return Finding("ranking", PLAN, numbers={"budget": budget} | numbers, sentence=sentence)
-
-
-def _against_controls(rows: pd.DataFrame, budget: float) -> Finding:
+    yield Finding("ranking", PLAN, numbers=numbers, sentence=sentence)
     first = rows.loc[FIRST_AND_LAST]
     sentence = f"At {budget:.0%}, the first {FIRST_TOKENS} and the last {first['window']:g} tokens in all heads: "
     sentence += _measured(first)
@@ -134,54 +157,16 @@ def _against_controls(rows: pd.DataFrame, budget: float) -> Finding:
         sentence += f"; random {what} plan ({counted(len(draws), 'draw')}): perplexity × {draws['ratio'].min():.3f} to "
         sentence += f"{draws['ratio'].max():.3f}, retrieval {kept}"
         numbers |= {name: tuple(draws["ratio"]), f"{name} kept": tuple(draws["kept"])}
-    sentence += "."
-    return Finding("controls", CONTROLS, numbers=numbers, sentence=sentence)
+    yield Finding("controls", CONTROLS, numbers=numbers, sentence=f"{sentence}.")
 
 
-def _bits(run: RunData) -> Iterator[Finding]:
-    table = run.tables["kv_plan"].query("budget == 1").set_index(["plan", "sinks"])
-    for bits in CACHE_BITS:
-        rows = table.loc[f"{bits} bits"]
-        sentence = f"Keys and values on {bits} bits: perplexity × "
-        best = rows.loc[PREDICTED]
-        sentence += _interval(best["ratio"], best["ratio_low"], best["ratio_high"], ".3f")
-        sentence += f" with the predicted sinks in full precision, {rows.loc[AS_MANY]['ratio']:.3f} with as many first "
-        sentence += f"tokens, {rows.loc[NO_SINKS]['ratio']:.3f} with none."
-        numbers = {"bits": bits, "first": rows.loc[AS_MANY]["ratio"], "none": rows.loc[NO_SINKS]["ratio"]}
-        yield Finding("bits", BITS_OF_CACHE, value=best["ratio"], numbers=numbers, sentence=sentence)
-    spared, drawn = (
-        table.loc[(f"{CACHE_BITS[1]} bits {AS_VLLM}, {name}", NO_SINKS)] for name in ("spared", "random spared")
-    )
-    layers = _costliest(run)
-    sentence = (
-        f"On {CACHE_BITS[1]} bits {AS_VLLM}, which keeps no token in full precision, {layers_text(sorted(layers))} "
-    )
-    sentence += f"{'lose' if len(layers) > 1 else 'loses'} most of the output; without them perplexity × "
-    sentence += f"{spared['ratio']:.3f}, without random layers {drawn['ratio']:.3f}."
-    numbers = {"layers": tuple(layers), "random": drawn["ratio"]}
-    yield Finding("spared-layers", BITS_OF_CACHE, value=spared["ratio"], numbers=numbers, sentence=sentence)
-
-
-def _costliest(run: RunData) -> list[int]:
+def _costliest_layers(run: RunData) -> list[int]:
     """Return the layers that the plan with spared layers does not quantize, the costliest first."""
     table, plans = run.tables["kv_layers"], run.tables["kv_plan"].set_index("plan")
     bits = plans.loc[f"{CACHE_BITS[1]} bits {AS_VLLM}, spared"]["bits"]
     count = round((bits - CACHE_BITS[1]) / (FULL_BITS - CACHE_BITS[1]) * len(table))
     losses = table.set_index("layer")[["key_loss", "value_loss"]].sum(axis=1)
     return [int(layer) for layer in losses.sort_values(ascending=False, kind="stable").index[:count]]
-
-
-def _sinks(run: RunData) -> Finding:
-    given = run.manifest["kv_plan"]
-    most, layer = max(given["sinks"]), given["sink_layer"]
-    if layer < 0:
-        sentence = f"No layer has massive activations, so the first {most} tokens are taken as sinks."
-        return Finding("sink-rule", SINKS, Outcome.ABSENT, sentence=sentence)
-    coordinates = ", ".join(map(str, given["sink_coordinates"]))
-    sentence = f"Tokens with a massive activation after layer {layer} (coordinates {coordinates}) are predicted to be "
-    sentence += f"sinks: at most {most} in a text."
-    numbers = {"layer": layer, "coordinates": tuple(given["sink_coordinates"])}
-    return Finding("sink-rule", SINKS, Outcome.PRESENT, most, numbers=numbers, sentence=sentence)
 
 
 # --- files for other tools
@@ -195,24 +180,22 @@ def files(run: RunData) -> Mapping[str, Callable[[], str]]:
 
 def plans(run: RunData) -> dict[str, Any]:
     """Return the content of plan.json."""
-    given, found = run.manifest["kv_plan"], []
+    entry, made = run.manifest["kv_plan"], []
     measured = {(row["budget"], row["plan"]): row for row in run.tables["kv_plan"].to_dict("records")}
     for (budget, name), heads in run.tables["kv_heads"].groupby(["budget", "plan"], sort=False):
         by_layer = [rows for _, rows in heads.groupby("layer")]
         windows = [[None if window < 0 else int(window) for window in rows["window"]] for rows in by_layer]
-        row = measured[budget, name]
-        numbers = {name: float(row[name]) for name in ("memory", "perplexity", "ratio", "retrieval", "kept")}
         bits = [rows[["key_bits", "value_bits"]].iloc[0].tolist() for rows in by_layer]
-        found.append({"budget": budget, "plan": name, "windows": windows, "bits": bits, **numbers})
-    sinks = {
-        "layer": given["sink_layer"],
-        "coordinates": given["sink_coordinates"],
-        "at_least": given["sink_at_least"],
-        "first": max(given["sinks"]),
-    }
-    layers = [int(layer) for layer in run.tables["kv_layers"]["layer"]]
-    return {"model": run.model, "tokens": run.manifest["input"]["longest"], "layers": layers, "sinks": sinks} | {
-        "plans": found,
+        plan = {"budget": budget, "plan": name, "windows": windows, "bits": bits}
+        row = measured[budget, name]
+        made.append(plan | {what: float(row[what]) for what in ("memory", "perplexity", "ratio", "retrieval", "kept")})
+    sinks = {what: entry[f"sink_{what}"] for what in ("layer", "coordinates", "at_least")}
+    return {
+        "model": run.model,
+        "tokens": run.manifest["input"]["longest"],
+        "layers": [int(layer) for layer in run.tables["kv_layers"]["layer"]],
+        "sinks": sinks | {"first": max(entry["sinks"])},
+        "plans": made,
         "vllm": vllm_options(run),
     }
 
@@ -226,6 +209,6 @@ def vllm_options(run: RunData) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for bits, which in ((CACHE_BITS[0], ""), (CACHE_BITS[1], ", spared"), (CACHE_BITS[1], "")):
         if table.loc[f"{bits} bits {AS_VLLM}{which}"]["ratio"] <= SMALL_RATIO:
-            skipped = [str(layer) for layer in sorted(_costliest(run))] if which else []
+            skipped = [str(layer) for layer in sorted(_costliest_layers(run))] if which else []
             options = {"kv_cache_dtype": f"int{bits}_per_token_head", "kv_cache_dtype_skip_layers": skipped}
     return options

@@ -179,6 +179,9 @@ def predicted_sinks(
 # --- rankings
 
 
+Attended = tuple[torch.Tensor, torch.Tensor]  # mix (1,H,T,d) and lse (1,H,T)
+
+
 class LayerAttention(NamedTuple):
     """One layer's attention on one text, over all tokens and over sinks and a window."""
 
@@ -431,8 +434,14 @@ class PlanStudy:
 
     # --- what the calibration texts show
 
-    def _attend(self, attend: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Read the calibration texts with a kernel that also gets the text and the index of its layer."""
+    def _attend(self, see: Callable[..., None]) -> None:
+        """Read the calibration texts, and call `see` with text, index of the layer, attention call, mix and lse."""
+
+        def attend(text: CopiedText, index: int, *call: Any) -> Attended:
+            whole = fused_attention(*call)
+            see(text, index, *call, whole)
+            return whole
+
         for batch, text in zip(self._inputs(self.calibration).batches(1), self.calibration, strict=True):
             kernels = {layer: partial(attend, text, index) for index, layer in enumerate(self.layers)}
             with attending_by_kernels(self.seams, kernels):
@@ -442,8 +451,7 @@ class PlanStudy:
         """Read the dense cache's sizes and centers. Raises InputError where the model's own code has no kernel."""
         shapes: dict[int, torch.Size] = {}
 
-        def attend(text: CopiedText, index: int, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            key, value = call[1:3]
+        def see(text: CopiedText, index: int, query: Any, key: torch.Tensor, value: torch.Tensor, *_: Any) -> None:
             shapes[index] = key.shape
             others = torch.ones(key.shape[2], dtype=torch.bool, device=key.device)
             others[list(text.sinks)] = False
@@ -451,9 +459,8 @@ class PlanStudy:
             layer = self.layers[index]
             known = self.centers.get(layer)
             self.centers[layer] = [a + b for a, b in zip(means, known, strict=True)] if known else means
-            return fused_attention(*call)
 
-        self._attend(attend)
+        self._attend(see)
         if len(shapes) < len(self.layers):
             reason = "it has attention code of its own, whose cache cannot be simulated"
             raise plan_does_not_apply(self.subject, reason)
@@ -474,36 +481,29 @@ class PlanStudy:
         """Return the scores (L,K) of each ranking, mean over texts; a key/value head has its largest query head's."""
         scores = {name: np.zeros(self.sizes.dense.shape) for name in rankings}
 
-        def attend(text: CopiedText, index: int, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            query, key, value, attention_call = call
-            whole = fused_attention(*call)
+        def see(text: CopiedText, index: int, query: Any, key: Any, value: Any, call: Any, whole: Attended) -> None:
             sinks = torch.tensor(text.sinks, dtype=torch.long, device=key.device)
-            streamed = evicting_attention(query, key, value, attention_call, [window] * key.shape[1], sinks)
-            read = LayerAttention(query, key, attention_call, *whole, *streamed, text)
+            streamed = evicting_attention(query, key, value, call, [window] * key.shape[1], sinks)
+            read = LayerAttention(query, key, call, *whole, *streamed, text)
             for name, ranking in rankings.items():
                 of_heads = ranking.score(read).unflatten(0, (key.shape[1], -1)).amax(-1)
                 scores[name][index] += of_heads.double().cpu().numpy() / len(self.calibration)
-            return whole
 
-        self._attend(attend)
+        self._attend(see)
         return scores
 
     def quantization_losses(self, bits: int) -> np.ndarray:
         """Return what each layer's output loses with keys or values on `bits`, (L,2), mean over heads and texts."""
         losses = np.zeros((len(self.layers), 2))
 
-        def attend(text: CopiedText, index: int, *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            query, key, value, attention_call = call
-            whole = fused_attention(*call)
+        def see(text: CopiedText, index: int, query: Any, key: Any, value: Any, call: Any, whole: Attended) -> None:
             means = self.centers[self.layers[index]]
             rounded = [rounded_cache(bits, text.sinks, x, mean) for x, mean in zip((key, value), means, strict=True)]
             for which, pair in enumerate(((rounded[0], value), (key, rounded[1]))):
-                streamed = fused_attention(query, *pair, attention_call)
-                read = LayerAttention(query, key, attention_call, *whole, *streamed, text)
+                read = LayerAttention(query, key, call, *whole, *fused_attention(query, *pair, call), text)
                 losses[index, which] += float(OutputLoss().score(read).mean()) / len(self.calibration)
-            return whole
 
-        self._attend(attend)
+        self._attend(see)
         return losses
 
     # --- plans

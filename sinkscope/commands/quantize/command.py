@@ -3,11 +3,10 @@
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,7 +19,7 @@ from sinkscope.errors import InputError, counted
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.measure import Facts, make_manifest
 from sinkscope.measuring.parity import parity_check
-from sinkscope.measuring.subject import ModelLike, Subject, check_config, options_of
+from sinkscope.measuring.subject import ModelLike, check_config, options_of
 from sinkscope.measuring.tables import publish
 from sinkscope.options.keywords import QuantizeKeywords
 from sinkscope.options.output import OutputOptions
@@ -29,7 +28,6 @@ from sinkscope.output.run import Run, finished
 from sinkscope.quantization.formats import Precision
 from sinkscope.quantization.prefix_cache import prefix_cache, write_prefix
 from sinkscope.quantization.sites import INPUT, full_precision_modules, not_quantized
-from sinkscope.text.inputs import TokenInputs
 from sinkscope.text.tokens import encode, token_texts
 
 PRECISION = tuple(field.name for field in fields(Precision))  # names of options
@@ -77,7 +75,15 @@ def quantize(
     precision = Precision(*(getattr(config, name) for name in PRECISION))
     enough = config.model_copy(update={"num_seqs": config.num_seqs + config.calibration})
     with opened(model, tokenizer, enough, out, overwrite, quiet) as (whole, folder, console):
-        subject, held_out = _split(whole, config)
+        inputs, wanted = whole.inputs, config.num_seqs + config.calibration
+        if len(inputs) < wanted:
+            what = f"--dataset {config.dataset}" if config.dataset else f"--input {config.input}"
+            raise InputError(
+                f"{what} holds {counted(len(inputs), 'sequence')}, fewer than the {config.num_seqs} to evaluate and "
+                f"{config.calibration} to calibrate with: take a smaller --num-seqs or --calibration"
+            )
+        subject = replace(whole, inputs=inputs.part(0, config.num_seqs))
+        held_out = inputs.part(config.num_seqs, wanted)
         subject.need_loss()
         parity = parity_check(subject, config)
         simulation = Simulation(subject, precision, config.attn, config.batch_size, console, config.scheme)
@@ -102,12 +108,18 @@ def quantize(
             "not_quantized": not_quantized(subject.loaded.model, subject.family),
             "full_precision_modules": full_precision_modules(subject.loaded.model, study.ranges),
         }
-        further = None
+        write = None  # writes the prefix's keys and values
         if split:
-            of_prefix, further = _prefix(split)
-            record |= of_prefix
+            texts = token_texts(subject.loaded.tokenizer, split.prefix)
+            record |= {"prefix": list(split.prefix), "prefix_text": "".join(texts[token] for token in split.prefix)}
+            record |= {"without_rotation": split.without_rotation, "without_cache": ""}
+            try:
+                cache = prefix_cache(subject.loaded.model, split.prefix)
+                write = partial(write_prefix, cache, subject.loaded.name)
+            except InputError as error:
+                record["without_cache"] = str(error)
         manifest |= {"command": "quantize", "quantization": record}
-        return finished(Run(manifest, tables, folder, further=further), console, figures, page)
+        return finished(Run(manifest, tables, folder, further=write), console, figures, page)
 
 
 def _named_prefix(split: Split, config: QuantizeOptions) -> tuple[int, ...] | None:
@@ -120,28 +132,3 @@ def _named_prefix(split: Split, config: QuantizeOptions) -> tuple[int, ...] | No
     if tokenizer is None:
         raise InputError(f"--prefix {wanted!r}: the model has no tokenizer, so name token ids, such as 5,8, or auto")
     return split.checked(tuple(encode(tokenizer, wanted, special=False)))
-
-
-def _prefix(split: Split) -> tuple[dict[str, Any], Callable[[Path], None] | None]:
-    """Return what run.json records of the prefix, and the function that writes its keys and values."""
-    loaded, ids = split.simulation.subject.loaded, split.prefix
-    texts = token_texts(loaded.tokenizer, ids)
-    record = {"prefix": list(ids), "prefix_text": "".join(texts[token] for token in ids)}
-    record |= {"without_rotation": split.without_rotation, "without_cache": ""}
-    try:
-        write = partial(write_prefix, prefix_cache(loaded.model, ids), loaded.name)
-    except InputError as error:
-        return record | {"without_cache": str(error)}, None
-    return record, write
-
-
-def _split(subject: Subject, config: QuantizeOptions) -> tuple[Subject, TokenInputs]:
-    """Return the first sequences, which are evaluated, and the following ones, which calibrate the ranges."""
-    inputs, wanted = subject.inputs, config.num_seqs + config.calibration
-    if len(inputs) < wanted:
-        what = f"--dataset {config.dataset}" if config.dataset else f"--input {config.input}"
-        raise InputError(
-            f"{what} holds {counted(len(inputs), 'sequence')}, fewer than the {config.num_seqs} to evaluate and "
-            f"{config.calibration} to calibrate with: take a smaller --num-seqs or --calibration"
-        )
-    return replace(subject, inputs=inputs.part(0, config.num_seqs)), inputs.part(config.num_seqs, wanted)
