@@ -27,6 +27,7 @@ def run_of(
     rates: dict[int, tuple[float, float, tuple[float, ...]]],
     masses: dict[int, tuple[float, float, tuple[float, ...]]] | None = None,
     perplexity: tuple[float, float, tuple[float, ...]] = (20.0, 21.0, (20.1, 20.2)),
+    magnitude: tuple[float, float, tuple[float, ...]] = (100.0, 100.0, (100.0, 100.0)),
     expects: str = "sink-falls",
 ) -> Run:
     """Make a run of one arm `x` from position → (before, after, controls), the same in each of six layers."""
@@ -42,7 +43,7 @@ def run_of(
     for position, values in rates.items():
         add("sink_rate", position, values, 6)
         add("window_mass", position, (masses or {}).get(position, values), 6)
-    add("massive_magnitude", -1, (100.0, 100.0, (100.0, 100.0)), 6)
+    add("massive_magnitude", -1, magnitude, 6)
     add("perplexity", -1, perplexity, 0)
     table = pd.DataFrame(rows, columns=["layer", "arm", "draw", "metric", "position", "value"])
     table = table.assign(model="tiny", condition="x", name="x")
@@ -129,9 +130,36 @@ def test_what_papers_expect_is_decided_at_the_thresholds(
 
 
 def test_a_change_is_said_once_as_a_ratio() -> None:
-    sentences = finding(run_of({0: (0.8, 0.2, (0.8, 0.8))}, perplexity=(20.0, 25.0, (21.0, 22.0))), "x")
-    assert "falls to 0.250 times its value before, most in layers 0–2." in sentences
+    run = run_of({0: (0.8, 0.2, (0.8, 0.8))}, perplexity=(20.0, 25.0, (21.0, 22.0)))
+    rates = run.tables["effect"]
+    is_after = (rates["metric"] == "sink_rate") & (rates["arm"] == "after")
+    rates.loc[is_after & rates["layer"].isin([1, 2, 4]), "value"] = 0.0
+    sentences = finding(run, "x")
+    assert "falls to 0.250 times its value before, most in layers 1–2, 4." in sentences
+    assert list(overview(run)["sink rate @0"]) == ["80.0%", "20.0%", "80.0% ± 0.0%"]  # before, after, control
+    assert list(overview(run)["perplexity"]) == ["20.00", "25.00", "21.50 ± 0.71"]
     assert "Perplexity is 1.250 times its value before, and 1.075 times under the control." in sentences
+
+
+@pytest.mark.parametrize(
+    ("do", "after", "place"),
+    [
+        ("zero-massive:layers=0,coordinates=7", 900.0, "layer"),
+        ("mean-massive:layers=1,coordinates=7,means=3", 900.0, "coordinate"),
+        ("zero-massive:layers=1,coordinates=5", 900.0, None),
+        ("zero-massive:layers=0,coordinates=7", 90.0, None),  # it falls
+        ("mask-sink", 900.0, None),
+    ],
+)
+def test_a_largest_activation_that_rises_elsewhere_is_named(do: str, after: float, place: str | None) -> None:
+    run = run_of({0: (0.7, 0.7, (0.7, 0.7))}, magnitude=(100.0, after, (100.0, 100.0)))
+    run.manifest["arms"]["x"]["do"] = [do]
+    massive = pd.DataFrame([(0, 0, 0, 7, 10.0), (1, 0, 0, 5, -900.0), (1, 0, 3, 6, 20.0)])
+    massive.columns = ["layer", "sequence", "position", "coordinate", "value"]
+    run = Run(run.manifest, {**run.tables, "massive": massive.assign(condition="x")})
+    named = [found.numbers for found in findings_of(run, "x") if found.name == "largest-rises"]
+    assert [numbers["place"] for numbers in named] == ([place] if place else [])
+    assert all((numbers["layer"], numbers["position"], numbers["coordinate"]) == (1, 0, 5) for numbers in named)
 
 
 def test_the_metrics_of_an_arm() -> None:
@@ -211,7 +239,7 @@ def arm() -> Run:
     loss["loss"] = random.uniform(2, 5, SEQUENCES)
     doubled = loss.assign(condition="arm", loss=loss["loss"] + np.log(2))
     massive = grid(condition=["before", "arm"], layer=range(LAYERS), sequence=range(SEQUENCES), position=[0])
-    massive["value"] = -10.0 * massive["sequence"]
+    massive["value"] = -10.0 * massive["sequence"] * (massive["layer"] + 1) / LAYERS
     arms = pd.DataFrame({"arm": ["before", "after"], "draw": -1})
     effect = grid(condition=["arm"], name=["arm"], layer=range(-1, LAYERS), metric=["sink_rate"], position=[0])
     effect = pd.concat([effect, effect[effect["layer"] == -1].assign(metric="perplexity", position=-1)])

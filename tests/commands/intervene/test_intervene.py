@@ -188,13 +188,17 @@ def test_mean_sink_value_puts_the_mean_over_sequences(name: str, projection: str
 
 
 def test_controls_are_drawn_by_the_seed(gpt2: PreTrainedModel) -> None:
-    def controls(seed: int) -> list:
-        run = intervene(gpt2, "zero-key-columns:coordinates=7", draws=3, **SMALL | {"seed": seed, "num_seqs": 1})
-        return run.manifest["arms"]["zero-key-columns"]["controls"]
+    def controls(do: str, **options: Any) -> list:
+        run = intervene(gpt2, do, draws=3, **SMALL | {"num_seqs": 1} | options)
+        return run.manifest["arms"][do.partition(":")[0]]["controls"]
 
-    first, again, other = controls(0), controls(0), controls(1)
+    first, again, other = (controls("zero-key-columns:coordinates=7", seed=seed) for seed in (0, 0, 1))
     assert first == again != other
     assert len({str(draw) for draw in first}) == 3
+    others = "+".join(map(str, range(16, 32)))
+    assert controls("zero-key-columns:coordinates=0-15") == [[f"zero-key-columns:coordinates={others}"]]
+    few = controls("mask-sink", seq_len=4, positions=2, window=4)  # of two that are possible
+    assert sorted(few) == [["mask-sink:positions=1"], ["mask-sink:positions=2"]]
 
 
 @pytest.mark.parametrize(
