@@ -93,7 +93,7 @@ def draw(name: str, run: RunData, **options: Any) -> Figure:
     spec = FIGURES[name]
     if run.is_experiment and spec.command != run.command:
         raise InputError(f"figure '{name}' shows a single arm: draw it for run.at('before'), or for another arm")
-    if not (missing := _missing(spec, run)):
+    if not (missing := _lacking(spec, run)):
         return spec(run, **options)
     observables = list(dict.fromkeys(map(observable_of, missing)))
     needs = f"figure '{name}' needs the table '{missing[0]}', which"
@@ -111,11 +111,11 @@ def applicable(run: RunData) -> list[str]:
     return [
         name
         for name, spec in FIGURES.items()
-        if (spec.command == run.command or not run.is_experiment) and not _missing(spec, run) and spec.applies(run)
+        if (spec.command == run.command or not run.is_experiment) and not _lacking(spec, run) and spec.applies(run)
     ]
 
 
-def _missing(spec: FigureSpec[RunData], run: RunData) -> list[str]:
+def _lacking(spec: FigureSpec[RunData], run: RunData) -> list[str]:
     """Return the tables that the run lacks for a figure; an arm of an experiment lacks those of all arms together."""
     lacking = () if run.is_experiment else {table for record in records().values() for table in record.of_arms}
 

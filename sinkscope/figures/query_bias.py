@@ -122,7 +122,7 @@ def draw_query_bias_alignment(run: RunData) -> Figure:
 
 # --- |γ| at the coordinates where EPE₀ is massive, and at all coordinates (NU tables 1 and 2)
 
-USUAL: Look = AREA | {"color": GRAY, "alpha": 0.3}
+ALL_SPREAD: Look = AREA | {"color": GRAY, "alpha": 0.3}
 MEAN_OF_ALL: Look = {"color": "0.35", "linewidth": 0.9}
 FOURTH: Look = {"color": GREEN, "linestyle": "-.", "marker": "D", "markersize": 2.4, "zorder": 5}
 
@@ -144,7 +144,7 @@ def draw_gamma(run: RunData) -> Figure:
     figure = new_figure(width, 2.5)
     ax = figure.subplots()
     low = (mean - spread).clip(lower=0)
-    ax.bar(mean.index, mean + spread - low, bottom=low, width=0.6, **USUAL)
+    ax.bar(mean.index, mean + spread - low, bottom=low, width=0.6, **ALL_SPREAD)
     plot.line_by_layer(ax, mean, **MEAN_OF_ALL)
     signs: dict[str, Look] = {}
     for coordinate, look in zip(largest, (SINK, OTHERS, HIGHEST, FOURTH), strict=False):
@@ -153,7 +153,7 @@ def draw_gamma(run: RunData) -> Figure:
     if plot.panel(ax, "", "|γ|"):
         ax.set_ylim(bottom=0)
     beyond = len(largest) - len(signs)
-    signs |= {"mean of all" + f" ({beyond} massive not drawn)" * (beyond > 0): MEAN_OF_ALL, "mean ± 2 std": USUAL}
+    signs |= {"mean of all" + f" ({beyond} massive not drawn)" * (beyond > 0): MEAN_OF_ALL, "mean ± 2 std": ALL_SPREAD}
     columns = len(signs) if len(signs) <= 4 else 3
     return figure.finish(title(run, width), signs, ncols=columns, columnspacing=1.0, handlelength=2)
 

@@ -114,9 +114,9 @@ class Contents:
             columns = names_of(COLUMNS.get(name, ()))
             if name in tables or ("query" not in columns and not set(columns).isdisjoint(BY_SEQUENCE)):
                 continue
-            own = {label: run.tables[name] for label, run in self.parts.items() if name in run.tables}
-            joined = pd.concat([table.assign(**{part: label}) for label, table in own.items()])
-            tables[name] = joined[[part, *next(iter(own.values())).columns]].reset_index(drop=True)
+            joined = {label: run.tables[name] for label, run in self.parts.items() if name in run.tables}
+            table = pd.concat([table.assign(**{part: label}) for label, table in joined.items()])
+            tables[name] = table[[part, *next(iter(joined.values())).columns]].reset_index(drop=True)
         return dict(sorted(tables.items()))
 
     @property
@@ -146,8 +146,8 @@ class Contents:
     @property
     def columns(self) -> dict[str, Columns]:
         """The columns of each table after the leading ones, by name."""
-        own = (self.of_command.named_by,) if self.parts else ()
-        return {name: (*own, *columns) for name, columns in COLUMNS.items()}
+        leading = (self.of_command.named_by,) if self.parts else ()
+        return {name: (*leading, *columns) for name, columns in COLUMNS.items()}
 
     @property
     def links(self) -> dict[str, str]:
@@ -166,9 +166,9 @@ class Contents:
 def spreads(rows: pd.DataFrame, keys: list[str]) -> list[tuple]:
     """Return each group's keys, and the mean, standard deviation (n − 1) and number of its finite values."""
     known = rows[np.isfinite(rows["value"].astype(float))]
-    found = known.groupby(keys, sort=False)["value"].agg(["mean", "std", "count"]).reset_index()
-    found = found.astype(object).where(found.notna(), None)
-    return [tuple(row) for row in found.to_numpy().tolist()]
+    spread = known.groupby(keys, sort=False)["value"].agg(["mean", "std", "count"]).reset_index()
+    spread = spread.astype(object).where(spread.notna(), None)
+    return [tuple(row) for row in spread.to_numpy().tolist()]
 
 
 def parts_of(manifest: Mapping[str, Any]) -> PageParts:

@@ -18,7 +18,7 @@ def _parse_numbers(value: Any) -> Any:
         return value
     if value.strip() == "all":
         return None
-    found: list[int] = []
+    numbers: list[int] = []
     for part in value.replace("+", ",").split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
         if not match:
@@ -28,8 +28,8 @@ def _parse_numbers(value: Any) -> Any:
             raise ValueError(f"the range {part.strip()} is empty")
         if last - first >= MOST_NUMBERS:
             raise ValueError(f"the range {part.strip()} has more than {MOST_NUMBERS} numbers")
-        found += range(first, last + 1)
-    return tuple(dict.fromkeys(found))
+        numbers += range(first, last + 1)
+    return tuple(dict.fromkeys(numbers))
 
 
 def _parse_named_numbers(value: Any) -> Any:

@@ -53,7 +53,7 @@ def _watched(run: RunData) -> dict[str, list[int]]:
 
 LETTERS = 24  # characters in a line of an arm's name
 OFFSET = 0.17  # of the arm, upwards, and of its controls, downwards, in a row of height 1
-AFTER: Look = {"color": NAVY, "linewidth": 0.8, "marker": "o", "markersize": 4, "markevery": [-1]}
+AFTER_ARM: Look = {"color": NAVY, "linewidth": 0.8, "marker": "o", "markersize": 4, "markevery": [-1]}
 # metric, which of the positions that an arm watches (its sink first), may be logarithmic, width
 EFFECT_PANELS: tuple[tuple[str, slice | None, bool, float], ...] = (
     ("sink_rate", slice(1), False, 1.0),
@@ -78,7 +78,7 @@ def draw_effects(run: RunData) -> Figure:
         plot.shade_rows(ax, len(watched))
         ax.tick_params(axis="y", length=0)
         _draw_metric(ax, run, metric, positions, may_be_log)
-    signs = {"before": REFERENCE, "after": AFTER | {"markevery": None}}
+    signs = {"before": REFERENCE, "after": AFTER_ARM | {"markevery": None}}
     if "attention_by_sequence" in run.tables:
         signs[OVER_SEQUENCES] = INTERVAL
     draws = run.tables["effect"]["draw"].max() + 1
@@ -148,7 +148,7 @@ def _draw_effect(ax: Axes, effect: ArmEffect, ends: Sequence[float], middle: flo
         ax.plot([value, value], [middle - height / 2, middle + height / 2], **REFERENCE)
     if len(after):
         both = np.concatenate([before, after])
-        ax.plot(both, np.full(len(both), above), **AFTER)
+        ax.plot(both, np.full(len(both), above), **AFTER_ARM)
     else:
         across = ax.get_yaxis_transform()
         ax.text(0.98, above, f"after: {effect.after:g}", transform=across, ha="right", va="center", fontsize=6)
@@ -236,8 +236,8 @@ def draw_over_mixing(run: RunData) -> Figure:
 # --- Attention maps under every arm: of one layer (NU figure 3), or of all (NU figures 7 to 13, on one page).
 # The maps of a condition are one image, because hundreds of axes would take long to save.
 
-MEAN_MAPS = "mean over heads and sequences"
-CONTROL = "random control"
+MAPS_NOTE = "mean over heads and sequences"
+CONTROL_NAME = "random control"
 FAINTEST_MEAN = 1e-2  # lower end of the color scale: means over heads and sequences are seldom smaller
 
 MAPS_ACROSS = 8  # maps of one layer in a row
@@ -291,7 +291,7 @@ def draw_arm_maps(run: RunData) -> Figure:
     # A few maps are in one row, with each arm's random control next to it; of many, each control is below its arm.
     columns = [[(BEFORE, BEFORE, next(iter(sinks.values()), 0))]]
     for label, sink in sinks.items():
-        control = [(_control_of(label), CONTROL, sink)] if _control_of(label) in maps else []
+        control = [(_control_of(label), CONTROL_NAME, sink)] if _control_of(label) in maps else []
         columns.append([(label, label, sink), *control])
     if sum(map(len, columns)) <= MAPS_ACROSS:
         columns = [[cell] for column in columns for cell in column]
@@ -304,9 +304,9 @@ def draw_arm_maps(run: RunData) -> Figure:
         for below, (condition, name, sink) in enumerate(column)
     }
     rows = deep * -(-len(columns) // across)
-    lines = [max(name.count("\n") + 1 for (at, _), (_, name, _) in cells.items() if at == row) for row in range(rows)]
+    lines = [max(name.count("\n") + 1 for (y, _), (_, name, _) in cells.items() if y == row) for row in range(rows)]
     width = across * size + ASIDE
-    text = title(run, width, f"layer {layer} (sink changes most)", MEAN_MAPS)
+    text = title(run, width, f"layer {layer} (sink changes most)", MAPS_NOTE)
     figure = new_figure(width, rows * size + 0.1 * sum(lines) + 0.13 * text.count("\n") + 0.4, "compressed")
     grid = figure.subplots(rows, across, squeeze=False)
     for place, ax in np.ndenumerate(grid):
@@ -339,7 +339,7 @@ def _color_bar(figure: Figure, image: AxesImage, axes: np.ndarray, **place: Any)
 
 NAMES, BELOW = 1.09, 0.85  # inches: next to the maps of all layers, and above and below them
 SMALLEST_OF_LAYER = 0.24  # inches: a smaller map could not be read
-NUMBER: Look = {"fontsize": 6, "ha": "center", "va": "bottom"}
+LAYER_NUMBER: Look = {"fontsize": 6, "ha": "center", "va": "bottom"}
 NUMBER_BOX: Look = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
 
 
@@ -350,13 +350,13 @@ def draw_arm_maps_by_layer(run: RunData) -> Figure:
     alone = {label: wrapped(label, 18, 2) for label in (BEFORE, *arms(run)) if label in maps}  # condition → its name
     named: dict[str, str] = {}
     for label, name in alone.items():
-        named |= {label: name} | ({_control_of(label): CONTROL} if _control_of(label) in maps else {})
+        named |= {label: name} | ({_control_of(label): CONTROL_NAME} if _control_of(label) in maps else {})
     note, (rows, across, size) = "every layer", _largest_maps(len(named), len(layers))
     if alone != named and size < SMALLEST_OF_LAYER:
         note, named = "every layer, controls left out", alone
         rows, across, size = _largest_maps(len(named), len(layers))
     width = max(NAMES + across * size, COLUMN)
-    text = title(run, width, note, MEAN_MAPS)
+    text = title(run, width, note, MAPS_NOTE)
     figure = new_figure(width, (rows * size + GAP) * len(named) + 0.13 * text.count("\n") + BELOW, "compressed")
     axes = figure.subplots(len(named), 1, squeeze=False)[:, 0]
     tokens = len(next(iter(maps[BEFORE].values())))
@@ -370,16 +370,16 @@ def draw_arm_maps_by_layer(run: RunData) -> Figure:
             weights[spot] = maps[condition].get(layer, np.nan)  # a layer without a map is gray below its diagonal
             masked[spot] = plot.above_diagonal(weights[spot])
             if rows > 1:  # in the upper right corners, which a causal mask leaves empty
-                look = NUMBER | {"ha": "right", "va": "top", "bbox": NUMBER_BOX}
+                look = LAYER_NUMBER | {"ha": "right", "va": "top", "bbox": NUMBER_BOX}
                 ax.text(column * pitch + tokens, row * pitch, str(layer), **look)
             elif condition == BEFORE:
-                ax.text((column + 0.5) * pitch, -0.06 * pitch, str(layer), **NUMBER)
+                ax.text((column + 0.5) * pitch, -0.06 * pitch, str(layer), **LAYER_NUMBER)
         image = _draw_map(ax, weights, masked)
         ax.spines[:].set_visible(False)
-        color = "0.4" if name == CONTROL else "black"
+        color = "0.4" if name == CONTROL_NAME else "black"
         ax.set_ylabel(name, fontsize=SMALL_FONT, color=color, rotation=0, ha="right", va="center", labelpad=3)
     if rows == 1:
-        axes[0].text(-0.3 * pitch, -0.06 * pitch, "layer", **NUMBER | {"ha": "right"})
+        axes[0].text(-0.3 * pitch, -0.06 * pitch, "layer", **LAYER_NUMBER | {"ha": "right"})
     _color_bar(figure, image, axes, location="bottom", shrink=1.1 / (across * size), aspect=15)
     words = f"down: {tokens} queries, across: {tokens} keys" + (", number: layer" if rows > 1 else "")
     figure.supxlabel(words, fontsize=SMALL_FONT, color="0.3")

@@ -164,22 +164,30 @@ def findings_of(run: RunData, label: str) -> list[Finding]:
         return list(_streaming(run, label, section))
     sink, *targets = arm["watched"]
     rate = effect_of(run, label, "sink_rate", sink)
-    changes = [_change(run, label, section, "sink_rate", sink)]
+    changes = [_change_of_rate(run, label, section, "sink_rate", sink)]
     if rate.outcome == Outcome.UNDEFINED:
         uniform, epsilon = effect_of(run, label, "uniform_mass", sink).before, run.manifest["config"]["epsilon"]
         reason = reason_without_rate(uniform, epsilon)
         sentence = f"Whether the sink at position {sink} changes cannot be said: {reason}."
         numbers = {"metric": "sink_rate", "position": sink, "uniform": uniform, "epsilon": epsilon}
         unknown = Finding("change", section, rate.outcome, threshold=SPREAD, numbers=numbers, sentence=sentence)
-        changes = [unknown, _change(run, label, section, "window_mass", sink)]
+        changes = [unknown, _change_of_rate(run, label, section, "window_mass", sink)]
     elif rate.before < NO_SINK and rate.after < NO_SINK:
         sentence = f"There is no sink at position {sink}, before or after."
         changes = [replace(changes[0], outcome=Outcome.ABSENT, sentence=sentence)]
+    perplexity, ratio = effect_of(run, label, "perplexity"), _ratio(run, label, "perplexity")
+    numbers = {"before": perplexity.before, "control": perplexity.control, "ratio": ratio.value}
+    numbers |= estimate_interval(ratio, "ratio_")
+    sentence = f"Perplexity is {_times(ratio)}"
+    if perplexity.controls:
+        numbers["control_ratio"] = perplexity.control / perplexity.before
+        sentence += f", and {_times(Estimate(numbers['control_ratio']), 'under the control')}"
+    about: dict[str, Any] = {"spread": perplexity.spread, "numbers": numbers, "sentence": f"{sentence}."}
     return [
         *changes,
-        *_elsewhere(run, label, section, sink),
-        *(_change(run, label, section, "window_mass", target) for target in targets),
-        _perplexity(run, label, section),
+        *_sinks_anywhere(run, label, section, sink),
+        *(_change_of_rate(run, label, section, "window_mass", target) for target in targets),
+        Finding("perplexity", section, value=perplexity.after, **about),
         *_largest_elsewhere(run, label, section),
         *([_expected(run, label, section)] if arm["expects"] else []),
     ]
@@ -202,7 +210,7 @@ def _times(ratio: Estimate, of: str = "its value before") -> str:
     return with_interval(ratio, form, f" times {of}")
 
 
-def _change(run: RunData, label: str, section: str, metric: str, position: int) -> Finding:
+def _change_of_rate(run: RunData, label: str, section: str, metric: str, position: int) -> Finding:
     """Return how a rate or mass changes; for a sink rate that changes, with the layers where it does most."""
     effect, ratio = effect_of(run, label, metric, position), _ratio(run, label, metric, position)
     layers: tuple[int, ...] = ()
@@ -225,7 +233,7 @@ def _change(run: RunData, label: str, section: str, metric: str, position: int) 
     return Finding("change", section, effect.outcome, value, spread, nan, SPREAD, numbers=numbers, sentence=sentence)
 
 
-def _elsewhere(run: RunData, label: str, section: str, sink: int) -> Iterator[Finding]:
+def _sinks_anywhere(run: RunData, label: str, section: str, sink: int) -> Iterator[Finding]:
     """Yield where sinks are under the arm: a sink that is prevented at one position may be at another."""
     following = effect_of(run, label, "sink_rate", sink + 1)
     anywhere = effect_of(run, label, "sink_rate_anywhere")
@@ -245,18 +253,6 @@ def _elsewhere(run: RunData, label: str, section: str, sink: int) -> Iterator[Fi
         sentence += f"; {share:.0%} of the sinks at other positions than {sink} are at position {most}"
     about: dict[str, Any] = {"threshold": SPREAD, "numbers": numbers, "sentence": f"{sentence}."}
     yield Finding("sinks-anywhere", section, anywhere.outcome, anywhere.after, anywhere.spread, **about)
-
-
-def _perplexity(run: RunData, label: str, section: str) -> Finding:
-    cost, ratio = effect_of(run, label, "perplexity"), _ratio(run, label, "perplexity")
-    numbers = {"before": cost.before, "control": cost.control, "ratio": ratio.value}
-    numbers |= estimate_interval(ratio, "ratio_")
-    sentence = f"Perplexity is {_times(ratio)}"
-    if cost.controls:
-        numbers["control_ratio"] = cost.control / cost.before
-        sentence += f", and {_times(Estimate(numbers['control_ratio']), 'under the control')}"
-    about: dict[str, Any] = {"numbers": numbers, "sentence": f"{sentence}."}
-    return Finding("perplexity", section, value=cost.after, spread=cost.spread, **about)
 
 
 def _largest_elsewhere(run: RunData, label: str, section: str) -> Iterator[Finding]:
@@ -296,7 +292,7 @@ def _streaming(run: RunData, label: str, section: str) -> Iterator[Finding]:
 
 # --- findings of papers, compared with the run
 
-PUBLISHED = {
+PUBLISHED_EFFECTS = {
     Expectation.SINK_FALLS: "the sink falls",
     Expectation.SINK_STAYS: "the sink stays",
     Expectation.SINK_MOVES: "the sink moves",
@@ -306,7 +302,7 @@ PUBLISHED = {
 BEYOND = "beyond the control's spread"
 # the paper's finding, and whether the sink (or the attention to the target of a sink that moves) has changed beyond the
 # controls and to the end (less than half of the sink is left; it has left its source) → outcome, and "Here …"
-JUDGED = {
+AGAINST_PAPERS = {
     (Expectation.SINK_FALLS, True, True): (Outcome.CONFIRMED, "it does"),
     (Expectation.SINK_FALLS, True, False): (Outcome.PARTLY, f"it does, but at least {HALF:.0%} of it is left"),
     (Expectation.SINK_FALLS, False, False): (Outcome.REFUTED, f"it does not fall {BEYOND}"),
@@ -359,13 +355,13 @@ def _expected(run: RunData, label: str, section: str) -> Finding:
         elif is_undecided:
             outcome, here = Outcome.UNDECIDED, "there are too few controls to judge it"
         else:
-            outcome, words = JUDGED[expectation, is_changed, is_changed and is_complete]
+            outcome, words = AGAINST_PAPERS[expectation, is_changed, is_changed and is_complete]
             here = words.format(source=sink, target=target)
         following = effect_of(run, label, "sink_rate", sink + 1)
         if expectation != Expectation.SINK_MOVES and falls and following.outcome == Outcome.RISES:
             numbers |= {"next": following.after, "next_before": following.before, "next_control": following.control}
             here += f", and position {sink + 1} becomes one in {following.compared('sink_rate')} of the heads"
-    sentence = f"Published: {PUBLISHED[expectation]}. Here {here} ({arm['paper']})."
+    sentence = f"Published: {PUBLISHED_EFFECTS[expectation]}. Here {here} ({arm['paper']})."
     about: dict[str, Any] = {"threshold": threshold, "numbers": numbers, "is_headline": True, "sentence": sentence}
     return Finding(str(expectation), section, outcome, value, **about)
 

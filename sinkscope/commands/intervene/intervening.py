@@ -17,7 +17,6 @@ from sinkscope.attention.seam import open_seam
 from sinkscope.commands.intervene.experiment import Experiment
 from sinkscope.errors import InputError
 from sinkscope.interventions import Intervention, Known, Target, applied, parse_all
-from sinkscope.interventions.intervention import Stack
 from sinkscope.measuring.parity import check_beforehand
 from sinkscope.measuring.subject import open_subject, position_limit, row_or_calibrated, unread_notice
 from sinkscope.models.in_memory import called_uncompiled, on_cpu_by_default, unwrapped
@@ -27,13 +26,11 @@ from sinkscope.options.measuring import InputOptions, make_config
 from sinkscope.options.signatures import with_options
 from sinkscope.results.run import BEFORE
 
-Given = nn.Module | LoadedModel
-
 
 @with_options(InputOptions)
 @contextmanager
 def intervening(
-    model: Given,
+    model: nn.Module | LoadedModel,
     *do: str | Intervention | Iterable[str | Intervention],
     tokenizer: PreTrainedTokenizerBase | None = None,
     **options: Unpack[InputKeywords],
@@ -58,7 +55,7 @@ def intervening(
             no forward pass contained the position to change.
     """
     network = unwrapped(model.model if isinstance(model, LoadedModel) else model, changed=True)
-    parts = tuple(part for given in do for part in parse_all(given))
+    parts = tuple(part for each in do for part in parse_all(each))
     family, notices = row_or_calibrated(network)
     check_beforehand(network, family, is_calibrated=bool(notices))
     for notice in unread_notice(family):
@@ -67,25 +64,19 @@ def intervening(
     try:
         parts = tuple(part if part.inapplicable(known.target) else part.resolved(known) for part in parts)
     except InputError as left_open:
-        parts = _measured(model, parts, tokenizer, options, left_open)
+        # what it misses is decided by measuring the unchanged model
+        config, console, label = make_config(observables=("attention", "massive"), **options), Console(quiet=True), "do"
+        try:
+            with open_subject(model, tokenizer, config, console) as subject:
+                experiment = Experiment(subject, config, {label: parts}, 0, False, console, without_loss=(BEFORE,))
+                parts = experiment.resolved()[label]
+        except InputError as error:
+            if str(error) == str(left_open):
+                raise
+            raise InputError(f"{left_open}\nIt could not be found by measuring: {error}") from error
     with ExitStack() as stack:
         with on_cpu_by_default():
             stack.enter_context(called_uncompiled(network))
             target = Target(network, family, stack.enter_context(open_seam(network, family)))
             stack.enter_context(applied(target, parts))
         yield
-
-
-def _measured(
-    model: Given, parts: Stack, tokenizer: PreTrainedTokenizerBase | None, options: InputKeywords, left_open: InputError
-) -> Stack:
-    """Return the interventions with everything decided that `left_open` misses, by measuring the unchanged model."""
-    config, console, label = make_config(observables=("attention", "massive"), **options), Console(quiet=True), "do"
-    try:
-        with open_subject(model, tokenizer, config, console) as subject:
-            experiment = Experiment(subject, config, {label: parts}, 0, False, console, without_loss=(BEFORE,))
-            return experiment.resolved()[label]
-    except InputError as error:
-        if str(error) == str(left_open):
-            raise
-        raise InputError(f"{left_open}\nIt could not be found by measuring: {error}") from error
