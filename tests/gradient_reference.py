@@ -8,7 +8,7 @@ and records attention.
 import copy
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +16,7 @@ from unittest.mock import patch
 import numpy as np
 import pandas as pd
 import torch
-from reference import Calls, Place, attention_calls, by_head, long_enough, place_of, repeats, site_hooks
+from reference import Place, by_head, long_enough, place_of, repeats, run_watched
 from reference import assert_same as assert_same
 from torch import nn
 from transformers import PreTrainedModel
@@ -74,21 +74,11 @@ def record(model: PreTrainedModel, sequences: list[np.ndarray]) -> list[Sequence
 
 
 def _record(model: PreTrainedModel, ids: np.ndarray, predicted: int) -> Sequence:
-    place = place_of(model.config)
-    sites: list[dict[str, torch.Tensor]] = []
-    calls = Calls()
-    tokens = torch.as_tensor(ids)
-    with ExitStack() as stack:
-        embedding = model.get_input_embeddings()
-        hook = embedding.register_forward_hook(lambda module, args, output: output.requires_grad_(True))
-        stack.callback(hook.remove)
-        for layer in model.get_submodule(place.layers):
-            sites.append({})
-            stack.enter_context(site_hooks(layer, place, sites[-1]))
-        stack.enter_context(attention_calls(model, place, calls))
-        logits = model(tokens[None], use_cache=False).logits[0]
+    embedding = model.get_input_embeddings()
+    with embedding.register_forward_hook(lambda module, args, output: output.requires_grad_(True)):
+        logits, sites, calls = run_watched(model, ids)
     surprise = -logits.double().log_softmax(-1)
-    loss = sum(surprise[t, tokens[t + 1]] for t in range(len(ids) - 1))
+    loss = sum(surprise[t, ids[t + 1]] for t in range(len(ids) - 1))
     assert isinstance(loss, torch.Tensor)
     (loss / predicted).backward()
     assert len(sites) == len(calls.qkv) == len(calls.weights) == len(calls.mixes)

@@ -14,7 +14,7 @@ ids are tested, too. Three caveats of transformers 5.23:
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -154,18 +154,31 @@ def by_head(config: Any, qkv: list[np.ndarray]) -> list[np.ndarray]:
     return [part.reshape(len(part), config.n_heads, -1).transpose(1, 0, 2) for part in np.split(qkv[0], 3, axis=-1)]
 
 
-@torch.no_grad()
-def record(twin: PreTrainedModel, ids: np.ndarray) -> Sequence:
-    """Run one sequence through an eager twin."""
-    place, groups = place_of(twin.config), repeats(twin.config)
+def run_watched(model: PreTrainedModel, ids: np.ndarray) -> tuple[torch.Tensor, list[dict[str, torch.Tensor]], Calls]:
+    """Run one sequence. Returns the logits (T,V), the tensors at the sites of each layer, and those of attention."""
+    place = place_of(model.config)
     sites: list[dict[str, torch.Tensor]] = []
     calls = Calls()
     with ExitStack() as stack:
-        for layer in twin.get_submodule(place.layers):
+        for layer in model.get_submodule(place.layers):
             sites.append({})
             stack.enter_context(site_hooks(layer, place, sites[-1]))
-        stack.enter_context(attention_calls(twin, place, calls))
-        logits = twin(torch.tensor(ids)[None], use_cache=False).logits[0]
+        stack.enter_context(attention_calls(model, place, calls))
+        logits = model(torch.as_tensor(ids)[None], use_cache=False).logits[0]
+    return logits, sites, calls
+
+
+def record_each(model: PreTrainedModel, sequences: Iterable[np.ndarray]) -> list[Sequence]:
+    """Run sequences through an eager twin of the model, one at a time."""
+    twin = eager_twin(model)
+    return [record(twin, ids) for ids in sequences]
+
+
+@torch.no_grad()
+def record(twin: PreTrainedModel, ids: np.ndarray) -> Sequence:
+    """Run one sequence through an eager twin."""
+    groups = repeats(twin.config)
+    logits, sites, calls = run_watched(twin, ids)
     layers = []
     for site, qkv, scores, weights in zip(sites, calls.qkv, calls.logits, calls.weights, strict=True):
         query, key, value = by_head(twin.config, [_numpy(x) for x in qkv])

@@ -5,7 +5,7 @@ test_simulated.py runs these tests, and tests/gpu.sh runs them on a GPU.
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -135,14 +135,33 @@ def test_a_kernel_with_another_scale_is_further(name: str, dtype: torch.dtype, m
     assert [column for column in further_than_rounding(name, 1, dtype) if column.startswith("attention")]
 
 
-@pytest.mark.parametrize(("name", "places"), [("gpt2", 1), ("gemma2", 2)])
-def test_default_analysis(name: str, places: int) -> None:
-    here = sinkscope.analyze(tiny_model(name), **OPTIONS)
+def intervened(*do: str) -> Callable[[PreTrainedModel], sinkscope.Run]:
+    return lambda model: sinkscope.intervene(model, do=do, draws=1, **OPTIONS)
+
+
+LLAMAS = ("zero-massive:layers=1,coordinates=3", "zero-key-columns:coordinates=3", "mask-sink", "mean-sink-value")
+# what is run → the model, the number of devices, the function, and the tolerance
+RUNS: dict[str, tuple[str, int, Callable[[PreTrainedModel], sinkscope.Run], float]] = {
+    "analyze on one": ("gpt2", 1, lambda model: sinkscope.analyze(model, **OPTIONS), 1e-3),
+    "analyze on two": ("gemma2", 2, lambda model: sinkscope.analyze(model, **OPTIONS), 1e-3),
+    "intervene on one": ("gpt2", 1, intervened("transplant-epe", "nullify-query-bias"), 1e-2),
+    "intervene on two": ("llama", 2, intervened(*LLAMAS), 1e-2),
+    "quantize": ("shallow", PLACES, lambda model: sinkscope.quantize(model, calibration=2, **OPTIONS), 1e-2),
+}
+
+
+@pytest.mark.parametrize("what", RUNS)
+def test_a_run_on_devices_has_the_tables_of_the_cpu(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TINY, "shallow", ("llama", TINY["llama"][1] | {"num_hidden_layers": 2}))  # one on each device
+    name, places, measure, tolerance = RUNS[what]
+    here = measure(tiny_model(name))
     with simulated():
-        there = sinkscope.analyze(moved(tiny_model(name), places), **OPTIONS)
+        there = measure(moved(tiny_model(name), places))
     assert there.manifest["device"] == f"{NAME}:0"
     assert there.manifest["not_measured"] == here.manifest["not_measured"]
-    assert far(here.tables, there.tables, 1e-3) == {}
+    if what == "quantize":
+        assert here.tables["quantization"]["setting"].tolist() == there.tables["quantization"]["setting"].tolist()
+    assert far(here.tables, there.tables, tolerance) == {}
 
 
 @needs_simulation
@@ -200,32 +219,6 @@ def test_an_unknown_family(name: str, places: int, monkeypatch: pytest.MonkeyPat
         model = moved(tiny_model(name), places)
         assert calibrate(model, tiny_tokens(2, 9).to(f"{NAME}:0")) == here
         sinkscope.doctor(model)
-
-
-CHANGES = {
-    "llama": ("zero-massive:layers=1,coordinates=3", "zero-key-columns:coordinates=3", "mask-sink", "mean-sink-value"),
-    "gpt2": ("transplant-epe", "nullify-query-bias"),
-}
-
-
-@pytest.mark.parametrize(("name", "places"), [("llama", 2), ("gpt2", 1)])
-def test_interventions(name: str, places: int) -> None:
-    def tables(model: Any) -> dict[str, pd.DataFrame]:
-        return sinkscope.intervene(model, do=CHANGES[name], draws=1, **OPTIONS).tables
-
-    with simulated():
-        there = tables(moved(tiny_model(name), places))
-    assert far(tables(tiny_model(name)), there, 1e-2) == {}
-
-
-def test_quantization(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TINY, "shallow", ("llama", TINY["llama"][1] | {"num_hidden_layers": 2}))  # one on each device
-    options = OPTIONS | {"calibration": 2}
-    here = sinkscope.quantize(tiny_model("shallow"), **options)
-    with simulated():
-        there = sinkscope.quantize(moved(tiny_model("shallow"), PLACES), **options)
-    assert here.tables["quantization"]["setting"].tolist() == there.tables["quantization"]["setting"].tolist()
-    assert far(here.tables, there.tables, 1e-2) == {}
 
 
 @pytest.mark.parametrize("label", METHODS | FURTHER)

@@ -27,7 +27,7 @@ FLOAT32 = 2e-7  # round-off of a number that is stored in float32
 def expected(name: str) -> tuple[PreTrainedModel, Settings, dict[str, pd.DataFrame]]:
     """Return a model in float64, and its tables from plain transformers, one sequence at a time."""
     model = tiny_model(name, dtype=torch.float64)
-    recorded = [reference.record(reference.eager_twin(model), ids) for ids in ragged_tokens(LENGTHS)]
+    recorded = reference.record_each(model, ragged_tokens(LENGTHS))
     epsilon = reference.clear_threshold(recorded, WINDOW)
     parts = [_of_one(sequence, epsilon) for sequence in recorded]
     tables = {
@@ -92,11 +92,8 @@ def mean_loss(table: pd.DataFrame) -> float:
 
 def test_analyze_keeps_the_loss_of_every_sequence(tmp_path: Path) -> None:
     model, lengths = tiny_model("llama"), (12, 5, 9)
-    options: dict[str, Any] = {
-        "input": written(tmp_path / "ids.jsonl", ragged_tokens(lengths)),
-        "num_seqs": 3,
-        "seq_len": 12,
-    }
+    path = written(tmp_path / "ids.jsonl", ragged_tokens(lengths))
+    options: dict[str, Any] = {"input": path, "num_seqs": 3, "seq_len": 12}
     run = sinkscope.analyze(model, observables=("gradient",), batch_size=2, **options)
     assert_losses(run.tables["loss_by_sequence"], plain_losses(model, lengths), lengths)
     assert mean_loss(run.tables["loss_by_sequence"]) == pytest.approx(run.metric("loss"), rel=1e-6)
@@ -128,9 +125,8 @@ def test_every_arm_keeps_attention_and_loss_of_every_sequence(experiment: Run) -
 
 def test_the_losses_of_an_arm_are_its_own(experiment: Run) -> None:
     lengths = (12, 5, 9)
-    assert_losses(
-        experiment.at("before").tables["loss_by_sequence"], plain_losses(tiny_model("gpt2"), lengths), lengths
-    )
+    before = experiment.at("before").tables["loss_by_sequence"]
+    assert_losses(before, plain_losses(tiny_model("gpt2"), lengths), lengths)
     losses = experiment.tables["effect"].query("metric == 'loss'")
     (label,) = experiment.manifest["arms"]
     for arm, condition in (("before", "before"), ("after", label)):

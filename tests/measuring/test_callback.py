@@ -41,18 +41,18 @@ def trainer(
     return Trainer(model, arguments, train_dataset=TRAINED, eval_dataset=HELD_OUT, callbacks=list(callbacks))
 
 
-def random_numbers() -> list[Any]:
-    return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]  # noqa: NPY002
-
-
-def trained(folder: Path, *callbacks: Any, **options: Any) -> tuple[Trainer, list[Any], list[torch.Tensor]]:
+def trained(
+    folder: Path, *callbacks: Any, dataset: Any = TRAINED, held_out: Any = HELD_OUT, **options: Any
+) -> tuple[Trainer, list[Any], list[torch.Tensor]]:
     """Train, and return the Trainer, the random numbers at the end, and all numbers of model and optimizer."""
     for seed in (torch.manual_seed, random.seed, np.random.seed):
         seed(0)
     done = trainer(folder, *callbacks, **options)
+    done.train_dataset, done.eval_dataset = dataset, held_out
     done.train()
     moments = [x for state in done.optimizer.state_dict()["state"].values() for x in state.values()]
-    return done, random_numbers(), [*done.model.state_dict().values(), *moments]
+    numbers = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]  # noqa: NPY002
+    return done, numbers, [*done.model.state_dict().values(), *moments]
 
 
 def assert_same_training(one: tuple[Trainer, Any, list], other: tuple[Trainer, Any, list]) -> None:
@@ -261,25 +261,13 @@ class Drawing(Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
-def without_eval(
-    folder: Path, dataset: Any, *callbacks: Any, held_out: Any = None, **options: Any
-) -> tuple[Trainer, list[Any], list]:
-    """Train on a dataset, by default without evaluation texts."""
-    for seed in (torch.manual_seed, random.seed, np.random.seed):
-        seed(0)
-    done = trainer(folder, *callbacks, **options)
-    done.train_dataset, done.eval_dataset = dataset, held_out
-    done.train()
-    return done, random_numbers(), [*done.model.state_dict().values()]
-
-
 @pytest.mark.parametrize("place", ["train", "eval", "texts"])
 def test_reading_a_dataset_that_draws_changes_nothing(place: str, tmp_path: Path) -> None:
     plain, measured = (Subset(Drawing(), range(32)) for _ in range(2))
-    expected = without_eval(tmp_path / "plain", plain, steps=4)
+    expected = trained(tmp_path / "plain", dataset=plain, held_out=None, steps=4)
     callback = sinkscope.SinkCallback(every=2, seq_len=LENGTH, texts=measured if place == "texts" else None)
     held_out = measured if place == "eval" else None
-    found = without_eval(tmp_path / "measured", measured, callback, held_out=held_out, steps=4)
+    found = trained(tmp_path / "measured", callback, dataset=measured, held_out=held_out, steps=4)
     assert_same_training(expected, found)
     states = [
         [one.dataset.parts[0].random(), float(torch.rand((), generator=one.dataset.parts[1])),
@@ -294,7 +282,7 @@ def test_without_evaluation_texts_it_measures_the_training_texts_and_says_so(tmp
     ids = torch.tensor([1, *range(5, 5 + LENGTH - 1)])
     rows = [{"input_ids": ids, "labels": ids, "seq_lengths": [10, 6]}, *TRAINED[:3]]
     callback = sinkscope.SinkCallback(seq_len=LENGTH, num_seqs=3)
-    without_eval(tmp_path / "rows", rows, callback, steps=1)
+    trained(tmp_path / "rows", callback, dataset=rows, held_out=None, steps=1)
     manifest = json.loads((tmp_path / "rows" / "sinks" / "run.json").read_text(encoding="utf-8"))
     read = manifest["input"]
     assert (manifest["condition"], read["sequences"], read["shortest"], read["longest"]) == ("training-set", 3, 6, 16)
@@ -320,12 +308,13 @@ def test_without_evaluation_texts_it_measures_the_training_texts_and_says_so(tmp
         def __init__(self) -> None:
             self.rows = (row for row in TRAINED)
 
-    expected = without_eval(tmp_path / "plain", Once(), steps=4)
-    found = without_eval(tmp_path / "once", Once(), sinkscope.SinkCallback(seq_len=LENGTH), steps=4)
+    options = {"held_out": None, "steps": 4}
+    expected = trained(tmp_path / "plain", dataset=Once(), **options)
+    found = trained(tmp_path / "once", sinkscope.SinkCallback(seq_len=LENGTH), dataset=Once(), **options)
     assert_same_training(expected, found)
     assert curves(tmp_path / "once")["sink_rate"].notna().all()
     with pytest.warns(UserWarning, match="read only once"):
-        found = without_eval(tmp_path / "streamed", Streamed(), sinkscope.SinkCallback(seq_len=LENGTH), steps=4)
+        found = trained(tmp_path / "streamed", sinkscope.SinkCallback(seq_len=LENGTH), dataset=Streamed(), **options)
     assert_same_training(expected, found)
 
 

@@ -33,9 +33,8 @@ def table_of(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> pd.Data
 
 
 def plain(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> dict[tuple[int, int], reference.Layer]:
-    twin = reference.eager_twin(model)
-    with in_double(twin):
-        recorded = [reference.record(twin, ids) for ids in sequences]
+    with in_double(model):
+        recorded = reference.record_each(model, sequences)
     return {(at, number): layer for number, one in enumerate(recorded) for at, layer in enumerate(one.layers)}
 
 

@@ -65,8 +65,7 @@ def test_kept_tensors_are_those_of_plain_transformers(model: PreTrainedModel, ru
 
 def test_any_head_has_its_weights_kept_or_computed_again(model: PreTrainedModel, run: Run) -> None:
     ids = ragged_tokens(LENGTHS)
-    twin = reference.eager_twin(model)
-    first, second = (reference.record(twin, one).layers for one in ids[:2])
+    first, second = (sequence.layers for sequence in reference.record_each(model, ids[:2]))
     maps = run.tables["attention_maps"]
     assert set(zip(maps["layer"], maps["head"], strict=True)) == {(1, 2), (0, 3)}
     for opened in (run, Run.open(run.folder)):
@@ -78,7 +77,7 @@ def test_any_head_has_its_weights_kept_or_computed_again(model: PreTrainedModel,
     np.testing.assert_allclose(given, second[0].weights, rtol=1e-4, atol=1e-6)
 
     long = sinkscope.analyze(model, input="random", num_seqs=1, seq_len=100, observables="attention")
-    weights = reference.record(twin, long.activations.token_ids[0].numpy()).layers[1].weights
+    weights = reference.record_each(model, long.activations.token_ids.numpy())[0].layers[1].weights
     assert long.activations["attention"][1].shape == (1, 4, 64, 64)  # the first tokens
     np.testing.assert_allclose(long.attention(1, 3), weights[3], rtol=1e-4, atol=1e-6)
 

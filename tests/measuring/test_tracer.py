@@ -12,7 +12,6 @@ from support.hooked import hook_all
 from support.retrofitted import each_pair
 from support.tables import assert_same_tables
 from tiny import FORWARD, TINY, measured, padded, ragged_tokens, tiny_model
-from transformers import PreTrainedModel
 
 from sinkscope.attention import weights as attention_weights
 from sinkscope.attention.kernels import AttentionCall
@@ -30,19 +29,17 @@ RAGGED = (LENGTH, 17, 5, 11)  # one shorter than WINDOW and POSITIONS
 FLOAT32_INSIDE = ("bloom", "mpt", "gptj", "gpt_neo")
 
 
-@cache
-def models(name: str, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Return a tiny model and its twin for the reference."""
-    model = tiny_model(name, dtype=dtype)
-    return model, reference.eager_twin(model)
+model_of = cache(lambda name, dtype: tiny_model(name, dtype=dtype))
+
+
+def settings_and_tables(recorded: list[reference.Sequence]) -> tuple[Settings, dict[str, pd.DataFrame]]:
+    settings = Settings(positions=POSITIONS, window=WINDOW, epsilon=reference.clear_threshold(recorded, WINDOW))
+    return settings, reference.tables(recorded, POSITIONS, WINDOW, settings.epsilon)
 
 
 @cache
 def expected(name: str, dtype: torch.dtype, lengths: tuple[int, ...]) -> tuple[Settings, dict[str, pd.DataFrame]]:
-    _, twin = models(name, dtype)
-    recorded = [reference.record(twin, ids) for ids in ragged_tokens(lengths)]
-    settings = Settings(positions=POSITIONS, window=WINDOW, epsilon=reference.clear_threshold(recorded, WINDOW))
-    return settings, reference.tables(recorded, POSITIONS, WINDOW, settings.epsilon)
+    return settings_and_tables(reference.record_each(model_of(name, dtype), ragged_tokens(lengths)))
 
 
 PADDINGS: dict[str, tuple[tuple[int, ...], str]] = {
@@ -60,8 +57,8 @@ def test_every_table_is_the_references(name: str, padding: str) -> None:
     dtype, tolerance = (torch.float32, 1e-5) if name in FLOAT32_INSIDE else (torch.float64, 1e-9)
     lengths, side = PADDINGS[padding]
     settings, tables = expected(name, dtype, lengths)
-    model, _ = models(name, dtype)
-    reference.assert_same(measured(model, [padded(ragged_tokens(lengths), side)], settings), tables, tolerance)
+    batch = padded(ragged_tokens(lengths), side)
+    reference.assert_same(measured(model_of(name, dtype), [batch], settings), tables, tolerance)
 
 
 @each_pair(["llama", "gemma2", "bloom", "falcon", "gptj"], ["replaced", "in place"], ("name", "how"))
@@ -73,8 +70,7 @@ def test_what_leaves_a_module_is_read_after_the_users_hooks(name: str, how: str)
     for each in (model, twin):
         hook_all(each, is_in_place=how == "in place")
     recorded = [reference.record(twin, ids) for ids in ragged_tokens(RAGGED)]
-    settings = Settings(positions=POSITIONS, window=WINDOW, epsilon=reference.clear_threshold(recorded, WINDOW))
-    tables = reference.tables(recorded, POSITIONS, WINDOW, settings.epsilon)
+    settings, tables = settings_and_tables(recorded)
     batch = padded(ragged_tokens(RAGGED))
     reference.assert_same(measured(model, [batch], settings), tables, tolerance)
     with open_tracer(model, find_family(model)) as tracer:
@@ -85,19 +81,18 @@ def test_what_leaves_a_module_is_read_after_the_users_hooks(name: str, how: str)
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "bloom"])
 def test_the_eager_kernel_gives_the_references_tables_too(name: str) -> None:
     settings, tables = expected(name, torch.float32, RAGGED)
-    model, _ = models(name, torch.float32)
     for side in ("right", "left"):
-        ours = measured(model, [padded(ragged_tokens(RAGGED), side)], settings, kernel="eager")
+        batch = padded(ragged_tokens(RAGGED), side)
+        ours = measured(model_of(name, torch.float32), [batch], settings, kernel="eager")
         reference.assert_same(ours, tables, 1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom"])
 def test_autocast_around_the_tracer_changes_nothing(name: str) -> None:
-    model, batches = tiny_model(name), [padded(ragged_tokens(RAGGED))]
-    names = (*FORWARD, "gradient")
-    plain = measured(model, batches, Settings(positions=POSITIONS, window=WINDOW), names, backward=True)
+    asked = (tiny_model(name), [padded(ragged_tokens(RAGGED))], Settings(positions=POSITIONS, window=WINDOW))
+    plain = measured(*asked, (*FORWARD, "gradient"), backward=True)
     with torch.autocast("cpu", torch.bfloat16):
-        ours = measured(model, batches, Settings(positions=POSITIONS, window=WINDOW), names, backward=True)
+        ours = measured(*asked, (*FORWARD, "gradient"), backward=True)
     assert_same_tables(ours, plain, check_exact=True)
 
 
@@ -108,7 +103,7 @@ ROUNDED = {"gemma2": 1e-5, "gpt_oss": 1e-5, "falcon": 1e-6}
 
 @each_pair(list(TINY), list(PADDINGS), ("name", "padding"), whole=MEET_PADDING)
 def test_traced_logits_are_the_bare_models(name: str, padding: str) -> None:
-    (lengths, side), (model, _) = PADDINGS[padding], models(name, torch.float32)
+    (lengths, side), model = PADDINGS[padding], model_of(name, torch.float32)
     batch = padded(ragged_tokens(lengths), side)
     with open_tracer(model, find_family(model)) as tracer:
         traced = tracer.logits(batch)
@@ -128,9 +123,8 @@ LONG = 300  # more than one row chunk, and more than is always read whole
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", "falcon-alibi"])
 def test_long_sequences_are_read_by_first_columns_and_diagonal_band(name: str) -> None:
     """T = 300: positions=16 reads 16 columns and a band of 64, positions=300 all; both are the reference's."""
-    model, twin = models(name, torch.float64)
-    sequences = ragged_tokens((LONG, 270))
-    recorded = [reference.record(twin, ids) for ids in sequences]
+    model, sequences = model_of(name, torch.float64), ragged_tokens((LONG, 270))
+    recorded = reference.record_each(model, sequences)
     epsilon = reference.clear_threshold(recorded, 64)
     for positions in (16, LONG):
         truth = {
@@ -139,12 +133,8 @@ def test_long_sequences_are_read_by_first_columns_and_diagonal_band(name: str) -
             "sink_positions": reference.sink_positions(recorded, 64, epsilon),
         }
         for side in ("right", "left"):
-            ours = measured(
-                model,
-                [padded(sequences, side)],
-                Settings(positions=positions, window=64, epsilon=epsilon),
-                ("attention",),
-            )
+            settings = Settings(positions=positions, window=64, epsilon=epsilon)
+            ours = measured(model, [padded(sequences, side)], settings, ("attention",))
             if positions == 16:  # not all columns were read
                 assert ours["attention_heads"].pop("attention_entropy").isna().all()
                 truth["attention_heads"] = truth["attention_heads"].drop(columns="attention_entropy", errors="ignore")
@@ -179,9 +169,6 @@ class Seen(Observable):
 
     def see_attention(self, layer: int, read: attention_weights.AttentionRead, batch: Batch) -> None:
         self.calls.append((layer, "attention"))
-
-    def tables(self) -> dict[str, pd.DataFrame]:
-        return {}
 
 
 def test_an_observable_sees_its_sites_of_every_layer_in_order_and_no_other() -> None:
