@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from typer.core import TyperGroup
 
 from sinkscope.errors import InputError, SinkscopeError, one_line, was_interrupted
-from sinkscope.measuring.console import Plain
+from sinkscope.measuring.console import PrintableStream
 from sinkscope.options.option import Options
 from sinkscope.plugins import failure_of
 
@@ -39,7 +39,7 @@ def standard_streams() -> Iterator[None]:
         if stream is not None:
             with contextlib.suppress(OSError):  # it is flushed
                 stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # an ASCII terminal shows ε as ?
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(Plain(messages)):
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(PrintableStream(messages)):
         try:
             yield
         finally:

@@ -60,7 +60,7 @@ class Forgiving:
             self._stream.flush()
 
 
-class Plain(Forgiving):
+class PrintableStream(Forgiving):
     """The stderr of a command, where libraries write warnings, errors and bars: what they quote is made printable."""
 
     @property

@@ -20,7 +20,7 @@ from sinkscope.errors import counted, was_interrupted
 from sinkscope.interventions.intervention import UntouchedError
 from sinkscope.measuring.console import lasting, print_line
 from sinkscope.measuring.observables.observable import Observable
-from sinkscope.measuring.passes import Bar, Pass, pass_over, progress, tables_of
+from sinkscope.measuring.passes import Pass, ProgressBar, pass_over, progress, tables_of
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import Tracer, logits_of, model_inputs
 from sinkscope.models.edits import Beginning, beginning_at
@@ -108,7 +108,7 @@ def run_settings(
 def _by_batch(
     subject: Subject,
     settings: Sequence[Setting],
-    bars: Sequence[Bar],
+    bars: Sequence[ProgressBar],
     announce: Callable[[float], None],
     how: Mapping[str, Any],
 ) -> list[Pass]:

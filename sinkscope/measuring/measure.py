@@ -49,7 +49,7 @@ class Facts:
     pictures: dict[str, Any] | None = None  # how many, and the coordinates of φ (measuring/pictures.py)
 
 
-def make_manifest(
+def run_manifest(
     subject: Subject, config: RunConfig, facts: Facts, tables: list[str], start: float, command: str = "analyze"
 ) -> dict[str, Any]:
     """Return the manifest of a run (run.json): the common head, and the facts about model and input."""

@@ -75,7 +75,7 @@ def pass_over(
     backward: bool = False,
     console: Console | None = None,
     expect: Callable[[float], None] = lambda seconds: None,
-    bars: Sequence["Bar"] | None = None,
+    bars: Sequence["ProgressBar"] | None = None,
 ) -> Pass:
     """Call `step` with every batch; after an out-of-memory error, start again with new observables and half the batch.
 
@@ -176,7 +176,7 @@ def first_size(
     return min(sequences_that_fit(model, inputs.longest, backward, on_cpu), most)
 
 
-class Bar(Observable):
+class ProgressBar(Observable):
     """A progress bar that moves at every layer. The time left follows from the fastest batch: the first is slow.
 
     Over several passes it counts how often a sequence is read: once for each setting.
@@ -229,7 +229,7 @@ class Bar(Observable):
 @contextmanager
 def progress(
     console: Console | None, model: PreTrainedModel, total: int, backward: bool, settings: int = 1
-) -> Iterator[list[Bar]]:
+) -> Iterator[list[ProgressBar]]:
     """Yield a progress bar over `total` sequences if the console is a terminal, else none.
 
     `settings` is the number of settings under which each batch is read, one after the other.
@@ -240,4 +240,4 @@ def progress(
     columns = ("measuring", BarColumn(), MofNCompleteColumn(), "sequences {task.fields[bar].left}")
     layers = model.config.get_text_config().num_hidden_layers
     with Progress(*columns, console=console, transient=True) as drawn:
-        yield [Bar(drawn, total, layers, settings, backward)]
+        yield [ProgressBar(drawn, total, layers, settings, backward)]

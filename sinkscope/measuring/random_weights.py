@@ -22,7 +22,7 @@ from sinkscope.models.packed import ORDINARY, is_packed, without_packing
 from sinkscope.retrofits import new_parameters
 
 WEIGHTS_AT_RANDOM = "random"  # in the manifest, in place of the format of a checkpoint's weights
-AT_RANDOM = " (random weights)"  # appended to the model's name
+RANDOM_SUFFIX = " (random weights)"  # appended to the model's name
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def random_weights(subject: Subject, seed: int = 0) -> Iterator[Subject]:
         network = redrawn(subject.loaded.model, seed)
     except InputError as error:
         raise InputError(f"{subject.loaded.name} with random weights: {error}") from error
-    named = replace(subject.loaded, name=subject.loaded.name + AT_RANDOM, weights=WEIGHTS_AT_RANDOM, adapter=None)
+    named = replace(subject.loaded, name=subject.loaded.name + RANDOM_SUFFIX, weights=WEIGHTS_AT_RANDOM, adapter=None)
     with undisturbed(network):
         yield replace(subject, loaded=replace(named, model=network))
 

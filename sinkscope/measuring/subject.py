@@ -88,10 +88,10 @@ def without_head_or_mask(loaded: LoadedModel, family: Family) -> str | None:
     return None
 
 
-def options_of(kind: type[Asked], model: ModelLike, given: Mapping[str, Any]) -> Asked:
+def options_of(kind: type[Asked], model: ModelLike, arguments: Mapping[str, Any]) -> Asked:
     """Make the options of a command from the keyword arguments of its Python function. Raises InputError."""
     named = model if isinstance(model, str | os.PathLike) else None
-    return checked(kind, {"model": named and os.fspath(named)} | dict(given))
+    return checked(kind, {"model": named and os.fspath(named)} | dict(arguments))
 
 
 def check_config(config: RunConfig) -> None:

@@ -28,7 +28,7 @@ from sinkscope.cli.app import app
 from sinkscope.cli.printing import InMarkdown, fitted
 from sinkscope.errors import UNPRINTABLE
 from sinkscope.figures import FIGURES, applicable
-from sinkscope.measuring.console import Plain, Terminal
+from sinkscope.measuring.console import PrintableStream, Terminal
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.output.run import Run
 from sinkscope.results.manifest import is_undrawn
@@ -382,7 +382,7 @@ def test_a_console_on_a_terminal_keeps_its_own_escapes(capsys: pytest.CaptureFix
     screen.print(Text("\x1b[2J\u202e", "red"))
     assert screen.file.getvalue() == "\x1b[31m\\u001b[2J\\u202e\x1b[0m\n"  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "stderr", Plain(sys.stderr))
+        patch.setattr(sys, "stderr", PrintableStream(sys.stderr))
         Console(stderr=True, force_terminal=True, color_system="standard").print(Text("words", "red"))
         print("\rhalf of a bar\x1b[A", end="", file=sys.stderr)
         print("\x1b[A\x1b[A", end="", file=sys.stderr)  # tqdm's own, if bars are below each other

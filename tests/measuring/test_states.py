@@ -12,7 +12,14 @@ from tiny import batched, measured, padded, ragged_tokens, tiny_model
 import sinkscope
 from sinkscope.measuring.observables.entropy import entropy, spectrum, valley
 from sinkscope.measuring.observables.observable import Reading, Settings
-from sinkscope.measuring.observables.spikes import SinkTokens, attention_received, kinds_of, life, mean_cosine, sinks
+from sinkscope.measuring.observables.spikes import (
+    SinkTokens,
+    attention_received,
+    kinds_of,
+    life,
+    mean_cosine,
+    sink_layers,
+)
 from sinkscope.measuring.spike_mask import MASK_OBSERVABLES
 from sinkscope.models.loading import LoadedModel
 
@@ -102,12 +109,12 @@ def test_a_token_is_a_sink_while_it_is_parallel_to_the_first_and_large() -> None
     norms[3, 4:8] = 5  # large, but not parallel
     cosine = torch.zeros(4, depth)
     cosine[0], cosine[1], cosine[2] = 1, -0.95, 0.95  # token 1 is parallel, but not large
-    is_parallel, is_sink = sinks(norms, cosine, first=0)
+    is_parallel, is_sink = sink_layers(norms, cosine, first=0)
     assert is_parallel.sum(1).tolist() == [6, 6, 6, 0]
     assert [np.flatnonzero(row).tolist() for row in is_sink] == [[*range(1, 7)], [], [3, 4, 5, 6], []]
     assert kinds_of(is_sink, first=0).tolist() == ["first", "", "secondary", ""]  # fewer than 17/32 of 8 layers
     flat = torch.full((4, 1 + depth), 2.0).cumsum(1)
-    assert not sinks(flat, torch.ones(4, depth), first=0)[1].any()  # without a spike, no token is a sink
+    assert not sink_layers(flat, torch.ones(4, depth), first=0)[1].any()  # without a spike, no token is a sink
 
 
 def test_sink_tokens_are_listed_with_their_lives() -> None:

@@ -38,7 +38,7 @@ def dominance(
     import time
 
     from sinkscope.commands.measured import opened
-    from sinkscope.measuring.measure import make_manifest, measure
+    from sinkscope.measuring.measure import measure, run_manifest
     from sinkscope.measuring.subject import options_of
     from sinkscope.output.run import Run, finished
 
@@ -47,7 +47,7 @@ def dominance(
     measured = config.model_copy(update={"observables": ("dominance",)})
     with opened(model, None, measured, out, overwrite, quiet) as (subject, folder, console):
         tables, facts = measure(subject, measured, console)
-        manifest = make_manifest(subject, config, facts, list(tables), start, "dominance")
+        manifest = run_manifest(subject, config, facts, list(tables), start, "dominance")
         return finished(Run(manifest, tables, folder), console, page=page)
 
 

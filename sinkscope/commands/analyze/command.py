@@ -15,7 +15,7 @@ from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.console import Messages, print_line, print_notices, print_part
 from sinkscope.measuring.keeping import Remembered, check_sites, keep
-from sinkscope.measuring.measure import Facts, make_manifest, measure
+from sinkscope.measuring.measure import Facts, measure, run_manifest
 from sinkscope.measuring.pictures import PICTURES_CONDITION, measure_encoder, measure_pictures, processor_for
 from sinkscope.measuring.processes import together
 from sinkscope.measuring.spike_mask import SpikeMask, measured_mask
@@ -98,7 +98,7 @@ def analyze(
             raw, subject = measure_encoder(encoder, pictures)
             print_line(Messages(quiet), f"read: {subject.inputs.said}")
             tables, facts = publish(raw, encoder, PICTURES_CONDITION), Facts(batch_size=1)
-            manifest = make_manifest(subject, config, facts, list(tables), start)
+            manifest = run_manifest(subject, config, facts, list(tables), start)
             return finished(Run.of_analysis(manifest, tables, folder), Messages(quiet), figures, page)
     with opened(model, tokenizer, config, out, overwrite, quiet) as (subject, folder, console):
         processor = None if pictures is None else processor_for(subject, config)
@@ -108,7 +108,7 @@ def analyze(
             pictured, facts.pictures = measure_pictures(subject, config, pictures, processor, tables["massive"])
             tables |= publish(pictured, subject.loaded, subject.inputs.condition)
         print_notices(console, facts.notices)
-        manifest = make_manifest(subject, config, facts, list(tables), start) | {"activations": list(activations)}
+        manifest = run_manifest(subject, config, facts, list(tables), start) | {"activations": list(activations)}
         loaded = Remembered(subject.loaded) if is_in_memory(model) else None
         mask = measured_mask(subject, config, tables).write if config.export_mask else None
         run = Run.of_analysis(manifest, tables, folder, activations=activations, loaded=loaded, further=mask)

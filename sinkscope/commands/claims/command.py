@@ -45,7 +45,7 @@ from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.interventions import Target, parse, parse_all
 from sinkscope.measuring.console import print_line, print_notices, print_part
-from sinkscope.measuring.measure import Facts, make_manifest, measure
+from sinkscope.measuring.measure import Facts, measure, run_manifest
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.processes import together
 from sinkscope.measuring.random_weights import random_weights
@@ -69,8 +69,7 @@ from sinkscope.options.signatures import with_options
 from sinkscope.output.result import FIGURES, both, draw, figure_failure, write_data
 from sinkscope.output.run import Run
 from sinkscope.results.folders import FileList, alone_in, check_resumable, claim, new_folder, resumable
-from sinkscope.results.manifest import MANIFEST, write_manifest
-from sinkscope.results.manifest import make_manifest as make_folder_manifest
+from sinkscope.results.manifest import MANIFEST, make_manifest, write_manifest
 from sinkscope.results.run import BOS_OPTIONS, WITHOUT, RunData
 from sinkscope.results.tables import blaming_tables
 from sinkscope.retrofits.retrofit import registers_before
@@ -182,7 +181,7 @@ def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: f
         folders: dict[str, tuple[Path | None, ...]] = {role.name: (run.folder,) for role, run in one.runs.items()}
         folders |= {role.name: tuple(study.folders) for role, study in one.studies.items()}
         used[name] = {role: "; ".join(map(place, paths)) for role, paths in folders.items()}
-    manifest = make_folder_manifest(
+    manifest = make_manifest(
         COMMAND,
         config.model_dump(mode="json"),
         start,
@@ -352,7 +351,7 @@ class Bench:
         )
         tables, self.interrupt = experiment.run(), experiment.interrupt
         facts = Facts(experiment.batch_size, parity=experiment.parity_error)
-        manifest = make_manifest(subject, config, facts, list(tables), start, "intervene")
+        manifest = run_manifest(subject, config, facts, list(tables), start, "intervene")
         manifest |= {"arms": experiment.records, "skipped": experiment.skipped, "failed": experiment.failed}
         return Run(manifest, tables)
 
@@ -372,7 +371,7 @@ class Bench:
         config = self._options(options_by_command().get("analyze", RunConfig), options)
         subject = subject or self._reading(config)
         tables, facts = measure(subject, config, self.console)
-        return Run.of_analysis(make_manifest(subject, config, facts, list(tables), start), tables)
+        return Run.of_analysis(run_manifest(subject, config, facts, list(tables), start), tables)
 
     def _options(self, kind: type[Options], options: Mapping[str, Any]) -> Any:
         return kind(**{name: getattr(self.config, name) for name in RunConfig.model_fields} | dict(options))
@@ -433,4 +432,4 @@ class ScorecardFolder:
 
     def _manifest(self) -> dict[str, Any]:
         facts: dict[str, Any] = {**self._facts, "skipped_roles": self.skipped, "files": self._files.names}
-        return make_folder_manifest(COMMAND, self.config, self.start, (), **facts)
+        return make_manifest(COMMAND, self.config, self.start, (), **facts)

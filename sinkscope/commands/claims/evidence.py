@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from sinkscope.commands.claims import studies
 from sinkscope.commands.claims.studies import ClaimStudy, StudySources
-from sinkscope.measuring.random_weights import AT_RANDOM, WEIGHTS_AT_RANDOM
+from sinkscope.measuring.random_weights import RANDOM_SUFFIX, WEIGHTS_AT_RANDOM
 from sinkscope.results.run import BOS_OPTIONS, WITH, WITHOUT, RunData
 from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.trainings import UNTOUCHED
@@ -292,5 +292,5 @@ def models_of(runs: Iterable[Measured]) -> dict[str, list[Measured]]:
     """Group runs by model, in order. Runs on random weights belong to the model of the same architecture."""
     by_model: dict[str, list[Measured]] = {}
     for run in runs:
-        by_model.setdefault(run.model.removesuffix(AT_RANDOM), []).append(run)
+        by_model.setdefault(run.model.removesuffix(RANDOM_SUFFIX), []).append(run)
     return by_model

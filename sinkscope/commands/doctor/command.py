@@ -26,7 +26,7 @@ from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError, counted, one_line, printable
 from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.console import Messages
-from sinkscope.measuring.measure import Facts, make_manifest
+from sinkscope.measuring.measure import Facts, run_manifest
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import undefined_ratios
 from sinkscope.measuring.observables.observable import ATTENTION_SITES
@@ -140,7 +140,7 @@ def doctor(
             subject = Subject(loaded, family, inputs_for(loaded, config, family))
             overflow = OverflowCheck(subject, str(config.dtype), Messages(quiet))
             tables = publish(overflow.tables, loaded, subject.inputs.condition)
-            manifest = make_manifest(subject, config, Facts(batch_size=1), list(tables), start, "doctor")
+            manifest = run_manifest(subject, config, Facts(batch_size=1), list(tables), start, "doctor")
             record = {"dtype": config.dtype, "limit": overflow.limit, "refused": overflow.refused}
             run = Run(manifest | {"overflow": record}, tables, folder)
             report.run = finished(run, Messages(quiet), page=page)

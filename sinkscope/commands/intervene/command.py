@@ -14,7 +14,7 @@ from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError, SinkscopeError, one_line
 from sinkscope.interventions import INTERVENTIONS, Intervention, parse_all
 from sinkscope.measuring.console import print_notices
-from sinkscope.measuring.measure import Facts, make_manifest
+from sinkscope.measuring.measure import Facts, run_manifest
 from sinkscope.measuring.subject import ModelLike, check_config, options_of
 from sinkscope.options.keywords import InterveneKeywords
 from sinkscope.options.output import OutputOptions
@@ -94,7 +94,7 @@ def intervene(
         if experiment.interrupt is not None and folder is None:
             raise experiment.interrupt
         facts = Facts(experiment.batch_size, parity=experiment.parity_error, notices=tuple(experiment.notices))
-        manifest = make_manifest(subject, config, facts, list(tables), start, "intervene")
+        manifest = run_manifest(subject, config, facts, list(tables), start, "intervene")
         manifest |= {"arms": experiment.records, "skipped": experiment.skipped, "failed": experiment.failed}
         print_notices(console, (f"{label} failed: {reason}" for label, reason in experiment.failed.items()))
         run = finished(Run(manifest, tables, folder), console, figures, page)

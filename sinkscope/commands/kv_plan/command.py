@@ -16,7 +16,7 @@ from sinkscope.commands.measured import opened, shown
 from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError, counted
 from sinkscope.measuring.console import print_line
-from sinkscope.measuring.measure import Facts, make_manifest
+from sinkscope.measuring.measure import Facts, run_manifest
 from sinkscope.measuring.parity import parity_check
 from sinkscope.measuring.subject import ModelLike, check_config, options_of
 from sinkscope.measuring.tables import publish
@@ -74,7 +74,7 @@ def kv_plan(
         with open_seam(whole.loaded.model, whole.family) as seams:
             study = PlanStudy(whole, seams, texts, config.calibration, console, config.seed)
             tables = publish(study.tables(config.budget), whole.loaded, whole.inputs.condition)
-        manifest = make_manifest(subject, config, Facts(1, parity=parity.error), list(tables), start)
+        manifest = run_manifest(subject, config, Facts(1, parity=parity.error), list(tables), start)
         record = {
             "budgets": list(config.budget),
             "calibration": config.calibration,

@@ -17,7 +17,7 @@ from sinkscope.commands.quantize.split import Split
 from sinkscope.commands.quantize.study import QuantizationStudy, Simulation
 from sinkscope.errors import InputError, counted
 from sinkscope.measuring.console import print_line
-from sinkscope.measuring.measure import Facts, make_manifest
+from sinkscope.measuring.measure import Facts, run_manifest
 from sinkscope.measuring.parity import parity_check
 from sinkscope.measuring.subject import ModelLike, check_config, options_of
 from sinkscope.measuring.tables import publish
@@ -97,7 +97,7 @@ def quantize(
             raw |= split.tables(study.ranges, prefix, config.prefix_draws)
         tables = publish(raw, subject.loaded, subject.inputs.condition)
         facts = Facts(simulation.used_batch_size, parity=parity.error)
-        manifest = make_manifest(subject, config, facts, list(tables), start)
+        manifest = run_manifest(subject, config, facts, list(tables), start)
         record = {
             "scheme": config.scheme,
             **{name: getattr(config, name) for name in PRECISION},

@@ -19,7 +19,7 @@ from typing import Any
 from huggingface_hub import constants, dataset_info
 
 from sinkscope.errors import LONGEST, InputError, SinkscopeError, one_line, was_interrupted
-from sinkscope.measuring.console import Plain
+from sinkscope.measuring.console import PrintableStream
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import check_memory
 from sinkscope.models.adapters import ADAPTER_CONFIG, find_adapter
@@ -96,8 +96,8 @@ def prepare_worker() -> None:
     the collections at the start of each pass are fast.
     """
     gc.freeze()
-    if not isinstance(sys.stderr, Plain):  # what libraries print ends no cell, and is no result
-        sys.stdout = sys.stderr = Plain(sys.stderr)
+    if not isinstance(sys.stderr, PrintableStream):  # what libraries print ends no cell, and is no result
+        sys.stdout = sys.stderr = PrintableStream(sys.stderr)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
 

@@ -44,8 +44,7 @@ from sinkscope.commands.train.tasks import Task
 from sinkscope.commands.train.trainer import check_trainable, checkpoints, failures, keep_models, no_bars, train_model
 from sinkscope.errors import InputError, counted
 from sinkscope.measuring.console import Messages, print_line, print_notices, print_part, spinner
-from sinkscope.measuring.measure import make_manifest as run_manifest
-from sinkscope.measuring.measure import measure, publish
+from sinkscope.measuring.measure import measure, publish, run_manifest
 from sinkscope.measuring.processes import Team
 from sinkscope.measuring.subject import Subject, inputs_for, open_subject, with_masked, without_head_or_mask
 from sinkscope.measuring.tables import all_tables

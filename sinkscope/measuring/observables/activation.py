@@ -39,19 +39,17 @@ class Activation(Observable):
     stacks = True
     columns: ClassVar = {
         "activation": (
-            SITE_OR_VALUE,
-            POSITION,
+            SITE_OR_VALUE, POSITION,
             Column("norm_mean", "L2 norm, mean over sequences"),
             Column("norm_max", "L2 norm, maximum over sequences"),
         ),
         "activation_by_sequence": (
-            SITE_OR_VALUE,
-            SEQUENCE,
+            SITE_OR_VALUE, SEQUENCE,
             Column("norm", "L2 norm at position 0 of this sequence"),
             Column("norm_later", "mean over positions 5 to 15"),
             Column("norm_smallest", "smallest of all the sequence's tokens"),
         ),
-    }
+    }  # fmt: skip
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)

@@ -130,7 +130,12 @@ class Attention(Observable):
             self.statistics["attention_heads"].add_layers(rows, heads)
             if "outside" in sums:
                 mass = mean_over(sums["outside"], batch.of_text)
-                uniform = uniform_outside(batch, "missing" in sums, *seen)[:, None]
+                # if all keys and a learned term had equal weights, mean over the text's queries, (B,1)
+                registers = 0 if batch.registers is None else int(batch.registers[0].sum())
+                query, keys, has_term = torch.arange(batch.token_ids.shape[1]), batch.keys(*seen), "missing" in sums
+                of_text = (query >= registers) & (query < batch.lengths[:, None])
+                uniform = ((registers + has_term) / (keys.double() + has_term) * of_text).sum(1) / of_text.sum(1)
+                uniform = uniform[:, None]
                 statistics = {"outside_mass": mass, "uniform_mass": uniform[:, None].to(mass).expand_as(mass)}
                 self.statistics["attention_outside"].add_layers(rows, statistics)
                 rates = {"sink_rate_outside": is_sink(mass, self.settings.epsilon)}
@@ -193,14 +198,6 @@ def outside_mass(read: AttentionRead, batch: Batch) -> torch.Tensor | None:
     is_register = registers[:, None, None, keys].to(read.lse)
     to_registers = [(read.weights(rows, keys)[0] * is_register).sum(-1) for rows in row_chunks(read.length)]
     return read.missing_mass + torch.cat(to_registers, dim=-1)
-
-
-def uniform_outside(batch: Batch, has_term: bool, causal: bool = True, prefix: int = 0) -> torch.Tensor:
-    """Return the outside mass, mean over the text's queries (B,), if all keys and a learned term have equal weights."""
-    registers = 0 if batch.registers is None else int(batch.registers[0].sum())
-    query, keys = torch.arange(batch.token_ids.shape[1], device=batch.lengths.device), batch.keys(causal, prefix)
-    of_text = (query >= registers) & (query < batch.lengths[:, None])
-    return ((registers + has_term) / (keys.double() + has_term) * of_text).sum(1) / of_text.sum(1)
 
 
 class WindowEdge(Observable):

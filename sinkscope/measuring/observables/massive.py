@@ -110,10 +110,9 @@ class Massive(Observable):
     def finish(self, batch: Batch) -> None:
         self._reduce(batch)
         for _, rows, by_layer in self.pending.take():
-            layers = np.array([row["layer"] for row in rows])
-            largest, token, coordinate, column = by_layer.values()
-            elsewhere = medians_elsewhere(column, token, batch)
-            self.others.receive(partial(self._list_others, layers, batch), largest, token, coordinate, elsewhere)
+            by_layer["column"] = medians_elsewhere(by_layer["column"], by_layer["token"], batch)
+            add = partial(self._list_others, np.array([row["layer"] for row in rows]), batch)
+            self.others.receive(add, *by_layer.values())
 
     def _list_others(self, layers: np.ndarray, batch: Batch, *columns: torch.Tensor) -> None:
         largest, token, coordinate, elsewhere = (x.numpy() for x in columns)  # (B,L) each

@@ -65,7 +65,7 @@ class OverMixing(Observable):
             self.states[layer], self.seen = reading.tensor.clone(), batch.token_ids  # models may add to it in place
             return
         distance = distances(batch, self.unchanged).to(reading.tensor.device)
-        change = changes(self.states[layer], reading.tensor).where(distance > 0, 0.0)
+        change = relative_changes(self.states[layer], reading.tensor).where(distance > 0, 0.0)
         bucket = distance.clamp(min=1).log2().long().clamp(max=DISTANCE_BUCKETS - 1)
         both = torch.stack([change, (distance > 0).to(change)])  # (2,B,T)
         sums = both.new_zeros(2, DISTANCE_BUCKETS).index_add_(1, bucket.flatten(), both.flatten(1))
@@ -111,7 +111,7 @@ def distances(batch: Batch, unchanged: torch.Tensor) -> torch.Tensor:
     return (column - differs.int().argmax(1, keepdim=True)).clamp(min=0).where(is_later, 0)
 
 
-def changes(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+def relative_changes(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     """Return ‖h − h′‖ ÷ ‖h‖ of states (B,T,D), (B,T)."""
     norm = torch.linalg.vector_norm
     return norm(upcast(before) - upcast(after), dim=-1) / norm(upcast(before), dim=-1)

@@ -55,8 +55,7 @@ class QueryBias(Observable):
     sites = ("layer_in", "attn_norm")
     columns: ClassVar = {
         "query_bias": (
-            Column("head", "query head, from 0 on; -1: all heads together", kind="whole"),
-            POSITION,
+            Column("head", "query head, from 0 on; -1: all heads together", kind="whole"), POSITION,
             Column("delta_mean", "Δ = b_Qᵀ W_k x of this position's token, mean over sequences"),
             Column("delta_std", "its standard deviation over sequences"),
             Column("key_alignment", "cos(W_k EPE, b_Q) of this position; NaN without learned positions (NU §4.2.2)"),
@@ -78,7 +77,7 @@ class QueryBias(Observable):
             Column("delta", "middle of the histogram's bin of Δ, all heads together"),
             Column("count", "tokens in the bin", kind="whole"),
         ),
-    }
+    }  # fmt: skip
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -245,9 +244,8 @@ class Epe(Observable):
     expected = False
     columns: ClassVar = {
         "epe_by_group": (
-            Column(
-                "group", "-1: all sequences; else all except those whose text has this number modulo 20", kind="whole"
-            ),
+            Column("group", "-1: all sequences; else all except those whose text has this number modulo 20",
+                kind="whole"),
             POSITION,
             Column("cosine", "cosine of EPE with the mean over sequences of the layer's output at this position"),
         ),
@@ -256,7 +254,7 @@ class Epe(Observable):
             Column("cosine", "cos(W_k (h_0 − EPE_0), b_Q), h_0 the layer's input at position 0; all heads together"),
             Column("cosine_whole", "cos(W_k h_0, b_Q)"),
         ),
-    }
+    }  # fmt: skip
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
@@ -356,7 +354,10 @@ class LogitTerms(Observable):
             self.input = upcast(reading.tensor[0])
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
-        if not sees_all_earlier(read, batch):
+        # whether logits are scaled products of queries and keys, and every query sees all tokens up to its own
+        real, seen = batch.attention_mask.bool().to(read.lse.device), keys_seen(read)[:, 0]
+        expected = batch.attention_mask.cumsum(1).to(read.lse.device)
+        if read.call.softcap is not None or not bool((seen.expand_as(expected) == expected)[real].all()):
             return
         projected = projections(self.model, self.family, layer)
         heads, longest = read.query.shape[1], int(batch.lengths.max())
@@ -375,16 +376,6 @@ class LogitTerms(Observable):
             scaled = {"at_first": read.call.scaling * first, "at_others": read.call.scaling * others}
             statistics = {name: mean_over(x.mean(1), counted) for name, x in scaled.items()}
             self.statistics["logit_terms_by_sequence"].add(batch, statistics, layer=layer, term=term)
-
-
-def sees_all_earlier(read: AttentionRead, batch: Batch) -> bool:
-    """Return whether logits are scaled products of queries and keys, and every query sees all tokens up to its own."""
-    if read.call.softcap is not None:
-        return False
-    expected = batch.attention_mask.cumsum(1).to(read.lse.device)
-    seen = keys_seen(read).expand(len(expected), -1, -1)[:, 0]
-    real = batch.attention_mask.bool().to(read.lse.device)
-    return bool((seen == expected)[real].all())
 
 
 def effective_bias(projection: Projection, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor | None:

@@ -29,7 +29,7 @@ from sinkscope.models.rotation import random_rotation
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
-FIRST_TOKENS = 3  # the first sink is one of this many first tokens, the one with the largest norm
+FIRST_SINK_WITHIN = 3  # the first sink is one of this many first tokens, the one with the largest norm
 PARALLEL = 0.9  # |cosine| with the first sink above which a token is parallel to it
 SINK_NORM = 3.0  # a norm is a sink's from this many times the median of the sequence's tokens on (ours)
 SHORTEST_LIFE = 1 / 8  # share of the depth that a secondary sink lives for more than: 4 of 32 layers
@@ -96,9 +96,9 @@ class SinkTokens(Observable):
             self.written = reading.tensor.clone()  # because models may change the tensor in place
         else:
             hidden = upcast(reading.tensor)
-            first = F.normalize(batch.tokens_at(hidden, FIRST_TOKENS), dim=-1).mT  # (B,D,FIRST_TOKENS)
+            first = F.normalize(batch.tokens_at(hidden, FIRST_SINK_WITHIN), dim=-1).mT  # (B,D,FIRST_SINK_WITHIN)
             written, self.written = hidden * torch.nan if self.written is None else upcast(self.written), None
-            cosines = [F.normalize(x, dim=-1) @ first for x in (hidden, written)]  # (B,T,FIRST_TOKENS)
+            cosines = [F.normalize(x, dim=-1) @ first for x in (hidden, written)]  # (B,T,FIRST_SINK_WITHIN)
             states = {"norm": token_norms(hidden, batch), "cosine": cosines[0], "written": cosines[1]}
             self.states[layer] = {name: x.cpu() for name, x in states.items()}
 
@@ -115,8 +115,8 @@ class SinkTokens(Observable):
         shares = torch.zeros(2, len(norms), self.depth)
         for index, (start, length) in enumerate(zip(batch.start.tolist(), batch.lengths.tolist(), strict=True)):
             text = index, slice(start, start + length)
-            first = int(norms[text][:FIRST_TOKENS, 1:].amax(-1).argmax())
-            flags = sinks(norms[text], cosines[text][:, first], first)  # parallel, and sinks
+            first = int(norms[text][:FIRST_SINK_WITHIN, 1:].amax(-1).argmax())
+            flags = sink_layers(norms[text], cosines[text][:, first], first)  # parallel, and sinks
             shares[:, index] = torch.stack([x.sum(0) - x[first].int() for x in flags]) / max(1, length - 1)
             ids, attention, kinds = batch.token_ids[text].numpy(), read[text].numpy(), kinds_of(flags[1], first)
             for token in np.flatnonzero(kinds == ""):
@@ -249,7 +249,7 @@ def life(norms: torch.Tensor) -> tuple[int, int]:
     return start, start + 1 + int(later.argmin())
 
 
-def sinks(norms: torch.Tensor, cosine: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sink_layers(norms: torch.Tensor, cosine: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which tokens are parallel to the first sink in which layers of its life, and which are sinks, (T,L) bool.
 
     `norms` (T,1+L) are as in `life`, `cosine` (T,L) those of each layer's output and the first sink's, at position

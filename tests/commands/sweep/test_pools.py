@@ -15,7 +15,7 @@ import torch
 from sinkscope.commands.sweep import pools
 from sinkscope.commands.sweep.pools import Processes, RayTasks
 from sinkscope.commands.sweep.worker import ALL, Group, devices_for, prepare_worker
-from sinkscope.measuring.console import Plain
+from sinkscope.measuring.console import PrintableStream
 
 
 def started(monkeypatch: pytest.MonkeyPatch, workers: int, accelerators: int) -> tuple[Processes, list[Any]]:
@@ -99,4 +99,4 @@ def test_a_worker_outlives_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
         prepare_worker()  # Ray's workers do this for each group
         print("loading …", flush=True)
         print("loading …", file=sys.stderr, flush=True)
-    assert not isinstance(sys.stderr._stream, Plain)  # type: ignore[attr-defined]
+    assert not isinstance(sys.stderr._stream, PrintableStream)  # type: ignore[attr-defined]
