@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -54,9 +55,9 @@ def measured_mask(subject: Subject, config: RunConfig, tables: Mapping[str, pd.D
         tensor[place] = of_sinks[column]
     layers = torch.arange(sizes[0])[:, None, None]
     is_sink = (layers >= start) & (layers <= last)
-    coordinates = torch.zeros(2, *sizes, dtype=torch.bool)
+    coordinates = np.zeros((2, *sizes), bool)
     rows = (tables["massive"].query("is_massive"), residual[residual["kind"] == RESIDUAL_SINK])
     for is_large, large in zip(coordinates, rows, strict=True):
         is_large[large["layer"].to_numpy(int), large["coordinate"].to_numpy(int)] = True
-    massive, residual_sinks = coordinates
+    massive, residual_sinks = torch.from_numpy(coordinates)
     return SpikeMask(is_sink, start, lifetime, massive, residual_sinks, batch.token_ids, batch.attention_mask)
