@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -10,6 +11,7 @@ from tiny import tiny_model, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
 
+from sinkscope.attention.kernels import ROW_CHUNK
 from sinkscope.commands.doctor.overflow import (
     CLIPPED,
     DECOMPOSED,
@@ -21,6 +23,7 @@ from sinkscope.commands.doctor.overflow import (
     overflows_from,
     rescaled,
 )
+from sinkscope.commands.doctor.overflow import clipped as clipping
 from sinkscope.errors import InputError
 from sinkscope.measuring.subject import Subject, family_of, inputs_for, load_model, options_of
 from sinkscope.models.edits import attending_by, edited_output
@@ -30,8 +33,8 @@ from sinkscope.options.measuring import RunConfig
 BEYOND = 2e5  # in float16
 
 
-def subject_of(model: PreTrainedModel, num_seqs: int = 2) -> Subject:
-    config = options_of(RunConfig, model, {"input": "random", "num_seqs": num_seqs, "seq_len": 12})
+def subject_of(model: PreTrainedModel, num_seqs: int = 2, seq_len: int = 12) -> Subject:
+    config = options_of(RunConfig, model, {"input": "random", "num_seqs": num_seqs, "seq_len": seq_len})
     loaded, (family, _) = load_model(model, None, config), family_of(model)
     return Subject(loaded, family, inputs_for(loaded, config, family))
 
@@ -100,17 +103,11 @@ def test_a_norm_after_a_branch_divides_what_it_adds() -> None:
 
 
 def test_magnitudes_and_places_are_those_of_plain_transformers() -> None:
-    model, products = tiny_model("llama"), []
+    model = tiny_model("llama")
     found = examined(model)
     table = found.tables["overflow"]
-    ids = torch.tensor(found.subject.inputs.sequences[0])[None], torch.tensor(found.subject.inputs.sequences[1])[None]
-
-    def keep(own: Any, module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **given: Any) -> Any:
-        products.append(float((query @ key.repeat_interleave(2, dim=1).transpose(2, 3)).max()))
-        return own(module, query, key, *args, **given)
-
-    with attending_by(model, keep):
-        states = torch.stack([torch.stack(model(each, output_hidden_states=True).hidden_states[:-1]) for each in ids])
+    ids = [torch.tensor(sequence)[None] for sequence in found.subject.inputs.sequences]
+    states = torch.stack([torch.stack(model(each, output_hidden_states=True).hidden_states[:-1]) for each in ids])
     for layer in (0, 1):  # the output of layers 0 and 1; the last hidden state is normed
         row = table.query("site == 'layer_out' and layer == @layer").iloc[0]
         own = states[:, layer + 1, 0]
@@ -118,8 +115,27 @@ def test_magnitudes_and_places_are_those_of_plain_transformers() -> None:
         place = [int(at) for at in torch.unravel_index(own.abs().argmax(), own.shape)]
         assert list(row[["sequence", "position", "coordinate"]]) == place
         assert row["token_id"] == int(ids[place[0]][0, place[1]])
-    largest = [max(products[layer], products[layer + 3]) for layer in range(3)]
-    assert table.query("site == 'q·k'")["largest"].tolist() == pytest.approx(largest, rel=1e-4)
+
+
+def test_products_of_queries_and_keys_are_those_of_plain_transformers() -> None:
+    """Also of queries in a later chunk of rows."""
+    model, products = tiny_model("llama"), list[tuple[float, float, int]]()
+    subject = subject_of(model, 1, 120)
+    table = Prediction(subject).magnitudes.values()
+
+    def keep(own: Any, module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **given: Any) -> Any:
+        x = query @ key.repeat_interleave(2, dim=1).transpose(2, 3)
+        query_position = int(torch.unravel_index(x.argmax(), x.shape)[2])
+        products.append((float(x.max()), float(x.max()) * given["scaling"], query_position))
+        return own(module, query, key, *args, **given)
+
+    with attending_by(model, keep):
+        model(torch.tensor(np.array(subject.inputs.sequences)))
+    plain, scaled = ([one for one in table if one.site == site] for site in ("q·k", "scaled q·k"))
+    for layer, (largest, times_scaling, position) in enumerate(products):
+        assert (plain[layer].largest, plain[layer].position) == (pytest.approx(largest, rel=1e-4), position)
+        assert scaled[layer].largest == pytest.approx(times_scaling, rel=1e-4)
+    assert max(position for *_, position in products) >= ROW_CHUNK
 
 
 def test_a_rescaling_leaves_the_function_and_a_clip_leaves_it_finite() -> None:
@@ -127,7 +143,8 @@ def test_a_rescaling_leaves_the_function_and_a_clip_leaves_it_finite() -> None:
     weights = {name: id(weight) for name, weight in model.named_parameters()}
     with torch.no_grad():
         model.get_submodule("model.layers.1.mlp.down_proj").weight.mul_(2e4)
-    runs = examined(model).tables["overflow_runs"].set_index(["setting", "dtype"])
+    found = examined(model)
+    runs = found.tables["overflow_runs"].set_index(["setting", "dtype"])
     assert runs.loc[(FULL, "float16"), "site"] == "mlp_out"
     rescaled, clipped = runs.loc[RESCALED], runs.loc[CLIPPED]
     assert rescaled.loc["float32", "difference"] < 1e-6  # a power of two, but for the norms' ε
@@ -135,6 +152,13 @@ def test_a_rescaling_leaves_the_function_and_a_clip_leaves_it_finite() -> None:
     assert (rescaled["site"] == "").all()
     assert clipped.loc["float32", "difference"] > 0.1  # another function
     assert {name: id(weight) for name, weight in model.named_parameters()} == weights
+    ids = torch.tensor(np.array(found.subject.inputs.sequences))
+    plain, own = (runs["loss"] - runs["cost"]).dropna(), model(ids, labels=ids)
+    assert plain.tolist() == pytest.approx([float(own.loss)] * len(plain), rel=1e-5)
+    with clipping(model, found.bounds):
+        logs, own_logs = model(ids).logits.log_softmax(-1), own.logits.log_softmax(-1)
+    divergence = float((own_logs.exp() * (own_logs - logs)).sum(-1).mean())
+    assert clipped.loc["float32", "divergence"] == pytest.approx(divergence, rel=1e-4)
 
 
 @pytest.mark.parametrize(("name", "reason"), [("opt-post-norm", "post-norm"), ("llama", "something else")])

@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, MambaConfig
 
 import sinkscope
 from sinkscope.attention.kernels import AttentionCall, fused_attention
+from sinkscope.attention.seam import open_seam
+from sinkscope.commands.kv_plan import plan as plans_of_caches
 from sinkscope.commands.kv_plan.eviction import evicting_attention
 from sinkscope.commands.kv_plan.plan import (
     ALL_TOKENS,
@@ -21,6 +24,8 @@ from sinkscope.commands.kv_plan.plan import (
     CopiedText,
     LayerAttention,
     Plan,
+    PlanCost,
+    PlanStudy,
     Sizes,
     predicted_sinks,
     rounded_cache,
@@ -32,6 +37,8 @@ from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.output.run import Run
 from sinkscope.quantization.grids import RowGrids
+from sinkscope.results.findings import Outcome
+from sinkscope.text.batch import Batch
 
 SIZES = Sizes(tokens=np.array([100, 40]), kv_heads=2, width=16, sinks=2)  # the second layer sees 40 tokens
 SCORES = np.array([[0.1, 0.9], [0.5, 0.2]])
@@ -146,8 +153,51 @@ def test_command(run: Run) -> None:
     losses = [tiny_model("llama")(text[None], labels=text[None]).loss for text in ids]
     assert table.loc[(1.0, "dense")]["loss"].item() == pytest.approx(float(sum(losses)) / 2, rel=1e-5)
     assert "% of the memory (" in run.verdict
+    losses = run.tables["kv_layers"].set_index("layer")[["key_loss", "value_loss"]].sum(axis=1)
+    (spared,) = (finding for finding in run.findings if finding.name == "spared-layers")
+    assert spared.numbers["layers"] == (losses.idxmax(),)
     assert run.folder is not None
     assert (run.folder / "figures" / "kv-plan.png").is_file()
+
+
+def test_retrieval_is_of_the_copy_and_guesses_are_before_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The logits of a model that knows the copy alone replace the model's."""
+    read = plans_of_caches.logits_on
+
+    def knowing_the_copy(subject: Subject, batch: Batch) -> torch.Tensor:
+        logits = torch.zeros_like(read(subject, batch))
+        logits[0, range(127, 143), batch.token_ids[0, 128:]] = 9.0
+        return logits
+
+    monkeypatch.setattr(plans_of_caches, "logits_on", knowing_the_copy)
+    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 96, (3, 128)))
+    found = sinkscope.kv_plan(tiny_model("llama"), input=tmp_path / "ids.npy", page=False, figures=(), **SMALL)
+    table = found.tables["kv_plan"]
+    assert (table[["retrieval", "guessed", "kept"]] == [1, 0, 1]).all(axis=None)
+    outcomes = {finding.name: finding.outcome for finding in found.findings}
+    assert outcomes["plan"] == Outcome.CONFIRMED
+
+
+def test_a_plan_adds_the_losses_of_text_and_copy() -> None:
+    study, nothing = object.__new__(PlanStudy), np.zeros(2)
+    study.dense, study.calibration = Plan("", nothing, nothing), ()
+    costs = [PlanCost(np.array([2.0, 4.0]), np.array([7.0, 9.0]), nothing, nothing)]
+    costs += [PlanCost(np.array([1.0, 1.0]), np.array([2.0, 2.0]), nothing, nothing)]
+    vars(study)["_read"] = lambda plans, texts: costs
+    assert study._added(study.dense) == 2 + 6
+
+
+def test_heads_and_layers_that_a_plan_keeps() -> None:
+    """A key/value head has the score of its largest query head; the costliest layers are spared."""
+    model, ids = tiny_model("llama"), np.random.default_rng(0).integers(3, 96, (2, 128))
+    given: Any = SimpleNamespace(score=lambda read: torch.tensor([1.0, 5.0, 2.0, 0.0]))
+    with open_seam(model, find_family(model)) as seams, torch.no_grad():
+        texts = [CopiedText.of(text) for text in ids]
+        study = PlanStudy(subject(model, list(ids)), seams, texts, 1, Console(quiet=True), 0)
+        scores = study.scores({"given": given}, 8)["given"]
+    assert scores.tolist() == [[5.0, 2.0]] * 3
+    plans = {plan.name: plan for plan in study._quantizing_plans(np.array([[0.2, 0.1], [0.1, 0.5], [0.3, 0.1]]))}
+    assert plans["4 bits as in vLLM, spared"].bits.tolist() == [[4, 4], [16, 16], [4, 4]]
 
 
 def test_press_hides_what_the_plan_evicts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,8 +23,10 @@ from sinkscope.commands.quantize.findings import (
     spared,
     whole,
 )
-from sinkscope.quantization.settings import ALONE, COSTLIEST_KEPT, COSTLY
-from sinkscope.quantization.sites import INPUT
+from sinkscope.commands.quantize.study import QuantizationStudy, Row
+from sinkscope.quantization.grids import Range, Rounding
+from sinkscope.quantization.settings import ALONE, COSTLIEST_KEPT, COSTLY, KEPT
+from sinkscope.quantization.sites import INPUT, Site
 from sinkscope.results.findings import Finding, Outcome
 
 SETTINGS = {"full": 0.0, "all": 1.4, "weights": 0.05, "activations": 1.3, "massive-kept": 0.9}
@@ -208,3 +210,25 @@ def test_llm_compressors_reader_quantizes_all_but_them(written: Run) -> None:
     assert (activations.num_bits, activations.strategy) == (3, "tensor")
     assert (activations.symmetric, activations.dynamic) == (False, False)
     assert scheme.output_activations is None
+
+
+def test_the_search_is_among_the_coarsest_sites_of_the_costliest_kinds() -> None:
+    costs = {"a": 0.5, "b": 2.0, "c": 1.0}  # of a kind; a single site costs this times its layer, minus 4
+    sites = [Site(f"layers.{layer}.{kind}", INPUT, layer, kind) for kind in costs for layer in range(10)]
+    study, rows = object.__new__(QuantizationStudy), list[Row]()
+
+    def measure(measured: list[Row], inputs: Any) -> list[float]:
+        rows.extend(measured)
+        return [costs[row.site.kind] * (1 if row.layer < 0 else row.layer - 4) for row in measured if row.site]
+
+    study.ranges = {site: Range(-1.0, 1.0, 0.5, False) for site in sites}
+    study.roundings = {site: Rounding(site.layer / 10, 0.0, 0.1) for site in sites}
+    study.probes = None  # type: ignore[assignment]
+    vars(study)["_measure"] = measure
+    costliest = study._costliest_sites()
+    names = [f"{site.kind}{site.layer}" for site in costliest]
+    assert names == ["b9", "b8", "b7", "c9", "b6", "c8", "c7", "b5", "c6", "c5"]
+    assert {row.layer for row in rows if row.layer >= 0} == set(range(2, 10))  # of ten, eight round most to zero
+    kept = [row for row in rows if row.setting == KEPT]
+    assert [row.site.kind for row in kept if row.site] == ["b", "c", "a"]
+    assert all(len(row.ranges) == 20 and row.site not in row.ranges for row in kept)

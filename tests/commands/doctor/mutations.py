@@ -1,0 +1,28 @@
+"""Errors in `doctor`, each of which a test in this folder notices: see tests/mutations.py."""
+
+MUTATIONS = [
+    ("q·k: rows of the first chunk", "overflow", "Prediction._note", "first_row + place[-2]", "place[-2]"),
+    ("q·k: not scaled", "overflow", "Prediction._see_tap", "products * abs(seam.call.scaling)", "products"),
+    ("q·k: sign", "overflow", "Prediction._see_tap", "clamp(min=0)", "clamp(max=0)"),
+    ("largest: only positive entries", "overflow", "Prediction._note",
+     "torch.maximum(x.amax(), -x.amin())", "x.amax()"),
+    ("overflow: half a step too early", "overflow", "overflows_from", "largest + torch", "largest - torch"),
+    ("float8: scaled back by the square", "overflow", "rounding_inputs", "return snapped * scale", "return snapped"),
+    ("norms: the inverse correction", "overflow", "decomposed_norms",
+     "(in_dtype / in_float32)", "(in_float32 / in_dtype)"),
+    ("rescaling: ε by the factor itself", "overflow", "rescaled", "/ factor**2", "/ factor"),
+    ("rescaling: half the factor", "overflow", "OverflowCheck._remedies",
+     "math.ceil(math.log2(highest / bound))", "math.floor(math.log2(highest / bound) - 1)"),
+    ("cost: its sign", "overflow", "OverflowCheck._measured",
+     'float(loss - base["loss"])', 'float(base["loss"] - loss)'),
+    ("divergence: the wrong way", "overflow", "OverflowCheck._measured",
+     'F.kl_div(logs, base["logs"],', 'F.kl_div(base["logs"], logs,'),
+    ("refused: a rescaling that is the same", "overflow", "OverflowCheck._measured",
+     "if not (differences <=", "if not (differences >="),
+    ("kernels: the first layer that agrees", "kernels", "compare_kernels",
+     "if not difference <= tolerance), None)", "if difference <= tolerance), None)"),
+    ("logits: with their mean", "kernels", "_token_differences", " - upcast(x.cpu()).mean(-1, keepdim=True)", ""),
+    ("logits: tokens that agree", "kernels", "compare_logits", "~(found <= tolerance)", "(found <= tolerance)"),
+    ("finding: overflow without a run", "findings", "findings",
+     "if predicted is not None or as_run.site else outcome", "if as_run.site == '' else outcome"),
+]  # fmt: skip

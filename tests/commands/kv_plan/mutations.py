@@ -1,0 +1,25 @@
+"""Errors in `kv-plan`, each of which a test in this folder notices: see tests/mutations.py."""
+
+MUTATIONS = [
+    ("selection: without the loss of the copy", "plan", "PlanStudy._added",
+     " + (cost.copy_loss - dense.copy_loss).mean()", ""),
+    ("scores: the smallest query head", "plan", "PlanStudy.scores", ".amax(-1)", ".amin(-1)"),
+    ("retrieval: what is guessed", "plan", "PlanStudy._note",
+     '"retrieval": float(cost.retrieval.mean())', '"retrieval": float(cost.guessed.mean())'),
+    ("kept: what is guessed", "plan", "PlanStudy._note",
+     "weighted_means(cost.retrieval, weights)", "weighted_means(cost.guessed, weights)"),
+    ("spared layers: the cheapest", "plan", "PlanStudy._quantizing_plans",
+     "np.argsort(-losses.sum(1))", "np.argsort(losses.sum(1))"),
+    ("bits: to the smallest loss", "plan", "Sizes.fitting_bits", "np.argsort(-left", "np.argsort(left"),
+    ("split: heads with the lowest scores", "plan", "Sizes.split", "(-scores.ravel()", "(scores.ravel()"),
+    ("memory: sinks twice", "plan", "Sizes.memory", "* (1 - each)", "* (1 + each)"),
+    ("sinks: at least the smallest", "plan", "SinkRule.of", "abs().min()) / 2", "abs().min())"),
+    ("ranking: the token before the answer", "plan", "Retrieval.score", "+ 2  #", "+ 1  #"),
+    ("ranking: attention within the window", "plan", "BeyondWindow.score",
+     "1 - (read.streamed_lse - read.lse).exp()", "(read.streamed_lse - read.lse).exp()"),
+    ("rounding: without its center", "plan", "rounded_cache", "@ rotation.T + center", "@ rotation.T"),
+    ("eviction: a window is one longer", "eviction", "_over_window", "< window)", "<= window)"),
+    ("finding: what is not kept", "findings", "_at_budget",
+     'row["kept"] >= KEPT_RETRIEVAL', 'row["kept"] < KEPT_RETRIEVAL'),
+    ("spared layers: the cheapest are named", "findings", "_costliest_layers", "ascending=False", "ascending=True"),
+]  # fmt: skip
