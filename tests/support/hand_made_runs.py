@@ -27,7 +27,8 @@ def judged(claim: str, *runs: RunData) -> Judgment:
 
 def manifest(condition: str = "natural", command: str = "analyze", **given: Any) -> dict[str, Any]:
     return {
-        "command": command, "condition": condition, "config": {"epsilon": 0.3}, "dtype": "float32", "not_measured": {},
+        "command": command, "condition": condition, "dtype": "float32", "not_measured": {},
+        "config": {"epsilon": 0.3, "seq_len": 64, "window": 64},
         "model": {"name": "made", "weights": "trained"}, "family": family("learned"),
         "input": {"sequences": SEQUENCES, "token_zero": TOKEN_ZERO.get(condition, "bos <s> (id 1)")},
     } | given  # fmt: skip

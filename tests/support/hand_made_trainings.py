@@ -79,7 +79,6 @@ def arm_run(
     summary = pd.DataFrame({"layer": -1, "metric": list(numbers), "value": list(numbers.values())})
     described = manifest(condition) | {"model": {"name": model, "weights": "trained", "parameters": 1000}}
     described["family"] = described["family"] | {"wiring": "sequential"}
-    described["config"] = described["config"] | {"seq_len": 64, "window": 64}
     described["input"] = described["input"] | {"longest": 64}
     return RunData(described, {"summary": summary, **tables}, folder)
 

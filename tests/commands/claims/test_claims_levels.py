@@ -9,10 +9,11 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy.signal import lfilter
 from support.hand_made_runs import FAILS, FEW_SEEDS, HOLDS, INCONCLUSIVE
 
-from sinkscope.results.findings import Outcome
 from sinkscope.results.judgment import Test, above, at_least, at_most, below, between
 from sinkscope.results.statistics import (
     Estimate,
@@ -100,25 +101,43 @@ def test_errors_of_ratios_and_differences_add_in_quadrature_and_ratios_are_bound
     assert (sink / some).high == np.inf
 
 
-@pytest.mark.parametrize(
-    ("test", "low", "high", "outcome"),
-    [
-        (at_least(0.5), 0.5, 0.9, HOLDS),
-        (at_least(0.5), 0.4, 0.9, INCONCLUSIVE),
-        (at_least(0.5), 0.1, 0.4, FAILS),
-        (above(0.0), 0.0, 0.0, FAILS),
-        (above(0.0), 0.0, 0.2, INCONCLUSIVE),
-        (at_most(1.0), 0.0, 1.0, HOLDS),
-        (below(1.0), 1.0, 1.0, FAILS),
-        (between(-1.15, -0.85), -1.0, -0.9, HOLDS),
-        (between(-1.15, -0.85), -0.8, -0.5, FAILS),
-        (between(-1.15, -0.85), -0.9, -0.8, INCONCLUSIVE),
-        (at_least(0.5), -np.inf, np.inf, INCONCLUSIVE),
-        (at_least(3.0), np.nan, np.nan, INCONCLUSIVE),
-    ],
-)
-def test_the_interval_decides_the_outcome(test, low: float, high: float, outcome: Outcome) -> None:
-    assert test.outcome(Estimate(1.0 if low == -np.inf else low, low, high)) == outcome
+# test → whether a value passes; thresholds and ends are whole numbers, so that they often meet
+PASSES = {
+    at_least(0): lambda x: x >= 0,
+    above(0): lambda x: x > 0,
+    at_most(0): lambda x: x <= 0,
+    below(0): lambda x: x < 0,
+    between(-1, 1): lambda x: -1 <= x <= 1,
+}
+WHOLE = st.integers(-3, 3)
+
+
+@given(st.sampled_from(list(PASSES)), st.tuples(WHOLE, WHOLE, WHOLE))
+def test_the_interval_decides_the_outcome(test: Test, ends: tuple[int, ...]) -> None:
+    low, value, high = sorted(ends)
+    passes = [PASSES[test](x) for x in np.arange(low, high + 0.5, 0.5)]
+    expected = HOLDS if all(passes) else INCONCLUSIVE if any(passes) else FAILS
+    assert test.outcome(Estimate(value, low, high)) == expected
+    assert test.outcome(Estimate(value, -np.inf, np.inf)) == test.outcome(Estimate(np.nan)) == INCONCLUSIVE
+
+
+@given(st.sampled_from(list(PASSES)), WHOLE, st.tuples(WHOLE, WHOLE))
+def test_a_null_is_separated_if_no_draw_passes_as_far_inside(test: Test, value: int, draws: tuple[int, int]) -> None:
+    """A draw with a larger value may fail by its interval alone, and shows that the null gives as much."""
+    estimate = Estimate(value, null_low=min(draws), null_high=max(draws))
+    if test == between(-1, 1):
+        expected = max(draws) < -1 or min(draws) > 1
+    else:
+        sign = 1 if test.most == np.inf else -1
+        expected = not any(PASSES[test](draw) and sign * draw >= sign * value for draw in draws)
+    assert test.separates(estimate) == expected
+    assert test.separates(Estimate(value))  # without draws
+
+
+def test_at_exactly_enough_power_there_are_enough_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    estimate = mean_of_runs(np.array([1.0, 4.0, 5.0]))
+    monkeypatch.setattr("sinkscope.results.judgment.ENOUGH", above(0.0).power(estimate))
+    assert above(0.0).outcome(estimate) == INCONCLUSIVE
 
 
 STUDIES = 1200  # the standard error of 5 % is 0.6 %

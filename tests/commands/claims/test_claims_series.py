@@ -182,7 +182,6 @@ COUNTS = (14, 70, 160, 410, 1000)
 def model(name: str, rate: float, parameters: int = 1, **given: Any) -> RunData:
     described = manifest("natural", **given)
     described["model"] = described["model"] | {"name": name, "parameters": parameters}
-    described["config"] = {"epsilon": 0.3, "seq_len": 64, "window": 64}
     described["input"] = described["input"] | {"longest": 64}
     return RunData(described, {"attention_by_sequence": rates(rate, 0.0)})
 

@@ -52,6 +52,7 @@ def test_the_numbers_are_those_of_the_claims() -> None:
     row = routes(run).loc["query bias"]
     beyond = beyond_controls(Evidence.of([run], ROLES), Need("do", NAME))
     assert (row["beyond"], row["beyond_low"], row["beyond_high"]) == (beyond.value, beyond.low, beyond.high)
+    assert row["beyond"] == pytest.approx(-30.2, abs=0.5)
     assert row["before"] == pytest.approx(60, abs=0.5)
     assert row["after_low"] < row["after"] < row["after_high"]
     assert row["control_low"] < 60 < row["control"] < row["control_high"]  # 60.0, 60.2 and 60.4
