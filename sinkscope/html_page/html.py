@@ -18,7 +18,7 @@ from sinkscope.results.command_line import command_lines
 from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import PAGE
 from sinkscope.results.metrics import METRICS, PAPERS
-from sinkscope.results.papers import CLAIMS_PAPERS, paper_of
+from sinkscope.results.papers import paper_of
 from sinkscope.results.swap import new_file
 from sinkscope.verdict.report import published_lines
 
@@ -92,7 +92,7 @@ def page_data(contents: Contents) -> str:
             for title, table in contents.overviews.items()
         ],
         "absent": list(contents.absent),
-        "papers": PAPERS | {"S2M": CLAIMS_PAPERS["S"]},
+        "papers": PAPERS,
         "parts": [str(label) for label in contents.parts],
         "part": contents.of_command.named_by.name,
         "glances": contents.glances,

@@ -19,6 +19,7 @@ PAPERS = {  # abbreviation → title
     "WSE": "When Attention Sink Emerges in Language Models",
     "NU": "Attention Sink Mechanisms Are Not Universal",
     "VGA": "Value-State Gated Attention",
+    "S2M": "StreamingLLM; Massive Activations in Large Language Models (Sun et al. 2024)",
 }
 LARGE = 1e6  # numbers from this on are printed like 1.085e+06
 MISSING = "–"  # printed in place of a number that was not measured

@@ -15,7 +15,7 @@ SCRATCH = "60M model, 5 B tokens, sink rate at position 0 in %"  # the setting o
 CLAIMS_PAPERS = {  # first part of a claim's id → title of the paper
     "GS": PAPERS["GS"],
     "W": PAPERS["WSE"],
-    "S": "StreamingLLM; Massive Activations in Large Language Models (Sun et al. 2024)",
+    "S": PAPERS["S2M"],
     "N": PAPERS["NU"],
     "V": PAPERS["VGA"],
     "CV": "Attention Sinks and Compression Valleys in LLMs are Two Sides of the Same Coin (2510.06477)",

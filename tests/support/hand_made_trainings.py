@@ -10,7 +10,8 @@ import pandas as pd
 from sinkscope.commands.claims.claim import Judgment, judge
 from sinkscope.commands.claims.gathered import Collection
 from sinkscope.commands.claims.register import CLAIMS
-from sinkscope.commands.claims.studies import Steps, Training
+from sinkscope.commands.claims.studies import Training
+from sinkscope.commands.steps.series import Series
 from sinkscope.commands.train.options import RetrofitOptions, TrainOptions
 from sinkscope.results.run import RunData
 from sinkscope.results.trainings import UNTOUCHED
@@ -22,9 +23,9 @@ Numbers = Mapping[str, Sequence[float]]  # metric → a value for each seed
 Tables = Mapping[str, pd.DataFrame]
 
 
-def judged(claim: str, *parts: Training | Steps, name: str = "made") -> Judgment:
+def judged(claim: str, *parts: Training | Series, name: str = "made") -> Judgment:
     trainings = tuple(part for part in parts if isinstance(part, Training))
-    series = tuple(part for part in parts if isinstance(part, Steps))
+    series = tuple(part for part in parts if isinstance(part, Series))
     return judge(CLAIMS[claim], Collection((), trainings, series).evidence({})[name])
 
 
@@ -111,7 +112,9 @@ def gradients(ratio: float, groups: int = 5) -> Tables:
     return {"gradient": whole, "gradient_by_group": pd.concat(parts, ignore_index=True)}
 
 
-def steps(of: str, by_step: Mapping[int, Tables], folder: str, model: str = "made") -> Steps:
+def steps(of: str, by_step: Mapping[int, Tables], folder: str, model: str = "made") -> Series:
     """Return one folder of `analyze` over steps; `of` is the name of the model on the command line."""
     runs = {step: arm_run(model, "natural", {}, tables) for step, tables in by_step.items()}
-    return Steps({"command": "analyze_steps", "model": Path(of).name, "config": {"model": of}}, runs, Path(folder))
+    return Series(
+        {"command": "analyze_steps", "model": Path(of).name, "config": {"model": of}}, {}, Path(folder), runs=runs
+    )

@@ -107,7 +107,7 @@ def _has_arm(run: RunData, name: str, table: str = "", repeated: bool = False) -
 
 def label_of(run: RunData, name: str) -> str | None:
     """Return the label of the arm that consists of only this intervention with these parameters, or None."""
-    return next((label for label, arm in run.manifest.get("arms", {}).items() if arm["asked"] == [name]), None)
+    return next((label for label, arm in run.manifest["arms"].items() if arm["asked"] == [name]), None)
 
 
 def _arms(run: str, flags: str = "", table: str = "", alone: bool = False, **options: Any) -> NeedKind:

@@ -13,7 +13,7 @@ from pathlib import Path
 from sinkscope.commands.claims.columns import COMMAND
 from sinkscope.commands.claims.evidence import MAIN, Evidence, models_of
 from sinkscope.commands.claims.register import CLAIMS
-from sinkscope.commands.claims.studies import PLAIN, Steps, StudySources, Training, variants, wanted_arms
+from sinkscope.commands.claims.studies import PLAIN, StudySources, Training, variants, wanted_arms
 from sinkscope.commands.claims.table import NEEDS, evidence_of
 from sinkscope.commands.steps.series import COMMAND as STEPS
 from sinkscope.commands.steps.series import Series
@@ -40,7 +40,7 @@ class Collection:
 
     runs: Sequence[RunData] = ()
     trainings: tuple[Training, ...] = ()
-    series: tuple[Steps, ...] = ()
+    series: tuple[Series, ...] = ()
     scores: tuple[RunData, ...] = ()
 
     def evidence(self, skipped: Skipped) -> dict[str, Evidence]:
@@ -84,13 +84,13 @@ class Collection:
         return by_variant
 
     @cached_property
-    def _series_by_model(self) -> dict[str, list[Steps]]:
+    def _series_by_model(self) -> dict[str, list[Series]]:
         """Map each model to the steps of its trainings. Raises InputError if a training was measured twice.
 
         The name is that of the model that was trained: the name of an arm, if its training is among the folders.
         """
-        by_model: dict[str, list[Steps]] = {}
-        known: dict[Path, Steps] = {}
+        by_model: dict[str, list[Series]] = {}
+        known: dict[Path, Series] = {}
         for series in self.series:
             path = Path(series.manifest["config"]["model"])
             before = known.setdefault(path, series)
@@ -115,7 +115,7 @@ class Collection:
 
 def collected(runs: Iterable[Run], folders: Iterable[Path]) -> Collection:
     """Collect the given runs and the content of the folders."""
-    every, trainings, series, scores = list(runs), list[Training](), list[Steps](), list[RunData]()
+    every, trainings, series, scores = list(runs), list[Training](), list[Series](), list[RunData]()
     for folder in folders:
         manifest = read_manifest(folder, JUDGED)
         command = manifest["command"]
@@ -134,8 +134,7 @@ def collected(runs: Iterable[Run], folders: Iterable[Path]) -> Collection:
             table = read_table(folder / "tables" / f"{SCORES_TABLE}.parquet", (*LEADING_COLUMNS, *SCORES_COLUMNS))
             scores.append(RunData(manifest, {SCORES_TABLE: table}, folder))
         elif command == STEPS:
-            steps = Series.open(folder)
-            series.append(Steps(steps.manifest, steps.runs, steps.folder))
+            series.append(Series.open(folder))
         elif command != COMMAND:
             every.append(Run.open(folder))
         elif (folder / "runs").is_dir():

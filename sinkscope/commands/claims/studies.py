@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import pandas as pd
 
+from sinkscope.commands.steps.series import Series
 from sinkscope.options.option import flag
 from sinkscope.options.register import options_by_command
 from sinkscope.options.spec import parse_spec
@@ -141,15 +142,6 @@ class StudyArm:
         return ours.model_dump(exclude=START_PARAMETERS) == asked.model_dump(exclude=START_PARAMETERS)
 
 
-@dataclass(frozen=True)
-class Steps:
-    """The folder of an `analyze` over steps, which has a run for each step of a training."""
-
-    manifest: Mapping[str, Any]
-    runs: Mapping[int, RunData] = field(repr=False)  # step → its run, in order
-    folder: Path | None = None
-
-
 def variants(trainings: Iterable[Training]) -> dict[str, list[str]]:
     """Return method → the variants of its arms, in order, except for plain training, which has no variants."""
     by_method: dict[str, dict[str, None]] = {}
@@ -212,7 +204,7 @@ class StudySources:
 
     name: str  # of the model
     trainings: tuple[Training, ...] = ()  # of all models
-    series: tuple[Steps, ...] = ()  # the measured steps of this model's trainings
+    series: tuple[Series, ...] = ()  # the measured steps of this model's trainings
     naturals: Mapping[str, RunData] = field(default_factory=dict)  # model → its run on text, for all models
     variant: int = 0  # the index of the arm to read, if a method has several
     scores: tuple[RunData, ...] = ()

@@ -59,8 +59,8 @@ def _at_massive(of: Callable[[pd.DataFrame], float], evidence: Evidence, words: 
     rows = _massive(evidence)
     if rows.empty:
         raise NotDefined("EPE_0 has no massive coordinate")
-    found = sorted(rows["coordinate"].unique())
-    return exact(of(rows)).over(f"coordinate{'s' * (len(found) > 1)} {', '.join(map(str, found))}{words}")
+    massive = sorted(rows["coordinate"].unique())
+    return exact(of(rows)).over(f"coordinate{'s' * (len(massive) > 1)} {', '.join(map(str, massive))}{words}")
 
 
 def _massive_coordinates(evidence: Evidence) -> Estimate:

@@ -32,14 +32,15 @@ def _in_valley(evidence: Evidence) -> tuple[dict[str, np.ndarray], np.ndarray]:
 
 
 def _looseness(evidence: Evidence) -> Estimate:
-    found, layers = _in_valley(evidence)
-    loose = (found["anisotropy"] - found["anisotropy_bound"])[:, layers].max(1)
+    columns, layers = _in_valley(evidence)
+    loose = (columns["anisotropy"] - columns["anisotropy_bound"])[:, layers].max(1)
     return bootstrap(loose).over(f"layers {span((layers[0], layers[-1]))}")
 
 
 def _against_largest(column: str, evidence: Evidence) -> Estimate:
-    found, layers = _in_valley(evidence)
-    ratio, largest = found[column][:, layers].mean(1) / found["entropy"].max(1), found["entropy"][0]
+    columns, layers = _in_valley(evidence)
+    largest = columns["entropy"][0]
+    ratio = columns[column][:, layers].mean(1) / columns["entropy"].max(1)
     return bootstrap(ratio).over(f"largest entropy {largest.max():.2f}, layer {largest.argmax()}")
 
 
@@ -56,10 +57,10 @@ def _valley_at_sinks(evidence: Evidence) -> Estimate:
 
 def _secondary(evidence: Evidence) -> pd.DataFrame:
     table = evidence.sequences(STATES).table("sink_tokens")
-    found = table[table["kind"] == SECONDARY]
-    if found.empty:
+    sinks = table[table["kind"] == SECONDARY]
+    if sinks.empty:
         raise NotDefined("no token is a secondary sink")
-    return found.assign(preferred=found["attention"] / found["attention_elsewhere"])
+    return sinks.assign(preferred=sinks["attention"] / sinks["attention_elsewhere"])
 
 
 def _of_secondary(column: str, evidence: Evidence) -> Estimate:
@@ -73,11 +74,10 @@ def _of_secondary(column: str, evidence: Evidence) -> Estimate:
 
 
 def _lifetime_follows_norm(evidence: Evidence) -> Estimate:
-    found = _secondary(evidence)
+    sinks = _secondary(evidence)
     first = np.unique(evidence.run(STATES).text_numbers, return_index=True)[1]  # tokens of copies are no further units
-    found = found[found["sequence"].isin(first)]
-    norm, lifetime, layer = (found[name].to_numpy(float) for name in ("norm", "lifetime", "layer"))
-    return rank_correlation(norm, lifetime, layer)
+    sinks = sinks[sinks["sequence"].isin(first)]
+    return rank_correlation(*(sinks[name].to_numpy(float) for name in ("norm", "lifetime", "layer")))
 
 
 def _parallel_are_sinks(evidence: Evidence) -> Estimate:
@@ -98,8 +98,8 @@ def _residual_share(column: str, evidence: Evidence) -> Estimate:
 
 def _spike_cosine(column: str, evidence: Evidence) -> Estimate:
     """Return the cosine in the layer of the spike, where the norm of the largest tokens has risen most."""
-    at = evidence.run(STATES).tables["spikes"].query("step == 'up'").iloc[0]
-    return exact(at[column]).over(f"layer {at['layer']}, all pairs of sequences")
+    spike = evidence.run(STATES).tables["spikes"].query("step == 'up'").iloc[0]
+    return exact(spike[column]).over(f"layer {spike['layer']}, all pairs of sequences")
 
 
 # --- visual sinks, on runs with pictures

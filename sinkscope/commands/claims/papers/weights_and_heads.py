@@ -64,17 +64,16 @@ MASKED = Need("mixing-do", "mask-sink:begin=massive")
 
 def _change(evidence: Evidence, condition: str | None = None) -> np.ndarray:
     """Return the logarithm of ‖h − h′‖ ÷ ‖h‖ of later tokens, of the mean over layers and sequences, (R,)."""
-    found = evidence.sequences(MASKED, condition).means("over_mixing_by_sequence", "change")
-    return np.log(found.mean(1))
+    return np.log(evidence.sequences(MASKED, condition).means("over_mixing_by_sequence", "change").mean(1))
 
 
 def _more_mixing(evidence: Evidence, beyond: bool) -> Estimate:
     before, after = _change(evidence, BEFORE), _change(evidence)
     controls = np.array([_change(evidence, draw)[0] - before[0] for draw in evidence.controls(MASKED)])
-    found = bootstrap(after - before)
+    change = bootstrap(after - before)
     drawn = np.exp(controls + before[0]).round(3).tolist()
     note = f"{np.exp(before[0]):.3g} → {np.exp(after[0]):.3g}; controls {drawn}"
-    return (found - one_more_run(controls) if beyond else found).over(note)
+    return (change - one_more_run(controls) if beyond else change).over(note)
 
 
 CLAIMS = (
