@@ -7,8 +7,8 @@ import numpy as np
 from sinkscope.commands.claims.claim import Part
 from sinkscope.commands.claims.evidence import Evidence, Need
 from sinkscope.measuring.estimates import sink_rates
-from sinkscope.results.findings import SINK
-from sinkscope.results.judgment import NotDefined, above, below
+from sinkscope.results.findings import COLLAPSE, SINK
+from sinkscope.results.judgment import NotDefined, Test, above, at_least, below, between
 from sinkscope.results.run import BEFORE, RunData
 from sinkscope.results.sequences import Sequences
 from sinkscope.results.statistics import Estimate, bootstrap, mean_of_controls, one_more_run, positive_jackknife
@@ -44,13 +44,11 @@ def share_left(evidence: Evidence, role: Need, position: int = 0) -> Estimate:
 
 def had_a_sink(role: Need) -> Part:
     """Return a part that requires a sink, because a claim about a change of the sink fails without one."""
-    quantity = "sink rate at position 0 before, in %"
-    return Part(
-        quantity,
-        lambda evidence: bootstrap(before_and_after(evidence, role)[0]),
-        above(SINK),
-        is_evidence=False,
-    )
+
+    def before(evidence: Evidence) -> Estimate:
+        return bootstrap(before_and_after(evidence, role)[0])
+
+    return Part("sink rate at position 0 before, in %", before, above(SINK), is_evidence=False)
 
 
 def falls(role: Need) -> Part:
@@ -58,10 +56,25 @@ def falls(role: Need) -> Part:
     return Part(quantity, lambda evidence: beyond_controls(evidence, role), below(0.0))
 
 
+def leaves(role: Need, test: Test, position: int = 0) -> Part:
+    """Return a part on the share of the sink that an arm leaves, or that it moves to another position."""
+    moved = f"sink rate at position {position} after ÷ at position 0 before"
+    quantity = moved if position else "sink rate at position 0, after ÷ before"
+    return Part(quantity, lambda evidence: share_left(evidence, role, position), test)
+
+
 def perplexity_ratio(evidence: Evidence, role: Need, against: Need | None = None) -> Estimate:
     """Return perplexity with an intervention ÷ without, or ÷ with another; both leave out the same passage."""
     other = evidence.sequences(against) if against else evidence.sequences(role, BEFORE)
     return positive_jackknife(np.exp(evidence.sequences(role).losses - other.losses))
+
+
+def breaks(role: Need, controls: str) -> tuple[Part, Part]:
+    """Return the parts of a claim that an arm breaks the model, which its random controls, named in words, do not."""
+    return (
+        Part("perplexity ÷ before", lambda evidence: perplexity_ratio(evidence, role), at_least(COLLAPSE)),
+        Part(f"of {controls} ÷ before", lambda evidence: perplexity_of_controls(evidence, role), between(0.9, 1.1)),
+    )
 
 
 def perplexity_of_controls(evidence: Evidence, role: Need) -> Estimate:

@@ -75,7 +75,7 @@ def draw_scorecard(card: Scorecard) -> Figure:
     ax.set_xticks([-REACH, -2, 0, 2, REACH], ["≤ ÷16", "÷4", "threshold", "×4", "≥ ×16"])
     ax.set_xlabel("does not pass  ←  value  →  passes")
     signs = {str(outcome): look for outcome, look in LOOKS.items() if (rows["passes"] == outcome).any()}
-    text = heading(model_name(card.models[0]), headline(card), "95 % intervals")
+    text = heading(model_name(card.models[0]), headline(card.table), "95 % intervals")
     return figure.finish(text, signs | {"null": AT_RANDOM, "published": PUBLISHED}, ncols=5)
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pandas as pd
 
-from sinkscope.commands.claims.columns import CLAIM, ROUTE
-from sinkscope.commands.claims.scorecard import Scorecard, unusual
+from sinkscope.commands.claims.columns import CLAIM
+from sinkscope.commands.claims.scorecard import unusual
 from sinkscope.html_page.contents import PageParts
 from sinkscope.results.findings import Finding
 
@@ -17,6 +17,4 @@ class ClaimsPage(PageParts):
         return {place.name: place for place in sorted(folder.glob("runs/*")) if place.is_dir()}
 
     def findings(self, manifest: Mapping[str, Any], tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
-        if CLAIM not in tables:
-            return ()
-        return unusual(Scorecard(dict(manifest), {CLAIM: tables[CLAIM], ROUTE: pd.DataFrame()}))
+        return unusual(tables[CLAIM]) if CLAIM in tables else ()

@@ -1,6 +1,7 @@
 """Conditions on models: each function of one of its runs returns why a claim does not apply to a model, or None."""
 
 from collections.abc import Callable
+from typing import Any
 
 from sinkscope.results.positions import ADDED, WITHIN_ATTENTION, kinds_of_positions, unequal
 from sinkscope.results.run import WITH, RunData
@@ -13,8 +14,18 @@ UNEQUAL = {  # name in `unequal` → reason why equal tokens do not stay equal
 }
 
 
-def requires(holds: Callable[[RunData], object], reason: str) -> Scope:
-    return lambda run: None if holds(run) else reason
+def requires(read: Callable[[RunData], Any], reason: str, fits: Callable[[Any], object] = bool) -> Scope:
+    """Return a condition on a value of a run, which `reason` may contain as {}."""
+
+    def scope(run: RunData) -> str | None:
+        value = read(run)
+        return None if fits(value) else reason.format(value)
+
+    return scope
+
+
+def _millions(run: RunData) -> float:
+    return (run.manifest["model"].get("parameters") or 0) / 1e6
 
 
 causal = requires(lambda run: run.is_causal, "it attends both ways")
@@ -24,8 +35,11 @@ several_attention_layers = requires(
     "it has one attention layer",
 )
 with_tokenizer = requires(lambda run: run.condition != "sampled", "it has no tokenizer to read other texts")
-
-
+in_float32 = requires(
+    lambda run: run.manifest["dtype"], "it computes in {}", lambda dtype: dtype in ("float32", "float64")
+)
+small = requires(_millions, "it has {:,.0f} M parameters, more than 200 M", lambda count: count < 200)
+of_a_billion = requires(_millions, "it has {:,.0f} M parameters, fewer than a billion", lambda count: count >= 900)
 # with one causal state of the first token, what is measured there is the same in every sequence
 varied_first_token = requires(
     lambda run: run.bos != WITH or not run.is_causal, "the BOS before all sequences has one state"
@@ -57,20 +71,3 @@ def equal_tokens_stay_equal(run: RunData) -> str | None:
 
 def query_bias(run: RunData) -> str | None:
     return run.manifest.get("not_measured", {}).get("query-bias")
-
-
-def in_float32(run: RunData) -> str | None:
-    dtype = run.manifest["dtype"]
-    return None if dtype in ("float32", "float64") else f"it computes in {dtype}"
-
-
-def _of_size(fits: Callable[[float], bool], words: str) -> Scope:
-    def scope(run: RunData) -> str | None:
-        count = run.manifest["model"].get("parameters") or 0
-        return None if fits(count) else f"it has {count / 1e6:,.0f} M parameters, {words}"
-
-    return scope
-
-
-small = _of_size(lambda count: count < 200e6, "more than 200 M")
-of_a_billion = _of_size(lambda count: count >= 0.9e9, "fewer than a billion")

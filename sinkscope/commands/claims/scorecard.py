@@ -6,7 +6,7 @@ Its folder has run.json, figures, scorecard.md, the tables `claim` and `route`, 
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from math import inf
 from pathlib import Path
@@ -185,7 +185,7 @@ def scorecard_markdown(card: Scorecard) -> str:
     by_model = dict(list(card.table.groupby("model", sort=False)))
     several = len(by_model) > 1
     name = f"{len(by_model)} models" if several else card.models[0]
-    parts = [f"## {name}: {headline(card)}", *_unusual(card)]
+    parts = [f"## {name}: {headline(card.table)}", *_unusual(card.table)]
     if several:
         outcomes = _outcomes(card)
         for model, rows in by_model.items():
@@ -220,15 +220,15 @@ def scorecard_markdown(card: Scorecard) -> str:
     return "\n\n".join(parts)
 
 
-def unusual(card: Scorecard) -> list[Finding]:
-    """Return the claims that fail in a model of the card, or hold in its models alone, with others that decide them.
+def unusual(table: pd.DataFrame) -> list[Finding]:
+    """Return the claims that fail in a model of a table, or hold in its models alone, with others that decide them.
 
-    The others are those of the card, or for a card of one model those of `reports/claims`.
+    The others are those of the table, or for one model those of `reports/claims`.
     """
-    ours = outcomes_by_model(card.table)
+    ours = outcomes_by_model(table)
     every = ours if len(ours) > 1 else reported() | ours
     findings = []
-    for claim in card.by_model.index:
+    for claim in CLAIMS:
         fails, holds = (
             [model for model in every if every[model].get(claim) == end] for end in (Outcome.FAILS, Outcome.HOLDS)
         )
@@ -254,8 +254,8 @@ def reported() -> dict[str, dict[str, str]]:
     return outcomes_by_model(read_table(shipped("reports") / "claims" / "tables" / f"{CLAIM}.parquet", TABLES[CLAIM]))
 
 
-def _unusual(card: Scorecard) -> list[str]:
-    findings = unusual(card)
+def _unusual(table: pd.DataFrame) -> list[str]:
+    findings = unusual(table)
     return ["What is unusual:", "\n".join(f"- {finding.sentence}" for finding in findings)] if findings else []
 
 
@@ -286,12 +286,12 @@ def _numbers_of_some(card: Scorecard) -> list[str]:
 
 def scorecard_summary(card: Scorecard, model: str) -> str:
     """Return which claims hold for a model, and how many do not."""
-    alone = replace(card, tables={**card.tables, CLAIM: card.table[card.table["model"] == model]})
-    return "\n\n".join([f"## {model}: {headline(alone)}", *_unusual(alone), *_summary(alone.table)])
+    table = card.table[card.table["model"] == model]
+    return "\n\n".join([f"## {model}: {headline(table)}", *_unusual(table), *_summary(table)])
 
 
-def headline(card: Scorecard) -> str:
-    count = len(once(_holding(card.table, "yes")))
+def headline(table: pd.DataFrame) -> str:
+    count = len(once(_holding(table, "yes")))
     if count == 1:
         return "1 claim holds, and its null does not pass it"
     return f"{count} claims hold, and their null does not pass them"

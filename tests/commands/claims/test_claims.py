@@ -129,13 +129,13 @@ def card_of(*runs: RunData, claims: Iterable[str]) -> Scorecard:
 def test_the_first_line_counts_the_claims_that_hold_and_whose_null_fails() -> None:
     for null, count in ((0.0, "1 claim holds, and its"), (0.4, "0 claims hold, and their")):
         card = card_of(of_text(0.5), of_text(null, 0), claims=["W-1"])
-        assert headline(card).startswith(count)
-        assert scorecard_markdown(card).splitlines()[0] == f"## made: {headline(card)}"
+        assert headline(card.table).startswith(count)
+        assert scorecard_markdown(card).splitlines()[0] == f"## made: {headline(card.table)}"
 
 
 def test_claims_with_a_null_that_is_not_defined_are_counted_apart() -> None:
     card = card_of(of_massive(5000.0), of_massive(1.0, 0), claims=["S-9"])
-    assert headline(card) == "0 claims hold, and their null does not pass them"
+    assert headline(card.table) == "0 claims hold, and their null does not pass them"
     assert "- Hold, and their null is not defined: 1 (S-9)." in scorecard_markdown(card)
     assert "– (not defined)" in scorecard_markdown(card)
 
@@ -146,7 +146,7 @@ def test_claims_on_one_number_are_counted_once() -> None:
         run.manifest["not_measured"] = {"query-bias": NO_QUERY_BIAS}
     card = card_of(*runs, claims=("W-1", "W-21", "N-12", "W-3"))
     table = card.table
-    assert headline(card).startswith("1 claim holds, and its")
+    assert headline(card.table).startswith("1 claim holds, and its")
     assert "- Hold, and their null does not pass them: 1 (W-1 = W-21 = N-12)." in scorecard_markdown(card)
     apart = table.assign(value=table["value"] + table["claim"].eq("N-12"))  # N-12 has another number
     assert once(apart[apart["outcome"] == HOLDS]) == ["W-1 = W-21", "N-12"]
@@ -175,7 +175,7 @@ def test_a_scorecard_begins_with_what_is_unusual() -> None:
     def sentences(*models: str) -> dict[str, str]:
         table = whole.table[whole.table["model"].isin(models or whole.models)]
         card = replace(whole, tables={**whole.tables, "claim": table})
-        by_claim = {finding.numbers["claim"]: finding.sentence for finding in unusual(card)}
+        by_claim = {finding.numbers["claim"]: finding.sentence for finding in unusual(table)}
         assert f"What is unusual:\n\n- {next(iter(by_claim.values()))}" in card.markdown
         return by_claim
 
@@ -215,6 +215,8 @@ def test_an_intervention_is_compared_with_its_random_controls() -> None:
         evidence = evidence_of([of_text(0.5), experiment(rates, "nullify-first-embedding")], "made")
         stays = judge(CLAIMS["N-9"], evidence)
         assert (stays.claim.null, stays.outcome, stays.tells) == (Null.CONTROLS, HOLDS, tells)
+    of_one_control = replace(evidence, control=1)  # is compared with the others
+    assert of_one_control.controls(stays.claim.needs[0]) == ["nullify-first-embedding control 0"]
 
 
 def test_a_method_is_compared_with_plain_training_of_another_seed() -> None:
@@ -223,6 +225,8 @@ def test_a_method_is_compared_with_plain_training_of_another_seed() -> None:
     keeps, falls = (judged_trainings(claim, training(arms)) for claim, arms in (("GS-21", numbers), ("V-15", norms)))
     assert (keeps.claim.null, keeps.outcome, keeps.tells) == (Null.PLAIN, HOLDS, "no")
     assert (falls.outcome, falls.tells) == (HOLDS, "yes")
+    apart = {"sink_rate": (0.5, 0.9, 0.1)}
+    assert judged_trainings("GS-21", training({"none": apart, "vscale": apart})).null_passes == 0
 
 
 def test_losses_are_compared_without_each_passage() -> None:

@@ -36,6 +36,7 @@ def named(run: RunData, model: str, **manifest: Any) -> Run:
     [
         (cut(0.4), Effect.FALLS),
         (cut(0.2), Effect.GOES),
+        (cut(0.3), Effect.FALLS),  # the interval of what is left spans a half
         (cut(0.6), Effect.STAYS),
         (cut(0.9), Effect.RISES),
         (cut(0.3, controls={"control 0": [0.6, 0.05]}), Effect.UNDECIDED),

@@ -7,10 +7,10 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.commands.claims import arms
-from sinkscope.commands.claims.arms import falls, had_a_sink, share_left
+from sinkscope.commands.claims.arms import falls, had_a_sink, leaves
 from sinkscope.commands.claims.claim import Claim, Part, of_run, run_claim
 from sinkscope.commands.claims.evidence import Evidence, Need
-from sinkscope.commands.claims.scopes import causal, learned_positions, query_bias
+from sinkscope.commands.claims.scopes import causal, learned_positions, query_bias, requires
 from sinkscope.measuring.estimates import RUN_CLAIMS, second_half, sink_rates
 from sinkscope.measuring.observables.query_bias import DELTA, NO_QUERY_BIAS
 from sinkscope.results.findings import SINK, Published
@@ -38,9 +38,11 @@ def _without_its_mechanism(run: RunData) -> str | None:
     return unknown if reason else "it has a query bias and learned positions"
 
 
-def _with_a_bos(run: RunData) -> str | None:
-    token = run.manifest["input"]["token_zero"]
-    return None if token.startswith("bos") else f"position 0 is no BOS but {token}"
+_with_a_bos = requires(
+    lambda run: run.manifest["input"]["token_zero"],
+    "position 0 is no BOS but {}",
+    lambda token: token.startswith("bos"),
+)
 
 
 # --- γ and the effective positional encodings
@@ -158,12 +160,9 @@ CLAIMS = (
         (Part("sink rate at position 0 after, in %", _rate_after, below(1.0)), had_a_sink(REPLACED)),
         (REPLACED,), SCOPE),
     Claim("N-8", "intervention 3", "EPE₀ makes a sink of the position that it is moved to.",
-        (Part("sink rate at position 1 after ÷ at position 0 before",
-            lambda e: share_left(e, EXCHANGED, position=1), at_least(0.5)),
-         had_a_sink(EXCHANGED)), (EXCHANGED,), SCOPE),
+        (leaves(EXCHANGED, at_least(0.5), position=1), had_a_sink(EXCHANGED)), (EXCHANGED,), SCOPE),
     Claim("N-9", "intervention 4", "The sink stays without the embedding of the BOS.",
-        (Part("sink rate at position 0, after ÷ before", lambda e: share_left(e, FIRST), at_least(0.5)),
-         had_a_sink(FIRST)), (FIRST,), (*SCOPE, _with_a_bos)),
+        (leaves(FIRST, at_least(0.5)), had_a_sink(FIRST)), (FIRST,), (*SCOPE, _with_a_bos)),
     Claim("N-10", "intervention 5", "The sink falls without W_k's columns where EPE₀ is massive, not without others.",
         (falls(COLUMNS),
          Part("sink rate at position 0 without random columns ÷ before, mean over draws", _random_columns,

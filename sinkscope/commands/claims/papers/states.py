@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from sinkscope.commands.claims.arms import falls, had_a_sink, share_left
+from sinkscope.commands.claims.arms import falls, had_a_sink, leaves
 from sinkscope.commands.claims.claim import Claim, Part
 from sinkscope.commands.claims.evidence import MAIN, STATES, Evidence, Null
 from sinkscope.commands.claims.papers.s2m import TO_ZERO
@@ -127,8 +127,7 @@ CLAIMS = (
         (Part("rank correlation over layers of the states' entropy and the sink rate of the layer that reads them",
             _valley_at_sinks, below(0.0)),), (STATES,), (causal,)),
     Claim("CV-5", "2510.06477", "Without the massive activation, there is no sink.",
-        (Part("sink rate at position 0, after ÷ before", lambda e: share_left(e, TO_ZERO), at_most(0.5)),
-         falls(TO_ZERO), had_a_sink(TO_ZERO)), (TO_ZERO,)),
+        (leaves(TO_ZERO, at_most(0.5)), falls(TO_ZERO), had_a_sink(TO_ZERO)), (TO_ZERO,)),
     Claim("SS-1", "2512.22213", "MLPs write secondary sinks.",
         (Part("cosine of the MLP's output and the first sink's state, where they join, mean over secondary sinks",
             partial(_of_secondary, "written"), at_least(0.9)),), (STATES,), (causal,)),

@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 
 from sinkscope.commands.claims import arms, over_seeds, scopes, studies
-from sinkscope.commands.claims.arms import LARGE_NORM, NO_COST, falls, had_a_sink, share_left
+from sinkscope.commands.claims.arms import LARGE_NORM, NO_COST, falls, had_a_sink, leaves
 from sinkscope.commands.claims.claim import HAS_SINK_HEADS, Claim, Part, of_run, of_sink_heads, run_claim
 from sinkscope.commands.claims.evidence import MAIN, NATURAL, POLICIES, RANDOM, REPEATED, Evidence, Need, Null
 from sinkscope.commands.claims.over_seeds import PERCENT, difference, metric, of_one, of_study, over_levels, study_claim
@@ -66,8 +66,12 @@ _AT_FIRST = replace(
 )
 
 
-def _on_drawn(evidence: Evidence, drawn: str, policy: str) -> tuple[Estimate, Estimate, str]:
-    """Return the rates on drawn tokens and on text under one policy, and a note. Raises NotDefined without a sink."""
+def _on_drawn(drawn: str, evidence: Evidence, policy: str = "", as_share: bool = True) -> Estimate:
+    """Return the sink rate on drawn tokens, as a share of that on text unless told otherwise, under one BOS policy.
+
+    By default it is the policy of the model's own text. Raises NotDefined if there is no sink on text.
+    """
+    policy = policy or evidence.runs[MAIN].bos
     text, other = _policy_roles((NATURAL, drawn), (policy,))
     for role in (text, other):
         if not evidence.has(role):
@@ -75,19 +79,8 @@ def _on_drawn(evidence: Evidence, drawn: str, policy: str) -> tuple[Estimate, Es
     words, before = _both_policies(evidence, NATURAL, drawn), bootstrap(sink_rates(evidence.sequences(text)))
     if before.value <= SINK:
         raise NotDefined(f"its text has no sink {policy} a BOS, which this claim is about ({words})")
-    return bootstrap(sink_rates(evidence.sequences(other))), before, words
-
-
-def _against_text(drawn: str, evidence: Evidence, policy: str = "") -> Estimate:
-    """Return the sink rate on drawn tokens ÷ on text, by default under the BOS policy of the model's own text."""
-    after, before, words = _on_drawn(evidence, drawn, policy or evidence.runs[MAIN].bos)
-    return (after / before).over(words)
-
-
-def _on_repeated(evidence: Evidence) -> Estimate:
-    """Return the sink rate without a BOS: the propositions need equal tokens from position 0 on."""
-    after, _, words = _on_drawn(evidence, REPEATED, WITHOUT)
-    return after.over(words)
+    after = bootstrap(sink_rates(evidence.sequences(other)))
+    return (after / before if as_share else after).over(words)
 
 
 # --- the geometry of a sink (figure 2)
@@ -195,9 +188,11 @@ _DIFFERENCE = "largest |a[t,s] − {0}| over layers, heads, queries and keys"
 # --- models whose norms follow the residual sum (§7.2)
 
 
-def _post_norm(run: RunData) -> str | None:
-    wiring = run.manifest["family"].get("wiring")
-    return None if wiring == "post-norm" else f"its norms do not follow the residual sum: its wiring is {wiring}"
+_post_norm = requires(
+    lambda run: run.manifest["family"].get("wiring"),
+    "its norms do not follow the residual sum: its wiring is {}",
+    lambda wiring: wiring == "post-norm",
+)
 
 
 # --- related models: sizes of a family, a chat model and its base
@@ -425,16 +420,17 @@ CLAIMS = (
     Claim("W-1", "table 1", RUN_CLAIMS["W-1"].statement, (_AT_FIRST,), scope=(causal,), published=SINK_RATES,
         also_reads=_policy_roles((NATURAL,))),
     Claim("W-2", "table 1", "The sink stays on random tokens.",
-        (Part("sink rate on random tokens ÷ on text, with a BOS on both or on none", partial(_against_text, RANDOM),
+        (Part("sink rate on random tokens ÷ on text, with a BOS on both or on none", partial(_on_drawn, RANDOM),
             at_least(0.5)),),
         (MAIN,), (causal,), published_rates("random"), also_reads=_policy_roles((NATURAL, RANDOM))),
     Claim("W-3", "table 1", "On repeated tokens the sink vanishes (positions that leave equal tokens equal).",
-        (Part("sink rate on repeated tokens in %, no BOS in front", _on_repeated, at_most(1.0)),),
+        (Part("sink rate on repeated tokens in %, no BOS in front",  # equal tokens from position 0 on
+            partial(_on_drawn, REPEATED, policy=WITHOUT, as_share=False), at_most(1.0)),),
         (TEXT, ALONE), (causal, equal_tokens_stay_equal), NONE_ON_REPEATED,
         also_reads=_policy_roles((NATURAL, REPEATED), (WITH,))),
     Claim("W-4", "tables 1 and 7", "On repeated tokens the sink stays (positions added to the embeddings).",
         (Part("sink rate on repeated tokens ÷ on text, no BOS on either",
-            partial(_against_text, REPEATED, policy=WITHOUT), at_least(0.5)),),
+            partial(_on_drawn, REPEATED, policy=WITHOUT), at_least(0.5)),),
         (TEXT, ALONE), (causal, scopes.absolute_positions), ON_REPEATED,
         also_reads=_policy_roles((NATURAL, REPEATED), (WITH,))),
     Claim("W-13", "fig. 2", "The sink's hidden norm is larger.",
@@ -480,16 +476,12 @@ CLAIMS = (
     run_claim("W-9", role=ALONE, needs=(ALONE,), scope=(equal_tokens_stay_equal, some_positions("rotary")),
         is_ours=False, set_against=Null.THEOREM),
     Claim("W-10", "table 7", "Another vector in place of position 0's removes the sink on repeated tokens.",
-        (Part("sink rate at position 0, after ÷ before", lambda e: share_left(e, REPLACED), at_most(0.5)),
-         had_a_sink(REPLACED)), (REPLACED,), (causal, scopes.learned_positions),
+        (leaves(REPLACED, at_most(0.5)), had_a_sink(REPLACED)), (REPLACED,), (causal, scopes.learned_positions),
         (Published("GPT2-XL", 62.28, f"sink rate before, {REPEATED_TOKENS}", "WSE table 7", "†"),
          Published("GPT2-XL", 0.20, f"lowest sink rate after, {REPEATED_TOKENS}", "WSE table 7", "†"),
          Published("GPT2-XL", 10.97, f"highest sink rate after, {REPEATED_TOKENS}", "WSE table 7", "†"))),
     Claim("W-11", "table 7", "Exchanged with position t's, the vector takes the sink to t.",
-        (Part("sink rate at position 1 after ÷ at position 0 before",
-            lambda e: share_left(e, EXCHANGED, position=1), at_least(0.5)),
-         falls(EXCHANGED),
-         had_a_sink(EXCHANGED)), (EXCHANGED,), (causal, scopes.learned_positions),
+        (leaves(EXCHANGED, at_least(0.5), position=1), falls(EXCHANGED), had_a_sink(EXCHANGED)), (EXCHANGED,), (causal, scopes.learned_positions),
         (Published("GPT2-XL", 50.22, f"lowest sink rate at t, {REPEATED_TOKENS}", "WSE table 7", "†"),
          Published("GPT2-XL", 57.63, f"highest sink rate at t, {REPEATED_TOKENS}", "WSE table 7", "†"))),
     Claim("W-43", "§7.2", "Post-norm models also have a sink.",
