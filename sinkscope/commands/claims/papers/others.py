@@ -1,5 +1,6 @@
-"""Claims on the residual stream: compression valleys (CV), secondary sinks (SS), residual sinks and spikes (RS), and
-visual attention sinks (VS; their null is φ on random coordinates).
+"""Claims of papers with few of them: compression valleys (CV), secondary sinks (SS), residual sinks and spikes (RS),
+The Super Weight in Large Language Models (SW), Identifying and Evaluating Inactive Heads in Pretrained LLMs (IH), Why
+do LLMs attend to the first token? (FT), and visual attention sinks (VS; their null is φ on random coordinates).
 """
 
 from functools import partial
@@ -7,16 +8,20 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from sinkscope.commands.claims.arms import falls, had_a_sink, leaves
+from sinkscope.commands.claims.arms import breaks, falls, had_a_sink, leaves, perplexity_ratio
 from sinkscope.commands.claims.claim import Claim, Part
-from sinkscope.commands.claims.evidence import MAIN, STATES, Evidence, Null
-from sinkscope.commands.claims.papers.s2m import TO_ZERO
+from sinkscope.commands.claims.evidence import MAIN, STATES, Evidence, Need, Null
+from sinkscope.commands.claims.papers.s2m import TO_ZERO, coordinates_of_largest
 from sinkscope.commands.claims.scopes import causal, requires, varied_first_token
-from sinkscope.measuring.estimates import massive_layers, visual_sink_attention, visual_sink_share
+from sinkscope.measuring.estimates import massive_layers, super_weight, visual_sink_attention, visual_sink_share
 from sinkscope.measuring.observables.spikes import SECONDARY
-from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below
+from sinkscope.results import statistics
+from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
+from sinkscope.results.papers import published
+from sinkscope.results.run import BEFORE
+from sinkscope.results.sequences import Sequences
 from sinkscope.results.side_by_side import span
-from sinkscope.results.statistics import Estimate, bootstrap, exact, rank_correlation, resamplings_of, weighted_means
+from sinkscope.results.statistics import Estimate, bootstrap, exact, jackknife, one_more_run, rank_correlation
 
 # --- compression valleys
 
@@ -69,7 +74,9 @@ def _of_secondary(column: str, evidence: Evidence) -> Estimate:
     if known.empty:
         raise NotDefined("no secondary sink has the number")
     groups = known.groupby("sequence")[column].agg(["sum", "count"]).astype(float)
-    means = weighted_means(groups.to_numpy(), resamplings_of(evidence.run(STATES).text_numbers[groups.index]))
+    means = statistics.weighted_means(
+        groups.to_numpy(), statistics.resamplings_of(evidence.run(STATES).text_numbers[groups.index])
+    )
     return bootstrap(means[:, 0] / means[:, 1]).over(f"{len(known)} tokens of {len(groups)} sequences")
 
 
@@ -102,6 +109,66 @@ def _spike_cosine(column: str, evidence: Evidence) -> Estimate:
     return exact(spike[column]).over(f"layer {spike['layer']}, all pairs of sequences")
 
 
+# --- super weights
+
+ENTRY_TO_ZERO, LARGEST_TO_ZERO = (
+    Need("loss-do", "zero-super-weight"),
+    Need("loss-do-alone", "zero-super-weight:which=largest"),
+)
+
+
+def _unchanged(evidence: Evidence) -> Sequences:
+    """Return a run of the unchanged model, with the table `super_weights` if there is one."""
+    if "super_weights" not in evidence.natural.run.tables and evidence.has(ENTRY_TO_ZERO):
+        return evidence.sequences(ENTRY_TO_ZERO, BEFORE)  # measured there to find the entry
+    return evidence.natural
+
+
+def _written(evidence: Evidence) -> Estimate:
+    chosen, share = super_weight(_unchanged(evidence))
+    return share.over(f"layer {chosen['layer']:.0f}, row {chosen['row']:.0f}, column {chosen['column']:.0f}")
+
+
+def _is_massive(evidence: Evidence) -> Estimate:
+    natural = _unchanged(evidence)
+    chosen, _ = super_weight(natural)
+    there = (coordinates_of_largest(natural) == chosen["row"]).reindex(range(natural.weights.shape[1]))
+    return bootstrap(statistics.weighted_means(there.fillna(False).to_numpy(float), natural.weights))
+
+
+# --- inactive heads
+
+BY_NORM, BY_MASS = Need("loss-do", "ablate-heads"), Need("loss-do", "ablate-heads:by=first-mass")
+
+
+def _below_random(evidence: Evidence) -> Estimate:
+    draws = evidence.controls(BY_MASS)
+    if not draws:
+        raise NotDefined("no random heads were ablated")
+    before, after = evidence.sequences(BY_MASS, BEFORE).losses, evidence.sequences(BY_MASS).losses
+    drawn = np.array([evidence.sequences(BY_MASS, draw).losses[0] for draw in draws])
+    return one_more_run(drawn - before[0]) - jackknife(after - before)
+
+
+# --- the sink and over-mixing
+
+MASKED = Need("mixing-do", "mask-sink:begin=massive")
+
+
+def _change(evidence: Evidence, condition: str | None = None) -> np.ndarray:
+    """Return the logarithm of ‖h − h′‖ ÷ ‖h‖ of later tokens, of the mean over layers and sequences, (R,)."""
+    return np.log(evidence.sequences(MASKED, condition).means("over_mixing_by_sequence", "change").mean(1))
+
+
+def _more_mixing(evidence: Evidence, beyond: bool) -> Estimate:
+    before, after = _change(evidence, BEFORE), _change(evidence)
+    controls = np.array([_change(evidence, draw)[0] - before[0] for draw in evidence.controls(MASKED)])
+    change = bootstrap(after - before)
+    drawn = np.exp(controls + before[0]).round(3).tolist()
+    note = f"{np.exp(before[0]):.3g} → {np.exp(after[0]):.3g}; controls {drawn}"
+    return (change - one_more_run(controls) if beyond else change).over(note)
+
+
 # --- visual sinks, on runs with pictures
 
 
@@ -111,7 +178,7 @@ def _beyond_random(evidence: Evidence) -> Estimate:
 
 
 SEEING = (requires(lambda run: run.manifest["model"].get("text_tower"), "it reads no pictures"),)
-LARGEST = "of the tokens at which one coordinate is above 20 × their median entry, layer with the largest"
+OF_LARGE_TOKENS = "of the tokens at which one coordinate is above 20 × their median entry, layer with the largest"
 
 CLAIMS = (
     Claim("CV-1", "2510.06477", "The first token's norm makes the anisotropy: its bound is tight.",
@@ -141,7 +208,7 @@ CLAIMS = (
         (Part("tokens with 3 × the median norm ÷ all tokens parallel to the first sink", _parallel_are_sinks,
             at_least(0.5)),), (STATES,), (causal,)),
     Claim("RS-1", "2601.22966", "A fixed coordinate is large at most tokens.",
-        (Part(f"share {LARGEST}", partial(_residual_share, "largest_share"), at_least(0.9)),
+        (Part(f"share {OF_LARGE_TOKENS}", partial(_residual_share, "largest_share"), at_least(0.9)),
          Part("the same after a random rotation", partial(_residual_share, "rotated_share"), at_most(0.1))), (STATES,)),
     Claim("RS-2", "2603.05498", "A spike is the same vector in all sequences.",
         (Part("cosine of the largest tokens of two sequences, mean over pairs", partial(_spike_cosine, "cosine"),
@@ -155,4 +222,29 @@ CLAIMS = (
         (Part("attention to a visual sink ÷ to another visual token",
             lambda e: visual_sink_attention(e.run(MAIN)), above(1.0)),),
         scope=SEEING, set_against=Null.NONE),
+    Claim("SW-1", "table 1", "Setting the super weight alone to zero breaks the model.",
+        breaks(ENTRY_TO_ZERO, "random entries of its row and column"), (ENTRY_TO_ZERO,),
+        published=published("SW table 1", {"Llama-7B": 1211 / 5.67}, "Wikitext-2", "†")),
+    Claim("SW-2", "§3", "Magnitude does not make a super weight.",
+        (Part("perplexity with the largest entry of its matrix zeroed ÷ before",
+            lambda e: perplexity_ratio(e, LARGEST_TO_ZERO), between(0.9, 1.1)),
+         Part("with the super weight zeroed ÷ with that entry zeroed",  # it may be the same entry
+            lambda e: perplexity_ratio(e, ENTRY_TO_ZERO, against=LARGEST_TO_ZERO), above(1.1))),
+        (ENTRY_TO_ZERO, LARGEST_TO_ZERO)),
+    Claim("SW-3", "§3", "One entry writes the massive activation.",
+        (Part("share of the row's output that the entry writes", _written, at_least(0.5)),
+         Part("share of sequences whose largest massive activation is at its row", _is_massive, at_least(0.9))),
+        (MAIN, ENTRY_TO_ZERO), set_against=Null.RANDOM_WEIGHTS),
+    Claim("IH-1", "§4", "Heads with a small output norm are more dormant than heads with much mass on the first token.",
+        (Part("loss with as many heads ablated by first-token mass − by norm, nats",
+            lambda e: jackknife(e.sequences(BY_MASS).losses - e.sequences(BY_NORM).losses), above(0.0)),),
+        (BY_NORM, BY_MASS)),
+    Claim("IH-2", "§4", "Heads with much mass on the first token are more dormant than random heads.",
+        (Part("loss with as many random heads ablated − by first-token mass, nats", _below_random, above(0.0)),),
+        (BY_MASS,)),
+    Claim("FT-1", "§3", "Without the sink, a changed token changes later tokens more.",
+        (Part("log of the relative change of later tokens, sink masked ÷ not", partial(_more_mixing, beyond=False),
+            above(0.0)),
+         Part("beyond another masked token's", partial(_more_mixing, beyond=True), above(0.0))),
+        (MASKED,), (causal,)),
 )  # fmt: skip
