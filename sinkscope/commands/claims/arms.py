@@ -22,20 +22,20 @@ def before_and_after(evidence: Evidence, role: Need, position: int = 0) -> tuple
     return sink_rates(evidence.sequences(role, BEFORE)), sink_rates(evidence.sequences(role), position)
 
 
-def controls(evidence: Evidence, role: Need) -> np.ndarray:
+def control_rates(evidence: Evidence, role: Need) -> np.ndarray:
     return np.array([sink_rates(evidence.sequences(role, condition))[0] for condition in evidence.controls(role)])
 
 
 def beyond_controls(evidence: Evidence, role: Need) -> Estimate:
     """Return the change of the sink rate at position 0 by the arm − the change by a further random control."""
     before, after = before_and_after(evidence, role)
-    drawn = controls(evidence, role)
+    drawn = control_rates(evidence, role)
     note = f"{before[0]:.1f} → {after[0]:.1f} %; {len(drawn)} random controls"
     note += f": {drawn.min():.1f} to {drawn.max():.1f} %" if len(drawn) else ""
     return (bootstrap(after - before) - one_more_run(drawn - before[0])).over(note)
 
 
-def share_left(evidence: Evidence, role: Need, position: int = 0) -> Estimate:
+def sink_left(evidence: Evidence, role: Need, position: int = 0) -> Estimate:
     """Return the sink rate of the arm at `position` ÷ the rate of the unchanged model at position 0."""
     before, after = before_and_after(evidence, role, position)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -60,7 +60,7 @@ def leaves(role: Need, test: Test, position: int = 0) -> Part:
     """Return a part on the share of the sink that an arm leaves, or that it moves to another position."""
     moved = f"sink rate at position {position} after ÷ at position 0 before"
     quantity = moved if position else "sink rate at position 0, after ÷ before"
-    return Part(quantity, lambda evidence: share_left(evidence, role, position), test)
+    return Part(quantity, lambda evidence: sink_left(evidence, role, position), test)
 
 
 def perplexity_ratio(evidence: Evidence, role: Need, against: Need | None = None) -> Estimate:

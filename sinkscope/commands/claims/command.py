@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.claims.columns import CLAIM, COMMAND, ROUTE, TABLES
 from sinkscope.commands.claims.evidence import (
-    LONG,
+    LONG_TEXT,
     LOSS,
     MAIN,
     NATURAL,
@@ -35,8 +35,7 @@ from sinkscope.commands.claims.evidence import (
 from sinkscope.commands.claims.gathered import collected, judged_folders, merged, skipped_in
 from sinkscope.commands.claims.options import ClaimsOptions
 from sinkscope.commands.claims.register import CLAIMS
-from sinkscope.commands.claims.routes import ROLES as ROUTE_ROLES
-from sinkscope.commands.claims.routes import routes_of_models
+from sinkscope.commands.claims.routes import ROUTE_ROLES, routes_of_models
 from sinkscope.commands.claims.scorecard import Scorecard
 from sinkscope.commands.claims.table import evidence_of, judged
 from sinkscope.commands.intervene.experiment import Experiment
@@ -75,7 +74,7 @@ from sinkscope.results.tables import blaming_tables
 from sinkscope.retrofits.retrofit import registers_before
 
 STREAMED, FIRST_TOKENS = "streaming-window:window=64", (0, 1, 2, 4)  # that are kept
-STREAM = 512  # tokens of a streamed text, or the most that the model can read
+STREAM_TOKENS = 512  # tokens of a streamed text, or the most that the model can read
 STREAMS = 8  # number of these texts, over which intervals are computed
 # observables that claims read from each input; from equal tokens more if there is no BOS
 OF_INPUTS = {NATURAL: ("attention", "activation", "massive"), RANDOM: ("attention",), REPEATED: ("attention",)}
@@ -161,7 +160,7 @@ def claims(
 
                 before, inapplicable = members.of_the_first(earlier)
                 known, skipped = replace(known, runs=[*known.runs, *before]), merged(skipped, inapplicable)
-                measured = Bench(subject, config, console, known.runs, before, target).evidence(skipped)
+                measured = ClaimBench(subject, config, console, known.runs, before, target).evidence(skipped)
                 card = _scorecard(known.completed(measured, name), config, start)
         return card if target is None else target.finish(card)
 
@@ -198,7 +197,7 @@ def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: f
 
 
 @dataclass
-class Bench:
+class ClaimBench:
     """One model with the runs that its claims need: the known ones, and the missing ones, which it measures.
 
     The methods that `NeedKind.measure` names return the run of one role, or of several that are measured in one run.
@@ -315,9 +314,9 @@ class Bench:
 
     def streamed(self, roles: Sequence[Need]) -> Run:
         """Measure long texts with a streaming window; InputError if the model cannot read them."""
-        length = min(STREAM, position_limit(self.subject.loaded.model, self.subject.family) or STREAM)
-        if length < LONG:
-            raise InputError(f"it takes at most {length} tokens, and the streamed text has {LONG}")
+        length = min(STREAM_TOKENS, position_limit(self.subject.loaded.model, self.subject.family) or STREAM_TOKENS)
+        if length < LONG_TEXT:
+            raise InputError(f"it takes at most {length} tokens, and the streamed text has {LONG_TEXT}")
         registers = registers_before(self.subject.loaded.model)
         keep = sorted({*FIRST_TOKENS, *((registers, registers + 3) if registers else ())})
         do = f"{STREAMED},keep={','.join(map(str, keep))}"

@@ -14,9 +14,9 @@ from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.trainings import UNTOUCHED
 
 NATURAL = "natural"  # the text that a model is measured on
-LONG = 256  # tokens of a text that is streamed, so that the first leave the window
+LONG_TEXT = 256  # tokens of a text that is streamed, so that the first leave the window
 RANDOM, REPEATED = OTHER_INPUTS = ("random", "repeated")
-POLICIES = {WITH: "with-bos", WITHOUT: "without-bos"}
+POLICY_KINDS = {WITH: "with-bos", WITHOUT: "without-bos"}
 OF_STATES = ("attention", "massive", "entropy", "sink-tokens", "residual-sinks")  # observables of "states"
 LOSS = "loss_by_sequence"
 Measured = TypeVar("Measured", bound=RunData)
@@ -71,7 +71,7 @@ class NeedKind(NamedTuple):
     command: str = ""  # the command that makes a run, with {of} for `Need.of` and {input} for an input other than text
     fits: Callable[[RunData, str], bool] = lambda run, of: False  # whether a run is one for `Need.of`
     null: Null = Null.RANDOM_WEIGHTS  # what claims that need it are set against, unless they name something else
-    measure: str = ""  # the method of `Bench` (command.py) that measures it; "": users make the runs
+    measure: str = ""  # the method of `ClaimBench` (command.py) that measures it; "": users make the runs
     options: Mapping[str, Any] = {}  # of that method
     run: str = ""  # needs of all kinds with this name are measured in one run; "": a run for each need
     table: str = ""  # the table that its run must have
@@ -95,7 +95,7 @@ def _analyzed(
 
 
 def _streamed(run: RunData, of: str) -> bool:
-    return run.command == "intervene" and "streaming" in run.tables and run.manifest["input"]["longest"] >= LONG
+    return run.command == "intervene" and "streaming" in run.tables and run.manifest["input"]["longest"] >= LONG_TEXT
 
 
 def _has_arm(run: RunData, name: str, table: str = "", repeated: bool = False) -> bool:
@@ -166,8 +166,8 @@ NEED_KINDS = {
     "train": _arms_of_training("train"),
     "backcopy": _arms_of_training("train", "bigram-backcopy"),
     "factor": _study(studies.find_levels, studies.vary),  # factor:weight-decay
-    "steps": _study(studies.find_steps, studies.analyze_steps),
-    "course": _study(studies.find_steps, studies.analyze_steps, logged=True),  # only the sink rate, which is logged
+    "steps": _study(studies.find_steps, studies.measure_steps),
+    "course": _study(studies.find_steps, studies.measure_steps, logged=True),  # only the sink rate, which is logged
     "sizes": _study(studies.find_sizes, studies.measure_sizes),
     "scores": _study(studies.find_sizes, studies.measure_sizes, scored=True),  # scores:hellaswag
     "base": _study(studies.find_base, studies.analyze_base),
@@ -215,7 +215,7 @@ class Evidence:
             kind = need.record
             if kind.find is None:
                 continue
-            methods = studies.wanted_arms(need.of) if kind.null == Null.PLAIN else []
+            methods = studies.split_arms(need.of) if kind.null == Null.PLAIN else []
             has_variants = any(":" not in arm and arm not in (studies.PLAIN, UNTOUCHED) for arm in methods)
             if (sources.variant == 0 or has_variants) and (study := kind.find(sources, need.of)):
                 chosen[need] = study

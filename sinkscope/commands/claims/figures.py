@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from sinkscope.commands.claims.register import CLAIMS
-from sinkscope.commands.claims.routes import ROUTES, Effect, models_with_routes
+from sinkscope.commands.claims.routes import ROUTES, RouteEffect, models_with_routes
 from sinkscope.commands.claims.scorecard import Scorecard, headline, value_text
 from sinkscope.figures import style
 from sinkscope.figures.labels import escape, heading, wrapped
@@ -23,14 +23,14 @@ from sinkscope.verdict.report import spans
 # --- The claims that were decided on one model: a line for each number, with its interval and the threshold
 
 REACH = 4.0  # length of the axis to both sides of the threshold
-LOOKS: dict[str, Look] = {
+OUTCOME_LOOKS: dict[str, Look] = {
     Outcome.HOLDS: DOT | {"color": NAVY, "marker": "o", "markersize": 3.4},
     Outcome.INCONCLUSIVE: DOT | {"color": GRAY, "marker": "o", "markersize": 3.4, "markerfacecolor": "white"},
     Outcome.NOT_ENOUGH_SEEDS: DOT | {"color": GRAY, "marker": "s", "markersize": 3, "markerfacecolor": "white"},
     Outcome.FAILS: DOT | {"color": VERMILION, "marker": "X", "markersize": 4},
 }
-PUBLISHED: Look = DOT | {"color": GRAY, "marker": "|", "markersize": 5}
-AT_RANDOM: Look = DOT | {"color": "0.45", "marker": "D", "markersize": 2.6, "markerfacecolor": "white"}
+PUBLISHED_LOOK: Look = DOT | {"color": GRAY, "marker": "|", "markersize": 5}
+NULL_LOOK: Look = DOT | {"color": "0.45", "marker": "D", "markersize": 2.6, "markerfacecolor": "white"}
 
 NULL_TELLS = {"no": " (and so does its null)", "undefined": " (its null is not defined)"}  # by `tells`
 
@@ -56,16 +56,16 @@ def draw_scorecard(card: Scorecard) -> Figure:
             text.text(0, line, escape(textwrap.shorten(words, 62, placeholder=" …")), fontsize=5.6, va="center")
             value = value_text(row.claim, row.part, row.value, row.low, row.high)
             text.text(1, line, f"{value}  {row.test}", fontsize=5.6, va="center", ha="right")
-            look = LOOKS[Outcome(row.passes)]
-            low, middle, high = (_place(value, row) for value in (row.low, row.value, row.high))
+            look = OUTCOME_LOOKS[Outcome(row.passes)]
+            low, middle, high = (_distance(value, row) for value in (row.low, row.value, row.high))
             if np.isfinite(middle):
                 ax.plot([low, high], [line, line], color=look["color"], linewidth=1.1)
                 ax.plot([middle], [line], **look)
-            published = [_place(item.value, row) for item in CLAIMS[row.claim].published] if first else []
-            ax.plot(published, [line] * len(published), **PUBLISHED)
-            ax.plot([_place(row.null, row)], [line], **AT_RANDOM)
-            drawn = [_place(end, row) for end in (row.null_low, row.null_high)]
-            ax.plot(drawn, [line, line], color=AT_RANDOM["color"], linewidth=0.6)
+            published = [_distance(item.value, row) for item in CLAIMS[row.claim].published] if first else []
+            ax.plot(published, [line] * len(published), **PUBLISHED_LOOK)
+            ax.plot([_distance(row.null, row)], [line], **NULL_LOOK)
+            drawn = [_distance(end, row) for end in (row.null_low, row.null_high)]
+            ax.plot(drawn, [line, line], color=NULL_LOOK["color"], linewidth=0.6)
             ax.axhline(line, color="0.93", linewidth=0.4, zorder=0)
         height += len(of_paper) + 1
     text.set_xlim(0, 1)
@@ -74,18 +74,18 @@ def draw_scorecard(card: Scorecard) -> Figure:
     hide_y(ax)
     ax.set_xticks([-REACH, -2, 0, 2, REACH], ["≤ ÷16", "÷4", "threshold", "×4", "≥ ×16"])
     ax.set_xlabel("does not pass  ←  value  →  passes")
-    signs = {str(outcome): look for outcome, look in LOOKS.items() if (rows["passes"] == outcome).any()}
+    signs = {str(outcome): look for outcome, look in OUTCOME_LOOKS.items() if (rows["passes"] == outcome).any()}
     text = heading(model_name(card.models[0]), headline(card.table), "95 % intervals")
-    return figure.finish(text, signs | {"null": AT_RANDOM, "published": PUBLISHED}, ncols=5)
+    return figure.finish(text, signs | {"null": NULL_LOOK, "published": PUBLISHED_LOOK}, ncols=5)
 
 
 def _decided(table: pd.DataFrame) -> pd.DataFrame:
     """Return the rows that were decided; a precondition that several claims share is drawn once."""
-    rows = table[table["outcome"].isin(list(LOOKS))]
+    rows = table[table["outcome"].isin(list(OUTCOME_LOOKS))]
     return rows[(rows["part"] == 0) | ~rows.duplicated(["quantity", "value"])]
 
 
-def _place(value: float, row: Any) -> float:
+def _distance(value: float, row: Any) -> float:
     """Return the position of a value on the axis: the nearer threshold is 0, and values on the right pass."""
     if np.isnan(value):
         return float("nan")
@@ -105,7 +105,7 @@ def _place(value: float, row: Any) -> float:
 # on which models differ first, and a line with all others. A column for each model.
 
 NAMES, CELL, LINE_HEIGHT = 4.5, 0.75, 0.15  # inches
-NOTHING: Look = {"color": "0.7", "marker": "_", "markersize": 4, "linestyle": "none"}
+UNDECIDED_LOOK: Look = {"color": "0.7", "marker": "_", "markersize": 4, "linestyle": "none"}
 
 
 @needs(lambda card: len(card.models) > 1, "there is one model")
@@ -113,7 +113,7 @@ def draw_scorecard_by_model(card: Scorecard) -> Figure:
     lines: list[tuple[str, pd.Series | None]] = []  # texts, and the outcomes in the models; None for a line of words
     for paper in dict.fromkeys(card.table["paper"]):
         of_paper = card.by_model[[paper_of(name) == paper for name in card.by_model.index]]
-        decided = of_paper.where(of_paper.isin(list(LOOKS))).dropna(how="all")
+        decided = of_paper.where(of_paper.isin(list(OUTCOME_LOOKS))).dropna(how="all")
         if decided.empty:
             continue
         lines.append((paper, None))
@@ -133,7 +133,7 @@ def draw_scorecard_by_model(card: Scorecard) -> Figure:
         if outcomes is not None and row % 2:
             ax.axhspan(row - 0.5, row + 0.5, color="0.955", linewidth=0)
         for column, outcome in enumerate(() if outcomes is None else outcomes):
-            ax.plot([column], [row], **LOOKS.get(outcome, NOTHING))
+            ax.plot([column], [row], **OUTCOME_LOOKS.get(outcome, UNDECIDED_LOOK))
     ax.set_yticks(range(len(lines)), [escape(text) for text, _ in lines], fontsize=7, ha="left")
     for (text, _), label in zip(lines, ax.get_yticklabels(), strict=True):
         label.set_fontweight("bold" if text in set(card.table["paper"]) else "normal")
@@ -143,8 +143,8 @@ def draw_scorecard_by_model(card: Scorecard) -> Figure:
     ax.set_xticks(range(len(card.models)), [wrapped(model_name(name), 14, 3) for name in card.models])
     ax.tick_params(axis="x", length=0)
     ax.spines[:].set_visible(False)
-    signs = {str(outcome): look for outcome, look in LOOKS.items() if (card.by_model == outcome).any(axis=None)}
-    return figure.finish("", signs | {"does not apply, or not measured": NOTHING}, ncols=5)
+    signs = {str(outcome): look for outcome, look in OUTCOME_LOOKS.items() if (card.by_model == outcome).any(axis=None)}
+    return figure.finish("", signs | {"does not apply, or not measured": UNDECIDED_LOOK}, ncols=5)
 
 
 # --- The routes that carry the sink: models × routes, with the sink rate with and without each route
@@ -152,12 +152,12 @@ def draw_scorecard_by_model(card: Scorecard) -> Figure:
 ROUTES_ROW, ROUTES_PUBLISHED = 0.6, 0.3  # inches: a model, and the row of NU's own model
 LINE, LOW = 0.58, 0.24  # heights of the arrow and of the controls in a cell
 NEAR = 14.0  # percentage points: no arrow is drawn between a before and an after that are nearer
-BEFORE: Look = {"color": NAVY, "marker": "o", "markersize": 4, "markerfacecolor": "white", "linestyle": "none"}
-AFTER: Look = {"color": NAVY, "marker": "o", "markersize": 4, "linestyle": "none"}
+ROUTE_BEFORE: Look = {"color": NAVY, "marker": "o", "markersize": 4, "markerfacecolor": "white", "linestyle": "none"}
+ROUTE_AFTER: Look = {"color": NAVY, "marker": "o", "markersize": 4, "linestyle": "none"}
 ARROW: Look = {
     "arrowstyle": "-|>", "color": NAVY, "linewidth": 0.9, "shrinkA": 2.5, "shrinkB": 2.5, "mutation_scale": 6
 }  # fmt: skip
-SHADES = {Effect.FALLS: "#dfe9f2", Effect.GOES: "#a9c4dc"}  # effect on the sink → background of the cell
+SHADES = {RouteEffect.FALLS: "#dfe9f2", RouteEffect.GOES: "#a9c4dc"}  # effect on the sink → background of the cell
 
 
 @needs(models_with_routes, "no route was cut")
@@ -178,8 +178,8 @@ def draw_routes(table: pd.DataFrame) -> Figure:
         for ax, model in zip(column[1:], models, strict=True):
             row = table[(table["model"] == model) & (table["route"] == route.name)].iloc[0]
             _shade(ax, row["effect"])
-            if row["effect"] in (Effect.DOES_NOT_APPLY, Effect.NOT_MEASURED):
-                reason = row["note"].partition(":")[0] if row["effect"] == Effect.DOES_NOT_APPLY else ""
+            if row["effect"] in (RouteEffect.DOES_NOT_APPLY, RouteEffect.NOT_MEASURED):
+                reason = row["note"].partition(":")[0] if row["effect"] == RouteEffect.DOES_NOT_APPLY else ""
                 _write(ax, f"{row['effect']}: {reason}" if reason else row["effect"])
             else:
                 if row["draws"] > 1:
@@ -187,7 +187,7 @@ def draw_routes(table: pd.DataFrame) -> Figure:
                 ax.plot([row["control"]], [LOW], **style.CONTROL_DRAWS)
                 if abs(row["after"] - row["before"]) > NEAR:
                     ax.annotate("", (row["after"], LINE), (row["before"], LINE), arrowprops=ARROW)
-                for name, look in (("after", AFTER), ("before", BEFORE)):
+                for name, look in (("after", ROUTE_AFTER), ("before", ROUTE_BEFORE)):
                     ax.plot([row[f"{name}_low"], row[f"{name}_high"]], [LINE, LINE], **style.INTERVAL)
                     ax.plot([row[name]], [LINE], **look)
                 rates = f"{row['before']:.1f} → {row['after']:.1f}"
@@ -196,13 +196,13 @@ def draw_routes(table: pd.DataFrame) -> Figure:
             ax.set_xticks([0, 50, 100], labels=["0", "50", "100 %"] if model == models[-1] else [])
             ax.tick_params(axis="x", labelsize=6, color="0.6")
     signs = {
-        "as it is": BEFORE,
-        "without the route": AFTER,
+        "as it is": ROUTE_BEFORE,
+        "without the route": ROUTE_AFTER,
         "95 % over sequences": style.INTERVAL,
         "mean of random controls": style.CONTROL_DRAWS,
         "one more control would fall here (95 %)": style.CONTROL_SPREAD,
-        "falls beyond the controls": {"facecolor": SHADES[Effect.FALLS], "edgecolor": "0.75"},
-        "and less than half is left": {"facecolor": SHADES[Effect.GOES], "edgecolor": "0.75"},
+        "falls beyond the controls": {"facecolor": SHADES[RouteEffect.FALLS], "edgecolor": "0.75"},
+        "and less than half is left": {"facecolor": SHADES[RouteEffect.GOES], "edgecolor": "0.75"},
     }
     text = "Sink rate at position 0 as it is, and without one route at a time"
     return figure.finish(text, signs, ncols=4, fontsize=6.5, columnspacing=1.5)
@@ -216,6 +216,6 @@ def _write(ax: Axes, text: str) -> None:
 
 
 def _shade(ax: Axes, effect: str) -> None:
-    ax.set_facecolor(SHADES.get(Effect(effect), "white"))
+    ax.set_facecolor(SHADES.get(RouteEffect(effect), "white"))
     ax.spines[:].set_visible(True)
     ax.spines[:].set_color("0.75")

@@ -13,7 +13,7 @@ from pathlib import Path
 from sinkscope.commands.claims.columns import COMMAND
 from sinkscope.commands.claims.evidence import MAIN, Evidence, models_of
 from sinkscope.commands.claims.register import CLAIMS
-from sinkscope.commands.claims.studies import PLAIN, StudySources, Training, variants, wanted_arms
+from sinkscope.commands.claims.studies import PLAIN, StudySources, Training, split_arms, variants
 from sinkscope.commands.claims.table import NEEDS, evidence_of
 from sinkscope.commands.steps.series import COMMAND as STEPS
 from sinkscope.commands.steps.series import Series
@@ -73,7 +73,7 @@ class Collection:
         sources = StudySources(name, self.trainings, tuple(series), naturals, scores=self.scores)
         by_variant = {name: replace(evidence.with_studies(sources, NEEDS), example=example)}
 
-        arms = [arm for claim in CLAIMS.values() for need in claim.needs for arm in wanted_arms(need.of)]
+        arms = [arm for claim in CLAIMS.values() for need in claim.needs for arm in split_arms(need.of)]
         with_parameters = {method for method, colon, _ in (arm.partition(":") for arm in arms) if colon}
         labels = {(arm.method, arm.variant): arm.label for training in trainings for arm in training.arms}
         free = {method: kinds for method, kinds in variants(trainings).items() if method not in with_parameters}

@@ -108,7 +108,7 @@ def _words(study: ClaimStudy, labels: Iterable[str], scale: str = "") -> str:
 
 
 @of_study
-def together(
+def of_several(
     study: ClaimStudy, of: Callable[[Mapping[str, StudyArm]], float], *methods: str, ends: Ends | None = None
 ) -> Estimate:
     """Return the mean over seeds of a number computed from several arms. The note names the arms `methods`."""
@@ -138,7 +138,7 @@ def ranked(of: OfArm, levels: Mapping[float, str]) -> OfStudy:
         values = [of(arms[arm]) for arm in levels.values()]
         return float(stats.spearmanr(list(levels), values)[0]) if np.ptp(values) else nan
 
-    return together(correlation, *levels.values(), ends=CORRELATION)
+    return of_several(correlation, *levels.values(), ends=CORRELATION)
 
 
 @of_study
@@ -159,7 +159,7 @@ ratio = partial(difference, as_ratio=True)
 
 
 @of_study
-def at_equal_loss(study: ClaimStudy, method: str, against: str = PLAIN) -> Estimate:
+def rates_at_equal_loss(study: ClaimStudy, method: str, against: str = PLAIN) -> Estimate:
     """Return the mean over seeds of one arm's sink rate − another's in points, at the lowest loss that both reach.
 
     These are the held-out loss and the rate by total weight if a probe measured them, else the training loss and the
@@ -190,7 +190,7 @@ def common_seeds(study: ClaimStudy) -> list[int]:
     return seeds
 
 
-def sink_rates(study: ClaimStudy) -> np.ndarray:
+def level_rates(study: ClaimStudy) -> np.ndarray:
     """(seeds, levels): the sink rate at position 0 in percent, for the seeds that all levels have."""
     seeds = common_seeds(study)
     return np.array([[100 * runs[seed].metric("sink_rate") for runs in study.by_level.values()] for seed in seeds])
@@ -206,7 +206,7 @@ def over_levels(
 ) -> Estimate:
     """Return a number computed from all levels. `check` raises Lacks if the levels cannot be compared."""
     check(study)
-    rates = sink_rates(study)
+    rates = level_rates(study)
     number = of(np.array(list(study.by_level)), rates)
     estimate = number if isinstance(number, Estimate) else mean_over_seeds(number, ends)
     return estimate.over(by_level(study, study.by_level, rates))

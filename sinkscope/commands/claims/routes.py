@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from sinkscope.commands.claims.arms import before_and_after, beyond_controls, controls, share_left
+from sinkscope.commands.claims.arms import before_and_after, beyond_controls, control_rates, sink_left
 from sinkscope.commands.claims.columns import ROUTE, ROUTE_COLUMNS
 from sinkscope.commands.claims.evidence import Evidence, Need, models_of
 from sinkscope.figures import KINDS
@@ -23,7 +23,7 @@ from sinkscope.results.tables import LEADING, WHOLE_MODEL, names_of
 from sinkscope.verdict.table_formats import as_markdown
 
 
-class Effect(StrEnum):
+class RouteEffect(StrEnum):
     GOES = "goes"  # the sink falls, and less than half of it is left
     FALLS = "falls"  # the sink falls more than under one further random control
     RISES = "rises"
@@ -41,22 +41,22 @@ class Route(NamedTuple):
     cut: str  # how it is cut, in words
     role: Need  # the run that cuts it
     published: str = ""  # the effect on GPT-2's sink according to NU; "" if NU does not cut this route
-    published_effect: Effect = Effect.NOT_MEASURED
+    published_effect: RouteEffect = RouteEffect.NOT_MEASURED
 
 
 ROUTES = (
-    Route("query bias", "b_Q = 0", Need("do", "nullify-query-bias"), "diminishes (fig. 3b)", Effect.FALLS),
+    Route("query bias", "b_Q = 0", Need("do", "nullify-query-bias"), "diminishes (fig. 3b)", RouteEffect.FALLS),
     # two edits: of the vector p₀, which the first attention layer reads, and of EPE₀ = MLP(p₀) + p₀ after it
     Route("position vector", "p₀ = another's", Need("do", "replace-epe")),
     Route("effective position", "EPE₀ = another's", Need("do", "replace-epe:at=epe"), "disappears (fig. 3c)",
-        Effect.GOES),
+        RouteEffect.GOES),
     Route("first embedding", "token's vector = 0", Need("do", "nullify-first-embedding"), "persists (fig. 3e)",
-        Effect.STAYS),
+        RouteEffect.STAYS),
     Route("key columns", "W_k's massive inputs = 0", Need("do", "zero-key-columns"), "is reduced (fig. 3f)",
-        Effect.FALLS),
+        RouteEffect.FALLS),
     Route("massive activation", "= 0 where it appears", Need("do", "zero-massive")),
 )  # fmt: skip
-ROLES = tuple(route.role for route in ROUTES)
+ROUTE_ROLES = tuple(route.role for route in ROUTES)
 
 
 def routes_of(evidence: Evidence) -> pd.DataFrame:
@@ -72,22 +72,22 @@ def _row(route: Route, evidence: Evidence) -> dict[str, Any]:
     row: dict[str, Any] = {"route": route.name, "do": role.of, "draws": 0, "note": ""}
     if not evidence.has(role):
         reason = evidence.inapplicable(role)
-        effect = Effect.DOES_NOT_APPLY if reason else Effect.NOT_MEASURED
+        effect = RouteEffect.DOES_NOT_APPLY if reason else RouteEffect.NOT_MEASURED
         return row | {"effect": str(effect), "note": reason or evidence.command(role)}
     try:
         before, after = (bootstrap(rates) for rates in before_and_after(evidence, role))
-        drawn, beyond = controls(evidence, role), beyond_controls(evidence, role)
-        left = share_left(evidence, role)
+        drawn, beyond = control_rates(evidence, role), beyond_controls(evidence, role)
+        left = sink_left(evidence, role)
     except Lacks as reason:
-        return row | {"effect": str(Effect.NOT_MEASURED), "note": str(reason)}
+        return row | {"effect": str(RouteEffect.NOT_MEASURED), "note": str(reason)}
     if before.value <= SINK:
-        effect = Effect.NO_SINK
+        effect = RouteEffect.NO_SINK
     elif not np.isfinite([beyond.low, beyond.high]).all():
-        effect = Effect.UNDECIDED
+        effect = RouteEffect.UNDECIDED
     elif beyond.high < 0:
-        effect = Effect.GOES if left.high < HALF else Effect.FALLS
+        effect = RouteEffect.GOES if left.high < HALF else RouteEffect.FALLS
     else:
-        effect = Effect.RISES if beyond.low > 0 else Effect.STAYS
+        effect = RouteEffect.RISES if beyond.low > 0 else RouteEffect.STAYS
     row |= {"draws": len(drawn), "effect": str(effect)}
     control = one_more_run(drawn) if len(drawn) else Estimate(np.nan)
     for name, estimate in {"before": before, "after": after, "control": control, "beyond": beyond}.items():
@@ -101,7 +101,7 @@ def routes_of_models(evidence: Mapping[str, Evidence]) -> pd.DataFrame:
 
 def models_with_routes(table: pd.DataFrame) -> list[str]:
     """Return the models in which a route was cut or does not apply."""
-    return list(dict.fromkeys(table[table["effect"] != Effect.NOT_MEASURED]["model"]))
+    return list(dict.fromkeys(table[table["effect"] != RouteEffect.NOT_MEASURED]["model"]))
 
 
 # --- words
@@ -120,7 +120,7 @@ def routes_text(table: pd.DataFrame) -> pd.DataFrame:
             after = f"{row.after:.1f} [{row.after_low:.1f}, {row.after_high:.1f}]"
             control = f"random controls {row.control:.1f}" if row.draws else "no random controls"
             control += f" [{row.control_low:.1f}, {row.control_high:.1f}]" if row.draws > 1 else ""
-            is_cut = row.effect not in (Effect.DOES_NOT_APPLY, Effect.NOT_MEASURED)
+            is_cut = row.effect not in (RouteEffect.DOES_NOT_APPLY, RouteEffect.NOT_MEASURED)
             line[row.route] = f"{row.effect}: " + (f"{before} → {after}, {control}" if is_cut else row.note)
         lines.append(line)
     return pd.DataFrame(lines)
@@ -163,7 +163,7 @@ class Routes(Result):
 def compared_routes(folders_or_runs: Sequence[Any], start: float) -> Routes:
     runs = [one if isinstance(one, Run) else Run.open(one) for one in folders_or_runs]
     models = models_of(runs)
-    table = routes_of_models({model: Evidence.of(of_model, ROLES, model) for model, of_model in models.items()})
+    table = routes_of_models({model: Evidence.of(of_model, ROUTE_ROLES, model) for model, of_model in models.items()})
     names = distinct_names([(run.model, run.folder) for run in runs])
     differing = differing_settings([run.manifest for run in runs], names)
     facts = [{"label": name, "folder": run.folder} for name, run in zip(names, runs, strict=True)]

@@ -150,7 +150,7 @@ def variants(trainings: Iterable[Training]) -> dict[str, list[str]]:
     return {method: list(known) for method, known in by_method.items()}
 
 
-def wanted_arms(text: str) -> list[str]:
+def split_arms(text: str) -> list[str]:
     """Split a list of arms such as `none,key-bias:value=axis,norm=5` before each name of a method."""
     return re.split(r",(?![^,:]*=)", text)
 
@@ -276,7 +276,7 @@ def _folders(trainings: Iterable[Training]) -> tuple[Path | None, ...]:
 
 def find_arms(sources: StudySources, of: str, command: str = "", text: str = "") -> ClaimStudy | None:
     """Find arms such as `none,vga` of trainings by a command and on a text; "" for any."""
-    wanted, trainings = wanted_arms(of), sources.of_model(command, text)
+    wanted, trainings = split_arms(of), sources.of_model(command, text)
     known = variants(sources.of_model()).items()
     variant_of = {method: kinds[sources.variant] for method, kinds in known if sources.variant < len(kinds)}
     chosen = _with_most((group, arms_by_seed(group, wanted, variant_of)) for group in _alike(trainings))
@@ -289,7 +289,7 @@ def find_arms(sources: StudySources, of: str, command: str = "", text: str = "")
 
 def train_arms(sources: StudySources, of: str, command: str = "", text: str = "") -> str:
     """Return the command that adds the arms to a folder, or that repeats the training if it has a single seed."""
-    methods = ",".join(method for method in wanted_arms(of) if method != UNTOUCHED)
+    methods = ",".join(method for method in split_arms(of) if method != UNTOUCHED)
     if known := sources.of_model(command, text):
         if known[0].manifest["config"].get("seeds", 1) > 1:
             return known[0].again({"method": methods}, known[0].folder)
@@ -340,7 +340,7 @@ FACTORS = {
 
 def _factor_and_arm(of: str) -> tuple[Factor, str]:
     """Parse «learning-rate» (of plain trainings) or «learning-rate,operation:kind=sigmoid» (of another arm)."""
-    name, *arm = wanted_arms(of)
+    name, *arm = split_arms(of)
     return FACTORS[name], (arm or [PLAIN])[0]
 
 
@@ -391,7 +391,7 @@ def find_steps(sources: StudySources, of: str, logged: bool = False) -> ClaimStu
     return ClaimStudy(_folders(arm.training for arm in arms), chosen[2], logged=rates) if rates else None
 
 
-def analyze_steps(sources: StudySources, of: str, logged: bool = False) -> str:
+def measure_steps(sources: StudySources, of: str, logged: bool = False) -> str:
     """Return the command that measures the checkpoints of a plain training."""
     fresh = sources.of_model("train")
     plain = [arms[PLAIN].run.folder for training in fresh for arms in arms_by_seed([training], [PLAIN])]

@@ -9,7 +9,7 @@ from sinkscope.commands.claims.claim import judge
 from sinkscope.commands.claims.columns import CLAIM_COLUMNS
 from sinkscope.commands.claims.evidence import Evidence
 from sinkscope.commands.claims.register import CLAIMS
-from sinkscope.commands.claims.routes import ROLES as ROUTE_ROLES
+from sinkscope.commands.claims.routes import ROUTE_ROLES
 from sinkscope.commands.claims.studies import StudySources
 from sinkscope.results.findings import Outcome
 from sinkscope.results.run import RunData

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import sinkscope
 from sinkscope.commands.claims.claim import Judgment, judge
 from sinkscope.commands.claims.evidence import Null
-from sinkscope.commands.claims.figures import LOOKS
+from sinkscope.commands.claims.figures import OUTCOME_LOOKS
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.scorecard import Scorecard, headline, once, scorecard_markdown, unusual, value_text
 from sinkscope.commands.claims.table import evidence_of, judged
@@ -200,7 +200,7 @@ def test_the_figure_of_several_models_has_each_decided_claim_once_and_those_that
             first, _, last = span.partition("–")
             others |= {f"{code}-{number}" for number in range(int(first), int(last or first) + 1)}
     outcomes = card.by_model
-    decided = outcomes.isin(list(LOOKS)).any(axis=1)
+    decided = outcomes.isin(list(OUTCOME_LOOKS)).any(axis=1)
     assert {*rows} | others == {*outcomes.index[decided]}
     assert not {*rows} & others
     assert rows.index("S-11") < rows.index("S-2")  # models differ on S-11

@@ -10,7 +10,7 @@ from support.hand_made_runs import experiment
 
 from sinkscope.commands.claims.arms import beyond_controls
 from sinkscope.commands.claims.evidence import Evidence, Need
-from sinkscope.commands.claims.routes import ROLES, Effect, Routes, routes_of
+from sinkscope.commands.claims.routes import ROUTE_ROLES, RouteEffect, Routes, routes_of
 from sinkscope.commands.compare.side_by_side import compare
 from sinkscope.output.run import Run
 from sinkscope.results.run import RunData
@@ -24,7 +24,7 @@ def cut(after: float, before: float = 0.6, name: str = NAME, controls: Mapping[s
 
 
 def routes(*runs: RunData) -> pd.DataFrame:
-    return routes_of(Evidence.of(runs, ROLES)).set_index("route")
+    return routes_of(Evidence.of(runs, ROUTE_ROLES)).set_index("route")
 
 
 def named(run: RunData, model: str, **manifest: Any) -> Run:
@@ -34,24 +34,24 @@ def named(run: RunData, model: str, **manifest: Any) -> Run:
 @pytest.mark.parametrize(
     ("run", "effect"),
     [
-        (cut(0.4), Effect.FALLS),
-        (cut(0.2), Effect.GOES),
-        (cut(0.3), Effect.FALLS),  # the interval of what is left spans a half
-        (cut(0.6), Effect.STAYS),
-        (cut(0.9), Effect.RISES),
-        (cut(0.3, controls={"control 0": [0.6, 0.05]}), Effect.UNDECIDED),
-        (cut(0.3, controls={f"control {draw}": [0.2 * draw, 0.0] for draw in range(4)}), Effect.STAYS),
-        (cut(0.0, before=0.05), Effect.NO_SINK),
+        (cut(0.4), RouteEffect.FALLS),
+        (cut(0.2), RouteEffect.GOES),
+        (cut(0.3), RouteEffect.FALLS),  # the interval of what is left spans a half
+        (cut(0.6), RouteEffect.STAYS),
+        (cut(0.9), RouteEffect.RISES),
+        (cut(0.3, controls={"control 0": [0.6, 0.05]}), RouteEffect.UNDECIDED),
+        (cut(0.3, controls={f"control {draw}": [0.2 * draw, 0.0] for draw in range(4)}), RouteEffect.STAYS),
+        (cut(0.0, before=0.05), RouteEffect.NO_SINK),
     ],
 )
-def test_the_whole_interval_decides_against_the_spread_of_the_controls(run: RunData, effect: Effect) -> None:
+def test_the_whole_interval_decides_against_the_spread_of_the_controls(run: RunData, effect: RouteEffect) -> None:
     assert routes(run).loc["query bias", "effect"] == effect
 
 
 def test_the_numbers_are_those_of_the_claims() -> None:
     run = cut(0.3)
     row = routes(run).loc["query bias"]
-    beyond = beyond_controls(Evidence.of([run], ROLES), Need("do", NAME))
+    beyond = beyond_controls(Evidence.of([run], ROUTE_ROLES), Need("do", NAME))
     assert (row["beyond"], row["beyond_low"], row["beyond_high"]) == (beyond.value, beyond.low, beyond.high)
     assert row["beyond"] == pytest.approx(-30.2, abs=0.5)
     assert row["before"] == pytest.approx(60, abs=0.5)
@@ -70,7 +70,7 @@ def test_the_note_of_a_route_is_the_reason_or_the_command() -> None:
 
 def test_each_edit_is_its_own_route() -> None:
     """Cutting a part of a route does not count as the route; p₀, which the first attention layer reads, is not EPE₀."""
-    assert (routes(cut(0.3, name=f"{NAME}:layers=2"))["effect"] == Effect.NOT_MEASURED).all()
+    assert (routes(cut(0.3, name=f"{NAME}:layers=2"))["effect"] == RouteEffect.NOT_MEASURED).all()
     epe, vector = cut(0.5, name="replace-epe:at=epe"), cut(0.3, name="replace-epe")
     assert routes(epe).loc["position vector", "effect"] == "not measured"
     found = routes(epe, vector)["after"]

@@ -10,7 +10,7 @@ from sinkscope.commands.claims import over_seeds
 from sinkscope.commands.claims.arms import NO_COST, onset, perplexity_ratio, rates_over_steps
 from sinkscope.commands.claims.claim import Claim, Part, run_claim
 from sinkscope.commands.claims.evidence import MAIN, NULL, Evidence, Need, Null
-from sinkscope.commands.claims.over_seeds import PERCENT, difference, metric, of_one, ratio, study_claim, together
+from sinkscope.commands.claims.over_seeds import PERCENT, difference, metric, of_one, of_several, ratio, study_claim
 from sinkscope.commands.claims.scopes import causal, in_float32
 from sinkscope.commands.claims.studies import PLAIN, StudyArm
 from sinkscope.measuring import estimates
@@ -139,7 +139,7 @@ def _owns_bloat(evidence: Evidence) -> Estimate:
     return bootstrap((order % positions == 0).mean(1)).against(1 / positions)
 
 
-def _unchanged(evidence: Evidence) -> Estimate:
+def _net_change(evidence: Evidence) -> Estimate:
     change = branch_ratios(evidence.natural, "change")[:, 1:]
     inside = np.where(np.isfinite(change), (change > 0.5) & (change < 2), np.nan)
     return bootstrap(np.nanmean(inside, axis=(1, 2)))
@@ -183,7 +183,7 @@ def _inverse(evidence: Evidence) -> Estimate:
 # --- V-scale: an arm compared with a plain training or fine-tuning
 
 VALVE = "vscale"
-ARMS = Need("arms", f"{PLAIN},{VALVE}")
+WITH_VSCALE = Need("arms", f"{PLAIN},{VALVE}")
 
 
 def _largest_norm(site: str, arm: StudyArm) -> float:
@@ -200,7 +200,7 @@ def _falls_more(arms: Mapping[str, StudyArm]) -> float:
 
 AT_FIRST, AMPLIFIED = "gradient-valve:position=0", "gradient-valve:position=0,factor=2"
 ON_VALUES, FIXED_SCALE = "gradient-valve:acts=values", "vscale:learned=false"
-CONTROL = ",control=true"  # of a valve: changes the gradients of all other positions by as much
+AS_CONTROL = ",control=true"  # of a valve: changes the gradients of all other positions by as much
 EFFECT = 0.05  # the smallest change of the growth that counts, as stated in the recipe before it was run
 
 
@@ -225,7 +225,7 @@ def _grows(
 
 # --- the steps of a training: the gradient spike from the onset of the sink on
 
-STEPS = Need("steps")
+MEASURED_STEPS = Need("steps")
 
 
 def _least_spike(evidence: Evidence) -> Estimate:
@@ -235,7 +235,7 @@ def _least_spike(evidence: Evidence) -> Estimate:
         return estimates.gradient_ratios(Sequences(run), "value")
 
     ratios = []
-    for runs in evidence.studies[STEPS].steps:
+    for runs in evidence.studies[MEASURED_STEPS].steps:
         steps, rates = rates_over_steps(runs)
         if (first_sink := onset(rates)) is None:
             raise NotDefined(f"at no step is the sink rate above {SINK:g} %")
@@ -306,7 +306,7 @@ CLAIMS = (
             at_least(0.8)),), holds_untrained=True),
     run_claim("GS-17", holds_untrained=True),
     Claim("GS-18", "fig. 3", "The net change of gradients stays near 1.",
-        (Part("share of (layer ≥ 1, position) with ½ < change < 2", _unchanged, at_least(0.95)),)),
+        (Part("share of (layer ≥ 1, position) with ½ < change < 2", _net_change, at_least(0.95)),)),
     Claim("GS-19", "theorem 2", "The norm's gradient gain is within theorem 2's bound.",
         (Part("share of tokens", _theorem_two, at_least(0.999), "{:.4g}"),), is_ours=False, set_against=Null.THEOREM),
     run_claim("GS-20"),
@@ -320,32 +320,32 @@ CLAIMS = (
         (Part("compress at 0 × the factor of the norm, after ÷ before, which RMSNorm itself keeps at 1", _inverse,
             between(0.9, 1.1), is_evidence=False),
          Part("perplexity ÷ before", lambda e: perplexity_ratio(e, RESCALED), between(0.95, 1.05))), (MAIN, RESCALED)),
-    study_claim("GS-21", "fig. 5", "V-scale keeps the sink.", ARMS,
+    study_claim("GS-21", "fig. 5", "V-scale keeps the sink.", WITH_VSCALE,
         ("sink rate, V-scale − plain", difference(metric("sink_rate"), VALVE), at_least(-0.05)),
         ("sink rate of plain training in %", of_one(metric("sink_rate", 100), PLAIN, ends=PERCENT), above(SINK))),
-    study_claim("GS-22", "fig. 5", "V-scale lowers token 0's norm.", ARMS,
+    study_claim("GS-22", "fig. 5", "V-scale lowers token 0's norm.", WITH_VSCALE,
         ("largest ‖h_out,0‖, V-scale ÷ plain", ratio(partial(_largest_norm, "layer_out"), VALVE), below(1.0)),
         is_ours=False),
-    study_claim("GS-23", "fig. 5", "V-scale lowers token 0's MLP outputs.", ARMS,
+    study_claim("GS-23", "fig. 5", "V-scale lowers token 0's MLP outputs.", WITH_VSCALE,
         ("largest ‖mlp_out₀‖, V-scale ÷ plain", ratio(partial(_largest_norm, "mlp_out"), VALVE), below(1.0)),
         is_ours=False),
-    study_claim("GS-24", "§5.2", "MLP outputs fall more than attention outputs.", ARMS,
-        ("(1 − ratio) of mlp_out − of attn_out", together(_falls_more, PLAIN, VALVE), above(0.0)), is_ours=False),
-    study_claim("GS-25", "§5.2", "V-scale costs nothing.", ARMS,
+    study_claim("GS-24", "§5.2", "MLP outputs fall more than attention outputs.", WITH_VSCALE,
+        ("(1 − ratio) of mlp_out − of attn_out", of_several(_falls_more, PLAIN, VALVE), above(0.0)), is_ours=False),
+    study_claim("GS-25", "§5.2", "V-scale costs nothing.", WITH_VSCALE,
         ("held-out loss, V-scale − plain", difference(metric("loss"), VALVE), at_most(NO_COST))),
-    study_claim("GS-26", "§5.1", "V-scale lowers the value gradient of token 0.", ARMS,
+    study_claim("GS-26", "§5.1", "V-scale lowers the value gradient of token 0.", WITH_VSCALE,
         ("raw value gradient at 0, V-scale ÷ plain", ratio(metric("value_gradient_norm"), VALVE), below(1.0)),
         is_ours=False),
     _grows("GS-30", "title", "Less gradient at token 0's values makes its norm grow less.",
-        Need("arms", f"{PLAIN},{AT_FIRST},{AT_FIRST + CONTROL}"), below(1 - EFFECT), AT_FIRST,
-        {"valve on the gradient ÷ plain": PLAIN, "the same ÷ its control": AT_FIRST + CONTROL}),
+        Need("arms", f"{PLAIN},{AT_FIRST},{AT_FIRST + AS_CONTROL}"), below(1 - EFFECT), AT_FIRST,
+        {"valve on the gradient ÷ plain": PLAIN, "the same ÷ its control": AT_FIRST + AS_CONTROL}),
     _grows("GS-31", "title", "More gradient at token 0's values makes its norm grow more.",
-        Need("arms", f"{PLAIN},{AMPLIFIED},{AMPLIFIED + CONTROL}"), above(1 + EFFECT), AMPLIFIED,
-        {"doubled gradient ÷ plain": PLAIN, "the same ÷ its control": AMPLIFIED + CONTROL}),
+        Need("arms", f"{PLAIN},{AMPLIFIED},{AMPLIFIED + AS_CONTROL}"), above(1 + EFFECT), AMPLIFIED,
+        {"doubled gradient ÷ plain": PLAIN, "the same ÷ its control": AMPLIFIED + AS_CONTROL}),
     _grows("GS-32", "§5", "V-scale acts by the gradient, more than by the values.",
         Need("arms", f"{PLAIN},{ON_VALUES},{FIXED_SCALE}"), below(1 - EFFECT), FIXED_SCALE,
         {"V-scale ÷ plain": PLAIN, "V-scale ÷ a valve on the values alone": ON_VALUES}),
     Claim("GS-27", "fig. 2", "The spike is there at every checkpoint.",
         (Part("value-gradient ratio ÷ null, smallest over steps from the onset on", _least_spike, at_least(SPIKE)),),
-        (STEPS,)),
+        (MEASURED_STEPS,)),
 )  # fmt: skip

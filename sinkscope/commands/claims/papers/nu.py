@@ -20,7 +20,7 @@ from sinkscope.results.run import BEFORE, RunData
 from sinkscope.results.statistics import Estimate, bootstrap, exact, jackknife, mean_of_controls
 
 NULLIFIED, COLUMNS = Need("do", "nullify-query-bias"), Need("do", "zero-key-columns")
-FIRST = Need("do", "nullify-first-embedding")
+NO_EMBEDDING = Need("do", "nullify-first-embedding")
 # edits of the EPE after the first MLP, as NU defines it, rather than of the position vectors
 REPLACED, EXCHANGED = Need("do", "replace-epe:at=epe"), Need("do", "transplant-epe:at=epe")
 SCOPE = (causal, query_bias, learned_positions)
@@ -48,7 +48,7 @@ _with_a_bos = requires(
 # --- γ and the effective positional encodings
 
 
-def _massive(evidence: Evidence) -> pd.DataFrame:
+def _gamma_at_massive(evidence: Evidence) -> pd.DataFrame:
     """Return γ at massive coordinates of EPE_0, with its rank and width, and mean + 2 std of the layer."""
     table = evidence.natural.table("gamma")
     by_layer = table["gamma"].abs().groupby(table["layer"])
@@ -58,7 +58,7 @@ def _massive(evidence: Evidence) -> pd.DataFrame:
 
 
 def _at_massive(of: Callable[[pd.DataFrame], float], evidence: Evidence, words: str = "") -> Estimate:
-    rows = _massive(evidence)
+    rows = _gamma_at_massive(evidence)
     if rows.empty:
         raise NotDefined("EPE_0 has no massive coordinate")
     massive = sorted(rows["coordinate"].unique())
@@ -66,7 +66,7 @@ def _at_massive(of: Callable[[pd.DataFrame], float], evidence: Evidence, words: 
 
 
 def _massive_coordinates(evidence: Evidence) -> Estimate:
-    if _massive(evidence).empty:
+    if _gamma_at_massive(evidence).empty:
         return exact(0).over("no gap among its entries")
     return _at_massive(lambda rows: rows["coordinate"].nunique(), evidence)
 
@@ -104,7 +104,7 @@ def _rate_after(evidence: Evidence) -> Estimate:
 
 def _random_columns(evidence: Evidence) -> Estimate:
     before = sink_rates(evidence.sequences(COLUMNS, BEFORE))[0]
-    rates = arms.controls(evidence, COLUMNS)
+    rates = arms.control_rates(evidence, COLUMNS)
     if not len(rates) or not before:
         return Estimate(np.nan).over("no random controls" if before else "no sink before")
     return mean_of_controls(rates / before)
@@ -127,7 +127,7 @@ def _rest(evidence: Evidence) -> Estimate:
     return bootstrap(rest).over(f"of h₀ itself {whole:.2f}")
 
 
-def _elsewhere(evidence: Evidence) -> Estimate:
+def _rate_elsewhere(evidence: Evidence) -> Estimate:
     reasons = filter(None, (learned_positions(evidence.any_run), query_bias(evidence.any_run)))
     return bootstrap(sink_rates(evidence.natural)).over("; ".join(reasons))
 
@@ -162,7 +162,7 @@ CLAIMS = (
     Claim("N-8", "intervention 3", "EPE₀ makes a sink of the position that it is moved to.",
         (leaves(EXCHANGED, at_least(0.5), position=1), had_a_sink(EXCHANGED)), (EXCHANGED,), SCOPE),
     Claim("N-9", "intervention 4", "The sink stays without the embedding of the BOS.",
-        (leaves(FIRST, at_least(0.5)), had_a_sink(FIRST)), (FIRST,), (*SCOPE, _with_a_bos)),
+        (leaves(NO_EMBEDDING, at_least(0.5)), had_a_sink(NO_EMBEDDING)), (NO_EMBEDDING,), (*SCOPE, _with_a_bos)),
     Claim("N-10", "intervention 5", "The sink falls without W_k's columns where EPE₀ is massive, not without others.",
         (falls(COLUMNS),
          Part("sink rate at position 0 without random columns ÷ before, mean over draws", _random_columns,
@@ -172,7 +172,7 @@ CLAIMS = (
         (Part("Δ's part of the logit gap at position 0, means over all layers except the first", _share_of_delta,
             above(0.5)),), scope=SCOPE),
     Claim("N-12", "title", "There are sinks without a query bias or learned positions.",
-        (Part("sink rate at position 0 in %", _elsewhere, above(SINK)),), scope=(causal, _without_its_mechanism)),
+        (Part("sink rate at position 0 in %", _rate_elsewhere, above(SINK)),), scope=(causal, _without_its_mechanism)),
     Claim("N-13", "§3.2", "EPE is the first-order effect of a position after the first layer.",
         (Part("cosine of EPE with the mean state after the first layer, mean over positions", _first_order,
             at_least(0.5)),), scope=SCOPE),

@@ -60,7 +60,7 @@ def _valley_at_sinks(evidence: Evidence) -> Estimate:
 # --- secondary sinks
 
 
-def _secondary(evidence: Evidence) -> pd.DataFrame:
+def _secondary_sinks(evidence: Evidence) -> pd.DataFrame:
     table = evidence.sequences(STATES).table("sink_tokens")
     sinks = table[table["kind"] == SECONDARY]
     if sinks.empty:
@@ -70,7 +70,7 @@ def _secondary(evidence: Evidence) -> pd.DataFrame:
 
 def _of_secondary(column: str, evidence: Evidence) -> Estimate:
     """Estimate a mean over secondary sinks, with sequences as units."""
-    known = _secondary(evidence).dropna(subset=column)
+    known = _secondary_sinks(evidence).dropna(subset=column)
     if known.empty:
         raise NotDefined("no secondary sink has the number")
     groups = known.groupby("sequence")[column].agg(["sum", "count"]).astype(float)
@@ -81,7 +81,7 @@ def _of_secondary(column: str, evidence: Evidence) -> Estimate:
 
 
 def _lifetime_follows_norm(evidence: Evidence) -> Estimate:
-    sinks = _secondary(evidence)
+    sinks = _secondary_sinks(evidence)
     first = np.unique(evidence.run(STATES).text_numbers, return_index=True)[1]  # tokens of copies are no further units
     sinks = sinks[sinks["sequence"].isin(first)]
     return rank_correlation(*(sinks[name].to_numpy(float) for name in ("norm", "lifetime", "layer")))
@@ -117,7 +117,7 @@ ENTRY_TO_ZERO, LARGEST_TO_ZERO = (
 )
 
 
-def _unchanged(evidence: Evidence) -> Sequences:
+def _with_super_weights(evidence: Evidence) -> Sequences:
     """Return a run of the unchanged model, with the table `super_weights` if there is one."""
     if "super_weights" not in evidence.natural.run.tables and evidence.has(ENTRY_TO_ZERO):
         return evidence.sequences(ENTRY_TO_ZERO, BEFORE)  # measured there to find the entry
@@ -125,12 +125,12 @@ def _unchanged(evidence: Evidence) -> Sequences:
 
 
 def _written(evidence: Evidence) -> Estimate:
-    chosen, share = super_weight(_unchanged(evidence))
+    chosen, share = super_weight(_with_super_weights(evidence))
     return share.over(f"layer {chosen['layer']:.0f}, row {chosen['row']:.0f}, column {chosen['column']:.0f}")
 
 
 def _is_massive(evidence: Evidence) -> Estimate:
-    natural = _unchanged(evidence)
+    natural = _with_super_weights(evidence)
     chosen, _ = super_weight(natural)
     there = (coordinates_of_largest(natural) == chosen["row"]).reindex(range(natural.weights.shape[1]))
     return bootstrap(statistics.weighted_means(there.fillna(False).to_numpy(float), natural.weights))
@@ -152,17 +152,17 @@ def _below_random(evidence: Evidence) -> Estimate:
 
 # --- the sink and over-mixing
 
-MASKED = Need("mixing-do", "mask-sink:begin=massive")
+SINK_MASKED = Need("mixing-do", "mask-sink:begin=massive")
 
 
-def _change(evidence: Evidence, condition: str | None = None) -> np.ndarray:
+def _mixing(evidence: Evidence, condition: str | None = None) -> np.ndarray:
     """Return the logarithm of ‖h − h′‖ ÷ ‖h‖ of later tokens, of the mean over layers and sequences, (R,)."""
-    return np.log(evidence.sequences(MASKED, condition).means("over_mixing_by_sequence", "change").mean(1))
+    return np.log(evidence.sequences(SINK_MASKED, condition).means("over_mixing_by_sequence", "change").mean(1))
 
 
 def _more_mixing(evidence: Evidence, beyond: bool) -> Estimate:
-    before, after = _change(evidence, BEFORE), _change(evidence)
-    controls = np.array([_change(evidence, draw)[0] - before[0] for draw in evidence.controls(MASKED)])
+    before, after = _mixing(evidence, BEFORE), _mixing(evidence)
+    controls = np.array([_mixing(evidence, draw)[0] - before[0] for draw in evidence.controls(SINK_MASKED)])
     change = bootstrap(after - before)
     drawn = np.exp(controls + before[0]).round(3).tolist()
     note = f"{np.exp(before[0]):.3g} → {np.exp(after[0]):.3g}; controls {drawn}"
@@ -246,5 +246,5 @@ CLAIMS = (
         (Part("log of the relative change of later tokens, sink masked ÷ not", partial(_more_mixing, beyond=False),
             above(0.0)),
          Part("beyond another masked token's", partial(_more_mixing, beyond=True), above(0.0))),
-        (MASKED,), (causal,)),
+        (SINK_MASKED,), (causal,)),
 )  # fmt: skip

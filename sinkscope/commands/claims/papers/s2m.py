@@ -25,13 +25,13 @@ DELIMITERS = set(".,;:!?\n\r")  # characters of a delimiter token, apart from sp
 
 # --- streaming
 
-STREAM = Need("streaming")
-ENOUGH = 1.1  # × the dense perplexity: kept tokens that stay below suffice
+STREAMING = Need("streaming")
+NEAR_DENSE = 1.1  # × the dense perplexity: kept tokens that stay below suffice
 
 
 def _perplexities(evidence: Evidence, keep: int | None) -> np.ndarray:
     """(1 + N,): smallest window, `keep` first tokens (None: dense), over all texts and without each text."""
-    table = evidence.sequences(STREAM).table("streaming_by_sequence")
+    table = evidence.sequences(STREAMING).table("streaming_by_sequence")
     rows = table[table["method"] == "dense"]
     if keep is not None:
         window = table[table["window"] > 0]["window"].min()
@@ -43,24 +43,24 @@ def _perplexities(evidence: Evidence, keep: int | None) -> np.ndarray:
     return np.exp([loss.mean(), *without])
 
 
-def _streamed(keep: int, against: int | None, evidence: Evidence) -> Estimate:
+def _streamed_ratio(keep: int, against: int | None, evidence: Evidence) -> Estimate:
     return positive_jackknife(_perplexities(evidence, keep) / _perplexities(evidence, against))
 
 
 def _suffices(keep: int, against: int | None, evidence: Evidence) -> Estimate:
     """Return a ratio of perplexities; raise NotDefined if the bare window suffices, so that nothing has to be kept."""
-    bare = _streamed(0, None, evidence).value
-    if bare < ENOUGH:
+    bare = _streamed_ratio(0, None, evidence).value
+    if bare < NEAR_DENSE:
         raise NotDefined(f"a window without kept tokens suffices: its perplexity is {bare:.3g} × the dense one")
-    return _streamed(keep, against, evidence)
+    return _streamed_ratio(keep, against, evidence)
 
 
-def _registers(run: RunData) -> int:
+def _register_count(run: RunData) -> int:
     return int(run.manifest["model"].get("registers") or 0)
 
 
 def _registers_alone(evidence: Evidence) -> Estimate:
-    count = _registers(evidence.any_run)
+    count = _register_count(evidence.any_run)
     return _suffices(count, count + 3, evidence).over(f"{count} register token{'s' * (count > 1)}")
 
 
@@ -84,7 +84,7 @@ def coordinates_of_largest(run: Sequences) -> pd.Series:
     return largest.set_index("sequence")["coordinate"]
 
 
-def _largest(evidence: Evidence, column: str) -> np.ndarray:
+def _largest_entries(evidence: Evidence, column: str) -> np.ndarray:
     """(R, layers): the largest entry of the output of each layer in `column`, mean over sequences."""
     table = evidence.natural.table("massive")
     return _means(evidence, table[column].abs().groupby([table["sequence"], table["layer"]]).max().unstack())
@@ -96,8 +96,8 @@ def _means(evidence: Evidence, by_sequence: pd.DataFrame | pd.Series) -> np.ndar
     )
 
 
-def _onset(evidence: Evidence) -> Estimate:
-    largest = _largest(evidence, "value")
+def _largest_step(evidence: Evidence) -> Estimate:
+    largest = _largest_entries(evidence, "value")
     if largest.shape[1] < 2:
         raise NotDefined("it has one layer")
     return bootstrap((largest[:, 1:] / largest[:, :-1]).max(1))
@@ -156,27 +156,28 @@ TO_ZERO, TO_MEAN = Need("loss-do", "zero-massive"), Need("loss-do-alone", "mean-
 
 CLAIMS = (
     Claim("S-1", "StreamingLLM", "A bare window fails.",
-        (Part("perplexity with a window ÷ dense", partial(_streamed, 0, None), above(1.5)),), (STREAM,), (causal,)),
+        (Part("perplexity with a window ÷ dense", partial(_streamed_ratio, 0, None), above(1.5)),),
+        (STREAMING,), (causal,)),
     Claim("S-2", "StreamingLLM", "Four kept tokens suffice.",
-        (Part("perplexity with four first tokens kept ÷ dense", partial(_suffices, 4, None), below(ENOUGH)),),
-        (STREAM,), (causal,)),
+        (Part("perplexity with four first tokens kept ÷ dense", partial(_suffices, 4, None), below(NEAR_DENSE)),),
+        (STREAMING,), (causal,)),
     Claim("S-3", "StreamingLLM", "One or two kept tokens do not suffice.",
         (Part("perplexity with one kept ÷ with four", partial(_suffices, 1, 4), above(1.05)),
-         Part("perplexity with two kept ÷ with four", partial(_suffices, 2, 4), above(1.05))), (STREAM,), (causal,)),
+         Part("perplexity with two kept ÷ with four", partial(_suffices, 2, 4), above(1.05))), (STREAMING,), (causal,)),
     Claim("S-4", "StreamingLLM", "A sink token that was trained with the model suffices alone.",
         (Part("perplexity with the register tokens kept ÷ with three first tokens in addition", _registers_alone,
             between(0.95, 1.05)),),
-        (STREAM,), (causal, requires(_registers, "it has no register tokens before its text"))),
+        (STREAMING,), (causal, requires(_register_count, "it has no register tokens before its text"))),
     Claim("S-5", "Sun et al.", "Massive activations are huge.",
         (Part("largest entry ÷ median, mean over sequences",
-            lambda e: bootstrap(_largest(e, "ratio").max(1)), at_least(1e4)),)),
+            lambda e: bootstrap(_largest_entries(e, "ratio").max(1)), at_least(1e4)),)),
     run_claim("S-6", is_ours=False),
     Claim("S-7", "Sun et al.", "Massive activations appear abruptly.",
-        (Part("largest entry of a layer's output ÷ of the layer before, largest step", _onset, at_least(10.0)),
+        (Part("largest entry of a layer's output ÷ of the layer before, largest step", _largest_step, at_least(10.0)),
          HAS_MASSIVE)),
     Claim("S-8", "Sun et al.", "Massive activations are gone at the end.",
         (Part("largest entry of the last layer ÷ of the layer with the largest",
-            lambda e: bootstrap(_largest(e, "value")[:, -1] / _largest(e, "value").max(1)), below(0.5)),
+            lambda e: bootstrap(_largest_entries(e, "value")[:, -1] / _largest_entries(e, "value").max(1)), below(0.5)),
          HAS_MASSIVE)),
     Claim("S-9", "Sun et al.", "Massive activations are at fixed coordinates.",
         (Part("share of sequences with the largest at one coordinate", _fixed_coordinate, at_least(0.9)),),

@@ -1,24 +1,16 @@
 """Claims on gates: Value-State Gated Attention (VGA), and Gated Attention for Large Language Models (GA)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
+from sinkscope.commands.claims import over_seeds
 from sinkscope.commands.claims.arms import NO_COST, perplexity_of_controls, perplexity_ratio
 from sinkscope.commands.claims.claim import HAS_SINK_HEADS, Claim, Part, of_sink_heads
 from sinkscope.commands.claims.evidence import MAIN, Evidence, Need, Null
-from sinkscope.commands.claims.over_seeds import (
-    CORRELATION,
-    OfArm,
-    difference,
-    metric,
-    of_one,
-    ratio,
-    study_claim,
-    together,
-)
+from sinkscope.commands.claims.over_seeds import CORRELATION, OfArm, difference, metric, of_one, ratio, study_claim
 from sinkscope.commands.claims.scopes import causal, gated
 from sinkscope.commands.claims.studies import PLAIN, ClaimStudy, StudyArm
 from sinkscope.measuring import estimates
@@ -32,7 +24,7 @@ from sinkscope.results.trainings import UNTOUCHED
 
 TO_ZERO = Need("loss-do", "scale-sink-value:where=sinks")
 TO_MEAN = Need("loss-do-alone", "mean-sink-value:where=sinks")
-STRONG = 0.9  # mean attention to position 0 in the heads of V-3
+STRONG_MASS = 0.9  # mean attention to position 0 in the heads of V-3
 
 
 def _drain_follows(evidence: Evidence) -> Estimate:
@@ -45,9 +37,9 @@ def _drain_follows(evidence: Evidence) -> Estimate:
 def _starved(evidence: Evidence) -> Estimate:
     attention = evidence.natural.table("attention").query("position == 0")
     mass = attention.groupby(["layer", "kv_head"])["window_mass"].mean()
-    strong = mass.index[mass > STRONG]
+    strong = mass.index[mass > STRONG_MASS]
     if strong.empty:
-        raise NotDefined(f"no head gives position 0 more than {STRONG} of its attention")
+        raise NotDefined(f"no head gives position 0 more than {STRONG_MASS} of its attention")
     ratios = []
     groups = evidence.natural.table("gradient_by_group").groupby("group")
     for table in (evidence.natural.table("gradient"), *(rows for _, rows in groups)):
@@ -80,7 +72,7 @@ def _no_op(evidence: Evidence) -> Estimate:
 # --- trained gates and register tokens compared with plain arms
 
 GATE, REGISTERS = "vga", "register-tokens"
-ARMS = Need("arms", f"{PLAIN},{GATE}")
+WITH_GATE = Need("arms", f"{PLAIN},{GATE}")
 # tables 1 and 2 are about models trained from random weights, so that fine-tuned models are no evidence
 FROM_SCRATCH, WITH_REGISTERS = Need("train", f"{PLAIN},{GATE}"), Need("train", f"{PLAIN},{REGISTERS}")
 TRAINED = "trained from scratch"
@@ -111,7 +103,11 @@ def _against_best(study: ClaimStudy) -> Estimate:
     """Return the gate − the best of all other methods that were trained with it, for each seed."""
     others = sorted(set.intersection(*(set(arms) for arms in study.by_seed)) - {GATE, UNTOUCHED})
     cost = metric("perplexity_increase")
-    estimate = together(lambda arms: cost(arms[GATE]) - min(cost(arms[name]) for name in others), *others)(study)
+
+    def beyond_best(arms: Mapping[str, StudyArm]) -> float:
+        return cost(arms[GATE]) - min(cost(arms[name]) for name in others)
+
+    estimate = over_seeds.of_several(beyond_best, *others)(study)
     return estimate.over(f"others: {estimate.note}")
 
 
@@ -139,14 +135,14 @@ NORM, KURTOSIS, LOSS_IN_W8A8 = (metric(name) for name in ("max_inf_norm", "kurto
 # no triggers, in the layer in which the plain arm attends most to <s>.
 
 INPUT_GATE = "iga"
-ALONE = Need("backcopy", PLAIN)
-BOTH = Need("backcopy", f"{PLAIN},{GATE}")
-ALL = Need("backcopy", f"{PLAIN},{GATE},{INPUT_GATE}")
+LAB_ALONE = Need("backcopy", PLAIN)
+LAB_BOTH = Need("backcopy", f"{PLAIN},{GATE}")
+LAB_ALL = Need("backcopy", f"{PLAIN},{GATE},{INPUT_GATE}")
 BEFORE_TRIGGERS = "attention on <s> before any trigger"
 DRAIN = "‖v of <s>‖ ÷ others"
 
 
-def _attention(arm: StudyArm) -> pd.Series:
+def _start_mass(arm: StudyArm) -> pd.Series:
     return arm.by_step("early_attention_to_start", arm.training.sinking_layer)
 
 
@@ -154,7 +150,7 @@ def _logit(arm: StudyArm) -> pd.Series:
     return arm.by_step("delta_logit", arm.training.sinking_layer)
 
 
-def _value(arm: StudyArm) -> pd.Series:
+def _value_norm(arm: StudyArm) -> pd.Series:
     """Return the norm of the projected value of <s> ÷ the norm for tokens that are not triggers."""
     start, others = (arm.by_step(f"{of}_value_norm", arm.training.sinking_layer) for of in ("start", "other"))
     return start / others
@@ -164,7 +160,7 @@ def _at_end(course: Callable[[StudyArm], pd.Series]) -> OfArm:
     return lambda arm: float(course(arm).iloc[-1])
 
 
-def _range(course: Callable[[StudyArm], pd.Series]) -> OfArm:
+def _range_of(course: Callable[[StudyArm], pd.Series]) -> OfArm:
     return lambda arm: float(np.ptp(course(arm)))
 
 
@@ -177,8 +173,8 @@ def _correlated(x: pd.Series | pd.Index, y: pd.Series) -> float:
 ON_OUTPUTS, ON_VALUES = "iga:placement=output,scale=1", "iga:placement=value,scale=1"
 OUTPUTS, VALUES = Need("train", f"{PLAIN},{ON_OUTPUTS}"), Need("train", f"{PLAIN},{ON_VALUES}")
 MIXTURE = "15B mixture of experts"  # its tables are known from its abstract and reviews
-FIRST = metric("sink_mass")
-MASSIVE = ("massive activation: their number per sequence", metric("massive_count"), 0.0)
+FIRST_MASS = metric("sink_mass")
+MASSIVE_COUNT = ("massive activation: their number per sequence", metric("massive_count"), 0.0)
 
 CLAIMS = (
     Claim("V-1", "§1", "Sinks are drained.",
@@ -195,7 +191,7 @@ CLAIMS = (
     Claim("V-24", "§1", "The sink is a no-op: its values can be set to zero.",
         (Part("perplexity with v = 0 at position 0 in the heads with a sink ÷ with v = 0 there at others", _no_op,
             at_most(1.05)), HAS_SINK_HEADS), (MAIN, TO_ZERO), (causal,), also_reads=(TO_MEAN,)),
-    study_claim("V-13", "eq. 8", "A closed gate cuts off the gradient.", ARMS,
+    study_claim("V-13", "eq. 8", "A closed gate cuts off the gradient.", WITH_GATE,
         ("rank correlation over heads and positions of the gate and the value gradient before it ÷ after it",
             of_one(_follows_gate, GATE, ends=CORRELATION), above(0.0)),
         ("value gradient at 0 before the gate ÷ after it, median over heads",
@@ -220,7 +216,7 @@ CLAIMS = (
     study_claim("V-19", "table 2", "Registers quantize worse than plain.", WITH_REGISTERS,
         ("Δ perplexity in W8A8, registers − plain", difference(LOSS_IN_W8A8, REGISTERS), above(0.0)), is_ours=False,
         published=published("VGA table 2", {"BERT": 909 - 613, "OPT": 108 - 28}, "difference")),
-    study_claim("V-23", "§3.2", "The overhead of VGA is marginal.", ARMS,
+    study_claim("V-23", "§3.2", "The overhead of VGA is marginal.", WITH_GATE,
         ("new ÷ all parameters", _new_parameters, below(0.01)),
         ("seconds a step of training, VGA ÷ plain", ratio(_step_seconds, GATE), below(1.05))),
     study_claim("V-20", "table 3", "A plain fine-tuning increases the largest norm.", TUNED,
@@ -233,35 +229,35 @@ CLAIMS = (
     study_claim("V-22", "table 3", "The retrofit has the best perplexity.", GATED,
         ("perplexity, VGA − plain fine-tune", difference(metric("perplexity"), GATE), below(0.0)), is_ours=False,
         published=published("VGA table 3", {"GPT-2": -0.07}, "fine-tuned")),
-    study_claim("V-4", "fig. 4", "The plain lab model has a sink.", ALONE,
-        (BEFORE_TRIGGERS, of_one(_at_end(_attention), PLAIN, ends=(0.0, 1.0)), at_least(0.5))),
-    study_claim("V-5", "fig. 4", "The plain lab model has a value drain.", ALONE,
-        (DRAIN, of_one(_at_end(_value), PLAIN), at_most(0.5))),
-    study_claim("V-6", "fig. 4", "VGA has no sink.", BOTH, (f"{BEFORE_TRIGGERS}, VGA − untrained",
-        of_one(lambda arm: float(_attention(arm).iloc[-1] - _attention(arm).iloc[0]), GATE, PLAIN), at_most(0.0))),
-    study_claim("V-7", "fig. 4", "VGA has no value drain.", BOTH,
-        (DRAIN, of_one(_at_end(_value), GATE, PLAIN), at_least(0.8))),
-    study_claim("V-8", "fig. 5", "The plain model runs a cycle.", ALONE,
+    study_claim("V-4", "fig. 4", "The plain lab model has a sink.", LAB_ALONE,
+        (BEFORE_TRIGGERS, of_one(_at_end(_start_mass), PLAIN, ends=(0.0, 1.0)), at_least(0.5))),
+    study_claim("V-5", "fig. 4", "The plain lab model has a value drain.", LAB_ALONE,
+        (DRAIN, of_one(_at_end(_value_norm), PLAIN), at_most(0.5))),
+    study_claim("V-6", "fig. 4", "VGA has no sink.", LAB_BOTH, (f"{BEFORE_TRIGGERS}, VGA − untrained",
+        of_one(lambda arm: float(_start_mass(arm).iloc[-1] - _start_mass(arm).iloc[0]), GATE, PLAIN), at_most(0.0))),
+    study_claim("V-7", "fig. 4", "VGA has no value drain.", LAB_BOTH,
+        (DRAIN, of_one(_at_end(_value_norm), GATE, PLAIN), at_least(0.8))),
+    study_claim("V-8", "fig. 5", "The plain model runs a cycle.", LAB_ALONE,
         ("rank correlation of attention and value norm over steps",
-            of_one(lambda arm: _correlated(_attention(arm), _value(arm)), PLAIN, ends=CORRELATION), below(0.0)),
+            of_one(lambda arm: _correlated(_start_mass(arm), _value_norm(arm)), PLAIN, ends=CORRELATION), below(0.0)),
         ("rank correlation of Δlogit and the step",
             of_one(lambda arm: _correlated(_logit(arm).index, _logit(arm)), PLAIN, ends=CORRELATION), above(0.0))),
-    study_claim("V-9", "fig. 5", "VGA is stable.", BOTH,
-        ("range of the attention over steps, VGA ÷ plain", ratio(_range(_attention), GATE), below(0.5)),
-        ("range of the value norm", ratio(_range(_value), GATE), below(0.5)),
-        ("range of Δlogit", ratio(_range(_logit), GATE), below(0.5))),
-    study_claim("V-10", "fig. 5", "VGA learns as well.", BOTH,
+    study_claim("V-9", "fig. 5", "VGA is stable.", LAB_BOTH,
+        ("range of the attention over steps, VGA ÷ plain", ratio(_range_of(_start_mass), GATE), below(0.5)),
+        ("range of the value norm", ratio(_range_of(_value_norm), GATE), below(0.5)),
+        ("range of Δlogit", ratio(_range_of(_logit), GATE), below(0.5))),
+    study_claim("V-10", "fig. 5", "VGA learns as well.", LAB_BOTH,
         ("backcopy risk, VGA − plain, in nats",
             difference(_at_end(lambda arm: arm.by_step("backcopy_risk")), GATE), at_most(NO_COST)),
         ("of bigrams", difference(_at_end(lambda arm: arm.by_step("bigram_risk")), GATE), at_most(NO_COST))),
-    study_claim("V-11", "fig. 6", "IGA is between plain and VGA.", ALL,
-        (f"{BEFORE_TRIGGERS}, plain − IGA", difference(_at_end(_attention), PLAIN, INPUT_GATE), above(0.0)),
-        ("IGA − VGA", difference(_at_end(_attention), INPUT_GATE, GATE), above(0.0))),
+    study_claim("V-11", "fig. 6", "IGA is between plain and VGA.", LAB_ALL,
+        (f"{BEFORE_TRIGGERS}, plain − IGA", difference(_at_end(_start_mass), PLAIN, INPUT_GATE), above(0.0)),
+        ("IGA − VGA", difference(_at_end(_start_mass), INPUT_GATE, GATE), above(0.0))),
     study_claim("GA-1", "§4.2", "A gate on heads' outputs removes the sink.", OUTPUTS,
-        ("attention to position 0, gated ÷ plain", ratio(FIRST, ON_OUTPUTS), at_most(0.25)),
+        ("attention to position 0, gated ÷ plain", ratio(FIRST_MASS, ON_OUTPUTS), at_most(0.25)),
         published=published("Qiu et al.", {"elementwise": 0.048 / 0.467, "headwise": 0.073 / 0.467}, MIXTURE)),
     study_claim("GA-2", "§4.2", "The gate removes massive activations.", OUTPUTS,
-        ("max infinity norm, gated ÷ plain", ratio(NORM, ON_OUTPUTS, where=MASSIVE), below(0.5)),
+        ("max infinity norm, gated ÷ plain", ratio(NORM, ON_OUTPUTS, where=MASSIVE_COUNT), below(0.5)),
         published=published("Qiu et al.", {"elementwise": 94 / 1053, "headwise": 98 / 1053}, MIXTURE)),
     study_claim("GA-3", "§4.2", "Gates are sparse, and depend on the query.", OUTPUTS,
         ("mean gate", of_one(metric("gate_mean"), ON_OUTPUTS, ends=(0.0, 1.0)), below(0.5)),
@@ -269,6 +265,6 @@ CLAIMS = (
             of_one(lambda arm: metric("gate_deviation")(arm) / metric("gate_mean")(arm), ON_OUTPUTS), above(0.5)),
         published=published("Qiu et al.", {"elementwise": 0.116, "headwise": 0.172}, MIXTURE)),
     study_claim("GA-4", "§4.2", "A gate on values leaves the sink.", VALUES,
-        ("attention to position 0, gated ÷ plain", ratio(FIRST, ON_VALUES), at_least(0.5)),
+        ("attention to position 0, gated ÷ plain", ratio(FIRST_MASS, ON_VALUES), at_least(0.5)),
         published=published("Qiu et al.", {"on values": 0.297 / 0.467}, MIXTURE)),
 )  # fmt: skip

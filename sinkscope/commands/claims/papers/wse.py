@@ -10,7 +10,7 @@ import numpy as np
 from sinkscope.commands.claims import arms, over_seeds, scopes, studies
 from sinkscope.commands.claims.arms import LARGE_NORM, NO_COST, falls, had_a_sink, leaves
 from sinkscope.commands.claims.claim import HAS_SINK_HEADS, Claim, Part, of_run, of_sink_heads, run_claim
-from sinkscope.commands.claims.evidence import MAIN, NATURAL, POLICIES, RANDOM, REPEATED, Evidence, Need, Null
+from sinkscope.commands.claims.evidence import MAIN, NATURAL, POLICY_KINDS, RANDOM, REPEATED, Evidence, Need, Null
 from sinkscope.commands.claims.over_seeds import PERCENT, difference, metric, of_one, of_study, over_levels, study_claim
 from sinkscope.commands.claims.scopes import causal, equal_tokens_stay_equal, requires, some_positions
 from sinkscope.commands.claims.studies import PLAIN, ClaimStudy, StudyArm
@@ -44,8 +44,8 @@ NONE_ON_REPEATED = tuple(rate for rate in published_rates("repeated") if rate.va
 # --- sink rates on several inputs: all inputs of a comparison have the same BOS policy
 
 
-def _policy_roles(inputs: tuple[str, ...], policies: Iterable[str] = POLICIES) -> tuple[Need, ...]:
-    return tuple(Need(POLICIES[policy], name) for policy in policies for name in inputs)
+def _policy_roles(inputs: tuple[str, ...], policies: Iterable[str] = POLICY_KINDS) -> tuple[Need, ...]:
+    return tuple(Need(POLICY_KINDS[policy], name) for policy in policies for name in inputs)
 
 
 def _both_policies(evidence: Evidence, *inputs: str) -> str:
@@ -155,7 +155,7 @@ TEXT, ALONE = _policy_roles((NATURAL, REPEATED), (WITHOUT,))  # equal tokens mus
 REPEATED_TOKENS = "T = 64 and ε = 0.3, repeated tokens"
 
 
-def _largest(column: str, evidence: Evidence, kind: str | None = None) -> Estimate:
+def _largest_of(column: str, evidence: Evidence, kind: str | None = None) -> Estimate:
     """Return the largest entry of a column over layers (if given, with one kind of positions). Raises NotDefined."""
     table = equal_tokens(evidence.sequences(ALONE))
     rows = (table if kind is None else table[table["positions"] == kind]).dropna(subset=[column])
@@ -197,7 +197,7 @@ _post_norm = requires(
 
 # --- related models: sizes of a family, a chat model and its base
 
-ALIKE = 5.0  # points, as for domains of text (W-19); one of the four pairs of the paper differs by more
+ALIKE_RATES = 5.0  # points, as for domains of text (W-19); one of the four pairs of the paper differs by more
 BASES = ("Mistral-7B", "LLaMA2-7B", "LLaMA2-13B", "LLaMA3-8B")
 
 
@@ -225,14 +225,14 @@ _tuned_to_chat = requires(lambda run: studies.base_of(run.model), "its name does
 # --- models with other masks or positions (§6, §7.1)
 
 FAR_BELOW = 0.1  # a third of ε = 0.3: uniform attention over 16 tokens gives 0.0625
-SCHEMES = ("none", "absolute", "learned", "relative", "alibi", "rotary")  # WSE table 3
+WSE_SCHEMES = ("none", "absolute", "learned", "relative", "alibi", "rotary")  # WSE table 3
 
 
 def _least_of_all(schemes: np.ndarray, rates: np.ndarray) -> Estimate:
-    lacking = [scheme for scheme in SCHEMES if scheme not in schemes]
+    lacking = [scheme for scheme in WSE_SCHEMES if scheme not in schemes]
     if lacking:
         raise Lacks(f"no training has position_scheme={lacking[0]}")
-    return least_of([over_seeds.mean_over_seeds(each, PERCENT) for each in rates[:, np.isin(schemes, SCHEMES)].T])
+    return least_of([over_seeds.mean_over_seeds(each, PERCENT) for each in rates[:, np.isin(schemes, WSE_SCHEMES)].T])
 
 
 _prefix_lm = requires(lambda run: run.manifest["family"].get("prefix"), f"it is no prefix LM ({MODEL_TYPE} can be one)")
@@ -334,7 +334,7 @@ def _check_windows(study: ClaimStudy) -> None:
 
 
 POINTS = "slope of the sink rate on log₂ of the learning rate, in points"
-RANGE = "largest difference of two levels, in points"
+RANGE_OF_RATES = "largest difference of two levels, in points"
 
 
 # --- the steps of a training
@@ -374,7 +374,7 @@ WITH_TOKEN, WITH_BIAS, WITH_BIASES, WITH_VALUE = (
 FIXED = {0.0: BIAS} | {float(norm): f"key-bias:value=axis,norm={norm}" for norm in (1, 5, 20)}
 
 
-def _moved(arm: StudyArm) -> float:
+def _points_moved(arm: StudyArm) -> float:
     """Return S* − S₀ in points. S₀ is the rate of the text's first token, which follows the register tokens."""
     registers = int(getattr(make_retrofit(arm.method, arm.parameters), "count", 0))
     table = table_of(arm.run, "attention_by_sequence")
@@ -392,9 +392,9 @@ def norm_ratio(arm: StudyArm) -> float:
 
 SINK_RATE = metric("sink_rate", 100)
 # properties of plain training that an arm can prevent or take over
-SINKS = ("sink: its sink rate in %", SINK_RATE, SINK)
-NORMS = ("token of a large norm: that of position 0 ÷ others", norm_ratio, LARGE_NORM)
-_moves = partial(of_one, of=_moved, null=PLAIN, where=SINKS)
+HAS_SINK = ("sink: its sink rate in %", SINK_RATE, SINK)
+LARGE_NORMS = ("token of a large norm: that of position 0 ÷ others", norm_ratio, LARGE_NORM)
+_takes_sink = partial(of_one, of=_points_moved, null=PLAIN, where=HAS_SINK)
 
 
 # --- other attention operations than softmax (§7.4); their sink rates are of the proxy |sim| ÷ Σ|sim|
@@ -405,14 +405,14 @@ WITHOUT_SUM = {"sigmoid": SIGMOID, "ELU + 1": f"{OPERATION}elu", "identity": f"{
                "MLP kernel": f"{OPERATION}mlp-kernel"}  # fmt: skip
 WITH_SUM = {"sigmoid": f"{OPERATION}sigmoid-normalized", "ELU kernel": f"{OPERATION}elu-kernel"}
 # Z = Σ/α of table 14, by α
-SCALED = {1.0: PLAIN} | {alpha: f"{OPERATION}softmax,factor={alpha:g}" for alpha in (2.0, 0.2, 0.1, 0.05)}
+BY_ALPHA = {1.0: PLAIN} | {alpha: f"{OPERATION}softmax,factor={alpha:g}" for alpha in (2.0, 0.2, 0.1, 0.05)}
 ONE = Need("train", f"{PLAIN},{SIGMOID}")
 RATES, DECAYS = (Need("factor", f"{name},{SIGMOID}") for name in ("learning-rate", "weight-decay"))
 
 
 def _largest_without(evidence: Evidence) -> Estimate:
     """Return the largest sink rate over learning rates. Raises NotDefined if softmax has no sink at any of them."""
-    over_seeds.with_a_sink(over_seeds.sink_rates(evidence.studies[RATE]))
+    over_seeds.with_a_sink(over_seeds.level_rates(evidence.studies[RATE]))
     return over_levels(over_seeds.largest_rate)(evidence.studies[RATES])
 
 
@@ -458,7 +458,7 @@ CLAIMS = (
     Claim("W-21", "fig. 4", "Small models also have a sink.",
         (_AT_FIRST,), scope=(causal, scopes.small)),
     Claim("W-5", "eq. 10–17", "Equal tokens have equal states in every layer (positions not added to the embeddings).",
-        (Part("largest ‖h_t − h_0‖ ÷ ‖h_0‖ over layers, tokens and sequences", partial(_largest, "state_difference"),
+        (Part("largest ‖h_t − h_0‖ ÷ ‖h_0‖ over layers, tokens and sequences", partial(_largest_of, "state_difference"),
             below(1e-3), "{:.1e}"),),
         (ALONE,), (equal_tokens_stay_equal,), (Published("any", 0.0, "in exact arithmetic", "WSE eq. 10–17"),),
         set_against=Null.THEOREM),
@@ -466,11 +466,11 @@ CLAIMS = (
         (Part("smallest ‖h_t‖ on repeated ÷ ‖h_0‖ on natural tokens, over layers with massive activations",
             _all_massive, at_least(0.5)),), (TEXT, ALONE), (equal_tokens_stay_equal,)),
     Claim("W-7", "proposition 1", "Without positions, attention on repeated tokens is uniform.",
-        (Part(_DIFFERENCE.format("1/(t + 1)"), partial(_largest, "weight_difference", kind=NO_POSITIONS),
+        (Part(_DIFFERENCE.format("1/(t + 1)"), partial(_largest_of, "weight_difference", kind=NO_POSITIONS),
             below(1e-4), "{:.1e}"),),
         (ALONE,), (equal_tokens_stay_equal, some_positions(NO_POSITIONS)), set_against=Null.THEOREM),
     Claim("W-8", "proposition 3", "With ALiBi, attention on repeated tokens is that of its biases alone.",
-        (Part(_DIFFERENCE.format("e^g ÷ Σ e^g"), partial(_largest, "weight_difference", kind=ALIBI),
+        (Part(_DIFFERENCE.format("e^g ÷ Σ e^g"), partial(_largest_of, "weight_difference", kind=ALIBI),
             below(1e-4), "{:.1e}"),),
         (ALONE,), (equal_tokens_stay_equal, some_positions(ALIBI)), set_against=Null.THEOREM),
     run_claim("W-9", role=ALONE, needs=(ALONE,), scope=(equal_tokens_stay_equal, some_positions("rotary")),
@@ -495,7 +495,7 @@ CLAIMS = (
             lambda e: bootstrap(norm_ratios(e.natural, "layer_out").max(1)), below(LARGE_NORM))),
         scope=(causal, _post_norm)),
     study_claim("W-12", "C7", "Chat models have the sink of their base.", Need("base"),
-        ("sink rate, chat model − base, in points", _against_base, between(-ALIKE, ALIKE)),
+        ("sink rate, chat model − base, in points", _against_base, between(-ALIKE_RATES, ALIKE_RATES)),
         scope=(causal, _tuned_to_chat), published=published("WSE table 1", {name: round(
             WSE_TABLE_1[f"{name} chat"]["natural"].value - WSE_TABLE_1[name]["natural"].value, 2)
             for name in BASES}, "chat model − base, in points")),
@@ -536,7 +536,7 @@ CLAIMS = (
         published=published("WSE table 9", {"slope": 5.28},
             "60M model: 6.29, 16.81, 18.18, 23.44 % at 1e-4, 2e-4, 4e-4, 8e-4")),
     study_claim("W-33", "table 10", "The batch size hardly matters.", Need("factor", "batch-size"),
-        (f"{RANGE}, equal steps", over_levels(over_seeds.range_of_rates), at_most(3.0)),
+        (f"{RANGE_OF_RATES}, equal steps", over_levels(over_seeds.range_of_rates), at_most(3.0)),
         published=published("WSE table 10", {"range": 1.99},
             "60M model: 16.45, 17.19, 18.18, 16.19 % at 0.25, 0.5, 1, 2 M tokens", "†")),
     study_claim("W-34", "fig. 28", "With little data there is no sink.", Need("factor", "data"),
@@ -553,11 +553,11 @@ CLAIMS = (
         ("rise to the largest, in points",
             over_levels(lambda levels, rates: rates[:, -1] - rates[:, 0], check=_check_windows), above(SINK))),
     study_claim("W-45", "table 11", "The feed-forward design hardly matters.", Need("factor", "feed-forward"),
-        (RANGE, over_levels(over_seeds.range_of_rates), at_most(5.0)),
+        (RANGE_OF_RATES, over_levels(over_seeds.range_of_rates), at_most(5.0)),
         published=published("WSE table 11", {"range": 4.30},
             "60M model: SwiGLU 18.18, GeGLU 17.86, ReGLU 13.88, ReLU 16.90, GeLU 14.76, Swish 17.89 %", "†")),
     study_claim("W-46", "table 12", "The number of heads hardly matters.", Need("factor", "heads"),
-        (RANGE, over_levels(over_seeds.range_of_rates), at_most(10.0)),
+        (RANGE_OF_RATES, over_levels(over_seeds.range_of_rates), at_most(10.0)),
         published=published("WSE table 12", {"range": 8.82},
             "60M model: 18.18, 10.68, 12.95, 19.50 % with 8, 4, 2, 1 heads, 21.76 % with 8 that are summed", "†")),
     study_claim("W-30", "fig. 4", "The sink appears in training.", Need("course"),
@@ -565,15 +565,15 @@ CLAIMS = (
         ("sink rate at the first step, in %",
             _over_steps(lambda steps, rates: (rates[:, 0], f"step {steps[0]}"), PERCENT), below(NONE))),
     study_claim("W-47", "table 4", "A sink token takes the sink.", WITH_TOKEN,
-        ("S* − S₀ in points", _moves(method=TOKEN), above(SINK)),
+        ("S* − S₀ in points", _takes_sink(method=TOKEN), above(SINK)),
         published=published("WSE table 4", {"difference": 74.12}, "60M model: S* 74.12, S₀ 0.00† %")),
     study_claim("W-48", "table 4", "Key biases take the sink, at no cost.", WITH_BIAS,
-        ("S* − S₀ in points", _moves(method=BIAS), above(SINK)),
+        ("S* − S₀ in points", _takes_sink(method=BIAS), above(SINK)),
         ("held-out loss, key biases − plain", difference(metric("loss"), BIAS), at_most(NO_COST)),
         published=published("WSE table 4", {"difference": 73.34}, "60M model: S* 73.34, S₀ 0.00 %")),
     Claim("W-52", "fig. 7", "Key and key-value biases end massive activations, value biases and a sink token do not.",
         (*(over_seeds.study_part(role, f"norm at 0 ÷ others, layer with the largest, {name}",
-            of_one(norm_ratio, arm, PLAIN, where=NORMS), test)
+            of_one(norm_ratio, arm, PLAIN, where=LARGE_NORMS), test)
             for name, role, arm, test in (("key biases", WITH_BIAS, BIAS, below(LARGE_NORM)),
                 ("key-value biases", WITH_BIASES, BIASES, below(LARGE_NORM)),
                 ("value biases", WITH_VALUE, VALUE, at_least(LARGE_NORM)),
@@ -581,11 +581,11 @@ CLAIMS = (
          over_seeds.study_part(WITH_BIAS, "of plain training", of_one(norm_ratio, PLAIN), at_least(LARGE_NORM))),
         (WITH_BIAS, WITH_BIASES, WITH_VALUE, WITH_TOKEN)),
     study_claim("W-49", "table 4", "Key-value biases take the sink.", WITH_BIASES,
-        ("S* − S₀ in points", _moves(method=BIASES), above(SINK)),
+        ("S* − S₀ in points", _takes_sink(method=BIASES), above(SINK)),
         published=published("WSE table 4", {"difference": 72.72}, "60M model: S* 72.76, S₀ 0.04 %; shared by heads "
             "56.61, 12.44 %", "†")),
     study_claim("W-50", "table 4", "Value biases do not take the sink.", WITH_VALUE,
-        ("sink rate in %", of_one(SINK_RATE, VALUE, PLAIN, PERCENT, SINKS), above(SINK)),
+        ("sink rate in %", of_one(SINK_RATE, VALUE, PLAIN, PERCENT, HAS_SINK), above(SINK)),
         published=published("WSE table 4", {"S₀": 17.53}, "60M model: 18.18 % without")),
     study_claim("W-51", "table 5", "With a fixed value of the bias, S* falls and S₀ rises with its norm.",
         Need("train", ",".join(FIXED.values())),
@@ -595,27 +595,27 @@ CLAIMS = (
             "60M model: S* 73.34, 70.03, 44.43, 1.51 % and S₀ 0, 0.06, 3.71, 25.88 % with m = 0, 1, 5, 20")),
     study_claim("W-54", "table 6", "Without normalization there is no sink, at no cost.",
         Need("train", ",".join((PLAIN, *WITHOUT_SUM.values()))),
-        *((f"sink rate of the proxy in %, {name}", of_one(SINK_RATE, arm, PLAIN, PERCENT, SINKS), below(NONE))
+        *((f"sink rate of the proxy in %, {name}", of_one(SINK_RATE, arm, PLAIN, PERCENT, HAS_SINK), below(NONE))
             for name, arm in WITHOUT_SUM.items()),
         ("softmax", of_one(SINK_RATE, PLAIN, ends=PERCENT), above(SINK)),
         ("held-out loss, sigmoid − softmax", difference(metric("loss"), SIGMOID), at_most(NO_COST)),
-        ("sink rate at equal loss, sigmoid − softmax, in points", over_seeds.at_equal_loss(SIGMOID), below(0.0)),
+        ("sink rate at equal loss, sigmoid − softmax, in points", over_seeds.rates_at_equal_loss(SIGMOID), below(0.0)),
         published=published("WSE table 6", {"sigmoid": 0.44, "ELU+1": 0.80, "identity": 0.0, "MLP kernel": 0.74,
             "loss, sigmoid − softmax": -0.03}, "60M model: softmax 18.18 %")),
     study_claim("W-55", "table 6", "With sum normalization there is a sink.",
         Need("train", ",".join((PLAIN, *WITH_SUM.values(), SIGMOID))),
-        *((f"sink rate of the proxy in %, {name}", of_one(SINK_RATE, arm, PLAIN, PERCENT, SINKS), above(SINK))
+        *((f"sink rate of the proxy in %, {name}", of_one(SINK_RATE, arm, PLAIN, PERCENT, HAS_SINK), above(SINK))
             for name, arm in WITH_SUM.items()),
         ("sink rate at equal loss, normalized sigmoid − sigmoid, in points",
-            over_seeds.at_equal_loss(WITH_SUM["sigmoid"], SIGMOID), above(0.0)),
+            over_seeds.rates_at_equal_loss(WITH_SUM["sigmoid"], SIGMOID), above(0.0)),
         published=published("WSE table 6", {"sigmoid": 30.24, "ELU kernel": 53.65, "MLP kernel": 0.19},
             "60M model: softmax 18.18 %")),
     study_claim("W-56", "fig. 8", "Without normalization there are no massive activations either.", ONE,
-        ("norm at 0 ÷ others, layer with the largest, sigmoid", of_one(norm_ratio, SIGMOID, PLAIN, where=NORMS),
+        ("norm at 0 ÷ others, layer with the largest, sigmoid", of_one(norm_ratio, SIGMOID, PLAIN, where=LARGE_NORMS),
             below(LARGE_NORM))),
     study_claim("W-57", "table 14", "Scaling the normalizer down weakens the sink.",
-        Need("train", ",".join(SCALED.values())),
-        ("rank correlation of the sink rate and α", over_seeds.ranked(SINK_RATE, SCALED), above(0.0)), is_ours=False,
+        Need("train", ",".join(BY_ALPHA.values())),
+        ("rank correlation of the sink rate and α", over_seeds.ranked(SINK_RATE, BY_ALPHA), above(0.0)), is_ours=False,
         published=published("WSE table 14", {"correlation": 0.9},
             "60M model: 29.10, 18.18, 9.41, 3.59, 4.53 % at α = 2, 1, 0.2, 0.1, 0.05", "†")),
     Claim("W-58", "table 14", "Sigmoid attention has no sink at any learning rate or weight decay.",
