@@ -9,7 +9,7 @@ from typing import NoReturn, TypeVar
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
-LONGEST = 2000  # characters of a message's line
+LONGEST_LINE = 2000  # characters of a message's line
 # What a terminal obeys instead of showing it: controls except tab and line feed, line separators, the controls of
 # bidirectional text (Unicode's Bidi_Control), and halves of surrogate pairs, which are no characters
 UNPRINTABLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -21,7 +21,7 @@ class SinkscopeError(Exception):
     def __init__(self, message: object = "") -> None:
         """Shorten the message: a name from the user in it may hold line breaks, or a million characters."""
         lines = str(message).splitlines()
-        super().__init__("\n".join(one_line(line, LONGEST) for line in (lines if len(lines) <= 2 else [message])))
+        super().__init__("\n".join(one_line(line, LONGEST_LINE) for line in (lines if len(lines) <= 2 else [message])))
 
 
 class InputError(SinkscopeError):

@@ -257,7 +257,7 @@ def _bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 # fused kernels of equally wide query, key and value: the ends of their names in torch.ops.aten
 CPU, FLASH, EFFICIENT = "flash_attention_for_cpu", "flash_attention", "efficient_attention"
-Chosen = tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]  # a kernel with its query, key and value
+ChosenKernel = tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]  # a kernel with its query, key and value
 
 
 def _run_kernel(
@@ -301,7 +301,7 @@ def _kernel_gradients(
 
 def _for_cuda(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: torch.Tensor | None, causal: bool, sinks: bool
-) -> Chosen | None:
+) -> ChosenKernel | None:
     """Choose the flash kernel if possible (half precision, no mask; heads may be grouped), else the efficient one.
 
     Returns None if neither takes these: float64, bfloat16 on a GPU before Ampere, or a more precise bias.
@@ -321,7 +321,7 @@ def _for_cuda(
 
 
 # type of device → (query, key, value, bias, causal, whether there are sinks) → the kernel; None if none takes the call
-FUSED: dict[str, Callable[..., Chosen | None]] = {
+FUSED: dict[str, Callable[..., ChosenKernel | None]] = {
     "cpu": lambda query, key, value, *_: (CPU, query, key, value),
     "cuda": _for_cuda,
 }

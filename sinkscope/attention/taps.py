@@ -117,20 +117,20 @@ def operations_of(model: nn.Module) -> list[str]:
 
 def denominator_of(attention: nn.Module) -> Denominator | None:
     """Return the further denominator term of this attention module, or None."""
-    return next((part for part in _parts(attention) if isinstance(part, Denominator)), None)
+    return next((part for part in _submodules(attention) if isinstance(part, Denominator)), None)
 
 
 def operation_of(attention: nn.Module) -> OtherOperation | None:
     """Return the operation of this attention module; None for softmax."""
-    return next((part for part in _parts(attention) if isinstance(part, OtherOperation)), None)
+    return next((part for part in _submodules(attention) if isinstance(part, OtherOperation)), None)
 
 
 def attends_by_us(module: nn.Module) -> bool:
     """Return whether this attention module has a term or an operation that transformers' functions do not compute."""
-    return any(isinstance(part, Denominator | OtherOperation) for part in _parts(module))
+    return any(isinstance(part, Denominator | OtherOperation) for part in _submodules(module))
 
 
-def _parts(attention: nn.Module) -> Iterator[Any]:
+def _submodules(attention: nn.Module) -> Iterator[Any]:
     """Yield a module's children, without PEFT's wrappers around completely trained modules (`modules_to_save`)."""
     for child in attention.children():
         wrapper: Any = child

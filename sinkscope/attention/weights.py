@@ -29,7 +29,7 @@ from sinkscope.attention.kernels import (
 )
 from sinkscope.text.batch import Batch
 
-SHORT = 256  # all columns are read up to this length, where this costs little
+SHORT_SEQUENCE = 256  # all columns are read up to this length, where this costs little
 SMALLEST = -80.0  # the logarithm of a weight is clamped here, at 2e-35
 
 
@@ -173,10 +173,10 @@ class ColumnSums:
 def column_sums(read: AttentionRead, columns: int, window: int, chunk: int | None = None) -> ColumnSums:
     """Compute column statistics of a layer's attention weights, in chunks of rows (None: by `chunks_at_once`).
 
-    `mass` and `second` cover the first `columns` columns, or all if the sequence is SHORT.
+    `mass` and `second` cover the first `columns` columns, or all if the sequence is SHORT_SEQUENCE.
     """
     length = read.length
-    whole = columns >= length or length <= SHORT
+    whole = columns >= length or length <= SHORT_SEQUENCE
     columns = length if whole else columns
     mass = read.lse.new_zeros(*read.lse.shape[:2], columns)
     second = torch.zeros_like(mass)

@@ -61,7 +61,7 @@ PROBES = 4  # sequences: two outputs that are equal in all of them are taken to 
 USUAL_OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "wo")  # usual names of the output projection
 
 
-class LayerAttention(NamedTuple):
+class AttentionModule(NamedTuple):
     """The attention of one layer."""
 
     path: str = ""  # of its module; "" if there is none, or several
@@ -83,7 +83,7 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
         raise InputError(f"'{name}' fails on {token_ids.numel()} tokens{where} [{described(error)}]") from error
     layers = list(model.get_submodule(path).children())
     door, attentions = find_attentions(model, path, layers, inputs)
-    records = _record(model, layers, inputs)
+    records = _recorded_layers(model, layers, inputs)
     blocks = _blocks(model, layers, records, attentions, inputs)
     ran = [layer for layer, events in enumerate(records) if events]
     known = [layer for layer in ran if blocks[layer].wiring != "unknown"]
@@ -110,7 +110,7 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
             attention_fields["projections"] = dict(zip(paths, find_projections(model, modules), strict=True))
     address = main.sites.get("mlp_out", "")
     by_address = (address.partition(".")[0],) if address else ()
-    mlp = next((parts for parts in USUAL_FEED_FORWARDS if _has(layers[first], *parts)), by_address)
+    mlp = next((parts for parts in USUAL_FEED_FORWARDS if _has_modules(layers[first], *parts)), by_address)
     return Family(
         name=name,
         layers=path,
@@ -128,7 +128,7 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     )
 
 
-def _record(model: Any, layers: Sequence[nn.Module], inputs: Mapping[str, Any]) -> list[list[Event]]:
+def _recorded_layers(model: Any, layers: Sequence[nn.Module], inputs: Mapping[str, Any]) -> list[list[Event]]:
     """Return the float64 inputs and outputs of the residual stream's size in every layer; [] if it does not run.
 
     Raises InputError if a layer that runs has no output, or one that no number can be read from.
@@ -160,7 +160,7 @@ def _blocks(
     model: Any,
     layers: list[nn.Module],
     records: list[list[Event]],
-    attentions: list[LayerAttention],
+    attentions: list[AttentionModule],
     inputs: dict[str, Any],
 ) -> list[Block]:
     """Find how each layer is built; a layer that adds 0 is assumed to be wired like others of its class."""
@@ -205,8 +205,8 @@ def _blocks(
 def _projections(model: Any, attentions: list[nn.Module]) -> tuple[tuple[str, ...], str]:
     """Return `qkv` and `output` of a row; `qkv` is empty if its layout is unknown or some layers share keys."""
     several, attention = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value")), attentions[0]
-    known = next((names for names in several if all(_has(other, *names) for other in attentions)), ())
-    output = next((name for name in USUAL_OUTPUTS if _has(attention, name)), "")
+    known = next((names for names in several if all(_has_modules(other, *names) for other in attentions)), ())
+    output = next((name for name in USUAL_OUTPUTS if _has_modules(attention, name)), "")
     heads = model.config.get_text_config().num_attention_heads
     widths = [getattr(attention.get_submodule(name), "out_features", 0) for name in known]
     if not widths or not all(widths):  # a module is not a plain matrix
@@ -227,7 +227,7 @@ def _last_projection(layer: nn.Module, events: list[Event], mlp: tuple[str, ...]
     return linear[-1].path if linear and any(torch.equal(linear[-1].x, x) for x in ends) else None
 
 
-def _has(layer: nn.Module, *paths: str) -> bool:
+def _has_modules(layer: nn.Module, *paths: str) -> bool:
     return set(paths) <= {path for path, _ in layer.named_modules(remove_duplicate=False)}
 
 
@@ -276,7 +276,7 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def find_attentions(
     model: nn.Module, path: str, layers: list[nn.Module], inputs: Mapping[str, Any]
-) -> tuple[str, list[LayerAttention]]:
+) -> tuple[str, list[AttentionModule]]:
     """Return the family's `door`, and the attention of every layer, for the list of layers at a path."""
     names = {module: name for name, module in model.named_modules()}
     seen = [(how, names.get(module, "")) for module, how, _ in watch_attention(model, inputs)]
@@ -293,27 +293,27 @@ def find_attentions(
         if attention.path and len(sharing) > 1:
             which = f"layers {', '.join(map(str, sharing))} share one {type(module).__name__}"
             for number in sharing:
-                attentions[number] = LayerAttention("", UNREAD, which)
+                attentions[number] = AttentionModule("", UNREAD, which)
     return door, attentions
 
 
-def _layer_attention(layer: nn.Module, ran: Sequence[tuple[str, str]], door: str) -> LayerAttention:
+def _layer_attention(layer: nn.Module, ran: Sequence[tuple[str, str]], door: str) -> AttentionModule:
     """Return the attention of a layer in which these ran: (how, path) each, as in `watch_attention`."""
     softmaxes = [(how, path) for how, path in ran if how != "product"]
     paths = list(dict.fromkeys(path for _, path in softmaxes or ran))
     kinds = ", ".join(type(layer.get_submodule(path)).__name__ for path in paths)
     if not softmaxes:
-        return LayerAttention(unread=f"its {kinds} multiplies tokens with tokens, but by no softmax" if ran else "")
+        return AttentionModule(unread=f"its {kinds} multiplies tokens with tokens, but by no softmax" if ran else "")
     if len(paths) > 1:
-        return LayerAttention("", UNREAD, f"it has {len(paths)} attention modules ({kinds})")
+        return AttentionModule("", UNREAD, f"it has {len(paths)} attention modules ({kinds})")
     if any(how == "other" for how, _ in softmaxes):
-        return LayerAttention(paths[0], UNREAD, f"its {kinds} takes no softmax of one product of queries and keys")
+        return AttentionModule(paths[0], UNREAD, f"its {kinds} takes no softmax of one product of queries and keys")
     if len(softmaxes) > 1:
         why = f"its {kinds} attends {len(softmaxes)} times and combines the results"
-        return LayerAttention(paths[0], UNREAD, why)
+        return AttentionModule(paths[0], UNREAD, why)
     if softmaxes[0][0] != door:
-        return LayerAttention(paths[0], UNREAD, f"its {kinds} attends in code of its own, unlike other layers")
-    return LayerAttention(paths[0], ATTENTION)
+        return AttentionModule(paths[0], UNREAD, f"its {kinds} attends in code of its own, unlike other layers")
+    return AttentionModule(paths[0], ATTENTION)
 
 
 @torch.no_grad()
@@ -437,11 +437,11 @@ def find_projections(model: Any, attending: Sequence[nn.Module]) -> list[dict[Ro
     projections: list[dict[Role, Outputs]] = []
     for attention in attending:
         projected = {path: by_module[module] for path, module in attention.named_modules() if module in by_module}
-        columns = {path: {entry: column for column, entry in enumerate(_entries(x))} for path, x in projected.items()}
+        columns = {path: {entry: column for column, entry in enumerate(_as_bytes(x))} for path, x in projected.items()}
         projections.append({})
         for role, state in zip(ROLES, states.get(attention, ()), strict=False):
             heads, width = state.shape[1:]
-            entries, in_order = _entries(state.flatten(1)), list(range(heads * width))
+            entries, in_order = _as_bytes(state.flatten(1)), list(range(heads * width))
             # outputs are found by their values, which are distinct, or else by their order before a norm of each head
             exact = [(path, [known[entry] for entry in entries if entry in known]) for path, known in columns.items()]
             candidates = [(path, places) for path, places in exact if len(places) == len(set(places)) == len(entries)]
@@ -454,7 +454,7 @@ def find_projections(model: Any, attending: Sequence[nn.Module]) -> list[dict[Ro
     return projections
 
 
-def _entries(x: torch.Tensor) -> list[bytes]:
+def _as_bytes(x: torch.Tensor) -> list[bytes]:
     return [entry.tobytes() for entry in x.double().cpu().T.contiguous().numpy()]
 
 

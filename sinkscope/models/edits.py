@@ -345,7 +345,7 @@ def attending_by(model: nn.Module, instead: Callable[..., Any]) -> Iterator[None
     tables = [ALL_ATTENTION_FUNCTIONS, *(vars(sys.modules[file]).get("ALL_ATTENTION_FUNCTIONS") for file in files)]
     with ExitStack() as stack:
         for table in {id(table): table for table in tables if isinstance(table, AttentionInterface)}.values():
-            stack.enter_context(_watched(table))
+            stack.enter_context(_watched_table(table))
         try:
             for module in modules:
                 vars(module)[INSTEAD] = (*vars(module).get(INSTEAD, ()), entry)
@@ -375,7 +375,7 @@ def _attend(attend: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any
 
 
 @contextmanager
-def _watched(table: AttentionInterface) -> Iterator[None]:
+def _watched_table(table: AttentionInterface) -> Iterator[None]:
     """Change the class of the table until the last of its blocks ends."""
     with _table_lock:
         kind, count = _watching.get(id(table), (type(table), 0))

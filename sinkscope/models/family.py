@@ -143,7 +143,8 @@ class Family:
         return self.blocks[layer] if self.blocks else Block(self.attention, self.sites, self.wiring)
 
     def last_layer(self, model: nn.Module) -> int:  # that runs
-        return max(at for at in range(len(self.layer_modules(model))) if self.block(at).kind != NOT_RUN)
+        layers = range(len(self.layer_modules(model)))
+        return max(layer for layer in layers if self.block(layer).kind != NOT_RUN)
 
     def positions_at(self, layer: int) -> str:
         return self.layer_positions[layer] if self.layer_positions else self.positions
@@ -154,8 +155,8 @@ class Family:
 
     def attentions(self, model: nn.Module) -> dict[int, nn.Module]:
         """Return layer → attention module, for layers with attention."""
-        layers = enumerate(self.layer_modules(model))
-        return {at: layer.get_submodule(path) for at, layer in layers if (path := self.block(at).attention)}
+        modules = enumerate(self.layer_modules(model))
+        return {layer: module.get_submodule(path) for layer, module in modules if (path := self.block(layer).attention)}
 
     @property
     def has_attention(self) -> bool:
@@ -164,18 +165,16 @@ class Family:
     @property
     def without_attention(self) -> str | None:
         """Why no layer's attention can be read, or None if one's can."""
-        reasons = (f"layer {at}: {block.unread}" for at, block in enumerate(self.blocks) if block.unread)
+        reasons = (f"layer {layer}: {block.unread}" for layer, block in enumerate(self.blocks) if block.unread)
         return None if self.has_attention else next(reasons, NO_ATTENTION)
 
     def without(self, unread: Mapping[int, str], model: nn.Module) -> "Family":
         """Return the family without the attention of some layers, which are mapped to the reason."""
         if not unread:
             return self
-        before = [self.block(at) for at in range(len(self.layer_modules(model)))]
-        blocks = [
-            replace(block, attention="", kind=UNREAD, unread=unread[at]) if at in unread else block
-            for at, block in enumerate(before)
-        ]
+        blocks = [self.block(layer) for layer in range(len(self.layer_modules(model)))]
+        for layer, reason in unread.items():
+            blocks[layer] = replace(blocks[layer], attention="", kind=UNREAD, unread=reason)
         main = next((block for block in blocks if block.attention), blocks[0])
         fields: dict[str, Any] = {"attention": main.attention, "sites": main.sites, "wiring": main.wiring}
         fields |= {} if main.attention else {"positions": UNKNOWN_POSITIONS, "qkv": (), "output": "", "gated": False}
@@ -274,7 +273,7 @@ def number_of_positions(model: Any, family: Family | None = None) -> int | None:
 
 # --- the text tower
 
-PREFIX = "sinkscope_"  # prefix of the model types of retrofitted models
+RETROFITTED = "sinkscope_"  # prefix of the model types of retrofitted models
 
 # Model types with text towers that may be of a family with a row: their retrofitted models can be loaded again
 WITH_TOWERS = (
@@ -285,16 +284,16 @@ WITH_TOWERS = (
 # Arguments that a model needs so that text is read causally: model type → argument → its value for every token.
 # PaliGemma attends both ways in a prompt (0) and causally after it (1). Without the argument it attends both ways under
 # SDPA, but causally under eager or in a padded batch.
-TEXT: Mapping[str, Mapping[str, int]] = {"paligemma": {"token_type_ids": 1}}
+TEXT_ARGUMENTS: Mapping[str, Mapping[str, int]] = {"paligemma": {"token_type_ids": 1}}
 
 
 def base_type(model_type: str) -> str:
     """Return `llama` for `sinkscope_llama`, and any other model type unchanged."""
-    return model_type.removeprefix(PREFIX)
+    return model_type.removeprefix(RETROFITTED)
 
 
 def is_retrofitted(config: Any) -> bool:
-    return str(getattr(config, "model_type", "")).startswith(PREFIX)
+    return str(getattr(config, "model_type", "")).startswith(RETROFITTED)
 
 
 def text_tower(model: PreTrainedModel) -> tuple[str, PreTrainedModel]:
@@ -378,13 +377,13 @@ def check_reads_text(model: PreTrainedModel, layers: str) -> None:
 
 
 def text_arguments(model: nn.Module) -> Mapping[str, int]:
-    """Return this model's entry of TEXT, or {}, as for most models."""
-    return TEXT.get(base_type(str(getattr(getattr(model, "config", None), "model_type", ""))), {})
+    """Return this model's entry of TEXT_ARGUMENTS, or {}, as for most models."""
+    return TEXT_ARGUMENTS.get(base_type(str(getattr(getattr(model, "config", None), "model_type", ""))), {})
 
 
 @contextmanager
 def reading_text(model: nn.Module) -> Iterator[None]:
-    """Add the arguments of TEXT to calls of the model that lack them, for the length of the block."""
+    """Add the arguments of TEXT_ARGUMENTS to calls of the model that lack them, for the length of the block."""
     arguments = text_arguments(model)
 
     def add_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -191,7 +191,7 @@ def _from_hub(repo: str, revision: str | None, gguf_file: str | None, allow_pick
         notices = (f"{asked} is in the original Llama layout; using {repo}",)
     weights = _choose_weights(repo, folder, present, gguf_file, allow_pickle)
     small = [name for name in present if "/" not in name and name.endswith(SMALL_FILES)]
-    sizes, free = _missing(repo, folder), free_room()
+    sizes, free = _missing_files(repo, folder), free_room()
     needed = sum(sizes.get(name, 0) for name in {*small, *weights})
     if needed and needed + SPARE > free:
         raise SinkscopeError(
@@ -337,7 +337,7 @@ def free_room() -> int:
     return shutil.disk_usage(existing).free
 
 
-def _missing(repo: str, folder: Path) -> dict[str, int]:
+def _missing_files(repo: str, folder: Path) -> dict[str, int]:
     """Return file → bytes for the files of a repository that a snapshot lacks; {} if the sizes are not known."""
     try:
         tree = get_cached_repo_tree(repo, revision=folder.name)
@@ -348,7 +348,7 @@ def _missing(repo: str, folder: Path) -> dict[str, int]:
 
 def missing_weights(repo: str, folder: Path) -> int:
     """Return the bytes of a repository's weights that are not in the cache yet."""
-    sizes = _missing(repo, folder)
+    sizes = _missing_files(repo, folder)
     kinds = ([size for name, size in sizes.items() if fnmatch(name, kind)] for kind in WEIGHTS)
     return sum(next((kind for kind in kinds if kind), ()))
 

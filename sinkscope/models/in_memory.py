@@ -85,13 +85,13 @@ def same_random_numbers(*holders: Any) -> Iterator[None]:
 def text_of(name: Any) -> str:
     """Return a name or path as text; raise InputError for any other object."""
     if not isinstance(name, str | os.PathLike):
-        raise InputError(f"a name or a path is needed, and this is a {_kind(name)}")
+        raise InputError(f"a name or a path is needed, and this is a {_type_name(name)}")
     return os.fspath(name)
 
 
 def unwrapped(model: Any, changed: bool = False) -> PreTrainedModel:
     """Return the transformers model in an object of the caller; InputError if it cannot be measured or `changed`."""
-    kind = _kind(model)
+    kind = _type_name(model)
     parts: Iterator[Any] = chain(model.modules(), model.parameters()) if isinstance(model, nn.Module) else iter(())
     if any(isinstance(part, FullyShardedDataParallel | DTensor) for part in parts):
         raise InputError(
@@ -136,7 +136,7 @@ def unwrapped(model: Any, changed: bool = False) -> PreTrainedModel:
 
 def _check_wrapper(wrapper: Any) -> None:
     """Raise InputError if a wrapper changes what the model in it computes: the model is measured without it."""
-    kind = _kind(wrapper)
+    kind = _type_name(wrapper)
     if getattr(wrapper, "__dict__", {}).get("_edits"):  # nnsight's, and those of its subclasses
         raise InputError(
             f"{kind} has edits (edit(inplace=True)), which are not in the model: register them as forward hooks of the "
@@ -159,7 +159,7 @@ def _check_wrapper(wrapper: Any) -> None:
             )
 
 
-def _kind(thing: Any) -> str:
+def _type_name(thing: Any) -> str:
     return f"{type(thing).__module__.partition('.')[0]}.{type(thing).__qualname__}"
 
 
@@ -174,7 +174,7 @@ def _inner(model: Any) -> Any:
     if isinstance(model, nn.Module) and isinstance(getattr(model, "original_model", None), nn.Module):
         return _without_bridges(model.original_model)  # type: ignore[arg-type]
     if getattr(model, "dispatched", True) is False:
-        raise InputError(f"{_kind(model)} has not loaded its weights yet: make it with dispatch=True")
+        raise InputError(f"{_type_name(model)} has not loaded its weights yet: make it with dispatch=True")
     held = getattr(model, "__dict__", {})  # nnsight's own attributes: others name parts of the model
     return getattr(model, "_orig_mod", None) if isinstance(model, nn.Module) else held.get("_module")
 

@@ -304,7 +304,7 @@ def _build(
     dtype = _dtype_name(files, dtype, device_map)
     place, too_large = device_map or (None if on_cpu else "cuda"), ""
     if device_map is None and not on_cpu:
-        place, too_large = _placed(files, config, dtype, trust_remote_code)
+        place, too_large = _place_for(files, config, dtype, trust_remote_code)
     options: dict[str, Any] = {"use_safetensors": files.weights[0].endswith(".safetensors")}
     if files.gguf:
         options = gguf_options(files.gguf)
@@ -357,7 +357,7 @@ def _build(
     return model, notices
 
 
-def _placed(files: ModelFiles, config: PreTrainedConfig, dtype: str, trust_remote_code: bool) -> tuple[str, str]:
+def _place_for(files: ModelFiles, config: PreTrainedConfig, dtype: str, trust_remote_code: bool) -> tuple[str, str]:
     """Return the device map of a model for which the user named none, and how it is measured if one GPU is too small.
 
     Weights that fit only as they are packed stay so, if transformers can compute with them, by kernels from the hub.

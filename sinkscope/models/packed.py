@@ -25,7 +25,7 @@ from transformers.utils import is_kernels_available
 
 from sinkscope.errors import InputError, SinkscopeError, unknown
 
-SETTINGS = "quantization_config"  # an entry of config.json, and an attribute of a model's configuration
+PACKING = "quantization_config"  # an entry of config.json, and an attribute of a model's configuration
 DEQUANTIZED = ", dequantized"  # the end of `stored_precision`
 BY_KERNELS = ("fp8", "mxfp8", "mxfp4")  # methods that can also compute on packed weights, by kernels from the hub
 UNPACKED = ("compressed-tensors", "fp8", "mxfp8", "mxfp4", "metal")  # methods that are dequantized while loading
@@ -51,7 +51,7 @@ AGREEING = 0.1  # largest relative error of a linear layer's gradient
 
 def method_of(settings: Mapping[str, Any]) -> str | None:
     """Return the quantization method that a config.json names, if any."""
-    packing = settings.get(SETTINGS)
+    packing = settings.get(PACKING)
     if not isinstance(packing, dict):
         return None
     bitsandbytes = packing.get("load_in_4bit") or packing.get("load_in_8bit")
@@ -85,7 +85,7 @@ def stored_precision(settings: Mapping[str, Any]) -> str | None:
     method = method_of(settings)
     if method is None:
         return None
-    packing = settings[SETTINGS]
+    packing = settings[PACKING]
     in_4, in_8 = (packing.get(f"load_in_{bits}bit") for bits in (4, 8))
     bits = METHOD_BITS.get(method) or (4 if in_4 else 8 if in_8 else None)
     if not bits:
@@ -110,25 +110,25 @@ def measured_precision(stored: str, model: PreTrainedModel) -> str:
 def gguf_options(path: str) -> dict[str, Any]:
     """Return the options with which transformers reads a GGUF file and unpacks it."""
     # otherwise the model would count as quantized and could not be cast or saved
-    return {"gguf_file": path, SETTINGS: GgufConfig(dequantize=True)}
+    return {"gguf_file": path, PACKING: GgufConfig(dequantize=True)}
 
 
 def set_unpacking(config: Any, unpacks: bool) -> None:
     """Let transformers unpack (or not) the weights of a configuration's model while it loads them, if it can."""
-    packing = getattr(config, SETTINGS, None)
-    if isinstance(packing, dict) and method_of({SETTINGS: packing}) in UNPACKED:
-        setattr(config, SETTINGS, packing | {"dequantize": unpacks})
+    packing = getattr(config, PACKING, None)
+    if isinstance(packing, dict) and method_of({PACKING: packing}) in UNPACKED:
+        setattr(config, PACKING, packing | {"dequantize": unpacks})
 
 
 def without_packing(config: Any) -> None:
     """Remove the settings of packed weights from a configuration."""
-    if hasattr(config, SETTINGS):
-        delattr(config, SETTINGS)
+    if hasattr(config, PACKING):
+        delattr(config, PACKING)
 
 
 def runs_packed(config: Any) -> bool:
     """Return whether transformers can compute on a checkpoint's packed weights on this machine's GPU."""
-    packing = getattr(config, SETTINGS, None)
+    packing = getattr(config, PACKING, None)
     if not isinstance(packing, dict) or packing.get("quant_method") not in BY_KERNELS or not is_kernels_available():
         return False
     quantizer: Any = AutoHfQuantizer.from_config(packing | {"dequantize": False}, pre_quantized=True)
@@ -140,7 +140,7 @@ def runs_packed(config: Any) -> bool:
 
 def packed_bytes(model: PreTrainedModel, config: Any) -> int:
     """Return about how many bytes the weights of a model on the meta device take as its checkpoint packs them."""
-    packing, total = getattr(config, SETTINGS), 0.0
+    packing, total = getattr(config, PACKING), 0.0
     size = (METHOD_BITS[packing["quant_method"]] + SCALES) / 8
     plain = [*(packing.get("modules_to_not_convert") or ()), "lm_head"]
     for path, module in model.named_modules():

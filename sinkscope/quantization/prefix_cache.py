@@ -11,7 +11,7 @@ from sinkscope.errors import InputError
 from sinkscope.models.family import input_device
 
 CACHE, HOW = "prefix.safetensors", "prefix.md"
-TEXT = """# A prefix whose keys and values stay in full precision
+HOW_TO_READ = """# A prefix whose keys and values stay in full precision
 
 `{cache}` holds the token ids of the prefix ({ids}), and the keys and values (1, heads, tokens, d) of each layer of
 {model} in full precision. The text follows without a BOS of its own.
@@ -43,14 +43,14 @@ def prefix_cache(model: PreTrainedModel, ids: tuple[int, ...]) -> dict[str, torc
     layers = getattr(model(token_ids[None], use_cache=True).past_key_values, "layers", None)
     if not layers or any(getattr(layer, "keys", None) is None for layer in layers):
         raise InputError("not every layer of this model caches keys and values")
-    found = {"token_ids": token_ids}
-    for at, layer in enumerate(layers):
-        found |= {f"{at}.key": layer.keys, f"{at}.value": layer.values}
-    return {name: x.detach().cpu().contiguous() for name, x in found.items()}
+    cache = {"token_ids": token_ids}
+    for number, layer in enumerate(layers):
+        cache |= {f"{number}.key": layer.keys, f"{number}.value": layer.values}
+    return {name: x.detach().cpu().contiguous() for name, x in cache.items()}
 
 
 def write_prefix(cache: dict[str, torch.Tensor], model: str, folder: Path) -> None:
     ids = cache["token_ids"].tolist()
     save_file(cache, folder / CACHE, {"model": model, "token_ids": json.dumps(ids)})
-    text = TEXT.format(cache=CACHE, ids=", ".join(map(str, ids)), model=model)
+    text = HOW_TO_READ.format(cache=CACHE, ids=", ".join(map(str, ids)), model=model)
     (folder / HOW).write_text(text, encoding="utf-8")

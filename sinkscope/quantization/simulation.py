@@ -35,10 +35,10 @@ from sinkscope.quantization.sites import (
 from sinkscope.quantization.spared import ALL_ROWS, NOTHING, Spared
 
 # (part, all keys or values (B,Hkv,T,D), or rows of scores or weights (B,H,R,T), these rows) → their replacement
-Change = Callable[[str, torch.Tensor, slice], torch.Tensor]
+AttentionChange = Callable[[str, torch.Tensor, slice], torch.Tensor]
 
 
-def attending_with(seams: Mapping[int, Seam], changes: Mapping[int, Change]) -> AbstractContextManager[None]:
+def attending_with(seams: Mapping[int, Seam], changes: Mapping[int, AttentionChange]) -> AbstractContextManager[None]:
     """Pass keys, values, scores and attention weights of these layers through their change until the end of the block.
 
     Scores include the softcap, but no mask. A learned sink logit enters the softmax unchanged. No T × T matrix larger
@@ -46,7 +46,7 @@ def attending_with(seams: Mapping[int, Seam], changes: Mapping[int, Change]) -> 
     """
 
     def attend(
-        change: Change, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+        change: AttentionChange, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> tuple[torch.Tensor, torch.Tensor]:
         key, value = change(KEYS, key, ALL_ROWS), change(VALUES, value, ALL_ROWS)
         mixes, lses = [], []

@@ -62,21 +62,21 @@ def sites_of(
     check_not_packed(model, "simulated quantization")
     check_no_adapter(model, "simulated quantization")
     # modules that the text passes: the modules of running layers, and the modules outside layers that run
-    found = dict(linear_modules(model))
-    layers = {path: layer_and_kind(path, family)[0] for path in found}
-    passed = {path for path, at in layers.items() if at != NO_LAYER and family.block(at).kind != NOT_RUN}
-    reached = read_a_token(model)[0] if len(passed) < len(found) or scheme == FULL_SCHEME else set()
+    linear = {path: (module, *layer_and_kind(path, family)) for path, module in linear_modules(model)}
+    running = {
+        layer: block
+        for layer, block in enumerate(map(family.block, range(len(family.layer_modules(model)))))
+        if block.kind != NOT_RUN
+    }
+    is_passed = all(layer in running for _, layer, _ in linear.values())
+    reached = set() if is_passed and scheme != FULL_SCHEME else read_a_token(model)[0]
     sites = []
-    for path, module in found.items():
-        if path not in passed and path not in reached:
-            continue
-        _check_weight(path, module)
-        layer, kind = layer_and_kind(path, family)
-        sites += [Site(path, part, layer, kind) for part in PARTS]
+    for path, (module, layer, kind) in linear.items():
+        if layer in running or path in reached:
+            _check_weight(path, module)
+            sites += [Site(path, part, layer, kind) for part in PARTS]
     if not sites:
         raise InputError("this model has no linear layers that could be quantized")
-    blocks = enumerate(map(family.block, range(len(family.layer_modules(model)))))
-    running = {at: block for at, block in blocks if block.kind != NOT_RUN}
     if scheme == FULL_SCHEME:
         _check_interface(family, "--scheme full", "scores and softmax outputs")
         for path, module in model.named_modules():
@@ -85,16 +85,16 @@ def sites_of(
                 sites += [Site(path, part, NO_LAYER, path) for part in (WEIGHT, OUTPUT)]
         first = next(iter(running))
         sites.append(Site(f"{family.layers}.{first}.input", SUM, first, "layer_in"))
-        for at, block in running.items():
-            within, name = f"{family.layers}.{at}", block.attention
-            sites += [Site(f"{within}.{name}", part, at, name) for part in (SCORES, SOFTMAX) if name]
+        for layer, block in running.items():
+            within, name = f"{family.layers}.{layer}", block.attention
+            sites += [Site(f"{within}.{name}", part, layer, name) for part in (SCORES, SOFTMAX) if name]
             sums = [site for site in ("mid", "layer_out") if site in block.sites]
-            sites += [Site(f"{within}.{block.sites[site]}", SUM, at, site) for site in sums]
+            sites += [Site(f"{within}.{block.sites[site]}", SUM, layer, site) for site in sums]
     if has_cache:
         _check_interface(family, "--kv-cache-per", "keys and values")
-        for at, block in running.items():
+        for layer, block in running.items():
             name = block.attention
-            sites += [Site(f"{family.layers}.{at}.{name}", part, at, name) for part in CACHED if name]
+            sites += [Site(f"{family.layers}.{layer}.{name}", part, layer, name) for part in CACHED if name]
     return sites
 
 
@@ -135,14 +135,14 @@ def chosen_sites(sites: Collection[Site], named: Iterable[Site | str]) -> set[Si
     A name is a kind (mlp.down_proj), a kind's part (mlp.down_proj input), a module's path with or without the part, or
     one site as it is printed (layer 11 mlp.down_proj input).
     """
-    found: set[Site] = set()
+    chosen: set[Site] = set()
     for name in [named] if isinstance(named, str) else named:
         meant = {site for site in sites if name == site or name in site.names}
         if not meant:
             known = {known for site in sites for known in (site.kind, site.role)}
             raise InputError(f"site {unknown(str(name), sorted(known))}")
-        found |= meant
-    return found
+        chosen |= meant
+    return chosen
 
 
 def _check_weight(path: str, module: Any) -> None:

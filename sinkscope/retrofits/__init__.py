@@ -29,7 +29,7 @@ from sinkscope.attention.taps import NAME, attends_by_us
 from sinkscope.errors import InputError, unknown
 from sinkscope.models.edits import ACCELERATE, unknown_code
 from sinkscope.models.families import FAMILIES, find_family
-from sinkscope.models.family import PREFIX, WITH_TOWERS, Family, is_retrofitted
+from sinkscope.models.family import RETROFITTED, WITH_TOWERS, Family, is_retrofitted
 from sinkscope.models.in_memory import on_cpu_by_default, unwrapped
 from sinkscope.models.loading import AUTO_CLASSES
 from sinkscope.options.option import filled_in
@@ -128,13 +128,13 @@ def retrofit_model(model: PreTrainedModel, family: Family | None, method: str, *
     if plain not in known:
         named = " or ".join(dict.fromkeys(kind.__name__ for kind in known)) or "no such class"
         raise InputError(f"a {plain.__name__} cannot be retrofitted: only transformers' own ({named})")
-    if PREFIX + base not in CONFIG_MAPPING:
+    if RETROFITTED + base not in CONFIG_MAPPING:
         raise InputError(f"a retrofitted {plain.__name__} could not be loaded again: '{base}' is not registered")
     _register_models(base)
     model.__class__ = _model_class(base, plain)
     if ACCELERATE in vars(model):  # its hook has kept the forward of the class before
         model._old_forward = model.__class__.forward.__get__(model)
-    config.__class__ = CONFIG_MAPPING[PREFIX + base]
+    config.__class__ = CONFIG_MAPPING[RETROFITTED + base]
     config.retrofit = {"method": method, "parameters": chosen.model_dump(), "sinkscope": version("sinkscope")}
     with on_cpu_by_default():
         chosen.install(model, family)
@@ -166,7 +166,7 @@ def _register_configuration(base: str) -> None:
     parent: Any = CONFIG_MAPPING[base]
 
     class Config(parent):
-        model_type = PREFIX + base
+        model_type = RETROFITTED + base
         retrofit: dict | None = None  # method, parameters, and the version of sinkscope
 
         def __post_init__(self, **kwargs: Any) -> None:
@@ -174,7 +174,7 @@ def _register_configuration(base: str) -> None:
             _register_models(base)  # auto classes create the configuration before they look up the model class
 
     Config.__name__ = Config.__qualname__ = f"Sinkscope{parent.__name__}"
-    AutoConfig.register(PREFIX + base, Config)
+    AutoConfig.register(RETROFITTED + base, Config)
 
 
 @cache
@@ -184,12 +184,12 @@ def _register_models(base: str) -> None:
     for auto in AUTO_CLASSES:
         if parent in auto._model_mapping:
             ours = _model_class(base, auto._model_mapping[parent])
-            auto.register(CONFIG_MAPPING[PREFIX + base], ours, exist_ok=True)
+            auto.register(CONFIG_MAPPING[RETROFITTED + base], ours, exist_ok=True)
 
 
 @cache
 def _model_class(base: str, parent: Any) -> type[PreTrainedModel]:
-    names, configuration = list(signature(parent.forward).parameters)[1:], CONFIG_MAPPING[PREFIX + base]
+    names, configuration = list(signature(parent.forward).parameters)[1:], CONFIG_MAPPING[RETROFITTED + base]
 
     class Model(parent):
         config_class = configuration
@@ -247,7 +247,7 @@ def _model_class(base: str, parent: Any) -> type[PreTrainedModel]:
 
     Model.__name__ = Model.__qualname__ = f"Sinkscope{parent.__name__}"
     # Checkpoints of mixtures of experts name and stack weights differently from the model: conversions by model type.
-    for known, name in ((base, PREFIX + base), (parent.__name__, Model.__name__)):
+    for known, name in ((base, RETROFITTED + base), (parent.__name__, Model.__name__)):
         conversion = get_checkpoint_conversion_mapping(known)
         if conversion is not None:
             register_checkpoint_conversion_mapping(name, conversion, overwrite=True)

@@ -12,7 +12,7 @@ import torch
 from sinkscope.errors import InputError, explained
 from sinkscope.text.batch import Batch
 
-ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+PICTURE_ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 QUESTION = "Describe this image."
 THUMBNAIL = 224  # pixels of the longer side
 
@@ -37,14 +37,14 @@ def read_pictures(folder: Path, most: int) -> list[Picture]:
 
     if not folder.is_dir():
         raise InputError(f"--images {folder}: no such folder")
-    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in ENDINGS)[:most]
+    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in PICTURE_ENDINGS)[:most]
     if not files:
-        raise InputError(f"--images {folder}: it holds no picture ({', '.join(ENDINGS)})")
-    found = []
+        raise InputError(f"--images {folder}: it holds no picture ({', '.join(PICTURE_ENDINGS)})")
+    pictures = []
     for file in files:
         with explained(f"--images {file}: not a picture that can be read"):
-            found.append(Picture(file.name, Image.open(file).convert("RGB")))
-    return found
+            pictures.append(Picture(file.name, Image.open(file).convert("RGB")))
+    return pictures
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ def asked_about(picture: Picture, processor: Any, visual_id: int, first: int) ->
     bos = getattr(getattr(processor, "tokenizer", None), "bos_token", None)
     as_it_is = {"add_special_tokens": False} if bos and text.startswith(bos) else {}
     with explained(f"{type(processor).__name__} cannot read {picture.name} with a question"):
-        given = dict(processor(images=[picture.image], text=[text], return_tensors="pt", **as_it_is))
-    ids, mask = given.pop("input_ids"), given.pop("attention_mask", None)
-    given.pop("labels", None)  # PaliGemma: for training
-    places = places_of(ids[0] == visual_id, given.get("image_grid_thw"))
+        read = dict(processor(images=[picture.image], text=[text], return_tensors="pt", **as_it_is))
+    ids, mask = read.pop("input_ids"), read.pop("attention_mask", None)
+    read.pop("labels", None)  # PaliGemma: for training
+    places = places_of(ids[0] == visual_id, read.get("image_grid_thw"))
     if not len(places.column):
         raise InputError(f"{type(processor).__name__} gives no token with the id {visual_id} for {picture.name}")
-    return Batch(ids, torch.ones_like(ids) if mask is None else mask, first, pictures=given), places
+    return Batch(ids, torch.ones_like(ids) if mask is None else mask, first, pictures=read), places
 
 
 def places_of(visual: torch.Tensor, grid: torch.Tensor | None = None) -> Places:
@@ -91,13 +91,13 @@ def places_of(visual: torch.Tensor, grid: torch.Tensor | None = None) -> Places:
     starts[1:] = column.diff() > 1
     tile = starts.cumsum(0) - 1
     grid_row, grid_column = torch.zeros_like(column), torch.zeros_like(column)
-    for at in range(int(tile.max()) + 1 if len(tile) else 0):
-        own = tile == at
-        count = int(own.sum())
+    for number in tile.unique():
+        inside = tile == number
+        count = int(inside.sum())
         width = isqrt(count) if isqrt(count) ** 2 == count else count
         if grid is not None and len(grid) == 1:
             merged = isqrt(int(grid[0].prod()) // count)  # patches that are merged into a token, along each side
             width = int(grid[0, 2]) // max(1, merged)
         index = torch.arange(count)
-        grid_row[own], grid_column[own] = index // width, index % width
+        grid_row[inside], grid_column[inside] = index // width, index % width
     return Places(column, tile, grid_row, grid_column)

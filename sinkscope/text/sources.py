@@ -1,6 +1,6 @@
 """The sources of token sequences: texts, files, datasets and drawn tokens, and how they are cut into sequences.
 
-To add a source, add a line to TEXTS, FORMATS or DRAWN. The library `datasets` reads datasets, but not single files: its
+To add a source, add a line to TEXTS, READERS or DRAWN. The library `datasets` reads datasets, but not single files: its
 JSON reader turns dates into `datetime` and integers next to 6.0 into floats and names no line in its errors; its text
 reader rewrites line ends and keeps a byte order mark.
 """
@@ -167,7 +167,7 @@ class Request:
 # --- readers: a file or a dataset becomes documents
 
 
-def read_text(path: Path) -> Iterator[Document]:
+def read_text_file(path: Path) -> Iterator[Document]:
     """Read a file of UTF-8 text as one document."""
     text = _decoded(path.read_bytes(), path.name)
     if not text.strip():
@@ -459,8 +459,8 @@ def sampled_tokens(request: Request) -> Selection:
 # (documents, name of the source in error messages, request) → sequences
 Cut = Callable[[Iterator[Document], str, Request], Selection]
 
-FORMATS: dict[str, tuple[Callable[[Path], Iterator[Document]], Cut]] = {
-    ".txt": (read_text, windows),
+READERS: dict[str, tuple[Callable[[Path], Iterator[Document]], Cut]] = {
+    ".txt": (read_text_file, windows),
     ".jsonl": (read_json_lines, heads),
     ".json": (read_json_lines, heads),
     ".npy": (read_array, rows),
@@ -504,10 +504,10 @@ def open_source(source: str | given.Given, dataset: str | None, option: str = "-
         path = user_path(name)
         is_here = kind_of(path) is not None
         records = _dataset_records(str(path) if is_here else name, config or None, split or "train", label)
-        return _table(path.resolve().name if is_here else name, label, records)
+        return _table_source(path.resolve().name if is_here else name, label, records)
     if isinstance(source, given.Given):
         if source.kind == given.DATASET:
-            return _table(source.kind, "input", source.rows())
+            return _table_source(source.kind, "input", source.rows())
         return OpenSource(
             source.kind, "input", iter(source.documents), partial(heads, skips=False), lambda _: source.kind
         )
@@ -515,7 +515,7 @@ def open_source(source: str | given.Given, dataset: str | None, option: str = "-
         label = f"{source} text"
         return OpenSource(source, label, iter([Document(label, TEXTS[source]())]), windows, lambda _: label)
     path = _existing_file(source)
-    read, cut = FORMATS[path.suffix.lower()]
+    read, cut = READERS[path.suffix.lower()]
     # a file named like an input kind keeps its ending, so that tables distinguish the two
     name = path.name if path.stem in (*INPUT_KINDS, *given.OBJECTS) else path.stem
     return OpenSource(
@@ -523,7 +523,7 @@ def open_source(source: str | given.Given, dataset: str | None, option: str = "-
     )
 
 
-def _table(name: str, label: str, rows: Iterator[Mapping[str, Any]]) -> OpenSource:
+def _table_source(name: str, label: str, rows: Iterator[Mapping[str, Any]]) -> OpenSource:
     return OpenSource(name, label, read_rows(rows, label), table_heads, lambda entries: f"column {entries}")
 
 
@@ -547,8 +547,8 @@ def check_source(source: str | given.Given) -> None:
 
 
 def _existing_file(source: str) -> Path:
-    path, endings = user_path(source), ", ".join(FORMATS)
-    is_known = path.suffix.lower() in FORMATS
+    path, endings = user_path(source), ", ".join(READERS)
+    is_known = path.suffix.lower() in READERS
     kind = kind_of(path) if source else None  # an empty name would be the working directory
     if kind == "folder":
         raise InputError(f"--input {source} is a folder: give a file ({endings})")

@@ -50,7 +50,7 @@ def special_token_ids(tokenizer: "PreTrainedTokenizerBase | None") -> frozenset[
     """Return all ids that a tokenizer marks special, including ids that only its list of added tokens names."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     known = [] if tokenizer is None else tokenizer.all_special_ids
-    return frozenset(known) | {at for at, token in added.items() if token.special}
+    return frozenset(known) | {token_id for token_id, token in added.items() if token.special}
 
 
 def token_texts(tokenizer: "PreTrainedTokenizerBase | None", token_ids: Iterable[int]) -> dict[int, str]:
@@ -69,9 +69,9 @@ def token_texts(tokenizer: "PreTrainedTokenizerBase | None", token_ids: Iterable
 
 def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
     """Raise InputError for the first id outside the vocabulary; `where` begins the message."""
-    for at, token in enumerate(ids):
+    for position, token in enumerate(ids):
         if not 0 <= token < vocab_size:
             raise InputError(
-                f"{where}: token id {token} at position {at} is outside the model's vocabulary "
+                f"{where}: token id {token} at position {position} is outside the model's vocabulary "
                 f"of {vocab_size} (0 … {vocab_size - 1})"
             )

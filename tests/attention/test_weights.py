@@ -86,10 +86,10 @@ def assert_sums(found: ColumnSums, expected: dict[str, torch.Tensor]) -> None:
 def test_a_long_sequence_is_read_by_first_columns_and_diagonal_band(
     chunk: int, columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No sequence is SHORT here or one chunk of logits: the sparse path gives the same results as the dense one."""
+    """No sequence is short here or one chunk of logits: the sparse path gives the same results as the dense one."""
     for window in (1, 4, 7, 9, 23):
         with naming(window):
-            monkeypatch.setattr(attention_weights, "SHORT", 0)
+            monkeypatch.setattr(attention_weights, "SHORT_SEQUENCE", 0)
             monkeypatch.setattr(attention_weights, "ROW_CHUNK", 0)
             for kind, lengths in (("causal", None), ("window", (23, 15)), ("additive", None), ("sink", (23, 15))):
                 read = make_read(kind, lengths=lengths)
@@ -104,7 +104,7 @@ def test_a_long_sequence_is_read_by_first_columns_and_diagonal_band(
 @pytest.mark.parametrize("columns", [[2, 9], [2, 9, 40], [22, 40], [40]], ids=str)
 def test_sums_of_forbidden_keys_are_those_of_a_mask(columns: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A key hidden from all later queries keeps its own weight; keys past a short sequence's end change nothing."""
-    monkeypatch.setattr(attention_weights, "SHORT", 0)
+    monkeypatch.setattr(attention_weights, "SHORT_SEQUENCE", 0)
     read, heads = make_read("causal"), torch.tensor([True, False, True, True])[:, None, None]
 
     def pairs(rows: slice, cols: slice, device: torch.device) -> torch.Tensor:

@@ -165,7 +165,7 @@ def test_weights_that_fit_only_packed_stay_packed(plain: Path, tmp_path: Path, m
         monkeypatch.setattr(loading, "free_memory", lambda device: int(room / loading.FILLED) + 1)
         config = AutoConfig.from_pretrained(folder)
         packed.set_unpacking(config, True)
-        place, said = loading._placed(find_files(str(folder), None, None, False), config, dtype, trust)
+        place, said = loading._place_for(find_files(str(folder), None, None, False), config, dtype, trust)
         return place, config.quantization_config["dequantize"], said
 
     capability = (9, 0)

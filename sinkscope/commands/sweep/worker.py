@@ -18,7 +18,7 @@ from typing import Any
 
 from huggingface_hub import constants, dataset_info
 
-from sinkscope.errors import LONGEST, InputError, SinkscopeError, one_line, was_interrupted
+from sinkscope.errors import LONGEST_LINE, InputError, SinkscopeError, one_line, was_interrupted
 from sinkscope.measuring.console import PrintableStream
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import check_memory
@@ -114,7 +114,7 @@ def measured(group: Group) -> Iterator[Event]:
         except Exception as error:  # also unexpected errors: the other cells are still measured
             if was_interrupted(error):
                 raise KeyboardInterrupt from None
-            state, message = State.FAILED, one_line(failure_of(error, dashes="")[0], LONGEST)
+            state, message = State.FAILED, one_line(failure_of(error, dashes="")[0], LONGEST_LINE)
         yield Event(task.name, state, message, time.monotonic() - start)
 
 
