@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -140,22 +141,30 @@ def test_every_linear_layer_but_the_head_as_by_hand(family: str) -> None:
     assert torch.equal(model(ids).logits, plain)
 
 
+def calls_of(model: PreTrainedModel, modules: dict[Any, nn.Module], *batches: Any) -> dict[Any, list[tuple[Any, Any]]]:
+    """Run the model, and return copies of the input and the output of these modules in each of their calls, by key."""
+    calls: dict[Any, list[tuple[Any, Any]]] = {key: [] for key in modules}
+
+    def keep(module: nn.Module, args: tuple, output: Any, key: Any) -> None:
+        calls[key].append((args[0].clone() if args else None, first_tensor(output).clone()))
+
+    with ExitStack() as hooks, torch.no_grad():
+        for key, module in modules.items():
+            hooks.enter_context(module.register_forward_hook(partial(keep, key=key)))
+        for ids in batches:
+            model(torch.as_tensor(ids))
+    return calls
+
+
 def ranges_by_hand(model: PreTrainedModel, sequences: list[torch.Tensor]) -> dict[tuple[str, str], tuple[float, float]]:
-    seen: dict[tuple[str, str], list[torch.Tensor]] = {}
-
-    def look(path: str) -> Any:
-        def hook(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-            seen.setdefault((path, "input"), []).append(args[0].flatten().clone())
-            seen.setdefault((path, "output"), []).append(output.flatten().clone())
-
-        return hook
-
-    handles = [module.register_forward_hook(look(path)) for path, module in linear_by_hand(model).items()]
-    for ids in sequences:
-        model(torch.as_tensor(ids)[None])
-    for handle in handles:
-        handle.remove()
-    return {at: (float(torch.cat(parts).min()), float(torch.cat(parts).max())) for at, parts in seen.items()}
+    ranges = {}
+    for path, calls in calls_of(
+        model, linear_by_hand(model), *(torch.as_tensor(ids)[None] for ids in sequences)
+    ).items():
+        for end, tensors in zip(("input", "output"), zip(*calls, strict=True), strict=True):
+            low, high = torch.cat([x.flatten() for x in tensors]).aminmax()
+            ranges[path, end] = float(low), float(high)
+    return ranges
 
 
 def fake(x: torch.Tensor, low: float, high: float, bits: int) -> torch.Tensor:
@@ -201,13 +210,9 @@ def test_ranges_medians_and_massive_activations_as_by_hand() -> None:
             assert (known.low, known.high) == pytest.approx(expected[site.path, site.part], rel=1e-5)
         assert known.max_abs == max(abs(known.low), abs(known.high))
     fc2 = next(site for site in ranges if str(site) == "layer 1 fc2 output")
-    medians = []
-    fc2_module = model.model.decoder.layers[1].fc2
-    hook = fc2_module.register_forward_hook(lambda m, i, x: medians.append(float(x.abs().median())))
-    for ids in sequences:
-        model(torch.as_tensor(ids)[None])
-    hook.remove()
-    assert ranges[fc2].median_abs == pytest.approx(np.mean(medians), rel=1e-5)
+    modules: dict[Any, nn.Module] = {"fc2": model.model.decoder.layers[1].fc2}
+    calls = calls_of(model, modules, *(torch.as_tensor(ids)[None] for ids in sequences))["fc2"]
+    assert ranges[fc2].median_abs == pytest.approx(np.mean([float(x.abs().median()) for _, x in calls]), rel=1e-5)
     assert {str(site) for site in ranges if ranges[site].is_massive} == set()
     model.model.decoder.layers[1].fc2.weight[5] *= 300.0
     massive = {str(site) for site, known in calibrate_ranges(model, sequences).items() if known.is_massive}
@@ -221,11 +226,8 @@ def test_rounding_as_by_hand(llama: PreTrainedModel) -> None:
     with open_tracer(llama, find_family(llama)) as tracer:
         roundings = measured_roundings(tracer, sequences, ranges, precision)
     site = next(site for site in ranges if str(site) == "layer 2 mlp.down_proj input")
-    inputs: list[torch.Tensor] = []
-    handle = llama.model.layers[2].mlp.down_proj.register_forward_hook(lambda m, args, out: inputs.append(args[0]))
-    llama(torch.stack(sequences))
-    handle.remove()
-    x = inputs[0].double()
+    ((x, _),) = calls_of(llama, {"down": llama.model.layers[2].mlp.down_proj}, torch.stack(sequences))["down"]
+    x = x.double()
     snapped = asymmetric_grid(ranges[site].low, ranges[site].high, 3).snap(x)
     assert roundings[site].zeroed == pytest.approx(float((snapped == 0).double().mean()), abs=2e-3)
     noise = float((snapped - x).square().sum())
@@ -373,16 +375,9 @@ def test_ranges_are_of_values_before_their_gates_and_of_mixes_after_them(name: s
     for layer, block in enumerate(family.layer_modules(model)):
         value = projections(model, family, layer)["value"].module
         output = block.get_submodule(family.attention).get_submodule(family.output)
-        read: list[torch.Tensor] = []
-        hooks = [
-            module.register_forward_hook(lambda m, args, x, read=read: read.append(args[0]))
-            for module in (value, output)
-        ]
+        calls = calls_of(model, {"value": value, "output": output}, sequences)
         with torch.no_grad():
-            model(sequences)
-            raw, mix = type(value).forward(value, read[0]), read[1]
-        for hook in hooks:
-            hook.remove()
+            raw, mix = type(value).forward(value, calls["value"][0][0]), calls["output"][0][0]
         for known, x in ((ranges[paths[value], "output"], raw), (ranges[paths[output], "input"], mix)):
             assert (known.low, known.high) == pytest.approx(tuple(map(float, x.aminmax())), rel=1e-4)
 
@@ -614,18 +609,14 @@ def test_a_quantized_sum_is_also_what_goes_past_the_branch(name: str) -> None:
 
 def outputs(model: PreTrainedModel, family: Family, ranges: dict[Site, Range]) -> dict[tuple[int, str], torch.Tensor]:
     """Return, by layer and site, the tensors that plain hooks record in the model with these sites in six bits."""
-    found: dict[tuple[int, str], torch.Tensor] = {}
-    with quantized(model, ranges, bits_activations=6), ExitStack() as hooks:
-        for at, layer in enumerate(family.layer_modules(model)):
-            for site in ("mlp_out", "layer_out"):
-
-                def keep(module: Any, args: Any, output: Any, place: tuple[int, str] = (at, site)) -> None:
-                    found[place] = first_tensor(output).double().clone()
-
-                module = layer.get_submodule(family.sites[site].rpartition(".")[0])
-                hooks.callback(module.register_forward_hook(keep).remove)
-        model(tiny_tokens())
-    return {place: x.view(*tiny_tokens().shape, -1) for place, x in found.items()}
+    modules: dict[Any, nn.Module] = {
+        (at, site): layer.get_submodule(family.sites[site].rpartition(".")[0])
+        for at, layer in enumerate(family.layer_modules(model))
+        for site in ("mlp_out", "layer_out")
+    }
+    with quantized(model, ranges, bits_activations=6):
+        calls = calls_of(model, modules, tiny_tokens())
+    return {place: x.double().view(*tiny_tokens().shape, -1) for place, ((_, x),) in calls.items()}
 
 
 def test_what_cannot_be_reached_is_refused() -> None:
