@@ -17,20 +17,12 @@ from sinkscope.models.family import NO_POSITIONS, Family
 from sinkscope.options.measuring import ObservableOptions
 from sinkscope.plugins import blaming
 from sinkscope.results.findings import FEWEST_QUERIES, OUTLIER
-from sinkscope.results.metrics import TOKEN_GROUPS, is_clear, is_sink, lacks_rate
+from sinkscope.results.metrics import METRICS, TOKEN_GROUPS, is_clear, is_sink, lacks_rate
 from sinkscope.results.tables import WHOLE_MODEL
 from sinkscope.text.inputs import TokenInputs
 
-# the reduction over layers to a metric of the whole model; the default is the mean
-REDUCTIONS: Mapping[str, Callable[[pd.Series], float]] = {
-    "massive_count": pd.Series.sum,
-    "secondary_sinks": pd.Series.sum,
-    "residual_share": pd.Series.max,
-    "max_inf_norm": pd.Series.max,
-    "layer_inf_norm": pd.Series.max,
-    "first_norm": pd.Series.max,
-    "largest_logit": pd.Series.max,
-}
+# `whole` of a metric → its reduction over layers to the value of the whole model; the default is the mean
+REDUCTIONS: Mapping[str, Callable[[pd.Series], float]] = {"sum": pd.Series.sum, "largest": pd.Series.max}
 
 
 @dataclass(frozen=True)
@@ -79,7 +71,9 @@ def summarize(
     if "query_bias" in tables:
         by_layer |= _query_bias_metrics(tables)
         whole["delta_outlier_share"] = float((by_layer["delta_gap"] > OUTLIER).mean())
-    reduced = {metric: float(REDUCTIONS.get(metric, pd.Series.mean)(series)) for metric, series in by_layer.items()}
+    reduced = {
+        name: float(REDUCTIONS.get(METRICS[name].whole, pd.Series.mean)(series)) for name, series in by_layer.items()
+    }
     rows = [
         (int(layer), metric, float(value)) for metric, series in by_layer.items() for layer, value in series.items()
     ]

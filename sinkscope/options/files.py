@@ -182,15 +182,6 @@ def read_yaml(path: Path, kind: type[Content], what: str, options: Collection[st
 
     Messages call the file a `what`, and say which keys belong under `options`.
     """
-    try:
-        return kind.model_validate(_parse(path, what))
-    except ValidationError as error:
-        # an unknown key first: it may be the misspelling of a missing key
-        worst = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
-        raise InputError(f"{path}: {_complaint(worst, kind, options)}") from None
-
-
-def _parse(path: Path, what: str) -> dict[str, Any]:
     text = read_text(path, LARGEST_YAML)
     try:
         content = _with_text_for_keys(yaml.load(text, _Loader))
@@ -207,7 +198,12 @@ def _parse(path: Path, what: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         some = "text" if isinstance(content, str) else "a list" if isinstance(content, list) else f"only {content!r}"
         raise InputError(f"{path} is not a {what}: it holds {some}, and not keys and values, as `title: …`")
-    return content
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        # an unknown key first: it may be the misspelling of a missing key
+        worst = min(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
+        raise InputError(f"{path}: {_complaint(worst, kind, options)}") from None
 
 
 class _Loader(yaml.SafeLoader):

@@ -29,7 +29,20 @@ class Given:
         self.kind, self._rows = DATASET, _rows(thing)
         if self._rows is not None:
             return
-        items = _items(thing)
+        if isinstance(thing, Mapping):
+            if _is_of(thing, "datasets"):
+                raise ValueError(f"it has the splits {', '.join(map(str, thing))}: give one of them")
+            items: Any = _of_batch(thing)
+        else:
+            items = _plain(thing)
+            # an iterator that Python itself makes: others, such as an open file, may yield anything
+            if isinstance(items, Iterator) and type(items).__module__ in ("builtins", "itertools"):
+                items = [_plain(item) for item in items]
+            if not isinstance(items, list):
+                what = "neither texts, token ids, chats nor a dataset"
+                raise ValueError(f"a {type(thing).__name__} is {what}: give a list of them, a dataset or a DataFrame")
+            if items and (isinstance(items[0], int) or (isinstance(items[0], Mapping) and "role" in items[0])):
+                items = [items]  # a single list of ids, or a single chat
         if not items:
             raise ValueError("it is empty")
         for number, item in enumerate(items):
@@ -76,23 +89,6 @@ def _is_of(thing: Any, library: str) -> bool:
     return any(f"{base.__module__}.".startswith(f"{library}.") for base in type(thing).__mro__)
 
 
-def _items(thing: Any) -> list[Any]:
-    """Return the documents of a list; a single list of ids, a single chat or record is one."""
-    if isinstance(thing, Mapping):
-        if _is_of(thing, "datasets"):
-            raise ValueError(f"it has the splits {', '.join(map(str, thing))}: give one of them")
-        return _of_batch(thing)
-    items = _plain(thing)
-    # an iterator that Python itself makes: others, such as an open file, may yield anything
-    if isinstance(items, Iterator) and type(items).__module__ in ("builtins", "itertools"):
-        items = [_plain(item) for item in items]
-    if not isinstance(items, list):
-        what = "neither texts, token ids, chats nor a dataset"
-        raise ValueError(f"a {type(thing).__name__} is {what}: give a list of them, a dataset or a DataFrame")
-    is_one = items and (isinstance(items[0], int) or (isinstance(items[0], Mapping) and "role" in items[0]))
-    return [items] if is_one else items
-
-
 def _of_batch(thing: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the records of a batch, such as the output of a tokenizer; anything else is one record."""
     ids = _plain(thing.get("input_ids"))
@@ -104,7 +100,8 @@ def _of_batch(thing: Mapping[str, Any]) -> list[Mapping[str, Any]]:
             raise InputError(f"input: `{name}` is not one row for each of the {len(ids)} rows of `input_ids`")
     of_all = {name: thing[name] for name in OTHER_LAYOUTS if name in thing}
     return [
-        {"input_ids": row} | of_all | {name: rows[at] for name, rows in of_rows.items()} for at, row in enumerate(ids)
+        {"input_ids": row} | of_all | {name: rows[index] for name, rows in of_rows.items()}
+        for index, row in enumerate(ids)
     ]
 
 

@@ -41,21 +41,19 @@ class Options(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        own = vars(cls).get("defaults", {})
-        for name, default in own.items():
-            changed = copy(cls.model_fields[name])
-            changed.default = default
-            cls.model_fields[name] = changed
-        if own:
+        defaults = vars(cls).get("defaults", {})
+        for name, default in defaults.items():
+            cls.model_fields[name] = copy(cls.model_fields[name])
+            cls.model_fields[name].default = default
+        if defaults:
             cls.model_rebuild(force=True)
 
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, options: Any) -> Any:
         for name, reason in cls.refused.items():
-            if isinstance(options, dict) and options.get(name, cls.model_fields[name].default) != (
-                cls.model_fields[name].default
-            ):
+            default = cls.model_fields[name].default
+            if isinstance(options, dict) and options.get(name, default) != default:
                 raise ValueError(f"{flag(name)} does not apply: {reason}")
         return options
 
@@ -121,10 +119,10 @@ def split_names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def split_all_names(given: Any) -> Any:
+def split_all_names(names: Any) -> Any:
     """Split the names in one text or in several; leave anything else to pydantic's validation."""
-    listed = [given] if isinstance(given, str) else given
-    return [name for part in listed for name in split_names(str(part))] if isinstance(listed, list | tuple) else given
+    listed = [names] if isinstance(names, str) else names
+    return [name for part in listed for name in split_names(str(part))] if isinstance(listed, list | tuple) else names
 
 
 # parts of the types of options, as in Annotated[str, path_as_text]: each converts or checks a value, and names another
@@ -134,7 +132,7 @@ path_as_text = BeforeValidator(
 )
 text_as_tuple = BeforeValidator(lambda text: (text,) if isinstance(text, str) else text, json_schema_input_type=str)
 one_as_tuple = BeforeValidator(
-    lambda given: (given,) if isinstance(given, int | float) else given, json_schema_input_type=float
+    lambda number: (number,) if isinstance(number, int | float) else number, json_schema_input_type=float
 )
 split_at_commas = BeforeValidator(split_all_names, json_schema_input_type=str)
 
@@ -168,35 +166,9 @@ def as_folder_name(*parts: str | None) -> str:
 
 def distinct_folder_name(*parts: str | None) -> str:
     """Return a folder name that differs for different parts: if characters were replaced, a checksum follows."""
-    given = "-".join(part for part in parts if part)
-    name = as_folder_name(given)
-    return name if name == given else as_folder_name(name, sha256(os.fsencode(given)).hexdigest()[:6])
-
-
-def checked(kind: type[Model], options: Mapping[str, Any]) -> Model:
-    """Make a model of options. Raises InputError with one line on the first option that is unknown or not allowed."""
-    try:
-        return kind(**options)
-    except ValidationError as error:
-        raise InputError(_complaint(error.errors()[0], kind.model_fields)) from None
-
-
-def filled_in(kind: type[Model], parameters: Mapping[str, Any], what: str, whole: str = "") -> Model:
-    """Make an intervention or a retrofit from its parameters, as numbers or as text; InputError if one is wrong.
-
-    The message begins with `what`; `whole` replaces the parameter's name in a message about all parameters together.
-    """
-    for key in parameters:
-        if key not in kind.model_fields:
-            known = f"parameter {unknown(key, kind.model_fields)}" if kind.model_fields else "it has no parameters"
-            raise InputError(f"{what}: {known}")
-    try:
-        return kind(**parameters)
-    except ValidationError as error:
-        worst = error.errors()[0]
-        where = str(worst["loc"][0]) if worst["loc"] else whole
-        message = worst["msg"].removeprefix("Value error, ")
-        raise InputError(f"{what}: {where and where + ': '}{message[0].lower() + message[1:]}") from None
+    joined = "-".join(part for part in parts if part)
+    name = as_folder_name(joined)
+    return name if name == joined else as_folder_name(name, sha256(os.fsencode(joined)).hexdigest()[:6])
 
 
 # pydantic's kind of error → the message about the value; other kinds keep pydantic's message
@@ -216,22 +188,44 @@ _NEEDED = {
 }
 
 
-def _complaint(error: Any, fields: Any) -> str:
-    message, value, context = str(error["msg"]), error["input"], error.get("ctx", {})
-    own_words = message.removeprefix("Value error, ")
-    if not error["loc"]:
-        return own_words
-    name = str(error["loc"][0])
-    if error["type"] == "extra_forbidden":
-        return f"option {unknown(name, fields)}"
-    if len(error["loc"]) > 1 and name == "batch_size":  # a number or a word
-        return f"{flag(name)} {value}: it must be a whole number or auto"
-    if error["type"] == "literal_error":
+def checked(kind: type[Model], options: Mapping[str, Any]) -> Model:
+    """Make a model of options. Raises InputError with one line on the first option that is unknown or not allowed."""
+    try:
+        return kind(**options)
+    except ValidationError as error:
+        worst = error.errors()[0]
+    value, context, message = worst["input"], worst.get("ctx", {}), worst["msg"].removeprefix("Value error, ")
+    if not worst["loc"]:
+        raise InputError(message)
+    name = str(worst["loc"][0])
+    if worst["type"] == "extra_forbidden":
+        raise InputError(f"option {unknown(name, kind.model_fields)}")
+    if len(worst["loc"]) > 1 and name == "batch_size":  # a number or a word
+        raise InputError(f"{flag(name)} {value}: it must be a whole number or auto")
+    if worst["type"] == "literal_error":
         choices = re.findall(r"'([^']+)'", context["expected"])
-        return f"{flag(name)} {unknown(str(value), choices)}"
-    if error["type"] in _NEEDED:
+        raise InputError(f"{flag(name)} {unknown(str(value), choices)}")
+    if worst["type"] in _NEEDED:
         bounds = {key: f"{bound:g}" if isinstance(bound, float) else bound for key, bound in context.items()}
-        return f"{flag(name)} {one_line(value)}: {_NEEDED[error['type']].format(**bounds)}"
+        raise InputError(f"{flag(name)} {one_line(value)}: {_NEEDED[worst['type']].format(**bounds)}")
     if isinstance(value, tuple | list):  # the message names the element that is wrong
-        return f"{flag(name)}: {own_words}"
-    return f"{flag(name)} {one_line(value)}: {own_words[0].lower() + own_words[1:]}"
+        raise InputError(f"{flag(name)}: {message}")
+    raise InputError(f"{flag(name)} {one_line(value)}: {message[0].lower() + message[1:]}")
+
+
+def filled_in(kind: type[Model], parameters: Mapping[str, Any], what: str, whole: str = "") -> Model:
+    """Make an intervention or a retrofit from its parameters, as numbers or as text; InputError if one is wrong.
+
+    The message begins with `what`; `whole` replaces the parameter's name in a message about all parameters together.
+    """
+    for key in parameters:
+        if key not in kind.model_fields:
+            known = f"parameter {unknown(key, kind.model_fields)}" if kind.model_fields else "it has no parameters"
+            raise InputError(f"{what}: {known}")
+    try:
+        return kind(**parameters)
+    except ValidationError as error:
+        worst = error.errors()[0]
+        where = str(worst["loc"][0]) if worst["loc"] else whole
+        message = worst["msg"].removeprefix("Value error, ")
+        raise InputError(f"{what}: {where and where + ': '}{message[0].lower() + message[1:]}") from None

@@ -57,13 +57,13 @@ class Content(BaseModel):
 
     @field_validator("options", "runs", "figures", mode="before")
     @classmethod
-    def _accept_short_forms(cls, given: Any, info: ValidationInfo) -> Any:
+    def _accept_short_forms(cls, value: Any, info: ValidationInfo) -> Any:
         """Accept a key without a value, a run without options of its own, and figures as `a,b`."""
-        if given is None:
+        if value is None:
             return [] if info.field_name == "figures" else {}
-        if info.field_name == "runs" and isinstance(given, dict):
-            return {name: {} if options is None else options for name, options in given.items()}
-        return split_names(given) if info.field_name == "figures" and isinstance(given, str) else given
+        if info.field_name == "runs" and isinstance(value, dict):
+            return {name: {} if options is None else options for name, options in value.items()}
+        return split_names(value) if info.field_name == "figures" and isinstance(value, str) else value
 
     @field_validator("command")
     @classmethod
@@ -102,28 +102,29 @@ class Recipe:
         """The content of the file, for manifests."""
         return {"name": self.name, "content": self.content.model_dump(mode="json", exclude_unset=True)}
 
-    def options(self, given: Mapping[str, Any]) -> dict[str, Options]:
-        """Return the options of each run by name; the options `given` replace the recipe's.
+    def options(self, replacing: Mapping[str, Any]) -> dict[str, Options]:
+        """Return the options of each run by name; those of `replacing` are in place of the recipe's.
 
         The name of a single run is "". Raises InputError, with the file, if an option is unknown or not allowed.
         """
         kind, content = options_by_command()[self.content.command], self.content
-        own = {"model": content.model} if content.model is not None else {}
         # `run` has the option --input also for commands that train, where the field is called `text`
         renames = {"input": "text"} if "text" in kind.model_fields else {}
-        replaced = {renames.get(name, name): value for name, value in given.items()}
+        replaced = {renames.get(name, name): value for name, value in replacing.items()}
+        runs = {}
         with named_file(self.path):
             if content.runs and not kind.in_memory:
                 raise InputError(f"`runs` are for commands that measure one run, and `{content.command}` does not")
-            shared = own | named(content.options)
-            runs = {name: shared | named(options) for name, options in (content.runs or {"": {}}).items()}
-            for options in runs.values() if given.get("model") is not None else ():
-                options.pop("revision", None)  # these two belong to the recipe's own model
-                options.pop("gguf_file", None)
-            found = {name: checked(kind, options | replaced) for name, options in runs.items()}
-            for run in found.values():
+            shared = ({} if content.model is None else {"model": content.model}) | named(content.options)
+            for name, of_run in (content.runs or {"": {}}).items():
+                options = shared | named(of_run)
+                if replacing.get("model") is not None:  # these two belong to the recipe's own model
+                    options.pop("revision", None)
+                    options.pop("gguf_file", None)
+                runs[name] = checked(kind, options | replaced)
+            for run in runs.values():
                 run.check_of_a_file()
-            return found
+        return runs
 
 
 def named(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,12 +138,12 @@ def named(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def known_recipes(folder_name: str = "") -> dict[str, Path]:
     """Return name → file of the recipes in ./recipes/ and of sinkscope's own, or of `folder_name` in both."""
-    found: dict[str, Path] = {}
+    recipes: dict[str, Path] = {}
     for folder in (Path("recipes", folder_name), shipped("recipes") / folder_name):
         for path in [folder / name for name in names_in(folder)] if kind_of(folder) == "folder" else ():
             if path.suffix in ENDINGS and path.is_file():
-                found.setdefault(path.stem, path)
-    return found
+                recipes.setdefault(path.stem, path)
+    return recipes
 
 
 def shipped(folder: str) -> Path:

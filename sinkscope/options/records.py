@@ -6,7 +6,7 @@ split. A row whose sequences cannot be told apart is refused.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
 from typing import Annotated, Any
@@ -110,32 +110,31 @@ def documents_of(record: Mapping[str, Any], where: str, column: str = "") -> lis
     ]
 
 
-def _sequences(record: Record, given: Iterable[str], where: str) -> list[list[int]]:
-    """Return the sequences in the ids of a record, by the entries of LAYOUT that are `given`."""
+def _sequences(record: Record, entries: Collection[str], where: str) -> list[list[int]]:
+    """Return the sequences in the ids of a record, by those of LAYOUT that are among its `entries`."""
     ids, mask, positions, lengths = record.input_ids, record.attention_mask, record.position_ids, record.seq_lengths
-    given = set(given)
     for name, values in (("attention_mask", mask), ("position_ids", positions)):
-        if name in given and len(values) != len(ids):
+        if name in entries and len(values) != len(ids):
             raise InputError(f"{where}: `{name}` has {counted(len(values), 'number')} for {len(ids)} `input_ids`")
-    mask = mask if "attention_mask" in given else [1] * len(ids)
-    seen = [at for at, is_seen in enumerate(mask) if is_seen]
+    mask = mask if "attention_mask" in entries else [1] * len(ids)
+    seen = [index for index, is_seen in enumerate(mask) if is_seen]
     if not seen:
         return [[]]
     first, end = seen[0], seen[-1] + 1
     if end - first > len(seen):
         raise InputError(f"{where}: `attention_mask` hides tokens between others: give each sequence by itself")
-    starts = {first, *(at for at in range(first + 1, end) if mask[at] != mask[at - 1])}
-    if "seq_lengths" in given:
+    starts = {first, *(index for index in range(first + 1, end) if mask[index] != mask[index - 1])}
+    if "seq_lengths" in entries:
         if min(lengths, default=0) < 1 or sum(lengths) not in (len(ids), len(seen)):
             raise InputError(f"{where}: `seq_lengths` do not add up to its {len(ids)} `input_ids`")
         before = first if sum(lengths) == len(seen) else 0
         starts |= {before + total for total in accumulate(lengths) if first < before + total < end}
-    if "position_ids" in given:
-        starts |= {at for at in range(first + 1, end) if positions[at] != positions[at - 1] + 1}
-        for at in sorted(starts):
-            if positions[at] != 0:
+    if "position_ids" in entries:
+        starts |= {index for index in range(first + 1, end) if positions[index] != positions[index - 1] + 1}
+        for start in sorted(starts):
+            if positions[start] != 0:
                 raise InputError(
-                    f"{where}: `position_ids` go on with {positions[at]} at token {at}, where a sequence begins: "
+                    f"{where}: `position_ids` go on with {positions[start]} at token {start}, where a sequence begins: "
                     "only sequences from position 0 on are measured"
                 )
     return [ids[start:stop] for start, stop in pairwise([*sorted(starts), end])]

@@ -55,9 +55,9 @@ class Comparison(Result):
         return self.table.to_html(float_format="{:.4g}".format, na_rep="–") + (warned and f"<ul>{warned}</ul>")
 
 
-def compared(given: Sequence[Run | str | os.PathLike[str]], start: float) -> Comparison:
+def compared(chosen: Sequence[Run | str | os.PathLike[str]], start: float) -> Comparison:
     """Compare runs of `analyze` in memory, for a command that began at `start`."""
-    runs = tuple(run if isinstance(run, Run) else Run.open(run) for run in given)
+    runs = tuple(run if isinstance(run, Run) else Run.open(run) for run in chosen)
     for run in runs:
         if run.command != "analyze":
             raise InputError(

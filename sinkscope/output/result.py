@@ -7,7 +7,7 @@ run.json has `"drawn": false`.
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from sinkscope.output.drawing import Drawings, save_figures
 from sinkscope.results.findings import Finding
 from sinkscope.results.folders import FileList, new_folder
 from sinkscope.results.manifest import PAGE, read_manifest, write_manifest
-from sinkscope.results.run import RunData
+from sinkscope.results.run import FolderData, RunData
 from sinkscope.results.swap import new_file, remove
 from sinkscope.results.tables import write_tables
 from sinkscope.verdict.table_formats import TableFormat, formatted
@@ -53,15 +53,8 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Result(Shown):
+class Result(FolderData, Shown):
     """A manifest and tables, in memory or in a folder, with texts, figures and a page."""
-
-    manifest: dict[str, Any] = field(repr=False)  # the content of run.json
-    tables: Mapping[str, pd.DataFrame] = field(repr=False)  # by name, as its folder has them
-    folder: Path | None = None  # None if it is in memory only
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "tables", Known("table", self.tables))
 
     @property
     def texts(self) -> Mapping[str, str]:

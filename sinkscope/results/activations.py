@@ -74,12 +74,12 @@ class Activations(Mapping[str, "dict[int, torch.Tensor]"]):
     @property
     def _layers(self) -> dict[str, list[int]]:
         """Site → its layers."""
-        found: dict[str, list[int]] = {}
+        by_site: dict[str, list[int]] = {}
         for name in self.tensors:
             site, _, layer = name.partition(".")
             if layer.isdecimal():
-                found.setdefault(site, []).append(int(layer))
-        return {site: sorted(layers) for site, layers in sorted(found.items())}
+                by_site.setdefault(site, []).append(int(layer))
+        return {site: sorted(layers) for site, layers in sorted(by_site.items())}
 
     @property
     def token_ids(self) -> "torch.Tensor":

@@ -18,6 +18,7 @@ from sinkscope.results.manifest import MANIFEST, RUNS, files_in, foreign_files, 
 from sinkscope.results.swap import MOMENT, NEW, OLD, beside, locked, remove, repair, repair_within
 
 Sources = Iterable[str | os.PathLike[str] | None]
+NOT_REPLACEABLE = "--out {} cannot be replaced: name a new folder in it, such as {}"
 
 
 @contextmanager
@@ -53,10 +54,16 @@ def alone_in(folder: str | os.PathLike[str], option: str = "--out", patience: fl
     if not is_folder:
         raise InputError(f"--out {path}: the file {in_the_way} is in the way")
     if not real.name:
-        raise _not_replaceable(path)
+        raise InputError(NOT_REPLACEABLE.format(path, path / "run"))
     missing = [place for place in real.parents if not place.exists()]  # the innermost first
+
+    def remove_empty() -> None:
+        with suppress(OSError):  # not empty: a file was written, or another run is there
+            for place in missing:
+                place.rmdir()
+
     with ExitStack() as stack:
-        stack.callback(_remove_empty, missing)
+        stack.callback(remove_empty)
         try:
             real.parent.mkdir(parents=True, exist_ok=True)
             stack.enter_context(locked(real, patience))
@@ -70,34 +77,38 @@ def alone_in(folder: str | os.PathLike[str], option: str = "--out", patience: fl
         yield path
 
 
-def _not_replaceable(folder: Path) -> InputError:
-    return InputError(f"--out {folder} cannot be replaced: name a new folder in it, such as {folder / 'run'}")
-
-
-def _remove_empty(folders: Iterable[Path]) -> None:
-    with suppress(OSError):  # not empty: a file was written, or another run is there
-        for path in folders:
-            path.rmdir()
-
-
 def check_output(folder: Path, overwrite: bool, commands: Collection[str] = RUNS, reads: Sources = ()) -> None:
     """Raise InputError, before anything is computed, if a command cannot write its folder.
 
-    With `overwrite`, a result of one of `commands` is replaced if the folder has no other file, no link, and none of
-    the files that are read: `reads` are names of a model, an input, ….
+    With `overwrite`, a result of one of `commands`, which may have taken days, is replaced if the folder has no other
+    file, no link, and none of the files that are read: `reads` are names of a model, an input, ….
     """
-    real = folder.resolve()
+    real, refused = folder.resolve(), f"--out {folder} is not replaced"
     try:
         if (real / MANIFEST).exists():
             if not overwrite:
                 raise InputError(f"--out {folder} already holds a run: --overwrite replaces it, or name another folder")
-            _check_replaceable(folder, commands, reads)
+            try:
+                by = read_manifest(folder, None)["command"]
+                foreign = next(foreign_files(folder), None) if by in commands else None
+            except InputError as error:
+                raise InputError(f"{refused}: {error}; delete it, or name another folder") from None
+            if by not in commands:
+                raise InputError(f"--out {folder} holds what `{by}` wrote, and is not replaced: name another folder")
+            if foreign is not None:
+                what = f"it holds {foreign.relative_to(folder)}, which no run wrote"
+                raise InputError(f"{refused}: {what}; move that away, or name another folder")
+            # a source equal to the folder is a word such as `natural`; `foreign_files` finds a model in it
+            for source in reads:
+                with suppress(OSError, RuntimeError, ValueError):  # not a path
+                    if source is not None and real in Path(source).expanduser().resolve().parents:
+                        raise InputError(f"{refused}: it holds {source}, which is read; name another folder")
         elif real.is_dir() and any(real.iterdir()):
             raise InputError(f"--out {folder} is not empty and holds no run: name another folder, or a new one in it")
     except OSError as error:
         raise InputError(f"--out {folder} cannot be used: {error.strerror}") from None
     if os.path.ismount(real) or Path.cwd().is_relative_to(real):
-        raise _not_replaceable(folder)
+        raise InputError(NOT_REPLACEABLE.format(folder, folder / "run"))
     check_no_link(real)
 
 
@@ -110,26 +121,6 @@ def check_no_link(folder: Path) -> None:
         for path in (Path(parent, name) for name in (*folders, *files)):
             if path.is_symlink() and not path.is_file():
                 raise InputError(f"{path} is a link, and nothing is written through links: put its target there")
-
-
-def _check_replaceable(folder: Path, commands: Collection[str], reads: Sources) -> None:
-    """Raise InputError unless the folder contains only files of one of `commands`: a run may have taken days."""
-    kept = f"--out {folder} is not replaced"
-    try:
-        by = read_manifest(folder, None)["command"]
-        stranger = next(foreign_files(folder), None) if by in commands else None
-    except InputError as error:
-        raise InputError(f"{kept}: {error}; delete it, or name another folder") from None
-    if by not in commands:
-        raise InputError(f"--out {folder} holds what `{by}` wrote, and is not replaced: name another folder")
-    if stranger is not None:
-        what = stranger.relative_to(folder)
-        raise InputError(f"{kept}: it holds {what}, which no run wrote; move that away, or name another folder")
-    # a source equal to the folder is a word such as `natural`; `foreign_files` finds a model in it
-    for source in reads:
-        with suppress(OSError, RuntimeError, ValueError):  # not a path
-            if source is not None and folder.resolve() in Path(source).expanduser().resolve().parents:
-                raise InputError(f"{kept}: it holds {source}, which is read; name another folder")
 
 
 @contextmanager
@@ -147,7 +138,10 @@ def new_folder(folder: Path, inside: Path | None = None) -> Iterator[Path]:
         fresh.mkdir(parents=True)
         try:
             yield fresh
-            for path in _others(real, (inside or folder).resolve()):
+            root = (inside or folder).resolve()
+            has_list = (root / MANIFEST).exists()
+            others = foreign_files(root) if has_list else (path for path in real.rglob("*") if not path.is_dir())
+            for path in [path for path in others if path.is_relative_to(real)]:
                 target = fresh / path.relative_to(real)
                 if target.exists():
                     raise SinkscopeError(
@@ -164,13 +158,6 @@ def new_folder(folder: Path, inside: Path | None = None) -> Iterator[Path]:
         raise SinkscopeError(f"writing {folder} failed, and nothing of it is left: {one_line(error)}") from error
 
 
-def _others(folder: Path, root: Path) -> list[Path]:
-    """Return the files in a folder that run.json in `root` does not list; all files if there is none."""
-    if not (root / MANIFEST).exists():
-        return [path for path in folder.rglob("*") if not path.is_dir()]
-    return [path for path in foreign_files(root) if path.is_relative_to(folder)]
-
-
 # --------------------------------------------------------------------------------------------------------- resuming
 
 
@@ -182,9 +169,9 @@ def resumable(folder: Path, command: str, options: Mapping[str, Any]) -> dict[st
     """
     if not (folder / MANIFEST).exists():
         return None
-    found = read_manifest(folder, (command,))
-    recorded = {name: found[name] for name in options if name in found}
-    before, after = _flat(recorded), _flat(json.loads(json.dumps(options)))
+    manifest = read_manifest(folder, (command,))
+    before = _flat({name: manifest[name] for name in options if name in manifest})
+    after = _flat(json.loads(json.dumps(options)))
     differing = [
         f"{key[-1]} was {one_line(before.get(key), 40)}, now {one_line(after.get(key), 40)}"
         for key in after | before
@@ -195,7 +182,7 @@ def resumable(folder: Path, command: str, options: Mapping[str, Any]) -> dict[st
             f"{folder} holds what `{command}` made with other options ({', '.join(differing[:3])}): repeat them to "
             "resume it, overwrite it, or name another folder"
         )
-    return found
+    return manifest
 
 
 def _flat(options: Mapping[str, Any]) -> dict[tuple[str, str], Any]:
@@ -216,8 +203,7 @@ def check_resumable(
 
     `renewed` are folders in it that are replaced whenever the command resumes: they may contain no other files.
     """
-    found = None if overwrite else resumable(folder, command, options)
-    if found is None:
+    if overwrite or resumable(folder, command, options) is None:
         check_output(folder, overwrite, (command,), reads)
         return
     check_no_link(folder)

@@ -446,3 +446,13 @@ METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (*_ATTENTION, *_GEOMETRY, *_ACTIVATIONS, *_STATES, *_GRADIENTS, *_BIAS, *_QUANTIZED, *_TRAINED)
 } | BACKCOPY
+
+# metrics of the whole model in verdicts and model cards, in their order → the finding whose sentence has the metric
+HEADLINES = {
+    "sink_rate": "sink", "sink_rate_outside": "sink-outside", "sink_rate_later": "later-sinks", "window_mass": "",
+    "sink_mass": "", "repeated_bound": "", "attention_entropy": "", "missing_mass": "", "value_drain": "",
+    "raw_value_drain": "", "gate_first": "own-gates", "gate_later": "own-gates", "norm_ratio": "", "massive_count": "",
+    "value_gradient_ratio": "value-gradient", "uniform_gradient_ratio": "value-gradient", "compress_slope": "compress",
+    "delta_gap": "", "key_alignment_first": "", "perplexity": "", "max_inf_norm": "", "kurtosis": "",
+    "state_entropy": "", "state_entropy_without_first": "", "secondary_sinks": "", "residual_share": "",
+}  # fmt: skip

@@ -159,7 +159,7 @@ def gamma_table(run: RunData) -> pd.DataFrame | None:
     """Return NU tables 1 and 2, with a row for each layer, counted from 1; None if EPE_0 has no massive coordinate.
 
     |γ| at the massive coordinates of EPE_0 is next to the mean ± 2 standard deviations (population) of all its entries.
-        For GPT-2, the values that the paper prints are added.
+    For GPT-2, the values that the paper prints are added.
     """
     gamma = run.tables.get("gamma")
     if gamma is None or not gamma["is_massive_epe"].any():
@@ -170,10 +170,10 @@ def gamma_table(run: RunData) -> pd.DataFrame | None:
         mean, spread = entries["magnitude"].mean(), 2 * entries["magnitude"].std(ddof=0)
         large = entries[entries["is_massive_epe"]].sort_values("coordinate")
         baseline = f"{round(mean, DIGITS)} ± {round(spread, DIGITS)}"
-        own = dict(zip(large["coordinate"], large["magnitude"], strict=True))
+        columns = zip(large["coordinate"], large["magnitude"], strict=True)
         rows.append(
             {"layer": f"layer {int(layer) + 1}", "baseline": baseline}
-            | {f"d={coordinate}": round(float(magnitude), DIGITS) for coordinate, magnitude in own.items()}
+            | {f"d={coordinate}": round(float(magnitude), DIGITS) for coordinate, magnitude in columns}
         )
     table = pd.DataFrame(rows)
     # GPT-2 is recognized by its shape and massive coordinates, because copies of it have other names

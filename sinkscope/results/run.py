@@ -37,21 +37,27 @@ def policy_of(token_zero: str) -> str:
 
 
 @dataclass(frozen=True)
-class RunData:
-    """The results of one command on one model."""
+class FolderData:
+    """A manifest and tables, in memory or in a folder."""
 
-    columns: ClassVar[Mapping[str, Columns]] = {}  # columns of the tables of a folder, after the leading ones
-
-    manifest: dict[str, Any]  # the content of run.json
-    tables: Mapping[str, pd.DataFrame] = field(repr=False)  # name → table
-    folder: Path | None = None  # its folder; None if it is in memory only
-    activations: Activations = field(default_factory=Activations, repr=False)  # raw tensors of the first sequences
-    loaded: Callable[[], Any] | None = field(default=None, repr=False)  # the loaded model it is of, while it exists
-    further: Callable[[Path], None] | None = field(default=None, repr=False)  # writes files that are not from tables
+    manifest: dict[str, Any] = field(repr=False)  # the content of run.json
+    tables: Mapping[str, pd.DataFrame] = field(repr=False)  # by name, as its folder has them
+    folder: Path | None = None  # None if it is in memory only
 
     def __post_init__(self) -> None:
         if type(self.tables) is dict:
             object.__setattr__(self, "tables", Known("table", self.tables))
+
+
+@dataclass(frozen=True)
+class RunData(FolderData):
+    """The results of one command on one model."""
+
+    columns: ClassVar[Mapping[str, Columns]] = {}  # columns of the tables of a folder, after the leading ones
+
+    activations: Activations = field(default_factory=Activations, repr=False)  # raw tensors of the first sequences
+    loaded: Callable[[], Any] | None = field(default=None, repr=False)  # the loaded model it is of, while it exists
+    further: Callable[[Path], None] | None = field(default=None, repr=False)  # writes files that are not from tables
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Self:
@@ -62,12 +68,12 @@ class RunData:
         """
         folder = folder_of(folder)
         manifest = read_manifest(folder)
-        paths = {name: folder / "tables" / f"{name}.parquet" for name in manifest["tables"]}
-        missing = [str(path) for path in paths.values() if not path.is_file()]
-        if missing:
-            raise InputError(f"{folder} is incomplete: {missing[0]} is missing")
+        for name in manifest["tables"]:
+            path = folder / "tables" / f"{name}.parquet"
+            if not path.is_file():
+                raise InputError(f"{folder} is incomplete: {path} is missing")
         folder = folder.absolute()  # tables are read later, perhaps after os.chdir
-        paths = {name: folder / "tables" / path.name for name, path in paths.items()}
+        paths = {name: folder / "tables" / f"{name}.parquet" for name in manifest["tables"]}
         return cls(manifest, TablesOnDisk(folder, paths, cls.columns), folder, Activations.of_folder(folder))
 
     @property
@@ -144,8 +150,8 @@ class RunData:
         last = max(int(layers.max(initial=-1)), len(kinds) - 1)
         if layer not in range(-1, last + 1):
             raise InputError(f"there is no layer {layer}: this run has 0 to {last}, and -1 for the whole model")
-        found = values[(names == name) & (layers == layer)]
-        return float(found[0]) if len(found) else float("nan")
+        measured = values[(names == name) & (layers == layer)]
+        return float(measured[0]) if len(measured) else float("nan")
 
 
 @dataclass(eq=False, repr=False)

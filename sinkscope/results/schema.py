@@ -11,8 +11,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 
 def _inside(path: str) -> str:
     """Check that a path stays in its folder and is written with slashes, on every system."""
-    own = PurePath(path)
-    if own.anchor or ".." in own.parts or not own.parts or own.as_posix() != path.removesuffix("/"):
+    pure = PurePath(path)
+    if pure.anchor or ".." in pure.parts or not pure.parts or pure.as_posix() != path.removesuffix("/"):
         raise ValueError("it leads out of the folder")
     return path
 

@@ -28,7 +28,7 @@ class Sequences:
 
     run: RunData
     condition: str | None = None  # the arm of a run of `intervene`
-    _found: dict[tuple, np.ndarray] = field(default_factory=dict, repr=False)
+    _arrays: dict[tuple, np.ndarray] = field(default_factory=dict, repr=False)
 
     def table(self, name: str) -> pd.DataFrame:
         """Return one table of the run, or its rows for the arm. Raises Lacks."""
@@ -49,17 +49,17 @@ class Sequences:
                 rows = rows[rows[name] == value]
             axes = [np.unique(rows[name].to_numpy(), return_inverse=True) for name in by]
             count = self.run.manifest["input"]["sequences"]
-            found = np.full((count, *(len(labels) for labels, _ in axes)), np.nan)
-            found[(rows["sequence"].to_numpy(), *(index for _, index in axes))] = rows[column].to_numpy(float)
-            return found
+            values = np.full((count, *(len(labels) for labels, _ in axes)), np.nan)
+            values[(rows["sequence"].to_numpy(), *(index for _, index in axes))] = rows[column].to_numpy(float)
+            return values
 
         return self.once((table, column, by, *sorted(where.items())), pivoted)
 
     def once(self, key: tuple, find: Callable[[], np.ndarray]) -> np.ndarray:
         """Return the array that is called `key`, which is found when it is first asked for."""
-        if key not in self._found:
-            self._found[key] = find()
-        return self._found[key]
+        if key not in self._arrays:
+            self._arrays[key] = find()
+        return self._arrays[key]
 
     def means(self, table: str, column: str, by: tuple[str, ...] = ("layer",), **where: object) -> np.ndarray:
         """(1 + draws, *by): means over sequences; the first are the means of the run itself."""

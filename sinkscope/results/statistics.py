@@ -139,8 +139,8 @@ def positive_jackknife(replicates: np.ndarray) -> Estimate:
     """Return the `jackknife` of a positive quantity on the scale of logarithms: the interval stays above 0."""
     if not (replicates > 0).all():
         return jackknife(replicates)
-    found = jackknife(np.log(replicates))
-    return Estimate(float(replicates[0]), float(np.exp(found.low)), float(np.exp(found.high)))
+    logarithm = jackknife(np.log(replicates))
+    return Estimate(float(replicates[0]), float(np.exp(logarithm.low)), float(np.exp(logarithm.high)))
 
 
 def rank_correlation(x: np.ndarray, y: np.ndarray, layers: np.ndarray | None = None) -> Estimate:
@@ -266,9 +266,9 @@ def one_more_run(values: np.ndarray) -> Estimate:
 
 def one_more_factor(values: np.ndarray) -> Estimate:
     """Return `one_more_run` of positive numbers on the scale of logarithms, with their geometric mean."""
-    found = one_more_run(np.log(values))
+    logarithm = one_more_run(np.log(values))
     with np.errstate(over="ignore"):
-        return Estimate(float(np.exp(found.value)), float(np.exp(found.low)), float(np.exp(found.high)))
+        return Estimate(float(np.exp(logarithm.value)), float(np.exp(logarithm.low)), float(np.exp(logarithm.high)))
 
 
 # --- the extremes of several numbers

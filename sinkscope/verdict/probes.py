@@ -1,22 +1,32 @@
-"""Findings on states, super weights, dormant heads and over-mixing, where `analyze` or `intervene` measured them."""
+"""Findings on states, super weights, dormant heads, over-mixing and pictures, where they were measured.
+
+Those on pictures are visual sinks, and patches of an encoder with a large norm.
+"""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from math import isnan
 
 import numpy as np
 import pandas as pd
 
+from sinkscope.errors import counted
 from sinkscope.interventions.heads import AblateHeads, dormant
-from sinkscope.measuring.estimates import super_weight
+from sinkscope.measuring.estimates import (
+    outlier_patches,
+    outlier_share,
+    super_weight,
+    visual_sink_attention,
+    visual_sink_share,
+)
 from sinkscope.measuring.observables.spikes import SECONDARY
-from sinkscope.results.findings import Finding
+from sinkscope.results.findings import AFTER_LAYER, HIGH_NORM, ON_SINKS, PHI, VISUAL, Finding, Outcome
 from sinkscope.results.judgment import NotDefined
 from sinkscope.results.run import BEFORE, RunData
 from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import Estimate, bootstrap, exact, rank_correlation, weighted_means
-from sinkscope.verdict.report import interval, with_interval
+from sinkscope.verdict.report import coordinates_text, finding, with_interval
 
-SECTION, STATES = "Neurons and heads", "States of the residual stream"
+SECTION, STATES, PICTURES = "Neurons and heads", "States of the residual stream", "Pictures"
 SHARE = AblateHeads().share
 
 
@@ -29,14 +39,12 @@ def findings(run: RunData) -> Iterator[Finding]:
         "super_weights": _super_weight,
         "head_scores": _heads,
         "over_mixing_by_sequence": _over_mixing,
+        "visual_patch": _visual_sinks,
+        "encoder_patch": _outlier_patches,
     }
     for name, part in parts.items():
         if name in run.tables and len(natural.table(name)):
             yield from part(natural)
-
-
-def _finding(name: str, section: str, estimate: Estimate, numbers: dict[str, Any], sentence: str) -> Finding:
-    return Finding(name, section, value=estimate.value, **interval(estimate), numbers=numbers, sentence=sentence)
 
 
 def _estimate(replicates: Callable[[], np.ndarray], value: float) -> Estimate:
@@ -50,34 +58,36 @@ def _estimate(replicates: Callable[[], np.ndarray], value: float) -> Estimate:
 def _entropy(run: Sequences) -> Iterator[Finding]:
     table = run.table("entropy")
     lowest = table.loc[table["entropy"].idxmin(), ["layer", "entropy", "entropy_without_first", "entropy_rescaled"]]
-    found = _estimate(lambda: run.means("entropy_by_sequence", "entropy").min(1), lowest["entropy"])
-    sentence = f"The entropy of the states is lowest after layer {lowest['layer']:.0f}: {with_interval(found, '.3g')} "
-    sentence += f"of the largest possible. Without position 0 it is {lowest['entropy_without_first']:.3f} there, and "
-    sentence += f"with position 0 at the median norm of the others {lowest['entropy_rescaled']:.3f}."
-    yield _finding("state-entropy", STATES, found, lowest.to_dict(), sentence)
+    entropy = _estimate(lambda: run.means("entropy_by_sequence", "entropy").min(1), lowest["entropy"])
+    sentence = f"The entropy of the states is lowest after layer {lowest['layer']:.0f}: "
+    sentence += f"{with_interval(entropy, '.3g')} of the largest possible. Without position 0 it is "
+    sentence += f"{lowest['entropy_without_first']:.3f} there, and with position 0 at the median norm of the others "
+    sentence += f"{lowest['entropy_rescaled']:.3f}."
+    yield finding("state-entropy", STATES, entropy, sentence, lowest.to_dict())
 
 
 def _secondary(run: Sequences) -> Iterator[Finding]:
     table = run.table("sink_tokens")
-    found = table[table["kind"] == SECONDARY]
-    counts = np.bincount(found["sequence"], minlength=run.weights.shape[1])
+    sinks = table[table["kind"] == SECONDARY]
+    counts = np.bincount(sinks["sequence"], minlength=run.weights.shape[1])
     number = bootstrap(weighted_means(counts, run.weights) * len(counts))
-    attention, elsewhere = found["attention"].mean(), found["attention_elsewhere"].mean()
-    some = with_interval(number, ".0f") if len(found) else "No"
+    attention, elsewhere = sinks["attention"].mean(), sinks["attention_elsewhere"].mean()
+    some = with_interval(number, ".0f") if len(sinks) else "No"
     sentence = f"{some} later tokens join the first sink for a part of its layers"
-    if len(found):
-        sentence += f", most often {found['token'].astype(str).mode()[0]!r}. They receive {attention:.1f} times "
+    if len(sinks):
+        sentence += f", most often {sinks['token'].astype(str).mode()[0]!r}. They receive {attention:.1f} times "
         sentence += f"uniform attention, equal tokens that are no sinks {elsewhere:.1f} times"
-    yield _finding("secondary-sinks", STATES, number, {"attention": attention, "elsewhere": elsewhere}, f"{sentence}.")
+    numbers = {"attention": attention, "elsewhere": elsewhere}
+    yield finding("secondary-sinks", STATES, number, f"{sentence}.", numbers)
 
 
 def _spikes(run: Sequences) -> Iterator[Finding]:
     table = run.table("spikes")
     most, rotated = table.loc[table["largest_share"].idxmax()], float(table["rotated_share"].max())
-    found = _estimate(lambda: run.means("spikes_by_sequence", "largest_share").max(1), most["largest_share"])
-    sentence = f"One coordinate is large, above 20 times the median entry, at {with_interval(found, '.1%')} of the "
+    share = _estimate(lambda: run.means("spikes_by_sequence", "largest_share").max(1), most["largest_share"])
+    sentence = f"One coordinate is large, above 20 times the median entry, at {with_interval(share, '.1%')} of the "
     sentence += f"tokens after layer {most['layer']}; after a random rotation of the states at {rotated:.1%} at most."
-    yield _finding("residual-sinks", STATES, found, {"layer": int(most["layer"]), "rotated": rotated}, sentence)
+    yield finding("residual-sinks", STATES, share, sentence, {"layer": int(most["layer"]), "rotated": rotated})
     (rises,) = np.nonzero(table["step"] == "up")
     if not len(rises):
         return
@@ -87,7 +97,7 @@ def _spikes(run: Sequences) -> Iterator[Finding]:
     sentence += f"{with_interval(ratio, '.4g')} times the median. There the largest tokens of two sequences have "
     sentence += f"cosine {rise['cosine']:.3f}, tokens with the median norm {rise['cosine_of_others']:.3f}."
     numbers = {name: rise[name] for name in ("layer", "norm_ratio", "cosine", "cosine_of_others")}
-    yield _finding("spike", STATES, ratio, numbers, sentence)
+    yield finding("spike", STATES, ratio, sentence, numbers)
 
 
 def _super_weight(run: Sequences) -> Iterator[Finding]:
@@ -107,36 +117,94 @@ def _super_weight(run: Sequences) -> Iterator[Finding]:
         sentence += f"; the largest massive activation is at {'the same' if usually == row else 'another'} coordinate"
         sentence += "" if usually == row else f", {usually}"
     numbers = {name: float(chosen[name]) for name in ("written", "input", "output", "weight", "sequences")}
-    yield _finding("super-weight", SECTION, share, numbers | place, f"{sentence}.")
+    yield finding("super-weight", SECTION, share, f"{sentence}.", numbers | place)
 
 
 def _heads(run: Sequences) -> Iterator[Finding]:
     table = run.table("head_scores")
     norm, mass, layers = (table[name].to_numpy() for name in ("relative_norm", "first_mass", "layer"))
-    found = rank_correlation(-norm, mass, layers)
+    correlation = rank_correlation(-norm, mass, layers)
     flagged = [set(dormant(table, by, SHARE)) for by in ("output-norm", "first-mass")]
     both = len(flagged[0] & flagged[1]) / len(flagged[0])
     sentence = "Two scores of dormant heads, a small norm of the output in its layer and much attention to position 0, "
-    sentence += f"have rank correlation {with_interval(found, '.2f')} over {len(table)} heads; of the "
+    sentence += f"have rank correlation {with_interval(correlation, '.2f')} over {len(table)} heads; of the "
     sentence += f"{len(flagged[0])} heads that each of them flags, {both:.0%} are the same, where chance gives "
     sentence += f"{SHARE:.0%}."
     numbers = {"heads": len(table), "flagged": len(flagged[0]), "both": both, "chance": SHARE}
-    yield _finding("dormant-heads", SECTION, found, numbers, sentence)
+    yield finding("dormant-heads", SECTION, correlation, sentence, numbers)
 
 
 def _over_mixing(run: Sequences) -> Iterator[Finding]:
     def change(sequences: Sequences) -> Estimate:
         return bootstrap(sequences.means("over_mixing_by_sequence", "change").mean(1))
 
-    value, numbers = change(run), dict[str, float]()
+    value, numbers = change(run), dict[str, Estimate | float]()
     sentence = f"A changed token changes the states of later tokens by {with_interval(value, '.1%')} of their norm, "
     sentence += "mean over layers, substitutions and sequences"
     every = run.run.tables["over_mixing_by_sequence"].groupby("condition")["change"].mean()
     for label in run.run.manifest.get("arms", {}) if run.run.is_experiment else ():
         arm = change(Sequences(run.run, label))
         drawn = [float(x) for name, x in every.items() if str(name).startswith(f"{label} control ")]
-        numbers |= {label: arm.value, **interval(arm, f"{label}_")}
-        numbers |= {f"{label} control": float(np.mean(drawn)) if drawn else float("nan")}
+        numbers |= {label: arm, f"{label} control": float(np.mean(drawn)) if drawn else float("nan")}
         sentence += f"; under {label} by {with_interval(arm, '.1%')}"
         sentence += f", under its {len(drawn)} controls by {min(drawn):.1%} to {max(drawn):.1%}" if drawn else ""
-    yield _finding("over-mixing", SECTION, value, numbers, f"{sentence}.")
+    yield finding("over-mixing", SECTION, value, f"{sentence}.", numbers)
+
+
+def _visual_sinks(sequences: Sequences) -> Iterator[Finding]:
+    run = sequences.run
+    about, share = run.manifest["pictures"], visual_sink_share(run)
+    of = "massive coordinates" if about["is_massive"] else "largest coordinates, none of them massive,"
+    of += f" ({coordinates_text(about['coordinates'])})"
+    shown = counted(about["pictures"], "picture")
+    sentence = f"{with_interval(share, '.2%')} of the visual tokens of {shown} are sinks in layers from "
+    sentence += f"{AFTER_LAYER} on: φ is above {PHI:g} at the model's {of}; at as many random ones {share.null:.2%}."
+    numbers = {"pictures": about["pictures"], "coordinates": tuple(about["coordinates"]), "random": share.null,
+        "layer": AFTER_LAYER}  # fmt: skip
+    outcome = Outcome.PRESENT if share.low > share.null else Outcome.ABSENT if not share.value else Outcome.UNDECIDED
+    try:
+        ratio = visual_sink_attention(run)
+        sentence += f" The text gives a visual sink {with_interval(ratio, '.2f', ' times')} the attention of another "
+        sentence += "visual token" + ("." if isnan(ratio.null) else f", a sink by random ones {ratio.null:.2f} times.")
+        numbers |= {"ratio": ratio.value, "ratio_low": ratio.low, "ratio_high": ratio.high, "ratio_random": ratio.null}
+    except NotDefined:
+        pass
+    ends = {"low": share.low, "high": share.high}
+    yield finding("visual-sinks", PICTURES, share.value, sentence, numbers, outcome=outcome, threshold=PHI, **ends)
+    heads = run.tables["visual_head"].groupby(["layer", "head"])[["first_mass", "visual_mass", "sink_mass"]].mean()
+    first, visual, on_sinks = heads.mean()
+    centric = (heads["visual_mass"] >= VISUAL) & (heads["sink_mass"] <= ON_SINKS * heads["visual_mass"])
+    sentence = f"The text after a picture gives {first:.1%} of its attention to position 0, "
+    sentence += f"{visual:.1%} to visual tokens, and {on_sinks:.1%} to visual sinks. "
+    sentence += f"{centric.sum()} of {len(heads)} heads see the picture: they give it at least {VISUAL:g} of their "
+    sentence += f"attention, and at most {ON_SINKS:g} of that to sinks."
+    numbers = {"first": first, "sinks": on_sinks, "seeing": int(centric.sum()), "heads": len(heads)}
+    numbers |= {"visual": VISUAL, "on_sinks": ON_SINKS}
+    yield finding("visual-attention", PICTURES, visual, sentence, numbers)
+
+
+def _outlier_patches(sequences: Sequences) -> Iterator[Finding]:
+    run = sequences.run
+    share, table = outlier_share(run), outlier_patches(run)
+    special = run.tables["encoder_patch"].query("row < 0")
+    last = table[table["layer"] == table["layer"].max()]
+    pictures = last["sequence"].nunique()
+    sentence = f"After the last layer {with_interval(share, '.2%')} of the patches of "
+    sentence += f"{counted(pictures, 'picture')} are outliers, with more than {HIGH_NORM:g} times the median patch's "
+    sentence += f"norm; the largest has {last['ratio'].max():.2f} times."
+    numbers = {"pictures": pictures, "largest": last["ratio"].max()}
+    by_layer = table.groupby("layer")["is_outlier"].mean()
+    if by_layer.max() > share.value:
+        sentence += f" Most are after layer {by_layer.idxmax()}: {by_layer.max():.2%}."
+        numbers |= {"layer": int(by_layer.idxmax()), "most": by_layer.max()}
+    if len(special):
+        mass = special.groupby(["layer", "sequence"])["mass"].sum().mean()
+        sentence += f" {mass:.1%} of the attention goes to CLS and registers, mean over layers."
+        numbers["special"] = mass
+    if last["is_outlier"].any():
+        mass, others = (last.loc[rows, "mass"].mean() for rows in (last["is_outlier"], ~last["is_outlier"]))
+        sentence += f" In the last layer an outlier receives {mass / others:.2f} times the attention of another patch."
+        numbers["ratio"] = mass / others
+    outcome = Outcome.PRESENT if share.low > 0 else Outcome.UNDECIDED if share.value else Outcome.ABSENT
+    about = {"outcome": outcome, "threshold": HIGH_NORM, "low": share.low, "high": share.high, "is_headline": True}
+    yield finding("outlier-patches", PICTURES, share.value, sentence, numbers, **about)

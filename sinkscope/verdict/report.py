@@ -1,18 +1,28 @@
 """The report on a run as Markdown (title, table and findings), and words that sentences of findings share."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import isclose, isfinite
+from math import inf, isclose, isfinite
+from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
 
+from sinkscope.measuring.estimates import RUN_CLAIMS
 from sinkscope.options.register import records
-from sinkscope.results.findings import Finding, Published
+from sinkscope.results.findings import Finding, Outcome, Published
 from sinkscope.results.run import RunData
 from sinkscope.results.statistics import Estimate
 from sinkscope.verdict.table_formats import as_markdown
+
+# outcome of a claim's number → outcome of the finding
+OUTCOMES = {
+    Outcome.HOLDS: Outcome.PRESENT,
+    Outcome.FAILS: Outcome.ABSENT,
+    Outcome.INCONCLUSIVE: Outcome.UNDECIDED,
+    Outcome.NOT_ENOUGH_SEEDS: Outcome.UNDECIDED,
+}
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,35 @@ def interval(estimate: Estimate, name: str = "") -> dict[str, Any]:
     if isclose(estimate.low, estimate.high, rel_tol=1e-9) or not (isfinite(estimate.low) and isfinite(estimate.high)):
         return {}
     return {f"{name}low": estimate.low, f"{name}high": estimate.high}
+
+
+def judged(claim: str, estimate: Estimate) -> dict[str, Any]:
+    """Return the outcome, threshold and id of a claim whose first number has this estimate, as fields of a finding."""
+    test = RUN_CLAIMS[claim].parts[0].test
+    threshold = test.most if test.least == -inf else test.least
+    return {"outcome": OUTCOMES[test.outcome(estimate)], "threshold": threshold, "claim": claim}
+
+
+def finding(
+    name: str,
+    section: str,
+    value: Estimate | float,
+    sentence: str,
+    numbers: Mapping[str, Any] = MappingProxyType({}),
+    **fields: Any,
+) -> Finding:
+    """Return a finding. An estimate, as value or among the numbers, brings its interval.
+
+    With `claim`, outcome and threshold are those of the claim, unless `fields` has others.
+    """
+    flat: dict[str, Any] = {}
+    for key, number in numbers.items():
+        is_estimate = isinstance(number, Estimate)
+        flat |= {key: number.value, **interval(number, f"{key}_")} if is_estimate else {key: number}
+    if isinstance(value, Estimate):
+        fields = (judged(fields["claim"], value) if "claim" in fields else {}) | fields | interval(value)
+        value = value.value
+    return Finding(name, section, value=value, numbers=flat, sentence=sentence, **fields)
 
 
 def with_interval(estimate: Estimate, form: str, unit: str = "", label: str = "95 % interval ") -> str:

@@ -7,12 +7,11 @@ from typing import Literal
 import pandas as pd
 
 from sinkscope.errors import InputError, unknown
-from sinkscope.results.metrics import METRICS
+from sinkscope.results.metrics import METRICS, MISSING
 
 TableFormat = Literal["text", "markdown", "latex"]
 
 LONG, WIDTH = 40, "6cm"  # a LaTeX column with more than LONG characters in a cell has this width, and breaks lines
-MISSING = "–"
 BOLD = re.compile(r"\*\*(.+)\*\*")
 
 # fmt: off
@@ -65,7 +64,13 @@ def as_markdown(table: pd.DataFrame, title: str = "", numbers: bool = False) -> 
 
 
 def _as_latex(table: pd.DataFrame, title: str) -> str:
-    columns = "".join(_column(table[name], place) for place, name in enumerate(table))
+    columns = ""
+    for name in table:
+        if max(map(len, table[name]), default=0) > LONG:  # long texts break into lines
+            columns += f"p{{{WIDTH}}}"
+        else:  # numbers are right-aligned, others left-aligned
+            is_number = columns and all(re.match(r"[−+-]?\d|–$|$|inf$", cell) for cell in table[name])
+            columns += "r" if is_number else "l"
     heading, *body = (
         " & ".join(_latex(str(cell)) for cell in row) + r" \\"
         for row in (table.columns, *table.itertuples(index=False))
@@ -80,14 +85,6 @@ FORMATS: Mapping[str, Callable[[pd.DataFrame, str], str]] = {
     "markdown": as_markdown,
     "latex": _as_latex,
 }
-
-
-def _column(cells: pd.Series, place: int) -> str:
-    """Return the alignment of a column: long texts break into lines, numbers are right-aligned, others left-aligned."""
-    if max(map(len, cells), default=0) > LONG:
-        return f"p{{{WIDTH}}}"
-    is_number = place and all(re.match(r"[−+-]?\d|–$|$|inf$", cell) for cell in cells)
-    return "r" if is_number else "l"
 
 
 def _latex(text: str) -> str:

@@ -7,7 +7,7 @@ import pytest
 from sinkscope.results.manifest import read_manifest
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import read_table
-from sinkscope.verdict.at_a_glance import REPORTED, TITLES, glances
+from sinkscope.verdict.at_a_glance import GLANCES, REPORTED, glances
 
 REPORTS = Path(__file__).parents[2] / "reports"
 
@@ -16,7 +16,7 @@ REPORTS = Path(__file__).parents[2] / "reports"
 def test_the_numbers_of_other_models_are_those_of_their_reports(model: str) -> None:
     folder = REPORTS / REPORTED[model]
     run = RunData(read_manifest(folder, None), {"summary": read_table(folder / "tables/summary.parquet")}, folder)
-    assert [glance.metric for glance in glances(run)] == list(TITLES)
+    assert [glance.metric for glance in glances(run)] == list(GLANCES)
     assert all("Among" in glance.elsewhere for glance in glances(run))
     assert all(f"{model} {glance.value}" in glance.elsewhere for glance in glances(run))
 
