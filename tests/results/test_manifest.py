@@ -92,9 +92,9 @@ def test_every_entry_edited_by_hand(command: str, runs: Path, tmp_path: Path) ->
     (folder / "tables").symlink_to(whole / "tables")
     content = json.loads((whole / "run.json").read_text())
     count = {"read": 0, "refused": 0}
-    kept = {"versions", "files"} if command == "analyze" else {"versions", "files", *RunManifest.model_fields}
-    for changed in edits({name: part for name, part in content.items() if name not in kept}):
-        edited = changed if command == "analyze" else {name: content[name] for name in kept & content.keys()} | changed
+    left = {"versions", "files"} | (RunManifest.model_fields.keys() if command != "analyze" else set())
+    for changed in edits({name: part for name, part in content.items() if name not in left}):
+        edited = {name: content[name] for name in left & content.keys()} | changed
         (folder / "run.json").write_text(json.dumps(edited).replace("\\\\ud800", "\\ud800"))
         message = refusal(lambda: read_in_every_way(folder, whole, command))
         count["refused" if message else "read"] += 1
