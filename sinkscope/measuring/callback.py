@@ -40,7 +40,7 @@ from sinkscope.options.given import Given
 from sinkscope.options.measuring import SEQ_LEN, ObservableOptions, RunConfig, make_config
 from sinkscope.options.records import ENTRIES
 from sinkscope.results.findings import SINK, USUAL
-from sinkscope.results.manifest import TRAINING, make_manifest, write_manifest
+from sinkscope.results.manifest import CALLBACK_TRAINING, make_manifest, write_manifest
 from sinkscope.results.metrics import notice_without_rate
 from sinkscope.results.tables import TRAINING_TABLES, WHOLE_MODEL, of_whole_model, read_table, write_tables
 from sinkscope.text.inputs import TokenInputs
@@ -200,7 +200,7 @@ class SinkCallback(TrainerCallback):
         facts = {"model": subject.loaded.name, "condition": inputs.condition, "sequences": len(inputs)}
         facts |= {"input": described_input(inputs)}
         config = self.options | {"every": self.every}
-        write_manifest(self.folder, make_manifest(TRAINING.name, config, self._start, self.tables, **facts))
+        write_manifest(self.folder, make_manifest(CALLBACK_TRAINING.name, config, self._start, self.tables, **facts))
         metrics = _whole(new["training"])
         if not before and (notice := notice_without_rate(metrics, self.options["epsilon"])):
             warnings.warn(f"SinkCallback logs {notice}", stacklevel=2)

@@ -22,8 +22,8 @@ from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.given import Given
 from sinkscope.options.measuring import PERMISSIONS, CloseUpOptions, RunConfig
-from sinkscope.options.option import MOST, checked
-from sinkscope.results.activations import ATTENTION, SITES
+from sinkscope.options.option import MAX_INT, checked
+from sinkscope.results.activations import ATTENTION, KEPT_SITES
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.batch import Batch
 from sinkscope.text.tokens import token_texts
@@ -68,8 +68,8 @@ class KeptActivations(Observable):
 def check_sites(keep: Sequence[str]) -> None:
     """Raise InputError for a site that does not exist."""
     for site in keep:
-        if site not in SITES:
-            raise InputError(f"--keep {unknown(site, SITES)}")
+        if site not in KEPT_SITES:
+            raise InputError(f"--keep {unknown(site, KEPT_SITES)}")
 
 
 def keep(subject: Subject, config: CloseUpOptions) -> dict[str, torch.Tensor]:
@@ -154,7 +154,7 @@ def attention_of(
                 raise InputError(f"the input {config.input} is not what this run has read: pass the text as text=…")
             inputs = inputs.part(0, 1)
         else:
-            longest = position_limit(network, family) or MOST
+            longest = position_limit(network, family) or MAX_INT
             source = {"prompt": text} if isinstance(text, str) else {"prompt": None, "input": Given(text)}
             one = source | {"dataset": None, "seq_len": longest}
             inputs = inputs_for(loaded, config.model_copy(update=one), family)

@@ -13,7 +13,7 @@ from sinkscope.models.family import vocabulary
 from sinkscope.models.files import gigabytes
 from sinkscope.models.loading import COUNTS, stays_on_cpu
 from sinkscope.models.memory import free_memory
-from sinkscope.options.measuring import DEMO_NAME, POLICIES
+from sinkscope.options.measuring import DEMO_NAME, DEVICE_POLICIES
 
 USABLE = 0.8  # share of the free memory that a pass may take
 # What a pass keeps of a token, in sizes of the inputs and outputs of linear layers: norms, residual sums, activation
@@ -136,7 +136,7 @@ class Memory:
             "--dtype bfloat16": dtype.itemsize > 2 and self.least(torch.bfloat16) <= self.free,
             "--batch-size 1": self.least(dtype, batch_size=1) <= self.free,
             f"--seq-len {fewer}": fewer >= FEWEST_TOKENS,
-            "--device-map auto": options.device_map not in (None, *POLICIES) and needed <= room(None),
+            "--device-map auto": options.device_map not in (None, *DEVICE_POLICIES) and needed <= room(None),
         }
         advice = " or ".join(option for option, fits in fitting.items() if fits)
         raise InputError(
@@ -158,7 +158,7 @@ def room(device_map: str | None) -> int:
     named = (device_map or "").partition(":")[0]
     if stays_on_cpu(device_map) or (named in COUNTS and not COUNTS[named]()):
         return free_memory(torch.device("cpu"))
-    if device_map not in (None, *POLICIES):
+    if device_map not in (None, *DEVICE_POLICIES):
         return free_memory(torch.device(device_map))
     kind = "cuda" if torch.cuda.is_available() else "xpu"
     devices = [torch.device(kind, at) for at in range(torch.get_device_module(kind).device_count())]

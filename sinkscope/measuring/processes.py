@@ -24,7 +24,7 @@ from accelerate import PartialState
 from sinkscope.errors import InputError, SinkscopeError, described
 from sinkscope.measuring.console import Messages
 from sinkscope.models.loading import stays_on_cpu, was_launched
-from sinkscope.options.measuring import POLICIES
+from sinkscope.options.measuring import DEVICE_POLICIES
 
 TIMEOUT = timedelta(days=1)  # for waiting on the others: the first process may write or measure without them
 Gathered = TypeVar("Gathered")
@@ -140,7 +140,7 @@ def together(device_map: str | None = None, in_memory: bool = False) -> Iterator
     """
     members, token = _TEAM.get(), None
     shares = was_launched() and (members.count > 1 or not in_memory)
-    if shares and device_map in POLICIES and not stays_on_cpu(device_map):
+    if shares and device_map in DEVICE_POLICIES and not stays_on_cpu(device_map):
         raise InputError(
             f"--device-map {device_map} would give every process all devices: leave it out, and each process gets one"
         )

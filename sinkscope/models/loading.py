@@ -39,7 +39,7 @@ from sinkscope.models.packed import (
     set_unpacking,
 )
 from sinkscope.options.files import kind_of, names_in, user_path
-from sinkscope.options.measuring import POLICIES, RunConfig, check_device_map
+from sinkscope.options.measuring import DEVICE_POLICIES, RunConfig, check_device_map
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FITS_ANYWHERE = 100_000_000  # a number of parameters that fits into any memory
@@ -498,14 +498,14 @@ def check_devices(device_map: str) -> None:
             raise InputError(f"{asked} PyTorch sees only {', '.join(f'{kind}:{number}' for number in range(there))}")
         if kind == "xpu" and not torch.xpu.get_device_properties(index).has_fp64:
             raise InputError(f"{asked} sums are in float64, which this device does not have: use cpu")
-    if kind == "mps" or (kind in POLICIES and COUNTS["mps"]()):
+    if kind == "mps" or (kind in DEVICE_POLICIES and COUNTS["mps"]()):
         raise InputError(f"{asked} sums are in float64, which Apple's GPUs do not have: use cpu")
 
 
 def stays_on_cpu(device_map: str | None) -> bool:
     """Return whether a model computes only on the CPU."""
-    spread = device_map in POLICIES and torch.xpu.is_available()
-    return device_map == "cpu" or (device_map in (None, *POLICIES) and not (torch.cuda.is_available() or spread))
+    spread = device_map in DEVICE_POLICIES and torch.xpu.is_available()
+    return device_map == "cpu" or (device_map in (None, *DEVICE_POLICIES) and not (torch.cuda.is_available() or spread))
 
 
 class _Reader(gguf.GGUFReader):

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, ValidationError
 
 from sinkscope.errors import InputError, closest, one_line, unknown
 
-LARGEST = 1 << 26  # bytes of a file that is read completely and parsed
+LARGEST_FILE = 1 << 26  # bytes of a file that is read completely and parsed
 DEEPEST = 100  # levels of nesting; real files have about ten
 
 
@@ -106,7 +106,7 @@ def _first_bytes(path: Path, count: int) -> bytes:
         raise InputError(f"{one_line(path)} cannot be read: {error.strerror}") from None
 
 
-def read_text(path: Path, largest: int = LARGEST) -> str:
+def read_text_file(path: Path, largest: int = LARGEST_FILE) -> str:
     """Return the text of a file without a byte order mark; InputError if it is unreadable, too large or not UTF-8."""
     content = _first_bytes(path, largest + 1)
     if len(content) > largest:
@@ -120,7 +120,7 @@ def read_text(path: Path, largest: int = LARGEST) -> str:
 def read_json(path: Path) -> Any:
     """Return the content of a JSON file; InputError if it is unreadable, not JSON, or too deep."""
     try:
-        content = json.loads(read_text(path))
+        content = json.loads(read_text_file(path))
         json.dumps(content, ensure_ascii=False).encode()  # JSON can hold half of a surrogate pair, which is not text
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else one_line(error)
@@ -169,20 +169,20 @@ def named_file(path: Path, part: str = "") -> Iterator[None]:
 
 # ------------------------------------------------------------------------------------------------------------- YAML
 
-ENDINGS = (".yaml", ".yml")
+YAML_ENDINGS = (".yaml", ".yml")
 LARGEST_YAML = 1 << 20  # bytes
 MOST_VALUES = 10_000  # values in a file, including repetitions by aliases
-ALIKE = 0.85  # similarity from which on an unknown key is a misspelling of a known one
+MISSPELLED = 0.85  # similarity from which on an unknown key is a misspelling of a known one
 
-Content = TypeVar("Content", bound=BaseModel)
+AnyContent = TypeVar("AnyContent", bound=BaseModel)
 
 
-def read_yaml(path: Path, kind: type[Content], what: str, options: Collection[str]) -> Content:
+def read_yaml(path: Path, kind: type[AnyContent], what: str, options: Collection[str]) -> AnyContent:
     """Read a YAML file into the model `kind` of its content; InputError if it is unreadable, not YAML, or another kind.
 
     Messages call the file a `what`, and say which keys belong under `options`.
     """
-    text = read_text(path, LARGEST_YAML)
+    text = read_text_file(path, LARGEST_YAML)
     try:
         content = _with_text_for_keys(yaml.load(text, _Loader))
     # a value that looks like a date, a number or another YAML type may raise any of these
@@ -245,7 +245,7 @@ def _yaml_complaint(error: Exception) -> str:
     return where + one_line(problem) + hint
 
 
-_NEEDED = {  # pydantic's kind of error → the message about the value
+_YAML_NEEDED = {  # pydantic's kind of error → the message about the value
     "string_type": "it must be text",
     "dict_type": "it must hold keys and values, as `seq-len: 64`",
     "tuple_type": "it must be a list, as [sink-map, sinks-by-layer]",
@@ -262,9 +262,9 @@ def _complaint(error: Any, kind: type[BaseModel], options: Collection[str]) -> s
         return f"it has no `{key}`"
     if error["type"] == "extra_forbidden":
         if len(error["loc"]) == 1:
-            is_option = key.replace("-", "_") in options and closest(key, kind.model_fields, ALIKE) is None
+            is_option = key.replace("-", "_") in options and closest(key, kind.model_fields, MISSPELLED) is None
             return f"`{key}` belongs under `options`" if is_option else f"key {unknown(key, kind.model_fields)}"
         return f"`{where}`: there is no such key"
-    if error["type"] in _NEEDED:
-        return f"`{where}`: {_NEEDED[error['type']]}, not {error['input']!r}"
+    if error["type"] in _YAML_NEEDED:
+        return f"`{where}`: {_YAML_NEEDED[error['type']]}, not {error['input']!r}"
     return f"`{where}`: {message}"

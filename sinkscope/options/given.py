@@ -10,8 +10,9 @@ from sinkscope.errors import InputError
 from sinkscope.options.records import LAYOUT, OTHER_LAYOUTS, Document, documents_of
 
 DATASET = "dataset"
-KINDS = {"text": "prompts", "messages": "chats", "input_ids": "token-ids"}  # entry of a record → what such records are
-OBJECTS = (*KINDS.values(), DATASET)
+# entry of a record → what such records are
+RECORD_KINDS = {"text": "prompts", "messages": "chats", "input_ids": "token-ids"}
+OBJECTS = (*RECORD_KINDS.values(), DATASET)
 
 
 class Given:
@@ -26,7 +27,7 @@ class Given:
         Raises ValueError for an object of any other type, and InputError for a wrong record.
         """
         self.documents: list[Document] = []  # empty for a dataset, which is not read to its end
-        self.kind, self._rows = DATASET, _rows(thing)
+        self.kind, self._rows = DATASET, _dataset_rows(thing)
         if self._rows is not None:
             return
         if isinstance(thing, Mapping):
@@ -34,10 +35,10 @@ class Given:
                 raise ValueError(f"it has the splits {', '.join(map(str, thing))}: give one of them")
             items: Any = _of_batch(thing)
         else:
-            items = _plain(thing)
+            items = _as_list(thing)
             # an iterator that Python itself makes: others, such as an open file, may yield anything
             if isinstance(items, Iterator) and type(items).__module__ in ("builtins", "itertools"):
-                items = [_plain(item) for item in items]
+                items = [_as_list(item) for item in items]
             if not isinstance(items, list):
                 what = "neither texts, token ids, chats nor a dataset"
                 raise ValueError(f"a {type(thing).__name__} is {what}: give a list of them, a dataset or a DataFrame")
@@ -46,8 +47,8 @@ class Given:
         if not items:
             raise ValueError("it is empty")
         for number, item in enumerate(items):
-            self.documents += documents_of(_record(item, f"input[{number}]: "), f"input[{number}]")
-        self.kind = KINDS[self.documents[0].entry]
+            self.documents += documents_of(_as_record(item, f"input[{number}]: "), f"input[{number}]")
+        self.kind = RECORD_KINDS[self.documents[0].entry]
 
     @property
     def count(self) -> int:
@@ -58,13 +59,13 @@ class Given:
         """Yield the records of a dataset; a batch, as a DataLoader gives it, is one for each of its rows."""
         for number, row in enumerate(self._rows() if self._rows is not None else ()):
             where = f"input, row {number}: "
-            yield from (_record(item, where) for item in (_of_batch(row) if isinstance(row, Mapping) else [row]))
+            yield from (_as_record(item, where) for item in (_of_batch(row) if isinstance(row, Mapping) else [row]))
 
     def __str__(self) -> str:
         return self.kind
 
 
-def _rows(thing: Any) -> Callable[[], Iterable[Any]] | None:
+def _dataset_rows(thing: Any) -> Callable[[], Iterable[Any]] | None:
     """Return a function that reads the rows of a dataset (of `datasets` or of torch) or a DataFrame; None if it is
     something else.
     """
@@ -91,10 +92,10 @@ def _is_of(thing: Any, library: str) -> bool:
 
 def _of_batch(thing: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the records of a batch, such as the output of a tokenizer; anything else is one record."""
-    ids = _plain(thing.get("input_ids"))
+    ids = _as_list(thing.get("input_ids"))
     if not ids or not isinstance(ids, list) or not isinstance(ids[0], list):
         return [thing]
-    of_rows = {name: rows for name in LAYOUT if (rows := _plain(thing.get(name))) is not None}
+    of_rows = {name: rows for name in LAYOUT if (rows := _as_list(thing.get(name))) is not None}
     for name, rows in of_rows.items():
         if not isinstance(rows, list) or len(rows) != len(ids):
             raise InputError(f"input: `{name}` is not one row for each of the {len(ids)} rows of `input_ids`")
@@ -105,23 +106,23 @@ def _of_batch(thing: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     ]
 
 
-def _record(item: Any, where: str) -> dict[str, Any]:
+def _as_record(item: Any, where: str) -> dict[str, Any]:
     if isinstance(item, str):
         return {"text": item}
     if isinstance(item, Mapping):
-        return {str(name): _plain(value) for name, value in item.items()}
-    items = _plain(item)
+        return {str(name): _as_list(value) for name, value in item.items()}
+    items = _as_list(item)
     if not isinstance(items, list):
         raise InputError(f"{where}a {type(item).__name__} is neither a text, token ids, a chat nor a record")
     return {"messages" if items and isinstance(items[0], Mapping) else "input_ids": items}
 
 
-def _plain(thing: Any) -> Any:
+def _as_list(thing: Any) -> Any:
     """Return a tensor, an array, a column or a sequence as a list, and anything else as it is."""
     if isinstance(thing, str | int | Mapping | bytes | bytearray | memoryview):
         return thing
     thing = thing.tolist() if hasattr(thing, "tolist") else thing
-    return [_plain(part) for part in thing] if isinstance(thing, Sequence) else thing
+    return [_as_list(part) for part in thing] if isinstance(thing, Sequence) else thing
 
 
 def _as_input(source: Any) -> Any:

@@ -11,7 +11,7 @@ from sinkscope.errors import unknown
 from sinkscope.options.files import kind_of, user_path
 from sinkscope.options.given import Given, as_input
 from sinkscope.options.option import (
-    MOST,
+    MAX_INT,
     Options,
     as_folder_name,
     checked,
@@ -23,15 +23,15 @@ from sinkscope.options.option import (
     split_at_commas,
 )
 
-POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
+DEVICE_POLICIES = ("auto", "balanced", "balanced_low_0", "sequential")
 DEVICES = ("cpu", "cuda", "cuda:1", "xpu:0", "mps")  # and other numbers
 
 
 def check_device_map(name: str) -> str:
     """Return the name, or raise ValueError if it is not a device map. Whether the device exists is checked later."""
-    if name in POLICIES or re.fullmatch(r"cpu|mps|(cuda|xpu)(:\d{1,3})?", name):
+    if name in DEVICE_POLICIES or re.fullmatch(r"cpu|mps|(cuda|xpu)(:\d{1,3})?", name):
         return name
-    raise ValueError(unknown(name, (*DEVICES, *POLICIES)))
+    raise ValueError(unknown(name, (*DEVICES, *DEVICE_POLICIES)))
 
 
 NUM_SEQS, SEQ_LEN = 100, 64  # WSE
@@ -203,7 +203,7 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
     def _read_all(self) -> Self:
         """Read all of the documents that were passed as objects, except those of a dataset."""
         if isinstance(self.input, Given) and self.input.count:
-            for name, most in (("num_seqs", self.input.count), ("seq_len", MOST)):
+            for name, most in (("num_seqs", self.input.count), ("seq_len", MAX_INT)):
                 if name not in self.model_fields_set:
                     self.__dict__[name] = most
         return self
@@ -222,7 +222,7 @@ class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
     @property
     def reads_all(self) -> bool:
         """Whether documents that were passed as objects are read to their end."""
-        return isinstance(self.input, Given) and self.seq_len == MOST
+        return isinstance(self.input, Given) and self.seq_len == MAX_INT
 
     @property
     def run_name(self) -> str:

@@ -18,9 +18,9 @@ from pydantic.fields import FieldInfo
 from sinkscope.errors import InputError, one_line, unknown
 from sinkscope.options.files import is_utf8
 
-Model = TypeVar("Model", bound=BaseModel)
+AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
-MOST = 10**9  # the largest whole number: a larger one would overflow later
+MAX_INT = 10**9  # the largest whole number: a larger one would overflow later
 
 
 class Options(BaseModel):
@@ -103,7 +103,7 @@ def option(
     """
     extra: dict[str, Any] = {"panel": panel, "metavar": metavar, "shown": shown, "names": names}
     if type(default) is int:
-        constraints = {"le": MOST} | constraints
+        constraints = {"le": MAX_INT} | constraints
     if type(default) is float:
         constraints = {"allow_inf_nan": False} | constraints
     return Field(default=default, description=about, json_schema_extra=extra, **constraints)
@@ -152,8 +152,8 @@ def from_one(complaint: str) -> AfterValidator:
     """Return a validator of a number from 1 on, or of the word auto; `complaint` is its error for a smaller number."""
 
     def check(number: int | str) -> int | str:
-        if isinstance(number, int) and not 1 <= number <= MOST:
-            raise ValueError(complaint if number < 1 else f"at most {MOST}")
+        if isinstance(number, int) and not 1 <= number <= MAX_INT:
+            raise ValueError(complaint if number < 1 else f"at most {MAX_INT}")
         return number
 
     return AfterValidator(check)
@@ -188,7 +188,7 @@ _NEEDED = {
 }
 
 
-def checked(kind: type[Model], options: Mapping[str, Any]) -> Model:
+def checked(kind: type[AnyModel], options: Mapping[str, Any]) -> AnyModel:
     """Make a model of options. Raises InputError with one line on the first option that is unknown or not allowed."""
     try:
         return kind(**options)
@@ -213,7 +213,7 @@ def checked(kind: type[Model], options: Mapping[str, Any]) -> Model:
     raise InputError(f"{flag(name)} {one_line(value)}: {message[0].lower() + message[1:]}")
 
 
-def filled_in(kind: type[Model], parameters: Mapping[str, Any], what: str, whole: str = "") -> Model:
+def filled_in(kind: type[AnyModel], parameters: Mapping[str, Any], what: str, whole: str = "") -> AnyModel:
     """Make an intervention or a retrofit from its parameters, as numbers or as text; InputError if one is wrong.
 
     The message begins with `what`; `whole` replaces the parameter's name in a message about all parameters together.

@@ -25,14 +25,14 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from sinkscope.errors import InputError, closest, one_line, unknown
-from sinkscope.options.files import ENDINGS, kind_of, named_file, names_in, read_yaml, user_path
+from sinkscope.options.files import YAML_ENDINGS, kind_of, named_file, names_in, read_yaml, user_path
 from sinkscope.options.measuring import PERMISSIONS
 from sinkscope.options.option import Options, checked, flag, split_names
 from sinkscope.options.register import options_by_command, records
 
 COMPARISON = "comparison"  # the folder next to the folders of several runs
-RESERVED = (COMPARISON, "run.json")  # names that a run cannot have
-LONGEST_NAME = 200  # bytes: file systems allow 255, and temporary names are longer
+RESERVED_RUNS = (COMPARISON, "run.json")  # names that a run cannot have
+LONGEST_RUN_NAME = 200  # bytes: file systems allow 255, and temporary names are longer
 
 # options that a recipe, which may come from anywhere, must not set, and the reasons
 NOT_OPTIONS = {
@@ -41,7 +41,7 @@ NOT_OPTIONS = {
 }
 
 
-class Content(BaseModel):
+class RecipeFile(BaseModel):
     """The content of the file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -80,8 +80,8 @@ class Content(BaseModel):
         if len(runs) == 1:
             raise ValueError("there is only one: write its options under `options`, and leave `runs` out")
         for name in runs:
-            is_folder = re.fullmatch(r"[\w+=@-][\w.+=@-]*", name) and len(os.fsencode(name)) <= LONGEST_NAME
-            if not is_folder or name.casefold() in RESERVED:
+            is_folder = re.fullmatch(r"[\w+=@-][\w.+=@-]*", name) and len(os.fsencode(name)) <= LONGEST_RUN_NAME
+            if not is_folder or name.casefold() in RESERVED_RUNS:
                 shown = one_line(name, 40)
                 raise ValueError(f"'{shown}' cannot be the name of a run, which is also its folder's: choose another")
         if len({name.casefold() for name in runs}) < len(runs):
@@ -95,7 +95,7 @@ class Recipe:
 
     name: str
     path: Path
-    content: Content
+    content: RecipeFile
 
     @property
     def record(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def known_recipes(folder_name: str = "") -> dict[str, Path]:
     recipes: dict[str, Path] = {}
     for folder in (Path("recipes", folder_name), shipped("recipes") / folder_name):
         for path in [folder / name for name in names_in(folder)] if kind_of(folder) == "folder" else ():
-            if path.suffix in ENDINGS and path.is_file():
+            if path.suffix in YAML_ENDINGS and path.is_file():
                 recipes.setdefault(path.stem, path)
     return recipes
 
@@ -161,11 +161,11 @@ def find_recipe(recipe: str | os.PathLike[str], command: str = "run") -> Path:
         return path
     what, folder_name = records()[command].recipes or ("recipe", "")
     known = known_recipes(folder_name)
-    name = path.stem if path.suffix in ENDINGS else path.name
+    name = path.stem if path.suffix in YAML_ENDINGS else path.name
     if path.name == str(recipe):  # no folder before it
         if name in known:
             return known[name]
-        if path.suffix not in ENDINGS:
+        if path.suffix not in YAML_ENDINGS:
             raise InputError(f"{what} {unknown(name, known)}")
     close = closest(name, known, cutoff=0.8)
     hint = "" if close is None else f"; did you mean the {what} '{close}'?"
@@ -176,6 +176,6 @@ def find_recipe(recipe: str | os.PathLike[str], command: str = "run") -> Path:
 
 def read_recipe(path: Path) -> Recipe:
     """Read a recipe, whose options are checked later. Raises InputError if the file is not readable or no recipe."""
-    name = path.stem if path.suffix in ENDINGS else path.name
+    name = path.stem if path.suffix in YAML_ENDINGS else path.name
     options = {name for kind in options_by_command().values() for name in kind.model_fields}
-    return Recipe(name, path, read_yaml(path, Content, "recipe", options))
+    return Recipe(name, path, read_yaml(path, RecipeFile, "recipe", options))

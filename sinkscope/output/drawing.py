@@ -16,7 +16,7 @@ from sinkscope.figures.style import Figure
 Drawings = Mapping[str, Callable[[], Figure]]  # name → draws the figure
 
 FEWEST = 4  # figures from which on a second process is started
-PATIENCE = 20.0  # seconds that it may take in addition to four times the duration of this process's half
+DRAWING_PATIENCE = 20.0  # seconds that it may take in addition to four times the duration of this process's half
 
 
 def drawings_of(specs: Mapping[str, FigureSpec[Any]], data: Any) -> Drawings:
@@ -46,7 +46,7 @@ def save_figures(drawings: Drawings, folder: Path) -> dict[str, str]:
         try:
             began = time.monotonic()
             save(names[::2])
-            second.join(PATIENCE + 4 * (time.monotonic() - began))
+            second.join(DRAWING_PATIENCE + 4 * (time.monotonic() - began))
         finally:
             second.kill()
             second.join()

@@ -26,7 +26,7 @@ from sinkscope.results.swap import new_file, remove
 from sinkscope.results.tables import write_tables
 from sinkscope.verdict.table_formats import TableFormat, formatted
 
-FIGURES = "figures"
+FIGURES_FOLDER = "figures"
 AnyResult = TypeVar("AnyResult", bound="Result")
 
 
@@ -129,7 +129,7 @@ def draw(
     path = folder / PAGE
     try:
         if figures is None or drawings:
-            with files.new_folder(folder / FIGURES) as fresh:
+            with files.new_folder(folder / FIGURES_FOLDER) as fresh:
                 failed |= save_figures(drawings, fresh)
         is_ours = PAGE in files.names
         if page and path.exists() and not is_ours:

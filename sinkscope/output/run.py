@@ -22,7 +22,7 @@ from sinkscope.measuring.tables import all_tables
 from sinkscope.options.register import records
 from sinkscope.output.drawing import Drawings
 from sinkscope.output.result import Result, written
-from sinkscope.results.activations import ATTENTION, FILE, MASK_FILE, SHOWN
+from sinkscope.results.activations import ATTENTION, FILE, MAPPED, MASK_FILE
 from sinkscope.results.findings import FINDING, Finding
 from sinkscope.results.folders import own_folder
 from sinkscope.results.metrics import METRICS, MISSING
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
     from sinkscope.models.loading import LoadedModel
 
-SHORT = ("sink_rate", "massive_count", "value_drain", "perplexity")  # metrics of one line about a run
+SHORT_METRICS = ("sink_rate", "massive_count", "value_drain", "perplexity")  # metrics of one line about a run
 MOST_ARMS = 6  # in this line
-PICTURES = ("sinks-by-layer", "effects", "quantization-cost")  # in a notebook: the first that the run has
+NOTEBOOK_FIGURES = ("sinks-by-layer", "effects", "quantization-cost")  # in a notebook: the first that the run has
 
 
 class Run(RunData, Result):
@@ -130,7 +130,7 @@ class Run(RunData, Result):
         from sinkscope.measuring.keeping import attention_of, check_head  # imported late, because it runs models
 
         stored = self.activations.get(ATTENTION) if text is None and model is None else None
-        if stored and self.manifest["input"]["longest"] <= SHOWN:
+        if stored and self.manifest["input"]["longest"] <= MAPPED:
             check_head(layer, head, {index: weights.shape[1] for index, weights in stored.items()})
             weights = stored[layer][0, slice(None) if head is None else [head]].float()
             tokens = self.tables["attention_maps"].drop_duplicates("key").sort_values("key")["token"].tolist()
@@ -199,7 +199,7 @@ class Run(RunData, Result):
         unsaved = "in memory" + ("" if self._is_arm else "; run.save(folder) writes it")
         with blaming_tables():
             if "summary" in self.tables:
-                texts = {METRICS[name].short: METRICS[name].text(self.metric(name)) for name in SHORT}
+                texts = {METRICS[name].short: METRICS[name].text(self.metric(name)) for name in SHORT_METRICS}
                 numbers = ", ".join(f"{label} {text}" for label, text in texts.items() if text != MISSING)
             elif self._is_arm:
                 numbers = f"tables {', '.join(self.tables)}"
@@ -217,7 +217,7 @@ class Run(RunData, Result):
             items = [f"<li><b>{html.escape(one.section)}:</b> {html.escape(one.sentence)}</li>" for one in headlines]
             if items:
                 lines[1] = f"<ul>{''.join(items)}</ul>"
-            if picture := next((name for name in PICTURES if name in self.drawings), None):
+            if picture := next((name for name in NOTEBOOK_FIGURES if name in self.drawings), None):
                 png = base64.b64encode(self.figure(picture)._repr_png_()).decode()
                 lines[1] += f'<img style="max-width:100%" src="data:image/png;base64,{png}">'
             lines[2] += "; <code>run.verdict</code> has all findings"

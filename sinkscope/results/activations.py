@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 FILE = "activations.safetensors"
 MASK_FILE = "spike_mask.safetensors"  # of `analyze --export-mask`
 ATTENTION = "attention"
-SHOWN = 64  # number of first tokens of the first sequence of which all weights are kept
+MAPPED = 64  # number of first tokens of the first sequence of which all weights are kept
 
 
-class Site(NamedTuple):
+class KeptSite(NamedTuple):
     """The tensors of a name, for `sinkscope list activations`."""
 
     shape: str
@@ -26,22 +26,22 @@ class Site(NamedTuple):
 
 
 # what `analyze --keep` can name
-SITES = {
-    "layer_in": Site("N × T × D", "the layer's input"),
-    "attn_norm": Site("N × T × D", "the output of the norm before attention"),
-    "attn_out": Site("N × T × D", "the output of attention, as it is added to the residual stream"),
-    "mid": Site("N × T × D", "the residual stream between the branches"),
-    "mlp_norm": Site("N × T × D", "the output of the norm before the MLP"),
-    "mlp_out": Site("N × T × D", "the output of the MLP, as it is added to the residual stream"),
-    "layer_out": Site("N × T × D", "the layer's output"),
-    "query": Site("N × T × heads × d", "queries as they attend: after norms and rotation"),
-    "key": Site("N × T × key/value heads × d", "keys as they are attended to"),
-    "value": Site("N × T × key/value heads × d", "values as they are attended to"),
+KEPT_SITES = {
+    "layer_in": KeptSite("N × T × D", "the layer's input"),
+    "attn_norm": KeptSite("N × T × D", "the output of the norm before attention"),
+    "attn_out": KeptSite("N × T × D", "the output of attention, as it is added to the residual stream"),
+    "mid": KeptSite("N × T × D", "the residual stream between the branches"),
+    "mlp_norm": KeptSite("N × T × D", "the output of the norm before the MLP"),
+    "mlp_out": KeptSite("N × T × D", "the output of the MLP, as it is added to the residual stream"),
+    "layer_out": KeptSite("N × T × D", "the layer's output"),
+    "query": KeptSite("N × T × heads × d", "queries as they attend: after norms and rotation"),
+    "key": KeptSite("N × T × key/value heads × d", "keys as they are attended to"),
+    "value": KeptSite("N × T × key/value heads × d", "values as they are attended to"),
 }
-ALL_SITES = SITES | {
-    ATTENTION: Site("1 × heads × T × T", f"weights among the first {SHOWN} tokens of the first sequence, float16"),
-    "token_ids": Site("N × T", "ids of the tokens; one tensor for all layers, like the next one"),
-    "attention_mask": Site("N × T", "1 for a token, 0 past the end of a sequence"),
+ALL_SITES = KEPT_SITES | {
+    ATTENTION: KeptSite("1 × heads × T × T", f"weights among the first {MAPPED} tokens of the first sequence, float16"),
+    "token_ids": KeptSite("N × T", "ids of the tokens; one tensor for all layers, like the next one"),
+    "attention_mask": KeptSite("N × T", "1 for a token, 0 past the end of a sequence"),
 }
 
 

@@ -11,13 +11,13 @@ from sinkscope.options.measuring import PERMISSIONS
 from sinkscope.options.option import as_folder_name, flag
 from sinkscope.options.register import options_by_command, records
 
-NAMES = {"analyze_steps": "analyze"}  # function → the command that calls it
+COMMAND_OF_FUNCTION = {"analyze_steps": "analyze"}  # function → the command that calls it
 
 
 def command_lines(manifest: Mapping[str, Any], folder: Path | None) -> list[str]:
     """Return command lines that repeat a run, shortest first; none if it read objects in Python: model or input."""
     recipe, command, config = manifest.get("recipe"), str(manifest["command"]), manifest["config"]
-    name = NAMES.get(command, command)
+    name = COMMAND_OF_FUNCTION.get(command, command)
     if recipe:
         return [shlex.join(["sinkscope", "run", str(recipe["name"]), *_in_place_of(recipe, name, config)])]
     record, model, methods = records().get(name), manifest.get("model"), dict[str, str]()
@@ -42,7 +42,7 @@ def command_lines(manifest: Mapping[str, Any], folder: Path | None) -> list[str]
         if value is None or value == default or option in kind.hidden:
             continue
         is_typed = is_typed and not isinstance(value, dict)
-        typed = list(_typed(option, value, option in kind.arguments))
+        typed = list(_as_typed(option, value, option in kind.arguments))
         words = [*typed, *words] if option in kind.arguments else [*words, *typed]
     lines = [shlex.join(["sinkscope", name, *words])] if is_typed else []
     if kind.repeatable and folder is not None and command == name:
@@ -64,11 +64,11 @@ def _in_place_of(recipe: Mapping[str, Any], command: str, config: Mapping[str, A
     for name in names:
         value = config.get(name)
         if name in fields and value is not None and value != of_recipe.get(name, fields[name].default):
-            words += _typed(name, value, is_argument=False)
+            words += _as_typed(name, value, is_argument=False)
     return words
 
 
-def _typed(name: str, value: Any, is_argument: bool) -> Iterator[str]:
+def _as_typed(name: str, value: Any, is_argument: bool) -> Iterator[str]:
     for one in value if isinstance(value, list) else [value]:
         if is_argument:
             yield str(one)

@@ -12,7 +12,7 @@ from sinkscope.results.findings import Outcome
 from sinkscope.results.statistics import LEVEL, Estimate
 
 Read = TypeVar("Read")
-ENOUGH = 0.5  # power; with less power, a claim that is not shown may well be true
+ENOUGH_POWER = 0.5  # power; with less power, a claim that is not shown may well be true
 
 
 class NotDefined(Exception):
@@ -40,7 +40,7 @@ class Test:
             return Outcome.HOLDS
         if not self._above(estimate.high) or not self._below(estimate.low):
             return Outcome.FAILS
-        return Outcome.NOT_ENOUGH_SEEDS if self.power(estimate) < ENOUGH else Outcome.INCONCLUSIVE
+        return Outcome.NOT_ENOUGH_SEEDS if self.power(estimate) < ENOUGH_POWER else Outcome.INCONCLUSIVE
 
     def holds(self, estimate: Estimate) -> bool:
         """Return whether the complete interval is inside."""

@@ -27,17 +27,17 @@ from sinkscope.options.files import kind_of, read_json, user_path, wrong_entry
 from sinkscope.options.recipe import COMPARISON
 from sinkscope.options.register import Command, records
 from sinkscope.plugins import plugin_versions
-from sinkscope.results.swap import PREFIX, find_again, new_file
+from sinkscope.results.swap import TEMPORARY_PREFIX, find_again, new_file
 
 MANIFEST = "run.json"
 PAGE = "index.html"
 # The version of run.json and of the tables that it lists: folders of another format are refused. Increase it when an
 # entry or a column that readers need is added, renamed or gets another meaning.
 FORMAT = 4
-TRAINING = Command("training", __name__)  # what SinkCallback writes, which is no command
-MANIFEST_KINDS = records() | {TRAINING.name: TRAINING}
+CALLBACK_TRAINING = Command("training", __name__)  # what SinkCallback writes, which is no command
+MANIFEST_KINDS = records() | {CALLBACK_TRAINING.name: CALLBACK_TRAINING}
 RUNS = tuple(name for name, record in records().items() if record.report)  # whose folder is one run, with own tables
-LIBRARIES = ("torch", "transformers", "nnsight", "accelerate", "pandas")
+RECORDED_LIBRARIES = ("torch", "transformers", "nnsight", "accelerate", "pandas")
 _version = cache(version)  # it reads the package's files each time
 _NOTED: ContextVar[Mapping[str, Any]] = ContextVar("noted", default={})  # noqa: B039 (nothing changes it)
 
@@ -69,7 +69,7 @@ def make_manifest(
         "config": dict(config),
         **facts,
         **_NOTED.get(),
-        "versions": {name: _version(name) for name in LIBRARIES} | plugin_versions(),
+        "versions": {name: _version(name) for name in RECORDED_LIBRARIES} | plugin_versions(),
         "python": platform.python_version(),
         "git_commit": _git_commit(),
         "started": datetime.fromtimestamp(start, UTC).isoformat(timespec="seconds"),
@@ -129,7 +129,7 @@ def files_in(folder: Path) -> list[str]:
 def _finished_files(folder: Path) -> Iterator[Path]:
     """Yield all finished files; for a folder with its own run.json, only this run.json."""
     for path in folder.iterdir():
-        if path.name.startswith(PREFIX):
+        if path.name.startswith(TEMPORARY_PREFIX):
             continue
         if path.is_symlink() or not path.is_dir():
             yield path

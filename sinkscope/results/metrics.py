@@ -448,7 +448,7 @@ METRICS: dict[str, Metric] = {
 } | BACKCOPY
 
 # metrics of the whole model in verdicts and model cards, in their order → the finding whose sentence has the metric
-HEADLINES = {
+HEADLINE_METRICS = {
     "sink_rate": "sink", "sink_rate_outside": "sink-outside", "sink_rate_later": "later-sinks", "window_mass": "",
     "sink_mass": "", "repeated_bound": "", "attention_entropy": "", "missing_mass": "", "value_drain": "",
     "raw_value_drain": "", "gate_first": "own-gates", "gate_later": "own-gates", "norm_ratio": "", "massive_count": "",

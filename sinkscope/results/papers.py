@@ -44,7 +44,7 @@ def published(
 # --- WSE table 1: sink rates of pretrained models, in percent, where the values are available. If a model of a sweep
 # names one of these (`paper: GPT2-XL`), figures and tables show both.
 
-SETTING = {"window": 64, "epsilon": 0.3}  # of table 1, together with sequences of LENGTH tokens
+WSE_SETTING = {"window": 64, "epsilon": 0.3}  # of table 1, together with sequences of LENGTH tokens
 LENGTH = 64
 PRETRAINED, CHAT = "T = 64 and ε = 0.3, pretrained", "T = 64 and ε = 0.3, chat models"
 TABLE_1, TABLE_7 = "WSE table 1", "WSE table 7"
@@ -92,40 +92,40 @@ TRANSCRIBED = "†"  # from a transcription of the paper
 SOFTMAX = 18.18  # WSE's default
 
 
-def _table(source: str, of: str, rates: Mapping[str, float], mark: str = "") -> dict[str, Published]:
+def _of_table(source: str, of: str, rates: Mapping[str, float], mark: str = "") -> dict[str, Published]:
     values = published(source, {f"{of}{name}": rate for name, rate in rates.items()}, mark=mark)
     return {value.name: value for value in values}
 
 
 WSE_TRAININGS: dict[str, Published] = {
-    **_table("WSE table 2", "weight_decay=", {
+    **_of_table("WSE table 2", "weight_decay=", {
         "0": 15.20, "0.001": 15.39, "0.01": 15.23, "0.1": SOFTMAX, "0.5": 41.08, "1": 37.71, "2": 6.13, "5": 0.01}),
-    **_table("WSE table 3", "position_scheme=", {
+    **_of_table("WSE table 3", "position_scheme=", {
         "none": 20.35, "absolute": 32.73, "learned": 33.13, "bucket-number": 35.53, "alibi": 20.78, "rotary": SOFTMAX}),
-    **_table("WSE table 4", "", {"softmax": SOFTMAX, "K-bias": 0.0, "V-bias": 17.53}),
-    **_table("WSE table 4", "", {"sink-token": 0.0, "KV-bias": 0.04}, TRANSCRIBED),
-    **_table("WSE table 5", "", {"K-bias-m1": 0.06, "K-bias-m5": 3.71, "K-bias-m20": 25.88}),
-    **_table("WSE table 6", "", {
+    **_of_table("WSE table 4", "", {"softmax": SOFTMAX, "K-bias": 0.0, "V-bias": 17.53}),
+    **_of_table("WSE table 4", "", {"sink-token": 0.0, "KV-bias": 0.04}, TRANSCRIBED),
+    **_of_table("WSE table 5", "", {"K-bias-m1": 0.06, "K-bias-m5": 3.71, "K-bias-m20": 25.88}),
+    **_of_table("WSE table 6", "", {
         "sigmoid": 0.44, "sigmoid-normalized": 30.24, "elu": 0.80, "elu-kernel": 53.65, "identity": 0.0,
         "mlp-kernel": 0.74, "mlp-kernel-normalized": 0.19}),
-    **_table("WSE table 9", "learning_rate=", {"0.0001": 2.90, "0.0002": 11.21, "0.0004": SOFTMAX, "0.0008": 32.23}),
-    **_table("WSE table 10", "fixed_position=", {"0": 74.11, "1": 69.03, "2": 69.64}),
-    **_table("WSE table 10", "bos=", {"auto": 74.11, "never": SOFTMAX}),  # the default of WSE has no BOS
-    **_table("WSE table 11", "feed_forward=", {"swiglu": SOFTMAX}),
-    **_table("WSE table 11", "feed_forward=", {
+    **_of_table("WSE table 9", "learning_rate=", {"0.0001": 2.90, "0.0002": 11.21, "0.0004": SOFTMAX, "0.0008": 32.23}),
+    **_of_table("WSE table 10", "fixed_position=", {"0": 74.11, "1": 69.03, "2": 69.64}),
+    **_of_table("WSE table 10", "bos=", {"auto": 74.11, "never": SOFTMAX}),  # the default of WSE has no BOS
+    **_of_table("WSE table 11", "feed_forward=", {"swiglu": SOFTMAX}),
+    **_of_table("WSE table 11", "feed_forward=", {
         "geglu": 17.86, "reglu": 13.88, "relu": 16.90, "gelu": 14.76, "swish": 17.89}, TRANSCRIBED),
-    **_table("WSE table 12", "num_attention_heads=", {"4": 10.68, "2": 12.95, "1": 19.50}, TRANSCRIBED),
-    **_table("WSE table 12", "head_mix=", {"summed": 21.76}, TRANSCRIBED),
-    **_table("WSE table 14", "", {"alpha-2": 29.10, "alpha-0.2": 9.41, "alpha-0.1": 3.59, "alpha-0.05": 4.53},
+    **_of_table("WSE table 12", "num_attention_heads=", {"4": 10.68, "2": 12.95, "1": 19.50}, TRANSCRIBED),
+    **_of_table("WSE table 12", "head_mix=", {"summed": 21.76}, TRANSCRIBED),
+    **_of_table("WSE table 14", "", {"alpha-2": 29.10, "alpha-0.2": 9.41, "alpha-0.1": 3.59, "alpha-0.05": 4.53},
         TRANSCRIBED),
-    **_table("WSE §5", "random_tokens=", {"0": SOFTMAX, "1": 27.03, "2": 1.98}),
-    **_table("WSE §7.2", "norm_placement=", {"post": 13.54}),
+    **_of_table("WSE §5", "random_tokens=", {"0": SOFTMAX, "1": 27.03, "2": 1.98}),
+    **_of_table("WSE §7.2", "norm_placement=", {"post": 13.54}),
 }  # fmt: skip
 
 
 # --- NU tables 1 and 2
 
-DIGITS = 3  # decimals, as NU prints
+NU_DIGITS = 3  # decimals, as NU prints
 
 # NU tables 1 and 2, for GPT-2: layer, counted from 1 → mean ± 2 standard deviations of |γ|, and |γ| at the coordinates
 # where EPE_0 is massive.
@@ -169,11 +169,11 @@ def gamma_table(run: RunData) -> pd.DataFrame | None:
     for layer, entries in gamma.groupby("layer"):
         mean, spread = entries["magnitude"].mean(), 2 * entries["magnitude"].std(ddof=0)
         large = entries[entries["is_massive_epe"]].sort_values("coordinate")
-        baseline = f"{round(mean, DIGITS)} ± {round(spread, DIGITS)}"
+        baseline = f"{round(mean, NU_DIGITS)} ± {round(spread, NU_DIGITS)}"
         columns = zip(large["coordinate"], large["magnitude"], strict=True)
         rows.append(
             {"layer": f"layer {int(layer) + 1}", "baseline": baseline}
-            | {f"d={coordinate}": round(float(magnitude), DIGITS) for coordinate, magnitude in columns}
+            | {f"d={coordinate}": round(float(magnitude), NU_DIGITS) for coordinate, magnitude in columns}
         )
     table = pd.DataFrame(rows)
     # GPT-2 is recognized by its shape and massive coordinates, because copies of it have other names

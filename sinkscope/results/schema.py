@@ -22,13 +22,13 @@ Count = Annotated[int, Field(ge=1, le=2**53)]
 Reasons = dict[str, str]  # omitted part → reason
 
 
-class Part(BaseModel):
+class ManifestPart(BaseModel):
     """A part of run.json: values of JSON types, without conversions."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 
 
-class Manifest(Part):
+class Manifest(ManifestPart):
     """The entries of every run.json."""
 
     sinkscope: str
@@ -42,7 +42,7 @@ class Manifest(Part):
     read: dict[str, str] | None = None  # file that a cell of a sweep read → digest
 
 
-class Config(Part):
+class Config(ManifestPart):
     seq_len: Count
     window: Count
     positions: Count
@@ -50,7 +50,7 @@ class Config(Part):
     gguf_file: str | None = None
 
 
-class Model(Part):
+class ModelOfRun(ManifestPart):
     name: str
     source: str
     revision: str | None
@@ -61,7 +61,7 @@ class Model(Part):
     operations: list[str] = []
 
 
-class Family(Part):
+class FamilyOfRun(ManifestPart):
     name: str
     wiring: str
     positions: str
@@ -70,7 +70,7 @@ class Family(Part):
     kinds: list[str] | None = None
 
 
-class Input(Part):
+class Input(ManifestPart):
     sequences: Count
     tokens: Count
     shortest: Count
@@ -87,11 +87,11 @@ class Input(Part):
         return self
 
 
-class RecipeContent(Part):
+class RecipeContent(ManifestPart):
     figures: list[str] = []
 
 
-class Recipe(Part):
+class RecipeOfRun(ManifestPart):
     name: str
     content: RecipeContent
 
@@ -101,8 +101,8 @@ class RunManifest(Manifest):
 
     config: Config  # type: ignore[assignment]
     condition: str
-    model: Model
-    family: Family
+    model: ModelOfRun
+    family: FamilyOfRun
     absent: Reasons
     outside: dict[str, list[int]] = {}  # attended term outside the text → its layers
     not_measured: Reasons = {}
@@ -110,5 +110,5 @@ class RunManifest(Manifest):
     kernel: str
     input: Input
     activations: list[Name] = []  # sites of activations.safetensors
-    recipe: Recipe | None = None
+    recipe: RecipeOfRun | None = None
     w8a8: dict[str, Annotated[float, Field(allow_inf_nan=True)]] | None = None  # only arms of a training have it

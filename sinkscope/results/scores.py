@@ -4,8 +4,8 @@ import pandas as pd
 
 from sinkscope.results.tables import Column, Columns
 
-COMMAND = TABLE = "benchmark"
-COLUMNS: Columns = (
+BENCHMARK = SCORE_TABLE = "benchmark"
+SCORE_COLUMNS: Columns = (
     Column("metric", "metric of the task", kind="text"),
     Column("filter", "filter of the harness for answers", kind="text"),
     Column("score", "mean over questions"),
@@ -15,7 +15,7 @@ COLUMNS: Columns = (
     Column("version", "version of the task", kind="text"),
     Column("is_asked", "whether the task was named; otherwise it is part of a named group", kind="truth"),
 )
-SCORE_TABLES = {TABLE: COLUMNS}
+SCORE_TABLES = {SCORE_TABLE: SCORE_COLUMNS}
 # the compared metric of a task is the first of these that the task has, or else its first metric
 PREFERRED = ("acc_norm", "acc", "exact_match", "f1", "word_perplexity")
 

@@ -15,7 +15,7 @@ class Lacks(Exception):
     """A run lacks a table or an option that a number needs; the message names it."""
 
 
-def table_of(run: RunData, name: str) -> pd.DataFrame:
+def table_of_run(run: RunData, name: str) -> pd.DataFrame:
     """Return a table of a run. Raises Lacks."""
     if name not in run.tables:
         raise Lacks(f"a run of `{run.command}` lacks the table '{name}'")
@@ -32,7 +32,7 @@ class Sequences:
 
     def table(self, name: str) -> pd.DataFrame:
         """Return one table of the run, or its rows for the arm. Raises Lacks."""
-        table = table_of(self.run, name)
+        table = table_of_run(self.run, name)
         return table if self.condition is None else table[table["condition"] == self.condition]
 
     @cached_property

@@ -13,7 +13,7 @@ from sinkscope.results.run import RunData, policy_of
 from sinkscope.results.tables import SUMMARY_COLUMNS, WHOLE_MODEL, Columns
 
 # the settings that two runs must share for their numbers to be comparable, and where run.json has them
-SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
+COMPARED_SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     # the condition of a retrofit's arm is its method
     "input": lambda manifest: manifest["input"].get("text", manifest["condition"]),
     "input tokens": lambda manifest: str(manifest["input"]["sha256"])[:12],
@@ -61,7 +61,7 @@ def differing_settings(manifests: Sequence[dict[str, Any]], names: Sequence[str]
         except (KeyError, TypeError):
             return "not recorded"
 
-    rows = {name: [setting(read, manifest) for manifest in manifests] for name, read in SETTINGS.items()}
+    rows = {name: [setting(read, manifest) for manifest in manifests] for name, read in COMPARED_SETTINGS.items()}
     differing = {name: values for name, values in rows.items() if len(set(values)) > 1}
     if "input" in differing:
         differing.pop("input tokens", None)  # these then differ, too

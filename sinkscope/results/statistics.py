@@ -16,7 +16,7 @@ from scipy import stats
 LEVEL = 0.95
 DRAWS = 1000  # bootstrap replicates
 RHO = np.linspace(-1, 1, 2001)[1:-1]  # correlations that are tested
-SEED = 0  # resampling has a fixed seed: the same runs give the same intervals
+RESAMPLING_SEED = 0  # resampling has a fixed seed: the same runs give the same intervals
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def exact(value: float) -> Estimate:
 
 
 @cache
-def resamplings(units: int, draws: int = DRAWS, seed: int = SEED) -> np.ndarray:
+def resamplings(units: int, draws: int = DRAWS, seed: int = RESAMPLING_SEED) -> np.ndarray:
     """(1 + draws, units): how often each unit counts: once in the first row, drawn with replacement in the others.
 
     A single unit has no spread: its weight is 0 in every draw, so that the interval becomes unbounded.
@@ -249,7 +249,7 @@ def mean_of_rates(values: np.ndarray, least: float = 0.0, most: float = 1.0) -> 
 @cache
 def _pivots(seeds: int) -> tuple[np.ndarray, np.ndarray]:
     """(draws,) and (draws,): (mean − truth) ÷ standard deviation, and true ÷ sample deviation, of normal samples."""
-    drawn = np.random.default_rng(SEED)
+    drawn = np.random.default_rng(RESAMPLING_SEED)
     scale = np.sqrt((seeds - 1) / drawn.chisquare(seeds - 1, 5 * DRAWS))
     return drawn.standard_normal(5 * DRAWS) / np.sqrt(seeds), scale
 

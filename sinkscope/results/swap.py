@@ -14,18 +14,18 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-PREFIX = ".sinkscope-"  # the prefix of all temporary names
+TEMPORARY_PREFIX = ".sinkscope-"  # the prefix of all temporary names
 NEW, OLD, LOCK = "new", "old", "lock"
 MOMENT = 0.1  # seconds: longer than two renames, and the time in which another process makes its lock file again
 
 
 def beside(path: Path, what: str) -> Path:
-    return path.with_name(f"{PREFIX}{path.name}-{what}")
+    return path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{what}")
 
 
-def parts_of(path: Path) -> tuple[str, str]:
+def temporary_parts(path: Path) -> tuple[str, str]:
     """Return NAME and NEW, OLD or LOCK for a temporary name."""
-    name, _, what = path.name.removeprefix(PREFIX).rpartition("-")
+    name, _, what = path.name.removeprefix(TEMPORARY_PREFIX).rpartition("-")
     return name, what
 
 
@@ -67,8 +67,8 @@ def repair(path: Path) -> None:
 
 def repair_within(folder: Path) -> None:
     """Finish or undo the interrupted writing of everything in a folder."""
-    for path in list(folder.rglob(f"{PREFIX}*")):
-        name, what = parts_of(path)
+    for path in list(folder.rglob(f"{TEMPORARY_PREFIX}*")):
+        name, what = temporary_parts(path)
         if name and what in (NEW, OLD):
             repair(path.with_name(name))
         else:

@@ -149,7 +149,7 @@ def read_table(path: Path, columns: Columns = ()) -> pd.DataFrame:
         if metadata.num_rows > min(MOST_ROWS, psutil.virtual_memory().available // (8 * max(1, metadata.num_columns))):
             raise InputError(f"{path} has {metadata.num_rows:,} rows, which would fill the memory: it is damaged")
         schema = metadata.schema.to_arrow_schema()
-        lacking = [column.name for column in columns if not _has(schema, metadata.num_rows, column)]
+        lacking = [column.name for column in columns if not _has_column(schema, metadata.num_rows, column)]
         if not lacking:
             table = pd.read_parquet(path)
             if fault := fault_of(table, columns):
@@ -183,7 +183,7 @@ def check_made(tables: Mapping[str, pd.DataFrame], columns: Mapping[str, Columns
             raise ValueError(f"the table '{name}' is a {type(table).__name__}, not a DataFrame")
         schema, needed = pyarrow.Schema.from_pandas(table), (LEADING_COLUMNS[-1], *columns[name])
         for column in needed:
-            if column != TOKEN and not _has(schema, len(table), column):  # it is added for each token_id
+            if column != TOKEN and not _has_column(schema, len(table), column):  # it is added for each token_id
                 raise ValueError(f"the table '{name}' has no column {column.name}, or one with other values")
         if fault := fault_of(table, needed):
             raise ValueError(f"the table '{name}': {fault}")
@@ -194,7 +194,7 @@ def of_whole_model(summary: pd.DataFrame) -> dict[str, float]:
     return summary[summary["layer"] == WHOLE_MODEL].set_index("metric")["value"].to_dict()
 
 
-def _has(schema: Any, rows: int, column: Column) -> bool:
+def _has_column(schema: Any, rows: int, column: Column) -> bool:
     """Return whether a schema of pyarrow, for this number of rows, has a column of this name and kind."""
     from pyarrow import types
 

@@ -22,7 +22,7 @@ from sinkscope.errors import InputError, SinkscopeError, closest, counted, one_l
 from sinkscope.options import given
 from sinkscope.options.files import check_readable, kind_of, names_in, user_path
 from sinkscope.options.measuring import NUM_SEQS, SEQ_LEN
-from sinkscope.options.option import MOST
+from sinkscope.options.option import MAX_INT
 from sinkscope.options.records import ENTRIES, Document, documents_of, keys
 from sinkscope.text.chats import chat_template
 from sinkscope.text.tokens import check_ids, first_tokens, own_frame, special_token_ids, token_texts
@@ -297,7 +297,7 @@ def windows(documents: Iterator[Document], label: str, request: Request) -> Sele
 def prompted(text: str, request: Request) -> Selection:
     """Make one sequence of the first seq_len tokens of a text."""
     request.check_tokenizer("--prompt")
-    text_ids, is_framed, _ = request.beginning(text, MOST)  # all of it, to say how long it is
+    text_ids, is_framed, _ = request.beginning(text, MAX_INT)  # all of it, to say how long it is
     ids = request.framed(text_ids)
     check_ids(ids, request.vocab_size, "--prompt through this tokenizer")
     if len(ids) < 2:

@@ -23,8 +23,8 @@ from sinkscope.models.family import ATTENTION, UNREAD
 from sinkscope.results import findings as limits
 from sinkscope.results.findings import ALMOST_NO_SINK, FINDING_COLUMNS, NO_SINK, STRONG, USUAL, Finding, Outcome
 from sinkscope.results.judgment import NotDefined, estimated
-from sinkscope.results.metrics import CLEAR, HEADLINES, METRICS, has_no_rate, reason_without_rate
-from sinkscope.results.papers import LENGTH, SETTING, SINK_RATES, published_rates
+from sinkscope.results.metrics import CLEAR, HEADLINE_METRICS, METRICS, has_no_rate, reason_without_rate
+from sinkscope.results.papers import LENGTH, SINK_RATES, WSE_SETTING, published_rates
 from sinkscope.results.positions import ADDED, WITHIN_ATTENTION, kinds_of_positions, unequal
 from sinkscope.results.run import WITH, RunData
 from sinkscope.results.sequences import Lacks, Sequences
@@ -32,7 +32,15 @@ from sinkscope.results.side_by_side import span
 from sinkscope.results.statistics import Estimate
 from sinkscope.results.tables import WHOLE_MODEL, names_of
 from sinkscope.verdict import probes
-from sinkscope.verdict.report import Report, coordinates_text, finding, interval, judged, layers_text, with_interval
+from sinkscope.verdict.report import (
+    Report,
+    coordinates_text,
+    finding,
+    interval,
+    judgment_of,
+    layers_text,
+    with_interval,
+)
 
 SINK, MASSIVE, GRADIENTS = "Sink", "Massive activations", "Gradients"
 VALUES, BIAS, QUANTIZATION, NOT_HERE = "Value states", "Query bias", "Quantization", "Does not apply here"
@@ -52,7 +60,7 @@ def report(run: RunData) -> Report:
 def overview(run: RunData, said: Collection[str] = ()) -> pd.DataFrame:
     """Return the metrics of the whole model without those that the findings named `said` state."""
     rows = []
-    for name, stated_by in HEADLINES.items() if "summary" in run.tables else ():  # not of pictures alone
+    for name, stated_by in HEADLINE_METRICS.items() if "summary" in run.tables else ():  # not of pictures alone
         value = run.metric(name)
         # without learned sink logits, the missing mass is 0 by definition
         if stated_by not in said and np.isfinite(value) and (value or name != "missing_mass"):
@@ -64,8 +72,8 @@ def findings(run: RunData) -> list[Finding]:
     if "summary" not in run.tables:
         return list(probes.findings(run))
     evidence = Sequences(run)
-    of_claims = (_sink, _repeated, _massive, _values, _gradients, _query_bias)
-    others = (probes.findings, _number_formats, _windows, _not_applicable)
+    of_claims = (_sink, _repeated_tokens, _massive_activations, _values, _gradients, _query_bias)
+    others = (probes.findings, _number_formats, _windows, _not_measured)
     return [one for part in of_claims for one in part(run, evidence)] + [one for part in others for one in part(run)]
 
 
@@ -147,7 +155,7 @@ def _numbers(value: Any) -> list[float]:
 # --- findings that are numbers of claims
 
 
-def measured(measure: Callable[[Sequences], Estimate], sequences: Sequences) -> Estimate | None:
+def estimate_or_none(measure: Callable[[Sequences], Estimate], sequences: Sequences) -> Estimate | None:
     """Return an estimate; None if it is not defined for the model, is not finite, or the run lacks its table."""
     try:
         estimate = estimated(measure, sequences)
@@ -157,7 +165,7 @@ def measured(measure: Callable[[Sequences], Estimate], sequences: Sequences) -> 
 
 
 def of_claim(sequences: Sequences, claim: str, part: int = 0) -> Estimate | None:
-    return measured(RUN_CLAIMS[claim].parts[part].measure, sequences)
+    return estimate_or_none(RUN_CLAIMS[claim].parts[part].measure, sequences)
 
 
 def _single(run: RunData) -> str:
@@ -194,8 +202,8 @@ def _sink(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         yield finding("proxy", SINK, len(operations), sentence, {"what": what})
     if family.get("gated") and "gate" in run.tables:
         outcome, numbers = Outcome.UNDEFINED, {"later": run.metric("gate_later")}
-        sentence = f"The model's own gates leave {_text(run, 'gate_first')} of the heads' outputs at position 0 and "
-        sentence += f"{_text(run, 'gate_later')} at later ones"
+        sentence = f"The model's own gates leave {_worded(run, 'gate_first')} of the heads' outputs at position 0 and "
+        sentence += f"{_worded(run, 'gate_later')} at later ones"
         if rate is not None:
             has_sink = rates.max() >= NO_SINK
             outcome = Outcome.PRESENT if has_sink else Outcome.ABSENT
@@ -206,9 +214,9 @@ def _sink(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         if "gate_heads" in run.tables:
             numbers |= {name: run.metric(f"gate_{name}") for name in ("mean", "closed", "deviation")}
             numbers["below"] = limits.CLOSED
-            sentence += f" Over all tokens a gate is {_text(run, 'gate_mean')} on average, "
-            sentence += f"{_text(run, 'gate_closed')} of gates are below {limits.CLOSED:g}, and a head's gate has a "
-            sentence += f"standard deviation of {_text(run, 'gate_deviation')} over tokens."
+            sentence += f" Over all tokens a gate is {_worded(run, 'gate_mean')} on average, "
+            sentence += f"{_worded(run, 'gate_closed')} of gates are below {limits.CLOSED:g}, and a head's gate has a "
+            sentence += f"standard deviation of {_worded(run, 'gate_deviation')} over tokens."
         first = run.metric("gate_first")
         yield finding("own-gates", SINK, first, sentence, numbers, outcome=outcome, threshold=NO_SINK)
     if "sink_positions" in run.tables:
@@ -224,10 +232,10 @@ def _sink_at_first(run: RunData, evidence: Sequences, rate: Estimate | None) -> 
         numbers |= {"epsilon": epsilon, "uniform": uniform}
         about = {"outcome": Outcome.UNDEFINED, "threshold": limits.SINK, "claim": "W-1", "is_headline": True}
         return finding("sink", SINK, nan, sentence, numbers, **about)
-    rates, judgment = _by_layer(run, "sink_rate"), judged("W-1", rate)
-    clear = measured(clear_sink_rate, evidence)
-    strong = _where(rates >= STRONG)
-    weak = _where(rates < ALMOST_NO_SINK) if strong else ()
+    rates, judgment = _by_layer(run, "sink_rate"), judgment_of("W-1", rate)
+    clear = estimate_or_none(clear_sink_rate, evidence)
+    strong = _chosen(rates >= STRONG)
+    weak = _chosen(rates < ALMOST_NO_SINK) if strong else ()
     numbers |= {"epsilon": epsilon, "strong": STRONG, "layers": strong, "none": None if strong else STRONG}
     numbers |= {"few": ALMOST_NO_SINK, "weak_layers": weak, "uniform": uniform}
     notes = [f"95 % interval {rate.low:.1f} to {rate.high:.1f}%"] if interval(rate) else []
@@ -246,7 +254,7 @@ def _sink_at_first(run: RunData, evidence: Sequences, rate: Estimate | None) -> 
         sentence = f"There is no sink at position 0: only {what}{limit}."
     elif judgment["outcome"] != Outcome.PRESENT:
         sentence += f"{limit}."
-    elif clear is None or judged("W-1", clear)["outcome"] == Outcome.PRESENT:
+    elif clear is None or judgment_of("W-1", clear)["outcome"] == Outcome.PRESENT:
         sentence = f"{what}."
     else:
         judgment["outcome"] = Outcome.UNDECIDED
@@ -257,7 +265,7 @@ def _sink_at_first(run: RunData, evidence: Sequences, rate: Estimate | None) -> 
     sentence += f" {where or f'In no layer do {STRONG:.0%} of the heads'}"
     sentence += f"; fewer than {ALMOST_NO_SINK:.0%} in {layers_text(weak)}." if weak else "."
     lengths = {"shortest": LENGTH, "longest": LENGTH}
-    comparable = run.is_causal and (SETTING | lengths).items() <= (config | run.manifest["input"]).items()
+    comparable = run.is_causal and (WSE_SETTING | lengths).items() <= (config | run.manifest["input"]).items()
     of_input = {"natural": SINK_RATES, "random": published_rates("random")}  # WSE's
     published = of_input.get(run.condition, ()) if comparable else ()
     about = judgment | {"null": 0.0, "published": published, "is_headline": True}
@@ -277,7 +285,7 @@ def _outside(run: RunData) -> Iterator[Finding]:
         sentence += f"{reason_without_rate(numbers['uniform'], epsilon)}."
         yield finding("sink-outside", SINK, nan, sentence, numbers, outcome=Outcome.UNDEFINED)
         return
-    strong, having = _where(rates >= STRONG), tuple(rates.index)
+    strong, having = _chosen(rates >= STRONG), tuple(rates.index)
     having = having if len(rates) < _by_layer(run, "sink_rate").size else ()
     outcome, threshold, kind, where = Outcome.WEAK, STRONG, "a weak", f"in no layer in {STRONG:.0%} of them"
     if strong:
@@ -285,7 +293,7 @@ def _outside(run: RunData) -> Iterator[Finding]:
     elif rates.max() < NO_SINK:
         outcome, threshold, kind, where = Outcome.ABSENT, NO_SINK, "no", f"below {NO_SINK:.0%} in every layer"
     sentence = f"There is {kind} sink outside the text: more than {epsilon:g} of the attention goes to {what} in "
-    sentence += f"{_text(run, 'sink_rate_outside')} of heads and sequences"
+    sentence += f"{_worded(run, 'sink_rate_outside')} of heads and sequences"
     sentence += f"{f' of {layers_text(having)}' if having else ''}, {where}."
     numbers |= {"layers": strong, "having": having}
     yield finding("sink-outside", SINK, rate, sentence, numbers, outcome=outcome, threshold=threshold)
@@ -298,21 +306,21 @@ def _later_sinks(run: RunData) -> Finding:
         sentence += f"{limits.FEWEST_QUERIES} queries or more."
         queries = {"queries": limits.FEWEST_QUERIES}
         return finding("later-sinks", SINK, nan, sentence, queries, outcome=Outcome.UNDEFINED)
-    text, sinks = f"{_text(run, 'sink_rate_later')} of heads and sequences", later_sinks(run.tables["sink_positions"])
+    text, sinks = f"{_worded(run, 'sink_rate_later')} of heads and sequences", later_sinks(run.tables["sink_positions"])
     if rate < NO_SINK or sinks.empty:
         sentence = f"No later position is a sink: {text}, below {NO_SINK:.0%}."
         return finding("later-sinks", SINK, rate, sentence, outcome=Outcome.ABSENT, threshold=NO_SINK)
     tokens = sinks["token"].value_counts(normalize=True).head(MOST_TOKENS)
     tokens = tokens[(tokens >= limits.RARE) | (tokens == tokens.max())]
     shares = tuple((str(token), float(share)) for token, share in tokens.items())
-    layers = _where(rates > max(ALMOST_NO_SINK, limits.MOSTLY * rates.max()))
+    layers = _chosen(rates > max(ALMOST_NO_SINK, limits.MOSTLY * rates.max()))
     sentence = f"Later positions are sinks in {text}{f', mostly in {layers_text(layers)}' if layers else ''}"
     sentence += f"; most often at the tokens {', '.join(f'{token!r} ({share:.0%})' for token, share in shares)}."
     numbers = {"layers": layers, "tokens": shares}
     return finding("later-sinks", SINK, rate, sentence, numbers, outcome=Outcome.PRESENT, threshold=NO_SINK)
 
 
-def _repeated(run: RunData, evidence: Sequences) -> Iterator[Finding]:
+def _repeated_tokens(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     if run.condition != "repeated" or "attention" not in run.tables:
         return
     if run.bos == WITH:
@@ -326,14 +334,14 @@ def _repeated(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     bound = of_claim(evidence, "W-9") if stay_equal and "rotary" in kinds and kinds <= WITHIN_ATTENTION else None
     if bound is not None:
         numbers = {"mass": run.metric("sink_mass"), "bound": run.metric("repeated_bound")}
-        judgment = judged("W-9", bound)
+        judgment = judgment_of("W-9", bound)
         sentence = "All tokens are equal, and yet attention to position 0 exceeds proposition 4's bound (WSE): in one "
         sentence += f"layer and sequence only {bound.value:.1%} of the weights are within it"
         if judgment["outcome"] == Outcome.PRESENT:
             sentence = "All tokens are equal, so that a rotary model cannot distinguish position 0 from the rest: "
             sentence += "attention to it is within proposition 4's bound in every layer and sequence (WSE)"
         if not any(map(isnan, numbers.values())):
-            sentence += f"; mean sink mass {_text(run, 'sink_mass')}, mean bound {_text(run, 'repeated_bound')}"
+            sentence += f"; mean sink mass {_worded(run, 'sink_mass')}, mean bound {_worded(run, 'repeated_bound')}"
         yield finding("repeated-bound", SINK, bound, f"{sentence}.", numbers, **judgment)
     elif stay_equal and kinds <= ADDED | WITHIN_ATTENTION:
         outcome, fate = (Outcome.PRESENT, "survive") if kinds & ADDED else (Outcome.ABSENT, "vanish on")
@@ -352,7 +360,7 @@ def _repeated(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         yield finding("repeated", SINK, nan, f"{sentence} (WSE).", words, outcome=Outcome.UNDECIDED)
 
 
-def _massive(run: RunData, evidence: Sequences) -> Iterator[Finding]:
+def _massive_activations(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     count = of_claim(evidence, "S-6")
     if count is None:
         return
@@ -371,7 +379,7 @@ def _massive(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     yield finding("massive", MASSIVE, count, sentence, numbers, **about)
     for coordinate in coordinates:
         rows = massive[massive["coordinate"] == coordinate]
-        layers = _where(rows.groupby("layer")["sequence"].nunique() / run.manifest["input"]["sequences"] >= USUAL)
+        layers = _chosen(rows.groupby("layer")["sequence"].nunique() / run.manifest["input"]["sequences"] >= USUAL)
         positions, value = rows["position"].value_counts(normalize=True), float(rows["value"].abs().max())
         is_one = positions.iloc[0] > limits.AT_ONE_POSITION
         position, places = (int(positions.index[0]), None) if is_one else (None, len(positions))
@@ -414,7 +422,8 @@ def _values(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     drain, having = of_claim(evidence, "GS-20"), of_claim(evidence, "GS-20", part=1)
     if drain is None or having is None:
         return
-    judgment, ratio = judged("GS-20", drain), f"{with_interval(drain, '.2f')} of that at positions 5–15, median over"
+    judgment = judgment_of("GS-20", drain)
+    ratio = f"{with_interval(drain, '.2f')} of that at positions 5–15, median over"
     if not having.value:  # in this case, the median is over all heads
         sentence = f"No head has its sink at position 0. The value norm there is {ratio} all heads."
         yield finding("value-drain", VALUES, drain, sentence, claim="GS-20", outcome=Outcome.MEASURED)
@@ -434,7 +443,7 @@ def _values(run: RunData, evidence: Sequences) -> Iterator[Finding]:
 
 def _gradients(run: RunData, evidence: Sequences) -> Iterator[Finding]:
     """Yield numbers only: a gradient sink is decided by comparison with the same model with random weights (GS-6)."""
-    value, key = (measured(partial(gradient_ratio, pathway=of), evidence) for of in ("value", "key"))
+    value, key = (estimate_or_none(partial(gradient_ratio, pathway=of), evidence) for of in ("value", "key"))
     if value is not None:
         uniform = run.metric("uniform_gradient_ratio")
         sentence = f"The value gradient at position 0 is {with_interval(value, '.1f', ' ×')}"
@@ -442,13 +451,13 @@ def _gradients(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         sentence += " that of positions 5–15"
         if not isnan(uniform):
             sentence += "; uniform causal attention alone makes the value gradient "
-            sentence += f"{_text(run, 'uniform_gradient_ratio')} × (with unrelated token gradients of equal size), and "
-            sentence += "random weights may make it larger (GS-6)"
+            sentence += f"{_worded(run, 'uniform_gradient_ratio')} × (with unrelated token gradients of equal size), "
+            sentence += "and random weights may make it larger (GS-6)"
         numbers = {"uniform": uniform} | ({} if key is None else {"key": key})
         yield finding("value-gradient", GRADIENTS, value, f"{sentence}.", numbers, null=uniform, is_headline=True)
         if (run.tables["gradient"]["pathway"] == "raw_value").any():
             sentence = "That is the gradient before the gate or scale on the value states; after it, at what is "
-            sentence += f"attended to, the gradient is {_text(run, 'value_gradient_ratio')} × that of positions 5–15."
+            sentence += f"attended to, the gradient is {_worded(run, 'value_gradient_ratio')} × that of positions 5–15."
             yield finding("gradient-behind", GRADIENTS, run.metric("value_gradient_ratio"), sentence)
         if run.is_causal:
             sentence = "Whether that is a gradient sink is decided by comparison with the same model with random "
@@ -501,7 +510,7 @@ def _query_bias(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         gamma = run.tables["gamma"]
         coordinates = tuple(sorted(gamma[gamma["is_massive_epe"]]["coordinate"].unique()))
         sentence = f"EPE₀ is massive at {coordinates_text(coordinates)}, where |γ| is "
-        sentence += f"{_text(run, 'gamma_ratio')} × its mean."
+        sentence += f"{_worded(run, 'gamma_ratio')} × its mean."
         yield finding("massive-epe", BIAS, ratio, sentence, {"coordinates": coordinates})
 
 
@@ -562,7 +571,7 @@ def _windows(run: RunData) -> Iterator[Finding]:
     yield finding(name, SINK, window, sentence, {"layers": sliding, "longest": longest}, outcome=outcome)
 
 
-def _not_applicable(run: RunData) -> Iterator[Finding]:
+def _not_measured(run: RunData) -> Iterator[Finding]:
     reasons = {site: reason for site, reason in run.manifest["absent"].items() if site == "mid"}
     reasons |= run.manifest.get("not_measured", {})
     if run.manifest["family"]["wiring"] == "post-norm":
@@ -581,11 +590,11 @@ def _by_layer(run: RunData, metric: str) -> pd.Series:
     return summary[(summary["metric"] == metric) & (summary["layer"] != WHOLE_MODEL)].set_index("layer")["value"]
 
 
-def _where(chosen: pd.Series) -> tuple[int, ...]:
+def _chosen(chosen: pd.Series) -> tuple[int, ...]:
     return tuple(int(layer) for layer in chosen[chosen].index)
 
 
-def _text(run: RunData, metric: str) -> str:
+def _worded(run: RunData, metric: str) -> str:
     """Return the value of the whole model in the metric's format."""
     return METRICS[metric].text(run.metric(metric))
 

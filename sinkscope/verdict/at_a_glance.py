@@ -67,10 +67,10 @@ def glances(run: RunData) -> Iterator[Glance]:
         value = run.metric(name)
         if isfinite(value):
             known = {model: values[name] for model, values in _reported().items()}
-            others = ", ".join(f"{model} {_text(name, other)}" for model, other in known.items())
+            others = ", ".join(f"{model} {_short(name, other)}" for model, other in known.items())
             among = [value >= 0.99 * min(known.values()), value <= 1.01 * max(known.values())]
             elsewhere = f"{'Among' if all(among) else 'Above' if among[0] else 'Below'} three models: {others}."
-            yield Glance(name, title, _text(name, value), meaning.format(**words), null.format(**words), elsewhere)
+            yield Glance(name, title, _short(name, value), meaning.format(**words), null.format(**words), elsewhere)
 
 
 @cache
@@ -82,5 +82,5 @@ def _reported() -> Mapping[str, Mapping[str, float]]:
     return {model: of_whole_model(read_table(path)) for model, path in summaries.items()}
 
 
-def _text(name: str, value: float) -> str:
+def _short(name: str, value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else METRICS[name].text(value)

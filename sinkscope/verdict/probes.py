@@ -34,7 +34,7 @@ def findings(run: RunData) -> Iterator[Finding]:
     natural = Sequences(run, BEFORE if run.is_experiment else None)
     parts: dict[str, Callable[[Sequences], Iterator[Finding]]] = {
         "entropy": _entropy,
-        "sink_tokens": _secondary,
+        "sink_tokens": _secondary_sink_findings,
         "spikes": _spikes,
         "super_weights": _super_weight,
         "head_scores": _heads,
@@ -66,7 +66,7 @@ def _entropy(run: Sequences) -> Iterator[Finding]:
     yield finding("state-entropy", STATES, entropy, sentence, lowest.to_dict())
 
 
-def _secondary(run: Sequences) -> Iterator[Finding]:
+def _secondary_sink_findings(run: Sequences) -> Iterator[Finding]:
     table = run.table("sink_tokens")
     sinks = table[table["kind"] == SECONDARY]
     counts = np.bincount(sinks["sequence"], minlength=run.weights.shape[1])

@@ -78,7 +78,7 @@ def interval(estimate: Estimate, name: str = "") -> dict[str, Any]:
     return {f"{name}low": estimate.low, f"{name}high": estimate.high}
 
 
-def judged(claim: str, estimate: Estimate) -> dict[str, Any]:
+def judgment_of(claim: str, estimate: Estimate) -> dict[str, Any]:
     """Return the outcome, threshold and id of a claim whose first number has this estimate, as fields of a finding."""
     test = RUN_CLAIMS[claim].parts[0].test
     threshold = test.most if test.least == -inf else test.least
@@ -102,7 +102,7 @@ def finding(
         is_estimate = isinstance(number, Estimate)
         flat |= {key: number.value, **interval(number, f"{key}_")} if is_estimate else {key: number}
     if isinstance(value, Estimate):
-        fields = (judged(fields["claim"], value) if "claim" in fields else {}) | fields | interval(value)
+        fields = (judgment_of(fields["claim"], value) if "claim" in fields else {}) | fields | interval(value)
         value = value.value
     return Finding(name, section, value=value, numbers=flat, sentence=sentence, **fields)
 

@@ -32,15 +32,15 @@ _LATEX = {
 
 def formatted(table: pd.DataFrame, format: TableFormat = "text", title: str = "") -> str:
     """Return a table as text, without its index, below its title. Raises InputError for an unknown format."""
-    if format not in FORMATS:
-        raise InputError(f"format {unknown(format, FORMATS)}")
+    if format not in TABLE_FORMATS:
+        raise InputError(f"format {unknown(format, TABLE_FORMATS)}")
 
     def text(value: object) -> str:
         if isinstance(value, float):
             return MISSING if value != value else f"{value:.4g}"
         return str(value)
 
-    return FORMATS[format](table.map(text), title)
+    return TABLE_FORMATS[format](table.map(text), title)
 
 
 def _as_text(table: pd.DataFrame, title: str) -> str:
@@ -80,7 +80,7 @@ def _as_latex(table: pd.DataFrame, title: str) -> str:
     return "\n".join([f"% {' '.join(title.split())}", *lines] if title else lines)
 
 
-FORMATS: Mapping[str, Callable[[pd.DataFrame, str], str]] = {
+TABLE_FORMATS: Mapping[str, Callable[[pd.DataFrame, str], str]] = {
     "text": _as_text,
     "markdown": as_markdown,
     "latex": _as_latex,

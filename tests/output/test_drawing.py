@@ -72,7 +72,7 @@ def test_two_processes_draw_all_figures(children: list[int], tmp_path: Path) -> 
 def test_figures_that_fail_or_hang_there_are_drawn_here(
     there: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drawing, "PATIENCE", 0.2)
+    monkeypatch.setattr(drawing, "DRAWING_PATIENCE", 0.2)
     here = os.getpid()
     drawn = save(tmp_path, lambda name: Drawn() if os.getpid() == here else Drawn(there))
     assert drawn == ({}, dict.fromkeys(NAMES, here))

@@ -21,7 +21,7 @@ from sinkscope.errors import InputError
 from sinkscope.measuring.subject import inputs_for, position_limit
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
-from sinkscope.options.option import MOST
+from sinkscope.options.option import MAX_INT
 from sinkscope.text.inputs import TokenInputs, build_inputs
 from sinkscope.text.sources import documents
 from sinkscope.text.tokens import special_token_ids
@@ -473,7 +473,7 @@ def test_objects_are_read_to_their_end_as_lines_of_json_are(what: str) -> None:
     tokenizer.chat_template = CHATS
     config = make_config(input=given)
     assert json.loads(config.model_dump_json())["input"] == str(config.input) == kind
-    assert kind == "dataset" or (config.num_seqs, config.seq_len) == (len(expected), MOST)
+    assert kind == "dataset" or (config.num_seqs, config.seq_len) == (len(expected), MAX_INT)
     asked = {"num_seqs": config.num_seqs, "seq_len": 64}
     inputs = build_inputs(config.input, vocab_size=VOCAB, tokenizer=tokenizer, **asked)
     assert (inputs.condition, lists(inputs)) == (kind, expected)

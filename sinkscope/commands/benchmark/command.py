@@ -29,7 +29,7 @@ from sinkscope.options.signatures import with_options
 from sinkscope.output.result import Result, draw, figure_failure, write_data
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import make_manifest
-from sinkscope.results.scores import COLUMNS, COMMAND, TABLE, main_scores
+from sinkscope.results.scores import BENCHMARK, SCORE_COLUMNS, SCORE_TABLE, main_scores
 from sinkscope.results.tables import LEADING, names_of
 
 PACKAGE = "lm_eval"
@@ -42,7 +42,7 @@ class Scores(Result):
     @property
     def table(self) -> pd.DataFrame:
         """A row for each task (its `condition`), metric and filter."""
-        return self.tables[TABLE]
+        return self.tables[SCORE_TABLE]
 
     @property
     def main(self) -> pd.DataFrame:
@@ -60,7 +60,7 @@ def command(options: BenchmarkOptions, output: OutputOptions) -> Printout:
     shown = shown.rename(columns={"condition": "task"}).set_index("task")
     as_text = shown.assign(**{name: shown[name].map("{:.3f}".format) for name in ("score", "error")})
     failure = figure_failure(scores.manifest)
-    return Printout(scores, tables={TABLE: as_text.reset_index()}, folder=output.out, failure=failure)
+    return Printout(scores, tables={SCORE_TABLE: as_text.reset_index()}, folder=output.out, failure=failure)
 
 
 def check(options: BenchmarkOptions) -> None:
@@ -98,7 +98,7 @@ def benchmark(
     check(config)
     with (
         together(config.device_map, is_in_memory(model)) as members,
-        own_folder(members.only_first(out), overwrite, (COMMAND,), (config.model, config.adapter)) as folder,
+        own_folder(members.only_first(out), overwrite, (BENCHMARK,), (config.model, config.adapter)) as folder,
     ):
         console = members.console(quiet)
         with spinner(console, "looking for the tasks"), silent():
@@ -109,15 +109,15 @@ def benchmark(
         with spinner(console, "asking"), undisturbed(loaded.model):
             results = members.of_the_first(lambda: _asked(loaded, config, tasks))
         manifest = make_manifest(
-            COMMAND,
+            BENCHMARK,
             config.model_dump(mode="json"),
             start,
-            [TABLE],
+            [SCORE_TABLE],
             model=loaded.origin | {"parameters": sum(each.numel() for each in loaded.model.parameters())},
             dtype=str(loaded.model.dtype).removeprefix("torch."),
             harness=importlib.metadata.version(PACKAGE),
         )
-        scores = Scores(manifest, {TABLE: table_of(results, loaded.name, config.tasks)}, folder)
+        scores = Scores(manifest, {SCORE_TABLE: table_of(results, loaded.name, config.tasks)}, folder)
         if folder is None:
             return scores
         with new_folder(folder) as fresh:
@@ -190,5 +190,5 @@ def table_of(results: Mapping[str, Any], model: str, asked: tuple[str, ...]) -> 
             known = np.nan if isinstance(error, str) or error is None else float(error)
             count = DIFFERING if shots is None else int(shots)
             rows.append((task, metric, kind, float(score), known, questions, count, version, task in asked))
-    table = pd.DataFrame(rows, columns=["condition", *names_of(COLUMNS)])
-    return table.assign(model=model, layer=-1)[[*LEADING, *names_of(COLUMNS)]]
+    table = pd.DataFrame(rows, columns=["condition", *names_of(SCORE_COLUMNS)])
+    return table.assign(model=model, layer=-1)[[*LEADING, *names_of(SCORE_COLUMNS)]]

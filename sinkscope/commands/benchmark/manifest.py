@@ -1,9 +1,9 @@
 """The entries of a run.json of `benchmark`."""
 
-from sinkscope.results.schema import Count, Manifest, Part
+from sinkscope.results.schema import Count, Manifest, ManifestPart
 
 
-class BenchmarkModel(Part):
+class BenchmarkModel(ManifestPart):
     name: str
     parameters: Count
 

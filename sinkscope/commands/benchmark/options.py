@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar
 
 from sinkscope.errors import InputError
 from sinkscope.options.measuring import DeviceOptions, ModelOptions, SeedOptions
-from sinkscope.options.option import MOST, as_folder_name, distinct, option, split_at_commas
+from sinkscope.options.option import MAX_INT, as_folder_name, distinct, option, split_at_commas
 
 
 class BenchmarkOptions(SeedOptions, DeviceOptions, ModelOptions):
@@ -22,10 +22,10 @@ class BenchmarkOptions(SeedOptions, DeviceOptions, ModelOptions):
     )  # WSE figure 10
     task_path: str | None = option(None, "Benchmarks", "A folder with YAML files of your own tasks.", metavar="DIR")
     shots: int | None = option(
-        None, "Benchmarks", "Examples before each question.", metavar="N", shown="each task's own", ge=0, le=MOST
+        None, "Benchmarks", "Examples before each question.", metavar="N", shown="each task's own", ge=0, le=MAX_INT
     )
     limit: int | None = option(
-        None, "Benchmarks", "Only the first N questions of each task.", metavar="N", shown="all", ge=1, le=MOST
+        None, "Benchmarks", "Only the first N questions of each task.", metavar="N", shown="all", ge=1, le=MAX_INT
     )
     batch_size: int = option(8, "Benchmarks", "Requests at once.", metavar="N", ge=1)
 

@@ -25,7 +25,7 @@ from sinkscope.options.register import records
 from sinkscope.output.result import Result
 from sinkscope.output.run import Run
 from sinkscope.results.manifest import RUNS, folder_of, read_manifest, tables_folder
-from sinkscope.results.metrics import HEADLINES, METRICS
+from sinkscope.results.metrics import HEADLINE_METRICS, METRICS
 from sinkscope.results.side_by_side import span
 from sinkscope.results.tables import read_table
 from sinkscope.verdict.report import summary_markdown
@@ -148,7 +148,7 @@ def _results_of_run(run: Run) -> list[EvalResult]:
             metric_value=_rounded(row.value),
             metric_config=row.setting or None,
         )
-        for row in values[values["metric"].isin(HEADLINES)].itertuples()
+        for row in values[values["metric"].isin(HEADLINE_METRICS)].itertuples()
     ]
 
 

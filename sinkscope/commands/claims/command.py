@@ -65,7 +65,7 @@ from sinkscope.options.option import Options
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.register import options_by_command
 from sinkscope.options.signatures import with_options
-from sinkscope.output.result import FIGURES, both, draw, figure_failure, write_data
+from sinkscope.output.result import FIGURES_FOLDER, both, draw, figure_failure, write_data
 from sinkscope.output.run import Run
 from sinkscope.results.folders import FileList, alone_in, check_resumable, claim, new_folder, resumable
 from sinkscope.results.manifest import MANIFEST, make_manifest, write_manifest
@@ -138,7 +138,7 @@ def claims(
         target: ScorecardFolder | None = None
         if (folder := members.only_first(out)) is not None:  # locked and checked before anything is computed
             path = stack.enter_context(alone_in(folder))
-            check_resumable(path, COMMAND, {"config": saved}, overwrite, reads=reads, renewed=(FIGURES,))
+            check_resumable(path, COMMAND, {"config": saved}, overwrite, reads=reads, renewed=(FIGURES_FOLDER,))
             target = ScorecardFolder(path, saved, start, overwrite, page)
         if judges_only:
             if target is not None:

@@ -24,9 +24,9 @@ from sinkscope.options.register import options_by_command, records
 from sinkscope.output.run import Run
 from sinkscope.results.manifest import MANIFEST, RUNS, read_manifest
 from sinkscope.results.run import RunData
-from sinkscope.results.scores import COLUMNS as SCORES_COLUMNS
-from sinkscope.results.scores import COMMAND as SCORES
-from sinkscope.results.scores import TABLE as SCORES_TABLE
+from sinkscope.results.scores import BENCHMARK as SCORES
+from sinkscope.results.scores import SCORE_COLUMNS as SCORES_COLUMNS
+from sinkscope.results.scores import SCORE_TABLE as SCORES_TABLE
 from sinkscope.results.tables import LEADING_COLUMNS, read_table
 
 JUDGED_TRAININGS = ("retrofit", "train")

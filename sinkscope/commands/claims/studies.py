@@ -24,7 +24,7 @@ from sinkscope.options.option import flag
 from sinkscope.options.register import options_by_command
 from sinkscope.options.spec import parse_spec
 from sinkscope.results.run import RunData
-from sinkscope.results.scores import TABLE as SCORES
+from sinkscope.results.scores import SCORE_TABLE as SCORES
 from sinkscope.results.scores import main_scores
 from sinkscope.results.trainings import HELD_OUT, LOGGED, UNTOUCHED, courses, sinking_layer, tokens_a_step
 from sinkscope.retrofits import make_retrofit

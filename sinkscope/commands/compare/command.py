@@ -12,7 +12,7 @@ from sinkscope.commands.compare.options import CompareOptions
 from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError
 from sinkscope.options.output import OutputOptions
-from sinkscope.results.manifest import MANIFEST_KINDS, RUNS, TRAINING, folder_of, read_manifest
+from sinkscope.results.manifest import CALLBACK_TRAINING, MANIFEST_KINDS, RUNS, folder_of, read_manifest
 from sinkscope.results.side_by_side import Summary, differing_lines, differing_settings, labels, metrics_of
 from sinkscope.results.tables import blaming_tables
 
@@ -45,7 +45,7 @@ def _compared(options: CompareOptions, output: OutputOptions, manifests: Mapping
     if len(options.runs) == 1:  # its own tables, by title, if it is a comparison; a run of `analyze` is none
         ((folder, manifest),) = manifests.items()
         command, tables = manifest["command"], dict[str, "pd.DataFrame"]()
-        if command == TRAINING.name:
+        if command == CALLBACK_TRAINING.name:
             tables = curves([folder], time.time()).summary_tables
         elif MANIFEST_KINDS[command].summaries:
             tables = MANIFEST_KINDS[command].imported(MANIFEST_KINDS[command].summaries)(folder)

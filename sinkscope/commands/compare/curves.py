@@ -13,7 +13,7 @@ from sinkscope.measuring.callback import FOLDER
 from sinkscope.measuring.summary import WHOLE_MODEL
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result
-from sinkscope.results.manifest import TRAINING, folder_of, read_manifest
+from sinkscope.results.manifest import CALLBACK_TRAINING, folder_of, read_manifest
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.side_by_side import comparison_manifest, distinct_names
 from sinkscope.results.tables import LEADING_COLUMNS, TRAINING_TABLES, read_table
@@ -67,7 +67,7 @@ def curves(sources: Sequence[str | os.PathLike[str]], start: float) -> Curves:
     trainings = [place.parent.name if place.name == FOLDER else place.name for place in places]
     names = distinct_names(list(zip(trainings, folders, strict=True)))
     for folder, name in zip(folders, names, strict=True):
-        if TABLE not in read_manifest(folder, (TRAINING.name,))["tables"]:
+        if TABLE not in read_manifest(folder, (CALLBACK_TRAINING.name,))["tables"]:
             raise InputError(f"{folder} has no curves: they are in the folder '{FOLDER}' that SinkCallback writes")
         table = read_table(folder / "tables" / f"{TABLE}.parquet", (*LEADING_COLUMNS, *TRAINING_TABLES[TABLE]))
         tables.append(table.assign(condition=name))

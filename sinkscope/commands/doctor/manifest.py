@@ -1,9 +1,9 @@
 """The entries of a run.json of `doctor`."""
 
-from sinkscope.results.schema import Part, Reasons, RunManifest
+from sinkscope.results.schema import ManifestPart, Reasons, RunManifest
 
 
-class Overflow(Part):
+class Overflow(ManifestPart):
     dtype: str
     limit: float  # its largest finite number
     refused: Reasons = {}  # remedy → why it was left out

@@ -260,7 +260,7 @@ def _largest_elsewhere(run: RunData, label: str, section: str) -> Iterator[Findi
     change = effect_of(run, label, "massive_magnitude")
     names = (ZeroMassive.name, MeanMassive.name)
     done: list[Any] = [parse(text) for text in arms(run)[label]["do"] if text.partition(":")[0] in names]
-    if not done or not change.after > change.before:
+    if not done or "massive" not in run.tables or not change.after > change.before:
         return
     table = run.tables["massive"]
     table = table[table["condition"] == label].assign(magnitude=lambda rows: rows["value"].abs())

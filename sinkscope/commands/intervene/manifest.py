@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from sinkscope.results.schema import Part, Reasons, RunManifest
+from sinkscope.results.schema import ManifestPart, Reasons, RunManifest
 
 
 def _expectation(name: str | None) -> str | None:
@@ -13,7 +13,7 @@ def _expectation(name: str | None) -> str | None:
     return name and str(Expectation(name))
 
 
-class InterventionArm(Part):
+class InterventionArm(ManifestPart):
     asked: list[str] = []
     do: list[str]
     paper: str

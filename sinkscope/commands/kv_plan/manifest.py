@@ -1,9 +1,9 @@
 """The entries of a run.json of `kv-plan`."""
 
-from sinkscope.results.schema import Count, Part, RunManifest
+from sinkscope.results.schema import Count, ManifestPart, RunManifest
 
 
-class KvPlan(Part):
+class KvPlan(ManifestPart):
     budgets: list[float]
     calibration: Count
     copied: Count  # last tokens of a text that repeat its first ones

@@ -3,10 +3,10 @@
 from typing import Literal
 
 from sinkscope.quantization.formats import PerActivation, PerCache, PerWeight
-from sinkscope.results.schema import Count, Part, RunManifest
+from sinkscope.results.schema import Count, ManifestPart, RunManifest
 
 
-class Quantization(Part):
+class Quantization(ManifestPart):
     scheme: Literal["linear", "full"]
     bits_weights: Count
     bits_activations: Count

@@ -1,9 +1,9 @@
 """The entries of the run.json of a training's steps."""
 
-from sinkscope.results.schema import Manifest, Name, Part
+from sinkscope.results.schema import Manifest, ManifestPart, Name
 
 
-class Step(Part):
+class Step(ManifestPart):
     step: int
     folder: Name
 

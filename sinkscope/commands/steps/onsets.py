@@ -45,7 +45,7 @@ from sinkscope.results.findings import SINK, Finding, Outcome
 from sinkscope.results.judgment import NotDefined
 from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Lacks, Sequences
-from sinkscope.results.statistics import DRAWS, LEVEL, SEED, Estimate, bootstrap, resamplings
+from sinkscope.results.statistics import DRAWS, LEVEL, RESAMPLING_SEED, Estimate, bootstrap, resamplings
 from sinkscope.results.tables import WHOLE_MODEL, Column
 
 TABLE = "onset"
@@ -207,7 +207,7 @@ def lead(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 def lead_of(first: np.ndarray, second: np.ndarray) -> Estimate:
     """Return the lead of a course (1 + draws, S) over another, with the middle 95 % of its null."""
     x, y = np.diff(first), np.diff(second)
-    random = np.random.default_rng(SEED)
+    random = np.random.default_rng(RESAMPLING_SEED)
     orders = random.permuted(np.tile(np.arange(x.shape[1]), (DRAWS, 1)), axis=1)
     by_chance = lead(x[0][orders], y[0][orders])
     low, high = np.quantile(by_chance, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])

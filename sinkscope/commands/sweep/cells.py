@@ -31,7 +31,7 @@ from sinkscope.options.measuring import PERMISSIONS
 from sinkscope.options.recipe import COMPARISON
 from sinkscope.results.folders import alone_in, check_no_link, check_output, new_folder
 from sinkscope.results.manifest import MANIFEST, read_manifest, write_manifest
-from sinkscope.results.swap import PREFIX, locked, new_file, parts_of, remove, repair
+from sinkscope.results.swap import TEMPORARY_PREFIX, locked, new_file, remove, repair, temporary_parts
 
 COMMAND = "sweep"
 CELLS, FAILED = "cells", "failed"
@@ -97,13 +97,13 @@ class CellFolders:
 
     def repair(self, names: Collection[str]) -> None:
         """Finish or undo the half-written files of these cells after the last worker of a killed sweep has ended."""
-        for path in list((self.folder / CELLS).glob(f"{PREFIX}*")):
-            name, _ = parts_of(path)
+        for path in list((self.folder / CELLS).glob(f"{TEMPORARY_PREFIX}*")):
+            name, _ = temporary_parts(path)
             if name in names:
                 with locked(self.run(name), PATIENCE):
                     repair(self.run(name))
-        for path in list((self.folder / FAILED).glob(f"{PREFIX}*")):
-            if parts_of(path)[0].removesuffix(".json") in names:
+        for path in list((self.folder / FAILED).glob(f"{TEMPORARY_PREFIX}*")):
+            if temporary_parts(path)[0].removesuffix(".json") in names:
                 remove(path)
 
     def failure(self, name: str) -> Failure | None:

@@ -25,7 +25,7 @@ from sinkscope.figures.spec import needs
 from sinkscope.figures.style import BAND, SINK, TEXT, WIDE, Figure, Look, line_looks, new_figure
 from sinkscope.results.findings import SINK as SINK_RATE
 from sinkscope.results.metrics import METRICS
-from sinkscope.results.papers import LENGTH, SETTING, TRANSCRIBED, WSE_TABLE_1
+from sinkscope.results.papers import LENGTH, TRANSCRIBED, WSE_SETTING, WSE_TABLE_1
 from sinkscope.results.side_by_side import shorten
 from sinkscope.text.sources import DRAWN
 
@@ -123,7 +123,7 @@ def lines_by_input(rows: pd.DataFrame, x: str, label: str, by: Sequence[str] = (
 def draw_sweep_inputs(tables: SweepTables) -> Figure:
     rows = rows_by_policy(tables)
     figure, ax = dots_by_model(rows, "input")
-    if all((rows[name] == value).all() for name, value in {**SETTING, "seq_len": LENGTH}.items()):
+    if all((rows[name] == value).all() for name, value in {**WSE_SETTING, "seq_len": LENGTH}.items()):
         colors = {line.get_label(): line.get_color() for line in ax.lines}
         places = places_in_row(rows["input"])
         for at, model in enumerate(rows.drop_duplicates("model")["name"]):

@@ -5,9 +5,9 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import field_validator, model_validator
 
-from sinkscope.options.files import ENDINGS
+from sinkscope.options.files import YAML_ENDINGS
 from sinkscope.options.measuring import DeviceOptions, ModelOptions
-from sinkscope.options.option import MOST, as_folder_name, from_one, option
+from sinkscope.options.option import MAX_INT, as_folder_name, from_one, option
 
 
 class SweepOptions(DeviceOptions, ModelOptions):
@@ -58,7 +58,7 @@ class SweepOptions(DeviceOptions, ModelOptions):
         if len(numbers) != 2 or not all(part.isdecimal() for part in numbers):
             raise ValueError("write it as 1/4: the first of four parts")
         part, of = map(int, numbers)
-        if not 1 <= part <= of <= MOST:
+        if not 1 <= part <= of <= MAX_INT:
             raise ValueError(f"the parts are 1/{of} to {of}/{of}")
         return shard
 
@@ -76,4 +76,4 @@ class SweepOptions(DeviceOptions, ModelOptions):
 
     def folder(self) -> Path:
         path = Path(self.file)
-        return Path("runs", as_folder_name(path.stem if path.suffix in ENDINGS else path.name))
+        return Path("runs", as_folder_name(path.stem if path.suffix in YAML_ENDINGS else path.name))

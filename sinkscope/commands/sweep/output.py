@@ -29,7 +29,7 @@ from sinkscope.output.result import Result
 from sinkscope.results.findings import SINK
 from sinkscope.results.manifest import folder_of, make_manifest, read_manifest, tables_folder
 from sinkscope.results.metrics import METRICS
-from sinkscope.results.papers import LENGTH, SETTING, TRANSCRIBED, WSE_TABLE_1
+from sinkscope.results.papers import LENGTH, TRANSCRIBED, WSE_SETTING, WSE_TABLE_1
 from sinkscope.results.tables import read_table
 from sinkscope.verdict.table_formats import as_markdown
 
@@ -141,7 +141,7 @@ def _measured_at(tables: SweepTables) -> str:
 def _with_published(tables: SweepTables) -> pd.DataFrame:
     """Return the overview, and after it the paper's rates of the models that name one, in the same setting."""
     table = tables.overview
-    same = all((tables.main[name] == value).all() for name, value in {**SETTING, "seq_len": LENGTH}.items())
+    same = all((tables.main[name] == value).all() for name, value in {**WSE_SETTING, "seq_len": LENGTH}.items())
     if not same or not tables.papers:
         return table
     papers = table["model"].map(tables.papers)

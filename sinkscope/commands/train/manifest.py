@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from sinkscope.results.schema import Manifest, Name, Part
+from sinkscope.results.schema import Manifest, ManifestPart, Name
 
 
-class TrainingArm(Part):
+class TrainingArm(ManifestPart):
     method: str
     parameters: dict[str, Any]
     label: str

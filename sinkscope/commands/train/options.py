@@ -15,7 +15,7 @@ from sinkscope.options.measuring import (
     SequenceOptions,
 )
 from sinkscope.options.option import (
-    MOST,
+    MAX_INT,
     Options,
     as_folder_name,
     distinct_folder_name,
@@ -103,7 +103,13 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
     )
 
     tokens: int | None = option(
-        None, "Training", "Train on at most N tokens of the text, repeatedly.", metavar="N", shown="all", ge=1, le=MOST
+        None,
+        "Training",
+        "Train on at most N tokens of the text, repeatedly.",
+        metavar="N",
+        shown="all",
+        ge=1,
+        le=MAX_INT,
     )
     bos: Literal["auto", "never"] = option(
         "auto", "Training", "BOS before each block: never, or where the tokenizer puts one.", metavar="B"
@@ -113,7 +119,7 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
     )
     fixed_position: int | None = option(
         None, "Training", "Put the same token at position K of each block (WSE §5).", metavar="K", shown="none",
-        ge=0, le=MOST,
+        ge=0, le=MAX_INT,
     )  # fmt: skip
 
     probe: Annotated[tuple[str, ...], split_at_commas] = option(

@@ -11,7 +11,7 @@ from sinkscope.attention.kernels import ROW_CHUNK, upcast
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.measuring.observables.observable import Means, Observable, Reading, Settings
 from sinkscope.measuring.observables.reductions import long_table
-from sinkscope.results.activations import SHOWN
+from sinkscope.results.activations import MAPPED
 from sinkscope.results.tables import COORDINATE, HEAD, KEY, POSITION, QUERY, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
@@ -143,7 +143,7 @@ class MassiveMap(Observable):
         return {} if self.frame is None else {"massive_map": self.frame}
 
 
-def first_columns(batch: Batch, most: int = SHOWN) -> slice:
+def first_columns(batch: Batch, most: int = MAPPED) -> slice:
     """Return the columns of the first sequence's first tokens."""
     start = int(batch.start[0])
     return slice(start, start + min(most, int(batch.lengths[0])))

@@ -15,7 +15,7 @@ from sinkscope import InputError, Run, SinkscopeError
 from sinkscope.commands.card.command import upload
 from sinkscope.commands.card.output import Card
 from sinkscope.options.option import as_folder_name
-from sinkscope.results.metrics import HEADLINES
+from sinkscope.results.metrics import HEADLINE_METRICS
 
 REPORTS = Path(__file__).parents[3] / "reports"
 MODELS = ("smollm2-135m", "gemma3-270m", "mgm")
@@ -35,7 +35,7 @@ def test_the_hubs_parser_reads_the_card_of_a_report(name: str, three: Card) -> N
     assert card.text.startswith(f"\n## {run.model}, {run.condition} input\n")
     model, results = model_index_to_eval_results(metadata_load(path)["model-index"])
     assert model == run.model
-    values = {metric: run.metric(metric) for metric in HEADLINES}
+    values = {metric: run.metric(metric) for metric in HEADLINE_METRICS}
     expected = {metric: value for metric, value in values.items() if value == value}
     assert {result.metric_type: result.metric_value for result in results} == pytest.approx(expected, rel=1e-5)
     assert {result.dataset_type for result in results} == {run.condition}

@@ -21,7 +21,7 @@ from sinkscope.results import statistics
 from sinkscope.results.findings import SINK
 from sinkscope.results.judgment import NotDefined, Test, above, at_least, at_most, below, between
 from sinkscope.results.run import BEFORE, RunData
-from sinkscope.results.sequences import Lacks, Sequences, table_of
+from sinkscope.results.sequences import Lacks, Sequences, table_of_run
 from sinkscope.results.statistics import Estimate, bootstrap, exact, positive_jackknife, rank_correlation
 
 MASKED, RESCALED = Need("gradient-do", "mask-sink"), Need("gradient-do-alone", "rescale-norm")
@@ -150,7 +150,7 @@ def _net_change(evidence: Evidence) -> Estimate:
 
 def _masked_ratios(evidence: Evidence, position: int) -> pd.Series:
     """Return the value-gradient ratio of a position by condition: before, masked, and its controls."""
-    table = before_valves(table_of(evidence.run(MASKED), "gradient"))
+    table = before_valves(table_of_run(evidence.run(MASKED), "gradient"))
     rows = table[(table["pathway"] == "value") & (table["head"] == ALL_HEADS)]
     norms = rows.groupby(["condition", "position"])["grad_norm"].mean().unstack()
     return norms[position] / norms.iloc[:, LATER].mean(axis=1)
@@ -187,7 +187,7 @@ WITH_VSCALE = Need("arms", f"{PLAIN},{VALVE}")
 
 
 def _largest_norm(site: str, arm: StudyArm) -> float:
-    table = table_of(arm.run, "activation")
+    table = table_of_run(arm.run, "activation")
     return float(table[(table["site"] == site) & (table["position"] == 0)]["norm_mean"].max())
 
 

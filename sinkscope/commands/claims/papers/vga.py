@@ -18,7 +18,7 @@ from sinkscope.measuring.observables.reductions import LATER
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below
 from sinkscope.results.papers import published
 from sinkscope.results.run import WITH
-from sinkscope.results.sequences import Lacks, table_of
+from sinkscope.results.sequences import Lacks, table_of_run
 from sinkscope.results.statistics import Estimate, bootstrap, exact, positive_jackknife, rank_correlation
 from sinkscope.results.trainings import UNTOUCHED
 
@@ -83,11 +83,11 @@ TRAINED = "trained from scratch"
 
 def _gated_gradients(arm: StudyArm) -> pd.DataFrame:
     """Return, by layer, key/value head and position, the gate and the value gradient before it ÷ after it."""
-    gradient, index = table_of(arm.run, "gradient").query("head >= 0"), ["layer", "head", "position"]
+    gradient, index = table_of_run(arm.run, "gradient").query("head >= 0"), ["layer", "head", "position"]
     wide = gradient.pivot_table(index=index, columns="pathway", values="grad_norm")
     if "raw_value" not in wide:
         raise NotDefined(f"the gates of {arm.label} are on heads' outputs, not on values")
-    gates = table_of(arm.run, "gate").set_index(index)["gate"]
+    gates = table_of_run(arm.run, "gate").set_index(index)["gate"]
     return pd.DataFrame({"gate": gates, "left": wide["raw_value"] / wide["value"]}).dropna()
 
 

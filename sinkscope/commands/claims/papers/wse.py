@@ -27,7 +27,7 @@ from sinkscope.results.judgment import NotDefined, above, at_least, at_most, bel
 from sinkscope.results.metrics import is_sink
 from sinkscope.results.papers import SINK_RATES, WSE_TABLE_1, published, published_rates
 from sinkscope.results.run import WITH, WITHOUT, RunData
-from sinkscope.results.sequences import Lacks, Sequences, table_of
+from sinkscope.results.sequences import Lacks, Sequences, table_of_run
 from sinkscope.results.statistics import Estimate, bootstrap, exact, least_of, mean_of_runs, rank_correlation
 from sinkscope.results.trainings import UNTOUCHED
 from sinkscope.retrofits import make_retrofit
@@ -258,7 +258,7 @@ RANDOM_TOKENS = Need("factor", "random-tokens")
 
 
 def _rate_at(run: RunData, position: int) -> float:
-    table = table_of(run, "attention_by_sequence")
+    table = table_of_run(run, "attention_by_sequence")
     rows = table[table["position"] == position]
     if rows.empty:
         raise Lacks(f"a run reports {position} positions or fewer: --positions {position + 1}")
@@ -287,7 +287,7 @@ def _at_fixed(study: ClaimStudy, of: Callable[[RunData, int], float], ends: over
 
 
 def _above_others(run: RunData, position: int) -> float:
-    table = table_of(run, "attention_by_sequence")
+    table = table_of_run(run, "attention_by_sequence")
     others = table[table["position"] != position].groupby("position")["sink_rate"].mean()
     return _rate_at(run, position) - 100 * float(others.max())
 
@@ -377,7 +377,7 @@ FIXED = {0.0: BIAS} | {float(norm): f"key-bias:value=axis,norm={norm}" for norm 
 def _points_moved(arm: StudyArm) -> float:
     """Return S* − S₀ in points. S₀ is the rate of the text's first token, which follows the register tokens."""
     registers = int(getattr(make_retrofit(arm.method, arm.parameters), "count", 0))
-    table = table_of(arm.run, "attention_by_sequence")
+    table = table_of_run(arm.run, "attention_by_sequence")
     first = table[table["position"] == registers]["sink_rate"]
     if first.empty:
         raise Lacks(f"the run of {arm.label} reports {registers} positions or fewer: --positions {registers + 1}")
