@@ -11,13 +11,11 @@ from sinkscope.options.measuring import PERMISSIONS
 from sinkscope.options.option import as_folder_name, flag
 from sinkscope.options.register import options_by_command, records
 
-COMMAND_OF_FUNCTION = {"analyze_steps": "analyze"}  # function → the command that calls it
-
 
 def command_lines(manifest: Mapping[str, Any], folder: Path | None) -> list[str]:
     """Return command lines that repeat a run, shortest first; none if it read objects in Python: model or input."""
     recipe, command, config = manifest.get("recipe"), str(manifest["command"]), manifest["config"]
-    name = COMMAND_OF_FUNCTION.get(command, command)
+    name = "analyze" if command == "analyze_steps" else command  # the command that calls the function
     if recipe:
         return [shlex.join(["sinkscope", "run", str(recipe["name"]), *_in_place_of(recipe, name, config)])]
     record, model, methods = records().get(name), manifest.get("model"), dict[str, str]()

@@ -145,7 +145,6 @@ PRINTED: dict[int, tuple[str, float, float]] = {
     12: ("1.145 ± 2.65", 4.5, 13.59),
 }
 MISPRINT = (9, 447, 26.014)  # layer, coordinate and correct value of the entry for which NU prints another layer's
-HEADINGS = ("baseline", *(f"d={coordinate}" for coordinate in GPT2_MASSIVE))
 NEEDS_GPT2 = "GPT-2's weights are needed to compute them: `sinkscope claims gpt2`"
 
 
@@ -191,4 +190,5 @@ def printed_gamma() -> pd.DataFrame:
         if layer == MISPRINT[0]:
             printed[GPT2_MASSIVE.index(MISPRINT[1])] += f" (misprint of {MISPRINT[2]:g})"
         rows.append((f"layer {layer}", baseline, *printed))
-    return pd.DataFrame(rows, columns=["layer", *(f"{heading}, NU prints" for heading in HEADINGS)])
+    headings = ("baseline", *(f"d={coordinate}" for coordinate in GPT2_MASSIVE))
+    return pd.DataFrame(rows, columns=["layer", *(f"{heading}, NU prints" for heading in headings)])

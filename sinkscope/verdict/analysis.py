@@ -45,10 +45,8 @@ from sinkscope.verdict.report import (
 SINK, MASSIVE, GRADIENTS = "Sink", "Massive activations", "Gradients"
 VALUES, BIAS, QUANTIZATION, NOT_HERE = "Value states", "Query bias", "Quantization", "Does not apply here"
 
-MOST_COORDINATES = 3  # number of coordinates of massive activations that are named
-MOST_TOKENS = 3  # number of tokens of later sinks that are named
+MOST_NAMED = 3  # coordinates of massive activations, and tokens of later sinks
 REGISTERS = "register tokens"  # the entry of the manifest's `outside` for registers, which precede the text
-EIGHT_BITS = 255  # steps of an 8-bit grid
 GGUF = re.compile(r"(?<![A-Za-z0-9])(?P<kind>I?Q(?P<bits>\d)[\w-]*)(?=\.gguf$)", re.IGNORECASE)  # at the end of a name
 
 
@@ -310,7 +308,7 @@ def _later_sinks(run: RunData) -> Finding:
     if rate < NO_SINK or sinks.empty:
         sentence = f"No later position is a sink: {text}, below {NO_SINK:.0%}."
         return finding("later-sinks", SINK, rate, sentence, outcome=Outcome.ABSENT, threshold=NO_SINK)
-    tokens = sinks["token"].value_counts(normalize=True).head(MOST_TOKENS)
+    tokens = sinks["token"].value_counts(normalize=True).head(MOST_NAMED)
     tokens = tokens[(tokens >= limits.RARE) | (tokens == tokens.max())]
     shares = tuple((str(token), float(share)) for token, share in tokens.items())
     layers = _chosen(rates > max(ALMOST_NO_SINK, limits.MOSTLY * rates.max()))
@@ -369,7 +367,7 @@ def _massive_activations(run: RunData, evidence: Sequences) -> Iterator[Finding]
     if massive.empty:
         yield _nothing_massive(run, table)
         return
-    coordinates = tuple(int(coordinate) for coordinate in massive["coordinate"].value_counts().index[:MOST_COORDINATES])
+    coordinates = tuple(int(coordinate) for coordinate in massive["coordinate"].value_counts().index[:MOST_NAMED])
     largest = massive["value"].abs().max()
     sentence = f"In the layer with the most, a sequence has {with_interval(count, '.3g', ' massive activations')}, "
     sentence += f"most often at {coordinates_text(coordinates)}; the largest over all sequences is "
@@ -521,8 +519,8 @@ def _number_formats(run: RunData) -> Iterator[Finding]:
     table = run.tables["massive"].assign(magnitude=run.tables["massive"]["value"].abs())
     by_layer = table.groupby("layer")
     largest, median = by_layer["magnitude"].max(), by_layer["median"].mean()
-    # the smallest possible step, in median entries; NaN in layers with only zero outputs
-    steps = (largest / EIGHT_BITS / median).fillna(0.0)
+    # the smallest possible of the 255 steps, in median entries; NaN in layers with only zero outputs
+    steps = (largest / 255 / median).fillna(0.0)
     worst = steps.idxmax()
     step = float(steps[worst])
     outcome = Outcome.PRESENT if step > limits.COARSE_STEP else Outcome.ABSENT

@@ -7,34 +7,32 @@ import pytest
 from sinkscope.results.manifest import read_manifest
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import read_table
-from sinkscope.verdict.at_a_glance import GLANCES, REPORTED, glances
+from sinkscope.verdict.at_a_glance import GLANCES, REPORTED, Glance, glances
 
 REPORTS = Path(__file__).parents[2] / "reports"
 
 
+def glances_of(report: str, **changes: float) -> dict[str, Glance]:
+    """Return the numbers of a report by metric; `changes` replace values of the whole model."""
+    folder = REPORTS / report
+    summary = read_table(folder / "tables/summary.parquet")
+    for metric, value in changes.items():
+        summary.loc[(summary["layer"] == -1) & (summary["metric"] == metric), "value"] = value
+    return {one.metric: one for one in glances(RunData(read_manifest(folder, None), {"summary": summary}, folder))}
+
+
 @pytest.mark.parametrize("model", REPORTED)
 def test_the_numbers_of_other_models_are_those_of_their_reports(model: str) -> None:
-    folder = REPORTS / REPORTED[model]
-    run = RunData(read_manifest(folder, None), {"summary": read_table(folder / "tables/summary.parquet")}, folder)
-    assert [glance.metric for glance in glances(run)] == list(GLANCES)
-    assert all("Among" in glance.elsewhere for glance in glances(run))
-    assert all(f"{model} {glance.value}" in glance.elsewhere for glance in glances(run))
+    found = glances_of(REPORTED[model])
+    assert list(found) == list(GLANCES)
+    assert all("Among" in one.elsewhere and f"{model} {one.value}" in one.elsewhere for one in found.values())
 
 
-def test_a_number_above_all_others_says_so() -> None:
-    folder = REPORTS / "smollm2-135m"
-    summary = read_table(folder / "tables/summary.parquet")
-    summary.loc[(summary["layer"] == -1) & (summary["metric"] == "sink_rate"), "value"] = 0.95
-    first = next(glances(RunData(read_manifest(folder, None), {"summary": summary}, folder)))
-    assert first.value == "95.0%"
-    assert first.elsewhere.startswith("Above ")
-    assert first.null.startswith("Uniform attention gives ")
-    assert first.null.endswith(" 0%.")
-
-
-def test_numbers_far_from_one_are_written_out() -> None:
-    folder = REPORTS / "smollm2-135m"
-    summary = read_table(folder / "tables/summary.parquet")
-    summary.loc[(summary["layer"] == -1) & (summary["metric"] == "max_inf_norm"), "value"] = 0.15
-    largest = list(glances(RunData(read_manifest(folder, None), {"summary": summary}, folder)))[1]
-    assert largest.null == "float16 holds 436,693 times that; below 1, it overflows."
+def test_a_number_far_from_all_others_says_so() -> None:
+    found = glances_of("smollm2-135m", sink_rate=0.95, max_inf_norm=0.15)
+    assert found["sink_rate"].value == "95.0%"
+    assert found["sink_rate"].elsewhere.startswith("Above ")
+    assert found["sink_rate"].null.startswith("Uniform attention gives ")
+    assert found["sink_rate"].null.endswith(" 0%.")
+    assert found["max_inf_norm"].elsewhere.startswith("Below ")
+    assert found["max_inf_norm"].null == "float16 holds 436,693 times that; below 1, it overflows."
