@@ -7,20 +7,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
-from urllib.parse import quote
 
 import numpy as np
 import pandas as pd
 
 from sinkscope.errors import InputError
-from sinkscope.html_page.compact import BY_SEQUENCE, DIGITS
+from sinkscope.html_page.compact import BY_SEQUENCE
 from sinkscope.measuring.tables import all_tables
 from sinkscope.results.activations import FILE, Activations
 from sinkscope.results.findings import Finding
-from sinkscope.results.manifest import MANIFEST_KINDS, PAGE, RUNS, folder_of, read_manifest
+from sinkscope.results.manifest import MANIFEST_KINDS, RUNS, folder_of, read_manifest
 from sinkscope.results.run import RunData, TablesOnDisk
 from sinkscope.results.tables import LEADING_COLUMNS, Column, Columns, names_of, read_table
-from sinkscope.verdict import at_a_glance
 from sinkscope.verdict.report import report_of
 
 RUN = Column("run", "which of the runs side by side", kind="text")
@@ -120,47 +118,11 @@ class Contents:
         return dict(sorted(tables.items()))
 
     @property
-    def glances(self) -> list[dict[str, str]]:
-        """The numbers that a reader of a run of `analyze` sees first, with what they mean."""
-        if self.manifest["command"] != "analyze" or "summary" not in self.tables:
-            return []
-        run = RunData(dict(self.manifest), dict(self.tables), self.folder)
-        return [glance._asdict() for glance in at_a_glance.glances(run)]
-
-    @property
     def overviews(self) -> dict[str, pd.DataFrame]:
         """Title → table of texts that sums up the folder: the arms of an experiment, the models of a sweep, …"""
         if self.findings and self.manifest["command"] in RUNS and self.manifest["command"] != "analyze":
             return {"": report_of(RunData(dict(self.manifest), dict(self.tables), self.folder)).table}
         return dict(self.of_command.overviews(self))
-
-    @property
-    def received(self) -> list[tuple]:
-        """The mean weight of every key of the stored maps: layer, head, sequence, key, weight."""
-        maps = self.tables.get("attention_maps", pd.DataFrame())
-        if maps.empty or "head" not in maps:
-            return []
-        means = maps.groupby(["layer", "head", "sequence", "key"], sort=False)["weight"].mean()
-        return [(*map(int, key), float(f"{weight:.{DIGITS}g}")) for key, weight in means.items()]
-
-    @property
-    def columns(self) -> dict[str, Columns]:
-        """The columns of each table after the leading ones, by name."""
-        leading = (self.of_command.named_by,) if self.parts else ()
-        return {name: (*leading, *columns) for name, columns in COLUMNS.items()}
-
-    @property
-    def links(self) -> dict[str, str]:
-        """The pages of runs relative to this page, by name of the run; only pages that exist."""
-        if self.folder is None:
-            return {}
-        pages = {label: place / PAGE for label, place in self.of_command.linked(self.folder, self.manifest).items()}
-        return {
-            # begins with `./`, because a name may look like a URL's scheme
-            label: "./" + quote(Path(os.path.relpath(page.absolute(), self.folder.absolute())).as_posix())
-            for label, page in pages.items()
-            if page.is_file()
-        }
 
 
 def spreads(rows: pd.DataFrame, keys: list[str]) -> list[tuple]:

@@ -3,15 +3,19 @@
 import base64
 import hashlib
 import html
+import os
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
+
+import pandas as pd
 
 from sinkscope.html_page.compact import DIGITS, as_json, compact_maps, compact_tables
-from sinkscope.html_page.contents import Contents
+from sinkscope.html_page.contents import COLUMNS, Contents
 from sinkscope.measuring.estimates import RUN_CLAIMS
 from sinkscope.options.register import records
 from sinkscope.results.command_line import command_lines
@@ -19,7 +23,9 @@ from sinkscope.results.findings import Finding
 from sinkscope.results.manifest import PAGE
 from sinkscope.results.metrics import METRICS, PAPERS
 from sinkscope.results.papers import paper_of
+from sinkscope.results.run import RunData
 from sinkscope.results.swap import new_file
+from sinkscope.verdict import at_a_glance
 from sinkscope.verdict.report import published_lines
 
 ASSETS = Path(__file__).parent / "assets"
@@ -76,12 +82,31 @@ def write_page(contents: Contents, folder: Path) -> None:
 
 def page_data(contents: Contents) -> str:
     """Return the JSON that the page's scripts read: values of tables, with the labels of `METRICS` and `Column`."""
-    manifest = contents.manifest
+    manifest, tables, folder, of_command = contents.manifest, contents.tables, contents.folder, contents.of_command
+    glances: list[dict[str, str]] = []
+    received, links = [], {}
+    if manifest["command"] == "analyze" and "summary" in tables:  # what a reader sees first
+        run = RunData(dict(manifest), dict(tables), folder)
+        glances = [glance._asdict() for glance in at_a_glance.glances(run)]
+    maps = tables.get("attention_maps", pd.DataFrame())
+    if not maps.empty and "head" in maps:  # the mean weight of every key
+        means = maps.groupby(["layer", "head", "sequence", "key"], sort=False)["weight"].mean()
+        received = [(*map(int, key), float(f"{weight:.{DIGITS}g}")) for key, weight in means.items()]
+    if folder is not None:  # pages of runs that exist, relative to this page
+        pages = {str(label): place / PAGE for label, place in of_command.linked(folder, manifest).items()}
+        links = {
+            # begins with `./`, because a name may look like a URL's scheme
+            label: "./" + quote(Path(os.path.relpath(page.absolute(), folder.absolute())).as_posix())
+            for label, page in pages.items()
+            if page.is_file()
+        }
+    leading = (of_command.named_by,) if contents.parts else ()
+    columns = {name: (*leading, *of_table) for name, of_table in COLUMNS.items()}
     rest = {
         "version": version("sinkscope"),
         "digits": DIGITS,
         "manifest": _plain(manifest),
-        "commands": command_lines(manifest, contents.folder),
+        "commands": command_lines(manifest, folder),
         "metrics": {
             name: {key: getattr(metric, key) for key in ("label", "short", "definition", "unit", "form", "source")}
             for name, metric in METRICS.items()
@@ -94,14 +119,14 @@ def page_data(contents: Contents) -> str:
         "absent": list(contents.absent),
         "papers": PAPERS,
         "parts": [str(label) for label in contents.parts],
-        "part": contents.of_command.named_by.name,
-        "glances": contents.glances,
-        "received": contents.received,
-        **contents.of_command.data(contents),
+        "part": of_command.named_by.name,
+        "glances": glances,
+        "received": received,
+        **of_command.data(contents),
         "maps": compact_maps(contents.activations),
-        "links": {str(label): page for label, page in contents.links.items()},
+        "links": links,
     }
-    return f'{as_json(rest)[:-1]},"tables":{compact_tables(contents.all_tables, contents.columns)}}}'
+    return f'{as_json(rest)[:-1]},"tables":{compact_tables(contents.all_tables, columns)}}}'
 
 
 def _as_data(finding: Finding) -> dict[str, Any]:
