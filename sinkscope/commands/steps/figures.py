@@ -2,11 +2,9 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import BoundaryNorm, ListedColormap
 
@@ -102,57 +100,50 @@ CHANCE: Look = {"facecolor": "0.82", "edgecolor": "none"}
 )
 def draw_training_onsets(runs: RunsByStep) -> Figure:
     table = runs.onsets
-    found = {(row.number, row.quantity): row for row in table.itertuples()}
-    names, leads = [name for number, name in found if number == "onset"], table[table["number"] == "lead"]
+    numbers = {(row.number, row.quantity): row for row in table.itertuples()}
+    names, leads = [name for number, name in numbers if number == "onset"], table[table["number"] == "lead"]
     heights = [1.0] * len(names) + [0.1 + 0.36 * len(leads)] * (len(leads) > 0)
     figure = new_figure(COLUMN, 0.9 + 0.95 * sum(heights))
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     for ax, name in zip(axes, names, strict=False):
         course = table[(table["number"] == "course") & (table["quantity"] == name)].set_index("step")
-        onset, quantity = found["onset", name], QUANTITIES[name]
+        onset, quantity = numbers["onset", name], QUANTITIES[name]
         plot.curve(ax, course["value"], **SINK)
         ax.fill_between(course.index, course["low"], course["high"], color=SINK["color"], **BAND)
-        ax.axhline(found["threshold", name].value, **style.GUIDE)
+        ax.axhline(numbers["threshold", name].value, **style.GUIDE)
         if np.isfinite(onset.value):
             ax.axvspan(onset.low, min(onset.high, course.index[-1]), color=VERMILION, **BAND)
             ax.axvline(onset.value, color=VERMILION, linewidth=1)
         is_wide = quantity.is_ratio and course["high"].max() > 10 * course["low"].min()
         plot.value_axis(ax, quantity.unit, log=is_wide)
         ax.set_title(quantity.title, loc="left")
-        ax.set_title(_onset_label(onset), loc="right", color=VERMILION)
+        label = "no onset"
+        if np.isfinite(onset.value):
+            high = plot.step_label(onset.high) if np.isfinite(onset.high) else "∞"
+            label = f"{plot.step_label(onset.value)} [{plot.step_label(onset.low)}, {high}]"
+        ax.set_title(label, loc="right", color=VERMILION)
         if ax is not axes[0]:
             ax.sharex(axes[0])
         ax.tick_params(labelbottom=name == names[-1])
     plot.step_axis(axes[0], [step for step, _ in runs])
     axes[len(names) - 1].set_xlabel("training step")
-    if len(leads):
-        _draw_leads(axes[-1], leads)
+    if len(leads):  # a row for each pair: its lead with the interval, over the middle 95 % of its null
+        ax, rows = axes[-1], range(len(leads))
+        ax.barh(rows, leads["null_high"] - leads["null_low"], left=leads["null_low"], height=0.7, **CHANCE)
+        ax.hlines(rows, leads["low"].clip(-2, 2), leads["high"].clip(-2, 2), color=SINK["color"], linewidth=1.1)
+        ax.plot(leads["value"], rows, **SINK | {"linestyle": "none"})
+        ax.axvline(0, **style.NEUTRAL)
+        ax.use_sticky_edges = False  # of the bars, which would have no margin
+        ax.autoscale_view()
+        pairs = zip(leads["quantity"], leads["other"], strict=True)
+        plot.name_rows(
+            ax, [f"{QUANTITIES[one].name}\nbefore {QUANTITIES[other].name}" for one, other in pairs], shaded=False
+        )
+        ax.set_xlabel("lag correlation, minus the reverse")
     signs: dict[str, Look] = {"onset": {"color": VERMILION, "linewidth": 1}, "threshold": style.GUIDE}
     signs |= {"95 % over sequences": {"facecolor": SINK["color"], "alpha": BAND["alpha"]}}
     signs |= {"steps in random order": CHANCE} if len(leads) else {}
     return figure.finish(steps_title(runs, width=COLUMN), signs, ncols=2)
-
-
-def _onset_label(onset: Any) -> str:
-    if not np.isfinite(onset.value):
-        return "no onset"
-    high = plot.step_label(onset.high) if np.isfinite(onset.high) else "∞"
-    return f"{plot.step_label(onset.value)} [{plot.step_label(onset.low)}, {high}]"
-
-
-def _draw_leads(ax: Axes, leads: pd.DataFrame) -> None:
-    """Draw a row for each pair: its lead with the interval, over the middle 95 % of its null."""
-    rows = range(len(leads))
-    ax.barh(rows, leads["null_high"] - leads["null_low"], left=leads["null_low"], height=0.7, **CHANCE)
-    ax.hlines(rows, leads["low"].clip(-2, 2), leads["high"].clip(-2, 2), color=SINK["color"], linewidth=1.1)
-    ax.plot(leads["value"], rows, **SINK | {"linestyle": "none"})
-    ax.axvline(0, **style.NEUTRAL)
-    ax.use_sticky_edges = False  # of the bars, which would have no margin
-    ax.autoscale_view()
-    pairs = zip(leads["quantity"], leads["other"], strict=True)
-    names = [f"{QUANTITIES[first].name}\nbefore {QUANTITIES[second].name}" for first, second in pairs]
-    plot.name_rows(ax, names, shaded=False)
-    ax.set_xlabel("lag correlation, minus the reverse")
 
 
 # --- GS figure 2 by training step: gradient norms by token position, means over layers, a line for each step

@@ -29,8 +29,8 @@ The intervals do not contain the spread over seeds of the training.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import cached_property
 from itertools import combinations, permutations
 from math import inf, isfinite, isinf, isnan, nan
 from typing import Any, NamedTuple
@@ -48,8 +48,8 @@ from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import DRAWS, LEVEL, RESAMPLING_SEED, Estimate, bootstrap, resamplings
 from sinkscope.results.tables import WHOLE_MODEL, Column
 
-TABLE = "onset"
-COLUMNS = (
+ONSET = "onset"
+ONSET_COLUMNS = (
     Column("number", "course, threshold, onset, delay, lag, lead; or uniform or step-0, the null of value_gradient",
         kind="text"),
     Column("quantity", "value_gradient, norm or sink_rate; of a pair, the first", kind="text"),
@@ -61,7 +61,7 @@ COLUMNS = (
     Column("null_low", "lower end of the middle 95 % of its null, for a lead"),
     Column("null_high", "upper end"),
 )  # fmt: skip
-ONSET_TABLES = {TABLE: COLUMNS}
+ONSET_TABLES = {ONSET: ONSET_COLUMNS}
 FEWEST_STEPS = 8  # for lags: with fewer, the null reaches from almost -2 to 2
 FEWEST_QUANTITIES = 2
 UNIFORM, STEP_0 = "uniform", "step-0"
@@ -109,7 +109,7 @@ def left_out(run: RunData) -> dict[str, np.ndarray]:
 
     Ratios are natural logarithms. The value gradient is not yet divided by its null.
     """
-    sequences, found = _LeftOut(run), {}
+    sequences, by_quantity = _LeftOut(run), {}
     for name, quantity in QUANTITIES.items():
         try:
             values = quantity.of(sequences)
@@ -118,8 +118,8 @@ def left_out(run: RunData) -> dict[str, np.ndarray]:
         with np.errstate(divide="ignore", invalid="ignore"):
             values = np.log(values) if quantity.is_ratio else values
         if np.isfinite(values).all():
-            found[name] = values
-    return found
+            by_quantity[name] = values
+    return by_quantity
 
 
 def resampled(values: np.ndarray) -> np.ndarray:
@@ -138,30 +138,22 @@ def resampled(values: np.ndarray) -> np.ndarray:
 # --- onsets
 
 
-@dataclass(frozen=True)
-class Onset:
-    """When a quantity stays beyond its threshold."""
+def onset_of(course: np.ndarray, threshold: float | None = None) -> tuple[float, np.ndarray]:
+    """Return the threshold of a course (1 + draws, S), and when the course stays beyond it.
 
-    threshold: float  # on the scale of the course
-    places: np.ndarray  # (1 + draws,): index of the step; S: not by the last step. Empty if there is no onset
-
-
-def onset_of(course: np.ndarray, threshold: float | None = None) -> Onset:
-    """Return the onset of a course (1 + draws, S) above a threshold, or halfway from its first to its last value."""
+    Without a threshold, that is halfway from the first to the last value. The second result (1 + draws,) has the index
+    of the step in each draw, S if it is not by the last step; it is empty if there is no onset.
+    """
     if threshold is not None:
-        return Onset(threshold, _places(course > threshold))
-    change = course[:, -1] - course[:, 0]
-    halfway = (course[:, -1] + course[:, 0]) / 2
-    ends = bootstrap(change)
-    if ends.low <= 0 <= ends.high:
-        return Onset(nan, np.empty(0))
-    return Onset(halfway[0], _places((course - halfway[:, None]) * np.sign(change)[:, None] > 0))
-
-
-def _places(beyond: np.ndarray) -> np.ndarray:
-    """(R, S) bool → (R,): the number of steps before the last uninterrupted True entries."""
-    stays = np.logical_and.accumulate(beyond[:, ::-1], axis=1)
-    return beyond.shape[1] - stays.sum(1)
+        beyond = course > threshold
+    else:
+        change, halfway = course[:, -1] - course[:, 0], (course[:, -1] + course[:, 0]) / 2
+        ends = bootstrap(change)
+        if ends.low <= 0 <= ends.high:
+            return nan, np.empty(0)
+        threshold, beyond = float(halfway[0]), (course - halfway[:, None]) * np.sign(change)[:, None] > 0
+    stays = np.logical_and.accumulate(beyond[:, ::-1], axis=1)  # from the last step backwards
+    return threshold, course.shape[1] - stays.sum(1)
 
 
 def steps_between(places: np.ndarray, steps: Sequence[int]) -> Estimate:
@@ -173,9 +165,9 @@ def delay(first: np.ndarray, second: np.ndarray, steps: Sequence[int]) -> Estima
     """Return log₁₀(step + 1) of the second onset minus that of the first, from their places; NaN if one has none."""
     if not len(first) or not len(second) or max(first[0], second[0]) == len(steps):
         return Estimate(nan, -inf, inf)
-    at = np.append(np.log10(np.asarray(steps, float) + 1), inf)
+    logarithms = np.append(np.log10(np.asarray(steps, float) + 1), inf)
     with np.errstate(invalid="ignore"):
-        apart = at[second.astype(int)] - at[first.astype(int)]
+        apart = logarithms[second.astype(int)] - logarithms[first.astype(int)]
     return _in_order(np.where(first == second, 0.0, apart))
 
 
@@ -209,47 +201,35 @@ def lead_of(first: np.ndarray, second: np.ndarray) -> Estimate:
     x, y = np.diff(first), np.diff(second)
     random = np.random.default_rng(RESAMPLING_SEED)
     orders = random.permuted(np.tile(np.arange(x.shape[1]), (DRAWS, 1)), axis=1)
-    by_chance = lead(x[0][orders], y[0][orders])
-    low, high = np.quantile(by_chance, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    found = bootstrap(lead(x, y))
-    return Estimate(found.value, found.low, found.high, null_low=float(low), null_high=float(high))
+    low, high = np.quantile(lead(x[0][orders], y[0][orders]), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return replace(bootstrap(lead(x, y)), null_low=float(low), null_high=float(high))
 
 
 # --- the table, from runs by step
 
 
 class RunsByStep(list[tuple[int, RunData]]):
-    """Runs in the order of their steps, and the table of their onsets, which is computed at most once."""
+    """Runs in the order of their steps, and the table of their onsets."""
 
     def __init__(self, runs: Iterable[tuple[int, RunData]], onsets: pd.DataFrame | None = None) -> None:
         super().__init__(sorted(runs, key=lambda pair: pair[0]))
-        self._onsets = onsets
-
-    @cached_property
-    def onsets(self) -> pd.DataFrame:
-        return onset_table(self) if self._onsets is None else self._onsets
-
-
-def measured(runs: Sequence[tuple[int, RunData]]) -> dict[str, np.ndarray]:
-    """Return quantity → (S, 1 + groups), see `left_out`, for the quantities of all runs.
-
-    Nothing is returned for one step or one sequence, or if the steps did not read the same sequences, because these
-    could not be resampled together.
-    """
-    inputs = [run.manifest["input"] for _, run in runs]
-    if len(runs) < 2 or inputs[0]["sequences"] < 2 or len({read.get("sha256") for read in inputs}) > 1:
-        return {}
-    by_step = [left_out(run) for _, run in runs]
-    return {
-        name: np.stack([own[name] for own in by_step]) for name in QUANTITIES if all(name in own for own in by_step)
-    }
+        self.onsets = onset_table(self) if onsets is None else onsets
 
 
 def onset_table(runs: Sequence[tuple[int, RunData]]) -> pd.DataFrame:
-    """Return the table `onset` of runs by step; no rows with fewer than FEWEST_QUANTITIES (`measured`)."""
+    """Return the table `onset` of runs by step; no rows with fewer than FEWEST_QUANTITIES.
+
+    It also has no rows for one step or one sequence, or if the steps did not read the same sequences, because these
+    could not be resampled together.
+    """
     runs = sorted(runs, key=lambda pair: pair[0])
-    values = measured(runs)
-    values = values if len(values) >= FEWEST_QUANTITIES else {}
+    inputs = [run.manifest["input"] for _, run in runs]
+    values: dict[str, np.ndarray] = {}  # quantity → (S, 1 + groups), see `left_out`
+    if len(runs) > 1 and inputs[0]["sequences"] > 1 and len({read.get("sha256") for read in inputs}) == 1:
+        by_step = [left_out(run) for _, run in runs]
+        common = [name for name in QUANTITIES if all(name in of_step for of_step in by_step)]
+        if len(common) >= FEWEST_QUANTITIES:
+            values = {name: np.stack([of_step[name] for of_step in by_step]) for name in common}
     steps, rows = [step for step, _ in runs], list[tuple]()
 
     def add(number: str, estimate: Estimate, quantity: str, other: str = "", step: int = -1) -> None:
@@ -265,23 +245,22 @@ def onset_table(runs: Sequence[tuple[int, RunData]]) -> pd.DataFrame:
     courses = {name: resampled(of) for name, of in values.items()}
     if "sink_rate" in courses:
         courses["sink_rate"] = np.clip(courses["sink_rate"], 0, 100)
-    found = {}
+    places: dict[str, np.ndarray] = {}
     for name, course in courses.items():
-        shown = np.exp(course) if QUANTITIES[name].is_ratio else course
-        for step, at_step in zip(steps, shown.T, strict=True):
+        is_ratio = QUANTITIES[name].is_ratio
+        for step, at_step in zip(steps, (np.exp(course) if is_ratio else course).T, strict=True):
             add("course", bootstrap(at_step), name, step=step)
-        found[name] = onset_of(course, None if QUANTITIES[name].is_ratio else SINK)
-        threshold = found[name].threshold
-        add("threshold", Estimate(float(np.exp(threshold)) if QUANTITIES[name].is_ratio else threshold), name)
-        add("onset", steps_between(found[name].places, steps), name)
+        threshold, places[name] = onset_of(course, None if is_ratio else SINK)
+        add("threshold", Estimate(float(np.exp(threshold)) if is_ratio else threshold), name)
+        add("onset", steps_between(places[name], steps), name)
     for first, second in combinations(courses, 2):
-        add("delay", delay(found[first].places, found[second].places, steps), first, second)
+        add("delay", delay(places[first], places[second], steps), first, second)
     if len(steps) >= FEWEST_STEPS:
         for first, second in permutations(courses, 2):
             add("lag", bootstrap(lag_correlation(*map(np.diff, (courses[first], courses[second])))), first, second)
         for first, second in combinations(courses, 2):
             add("lead", lead_of(courses[first], courses[second]), first, second)
-    return pd.DataFrame(rows, columns=[column.name for column in COLUMNS]).assign(layer=WHOLE_MODEL)
+    return pd.DataFrame(rows, columns=[column.name for column in ONSET_COLUMNS]).assign(layer=WHOLE_MODEL)
 
 
 # --- the findings, from the table
@@ -290,24 +269,29 @@ def onset_table(runs: Sequence[tuple[int, RunData]]) -> pd.DataFrame:
 def findings(table: pd.DataFrame) -> list[Finding]:
     """Return the onset of each quantity, the order of each two, and which of the two leads."""
     rows = {(row.number, row.quantity, row.other): row for row in table.itertuples() if row.number != "course"}
-    last = table[table["number"] == "course"].groupby("quantity")["value"].last()
-    falls = {
-        name for name in last.index if QUANTITIES[name].is_ratio and last[name] < rows["threshold", name, ""].value
-    }
-    called = {name: of.name + " (falling)" * (name in falls) for name, of in QUANTITIES.items()}
-    say = {"onset": partial(_onset, rows, table), "delay": partial(_order, called), "lead": partial(_lead, rows)}
-    found = [say[number](row) for (number, *_), row in rows.items() if number in say]
+    courses = {str(name): course for name, course in table[table["number"] == "course"].groupby("quantity")}
+    names = {name: quantity.name for name, quantity in QUANTITIES.items()}
+    for name, course in courses.items():
+        if QUANTITIES[name].is_ratio and course["value"].iloc[-1] < rows["threshold", name, ""].value:
+            names[name] += " (falling)"
+    stated = []
+    for (number, first, second), row in rows.items():
+        if number == "onset":
+            nulls = {says: rows[kind, first, ""].value for kind, says in NULLS.items() if (kind, first, "") in rows}
+            stated.append(_onset(row, courses[first], rows["threshold", first, ""].value, nulls))
+        elif number == "delay":
+            stated.append(_order(row, names[first], names[second]))
+        elif number == "lead":
+            stated.append(_lead(row, rows["lag", first, second].value, rows["lag", second, first].value))
     sentence = "Intervals are over the sequences of this one training: another seed of it may have another order."
-    return [*found, Finding("seeds", SECTION, sentence=sentence)] if found else []
+    return [*stated, Finding("seeds", SECTION, sentence=sentence)] if stated else []
 
 
-def _onset(rows: Mapping[tuple[str, str, str], Any], table: pd.DataFrame, row: Any) -> Finding:
-    name, threshold = row.quantity, rows["threshold", row.quantity, ""].value
-    course = table[(table["number"] == "course") & (table["quantity"] == name)]
-    first, last = course.iloc[0], course.iloc[-1]
-    nulls = [f" ({says}: {rows[kind, name, ''].value:.3g})" for kind, says in NULLS.items() if (kind, name, "") in rows]
-    unit = " %" if QUANTITIES[name].unit == "%" else ""
-    sentence = f"{QUANTITIES[name].title}{''.join(nulls)}: {first['value']:.3g}{unit} at step {first['step']}, "
+def _onset(row: Any, course: pd.DataFrame, threshold: float, nulls: Mapping[str, float]) -> Finding:
+    quantity, first, last = QUANTITIES[row.quantity], course.iloc[0], course.iloc[-1]
+    unit = " %" if quantity.unit == "%" else ""
+    sentence = quantity.title + "".join(f" ({says}: {null:.3g})" for says, null in nulls.items())
+    sentence += f": {first['value']:.3g}{unit} at step {first['step']}, "
     sentence += f"{last['value']:.3g}{unit} at step {last['step']}; "
     if isnan(row.value):
         sentence += "the two do not differ, so that it has no onset."
@@ -319,16 +303,16 @@ def _onset(rows: Mapping[tuple[str, str, str], Any], table: pd.DataFrame, row: A
         sentence += f"{side} {threshold:.3g}{unit} from step {row.value:.0f} on [{low}, {high}]."
     outcome = Outcome.PRESENT if isfinite(row.value) else Outcome.ABSENT
     return Finding(
-        f"onset-{name}", SECTION, outcome, row.value, threshold=threshold, low=row.low, high=row.high, sentence=sentence
-    )
+        f"onset-{row.quantity}", SECTION, outcome, row.value, threshold=threshold, low=row.low, high=row.high,
+        sentence=sentence,
+    )  # fmt: skip
 
 
-def _order(called: Mapping[str, str], row: Any) -> Finding:
-    first, second = called[row.quantity], called[row.other]
-    found = Estimate(row.value, row.low, row.high)
-    if found.high < 0:
-        first, second, found = second, first, -found
-    is_resolved = found.low > 0
+def _order(row: Any, first: str, second: str) -> Finding:
+    estimate = Estimate(row.value, row.low, row.high)
+    if estimate.high < 0:
+        first, second, estimate = second, first, -estimate
+    is_resolved = estimate.low > 0
     sentence = f"The {first} has its onset before the {second}"
     if not is_resolved:
         sentence = f"The order of the onsets of {first} and {second} is not resolved"
@@ -336,8 +320,8 @@ def _order(called: Mapping[str, str], row: Any) -> Finding:
         sentence += ": one of them has no onset."
     else:
         sentence += (
-            f": log₁₀(step + 1) of the {second} minus that of the {first} is {found.value:.2f} "
-            f"[{found.low:.2f}, {found.high:.2f}]."
+            f": log₁₀(step + 1) of the {second} minus that of the {first} is {estimate.value:.2f} "
+            f"[{estimate.low:.2f}, {estimate.high:.2f}]."
         )
     return Finding(
         f"order-{row.quantity}-{row.other}", SECTION, Outcome.PRESENT if is_resolved else Outcome.UNDECIDED, row.value,
@@ -345,24 +329,17 @@ def _order(called: Mapping[str, str], row: Any) -> Finding:
     )  # fmt: skip
 
 
-def _lead(rows: Mapping[tuple[str, str, str], Any], row: Any) -> Finding:
-    pair = (row.quantity, row.other)
-    first, second = (QUANTITIES[name].name for name in pair)
+def _lead(row: Any, lag: float, reverse: float) -> Finding:
+    first, second = (QUANTITIES[name].name for name in (row.quantity, row.other))
     is_resolved = (row.low > 0 and row.value > row.null_high) or (row.high < 0 and row.value < row.null_low)
     leads, follows = (first, second) if row.value > 0 else (second, first)
     sentence = f"Changes of the {leads} precede those of the {follows}"
     if not is_resolved:
         sentence = f"Neither {first} nor {second} leads the changes of the other"
-    sentence += f": r = {rows['lag', *pair].value:.2f} for {first} first, {rows['lag', *pair[::-1]].value:.2f} for "
-    sentence += f"{second} first; the difference is {row.value:.2f} [{row.low:.2f}, {row.high:.2f}], and "
-    sentence += f"{row.null_low:.2f} to {row.null_high:.2f} in a random order of the steps."
+    sentence += f": r = {lag:.2f} for {first} first, {reverse:.2f} for {second} first; the difference is "
+    sentence += f"{row.value:.2f} [{row.low:.2f}, {row.high:.2f}], and {row.null_low:.2f} to {row.null_high:.2f} "
+    sentence += "in a random order of the steps."
     return Finding(
         f"lead-{row.quantity}-{row.other}", SECTION, Outcome.PRESENT if is_resolved else Outcome.UNDECIDED, row.value,
         threshold=row.null_high if row.value > 0 else row.null_low, low=row.low, high=row.high, sentence=sentence,
     )  # fmt: skip
-
-
-def verdict(model: str, found: Sequence[Finding]) -> str:
-    """Return the findings as Markdown; "" if there are none."""
-    lines = [f"- {finding.sentence}" for finding in found]
-    return "\n\n".join((f"## {model}, {SECTION.lower()}", "\n".join(lines))) if lines else ""

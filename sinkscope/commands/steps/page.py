@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from sinkscope.commands.steps.onsets import TABLE, findings
+from sinkscope.commands.steps.onsets import ONSET, findings
 from sinkscope.html_page.contents import STEP, PageParts
 from sinkscope.results.findings import Finding
 
@@ -18,4 +18,4 @@ class StepsPage(PageParts):
         return {step["step"]: folder / step["folder"] for step in manifest["steps"]}
 
     def findings(self, manifest: Mapping[str, Any], tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
-        return findings(tables[TABLE]) if TABLE in tables else ()
+        return findings(tables[ONSET]) if ONSET in tables else ()

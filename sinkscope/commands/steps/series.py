@@ -16,10 +16,7 @@ from typing import Any
 
 import pandas as pd
 
-from sinkscope.commands.steps.onsets import COLUMNS as ONSET_COLUMNS
-from sinkscope.commands.steps.onsets import TABLE as ONSET
-from sinkscope.commands.steps.onsets import RunsByStep, onset_table, verdict
-from sinkscope.commands.steps.onsets import findings as onset_findings
+from sinkscope.commands.steps.onsets import ONSET, ONSET_COLUMNS, SECTION, RunsByStep, findings, onset_table
 from sinkscope.errors import InputError, Known, one_line
 from sinkscope.figures import KINDS
 from sinkscope.models.steps import Checkpoint
@@ -33,10 +30,9 @@ from sinkscope.results.side_by_side import differing_lines, differing_settings
 from sinkscope.results.tables import LEADING, LEADING_COLUMNS, METRIC, VALUE, WHOLE_MODEL, Column, names_of, read_table
 
 COMMAND = "analyze_steps"  # in the manifest
-TABLE = "series"
-COLUMNS = ["model", "condition", "step", "layer", "metric", "value"]
+SERIES = "series"
 _SCHEMAS = {
-    TABLE: (*LEADING_COLUMNS, Column("step", "of the training", kind="whole"), METRIC, VALUE),
+    SERIES: (*LEADING_COLUMNS, Column("step", "of the training", kind="whole"), METRIC, VALUE),
     ONSET: (*LEADING_COLUMNS, *ONSET_COLUMNS),
 }
 HEADLINES = ("sink_rate", "value_drain", "norm_ratio", "massive_count", "value_gradient_ratio", "loss")
@@ -66,7 +62,8 @@ class Series(Result):
         path = Path(model).expanduser()
         name = path.resolve().name if path.is_dir() else model  # as in a run's tables
         parts = [run.tables["summary"].assign(model=name, step=step) for step, run in runs.items()]
-        tables = {TABLE: pd.concat(parts, ignore_index=True)[COLUMNS]}
+        columns = ["model", "condition", "step", "layer", "metric", "value"]
+        tables = {SERIES: pd.concat(parts, ignore_index=True)[columns]}
         condition = runs[checkpoints[0].step].condition
         if len(onsets := onset_table(list(runs.items()))):
             tables[ONSET] = onsets.assign(model=name, condition=condition)[[*LEADING, *names_of(ONSET_COLUMNS)]]
@@ -78,7 +75,7 @@ class Series(Result):
             tables=list(tables),
             model=name,
             condition=condition,
-            steps=[{"step": at.step, "name": at.name, "folder": at.folder} for at in checkpoints],
+            steps=[{name: getattr(each, name) for name in ("step", "name", "folder")} for each in checkpoints],
             **facts,
         )
         return cls(manifest, tables, runs=runs)
@@ -89,7 +86,7 @@ class Series(Result):
         folder = folder_of(folder)
         manifest = read_manifest(folder, (COMMAND,))
         try:
-            runs = {int(at["step"]): Run.open(folder / at["folder"]) for at in manifest["steps"]}
+            runs = {int(entry["step"]): Run.open(folder / entry["folder"]) for entry in manifest["steps"]}
             tables = {
                 name: read_table(folder / "tables" / f"{name}.parquet", _SCHEMAS[name]) for name in manifest["tables"]
             }
@@ -100,20 +97,23 @@ class Series(Result):
     @property
     def table(self) -> pd.DataFrame:
         """The runs' summaries: model, condition, step, layer (−1: the whole model), metric, value."""
-        return self.tables[TABLE]
+        return self.tables[SERIES]
 
     @property
     def drawings(self) -> Drawings:
-        return drawings_of(KINDS["training steps"], RunsByStep(self.runs.items(), self.tables.get(ONSET)))
+        return drawings_of(
+            KINDS["training steps"], RunsByStep(self.runs.items(), self.tables.get(ONSET, pd.DataFrame()))
+        )
 
     @property
     def findings(self) -> Sequence[Finding]:
-        return onset_findings(self.tables[ONSET]) if ONSET in self.tables else ()
+        return findings(self.tables[ONSET]) if ONSET in self.tables else ()
 
     @property
     def verdict(self) -> str:
         """The findings as Markdown; "" if there are none."""
-        return verdict(self.manifest["model"], self.findings)
+        lines = [f"- {finding.sentence}" for finding in self.findings]
+        return "\n\n".join([f"## {self.manifest['model']}, {SECTION.lower()}", "\n".join(lines)]) if lines else ""
 
     @property
     def texts(self) -> Mapping[str, str]:

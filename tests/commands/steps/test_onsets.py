@@ -62,7 +62,7 @@ def test_what_all_steps_share_drops_out_of_their_difference() -> None:
 
 def onset(course: list[float], threshold: float | None = None) -> float:
     rows = np.tile(course, (5, 1))
-    return steps_between(onset_of(rows, threshold).places, range(0, 10 * len(course), 10)).value
+    return steps_between(onset_of(rows, threshold)[1], range(0, 10 * len(course), 10)).value
 
 
 def test_an_onset_is_where_a_course_stays_beyond_its_threshold() -> None:
@@ -80,8 +80,8 @@ def test_no_onset_if_the_last_value_is_within_the_interval_of_the_first() -> Non
     random = np.random.default_rng(0)
     course = np.array([0.0, 0.5, 0.2]) + random.normal(size=(1001, 3))
     course[0] = 0.0, 0.5, 0.2
-    assert not len(onset_of(course).places)
-    assert len(onset_of(course + np.array([0, 0, 5])).places)
+    assert not len(onset_of(course)[1])
+    assert len(onset_of(course + np.array([0, 0, 5]))[1])
 
 
 def test_ends_of_an_onset_are_steps_also_after_the_last_one() -> None:

@@ -1,0 +1,27 @@
+"""Single errors in `steps`, which its tests must notice."""
+
+MUTATIONS = [
+    ("steps: an onset is the first visit beyond the threshold", "onsets", "onset_of",
+     "np.logical_and.accumulate(beyond[:, ::-1], axis=1)", "np.logical_or.accumulate(beyond, axis=1)"),
+    ("steps: at the threshold is beyond it", "onsets", "onset_of", "course > threshold", "course >= threshold"),
+    ("steps: a falling course is on the wrong side", "onsets", "onset_of",
+     "(course - halfway[:, None]) * np.sign(change)[:, None] > 0", "(course - halfway[:, None]) > 0"),
+    ("steps: the threshold is the last value", "onsets", "onset_of",
+     "(course[:, -1] + course[:, 0]) / 2", "course[:, -1]"),
+    ("steps: an onset without a change", "onsets", "onset_of", "ends.low <= 0 <= ends.high", "ends.high < ends.low"),
+    ("steps: sign of a delay", "onsets", "delay",
+     "logarithms[second.astype(int)] - logarithms[first.astype(int)]",
+     "logarithms[first.astype(int)] - logarithms[second.astype(int)]"),
+    ("steps: changes of the same step", "onsets", "lag_correlation",
+     "x, y = first[:, :-1], second[:, 1:]", "x, y = first[:, 1:], second[:, 1:]"),
+    ("steps: a lead without its reverse", "onsets", "lead", " - lag_correlation(second, first)", ""),
+    ("steps: the null of step 0 is not taken", "onsets", "onset_table", "max(uniform, at_first)", "uniform"),
+    ("steps: steps of other sequences are compared", "onsets", "onset_table",
+     'len({read.get("sha256") for read in inputs}) == 1', "True"),
+    ("steps: Student's factor is left out", "onsets", "resampled", "scale = student * np.sqrt", "scale = np.sqrt"),
+    ("steps: an unresolved order is stated", "onsets", "_order",
+     "is_resolved = estimate.low > 0", "is_resolved = estimate.value > 0"),
+    ("steps: the later onset is named first", "onsets", "_order", "if estimate.high < 0:", "if estimate.high > 0:"),
+    ("steps: a lead need not exceed its null", "onsets", "_lead",
+     "(row.low > 0 and row.value > row.null_high)", "(row.low > 0)"),
+]  # fmt: skip
