@@ -8,7 +8,7 @@ import pandas as pd
 
 from sinkscope.commands.compare.figures import CURVES
 from sinkscope.commands.steps.onsets import RunsByStep
-from sinkscope.commands.sweep.factor_study import TABLE as STUDIED
+from sinkscope.commands.sweep.factor_study import STUDY
 from sinkscope.commands.sweep.tables import EPSILON, SCORES, SWEEP, SweepTables
 from sinkscope.commands.train.figures import TrainedArms
 from sinkscope.figures import FIGURES, KINDS, draw
@@ -247,4 +247,4 @@ def _sweep() -> SweepTables:
         step=[0, 100, 200], metric=["sink_rate", "loss"],
     )  # fmt: skip
     studied = _values(trained, 0.1, 0.9)
-    return SweepTables({SWEEP: cells, EPSILON: by_epsilon, SCORES: scores, STUDIED: studied}, {})
+    return SweepTables({SWEEP: cells, EPSILON: by_epsilon, SCORES: scores, STUDY: studied}, {})

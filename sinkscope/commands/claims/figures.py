@@ -1,6 +1,7 @@
 """Figures of scorecards, and of the routes by which the first token can become a sink."""
 
 import textwrap
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from sinkscope.figures.labels import escape, heading, wrapped
 from sinkscope.figures.plot import hide_y
 from sinkscope.figures.spec import needs
 from sinkscope.figures.style import DOT, GRAY, NAVY, REFERENCE, VERMILION, WIDE, Figure, Look, new_figure
+from sinkscope.output.drawing import Drawings
 from sinkscope.results.findings import Outcome
 from sinkscope.results.papers import paper_of
 from sinkscope.results.side_by_side import model_name
@@ -219,3 +221,9 @@ def _shade(ax: Axes, effect: str) -> None:
     ax.set_facecolor(SHADES.get(RouteEffect(effect), "white"))
     ax.spines[:].set_visible(True)
     ax.spines[:].set_color("0.75")
+
+
+def drawings_by_model(tables: Mapping[str, pd.DataFrame]) -> Drawings:
+    """Return the figures of the tables `claim` and `route` of several models; none for those of one model."""
+    card = Scorecard({}, tables)
+    return card.drawings if len(card.models) > 1 else {}

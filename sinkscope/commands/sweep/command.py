@@ -108,7 +108,7 @@ def command(options: SweepOptions, output: OutputOptions) -> Printout:
             rows.append((cell.name, cell.model, parameters, memory, download, str(each.state), note))
         return Printout(done, tables={"cells": pd.DataFrame(rows, columns=columns)})
     tables = {"cells": done.summary, METRICS["sink_rate"].short: done.tables.overview}
-    trainings = done.tables.tables.get(factor_study.TABLE, pd.DataFrame())
+    trainings = done.tables.tables.get(factor_study.STUDY, pd.DataFrame())
     if not trainings.empty:
         tables["trainings at their last step"] = factor_study.at_a_glance(trainings)
     printed = {name: table for name, table in tables.items() if not table.empty}
@@ -263,7 +263,9 @@ def _swept(
         plan = planned(sweep.cells, folders, reads)
         with blaming_tables():
             tables = sweep_tables([each for each in plan if each.state == State.DONE])
-            comparison = SweepComparison.of(tables, record, start, folders.comparison)
+            cells = list(dict.fromkeys(cell for table in tables.tables.values() for cell in table["cell"]))
+            manifest = make_manifest(COMMAND, record, start, tables.tables, cells=cells)
+            comparison = SweepComparison(manifest, tables.tables, folders.comparison, compared=tables)
         with folders.shared():
             comparison = written(comparison, page)
     names = {cell.name for cell in shard}

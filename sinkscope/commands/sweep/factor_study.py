@@ -14,13 +14,12 @@ from sinkscope.results.metrics import METRICS
 from sinkscope.results.papers import WSE_TRAININGS
 from sinkscope.results.tables import WHOLE_MODEL
 
-TABLE = "sweep_training"
+STUDY = "sweep_training"
 # metric → its heading
 SHOWN = {"sink_rate": "sink rate in %", "loss": "loss"}
 SHOWN |= {metric: METRICS[metric].short for metric in ("bigram_risk", "backcopy_risk")}
 TOTALS = ("total_weight", "total_weight_at_sink")  # what the sink rate's shares are shares of
 LEVEL = "level"
-SAID_OTHERWISE = ("seed=", "method=")  # settings that the column `seed` and the arm already contain
 KEYS = [LEVEL, "seed"]
 PLAIN = ("none", "softmax")  # arms of the published rates of other factors
 SIZES = ("num_hidden_layers=", "n_layer=", "num_attention_heads=")  # settings that have their own studies
@@ -36,22 +35,20 @@ def studied(training: pd.DataFrame) -> pd.DataFrame:
 def levels(table: pd.DataFrame) -> dict[tuple[str, str], str]:
     """Return (settings, condition) → level, for a table with both columns."""
     pairs = table[["settings", "condition"]].drop_duplicates()
-    parts = {pair: _parts(*pair) for pair in pairs.itertuples(index=False, name=None)}
+    parts: dict[tuple[str, str], list[str]] = {}  # [a, b=c, d_e=1, arm] for `config=a:b=c,d-e=1.0,seed=2` and an arm
+    for settings, arm in pairs.itertuples(index=False, name=None):
+        listed = [part.removeprefix("config=") for part in re.split(r"[:,]", settings)]
+        # the column `seed` and the arm already contain these
+        listed = [part for part in listed if part and not part.startswith(("seed=", "method="))]
+        named = [re.sub(r"^[^=]*=", lambda name: name[0].replace("-", "_"), part) for part in listed]
+        parts[settings, arm] = [*(re.sub(r"(=\d+)\.0$", r"\1", part) for part in named), arm]
     common = set.intersection(*map(set, parts.values())) if len(parts) > 1 else set()
-    return {pair: " ".join(part for part in own if part not in common) or own[-1] for pair, own in parts.items()}
+    return {pair: " ".join(part for part in each if part not in common) or each[-1] for pair, each in parts.items()}
 
 
 def with_levels(table: pd.DataFrame) -> pd.DataFrame:
     named = levels(table)
     return table.assign(**{LEVEL: list(map(named.get, zip(table["settings"], table["condition"], strict=True)))})
-
-
-def _parts(settings: str, condition: str) -> list[str]:
-    """Return [a, b=c, d_e=1, the arm] for the settings `config=a:b=c,d-e=1.0,seed=2` and an arm."""
-    given = [part for part in re.split(r"[:,]", settings) if part and not part.startswith(SAID_OTHERWISE)]
-    found = [part.removeprefix("config=") for part in given]
-    named = [re.sub(r"^[^=]*=", lambda name: name[0].replace("-", "_"), part) for part in found]
-    return [re.sub(r"(=\d+)\.0$", r"\1", part) for part in named] + [condition]
 
 
 def without_key(levels: Sequence[str]) -> tuple[str, list[str]]:
@@ -92,16 +89,14 @@ def measured_at(table: pd.DataFrame) -> str:
 def summary(table: pd.DataFrame) -> pd.DataFrame:
     """Return a row of texts for each level: means ± standard deviations over seeds, and WSE's sink rate."""
     table = with_levels(table)
-    end, begun = at_the_end(table), onsets(table)
-    rows = []
-    for level, own in end.groupby(level=LEVEL, sort=False):
-        row = {"level": str(level), "seeds": str(len(own))}
-        row |= {heading: _spread(own[metric]) for metric, heading in SHOWN.items() if metric in own}
-        row[ONSET] = _spread(begun[begun.index.isin(own.index)] / 1000, len(own))
+    onset, rows = onsets(table), []
+    for level, end in at_the_end(table).groupby(level=LEVEL, sort=False):
+        row = {"level": str(level), "seeds": str(len(end))}
+        row |= {heading: _spread(end[metric]) for metric, heading in SHOWN.items() if metric in end}
+        row[ONSET] = _spread(onset[onset.index.isin(end.index)] / 1000, len(end))
         rate = published(str(level))
         row[PAPER] = "–" if rate is None else f"{rate.value:.2f}{rate.mark}"
-        totals = [metric for metric in TOTALS if metric in own]
-        row |= {METRICS[metric].short: _spread(own[metric], len(own)) for metric in totals}
+        row |= {METRICS[metric].short: _spread(end[metric], len(end)) for metric in TOTALS if metric in end}
         rows.append(row)
     return pd.DataFrame(rows)
 

@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from sinkscope.commands.sweep.factor_study import (
     LEVEL,
-    TABLE,
+    STUDY,
     at_the_end,
     measured_at,
     published,
@@ -31,10 +31,10 @@ from sinkscope.text.sources import DRAWN
 
 # --- Shared by the figures of sweeps: sink rates as rows of dots and as lines, with their intervals
 
-SPREAD = 0.28  # share of the height of a row, on both sides of its middle
+ROW_SPREAD = 0.28  # share of the height of a row, on both sides of its middle
 PANEL, ACROSS = 1.5, 3  # inches, and panels in a row
-LONGEST_NAME = 36
-BAR = 1.1  # points: a bar through a dot
+LONGEST_LABEL = 36
+INTERVAL_WIDTH = 1.1  # points: a bar through a dot
 INTERVAL = "95 % over sequences"
 RATE, LIMITS = "sink rate at position 0 in %", (-3, 103)
 
@@ -45,28 +45,27 @@ def rows_by_policy(tables: SweepTables) -> pd.DataFrame:
     rows = rows.assign(name=rows["model"])
     if rows.empty or rows.groupby("model")["bos"].nunique().max() == 1:
         return rows
-    short = rows["model"].map(lambda name: shorten(name, LONGEST_NAME - len(", without BOS")))
+    short = rows["model"].map(lambda name: shorten(name, LONGEST_LABEL - len(", without BOS")))
     return rows.assign(model=short + ", " + rows["bos"] + " BOS")
 
 
-def dots_by_model(rows: pd.DataFrame, by: str, said: dict[str, Look] | None = None) -> tuple[Figure, Axes]:
+def dots_by_model(rows: pd.DataFrame, by: str, looks: dict[str, Look] | None = None) -> tuple[Figure, Axes]:
     """Draw a row for each model, with a dot for each value of `by` at its sink rate, and its 95 % interval."""
     models = list(rows["model"].unique())
     figure = new_figure(TEXT, 0.34 * len(models) + 0.95)
     ax = figure.subplots()
-    looks = said or {}
-    for (value, offset), look in zip(places_in_row(rows[by]).items(), line_looks(), strict=False):
-        found = rows[rows[by] == value]
-        where = [models.index(model) + offset for model in found["model"]]
-        own = looks.get(value, look) | {"linestyle": "none"}
-        ax.plot(100 * found["sink_rate"], where, label=escape(str(value)), **own)
-        low, high = (100 * found.get(end, pd.Series(np.nan, found.index)) for end in ENDS)
-        ax.hlines(where, low, high, color=own["color"], linewidth=BAR)
-    plot.name_rows(ax, [escape(shorten(model, LONGEST_NAME)) for model in models])
+    for (value, offset), plain in zip(places_in_row(rows[by]).items(), line_looks(), strict=False):
+        dots = rows[rows[by] == value]
+        where = [models.index(model) + offset for model in dots["model"]]
+        look = (looks or {}).get(value, plain) | {"linestyle": "none"}
+        ax.plot(100 * dots["sink_rate"], where, label=escape(str(value)), **look)
+        low, high = (100 * dots.get(end, pd.Series(np.nan, dots.index)) for end in ENDS)
+        ax.hlines(where, low, high, color=look["color"], linewidth=INTERVAL_WIDTH)
+    plot.name_rows(ax, [escape(shorten(model, LONGEST_LABEL)) for model in models])
     ax.set(xlabel=RATE, xlim=LIMITS)
     plot.grid(ax, "x")
-    handles = [*ax.lines, *([Line2D([], [], color="0.3", linewidth=BAR, label=INTERVAL)] if has_ends(rows) else [])]
-    return figure.finish("", handles, ncols=4), ax
+    interval = [Line2D([], [], color="0.3", linewidth=INTERVAL_WIDTH, label=INTERVAL)] if has_ends(rows) else []
+    return figure.finish("", [*ax.lines, *interval], ncols=4), ax
 
 
 def has_ends(rows: pd.DataFrame) -> bool:
@@ -77,7 +76,7 @@ def has_ends(rows: pd.DataFrame) -> bool:
 def places_in_row(values: pd.Series) -> dict[str, float]:
     """Return value → offset of its dots from the middle of a row."""
     different = list(values.unique())
-    places = np.linspace(-SPREAD, SPREAD, len(different)) if len(different) > 1 else np.zeros(len(different))
+    places = np.linspace(-ROW_SPREAD, ROW_SPREAD, len(different)) if len(different) > 1 else np.zeros(len(different))
     return dict(zip(different, map(float, places), strict=True))
 
 
@@ -89,17 +88,17 @@ def lines_by_input(rows: pd.DataFrame, x: str, label: str, by: Sequence[str] = (
     across = min(len(inputs), ACROSS)
     differing = [name for name in by if rows[name].nunique() > 1] or list(by[:1])
     names = rows[differing].astype(str).agg(" · ".join, axis=1)
-    rows = rows.assign(line=names.map(lambda text: shorten(text, LONGEST_NAME)))
+    rows = rows.assign(line=names.map(lambda text: shorten(text, LONGEST_LABEL)))
     looks = dict(zip(rows["line"].unique(), line_looks(), strict=False))
     legend_across = max(1, min(4, 84 // (max(map(len, looks)) + 8)))  # 84 characters in a row
     height = PANEL * -(-len(inputs) // across) + 0.55 + 0.16 * -(-len(looks) // legend_across)
     figure = new_figure(TEXT, height)
     axes = plot.panel_grid(figure, len(inputs), across, label)
     for ax, reads in zip(axes, inputs, strict=True):
-        for name, found in rows[rows["input"] == reads].groupby("line", sort=False):
-            means = found.groupby(x)["sink_rate"].mean()
+        for name, of_line in rows[rows["input"] == reads].groupby("line", sort=False):
+            means = of_line.groupby(x)["sink_rate"].mean()
             plot.curve(ax, 100 * means, label=escape(str(name)), markersize=2.4, **looks[name])
-            cells = found.reindex(columns=[x, "sink_rate", *ENDS]).groupby(x)
+            cells = of_line.reindex(columns=[x, "sink_rate", *ENDS]).groupby(x)
             several, alone = cells.size() > 1, cells[ENDS].mean()
             low = cells["sink_rate"].min().where(several, alone["low"])
             high = cells["sink_rate"].max().where(several, alone["high"])
@@ -126,10 +125,10 @@ def draw_sweep_inputs(tables: SweepTables) -> Figure:
     if all((rows[name] == value).all() for name, value in {**WSE_SETTING, "seq_len": LENGTH}.items()):
         colors = {line.get_label(): line.get_color() for line in ax.lines}
         places = places_in_row(rows["input"])
-        for at, model in enumerate(rows.drop_duplicates("model")["name"]):
-            for reads, found in WSE_TABLE_1.get(tables.papers.get(model, ""), {}).items():
+        for row, model in enumerate(rows.drop_duplicates("model")["name"]):
+            for reads, rate in WSE_TABLE_1.get(tables.papers.get(model, ""), {}).items():
                 ax.plot(
-                    [found.value], [at + places.get(reads, 0.0)], marker="o", markersize=8, fillstyle="none",
+                    [rate.value], [row + places.get(reads, 0.0)], marker="o", markersize=8, fillstyle="none",
                     linestyle="none", color=colors.get(reads, style.GRAY), zorder=1,
                 )  # fmt: skip
         if tables.papers:
@@ -226,8 +225,6 @@ def draw_sweep_domains(tables: SweepTables) -> Figure:
 
 # --- Base models and the models that were tuned from them (WSE table 1, right)
 
-BASE, TUNED = "base", "tuned"
-
 
 def _chat_rows(tables: SweepTables) -> pd.DataFrame:
     """Return a base and a tuned row for each pair and input; `model` names the pair and the input."""
@@ -237,7 +234,7 @@ def _chat_rows(tables: SweepTables) -> pd.DataFrame:
     names = pairs["model"] + " · " + pairs["input"]
     parts = [
         pd.DataFrame({"model": names, "kind": kind} | {name: pairs[name + suffix] for name in ("sink_rate", *ENDS)})
-        for kind, suffix in ((BASE, "_of_base"), (TUNED, ""))
+        for kind, suffix in (("base", "_of_base"), ("tuned", ""))
     ]
     return pd.concat(parts, ignore_index=True)
 
@@ -245,11 +242,14 @@ def _chat_rows(tables: SweepTables) -> pd.DataFrame:
 @needs(lambda tables: len(_chat_rows(tables)), "no model names its base model")
 def draw_sweep_chat(tables: SweepTables) -> Figure:
     rows = _chat_rows(tables)
-    tuned: Look = {"color": style.VERMILION, "marker": "s"}
-    figure, ax = dots_by_model(rows, "kind", {BASE: {"color": style.NAVY, "marker": "o"}, TUNED: tuned})
+    looks: dict[str, Look] = {
+        "base": {"color": style.NAVY, "marker": "o"},
+        "tuned": {"color": style.VERMILION, "marker": "s"},
+    }
+    figure, ax = dots_by_model(rows, "kind", looks)
     places = places_in_row(rows["kind"])
-    for at, (_, pair) in enumerate(rows.groupby("model", sort=False)):
-        ax.plot(100 * pair["sink_rate"], at + pair["kind"].map(places), **style.NEUTRAL)
+    for row, (_, pair) in enumerate(rows.groupby("model", sort=False)):
+        ax.plot(100 * pair["sink_rate"], row + pair["kind"].map(places), **style.NEUTRAL)
     return figure
 
 
@@ -277,11 +277,11 @@ def draw_sweep_benchmarks(tables: SweepTables) -> Figure:
     figure = new_figure(TEXT if across > 1 else TEXT * 0.6, PANEL * -(-len(tasks) // across) + 0.9)
     axes = plot.panel_grid(figure, len(tasks), across, RATE)
     for ax, task in zip(axes, tasks, strict=True):
-        for name, found in rows[rows["task"] == task].groupby("line", sort=False):
-            found = found.sort_values("parameters")
-            look = looks[name] | ({} if len(found) > 1 else {"linestyle": "none"})
-            look |= {"label": escape(shorten(str(name), LONGEST_NAME)), "capsize": 1.5}
-            ax.errorbar(100 * found["sink_rate"], found["score"], yerr=found["error"], **look)
+        for name, points in rows[rows["task"] == task].groupby("line", sort=False):
+            points = points.sort_values("parameters")
+            look = looks[name] | ({} if len(points) > 1 else {"linestyle": "none"})
+            look |= {"label": escape(shorten(str(name), LONGEST_LABEL)), "capsize": 1.5}
+            ax.errorbar(100 * points["sink_rate"], points["score"], yerr=points["error"], **look)
         ax.set(title=escape(str(task)), xlim=LIMITS)
         plot.grid(ax, "x")
     axes[0].set_ylabel("score (± standard error)")
@@ -291,11 +291,11 @@ def draw_sweep_benchmarks(tables: SweepTables) -> Figure:
 # --- The sink rate at the end of each training of a sweep, a row for each level of the factor, with WSE's rate
 
 SUMS_TO_ONE = 0.1  # tolerance, which is larger than the share of a learned bias
-PUBLISHED = {"": ("D", "WSE, 60M"), TRANSCRIBED: ("s", "WSE, 60M, transcribed")}  # mark of a rate → shape, label
+PUBLISHED_SHAPES = {"": ("D", "WSE, 60M"), TRANSCRIBED: ("s", "WSE, 60M, transcribed")}  # mark of a rate → shape, label
 
 
 def _factor_ends(tables: SweepTables) -> pd.DataFrame:
-    table = tables.tables.get(TABLE)
+    table = tables.tables.get(STUDY)
     end = pd.DataFrame() if table is None else at_the_end(with_levels(table))
     return end if "sink_rate" in end else pd.DataFrame()
 
@@ -316,7 +316,7 @@ def draw_sweep_factor(tables: SweepTables) -> Figure:
     look = {"color": SINK["color"], "markersize": 8, "markeredgewidth": 1.8}
     ax.plot(means, [place[level] for level in means.index], "|", label="mean", **look)
     known = [(rate, row) for row, level in enumerate(levels) if (rate := published(level))]
-    for mark, (shape, name) in PUBLISHED.items():
+    for mark, (shape, name) in PUBLISHED_SHAPES.items():
         points = [(rate.value, row) for rate, row in known if rate.mark == mark]
         if points:
             look = {"color": style.HIGHEST["color"], "markersize": 4, "fillstyle": "none"}
@@ -327,7 +327,7 @@ def draw_sweep_factor(tables: SweepTables) -> Figure:
     ax.set_xlim(LIMITS)
     totals = end.get("total_weight", pd.Series(dtype=float)).dropna()
     proxy = "; |sim| ÷ Σ|sim| where attention is not softmax" * bool(((totals - 1).abs() > SUMS_TO_ONE).any())
-    ax.set_xlabel(f"sink rate at {measured_at(tables.tables[TABLE])} in %{proxy}")
+    ax.set_xlabel(f"sink rate at {measured_at(tables.tables[STUDY])} in %{proxy}")
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
     return figure
 
@@ -336,7 +336,7 @@ def draw_sweep_factor(tables: SweepTables) -> Figure:
 
 
 def _training_rows(tables: SweepTables, metric: str) -> pd.DataFrame:
-    table = tables.tables.get(TABLE)
+    table = tables.tables.get(STUDY)
     return pd.DataFrame() if table is None else with_levels(table)[lambda rows: rows["metric"] == metric]
 
 

@@ -8,7 +8,6 @@ OUT/figures/*.png|pdf
 OUT/sweep.md                        sink rates by model and input, next to published ones
 """
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,7 @@ import pandas as pd
 from pydantic import ValidationError
 
 from sinkscope.commands.sweep.cells import COMMAND
-from sinkscope.commands.sweep.factor_study import PAPER, summary
-from sinkscope.commands.sweep.factor_study import TABLE as STUDY
+from sinkscope.commands.sweep.factor_study import PAPER, STUDY, summary
 from sinkscope.commands.sweep.file import SweepContent
 from sinkscope.commands.sweep.tables import EPSILON, SweepTables
 from sinkscope.errors import InputError, one_line
@@ -27,7 +25,7 @@ from sinkscope.figures import KINDS
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result
 from sinkscope.results.findings import SINK
-from sinkscope.results.manifest import folder_of, make_manifest, read_manifest, tables_folder
+from sinkscope.results.manifest import read_manifest, tables_folder
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.papers import LENGTH, TRANSCRIBED, WSE_SETTING, WSE_TABLE_1
 from sinkscope.results.tables import read_table
@@ -53,13 +51,6 @@ class SweepComparison(Result):
 
     compared: SweepTables
 
-    @classmethod
-    def of(cls, tables: SweepTables, record: Mapping[str, Any], start: float, folder: Path) -> "SweepComparison":
-        """Return the comparison of a sweep; `record` is the content of its file, and `start` when it began."""
-        cells = list(dict.fromkeys(cell for table in tables.tables.values() for cell in table["cell"]))
-        manifest = make_manifest(COMMAND, record, start, tables.tables, cells=cells)
-        return cls(manifest, tables.tables, folder, compared=tables)
-
     @property
     def texts(self) -> Mapping[str, str]:
         return {"sweep.md": words(self.compared, self.manifest["config"]) + "\n"}
@@ -68,11 +59,10 @@ class SweepComparison(Result):
     def drawings(self) -> Drawings:
         drawings = drawings_of(KINDS["cells of a sweep"], self.compared)
         if "claim" in self.tables:
-            from sinkscope.commands.claims.scorecard import Scorecard  # other sweeps need no claims
+            from sinkscope.commands.claims.figures import drawings_by_model  # other sweeps need no claims
 
-            card = Scorecard({}, {name: one_cell_each(self.tables[name]) for name in ("claim", "route")})
-            if len(card.models) > 1:
-                return {**drawings, **card.drawings}
+            claims = {name: one_cell_each(self.tables[name]) for name in ("claim", "route")}
+            return {**drawings, **drawings_by_model(claims)}
         return drawings
 
     @property
@@ -80,29 +70,24 @@ class SweepComparison(Result):
         return summary_tables(self.compared)
 
 
-def open_comparison(folder: str | os.PathLike[str]) -> SweepTables:
-    """Open the comparison of a sweep; InputError for another folder, or a damaged one."""
-    folder = folder_of(folder)
+def summary_tables(tables: SweepTables) -> dict[str, pd.DataFrame]:
+    """Return by title the trainings by level, and WSE table 1 of these models, if there are cells for them."""
+    by_title = {TRAININGS_TITLE: summary(tables.tables[STUDY])} if STUDY in tables.tables else {}
+    if not tables.main.empty:
+        by_title[f"Sink rate at position 0 ({_measured_at(tables)})"] = _with_published(tables)
+    return by_title
+
+
+def summaries(folder: Path) -> Mapping[str, pd.DataFrame]:
+    """Return the tables that `compare` prints of the folder of a sweep; InputError if it is damaged."""
+    folder = tables_folder(folder)
     manifest = read_manifest(folder, (COMMAND,))
     tables = {name: read_table(folder / "tables" / f"{name}.parquet") for name in manifest["tables"]}
     try:
         models = SweepContent.model_validate(manifest["config"]["content"]).models
     except (KeyError, TypeError, ValidationError) as error:
         raise InputError(f"{folder} is damaged: {one_line(error)}") from error
-    return SweepTables(tables, {entry.label: entry.paper for entry in models if entry.paper})
-
-
-def summary_tables(tables: SweepTables) -> dict[str, pd.DataFrame]:
-    """Return by title the trainings by level, and WSE table 1 of these models, if there are cells for them."""
-    found = {TRAININGS_TITLE: summary(tables.tables[STUDY])} if STUDY in tables.tables else {}
-    if not tables.main.empty:
-        found[f"Sink rate at position 0 ({_measured_at(tables)})"] = _with_published(tables)
-    return found
-
-
-def summaries(folder: Path) -> Mapping[str, pd.DataFrame]:
-    """Return the tables that `compare` prints of the folder of a sweep."""
-    return summary_tables(open_comparison(tables_folder(folder)))
+    return summary_tables(SweepTables(tables, {entry.label: entry.paper for entry in models if entry.paper}))
 
 
 def one_cell_each(claims: pd.DataFrame) -> pd.DataFrame:
@@ -146,6 +131,6 @@ def _with_published(tables: SweepTables) -> pd.DataFrame:
         return table
     papers = table["model"].map(tables.papers)
     for reads in [name for name in table.columns[1:] if any(name in WSE_TABLE_1.get(p, {}) for p in papers.dropna())]:
-        found = [WSE_TABLE_1.get(paper, {}).get(reads) if isinstance(paper, str) else None for paper in papers]
-        table[f"{reads} (WSE)"] = ["–" if one is None else f"{one.value:.1f}%{one.mark}" for one in found]
+        rates = [WSE_TABLE_1.get(paper, {}).get(reads) if isinstance(paper, str) else None for paper in papers]
+        table[f"{reads} (WSE)"] = ["–" if rate is None else f"{rate.value:.1f}%{rate.mark}" for rate in rates]
     return table

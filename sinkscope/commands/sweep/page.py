@@ -23,7 +23,7 @@ class SweepPage(PageParts):
 
     def data(self, contents: Contents) -> Mapping[str, Any]:
         """Return the level of each training with WSE's sink rate, and the spread of every level's last values."""
-        training = contents.tables.get(factor_study.TABLE, pd.DataFrame())
+        training = contents.tables.get(factor_study.STUDY, pd.DataFrame())
         data: dict[str, Any] = {"first_table": SWEEP, "spread": False, "levels": [], "last_steps": []}
         if training.empty:
             return data

@@ -9,8 +9,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.commands.sweep.cells import Planned
-from sinkscope.commands.sweep.factor_study import TABLE as STUDY
-from sinkscope.commands.sweep.factor_study import studied
+from sinkscope.commands.sweep.factor_study import STUDY, studied
 from sinkscope.errors import InputError
 from sinkscope.models.steps import step_of
 from sinkscope.results.metrics import is_sink, lacks_rate

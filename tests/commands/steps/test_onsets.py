@@ -11,6 +11,7 @@ import pytest
 from support.made_up_steps import UNIFORM, made_up_steps, sigmoid
 
 from sinkscope.commands.steps.onsets import (
+    ONSET_COLUMNS,
     QUANTITIES,
     delay,
     findings,
@@ -22,9 +23,10 @@ from sinkscope.commands.steps.onsets import (
     resampled,
     steps_between,
 )
-from sinkscope.results.findings import SINK
+from sinkscope.results.findings import SINK, Outcome
 from sinkscope.results.run import RunData
 from sinkscope.results.statistics import bootstrap, jackknife
+from sinkscope.results.tables import names_of
 
 STEPS = [0, *(2**power for power in range(12))]
 LATE, EARLY = 300, 50  # between the steps 256 and 512, and 32 and 64: two steps apart
@@ -201,6 +203,23 @@ def test_no_order_is_claimed_where_there_is_none() -> None:
     assert apart > 4  # without intervals, an order would be claimed in half of the trainings
     assert claimed <= 2  # 5 % of 20, and less because onsets are steps
     assert led <= 2
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "leads"),
+    [(0.7, 0.1, 0.9, True), (0.5, 0.1, 0.9, False), (-0.7, -0.9, -0.1, True), (-0.7, -0.9, 0.1, False)],
+)
+def test_a_lead_is_beyond_zero_and_beyond_its_null(value: float, low: float, high: float, leads: bool) -> None:
+    rows = [
+        ("lag", "norm", "sink_rate", -1, 0.3, 0.3, 0.3, np.nan, np.nan),
+        ("lag", "sink_rate", "norm", -1, 0.2, 0.2, 0.2, np.nan, np.nan),
+        ("lead", "norm", "sink_rate", -1, value, low, high, -0.6, 0.6),
+    ]
+    found, _ = findings(pd.DataFrame(rows, columns=names_of(ONSET_COLUMNS)))
+    first, second = ("norm", "sink") if value > 0 else ("sink", "norm")
+    words = f"Changes of the {first} precede those of the {second}" if leads else "Neither norm nor sink leads the"
+    assert found.sentence.startswith(words)
+    assert found.outcome == (Outcome.PRESENT if leads else Outcome.UNDECIDED)
 
 
 def test_a_flat_training_has_no_onsets_and_no_order() -> None:

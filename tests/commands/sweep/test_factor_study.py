@@ -6,7 +6,7 @@ import pytest
 from sinkscope.commands.sweep.factor_study import (
     ONSET,
     PAPER,
-    TABLE,
+    STUDY,
     at_the_end,
     onsets,
     published,
@@ -119,12 +119,12 @@ def test_numbers_are_those_of_the_seeds_that_have_them() -> None:
     assert row["loss"] == "2500 ± 2100"  # without an exponent
     others = pd.DataFrame({"layer": [-1, 0, -1], "metric": ["loss", "sink_rate", "learning_rate"], "value": 0.5})
     assert studied(others)["metric"].tolist() == ["loss"]
-    said = [words(SweepTables({TABLE: of}, {}), {"content": {"title": ""}}) for of in (whole, SCHEMES)]
+    said = [words(SweepTables({STUDY: of}, {}), {"content": {"title": ""}}) for of in (whole, SCHEMES)]
     assert ["Σ|sim ÷ Z|" in each for each in said] == [True, False]
 
 
 def test_the_page_has_the_mean_and_spread_of_the_last_step_of_each_level() -> None:
-    data = SweepPage().data(Contents({"command": "sweep"}, {TABLE: SCHEMES}))
+    data = SweepPage().data(Contents({"command": "sweep"}, {STUDY: SCHEMES}))
     rows = {(level, metric): numbers for level, metric, *numbers in data["last_steps"]}
     assert rows["position_scheme=alibi", "sink_rate"] == pytest.approx([0.3, 0.02**0.5, 2])
     assert rows["position_scheme=none", "loss"] == pytest.approx([0.95, 0.005**0.5, 2])

@@ -9,27 +9,29 @@ import warnings
 from types import SimpleNamespace
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given
 
 from sinkscope.commands.sweep import pools
-from sinkscope.commands.sweep.pools import Processes, RayTasks
+from sinkscope.commands.sweep.pools import Processes, RayTasks, split
 from sinkscope.commands.sweep.worker import ALL, Group, devices_for, prepare_worker
 from sinkscope.measuring.console import PrintableStream
 
 
 def started(monkeypatch: pytest.MonkeyPatch, workers: int, accelerators: int) -> tuple[Processes, list[Any]]:
     """Return a pool on a machine with accelerators, and the list of the devices of each worker that it starts."""
-    given: list[Any] = []
+    devices: list[Any] = []
 
     def process(target: Any, args: tuple) -> Any:
-        given.append(args[3])
+        devices.append(args[3])
         return SimpleNamespace(start=lambda: None, terminate=lambda: None, join=lambda *_: None, is_alive=bool)
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: accelerators)
     pool = Processes(workers)
     monkeypatch.setattr(pool, "_context", SimpleNamespace(Pipe=multiprocessing.Pipe, Process=process))
-    return pool, given
+    return pool, devices
 
 
 @pytest.mark.parametrize(
@@ -40,26 +42,45 @@ def test_accelerators_of_a_cell(device_map: str | None, devices: int) -> None:
 
 
 def test_each_worker_sees_what_its_cell_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, given = started(monkeypatch, workers=3, accelerators=3)
+    pool, seen = started(monkeypatch, workers=3, accelerators=3)
     for devices in (1, 0, 1):
         assert pool.has_room(Group((), devices=devices))
         pool.start(Group((), devices=devices))
-    assert given == [[0], [], [1]]
+    assert seen == [[0], [], [1]]
     pool.close()
     pool.start(Group((), devices=ALL))
-    assert given[-1] == [0, 1, 2]
+    assert seen[-1] == [0, 1, 2]
     assert not pool.has_room(Group((), devices=1))  # all are taken …
     assert pool.has_room(Group((), devices=0))  # … by a cell that leaves the CPU free
     pool.close()
 
 
 def test_more_workers_than_accelerators_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, given = started(monkeypatch, workers=4, accelerators=2)
+    pool, seen = started(monkeypatch, workers=4, accelerators=2)
     for _ in range(4):
         assert pool.has_room(Group((), devices=1))
         pool.start(Group((), devices=1))
-    assert given == [[0], [1], [0], [1]]
+    assert seen == [[0], [1], [0], [1]]
     pool.close()
+
+
+def test_workers_fit_into_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pools, "available_memory", lambda: 10)
+    pool, _ = started(monkeypatch, workers=3, accelerators=0)
+    pool.start(Group((), memory=6))
+    assert pool.has_room(Group((), memory=4))
+    assert not pool.has_room(Group((), memory=5))
+    pool.close()
+
+
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), workers=st.integers(1, 8))
+def test_groups_are_split_until_every_worker_has_one(sizes: list[int], workers: int) -> None:
+    groups = [Group(tuple(f"{place}-{cell}" for cell in range(size))) for place, size in enumerate(sizes)]  # type: ignore
+    parts = split(groups, workers)
+    assert [task for part in parts for task in part.tasks] == [task for group in groups for task in group.tasks]
+    assert len(parts) == max(len(groups), min(workers, sum(sizes)))
+    if len(parts) > len(groups):  # no part could have been halved instead of a smaller one
+        assert max(len(part.tasks) for part in parts) <= max(1, -(-max(sizes) // 2), *sorted(sizes)[:-1])
 
 
 def test_workers_are_not_forked_where_there_are_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 import sinkscope
 from sinkscope.cli.app import app
 from sinkscope.commands.sweep import worker
+from sinkscope.commands.sweep.cells import CellFolders, Failure, planned
 from sinkscope.commands.sweep.command import SweepRun, check
 from sinkscope.commands.sweep.file import read_sweep
 from sinkscope.commands.sweep.tables import EPSILON, SWEEP, SWEEP_TABLES
@@ -269,6 +270,31 @@ def test_a_model_that_changes_is_measured_again(models: Path, tmp_path: Path) ->
     assert sinkscope.sweep(done.sweep.path, out=done.folder, dry_run=True).plan[-1].state == State.DONE
 
 
+def test_a_cell_is_done_with_its_options_its_tables_and_its_figures(whole: SweepRun, tmp_path: Path) -> None:
+    folders, cell = CellFolders(Path(shutil.copytree(whole.folder, tmp_path / "out"))), whole.plan[0].cell
+    path = folders.run(cell.name) / "run.json"
+    manifest = json.loads(path.read_text())
+
+    def state(content: str) -> tuple[State, str]:
+        path.write_text(content)
+        (each,) = planned([cell], folders, Reads())
+        return each.state, each.message
+
+    for changes, expected in (
+        ({}, (State.DONE, "")),
+        ({"failed_figures": {"x": "too small"}}, (State.DONE, "x: too small")),
+        ({"config": manifest["config"] | {"seq_len": 11}}, (State.WAITING, "it was measured with other options")),
+        ({"drawn": False}, (State.WAITING, "")),
+        ({"tables": []}, (State.WAITING, "")),
+    ):
+        assert state(json.dumps(manifest | changes)) == expected
+    assert state("{") == (State.WAITING, "its folder cannot be read")
+    for attempt in (1, 2):
+        folders.fail(cell.name, "no memory")
+        assert folders.failure(cell.name) == Failure(error="no memory", attempts=attempt)
+    assert state("{") == (State.FAILED, "no memory")
+
+
 def test_an_interrupted_training_is_resumed_only_on_the_same_text(models: Path, tmp_path: Path) -> None:
     text, out = tmp_path / "ids.jsonl", tmp_path / "out"
     text.write_text('{"text": "the of and drain"}\n')
@@ -357,9 +383,9 @@ def test_the_nearest_option_counts(tmp_path: Path) -> None:
         tmp_path,
         """
 models:
-  - {model: a/b, options: {num-seqs: 3}}
+  - {model: a/b, options: {num-seqs: 3, seq-len: 4}}
   - {model: c/d, revisions: [step0, 512], instead: {natural: random}}
-inputs: {natural: , long: {input: code, seed: 7}}
+inputs: {natural: , long: {input: code, seed: 7, seq-len: 5}}
 settings: {seq-len: [8, 128]}
 commands: {analyze: , claims: {inputs: [natural], settings: {}, options: {draws: 2}}}
 options: {num-seqs: 9, seed: 1}

@@ -6,9 +6,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sinkscope.commands.sweep.output import words
+from sinkscope.commands.sweep.output import one_cell_each, summary_tables, words
 from sinkscope.commands.sweep.tables import EPSILON, SCORES, SWEEP, SweepTables
 from sinkscope.figures import KINDS
+from sinkscope.results.papers import WSE_TABLE_1
 from sinkscope.results.run import policy_of
 
 CELL: dict[str, Any] = {
@@ -118,6 +119,20 @@ def test_rates_under_different_bos_policies_are_in_rows_of_their_own() -> None:
     assert tables.main["bos"].tolist() == ["with", "with"]
     names = [text.get_text() for text in KINDS["cells of a sweep"]["sweep-inputs"](tables).axes[0].get_yticklabels()]
     assert names == ["a, with BOS", "a, without BOS"]
+
+
+def test_published_rates_are_those_of_the_same_setting() -> None:
+    paper, rates = next((paper, rates) for paper, rates in WSE_TABLE_1.items() if "natural" in rates)
+    for window, expected in ((64, [f"{rates['natural'].value:.1f}%{rates['natural'].mark}", "–"]), (32, None)):
+        cells = [{"window": window}, {"window": window, "model": "b"}]
+        (table,) = summary_tables(tables_of(*cells, papers={"a": paper})).values()
+        assert table.to_dict("list").get("natural (WSE)") == expected
+
+
+def test_claims_are_compared_in_the_last_revision_of_each_model() -> None:
+    rows = [("a", "step0", "c0"), ("a", "step8", "c1"), ("a", "step8", "c2"), ("b", "", "c3"), ("b", "", "c3")]
+    claims = pd.DataFrame(rows, columns=["model", "revision", "cell"])
+    assert one_cell_each(claims)["cell"].tolist() == ["c1", "c3", "c3"]
 
 
 def test_scores_are_drawn_against_sink_rates() -> None:
