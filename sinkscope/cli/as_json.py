@@ -16,63 +16,48 @@ from typing import Any
 
 from sinkscope.commands.printout import Printout
 from sinkscope.errors import printable
-from sinkscope.results.findings import Finding
+from sinkscope.results.tables import WHOLE_MODEL
 
-CLAIM = ("claim", "statement", "quantity", "outcome", "value", "test", "published", "tells", "note")
+# of a finding; and of a claim, with pairs of columns that are the ends of a range
+FINDING_ENTRIES = ("name", "section", "outcome", "value", "threshold", "numbers", "sentence")
+CLAIM_COLUMNS = (
+    "claim", "model", "statement", "quantity", "outcome", "value", "test", "published", "tells", "note", "null",
+)  # fmt: skip
+RANGES = {"interval": ("low", "high"), "null_range": ("null_low", "null_high"), "threshold": ("least", "most")}
 
 
 def as_json(command: str, result: Printout) -> str:
     value = result.value
     manifest = getattr(value, "manifest", {})
     numbers = {} if result.numbers is None else {"numbers": result.numbers.reset_index()}
-    tables = {**numbers, **result.tables} or getattr(value, "summary_tables", {})
-    of_value = getattr(value, "tables", None)
-    of_value = of_value if isinstance(of_value, Mapping) else {}  # a sweep's are of all its cells
-    claims = of_value["claim"].to_dict("records") if "claim" in of_value else []
-    found = {
+    printed = {**numbers, **result.tables} or getattr(value, "summary_tables", {})
+    tables = getattr(value, "tables", None)
+    tables = tables if isinstance(tables, Mapping) else {}  # those of many runs are no mapping
+    findings = [
+        {name: getattr(finding, name) for name in FINDING_ENTRIES}
+        | {"interval": [finding.low, finding.high], "claim": finding.claim or None}
+        | {"null": None}  # only `claims` measures one
+        for finding in getattr(value, "findings", ())
+    ]
+    for row in tables["claim"].to_dict("records") if "claim" in tables else ():
+        ranges = {name: [row[low], row[high]] for name, (low, high) in RANGES.items()}
+        findings.append({"name": row["claim"]} | {name: row[name] for name in CLAIM_COLUMNS} | ranges)
+    metrics = {}
+    if "summary" in tables:
+        whole = tables["summary"][tables["summary"]["layer"] == WHOLE_MODEL]
+        metrics = dict(zip(whole["metric"], whole["value"], strict=True))
+    content = {
         "command": command,
         "folder": result.folder,
         "failure": result.failure or None,
         "warnings": [*(manifest.get("notices") or ()), *result.notes],
         "text": result.text or None,
         "data": result.data,
-        "findings": [*map(_finding, getattr(value, "findings", ())), *map(_claim, claims)],
-        "metrics": _metrics(of_value["summary"]) if "summary" in of_value else {},
-        "tables": {title: table.to_dict("records") for title, table in tables.items()},
+        "findings": findings,
+        "metrics": metrics,
+        "tables": {title: table.to_dict("records") for title, table in printed.items()},
     }
-    return printable(json.dumps(_plain(found), allow_nan=False, ensure_ascii=False))  # its escapes are those of JSON
-
-
-def _finding(found: Finding) -> dict[str, Any]:
-    return {
-        "name": found.name,
-        "section": found.section,
-        "outcome": found.outcome,
-        "value": found.value,
-        "interval": [found.low, found.high],
-        "null": None,  # only `claims` measures one
-        "threshold": found.threshold,
-        "claim": found.claim or None,
-        "numbers": found.numbers,
-        "sentence": found.sentence,
-    }
-
-
-def _claim(row: Mapping[str, Any]) -> dict[str, Any]:
-    ends = {"interval": ("low", "high"), "null_range": ("null_low", "null_high"), "threshold": ("least", "most")}
-    return {
-        "name": row["claim"],
-        "model": row["model"],
-        **{name: row[name] for name in CLAIM},
-        "null": row["null"],
-        **{name: [row[low], row[high]] for name, (low, high) in ends.items()},
-    }
-
-
-def _metrics(summary: Any) -> dict[str, float]:
-    """Return the metrics of the whole model by name."""
-    whole = summary[summary["layer"] == -1]
-    return dict(zip(whole["metric"], whole["value"], strict=True))
+    return printable(json.dumps(_plain(content), allow_nan=False, ensure_ascii=False))  # its escapes are those of JSON
 
 
 def _plain(value: Any) -> Any:

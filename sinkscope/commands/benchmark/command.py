@@ -26,8 +26,8 @@ from sinkscope.options.files import kind_of, user_path
 from sinkscope.options.keywords import BenchmarkKeywords
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.signatures import with_options
-from sinkscope.output.result import Result, draw, figure_failure, write_data
-from sinkscope.results.folders import new_folder, own_folder
+from sinkscope.output.result import Result, figure_failure, written
+from sinkscope.results.folders import own_folder
 from sinkscope.results.manifest import make_manifest
 from sinkscope.results.scores import BENCHMARK, SCORE_COLUMNS, SCORE_TABLE, main_scores
 from sinkscope.results.tables import LEADING, names_of
@@ -117,21 +117,17 @@ def benchmark(
             dtype=str(loaded.model.dtype).removeprefix("torch."),
             harness=importlib.metadata.version(PACKAGE),
         )
-        scores = Scores(manifest, {SCORE_TABLE: table_of(results, loaded.name, config.tasks)}, folder)
-        if folder is None:
-            return scores
-        with new_folder(folder) as fresh:
-            write_data(scores, fresh)
-        return draw(scores, (), page)
+        scores = Scores(manifest, {SCORE_TABLE: scores_table(results, loaded.name, config.tasks)}, folder)
+        return written(scores, page, figures=())
 
 
 def _known_tasks(config: BenchmarkOptions) -> Any:
     """Return the user's tasks, with the harness's tasks if needed; InputError for an unknown task."""
     from lm_eval.tasks import TaskManager
 
-    own = None if config.task_path is None else str(user_path(config.task_path))
-    for defaults in (False, True) if own else (True,):
-        manager = TaskManager(include_path=own, include_defaults=defaults)
+    path = None if config.task_path is None else str(user_path(config.task_path))
+    for defaults in (False, True) if path else (True,):
+        manager = TaskManager(include_path=path, include_defaults=defaults)
         unknown = [name for name in config.tasks if name not in manager.all_tasks]
         if not unknown:
             return manager
@@ -150,7 +146,7 @@ def _asked(loaded: LoadedModel, config: BenchmarkOptions, tasks: Any) -> dict[st
     try:
         with silent(), torch.random.fork_rng():
             network = HFLM(pretrained=loaded.model, tokenizer=loaded.tokenizer, batch_size=config.batch_size)
-            found = lm_eval.simple_evaluate(
+            results = lm_eval.simple_evaluate(
                 model=network,
                 tasks=list(config.tasks),
                 task_manager=tasks,
@@ -171,11 +167,10 @@ def _asked(loaded: LoadedModel, config: BenchmarkOptions, tasks: Any) -> dict[st
     finally:
         random.setstate(plain)
         np.random.set_state(of_numpy)  # noqa: NPY002
-    kept = ("results", "groups", "n-shot", "versions", "n-samples")
-    return {name: dict(found.get(name) or {}) for name in kept}
+    return {name: dict(results.get(name) or {}) for name in ("results", "groups", "n-shot", "versions", "n-samples")}
 
 
-def table_of(results: Mapping[str, Any], model: str, asked: tuple[str, ...]) -> pd.DataFrame:
+def scores_table(results: Mapping[str, Any], model: str, asked: tuple[str, ...]) -> pd.DataFrame:
     """Return the table `benchmark`; for each task, the harness's `results` have "METRIC,FILTER" → score."""
     rows = []
     for task, scores in {**results["results"], **results["groups"]}.items():

@@ -1,32 +1,8 @@
-"""Sweeps: models × revisions × inputs × settings × commands as one YAML file.
-
-    title: Sink rate of the Pythia family while it was trained
-    models:
-      - model: EleutherAI/pythia-70m
-        revisions: [step0, step1000, step143000]
-        family: Pythia             # its models are compared by size
-      - model: org/pythia-70m-chat
-        base: pythia-70m           # the name of the model that this was tuned from
-        instead: {natural: chats}  # another input for this model; null leaves it out
-        options: {dtype: bfloat16}
-    inputs:                        # names of --input, or a name with options each
-      natural:
-      chats: {input: chats.jsonl, bos: never}
-    settings:                      # option → its values; all combinations
-      seq-len: [16, 64]            # the window has the same length
-      seed: [0, 1]
-    commands:                      # the default is analyze
-      analyze: {options: {observables: [attention, gradient]}}
-      claims: {inputs: [natural], settings: {}}
-      retrofit: {options: {method: [vga, none], steps: 500}, settings: {seed: [0, 1]}}
-      train: {settings: {config: [tiny-llama, tiny-gpt2], method: [none, {sigmoid: "operation:kind=sigmoid"}]}}
-      benchmark: {options: {tasks: [hellaswag], limit: 1000}}
-    options: {num-seqs: 100}       # for all cells
-    quick: {num-seqs: 8, seed: 0}  # with --quick, in place of all other options; equal cells are merged
-    figures: [sink-map]            # for every cell; without it, no figure is drawn
+"""Sweeps: models × revisions × inputs × settings × commands as one YAML file (recipes/sweeps/README.md has its format).
 
 Each combination is a cell: an ordinary command with its options. More specific options override others, in this order:
-those of the file, the command, the model, the input, the setting, and the command line.
+those of the file, the command, the model, the input, the setting, and the command line. Options under `quick` replace
+all others with --quick, and equal cells are merged.
 
 `retrofit`, `train` and `benchmark` do not read the inputs, use only their own settings, and ignore shared options that
 they do not have. `train` begins without a model: its cells are not repeated for each model.
@@ -76,10 +52,10 @@ class ModelEntry(FilePart):
     model: str | None = None
     name: str = ""  # its name in tables and figures
     revisions: tuple[str, ...] = ()  # branches or tags of the hub, or subfolders of a folder
-    instead: dict[str, str | None] = {}
+    instead: dict[str, str | None] = {}  # another input for this model; None leaves it out
     options: dict[str, Any] = {}
-    family: str | None = None
-    base: str | None = None
+    family: str | None = None  # its models are compared by size
+    base: str | None = None  # the name of the model that this was tuned from
     paper: str | None = None  # its name in WSE table 1
 
     @field_validator("revisions", mode="before")
@@ -107,12 +83,12 @@ class SweepContent(FilePart):
     title: str
     reproduces: str | None = None
     models: tuple[ModelEntry, ...] = ()
-    inputs: dict[str, dict[str, Any]] = {"natural": {}}
-    settings: dict[str, list[Any]] = {}
+    inputs: dict[str, dict[str, Any]] = {"natural": {}}  # names of --input, or a name with options each
+    settings: dict[str, list[Any]] = {}  # option → its values; all combinations
     commands: dict[str, CommandEntry] = {"analyze": CommandEntry()}
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {}  # for all cells
     quick: dict[str, Any] = {}
-    figures: tuple[str, ...] = ()
+    figures: tuple[str, ...] = ()  # for every cell; without it, no figure is drawn
 
     @field_validator("models", mode="before")
     @classmethod

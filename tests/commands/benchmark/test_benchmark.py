@@ -13,7 +13,7 @@ import torch
 from support.retrofit_command import WORDS, words_tokenizer
 
 import sinkscope
-from sinkscope.commands.benchmark.command import table_of
+from sinkscope.commands.benchmark.command import scores_table
 from sinkscope.errors import InputError
 from sinkscope.results.scores import SCORE_COLUMNS, main_scores
 from sinkscope.results.tables import LEADING, names_of, read_table
@@ -57,7 +57,7 @@ RESULTS: dict[str, Any] = {
 
 
 def test_the_table_has_every_score_of_the_harness() -> None:
-    table = table_of(RESULTS, "m", ("both", "other"))
+    table = scores_table(RESULTS, "m", ("both", "other"))
     assert list(table.columns) == [*LEADING, *names_of(SCORE_COLUMNS)]
     rows = table.set_index(["condition", "metric", "filter"])
     assert rows["score"].to_dict() == {

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +17,8 @@ import torch
 from hypothesis import given
 
 from sinkscope.commands.sweep import pools
-from sinkscope.commands.sweep.pools import Processes, RayTasks, split
-from sinkscope.commands.sweep.worker import ALL, Group, devices_for, prepare_worker
+from sinkscope.commands.sweep.pools import Processes, RayTasks, run_groups, split
+from sinkscope.commands.sweep.worker import ALL, Event, Group, State, Task, devices_for, prepare_worker
 from sinkscope.measuring.console import PrintableStream
 
 
@@ -81,6 +83,50 @@ def test_groups_are_split_until_every_worker_has_one(sizes: list[int], workers: 
     assert len(parts) == max(len(groups), min(workers, sum(sizes)))
     if len(parts) > len(groups):  # no part could have been halved instead of a smaller one
         assert max(len(part.tasks) for part in parts) <= max(1, -(-max(sizes) // 2), *sorted(sizes)[:-1])
+
+
+class Scripted:
+    """A pool without processes, whose workers are lost in the cells that are called so, or before their first one."""
+
+    workers = 2
+
+    def __init__(self) -> None:
+        self.running: dict[int, Group] = {}
+        self.started = 0
+
+    def has_room(self, group: Group) -> bool:
+        return len(self.running) < self.workers
+
+    def start(self, group: Group) -> int:
+        self.started += 1
+        self.running[self.started] = group
+        return self.started
+
+    def reports(self) -> Iterator[tuple[int, Event | str]]:
+        worker, group = self.running.popitem()
+        for task in group.tasks:
+            if task.name == "unborn":
+                break
+            yield worker, Event(task.name, State.RUNNING)
+            if task.name == "lost":
+                break
+            yield worker, Event(task.name, State.DONE)
+        yield worker, "gone" if {"unborn", "lost"} & {task.name for task in group.tasks} else ""
+
+    def close(self) -> None:
+        self.running.clear()
+
+
+def test_a_lost_worker_fails_its_cell_and_another_measures_the_others() -> None:
+    groups = [
+        Group(tuple(Task(name, "analyze", None, Path()) for name in names))
+        for names in (("a", "lost", "b"), ("c",), ("unborn", "d"))
+    ]
+    events = list(run_groups(groups, Scripted()))
+    ended = {event.name: (event.state, event.message) for event in events if event.state != State.RUNNING}
+    done, failed = (State.DONE, ""), (State.FAILED, "gone")
+    assert ended == {"a": done, "lost": failed, "b": done, "c": done, "unborn": failed, "d": failed}
+    assert [event.name for event in events if event.state == State.RUNNING] == ["c", "a", "lost", "b"]
 
 
 def test_workers_are_not_forked_where_there_are_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from rich.console import Console
 from support.faults import CHANGES, WRITES, before_change, kill, refuse
 from support.figures import quick_sweeps
 from support.forked import forked
-from support.naming import naming
 from support.ranks import on_two_ranks
 from support.tables import assert_same_tables, tables_in
 from typer.testing import CliRunner
@@ -25,17 +24,12 @@ from typer.testing import CliRunner
 import sinkscope
 from sinkscope.cli.app import app
 from sinkscope.commands.sweep import worker
-from sinkscope.commands.sweep.cells import CellFolders, Failure, planned
-from sinkscope.commands.sweep.command import SweepRun, check
-from sinkscope.commands.sweep.file import read_sweep
+from sinkscope.commands.sweep.command import SweepRun
 from sinkscope.commands.sweep.tables import EPSILON, SWEEP, SWEEP_TABLES
 from sinkscope.commands.sweep.worker import Reads, State, Task
-from sinkscope.commands.train.architectures import architecture
-from sinkscope.commands.train.arms import parse_methods
 from sinkscope.commands.train.options import RetrofitOptions
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.processes import Team
-from sinkscope.options.recipe import shipped
 from sinkscope.output.run import finished
 from sinkscope.results.folders import own_folder
 from sinkscope.results.manifest import foreign_files, make_manifest, noting, read_manifest, write_manifest
@@ -142,24 +136,6 @@ def test_processes_that_measure_each_cell_together(models: Path, whole: SweepRun
     cell = whole.plan[0].cell.name
     assert json.loads((out / "cells" / cell / "run.json").read_text())["processes"] == 2
     assert_same(out, whole, check_exact=False, rtol=1e-9, atol=1e-9)
-
-
-def test_sweeps_that_come_with_sinkscope(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sinkscope.commands.train.blocks.check_source", lambda text: None)  # without `make corpus`
-    shape = cache(architecture)  # that many cells share
-    for path in sorted((shipped("recipes") / "sweeps").glob("*.yaml")):
-        with naming(path.stem):
-            found = read_sweep(path.stem, {})
-            assert found.path.resolve() == path
-            assert found.content.reproduces
-            small = read_sweep(path.stem, {}, quick=True) if found.content.quick else found
-            for each in (found, small):
-                check(each)
-                for options in (cell.options for cell in each.cells if cell.command == "train"):
-                    registers = any(name == "register-tokens" for name, _ in parse_methods(options.method).values())
-                    limit = shape(options.config).max_position_embeddings
-                    assert options.block_length + registers <= limit
-            assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= 120
 
 
 def replay(whole: SweepRun, task: Task) -> None:
@@ -270,31 +246,6 @@ def test_a_model_that_changes_is_measured_again(models: Path, tmp_path: Path) ->
     assert sinkscope.sweep(done.sweep.path, out=done.folder, dry_run=True).plan[-1].state == State.DONE
 
 
-def test_a_cell_is_done_with_its_options_its_tables_and_its_figures(whole: SweepRun, tmp_path: Path) -> None:
-    folders, cell = CellFolders(Path(shutil.copytree(whole.folder, tmp_path / "out"))), whole.plan[0].cell
-    path = folders.run(cell.name) / "run.json"
-    manifest = json.loads(path.read_text())
-
-    def state(content: str) -> tuple[State, str]:
-        path.write_text(content)
-        (each,) = planned([cell], folders, Reads())
-        return each.state, each.message
-
-    for changes, expected in (
-        ({}, (State.DONE, "")),
-        ({"failed_figures": {"x": "too small"}}, (State.DONE, "x: too small")),
-        ({"config": manifest["config"] | {"seq_len": 11}}, (State.WAITING, "it was measured with other options")),
-        ({"drawn": False}, (State.WAITING, "")),
-        ({"tables": []}, (State.WAITING, "")),
-    ):
-        assert state(json.dumps(manifest | changes)) == expected
-    assert state("{") == (State.WAITING, "its folder cannot be read")
-    for attempt in (1, 2):
-        folders.fail(cell.name, "no memory")
-        assert folders.failure(cell.name) == Failure(error="no memory", attempts=attempt)
-    assert state("{") == (State.FAILED, "no memory")
-
-
 def test_an_interrupted_training_is_resumed_only_on_the_same_text(models: Path, tmp_path: Path) -> None:
     text, out = tmp_path / "ids.jsonl", tmp_path / "out"
     text.write_text('{"text": "the of and drain"}\n')
@@ -324,38 +275,6 @@ def test_on_the_command_line(models: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("models: [a/b]\ninput: [random]", "key 'input' is unknown; did you mean 'inputs'?"),
-        ("inputs: [random]", "it has no `models`"),
-        ("models: [a/b, c/b]", "two models are called b: give one of them another `name`"),
-        ("models: [a/b]\ncommands: [train]", "`train` begins without `models`"),
-        ("models: [a/b]\ninputs: [natrual]", "b × natrual (analyze): .*did you mean natural?"),
-        ("models: [a/b]\nsettings: {seq-len: [12, x]}", "b × natural × seq-len=x (analyze): --seq-len x: it must be"),
-        ("models: [a/b]\nsettings: {seed: []}", "`settings.seed`: it has no values"),
-        ("models: [{model: a/b, base: c}]", "the `base` of b 'c' is unknown"),
-        ("models: [{model: a/b, instead: {code: random}}]", "`instead` of b: 'code' is unknown"),
-        ("models: [{model: a/b, instead: {natural: }}]", "every input is left out"),
-        ("models: [{model: a/b, revison: x}]", "`models.0.revison`: there is no such key"),
-        ("models: [a/b]\nfigures: [effects]", "figure 'effects' is of none of these commands: analyze"),
-        ("models: [a/b]\noptions: {allow-pickle: true}", "option 'allow_pickle' is for you to give"),
-        ("models: [a/b]\ncommands: {benchmark: {options: {task-path: tasks}}}", "task-path tasks: tasks can run code"),
-        ("models: [a/b]\ninputs: {a: {input: random}, b: {input: random}}", "occurs twice, also as b × a (analyze)"),
-        ("models: [a/b]\ninputs: [random]\ncommands: [claims]", "claims measures random and repeated tokens besides"),
-    ],
-)
-def test_a_faulty_file_is_refused_in_one_line(content: str, message: str, tmp_path: Path) -> None:
-    path = written(tmp_path, content)
-    with pytest.raises(InputError) as caught:
-        sinkscope.sweep(path, out=tmp_path / "out")
-    told = str(caught.value)
-    assert told.startswith(f"{path}: ")
-    assert "\n" not in told
-    assert all(part in told for part in message.split(".*"))
-    assert list(tmp_path.iterdir()) == [path]
-
-
-@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"shard": "3/2"}, "--shard 3/2: the parts are 1/2 to 2/2"),
@@ -376,42 +295,3 @@ def test_options_that_do_not_fit(
     with pytest.raises(InputError, match=message):
         sinkscope.sweep(grid(models, tmp_path), out=tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
-
-
-def test_the_nearest_option_counts(tmp_path: Path) -> None:
-    path = written(
-        tmp_path,
-        """
-models:
-  - {model: a/b, options: {num-seqs: 3, seq-len: 4}}
-  - {model: c/d, revisions: [step0, 512], instead: {natural: random}}
-inputs: {natural: , long: {input: code, seed: 7, seq-len: 5}}
-settings: {seq-len: [8, 128]}
-commands: {analyze: , claims: {inputs: [natural], settings: {}, options: {draws: 2}}}
-options: {num-seqs: 9, seed: 1}
-""",
-    )
-    with pytest.raises(InputError, match="a text"):  # for model d, claims would read random tokens
-        read_sweep(str(path), {})
-    path.write_text(path.read_text().replace("natural: random", "natural: code"))
-    found = {cell.told: cell.options for cell in read_sweep(str(path), {"dtype": "bfloat16"}).cells}
-    assert len(found) == 2 * 2 + 1 + 2 * (2 * 2 + 1)
-    assert found["b × long × seq-len=128 (analyze)"].model_dump(include={"num_seqs", "seed", "window", "input"}) == {
-        "num_seqs": 3, "seed": 7, "window": 128, "input": "code",
-    }  # fmt: skip
-    assert found["d 512 × code (claims)"].model_dump(include={"draws", "seed", "num_seqs", "dtype", "revision"}) == {
-        "draws": 2, "seed": 1, "num_seqs": 9, "dtype": "bfloat16", "revision": "512",
-    }  # fmt: skip
-
-
-def test_small_forms_and_names_of_methods() -> None:
-    whole, small = (read_sweep("when-sinks-emerge-text-operations", {}, quick).cells for quick in (False, True))
-    assert [cell.setting for cell in whole if ",seed=0" in cell.setting] == [cell.setting for cell in small]
-    assert [cell.setting for cell in whole[2:4]] == ["method=none,seed=2", "method=sigmoid,seed=0"]
-    assert list(parse_methods(whole[3].options.method)) == ["sigmoid"]
-    with pytest.raises(InputError, match="occurs twice"):
-        read_sweep("when-sinks-emerge-text-operations", {"seed": 0})
-    with pytest.raises(InputError, match="it has no small form for --quick"):
-        read_sweep("offline-models", {}, quick=True)
-    given = read_sweep("when-sinks-emerge-data", {"dtype": "float32"}, quick=True).cells[0].options
-    assert (given.dtype, given.steps) == ("float32", 200)

@@ -1,0 +1,182 @@
+"""The file of a sweep: its cells, their options and states, and what is refused in one line."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+from support.made_up_runs import made_up, save
+from support.naming import naming
+
+import sinkscope
+from sinkscope.commands.analyze.options import AnalyzeOptions
+from sinkscope.commands.sweep.cells import CellFolders, Failure, planned
+from sinkscope.commands.sweep.command import check
+from sinkscope.commands.sweep.file import read_sweep
+from sinkscope.commands.sweep.worker import Reads, State, changes
+from sinkscope.commands.train.architectures import architecture
+from sinkscope.commands.train.arms import parse_methods
+from sinkscope.errors import InputError
+from sinkscope.options.recipe import shipped
+
+
+def written(folder: Path, content: str) -> Path:
+    path = folder / "sweep.yaml"
+    path.write_text(f"title: Tiny models\n{content}\n", encoding="utf-8")
+    return path
+
+
+def test_cells_are_in_the_order_of_models_commands_inputs_and_settings(tmp_path: Path) -> None:
+    content = """
+models: [{model: a/b, revisions: [r, s]}, c/d]
+inputs: [natural, random]
+settings: {epsilon: [0.2, 0.3], seed: [0, 1]}
+commands: {analyze: , intervene: {inputs: [random], settings: {}, options: {do: mask-sink}}}
+"""
+    cells = read_sweep(str(written(tmp_path, content)), {}).cells
+    settings = [f"epsilon={epsilon},seed={seed}" for epsilon in (0.2, 0.3) for seed in (0, 1)]
+    grid = [f"{reads} × {setting} (analyze)" for reads in ("natural", "random") for setting in settings]
+    expected = [f"{model} × {rest}" for model in ("b r", "b s", "d") for rest in [*grid, "random (intervene)"]]
+    assert [cell.told for cell in cells] == expected
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert all(f"epsilon={cell.options.epsilon},seed={cell.options.seed}" in (cell.setting or "epsilon=0.3,seed=0")
+        for cell in cells)  # fmt: skip
+
+
+def test_the_nearest_option_counts(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        """
+models:
+  - {model: a/b, options: {num-seqs: 3, seq-len: 4}}
+  - {model: c/d, revisions: [step0, 512], instead: {natural: random}}
+inputs: {natural: , long: {input: code, seed: 7, seq-len: 5}}
+settings: {seq-len: [8, 128]}
+commands: {analyze: , claims: {inputs: [natural], settings: {}, options: {draws: 2}}}
+options: {num-seqs: 9, seed: 1}
+""",
+    )
+    with pytest.raises(InputError, match="a text"):  # for model d, claims would read random tokens
+        read_sweep(str(path), {})
+    path.write_text(path.read_text().replace("natural: random", "natural: code"))
+    found = {cell.told: cell.options for cell in read_sweep(str(path), {"dtype": "bfloat16"}).cells}
+    assert len(found) == 2 * 2 + 1 + 2 * (2 * 2 + 1)
+    assert found["b × long × seq-len=128 (analyze)"].model_dump(include={"num_seqs", "seed", "window", "input"}) == {
+        "num_seqs": 3, "seed": 7, "window": 128, "input": "code",
+    }  # fmt: skip
+    assert found["d 512 × code (claims)"].model_dump(include={"draws", "seed", "num_seqs", "dtype", "revision"}) == {
+        "draws": 2, "seed": 1, "num_seqs": 9, "dtype": "bfloat16", "revision": "512",
+    }  # fmt: skip
+
+
+def test_small_forms_and_names_of_methods() -> None:
+    whole, small = (read_sweep("when-sinks-emerge-text-operations", {}, quick).cells for quick in (False, True))
+    assert [cell.setting for cell in whole if ",seed=0" in cell.setting] == [cell.setting for cell in small]
+    assert [cell.setting for cell in whole[2:4]] == ["method=none,seed=2", "method=sigmoid,seed=0"]
+    assert list(parse_methods(whole[3].options.method)) == ["sigmoid"]
+    with pytest.raises(InputError, match="occurs twice"):
+        read_sweep("when-sinks-emerge-text-operations", {"seed": 0})
+    with pytest.raises(InputError, match="it has no small form for --quick"):
+        read_sweep("offline-models", {}, quick=True)
+    given = read_sweep("when-sinks-emerge-data", {"dtype": "float32"}, quick=True).cells[0].options
+    assert (given.dtype, given.steps) == ("float32", 200)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("models: [a/b]\ninput: [random]", "key 'input' is unknown; did you mean 'inputs'?"),
+        ("inputs: [random]", "it has no `models`"),
+        ("models: [a/b, c/b]", "two models are called b: give one of them another `name`"),
+        ("models: [a/b]\ncommands: [train]", "`train` begins without `models`"),
+        ("models: [a/b]\ninputs: [natrual]", "b × natrual (analyze): .*did you mean natural?"),
+        ("models: [a/b]\nsettings: {seq-len: [12, x]}", "b × natural × seq-len=x (analyze): --seq-len x: it must be"),
+        ("models: [a/b]\nsettings: {seed: []}", "`settings.seed`: it has no values"),
+        ("models: [{model: a/b, base: c}]", "the `base` of b 'c' is unknown"),
+        ("models: [{model: a/b, instead: {code: random}}]", "`instead` of b: 'code' is unknown"),
+        ("models: [{model: a/b, instead: {natural: }}]", "every input is left out"),
+        ("models: [{model: a/b, revison: x}]", "`models.0.revison`: there is no such key"),
+        ("models: [a/b]\nfigures: [effects]", "figure 'effects' is of none of these commands: analyze"),
+        ("models: [a/b]\noptions: {allow-pickle: true}", "option 'allow_pickle' is for you to give"),
+        ("models: [a/b]\ncommands: {benchmark: {options: {task-path: tasks}}}", "task-path tasks: tasks can run code"),
+        ("models: [a/b]\ninputs: {a: {input: random}, b: {input: random}}", "occurs twice, also as b × a (analyze)"),
+        ("models: [a/b]\ninputs: [random]\ncommands: [claims]", "claims measures random and repeated tokens besides"),
+    ],
+)
+def test_a_faulty_file_is_refused_in_one_line(content: str, message: str, tmp_path: Path) -> None:
+    path = written(tmp_path, content)
+    with pytest.raises(InputError) as caught:
+        sinkscope.sweep(path, out=tmp_path / "out")
+    told = str(caught.value)
+    assert told.startswith(f"{path}: ")
+    assert "\n" not in told
+    assert all(part in told for part in message.split(".*"))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_sweeps_that_come_with_sinkscope(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sinkscope.commands.train.blocks.check_source", lambda text: None)  # without `make corpus`
+    shape = cache(architecture)  # that many cells share
+    for path in sorted((shipped("recipes") / "sweeps").glob("*.yaml")):
+        with naming(path.stem):
+            found = read_sweep(path.stem, {})
+            assert found.path.resolve() == path
+            assert found.content.reproduces
+            small = read_sweep(path.stem, {}, quick=True) if found.content.quick else found
+            for each in (found, small):
+                check(each)
+                for options in (cell.options for cell in each.cells if cell.command == "train"):
+                    registers = any(name == "register-tokens" for name, _ in parse_methods(options.method).values())
+                    limit = shape(options.config).max_position_embeddings
+                    assert options.block_length + registers <= limit
+            assert max(map(len, path.read_text(encoding="utf-8").splitlines())) <= 120
+
+
+def test_a_cell_is_done_with_its_options_its_tables_and_its_figures(models: Path, tmp_path: Path) -> None:
+    (cell,) = read_sweep(str(written(tmp_path, f"models: [{models / 'llama'}]\ninputs: [random]")), {}).cells
+    folders = CellFolders(tmp_path / "out")
+    path = save(made_up(config=cell.options.model_dump(mode="json")), folders.run(cell.name)) / "run.json"
+    (tmp_path / "out" / "failed").mkdir()
+    manifest = json.loads(path.read_text()) | {"read": Reads().of(cell.options)}
+    changed = f"model {models / 'llama'} changed since"
+
+    def state(content: str) -> tuple[State, str]:
+        path.write_text(content)
+        (each,) = planned([cell], folders, Reads())
+        return each.state, each.message
+
+    for differing, expected in (
+        ({}, (State.DONE, "")),
+        ({"failed_figures": {"x": "too small"}}, (State.DONE, "x: too small")),
+        ({"config": manifest["config"] | {"seq_len": 11}}, (State.WAITING, "it was measured with other options")),
+        ({"read": {}}, (State.WAITING, changed)),
+        ({"read": dict.fromkeys(manifest["read"], "another")}, (State.WAITING, changed)),
+        ({"drawn": False}, (State.WAITING, "")),
+        ({"tables": []}, (State.WAITING, "")),
+    ):
+        assert state(json.dumps(manifest | differing)) == expected
+    assert state("{") == (State.WAITING, "its folder cannot be read")
+    for attempt in (1, 2):
+        folders.fail(cell.name, "no memory")
+        assert folders.failure(cell.name) == Failure(error="no memory", attempts=attempt)
+    assert state("{") == (State.FAILED, "no memory")
+
+
+def test_shards_share_the_cells(models: Path, tmp_path: Path) -> None:
+    path = written(tmp_path, f"models: [{models / 'llama'}]\ninputs: [random]\nsettings: {{seed: [0, 1, 2, 3, 4]}}")
+    shards = [sinkscope.sweep(path, out=tmp_path / "out", dry_run=True, shard=f"{part}/3").plan for part in (1, 2, 3)]
+    names = [cell.name for cell in read_sweep(str(path), {}).cells]
+    assert [each.cell.name for shard in shards for each in shard] == names
+    assert sorted(map(len, shards)) == [1, 2, 2]
+
+
+def test_what_a_cell_reads(models: Path, tmp_path: Path) -> None:
+    """A dataset replaces the text, and tokens that are drawn are no file."""
+    ids, model = tmp_path / "ids.jsonl", str(models / "llama")
+    ids.write_text('{"input_ids": [1, 2]}\n')
+    for given, read in (({"input": str(ids)}, f"input {ids}"), ({"dataset": str(ids)}, f"dataset {ids}"),
+                        ({"input": "random"}, ""), ({"input": "natural"}, "input natural")):  # fmt: skip
+        assert list(Reads().of(AnalyzeOptions(model=model, **given))) == list(filter(None, [f"model {model}", read]))
+    first = Reads().of(AnalyzeOptions(model=model, input=str(ids)))
+    ids.write_text('{"input_ids": [1, 3]}\n')
+    assert changes(first, Reads().of(AnalyzeOptions(model=model, input=str(ids)))) == f"input {ids} changed since"
