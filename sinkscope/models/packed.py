@@ -4,7 +4,7 @@ Their weights are quantized. If transformers can dequantize them while it loads 
 GGUF file: the layers are then ordinary ones, with correct gradients and editable weights, and no kernel is downloaded.
 A checkpoint's settings for rounding activations then have no effect. The other methods compute on packed weights: such
 a model can be measured, but its weights cannot be edited or trained. So do fp8 and MXFP4 where a GPU is too small for
-the dequantized weights, if the user permits kernels from the hub (`load_network` in loading.py).
+the dequantized weights, if the user permits kernels from the hub (`_place_for` in loading.py).
 """
 
 from collections.abc import Mapping
