@@ -69,9 +69,11 @@ class ArmEffect:
         return f"{after} ({before} before{'' if isnan(self.control) else f', {control} under the control'})"
 
 
-def effect_of(run: RunData, label: str, metric: str, position: int = NO_POSITION) -> ArmEffect:
+def effect_of(
+    run: RunData, label: str, metric: str, position: int = NO_POSITION, layer: int = WHOLE_MODEL
+) -> ArmEffect:
     table = run.tables["effect"]
-    table = table[(table["condition"] == label) & (table["metric"] == metric) & (table["layer"] == WHOLE_MODEL)]
+    table = table[(table["condition"] == label) & (table["metric"] == metric) & (table["layer"] == layer)]
     by_arm = {arm: tuple(values) for arm, values in table[table["position"] == position].groupby("arm")["value"]}
     return ArmEffect(by_arm.get("before", (nan,))[0], by_arm.get("after", (nan,))[0], by_arm.get("control", ()))
 

@@ -11,7 +11,7 @@ MUTATIONS = [
     ("effect: before − after", "findings", "ArmEffect.outcome", "self.after - self.before", "self.before - self.after"),
     ("effect: deviation of a population", "findings", "ArmEffect.outcome", "ddof=1", "ddof=0"),
     ("effect: spread of a population", "findings", "ArmEffect.spread", "ddof=1", "ddof=0"),
-    ("effect: of every layer", "findings", "effect_of", "== WHOLE_MODEL", ">= WHOLE_MODEL"),
+    ("effect: of every layer", "findings", "effect_of", 'table["layer"] == layer', 'table["layer"] >= layer'),
     ("effect: of another arm", "findings", "effect_of", '(table["condition"] == label)',
         '(table["condition"] != label)'),
     ("overview: the arm as its control", "findings", "overview", '"  control"} | texts["control"]',
