@@ -2,8 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ import sinkscope
 from sinkscope.attention.kernels import AttentionCall, chunked_attention
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.measuring.estimates import gradients
-from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import Gradient, NormGain, TheoremOne, undefined_ratios
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.subject import family_of
@@ -48,24 +46,6 @@ SAMPLES = ("gradient_by_group", "gradient_ratio_by_sequence")
 # the ways in which attention is read: fused, softcap, sink logits, the model's own code, and SDPA in the model's code
 ONE_OF_EACH = ("llama", "gemma2", "gpt_oss", "bloom", "falcon")
 TOLERANCE = 1e-10
-
-
-@dataclass
-class Backward:
-    tables: dict[str, pd.DataFrame]
-    gradient: Gradient
-    loss: float  # per predicted token
-
-
-def backward(model: PreTrainedModel, batches: Sequence[Batch], names: Sequence[str] = ("gradient",)) -> Backward:
-    predicted = sum(int(batch.predicting.sum()) for batch in batches)
-    observables = {name: OBSERVABLES[name](SETTINGS) for name in names}
-    with open_tracer(model, find_family(model)) as tracer:
-        for observable in observables.values():
-            observable.prepare(model, tracer.family, predicted)
-        loss = sum(float(tracer.forward_backward(batch, [*observables.values()]).sum()) for batch in batches)
-    tables = {name: table for observable in observables.values() for name, table in observable.tables().items()}
-    return Backward(tables, observables["gradient"], loss / predicted)
 
 
 @cache
@@ -326,9 +306,9 @@ def test_nothing_of_a_batch_outlives_it(name: str) -> None:
 def test_forward_observables_are_the_same_with_a_backward_pass(name: str) -> None:
     model, batches = tiny_model(name), batched(ragged_tokens(RAGGED), 2, "left")
     alone = measured(model, batches, SETTINGS)
-    only = backward(model, batches).tables
+    only = measured(model, batches, SETTINGS, ("gradient",), backward=True)
     for names in ((*FORWARD, "gradient"), ("gradient", *FORWARD)):
-        together = backward(model, batches, names=names).tables
+        together = measured(model, batches, SETTINGS, names, backward=True)
         assert together.keys() == alone.keys() | {*TABLES, *SAMPLES}
         for table_name, rows in (alone | only).items():
             assert rows.equals(together[table_name]), table_name
@@ -352,12 +332,21 @@ def test_half_precision_gives_the_figures_of_float32(name: str, dtype: torch.dty
     tolerance = 0.05 if dtype == torch.bfloat16 else 0.01
     model = tiny_model(name, dtype=dtype, spread=4.0)
     batches = batched(ragged_tokens(RAGGED), 2, "left")
-    half = backward(model, batches)
-    single = backward(model.float(), batches)
-    assert half.gradient.notices() == single.gradient.notices() == []
-    assert half.loss == pytest.approx(single.loss, rel=tolerance)
+
+    def tables_and_loss() -> tuple[dict[str, pd.DataFrame], float]:
+        observable = Gradient(SETTINGS)
+        with open_tracer(model, find_family(model)) as tracer:
+            observable.prepare(model, tracer.family, sum(int(batch.predicting.sum()) for batch in batches))
+            loss = sum(float(tracer.forward_backward(batch, [observable]).sum()) for batch in batches)
+        assert observable.notices() == []
+        return observable.tables(), loss
+
+    half, loss = tables_and_loss()
+    model.float()
+    single, expected_loss = tables_and_loss()
+    assert loss == pytest.approx(expected_loss, rel=tolerance)
     for table, columns in HALF.items():
-        mine, truth = half.tables[table], single.tables[table]
+        mine, truth = half[table], single[table]
         if table == "gradient":
             mine, truth = (rows[rows["head"] == -1] for rows in (mine, truth))
         for column in columns:
@@ -365,8 +354,8 @@ def test_half_precision_gives_the_figures_of_float32(name: str, dtype: torch.dty
             assert (np.isnan(x) == np.isnan(y)).all()
             large = y > 0.01 * np.nanmax(y, initial=0.0)
             np.testing.assert_allclose(x[large], y[large], rtol=tolerance, err_msg=f"{table}.{column}")
-    assert half.tables["gradient_check"]["identity_residual"].max() < torch.finfo(dtype).eps
-    assert (half.tables["norm_bound"]["holds"] == 1).all()
+    assert half["gradient_check"]["identity_residual"].max() < torch.finfo(dtype).eps
+    assert (half["norm_bound"]["holds"] == 1).all()
 
 
 @pytest.mark.parametrize(("name", "size"), [("llama", 2), ("bloom", "auto")])

@@ -61,8 +61,8 @@ def test_every_family_has_the_map_that_ends_its_feed_forward_network(name: str) 
 def test_the_pair_is_that_of_the_largest_entry_that_the_layer_adds(name: str) -> None:
     model = double(name)
     table = table_of(model, "super-weight")["super_weights"].set_index(["layer", "sequence"])
-    for number, ids in enumerate(SEQUENCES):
-        layers = reference.record(reference.eager_twin(model), ids).layers
+    for number, sequence in enumerate(reference.record_each(model, SEQUENCES)):
+        layers, ids = sequence.layers, sequence.ids
         for layer, part in feed_forwards(model, find_family(model)).items():
             (u,), m = recorded(model, part.module, ids)
             added = np.abs(layers[layer].sites["mlp_out"])
@@ -99,11 +99,10 @@ def test_scores_of_heads(name: str) -> None:
     model = double(name)
     found = table_of(model, "head-scores")["head_scores"].set_index(["layer", "head"])
     norms, masses = [], []
-    for ids in SEQUENCES:
-        layers = reference.record(reference.eager_twin(model), ids).layers
-        weights = np.stack([layer.weights for layer in layers])  # (L,H,T,T)
+    for sequence in reference.record_each(model, SEQUENCES):
+        weights = np.stack([layer.weights for layer in sequence.layers])  # (L,H,T,T)
         outputs = [
-            recorded(model, attention.get_submodule(find_family(model).output), ids)[0][0]
+            recorded(model, attention.get_submodule(find_family(model).output), sequence.ids)[0][0]
             for attention in find_family(model).attentions(model).values()
         ]
         mix = torch.stack([x[0].unflatten(-1, (4, -1)) for x in outputs])  # (L,T,H,d)
@@ -121,18 +120,19 @@ def test_the_change_of_later_tokens_by_a_changed_one(name: str, side: str) -> No
     tables = table_of(model, "over-mixing", side)
     by_sequence = tables["over_mixing_by_sequence"].set_index(["layer", "sequence"])["change"]
     at_distance: dict[tuple[int, int], list[float]] = {}
+    twin = reference.eager_twin(model)
+
+    def states_of(ids: np.ndarray) -> list[np.ndarray]:
+        return [layer.sites["layer_out"] for layer in reference.record(twin, ids).layers]
+
     for number, ids in enumerate(SEQUENCES):
-        states = [layer.sites["layer_out"] for layer in reference.record(reference.eager_twin(model), ids).layers]
         means: dict[int, list[float]] = {}
         for nth in range(1, SUBSTITUTIONS + 1):
             other = substituted(padded([ids]), nth / (SUBSTITUTIONS + 1))[0].numpy()
             (at,) = np.flatnonzero(other != ids)
             assert other[at] in ids
             assert 0 < at < len(ids) - 1
-            changed = [
-                layer.sites["layer_out"] for layer in reference.record(reference.eager_twin(model), other).layers
-            ]
-            for layer, (before, after) in enumerate(zip(states, changed, strict=True)):
+            for layer, (before, after) in enumerate(zip(states_of(ids), states_of(other), strict=True)):
                 change = np.linalg.norm(before - after, axis=1) / np.linalg.norm(before, axis=1)
                 assert (change[:at] == 0).all()
                 means.setdefault(layer, []).append(change[at + 1 :].mean())

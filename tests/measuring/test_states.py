@@ -43,10 +43,8 @@ def test_entropy_is_that_of_the_singular_values_and_bounded_by_norm_and_alignmen
         np.testing.assert_allclose(p.flip(-1), singular / singular.sum(), atol=1e-14)
         padded_x = torch.zeros(1, tokens + 3, width, dtype=torch.float64)
         padded_x[0, :tokens] = torch.from_numpy(x)
-        found = {
-            name: float(value[0])
-            for name, value in valley(padded_x, torch.tensor([tokens], dtype=torch.float64)).items()
-        }
+        columns = valley(padded_x, torch.tensor([tokens], dtype=torch.float64))
+        found = {name: float(value[0]) for name, value in columns.items()}
         norms = np.linalg.norm(x, axis=1)
         rescaled = np.concatenate([x[:1] * np.quantile(norms[1:], 0.5, method="lower") / norms[0], x[1:]])
         for name, states in (("entropy", x), ("entropy_without_first", x[1:]), ("entropy_rescaled", rescaled)):
