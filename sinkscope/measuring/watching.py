@@ -114,7 +114,7 @@ class Watched:
     @property
     def tables(self) -> Mapping[str, pd.DataFrame]:
         """The tables of `analyze` on the sequences of all measured calls. Raises SinkscopeError before the first."""
-        self._settle()
+        self._add_open_calls()
         if not self._observables:
             reasons = "; ".join(f"{reason} ({count} ×)" for reason, count in self.skipped.items())
             raise SinkscopeError(f"no call of the model was measured{reasons and ': '}{reasons}")
@@ -149,7 +149,7 @@ class Watched:
                 yield
             finally:
                 self._end(network, (), None)  # of a call that an interrupt has ended, for which torch runs no hook
-                self._settle()
+                self._add_open_calls()
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Begin to read a call of the model, unless there is a reason not to."""
@@ -206,7 +206,7 @@ class Watched:
                 self.skipped[CHUNKED] += 1
         self._open = still_open
 
-    def _settle(self) -> None:
+    def _add_open_calls(self) -> None:
         """Add all open calls."""
         while self._open:
             self._add(self._open.pop(0)[1])
