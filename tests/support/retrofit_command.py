@@ -7,6 +7,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from sinkscope.cli.app import app
+from sinkscope.options.option import flag
 
 WORDS = ("<pad>", "<s>", "</s>", "<unk>", "the", "of", "and", "drain")
 
@@ -14,10 +15,7 @@ SMALL: dict[str, Any] = {
     "steps": 3, "block_length": 16, "batch_size": 2, "log_every": 1, "observables": "attention,gradient",
 }  # fmt: skip
 
-TYPED = (
-    "--steps", "3", "--block-length", "16", "--batch-size", "2", "--log-every", "1",
-    "--observables", "attention,gradient",
-)  # fmt: skip
+TYPED = tuple(word for name, value in SMALL.items() for word in (flag(name), str(value)))  # on a command line
 
 
 def words_tokenizer() -> PreTrainedTokenizerFast:
