@@ -119,7 +119,8 @@ _GATED = "models and retrofits with gates or scales on values or heads' outputs"
 _TASK = "train on bigram-backcopy"
 
 # fmt: off
-_ATTENTION = (
+_MEASURED = (
+    # --- attention
     Metric("sink_rate", "sink rate at position 0", "sink rate",
         "share of heads in which position 0 is a sink (window mass > ε), averaged over sequences",
         unit="share", form="{:.1%}", source="GS eq. 1; WSE §3", tables=(SUMMARY, EFFECT, RETROFIT)),
@@ -155,9 +156,7 @@ _ATTENTION = (
     Metric("missing_mass", "attention mass taken by learned sink logits", "missing mass",
         "1 − sum of a query's attention weights, averaged over queries, heads and sequences",
         unit="attention", form="{:.3f}", source="WSE table 4", scope="models with learned sink logits"),
-)
-
-_GEOMETRY = (
+    # --- queries, keys, values and gates
     Metric("value_drain", "value norm at position 0 ÷ later positions (mean over all layers)", "value norm ÷ others",
         "norm of the value state at position 0 ÷ its mean over the other reported positions, per head, averaged "
         "over heads", unit="ratio", source="VGA §1", tables=(SUMMARY, RETROFIT)),
@@ -186,9 +185,7 @@ _GEOMETRY = (
     Metric("gate_deviation", "standard deviation of gates over tokens", "deviation of gates",
         "standard deviation of a head's gate over all tokens, averaged over heads; 0 if it does not depend on them",
         form="{:.3f}", source="Qiu et al. 2025", scope=_GATED, tables=(SUMMARY, RETROFIT)),
-)
-
-_ACTIVATIONS = (
+    # --- activations and losses
     Metric("norm_ratio", "residual norm at position 0 ÷ later positions (mean over layers)", "residual norm ÷ others",
         "norm of the layer's output at position 0 ÷ its mean over the other reported positions",
         unit="ratio", form="{:.1f}", source="GS §2", tables=(SUMMARY, RETROFIT)),
@@ -227,9 +224,7 @@ _ACTIVATIONS = (
         unit="nats", form="{:.3f}", whole="", lower_is_better=True, tables=(TRAINING,)),
     Metric("perplexity", "perplexity of the run's text", "perplexity", "exp(loss)", form="{:,.2f}",
         source="VGA table 1", whole="", lower_is_better=True, tables=(SUMMARY, EFFECT, QUANTIZATION, RETROFIT)),
-)
-
-_STATES = (
+    # --- states of the residual stream
     Metric("state_entropy", "entropy of a layer's states (mean over layers; 1 is the largest)", "entropy of states",
         "−Σ p_j log p_j ÷ log min(T, D), p_j the squared singular values of the layer's output (T,D) ÷ their sum",
         form="{:.3f}", source="arXiv 2510.06477", scope="runs with the observable entropy"),
@@ -243,9 +238,7 @@ _STATES = (
         "largest share of tokens with |entry| > 20 × the median of the token's |entries| at one coordinate",
         unit="share", form="{:.1%}", source="arXiv 2601.22966", whole="largest",
         scope="runs with the observable residual-sinks"),
-)
-
-_GRADIENTS = (
+    # --- gradients
     Metric("value_gradient_ratio", "value gradient at position 0 ÷ positions 5–15", "value gradient ÷ later",
         "gradient norm of the value states at position 0 ÷ its mean over positions 5–15, all heads together; it grows "
         "with the number of sequences, whose gradients are added before the norm, as in the paper",
@@ -306,9 +299,7 @@ _GRADIENTS = (
         unit="share", form="{:.1%}", source="GS theorem 2"),
     Metric("theorem2_tightness", "gradient gain of norms ÷ theorem 2's bound", "theorem 2 tightness",
         "‖∇x‖ ÷ ‖∇y‖ of a norm ÷ ‖γ‖∞ ÷ rms(x), averaged over tokens", unit="ratio", source="GS theorem 2"),
-)
-
-_BIAS = (
+    # --- the query bias
     Metric("delta_first", "Δ of the query bias at position 0", "Δ at position 0",
         "Δ_0 = b_Qᵀ W_k x_0, what the query bias adds to the logits of position 0",
         source="NU §4.1", scope=_QUERY_BIAS),
@@ -442,10 +433,7 @@ BACKCOPY: dict[str, Metric] = {
 }
 
 # fmt: on
-METRICS: dict[str, Metric] = {
-    metric.name: metric
-    for metric in (*_ATTENTION, *_GEOMETRY, *_ACTIVATIONS, *_STATES, *_GRADIENTS, *_BIAS, *_QUANTIZED, *_TRAINED)
-} | BACKCOPY
+METRICS: dict[str, Metric] = {metric.name: metric for metric in (*_MEASURED, *_QUANTIZED, *_TRAINED)} | BACKCOPY
 
 # metrics of the whole model in verdicts and model cards, in their order → the finding whose sentence has the metric
 HEADLINE_METRICS = {
