@@ -129,13 +129,13 @@ class _Streaming:
         """Keep the model's mask function and compute `in_cache`; a forward pre-hook of the attention module."""
         self.sees = kwargs.get("attention_mask")
         if not callable(self.sees):
-            raise does_not_apply(self.family, "it does not get the mask of its attention from transformers")
+            raise not_streamable(self.family, "it does not get the mask of its attention from transformers")
         kwargs = kwargs | {"attention_mask": None}
         self.in_cache = None
         if self.positions == "rotary":
             tables = kwargs.get("position_embeddings")
             if tables is None:
-                raise does_not_apply(self.family, "its attention does not get its rotary positions as an argument")
+                raise not_streamable(self.family, "its attention does not get its rotary positions as an argument")
             if self.cache.keep or self.reads_query:  # otherwise all distances are the distances in the text
                 in_cache = tuple(_at_cache_positions(table, self.cache) for table in tables)  # cosines and sines
                 self.in_cache = self._run_to_kernel(module, args, kwargs | {"position_embeddings": in_cache})
@@ -162,7 +162,7 @@ class _Streaming:
         if self.sees is None or key.shape[2] != query.shape[2] or call.forbidden:
             raise SinkscopeError("streaming needs whole sequences, use_cache=False and no other forbidden attention")
         if call.mask is not None:  # it was not made by transformers: see `_mask_function`
-            raise does_not_apply(self.family, "it adds a bias of its own to its logits")
+            raise not_streamable(self.family, "it adds a bias of its own to its logits")
         in_cache, sees = self.in_cache, self.sees
         self.in_cache = self.sees = self.seam.call = None  # weights computed from the taps would be wrong
         first_query = query
@@ -206,14 +206,16 @@ def streaming(model: PreTrainedModel, family: Family, seams: dict[int, Seam], ke
 
     `seams` come from `open_seam`. An unsuitable model, keep < 0 or window < 1 raise InputError.
     """
-    check_applies(model, family)
+    check_streaming_applies(model, family)
     if keep < 0 or window < 1:
         raise InputError(f"a cache of the first {keep} and the last {window} tokens: at least 0 and 1 are needed")
     cache = Cache(keep, window)
     with attention_implementation(model, NAME), ExitStack() as stack:
-        for at, attention in family.attentions(model).items():
-            seam, term = seams[at], denominator_of(attention)
-            layer = _Streaming(seam, family, family.positions_at(at), cache, term is not None and term.reads_query)
+        for layer_index, attention in family.attentions(model).items():
+            seam, term = seams[layer_index], denominator_of(attention)
+            layer = _Streaming(
+                seam, family, family.positions_at(layer_index), cache, term is not None and term.reads_query
+            )
             stack.callback(setattr, seam, "kernel", seam.kernel)
             seam.kernel = layer.kernel
             stack.callback(attention.register_forward_pre_hook(layer.enter, with_kwargs=True).remove)
@@ -224,7 +226,7 @@ def streaming(model: PreTrainedModel, family: Family, seams: dict[int, Seam], ke
         try:
             yield
         except (AttributeError, TypeError) as error:  # code with its own format of masks or positions
-            raise does_not_apply(family, f"its own code fails under it [{described(error)}]") from error
+            raise not_streamable(family, f"its own code fails under it [{described(error)}]") from error
 
 
 def inapplicable(model: PreTrainedModel, family: Family) -> str | None:
@@ -253,13 +255,13 @@ def inapplicable(model: PreTrainedModel, family: Family) -> str | None:
     return None
 
 
-def check_applies(model: PreTrainedModel, family: Family) -> None:
+def check_streaming_applies(model: PreTrainedModel, family: Family) -> None:
     """Raise InputError if this model cannot stream."""
     if reason := inapplicable(model, family):
-        raise does_not_apply(family, reason)
+        raise not_streamable(family, reason)
 
 
-def does_not_apply(family: Family, reason: str) -> InputError:
+def not_streamable(family: Family, reason: str) -> InputError:
     return InputError(f"streaming does not apply to {family.name}, because {reason}")
 
 

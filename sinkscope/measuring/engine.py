@@ -29,12 +29,12 @@ from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
 
 FEW = 2  # sequences on which starting at a later layer is tried
-LONG = 60.0  # seconds from which a line says how long the passes take
+LONG_RUN = 60.0  # seconds from which a line says how long the passes take
 
-Tables = Mapping[str, pd.DataFrame]
+TablesByName = Mapping[str, pd.DataFrame]
 # reads a batch by what a setting has opened, for example a tracer; returns a value, (B,), or values, (B,…), of each
 # sequence, such as its loss summed over predicted tokens; None if it has none
-Read = Callable[[Any, Batch, Sequence[Observable]], torch.Tensor | None]
+ReadBatch = Callable[[Any, Batch, Sequence[Observable]], torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Setting:
     """A change of the model, and what is read under it."""
 
     open: Callable[[Beginning | None], AbstractContextManager[Any]]  # changes the model until the end of a block
-    read: Read = Tracer.forward_with_loss
+    read: ReadBatch = Tracer.forward_with_loss
     layer: int = 0  # the first layer that it changes
     observables: Callable[[], list[Observable]] = list  # creates those of one pass
     inputs: TokenInputs | None = None  # the text that is read under it, if not the subject's; as many sequences
@@ -56,7 +56,7 @@ def run_settings(
     batch_size: int | Literal["auto"] = "auto",
     backward: bool = False,
     console: Console | None = None,
-    unchanged: Callable[[], Tables] | None = None,
+    unchanged: Callable[[], TablesByName] | None = None,
     by_batch: bool | None = None,
 ) -> list[Pass]:
     """Read the subject's texts under every setting, in one pass over all batches each. Returns a pass for each.
@@ -85,7 +85,7 @@ def run_settings(
     model, inputs, total = subject.loaded.model, subject.inputs, len(settings) * len(subject.inputs)
 
     def announce(seconds: float) -> None:
-        if console is not None and seconds > LONG:
+        if console is not None and seconds > LONG_RUN:
             what = f"{counted(len(inputs), 'sequence')} under {counted(len(settings), 'setting')}"
             print_line(console, f"{what}: about {lasting(seconds)} left")
 
@@ -172,7 +172,7 @@ def few_of(subject: Subject) -> Subject:
 
 
 def _resumes(
-    subject: Subject, setting: Setting, unchanged: Callable[[], Tables] | None, how: Mapping[str, Any]
+    subject: Subject, setting: Setting, unchanged: Callable[[], TablesByName] | None, how: Mapping[str, Any]
 ) -> bool:
     """Return whether a setting that is read from its first layer on has bit for bit the results of a complete pass.
 
@@ -193,7 +193,7 @@ def _resumes(
     return are_the_same(tables, tables_of(whole.observables)) and torch.equal(resumed.losses, whole.losses)
 
 
-def completed(tables: Tables, layer: int, unchanged: Tables) -> dict[str, pd.DataFrame]:
+def completed(tables: TablesByName, layer: int, unchanged: TablesByName) -> dict[str, pd.DataFrame]:
     """Complete tables of the layers from `layer` on by the rows of earlier layers from the unchanged model."""
     return {
         name: pd.concat([unchanged[name][unchanged[name]["layer"] < layer], table], ignore_index=True)
@@ -201,7 +201,7 @@ def completed(tables: Tables, layer: int, unchanged: Tables) -> dict[str, pd.Dat
     }
 
 
-def are_the_same(some: Tables, others: Tables) -> bool:
+def are_the_same(some: TablesByName, others: TablesByName) -> bool:
     """Return whether the tables are equal bit for bit."""
     return some.keys() == others.keys() and all(table.equals(others[name]) for name, table in some.items())
 

@@ -19,7 +19,7 @@ USABLE = 0.8  # share of the free memory that a pass may take
 # What a pass keeps of a token, in sizes of the inputs and outputs of linear layers: norms, residual sums, activation
 # functions and the tensors of attention come to about half of these. Peaks that were measured (tests/measuring/
 # test_memory.py) are below it.
-KEPT = 1.5
+KEPT_OF_TOKEN = 1.5
 # Where --batch-size auto starts, if memory allows. An accelerator launches as many kernels for a small batch as for a
 # large one. On a CPU, SmolLM2-135M is 7 % faster by 2,048 tokens than by 512; with gradients it is not (-3 to +15 %),
 # and takes 2.4 GB more.
@@ -28,7 +28,7 @@ TOKENS_ON_CPU = {False: 2048, True: 512}  # by whether there are gradients
 HALF_ON_CPU = 3  # bytes of a number in half precision, with the float32 in which most CPUs compute
 QUESTION_TOKENS = 128  # approximate length of a question of a benchmark
 FEWEST_TOKENS = 16  # the shortest sequences that are proposed where longer ones do not fit
-LIBRARIES = 500 << 20  # bytes of a process on the CPU that has imported the libraries and opened a model of no size
+LIBRARY_BYTES = 500 << 20  # bytes of a process on the CPU that has imported the libraries and opened a model of no size
 TOKENIZER = 2 << 10  # bytes for each token of a vocabulary, which a tokenizer takes: 480 MB of Gemma 3 from GGUF
 
 
@@ -52,7 +52,7 @@ def bytes_per_token(model: PreTrainedModel, backward: bool, size: int | None = N
     `size` is that of a number in bytes, by default the model's.
     """
     size, logits = size or model.dtype.itemsize, vocabulary(model)
-    every_layer = KEPT * sum(_widths(model))
+    every_layer = KEPT_OF_TOKEN * sum(_widths(model))
     if backward:  # the logits and their gradient
         return size * (every_layer + 2 * logits)
     return 4 * every_layer / model.config.get_text_config().num_hidden_layers + size * logits  # reduced in float32
@@ -93,9 +93,9 @@ class Memory:
 
     def __str__(self) -> str:
         """Return for example «7.8 GB; 10.8 GB in float32»."""
-        own = self.model.dtype
-        other = torch.float32 if own.itemsize < 4 else torch.bfloat16
-        return f"{gigabytes(self.peak(own))}; {gigabytes(self.peak(other))} in {name_of(other)}"
+        dtype = self.model.dtype
+        other = torch.float32 if dtype.itemsize < 4 else torch.bfloat16
+        return f"{gigabytes(self.peak(dtype))}; {gigabytes(self.peak(other))} in {dtype_name(other)}"
 
     def weights(self, dtype: torch.dtype) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters()) * dtype.itemsize
@@ -113,7 +113,7 @@ class Memory:
         if not self.on_cpu:
             return int(weights + batch)
         largest = max(parameter.numel() for parameter in self.model.parameters())
-        process = LIBRARIES + TOKENIZER * vocabulary(self.model)
+        process = LIBRARY_BYTES + TOKENIZER * vocabulary(self.model)
         return int(process + weights + max(batch, largest * torch.float32.itemsize))  # while it is loaded or measured
 
     def least(self, dtype: torch.dtype, **changed: Any) -> int:
@@ -141,7 +141,7 @@ class Memory:
         advice = " or ".join(option for option, fits in fitting.items() if fits)
         raise InputError(
             f"{options.model or DEMO_NAME} needs {gigabytes(needed)} of memory ({gigabytes(self.weights(dtype))} of "
-            f"weights in {name_of(dtype)}), and {gigabytes(self.free)} are free: "
+            f"weights in {dtype_name(dtype)}), and {gigabytes(self.free)} are free: "
             f"{advice or 'no other --dtype, --seq-len or --device-map'} would fit; --force goes on all the same"
         )
 
@@ -150,7 +150,7 @@ def training_memory(model: PreTrainedModel, options: Any) -> int:
     """Return the bytes of a training in float32: weights, their copy, gradients, AdamW's two moments, and logits."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     logits = 3 * options.batch_size * options.block_length * vocabulary(model)
-    return LIBRARIES + torch.float32.itemsize * (5 * parameters + logits)
+    return LIBRARY_BYTES + torch.float32.itemsize * (5 * parameters + logits)
 
 
 def room(device_map: str | None) -> int:
@@ -161,9 +161,9 @@ def room(device_map: str | None) -> int:
     if device_map not in (None, *DEVICE_POLICIES):
         return free_memory(torch.device(device_map))
     kind = "cuda" if torch.cuda.is_available() else "xpu"
-    devices = [torch.device(kind, at) for at in range(torch.get_device_module(kind).device_count())]
+    devices = [torch.device(kind, index) for index in range(torch.get_device_module(kind).device_count())]
     return sum(map(free_memory, (*devices, torch.device("cpu"))))
 
 
-def name_of(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

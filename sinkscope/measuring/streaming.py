@@ -7,7 +7,7 @@ import pandas as pd
 import torch
 
 from sinkscope.attention.seam import open_seam
-from sinkscope.attention.streaming import check_applies, streaming
+from sinkscope.attention.streaming import check_streaming_applies, streaming
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.engine import Setting, logits_on, run_settings
 from sinkscope.measuring.losses import cross_entropies, perplexity
@@ -44,7 +44,7 @@ def measure_streaming(
     complete text, and SinkscopeError if the losses are not finite.
     """
     model, family, inputs = subject.loaded.model, subject.family, subject.inputs
-    check_applies(model, family)
+    check_streaming_applies(model, family)
     if inputs.shortest != inputs.longest:
         lengths = f"{inputs.shortest} to {inputs.longest} tokens"
         raise InputError(f"streaming reads sequences of one length: these have {lengths}")

@@ -21,7 +21,7 @@ from sinkscope.attention.seam import attention_implementation
 from sinkscope.attention.taps import attends_by_us
 from sinkscope.commands.doctor.kernels import compare_kernels, compare_logits, tokens_to_compare
 from sinkscope.commands.doctor.options import DoctorOptions
-from sinkscope.commands.doctor.overflow import FORMATS, OverflowCheck
+from sinkscope.commands.doctor.overflow import OVERFLOW_DTYPES, OverflowCheck
 from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError, counted, one_line, printable
 from sinkscope.interventions import INTERVENTIONS, Target
@@ -120,13 +120,13 @@ def doctor(
     start = time.time()
     config = config or options_of(DoctorOptions, model, options)
     check_config(config)
-    has_overflow = config.dtype in FORMATS and config.compare is None
+    has_overflow = config.dtype in OVERFLOW_DTYPES and config.compare is None
     if out is not None and not has_overflow:
         raise InputError("--out writes the tables of --dtype: name one, such as --dtype float16")
     # an accelerator may lack the memory for float32
     is_on_cpu = config.device_map == "cpu" or not torch.accelerator.is_available()
-    own = "float32" if is_on_cpu or config.dtype == "float32" else "bfloat16"
-    loading = config.model_copy(update={"dtype": own if config.dtype else None})
+    exact_dtype = "float32" if is_on_cpu or config.dtype == "float32" else "bfloat16"
+    loading = config.model_copy(update={"dtype": exact_dtype if config.dtype else None})
     with ExitStack() as stack:
         reads = (config.model, config.adapter, str(config.input))
         folder = stack.enter_context(own_folder(out, overwrite, reads=reads))
@@ -180,19 +180,19 @@ def _logits(loaded: LoadedModel, family: Family, config: DoctorOptions, path: Pa
         raise InputError(
             f"--compare {path}: its logits are {shape}; these ids and this model's vocabulary need {wanted}"
         )
-    given = torch.tensor(logits)
+    elsewhere = torch.tensor(logits)
     # NumPy has no bfloat16, so such logits are saved in float32
-    stored = "bfloat16" if torch.equal(given, given.bfloat16().to(given.dtype)) else str(logits.dtype)
-    dtype = FORMATS.get(config.dtype or stored, torch.float32)
-    found = compare_logits(loaded.model, family, torch.tensor(ids), given, dtype)
-    within = f"{found.excess:.2g} times what round-off in {str(dtype).removeprefix('torch.')} explains"
-    detail = f"{counted(found.tokens, 'token')} within {within}"
-    if found.departing:
-        first = f"sequence {found.sequence}, position {found.position}"
-        detail = f"{found.departing} of {counted(found.tokens, 'token')} depart, first {first}, by {within}"
-    if found.dropped:
-        detail += f": it equals eager attention without the {' and the '.join(found.dropped)}"
-    return f"{path.name} equals the model's logits", found.departing == 0, detail
+    stored = "bfloat16" if torch.equal(elsewhere, elsewhere.bfloat16().to(elsewhere.dtype)) else str(logits.dtype)
+    dtype = OVERFLOW_DTYPES.get(config.dtype or stored, torch.float32)
+    departure = compare_logits(loaded.model, family, torch.tensor(ids), elsewhere, dtype)
+    within = f"{departure.excess:.2g} times what round-off in {str(dtype).removeprefix('torch.')} explains"
+    detail = f"{counted(departure.tokens, 'token')} within {within}"
+    if departure.departing:
+        first = f"sequence {departure.sequence}, position {departure.position}"
+        detail = f"{departure.departing} of {counted(departure.tokens, 'token')} depart, first {first}, by {within}"
+    if departure.dropped:
+        detail += f": it equals eager attention without the {' and the '.join(departure.dropped)}"
+    return f"{path.name} equals the model's logits", departure.departing == 0, detail
 
 
 def _examined(loaded: LoadedModel, family: Family, notices: Sequence[str]) -> tuple[Report, float]:
@@ -200,21 +200,21 @@ def _examined(loaded: LoadedModel, family: Family, notices: Sequence[str]) -> tu
     model = loaded.model
     report = Report(loaded.name, _facts(loaded, family))
     calibrated = _calibrated(family) if notices else []
-    report.notes = [*loaded.notices, *tower_notice(model), *notices, *calibrated, *_not_applicable(model, family)]
+    report.notes = [*loaded.notices, *tower_notice(model), *notices, *calibrated, *_inapplicable_notes(model, family)]
     if reason := without_head_or_mask(loaded, family):
         report.notes.append(f"no loss and no gradients: {reason}")
     batch = _random_batch(model, TOKENS)
     inputs = model_inputs(model, batch, False, family.first_position)
     bare = layer_output(model, family, family.last_layer(model), inputs)
-    own = round_off(model, family, batch, bare)
+    noise = round_off(model, family, batch, bare)
     records = read_sites(model, family, batch.token_ids.to(input_device(model)))
     worst = max(check_wiring(family.block(layer), sites) for layer, sites in enumerate(records))
     tolerance = 20 * torch.finfo(next(model.parameters()).dtype).eps
     detail = f"the {family.wiring} equation holds to {worst:.1e} at every layer"
     report.checks = [("residual stream", worst < tolerance, detail)]
-    report.checks += [_output(model, family, batch, kernel, bare, own.tolerance) for kernel in ("sdpa", "eager")]
-    if own.attention:
-        report.checks.append(_attention("each layer's attention equals the bare model's", own.attention))
+    report.checks += [_output(model, family, batch, kernel, bare, noise.tolerance) for kernel in ("sdpa", "eager")]
+    if noise.attention:
+        report.checks.append(_attention_check("each layer's attention equals the bare model's", noise.attention))
     if any(map(attends_by_us, model.modules())):
         report.notes.append(
             "attention weights: transformers' eager attention lacks the retrofit, so there is nothing to compare with"
@@ -222,12 +222,14 @@ def _examined(loaded: LoadedModel, family: Family, notices: Sequence[str]) -> tu
     elif not family.has_attention:
         report.notes.append(f"attention weights: {family.without_attention}")
     elif family.door == "interface":  # compare our weights with the weights of transformers' eager attention
-        with torch.no_grad(), attention_implementation(model, "eager"), comparing(model, family, batch) as found:
+        with torch.no_grad(), attention_implementation(model, "eager"), comparing(model, family, batch) as comparisons:
             model(batch.token_ids.to(input_device(model)), use_cache=False)
-        report.checks.append(_attention("attention to position 0 equals transformers' eager attention", found))
+        report.checks.append(
+            _attention_check("attention to position 0 equals transformers' eager attention", comparisons)
+        )
     else:
         report.notes.append("attention weights come from the model's own code: there is nothing to compare them with")
-    return report, own.tolerance
+    return report, noise.tolerance
 
 
 def _random_batch(model: PreTrainedModel, length: int) -> Batch:
@@ -261,7 +263,7 @@ def _calibrated(family: Family) -> list[str]:
     row = f"layers at '{family.layers}', attention '{family.attention}', {family.wiring}, door {family.door}"
     lines = [f"the calibrated row: {row}"]
     kinds = {block.kind: (layer, block) for layer, block in reversed(list(enumerate(family.blocks)))}
-    for layer, block in sorted(kinds.values() or [(0, family.block(0))], key=lambda at: at[0]):
+    for layer, block in sorted(kinds.values() or [(0, family.block(0))], key=lambda pair: pair[0]):
         addresses = []
         for site in (site for site in RESIDUAL_SITES if site in block.sites):
             terms = [
@@ -273,7 +275,7 @@ def _calibrated(family: Family) -> list[str]:
     return lines
 
 
-def _not_applicable(model: PreTrainedModel, family: Family) -> list[str]:
+def _inapplicable_notes(model: PreTrainedModel, family: Family) -> list[str]:
     """Return the sites, gradients and observables that do not apply to this model, with the reasons."""
     notes = [f"no site '{site}': {reason}" for site, reason in family.absent_sites().items()]
     notes += [f"gradients: {ratio} undefined: {reason}" for ratio, reason in undefined_ratios(family).items()]
@@ -289,7 +291,7 @@ def _facts(loaded: LoadedModel, family: Family) -> dict[str, str]:
     counts = Counter(block.kind for block in family.blocks)
     kinds = f" ({', '.join(f'{count} {kind}' for kind, count in counts.items())})" if len(counts) > 1 else ""
     where = {
-        kind: [at for at, own in enumerate(family.layer_positions) if own == kind]
+        kind: [layer for layer, positions in enumerate(family.layer_positions) if positions == kind]
         for kind in sorted(family.kinds_of_positions)
     }
     rare = sorted(where, key=lambda kind: len(where[kind]))[:-1]
@@ -335,8 +337,8 @@ def _output(
     return (what, parity.error <= tolerance, detail)
 
 
-def _attention(what: str, found: Sequence[AttentionComparison]) -> Check:
+def _attention_check(what: str, comparisons: Sequence[AttentionComparison]) -> Check:
     """Compare attention of all layers with a function of transformers, both on the same queries, keys and values."""
-    worst = max(found, key=lambda one: one.excess)
+    worst = max(comparisons, key=lambda one: one.excess)
     within = f"within {worst.difference:.1e} of its values' norm on the same queries and keys"
     return (what, worst.excess <= 1, f"{within}, {worst.excess:.1g} times what round-off explains")

@@ -9,7 +9,7 @@ from sinkscope.results.side_by_side import shorten
 
 # --- Overflow in a dtype: the largest magnitude of each site by layer, and the limit.
 
-LONGEST = 30  # characters in the name of a site
+LONGEST_NAME = 30  # characters in the name of a site
 BY_NAME = ("mid", "layer_out", "attn_out", "mlp_out", "attn_mix")  # and of the others the OTHERS_SHOWN largest
 OTHERS_SHOWN = 2
 LIMIT: Look = {"color": "black", "linewidth": 1.4}
@@ -30,5 +30,5 @@ def draw_overflow_headroom(run: RunData) -> Figure:
     limit, dtype = run.manifest["overflow"]["limit"], run.manifest["overflow"]["dtype"]
     ax.plot(ends, [limit, limit], **LIMIT)
     plot.panel(ax, "", "largest |entry|", log=True)
-    signs = {escape(shorten(site, LONGEST)): look for site, look in looks.items()}
+    signs = {escape(shorten(site, LONGEST_NAME)): look for site, look in looks.items()}
     return figure.finish(title(run, style.TEXT), signs | {f"limit of {dtype}": LIMIT}, ncols=4)

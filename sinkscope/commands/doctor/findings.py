@@ -13,9 +13,9 @@ from sinkscope.commands.doctor.overflow import (
     FULL,
     QK,
     RESCALED,
+    RESIDUAL_STREAM,
     SCALED_QK,
     SQUARE,
-    STREAM,
 )
 from sinkscope.models.projections import NO_LAYER
 from sinkscope.results.findings import HEADROOM, Finding, Outcome
@@ -53,7 +53,7 @@ def _number(x: float) -> str:
     return f"{x:,.0f}" if 10 <= x < 1e7 else f"{x:.2g}"
 
 
-def _where(row: Any) -> str:
+def _exact_place(row: Any) -> str:
     where = [f"coordinate {row.coordinate}"] if row.coordinate >= 0 else []
     where += [f"position {row.position}, token {row.token!r}"] if row.position >= 0 else []
     return f"{place(row)} ({', '.join(where)})" if where else place(row)
@@ -75,20 +75,21 @@ def findings(run: RunData) -> list[Finding]:
     numbers: dict[str, Any] = {"limit": limit, "largest": largest.largest, "layer": largest.layer}
     is_near = largest.headroom < HEADROOM
     if predicted is None:
-        sentence = f"The largest number is {_number(largest.largest)}, at {_where(largest)}: "
+        sentence = f"The largest number is {_number(largest.largest)}, at {_exact_place(largest)}: "
         sentence += f"{_number(largest.headroom)} × below {dtype}'s limit of {_number(limit)}"
         sentence += f", less than {HEADROOM:g} ×, so that other text may overflow" if is_near else ""
     else:
         numbers |= {"first_layer": predicted.layer, "coordinate": predicted.coordinate, "position": predicted.position}
-        sentence = f"{dtype} overflows: {_number(predicted.largest)} at {_where(predicted)} is the first number beyond "
-        sentence += f"its limit of {_number(limit)}; the largest is {_number(largest.largest)}, at {place(largest)}"
+        sentence = f"{dtype} overflows: {_number(predicted.largest)} at {_exact_place(predicted)} is the first number "
+        sentence += f"beyond its limit of {_number(limit)}; the largest is {_number(largest.largest)}, at "
+        sentence += place(largest)
     how = "with the inputs of linear layers rounded to it, unscaled" if dtype.startswith("float8") else "run in it"
     if as_run.site:
         is_same = predicted is not None and predicted.layer == as_run.layer
         sentence += (
             f"; {how}, {place(as_run)} is the first that is not finite, {'as' if is_same else 'unlike'} predicted"
         )
-        stream = table[~table["is_finite"] & table["site"].isin(STREAM)]["layer"].unique()
+        stream = table[~table["is_finite"] & table["site"].isin(RESIDUAL_STREAM)]["layer"].unique()
         sentence += f", and neither is the residual stream of {layers_text(stream)}" if len(stream) else ""
     else:
         sentence += f"; {how}, every number is finite{', unlike predicted' if predicted is not None else ''}"
@@ -98,7 +99,7 @@ def findings(run: RunData) -> list[Finding]:
     about: dict[str, Any] = {"threshold": 1.0, "numbers": numbers, "is_headline": True, "sentence": f"{sentence}."}
     found = [Finding("overflow", OVERFLOW, outcome, largest.headroom, **about)]
     if (decomposed := _run(run, DECOMPOSED, dtype)) is not None:
-        found += _norms(table, dtype, decomposed)
+        found += _overflowing_norms(table, dtype, decomposed)
     of_attention = {kind: table[table["site"] == kind] for kind in (QK, SCALED_QK)}
     if len(of_attention[QK]):
         worst = next(of_attention[QK].nlargest(1, "largest").itertuples())
@@ -120,7 +121,7 @@ def findings(run: RunData) -> list[Finding]:
     return found
 
 
-def _norms(table: pd.DataFrame, dtype: str, decomposed: Any) -> Iterator[Finding]:
+def _overflowing_norms(table: pd.DataFrame, dtype: str, decomposed: Any) -> Iterator[Finding]:
     """Yield the norms whose squares overflow. A fused LayerNorm is often exported as single operations."""
     advices = {
         CENTERED: (

@@ -34,31 +34,33 @@ FLASH = {
     "flash_attention_3": is_flash_attn_3_available,
     "flash_attention_4": is_flash_attn_4_available,
 }
-LONGEST = 1024  # tokens, for a window to be reached; longer windows are not tested
+LONGEST_WINDOW = 1024  # tokens, for a window to be reached; longer windows are not tested
 
 # (mask, other arguments) of an attention call, without padding → the same without the feature; None if it has none
 Dropped = tuple[torch.Tensor | None, dict[str, Any]] | None
 
 
-def _without(names: tuple[str, ...], query: torch.Tensor, mask: torch.Tensor | None, given: dict[str, Any]) -> Dropped:
-    if all(given.get(name) is None for name in names):
+def _without(
+    names: tuple[str, ...], query: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]
+) -> Dropped:
+    if all(options.get(name) is None for name in names):
         return None
-    return mask, given | {name: None for name in names if name in given}
+    return mask, options | {name: None for name in names if name in options}
 
 
-def _without_scaling(query: torch.Tensor, mask: torch.Tensor | None, given: dict[str, Any]) -> Dropped:
+def _without_scaling(query: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]) -> Dropped:
     usual = query.shape[-1] ** -0.5
-    scaling = given.get("scaling")
-    return None if scaling is None or math.isclose(scaling, usual) else (mask, given | {"scaling": usual})
+    scaling = options.get("scaling")
+    return None if scaling is None or math.isclose(scaling, usual) else (mask, options | {"scaling": usual})
 
 
-def _without_window(query: torch.Tensor, mask: torch.Tensor | None, given: dict[str, Any]) -> Dropped:
+def _without_window(query: torch.Tensor, mask: torch.Tensor | None, options: dict[str, Any]) -> Dropped:
     if mask is None:
         return None
     allowed = is_visible(mask)
     full = torch.ones_like(allowed)
     full = full if allowed.triu(1).any() else full.tril()  # an encoder's queries see later keys
-    return None if torch.equal(allowed, full) else (full, given)
+    return None if torch.equal(allowed, full) else (full, options)
 
 
 # what a model may need of its kernel → the call without it
@@ -77,22 +79,22 @@ def lacking(model: PreTrainedModel, family: Family, features: tuple[str, ...]) -
     used: set[str] = set()
 
     def attend(
-        own: Attend, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-        attention_mask: torch.Tensor | None, **given: Any,
+        attend_as_before: Attend, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        attention_mask: torch.Tensor | None, **options: Any,
     ) -> Any:  # fmt: skip
         for feature, without in FEATURES.items():
-            found = without(query, attention_mask, given)
-            if found is not None:
+            dropped = without(query, attention_mask, options)
+            if dropped is not None:
                 used.add(feature)
-                attention_mask, given = found if feature in features else (attention_mask, given)
-        return own(module, query, key, value, attention_mask, **given)
+                attention_mask, options = dropped if feature in features else (attention_mask, options)
+        return attend_as_before(module, query, key, value, attention_mask, **options)
 
     with open_seam(model, family, "eager"), attending_by(model, attend):
         yield used
 
 
 @dataclass(frozen=True)
-class Kernel:
+class ComparedKernel:
     """An attention kernel of transformers, compared with eager attention."""
 
     name: str
@@ -106,12 +108,12 @@ def tokens_to_compare(model: PreTrainedModel, family: Family) -> int:
     """Return how many tokens reach the model's window, if that is not too long."""
     window = getattr(model.config.get_text_config(), "sliding_window", None) or 0
     wanted = window + CHECKED_TOKENS // 4
-    wanted = wanted if CHECKED_TOKENS <= wanted <= LONGEST else CHECKED_TOKENS
+    wanted = wanted if CHECKED_TOKENS <= wanted <= LONGEST_WINDOW else CHECKED_TOKENS
     return min(wanted, position_limit(model, family) or wanted)
 
 
 @torch.no_grad()
-def compare_kernels(model: PreTrainedModel, family: Family, batch: Batch, tolerance: float) -> list[Kernel]:
+def compare_kernels(model: PreTrainedModel, family: Family, batch: Batch, tolerance: float) -> list[ComparedKernel]:
     """Compare every kernel that transformers runs here with eager attention, on one batch without padding.
 
     The family's attention goes through transformers' interface; `tolerance` is the largest relative difference of the
@@ -132,12 +134,12 @@ def compare_kernels(model: PreTrainedModel, family: Family, batch: Batch, tolera
         expected = run()
     with lacking(model, family, ()) as used:
         run()
-    kernels: list[Kernel] = []
+    kernels: list[ComparedKernel] = []
     for name in dict.fromkeys((current, "sdpa", *FLASH, "flex_attention")):  # what is compiled first comes last
         if name == "eager":
             continue
         if reason := _not_here(name, input_device(model)) if name != current else "":
-            kernels.append(Kernel(name, untried=reason))
+            kernels.append(ComparedKernel(name, untried=reason))
             continue
         try:
             with attention_implementation(model, name):
@@ -145,7 +147,7 @@ def compare_kernels(model: PreTrainedModel, family: Family, batch: Batch, tolera
         except Exception as error:  # a package or device that it needs is missing: each library has errors of its own
             if is_out_of_memory(error):
                 raise
-            kernels.append(Kernel(name, untried=one_line(error, 120)))
+            kernels.append(ComparedKernel(name, untried=one_line(error, 120)))
             continue
         differences = differences_of(outputs, expected)
         layer = next((layer for layer, difference in differences.items() if not difference <= tolerance), None)
@@ -154,7 +156,7 @@ def compare_kernels(model: PreTrainedModel, family: Family, batch: Batch, tolera
             return all(difference <= tolerance for difference in differences_of(outputs, run()).values())
 
         dropped = () if layer is None else _dropped(model, family, used, is_same)
-        kernels.append(Kernel(name, list(differences.values())[-1], layer, dropped))
+        kernels.append(ComparedKernel(name, list(differences.values())[-1], layer, dropped))
     return kernels
 
 
@@ -192,7 +194,7 @@ class Departure:
 
 @torch.no_grad()
 def compare_logits(
-    model: PreTrainedModel, family: Family, token_ids: torch.Tensor, given: torch.Tensor, dtype: torch.dtype
+    model: PreTrainedModel, family: Family, token_ids: torch.Tensor, elsewhere: torch.Tensor, dtype: torch.dtype
 ) -> Departure:
     """Compare logits (N,T,V) for token ids (N,T), computed elsewhere in a dtype, with those of a model.
 
@@ -201,30 +203,32 @@ def compare_logits(
     rows = [Batch(ids[None], torch.ones_like(ids[None])) for ids in token_ids]
 
     def differences(expected: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.stack([_token_differences(a, b) for a, b in zip(given, expected, strict=True)])
+        return torch.stack([_token_differences(a, b) for a, b in zip(elsewhere, expected, strict=True)])
 
     def logits() -> list[torch.Tensor]:
         inputs = (model_inputs(model, row, True, family.first_position) for row in rows)
         return [model(**each).logits[0].cpu() for each in inputs]
 
-    own = logits()
+    here = logits()
     with perturbed_layers(model, family, dtype):
-        moved = torch.stack([_token_differences(a, b) for a, b in zip(logits(), own, strict=True)])
+        moved = torch.stack([_token_differences(a, b) for a, b in zip(logits(), here, strict=True)])
     tolerance = float(moved.max()) + ROUNDING_MARGIN * torch.finfo(dtype).eps
-    found = differences(own)
-    departs = ~(found <= tolerance)
+    departures = differences(here)
+    departs = ~(departures <= tolerance)
     if not bool(departs.any()):
-        return Departure(found.numel(), 0, excess=float(found.max()) / tolerance)
+        return Departure(departures.numel(), 0, excess=float(departures.max()) / tolerance)
     dropped: tuple[str, ...] = ()
     if family.door == "interface":
         with lacking(model, family, ()) as used:
             logits()
         dropped = _dropped(model, family, used, lambda: bool((differences(logits()) <= tolerance).all()))
-    sequence, position = (int(at) for at in departs.nonzero()[0])
-    return Departure(found.numel(), int(departs.sum()), sequence, position, float(found.max()) / tolerance, dropped)
+    sequence, position = (int(index) for index in departs.nonzero()[0])
+    return Departure(
+        departures.numel(), int(departs.sum()), sequence, position, float(departures.max()) / tolerance, dropped
+    )
 
 
-def _token_differences(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def _token_differences(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return ‖a - b‖ ÷ ‖b‖ of each token's logits, without their mean: (T,V) → (T,)."""
-    found, expected = (upcast(x.cpu()) - upcast(x.cpu()).mean(-1, keepdim=True) for x in (found, expected))
-    return (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    logits, expected = (upcast(x.cpu()) - upcast(x.cpu()).mean(-1, keepdim=True) for x in (logits, expected))
+    return (logits - expected).norm(dim=-1) / expected.norm(dim=-1)

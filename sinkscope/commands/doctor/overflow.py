@@ -42,13 +42,13 @@ from sinkscope.results.findings import HEADROOM
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column, Columns
 from sinkscope.text.batch import Batch
 
-FORMATS = {
+OVERFLOW_DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "float8_e4m3": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
 }
-STREAM = ("layer_in", "mid", "layer_out")  # the residual stream itself
+RESIDUAL_STREAM = ("layer_in", "mid", "layer_out")  # the residual stream itself
 BRANCHES = ("attn_out", "mlp_out")
 SQUARE, CENTERED, TOTAL = "x²", "(x − mean)²", "sum of squares"  # numbers inside an RMSNorm or a LayerNorm
 QK, SCALED_QK = "q·k", "scaled q·k"  # and inside attention
@@ -353,7 +353,7 @@ def rescaled(prediction: Prediction, factor: float) -> Iterator[None]:
         for path in prediction.norms:
             module, name = model.get_submodule(path), _epsilon(model.get_submodule(path))
             read = prediction.magnitudes.get(first.get(f"{path}.input", ""))
-            if name is not None and read is not None and read.site in STREAM:
+            if name is not None and read is not None and read.site in RESIDUAL_STREAM:
                 stack.callback(setattr, module, name, getattr(module, name))
                 setattr(module, name, getattr(module, name) / factor**2)
         yield
@@ -370,7 +370,7 @@ def no_rescaling(family: Family) -> str | None:
 
 # --- runs
 
-Change = Callable[[], AbstractContextManager[Any]]
+ModelChange = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass
@@ -379,7 +379,7 @@ class OverflowRun:
 
     setting: str
     dtype: str
-    changes: Sequence[Change]  # in the order in which they are made
+    changes: Sequence[ModelChange]  # in the order in which they are made
     factor: float = math.nan
     broken: dict[str, None] = field(default_factory=dict)  # first addresses of tensors that are not finite, in order
 
@@ -393,7 +393,7 @@ class OverflowCheck:
     """
 
     def __init__(self, subject: Subject, dtype: str, console: Console | None = None) -> None:
-        self.subject, self.name, self.dtype = subject, dtype, FORMATS[dtype]
+        self.subject, self.name, self.dtype = subject, dtype, OVERFLOW_DTYPES[dtype]
         self.model, self.family, self.limit = subject.loaded.model, subject.family, limit_of(self.dtype)
         check_not_packed(self.model, "doctor --dtype")
         if self.model.dtype == torch.float16 or any(weight.is_meta for weight in self.model.parameters()):
@@ -435,10 +435,10 @@ class OverflowCheck:
             runs.append(OverflowRun(setting, self.name, [casting, change], factor))
         return runs
 
-    def _remedies(self) -> Iterator[tuple[str, Change, float]]:
+    def _remedies(self) -> Iterator[tuple[str, ModelChange, float]]:
         bound = self.limit / HEADROOM
-        added = {key: one for key, one in self.magnitudes.items() if one.site in (*STREAM, *BRANCHES)}
-        self.bounds = {key: bound for key, one in added.items() if one.site in STREAM and one.largest > bound}
+        added = {key: one for key, one in self.magnitudes.items() if one.site in (*RESIDUAL_STREAM, *BRANCHES)}
+        self.bounds = {key: bound for key, one in added.items() if one.site in RESIDUAL_STREAM and one.largest > bound}
         highest = max((one.largest for one in added.values()), default=0.0)
         if self.bounds:
             yield CLIPPED, partial(clipped, self.model, self.bounds), bound

@@ -17,7 +17,7 @@ from sinkscope.interventions import Known, Target
 from sinkscope.interventions.intervention import Stack, expectation, random_controls
 from sinkscope.interventions.sink import ReadValues
 from sinkscope.measuring.console import print_part
-from sinkscope.measuring.engine import Read, Setting, completed, few_of, run_settings
+from sinkscope.measuring.engine import ReadBatch, Setting, completed, few_of, run_settings
 from sinkscope.measuring.measure import choose, prepared, publish, settings_of
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Means, Observable, Reading, Settings
@@ -262,7 +262,7 @@ class Experiment:
         unchanged = self._setting((), partial(self._fresh, -1), self._step(False))
         return tables_of(run_settings(few_of(self.subject), [unchanged], **self._how)[0].observables)
 
-    def _setting(self, stack: Stack, make: Callable[[], list[Observable]], read: Read, layer: int = 0) -> Setting:
+    def _setting(self, stack: Stack, make: Callable[[], list[Observable]], read: ReadBatch, layer: int = 0) -> Setting:
         opened = partial(open_tracer, self.subject.loaded.model, self.subject.family, self.config.attn, stack)
         return Setting(opened, read, layer, make)
 
@@ -271,7 +271,7 @@ class Experiment:
         names = [name for name in self.chosen.first if draw < 1 or name != MEAN_MAPS]
         return prepared(names, settings_of(self.subject, self.config, max(self._watched()) + 1), self.subject)
 
-    def _step(self, with_loss: bool) -> Read:
+    def _step(self, with_loss: bool) -> ReadBatch:
         if self.chosen.backward:
             return Tracer.forward_backward
         return Tracer.forward_with_loss if with_loss else Tracer.forward
@@ -310,7 +310,7 @@ class Experiment:
             self._means[position, of_values] = by_layer
         return self._means[position, of_values][layer]
 
-    def _pass(self, stack: Stack, make: Callable[[], list[Observable]], read: Read) -> Pass:
+    def _pass(self, stack: Stack, make: Callable[[], list[Observable]], read: ReadBatch) -> Pass:
         return run_settings(self.subject, [self._setting(stack, make, read)], **self._how)[0]
 
     @property

@@ -30,10 +30,10 @@ def evicting_attention(
     if min(windows) >= length:
         return fused_attention(query, key, value, call)
     parts = []
-    for at, window in enumerate(windows):
-        heads = slice(at * group, (at + 1) * group)
-        own = (query[:, heads], key[:, at : at + 1], value[:, at : at + 1], _of_heads(call, heads))
-        parts.append(fused_attention(*own) if window >= length else _over_window(*own, window, sinks))
+    for head, window in enumerate(windows):
+        heads = slice(head * group, (head + 1) * group)
+        arguments = (query[:, heads], key[:, head : head + 1], value[:, head : head + 1], _of_heads(call, heads))
+        parts.append(fused_attention(*arguments) if window >= length else _over_window(*arguments, window, sinks))
     mixes, lses = zip(*parts, strict=True)
     return torch.cat(mixes, dim=1), torch.cat(lses, dim=1)
 
@@ -57,16 +57,16 @@ def _over_window(
     for start in range(0, length, block):
         rows = slice(start, min(start + block, length))
         band = max(0, rows.start - window + 1)  # the first token that is in the window of any of these queries
-        kept = torch.cat([sinks[sinks < band], torch.arange(band, rows.stop, device=device)])
+        seen_keys = torch.cat([sinks[sinks < band], torch.arange(band, rows.stop, device=device)])
         tokens = torch.arange(rows.start, rows.stop, device=device)[:, None]
-        seen = ((kept <= tokens) & ((tokens - kept < window) | torch.isin(kept, sinks)))[None, None]
+        seen = ((seen_keys <= tokens) & ((tokens - seen_keys < window) | torch.isin(seen_keys, sinks)))[None, None]
         if call.mask is not None:
-            mask = call.mask[:, :, rows][..., kept]
+            mask = call.mask[:, :, rows][..., seen_keys]
             seen = seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
-        own = replace(call, mask=seen)
+        block_call = replace(call, mask=seen)
         if call.sink_logits is not None and call.sink_logits.dim() == 3:
-            own = replace(own, sink_logits=call.sink_logits[:, :, rows])
-        mix, lse = fused_attention(query[:, :, rows], key[:, :, kept], value[:, :, kept], own)
+            block_call = replace(block_call, sink_logits=call.sink_logits[:, :, rows])
+        mix, lse = fused_attention(query[:, :, rows], key[:, :, seen_keys], value[:, :, seen_keys], block_call)
         mixes.append(mix)
         lses.append(lse)
     return torch.cat(mixes, dim=2), torch.cat(lses, dim=2)

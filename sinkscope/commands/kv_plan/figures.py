@@ -9,11 +9,11 @@ from sinkscope.figures.labels import title
 from sinkscope.figures.style import NAVY, REFERENCE, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.results.run import RunData
 
-DOT: Look = {"linestyle": "none", "markersize": 4.5}
+PLAN_DOT: Look = {"linestyle": "none", "markersize": 4.5}
 PLAN_LOOKS: dict[str, Look] = {  # shapes differ, so that colors are not needed
-    "plan": DOT | {"marker": "o", "color": NAVY},
-    "plan that combines heads, tokens and bits": DOT | {"marker": "*", "color": VERMILION, "markersize": 8},
-    "control": DOT | {"marker": "D", "color": "0.45", "mfc": "white", "markersize": 3.5},
+    "plan": PLAN_DOT | {"marker": "o", "color": NAVY},
+    "plan that combines heads, tokens and bits": PLAN_DOT | {"marker": "*", "color": VERMILION, "markersize": 8},
+    "control": PLAN_DOT | {"marker": "D", "color": "0.45", "mfc": "white", "markersize": 3.5},
 }
 LARGEST_RATIO = 1.2  # ratios of perplexity above this are beyond the axis, which says them
 DENSE_LINE = REFERENCE | {"zorder": 1}

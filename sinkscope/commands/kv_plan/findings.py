@@ -95,7 +95,7 @@ def findings(run: RunData) -> list[Finding]:
     for bits in CACHE_BITS:
         rows = table.loc[f"{bits} bits"]
         ratio, first, none = (rows["ratio"][sinks] for sinks in (PREDICTED, AS_MANY, NO_SINKS))
-        sentence = f"Keys and values on {bits} bits: perplexity × {_ratio(rows.loc[PREDICTED])} with the predicted "
+        sentence = f"Keys and values on {bits} bits: perplexity × {_ratio_of(rows.loc[PREDICTED])} with the predicted "
         sentence += f"sinks in full precision, {first:.3f} with as many first tokens, {none:.3f} with none."
         numbers: dict[str, Any] = {"bits": bits, "first": first, "none": none}
         found.append(Finding("bits", BITS_OF_CACHE, value=ratio, numbers=numbers, sentence=sentence))
@@ -119,13 +119,13 @@ def findings(run: RunData) -> list[Finding]:
     return [*found, Finding("sink-rule", SINKS, Outcome.PRESENT, most, numbers=numbers, sentence=sentence)]
 
 
-def _ratio(row: Any) -> str:
+def _ratio_of(row: Any) -> str:
     return _interval(row["ratio"], row["ratio_low"], row["ratio_high"], ".3f")
 
 
-def _measured(row: Any) -> str:
+def _cost_text(row: Any) -> str:
     kept = _interval(row["kept"], row["kept_low"], row["kept_high"], ".0%")
-    return f"perplexity × {_ratio(row)}, retrieval {kept} of the dense cache's"
+    return f"perplexity × {_ratio_of(row)}, retrieval {kept} of the dense cache's"
 
 
 def _at_budget(run: RunData, budget: float) -> Iterator[Finding]:
@@ -138,18 +138,18 @@ def _at_budget(run: RunData, budget: float) -> Iterator[Finding]:
     heads = f"{counted(int(row['whole_heads']), 'key/value head')} with all tokens"
     heads += f", the others with sinks and the last {row['window']:g}" if row["window"] >= 0 else ""
     bits = "" if row["bits"] == FULL_BITS else f", on {row['bits']:.3g} bits, mean over keys and values of all layers"
-    sentence = f"With {row['memory']:.1%} of the memory ({heads}{bits}): {_measured(row)}."
+    sentence = f"With {row['memory']:.1%} of the memory ({heads}{bits}): {_cost_text(row)}."
     numbers = {"budget": budget, "memory": row["memory"], "kept": row["kept"], "bits": row["bits"]}
     ends = {"low": row["ratio_low"], "high": row["ratio_high"], "threshold": SMALL_RATIO}
     yield Finding("plan", PLAN, outcome, row["ratio"], numbers=numbers, is_headline=True, sentence=sentence, **ends)
-    listed = "; ".join(f"`{name}`, {_measured(rows.loc[name])}" for name in RANKINGS)
+    listed = "; ".join(f"`{name}`, {_cost_text(rows.loc[name])}" for name in RANKINGS)
     numbers = {"budget": budget}
     numbers |= {f"{what} {name}": rows.loc[name][what] for name in RANKINGS for what in ("ratio", "kept")}
     sentence = f"At a budget of {budget:.0%} by eviction alone: {listed}."
     yield Finding("ranking", PLAN, numbers=numbers, sentence=sentence)
     first = rows.loc[FIRST_AND_LAST]
     sentence = f"At {budget:.0%}, the first {FIRST_TOKENS} and the last {first['window']:g} tokens in all heads: "
-    sentence += _measured(first)
+    sentence += _cost_text(first)
     numbers = {"budget": budget, "first": first["ratio"], "first_kept": first["kept"]}
     for name, what in ((RANDOM, "heads in the best ranking's"), (RANDOM_COMBINED, "heads and layers in the complete")):
         draws = rows[rows.index.str.fullmatch(rf"{name} \d+")]

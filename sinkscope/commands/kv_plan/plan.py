@@ -182,7 +182,7 @@ def predicted_sinks(
 Attended = tuple[torch.Tensor, torch.Tensor]  # mix (1,H,T,d) and lse (1,H,T)
 
 
-class LayerAttention(NamedTuple):
+class HeadsOnText(NamedTuple):
     """One layer's attention on one text, over all tokens and over sinks and a window."""
 
     query: torch.Tensor
@@ -201,21 +201,21 @@ class Ranking(ABC):
     about: ClassVar[str]
 
     @abstractmethod
-    def score(self, read: LayerAttention) -> torch.Tensor:
+    def score(self, read: HeadsOnText) -> torch.Tensor:
         """Return the score of each query head, (H,)."""
 
 
 class BeyondWindow(Ranking):
     about = "attention beyond sinks and window, mean over queries"
 
-    def score(self, read: LayerAttention) -> torch.Tensor:
+    def score(self, read: HeadsOnText) -> torch.Tensor:
         return 1 - (read.streamed_lse - read.lse).exp()[0].mean(-1)
 
 
 class OutputLoss(Ranking):
     about = "what the output loses: ‖y − y over sinks and window‖ ÷ ‖y‖ over all tokens"
 
-    def score(self, read: LayerAttention) -> torch.Tensor:
+    def score(self, read: HeadsOnText) -> torch.Tensor:
         lost = (read.mix - read.streamed_mix)[0].float()
         return lost.flatten(1).norm(dim=1) / read.mix[0].float().flatten(1).norm(dim=1)
 
@@ -223,7 +223,7 @@ class OutputLoss(Ranking):
 class Retrieval(Ranking):
     about = "attention from the copy to the token after the query's own first occurrence"
 
-    def score(self, read: LayerAttention) -> torch.Tensor:
+    def score(self, read: HeadsOnText) -> torch.Tensor:
         length, copied = read.query.shape[2], read.text.copied
         rows = slice(length - copied, length - 1)
         first = length - len(read.text.ids) + 2  # of the answers; the first copied token is at position 1 of the text
@@ -277,8 +277,8 @@ class Sizes:
         """Return the share of the dense cache's bytes; sinks are in full precision."""
         sinks = {FIRST_FOUR: FIRST_TOKENS, NO_SINKS: 0}.get(plan.sinks, self.sinks)
         each = share_of_bytes(plan.bits, self.width)[:, None]
-        kept = np.minimum(plan.windows + sinks, self.tokens[:, None])
-        taken = kept * each + np.minimum(sinks, kept) * (1 - each)
+        tokens = np.minimum(plan.windows + sinks, self.tokens[:, None])
+        taken = tokens * each + np.minimum(sinks, tokens) * (1 - each)
         return float(taken.sum() / (self.tokens.sum() * self.kv_heads))
 
     def fitting_bits(self, losses: np.ndarray, budget: float, windows: np.ndarray) -> np.ndarray | None:
@@ -484,7 +484,7 @@ class PlanStudy:
         def see(text: CopiedText, index: int, query: Any, key: Any, value: Any, call: Any, whole: Attended) -> None:
             sinks = torch.tensor(text.sinks, dtype=torch.long, device=key.device)
             streamed = evicting_attention(query, key, value, call, [window] * key.shape[1], sinks)
-            read = LayerAttention(query, key, call, *whole, *streamed, text)
+            read = HeadsOnText(query, key, call, *whole, *streamed, text)
             for name, ranking in rankings.items():
                 of_heads = ranking.score(read).unflatten(0, (key.shape[1], -1)).amax(-1)
                 scores[name][index] += of_heads.double().cpu().numpy() / len(self.calibration)
@@ -500,7 +500,7 @@ class PlanStudy:
             means = self.centers[self.layers[index]]
             rounded = [rounded_cache(bits, text.sinks, x, mean) for x, mean in zip((key, value), means, strict=True)]
             for which, pair in enumerate(((rounded[0], value), (key, rounded[1]))):
-                read = LayerAttention(query, key, call, *whole, *fused_attention(query, *pair, call), text)
+                read = HeadsOnText(query, key, call, *whole, *fused_attention(query, *pair, call), text)
                 losses[index, which] += float(OutputLoss().score(read).mean()) / len(self.calibration)
 
         self._attend(see)
@@ -529,11 +529,11 @@ class PlanStudy:
         ) -> list[Plan]:
             """Return the plans that keep a share of all tokens, on as many bits as the budget permits."""
             plans = []
-            for kept, share in itertools.product(tokens, shares):
-                windows = sizes.split(scores, kept, share)
+            for tokens_kept, share in itertools.product(tokens, shares):
+                windows = sizes.split(scores, tokens_kept, share)
                 bits = None if windows is None else sizes.fitting_bits(losses, budget, windows)
                 if windows is not None and bits is not None:
-                    plans.append(Plan(name, windows, bits, tokens=kept, share=share))
+                    plans.append(Plan(name, windows, bits, tokens=tokens_kept, share=share))
             return plans
 
         by_ranking = {name: made(name, scores[name], losses, [budget], WHOLE_SHARES) for name in RANKINGS}
@@ -632,7 +632,7 @@ class PlanStudy:
         of_dense[of_dense == 0] = np.nan  # the model itself retrieves nothing
         for plan, cost in zip(plans, costs, strict=True):
             ratio = bootstrap(np.exp(resampled_cost(cost.loss, dense.loss, np.ones(len(texts)), texts)))
-            kept = bootstrap(weighted_means(cost.retrieval, weights) / of_dense)
+            retained = bootstrap(weighted_means(cost.retrieval, weights) / of_dense)
             measured = f"perplexity × {ratio.value:.3f}, {cost.retrieval.mean():.0%} of the copy predicted"
             print_line(self.console, f"{plan.name} ({plan.sinks} kept): {measured}")
             whole, loss = plan.windows == ALL_TOKENS, float(cost.loss.mean())
@@ -649,7 +649,7 @@ class PlanStudy:
                     "retrieval": float(cost.retrieval.mean()),
                     "guessed": float(cost.guessed.mean()),
                     **ratio.as_columns("ratio"),
-                    **kept.as_columns("kept"),
+                    **retained.as_columns("kept"),
                 }
             )
             for sequence, numbers in enumerate(zip(cost.loss, cost.retrieval, strict=True)):

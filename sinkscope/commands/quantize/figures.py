@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from sinkscope.commands.quantize.findings import probed, random_controls, setting_label, split_settings, whole
+from sinkscope.commands.quantize.findings import probed_settings, setting_label, split_controls, split_settings, whole
 from sinkscope.errors import counted
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import escape, title, wrapped
@@ -24,14 +24,14 @@ from sinkscope.results.side_by_side import shorten
 # Settings are on all sequences, kinds of site and layers of the costliest kinds on the few sequences of the search for
 # costly sites. The broken line is full precision on the same sequences.
 
-LONGEST = 30  # characters in a site, and in a title
-INTERVAL: Look = {"color": "0.35", "linewidth": 0.8, "zorder": 1.5}
-MASSIVE = "†"  # after the name of a site
-MOST = 10  # number of the costliest modules, and of the costliest single sites, that are drawn
+LONGEST_SITE = 30  # characters in a site, and in a title
+COST_INTERVAL: Look = {"color": "0.35", "linewidth": 0.8, "zorder": 1.5}
+MASSIVE_MARK = "†"  # after the name of a site
+MOST_DRAWN = 10  # number of the costliest modules, and of the costliest single sites, that are drawn
 # offsets within a row, so that marks with equal values are all visible
 NUDGE = {INPUT: -0.24, WEIGHT: 0.0, OUTPUT: 0.24, SCORES: -0.12, SOFTMAX: 0.12, SUM: 0.0, KEYS: -0.12, VALUES: 0.12}
 
-SETTING: Look = DOT | {"color": "black", "marker": "X", "markersize": 4.6, "mew": 0}
+SETTING_MARK: Look = DOT | {"color": "black", "marker": "X", "markersize": 4.6, "mew": 0}
 MARKS: dict[str, Look] = {  # shapes differ, so that colors are not needed
     INPUT: DOT | {"marker": "o", "color": NAVY, "markersize": 4.2},
     WEIGHT: DOT | {"marker": "D", "color": SKY, "markersize": 3.4},
@@ -46,20 +46,22 @@ FULL_PRECISION = style.REFERENCE | {"zorder": 1}
 
 
 def draw_quantization_cost(run: RunData) -> Figure:
-    alone = probed(run, ALONE)
-    kinds, sites = alone[alone["layer"] == ALL_LAYERS], alone[alone["layer"] != ALL_LAYERS].head(MOST)
-    modules = list(kinds["site"].unique()[:MOST])
-    quantized, probes = whole(run).drop(FULL), float(probed(run, FULL)["perplexity"].iloc[0])
+    alone = probed_settings(run, ALONE)
+    kinds, sites = alone[alone["layer"] == ALL_LAYERS], alone[alone["layer"] != ALL_LAYERS].head(MOST_DRAWN)
+    modules = list(kinds["site"].unique()[:MOST_DRAWN])
+    quantized, probes = whole(run).drop(FULL), float(probed_settings(run, FULL)["perplexity"].iloc[0])
     heights = [1.9 * len(quantized), 1.4 * len(modules), *[len(sites)] * (len(sites) > 0)]
     figure = new_figure(style.COLUMN, 0.14 * sum(heights) + 0.5 * len(heights) + 0.6)
     axes = figure.subplots(len(heights), 1, height_ratios=heights)
     settings = [wrapped(setting_label(run, str(setting)), 26, 2) for setting in quantized.index]
-    _rows(axes[0], "whole model quantized", settings, float(whole(run)["perplexity"][FULL]))
+    _row_names(axes[0], "whole model quantized", settings, float(whole(run)["perplexity"][FULL]))
     for place, row in enumerate(quantized.itertuples()):
-        _mark(axes[0], row, place, whole(run)["perplexity"][FULL], SETTING)
+        _mark(axes[0], row, place, whole(run)["perplexity"][FULL], SETTING_MARK)
     kinds = kinds[kinds["site"].isin(modules)]
     modules = list(kinds.sort_index()["site"].unique())  # in the order of the model
-    _rows(axes[1], "one kind of site quantized", [escape(shorten(module, LONGEST)) for module in modules], probes)
+    _row_names(
+        axes[1], "one kind of site quantized", [escape(shorten(module, LONGEST_SITE)) for module in modules], probes
+    )
     for row in kinds.itertuples():
         part = str(row.part)
         _mark(axes[1], row, modules.index(row.site) + NUDGE[part], probes, MARKS[part])
@@ -67,11 +69,11 @@ def draw_quantization_cost(run: RunData) -> Figure:
     massive = known[known["is_massive"]].set_index(["layer", "site", "part"]).index
     for place, row in enumerate(sites.itertuples()):
         where = "" if row.layer == NO_LAYER else f"{row.layer} "
-        mark = f" {MASSIVE}" if (row.layer, row.site, row.part) in massive else ""
-        names.append(escape(where + shorten(str(row.site), LONGEST)) + mark)
+        mark = f" {MASSIVE_MARK}" if (row.layer, row.site, row.part) in massive else ""
+        names.append(escape(where + shorten(str(row.site), LONGEST_SITE)) + mark)
         _mark(axes[2], row, place, probes, MARKS[str(row.part)])
     if len(sites):
-        _rows(axes[2], "one site quantized (layer, site)", names, probes)
+        _row_names(axes[2], "one site quantized (layer, site)", names, probes)
     for ax in axes:
         table = run.tables["quantization"] if ax is axes[0] else alone
         values = plot.drawn(ax, "x")
@@ -81,9 +83,9 @@ def draw_quantization_cost(run: RunData) -> Figure:
     shown = {str(part) for part in alone["part"]}
     marks = {part: look for part, look in MARKS.items() if part in shown} | {"full precision": FULL_PRECISION}
     if np.isfinite(run.tables["quantization"][["cost_low", "cost_high"]]).any(axis=None):
-        marks["95 % over sequences"] = INTERVAL
-    if any(name.endswith(MASSIVE) for name in names):
-        marks[f"{MASSIVE} massive activations"] = DOT
+        marks["95 % over sequences"] = COST_INTERVAL
+    if any(name.endswith(MASSIVE_MARK) for name in names):
+        marks[f"{MASSIVE_MARK} massive activations"] = DOT
     return figure.finish(title(run, style.COLUMN), marks, ncols=3, columnspacing=1.0, handlelength=1.8)
 
 
@@ -91,11 +93,11 @@ def _mark(ax: Axes, row: Any, place: float, full: float, look: Look) -> None:
     """Draw a perplexity, with the interval of its cost; that of full precision is taken as fixed."""
     ends = full * np.exp([row.cost_low, row.cost_high])
     if np.isfinite(ends).all():
-        ax.plot(ends, [place, place], **INTERVAL)
+        ax.plot(ends, [place, place], **COST_INTERVAL)
     ax.plot([row.perplexity], [place], **look)
 
 
-def _rows(ax: Axes, title: str, names: list[str], reference: float) -> None:
+def _row_names(ax: Axes, title: str, names: list[str], reference: float) -> None:
     """Name the rows, and draw the line of full precision through all of them."""
     ax.set_title(title)
     plot.name_rows(ax, names)
@@ -122,7 +124,7 @@ def draw_quantization_ranges(run: RunData) -> Figure:
     kinds = {}
     for names, part, table in list(alike.values())[:RANGES_MOST]:
         joined = names[0] if len(names) == 1 else ", ".join(name.split(".")[-1] for name in names)
-        kinds[f"{shorten(joined, LONGEST)}\n{part}"] = table
+        kinds[f"{shorten(joined, LONGEST_SITE)}\n{part}"] = table
     across = min(COLUMNS, len(kinds))
     figure = new_figure(WIDE, 1.3 * -(-len(kinds) // across) + 0.7)
     axes = plot.panel_grid(figure, len(kinds), across, "layer")
@@ -153,7 +155,7 @@ def _sites_in_layers(run: RunData) -> pd.DataFrame:
 # --- The cost with tokens, coordinates or a prefix spared, or the residual stream rotated: a row for each setting, with
 # a bar, its 95 % interval over sequences, and an open mark for each random control.
 
-BAR: Look = {"facecolor": NAVY, "alpha": 0.75, "linewidth": 0}
+COST_BAR: Look = {"facecolor": NAVY, "alpha": 0.75, "linewidth": 0}
 BLACK_INTERVAL: Look = {"color": "black", "linewidth": 1.0}
 RANDOM_MARK: Look = DOT | {"marker": "o", "markersize": 3.4, "mfc": "none", "color": VERMILION}
 
@@ -173,12 +175,12 @@ def draw_quantization_split(run: RunData) -> Figure:
     }
     plot.name_rows(ax, [labels[str(setting)] for setting in table.index])
     for place, (setting, row) in enumerate(table.iterrows()):
-        ax.barh([place], [row["cost"]], height=0.55, **BAR)
+        ax.barh([place], [row["cost"]], height=0.55, **COST_BAR)
         ax.plot([row["cost_low"], row["cost_high"]], [place, place], **BLACK_INTERVAL)
-        random = random_controls(run, str(setting))["cost"].to_numpy()
+        random = split_controls(run, str(setting))["cost"].to_numpy()
         ax.plot(random, [place + 0.36] * len(random), **RANDOM_MARK)
     ax.axvline(0.0, **style.GUIDE)
     ax.set_xlabel(METRICS["cost"].label)
     random = f"random control (up to {counted(draws, 'draw')})"
-    signs = {"cost": BAR, "95 % interval": BLACK_INTERVAL, random: RANDOM_MARK}
+    signs = {"cost": COST_BAR, "95 % interval": BLACK_INTERVAL, random: RANDOM_MARK}
     return figure.finish(title(run, style.TEXT), signs, ncols=3)

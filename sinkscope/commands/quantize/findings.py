@@ -46,7 +46,7 @@ SHOWN_SITES = 5  # entries of a ranking
 COST, OUTLIERS, REST = "Cost", "Outliers", "Not quantized"
 KINDS, SITES = "Kinds of site that cost most", "Single sites that cost most"
 SPLIT, PREFIXES, ROTATIONS = "Tokens or coordinates", "Prefix", "Rotation"
-CHANCE = 0.05  # a prefix is better than random ones if at most this share of prefixes, itself included, is as good
+BY_CHANCE = 0.05  # a prefix is better than random ones if at most this share of prefixes, itself included, is as good
 
 FURTHER = "the weights and outputs of embeddings, residual sums, attention scores and softmax outputs"
 GRIDS = {
@@ -95,7 +95,7 @@ def whole(run: RunData) -> pd.DataFrame:
     return table.drop_duplicates("setting", keep="last").set_index("setting")
 
 
-def probed(run: RunData, setting: str) -> pd.DataFrame:
+def probed_settings(run: RunData, setting: str) -> pd.DataFrame:
     """Return the rows of the search for costly sites, the costliest first; `name` is site and part."""
     table = run.tables["quantization"]
     table = table[(table["setting"] == setting) & (table["sequences"] == table["sequences"].min())]
@@ -108,7 +108,7 @@ def split_settings(run: RunData) -> pd.DataFrame:
     return table[table["draw"] == NO_DRAW].set_index("setting")
 
 
-def random_controls(run: RunData, setting: str) -> pd.DataFrame:
+def split_controls(run: RunData, setting: str) -> pd.DataFrame:
     table = run.tables["quantization_split"]
     return table[(table["setting"] == setting) & (table["draw"] != NO_DRAW)]
 
@@ -160,7 +160,7 @@ def findings(run: RunData) -> list[Finding]:
         found.append(Finding("cost-parts", COST, value=cost[ALL], numbers=numbers, is_headline=True, sentence=sentence))
     if "quantization_split" in run.tables:
         found += [_split(run), *_prefix_and_rotation(run)]
-    found += [*_outliers(run, is_harmless), *([] if is_harmless else _costliest(run))]
+    found += [*_outlier_sites(run, is_harmless), *([] if is_harmless else _costliest(run))]
     if left := run.manifest["quantization"]["not_quantized"]:
         share, names = sum(left.values()), ", ".join(f"`{name}`" for name in left)
         sentence = f"Not quantized: {names}, which are not linear layers ({share:.0%} of all parameters)."
@@ -169,7 +169,7 @@ def findings(run: RunData) -> list[Finding]:
     return found
 
 
-def _outliers(run: RunData, is_harmless: bool) -> Iterator[Finding]:
+def _outlier_sites(run: RunData, is_harmless: bool) -> Iterator[Finding]:
     """Yield the sites with massive activations and the costliest sites, with the cost that sparing them recovers."""
     sites, table = run.tables["quantization_sites"], whole(run)
 
@@ -215,7 +215,7 @@ def _outliers(run: RunData, is_harmless: bool) -> Iterator[Finding]:
 
 def _costliest(run: RunData) -> Iterator[Finding]:
     """Yield the costs of kinds of site and of single sites, quantized alone, and with one kind in full precision."""
-    table = probed(run, ALONE)
+    table = probed_settings(run, ALONE)
     sequences = int(table["sequences"].min())
     first = f"first {counted(sequences, 'sequence')}"
     costly = table[(table["layer"] == ALL_LAYERS) & (table["cost"] >= COSTLY)].head(SHOWN_SITES)
@@ -227,10 +227,10 @@ def _costliest(run: RunData) -> Iterator[Finding]:
         sentence = f"`{name}` quantized alone costs {NATS(cost)} nats per token (all layers, {first})."
         about = {"threshold": COSTLY, "numbers": {"sequences": sequences, "kind": name}}
         yield Finding("kind", KINDS, Outcome.PRESENT, cost, sentence=sentence, **about)
-    kept = probed(run, levels.KEPT)
+    kept = probed_settings(run, levels.KEPT)
     if len(kept) and len(costly):
         name, left = kept["name"].iloc[-1], float(kept["cost"].iloc[-1])
-        before = float(probed(run, ALL)["cost"].iloc[0])
+        before = float(probed_settings(run, ALL)["cost"].iloc[0])
         what = f"No single kind of site saves anything in full precision; the cost is lowest with `{name}`"
         what = f"Kept in full precision, the single kind `{name}` saves most" if left < before else what
         sentence = f"{what}: {NATS(before)} → {NATS(left)} nats per token."
@@ -251,7 +251,7 @@ def _split(run: RunData) -> Finding:
     """Say which entries carry most of the cost: an interval above CARRIES, and more than each random control."""
     table = split_settings(run)
     cost, low, high = table["share"], table["share_low"], table["share_high"]
-    random = {name: random_controls(run, name)["share"] for name in (TOKENS, COORDINATES)}
+    random = {name: split_controls(run, name)["share"] for name in (TOKENS, COORDINATES)}
     carrying = [name for name in random if low[name] >= CARRIES and cost[name] > random[name].max()]
     share = f"most of it (at least {CARRIES:.0%})"
     outcome, answer = Outcome.UNDECIDED, "these sequences do not decide where most of it is"
@@ -282,11 +282,11 @@ def _split(run: RunData) -> Finding:
 
 
 def _prefix_and_rotation(run: RunData) -> Iterator[Finding]:
-    table, random, entry = split_settings(run), random_controls(run, PREFIX), run.manifest["quantization"]
+    table, random, entry = split_settings(run), split_controls(run, PREFIX), run.manifest["quantization"]
     row = table.loc[PREFIX]
     as_good = int((random["loss"] <= row["loss"]).sum())
     if row["share_low"] > 0:
-        is_special = (1 + as_good) / (1 + len(random)) <= CHANCE
+        is_special = (1 + as_good) / (1 + len(random)) <= BY_CHANCE
         as_much = f"random ones may help as much: {as_good} of {len(random)} have a perplexity as low"
         more = f"more than {len(random) - as_good} of {len(random)} random ones as long"
         outcome, verdict = (Outcome.CONFIRMED, more) if is_special else (Outcome.PARTLY, as_much)
@@ -376,7 +376,7 @@ def _spared_sites(run: RunData) -> pd.DataFrame:
     table = run.tables["quantization_sites"]
     sites = table[site_names(table).isin(kept_names(run))].rename(columns={"path": "module"})
     keys = ["layer", "site", "part"]
-    costs = probed(run, ALONE).drop_duplicates(keys)[[*keys, "cost"]]
+    costs = probed_settings(run, ALONE).drop_duplicates(keys)[[*keys, "cost"]]
     sites = sites.merge(costs, on=keys, how="left").sort_values("cost", ascending=False, kind="stable")
     sites.loc[sites.duplicated(keys, keep=False), "cost"] = math.nan  # experts share a name
     return sites[["module", "layer", "part", "cost", "is_massive"]].reset_index(drop=True)

@@ -38,10 +38,10 @@ from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.inputs import TokenInputs
 from sinkscope.text.tokens import check_ids, special_token_ids
 
-OUTLIER = 64.0  # times the median over the tokens of a sequence: PrefixQuant's η
-RARE = 0.1  # of the sequences: a single outlier id that is rarer is left out of the prefix
+OUTLIER_RATIO = 64.0  # times the median over the tokens of a sequence: PrefixQuant's η
+RARE_OUTLIER = 0.1  # of the sequences: a single outlier id that is rarer is left out of the prefix
 COORDINATES = 8  # spared coordinates of a tensor
-DRAWS = 5  # of random tokens, and of random coordinates
+RANDOM_DRAWS = 5  # of random tokens, and of random coordinates
 
 SPLIT_TABLES: dict[str, Columns] = {
     "quantization_split": (
@@ -170,11 +170,11 @@ class Split:
         arms = [SplitArm(settings.TOKENS, *sparing)]
         for setting, texts in ((settings.COORDINATES, plain), (settings.BOTH, sparing)):
             peaks = self._peaks(texts[1])
-            arms.append(SplitArm(setting, *texts, coordinates={site: _largest(x) for site, x in peaks.items()}))
-        for draw in range(DRAWS):
+            arms.append(SplitArm(setting, *texts, coordinates={site: _top_entries(x) for site, x in peaks.items()}))
+        for draw in range(RANDOM_DRAWS):
             random = [SparingText(inputs, [self._others(mask) for mask in spared]) for inputs, spared in sparing]
             arms.append(SplitArm(settings.TOKENS, random[0], random[1], draw))
-            anywhere = {site: _largest(torch.from_numpy(self.drawn.random(x.shape))) for site, x in peaks.items()}
+            anywhere = {site: _top_entries(torch.from_numpy(self.drawn.random(x.shape))) for site, x in peaks.items()}
             arms.append(SplitArm(settings.COORDINATES, *plain, draw, anywhere))
         return arms
 
@@ -334,13 +334,13 @@ def _outliers_of(tracer: Tracer, sites: Iterable[Site], ids: np.ndarray) -> Mask
             massive.append(is_massive(magnitudes, median_magnitude(x)).any(-1).numpy(force=True))
         else:
             largest = magnitudes.amax(-1)
-            peaks.append((largest > OUTLIER * largest.median()).numpy(force=True))
+            peaks.append((largest > OUTLIER_RATIO * largest.median()).numpy(force=True))
 
     read(tracer, sites, [ids], see)
     return np.array(peaks), np.array(massive)
 
 
-def _largest(peaks: torch.Tensor) -> torch.Tensor:
+def _top_entries(peaks: torch.Tensor) -> torch.Tensor:
     """Return a mask of the COORDINATES largest entries."""
     mask = torch.zeros(peaks.numel(), dtype=torch.bool, device=peaks.device)
     mask[peaks.flatten().topk(min(COORDINATES, peaks.numel())).indices] = True
@@ -363,6 +363,6 @@ def outlier_prefix(outliers: Sequence[np.ndarray], sequences: Sequence[np.ndarra
         for _, position in np.argwhere(mask)
         if position
     )
-    if len(counts) == 1 and counts.total() < RARE * len(sequences):
+    if len(counts) == 1 and counts.total() < RARE_OUTLIER * len(sequences):
         return ()
     return tuple(token for token, _ in counts.most_common(number))

@@ -392,8 +392,8 @@ class QuantizationStudy:
         ]
         of_roles = dict(zip(by_role, self._measure(alone, self.probes), strict=True))
         costly = sorted((role for role in by_role if of_roles[role] >= settings.COSTLY), key=lambda r: -of_roles[r])
-        kept = [Row(settings.KEPT, self._without(by_role[role]), by_role[role][0]) for role in costly]
-        self._measure(kept, self.probes)
+        all_others = [Row(settings.KEPT, self._without(by_role[role]), by_role[role][0]) for role in costly]
+        self._measure(all_others, self.probes)
         costs: dict[Site, float] = {}
         for role in costly[: settings.BY_LAYER]:
             coarsest = sorted(by_role[role], key=lambda site: -self.roundings[site].zeroed)[: settings.LAYERS]
@@ -416,8 +416,8 @@ class QuantizationStudy:
         if len(self.probes) < len(self.inputs):
             self._measure([row], self.inputs)
 
-    def _without(self, kept: Collection[Site]) -> dict[Site, Range]:
-        return {site: known for site, known in self.ranges.items() if site not in kept}
+    def _without(self, exact: Collection[Site]) -> dict[Site, Range]:
+        return {site: known for site, known in self.ranges.items() if site not in exact}
 
     def _measure(self, rows: Sequence[Row], inputs: TokenInputs) -> list[float]:
         """Measure and record settings. Returns their costs: the loss minus that in full precision on the same text."""

@@ -11,7 +11,7 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from sinkscope.attention.kernels import repeat_heads
 from sinkscope.commands.doctor import kernels as compared_kernels
-from sinkscope.commands.doctor.kernels import Kernel, compare_kernels, compare_logits
+from sinkscope.commands.doctor.kernels import ComparedKernel, compare_kernels, compare_logits
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch
 
@@ -52,7 +52,7 @@ def kernels() -> None:
         AttentionMaskInterface.register(f"without {name}", eager_mask)
 
 
-def compared(model: PreTrainedModel) -> dict[str, Kernel]:
+def compared(model: PreTrainedModel) -> dict[str, ComparedKernel]:
     ids = tiny_tokens(1)
     found = compare_kernels(model, find_family(model), Batch(ids, torch.ones_like(ids)), TOLERANCE)
     return {one.name: one for one in found}

@@ -15,8 +15,8 @@ from sinkscope.attention.kernels import ROW_CHUNK
 from sinkscope.commands.doctor.overflow import (
     CLIPPED,
     DECOMPOSED,
-    FORMATS,
     FULL,
+    OVERFLOW_DTYPES,
     RESCALED,
     OverflowCheck,
     Prediction,
@@ -200,7 +200,7 @@ def test_float8_rounds_the_inputs_of_linear_layers(dtype: str) -> None:
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e5m2"])
 def test_the_smallest_magnitude_that_overflows(name: str) -> None:
-    dtype, edge = FORMATS[name], overflows_from(FORMATS[name])
+    dtype, edge = OVERFLOW_DTYPES[name], overflows_from(OVERFLOW_DTYPES[name])
     below = torch.tensor(edge).nextafter(torch.tensor(0.0))
     assert bool(torch.isinf(torch.tensor(edge).to(dtype).float()))
     assert bool(torch.isfinite(below.to(dtype).float()))

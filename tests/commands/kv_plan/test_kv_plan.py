@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from rich.console import Console
@@ -22,10 +23,11 @@ from sinkscope.commands.kv_plan.plan import (
     ALL_TOKENS,
     RANKINGS,
     CopiedText,
-    LayerAttention,
+    HeadsOnText,
     Plan,
     PlanCost,
     PlanStudy,
+    SinkRule,
     Sizes,
     predicted_sinks,
     rounded_cache,
@@ -99,7 +101,7 @@ def test_planted_retrieval_head_is_first() -> None:
     call, sinks = AttentionCall(None, 0.25), torch.tensor([0])
     whole = fused_attention(query, key, value, call)
     streamed = evicting_attention(query, key, value, call, [8, 8], sinks)
-    read = LayerAttention(query, key, call, *whole, *streamed, text)
+    read = HeadsOnText(query, key, call, *whole, *streamed, text)
     for name, kind in RANKINGS.items():
         scores = kind().score(read)
         assert scores.shape == (4,)
@@ -129,6 +131,16 @@ def test_late_sinks_are_predicted() -> None:
     rule, texts = predicted_sinks(subject(model, [ids]), texts, calibration=1)
     assert (rule.layer, rule.coordinates) == (0, (3,))
     assert [text.sinks for text in texts] == [(), (0, 9, 17), (1, 10, 18)]
+
+
+def test_sinks_have_half_of_the_smallest_massive_activation_in_the_first_layer_of_most() -> None:
+    rows = [(1, 0, 7, -90.0), (2, 0, 3, 80.0), (2, 1, 9, -60.0), (2, 2, 3, 70.0), (3, 0, 3, 10.0), (3, 1, 3, 10.0)]
+    massive = pd.DataFrame(rows, columns=["layer", "sequence", "coordinate", "value"])
+    rule = SinkRule.of(massive)
+    assert rule == (2, (3, 9), 30.0)
+    entries = pd.DataFrame([(2, 0, 3, 29.0), (2, 5, 9, -31.0), (2, 6, 8, 99.0), (1, 7, 3, 99.0)])
+    assert rule.sinks(entries.set_axis(["layer", "position", "coordinate", "value"], axis=1)) == (5,)
+    assert SinkRule.of(massive[:0]).sinks(entries) == (0, 1, 2, 3)
 
 
 SMALL: dict[str, Any] = {"seq_len": 128, "num_seqs": 2}

@@ -24,7 +24,7 @@ MUTATIONS = [
     ("split: random tokens are not compared", "findings", "_split", " and cost[name] > random[name].max()", ""),
     ("prefix: random ones that are worse", "findings", "_prefix_and_rotation",
      'random["loss"] <= row["loss"]', 'random["loss"] >= row["loss"]'),
-    ("restored: any share", "findings", "_outliers", "share >= threshold", "share > 0"),
+    ("restored: any share", "findings", "_outlier_sites", "share >= threshold", "share > 0"),
     ("recipe: symmetric activations", "findings", "llm_compressor_recipe",
      "is_symmetric: bool = False", "is_symmetric: bool = True"),
 ]  # fmt: skip

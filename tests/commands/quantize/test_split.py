@@ -150,7 +150,7 @@ def test_the_saved_keys_and_values_in_plain_transformers(name: str, tmp_path: Pa
 @pytest.mark.parametrize("bos", ["never", "always"])
 def test_the_split_of_a_llama(bos: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first tokens have outliers, the same tokens are predicted in every setting, and the controls are as many."""
-    monkeypatch.setattr(quantization_split, "DRAWS", 1)
+    monkeypatch.setattr(quantization_split, "RANDOM_DRAWS", 1)
     model = tiny_model("llama")
     simulation, held_out = simulated(model, bos=bos)
     split, inputs = Split(simulation, held_out, 0), simulation.subject.inputs
@@ -182,7 +182,7 @@ def plain_loss(model: Any, sequences: list[np.ndarray], first: int) -> float:
 
 
 def test_the_command_saves_the_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantization_split, "DRAWS", 0)
+    monkeypatch.setattr(quantization_split, "RANDOM_DRAWS", 0)
     small = {
         "input": "random",
         "num_seqs": 2,
