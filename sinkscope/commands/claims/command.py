@@ -18,20 +18,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.claims.columns import CLAIM, COMMAND, ROUTE, TABLES
-from sinkscope.commands.claims.evidence import (
-    LONG_TEXT,
-    LOSS,
-    MAIN,
-    NATURAL,
-    OF_STATES,
-    RANDOM,
-    REPEATED,
-    Evidence,
-    Need,
-    Null,
-    models_of,
-    null_need,
-)
+from sinkscope.commands.claims.evidence import LONG_TEXT, LOSS, MAIN, NATURAL, Evidence, Need, models_of, null_need
 from sinkscope.commands.claims.gathered import collected, judged_folders, merged, skipped_in
 from sinkscope.commands.claims.options import ClaimsOptions
 from sinkscope.commands.claims.register import CLAIMS
@@ -69,21 +56,13 @@ from sinkscope.output.result import FIGURES_FOLDER, both, draw, figure_failure, 
 from sinkscope.output.run import Run
 from sinkscope.results.folders import FileList, alone_in, check_resumable, claim, new_folder, resumable
 from sinkscope.results.manifest import MANIFEST, make_manifest, write_manifest
-from sinkscope.results.run import BOS_OPTIONS, WITHOUT, RunData
+from sinkscope.results.run import BOS_OPTIONS, RunData
 from sinkscope.results.tables import blaming_tables
 from sinkscope.retrofits.retrofit import registers_before
 
 STREAMED, FIRST_TOKENS = "streaming-window:window=64", (0, 1, 2, 4)  # that are kept
 STREAM_TOKENS = 512  # tokens of a streamed text, or the most that the model can read
 STREAMS = 8  # number of these texts, over which intervals are computed
-# observables that claims read from each input; from equal tokens more if there is no BOS
-OF_INPUTS = {NATURAL: ("attention", "activation", "massive"), RANDOM: ("attention",), REPEATED: ("attention",)}
-OF_EQUAL_TOKENS = ("attention", "geometry", "activation", "equal-tokens")
-# observables that claims read from random weights
-OF_RANDOM_WEIGHTS = (
-    "activation", "attention", "gate", "geometry", "gradient", "massive", "query-bias", "logit-terms", "epe",
-    "window-edge", "super-weight", *OF_STATES[2:],
-)  # fmt: skip
 
 
 def command(options: ClaimsOptions, output: OutputOptions) -> Printout:
@@ -270,46 +249,41 @@ class ClaimBench:
 
     # --- the runs
 
-    def domain(self, roles: Sequence[Need], **options: Any) -> Run:
+    def domain(self, roles: Sequence[Need], observables: Iterable[str], **options: Any) -> Run:
         """Measure the same model on another input, with the observables that apply to it.
 
         The parity check is skipped if it was done on the text, because its batches have the same shape.
         """
-        options = {"dataset": None, "prompt": None, "observables": ("attention",), "input": roles[0].of} | options
-        options["observables"] = self._applying(options["observables"])
+        options = {"dataset": None, "prompt": None, "input": roles[0].of} | options
+        options["observables"] = self._applying(observables)
         options["skip_parity"] = self.config.skip_parity or self.analyzed is not None
         if self.config.reads_all and options["input"] != self.config.input:  # its rows have lengths of their own
             options["seq_len"] = SEQ_LEN
         return self._analyzed(options)
 
-    def under_policy(self, roles: Sequence[Need], policy: str) -> Run:
+    def under_policy(self, roles: Sequence[Need], policy: str, observables: Mapping[str, Sequence[str]]) -> Run:
         """Measure with or without a BOS before each sequence; InputError for token ids, or if there is no BOS."""
         source = roles[0].of
-        options: dict[str, Any] = {"bos": BOS_OPTIONS[policy], "observables": OF_INPUTS[source]}
-        if source == NATURAL:
-            options |= {key: getattr(self.config, key) for key in ("input", "dataset", "prompt")}
-        elif source == REPEATED and policy == WITHOUT:
-            options["observables"] = OF_EQUAL_TOKENS
-        run = self.domain(roles, **options)
+        of_text = {key: getattr(self.config, key) for key in ("input", "dataset", "prompt")}
+        options = of_text if source == NATURAL else {}
+        run = self.domain(roles, observables[source], bos=BOS_OPTIONS[policy], **options)
         if run.bos != policy:
             raise InputError(f"its text is token ids, which begin with {run.manifest['input']['token_zero']}")
         return run
 
-    def length(self, roles: Sequence[Need]) -> Run:
+    def length(self, roles: Sequence[Need], observables: Sequence[str]) -> Run:
         tokens = int(roles[0].of)
         positions = min(self.config.positions, tokens)
-        return self._analyzed(
-            {"seq_len": tokens, "window": tokens, "positions": positions, "observables": ("attention",)}
-        )
+        return self._analyzed({"seq_len": tokens, "window": tokens, "positions": positions, "observables": observables})
 
-    def states(self, roles: Sequence[Need]) -> Run:
-        return self._analyzed({"observables": self._applying(OF_STATES)}, self.subject)
+    def states(self, roles: Sequence[Need], observables: Iterable[str]) -> Run:
+        return self._analyzed({"observables": self._applying(observables)}, self.subject)
 
-    def null(self, roles: Sequence[Need]) -> Run:
+    def null(self, roles: Sequence[Need], observables: Iterable[str]) -> Run:
         """Measure random weights on as many sequences as the model, since norms of gradients depend on their number."""
         draw = int(roles[0].of or 0)
         with random_weights(self.subject, self.config.seed + draw) as subject:
-            run = self._analyzed({"skip_parity": True, "observables": self._applying(OF_RANDOM_WEIGHTS)}, subject)
+            run = self._analyzed({"skip_parity": True, "observables": self._applying(observables)}, subject)
         return Run(run.manifest | {"draw": draw}, run.tables)
 
     def streamed(self, roles: Sequence[Need]) -> Run:
@@ -336,7 +310,7 @@ class ClaimBench:
             InterveneOptions, {"draws": self.config.draws, "arms": {name: (name,) for name in arms}, **options}
         )
         subject = self.subject if options.keys() <= {"observables", "draws"} else self._reading(config)
-        needs = {name: [role.record for role in roles] for name, roles in arms.items() if roles}
+        needs = {name: roles for name, roles in arms.items() if roles}
         experiment = Experiment(
             subject,
             config,
@@ -344,8 +318,8 @@ class ClaimBench:
             config.draws,
             lenient=True,
             console=self.console,
-            without_controls={name for name, kinds in needs.items() if all(kind.null == Null.NONE for kind in kinds)},
-            without_loss={name for name, kinds in needs.items() if all(kind.table != LOSS for kind in kinds)},
+            without_controls={name for name, roles in needs.items() if not any(role.has_controls for role in roles)},
+            without_loss={name for name, roles in needs.items() if all(role.record.table != LOSS for role in roles)},
             analyzed=self.analyzed if subject is self.subject else None,
         )
         tables, self.interrupt = experiment.run(), experiment.interrupt

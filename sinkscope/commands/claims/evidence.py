@@ -17,8 +17,16 @@ NATURAL = "natural"  # the text that a model is measured on
 LONG_TEXT = 256  # tokens of a text that is streamed, so that the first leave the window
 RANDOM, REPEATED = OTHER_INPUTS = ("random", "repeated")
 POLICY_KINDS = {WITH: "with-bos", WITHOUT: "without-bos"}
-OF_STATES = ("attention", "massive", "entropy", "sink-tokens", "residual-sinks")  # observables of "states"
 LOSS = "loss_by_sequence"
+
+# observables that claims read from each kind of run; from equal tokens more if there is no BOS
+ATTENTION = ("attention",)
+OF_EQUAL_TOKENS = ("attention", "geometry", "activation", "equal-tokens")
+OF_STATES = ("attention", "massive", "entropy", "sink-tokens", "residual-sinks")
+OF_RANDOM_WEIGHTS = (
+    "activation", "attention", "gate", "geometry", "gradient", "massive", "query-bias", "logit-terms", "epe",
+    "window-edge", "super-weight", *OF_STATES[2:],
+)  # fmt: skip
 Measured = TypeVar("Measured", bound=RunData)
 
 
@@ -118,8 +126,14 @@ def _arms(run: str, flags: str = "", table: str = "", alone: bool = False, **opt
 
 
 def _with_bos(policy: str) -> NeedKind:
-    command = f"sinkscope analyze {{model}}{{input}} --bos {BOS_OPTIONS[policy]}"
-    return NeedKind(command, partial(_analyzed, bos=policy), measure="under_policy", options={"policy": policy})
+    repeated = OF_EQUAL_TOKENS if policy == WITHOUT else ATTENTION
+    observables = {NATURAL: ("attention", "activation", "massive"), RANDOM: ATTENTION, REPEATED: repeated}
+    return NeedKind(
+        f"sinkscope analyze {{model}}{{input}} --bos {BOS_OPTIONS[policy]}",
+        partial(_analyzed, bos=policy),
+        measure="under_policy",
+        options={"policy": policy, "observables": observables},
+    )
 
 
 def _arms_of_training(command: str = "", text: str = "") -> NeedKind:
@@ -143,14 +157,16 @@ _GRADIENT: dict[str, Any] = {
 NEED_KINDS = {
     "natural": NeedKind("sinkscope analyze {model}", lambda run, _: _analyzed(run, NATURAL)),
     "null": NeedKind("sinkscope claims {model}", lambda run, _: _analyzed(run, NATURAL, at_random=True),
-        measure="null"),
+        measure="null", options={"observables": OF_RANDOM_WEIGHTS}),
     "states": NeedKind(f"sinkscope analyze {{model}} --observables {','.join(OF_STATES)}",
-        lambda run, _: _analyzed(run, NATURAL, tables=("entropy", "sink_tokens", "spikes")), measure="states"),
+        lambda run, _: _analyzed(run, NATURAL, tables=("entropy", "sink_tokens", "spikes")),
+        measure="states", options={"observables": OF_STATES}),
     "with-bos": _with_bos(WITH),
     "without-bos": _with_bos(WITHOUT),
-    "domain": NeedKind("sinkscope claims {model}", _analyzed, measure="domain"),
+    "domain": NeedKind("sinkscope claims {model}", _analyzed, measure="domain", options={"observables": ATTENTION}),
     "length": NeedKind("sinkscope analyze {model} --seq-len {of} --window {of} --observables attention",
-        lambda run, of: _analyzed(run, NATURAL, length=int(of)), measure="length"),
+        lambda run, of: _analyzed(run, NATURAL, length=int(of)),
+        measure="length", options={"observables": ATTENTION}),
     "do": _arms("do"),
     "loss-do": _arms("do", table=LOSS),
     "loss-do-alone": _arms("do", table=LOSS, alone=True),

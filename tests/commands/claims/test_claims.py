@@ -225,8 +225,8 @@ def test_a_method_is_compared_with_plain_training_of_another_seed() -> None:
     keeps, falls = (judged_trainings(claim, training(arms)) for claim, arms in (("GS-21", numbers), ("V-15", norms)))
     assert (keeps.claim.null, keeps.outcome, keeps.tells) == (Null.PLAIN, HOLDS, "no")
     assert (falls.outcome, falls.tells) == (HOLDS, "yes")
-    apart = {"sink_rate": (0.5, 0.9, 0.1)}
-    assert judged_trainings("GS-21", training({"none": apart, "vscale": apart})).null_passes == 0
+    apart = {"loss": (2.0, 3.0, 1.0)}
+    assert judged_trainings("GS-25", training({"none": apart, "vscale": apart})).null_passes == 0
 
 
 def test_losses_are_compared_without_each_passage() -> None:
