@@ -25,7 +25,7 @@ from sinkscope.commands.quantize.findings import (
 )
 from sinkscope.commands.quantize.study import QuantizationStudy, Row
 from sinkscope.quantization.grids import Range, Rounding
-from sinkscope.quantization.settings import ALONE, COSTLIEST_KEPT, COSTLY, KEPT
+from sinkscope.quantization.settings import ALL, ALONE, COSTLIEST_KEPT, COSTLY, KEPT
 from sinkscope.quantization.sites import INPUT, Site
 from sinkscope.results.findings import Finding, Outcome
 
@@ -232,3 +232,19 @@ def test_the_search_is_among_the_coarsest_sites_of_the_costliest_kinds() -> None
     kept = [row for row in rows if row.setting == KEPT]
     assert [row.site.kind for row in kept if row.site] == ["b", "c", "a"]
     assert all(len(row.ranges) == 20 and row.site not in row.ranges for row in kept)
+
+
+def test_twice_as_many_sites_are_kept_until_little_of_the_cost_remains() -> None:
+    sites = [Site(f"layers.{layer}.a", INPUT, layer, "a") for layer in range(20)]
+    study, kept = object.__new__(QuantizationStudy), list[tuple[int, int]]()
+
+    def measure(rows: list[Row], inputs: Any) -> list[float]:
+        kept.append((len(rows[0].kept), len(inputs)))
+        assert len(rows[0].ranges) == 20 - len(rows[0].kept)
+        return [1.0 - 0.2 * len(rows[0].kept)]
+
+    study.ranges = {site: Range(-1.0, 1.0, 0.5, False) for site in sites}
+    study.rows = [{"setting": ALL, "sequences": 5, "cost": 9.0}, {"setting": ALL, "sequences": 2, "cost": 1.0}]
+    vars(study).update(probes=range(2), inputs=range(5), _measure=measure)
+    study._keep_costliest(sites)
+    assert kept == [(1, 2), (2, 2), (4, 2), (8, 2), (8, 5)]

@@ -18,7 +18,7 @@ from tiny import VOCAB, tiny_model, tiny_tokens
 
 from sinkscope import InputError, quantize
 from sinkscope.commands.quantize import split as quantization_split
-from sinkscope.commands.quantize.split import Split, outlier_prefix
+from sinkscope.commands.quantize.split import SparingText, Split, outlier_prefix
 from sinkscope.commands.quantize.study import Simulation, measured_ranges
 from sinkscope.measuring.subject import Subject, family_of, open_subject
 from sinkscope.measuring.tracer import open_tracer
@@ -132,6 +132,25 @@ def test_the_rule_of_prefixquant() -> None:
     rare = [np.zeros((1, 5), bool) for _ in range(11)]
     rare[0][0, 1] = True
     assert outlier_prefix(rare, sequences[:1] * 11) == ()
+
+
+def test_the_best_prefix_and_the_largest_coordinates() -> None:
+    simulation, held_out = simulated(tiny_model("llama"))
+    split, inputs = Split(simulation, held_out, 0), simulation.subject.inputs
+    together = split._peaks(SparingText(inputs))
+    alone = [split._peaks(SparingText(inputs.part(index, index + 1))) for index in range(3)]
+    for site, peaks in together.items():
+        torch.testing.assert_close(peaks, torch.stack([each[site] for each in alone]).amax(0), rtol=1e-4, atol=1e-6)
+    largest = quantization_split._top_entries(torch.arange(12).view(3, 4))
+    assert largest.tolist() == [[False] * 4, [True] * 4, [True] * 4]
+    outliers = [np.zeros((1, 20), bool) for _ in held_out.sequences]
+    for mask in outliers:
+        mask[0, [3, 5]] = True
+    last = () if split.bos is None else (split.bos,)
+    rule = (*outlier_prefix(outliers, held_out.sequences), *last)
+    for losses, is_rule in (([1.0, 2.0], True), ([2.0, 1.0], False)):
+        vars(split)["_measure"] = lambda arms, losses=losses: [np.array([loss]) for loss in losses]
+        assert (split._best_prefix(outliers) == rule) == is_rule
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
