@@ -50,7 +50,7 @@ def print_table(rows: "pd.DataFrame", title: str | None = None, numbers: bool = 
     if not console.is_terminal:
         console = Terminal(width=10_000)
     header = [
-        Text(str(column), justify="right" if numbers and at else "left") for at, column in enumerate(rows.columns)
+        Text(str(name), justify="right" if numbers and place else "left") for place, name in enumerate(rows.columns)
     ]
     # Text: brackets are no markup
     cells = [[Text(str(value) or "–") for value in row] for row in rows.itertuples(index=False)]
@@ -79,8 +79,8 @@ def fitted(header: Sequence[Text], rows: Sequence[Sequence[Text]], room: int) ->
             stacked.add_row()
         return stacked
     widths = least
-    while spare and (cut := [at for at, width in enumerate(widths) if width < most[at]]):
-        widths[max(cut, key=lambda at: most[at] / widths[at])] += 1  # the one with the most lines
+    while spare and (cut := [place for place, width in enumerate(widths) if width < most[place]]):
+        widths[max(cut, key=lambda place: most[place] / widths[place])] += 1  # the one with the most lines
         spare -= 1
     table = Table()
     for name, width in zip(header, widths, strict=True):

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 def command(options: AnalyzeOptions, output: OutputOptions) -> Printout:
     if options.has_steps:
-        given = {name: getattr(options, name) for name in options.model_fields_set - {"model", "revision"}}
-        series = analyze_steps(options.model, options.revision, record=output.record, **output.where, **given)
+        typed = {name: getattr(options, name) for name in options.model_fields_set - {"model", "revision"}}
+        series = analyze_steps(options.model, options.revision, record=output.record, **output.where, **typed)
         failure = figure_failure(series.manifest, *(run.manifest for run in series.runs.values()))
         return Printout(
             series, series.verdict, numbers=series.headlines, notes=series.warnings, folder=output.out, failure=failure

@@ -36,7 +36,7 @@ Given = Result | str | os.PathLike[str]
 
 
 def compare(
-    *given: Given | list[Given] | tuple[Given, ...],
+    *runs: Given | list[Given] | tuple[Given, ...],
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     page: bool = True,
@@ -44,7 +44,7 @@ def compare(
     """Put folders of one kind side by side; with `out`, also write tables and figures there.
 
     Args:
-        *given: Runs of `analyze`, of `intervene`, or scorecards, or their folders, or folders that `SinkCallback`
+        *runs: Runs of `analyze`, of `intervene`, or scorecards, or their folders, or folders that `SinkCallback`
             wrote: all of one kind, one by one or in lists.
         out: The folder to write.
         overwrite: Replace an earlier comparison in `out`.
@@ -56,22 +56,22 @@ def compare(
         SinkscopeError: Writing failed.
     """
     start = time.time()
-    runs: list[Given] = []
-    for one in given:
-        runs += one if isinstance(one, list | tuple) else [one]
-    if len(runs) < 2:
-        raise InputError(f"a comparison needs at least two runs; {len(runs) or 'none'} was given")
-    first, *others = dict.fromkeys(map(_command, runs))
+    listed: list[Given] = []
+    for one in runs:
+        listed += one if isinstance(one, list | tuple) else [one]
+    if len(listed) < 2:
+        raise InputError(f"a comparison needs at least two runs; {len(listed) or 'none'} was given")
+    first, *others = dict.fromkeys(map(_command, listed))
     if others:
         names = "` and `".join([first, *others])
         raise InputError(f"runs of `{names}` have nothing in common: compare those of one command")
-    reads = [one.folder if isinstance(one, Result) else one for one in runs]
+    reads = [one.folder if isinstance(one, Result) else one for one in listed]
     # other commands' modules are not imported
     places = [(record, record.compared[first]) for record in records().values() if first in record.compared]
     ways = [record.imported(place) for record, place in places]
     set_side_by_side: Callable[[Sequence[Any], float], Any] = ways[0] if ways else compared
     with blaming_tables(), own_folder(out, overwrite, ("compare",), reads=reads) as folder:
-        return written(replace(set_side_by_side(runs, start), folder=folder), page)
+        return written(replace(set_side_by_side(listed, start), folder=folder), page)
 
 
 def _command(one: Given) -> str:

@@ -3,7 +3,6 @@
 The registers are imported when they are shown.
 """
 
-from collections.abc import Sequence
 from typing import Any, overload
 
 import pandas as pd
@@ -56,15 +55,6 @@ def listing(kind: str | None = None) -> pd.DataFrame | dict[str, pd.DataFrame]:
     table = pd.DataFrame(_rows(kind), columns=columns)
     has_plugin = PACKAGE in table and table[PACKAGE].any()
     return table if has_plugin else table.drop(columns=PACKAGE, errors="ignore")
-
-
-def _entries(register: dict[str, Any], attributes: Sequence[str]) -> Rows:
-    """List the entries of a register with these attributes, texts or names, and the plugin's package."""
-    values = {name: [getattr(item, attribute) for attribute in attributes] for name, item in register.items()}
-    return [
-        (name, *(part if isinstance(part, str) else ", ".join(part) for part in of), package_of(register, name))
-        for name, of in values.items()
-    ]
 
 
 def _figures() -> Rows:
@@ -160,7 +150,15 @@ def kinds() -> dict[str, tuple[str, ...]]:
 
 
 def _rows(kind: str) -> Rows:
+    """Return the rows of a kind: what its function returns, or its register with attributes and plugins' packages."""
     place, *attributes = kinds()[kind][2].split()
     owner = next((record for record in records().values() if kind in record.lists), records()["list"])
-    listed = owner.imported(place)
-    return _entries(listed, attributes) if attributes else listed()
+    register = owner.imported(place)
+    if not attributes:
+        return register()
+    rows = []
+    for name, item in register.items():
+        values = [getattr(item, attribute) for attribute in attributes]
+        texts = [value if isinstance(value, str) else ", ".join(value) for value in values]
+        rows.append((name, *texts, package_of(register, name)))
+    return rows

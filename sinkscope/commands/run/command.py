@@ -15,7 +15,7 @@ from sinkscope.commands.printout import Printout
 from sinkscope.commands.run.options import RunOptions
 from sinkscope.errors import InputError, SinkscopeError, unknown
 from sinkscope.figures import FIGURES, observable_of
-from sinkscope.measuring.console import Messages, print_line
+from sinkscope.measuring.console import Messages, print_line, print_part
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.models.in_memory import text_of
 from sinkscope.options.files import named_file, user_path
@@ -45,10 +45,10 @@ class RecipeRun:
 
 
 def command(options: RunOptions, output: OutputOptions) -> Printout:
-    given = {name: getattr(options, name) for name in options.model_fields_set - {"recipe"}}
+    typed = {name: getattr(options, name) for name in options.model_fields_set - {"recipe"}}
     kind = options_by_command()[read_recipe(find_recipe(options.recipe)).content.command]
     try:
-        done = run_recipe(options.recipe, **output.where, **given)
+        done = run_recipe(options.recipe, **output.where, **typed)
     except KeyboardInterrupt as interrupt:
         if kind.resumable:
             raise
@@ -87,36 +87,35 @@ def run_recipe(
         SinkscopeError: a run failed.
     """
     start = time.time()
-    found = read_recipe(find_recipe(recipe))
-    given = options if model is None else options | {"model": text_of(model)}
-    runs = found.options(given)
-    module = records()[found.content.command].imported()
+    read = read_recipe(find_recipe(recipe))
+    runs = read.options(options if model is None else options | {"model": text_of(model)})
+    module = records()[read.content.command].imported()
     check = getattr(module, "check", None)  # only long commands have this check
     first = next(iter(runs.values()))
-    has_steps = not found.content.runs and getattr(first, "has_steps", False)
-    with named_file(found.path):
+    has_steps = not read.content.runs and getattr(first, "has_steps", False)
+    with named_file(read.path):
         for asked in runs.values():
             if check is not None and not has_steps:
                 check(asked)
-            check_figures(found.content.figures, found.content.command, getattr(asked, "observables", None))
+            check_figures(read.content.figures, read.content.command, getattr(asked, "observables", None))
     source = getattr(first, "folder_name", "") or getattr(first, "config", "")
-    folder = user_path(out or _own_out(found) or Path("runs", as_folder_name(found.name, source)))
+    folder = user_path(out or _own_out(read) or Path("runs", as_folder_name(read.name, source)))
     console = Messages(quiet)
-    title = f"{found.name}: {found.content.title}"
-    if has_steps or not options_by_command()[found.content.command].in_memory:  # the command writes its own folder
+    title = f"{read.name}: {read.content.title}"
+    if has_steps or not options_by_command()[read.content.command].in_memory:  # the command writes its own folder
         print_line(console, title)
-        output = OutputOptions(out=folder, overwrite=overwrite, quiet=quiet, no_page=not page, record=found.record)
-        return RecipeRun(found, {}, None, folder, module.command(first, output))
-    is_several = bool(found.content.runs)
-    reads = [getattr(asked, name, None) for asked in runs.values() for name in ("model", "input")]
-    with own_folder(folder, overwrite, ("run",) if is_several else RUNS, reads):
+        output = OutputOptions(out=folder, overwrite=overwrite, quiet=quiet, no_page=not page, record=read.record)
+        return RecipeRun(read, {}, None, folder, module.command(first, output))
+    is_several = bool(read.content.runs)
+    sources = [getattr(asked, name, None) for asked in runs.values() for name in ("model", "input")]
+    with own_folder(folder, overwrite, ("run",) if is_several else RUNS, sources):
         print_line(console, title)
         measured, failures = {}, []
         for place, (name, asked) in enumerate(runs.items(), 1):
             if name:
-                print_line(console, f"run {name} ({place} of {len(runs)})")
+                print_part(console, f"run {name}", place, len(runs))
             result = module.command(asked, OutputOptions(quiet=console.quiet))
-            record = {"recipe": found.record}
+            record = {"recipe": read.record}
             made: Run = result.value
             measured[name] = replace(made, manifest=made.manifest | record, folder=folder / name)
             if result.failure:
@@ -130,14 +129,14 @@ def run_recipe(
                 comparison = replace(compared(list(measured.values()), time.time()), folder=folder / COMPARISON)
                 (fresh / COMPARISON).mkdir()
                 write_data(comparison, fresh / COMPARISON)
-                facts = {"recipe": found.record, "runs": list(measured)}
-                write_manifest(fresh, make_manifest("run", found.content.options, start, **facts))
-        measured = {name: draw(run, found.content.figures, page) for name, run in measured.items()}
+                facts = {"recipe": read.record, "runs": list(measured)}
+                write_manifest(fresh, make_manifest("run", read.content.options, start, **facts))
+        measured = {name: draw(run, read.content.figures, page) for name, run in measured.items()}
         undrawn = [run.manifest for run in measured.values()]
         if comparison is not None:
             comparison = draw(comparison, page=page)
             undrawn.append(comparison.manifest)
-    return RecipeRun(found, measured, comparison, folder, failure=both(*failures, figure_failure(*undrawn)))
+    return RecipeRun(read, measured, comparison, folder, failure=both(*failures, figure_failure(*undrawn)))
 
 
 def _own_out(recipe: Recipe) -> str | None:

@@ -58,8 +58,10 @@ def show(run: str | os.PathLike[str], *, again: bool = False) -> Path:
         if not contents.all_tables:
             raise InputError(f"{folder} has no table to show: the command that writes it has not finished")
         try:
-            found = read_manifest(folder, None)
-            files = FileList(folder, found["files"], lambda: write_manifest(folder, found | {"files": files.names}))
+            manifest = read_manifest(folder, None)
+            files = FileList(
+                folder, manifest["files"], lambda: write_manifest(folder, manifest | {"files": files.names})
+            )
             files.add(PAGE)
             write_page(contents, folder)
         except OSError as error:
