@@ -73,6 +73,7 @@ def test_cells_for_single_seeds_or_arms_give_the_same_levels() -> None:
         ("weight_decay=5 sigmoid", None),  # table 14 has other weight decays
         ("num_hidden_layers=3 position_scheme=alibi", 20.78),
         ("position_scheme=alibi norm_placement=post", None),
+        ("position_scheme=alibi batch_size=7", None),
         ("softmax", 18.18),
         ("num_attention_heads=4 feed_forward=gelu", 14.76),
         ("num_attention_heads=2 none", 12.95),
