@@ -41,7 +41,7 @@ from sinkscope.retrofits.operation import AttentionOperation
 from sinkscope.retrofits.register_tokens import RegisterTokens
 from sinkscope.retrofits.retrofit import (
     RETROFIT,
-    Plain,
+    PlainTraining,
     Retrofit,
     gate_displacement,
     has_gates,
@@ -58,7 +58,7 @@ RETROFITS: dict[str, type[Retrofit]] = {
         LearnableSink,
         OffByOne,
         AttentionOperation,
-        Plain,
+        PlainTraining,
         RegisterTokens,
         ValueBiases,
         VGA,
@@ -66,7 +66,7 @@ RETROFITS: dict[str, type[Retrofit]] = {
     )
 }
 
-README = """# {name}
+MODEL_README = """# {name}
 
 A `{base}` model with the method `{method}`{parameters}, built in by sinkscope {sinkscope}. transformers loads it where
 sinkscope is installed and has registered its model types:
@@ -208,7 +208,7 @@ def _model_class(base: str, parent: Any) -> type[PreTrainedModel]:
             record: Any = self.config.retrofit
             parameters = ", ".join(f"{key} = {value}" for key, value in record["parameters"].items())
             auto = next(auto for auto in AUTO_CLASSES if auto._model_mapping.get(configuration, None) is Model)
-            text = README.format(
+            text = MODEL_README.format(
                 name=Model.__name__,
                 auto=auto.__name__,
                 base=base,

@@ -20,7 +20,7 @@ from sinkscope.models.family import ON_LOGITS, Family, text_tower
 from sinkscope.retrofits.retrofit import Layer, Part, Retrofit
 
 # name → the feature map, and the operation on products of features
-KINDS: dict[str, tuple[str, Operation]] = {
+OPERATION_KINDS: dict[str, tuple[str, Operation]] = {
     "softmax": ("", Operation("exp", "sum")),
     "sigmoid": ("", Operation("sigmoid", "none")),
     "sigmoid-normalized": ("", Operation("sigmoid", "sum")),
@@ -34,9 +34,9 @@ KINDS: dict[str, tuple[str, Operation]] = {
     "softpick": ("", Operation("rectified", "sizes")),
 }
 
-SCALED = "scaled softmax"  # softmax scaled by α
+SCALED_SOFTMAX = "scaled softmax"  # softmax scaled by α
 # operations with weights of a fixed sum, regardless of the number of tokens that a query sees
-SUM_TO_ONE = {SCALED, *(kind for kind, (_, operation) in KINDS.items() if operation.divisor == "sum")}
+SUM_TO_ONE = {SCALED_SOFTMAX, *(kind for kind, (_, operation) in OPERATION_KINDS.items() if operation.divisor == "sum")}
 
 
 class AttendBy(Part, OtherOperation):
@@ -50,10 +50,10 @@ class AttendBy(Part, OtherOperation):
 
     def __init__(self, layer: Layer, method: "AttentionOperation") -> None:
         super().__init__()
-        self.map, operation = KINDS[method.kind]
+        self.map, operation = OPERATION_KINDS[method.kind]
         self.operation = replace(operation, factor=method.factor, power=method.power)
         is_scaled = method.kind == "softmax" and method.factor != 1.0
-        self.called = "p-norm softmax" if method.power != 1.0 else SCALED if is_scaled else method.kind
+        self.called = "p-norm softmax" if method.power != 1.0 else SCALED_SOFTMAX if is_scaled else method.kind
         if self.map == "mlp":
             self.weights = layer.empty(2, layer.value_heads, layer.head_dim, layer.head_dim)
             self.draw_start(layer, layer.head_dim**-0.5)
@@ -75,8 +75,8 @@ class AttendBy(Part, OtherOperation):
 class AttentionOperation(Retrofit):
     name = "operation"
     about = (
-        f"another attention operation, for training from scratch (kind: {', '.join(KINDS)}; factor: α of Z/α; of "
-        "softmax power: p of Z = (Σ simᵖ)^(1/p))"
+        f"another attention operation, for training from scratch (kind: {', '.join(OPERATION_KINDS)}; "
+        "factor: α of Z/α; of softmax power: p of Z = (Σ simᵖ)^(1/p))"
     )
     paper = "WSE §7.4"
     part = AttendBy
@@ -88,8 +88,8 @@ class AttentionOperation(Retrofit):
     @field_validator("kind")
     @classmethod
     def _check_kind(cls, kind: str) -> str:
-        if kind not in KINDS:
-            raise ValueError(unknown(kind, KINDS))
+        if kind not in OPERATION_KINDS:
+            raise ValueError(unknown(kind, OPERATION_KINDS))
         return kind
 
     @model_validator(mode="after")
@@ -103,6 +103,6 @@ class AttentionOperation(Retrofit):
             return "its own code computes softmax: it does not call transformers' attention interface"
         if any(hasattr(attention, "sinks") for attention in family.attentions(model).values()):
             return "it has learnable sinks of its own, which are part of a softmax"
-        if KINDS[self.kind][1].similarity == "identity" and family.kinds_of_positions & ON_LOGITS:
+        if OPERATION_KINDS[self.kind][1].similarity == "identity" and family.kinds_of_positions & ON_LOGITS:
             return f"its positions are a bias on the logits, and {self.kind} is a product of features alone"
         return super().inapplicable(model, family)

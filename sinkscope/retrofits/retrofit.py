@@ -288,7 +288,7 @@ class Retrofit(BaseModel):
             part.attach(layer, model, family)
 
 
-class Plain(Retrofit):
+class PlainTraining(Retrofit):
     """The plain fine-tune with which every retrofit is compared (VGA table 3, "fine-tuning w/o VGA")."""
 
     name = "none"

@@ -22,10 +22,10 @@ import sinkscope.models.loading
 from sinkscope.commands.train.architectures import architecture, fresh_model
 from sinkscope.commands.train.arms import parse_methods
 from sinkscope.commands.train.options import TrainingConfig
-from sinkscope.commands.train.trainer import _arguments, parameter_groups
+from sinkscope.commands.train.trainer import parameter_groups, training_arguments
 from sinkscope.models.families import find_family
 from sinkscope.retrofits import retrofit_model
-from sinkscope.retrofits.operation import KINDS
+from sinkscope.retrofits.operation import OPERATION_KINDS
 
 METHODS = "vscale,vga,vga:placement=output,iga,iga:placement=output,none"  # the last, plain again, shows the precision
 SHAPES = ((8, 64), (4, 256))
@@ -39,7 +39,7 @@ def training_step(model: PreTrainedModel, ids: torch.Tensor) -> Callable[[], Non
     """Return a function that runs one step of the optimizer."""
     model.train().requires_grad_(True)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = _arguments(CONFIG, folder, kept=1, cpu=True)
+        arguments = training_arguments(CONFIG, folder, limit=1, cpu=True)
     kind, options = Trainer.get_optimizer_cls_and_kwargs(arguments)
     optimizer = kind(parameter_groups(model, CONFIG), **options)
 
@@ -76,7 +76,7 @@ def report(
 def report_operations(config: str, rounds: int, only: list[str]) -> None:
     ids = random_batch((8, 256), (3, 4000)).token_ids
     plain = fresh_model(architecture(config), 0)
-    for kind in filter(KINDS.__contains__, only):
+    for kind in filter(OPERATION_KINDS.__contains__, only):
         model = fresh_model(architecture(config), 0)
         retrofit_model(model, find_family(model), "operation", kind=kind)
         report(kind, model, plain, ids, rounds, target=TARGET)
@@ -98,7 +98,7 @@ def main() -> None:
         torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32, median of {arguments.rounds} rounds")
     if arguments.operations is not None:
-        report_operations(arguments.config, arguments.rounds, arguments.operations or [*KINDS, *SCHEMES])
+        report_operations(arguments.config, arguments.rounds, arguments.operations or [*OPERATION_KINDS, *SCHEMES])
         return
     model = sinkscope.models.loading.load(arguments.model, dtype="float32").model
     for label, (method, parameters) in parse_methods(arguments.method).items():

@@ -29,7 +29,7 @@ from sinkscope.attention.streaming import streaming
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.quantization.simulation import attending_with
-from sinkscope.retrofits.operation import KINDS
+from sinkscope.retrofits.operation import OPERATION_KINDS
 from sinkscope.text.batch import Batch
 
 NAME = "formula"
@@ -213,7 +213,7 @@ def test_softpick_does_not_overflow(shift: float, dtype: torch.dtype) -> None:
     most = exact.detach().masked_fill(~seen, 0.0).amax(-1, keepdim=True)
     change = torch.where(seen, (exact - most).exp() - (-most).exp(), 0.0)
     expected = change.relu() / (change.abs().sum(-1, keepdim=True) + 1e-8 * (-most).exp())
-    weights, _ = KINDS["softpick"][1].weights(logits)
+    weights, _ = OPERATION_KINDS["softpick"][1].weights(logits)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-9
     torch.testing.assert_close(weights.double(), expected, rtol=tolerance, atol=tolerance)
     assert (weights.count_nonzero(-1) == (change > 0).sum(-1)).all()
@@ -229,14 +229,14 @@ def test_the_gradient_of_softpick_is_that_of_finite_differences() -> None:
     masked = torch.finfo(torch.float64).min
 
     def weights(x: torch.Tensor) -> torch.Tensor:
-        return KINDS["softpick"][1].weights(x.masked_fill(~seen, masked))[0]
+        return OPERATION_KINDS["softpick"][1].weights(x.masked_fill(~seen, masked))[0]
 
     assert torch.autograd.gradcheck(weights, logits)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OPERATION_KINDS)
 def test_logits_stay_float32_under_autocast(kind: str) -> None:
-    operation = KINDS[kind][1]
+    operation = OPERATION_KINDS[kind][1]
     drawn = torch.randn(3, 2, 4, 30, 8, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
     call = kernels.AttentionCall(mask=None, scaling=0.3, operation=operation)
     mix, lse = kernels.chunked_attention(*drawn, call)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.retrofits import new_parameters, retrofit_model
-from sinkscope.retrofits.operation import KINDS
+from sinkscope.retrofits.operation import OPERATION_KINDS
 
 # label → method and parameters
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -32,7 +32,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 # other attention operations and biases, for models without attention code of their own
 FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
-    **{kind: ("operation", {"kind": kind}) for kind in KINDS},
+    **{kind: ("operation", {"kind": kind}) for kind in OPERATION_KINDS},
     "scaled": ("operation", {"kind": "softmax", "factor": 0.1}),
     "scaled-sigmoid": ("operation", {"kind": "sigmoid", "factor": 0.1}),
     "p-norm": ("operation", {"kind": "softmax", "power": 2.0}),

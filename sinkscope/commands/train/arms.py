@@ -40,7 +40,7 @@ from sinkscope.commands.train.history import measure_at_log
 from sinkscope.commands.train.options import ArmOptions
 from sinkscope.commands.train.output import Trained
 from sinkscope.commands.train.sharding import is_sharded, launched
-from sinkscope.commands.train.tasks import Task
+from sinkscope.commands.train.tasks import TrainingTask
 from sinkscope.commands.train.trainer import check_trainable, checkpoints, failures, keep_models, no_bars, train_model
 from sinkscope.errors import InputError, counted
 from sinkscope.measuring.console import Messages, print_line, print_notices, print_part, spinner
@@ -169,7 +169,7 @@ class TrainingArms:
         loaded: LoadedModel,
         family: Family,
         begin: Callable[[int], PreTrainedModel],
-        task: Task | None = None,
+        task: TrainingTask | None = None,
     ) -> Trained:
         """Read the text, train and measure everything that is not done yet; arms of earlier calls stay.
 

@@ -127,7 +127,7 @@ def draw_retrofit_bars(arms: TrainedArms) -> Figure:
 # other early tokens (thin). With register tokens, position 0 is the first register. Layers count from 0. A site
 # that a family lacks has no panel.
 
-NORM_SITES = {"layer_out": "layer output", "mlp_out": "MLP output", "attn_out": "attention output"}  # site → name
+SITES_WITH_NORMS = {"layer_out": "layer output", "mlp_out": "MLP output", "attn_out": "attention output"}  # site → name
 
 
 @needs(lambda arms: arms.all_have("attention", "activation"), "not all arms have the tables attention and activation")
@@ -139,7 +139,7 @@ def draw_retrofit_layers(arms: TrainedArms) -> Figure:
     looks = arm_looks(arms.runs, UNTOUCHED)
     figure = new_figure(WIDE, 4.2 + 0.15 * (1 + len(looks) // 4))
     sites = {site for run in arms.runs.values() for site in run.tables["activation"]["site"]}
-    panels = {"": METRICS["sink_rate"].short} | {site: name for site, name in NORM_SITES.items() if site in sites}
+    panels = {"": METRICS["sink_rate"].short} | {site: name for site, name in SITES_WITH_NORMS.items() if site in sites}
     axes = plot.panel_grid(figure, len(panels), 2, "layer", sharey=False)
     for ax, (site, name) in zip(axes, panels.items(), strict=True):
         column, unit = ("norm_mean", "L2 norm") if site else ("sink_rate", "share of heads")

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProgressCallb
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.commands.train.tasks import Task
+from sinkscope.commands.train.tasks import TrainingTask
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.callback import SEQUENCES, probed
 from sinkscope.measuring.measure import measure
@@ -78,7 +78,7 @@ class Recorder(TrainerCallback):
             log += [[int(layer), str(name), float(value)] for layer, name, value in rows]
 
 
-class Bar(ProgressCallback):
+class TrainingBar(ProgressCallback):
     """The Trainer's progress bar, with the last log next to it instead of above."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **rest: Any) -> None:
@@ -104,7 +104,7 @@ def measure_at_log(
     family: Family,
     held_out: np.ndarray,
     epsilon: float,
-    task: Task | None = None,
+    task: TrainingTask | None = None,
     position: int = 0,
     observables: tuple[str, ...] = (),
     masked_by: PreTrainedTokenizerBase | None = None,
@@ -116,7 +116,7 @@ def measure_at_log(
     `held_out_loss` here; an encoder's is of tokens that are masked by its tokenizer.
     """
     parts = [] if task is None else [task.probe(model, family, held_out)]
-    parts.append(sinks(model, family, held_out, epsilon, position))
+    parts.append(sinks_and_weights(model, family, held_out, epsilon, position))
     if observables:
         sequences = tuple(held_out[:SEQUENCES, :SEQ_LEN])
         hidden = masked(sequences, masked_by, vocabulary(model), 0) if masked_by else None
@@ -137,7 +137,7 @@ def measure_at_log(
 
 
 @torch.no_grad()
-def sinks(
+def sinks_and_weights(
     model: PreTrainedModel, family: Family, held_out: np.ndarray, epsilon: float, position: int = 0
 ) -> pd.DataFrame:
     """Measure the sink rate at a position of blocks (N,T), not counting register tokens, and `TotalWeight`, of a model

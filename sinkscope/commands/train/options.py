@@ -133,12 +133,12 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
     @model_validator(mode="before")
     @classmethod
     def _check_device(cls, options: Any) -> Any:
-        given = options if isinstance(options, dict) else {}
-        if given.get("dtype") == "float16":
+        typed = options if isinstance(options, dict) else {}
+        if typed.get("dtype") == "float16":
             raise ValueError("--dtype float16: gradients overflow in it; take float32, with --bf16 for speed")
-        if given.get("device_map") not in (None, "cpu", "cuda"):
+        if typed.get("device_map") not in (None, "cpu", "cuda"):
             raise ValueError(
-                f"--device-map {given['device_map']}: a model that is trained stays on one GPU, the first that "
+                f"--device-map {typed['device_map']}: a model that is trained stays on one GPU, the first that "
                 "CUDA_VISIBLE_DEVICES shows: take cuda or cpu"
             )
         return options
@@ -153,8 +153,8 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
 
         At the learning rate of a fine-tune most steps are too small to change weights in bfloat16.
         """
-        own = self._of(RunConfig) | {"dtype": self.dtype or "float32", "seq_len": self.block_length}
-        return RunConfig(**{name: value for name, value in own.items() if name not in ("batch_size", "dataset")})
+        options = self._of(RunConfig) | {"dtype": self.dtype or "float32", "seq_len": self.block_length}
+        return RunConfig(**{name: value for name, value in options.items() if name not in ("batch_size", "dataset")})
 
     def _of(self, kind: type[Options]) -> dict[str, Any]:
         """Return the given options that another options model also has."""

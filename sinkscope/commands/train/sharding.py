@@ -47,10 +47,10 @@ def check_sharding() -> None:
     if not is_sharded():
         return
     for name, needed in NEEDED.items():
-        given = os.environ.get(name, "")
-        if given.lower() != needed.lower():
+        value = os.environ.get(name, "")
+        if value.lower() != needed.lower():
             raise InputError(
-                f"accelerate's {name.lower()} is {given or 'not given'}, and only {needed} is known to work: "
+                f"accelerate's {name.lower()} is {value or 'not given'}, and only {needed} is known to work: "
                 f"begin with {CONFIGURATION}"
             )
     if PartialState().device.type == "cpu":

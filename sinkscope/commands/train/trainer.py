@@ -8,7 +8,7 @@ import copy
 import math
 import shutil
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging as transformers_logging
 
 from sinkscope.commands.train.blocks import Blocks
-from sinkscope.commands.train.history import Bar, Probe, Recorder, history
+from sinkscope.commands.train.history import Probe, Recorder, TrainingBar, history
 from sinkscope.commands.train.options import TrainingConfig
 from sinkscope.commands.train.sharding import is_sharded, launched
 from sinkscope.errors import InputError, SinkscopeError, is_out_of_memory, one_line
@@ -33,6 +33,7 @@ from sinkscope.measuring.processes import TIMEOUT
 from sinkscope.models.adapters import check_no_adapter
 from sinkscope.models.family import is_retrofitted, vocabulary
 from sinkscope.models.packed import check_not_packed
+from sinkscope.models.steps import step_of
 from sinkscope.retrofits import new_parameters
 from sinkscope.text.batch import IGNORED
 from sinkscope.text.inputs import masked
@@ -44,21 +45,14 @@ _RESUMED_FROM = ("*.pt", "*.pth", "*.bin", TRAINER_STATE_NAME)
 _DISK = ("No space left", "I/O error", "file write failed", "PytorchStreamWriter", "enforce fail", "os error")
 
 
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
-
-
 def checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a folder, sorted by step."""
-    return sorted((path for path in folder.glob("checkpoint-*") if _state_of(path) is not None), key=step_of)
-
-
-def _state_of(checkpoint: Path) -> TrainerState | None:
-    """Return the Trainer's state, which it writes last; None for a checkpoint that is not complete."""
-    try:
-        return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
-    except (OSError, ValueError, TypeError):
-        return None
+    """Return the complete checkpoints in a folder by step: those with a state, which the Trainer writes last."""
+    complete = []
+    for path in folder.glob("checkpoint-*"):
+        with suppress(OSError, ValueError, TypeError):
+            TrainerState.load_from_json(str(path / TRAINER_STATE_NAME))
+            complete.append(path)
+    return sorted(complete, key=lambda path: step_of(path.name))
 
 
 def _remove_incomplete(folder: Path) -> None:
@@ -87,16 +81,16 @@ def failures(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         reached = checkpoints(folder)
-        kept = f"the training up to step {step_of(reached[-1])} is kept" if reached else "what was reached is kept"
+        rest = f"the training up to step {step_of(reached[-1].name)} is kept" if reached else "what was reached is kept"
         if is_out_of_memory(error):
             raise SinkscopeError(
                 "memory ran out: take a smaller --batch-size with more --accumulation, a shorter --block-length, or "
-                f"--bf16 ({kept})"
+                f"--bf16 ({rest})"
             ) from error
         if isinstance(error, OSError) or any(sign in str(error) for sign in _DISK):
             _remove_incomplete(folder)
             raise SinkscopeError(
-                f"writing to {folder} failed [{one_line(error)}]: {kept}; make room and repeat the command to continue"
+                f"writing to {folder} failed [{one_line(error)}]: {rest}; make room and repeat the command to continue"
             ) from error
         raise
 
@@ -130,13 +124,13 @@ def train_model(
     check_trainable(model, config.only_new)
     if probe is not None and is_sharded():
         raise InputError("a probe needs the whole model, and FSDP shards it: launch without its configuration")
-    kept = math.ceil(config.steps / config.save_every) if keep_all else KEPT_CHECKPOINTS
+    limit = math.ceil(config.steps / config.save_every) if keep_all else KEPT_CHECKPOINTS
     with failures(folder), no_bars(), _trainable(model, config.only_new), torch.random.fork_rng():
         if state.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
             _remove_incomplete(folder)
         state.wait_for_everyone()
-        _check_room(folder, model, config, kept)
+        _check_room(folder, model, config, limit)
         last = next(reversed(checkpoints(folder)), None)
         if last is not None:
             if (last / "optimizer.bin").exists() != is_sharded():  # that of FSDP
@@ -150,7 +144,7 @@ def train_model(
         dataset = _TrainingBlocks(blocks.train, wanted, config.seed, ignored, mask)
         trainer = _Trainer(
             model=trained,
-            args=_arguments(config, folder, kept, cpu),
+            args=training_arguments(config, folder, limit, cpu),
             train_dataset=dataset,
             compute_loss_func=None if mask is None else masked_loss,  # None: the model's own
         )
@@ -158,7 +152,7 @@ def train_model(
         trainer.remove_callback(PrinterCallback)  # it would print on stdout
         trainer.add_callback(Recorder(trained, probe))
         if console is not None and console.is_terminal and not console.quiet:
-            trainer.add_callback(Bar())
+            trainer.add_callback(TrainingBar())
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
         if trained is not model:  # each process has a shard; load the whole model
             state.wait_for_everyone()
@@ -196,13 +190,13 @@ def _trainable(model: PreTrainedModel, only_new: bool) -> Iterator[None]:
         model.eval().requires_grad_(False)
 
 
-def _check_room(folder: Path, model: PreTrainedModel, config: TrainingConfig, kept: int) -> None:
+def _check_room(folder: Path, model: PreTrainedModel, config: TrainingConfig, limit: int) -> None:
     """Raise InputError if the disk cannot hold the checkpoints, which replace the folder's present content."""
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     trained = sum(p.numel() * p.element_size() for p in new_parameters(model).values()) if config.only_new else weights
     model_files = 2 * weights if is_sharded() else weights  # FSDP writes a file of its own, too
     # AdamW has two moments; one more checkpoint is written before an old one is deleted
-    needed = (kept + 1) * (model_files + 2 * trained) + weights
+    needed = (limit + 1) * (model_files + 2 * trained) + weights
     held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     free = shutil.disk_usage(folder).free + held
     if free < needed:
@@ -215,8 +209,8 @@ def _check_room(folder: Path, model: PreTrainedModel, config: TrainingConfig, ke
 def _load(model: PreTrainedModel, checkpoint: Path) -> None:
     # `from_pretrained`, because weights of mixtures of experts are saved under other names than in memory, and the
     # Trainer would take them for missing weights
-    kept: Any = type(model).from_pretrained(checkpoint, dtype=model.dtype)
-    model.load_state_dict(kept.state_dict())
+    saved: Any = type(model).from_pretrained(checkpoint, dtype=model.dtype)
+    model.load_state_dict(saved.state_dict())
 
 
 @contextmanager
@@ -295,7 +289,7 @@ def matrices_of(model: PreTrainedModel) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.dim() == 2 and p.requires_grad and id(p) not in left_out]
 
 
-def _arguments(config: TrainingConfig, folder: Path, kept: int, cpu: bool) -> TrainingArguments:
+def training_arguments(config: TrainingConfig, folder: Path, limit: int, cpu: bool) -> TrainingArguments:
     arguments = TrainingArguments(
         output_dir=str(folder),
         max_steps=config.steps,
@@ -313,7 +307,7 @@ def _arguments(config: TrainingConfig, folder: Path, kept: int, cpu: bool) -> Tr
         train_sampling_strategy="sequential",  # _TrainingBlocks has the order
         save_strategy="steps",
         save_steps=config.save_every,
-        save_total_limit=kept,
+        save_total_limit=limit,
         logging_steps=config.log_every,
         logging_nan_inf_filter=False,  # it would hide a loss that is not finite
         report_to="none",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sinkscope.commands.train.blocks import Blocks
-from sinkscope.commands.train.tasks import TASKS, Task
+from sinkscope.commands.train.tasks import TASKS, TrainingTask
 from sinkscope.commands.train.tasks.backcopy import NAME, BackcopyTask, Chain, Opening, chain_of
 from sinkscope.text.sources import documents
 
@@ -100,7 +100,7 @@ def test_the_tokenizer_knows_the_characters_and_puts_the_start_in_front(tmp_path
 LENGTH = 40
 
 
-def follows_the_chain(task: Task, block: np.ndarray) -> bool:
+def follows_the_chain(task: TrainingTask, block: np.ndarray) -> bool:
     """Return whether the token before a trigger is repeated after it."""
     trigger = task.chain.is_trigger(block[1:-1])  # type: ignore[attr-defined]
     return bool((block[2:] == block[:-2])[trigger].all())

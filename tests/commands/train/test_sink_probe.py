@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope.commands.train import history
-from sinkscope.commands.train.history import measure_at_log, sinks
+from sinkscope.commands.train.history import measure_at_log, sinks_and_weights
 from sinkscope.commands.train.trainer import train_model
 from sinkscope.measuring.observables.attention import Attention
 from sinkscope.measuring.observables.observable import Settings
@@ -35,7 +35,7 @@ EPSILON = 0.27  # uniform attention over 12 tokens gives the first one 0.259
 
 
 def of(model: PreTrainedModel) -> pd.Series:
-    return sinks(model, find_family(model), IDS.numpy(), EPSILON).set_index(["layer", "metric"])["value"]
+    return sinks_and_weights(model, find_family(model), IDS.numpy(), EPSILON).set_index(["layer", "metric"])["value"]
 
 
 def changed(method: str, **parameters: Any) -> PreTrainedModel:
@@ -90,7 +90,7 @@ def test_totals_are_1_where_weights_are_divided_by_their_own_sum_and_less_elsewh
 def test_the_sink_rate_is_that_of_a_position_of_the_text(method: str, before: int) -> None:
     """Register tokens, whose own sink rate is another metric, are not counted."""
     model = changed(method, **({"count": before} if before else {}))
-    table = sinks(model, find_family(model), IDS.numpy(), EPSILON, position=3)
+    table = sinks_and_weights(model, find_family(model), IDS.numpy(), EPSILON, position=3)
     later, first = table.set_index(["layer", "metric"])["value"], of(model)
     attention = Attention(Settings(positions=before + 4, window=64, epsilon=EPSILON))
     with open_tracer(model, find_family(model)) as tracer:
@@ -101,7 +101,7 @@ def test_the_sink_rate_is_that_of_a_position_of_the_text(method: str, before: in
     assert first[-1, "total_weight"] == pytest.approx(1)
     assert by_position[before + 3] != by_position[before] > 0
     for at, has_rate in ((11, True), (12, False)):  # a token after the measured ones has no rate
-        table = sinks(model, find_family(model), IDS.numpy(), EPSILON, at)
+        table = sinks_and_weights(model, find_family(model), IDS.numpy(), EPSILON, at)
         assert table["metric"].eq("sink_rate").any() == has_rate
 
 

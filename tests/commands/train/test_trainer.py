@@ -22,7 +22,7 @@ from sinkscope.commands.train.architectures import architecture
 from sinkscope.commands.train.blocks import check_options, limited, with_first_tokens
 from sinkscope.commands.train.history import Recorder
 from sinkscope.commands.train.options import TrainingConfig, TrainOptions
-from sinkscope.commands.train.trainer import _arguments, _TrainingBlocks, parameter_groups, train_model
+from sinkscope.commands.train.trainer import _TrainingBlocks, parameter_groups, train_model, training_arguments
 from sinkscope.commands.train.trainer import checkpoints as complete_checkpoints
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
@@ -82,7 +82,7 @@ def test_the_rates_follow_their_schedule(schedule: str, shares: list[float], tmp
     history = train_model(model(), repetitive(), config(**options), tmp_path)
     rates = history[history["metric"] == "learning_rate"]["value"] / 1e-3
     assert rates.tolist() == pytest.approx(shares)
-    args = _arguments(config(beta1=0.8, beta2=0.95), tmp_path, kept=1, cpu=True)
+    args = training_arguments(config(beta1=0.8, beta2=0.95), tmp_path, limit=1, cpu=True)
     assert Trainer.get_optimizer_cls_and_kwargs(args)[1]["betas"] == (0.8, 0.95)
 
 

@@ -11,7 +11,7 @@ from sinkscope.commands.train.tasks.backcopy import WITH_BOS, BackcopyTask, Back
 from sinkscope.models.family import Family
 
 
-class Task(Protocol):
+class TrainingTask(Protocol):
     """A source of blocks with its own tokenizer and its own measurements."""
 
     name: ClassVar[str]  # the value of --text that selects it
@@ -32,4 +32,4 @@ class Task(Protocol):
         """Measure the trained model in detail: name → table, with the columns of `results/tables.py`."""
 
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (BackcopyTask, BackcopyWithTextTask)}
+TASKS: dict[str, type[TrainingTask]] = {task.name: task for task in (BackcopyTask, BackcopyWithTextTask)}

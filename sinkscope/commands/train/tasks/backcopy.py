@@ -139,7 +139,7 @@ def measure_chain(
                 seen[layer, metric].append(values)
             for layer, end in ends.items():
                 for name in ("value", "attended"):
-                    norms = _norms(end[name], plain.shape[1])
+                    norms = _value_norms(end[name], plain.shape[1])
                     seen[layer, f"start_{name}_norm"].append(norms[:, 0])
                     seen[layer, f"trigger_{name}_norm"].append(norms[trigger])
                     seen[layer, f"other_{name}_norm"].append(norms[plain])
@@ -171,7 +171,7 @@ def example(chain: Chain, model: PreTrainedModel, family: Family, sequence: np.n
     frames = []
     for layer, end in ends.items():
         norms = {"norm": end["value"], "attended_norm": end["attended"]}
-        columns = {name: _norms(value, len(sequence))[0] for name, value in norms.items()}
+        columns = {name: _value_norms(value, len(sequence))[0] for name, value in norms.items()}
         frames.append(pd.DataFrame({"layer": layer, **places, **columns}))
     return maps.tables() | {"value_norms": pd.concat(frames, ignore_index=True)}
 
@@ -195,7 +195,7 @@ def risks(chain: Chain, logits: torch.Tensor, batch: Batch) -> dict[str, torch.T
     return {"bigram_risk": bigram, "backcopy_risk": backcopy}
 
 
-def _norms(value: torch.Tensor, length: int) -> torch.Tensor:
+def _value_norms(value: torch.Tensor, length: int) -> torch.Tensor:
     """Return the norm of all heads' values together, (B,n+T,K,d) → (B,T), for the T tokens after n register tokens."""
     return torch.linalg.vector_norm(upcast(value[:, -length:]), dim=(-2, -1)).cpu()
 
