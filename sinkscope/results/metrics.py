@@ -5,7 +5,7 @@ token of a sequence.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isnan, nan
 from typing import Any
 
@@ -123,7 +123,7 @@ _MEASURED = (
     # --- attention
     Metric("sink_rate", "sink rate at position 0", "sink rate",
         "share of heads in which position 0 is a sink (window mass > ε), averaged over sequences",
-        unit="share", form="{:.1%}", source="GS eq. 1; WSE §3", tables=(SUMMARY, EFFECT, RETROFIT)),
+        unit="share", form="{:.1%}", source="GS eq. 1; WSE §3", tables=(SUMMARY, EFFECT)),
     Metric("sink_rate_clear", "sink rate at position 0 clear of uniform attention", "clear sink rate",
         f"as sink_rate, of the heads in which the odds of the window mass are also more than {CLEAR:g} times those of "
         "uniform attention", unit="share", form="{:.1%}"),
@@ -140,13 +140,13 @@ _MEASURED = (
         "share of (head, sequence) pairs in which more than ε of the attention, averaged over queries, goes to no "
         "token of the text: to a learned term in the softmax's denominator, or to register tokens",
         unit="share", form="{:.1%}", source="WSE table 4 (S*)", whole="mean of the layers that have such a term",
-        scope="models with learned sink logits, key biases or register tokens", tables=(SUMMARY, RETROFIT)),
+        scope="models with learned sink logits, key biases or register tokens"),
     Metric("window_mass", "mean window mass at position 0", "window mass",
         "mean attention to the position over the W queries from it on (encoder: less than W away), averaged over heads "
         "and sequences", unit="attention", form="{:.3f}", source="GS eq. 1", tables=(SUMMARY, EFFECT)),
     Metric("sink_mass", "mean sink mass at position 0", "sink mass",
         "mean attention to position 0 over all queries, averaged over heads and sequences",
-        unit="attention", form="{:.3f}", source="GS eq. 2", tables=(SUMMARY, RETROFIT)),
+        unit="attention", form="{:.3f}", source="GS eq. 2"),
     Metric("repeated_bound", "upper bound of the sink mass on repeated tokens", "bound on the sink mass",
         "mean over heads and queries of exp(2ξ) ÷ (exp(2ξ) + n), n the other keys of the query, ξ = scaling · ‖q‖‖k‖",
         unit="attention", form="{:.3f}", source="WSE proposition 4",
@@ -159,10 +159,10 @@ _MEASURED = (
     # --- queries, keys, values and gates
     Metric("value_drain", "value norm at position 0 ÷ later positions (mean over all layers)", "value norm ÷ others",
         "norm of the value state at position 0 ÷ its mean over the other reported positions, per head, averaged "
-        "over heads", unit="ratio", source="VGA §1", tables=(SUMMARY, RETROFIT)),
+        "over heads", unit="ratio", source="VGA §1"),
     Metric("raw_value_drain", "raw value norm at position 0 ÷ later positions", "raw value norm ÷ others",
         "as value_drain, of the value states that the projection gives, before the gate or scale",
-        unit="ratio", source="GS §5.1; VGA eq. 8", scope=_GATED, tables=(SUMMARY, RETROFIT)),
+        unit="ratio", source="GS §5.1; VGA eq. 8", scope=_GATED),
     Metric("sink_logit_gap", "logit of position 0 above the other keys'", "logit gap",
         "pre-softmax logit of position 0 − mean logit of the query's other keys, averaged over queries and heads",
         source="VGA §4.1"),
@@ -173,28 +173,28 @@ _MEASURED = (
         form="{:.1f}", whole="largest", scope="runs with the observable largest-logit"),
     Metric("gate_first", "mean gate at position 0", "gate at position 0",
         "what the retrofit multiplies values or heads' outputs by at position 0, averaged over heads",
-        form="{:.3f}", source="VGA eq. 6–10; GS §5.1", scope=_GATED, tables=(SUMMARY, RETROFIT)),
+        form="{:.3f}", source="VGA eq. 6–10; GS §5.1", scope=_GATED),
     Metric("gate_later", "mean gate at later positions", "gate at others",
         "as gate_first, averaged over the other reported positions",
-        form="{:.3f}", source="VGA eq. 6–10; GS §5.1", scope=_GATED, tables=(SUMMARY, RETROFIT)),
+        form="{:.3f}", source="VGA eq. 6–10; GS §5.1", scope=_GATED),
     Metric("gate_mean", "mean gate over all tokens", "mean gate", "as gate_first, averaged over all tokens",
-        form="{:.3f}", source="Qiu et al. 2025", scope=_GATED, tables=(SUMMARY, RETROFIT)),
+        form="{:.3f}", source="Qiu et al. 2025", scope=_GATED),
     Metric("gate_closed", "share of closed gates", "closed gates",
         f"share of tokens whose gate is below {CLOSED:g}, averaged over heads",
-        unit="share", form="{:.1%}", source="Qiu et al. 2025", scope=_GATED, tables=(SUMMARY, RETROFIT)),
+        unit="share", form="{:.1%}", source="Qiu et al. 2025", scope=_GATED),
     Metric("gate_deviation", "standard deviation of gates over tokens", "deviation of gates",
         "standard deviation of a head's gate over all tokens, averaged over heads; 0 if it does not depend on them",
-        form="{:.3f}", source="Qiu et al. 2025", scope=_GATED, tables=(SUMMARY, RETROFIT)),
+        form="{:.3f}", source="Qiu et al. 2025", scope=_GATED),
     # --- activations and losses
     Metric("norm_ratio", "residual norm at position 0 ÷ later positions (mean over layers)", "residual norm ÷ others",
         "norm of the layer's output at position 0 ÷ its mean over the other reported positions",
-        unit="ratio", form="{:.1f}", source="GS §2", tables=(SUMMARY, RETROFIT)),
+        unit="ratio", form="{:.1f}", source="GS §2"),
     Metric("first_norm", "norm of the residual stream at position 0 (largest layer)", "residual norm",
         "L2 norm of the layer's output at position 0, averaged over sequences",
         form="{:,.1f}", source="GS §2", whole="largest"),
     Metric("massive_count", "massive activations per sequence, all layers", "massive activations per sequence",
         "entries of the layer's output with |x| > 100 and |x| ≥ 1000 × the median |entry|, per sequence",
-        unit="entries", form="{:.1f}", source="Sun et al. 2024", whole="sum", tables=(SUMMARY, EFFECT, RETROFIT)),
+        unit="entries", form="{:.1f}", source="Sun et al. 2024", whole="sum", tables=(SUMMARY, EFFECT)),
     Metric("massive_magnitude", "largest |activation| (mean over sequences, largest layer)", "largest |activation|",
         "largest |entry| of the layer's output, averaged over sequences",
         form="{:,.0f}", source="Sun et al. 2024", whole="largest", tables=(EFFECT,)),
@@ -202,7 +202,7 @@ _MEASURED = (
         "largest |entry| of each sequence, averaged over sequences, at the site where it is largest: layer_in, "
         "attn_out, mid, mlp_out or layer_out (VGA table 1 has other sites)",
         form="{:,.2f}", source="Bondarenko et al. 2023", whole="largest", lower_is_better=True,
-        tables=(SUMMARY, QUANTIZATION, RETROFIT)),
+        tables=(SUMMARY, QUANTIZATION)),
     Metric("layer_inf_norm", "infinity norm of a layer's output (mean over sequences, largest layer)",
         "infinity norm of layer_out",
         "max_inf_norm of layer_out alone: of a pre-norm model the sum of its feed-forward network's input and output",
@@ -215,7 +215,7 @@ _MEASURED = (
     Metric("kurtosis", "kurtosis (mean over sequences, sites and layers)", "mean kurtosis",
         "mean((x − μ)⁴) ÷ σ⁴ over all entries of a site and sequence, averaged over sequences and the sites of "
         "max_inf_norm (VGA table 1 has other sites)", form="{:,.2f}", source="Bondarenko et al. 2023",
-        lower_is_better=True, tables=(SUMMARY, QUANTIZATION, RETROFIT)),
+        lower_is_better=True, tables=(SUMMARY, QUANTIZATION)),
     Metric("loss", "loss (nats per token)", "loss",
         "cross-entropy of the predicted tokens, of an encoder the masked ones; in the table `training` of the training "
         "batches",
@@ -223,7 +223,7 @@ _MEASURED = (
     Metric("held_out_loss", "held-out loss (nats per token)", "held-out loss", "loss of a probe's held-out sequences",
         unit="nats", form="{:.3f}", whole="", lower_is_better=True, tables=(TRAINING,)),
     Metric("perplexity", "perplexity of the run's text", "perplexity", "exp(loss)", form="{:,.2f}",
-        source="VGA table 1", whole="", lower_is_better=True, tables=(SUMMARY, EFFECT, QUANTIZATION, RETROFIT)),
+        source="VGA table 1", whole="", lower_is_better=True, tables=(SUMMARY, EFFECT, QUANTIZATION)),
     # --- states of the residual stream
     Metric("state_entropy", "entropy of a layer's states (mean over layers; 1 is the largest)", "entropy of states",
         "−Σ p_j log p_j ÷ log min(T, D), p_j the squared singular values of the layer's output (T,D) ÷ their sum",
@@ -242,16 +242,15 @@ _MEASURED = (
     Metric("value_gradient_ratio", "value gradient at position 0 ÷ positions 5–15", "value gradient ÷ later",
         "gradient norm of the value states at position 0 ÷ its mean over positions 5–15, all heads together; it grows "
         "with the number of sequences, whose gradients are added before the norm, as in the paper",
-        unit="ratio", form="{:.1f}", source="GS fig. 2", whole="of the norms averaged over layers",
-        tables=(SUMMARY, RETROFIT)),
+        unit="ratio", form="{:.1f}", source="GS fig. 2", whole="of the norms averaged over layers"),
     Metric("raw_value_gradient_ratio", "raw value gradient at position 0 ÷ positions 5–15",
         "raw value gradient ÷ later",
         "as value_gradient_ratio, of the value states that the projection gives, before the gate or scale",
         unit="ratio", form="{:.1f}", source="GS §5.1; VGA eq. 8", whole="of the norms averaged over layers",
-        scope="models and retrofits with gates or scales on values", tables=(SUMMARY, RETROFIT)),
+        scope="models and retrofits with gates or scales on values"),
     Metric("value_gradient_norm", "raw value gradient at position 0", "raw value gradient",
         "gradient norm of the value states at position 0, all heads together, before a gate or scale if there is "
-        "one", form="{:.3g}", source="GS §5.1; VGA eq. 8", tables=(SUMMARY, RETROFIT)),
+        "one", form="{:.3g}", source="GS §5.1; VGA eq. 8"),
     Metric("key_gradient_ratio", "key gradient at position 0 ÷ positions 5–15", "key gradient ÷ later",
         "as value_gradient_ratio, of the keys",
         unit="ratio", form="{:.1f}", source="GS fig. 2", whole="of the norms averaged over layers"),
@@ -327,17 +326,16 @@ _QUANTIZED = (
         unit="nats", form="{:z.3f}", whole="", lower_is_better=True, tables=(QUANTIZATION,)),
     Metric(PERPLEXITY_IN_W8A8, "perplexity of the run's text in W8A8", "perplexity in W8A8",
         "perplexity with every linear layer but the LM head in simulated W8A8",
-        form="{:,.2f}", source="VGA table 2", whole="", lower_is_better=True, tables=(RETROFIT,)),
+        form="{:,.2f}", source="VGA table 2", whole="", lower_is_better=True, tables=()),
     Metric("perplexity_increase", "increase of perplexity in W8A8", "Δ perplexity", "perplexity_quantized − perplexity",
-        form="{:+,.2f}", source="VGA table 2", whole="", lower_is_better=True, tables=(RETROFIT,)),
+        form="{:+,.2f}", source="VGA table 2", whole="", lower_is_better=True, tables=()),
     Metric("max_inf_norm_quantized", "max infinity norm in W8A8 (largest site and layer)", "max infinity norm in W8A8",
         "max_inf_norm with every linear layer but the LM head in simulated W8A8",
-        form="{:,.2f}", source="VGA table 2", whole="", lower_is_better=True, tables=(RETROFIT,)),
+        form="{:,.2f}", source="VGA table 2", whole="", lower_is_better=True, tables=()),
     Metric("kurtosis_quantized", "kurtosis in W8A8 (mean over sites and layers)", "mean kurtosis in W8A8",
         "kurtosis with every linear layer but the LM head in simulated W8A8",
-        form="{:,.2f}", source="VGA table 2", whole="", lower_is_better=True, tables=(RETROFIT,)),
+        form="{:,.2f}", source="VGA table 2", whole="", lower_is_better=True, tables=()),
 )
-METRICS_IN_W8A8 = tuple(metric.name for metric in _QUANTIZED if RETROFIT in metric.tables)
 
 _TRAINED = (
     Metric("gate_displacement_mean", "distance of new parameters from their start (mean)", "new parameters moved by",
@@ -345,7 +343,7 @@ _TRAINED = (
         form="{:.3g}", source="VGA §3.2", scope="retrofits with new parameters", tables=(TRAINING,)),
     Metric("gate_displacement_max", "distance of new parameters from their start (largest)", "gates moved at most",
         "‖p − p₀‖ of the head whose new parameters have moved farthest", form="{:.3g}", source="VGA §3.2",
-        whole="largest", scope="retrofits with new parameters", tables=(TRAINING, RETROFIT)),
+        whole="largest", scope="retrofits with new parameters", tables=(TRAINING,)),
     Metric("value_ratio", "norm of the projected value of <s> ÷ other tokens", "‖v‖ of <s> ÷ others",
         "start_value_norm ÷ other_value_norm",
         unit="ratio", form="{:.3f}", source="VGA fig. 6", whole="by layer", scope=_TASK, tables=()),
@@ -433,7 +431,35 @@ BACKCOPY: dict[str, Metric] = {
 }
 
 # fmt: on
-METRICS: dict[str, Metric] = {metric.name: metric for metric in (*_MEASURED, *_QUANTIZED, *_TRAINED)} | BACKCOPY
+# heading of a table of trained arms in Markdown → its metrics; all of them make up the table `retrofit`, in this order
+ARM_TABLES: dict[str, tuple[str, ...]] = {
+    "In full precision": ("perplexity", "max_inf_norm", "kurtosis"),
+    "In W8A8": ("perplexity_quantized", "perplexity_increase", "max_inf_norm_quantized", "kurtosis_quantized"),
+    "Position 0 against the others": (
+        "sink_rate",
+        "sink_rate_outside",
+        "sink_mass",
+        "massive_count",
+        "norm_ratio",
+        "value_gradient_norm",
+        "value_gradient_ratio",
+        "raw_value_gradient_ratio",
+        "value_drain",
+        "raw_value_drain",
+        "gate_first",
+        "gate_later",
+        "gate_mean",
+        "gate_closed",
+        "gate_deviation",
+        "gate_displacement_max",
+    ),
+}  # fmt: skip
+METRICS_IN_W8A8 = ARM_TABLES["In W8A8"]
+ARM_METRICS = tuple(metric for metrics in ARM_TABLES.values() for metric in metrics)
+METRICS: dict[str, Metric] = {
+    metric.name: replace(metric, tables=(*metric.tables, RETROFIT)) if metric.name in ARM_METRICS else metric
+    for metric in (*_MEASURED, *_QUANTIZED, *_TRAINED)
+} | BACKCOPY
 
 # metrics of the whole model in verdicts and model cards, in their order → the finding whose sentence has the metric
 HEADLINE_METRICS = {

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pandas as pd
 
-from sinkscope.results.metrics import METRICS_IN_W8A8, PERPLEXITY_IN_W8A8
+from sinkscope.results.metrics import ARM_METRICS, PERPLEXITY_IN_W8A8
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import (
     LEADING,
@@ -43,31 +43,6 @@ TRAINED_TABLES = {
 UNTOUCHED = "untouched"  # the arm of the unchanged model
 AnyRun = TypeVar("AnyRun", bound=RunData)
 
-# heading of a table in Markdown → its metrics; all of them make up the table `retrofit`, in this order
-TABLES: dict[str, tuple[str, ...]] = {
-    "In full precision": ("perplexity", "max_inf_norm", "kurtosis"),
-    "In W8A8": METRICS_IN_W8A8,
-    "Position 0 against the others": (
-        "sink_rate",
-        "sink_rate_outside",
-        "sink_mass",
-        "massive_count",
-        "norm_ratio",
-        "value_gradient_norm",
-        "value_gradient_ratio",
-        "raw_value_gradient_ratio",
-        "value_drain",
-        "raw_value_drain",
-        "gate_first",
-        "gate_later",
-        "gate_mean",
-        "gate_closed",
-        "gate_deviation",
-        "gate_displacement_max",
-    ),
-}
-ARM_METRICS = tuple(metric for metrics in TABLES.values() for metric in metrics)
-
 
 def runs_by_seed(arms: Mapping[str, Mapping[str, Any]], runs: Mapping[str, AnyRun]) -> dict[int, dict[str, AnyRun]]:
     """Return seed → label → run of the `arms` of run.json; the untouched model's run belongs to every seed."""
@@ -84,8 +59,8 @@ def retrofit_table(
 ) -> pd.DataFrame:
     """Return the table `retrofit`: model, condition (the method's label), layer −1, seed, metric, value.
 
-    There is a row for each arm and metric that was measured, in the order of `TABLES`. The numbers of `w8a8` in full
-    precision replace the run's, so that each increase is between numbers of one measurement.
+    There is a row for each arm and metric that was measured, in the order of `ARM_METRICS`. The numbers of `w8a8` in
+    full precision replace the run's, so that each increase is between numbers of one measurement.
 
     Args:
         arms: the entry of run.json: name of an arm → its method, seed and label.

@@ -149,18 +149,6 @@ def make_retrofit(method: str, parameters: Mapping[str, Any]) -> Retrofit:
     return filled_in(RETROFITS[method], parameters, method)
 
 
-def _build_in(model: PreTrainedModel) -> None:
-    """Install the retrofit that a saved model's configuration names, while the model is built."""
-    record: Any = model.config.retrofit
-    if not isinstance(record, dict) or not {"method", "parameters"} <= record.keys():
-        raise InputError("the configuration says that the model is retrofitted, but not how: `retrofit` is damaged")
-    try:
-        chosen = make_retrofit(record["method"], record["parameters"])
-    except InputError as error:
-        raise InputError(f"saved by sinkscope {record.get('sinkscope', '?')}: {error}") from None
-    chosen.install(model, find_family(model))
-
-
 def _register_configuration(base: str) -> None:
     """Create and register the configuration class of `sinkscope_BASE`: the base's with the field `retrofit`."""
     parent: Any = CONFIG_MAPPING[base]
@@ -198,7 +186,16 @@ def _model_class(base: str, parent: Any) -> type[PreTrainedModel]:
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             super().__init__(config, *args, **kwargs)
-            _build_in(self)
+            record = config.retrofit
+            if not isinstance(record, dict) or not {"method", "parameters"} <= record.keys():
+                raise InputError(
+                    "the configuration says that the model is retrofitted, but not how: `retrofit` is damaged"
+                )
+            try:
+                chosen = make_retrofit(record["method"], record["parameters"])
+            except InputError as error:
+                raise InputError(f"saved by sinkscope {record.get('sinkscope', '?')}: {error}") from None
+            chosen.install(self, find_family(self))
 
         def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
             super().save_pretrained(save_directory, *args, **kwargs)

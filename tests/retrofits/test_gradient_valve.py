@@ -78,13 +78,9 @@ def test_the_control_changes_the_others_by_as_much() -> None:
     assert at_others(first + 1e-3 * (first == 0), factors * 0, 0)[:, 1:].abs().max() == 0
 
 
-def test_a_valve_generates_and_refuses_what_it_cannot_do() -> None:
+def test_a_valve_generates_as_the_plain_model() -> None:
     model = retrofit_model(tiny_model("llama"), None, "gradient-valve", position=3)
     plain = tiny_model("llama")
     kwargs = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(IDS, **kwargs), plain.generate(IDS, **kwargs))
     assert sum(isinstance(module, Valve) for module in model.modules()) == 3
-    with pytest.raises(Exception, match="acts=values acts at all positions"):
-        retrofit_model(tiny_model("llama"), None, "gradient-valve", acts="values", position=0)
-    with pytest.raises(Exception, match="give position"):
-        retrofit_model(tiny_model("llama"), None, "gradient-valve", control=True)

@@ -501,6 +501,8 @@ def test_unknown_methods_and_parameters_are_refused() -> None:
         ("operation", {"kind": "sigmiod"}, "operation: kind: 'sigmiod' is unknown; did you mean 'sigmoid'"),
         ("operation", {"kind": "sigmoid", "power": 2}, "power belongs to kind=softmax"),
         ("key-bias", {"norm": 2.0}, "norm applies only to value=axis"),
+        ("gradient-valve", {"acts": "values", "position": 0}, "acts=values acts at all positions"),
+        ("gradient-valve", {"control": True}, "control=true changes .*: give position"),
     ):
         with pytest.raises(InputError, match=words):
             retrofit_model(model, None, method, **parameters)

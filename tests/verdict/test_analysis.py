@@ -14,7 +14,7 @@ import sinkscope
 from sinkscope import Run, retrofit_model
 from sinkscope.measuring.summary import gradient_summary, uniform_gradient_ratio
 from sinkscope.results.findings import SINK, Finding, Outcome
-from sinkscope.results.trainings import ARM_METRICS
+from sinkscope.results.metrics import ARM_METRICS
 from sinkscope.verdict import analysis
 from sinkscope.verdict.analysis import packed_source, settings
 from sinkscope.verdict.at_a_glance import glances

@@ -9,11 +9,11 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.results.findings import Finding
-from sinkscope.results.metrics import METRICS, PERPLEXITY_IN_W8A8
+from sinkscope.results.metrics import ARM_TABLES, METRICS, PERPLEXITY_IN_W8A8
 from sinkscope.results.run import RunData
 from sinkscope.results.statistics import Estimate, mean_of_runs
 from sinkscope.results.tables import WHOLE_MODEL
-from sinkscope.results.trainings import HELD_OUT, TABLES, UNTOUCHED, at_equal_loss, courses, sinking_layer
+from sinkscope.results.trainings import HELD_OUT, UNTOUCHED, at_equal_loss, courses, sinking_layer
 from sinkscope.verdict.report import interval, with_interval
 from sinkscope.verdict.table_formats import as_markdown, table_with_spread
 
@@ -128,7 +128,7 @@ def retrofit_summaries(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
         table.pivot_table(index="condition", columns="metric", values="value", aggfunc=how, dropna=False).reindex(arms)
         for how in ("mean", "std")
     )
-    known = {heading: [name for name in metrics if name in wide] for heading, metrics in TABLES.items()}
+    known = {heading: [name for name in metrics if name in wide] for heading, metrics in ARM_TABLES.items()}
     return {heading: table_with_spread(wide, spread, metrics) for heading, metrics in known.items() if metrics}
 
 

@@ -130,31 +130,42 @@ def train_model(
             folder.mkdir(parents=True, exist_ok=True)
             _remove_incomplete(folder)
         state.wait_for_everyone()
-        _check_room(folder, model, config, limit)
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        trained = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        model_files = 2 * weights if is_sharded() else weights  # FSDP writes a file of its own, too
+        # AdamW has two moments; one more checkpoint is written before an old one is deleted
+        needed = (limit + 1) * (model_files + 2 * trained) + weights
+        held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())  # what is replaced
+        free = shutil.disk_usage(folder).free + held
+        if free < needed:
+            raise InputError(
+                f"{folder} has {free / 2**30:.1f} GB left on its disk and its checkpoints need {needed / 2**30:.1f}: "
+                "make room, or name another folder"
+            )
         last = next(reversed(checkpoints(folder)), None)
         if last is not None:
             if (last / "optimizer.bin").exists() != is_sharded():  # that of FSDP
                 how = "without" if is_sharded() else "with"
                 raise InputError(f"{folder} was begun {how} FSDP: launch it so to resume it, or name another folder")
             _load(model, last)
-        trained = copy.deepcopy(model) if is_sharded() else model  # FSDP does not reassemble a sharded model
+        network = copy.deepcopy(model) if is_sharded() else model  # FSDP does not reassemble a sharded model
         ignored = max(1, getattr(model.config, "prefix_length", 0))  # a prefix LM does not predict its prefix
         tokenizer, known, wanted = blocks.masked_by, vocabulary(model), config.blocks_wanted(state.num_processes)
         mask = None if tokenizer is None else partial(masked, tokenizer=tokenizer, vocab_size=known, seed=config.seed)
         dataset = _TrainingBlocks(blocks.train, wanted, config.seed, ignored, mask)
         trainer = _Trainer(
-            model=trained,
+            model=network,
             args=training_arguments(config, folder, limit, cpu),
             train_dataset=dataset,
             compute_loss_func=None if mask is None else masked_loss,  # None: the model's own
         )
         trainer.config = config
         trainer.remove_callback(PrinterCallback)  # it would print on stdout
-        trainer.add_callback(Recorder(trained, probe))
+        trainer.add_callback(Recorder(network, probe))
         if console is not None and console.is_terminal and not console.quiet:
             trainer.add_callback(TrainingBar())
         trainer.train(resume_from_checkpoint=None if last is None else str(last))
-        if trained is not model:  # each process has a shard; load the whole model
+        if network is not model:  # each process has a shard; load the whole model
             state.wait_for_everyone()
             _load(model, checkpoints(folder)[-1])  # the Trainer's last step writes one
         return history(trainer.state.log_history)
@@ -188,22 +199,6 @@ def _trainable(model: PreTrainedModel, only_new: bool) -> Iterator[None]:
             model.config.use_cache = was_cached
         model.zero_grad(set_to_none=True)
         model.eval().requires_grad_(False)
-
-
-def _check_room(folder: Path, model: PreTrainedModel, config: TrainingConfig, limit: int) -> None:
-    """Raise InputError if the disk cannot hold the checkpoints, which replace the folder's present content."""
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    trained = sum(p.numel() * p.element_size() for p in new_parameters(model).values()) if config.only_new else weights
-    model_files = 2 * weights if is_sharded() else weights  # FSDP writes a file of its own, too
-    # AdamW has two moments; one more checkpoint is written before an old one is deleted
-    needed = (limit + 1) * (model_files + 2 * trained) + weights
-    held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    free = shutil.disk_usage(folder).free + held
-    if free < needed:
-        raise InputError(
-            f"{folder} has {free / 2**30:.1f} GB left on its disk and its checkpoints need {needed / 2**30:.1f}: "
-            "make room, or name another folder"
-        )
 
 
 def _load(model: PreTrainedModel, checkpoint: Path) -> None:

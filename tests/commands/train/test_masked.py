@@ -1,7 +1,6 @@
 """Encoders are trained to predict masked tokens: their loss, masks and gates, and a training that is resumed."""
 
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,11 @@ from torch import nn
 from transformers import AutoModelForMaskedLM, PreTrainedModel, Trainer
 
 from sinkscope import InputError, new_parameters, retrofit_model
-from sinkscope.commands.train.architectures import architecture, fresh_model, tokenizer_of
 from sinkscope.commands.train.blocks import Blocks
-from sinkscope.commands.train.trainer import _TrainingBlocks, masked_loss, train_model
+from sinkscope.commands.train.trainer import masked_loss, train_model
 from sinkscope.measuring.subject import family_of
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.text.batch import IGNORED, Batch
-from sinkscope.text.inputs import masked
 
 IDS = torch.randint(5, VOCAB, (2, 12), generator=torch.Generator().manual_seed(0))
 DROPOUT = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
@@ -99,19 +96,9 @@ def test_all_methods_see_equal_masks_and_every_reading_others(tmp_path: Path, mo
     assert len({tuple(labels[at].tolist()) for at in readings}) == len(readings)
 
 
-def test_masks_do_not_depend_on_the_order_of_access() -> None:
-    """A resumed training, or one of several processes, reads from the middle."""
-    mask = partial(masked, tokenizer=word_tokenizer(), vocab_size=VOCAB, seed=0)
-    rows = blocks().train
-    forward, backward = (_TrainingBlocks(rows, 20, 0, 1, mask) for _ in range(2))
-    first = [forward[at] for at in range(20)]
-    for at in reversed(range(20)):
-        assert all(torch.equal(first[at][name], x) for name, x in backward[at].items())
-
-
 @pytest.mark.parametrize("method", ["vga", "register-tokens"])
 def test_a_resumed_training_ends_with_the_weights_of_an_unbroken_one(method: str, tmp_path: Path) -> None:
-    """With dropout, and several epochs."""
+    """With dropout, and several epochs: the masks of the middle do not depend on those before."""
 
     def fresh() -> Any:
         return retrofit_model(encoder("bert", torch.float32, spread=2.0, **DROPOUT), None, method)
@@ -193,12 +180,3 @@ def test_a_method_at_the_output_projection_is_refused(method: str) -> None:
     parameters = {"placement": "output"} if method == "vga" else {}
     with pytest.raises(InputError, match="'bert' has no projection of its heads' outputs in its attention module"):
         bert(method, **parameters)
-
-
-def test_a_tokenizer_for_an_encoder() -> None:
-    tokenizer = tokenizer_of(["the sink drains, the sink attends; " * 50], 280, causal=False)
-    ids = tokenizer("the sink")["input_ids"]
-    assert (ids[0], ids[-1], tokenizer.mask_token_id, tokenizer.pad_token_id) == (1, 2, 3, 0)
-    assert len(tokenizer) <= 280
-    model = fresh_model(architecture(f"tiny-bert:num_hidden_layers=1,vocab_size={len(tokenizer)}"), 0)
-    assert type(model).__name__ == "BertForMaskedLM"

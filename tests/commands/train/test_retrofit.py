@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from support.figures import skip_figures
 from support.retrofit_command import SMALL, TYPED, WORDS, command_line, words_tokenizer
 from tiny import VOCAB, tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T5Config, Trainer
 from typer.testing import Result
 
 import sinkscope
@@ -165,30 +165,48 @@ def blocks_of(file: str, text: str | None = None) -> Blocks:
     return read_blocks(loaded(), options, wanted=100)
 
 
+RETROFIT_REFUSALS = [
+    (("--method", "vgaa"), "retrofit 'vgaa' is unknown; did you mean 'vga'?"),
+    (("--method", "vga:place=output"), "vga: parameter 'place' is unknown; did you mean 'placement'?"),
+    (("--method", "vga,vga"), "--method vga is given twice"),
+    (("--learning-rate", "-1e-4"), "--learning-rate -0.0001: it must be more than 0"),
+    (("--text", "nothing.txt"), "--text nothing.txt: no such file"),
+    (("--text", "random"), "--text random: nothing can be learned from it"),
+    (("--text", "../short.txt", *TYPED), "--text ../short.txt holds 1 block of 16 tokens, and at least 2 are needed"),
+    (("--block-length", "300"), "--block-length 300 is beyond the model's 256 positions"),
+    (("--method", "none", "--only-new"), "--method none: --only-new leaves nothing to train"),
+    (("--out", "../taken"), "--out ../taken is not empty and holds no run"),
+]
+TRAIN_REFUSALS = [
+    (("--config", "tiny-lama"), "--config 'tiny-lama' is unknown; did you mean 'tiny-llama'?"),
+    (("--config", "../t5.json"), "--config ../t5.json: t5 is neither a causal language model nor an encoder"),
+    (("--config", "../half.json"), "--config ../half.json is not a model's config.json"),
+    (("--config", "../nothing.json"), "--config ../nothing.json: it has no model_type"),
+    (("--seeds", "0"), "--seeds 0: it must be at least 1"),
+    (("--text", "sampled"), "--text sampled: a model with random weights cannot write a text"),
+    (("--text", "bigram-backcopy", "--tokenizer", "."), "--text bigram-backcopy has its own tokenizer"),
+    (("--tokenizer", "./nowhere"), "./nowhere: no such folder"),
+    (("--config", "llama-1m:max_position_embeddings=64", "--block-length", "65"),
+        "--block-length 65 is beyond the model's 64 positions"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--method", "vgaa"), "retrofit 'vgaa' is unknown; did you mean 'vga'?"),
-        (("--method", "vga:place=output"), "vga: parameter 'place' is unknown; did you mean 'placement'?"),
-        (("--method", "vga,vga"), "--method vga is given twice"),
-        (("--learning-rate", "-1e-4"), "--learning-rate -0.0001: it must be more than 0"),
-        (("--text", "nothing.txt"), "--text nothing.txt: no such file"),
-        (("--text", "random"), "--text random: nothing can be learned from it"),
-        (
-            ("--text", "../short.txt", *TYPED),
-            "--text ../short.txt holds 1 block of 16 tokens, and at least 2 are needed",
-        ),
-        (("--block-length", "300"), "--block-length 300 is beyond the model's 256 positions"),
-        (("--method", "none", "--only-new"), "--method none: --only-new leaves nothing to train"),
-        (("--out", "../taken"), "--out ../taken is not empty and holds no run"),
-    ],
+    ("command", "options", "message"),
+    [*(("retrofit", *row) for row in RETROFIT_REFUSALS), *(("train", *row) for row in TRAIN_REFUSALS)],
 )
-def test_refusals_write_nothing(options: tuple[str, ...], message: str, tiny: Path, tmp_path: Path) -> None:
+def test_refusals_write_nothing(
+    command: str, options: tuple[str, ...], message: str, tiny: Path, tmp_path: Path
+) -> None:
     Path("../short.txt").write_text("the drain " * 10)
     Path("../taken").mkdir()
     Path("../taken/thesis.tex").touch()
+    T5Config().to_json_file("../t5.json")
+    Path("../half.json").write_text('{"model_type": "llama"')
+    Path("../nothing.json").write_text("{}")
     before = sorted(tmp_path.rglob("*"))
-    result = command_line("retrofit", tiny, "--out", "out", *options)
+    model = (tiny,) if command == "retrofit" else ()
+    result = command_line(command, *model, "--out", "out", *options)
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
     assert result.stderr.splitlines()[-1].startswith(f"sinkscope: {message}"), result.stderr

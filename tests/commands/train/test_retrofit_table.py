@@ -10,8 +10,9 @@ from scipy import stats
 from sinkscope import InputError, Run
 from sinkscope.commands.train.findings import equal_loss_markdown, gates_moved, methods_compared, retrofit_markdown
 from sinkscope.measuring.tables import column_names
+from sinkscope.results.metrics import ARM_METRICS
 from sinkscope.results.tables import LEADING
-from sinkscope.results.trainings import ARM_METRICS, UNTOUCHED, retrofit_table, tokens_a_step
+from sinkscope.results.trainings import UNTOUCHED, retrofit_table, tokens_a_step
 from sinkscope.verdict.table_formats import formatted
 
 GATES = pd.DataFrame({"condition": "vga", "seed": [0, 0, 1], "layer": [0, 1, 0], "displacement": [0.25, 0.75, 2.0]})

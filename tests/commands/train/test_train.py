@@ -12,7 +12,7 @@ import torch
 from support.figures import skip_figures
 from support.naming import naming
 from support.retrofit_command import command_line
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, T5Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 from typer.testing import Result
 
 from sinkscope import Run, train
@@ -88,17 +88,20 @@ def test_methods_start_from_the_same_weights_and_seeds_from_others(finished: tup
     assert torch.equal(plain["lm_head.weight"], AutoModelForCausalLM.from_config(config).lm_head.weight)
 
 
-def test_a_tokenizer_of_the_text() -> None:
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_tokenizer_of_the_text(is_causal: bool) -> None:
+    """That of an encoder frames every text, and has a mask."""
     text = "the sink drains, the sink attends; " * 50
-    tokenizer = tokenizer_of([text], 280)
+    tokenizer = tokenizer_of([text], 280, is_causal)
     ids = tokenizer(text)["input_ids"]
-    assert tokenizer.decode(ids[1:]) == text
-    assert (ids[0], own_frame(tokenizer)[0]) == (1, (1,))
-    assert (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (0, 1, 2)
+    assert own_frame(tokenizer) == ((1,), () if is_causal else (2,))
+    assert tokenizer.decode(ids[1:] if is_causal else ids[1:-1]) == text
+    special = (tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id)
+    assert special == (0, 1, 2, None if is_causal else 3)
     assert len(tokenizer) <= 280
     assert len(ids) < len(text) / 3  # it has learned words
     assert tokenizer("Ἐν ἀρχῇ")["input_ids"][1:]  # byte-level: no text is unknown
-    assert tokenizer_of([text], 280).get_vocab() == tokenizer.get_vocab()
+    assert tokenizer_of([text], 280, is_causal).get_vocab() == tokenizer.get_vocab()
 
 
 def test_a_task(tmp_path: Path) -> None:
@@ -161,29 +164,3 @@ def test_an_encoder_predicts_masked_tokens() -> None:
         assert of_arm["perplexity_quantized"] != of_arm["perplexity"]
         predicted.add(run.manifest["input"]["masked"])
     assert len(predicted) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--config", "tiny-lama"), "--config 'tiny-lama' is unknown; did you mean 'tiny-llama'?"),
-        (("--config", "t5.json"), "--config t5.json: t5 is neither a causal language model nor an encoder"),
-        (("--config", "half.json"), "--config half.json is not a model's config.json"),
-        (("--config", "nothing.json"), "--config nothing.json: it has no model_type"),
-        (("--seeds", "0"), "--seeds 0: it must be at least 1"),
-        (("--text", "sampled"), "--text sampled: a model with random weights cannot write a text"),
-        (("--text", "bigram-backcopy", "--tokenizer", "."), "--text bigram-backcopy has its own tokenizer"),
-        (("--tokenizer", "./nowhere"), "./nowhere: no such folder"),
-        (("--config", "small.json", "--block-length", "65"), "--block-length 65 is beyond the model's 64 positions"),
-    ],
-)
-def test_refusals_write_nothing(options: tuple[str, ...], message: str, shape: Path) -> None:
-    T5Config().to_json_file("t5.json")
-    Path("half.json").write_text('{"model_type": "llama"')
-    Path("nothing.json").write_text("{}")
-    Path("small.json").write_bytes(shape.read_bytes())
-    before = sorted(Path().rglob("*"))
-    result = command_line("train", "--out", "out", *options)
-    assert result.exit_code == 2, result.output
-    assert result.stderr.splitlines()[-1].startswith(f"sinkscope: {message}"), result.stderr
-    assert sorted(Path().rglob("*")) == before

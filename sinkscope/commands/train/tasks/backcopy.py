@@ -242,31 +242,29 @@ def _record_ends(tracer: Tracer) -> Iterator[dict[int, dict[str, torch.Tensor]]]
     """Record the last forward pass of each layer with attention: `value` (B,T,K,d) before a retrofit's gate and
     `attended` after it; `mix` (B,T,H,d), the heads' outputs, and `gated`, the input of their output projection.
     """
-    family = tracer.family
-    attentions = family.attentions(tracer.model)
+    attentions = tracer.family.attentions(tracer.model)
     ends: dict[int, dict[str, torch.Tensor]] = {layer: {} for layer in attentions}
 
-    def keep(name: str, end: dict[str, torch.Tensor], module: nn.Module, args: tuple, output: Any = None) -> None:
+    def keep(layer: int, name: str, module: nn.Module, args: tuple, output: Any = None) -> None:
+        end = ends[layer]
         if name == "value":  # the input of a gate
             end["value"] = args[1]
         elif name == "attended":
             end["attended"] = output.transpose(1, 2)
             end.setdefault("value", end["attended"])  # no gate
-        elif name == "mix":
-            end["mix"] = output
         else:
-            end["gated"] = args[0].view(end["mix"].shape)
+            end[name] = output if name == "mix" else args[0].view(end["mix"].shape)
 
     with ExitStack() as hooks:
         for layer, attention in attentions.items():
-            end, seam = ends[layer], tracer.seams[layer]
-            gate = getattr(attention, RETROFIT, None)
-            if isinstance(gate, GatePart):
-                hooks.enter_context(gate.register_forward_hook(partial(keep, "value", end)))
-            hooks.enter_context(seam.value.register_forward_hook(partial(keep, "attended", end)))
-            hooks.enter_context(seam.mix.register_forward_hook(partial(keep, "mix", end)))
-            output = attention.get_submodule(family.output)
-            hooks.enter_context(output.register_forward_pre_hook(partial(keep, "gated", end)))
+            seam = tracer.seams[layer]
+            places: dict[str, nn.Module] = {"attended": seam.value, "mix": seam.mix}
+            if isinstance(gate := getattr(attention, RETROFIT, None), GatePart):
+                places["value"] = gate
+            for name, module in places.items():
+                hooks.enter_context(module.register_forward_hook(partial(keep, layer, name)))
+            projection = attention.get_submodule(tracer.family.output)
+            hooks.enter_context(projection.register_forward_pre_hook(partial(keep, layer, "gated")))
         yield ends
 
 
