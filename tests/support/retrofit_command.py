@@ -15,7 +15,13 @@ SMALL: dict[str, Any] = {
     "steps": 3, "block_length": 16, "batch_size": 2, "log_every": 1, "observables": "attention,gradient",
 }  # fmt: skip
 
-TYPED = tuple(word for name, value in SMALL.items() for word in (flag(name), str(value)))  # on a command line
+
+def typed(options: dict[str, Any]) -> tuple[str, ...]:
+    """Return options as they are typed on the command line."""
+    return tuple(word for name, value in options.items() for word in (flag(name), str(value)))
+
+
+TYPED = typed(SMALL)
 
 
 def words_tokenizer() -> PreTrainedTokenizerFast:

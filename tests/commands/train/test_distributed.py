@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.figures import skip_figures
 from support.ranks import on_two_ranks, sharded_retrofit, sharding_environment
-from support.retrofit_command import words_tokenizer
+from support.retrofit_command import typed, words_tokenizer
 from support.training import config, model, random_blocks
 from tiny import TINY, tiny_model
 from transformers import AutoModelForCausalLM
@@ -101,9 +101,8 @@ def test_retrofit_with_shards_is_retrofit_on_one_process(
     text = tmp_path / "ids.npy"
     np.save(text, random_blocks(11).train)
     out = tmp_path / "sharded"
-    typed = [part for name, value in OPTIONS.items() for part in (f"--{name.replace('_', '-')}", value)]
-    command = ("retrofit", tied, "--method", "vga,vscale", "--text", text, "--out", out, "--batch-size", 1, *typed)
-    arguments = list(map(str, command))
+    command = ("retrofit", tied, "--method", "vga,vscale", "--text", text, "--out", out, "--batch-size", 1)
+    arguments = [*map(str, command), *typed(OPTIONS)]
     log = tmp_path / "log"
     killed = on_two_ranks(lambda: sharded_retrofit(tmp_path, arguments, kills=True), log, **sharding_environment())
     assert killed[1] == -signal.SIGKILL, log.read_text()[-4000:]

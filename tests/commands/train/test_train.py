@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.figures import skip_figures
 from support.naming import naming
-from support.retrofit_command import command_line
+from support.retrofit_command import command_line, typed
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 from typer.testing import Result
 
@@ -28,7 +28,6 @@ SHAPE = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size": 300,
 }  # fmt: skip
-TYPED = ("--steps", "4", "--block-length", "16", "--batch-size", "2", "--log-every", "1", "--save-every", "2")
 SMALL: dict[str, Any] = {"steps": 4, "block_length": 16, "batch_size": 2, "log_every": 1, "save_every": 2}
 METHODS_OF_BERT = ("none", "vga", "register-tokens")
 FEW: dict[str, Any] = {"observables": "attention", "num_seqs": 2}
@@ -48,7 +47,7 @@ def finished(shape: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Res
     with pytest.MonkeyPatch.context() as patched:
         skip_figures(patched, of_runs_only=True)
         return command_line(
-            "train", "--config", shape, "--method", "none,vga", "--seeds", "2", *TYPED, "--num-seqs", "4",
+            "train", "--config", shape, "--method", "none,vga", "--seeds", "2", *typed(SMALL), "--num-seqs", "4",
             "--observables", "attention,gradient", "--out", out,
         ), out  # fmt: skip
 
