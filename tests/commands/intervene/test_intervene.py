@@ -308,4 +308,9 @@ def test_sinks_at_the_next_position_and_anywhere_are_those_of_each_arm(llama: Pr
         assert getattr(effect_of(run, "mask-sink", "sink_rate", 1), part) == pytest.approx(rates[condition])
     assert len(sinks[sinks["condition"] == "mask-sink"]) > 0
     assert len(effect_of(run, "mask-sink", "sink_rate_anywhere").controls) == 1
+    masses = run.tables["attention"].query("position == 1").groupby("condition")["window_mass"].mean()
+    effect = effect_of(run, "mask-sink", "window_mass", 1)
+    expected = [masses[condition] for condition in ("before", "mask-sink", "mask-sink control 0")]
+    assert [effect.before, effect.after, effect.control] == pytest.approx(expected)
+    assert len({round(mass, 4) for mass in expected}) == 3
     assert "Any position is a sink in " in run.verdict
