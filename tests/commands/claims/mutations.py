@@ -21,7 +21,7 @@ MUTATIONS = [
     ("levels: the smallest for the largest", "over_seeds", "largest_rate",
      "largest_of([mean_over_seeds(each, PERCENT) for each in rates.T])",
      "min((mean_over_seeds(each, PERCENT) for each in rates.T), key=lambda each: each.value)"),
-    ("seeds: a ratio upside down", "over_seeds", "difference", "first / second", "second / first"),
+    ("seeds: an arm without a sink to take", "over_seeds", "_read", "plain <= least", "plain <= -least"),
     ("studies: arms of another folder", "studies", "arms_by_seed", "of_one_folder.setdefault(seed, arms)", "pass"),
     ("studies: the group with the fewest sinks", "studies", "_with_most", "np.argmax(sinks)", "np.argmin(sinks)"),
     ("sizes: by name", "studies", "find_sizes", "itemgetter(0)", "itemgetter(1)"),
