@@ -22,7 +22,8 @@ MUTATIONS = [
     ("kernels: the first layer that agrees", "kernels", "compare_kernels",
      "if not difference <= tolerance), None)", "if difference <= tolerance), None)"),
     ("logits: with their mean", "kernels", "_token_differences", " - upcast(x.cpu()).mean(-1, keepdim=True)", ""),
-    ("logits: tokens that agree", "kernels", "compare_logits", "~(found <= tolerance)", "(found <= tolerance)"),
+    ("logits: tokens that agree", "kernels", "compare_logits",
+     "~(departures <= tolerance)", "(departures <= tolerance)"),
     ("finding: overflow without a run", "findings", "findings",
      "if predicted is not None or as_run.site else outcome", "if as_run.site == '' else outcome"),
 ]  # fmt: skip

@@ -16,7 +16,7 @@ MUTATIONS = [
     ("kept sites: one more each time", "study", "QuantizationStudy._keep_costliest", "2 * count", "1 + count"),
     ("split: the share that is left", "split", "Split._note", "1 - costs / everything", "costs / everything"),
     ("split: random tokens are the spared ones", "split", "Split._others", "(~spared)", "(spared)"),
-    ("split: the smallest coordinates", "split", "_largest", "peaks.numel()))", "peaks.numel()), largest=False)"),
+    ("split: the smallest coordinates", "split", "_top_entries", "peaks.numel()))", "peaks.numel()), largest=False)"),
     ("split: the peak of the first text", "split", "Split._peaks",
      "torch.maximum(peaks[site], largest)", "peaks[site]"),
     ("split: the worse prefix", "split", "Split._best_prefix", "min(zip(", "max(zip("),
