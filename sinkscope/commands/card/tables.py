@@ -18,7 +18,7 @@ from sinkscope.results.tables import LEADING, METRIC, VALUE, Column, names_of
 MODELS, VALUES, LAYERS = "models", "metrics", "layers"
 UNCHANGED = ""  # the setting of a model as it is
 COORDINATES = (
-    Column("family", "family of the model, as the file of a grid names it; empty without one", kind="text"),
+    Column("family", "family of the model, as a sweep names it; empty without one", kind="text"),
     Column("parameters", "number of parameters of the model", kind="whole"),
     Column("revision", "revision of the model, if one was named", kind="text"),
     Column("commit", "commit of the model on the hub; empty for a model from elsewhere", kind="text"),

@@ -24,13 +24,11 @@ from sinkscope.options.register import options_by_command, records
 from sinkscope.output.run import Run
 from sinkscope.results.manifest import MANIFEST, RUNS, read_manifest
 from sinkscope.results.run import RunData
-from sinkscope.results.scores import BENCHMARK as SCORES
-from sinkscope.results.scores import SCORE_COLUMNS as SCORES_COLUMNS
-from sinkscope.results.scores import SCORE_TABLE as SCORES_TABLE
+from sinkscope.results.scores import BENCHMARK, SCORE_COLUMNS, SCORE_TABLE
 from sinkscope.results.tables import LEADING_COLUMNS, read_table
 
 JUDGED_TRAININGS = ("retrofit", "train")
-JUDGED = (*RUNS, *JUDGED_TRAININGS, STEPS, COMMAND, SCORES)
+JUDGED = (*RUNS, *JUDGED_TRAININGS, STEPS, COMMAND, BENCHMARK)
 Skipped = Mapping[str, Mapping[str, str]]  # model → role → why it does not apply
 
 
@@ -130,9 +128,9 @@ def collected(runs: Iterable[Run], folders: Iterable[Path]) -> Collection:
             config = options.model_dump(mode="json", exclude={"method"})
             described = {**trained.manifest, "config": config}
             trainings.append(Training(described, trained.runs, trained.tables, trained.folder))
-        elif command == SCORES:
-            table = read_table(folder / "tables" / f"{SCORES_TABLE}.parquet", (*LEADING_COLUMNS, *SCORES_COLUMNS))
-            scores.append(RunData(manifest, {SCORES_TABLE: table}, folder))
+        elif command == BENCHMARK:
+            table = read_table(folder / "tables" / f"{SCORE_TABLE}.parquet", (*LEADING_COLUMNS, *SCORE_COLUMNS))
+            scores.append(RunData(manifest, {SCORE_TABLE: table}, folder))
         elif command == STEPS:
             series.append(Series.open(folder))
         elif command != COMMAND:

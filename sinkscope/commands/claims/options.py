@@ -38,8 +38,7 @@ class ClaimsOptions(ControlOptions, RunConfig):
     from_: tuple[UserPath, ...] = option(
         (),
         "Input",
-        "A run to judge, or a folder of several: of `retrofit`, `train`, `claims`, `analyze` over steps, or a grid of "
-        "cells; repeatable.",
+        "A run to judge, or a folder of `retrofit`, `train`, `sweep`, `claims` or `analyze` over steps; repeatable.",
         metavar="RUN",
     )
 

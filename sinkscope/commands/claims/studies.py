@@ -14,20 +14,21 @@ from itertools import product
 from math import inf
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import pandas as pd
 
-from sinkscope.commands.steps.series import Series
 from sinkscope.options.option import flag
 from sinkscope.options.register import options_by_command
 from sinkscope.options.spec import parse_spec
 from sinkscope.results.run import RunData
-from sinkscope.results.scores import SCORE_TABLE as SCORES
-from sinkscope.results.scores import main_scores
+from sinkscope.results.scores import SCORE_TABLE, main_scores
 from sinkscope.results.trainings import HELD_OUT, LOGGED, UNTOUCHED, courses, sinking_layer, tokens_a_step
 from sinkscope.retrofits import make_retrofit
+
+if TYPE_CHECKING:  # claims are listed also without the folder of steps
+    from sinkscope.commands.steps.series import Series
 
 # --- trainings, their arms and their steps
 
@@ -204,7 +205,7 @@ class StudySources:
 
     name: str  # of the model
     trainings: tuple[Training, ...] = ()  # of all models
-    series: tuple[Series, ...] = ()  # the measured steps of this model's trainings
+    series: "tuple[Series, ...]" = ()  # the measured steps of this model's trainings
     naturals: Mapping[str, RunData] = field(default_factory=dict)  # model → its run on text, for all models
     variant: int = 0  # the index of the arm to read, if a method has several
     scores: tuple[RunData, ...] = ()
@@ -425,7 +426,7 @@ def find_sizes(sources: StudySources, of: str, scored: bool = False) -> ClaimStu
     """Find the models of a family that were measured alike, by size; if `scored`, those with a score on the task."""
     scores = {}
     for run in sources.scores if scored else ():
-        for score in main_scores(run.tables[SCORES]).query("condition == @of")["score"].head(1):
+        for score in main_scores(run.tables[SCORE_TABLE]).query("condition == @of")["score"].head(1):
             scores[str(run.manifest["model"]["name"])] = (run.folder, float(score))
     known = {name: run for name, run in sources.naturals.items() if not scored or name in scores}
     if sources.name not in known:

@@ -151,7 +151,6 @@ class Prediction:
             sites = {site: block.sites[site] for site in RESIDUAL_SITES if site in block.sites}
             if block.attention and self.family.output:
                 sites["attn_mix"] = f"{block.attention}.{self.family.output}.input"
-            # the first of two names of one address stays: a layer's output, not the next layer's input
             for site, address in sites.items():
                 self._names[f"{self.family.layers}.{layer}.{address}"] = layer, site
         # transformers' eager attention computes q·k before it scales it
