@@ -1,4 +1,4 @@
-"""The two exceptions of sinkscope, and helpers for their messages of one or two lines, which need no traceback."""
+"""The two exceptions of sinkscope, and helpers for their messages of one or two lines, shown without a traceback."""
 
 import difflib
 import re
@@ -10,8 +10,8 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 LONGEST_LINE = 2000  # characters of a message's line
-# What a terminal obeys instead of showing it: controls except tab and line feed, line separators, the controls of
-# bidirectional text (Unicode's Bidi_Control), and halves of surrogate pairs, which are no characters
+# Characters that a terminal interprets instead of showing: controls except tab and line feed, line separators, the
+# controls of bidirectional text (Unicode's Bidi_Control), and halves of surrogate pairs, which are not characters
 UNPRINTABLE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -62,7 +62,7 @@ def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
 
 
 def printable(text: str) -> str:
-    """Return a text that a terminal shows and does not obey: `\\u001b` in place of an escape character."""
+    """Return a text with its control characters escaped for a terminal: `\\u001b` in place of an escape character."""
     return UNPRINTABLE.sub(lambda character: f"\\u{ord(character[0]):04x}", text)
 
 

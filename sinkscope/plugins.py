@@ -82,7 +82,7 @@ def plugin_versions() -> dict[str, str]:
 
 
 def package_with(module: str) -> str:
-    """Return the package and version of the loaded plugin that a Python module belongs to; "" if it is of none."""
+    """Return the package and version of the loaded plugin that a Python module belongs to; "" if it belongs to none."""
     root = module.partition(".")[0]
     return next((_package(point) for point in _loaded if point.module.partition(".")[0] == root), "")
 

@@ -1,1 +1,1 @@
-"""The way into attention: taps, kernels, and any rectangle of the weights."""
+"""Access to attention: taps, kernels, and any rectangle of the weights."""

@@ -339,7 +339,7 @@ class _WithSinks(torch.autograd.Function):
         ∂l[t,s] = a[t,s] (gradient[t] · v[s] - Δ[t])
 
     which holds for the final mix and lse, too, because the sink's value is 0. The gradient of lse, if any, adds
-    a[t,s] ∂lse[t]: one more coordinate of gradient and mix lowers Δ by it.
+    a[t,s] ∂lse[t]: therefore gradient and mix get one more coordinate, whose product −∂lse[t] is added to Δ[t].
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The way into attention: identity modules (taps) in every attention module, which nnsight can read.
+"""Access to attention: identity modules (taps) in every attention module, which nnsight can read.
 
 A model whose family uses transformers' `AttentionInterface` calls `attend` below in place of its own attention
 function. Any other family keeps its own code, in which `Interceptor` recognizes either a fused SDPA call or matmul →
@@ -109,8 +109,8 @@ def open_seam(
 ) -> Iterator[dict[int, Seam]]:
     """Put a seam into every attention layer until the end of the block, and yield the seams by layer.
 
-    `kernel` is "sdpa" (fused) or "eager" (the reference). With `aside`, the model computes what it computes without
-    seams, bit for bit; in this thread, the taps then run on the same tensors, without gradient and dropout. A model
+    `kernel` is "sdpa" (fused) or "eager" (the reference). With `aside`, the model's own computation stays the same bit
+    for bit, and the calls of this thread then run the taps on the same tensors, without gradient and dropout. A model
     with open seams raises SinkscopeError.
     """
     numbers_that_fit.cache_clear()

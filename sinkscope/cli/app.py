@@ -137,7 +137,7 @@ def _command(record: Command, kind: type[Options]) -> Callable[..., None]:
         written = OutputOptions.model_fields.keys() - kind.model_fields.keys()
         output = checked(OutputOptions, {key: typed[key] for key in typed.keys() & written})
         options = {key: value for key, value in typed.items() if key in kind.model_fields}
-        with interruption(kind), contextlib.redirect_stdout(sys.stderr):  # what libraries print is no result
+        with interruption(kind), contextlib.redirect_stdout(sys.stderr):  # stdout is only for results
             asked = _repeated(record.name, kind, output, options) if output.from_ else checked(kind, options)
             folder = output.out or asked.folder()
             if folder is not None and output.from_ and output.out is None:
@@ -156,7 +156,7 @@ def _command(record: Command, kind: type[Options]) -> Callable[..., None]:
         if result.failure:
             raise (Told if output.json_ else SinkscopeError)(result.failure)
 
-    command.__doc__ = escape(inspect.cleandoc(kind.__doc__ or ""))  # brackets are no markup
+    command.__doc__ = escape(inspect.cleandoc(kind.__doc__ or ""))  # brackets are text, not rich markup
     command.__signature__ = inspect.Signature(parameters_of(kind))  # type: ignore[attr-defined]
     return command
 

@@ -32,7 +32,7 @@ def as_json(command: str, result: Printout) -> str:
     numbers = {} if result.numbers is None else {"numbers": result.numbers.reset_index()}
     printed = {**numbers, **result.tables} or getattr(value, "summary_tables", {})
     tables = getattr(value, "tables", None)
-    tables = tables if isinstance(tables, Mapping) else {}  # those of many runs are no mapping
+    tables = tables if isinstance(tables, Mapping) else {}  # the tables of many runs are not a mapping
     findings = [
         {name: getattr(finding, name) for name in FINDING_ENTRIES}
         | {"interval": [finding.low, finding.high], "claim": finding.claim or None}

@@ -28,7 +28,7 @@ class Told(SinkscopeError):
 
 @contextlib.contextmanager
 def standard_streams() -> Iterator[None]:
-    """Let no command fail because a standard stream was closed (`2>&-`), or because stderr goes away while it runs."""
+    """Keep a command from failing because a standard stream is closed, at its start (`2>&-`) or while it runs."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -111,8 +111,8 @@ def interruption(kind: type[Options]) -> Iterator[None]:
 def printing(folder: Path | None = None, is_needed: bool = True) -> Iterator[None]:
     """Raise SinkscopeError if output cannot be printed, as on a full disk; the result is already in `folder`.
 
-    A reader that needs no more (`sinkscope list | head`) ends the command silently. Where the output is not needed,
-    this is no failure, and neither is a stream that was closed from the start (`>&-`), or with its terminal.
+    A reader that needs no more (`sinkscope list | head`) ends the command silently. An error is also ignored if the
+    output is not needed, or if the stream was closed from the start (`>&-`) or with its terminal.
     """
     try:
         yield

@@ -52,7 +52,7 @@ def print_table(rows: "pd.DataFrame", title: str | None = None, numbers: bool = 
     header = [
         Text(str(name), justify="right" if numbers and place else "left") for place, name in enumerate(rows.columns)
     ]
-    # Text: brackets are no markup
+    # Text: brackets are text, not rich markup
     cells = [[Text(str(value) or "–") for value in row] for row in rows.itertuples(index=False)]
     if title:
         console.print(Text(title, style="italic"))

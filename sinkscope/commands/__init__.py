@@ -1,15 +1,15 @@
-"""The commands: one folder for each, named as it is typed, with all that the command alone needs.
+"""The commands: one folder for each, named like the command, with the code that only this command needs.
 
-__init__.py   its record (options/register.py), from which the rest of the package knows it
+__init__.py   its record (options/register.py), through which the rest of the package finds it
 options.py    its options, without torch
 command.py    the command from end to end, and its function in Python
-Further files are what it alone measures, finds, draws and writes.
+The other files hold the command's own measurements, findings, figures and output.
 
-Only `train` has two commands, which share all but a page of code, and `steps` has no command of its own: `analyze`
-measures the steps of a training with it.
+The folder `train` has two commands, which share nearly all their code, and `steps` has none: `analyze` uses it to
+measure the steps of a training.
 """
 
-# in the order of `sinkscope --help`; deleting a line and its folder takes the command out
+# in the order of `sinkscope --help`; deleting a line and its folder removes the command
 FOLDERS = (
     "analyze",
     "claims",

@@ -52,7 +52,7 @@ class MaskSink(Intervention):
 
     @property
     def watched(self) -> tuple[int, ...]:
-        return (*self.positions, max(self.positions) + 1)  # where the sink may move
+        return (*self.positions, max(self.positions) + 1)  # the position to which the sink may move
 
     def resolved(self, known: Known) -> Self:
         if self.begin == "first" or self.layers is not None:

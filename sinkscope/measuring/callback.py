@@ -58,7 +58,7 @@ LOGGED = (
     "largest_logit",
 )
 LIMITS = {"float16_headroom": torch.float16, "float8_headroom": torch.float8_e4m3fn}
-# metric → what has begun, and whether it is there
+# metric → message for its onset, and the condition on the metrics of a step
 ONSETS: Mapping[str, tuple[str, Callable[[Mapping[str, float]], bool]]] = {
     "sink_rate": ("the model has a sink", lambda of: 100 * of["sink_rate_clear"] > SINK),
     "massive_share": ("the model has massive activations", lambda of: of["massive_share"] >= USUAL),
@@ -70,7 +70,7 @@ Tables = dict[str, pd.DataFrame]
 
 
 class Onset(NamedTuple):
-    """What a training has reached since the last measurement."""
+    """A sink, or massive activations, that a training has got since the last measurement."""
 
     metric: str  # sink_rate, or massive_share
     step: int
@@ -83,7 +83,7 @@ def warn_of(onset: Onset) -> None:
 
 
 class SinkCallback(TrainerCallback):
-    """Measures the model every N steps of transformers' Trainer, which does not notice.
+    """Measures the model every N steps of transformers' Trainer, without influence on the training.
 
         trainer = Trainer(model, args, train_dataset=…, callbacks=[sinkscope.SinkCallback(every=100)])
         trainer.train()
@@ -186,7 +186,7 @@ class SinkCallback(TrainerCallback):
             return
         try:
             tables, largest = probed(subject.loaded.model, lambda _: self._tables_of(subject))
-        except SinkscopeError as error:  # such as NaN, which is the training's to report
+        except SinkscopeError as error:  # such as NaN, which the Trainer itself reports
             warnings.warn(f"SinkCallback has not measured step {step}: {error}", stacklevel=2)
             return
         inputs = subject.inputs
@@ -289,8 +289,6 @@ def _calling_trainer() -> Trainer | None:
 
 
 def probed(model: PreTrainedModel, probe: Callable[[PreTrainedModel], Found]) -> Found:
-    """Run a probe, which the training does not notice: in eval mode, not compiled, outside autocast, with own random
-    numbers.
-    """
+    """Run a probe without influence on the training: eval mode, not compiled, no autocast, separate random numbers."""
     with undisturbed(model), same_random_numbers(), torch.no_grad():
         return probe(model)

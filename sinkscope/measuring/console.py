@@ -1,6 +1,6 @@
 """The consoles of the commands: results on stdout, and messages on stderr while they run.
 
-Names and texts come from files that anyone may have written: a console shows them, and the terminal obeys none of them.
+Names and texts come from files that anyone may have written, so a console prints their control sequences as text.
 """
 
 import sys
@@ -17,7 +17,7 @@ UP = "\x1b[A"  # moves a terminal's cursor up a line
 
 
 class Terminal(Console):
-    """A console that prints text as it is: without markup and emoji codes, and without what a terminal would obey."""
+    """A console that prints text literally, without markup and emoji codes, and escapes control sequences."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
@@ -31,7 +31,7 @@ class Terminal(Console):
 
 
 class Messages(Terminal):
-    """A console on stderr, which ends nothing if stderr goes away."""
+    """A console on stderr that raises no error if stderr is closed."""
 
     def __init__(self, quiet: bool = False) -> None:
         super().__init__(file=Forgiving(sys.stderr), quiet=quiet)

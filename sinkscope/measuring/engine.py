@@ -1,4 +1,4 @@
-"""One engine for settings × texts: a model reads the same texts under every setting, and each costs a change of loss.
+"""One engine for settings × texts: a model reads the same texts under every setting, whose cost is the change of loss.
 
 `quantize`, `kv-plan`, `doctor --dtype`, `intervene` and streaming run their settings here.
 """
@@ -61,8 +61,8 @@ def run_settings(
 ) -> list[Pass]:
     """Read the subject's texts under every setting, in one pass over all batches each. Returns a pass for each.
 
-    Settings that all begin at a later layer are read together, batch by batch, and the layers before run once for each
-    batch: if a trial on FEW sequences has bit for bit the results of a complete pass.
+    Settings that all begin at a later layer are read together, batch by batch, and the earlier layers run once for each
+    batch, provided that a trial on FEW sequences gives bit for bit the results of a complete pass.
 
     Args:
         kernel: The attention kernel of the layers before a later beginning.

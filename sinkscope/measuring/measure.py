@@ -147,7 +147,7 @@ def measure(
         return [*prepared(chosen.first, settings, subject), *check.fresh()]
 
     def expect(seconds: float) -> None:
-        """Say after the first batch how long the rest takes, and what memory."""
+        """Print after the first batch how long the rest takes and how much memory the run needs."""
         facts.until = time.time() + seconds
         if console is not None and subject.memory is not None and seconds > WORTH_TELLING:
             print_line(console, f"about {lasting(seconds)}, {subject.memory}")

@@ -137,7 +137,7 @@ def phi_coordinates(massive: pd.DataFrame) -> tuple[list[int], bool]:
 
 
 def visual_id(model: PreTrainedModel) -> int | None:
-    """Return the id of the tokens that stand for patches of a picture; None for a model that reads no pictures."""
+    """Return the id of the placeholder tokens for patches of a picture; None for a model that reads no pictures."""
     names = ("image_token_id", "image_token_index")
     token_id = next((getattr(model.config, name) for name in names if hasattr(model.config, name)), None)
     return token_id if text_tower(model)[0] else None
@@ -183,9 +183,9 @@ def picture_table(pictures: Sequence[Picture]) -> pd.DataFrame:
 def encoder_patches(model: Any, processor: Any, pictures: Sequence[Picture]) -> tuple[pd.DataFrame, int, list[Picture]]:
     """Return the norm of every token of a vision transformer after each layer, and the attention that it receives.
 
-    Special tokens, which precede the patches, are in row −1: CLS is column 0, registers follow. Also returns the
-    number of tokens of a picture, and the pictures as the processor cuts them. Raises InputError for an encoder whose
-    tokens are no such sequence.
+    Special tokens, which precede the patches, are in row −1: CLS is column 0, registers follow. Also returns the number
+    of tokens of a picture, and the pictures as the processor cuts them. Raises InputError for an encoder whose tokens
+    are not in this order.
     """
     from PIL import Image  # comes with matplotlib
 

@@ -29,8 +29,8 @@ class SpikeMask:
     """The sinks of some sequences: `acts[layer][~mask.tokens[layer]]` are the states (N,T,D) of the other tokens."""
 
     tokens: torch.Tensor  # (L,N,T) bool: whether the token is a sink, first or secondary, in the layer's output
-    start: torch.Tensor  # (N,T): the first layer in which it is; -1 for a token that is no sink
-    lifetime: torch.Tensor  # (N,T): the number of these layers
+    start: torch.Tensor  # (N,T): the first layer in which the token is a sink; -1 for a token that is not
+    lifetime: torch.Tensor  # (N,T): the number of layers in which it is a sink
     massive_coordinates: torch.Tensor  # (L,D) bool: some token has a massive activation there
     residual_coordinates: torch.Tensor  # (L,D) bool: most tokens are large there
     token_ids: torch.Tensor  # (N,T), with register tokens, if the model has some

@@ -82,7 +82,7 @@ def summarize(
 
 
 def clear_sinks(sinks: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows of the table `sink_positions` whose key has queries enough, and more than random weights give.
+    """Return the rows of `sink_positions` whose key has enough queries, and more mass than random weights give.
 
     With fewer than FEWEST_QUERIES, a head in which tokens attend to themselves would look like a sink.
     """

@@ -156,7 +156,7 @@ class Reader:
                 observable.see_stack(SiteStack(sites, stack.reading), batch)
 
     def _see_gate(self, layer: int, watching: Sequence[Observable], batch: Batch) -> Sought:
-        """Pass values and gates to observables: a retrofit's, or the share of each head that the model's own leaves."""
+        """Pass values and gates to observables: a retrofit's gates, or the share of a head that the model's leaves."""
         if self.family.gated:
             if not self._attended:  # no observable has read this layer's attention
                 for name in ("value", "mix"):
@@ -265,7 +265,7 @@ class Tracer(Reader):
     def forward(self, batch: Batch, observables: Sequence[Observable], again: bool = True) -> None:
         """Run one forward pass without logits. Raises SinkscopeError for NaN, or attention that is not recognized.
 
-        `again`: and one on each further batch that an observable wants to see after this one.
+        With `again`, also run each further batch that an observable requests after this one.
         """
         with outside_autocast(), torch.no_grad(), self.traced.trace(**self._inputs(batch, with_logits=False)):
             self._read_layers(batch, observables)

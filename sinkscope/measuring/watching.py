@@ -4,7 +4,7 @@
         loss = model(**batch).loss
     seen.sink_rate, seen.massive
 
-Nothing is computed for the user in another way: hooks read the sites of the layers, and the taps of attention run on
+The user's own computation does not change: hooks read the sites of the layers, and the taps of attention run on
 the same queries, keys and values after the model's own function, without gradient (`open_seam` with `aside`). Hooks and
 taps are in the model only while a call is measured, so that a backward pass that computes a layer once more (gradient
 checkpointing), also after the block, runs the model as it is.
@@ -188,9 +188,9 @@ class Watched:
             self._lock.release()
 
     def _continue(self, arguments: Mapping[str, Any]) -> None:
-        """Drop an open call whose prompt a call with these arguments goes on with; add those that none can go on with.
+        """Drop an open call whose prompt this call continues, and add the calls that can no longer be continued.
 
-        A call with a single token decodes, so that the prompt was complete.
+        A call with a single token is a decoding step, so the prompt was complete.
         """
         cache, ids = arguments.get("past_key_values"), arguments.get("input_ids")
         still_open = []
@@ -279,7 +279,7 @@ class _Call:
             self._advance(partial(self._sought.send, values[self._awaited[1]]()))
 
     def _advance(self, go_on: Callable[[], Address]) -> None:
-        """Let the reader go on to the next value that it seeks; its exceptions do not reach the user's call."""
+        """Let the reader continue to the next value that it seeks; its exceptions do not reach the user's call."""
         self._awaited = None, ""
         try:
             with torch.no_grad(), outside_autocast(), on_cpu_by_default():

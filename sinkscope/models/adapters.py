@@ -26,7 +26,7 @@ SAFE, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 ADAPTER_TASKS = (None, "CAUSAL_LM", "FEATURE_EXTRACTION")  # models for other tasks have another head
 ADAPTER_NAME = "default"  # PEFT's name for a model's only adapter
 ORIGINALS = (".base_layer", ".original_module")  # names of the original layers in PEFT's modules
-COMPARED_TOKENS = 16  # on which a merged model is compared
+COMPARED_TOKENS = 16  # tokens on which the merged model is compared with the adapted one
 # largest relative difference of an output by round-off, here of merged weights
 MERGED_ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 
@@ -119,7 +119,7 @@ def merge_adapter(wrapped: Any, source: str, method: str) -> PreTrainedModel:
     with explained(cannot):
         network = wrapped.merge_and_unload(safe_merge=True)
     head = network.get_output_embeddings()
-    if head is not None and head.weight is not embedding_weight(network):  # else it would be tied again when it is read
+    if head is not None and head.weight is not embedding_weight(network):  # otherwise loading would tie it again
         network.config.get_text_config().tie_word_embeddings = network.config.tie_word_embeddings = False
     together = network(ids, use_cache=False)[0]
     sizes = apart.float().norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
@@ -130,7 +130,7 @@ def merge_adapter(wrapped: Any, source: str, method: str) -> PreTrainedModel:
 
 
 def _untie(model: nn.Module) -> None:
-    """Give layers with an adapter weights of their own where they share them: a merge would change both layers."""
+    """Untie weights that a layer with an adapter shares, because a merge would change both layers."""
     holders: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = defaultdict(list)
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():

@@ -51,7 +51,7 @@ from sinkscope.models.in_memory import place_of
 from sinkscope.models.projections import LINEAR_LAYERS, ROLES
 from sinkscope.models.wiring import Event, at_sites, check_wiring, mlp_reads_attention, output_of, record_ends
 
-ULPS = 8  # of the larger term: a sum of three, each rounded
+ULPS = 8  # tolerance in units in the last place of the larger term: a sum of three rounded terms
 USUAL_FEED_FORWARDS = (  # the modules of a feed-forward network under usual names
     ("mlp",),
     ("fc1", "activation_fn", "fc2"),
@@ -64,7 +64,7 @@ USUAL_OUTPUTS = ("o_proj", "out_proj", "c_proj", "dense", "wo")  # usual names o
 class AttentionModule(NamedTuple):
     """The attention of one layer."""
 
-    path: str = ""  # of its module; "" if there is none, or several
+    path: str = ""  # path of its module; "" if there is none, or several
     kind: str = ""  # ATTENTION, UNREAD, or "" if no softmax over tokens runs
     unread: str = ""  # why its weights cannot be read
 
@@ -320,8 +320,8 @@ def _layer_attention(layer: nn.Module, ran: Sequence[tuple[str, str]], door: str
 def watch_attention(model: nn.Module, inputs: Mapping[str, Any]) -> list[tuple[nn.Module, str, torch.Tensor | None]]:
     """Run the model, and return in order the modules that compute attention, how, and their mix (B,T,H,d) if known.
 
-    They do so by transformers' "interface", in code of their own that an "interceptor" recognizes, or in an "other"
-    form, with a softmax over keys that is not of a product. A "product" of tokens with tokens has no softmax after it.
+    How: by transformers' "interface"; in code of their own that an "interceptor" recognizes; in an "other" form, where
+    the softmax over keys does not follow a product; or as a "product" of tokens with tokens without a softmax.
     """
     watch = _Watch(inputs["input_ids"].shape[1])
 

@@ -1,4 +1,4 @@
-"""Changes for the length of a block: replaced parameters, wrapped forwards, edited inputs and outputs, and attention.
+"""Changes within a `with` block: replaced parameters, wrapped forwards, edited inputs and outputs, and attention.
 
 Parameters are never written to: an edited copy replaces them, and the original Parameter returns at the end. What
 leaves a module is edited after the user's hooks, and before the tracer's, which reads it. A forward or a hook of the
@@ -88,7 +88,7 @@ def wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> Iterator[N
 
 @contextmanager
 def edited_output(module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Edit the output of a module, of a tuple its first tensor, after its forward hooks, until the end of the block.
+    """Edit a module's output, or its first tensor, after the forward hooks, until the end of the block.
 
     Hooks that transformers has left there to return hidden states read what is edited.
     """
@@ -150,11 +150,11 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 class Noted:
-    """A user's hook, which notes the attributes that it sets, removes or fills in its module and those that hold it."""
+    """Wraps a user's hook, and records which attributes of its module and of the parent modules the hook changes."""
 
     def __init__(self, hook: Callable[..., Any], modules: Sequence[nn.Module], noted: set[tuple[int, str]]) -> None:
         self.hook = hook
-        self.noted = noted  # the identity of a module's attributes, and the name of one
+        self.noted = noted  # pairs: id of a module's `vars`, name of a changed attribute
         self.watched: list[tuple[dict[str, Any], str, dict[str, Any]]] = []  # attributes, the name of a dict, the dict
         for attributes in map(vars, modules):
             dicts = [(attributes, name, value) for name, value in attributes.items() if isinstance(value, dict)]

@@ -205,7 +205,7 @@ def find_family(model: Any) -> Family:
 
 
 def misfit(model: nn.Module, row: Family) -> str | None:
-    """Return what in this model's layers is not as its row says, such as a module that the user has taken out."""
+    """Return how this model's layers differ from its row, for example by a module that the user has removed."""
     holders: dict[nn.Module, str] = {}
     try:
         layers = [*model.get_submodule(row.layers)._modules.values()]  # `children` leaves out the same module again

@@ -164,12 +164,12 @@ class Family:
 
     @property
     def without_attention(self) -> str | None:
-        """Why no layer's attention can be read, or None if one's can."""
+        """Why no layer's attention can be read, or None if that of some layer can."""
         reasons = (f"layer {layer}: {block.unread}" for layer, block in enumerate(self.blocks) if block.unread)
         return None if self.has_attention else next(reasons, NO_ATTENTION)
 
     def without(self, unread: Mapping[int, str], model: nn.Module) -> "Family":
-        """Return the family without the attention of some layers, which are mapped to the reason."""
+        """Return the family without the attention of the layers in `unread`, which maps each layer to the reason."""
         if not unread:
             return self
         blocks = [self.block(layer) for layer in range(len(self.layer_modules(model)))]
@@ -189,7 +189,7 @@ class Family:
 
     @property
     def mixes_by_attention_alone(self) -> bool:
-        """Whether no layer mixes tokens other than by attention."""
+        """Whether attention is the only operation that mixes tokens, in all layers."""
         return all(block.kind in (ATTENTION, PASSING, NOT_RUN, *FEED_FORWARD) for block in self.blocks)
 
     def absent_sites(self) -> dict[str, str]:
@@ -246,7 +246,7 @@ def rotary_limits(config: Any) -> dict[str, int]:
 
 @contextmanager
 def rotating_anew(model: nn.Module) -> Iterator[None]:
-    """Let dynamic rotary frequencies be those of each call within the block: they stay those of the longest before."""
+    """Reset dynamic rotary frequencies before each call in the block; otherwise the longest earlier call sets them."""
     is_dynamic = "dynamic" in rotary_limits(model.config)
     stretched = [module for module in model.modules() if is_dynamic and hasattr(module, "original_max_seq_len")]
 

@@ -52,7 +52,7 @@ class FeedForward:
         return bias if bias is None else bias.detach()[expert] if self.experts else bias.detach()
 
     def zeroed(self, expert: int | None, rows: Sequence[int] | None, column: int | None) -> list[Edit]:
-        """Return the edits that set W at some rows of a column to 0; with rows None all of an expert's W and b."""
+        """Return the edits that set W at some rows of a column to 0; rows None: all of an expert's W and b."""
         bias = [] if rows or self.bias(expert or 0) is None else [f"{self._name}_bias"]
         copies = {name: getattr(self.module, name).detach().clone() for name in (self._name, *bias)}
         for copy in copies.values():

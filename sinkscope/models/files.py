@@ -206,8 +206,8 @@ def _from_hub(repo: str, revision: str | None, gguf_file: str | None, allow_pick
 def fetch(repo: str, revision: str | None, patterns: list[str], only_cached: bool = False) -> tuple[Path, set[str]]:
     """Return the folder of a cached snapshot, with all files that match, and the names of all the repository's files.
 
-    A missing or gated repository is an InputError; a hub that cannot be reached, or is not asked (`only_cached`), is
-    HubAway, unless the cache has the files.
+    Raises InputError for a missing or gated repository, and HubAway if the hub cannot be reached or must not be asked
+    (`only_cached`) and the cache lacks the files.
     """
     plain_path(constants.HF_HUB_CACHE)
     for wait in (*PAUSES, None):

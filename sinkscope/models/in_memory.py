@@ -31,7 +31,7 @@ WRAPPERS = (
 )  # fmt: skip
 COMPILED = "_compiled_call_impl"  # module attribute of the `__call__` that `module.compile()` makes
 BEFORE_AUTOCAST = "_original_forward"  # attribute of a model that accelerate has prepared: its forward
-BRIDGED = "_original_component"  # TransformerLens: the module of transformers whose place a bridge has taken
+BRIDGED = "_original_component"  # TransformerLens: the transformers module that a bridge has replaced
 MOST_PARTS, LONG_LIST = 10_000, 100  # objects, and entries of a list, in which generators are sought
 
 one_thread = threading.RLock()  # for state that is global to the process, such as torch's random numbers
@@ -135,7 +135,7 @@ def unwrapped(model: Any, changed: bool = False) -> PreTrainedModel:
 
 
 def _check_wrapper(wrapper: Any) -> None:
-    """Raise InputError if a wrapper changes what the model in it computes: the model is measured without it."""
+    """Raise InputError if a wrapper changes the model's computation; the model is measured without the wrapper."""
     kind = _type_name(wrapper)
     if getattr(wrapper, "__dict__", {}).get("_edits"):  # nnsight's, and those of its subclasses
         raise InputError(
@@ -180,7 +180,7 @@ def _inner(model: Any) -> Any:
 
 
 def _without_bridges(module: nn.Module) -> nn.Module:
-    """Return a copy of a model without the bridges of TransformerLens, which attend by themselves; shares weights."""
+    """Return a copy of a model, with shared weights, without TransformerLens bridges, which replace its attention."""
     while BRIDGED in module._modules:
         module = module.get_submodule(BRIDGED)
     bare = copy.copy(module)
@@ -218,9 +218,9 @@ def place_of(error: BaseException, model: nn.Module) -> tuple[str, str]:
 
 @contextmanager
 def _naming_the_place(model: nn.Module) -> Iterator[None]:
-    """Raise SinkscopeError, which names the module of the model or the plugin, for an error that another code raises.
+    """Turn an error of the model or of a plugin into a SinkscopeError that names the module or the plugin.
 
-    Errors that came from neither, SinkscopeError, an interrupt and a lack of memory pass through.
+    Other errors, SinkscopeError, an interrupt and a lack of memory pass through.
     """
     try:
         yield

@@ -360,7 +360,7 @@ def _build(
 def _place_for(files: ModelFiles, config: PreTrainedConfig, dtype: str, trust_remote_code: bool) -> tuple[str, str]:
     """Return the device map of a model for which the user named none, and how it is measured if one GPU is too small.
 
-    Weights that fit only as they are packed stay so, if transformers can compute with them, by kernels from the hub.
+    Weights that fit only in packed form stay packed, if transformers can compute with them, by kernels from the hub.
     """
     room = FILLED * free_memory(torch.device("cuda"))
     in_memory = stored = sum((files.folder / name).stat().st_size for name in files.weights)

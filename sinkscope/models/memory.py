@@ -7,7 +7,7 @@ import psutil
 import torch
 
 # of this container, by version of control groups: its limit, what it uses, and the entry of its statistics for cached
-# files, which are given up where memory is needed
+# files, which the system frees when memory is needed
 CGROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "inactive_file"),
     (
@@ -21,7 +21,7 @@ CGROUPS = (
 def free_memory(device: torch.device) -> int:
     """Return the bytes that are free on a device for this process, with those that PyTorch keeps for later tensors."""
     backend: Any = torch.cpu if device.type in ("cpu", "meta") else torch.get_device_module(device)
-    if not hasattr(backend, "mem_get_info"):  # nor has mps, which shares the CPU's memory
+    if not hasattr(backend, "mem_get_info"):  # also for mps, which shares the CPU's memory
         return available_memory()
     return backend.mem_get_info(device)[0] + backend.memory_reserved(device) - backend.memory_allocated(device)
 

@@ -41,7 +41,7 @@ PACKAGES = {  # method → the packages that transformers needs to load it
 }
 REFUSED = {"eetq": "its kernels are code that would be downloaded from the hub and run"}
 METHOD_BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp8": 8, "mxfp4": 4, "nvfp4": 4}  # of methods with a fixed number of bits
-SCALES = 0.25  # bits of a packed weight's share of its block's scale, at most
+SCALES = 0.25  # at most this many bits per packed weight for the scale of its block
 ORDINARY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ORDINARY_TYPES: tuple[type, ...] = (nn.Parameter, torch.Tensor)  # of weights that hold their numbers as they are
 PACKED_WEIGHTS = "weights are quantized"  # in messages
@@ -103,7 +103,7 @@ def gguf_precision(path: str) -> str:
 
 
 def measured_precision(stored: str, model: PreTrainedModel) -> str:
-    """Return how weights were stored, without the word for those that a model dequantized, if it has packed ones."""
+    """Return how weights are stored, without ", dequantized" if the model has packed weights."""
     return stored.removesuffix(DEQUANTIZED) if is_packed(model) else stored
 
 
@@ -164,7 +164,7 @@ def check_ordinary(module: Any) -> None:
 def is_packed(model: PreTrainedModel) -> bool:
     """Return whether a model computes on quantized weights, according to transformers or to a linear layer."""
     weights = ((module, getattr(module, "weight", None)) for module in model.modules())
-    # torch's own quantized layers are no Linear, and have a method in the place of the weight
+    # torch's own quantized layers are not nn.Linear, and have a method named `weight`
     of_linear = [
         weight for module, weight in weights if isinstance(module, nn.Linear) or isinstance(weight, MethodType)
     ]

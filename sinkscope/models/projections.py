@@ -23,10 +23,10 @@ from sinkscope.models.family import Family, Role
 from sinkscope.models.in_memory import weight_in_memory
 from sinkscope.models.packed import check_ordinary
 
-# Massive coordinates (NU appendix C): the gap is searched for among this many of the largest entries …
+# Massive coordinates (NU appendix C): the number of largest entries among which the gap is searched
 FIRST_PLACES = 16
-GAP = 2.0  # … the last massive one is at least this times the next one …
-OUTLYING = 10.0  # … and this times the median
+GAP = 2.0  # least ratio of the last massive entry to the next entry
+OUTLYING = 10.0  # least ratio of a massive entry to the median
 
 ROLES: tuple[Role, ...] = ("query", "key", "value")
 LINEAR_LAYERS = (nn.Linear, Conv1D)  # Conv1D is GPT-2's linear layer, with its weight stored as (in, out)

@@ -21,7 +21,7 @@ from sinkscope.models.edits import Edit, first_argument, replaced
 from sinkscope.models.family import NOT_RUN, Family, embedding_weight, first_tensor, input_device
 from sinkscope.models.projections import LINEAR_LAYERS, by_output
 
-MOST_CHANGED = 1e-3  # of the largest logit: the rotated model may differ so much by rounding
+MOST_CHANGED = 1e-3  # largest difference of logits by rounding, relative to the largest logit
 
 
 def random_rotation(width: int, seed: int) -> torch.Tensor:
@@ -52,7 +52,7 @@ def rotated(model: PreTrainedModel, family: Family, seed: int) -> Iterator[None]
 
 
 def _rotated_weights(model: PreTrainedModel, family: Family, ids: torch.Tensor, seed: int) -> list[Edit]:
-    """Return the rotated weights; the checks are of what can be seen, and the logits decide."""
+    """Return the rotated weights; `rotated` compares the logits, because these checks may miss an unusual layer."""
     # the input and output of each module in its last run; they are kept, so that equal storage means one tensor
     inputs: dict[nn.Module, torch.Tensor] = {}
     outputs: dict[nn.Module, torch.Tensor] = {}
@@ -70,7 +70,7 @@ def _rotated_weights(model: PreTrainedModel, family: Family, ids: torch.Tensor, 
     embedding: Any = model.get_input_embeddings()
     width = embedding.weight.shape[1]
     rotation = random_rotation(width, seed).to(embedding.weight.device)
-    gains: dict[Any, torch.Tensor] = {}  # of the norm that each layer reads
+    gains: dict[Any, torch.Tensor] = {}  # linear layer → the gain of the norm whose output it reads
     edits: list[Edit] = [(embedding, "weight", _product(embedding.weight, rotation))]
     for norm in outputs:
         if getattr(getattr(norm, "weight", None), "shape", None) != (width,):
@@ -112,7 +112,7 @@ def _storage(x: torch.Tensor) -> int:
 
 
 def _gain(norm: Any, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gain (D,) of a norm, and the weight with which it has none; InputError unless it is an RMSNorm."""
+    """Return the gain (D,) of a norm, and the weight that makes its gain 1; InputError unless it is an RMSNorm."""
     ones = 1e3 * torch.ones(1, 1, width, dtype=norm.weight.dtype, device=norm.weight.device)
     output = norm(ones)[0, 0].double()
     for neutral in (1.0, 0.0):  # Gemma's gain is 1 + weight

@@ -238,7 +238,7 @@ class VariedLlamaConfig(LlamaConfig):
 
 
 class VariedLlamaAttention(LlamaAttention):
-    """Llama's attention with an exchangeable mix of the heads."""
+    """Llama's attention, whose output projection reads the concatenated heads or their sum."""
 
     def __init__(self, config: VariedLlamaConfig, layer_idx: int) -> None:
         nn.Module.__init__(self)  # Llama's would draw random weights for an output projection that may be replaced

@@ -29,7 +29,7 @@ class Event(NamedTuple):
 def record_ends(
     model: nn.Module, modules: Iterable[nn.Module], inputs: Mapping[str, Any]
 ) -> dict[nn.Module, list[Event]]:
-    """Run the model, and return copies on the CPU of the inputs and outputs of those of these modules that run."""
+    """Run the model, and return CPU copies of the inputs and outputs of these modules, as far as they run."""
     ends: dict[nn.Module, list[Event]] = {}
     order = count()
 

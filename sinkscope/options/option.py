@@ -126,7 +126,7 @@ def split_all_names(names: Any) -> Any:
 
 
 # parts of the types of options, as in Annotated[str, path_as_text]: each converts or checks a value, and names another
-# type that it accepts
+# accepted type
 path_as_text = BeforeValidator(
     lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path, json_schema_input_type=os.PathLike[str]
 )

@@ -27,8 +27,8 @@ def drawings_of(specs: Mapping[str, FigureSpec[Any]], data: Any) -> Drawings:
 def save_figures(drawings: Drawings, folder: Path) -> dict[str, str]:
     """Draw figures, save them as NAME.png and NAME.pdf, and return why some failed; OSError if writing fails.
 
-    A fork of this process draws every other figure, which saves 3 of the 7 seconds of a run. Where it fails or takes
-    too long (a library's lock that another thread held at the fork is never released there), they are drawn here.
+    A fork of this process draws every other figure, which saves 3 of the 7 seconds of a run. If the fork fails or takes
+    too long (a lock that another thread held at the fork is never released in it), this process draws the rest.
     """
     folder.mkdir(parents=True, exist_ok=True)
     names, failed = list(drawings), dict[str, str]()

@@ -28,7 +28,7 @@ FINDING_TABLES = {FINDING: FINDING_COLUMNS}
 # --- thresholds
 
 SINK = 10.0  # percent: a sink rate above this is a sink (W-1)
-NO_SINK = 0.01  # a sink rate below this is no sink
+NO_SINK = 0.01  # a sink rate below this counts as no sink
 ALMOST_NO_SINK = 0.05  # a layer with a sink rate below this has almost no sink
 STRONG = 0.5  # a layer has the sink when at least this share of its heads has it
 MOSTLY = 0.25  # a layer has most later sinks if its rate is at least this share of the largest layer's rate

@@ -34,9 +34,9 @@ PAGE = "index.html"
 # The version of run.json and of the tables that it lists: folders of another format are refused. Increase it when an
 # entry or a column that readers need is added, renamed or gets another meaning.
 FORMAT = 4
-CALLBACK_TRAINING = Command("training", __name__)  # what SinkCallback writes, which is no command
+CALLBACK_TRAINING = Command("training", __name__)  # for the folder of SinkCallback, which is not a command
 MANIFEST_KINDS = records() | {CALLBACK_TRAINING.name: CALLBACK_TRAINING}
-RUNS = tuple(name for name, record in records().items() if record.report)  # whose folder is one run, with own tables
+RUNS = tuple(name for name, record in records().items() if record.report)  # commands whose folder is one run
 RECORDED_LIBRARIES = ("torch", "transformers", "nnsight", "accelerate", "pandas")
 _version = cache(version)  # it reads the package's files each time
 _NOTED: ContextVar[Mapping[str, Any]] = ContextVar("noted", default={})  # noqa: B039 (nothing changes it)

@@ -32,7 +32,7 @@ class Metric:
 
     name: str  # in the column `metric` of the tables
     label: str  # in verdicts, with the tokens or layers that it is taken over
-    short: str  # title of a panel or column, where the rest is explained nearby
+    short: str  # title of a panel or column, whose caption explains the rest
     definition: str
     unit: str = ""  # "share", "nats", "ratio", …; empty for a plain number
     form: str = "{:.2f}"  # format string of its values

@@ -56,8 +56,8 @@ class RunData(FolderData):
     columns: ClassVar[Mapping[str, Columns]] = {}  # columns of the tables of a folder, after the leading ones
 
     activations: Activations = field(default_factory=Activations, repr=False)  # raw tensors of the first sequences
-    loaded: Callable[[], Any] | None = field(default=None, repr=False)  # the loaded model it is of, while it exists
-    further: Callable[[Path], None] | None = field(default=None, repr=False)  # writes files that are not from tables
+    loaded: Callable[[], Any] | None = field(default=None, repr=False)  # returns the model while it is in memory
+    further: Callable[[Path], None] | None = field(default=None, repr=False)  # writes files not made from tables
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Self:

@@ -1,4 +1,4 @@
-"""V-scale (GS §5) taken apart: its factor on the values' gradient alone, or on the values alone.
+"""The two effects of V-scale (GS §5): its factor on the values' gradient alone, or on the values alone.
 
 V-scale changes both passes. GS says that it prevents massive activations because less gradient flows into the values of
 the sink. A valve on the gradient alone leaves the forward pass as it is, and a valve on the values alone leaves the

@@ -194,7 +194,7 @@ class ValuePart(GatePart):
         PlacedHook(layer.value.path, ValuePart.scale_values).watch(layer.attention)
 
     def scale_values(self, args: tuple, output: torch.Tensor) -> torch.Tensor:
-        # the factors by a call of this module, which may be PEFT's wrapper around a trained copy
+        # the factors come from a call of `self`, which may be PEFT's wrapper around a trained copy
         if self.is_whole:
             value = output.unflatten(-1, self.places.shape)
             return self.change(value, self(args[0], value)).flatten(-2)

@@ -144,9 +144,7 @@ class Request:
         )
 
     def token_zero(self, otherwise: str, sequences: Sequence[Sequence[int]] = ()) -> str:
-        """Describe the first token of the prefix, or the special token that all texts themselves begin with; return
-        `otherwise` if there is neither.
-        """
+        """Describe the prefix's first token, or the special token that begins all texts; else return `otherwise`."""
         first = {*self.prefix[:1]} or {ids[0] for ids in sequences}
         named = self.special - {getattr(self.tokenizer, "unk_token_id", None)}
         return self.describe(*first) if self.prefix or (len(first) == 1 and first <= named) else otherwise

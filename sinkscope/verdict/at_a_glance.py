@@ -1,4 +1,4 @@
-"""Five numbers of a run for a reader in a hurry: what each means, what it would be without a sink, and elsewhere."""
+"""Five numbers of a run at a glance: what each means, its value without a sink, and its value in other models."""
 
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -49,8 +49,8 @@ class Glance(NamedTuple):
     title: str
     value: str
     meaning: str
-    null: str  # what the number would be without the phenomenon
-    elsewhere: str  # where it is among other models
+    null: str  # its value without the phenomenon
+    elsewhere: str  # its rank among other models
 
 
 def glances(run: RunData) -> Iterator[Glance]:

@@ -93,7 +93,7 @@ def finding(
     numbers: Mapping[str, Any] = MappingProxyType({}),
     **fields: Any,
 ) -> Finding:
-    """Return a finding. An estimate, as value or among the numbers, brings its interval.
+    """Return a finding. The interval of an estimate, as `value` or among the numbers, is added.
 
     With `claim`, outcome and threshold are those of the claim, unless `fields` has others.
     """

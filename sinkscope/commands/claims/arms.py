@@ -70,7 +70,7 @@ def perplexity_ratio(evidence: Evidence, role: Need, against: Need | None = None
 
 
 def breaks(role: Need, controls: str) -> tuple[Part, Part]:
-    """Return the parts of a claim that an arm breaks the model, which its random controls, named in words, do not."""
+    """Return the parts of a claim that an arm breaks the model while its random controls, named in words, do not."""
     return (
         Part("perplexity ÷ before", lambda evidence: perplexity_ratio(evidence, role), at_least(COLLAPSE)),
         Part(f"of {controls} ÷ before", lambda evidence: perplexity_of_controls(evidence, role), between(0.9, 1.1)),

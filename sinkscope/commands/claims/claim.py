@@ -33,7 +33,7 @@ class Claim:
     is_ours: bool = True  # whether the thresholds are ours rather than the paper's
     also_reads: tuple[Need, ...] = ()  # further runs that the parts read if they exist
     set_against: Null | None = None  # the null; by default that of the kinds in `needs`
-    holds_untrained: bool = False  # also with a model's initial weights, which are not among the nulls (tested)
+    holds_untrained: bool = False  # whether it also holds for a model's initial weights (tested); they are not a null
 
     @property
     def reads(self) -> tuple[Need, ...]:

@@ -33,7 +33,7 @@ P = ParamSpec("P")
 
 
 def of_study(estimate: Callable[Concatenate[ClaimStudy, P], Estimate]) -> Callable[P, OfStudy]:
-    """Make of an estimate from a study and further arguments a function of these, which returns that of the study."""
+    """Bind the further arguments of an estimate: the result is a function of the study alone."""
     return lambda *args, **options: lambda study: estimate(study, *args, **options)
 
 
@@ -44,7 +44,7 @@ def study_part(role: Need, quantity: str, estimate: OfStudy, test: Test) -> Part
 def study_claim(
     id: str, reference: str, statement: str, role: Need, *numbers: tuple[str, OfStudy, Test], **others: Any
 ) -> Claim:
-    """Return a claim of which all numbers are estimates from one study."""
+    """Return a claim whose numbers are all estimates from one study."""
     return Claim(id, reference, statement, tuple(study_part(role, *each) for each in numbers), (role,), **others)
 
 

@@ -1,8 +1,8 @@
-"""What an attention kernel, or a server, leaves out of a model: its outputs against those of eager attention.
+"""What an attention kernel, or a server, ignores of a model: its outputs compared with those of eager attention.
 
-A kernel that ignores an argument of transformers' attention interface gives wrong numbers without an error. Where it
+A kernel that ignores an argument of transformers' attention interface gives wrong numbers without an error. If a kernel
 departs from eager attention by more than round-off, the reference is run once more without each of the features that
-the model passes to its kernel: the one that gives the same numbers is what the kernel leaves out.
+the model passes to its kernel. The kernel ignores the feature without which the reference gives its numbers.
 """
 
 import math

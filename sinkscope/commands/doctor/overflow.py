@@ -239,7 +239,7 @@ class Prediction:
 
 
 def _epsilon(module: nn.Module) -> str | None:
-    """Return the attribute with a norm's ε; None if the module is no norm with a gain."""
+    """Return the attribute with a norm's ε; None if the module is not a norm with a gain."""
     weight = module._parameters.get("weight")
     if weight is None or weight.dim() != 1:
         return None

@@ -277,7 +277,7 @@ class Experiment:
         return Tracer.forward_with_loss if with_loss else Tracer.forward
 
     def _arm(self, condition: str, draw: int, done: Pass) -> MeasuredArm:
-        """Collect the tables of a pass under `condition`; layers that it left out have the unchanged model's rows.
+        """Collect the tables of a pass under `condition`; layers that the pass skipped get the unchanged model's rows.
 
         `draw` is the number of the control; -1: no control.
         """

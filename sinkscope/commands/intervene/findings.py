@@ -334,7 +334,7 @@ def _expected(run: RunData, label: str, section: str) -> Finding:
         else:
             value, threshold = factor.value - 1, HARM
             passes = [abs(end - 1) < HARM for end in ends]
-            passes += [True] * (min(ends) < 1 < max(ends))  # unharmed lies between the ends
+            passes += [True] * (min(ends) < 1 < max(ends))  # 1, the ratio without harm, is between the ends
             yes, no = f"it is: it changes by less than {HARM:.0%}", f"it is not: it changes by more than {HARM:.0%}"
         outcome, here = Outcome.UNDECIDED, "the interval of perplexity does not decide"
         if len(set(passes)) == 1:

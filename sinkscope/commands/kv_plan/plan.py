@@ -1,13 +1,13 @@
-"""Plans for the KV cache: which heads keep all tokens, which keep sinks and a window, on how many bits, and the cost.
+"""Plans for the KV cache: which heads keep all tokens, which keep sinks and a window, with how many bits, and the cost.
 
 A plan is made in four steps. Sinks are predicted: tokens with a massive activation at the layer where these appear
 (KVSink, 2025). A ranking scores every key/value head on calibration texts. The best heads keep all tokens, and the
 others the sinks and a window (DuoAttention, 2024). Keys and values of each layer get as many bits as the budget
-permits, more where the output loses most. Calibration texts decide how many tokens are kept, on how many bits. Other
-texts then show the plan's cost, next to controls of equal memory.
+permits, more where the output loses most. Calibration texts decide how many tokens are kept, and with how many bits.
+Other texts then show the plan's cost, next to controls of equal memory.
 
-There are two tasks: perplexity on the text, and retrieval: the text's first tokens follow it once more, and a window
-hides where they can be read. Perplexity hardly shows this.
+There are two tasks: perplexity on the text, and retrieval: the text's first tokens are repeated at its end, when a
+window has evicted them. A loss of retrieval hardly changes perplexity.
 """
 
 import itertools
@@ -48,11 +48,11 @@ from sinkscope.text.inputs import TokenInputs
 FULL_BITS = 16
 GRID_BITS = 32  # step and zero of a token's grid, for the keys and for the values of each head
 CACHE_BITS = (8, 4, 2)
-KEPT_SHARES = (1.0, 0.8, 0.6)  # of all tokens, on fewer bits
-WHOLE_SHARES = (0.0, 0.5, 0.9)  # of the kept tokens, for the heads that keep all
+KEPT_SHARES = (1.0, 0.8, 0.6)  # shares of all tokens that are kept, with fewer bits
+WHOLE_SHARES = (0.0, 0.5, 0.9)  # shares of the kept tokens that belong to heads that keep all tokens
 TEXTS_PER_COPY = 8  # the copy is an eighth of the text
 ALL_TOKENS = 2**31 - 1  # a window that holds all tokens
-UNKNOWN_COPIES = 8  # first tokens of the copy, which do not show yet what is copied
+UNKNOWN_COPIES = 8  # first tokens of the copy, from which the model cannot yet tell what is copied
 FIRST_TOKENS = 4  # sinks of StreamingLLM
 RANDOM_PLANS = 3  # random rankings
 SHORTEST_TEXT = 128  # tokens of a text
@@ -332,7 +332,7 @@ def rounded_cache(bits: int, sinks: Sequence[int], x: torch.Tensor, center: torc
     """Round keys or values (B,K,T,d) to one grid for each token and head, except those of the sinks.
 
     A rotation first spreads the channels that are large in all tokens, as in vLLM's int4_per_token_head. `center`
-    (K,1,d), which is subtracted before, is the same for all tokens and texts, so it takes no memory of the cache.
+    (K,1,d), which is subtracted before, is the same for all tokens and texts, so the cache does not store it.
     """
     if bits == FULL_BITS:
         return x
@@ -478,7 +478,7 @@ class PlanStudy:
         return Sizes(np.array([min(end, limit or end) for limit in seen]), heads, width, sinks)
 
     def scores(self, rankings: Mapping[str, Ranking], window: int) -> dict[str, np.ndarray]:
-        """Return the scores (L,K) of each ranking, mean over texts; a key/value head has its largest query head's."""
+        """Return the scores (L,K) of each ranking, mean over texts; a key/value head gets its query heads' largest."""
         scores = {name: np.zeros(self.sizes.dense.shape) for name in rankings}
 
         def see(text: CopiedText, index: int, query: Any, key: Any, value: Any, call: Any, whole: Attended) -> None:

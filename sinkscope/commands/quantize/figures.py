@@ -145,7 +145,7 @@ def draw_quantization_ranges(run: RunData) -> Figure:
 
 
 def _sites_in_layers(run: RunData) -> pd.DataFrame:
-    """Return the inputs and outputs in the layers; for experts, which share a kind, the site with the widest range."""
+    """Return the input and output sites of the layers; of a layer's experts, only the site with the widest range."""
     table = run.tables["quantization_sites"]
     table = table[(table["layer"] != NO_LAYER) & (table["part"] != WEIGHT)]
     widest = table.sort_values("max_abs", ascending=False).drop_duplicates(["layer", "site", "part"])

@@ -2,8 +2,8 @@
 
 Every setting has all sites of `quantize` quantized, and spares some entries of the activations: outlier tokens, the
 largest coordinates, or the tokens of a prefix before each sequence. Spared entries are left out of the ranges, too. A
-rotation spares none. Random tokens, coordinates and prefixes, as many, are the controls. Losses are of the same tokens
-in all settings, and costs and shares have 95 % intervals from a bootstrap over sequences.
+rotation spares none. The controls are equally many random tokens, coordinates and prefixes. Losses are of the same
+tokens in all settings, and costs and shares have 95 % intervals from a bootstrap over sequences.
 
 PrefixQuant (Chen et al. 2024) has the rule for outlier tokens and for the prefix.
 """

@@ -18,8 +18,8 @@ unknown, so that onsets between the same two checkpoints have no order.
 The lag correlation of X before Y is Pearson's correlation, over steps i, of the change of X from step i to i + 1 with
 the change of Y from i + 1 to i + 2. The lead of X over Y is the lag correlation of X before Y minus that of Y before X.
 Its null has the same changes of X and Y in a random order of the steps, the same order for both: it keeps how changes
-are distributed and how those of one step belong together, and has neither order nor lead. Unrelated smooth courses
-are beyond its middle 95 % in less than 5 % of trials, courses of noise around a constant in 7 %.
+are distributed and how those of one step belong together, and has neither order nor lead. Unrelated smooth curves are
+outside its middle 95 % in less than 5 % of trials, curves of noise around a constant in 7 %.
 
 All intervals are 95 % percentile intervals over resampled sequences. A gradient is a sum over sequences, so that a
 sequence drawn twice would add its own noise twice (`jackknife` in results/statistics.py): groups of sequences are
@@ -70,7 +70,7 @@ SECTION = "Order in training"
 
 
 class Quantity(NamedTuple):
-    """One of the quantities, and how it is called."""
+    """One of the quantities, with its names in tables and sentences."""
 
     name: str  # in sentences
     title: str
@@ -139,7 +139,7 @@ def resampled(values: np.ndarray) -> np.ndarray:
 
 
 def onset_of(course: np.ndarray, threshold: float | None = None) -> tuple[float, np.ndarray]:
-    """Return the threshold of a course (1 + draws, S), and when the course stays beyond it.
+    """Return the threshold of a curve (1 + draws, S), and the step from which on the curve stays beyond it.
 
     Without a threshold, that is halfway from the first to the last value. The second result (1 + draws,) has the index
     of the step in each draw, S if it is not by the last step; it is empty if there is no onset.
@@ -197,7 +197,7 @@ def lead(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def lead_of(first: np.ndarray, second: np.ndarray) -> Estimate:
-    """Return the lead of a course (1 + draws, S) over another, with the middle 95 % of its null."""
+    """Return the lead of a curve (1 + draws, S) over another, with the middle 95 % of its null."""
     x, y = np.diff(first), np.diff(second)
     random = np.random.default_rng(RESAMPLING_SEED)
     orders = random.permuted(np.tile(np.arange(x.shape[1]), (DRAWS, 1)), axis=1)

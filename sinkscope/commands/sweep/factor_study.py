@@ -18,7 +18,7 @@ STUDY = "sweep_training"
 # metric → its heading
 SHOWN = {"sink_rate": "sink rate in %", "loss": "loss"}
 SHOWN |= {metric: METRICS[metric].short for metric in ("bigram_risk", "backcopy_risk")}
-TOTALS = ("total_weight", "total_weight_at_sink")  # what the sink rate's shares are shares of
+TOTALS = ("total_weight", "total_weight_at_sink")  # the denominators of the sink rate's shares
 LEVEL = "level"
 KEYS = [LEVEL, "seed"]
 PLAIN = ("none", "softmax")  # arms of the published rates of other factors

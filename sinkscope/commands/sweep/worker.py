@@ -77,7 +77,7 @@ ALL = 1_000_000  # more accelerators than a machine has
 
 
 def devices_for(device_map: str | None) -> int:
-    """Return how many accelerators a cell uses where there are any. A numbered one is only there among all of them."""
+    """Return how many accelerators a cell uses, if there are any; a numbered one exists only if a worker sees ALL."""
     return {"cpu": 0, None: 1, "cuda": 1, "xpu": 1}.get(device_map, ALL)
 
 
@@ -96,7 +96,7 @@ def prepare_worker() -> None:
     the collections at the start of each pass are fast.
     """
     gc.freeze()
-    if not isinstance(sys.stderr, PrintableStream):  # what libraries print ends no cell, and is no result
+    if not isinstance(sys.stderr, PrintableStream):  # output of libraries must not end a cell
         sys.stdout = sys.stderr = PrintableStream(sys.stderr)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

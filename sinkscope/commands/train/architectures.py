@@ -168,7 +168,7 @@ def fresh_model(config: PreTrainedConfig, seed: int) -> Any:
 
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"  # ids 0, 1, 2
 MASK = "<mask>"  # id 3, for an encoder
-MOST_DOCUMENTS = 100_000  # a tokenizer does not read a whole corpus
+MOST_DOCUMENTS = 100_000  # enough to train a tokenizer, which need not read a whole corpus
 MOST_CHARACTERS = 1 << 26
 
 

@@ -126,7 +126,7 @@ def deliver(holders: Iterable[object]) -> None:
 
 
 def _waiting_in(holder: object) -> list[tuple[tuple[torch.Tensor, ...], Callable[..., None]]]:
-    """Return what the accumulators in a holder wait for, which they then forget."""
+    """Return the tensors that the accumulators in a holder wait for, and clear their lists of these."""
     waiting = list(vars(holder).pop("_waiting", ()))
     parts = [*accumulated(holder).values(), *(holder.values() if isinstance(holder, Accumulators) else ())]
     return waiting + [each for part in parts for each in _waiting_in(part)]

@@ -93,7 +93,7 @@ class OverMixing(Observable):
 
 
 def substituted(batch: Batch, share: float) -> torch.Tensor:
-    """Replace the token at this share of each sequence by the next different one, or before it the last: (B,T)."""
+    """Replace the token at this share of each sequence by the nearest different one after it, or else before: (B,T)."""
     ids = batch.token_ids.clone()
     for row, start, length in zip(ids, batch.start.tolist(), batch.lengths.tolist(), strict=True):
         text = row[start : start + length].tolist()

@@ -48,7 +48,7 @@ QUERY_OR_KEY_NORM = re.compile(r"(^|[._])(q|k|qk|query|key)_\w*(norm|ln)\w*$")
 
 
 class QueryBias(Observable):
-    """Measures Δ and γ in layers whose queries have a bias. All heads together have the sum of the heads' Δ."""
+    """Measures Δ and γ in layers whose queries have a bias; Δ of all heads together is the sum over the heads."""
 
     name = "query-bias"
     about = "the term of each key's logits from the query bias, by layer and position, and coordinates that it reads"

@@ -31,14 +31,14 @@ from sinkscope.text.batch import Batch
 
 FIRST_SINK_WITHIN = 3  # the first sink is one of this many first tokens, the one with the largest norm
 PARALLEL = 0.9  # |cosine| with the first sink above which a token is parallel to it
-SINK_NORM = 3.0  # a norm is a sink's from this many times the median of the sequence's tokens on (ours)
-SHORTEST_LIFE = 1 / 8  # share of the depth that a secondary sink lives for more than: 4 of 32 layers
-LONGEST_LIFE = 17 / 32  # and that it does not reach: 32 - 15 of 32 layers
+SINK_NORM = 3.0  # least norm of a sink ÷ median norm of the sequence's tokens (our threshold)
+SHORTEST_LIFE = 1 / 8  # a secondary sink lasts for more than this share of the depth: 4 of 32 layers
+LONGEST_LIFE = 17 / 32  # and for less than this share: 32 - 15 of 32 layers
 FIRST_SINK, LASTING, SECONDARY = "first", "lasting", "secondary"
-LARGE_ENTRY = 20.0  # an entry is large if it is above this many times the median of its token
-RESIDUAL_SHARE = 0.9  # share of tokens at which the coordinate of a residual sink is large
-SPIKE_SHARE = 0.1  # share of tokens up to which it is the coordinate of a spike
-LISTED = 16  # coordinates of a layer that are listed at most, those that are large at the most tokens first
+LARGE_ENTRY = 20.0  # a large entry is above this many times the median of its token
+RESIDUAL_SHARE = 0.9  # least share of tokens at which the coordinate of a residual sink is large
+SPIKE_SHARE = 0.1  # largest share of tokens at which the coordinate of a spike is large
+LISTED = 16  # most coordinates listed for a layer, those that are large at the most tokens first
 RESIDUAL_SINK, SPIKE, BETWEEN = "residual sink", "spike", "between"
 NORM_RATIO = Column("norm_ratio", "L2 norm of a sequence's largest token ÷ the median norm of its tokens", "ratio")
 SHARE_COLUMNS = (
@@ -78,7 +78,7 @@ class SinkTokens(Observable):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self.rows = Rows(list)
-        self.elsewhere: Sums[int] = Sums()  # token id → (L+1,): attention of tokens that are no sinks, and their number
+        self.elsewhere: Sums[int] = Sums()  # token id → (L+1,): attention to non-sink tokens, and their number
         self.states: dict[int, dict[str, torch.Tensor]] = {}  # of the current batch, by layer
         self.received: dict[int, torch.Tensor] = {}
         self.written: torch.Tensor | None = None
@@ -252,8 +252,8 @@ def life(norms: torch.Tensor) -> tuple[int, int]:
 def sink_layers(norms: torch.Tensor, cosine: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return which tokens are parallel to the first sink in which layers of its life, and which are sinks, (T,L) bool.
 
-    `norms` (T,1+L) are as in `life`, `cosine` (T,L) those of each layer's output and the first sink's, at position
-    `first`. If its own norm is not large, no token is a sink.
+    `norms` (T,1+L) are as in `life`; `cosine` (T,L) compares each token's state with that of the first sink, at
+    position `first`. If the first sink's norm is not large, no token is a sink.
     """
     start, end = life(norms[first])
     layers = torch.arange(cosine.shape[1])

@@ -132,7 +132,7 @@ def _bloat_by_branch(evidence: Evidence) -> Estimate:
 
 
 def _owns_bloat(evidence: Evidence) -> Estimate:
-    """Return token 0's share of the largest points, as many as layers, so that all could be token 0's."""
+    """Return token 0's share of the L largest points of L layers, so that the share can reach 1."""
     bloat = branch_ratios(evidence.natural, "bloat")
     replicates, layers, positions = bloat.shape
     order = np.argsort(-np.nan_to_num(bloat).reshape(replicates, -1), axis=1)[:, :layers]
@@ -196,7 +196,7 @@ def _falls_more(arms: Mapping[str, StudyArm]) -> float:
     return (1 - left[0]) - (1 - left[1])
 
 
-# --- V-scale taken apart: a valve on the gradient of position 0's values alone, and on the values alone
+# --- The two effects of V-scale: a valve on the gradient of position 0's values alone, and on the values alone
 
 AT_FIRST, AMPLIFIED = "gradient-valve:position=0", "gradient-valve:position=0,factor=2"
 ON_VALUES, FIXED_SCALE = "gradient-valve:acts=values", "vscale:learned=false"

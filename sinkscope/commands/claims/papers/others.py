@@ -82,7 +82,7 @@ def _of_secondary(column: str, evidence: Evidence) -> Estimate:
 
 def _lifetime_follows_norm(evidence: Evidence) -> Estimate:
     sinks = _secondary_sinks(evidence)
-    first = np.unique(evidence.run(STATES).text_numbers, return_index=True)[1]  # tokens of copies are no further units
+    first = np.unique(evidence.run(STATES).text_numbers, return_index=True)[1]  # copies are not further units
     sinks = sinks[sinks["sequence"].isin(first)]
     return rank_correlation(*(sinks[name].to_numpy(float) for name in ("norm", "lifetime", "layer")))
 

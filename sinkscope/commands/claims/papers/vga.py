@@ -73,7 +73,7 @@ def _no_op(evidence: Evidence) -> Estimate:
 
 GATE, REGISTERS = "vga", "register-tokens"
 WITH_GATE = Need("arms", f"{PLAIN},{GATE}")
-# tables 1 and 2 are about models trained from random weights, so that fine-tuned models are no evidence
+# tables 1 and 2 are about models trained from random weights, so fine-tuned models do not count as evidence
 FROM_SCRATCH, WITH_REGISTERS = Need("train", f"{PLAIN},{GATE}"), Need("train", f"{PLAIN},{REGISTERS}")
 TRAINED = "trained from scratch"
 

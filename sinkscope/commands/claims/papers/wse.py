@@ -339,7 +339,7 @@ RANGE_OF_RATES = "largest difference of two levels, in points"
 
 # --- the steps of a training
 
-NONE = 1.0  # percent: lower rates are no sink
+NONE = 1.0  # percent: a lower rate does not count as a sink
 
 
 def _rise_over_steps(steps: list[int], rates: np.ndarray) -> tuple[np.ndarray, str]:

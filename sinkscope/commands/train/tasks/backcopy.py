@@ -2,10 +2,10 @@
 
     <s> h t h i s a t a n …      t, e and the space are triggers: the token before a trigger is repeated after it
 
-Every sequence begins with <s>, or as an `Opening` says. After a token that is no trigger, the next one is drawn by the
-frequencies of character pairs in the text of `--input natural`, which needs no attention. After a trigger, the token
-before the trigger is repeated, which needs attention. The first character is no trigger. As in the paper's code, the
-triggers are the three most frequent of 64 characters; its text is tiny Shakespeare.
+Every sequence begins with <s>, or as an `Opening` says. After a token that is not a trigger, the next one is drawn by
+the frequencies of character pairs in the text of `--input natural`, which needs no attention. After a trigger, the
+token before the trigger is repeated, which needs attention. The first character is not a trigger. As in the paper's
+code, the triggers are the three most frequent of 64 characters; its text is tiny Shakespeare.
 
 Measurements (VGA figures 4–6) are means over the queries from position 1 on, or after an opening, in the held-out
 sequences; numbers on attention are by layer and averaged over heads. "Start" is the first token, mostly <s>.
@@ -121,8 +121,9 @@ AT_ONCE = 64  # sequences
 def measure_chain(
     chain: Chain, model: PreTrainedModel, family: Family, held_out: np.ndarray, opening: int = 1
 ) -> pd.DataFrame:
-    """Measure the metrics `BACKCOPY` of results/metrics.py for a model in eval mode on sequences (N,T) of the task. The
-    first `opening` tokens are no part of the chain. Returns layer (−1: the whole model), metric, value.
+    """Measure the metrics `BACKCOPY` of results/metrics.py for a model in eval mode on sequences (N,T) of the task.
+
+    The first `opening` tokens are not part of the chain. Returns layer (−1: the whole model), metric, value.
     """
     seen: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)  # observations: (n,), or (n,H) of heads
     with open_tracer(model, family) as tracer:
@@ -268,8 +269,8 @@ def _record_ends(tracer: Tracer) -> Iterator[dict[int, dict[str, torch.Tensor]]]
         yield ends
 
 
-MEASURED_SEQUENCES = 64  # of the held-out ones, at every log
-SHOWN_TOKENS = 20  # of the sequence that is drawn
+MEASURED_SEQUENCES = 64  # held-out sequences that are measured at every log
+SHOWN_TOKENS = 20  # tokens that the figure shows of its sequence
 
 
 @dataclass
