@@ -47,8 +47,7 @@ def mgm_text(mgm: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def check_against_reference(loaded: LoadedModel, run: Run, sequences: list[np.ndarray]) -> None:
-    twin = reference.eager_twin(loaded.model)
-    recorded = [reference.record(twin, ids) for ids in sequences]
+    recorded = reference.record_each(loaded.model, sequences)
     settings = run.manifest["config"]
     positions, window = settings["positions"], settings["window"]
     masses = reference.window_masses(recorded, window)
@@ -171,13 +170,8 @@ def test_gradients_are_plain_autograds_to_round_off(smollm_on_cpu: LoadedModel) 
     with in_float64(model):
         run = sinkscope.analyze(smollm_on_cpu, observables=("gradient",), **SHORT)
         sequences = [np.array(ids) for ids in inputs_for(smollm_on_cpu, make_config(**SHORT)).sequences]
-        before = model.config._attn_implementation
-        model.set_attn_implementation(gradient_reference.NAME)
-        try:
-            recorded = gradient_reference.record(model, sequences)
-        finally:
-            model.set_attn_implementation(before)
-        expected = gradient_reference.tables(model, recorded, 16)
+        recorded = gradient_reference.record(model, sequences)
+        expected = gradient_reference.tables(recorded, 16)
     print(gradient_reference.assert_same(run.tables, expected, 1e-9))
     assert all(parameter.grad is None for parameter in model.parameters())
     assert next(model.parameters()).dtype == torch.float32

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import reference
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
 from support.attention_rows import Rows
@@ -113,11 +112,11 @@ def inputs_of(model: PreTrainedModel, batch: Batch) -> dict[str, Any]:
 
 
 def layers_of(model: PreTrainedModel) -> list[nn.Module]:
-    return list(model.get_submodule(reference.place_of(model.config).layers))
+    return list(find_family(model).layer_modules(model))
 
 
 def attentions_of(model: PreTrainedModel) -> list[nn.Module]:
-    return [layer.get_submodule(reference.place_of(model.config).attention) for layer in layers_of(model)]
+    return list(find_family(model).attentions(model).values())
 
 
 def position_table(model: PreTrainedModel) -> torch.Tensor:
@@ -456,7 +455,8 @@ def with_forbidden(model: PreTrainedModel, positions: list[int], heads: list[int
         mask = kwargs["attention_mask"]
         return args, kwargs | {"attention_mask": mask.masked_fill(pairs, torch.finfo(mask.dtype).min)}
 
-    twin = reference.eager_twin(model)
+    twin = copy.deepcopy(model)
+    twin.set_attn_implementation("eager")
     for layer in layers:
         attentions_of(twin)[layer].register_forward_pre_hook(masked, with_kwargs=True)
     return twin

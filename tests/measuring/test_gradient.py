@@ -54,17 +54,15 @@ def double_model(name: str) -> PreTrainedModel:
 
 
 @cache
-def recorded(name: str, lengths: tuple[int, ...]) -> tuple[PreTrainedModel, list[reference.Sequence]]:
-    """Return the reference's own model and its record of the sequences."""
+def recorded(name: str, lengths: tuple[int, ...]) -> list[reference.Sequence]:
     model = double_model(name)
     with in_double(model):
-        twin = reference.trainable_twin(model)
-        return twin, reference.record(twin, ragged_tokens(lengths))
+        return reference.record(model, ragged_tokens(lengths))
 
 
 @cache
 def expected(name: str, lengths: tuple[int, ...] = RAGGED, positions: int = POSITIONS) -> dict[str, pd.DataFrame]:
-    return reference.tables(*recorded(name, lengths), positions)
+    return reference.tables(recorded(name, lengths), positions)
 
 
 @cache
@@ -106,8 +104,7 @@ def test_gradients_are_those_of_what_leaves_the_users_hooks() -> None:
     model = hook_all(tiny_model("llama", dtype=torch.float64))
     model.get_input_embeddings().register_forward_hook(lambda module, args, output: output + 1.5)
     with in_double(model):
-        twin = reference.trainable_twin(model)
-        truth = reference.tables(twin, reference.record(twin, ragged_tokens(RAGGED)), POSITIONS)
+        truth = reference.tables(reference.record(model, ragged_tokens(RAGGED)), POSITIONS)
         tables = measured(model, batched(ragged_tokens(RAGGED), 2), SETTINGS, ("gradient",), backward=True)
     del truth["norm_bound"]  # of norms without hooks
     reference.assert_same(tables, truth, 1e-8)
@@ -361,7 +358,7 @@ def test_half_precision_gives_the_figures_of_float32(name: str, dtype: torch.dty
 @pytest.mark.parametrize(("name", "size"), [("llama", 2), ("bloom", "auto")])
 def test_analyze_gives_the_references_tables(name: str, size: Any, tmp_path: Path) -> None:
     path, model = written(tmp_path / "ragged.jsonl", ragged_tokens(RAGGED)), double_model(name)
-    truth = sum(sequence.loss for sequence in recorded(name, RAGGED)[1]) / sum(length - 1 for length in RAGGED)
+    truth = sum(sequence.loss for sequence in recorded(name, RAGGED)) / sum(length - 1 for length in RAGGED)
     given = {"num_seqs": len(RAGGED), "seq_len": LENGTH, "positions": POSITIONS, "observables": (*FORWARD, "gradient")}
     with in_double(model):
         run = sinkscope.analyze(model, input=path, batch_size=size, **given)

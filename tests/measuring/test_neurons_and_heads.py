@@ -120,10 +120,9 @@ def test_the_change_of_later_tokens_by_a_changed_one(name: str, side: str) -> No
     tables = table_of(model, "over-mixing", side)
     by_sequence = tables["over_mixing_by_sequence"].set_index(["layer", "sequence"])["change"]
     at_distance: dict[tuple[int, int], list[float]] = {}
-    twin = reference.eager_twin(model)
 
     def states_of(ids: np.ndarray) -> list[np.ndarray]:
-        return [layer.sites["layer_out"] for layer in reference.record(twin, ids).layers]
+        return [layer.sites["layer_out"] for layer in reference.record(model, ids).layers]
 
     for number, ids in enumerate(SEQUENCES):
         means: dict[int, list[float]] = {}

@@ -161,7 +161,7 @@ def test_the_bound_is_the_propositions() -> None:
     run = repeated("llama")
     model = tiny_model("llama")
     (token,) = set(sinkscope.analyze(model, input="repeated", num_seqs=1, seq_len=24).tables["massive"]["token_id"])
-    recorded = reference.record(reference.eager_twin(model), np.full(24, token))
+    recorded = reference.record(model, np.full(24, token))
     for number, layer in enumerate(recorded.layers):
         terms = []
         for head in range(4):

@@ -66,10 +66,8 @@ def test_what_leaves_a_module_is_read_after_the_users_hooks(name: str, how: str)
     """Hooks of an attention, an MLP, two layers and the last norm: steering, and a coordinate that is zeroed."""
     dtype, tolerance = (torch.float32, 1e-5) if name in FLOAT32_INSIDE else (torch.float64, 1e-9)
     model = tiny_model(name, dtype=dtype)
-    twin = reference.eager_twin(model)
-    for each in (model, twin):
-        hook_all(each, is_in_place=how == "in place")
-    recorded = [reference.record(twin, ids) for ids in ragged_tokens(RAGGED)]
+    hook_all(model, is_in_place=how == "in place")
+    recorded = reference.record_each(model, ragged_tokens(RAGGED))
     settings, tables = settings_and_tables(recorded)
     batch = padded(ragged_tokens(RAGGED))
     reference.assert_same(measured(model, [batch], settings), tables, tolerance)

@@ -1,6 +1,5 @@
 """Retrofits against the papers' formulae in float64, and against the plain model changed by hand at its taps."""
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -375,25 +374,13 @@ def test_dropout_of_the_weights_is_kept_in_training(name: str, label: str) -> No
         assert not torch.equal(model(IDS).logits, model(IDS).logits)
 
 
-def as_the_plain_family(model: PreTrainedModel, name: str) -> PreTrainedModel:
-    """Present the model as the plain one to the references, which depend on the model type and do not use sinkscope."""
-    model.__class__, model.config.__class__ = type(tiny_model(name)), type(tiny_model(name).config)
-    return model
-
-
 @each_pair(NAMES, ["vscale", "vga", "vga-output", "iga"])
 def test_tables_of_a_retrofitted_model_are_those_of_eager_attention(name: str, label: str) -> None:
     model = shared(name, label)
     sequences = ragged_tokens([10, 10, 7])
     with in_double(model):
         ours = measured(model, batched(sequences, 2), SETTINGS)
-        kernel = "sdpa" if name.startswith("falcon") else "eager"  # the reason is in reference.py
-        config = copy.deepcopy(model.config)
-        twin = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation=kernel)
-        twin.load_state_dict(model.state_dict())
-        twin = as_the_plain_family(twin.eval().requires_grad_(False), name)
-        with in_double(twin):
-            found = [reference.record(twin, ids) for ids in sequences]
+        found = reference.record_each(model, sequences)
     expected = reference.tables(found, 8, 8, 0.3)
     reference.assert_same(ours, expected, 1e-4 if name in ("bloom", "falcon-alibi", "mpt") else 1e-6)
 
@@ -404,15 +391,9 @@ def test_tables_of_a_retrofitted_model_are_those_of_eager_attention(name: str, l
 )
 def test_gradient_tables_of_a_retrofitted_model_are_autograds(name: str, label: str) -> None:
     model, sequences = shared(name, label), ragged_tokens(LENGTHS)
-    ours = backward_tables(name, label)
-    twin = copy.deepcopy(model).requires_grad_(True)
-    if gradient_reference.on_interface(as_the_plain_family(copy.deepcopy(model), name)):
-        twin.set_attn_implementation(gradient_reference.NAME)
-    twin = as_the_plain_family(twin, name)
-    with in_double(twin):
-        found = gradient_reference.record(twin, sequences)
-        expected = gradient_reference.tables(twin, found, 8)
-    gradient_reference.assert_same(ours, expected, 1e-5 if name == "falcon-alibi" else 1e-8)
+    with in_double(model):
+        expected = gradient_reference.tables(gradient_reference.record(model, sequences), 8)
+    gradient_reference.assert_same(backward_tables(name, label), expected, 1e-5 if name == "falcon-alibi" else 1e-8)
 
 
 LENGTHS = (10, 10, 7)
@@ -456,15 +437,14 @@ def test_registers_are_measured_as_the_first_positions(name: str) -> None:
     sequences = ragged_tokens([10, 10, 7])
     with in_double(model):
         ours = measured(model, batched(sequences, 2, "left"), SETTINGS)
-    plain = plain_model(name)
-    twin = reference.eager_twin(plain)
+    twin = plain_model(name)
     embedding: Any = twin.get_input_embeddings()
     scale = float(getattr(embedding, "embed_scale", 1.0))
     more = model.retrofit.embeddings.detach() / scale
     embedding.weight = nn.Parameter(torch.cat([embedding.weight.detach(), more]), requires_grad=False)
     extended = [torch.cat([torch.arange(VOCAB, VOCAB + 3), torch.as_tensor(ids)]).numpy() for ids in sequences]
     with in_double(twin):
-        found = [reference.record(twin, ids) for ids in extended]
+        found = reference.record_each(twin, extended)
     expected = reference.tables(found, 8, 8, 0.3)
     for table in expected.values():
         if "token_id" in table:

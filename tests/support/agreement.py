@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gradient_reference
 import numpy as np
 import pandas as pd
 import pytest
+import reference
 import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -146,7 +148,7 @@ def padded_differences(model: PreTrainedModel, family: Family, whole: bool) -> d
             logits = {side: tracer.logits(batch) for side, batch in batches.items() if whole}
         for side, batch in batches.items():
             plain, real = _run(model, family, batch, whole), batch.attention_mask.bool()
-            found[side] = _apart(tables[side], _expected(plain, family) if whole else plain.masses_and_norms())
+            found[side] = _apart(tables[side], _expected(plain, family) if whole else _masses_and_norms(plain))
             if whole:
                 found[side]["logits"] = _difference(logits[side][real], plain.logits[real])
             found[side][ALONE] = _difference(plain.logits[1][real[1]], alone.logits[0])
@@ -219,13 +221,34 @@ def _run(model: PreTrainedModel, family: Family, batch: Batch, backward: bool = 
     return found
 
 
+def _masses_and_norms(plain: Plain) -> Tables:
+    """Return two columns of the tables of a forward pass: sink masses, and the norms of the layers' inputs."""
+    sequences, longest = plain.sequences(), int(plain.lengths.max())
+    inputs = reference.activation(sequences, longest).query("site == 'layer_in'")
+    tables = {"activation": inputs.drop(columns="norm_max")}
+    if plain.attended:
+        masses = reference.attention(sequences, longest, longest, 0.0, plain.causal)
+        tables["attention"] = masses[["layer", "head", "position", "sink_mass"]]
+    return tables
+
+
 def _expected(plain: Plain, family: Family) -> Tables:
     """Return the tables by plain transformers, without branches of layers that sinkscope reports as unknown."""
-    tables = plain.tables(LENGTH, WINDOW, Settings().epsilon)
+    sequences, epsilon = plain.sequences(), Settings().epsilon
+    activation = reference.activation(sequences, LENGTH)
     blocks = {at: family.block(at) for at in range(len(plain.layers))}
     unknown = {at: {*RESIDUAL_SITES} - {*block.sites} for at, block in blocks.items() if block.wiring == "unknown"}
-    places = zip(tables["activation"]["layer"], tables["activation"]["site"], strict=True)
-    return {**tables, "activation": tables["activation"][[site not in unknown.get(at, ()) for at, site in places]]}
+    places = zip(activation["layer"], activation["site"], strict=True)
+    known = activation[[site not in unknown.get(at, ()) for at, site in places]]
+    tables = {"activation": known, "massive": reference.massive(sequences)}
+    if not plain.attended:
+        return tables
+    return tables | {
+        "attention": reference.attention(sequences, LENGTH, WINDOW, epsilon, plain.causal),
+        "attention_heads": reference.attention_heads(sequences),
+        "sink_positions": reference.sink_positions(sequences, WINDOW, epsilon, plain.causal),
+        "gradient": gradient_reference.gradient(sequences, LENGTH),
+    }
 
 
 # --- differences

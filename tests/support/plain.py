@@ -1,10 +1,13 @@
-"""Everything that a model computes on a padded batch in float64, by plain transformers and torch's autograd.
+"""Everything that a model computes, by plain transformers and torch's autograd: a padded batch, or one sequence.
+
+Nothing of sinkscope is imported.
 
 Attention is dense: transformers' attention functions are replaced by the eager function of the model's own file, and
 its inputs are kept with their graph. The weights are those of the mix: if the values are a basis, the mix is the
 weights, times any factor of the model's. If attention is in the model's own code, it is matmul (q, kᵀ) → softmax →
 matmul (weights, v), or F.scaled_dot_product_attention, made dense here; heads of keys and values that this code has
-copied are counted once.
+copied are counted once. Most families take the softmax in float32 even if the model is float64; here it is in float64,
+so that float64 models can be compared to float64's round-off.
 
 The terms of the residual stream are read from the sums that the model's own code makes. While a layer runs, every sum
 of two tensors as large as the residual stream is kept. The sums, and norms after a sum, that lead from the layer's
@@ -14,7 +17,8 @@ input to its output are the stream; the added tensors are the branches:
     layer_out = mid + mlp_out
 
 Among branches that read the same state, attention's (or that of a module in its place) is the one that depends on other
-tokens. No module is identified by its name, and no constant is fitted.
+tokens. A norm belongs to a branch if it is the only one that reads the branch's input. No module is identified by its
+name, and no constant is fitted.
 """
 
 import inspect
@@ -24,16 +28,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import gradient_reference
-import pandas as pd
-import reference
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -49,8 +50,15 @@ class Kept:
 
     def __init__(self, live: torch.Tensor, x: torch.Tensor) -> None:
         self.live = live
+        self.with_gradient = live  # has the same gradient
         self.x = x  # (B,T,D)
         self.key = (x + 0.0).numpy().tobytes()  # + 0.0 makes -0.0 and 0.0 equal
+
+    @property
+    def gradient(self) -> torch.Tensor:
+        """Return (B,T,D); zeros without a gradient."""
+        gradient = self.with_gradient.grad
+        return torch.zeros_like(self.x) if gradient is None else gradient.reshape(self.x.shape).double()
 
 
 @dataclass
@@ -61,11 +69,13 @@ class Sums:
     terms: dict[bytes, tuple[Kept, Kept]] = field(default_factory=dict)  # sum → its terms
     totals: dict[bytes, Kept] = field(default_factory=dict)
     normed: dict[bytes, Kept] = field(default_factory=dict)  # output of a norm → its input
+    norms: list[tuple[nn.Module, bytes, Kept]] = field(default_factory=list)  # each norm, its input and its output
+    out: Kept | None = None  # the layer's output, before hooks of a user
 
-    def sites(self, given: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return site → (B,T,D); without branches if no sums lead from the layer's input to its output."""
-        out = self.kept(given)
-        steps = self._steps(out.key) or []
+    def sites(self) -> dict[str, list[Kept]]:
+        """Return site → its terms (B,T,D); without branches if no sums lead from the layer's input to its output."""
+        assert self.out is not None
+        steps = self._steps(self.out.key) or []
         added = [branch for branch, _ in steps]
         later = next((at for at in range(1, len(steps)) if self._reads(added[at], steps[:at])), None)
         if later is None:
@@ -77,8 +87,15 @@ class Sums:
             }
         else:
             parts = {"attn_out": added[:later], "mid": [steps[later - 1][1]], "mlp_out": added[later:]}
-        found = {"layer_in": [self.taken], **parts, "layer_out": [out]}
-        return {site: torch.stack([part.x for part in several]).sum(0) for site, several in found.items() if several}
+        return {"layer_in": [self.taken], **parts}
+
+    def norms_of_branches(self, mid: Kept | None) -> dict[str, tuple[nn.Module, Kept]]:
+        """Return the norms that only one branch reads, as `attn_norm` and `mlp_norm`."""
+        first = [(norm, out) for norm, source, out in self.norms if source == self.taken.key]
+        second = [(norm, out) for norm, source, out in self.norms if mid is not None and source == mid.key]
+        if mid is None:  # the branches are parallel
+            return dict(zip(("attn_norm", "mlp_norm"), first, strict=True)) if len(first) == 2 else {}
+        return {name: norms[0] for name, norms in (("attn_norm", first), ("mlp_norm", second)) if norms}
 
     def kept(self, x: torch.Tensor, scale: float = 1) -> Kept:
         return Kept(x, scale * x.detach().double().clone().reshape(self.taken.x.shape))
@@ -133,16 +150,19 @@ class Additions(TorchFunctionMode):
         terms = layer.kept(first), layer.kept(args[1], kwargs.get("alpha", 1))
         given = func(*args, **kwargs)
         total = layer.kept(given)
+        if func in ADDED_TO:  # a term that is read nowhere else has the gradient of the sum
+            terms[0].with_gradient = given
         layer.terms[total.key], layer.totals[total.key] = terms, total
         return given
 
     def see_norm(self, module: nn.Module, args: tuple, given: Any) -> None:
-        """Record a norm, a module with gains of its channels and no matrix; a forward hook of every module."""
+        """Record the input and the output of a norm; a forward hook."""
         layer = self.layer
         if layer is None or not args or not all(_is_like(layer.taken.x, x) for x in (args[0], given)):
             return
-        if {parameter.dim() for parameter in module.parameters()} == {1} and not any(module.children()):
-            layer.normed[layer.kept(given).key] = layer.kept(args[0])
+        source, out = layer.kept(args[0]), layer.kept(given)
+        layer.normed[out.key] = source
+        layer.norms.append((module, source.key, out))
 
 
 def _is_like(stream: torch.Tensor, x: Any) -> bool:
@@ -150,11 +170,10 @@ def _is_like(stream: torch.Tensor, x: Any) -> bool:
     return is_real and x.numel() == stream.numel() and x.shape[-1] == stream.shape[-1]
 
 
-@contextmanager
-def additions() -> Iterator[Additions]:
-    mode = Additions()
-    with register_module_forward_hook(mode.see_norm), mode:
-        yield mode
+def norms_in(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules with gains of channels and no matrix."""
+    every = dict.fromkeys(part for module in modules for part in module.modules() if not any(part.children()))
+    return [part for part in every if {parameter.dim() for parameter in part.parameters()} == {1}]
 
 
 # --- attention in a model's own code
@@ -165,6 +184,39 @@ PRODUCTS = (
 )
 
 
+class DenseAttention(NamedTuple):
+    """The tensors of attention, including tensors that a fused kernel does not return."""
+
+    logits: torch.Tensor  # (B,H,T,S), masked
+    weights: torch.Tensor  # (B,H,T,S)
+    mix: torch.Tensor  # (B,H,T,d)
+
+
+def dense_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> DenseAttention:
+    """Compute attention of queries (B,H,T,d) to keys and values (B,K,S,d); H ÷ K query heads share each key head."""
+    heads, width = query.shape[1], query.shape[-1]
+    key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+    logits = query @ key.transpose(2, 3) * (width**-0.5 if scale is None else scale)
+    if is_causal:
+        assert attn_mask is None
+        attn_mask = torch.ones(logits.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        logits = logits.masked_fill(~attn_mask, torch.finfo(logits.dtype).min)  # a row of padding has no key
+    elif attn_mask is not None:
+        logits = logits + attn_mask
+    weights = logits.softmax(-1)
+    return DenseAttention(logits, weights, weights @ value)
+
+
 @dataclass
 class Attended:
     """The attention of one layer on a batch of B sequences."""
@@ -173,6 +225,8 @@ class Attended:
     key: torch.Tensor  # (B,K,T,d)
     value: torch.Tensor  # (B,K,T,d)
     weights: torch.Tensor  # (B,H,T,T)
+    logits: torch.Tensor  # (B,H,T,S), after softcap, bias and mask; S = T+1 with a learned sink
+    mix: torch.Tensor  # (B,H,T,d)
 
     gradients_of: "Attended | None" = None  # for other tokens, an encoder's masked ones
 
@@ -181,22 +235,24 @@ class Attended:
         return self.query, self.key, self.value
 
     def retain_gradients(self) -> None:
-        for x in self.qkv:
+        for x in (*self.qkv, self.mix):
             if x.requires_grad:
                 x.retain_grad()
 
     @property
     def gradients(self) -> tuple[torch.Tensor, ...]:
-        """Return the gradients of query, key and value; zeros without gradients."""
-        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in (self.gradients_of or self).qkv)
+        """Return the gradients of query, key, value and mix; zeros without gradients."""
+        of = self.gradients_of or self
+        return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in (*of.qkv, of.mix))
 
 
 class OwnAttention(TorchFunctionMode):
-    """Keeps the attention that the current layer computes by its own code, for B sequences of T tokens."""
+    """Keeps the attention that the current layer computes, by its own code if `reads_products`; (B,T) is the shape."""
 
-    def __init__(self, shape: torch.Size) -> None:
+    def __init__(self, shape: torch.Size, reads_products: bool) -> None:
         super().__init__()
         self.shape = shape
+        self.reads_products = reads_products
         self.begin()
 
     def begin(self, is_read: bool = True) -> None:
@@ -204,6 +260,7 @@ class OwnAttention(TorchFunctionMode):
         self.attended: Attended | None = None
         self.query: torch.Tensor | None = None
         self.key: torch.Tensor | None = None
+        self.logits = torch.empty(0)
         self.is_softmax = False
         self.is_known = False  # whether an attention function of transformers has given it
 
@@ -214,7 +271,13 @@ class OwnAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if self.attended is not None or not self.is_read:
+        if func in (F.softmax, torch.softmax, torch.Tensor.softmax):
+            is_square = args[0].shape[-2:] == (self.shape[1],) * 2
+            self.is_softmax = is_square and self.query is not None
+            if is_square or args[0].dim() == 4:
+                self.logits = args[0]
+                return func(*args, **kwargs | {"dtype": torch.float64}).to(args[0].dtype)
+        if not self.reads_products or self.attended is not None or not self.is_read:
             return func(*args, **kwargs)
         if func is torch.einsum and isinstance(args[1], torch.Tensor) and "." not in args[0] and len(args) == 3:
             return self._einsum(*args)
@@ -222,8 +285,6 @@ class OwnAttention(TorchFunctionMode):
             return self._fused(*args, **kwargs)
         if func in PRODUCTS:
             return self._product(func, args, kwargs)
-        if func in (F.softmax, torch.softmax, torch.Tensor.softmax) and self.query is not None:
-            self.is_softmax = args[0].shape[-2:] == (self.shape[1],) * 2
         return func(*args, **kwargs)
 
     def _einsum(self, equation: str, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -248,25 +309,32 @@ class OwnAttention(TorchFunctionMode):
         left, right = factors
         if left.dim() < 3 or right.dim() < 3:
             return func(*args, **kwargs)
+
+        def multiplied(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            if len(args) > 1:
+                return func(*args[:-2], left, right, **kwargs)
+            return func(*args, **kwargs | {"batch1": left, "batch2": right})
+
         if self.query is None and (left.shape[-2], right.shape[-1]) == square:
             self.query, self.key = self._heads(left), self._one_of_each(self._heads(right.transpose(-1, -2)))
             left = self.query.reshape(left.shape)
             right = self._repeated(self.key, right.transpose(-1, -2)).transpose(-1, -2)
         elif self.is_softmax and left.shape[-2:] == square:
             value = self._one_of_each(self._heads(right))
-            self.attended = Attended(self.query, self.key, value, self._heads(left).detach())
-            right = self._repeated(value, right)
-        if len(args) > 1:
-            return func(*args[:-2], left, right, **kwargs)
-        return func(*args, **kwargs | {"batch1": left, "batch2": right})
+            product = multiplied(left, self._repeated(value, right))
+            weights, logits, mix = map(self._heads, (left.detach(), self.logits.detach(), product))
+            self.attended = Attended(self.query, self.key, value, weights, logits, mix)
+            return mix.reshape(product.shape)
+        return multiplied(left, right)
 
     def _fused(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         key, value = self._one_of_each(key), self._one_of_each(value)
-        attended = reference.dense_attention(query, key, value, *args, **kwargs)
-        self.attended = Attended(query, key, value, attended.weights.detach())
-        return attended.mix
+        logits, weights, mix = dense_attention(query.double(), key.double(), value.double(), *args, **kwargs)
+        mix = mix.to(query.dtype)
+        self.attended = Attended(query, key, value, weights.detach(), logits.detach(), mix)
+        return mix
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         """Reshape (B·H,T,d) or (B,H,T,d) to (B,H,T,d)."""
@@ -302,12 +370,49 @@ def only_float64() -> Iterator[None]:
 
 
 @dataclass
-class Layer:
+class BatchLayer:
     """One layer on a batch of B sequences; a layer that does not run has no sites."""
 
     sites: dict[str, torch.Tensor] = field(default_factory=dict)  # (B,T,D)
+    lives: dict[str, Kept] = field(default_factory=dict)  # sites and norms of branches, with their gradients
+    norms: dict[str, nn.Module] = field(default_factory=dict)  # `attn_norm` and `mlp_norm`, if a branch alone reads it
+    is_post_norm: bool = False  # whether the layer's output is that of a norm
     attended: Attended | None = None
     is_read: bool = True  # whether it attends by one softmax
+
+
+@dataclass
+class Layer:
+    """One layer on one sequence, in float64. A layer without attention has only sites."""
+
+    weights: np.ndarray  # (H,T,T)
+    logits: np.ndarray  # (H,T,T), after softcap, bias and mask
+    query: np.ndarray  # (H,T,d), after rotary; so is the key
+    key: np.ndarray  # (K,T,d)
+    value: np.ndarray  # (K,T,d)
+    sites: dict[str, np.ndarray]  # site → (T,D)
+    gradients: dict[str, np.ndarray]  # of query, key, value, mix (H,T,d), sites and norms of branches
+    norms: dict[str, nn.Module]
+    is_post_norm: bool
+
+    @property
+    def allowed(self) -> np.ndarray:
+        return self.logits > FORBIDDEN
+
+
+@dataclass
+class Sequence:
+    ids: np.ndarray
+    logits: torch.Tensor  # (T,V), as the model gave them
+    layers: list[Layer]
+
+    @property
+    def loss(self) -> float:
+        """Return the cross-entropy summed over the predicted tokens."""
+        return F.cross_entropy(self.logits[:-1].double(), torch.tensor(self.ids[1:]), reduction="sum").item()
+
+
+FORBIDDEN = -1e30  # a logit below this is masked
 
 
 @dataclass
@@ -317,7 +422,7 @@ class Plain:
     ids: torch.Tensor  # (B,T)
     start: torch.Tensor  # (B,): the column of each sequence's first token
     lengths: torch.Tensor  # (B,)
-    layers: list[Layer]
+    layers: list[BatchLayer]
     causal: bool = True  # whether a query sees no later keys
     logits: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # (B,T,V)
 
@@ -325,69 +430,54 @@ class Plain:
     def attended(self) -> list[Attended]:
         return [layer.attended for layer in self.layers if layer.attended is not None]
 
-    def masses_and_norms(self) -> dict[str, pd.DataFrame]:
-        """Compute two columns of a forward pass's tables: sink masses, and the norms of the layers' inputs."""
-        sequences, longest = [self._sequence(row) for row in self._rows()], int(self.lengths.max())
-        inputs = reference.activation(sequences, longest).query("site == 'layer_in'")
-        tables = {"activation": inputs.drop(columns="norm_max")}
-        if self.attended:
-            masses = reference.attention(sequences, longest, longest, 0.0, self.causal)
-            tables["attention"] = masses[["layer", "head", "position", "sink_mass"]]
-        return tables
-
     def grad_norms(self, pathway: str) -> list[torch.Tensor]:
         """Return by layer the norm over all heads of each position's gradient, summed over sequences, (1,P)."""
         at = ("query", "key", "value").index(pathway)
         return [self._sum_of_gradients(each.gradients[at]) for each in self.attended]
 
-    def tables(self, positions: int, window: int, epsilon: float) -> dict[str, pd.DataFrame]:
-        """Compute every column of the tables of a forward pass, and of gradients if there are any."""
-        sequences = [self._sequence(row) for row in self._rows()]
-        found = {"activation": reference.activation(sequences, positions), "massive": reference.massive(sequences)}
-        if not self.attended:
-            return found
-        gradients = [self._gradients(row) for row in self._rows()]
-        return found | {
-            "attention": reference.attention(sequences, positions, window, epsilon, self.causal),
-            "attention_heads": reference.attention_heads(sequences),
-            "sink_positions": reference.sink_positions(sequences, window, epsilon, self.causal),
-            "gradient": gradient_reference.gradient(gradients, positions),
-        }
+    def sequences(self) -> list[Sequence]:
+        return [self._sequence(row) for row in range(len(self.lengths))]
 
-    def _sequence(self, row: int) -> reference.Sequence:
+    def _sequence(self, row: int) -> Sequence:
+        def own(x: torch.Tensor) -> np.ndarray:
+            return self._own(row, x.detach()[row]).double().numpy()
+
+        def square(x: torch.Tensor) -> np.ndarray:
+            return self._own(row, self._own(row, x.detach()[row]).transpose(1, 2)).transpose(1, 2).double().numpy()
+
         layers = []
         for layer in self.layers:
-            sites = {site: self._own(row, x[row]).numpy() for site, x in layer.sites.items()}
-            parts = layer.attended and [self._own(row, x.detach()[row]).numpy() for x in layer.attended.qkv]
-            weights = layer.attended and self._square(row, layer.attended.weights[row]).numpy()
-            layers.append(reference.Layer(weights, None, *(parts or (None, None, None)), sites))
+            attention, sites = [None] * 5, {site: own(x) for site, x in layer.sites.items()}
+            gradients = {site: own(kept.gradient) for site, kept in layer.lives.items()}
+            if (attended := layer.attended) is not None:
+                attention = [square(attended.weights), square(attended.logits), *map(own, attended.qkv)]
+                gradients |= dict(zip(("query", "key", "value", "mix"), map(own, attended.gradients), strict=True))
+            layers.append(Layer(*attention, sites, gradients, layer.norms, layer.is_post_norm))
         ids = self._own(row, self.ids[row, :, None])[:, 0]
-        return reference.Sequence(ids.numpy(), self._own(row, self.logits[row]), layers)
-
-    def _gradients(self, row: int) -> gradient_reference.Sequence:
-        layers = []
-        for layer in self.layers:
-            parts = layer.attended and [self._own(row, x[row]).numpy() for x in layer.attended.gradients]
-            layers.append(gradient_reference.Layer(None, *(parts or (None, None, None)), None, {}, {}))
-        return gradient_reference.Sequence(self._own(row, self.ids[row, :, None])[:, 0].numpy(), 0.0, layers)
-
-    def _rows(self) -> range:
-        return range(len(self.lengths))
+        return Sequence(ids.numpy(), self._own(row, self.logits[row]), layers)
 
     def _own(self, row: int, x: torch.Tensor) -> torch.Tensor:
         """Return (…,T,D) of one sequence without its padding."""
         first = int(self.start[row])
         return x[..., first : first + int(self.lengths[row]), :]
 
-    def _square(self, row: int, weights: torch.Tensor) -> torch.Tensor:
-        """Return (H,T,T) of one sequence without its padding."""
-        return self._own(row, self._own(row, weights).transpose(1, 2)).transpose(1, 2)
-
     def _sum_of_gradients(self, gradient: torch.Tensor) -> torch.Tensor:
         longest = int(self.lengths.max())
-        own = [self._own(row, gradient[row]) for row in self._rows()]
+        own = [self._own(row, gradient[row]) for row in range(len(self.lengths))]
         total = torch.stack([F.pad(x, (0, 0, 0, longest - x.shape[1])) for x in own]).sum(0)
         return total.transpose(0, 1).flatten(1).norm(dim=-1)[None]
+
+
+def record(model: PreTrainedModel, ids: Any, predicted: int | None = None) -> Sequence:
+    """Run one sequence alone, with the gradients of its summed loss ÷ `predicted` if that is given."""
+    ids = torch.tensor(np.asarray(ids))[None]
+    layers = next(path for path, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    options = {"backward": predicted is not None, "branches": True, "predicted": predicted}
+    return run_plainly(model, layers, ids, torch.ones_like(ids), **options).sequences()[0]
+
+
+def record_each(model: PreTrainedModel, sequences: Iterable[Any]) -> list[Sequence]:
+    return [record(model, ids) for ids in sequences]
 
 
 def run_plainly(
@@ -397,17 +487,21 @@ def run_plainly(
     mask: torch.Tensor,
     labels: torch.Tensor | None = None,
     backward: bool = True,
+    branches: bool | None = None,
+    predicted: int | None = None,
     first_position: int | None = 0,
     unread: Collection[int] = (),
     **arguments: int,
 ) -> Plain:
-    """Run a float64 model forward on ids (B,T), and differentiate its mean cross-entropy.
+    """Run a model forward on ids (B,T), and differentiate its mean cross-entropy.
 
     Args:
         layers: The path of its list of layers.
         mask: (B,T), 0 for padding.
         labels: (B,T) for an encoder, -100 where nothing is predicted; None: each token predicts the next.
-        backward: Whether to differentiate; without gradients there are no branches.
+        backward: Whether to differentiate.
+        branches: Whether to find the branches; None: if it is differentiated.
+        predicted: The number of tokens by which the summed loss is divided; None: those that are predicted.
         first_position: The number that the model gives to a sequence's first position; None: it takes none.
         unread: Layers that do not attend by one softmax.
         arguments: Arguments of the model that have one value for every token.
@@ -420,28 +514,31 @@ def run_plainly(
         inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0) + first_position
     inputs |= {name: torch.full_like(ids, value) for name, value in arguments.items()}
     modules = list(model.get_submodule(layers))
+    branches = backward if branches is None else branches
     for own_attention in (False, True):
-        parts = [Layer(is_read=at not in unread) for at in range(len(modules))]
+        parts = [BatchLayer(is_read=at not in unread) for at in range(len(modules))]
         found = Plain(ids, mask.int().argmax(1), mask.sum(1), parts, causal=labels is None)
-        watch = _Watch(ids.shape, getattr(model.config.get_text_config(), "hidden_size", None), backward, own_attention)
-        with watch.watching(modules, found.layers), _dense(model, watch), torch.set_grad_enabled(backward):
+        watch = _Watch(ids.shape, getattr(model.config.get_text_config(), "hidden_size", None), branches, own_attention)
+        with watch.watching(modules, found.layers), _dense(model, watch), torch.set_grad_enabled(branches):
             given = model.get_input_embeddings()(ids)
-            embedded = (given[0] if isinstance(given, tuple) else given).detach().requires_grad_(backward)
+            embedded = (given[0] if isinstance(given, tuple) else given).detach().requires_grad_(branches)
             with _embeddings_replaced(model, embedded):
                 logits = model(**inputs).logits
             if found.attended or own_attention:
                 break
     if backward:
-        _loss(logits, ids, mask.bool(), labels).backward()
+        _loss(logits.double(), ids, mask.bool(), labels, predicted).backward()
     found.logits = logits.detach()
     return found
 
 
-def _loss(logits: torch.Tensor, ids: torch.Tensor, real: torch.Tensor, labels: torch.Tensor | None) -> torch.Tensor:
-    if labels is not None:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
-    predicted = real[:, :-1] & real[:, 1:]
-    return F.cross_entropy(logits[:, :-1][predicted], ids[:, 1:][predicted])
+def _loss(
+    logits: torch.Tensor, ids: torch.Tensor, real: torch.Tensor, labels: torch.Tensor | None, predicted: int | None
+) -> torch.Tensor:
+    if labels is None:
+        labels = F.pad(ids.masked_fill(~real, -100)[:, 1:], (0, 1), value=-100).masked_fill(~real, -100)
+    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total / (int((labels != -100).sum()) if predicted is None else predicted)
 
 
 @dataclass
@@ -455,34 +552,50 @@ class _Watch:
 
     def __post_init__(self) -> None:
         self.additions = Additions()
-        self.attention = OwnAttention(self.shape)
+        self.attention = OwnAttention(self.shape, self.with_own_attention)
 
     @contextmanager
-    def watching(self, modules: list[nn.Module], layers: list[Layer]) -> Iterator[None]:
+    def watching(self, modules: list[nn.Module], layers: list[BatchLayer]) -> Iterator[None]:
         with ExitStack() as stack:
             if self.with_branches:
-                self.additions = stack.enter_context(additions())
-            if self.with_own_attention:
-                stack.enter_context(self.attention)
+                stack.enter_context(self.additions)
+                for norm in norms_in(modules):
+                    stack.enter_context(norm.register_forward_hook(self.additions.see_norm))
+            stack.enter_context(self.attention)
             for module, layer in zip(modules, layers, strict=True):
                 begin, end = partial(self._begin, layer), partial(self._end, layer)
                 stack.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
+                stack.enter_context(module.register_forward_hook(self._leave, prepend=True))
                 stack.enter_context(module.register_forward_hook(end))
             yield
 
-    def _begin(self, layer: Layer, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _begin(self, layer: BatchLayer, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         taken = _first_floats((*args, *kwargs.values()))
         layer.sites["layer_in"] = self._stream(taken)
         self.attention.begin(layer.is_read)
         if self.with_branches and taken.numel() == layer.sites["layer_in"].numel():  # of copies only the mean is read
             self.additions.layer = Sums(Kept(taken, layer.sites["layer_in"]))
 
-    def _end(self, layer: Layer, module: nn.Module, args: tuple, given: Any) -> None:
-        sums, self.additions.layer = self.additions.layer, None
+    def _leave(self, module: nn.Module, args: tuple, given: Any) -> None:
+        """Keep the layer's output before hooks of a user change it."""
+        self.sums, self.additions.layer = self.additions.layer, None
+        if self.sums is not None:
+            self.sums.out = self.sums.kept(_first_floats(given if isinstance(given, tuple | list) else (given,)))
+
+    def _end(self, layer: BatchLayer, module: nn.Module, args: tuple, given: Any) -> None:
         out = _first_floats(given if isinstance(given, tuple | list) else (given,))
-        layer.sites["layer_out"] = self._stream(out)
-        if sums is not None:
-            layer.sites = sums.sites(out)
+        if self.sums is None:
+            layer.sites["layer_out"] = self._stream(out)
+        else:
+            terms = self.sums.sites() | {"layer_out": [self.sums.kept(out)]}
+            layer.sites = {site: torch.stack([term.x for term in each]).sum(0) for site, each in terms.items() if each}
+            norms = self.sums.norms_of_branches(terms["mid"][0] if "mid" in terms else None)
+            layer.lives = {site: each[0] for site, each in terms.items() if each}
+            layer.lives |= {name: kept for name, (_, kept) in norms.items()}
+            layer.norms = {name: norm for name, (norm, _) in norms.items()}
+            layer.is_post_norm = self.sums.out.key in self.sums.normed
+            for kept in layer.lives.values():
+                kept.with_gradient.retain_grad()
         layer.attended = self.attention.attended if layer.is_read else None
         if layer.attended is not None:
             layer.attended.retain_gradients()
@@ -490,7 +603,7 @@ class _Watch:
 
     def _stream(self, x: torch.Tensor) -> torch.Tensor:
         """Return (B,T,D), the mean if there are several copies: (B,T,S,D), (B,T,S·D) or (S,B,T,D)."""
-        x = x.detach().clone()
+        x = x.detach().double().clone()
         if x.shape[:2] == self.shape:
             return x.reshape(*self.shape, -1, self.width or x.shape[-1]).mean(2)
         if x.dim() == 4:
@@ -527,13 +640,13 @@ def _dense(model: PreTrainedModel, watch: _Watch) -> Iterator[None]:
             sees = allowed.any(-1, keepdim=True).transpose(-3, -2)  # sdpa returns zeros for a row of padding
             mask = torch.zeros(allowed.shape, dtype=query.dtype).masked_fill(~allowed, torch.finfo(query.dtype).min)
         own = vars(sys.modules[type(module).forward.__module__])["eager_attention_forward"]
-        attended = Attended(query, key, value, torch.empty(0))
-        watch.attention.see(attended)
         basis = torch.eye(key.shape[2], dtype=value.dtype).expand(*value.shape[:2], -1, -1)
         with torch.no_grad():
-            attended.weights = own(module, query, key, basis, mask, *args, **kwargs)[0].transpose(1, 2)
+            basis_mix = own(module, query, key, basis, mask, *args, **kwargs)[0].transpose(1, 2)
         mix, weights = own(module, query, key, value, mask, *args, **kwargs)
-        return mix * sees, weights
+        by_head = mix.transpose(1, 2)
+        watch.attention.see(Attended(query, key, value, basis_mix, watch.attention.logits, by_head))
+        return by_head.transpose(1, 2) * sees, weights
 
     tables = list({id(table): table for table in tables if table is not None}.values())
     for table, name in product(tables, ("sdpa", "eager")):

@@ -48,8 +48,7 @@ def forward_of(model: PreTrainedModel, source: Any = "random", **options: Any) -
 def test_the_tables_are_the_references(name: str, lines: Path) -> None:
     """Ragged sequences are padded in batches of two."""
     model = tiny_model(name)
-    twin = reference.eager_twin(model)
-    recorded = [reference.record(twin, ids) for ids in ragged_tokens(LENGTHS)]
+    recorded = reference.record_each(model, ragged_tokens(LENGTHS))
     epsilon = reference.clear_threshold(recorded, WINDOW)
     run = run_of(model, lines, batch_size=2, epsilon=epsilon)
     reference.assert_same(dict(run.tables), reference.tables(recorded, POSITIONS, WINDOW, epsilon), 1e-5)
@@ -82,7 +81,7 @@ def test_positions_and_window_are_cut_to_the_longest_sequence(model: PreTrainedM
 def test_maps_are_those_of_the_first_sequence(model: PreTrainedModel, lines: Path) -> None:
     """The maps show the weights of some heads, and the magnitudes in the layer with the largest ratio."""
     run = run_of(model, lines)
-    recorded = reference.record(reference.eager_twin(model), ragged_tokens(LENGTHS)[0])
+    recorded = reference.record(model, ragged_tokens(LENGTHS)[0])
     maps = run.tables["attention_maps"]
     assert 1 <= len(maps.groupby(["layer", "head"])) <= 6
     for (layer, head), rows in maps.groupby(["layer", "head"]):

@@ -75,7 +75,7 @@ def inputs_of(model: PreTrainedModel) -> list[np.ndarray]:
 
 def test_after_is_what_plain_transformers_give_of_an_edited_copy(gpt2: PreTrainedModel, all_of_gpt2: Run) -> None:
     twin, sequences = edited(gpt2), inputs_of(gpt2)
-    recorded = [reference.record(reference.eager_twin(twin), ids) for ids in sequences]
+    recorded = reference.record_each(twin, sequences)
     expected = reference.attention(recorded, 8, 12, 0.3)
     after = all_of_gpt2.at("nullify-query-bias").tables
     tables, keys = (after["attention"], expected), ["layer", "head", "position"]
