@@ -1,6 +1,5 @@
 """A plugin for sinkscope, with an entry of every kind: how far one entry dominates a token's residual norm."""
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
@@ -78,12 +77,9 @@ class HalveFirstEmbedding(Intervention):
 class Scale(ValuePart):
     """A learned factor exp(θ) of each key/value head's values; 1 at the start."""
 
-    def __init__(self, layer: Layer) -> None:
-        super().__init__(layer)
-        self.theta = layer.empty(layer.value_heads)
-
-    def start(self) -> Mapping[str, torch.Tensor]:
-        return {"theta": torch.zeros_like(self.theta)}
+    def __init__(self, layer: Layer, method: Retrofit) -> None:
+        super().__init__(layer, method)
+        self.theta = layer.empty(layer.value_heads)  # starts at 0 by default
 
     def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return self.theta.exp().expand(value.shape[:-1])
@@ -93,9 +89,7 @@ class HeadScale(Retrofit):
     name = "head-scale"
     about = "a learned factor of each key/value head's values"
     paper = "an example"
-
-    def part(self, layer: Layer) -> Scale:
-        return Scale(layer)
+    part = Scale
 
 
 LARGEST = Part(
