@@ -117,7 +117,7 @@ def failure_of(error: BaseException, dashes: str = "--") -> tuple[str, str]:
 
 
 @contextmanager
-def blaming(register: dict[str, Any], name: str) -> Iterator[None]:
+def naming_plugin(register: dict[str, Any], name: str) -> Iterator[None]:
     """Name the plugin that added an entry of a register in every error that the entry causes."""
     try:
         yield

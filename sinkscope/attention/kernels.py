@@ -210,7 +210,7 @@ def fused_attention(
     width = max(query.shape[-1], inner)
     if query.device.type != "cpu":  # kernels take multiples of 8 in half precision, and of 4 in float32
         width += -width % 8
-    widened = [_of_width(x, width) for x in (query, key, value)]
+    widened = [_pad_width(x, width) for x in (query, key, value)]
     bias, sinks = None if call.mask is None else _bias(call.mask, query), sink_rows(call, slice(None))
     choose = FUSED.get(query.device.type)
     chosen = None if choose is None else choose(*widened, bias, causal, sinks is not None)
@@ -226,7 +226,7 @@ def fused_attention(
     return mix.narrow(-1, 0, inner), lse
 
 
-def _of_width(x: torch.Tensor, width: int) -> torch.Tensor:
+def _pad_width(x: torch.Tensor, width: int) -> torch.Tensor:
     """Fill the last axis with zeros. The kernels assume that it is contiguous, and do not check it."""
     if x.shape[-1] < width:
         return F.pad(x, (0, width - x.shape[-1]))

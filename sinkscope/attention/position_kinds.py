@@ -67,7 +67,7 @@ def with_positions(model: PreTrainedModel, family: Family) -> Family:
     for layer, seen in attended.items():
         within = UNKNOWN_POSITIONS
         if seen.keys() == {"query", "key", "lse"}:
-            turns = [_turns(seen["query"]), _turns(seen["key"])]
+            turns = [_direction_changes(seen["query"]), _direction_changes(seen["key"])]
             if any(bool(turned.all()) for turned in turns):
                 within = "rotary"
             elif not any(bool(turned.any()) for turned in turns):
@@ -98,7 +98,7 @@ def _repeat_last_state(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -
     return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
 
 
-def _turns(x: torch.Tensor) -> torch.Tensor:
+def _direction_changes(x: torch.Tensor) -> torch.Tensor:
     """Return whether any head's vector (1,H,T,d) has another direction than the one before it, (T-1,) bool."""
     # Norms may differ, as for queries that are scaled by the logarithm of their position: all keys see the same factor.
     directions = F.normalize(upcast(x), dim=-1)

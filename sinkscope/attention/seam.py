@@ -141,7 +141,7 @@ def open_seam(
 def _interface(model: PreTrainedModel, aside: bool) -> Iterator[None]:
     """Call `attend` in place of the model's own attention function for the length of the block."""
 
-    def attend_if_ours(plain: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def attend_or_forward(plain: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call `attend` if the module is measured or changed, or else its own function, as for another model."""
         seam: Seam | None = getattr(module, NAME, None)
         if seam is None or seam.beside is None:
@@ -160,7 +160,7 @@ def _interface(model: PreTrainedModel, aside: bool) -> Iterator[None]:
                 others = ", ".join(map(str, names - {*READABLE, NAME}))
                 raise SinkscopeError(f"{others} has masks of its own: load the model with attn_implementation='sdpa'")
             stack.enter_context(attention_implementation(model, "sdpa" if model._supports_sdpa else "eager"))
-        stack.enter_context(attending_by(model, attend_if_ours))
+        stack.enter_context(attending_by(model, attend_or_forward))
         yield
 
 

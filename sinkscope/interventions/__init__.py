@@ -16,7 +16,7 @@ from sinkscope.interventions.nu import (
 )
 from sinkscope.interventions.sink import MaskSink, MeanSinkValue, ScaleSinkValue, StreamingWindow
 from sinkscope.interventions.super_weight import ZeroSuperExpert, ZeroSuperWeight
-from sinkscope.options.option import filled_in
+from sinkscope.options.option import from_parameters
 from sinkscope.options.spec import parse_spec
 from sinkscope.plugins import load_plugins
 
@@ -41,7 +41,7 @@ def parse(text: str) -> Intervention:
     if name not in INTERVENTIONS:
         raise InputError(f"intervention {unknown(name, INTERVENTIONS)}")
     _, parameters = parse_spec(text, "--do")
-    return filled_in(INTERVENTIONS[name], parameters, f"--do {text}", whole=name)
+    return from_parameters(INTERVENTIONS[name], parameters, f"--do {text}", whole=name)
 
 
 def parse_all(do: str | Intervention | Iterable[str | Intervention]) -> tuple[Intervention, ...]:

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import nn
 
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import Intervention, Known, Target, must_touch
+from sinkscope.interventions.intervention import Intervention, Known, Target, must_change
 from sinkscope.interventions.parameters import Open
 from sinkscope.interventions.sink import MaskSink
 from sinkscope.models.edits import edited_input
@@ -82,7 +82,7 @@ class AblateHeads(Intervention):
             touch()
             return x
 
-        with must_touch(self.name, "a token") as touch, ExitStack() as stack:
+        with must_change(self.name, "a token") as touch, ExitStack() as stack:
             for layer, attention in target.family.attentions(target.model).items():
                 if layer in by_layer:
                     module = attention.get_submodule(target.family.output)

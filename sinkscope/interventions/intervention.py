@@ -295,7 +295,7 @@ class UntouchedError(SinkscopeError):
 
 
 @contextmanager
-def must_touch(name: str, missing: str) -> Iterator[Callable[[], None]]:
+def must_change(name: str, missing: str) -> Iterator[Callable[[], None]]:
     """Yield a function to call at each change of a tensor; raise UntouchedError at the end if it was not called."""
     touched = threading.Event()
     yield touched.set
@@ -326,7 +326,7 @@ def edited_positions(
                 touch()
         return x.view(shape)
 
-    with must_touch(name, f"position {', '.join(map(str, positions))}") as touch, ExitStack() as stack:
+    with must_change(name, f"position {', '.join(map(str, positions))}") as touch, ExitStack() as stack:
         for module in modules:
             stack.enter_context(edited(module, changed))
         yield

@@ -97,7 +97,7 @@ class PositionVectors(Intervention):
     at: Literal["embedding", "epe"] = "embedding"
 
     @abstractmethod
-    def givers(self) -> dict[int, int]:
+    def vector_sources(self) -> dict[int, int]:
         """Map each changed position to the position whose vector it gets."""
 
     def check(self, target: Target, length: int | None = None) -> None:
@@ -107,21 +107,21 @@ class PositionVectors(Intervention):
 
     @contextmanager
     def applied(self, target: Target) -> Iterator[None]:
-        module, givers = target.model.get_submodule(target.family.position_embedding), self.givers()
+        module, sources = target.model.get_submodule(target.family.position_embedding), self.vector_sources()
         vectors: torch.Tensor = module.weight  # type: ignore[assignment]
         first = target.family.position_offset
         self.check(target, len(vectors) - first)
         changed = vectors.detach().clone()
-        for position, giver in givers.items():
-            changed[first + position] = vectors.detach()[first + giver]
+        for position, source in sources.items():
+            changed[first + position] = vectors.detach()[first + source]
         edits: list[Edit] = [(module, "weight", changed)]
         check_changes(self.name, edits)
         edited = replaced(edits)
-        if self.at == "epe":  # each position's own EPE in the first layer's output becomes the EPE of its giver
-            epe = effective_positions(target.model, target.family, max(*givers, *givers.values()) + 1)
-            shifts = {position: epe[giver] - epe[position] for position, giver in givers.items()}
+        if self.at == "epe":  # each position's own EPE in the first layer's output becomes the EPE of its source
+            epe = effective_positions(target.model, target.family, max(*sources, *sources.values()) + 1)
+            shifts = {position: epe[source] - epe[position] for position, source in sources.items()}
             edited = edited_positions(
-                self.name, target, target.layers[:1], givers, lambda module, position, x: x + shifts[position].to(x)
+                self.name, target, target.layers[:1], sources, lambda module, position, x: x + shifts[position].to(x)
             )
         with edited:
             yield
@@ -137,7 +137,7 @@ class ReplaceEpe(PositionVectors):
     positions: Indices = (0,)
     source: Index = 1
 
-    def givers(self) -> dict[int, int]:
+    def vector_sources(self) -> dict[int, int]:
         return dict.fromkeys(self.positions, self.source)
 
     @property
@@ -159,7 +159,7 @@ class TransplantEpe(PositionVectors):
     source: Index = 0
     target: Index = 1
 
-    def givers(self) -> dict[int, int]:
+    def vector_sources(self) -> dict[int, int]:
         return {self.source: self.target, self.target: self.source}
 
     @property

@@ -16,7 +16,7 @@ from torch import nn
 from sinkscope.attention.kernels import ForbiddenKeys, head_mask
 from sinkscope.attention.streaming import inapplicable, streaming
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import Intervention, Known, Requirement, Target, edited_positions, must_touch
+from sinkscope.interventions.intervention import Intervention, Known, Requirement, Target, edited_positions, must_change
 from sinkscope.interventions.massive import sink_massive
 from sinkscope.interventions.parameters import Chosen, Indices, Real, Reals, chosen
 
@@ -86,7 +86,7 @@ class MaskSink(Intervention):
             return (is_sink[:, None] & (row[:, None] != col))[:, None] & hidden
 
         missing = f"a token after position {', '.join(map(str, self.positions))}"
-        with must_touch(self.name, missing) as touch, ExitStack() as stack:
+        with must_change(self.name, missing) as touch, ExitStack() as stack:
             for layer in target.attending(self.layers):
                 seam = target.seams[layer]
                 stack.callback(setattr, seam, "forbidden", seam.forbidden)

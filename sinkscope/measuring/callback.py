@@ -78,7 +78,7 @@ class Onset(NamedTuple):
     message: str
 
 
-def warn_of(onset: Onset) -> None:
+def warn_onset(onset: Onset) -> None:
     warnings.warn(onset.message, stacklevel=2)
 
 
@@ -119,7 +119,7 @@ class SinkCallback(TrainerCallback):
         num_seqs: int = SEQUENCES,
         seq_len: int = SEQ_LEN,
         epsilon: float = DEFAULT_EPSILON,
-        on_onset: Callable[[Onset], object] = warn_of,
+        on_onset: Callable[[Onset], object] = warn_onset,
     ) -> None:
         if every < 1:
             raise InputError(f"every={every}: at least 1 step is needed from one measurement to the next")

@@ -34,10 +34,10 @@ class Messages(Terminal):
     """A console on stderr that raises no error if stderr is closed."""
 
     def __init__(self, quiet: bool = False) -> None:
-        super().__init__(file=Forgiving(sys.stderr), quiet=quiet)
+        super().__init__(file=ErrorIgnoringStream(sys.stderr), quiet=quiet)
 
 
-class Forgiving:
+class ErrorIgnoringStream:
     """A text stream whose errors are ignored: its reader has ended, its disk is full, its terminal was closed, …"""
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -60,13 +60,13 @@ class Forgiving:
             self._stream.flush()
 
 
-class PrintableStream(Forgiving):
+class PrintableStream(ErrorIgnoringStream):
     """The stderr of a command, where libraries write warnings, errors and bars: what they quote is made printable."""
 
     @property
-    def rich_proxied_file(self) -> Forgiving:
+    def rich_proxied_file(self) -> ErrorIgnoringStream:
         """The stream to which rich's consoles write, with their own colors."""
-        return Forgiving(self._stream)
+        return ErrorIgnoringStream(self._stream)
 
     def write(self, text: str) -> int:
         if not text.replace(UP, ""):  # from one bar to the one above it

@@ -23,7 +23,7 @@ from sinkscope.measuring.observables.observable import Observable
 from sinkscope.measuring.passes import Pass, ProgressBar, pass_over, progress, tables_of
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import Tracer, logits_of, model_inputs
-from sinkscope.models.edits import Beginning, beginning_at
+from sinkscope.models.edits import Beginning, run_to_layer
 from sinkscope.results.statistics import resamplings_of
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
@@ -67,7 +67,7 @@ def run_settings(
     Args:
         kernel: The attention kernel of the layers before a later beginning.
         backward: Whether `read` computes gradients.
-        unchanged: Makes the unchanged model's tables on `few_of` the subject, which a trial of observables needs.
+        unchanged: Makes the unchanged model's tables on `first_few` the subject, which a trial of observables needs.
         by_batch: Whether every batch is read under all settings, in the order of their first layers, before the next
             batch, so that outputs can be compared with those of the first setting; None: if it saves layers.
 
@@ -139,7 +139,7 @@ def _by_batch(
             ):  # run the unchanged model up to this layer
                 inputs = model_inputs(model, batch, False, family.first_position)
                 with open_seam(model, family, how["kernel"]):
-                    beginning = beginning_at(setting.layer, model, family.layer_modules(model), inputs, beginning)
+                    beginning = run_to_layer(setting.layer, model, family.layer_modules(model), inputs, beginning)
             try:
                 with setting.open(beginning) as opened:
                     value = setting.read(opened, batch, [*observables[index], *bars])
@@ -167,7 +167,7 @@ def logits_on(subject: Subject, batch: Batch) -> torch.Tensor:
     return logits_of(model(**model_inputs(model, batch, True, subject.family.first_position)))
 
 
-def few_of(subject: Subject) -> Subject:
+def first_few(subject: Subject) -> Subject:
     return replace(subject, inputs=subject.inputs.part(0, FEW))
 
 
@@ -176,10 +176,10 @@ def _resumes(
 ) -> bool:
     """Return whether a setting that is read from its first layer on has bit for bit the results of a complete pass.
 
-    It is tried on `few_of` the sequences. The setting is read twice and the second pass compared, because the first
+    It is tried on `first_few` the sequences. The setting is read twice and the second pass compared, because the first
     must not leave a trace in the model. The tables of the unchanged model fill in what a pass over some layers lacks.
     """
-    few = few_of(subject)
+    few = first_few(subject)
     try:
         resumed = run_settings(few, [setting, setting], by_batch=True, **how)[-1]
     except Exception as error:  # for example, layers share state; a complete pass works or reports the error
@@ -190,7 +190,7 @@ def _resumes(
     tables = tables_of(resumed.observables)
     if unchanged is not None:
         tables = completed(tables, setting.layer, unchanged())
-    return are_the_same(tables, tables_of(whole.observables)) and torch.equal(resumed.losses, whole.losses)
+    return tables_equal(tables, tables_of(whole.observables)) and torch.equal(resumed.losses, whole.losses)
 
 
 def completed(tables: TablesByName, layer: int, unchanged: TablesByName) -> dict[str, pd.DataFrame]:
@@ -201,7 +201,7 @@ def completed(tables: TablesByName, layer: int, unchanged: TablesByName) -> dict
     }
 
 
-def are_the_same(some: TablesByName, others: TablesByName) -> bool:
+def tables_equal(some: TablesByName, others: TablesByName) -> bool:
     """Return whether the tables are equal bit for bit."""
     return some.keys() == others.keys() and all(table.equals(others[name]) for name, table in some.items())
 

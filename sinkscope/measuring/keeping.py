@@ -169,7 +169,7 @@ def attention_of(
     return weights.float(), [texts[token] for token in token_ids]
 
 
-class Remembered:
+class ModelReference:
     """Returns a loaded model when called, or None once the user has dropped it; a copy in another process has none."""
 
     def __init__(self, loaded: LoadedModel) -> None:

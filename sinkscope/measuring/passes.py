@@ -24,7 +24,7 @@ from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Lists, Observable, Reading, Settings, accumulated
 from sinkscope.measuring.observables.reductions import long_table
 from sinkscope.measuring.processes import team
-from sinkscope.plugins import blaming, package_of
+from sinkscope.plugins import naming_plugin, package_of
 from sinkscope.results.tables import SEQUENCE, WHOLE_MODEL, Column, Columns, check_made
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
@@ -93,7 +93,7 @@ def pass_over(
         nonlocal tried
         tried = size
         drawn = progress(console, model, len(inputs), backward) if bars is None else nullcontext(bars)
-        with members.agreeing(), drawn as shown:
+        with members.sharing_errors(), drawn as shown:
             observables, losses = fresh(), Lists[int, torch.Tensor](list)  # by the batch's first sequence
             for bar in shown:
                 bar.begin()
@@ -133,7 +133,7 @@ def pass_over(
         in_order = [loss for _, part in sorted(losses.items()) for loss in part]
         return Pass(observables, torch.cat([torch.zeros(0, dtype=torch.float64), *in_order]), size)
 
-    with members.agreeing():  # a process that has failed exchanges nothing but its error
+    with members.sharing_errors():  # a process that has failed exchanges nothing but its error
         size = first_size(inputs, model, batch_size, backward)
     if members.count > 1:  # their devices may have different room
         size = min(members.each(size))
@@ -157,7 +157,7 @@ def tables_of(observables: Iterable[Observable]) -> dict[str, pd.DataFrame]:
     tables: dict[str, pd.DataFrame] = {}
     for observable in observables:
         name = getattr(observable, "name", "")
-        with blaming(OBSERVABLES, name):
+        with naming_plugin(OBSERVABLES, name):
             made = observable.tables()
             if package_of(OBSERVABLES, name):
                 check_made(made, observable.columns)

@@ -32,7 +32,7 @@ from sinkscope.results.findings import PHI
 from sinkscope.results.tables import HEAD, SEQUENCE, Column, Columns, names_of
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs, numbered
-from sinkscope.text.pictures import Picture, Places, asked_about
+from sinkscope.text.pictures import Picture, Places, question_batch
 
 PICTURES_CONDITION = "pictures"  # the condition of a run on pictures alone
 RANDOM_SETS = 20  # sets of random coordinates
@@ -165,7 +165,7 @@ def measure_pictures(
     observable = VisualSinks(config, coordinates, model.config.get_text_config().hidden_size)
     with open_tracer(model, subject.family, config.attn) as tracer:
         for number, picture in enumerate(pictures):
-            batch, observable.places = asked_about(picture, processor, token_id, number)
+            batch, observable.places = question_batch(picture, processor, token_id, number)
             tracer.forward(batch, [observable])
     facts = {"pictures": len(pictures), "coordinates": coordinates, "is_massive": has_massive}
     return observable.tables() | {"picture": picture_table(pictures)}, facts

@@ -6,7 +6,7 @@ Each process runs the whole command with the whole model and all inputs; only th
 (passes.py). After each pass, the processes share their sums, which are added in one order, and continue with the same
 numbers. Only the first process prints and writes.
 
-`agreeing` raises an error of one process in all of them, so that none waits for a process that has failed.
+`sharing_errors` raises an error of one process in all of them, so that none waits for a process that has failed.
 """
 
 import atexit
@@ -38,7 +38,7 @@ def joined(cpu: bool = False) -> PartialState:
     return state
 
 
-class _Broken(BaseException):
+class _OuterBlockFailed(BaseException):
     """An outer block of another process failed. Ends all blocks within that one."""
 
     def __init__(self, level: int, error: Exception) -> None:
@@ -51,7 +51,7 @@ class Team:
 
     place: int = 0  # rank of this process
     count: int = 1  # number of processes
-    _level: int = field(default=0, init=False)  # number of open `agreeing` blocks
+    _level: int = field(default=0, init=False)  # number of open `sharing_errors` blocks
 
     @property
     def is_first(self) -> bool:
@@ -83,14 +83,14 @@ class Team:
         if self.count == 1:
             return compute()
         result: list[Any] = [None]
-        with self.agreeing():
+        with self.sharing_errors():
             if self.is_first:
                 result = [compute()]
         dist.broadcast_object_list(result, src=0)
         return result[0]
 
     @contextmanager
-    def agreeing(self) -> Iterator[None]:
+    def sharing_errors(self) -> Iterator[None]:
         """Run a block that succeeds in all processes or raises in all: their own error, or that of another process."""
         if self.count == 1:
             yield
@@ -112,8 +112,8 @@ class Team:
             if ends:
                 outermost = min(end[0] for end in ends)  # the block that ends
                 error = error or RAISED[ends[0][1]](ends[0][2])
-                raise error if outermost == level else _Broken(outermost, error)
-        except _Broken as broken:
+                raise error if outermost == level else _OuterBlockFailed(outermost, error)
+        except _OuterBlockFailed as broken:
             if broken.level < level:
                 raise
             raise broken.error from None
@@ -149,7 +149,7 @@ def together(device_map: str | None = None, in_memory: bool = False) -> Iterator
         members = Team(state.process_index, state.num_processes)
         token = _TEAM.set(members)
     try:
-        with members.agreeing():
+        with members.sharing_errors():
             yield members
     finally:
         if token is not None:

@@ -27,9 +27,9 @@ RANDOM_SUFFIX = " (random weights)"  # appended to the model's name
 
 @contextmanager
 def random_weights(subject: Subject, seed: int = 0) -> Iterator[Subject]:
-    """Yield the subject with a second model of random weights (`redrawn`); its own model is not changed."""
+    """Yield the subject with a second model of random weights (`randomized`); its own model is not changed."""
     try:
-        network = redrawn(subject.loaded.model, seed)
+        network = randomized(subject.loaded.model, seed)
     except InputError as error:
         raise InputError(f"{subject.loaded.name} with random weights: {error}") from error
     named = replace(subject.loaded, name=subject.loaded.name + RANDOM_SUFFIX, weights=WEIGHTS_AT_RANDOM, adapter=None)
@@ -37,7 +37,7 @@ def random_weights(subject: Subject, seed: int = 0) -> Iterator[Subject]:
         yield replace(subject, loaded=replace(named, model=network))
 
 
-def redrawn(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+def randomized(model: PreTrainedModel, seed: int) -> PreTrainedModel:
     """Return a frozen model of the same class and configuration with random weights, the same on every device.
 
     Each learned tensor is drawn from the normal distribution with its mean and standard deviation in `model`. A

@@ -23,7 +23,7 @@ from sinkscope.measuring.processes import team
 from sinkscope.models import loading
 from sinkscope.models.calibrate import calibrate
 from sinkscope.models.edits import unknown_code
-from sinkscope.models.families import find_family, misfit
+from sinkscope.models.families import find_family, row_mismatch
 from sinkscope.models.family import (
     Family,
     check_reads_text,
@@ -175,7 +175,7 @@ def row_or_calibrated(model: PreTrainedModel) -> tuple[Family, list[str]]:
     """Return the row of `family_of` without the kinds of positions, for which a known model would have to run."""
     try:
         family = find_family(model)
-        unlike = misfit(model, family)
+        unlike = row_mismatch(model, family)
         if unlike is None:
             if unknown_code(family.attentions(model).values()) is None:
                 return family, []

@@ -15,7 +15,7 @@ from sinkscope.measuring.observables.reductions import ALL_HEADS, LATER
 from sinkscope.measuring.observables.spikes import SECONDARY
 from sinkscope.models.family import NO_POSITIONS, Family
 from sinkscope.options.measuring import ObservableOptions
-from sinkscope.plugins import blaming
+from sinkscope.plugins import naming_plugin
 from sinkscope.results.findings import FEWEST_QUERIES, OUTLIER
 from sinkscope.results.metrics import METRICS, TOKEN_GROUPS, is_clear, is_sink, lacks_rate
 from sinkscope.results.tables import WHOLE_MODEL
@@ -60,7 +60,7 @@ def summarize(
     whole: dict[str, float] = {} if loss is None else {"loss": loss, "perplexity": perplexity(loss)}
     for table, metrics in METRICS_OF.items():
         if table in tables:
-            with blaming(METRICS_OF, table):
+            with naming_plugin(METRICS_OF, table):
                 by_layer |= {name: series for name, of in metrics.items() if (series := of(measured)) is not None}
     if "gradient" in tables:
         gradients, of_model = gradient_summary(tables, inputs.longest)

@@ -47,7 +47,7 @@ from sinkscope.models.family import (
     find_copies,
     input_device,
 )
-from sinkscope.models.in_memory import place_of
+from sinkscope.models.in_memory import error_origin
 from sinkscope.models.projections import LINEAR_LAYERS, ROLES
 from sinkscope.models.wiring import Event, at_sites, check_wiring, mlp_reads_attention, output_of, record_ends
 
@@ -78,7 +78,7 @@ def calibrate(model: Any, token_ids: torch.Tensor) -> Family:
     try:
         path = layer_stack(model, inputs, inputs | {"input_ids": other_ids})
     except WRONG_INPUTS as error:
-        place, _ = place_of(error, model)
+        place, _ = error_origin(error, model)
         where = f", in {place}" if place else ""
         raise InputError(f"'{name}' fails on {token_ids.numel()} tokens{where} [{described(error)}]") from error
     layers = list(model.get_submodule(path).children())

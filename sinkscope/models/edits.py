@@ -100,7 +100,7 @@ def edited_output(module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], t
     before = list(hooks)
     with module.register_forward_hook(changed):
         for key in before:
-            if written_in(hooks[key]) == CAPTURES:
+            if defining_module(hooks[key]) == CAPTURES:
                 hooks.move_to_end(key)
         try:
             yield
@@ -130,7 +130,7 @@ CAPTURES = "transformers.utils.output_capturing"  # its hooks collect what `outp
 LIBRARIES = ("sinkscope.", "transformers.", "torch.", "accelerate.", "nnsight.", "peft.")
 
 
-def written_in(function: Any) -> str:
+def defining_module(function: Any) -> str:
     """Return the Python module in which a function is defined; unlike names, `functools.wraps` does not copy it."""
     function = getattr(function, "__func__", function)  # unwraps a bound method
     return str(getattr(function, "__globals__", {}).get("__name__", type(function).__module__))
@@ -138,7 +138,7 @@ def written_in(function: Any) -> str:
 
 def name_of(function: Any) -> str:
     """Return a function's module and name, for messages."""
-    return f"{written_in(function)}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+    return f"{defining_module(function)}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
 def forward_of(module: Any) -> Callable[..., Any]:
@@ -149,12 +149,12 @@ def forward_of(module: Any) -> Callable[..., Any]:
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")  # attributes of modules
 
 
-class Noted:
+class ChangeRecorder:
     """Wraps a user's hook, and records which attributes of its module and of the parent modules the hook changes."""
 
-    def __init__(self, hook: Callable[..., Any], modules: Sequence[nn.Module], noted: set[tuple[int, str]]) -> None:
+    def __init__(self, hook: Callable[..., Any], modules: Sequence[nn.Module], changes: set[tuple[int, str]]) -> None:
         self.hook = hook
-        self.noted = noted  # pairs: id of a module's `vars`, name of a changed attribute
+        self.changes = changes  # pairs: id of a module's `vars`, name of a changed attribute
         self.watched: list[tuple[dict[str, Any], str, dict[str, Any]]] = []  # attributes, the name of a dict, the dict
         for attributes in map(vars, modules):
             dicts = [(attributes, name, value) for name, value in attributes.items() if isinstance(value, dict)]
@@ -168,7 +168,7 @@ class Noted:
             for (attributes, name, entries), old in zip(self.watched, before, strict=True):
                 if len(entries) != len(old) or not all(map(is_, entries.values(), old.values())):
                     changed = [one for one in old | entries if old.get(one, old) is not entries.get(one, old)]
-                    self.noted.update((id(attributes), name or one) for one in changed)
+                    self.changes.update((id(attributes), name or one) for one in changed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy as the hook itself: a copy of the model is not watched."""
@@ -177,8 +177,8 @@ class Noted:
 
 def hook_of_user(hook: Any) -> Any:
     """Return a user's own hook; None for a hook of a library."""
-    hook = hook.hook if isinstance(hook, Noted) else hook
-    return None if written_in(hook.func if isinstance(hook, partial) else hook).startswith(LIBRARIES) else hook
+    hook = hook.hook if isinstance(hook, ChangeRecorder) else hook
+    return None if defining_module(hook.func if isinstance(hook, partial) else hook).startswith(LIBRARIES) else hook
 
 
 def check_own_map(module: nn.Module) -> None:
@@ -191,7 +191,7 @@ def check_own_map(module: nn.Module) -> None:
                 "does to the weight"
             )
     forward = forward_of(module)
-    if not written_in(forward).startswith(LIBRARIES):
+    if not defining_module(forward).startswith(LIBRARIES):
         raise InputError(
             f"its forward is {name_of(forward)}, which may compute with more than its weight: put its own forward back"
         )
@@ -219,7 +219,7 @@ class _Reached(Exception):
 
 
 @torch.no_grad()
-def beginning_at(
+def run_to_layer(
     layer: int,
     model: nn.Module,
     layers: Sequence[nn.Module],
@@ -409,6 +409,6 @@ def unknown_code(attentions: Iterable[nn.Module]) -> str | None:
                 function = function.args[0]
             functions += [] if function is None else [function]
         for function in functions:
-            if not written_in(function).startswith(("transformers.", "sinkscope.")):
+            if not defining_module(function).startswith(("transformers.", "sinkscope.")):
                 return name_of(function)
     return None

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from sinkscope.errors import InputError
-from sinkscope.models.edits import LIBRARIES, forward_of, name_of, written_in
+from sinkscope.models.edits import LIBRARIES, defining_module, forward_of, name_of
 from sinkscope.models.family import Family, base_type, text_tower
 from sinkscope.models.varied_llama import MODEL_TYPE as VARIED_LLAMA
 
@@ -204,7 +204,7 @@ def find_family(model: Any) -> Family:
     )
 
 
-def misfit(model: nn.Module, row: Family) -> str | None:
+def row_mismatch(model: nn.Module, row: Family) -> str | None:
     """Return how this model's layers differ from its row, for example by a module that the user has removed."""
     holders: dict[nn.Module, str] = {}
     try:
@@ -225,6 +225,6 @@ def misfit(model: nn.Module, row: Family) -> str | None:
                 return f"{place} is the same module as {holders[parts[path]]}"
             holders[parts[path]] = place
         for path in ("", block.attention):
-            if not written_in(forward := forward_of(parts[path])).startswith(LIBRARIES):
+            if not defining_module(forward := forward_of(parts[path])).startswith(LIBRARIES):
                 return f"{name_of(forward)} is the forward of layer {number}" + (f" at '{path}'" if path else "")
     return None

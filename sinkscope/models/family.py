@@ -245,7 +245,7 @@ def rotary_limits(config: Any) -> dict[str, int]:
 
 
 @contextmanager
-def rotating_anew(model: nn.Module) -> Iterator[None]:
+def fresh_rotary_frequencies(model: nn.Module) -> Iterator[None]:
     """Reset dynamic rotary frequencies before each call in the block; otherwise the longest earlier call sets them."""
     is_dynamic = "dynamic" in rotary_limits(model.config)
     stretched = [module for module in model.modules() if is_dynamic and hasattr(module, "original_max_seq_len")]
@@ -382,7 +382,7 @@ def text_arguments(model: nn.Module) -> Mapping[str, int]:
 
 
 @contextmanager
-def reading_text(model: nn.Module) -> Iterator[None]:
+def with_text_arguments(model: nn.Module) -> Iterator[None]:
     """Add the arguments of TEXT_ARGUMENTS to calls of the model that lack them, for the length of the block."""
     arguments = text_arguments(model)
 

@@ -43,7 +43,7 @@ SMALL_FILES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py")  # setti
 AWAY = "the hub cannot be reached"
 
 
-class HubAway(SinkscopeError):
+class HubUnreachable(SinkscopeError):
     """The hub cannot be reached, or must not be, and the cache lacks what was asked for."""
 
 
@@ -153,8 +153,8 @@ def _find_demo(revision: str | None, gguf_file: str | None) -> ModelFiles:
     notice = f"package {DEMO_PACKAGE} of the demo model is not installed: using {DEMO_REPO} from the hub"
     try:
         return replace(_from_hub(DEMO_REPO, None, None, allow_pickle=False), notices=(notice,))
-    except HubAway as error:
-        raise HubAway(
+    except HubUnreachable as error:
+        raise HubUnreachable(
             f"the demo model is not installed: `{DEMO_INSTALL}` installs it without the hub\n{error}"
         ) from error
 
@@ -206,8 +206,8 @@ def _from_hub(repo: str, revision: str | None, gguf_file: str | None, allow_pick
 def fetch(repo: str, revision: str | None, patterns: list[str], only_cached: bool = False) -> tuple[Path, set[str]]:
     """Return the folder of a cached snapshot, with all files that match, and the names of all the repository's files.
 
-    Raises InputError for a missing or gated repository, and HubAway if the hub cannot be reached or must not be asked
-    (`only_cached`) and the cache lacks the files.
+    Raises InputError for a missing or gated repository, and HubUnreachable if the hub cannot be reached or must not be
+    asked (`only_cached`) and the cache lacks the files.
     """
     plain_path(constants.HF_HUB_CACHE)
     for wait in (*PAUSES, None):
@@ -243,7 +243,7 @@ def _hub_error(repo: str, revision: str | None, error: Exception) -> SinkscopeEr
     if isinstance(error, errors.LocalEntryNotFoundError):
         away = f"{hub} cannot be reached [{described(error.__cause__ or error)}]"
         why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else away
-        return HubAway(
+        return HubUnreachable(
             f"{repo}{f' at revision {revision}' if revision else ''} is not, or not all, in the local cache, "
             f"and {why}: download it where there is a connection (`hf download {repo}`), or name a folder or "
             "a .gguf file"
@@ -263,13 +263,13 @@ def _choose_weights(
             raise InputError(f"{label} has no GGUF file {gguf_file} (it has {ggufs or 'none'})")
         return (gguf_file,)
     if "config.json" not in present:
-        raise InputError(f"{label} is not a model in HuggingFace format: {_what_else(folder, present, ggufs)}")
+        raise InputError(f"{label} is not a model in HuggingFace format: {_advice_on_weights(folder, present, ggufs)}")
     check_packages(label, read_settings(folder / "config.json"))
     forms = (name for single in SINGLE_FILES for name in (single, f"{single}.index.json") if name in present)
     form = next(forms, None)
     if form is None:
         if ADAPTER_CONFIG in present:
-            raise InputError(f"{label} has no weights of a whole model: {_what_else(folder, present, ggufs)}")
+            raise InputError(f"{label} has no weights of a whole model: {_advice_on_weights(folder, present, ggufs)}")
         raise InputError(f"{label} has no weights to read: neither model.safetensors nor an index of shards")
     weights: tuple[str, ...] = (form,)
     if form not in SINGLE_FILES:
@@ -288,7 +288,7 @@ def _choose_weights(
     return weights
 
 
-def _what_else(folder: Path, present: set[str], ggufs: str) -> str:
+def _advice_on_weights(folder: Path, present: set[str], ggufs: str) -> str:
     if ggufs:
         return f"choose one of its GGUF files with --gguf-file ({ggufs})"
     if _is_original_llama(present):

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from sinkscope.errors import InputError, SinkscopeError, described, is_out_of_memory, was_interrupted
-from sinkscope.models.edits import ACCELERATE, HOOKS, Noted, hook_of_user, name_of
-from sinkscope.models.family import reading_text, rotating_anew
+from sinkscope.models.edits import ACCELERATE, HOOKS, ChangeRecorder, hook_of_user, name_of
+from sinkscope.models.family import fresh_rotary_frequencies, with_text_arguments
 from sinkscope.models.packed import unpacks_when_run
 from sinkscope.plugins import package_with
 
@@ -196,7 +196,7 @@ def weight_in_memory(module: Any) -> torch.Tensor:
         return module.weight.detach().clone()
 
 
-def place_of(error: BaseException, model: nn.Module) -> tuple[str, str]:
+def error_origin(error: BaseException, model: nn.Module) -> tuple[str, str]:
     """Return the innermost module of the model, or the function of a plugin, in which an error arose, and what to do.
 
     Both are "" if there is none in its traceback.
@@ -217,7 +217,7 @@ def place_of(error: BaseException, model: nn.Module) -> tuple[str, str]:
 
 
 @contextmanager
-def _naming_the_place(model: nn.Module) -> Iterator[None]:
+def _naming_the_origin(model: nn.Module) -> Iterator[None]:
     """Turn an error of the model or of a plugin into a SinkscopeError that names the module or the plugin.
 
     Other errors, SinkscopeError, an interrupt and a lack of memory pass through.
@@ -227,7 +227,7 @@ def _naming_the_place(model: nn.Module) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, SinkscopeError) or was_interrupted(error) or is_out_of_memory(error):
             raise
-        place, advice = place_of(error, model)
+        place, advice = error_origin(error, model)
         if not place:
             raise
         raise SinkscopeError(f"{place} {advice} [{described(error)}]") from error
@@ -241,7 +241,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     error of the model's code, or of a plugin, becomes a SinkscopeError that names the module or the plugin.
     """
     with ExitStack() as stack:
-        stack.enter_context(_naming_the_place(model))
+        stack.enter_context(_naming_the_origin(model))
         stack.enter_context(on_cpu_by_default())
         stack.enter_context(torch.random.fork_rng(devices=[]))  # for a short text, BigBird makes new modules
         stack.enter_context(unchanged_after(model))
@@ -255,8 +255,8 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             stack.enter_context(own_configurations(model))
             for network in networks:
                 network.config.return_dict = True
-        stack.enter_context(reading_text(model))
-        stack.enter_context(rotating_anew(model))
+        stack.enter_context(with_text_arguments(model))
+        stack.enter_context(fresh_rotary_frequencies(model))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(outside_autocast())
         yield
@@ -330,16 +330,16 @@ def unchanged_after(model: nn.Module) -> Iterator[None]:
         (vars(module), [(name, x, dict(x) if isinstance(x, dict) and x else None) for name, x in vars(module).items()])
         for module in model.modules()
     ]
-    with _noted_hooks(model) as noted:
+    with _recorded_hooks(model) as changes:
         try:
             yield
         finally:
             for now, attributes in before:
                 for name in now.keys() - {name for name, _, _ in attributes}:
-                    if (id(now), name) not in noted:
+                    if (id(now), name) not in changes:
                         del now[name]
                 for name, value, entries in attributes:
-                    if (id(now), name) in noted:
+                    if (id(now), name) in changes:
                         continue
                     now[name] = value
                     if isinstance(value, dict) and (value or entries):  # the same dict: handles of hooks refer to it
@@ -348,24 +348,24 @@ def unchanged_after(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _noted_hooks(model: nn.Module) -> Iterator[set[tuple[int, str]]]:
-    """Yield what `Noted` notes of the user's hooks in the block, or in the outermost of nested blocks."""
-    noted = set[tuple[int, str]]()
+def _recorded_hooks(model: nn.Module) -> Iterator[set[tuple[int, str]]]:
+    """Yield what `ChangeRecorder` records of the user's hooks in the block, or in the outermost of nested blocks."""
+    changes = set[tuple[int, str]]()
     changed: list[tuple[dict, int, Any, str]] = []
     for path, module in model.named_modules():
         for hooks in (vars(module)[name] for name in HOOKS if vars(module).get(name)):
             for key, hook in hooks.items():
-                if isinstance(hook, Noted):
-                    noted = hook.noted
+                if isinstance(hook, ChangeRecorder):
+                    changes = hook.changes
                 elif hook_of_user(hook) is not None:
                     changed.append((hooks, key, hook, path))
     for hooks, key, hook, path in changed:
         # not all modules: to look at them around each call would take long if each has a hook
         names = path.split(".")
         holding = dict.fromkeys(model.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1))
-        hooks[key] = Noted(hook, list(holding), noted)
+        hooks[key] = ChangeRecorder(hook, list(holding), changes)
     try:
-        yield noted
+        yield changes
     finally:
         for hooks, key, hook, _ in changed:
             if key in hooks:  # it may have removed itself

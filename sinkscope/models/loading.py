@@ -117,7 +117,7 @@ def load(
         if check is not None and gguf_file is None and model_files.is_on_hub(model):
             settings = model_files.find_settings(model, revision, None)
             config = read_config(settings, trust_remote_code)
-            _check_sketch(check, settings, config, dtype, device_map, trust_remote_code)
+            _check_meta_model(check, settings, config, dtype, device_map, trust_remote_code)
         files = model_files.find_files(model, revision, gguf_file, allow_pickle)
         model_files.check_weights(files)
         config = read_config(files, trust_remote_code)
@@ -136,7 +136,7 @@ def load(
                     "weights' files can hold: one of its sizes is wrong"
                 )
         if check is not None:
-            _check_sketch(check, files, config, dtype, device_map, trust_remote_code)
+            _check_meta_model(check, files, config, dtype, device_map, trust_remote_code)
         set_unpacking(config, True)
         network, ignored = _build(files, config, dtype, device_map, trust_remote_code)
         _check_values(files, network)
@@ -240,15 +240,17 @@ def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
         return class_for(config, "the model").from_config(copy.deepcopy(config), attn_implementation=None)
 
 
-def sketched(files: ModelFiles, config: PreTrainedConfig, dtype: str | None, device_map: str | None) -> PreTrainedModel:
+def meta_model(
+    files: ModelFiles, config: PreTrainedConfig, dtype: str | None, device_map: str | None
+) -> PreTrainedModel:
     """Return the model on the meta device, in the dtype in which it would be loaded; all errors are raised."""
     name = _dtype_name(files, dtype, device_map)
     stored = getattr(config.get_text_config(), "dtype", None) or torch.float32
-    sketch: Any = on_meta(config)
-    return sketch.to(DTYPES.get(name, stored))
+    model: Any = on_meta(config)
+    return model.to(DTYPES.get(name, stored))
 
 
-def _check_sketch(
+def _check_meta_model(
     check: Callable[[PreTrainedModel], None],
     files: ModelFiles,
     config: Any,
@@ -261,13 +263,13 @@ def _check_sketch(
     if not files.gguf and method and method not in UNPACKED:
         return
     try:
-        sketch = sketched(files, config, dtype, device_map)
+        meta = meta_model(files, config, dtype, device_map)
     except Exception:
         return
     if method in BY_KERNELS and device_map is None and not stays_on_cpu(None) and not was_launched():
         # where one GPU has no room for the unpacked weights, the user chooses before gigabytes are downloaded
-        free, packed = int(FILLED * free_memory(torch.device("cuda"))), packed_bytes(sketch, config)
-        unpacked = sum(parameter.numel() * parameter.itemsize for parameter in sketch.parameters())
+        free, packed = int(FILLED * free_memory(torch.device("cuda"))), packed_bytes(meta, config)
+        unpacked = sum(parameter.numel() * parameter.itemsize for parameter in meta.parameters())
         if packed <= free < unpacked:
             if trust_remote_code and runs_packed(config):
                 return
@@ -277,7 +279,7 @@ def _check_sketch(
                 "kernels from the hub, for which the package kernels is needed; --device-map auto spreads the "
                 "unpacked weights over all GPUs and the CPU's memory"
             )
-    check(sketch)
+    check(meta)
 
 
 def _dtype_name(files: ModelFiles, dtype: str | None, device_map: str | None) -> str:

@@ -213,7 +213,7 @@ def checked(kind: type[AnyModel], options: Mapping[str, Any]) -> AnyModel:
     raise InputError(f"{flag(name)} {one_line(value)}: {message[0].lower() + message[1:]}")
 
 
-def filled_in(kind: type[AnyModel], parameters: Mapping[str, Any], what: str, whole: str = "") -> AnyModel:
+def from_parameters(kind: type[AnyModel], parameters: Mapping[str, Any], what: str, whole: str = "") -> AnyModel:
     """Make an intervention or a retrofit from its parameters, as numbers or as text; InputError if one is wrong.
 
     The message begins with `what`; `whole` replaces the parameter's name in a message about all parameters together.

@@ -109,12 +109,12 @@ class _TensorsOnDisk(Mapping[str, "torch.Tensor"]):
     path: Path
 
     def __getitem__(self, name: str) -> "torch.Tensor":
-        with self._opened() as file:
+        with self._open_file() as file:
             tensor: torch.Tensor = file.get_tensor(name)
         return tensor
 
     def __iter__(self) -> Iterator[str]:
-        with self._opened() as file:
+        with self._open_file() as file:
             names = list(file.keys())
         return iter(names)
 
@@ -122,7 +122,7 @@ class _TensorsOnDisk(Mapping[str, "torch.Tensor"]):
         return len(list(self))
 
     @contextmanager
-    def _opened(self) -> Iterator[Any]:
+    def _open_file(self) -> Iterator[Any]:
         from safetensors import SafetensorError, safe_open
 
         try:

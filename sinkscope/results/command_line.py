@@ -17,7 +17,7 @@ def command_lines(manifest: Mapping[str, Any], folder: Path | None) -> list[str]
     recipe, command, config = manifest.get("recipe"), str(manifest["command"]), manifest["config"]
     name = "analyze" if command == "analyze_steps" else command  # the command that calls the function
     if recipe:
-        return [shlex.join(["sinkscope", "run", str(recipe["name"]), *_in_place_of(recipe, name, config)])]
+        return [shlex.join(["sinkscope", "run", str(recipe["name"]), *_replaced_options(recipe, name, config)])]
     record, model, methods = records().get(name), manifest.get("model"), dict[str, str]()
     is_named = config.get("model") is not None or not isinstance(model, dict) or is_demo(str(model.get("source")))
     is_named = is_named and config.get("input") not in OBJECTS
@@ -49,7 +49,7 @@ def command_lines(manifest: Mapping[str, Any], folder: Path | None) -> list[str]
     return lines
 
 
-def _in_place_of(recipe: Mapping[str, Any], command: str, config: Mapping[str, Any]) -> list[str]:
+def _replaced_options(recipe: Mapping[str, Any], command: str, config: Mapping[str, Any]) -> list[str]:
     """Return the options that replaced those of the recipe, as typed."""
     content = recipe.get("content", {})
     of_recipe = {name.replace("-", "_"): value for name, value in content.get("options", {}).items()}

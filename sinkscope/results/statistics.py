@@ -183,7 +183,7 @@ def effective_size(x: np.ndarray, y: np.ndarray, layers: np.ndarray) -> float:
     counts = np.bincount(index).astype(float)
     pairs = (counts * (counts - 1)).sum()
 
-    def likeness(values: np.ndarray) -> tuple[float, float]:
+    def unit_correlations(values: np.ndarray) -> tuple[float, float]:
         """Return the correlations of two units in one layer, and of two units in neighboring layers."""
         z = (values - values.mean()) / values.std()
         sums = np.bincount(index, z)
@@ -191,7 +191,7 @@ def effective_size(x: np.ndarray, y: np.ndarray, layers: np.ndarray) -> float:
         neighboring = (sums[1:] * sums[:-1]).sum() / (counts[1:] * counts[:-1]).sum() if len(counts) > 1 else 0.0
         return float(within), float(neighboring)
 
-    within, neighboring = np.prod([likeness(values) for values in (x, y)], axis=0)
+    within, neighboring = np.prod([unit_correlations(values) for values in (x, y)], axis=0)
     ratio = np.clip(neighboring / within, -0.99, 0.99) if within > 0 else 0.0
     lags = np.arange(1, len(counts))
     apart = np.array([(counts[lag:] * counts[:-lag]).sum() for lag in lags])

@@ -32,7 +32,7 @@ from sinkscope.models.families import FAMILIES, find_family
 from sinkscope.models.family import RETROFITTED, WITH_TOWERS, Family, is_retrofitted
 from sinkscope.models.in_memory import on_cpu_by_default, unwrapped
 from sinkscope.models.loading import AUTO_CLASSES
-from sinkscope.options.option import filled_in
+from sinkscope.options.option import from_parameters
 from sinkscope.plugins import load_plugins
 from sinkscope.retrofits.biases import KeyBiases, LearnableSink, OffByOne, ValueBiases
 from sinkscope.retrofits.gates import IGA, VGA, VScale
@@ -146,7 +146,7 @@ def make_retrofit(method: str, parameters: Mapping[str, Any]) -> Retrofit:
     load_plugins()
     if method not in RETROFITS:
         raise InputError(f"retrofit {unknown(method, RETROFITS)}")
-    return filled_in(RETROFITS[method], parameters, method)
+    return from_parameters(RETROFITS[method], parameters, method)
 
 
 def _register_configuration(base: str) -> None:

@@ -57,7 +57,7 @@ class Places:
     grid_column: torch.Tensor
 
 
-def asked_about(picture: Picture, processor: Any, visual_id: int, first: int) -> tuple[Batch, Places]:
+def question_batch(picture: Picture, processor: Any, visual_id: int, first: int) -> tuple[Batch, Places]:
     """Return QUESTION about a picture as a batch of one sequence, and where its visual tokens are.
 
     The question is put by the processor's chat template, or else follows the mark for a picture and a line break.

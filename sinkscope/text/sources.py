@@ -307,7 +307,7 @@ def prompted(text: str, request: Request) -> Selection:
     return Selection(sequences, request.token_zero(TEXT_TOKEN, sequences), notices, cut=int(is_cut))
 
 
-def heads(
+def truncated(
     documents: Iterator[Document], label: str, request: Request, skips: bool = True, only_long: bool = False
 ) -> Selection:
     """Take the first seq_len tokens of every document; shorter documents are kept if they have at least 2 tokens.
@@ -393,11 +393,11 @@ def _ids_of(
     return ids, is_framed, is_cut
 
 
-def table_heads(documents: Iterator[Document], label: str, request: Request) -> Selection:
+def truncated_rows(documents: Iterator[Document], label: str, request: Request) -> Selection:
     """Take the rows of a table: texts that are long enough, or else ids and chats of any length."""
     first = list(islice(documents, LOOKED_AT))
     are_texts = all(document.is_text for document in first)
-    return heads(chain(first, documents), label, request, only_long=are_texts)
+    return truncated(chain(first, documents), label, request, only_long=are_texts)
 
 
 def rows(documents: Iterator[Document], label: str, request: Request) -> Selection:
@@ -459,8 +459,8 @@ Cut = Callable[[Iterator[Document], str, Request], Selection]
 
 READERS: dict[str, tuple[Callable[[Path], Iterator[Document]], Cut]] = {
     ".txt": (read_text_file, windows),
-    ".jsonl": (read_json_lines, heads),
-    ".json": (read_json_lines, heads),
+    ".jsonl": (read_json_lines, truncated),
+    ".json": (read_json_lines, truncated),
     ".npy": (read_array, rows),
 }
 DRAWN: dict[str, Callable[[Request], Selection]] = {
@@ -507,7 +507,7 @@ def open_source(source: str | given.Given, dataset: str | None, option: str = "-
         if source.kind == given.DATASET:
             return _table_source(source.kind, "input", source.rows())
         return OpenSource(
-            source.kind, "input", iter(source.documents), partial(heads, skips=False), lambda _: source.kind
+            source.kind, "input", iter(source.documents), partial(truncated, skips=False), lambda _: source.kind
         )
     if source in TEXTS:
         label = f"{source} text"
@@ -522,7 +522,7 @@ def open_source(source: str | given.Given, dataset: str | None, option: str = "-
 
 
 def _table_source(name: str, label: str, rows: Iterator[Mapping[str, Any]]) -> OpenSource:
-    return OpenSource(name, label, read_rows(rows, label), table_heads, lambda entries: f"column {entries}")
+    return OpenSource(name, label, read_rows(rows, label), truncated_rows, lambda entries: f"column {entries}")
 
 
 def documents(source: str, dataset: str | None = None) -> tuple[str, Iterator[str]]:

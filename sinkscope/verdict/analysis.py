@@ -200,8 +200,8 @@ def _sink(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         yield finding("proxy", SINK, len(operations), sentence, {"what": what})
     if family.get("gated") and "gate" in run.tables:
         outcome, numbers = Outcome.UNDEFINED, {"later": run.metric("gate_later")}
-        sentence = f"The model's own gates leave {_worded(run, 'gate_first')} of the heads' outputs at position 0 and "
-        sentence += f"{_worded(run, 'gate_later')} at later ones"
+        sentence = f"The model's own gates leave {_metric(run, 'gate_first')} of the heads' outputs at position 0 and "
+        sentence += f"{_metric(run, 'gate_later')} at later ones"
         if rate is not None:
             has_sink = rates.max() >= NO_SINK
             outcome = Outcome.PRESENT if has_sink else Outcome.ABSENT
@@ -212,9 +212,9 @@ def _sink(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         if "gate_heads" in run.tables:
             numbers |= {name: run.metric(f"gate_{name}") for name in ("mean", "closed", "deviation")}
             numbers["below"] = limits.CLOSED
-            sentence += f" Over all tokens a gate is {_worded(run, 'gate_mean')} on average, "
-            sentence += f"{_worded(run, 'gate_closed')} of gates are below {limits.CLOSED:g}, and a head's gate has a "
-            sentence += f"standard deviation of {_worded(run, 'gate_deviation')} over tokens."
+            sentence += f" Over all tokens a gate is {_metric(run, 'gate_mean')} on average, "
+            sentence += f"{_metric(run, 'gate_closed')} of gates are below {limits.CLOSED:g}, and a head's gate has a "
+            sentence += f"standard deviation of {_metric(run, 'gate_deviation')} over tokens."
         first = run.metric("gate_first")
         yield finding("own-gates", SINK, first, sentence, numbers, outcome=outcome, threshold=NO_SINK)
     if "sink_positions" in run.tables:
@@ -291,7 +291,7 @@ def _outside(run: RunData) -> Iterator[Finding]:
     elif rates.max() < NO_SINK:
         outcome, threshold, kind, where = Outcome.ABSENT, NO_SINK, "no", f"below {NO_SINK:.0%} in every layer"
     sentence = f"There is {kind} sink outside the text: more than {epsilon:g} of the attention goes to {what} in "
-    sentence += f"{_worded(run, 'sink_rate_outside')} of heads and sequences"
+    sentence += f"{_metric(run, 'sink_rate_outside')} of heads and sequences"
     sentence += f"{f' of {layers_text(having)}' if having else ''}, {where}."
     numbers |= {"layers": strong, "having": having}
     yield finding("sink-outside", SINK, rate, sentence, numbers, outcome=outcome, threshold=threshold)
@@ -304,7 +304,7 @@ def _later_sinks(run: RunData) -> Finding:
         sentence += f"{limits.FEWEST_QUERIES} queries or more."
         queries = {"queries": limits.FEWEST_QUERIES}
         return finding("later-sinks", SINK, nan, sentence, queries, outcome=Outcome.UNDEFINED)
-    text, sinks = f"{_worded(run, 'sink_rate_later')} of heads and sequences", later_sinks(run.tables["sink_positions"])
+    text, sinks = f"{_metric(run, 'sink_rate_later')} of heads and sequences", later_sinks(run.tables["sink_positions"])
     if rate < NO_SINK or sinks.empty:
         sentence = f"No later position is a sink: {text}, below {NO_SINK:.0%}."
         return finding("later-sinks", SINK, rate, sentence, outcome=Outcome.ABSENT, threshold=NO_SINK)
@@ -339,7 +339,7 @@ def _repeated_tokens(run: RunData, evidence: Sequences) -> Iterator[Finding]:
             sentence = "All tokens are equal, so that a rotary model cannot distinguish position 0 from the rest: "
             sentence += "attention to it is within proposition 4's bound in every layer and sequence (WSE)"
         if not any(map(isnan, numbers.values())):
-            sentence += f"; mean sink mass {_worded(run, 'sink_mass')}, mean bound {_worded(run, 'repeated_bound')}"
+            sentence += f"; mean sink mass {_metric(run, 'sink_mass')}, mean bound {_metric(run, 'repeated_bound')}"
         yield finding("repeated-bound", SINK, bound, f"{sentence}.", numbers, **judgment)
     elif stay_equal and kinds <= ADDED | WITHIN_ATTENTION:
         outcome, fate = (Outcome.PRESENT, "survive") if kinds & ADDED else (Outcome.ABSENT, "vanish on")
@@ -449,13 +449,13 @@ def _gradients(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         sentence += " that of positions 5–15"
         if not isnan(uniform):
             sentence += "; uniform causal attention alone makes the value gradient "
-            sentence += f"{_worded(run, 'uniform_gradient_ratio')} × (with unrelated token gradients of equal size), "
+            sentence += f"{_metric(run, 'uniform_gradient_ratio')} × (with unrelated token gradients of equal size), "
             sentence += "and random weights may make it larger (GS-6)"
         numbers = {"uniform": uniform} | ({} if key is None else {"key": key})
         yield finding("value-gradient", GRADIENTS, value, f"{sentence}.", numbers, null=uniform, is_headline=True)
         if (run.tables["gradient"]["pathway"] == "raw_value").any():
             sentence = "That is the gradient before the gate or scale on the value states; after it, at what is "
-            sentence += f"attended to, the gradient is {_worded(run, 'value_gradient_ratio')} × that of positions 5–15."
+            sentence += f"attended to, the gradient is {_metric(run, 'value_gradient_ratio')} × that of positions 5–15."
             yield finding("gradient-behind", GRADIENTS, run.metric("value_gradient_ratio"), sentence)
         if run.is_causal:
             sentence = "Whether that is a gradient sink is decided by comparison with the same model with random "
@@ -508,7 +508,7 @@ def _query_bias(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         gamma = run.tables["gamma"]
         coordinates = tuple(sorted(gamma[gamma["is_massive_epe"]]["coordinate"].unique()))
         sentence = f"EPE₀ is massive at {coordinates_text(coordinates)}, where |γ| is "
-        sentence += f"{_worded(run, 'gamma_ratio')} × its mean."
+        sentence += f"{_metric(run, 'gamma_ratio')} × its mean."
         yield finding("massive-epe", BIAS, ratio, sentence, {"coordinates": coordinates})
 
 
@@ -592,7 +592,7 @@ def _chosen(chosen: pd.Series) -> tuple[int, ...]:
     return tuple(int(layer) for layer in chosen[chosen].index)
 
 
-def _worded(run: RunData, metric: str) -> str:
+def _metric(run: RunData, metric: str) -> str:
     """Return the value of the whole model in the metric's format."""
     return METRICS[metric].text(run.metric(metric))
 

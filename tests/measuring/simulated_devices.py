@@ -212,8 +212,8 @@ def test_sums_of_gradients_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_family(name: str, places: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its wiring is found in tensors of several devices."""
     if not IS_REAL:  # flex attention would be compiled for the CPU, which `doctor` does not try there
-        own = compared_kernels._not_here
-        monkeypatch.setattr(compared_kernels, "_not_here", lambda kernel, _: own(kernel, torch.device("cpu")))
+        own = compared_kernels._why_unavailable
+        monkeypatch.setattr(compared_kernels, "_why_unavailable", lambda kernel, _: own(kernel, torch.device("cpu")))
     here = calibrate(tiny_model(name), tiny_tokens(2, 9))
     with simulated():
         model = moved(tiny_model(name), places)

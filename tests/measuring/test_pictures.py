@@ -29,7 +29,7 @@ from sinkscope.measuring.estimates import outlier_patches, outlier_share, visual
 from sinkscope.measuring.pictures import encoder_patches, phi, phi_coordinates
 from sinkscope.results.findings import PHI, Outcome
 from sinkscope.results.run import RunData
-from sinkscope.text.pictures import QUESTION, asked_about, places_of, read_pictures
+from sinkscope.text.pictures import QUESTION, places_of, question_batch, read_pictures
 
 NEAR = {"rtol": 1e-10, "atol": 1e-12}
 GIVEN: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 12, "observables": ["massive"]}
@@ -52,7 +52,7 @@ def test_attention_to_patches_and_phi_are_those_of_plain_transformers(
 
     model.set_attn_implementation("eager")
     for at, picture in enumerate(read_pictures(tmp_path / "pictures", 2)):
-        batch, places = asked_about(picture, processor(kind), MARKS.index("<image>"), at)
+        batch, places = question_batch(picture, processor(kind), MARKS.index("<image>"), at)
         given = {name: x.double() if x.is_floating_point() else x for name, x in batch.pictures.items()}
         found = model(batch.token_ids, **given, output_attentions=True, output_hidden_states=True)
         for layer, weights in enumerate(found.attentions):
@@ -176,7 +176,7 @@ def test_a_template_that_writes_the_bos_gets_no_second_one(tmp_path: Path) -> No
     content = f"{{% for part in message['content'] %}}{part}{{% endfor %}}"
     seer.chat_template = f"{{{{ bos_token }}}}{{% for message in messages %}}{content}{{% endfor %}}"
     picture = read_pictures(draw_pictures(tmp_path), 1)[0]
-    batch, _ = asked_about(picture, seer, MARKS.index("<image>"), 0)
+    batch, _ = question_batch(picture, seer, MARKS.index("<image>"), 0)
     parts = [{"type": "image", "image": picture.image}, {"type": "text", "text": QUESTION}]
     asked = [{"role": "user", "content": parts}]
     expected = seer.apply_chat_template(asked, add_generation_prompt=True, tokenize=True, return_dict=True)

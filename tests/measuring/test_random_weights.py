@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from sinkscope import InputError, gate_displacement
 from sinkscope.measuring.measure import measure
-from sinkscope.measuring.random_weights import random_weights, redrawn
+from sinkscope.measuring.random_weights import random_weights, randomized
 from sinkscope.measuring.subject import Subject, open_subject
 from sinkscope.measuring.summary import gradient_summary
 from sinkscope.options.measuring import make_config
@@ -31,12 +31,12 @@ def test_each_tensor_keeps_its_scale_and_nothing_else(name: str) -> None:
     torch.manual_seed(5)
     expected_next = torch.rand(1)
     torch.manual_seed(5)
-    network = redrawn(model, seed=3)
+    network = randomized(model, seed=3)
     assert torch.equal(torch.rand(1), expected_next)  # the user's random state is unchanged
     assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
     assert not network.training
     assert not any(parameter.requires_grad for parameter in network.parameters())
-    own, other = dict(model.named_parameters()), dict(redrawn(model, seed=4).named_parameters())
+    own, other = dict(model.named_parameters()), dict(randomized(model, seed=4).named_parameters())
     assert network.state_dict().keys() == model.state_dict().keys()
     for key, x in network.named_parameters():
         std, error = own[key].std(correction=0), own[key].std(correction=0) / x.numel() ** 0.5
@@ -51,15 +51,15 @@ def test_each_tensor_keeps_its_scale_and_nothing_else(name: str) -> None:
 def test_the_initialization_does_not_matter_and_what_is_not_learned_stays() -> None:
     """Sines of positions and tensors with a single entry are copied."""
     model = tiny_model("llama")
-    before = dict(redrawn(model, seed=0).named_parameters())
+    before = dict(randomized(model, seed=0).named_parameters())
     model.config.initializer_range = 1.0
-    assert all(torch.equal(x, before[key]) for key, x in redrawn(model, seed=0).named_parameters())
+    assert all(torch.equal(x, before[key]) for key, x in randomized(model, seed=0).named_parameters())
     model = tiny_model("gpt2")
     model.transformer.wpe.weight.fill_(0.5)
-    assert (redrawn(model, seed=0).transformer.wpe.weight == 0.5).all()
+    assert (randomized(model, seed=0).transformer.wpe.weight == 0.5).all()
     encoder = tiny_of("roformer")
     (sines,) = [name for name, _ in encoder.named_parameters() if "embed_positions" in name]
-    assert torch.equal(redrawn(encoder, seed=0).get_parameter(sines), encoder.get_parameter(sines))
+    assert torch.equal(randomized(encoder, seed=0).get_parameter(sines), encoder.get_parameter(sines))
 
 
 def test_it_is_measured_on_the_same_input_and_the_model_stays_as_it_was() -> None:
@@ -79,7 +79,7 @@ def test_it_is_measured_on_the_same_input_and_the_model_stays_as_it_was() -> Non
 
 def test_a_retrofit_is_built_in_at_its_start_and_a_quantized_models_null_has_ordinary_weights() -> None:
     model = retrofitted("llama", "vga", torch.float32)
-    network = redrawn(model, seed=0)
+    network = randomized(model, seed=0)
     assert network.state_dict().keys() == model.state_dict().keys()
     assert (gate_displacement(network)["displacement"] == 0).all()
     assert (gate_displacement(model)["displacement"] > 0).any()
@@ -87,7 +87,7 @@ def test_a_retrofit_is_built_in_at_its_start_and_a_quantized_models_null_has_ord
     model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
     packed = model.model.layers[0].self_attn.q_proj
     packed.weight = nn.Parameter(torch.zeros(32, 4, dtype=torch.int32), requires_grad=False)
-    network = redrawn(model, seed=0)
+    network = randomized(model, seed=0)
     assert not hasattr(network.config, "quantization_config")
     assert network.model.layers[0].self_attn.q_proj.weight.shape == (32, 32)
     assert model.config.quantization_config["bits"] == 4
@@ -107,7 +107,7 @@ def test_what_cannot_be_redrawn_is_refused(message: str) -> None:
     model = tiny_model("llama")
     REFUSED[message](model)
     with pytest.raises(InputError, match=message):
-        redrawn(model, seed=0)
+        randomized(model, seed=0)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

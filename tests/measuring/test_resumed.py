@@ -17,7 +17,7 @@ from sinkscope.commands.quantize.study import Simulation, calibrate_ranges
 from sinkscope.interventions import INTERVENTIONS, Intervention, Target, parse
 from sinkscope.interventions.massive import RescaleNorm
 from sinkscope.measuring import engine
-from sinkscope.measuring.engine import Setting, are_the_same, completed, run_settings
+from sinkscope.measuring.engine import Setting, completed, run_settings, tables_equal
 from sinkscope.measuring.measure import prepared, tables_of
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.passes import Pass, pass_over
@@ -87,7 +87,7 @@ def whole_pass(subject: Subject, *stack: Intervention) -> tuple[Tables, list[flo
 
 def is_same(layer: int, resumed: tuple, unchanged: tuple, whole: tuple) -> bool:
     (tables, losses), (expected, expected_losses) = resumed, whole
-    return are_the_same(completed(tables, layer, unchanged[0]), expected) and losses == expected_losses
+    return tables_equal(completed(tables, layer, unchanged[0]), expected) and losses == expected_losses
 
 
 @pytest.mark.parametrize("name", FAMILIES)

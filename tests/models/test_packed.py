@@ -195,7 +195,7 @@ def test_what_to_do_is_said_before_packed_weights_are_downloaded(monkeypatch: py
         monkeypatch.setattr(loading, "free_memory", lambda device: gigabytes << 30)
         files: Any = SimpleNamespace(gguf=None, source="openai/gpt-oss-120b")
         checked.clear()
-        loading._check_sketch(checked.append, files, config, None, device_map, trust)
+        loading._check_meta_model(checked.append, files, config, None, device_map, trust)
         return len(checked)
 
     with pytest.raises(

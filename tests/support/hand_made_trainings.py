@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.commands.claims.claim import Judgment, judge
-from sinkscope.commands.claims.gathered import Collection
+from sinkscope.commands.claims.collection import Collection
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.studies import Training
 from sinkscope.commands.steps.series import Series

@@ -14,7 +14,7 @@ from sinkscope.commands.measured import opened, shown
 from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.console import Messages, print_line, print_notices, print_part
-from sinkscope.measuring.keeping import Remembered, check_sites, keep
+from sinkscope.measuring.keeping import ModelReference, check_sites, keep
 from sinkscope.measuring.measure import Facts, measure, run_manifest
 from sinkscope.measuring.pictures import PICTURES_CONDITION, measure_encoder, measure_pictures, processor_for
 from sinkscope.measuring.processes import together
@@ -109,7 +109,7 @@ def analyze(
             tables |= publish(pictured, subject.loaded, subject.inputs.condition)
         print_notices(console, facts.notices)
         manifest = run_manifest(subject, config, facts, list(tables), start) | {"activations": list(activations)}
-        loaded = Remembered(subject.loaded) if is_in_memory(model) else None
+        loaded = ModelReference(subject.loaded) if is_in_memory(model) else None
         mask = measured_mask(subject, config, tables).write if config.export_mask else None
         run = Run.of_analysis(manifest, tables, folder, activations=activations, loaded=loaded, further=mask)
         return finished(run, console, figures, page)

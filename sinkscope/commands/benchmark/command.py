@@ -107,7 +107,7 @@ def benchmark(
             loaded = load_model(model, tokenizer, config)  # type: ignore[arg-type]  # all that loading reads
         print_notices(console, loaded.notices)
         with spinner(console, "asking"), undisturbed(loaded.model):
-            results = members.of_the_first(lambda: _asked(loaded, config, tasks))
+            results = members.of_the_first(lambda: _evaluated(loaded, config, tasks))
         manifest = make_manifest(
             BENCHMARK,
             config.model_dump(mode="json"),
@@ -134,7 +134,7 @@ def _known_tasks(config: BenchmarkOptions) -> Any:
     raise InputError(f"lm-evaluation-harness has no task '{unknown[0]}': `lm-eval ls tasks` shows the names")
 
 
-def _asked(loaded: LoadedModel, config: BenchmarkOptions, tasks: Any) -> dict[str, Any]:
+def _evaluated(loaded: LoadedModel, config: BenchmarkOptions, tasks: Any) -> dict[str, Any]:
     """Return the results of the harness: scores, without the answers."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM

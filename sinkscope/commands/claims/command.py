@@ -17,9 +17,9 @@ import pandas as pd
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from sinkscope.commands.claims.collection import collected, judged_folders, merged, skipped_in
 from sinkscope.commands.claims.columns import CLAIM, COMMAND, ROUTE, TABLES
 from sinkscope.commands.claims.evidence import LONG_TEXT, LOSS, MAIN, NATURAL, Evidence, Need, models_of, null_need
-from sinkscope.commands.claims.gathered import collected, judged_folders, merged, skipped_in
 from sinkscope.commands.claims.options import ClaimsOptions
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.routes import ROUTE_ROLES, routes_of_models

@@ -222,7 +222,7 @@ class StudySources:
 Items = TypeVar("Items", bound=Sized)
 
 
-def _alike(
+def _group_by_settings(
     trainings: Iterable[Training], but: Iterable[str] = (), fixed: Callable[[Training], Any] = lambda training: None
 ) -> list[list[Training]]:
     """Group trainings by their settings, except for the settings in `but`, and by a further value."""
@@ -280,7 +280,7 @@ def find_arms(sources: StudySources, of: str, command: str = "", text: str = "")
     wanted, trainings = split_arms(of), sources.of_model(command, text)
     known = variants(sources.of_model()).items()
     variant_of = {method: kinds[sources.variant] for method, kinds in known if sources.variant < len(kinds)}
-    chosen = _with_most((group, arms_by_seed(group, wanted, variant_of)) for group in _alike(trainings))
+    chosen = _with_most((group, arms_by_seed(group, wanted, variant_of)) for group in _group_by_settings(trainings))
     if chosen is None:
         return None
     _, by_seed, setting = chosen
@@ -350,7 +350,7 @@ def find_levels(sources: StudySources, of: str) -> ClaimStudy | None:
     factor, arm = _factor_and_arm(of)
     fresh = [training for training in sources.trainings if training.command == "train"]
     groups = []
-    for group in _alike(fresh, factor.settings, factor.fixed):
+    for group in _group_by_settings(fresh, factor.settings, factor.fixed):
         by_level: dict[Level, dict[int, RunData]] = {}
         for training in group:
             runs = {arms[arm].seed: arms[arm].run for arms in arms_by_seed([training], [arm])}
@@ -384,7 +384,7 @@ def find_steps(sources: StudySources, of: str, logged: bool = False) -> ClaimStu
     if sources.series:
         folders = tuple(series.folder for series in sources.series)
         return ClaimStudy(folders, steps=tuple(series.runs for series in sources.series))
-    groups = ((group, arms_by_seed(group, [PLAIN])) for group in _alike(sources.of_model("train")))
+    groups = ((group, arms_by_seed(group, [PLAIN])) for group in _group_by_settings(sources.of_model("train")))
     if not logged or (chosen := _with_most(groups)) is None:
         return None
     arms = [by_method[PLAIN] for by_method in chosen[1]]

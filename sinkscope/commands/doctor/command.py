@@ -133,7 +133,7 @@ def doctor(
         loaded = load_model(model, tokenizer, loading)
         stack.enter_context(undisturbed(loaded.model))
         family, notices = family_of(loaded.model)
-        report, tolerance = _examined(loaded, family, notices)
+        report, tolerance = _check_model(loaded, family, notices)
         if config.compare is not None:
             report.checks.append(_logits(loaded, family, config, config.compare))
         if has_overflow:
@@ -195,7 +195,7 @@ def _logits(loaded: LoadedModel, family: Family, config: DoctorOptions, path: Pa
     return f"{path.name} equals the model's logits", departure.departing == 0, detail
 
 
-def _examined(loaded: LoadedModel, family: Family, notices: Sequence[str]) -> tuple[Report, float]:
+def _check_model(loaded: LoadedModel, family: Family, notices: Sequence[str]) -> tuple[Report, float]:
     """Return the report, without the comparison of kernels, and the difference that round-off explains."""
     model = loaded.model
     report = Report(loaded.name, _facts(loaded, family))

@@ -53,7 +53,7 @@ def _number(x: float) -> str:
     return f"{x:,.0f}" if 10 <= x < 1e7 else f"{x:.2g}"
 
 
-def _exact_place(row: Any) -> str:
+def _location(row: Any) -> str:
     where = [f"coordinate {row.coordinate}"] if row.coordinate >= 0 else []
     where += [f"position {row.position}, token {row.token!r}"] if row.position >= 0 else []
     return f"{place(row)} ({', '.join(where)})" if where else place(row)
@@ -75,12 +75,12 @@ def findings(run: RunData) -> list[Finding]:
     numbers: dict[str, Any] = {"limit": limit, "largest": largest.largest, "layer": largest.layer}
     is_near = largest.headroom < HEADROOM
     if predicted is None:
-        sentence = f"The largest number is {_number(largest.largest)}, at {_exact_place(largest)}: "
+        sentence = f"The largest number is {_number(largest.largest)}, at {_location(largest)}: "
         sentence += f"{_number(largest.headroom)} × below {dtype}'s limit of {_number(limit)}"
         sentence += f", less than {HEADROOM:g} ×, so that other text may overflow" if is_near else ""
     else:
         numbers |= {"first_layer": predicted.layer, "coordinate": predicted.coordinate, "position": predicted.position}
-        sentence = f"{dtype} overflows: {_number(predicted.largest)} at {_exact_place(predicted)} is the first number "
+        sentence = f"{dtype} overflows: {_number(predicted.largest)} at {_location(predicted)} is the first number "
         sentence += f"beyond its limit of {_number(limit)}; the largest is {_number(largest.largest)}, at "
         sentence += place(largest)
     how = "with the inputs of linear layers rounded to it, unscaled" if dtype.startswith("float8") else "run in it"

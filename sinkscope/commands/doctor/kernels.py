@@ -138,7 +138,7 @@ def compare_kernels(model: PreTrainedModel, family: Family, batch: Batch, tolera
     for name in dict.fromkeys((current, "sdpa", *FLASH, "flex_attention")):  # what is compiled first comes last
         if name == "eager":
             continue
-        if reason := _not_here(name, input_device(model)) if name != current else "":
+        if reason := _why_unavailable(name, input_device(model)) if name != current else "":
             kernels.append(ComparedKernel(name, untried=reason))
             continue
         try:
@@ -155,19 +155,19 @@ def compare_kernels(model: PreTrainedModel, family: Family, batch: Batch, tolera
         def is_same(outputs: dict[int, torch.Tensor] = outputs) -> bool:
             return all(difference <= tolerance for difference in differences_of(outputs, run()).values())
 
-        dropped = () if layer is None else _dropped(model, family, used, is_same)
+        dropped = () if layer is None else _ignored(model, family, used, is_same)
         kernels.append(ComparedKernel(name, list(differences.values())[-1], layer, dropped))
     return kernels
 
 
-def _not_here(name: str, device: torch.device) -> str:
+def _why_unavailable(name: str, device: torch.device) -> str:
     if not FLASH.get(name, lambda: True)():
         return "not installed"
     is_compiled_first = name == "flex_attention" and device.type == "cpu"
     return "on a CPU, compiling it takes a minute" if is_compiled_first else ""
 
 
-def _dropped(model: PreTrainedModel, family: Family, used: set[str], is_same: Callable[[], bool]) -> tuple[str, ...]:
+def _ignored(model: PreTrainedModel, family: Family, used: set[str], is_same: Callable[[], bool]) -> tuple[str, ...]:
     """Return the features without which eager attention gives the same numbers; empty if there are none."""
     alone: list[tuple[str, ...]] = [(feature,) for feature in sorted(used)]
     for features in alone if len(alone) < 2 else [*alone, tuple(sorted(used))]:  # each alone, then all together
@@ -221,7 +221,7 @@ def compare_logits(
     if family.door == "interface":
         with lacking(model, family, ()) as used:
             logits()
-        dropped = _dropped(model, family, used, lambda: bool((differences(logits()) <= tolerance).all()))
+        dropped = _ignored(model, family, used, lambda: bool((differences(logits()) <= tolerance).all()))
     sequence, position = (int(index) for index in departs.nonzero()[0])
     return Departure(
         departures.numel(), int(departs.sum()), sequence, position, float(departures.max()) / tolerance, dropped

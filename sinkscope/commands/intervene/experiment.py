@@ -17,7 +17,7 @@ from sinkscope.interventions import Known, Target
 from sinkscope.interventions.intervention import Stack, expectation, random_controls
 from sinkscope.interventions.sink import ReadValues
 from sinkscope.measuring.console import print_part
-from sinkscope.measuring.engine import ReadBatch, Setting, completed, few_of, run_settings
+from sinkscope.measuring.engine import ReadBatch, Setting, completed, first_few, run_settings
 from sinkscope.measuring.measure import choose, prepared, publish, settings_of
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Means, Observable, Reading, Settings
@@ -161,7 +161,7 @@ class Experiment:
                 self.parity_error = check.error
                 self.before = self._arm(BEFORE, -1, done)
             else:
-                self.before = self._taken_from(self.analyzed)
+                self.before = self._reuse_run(self.analyzed)
             known.tables, known.means = dict(self.before.tables), self._mean
             # what interventions read, unless it is measured anyway
             read = dict.fromkeys(name for stack in self.wanted.values() for part in stack for name in part.reads)
@@ -203,7 +203,7 @@ class Experiment:
         watched = [part.watched for stack in self.wanted.values() for part in stack if part.watched]
         return {0, *(position for positions in watched for position in with_next(positions))}
 
-    def _taken_from(self, run: RunData) -> MeasuredArm:
+    def _reuse_run(self, run: RunData) -> MeasuredArm:
         """Take the unchanged model's tables and loss from a run instead of measuring them."""
         self.parity_error = run.manifest["parity"]
         wanted = {name for chosen in self.chosen.first for name in OBSERVABLES[chosen].columns} | LOSS_TABLES.keys()
@@ -244,7 +244,7 @@ class Experiment:
             for each, (_, draw) in zip(stacks, conditions, strict=True)
         ]
         by_batch = None if self.analyzed is None else False
-        done = run_settings(subject, settings, unchanged=lambda: self._few, by_batch=by_batch, **self._how)
+        done = run_settings(subject, settings, unchanged=lambda: self._on_few, by_batch=by_batch, **self._options)
         measured = [self._arm(*condition, one) for condition, one in zip(conditions, done, strict=True)]
         window = settings_of(subject, self.config).window
         effects = [
@@ -257,10 +257,10 @@ class Experiment:
         self._collect({"effect": pd.concat(effects, ignore_index=True).assign(name=" ".join(record["do"]))}, label)
 
     @cached_property
-    def _few(self) -> dict[str, pd.DataFrame]:
+    def _on_few(self) -> dict[str, pd.DataFrame]:
         """The unchanged model's tables on the sequences on which `resumes` tries every arm."""
         unchanged = self._setting((), partial(self._fresh, -1), self._step(False))
-        return tables_of(run_settings(few_of(self.subject), [unchanged], **self._how)[0].observables)
+        return tables_of(run_settings(first_few(self.subject), [unchanged], **self._options)[0].observables)
 
     def _setting(self, stack: Stack, make: Callable[[], list[Observable]], read: ReadBatch, layer: int = 0) -> Setting:
         opened = partial(open_tracer, self.subject.loaded.model, self.subject.family, self.config.attn, stack)
@@ -311,10 +311,10 @@ class Experiment:
         return self._means[position, of_values][layer]
 
     def _pass(self, stack: Stack, make: Callable[[], list[Observable]], read: ReadBatch) -> Pass:
-        return run_settings(self.subject, [self._setting(stack, make, read)], **self._how)[0]
+        return run_settings(self.subject, [self._setting(stack, make, read)], **self._options)[0]
 
     @property
-    def _how(self) -> dict[str, Any]:
+    def _options(self) -> dict[str, Any]:
         """How settings are run; a batch size that fitted is used again."""
         size = self.batch_size or self.config.batch_size
         return {

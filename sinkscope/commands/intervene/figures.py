@@ -101,7 +101,7 @@ def _draw_metric(ax: Axes, run: RunData, metric: str, positions: dict[str, list[
         for position in some
     }
     values = [x for one, ends in effects.values() for x in (one.before, one.after, *one.controls, *ends)]
-    positive = _drawable(values, log=True)
+    positive = _plottable(values, log=True)
     # a linear axis finds its own range, and a log axis over less than a power of ten could not be read
     log = bool(may_be_log and len(positive) and positive.max() >= 10 * positive.min())
     across = ax.get_yaxis_transform()
@@ -134,11 +134,11 @@ def _draw_metric(ax: Axes, run: RunData, metric: str, positions: dict[str, list[
 def _draw_effect(ax: Axes, effect: ArmEffect, ends: Sequence[float], middle: float, height: float, log: bool) -> None:
     """Draw interval, controls, before and after around `middle`. Lines of the value before join across rows."""
     above, under = middle - OFFSET * height, middle + OFFSET * height
-    change = _drawable(ends, log)
+    change = _plottable(ends, log)
     if len(change) == 2:
         ax.plot(change, [above] * 2, **INTERVAL)
-    before, after = _drawable([effect.before], log), _drawable([effect.after], log)
-    controls = _drawable(effect.controls, log)
+    before, after = _plottable([effect.before], log), _plottable([effect.after], log)
+    controls = _plottable(effect.controls, log)
     if len(controls) > 1:  # mean ± 2 standard deviations; on a log axis, those of the logarithms
         values = np.log(controls) if log else controls
         spread = values.mean() + SPREAD * values.std(ddof=1) * np.array([-1, 1])
@@ -154,7 +154,7 @@ def _draw_effect(ax: Axes, effect: ArmEffect, ends: Sequence[float], middle: flo
         ax.text(0.98, above, f"after: {effect.after:g}", transform=across, ha="right", va="center", fontsize=6)
 
 
-def _drawable(values: Sequence[float], log: bool) -> np.ndarray:
+def _plottable(values: Sequence[float], log: bool) -> np.ndarray:
     array = np.array(values, float)
     return array[np.isfinite(array) & (array > 0 if log else True)]
 

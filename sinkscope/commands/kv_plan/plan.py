@@ -345,7 +345,7 @@ def rounded_cache(bits: int, sinks: Sequence[int], x: torch.Tensor, center: torc
 Centers = Mapping[int, Sequence[torch.Tensor | float]]  # layer → means of keys and values
 
 
-def holding(
+def attending_with_plan(
     seams: Mapping[int, Seam], plan: Plan, sinks: Sequence[int], centers: Centers | None = None
 ) -> AbstractContextManager[None]:
     """Let the model read one text with the cache of a plan, of which the tokens in `sinks` are in full precision."""
@@ -598,7 +598,7 @@ class PlanStudy:
 
         def read_batch(plan: Plan, opened: None, batch: Batch, observables: Any) -> torch.Tensor:
             text, ids = texts[batch.first], batch.token_ids
-            with holding(self.seams, plan, plan.sinks_of(text), self.centers):
+            with attending_with_plan(self.seams, plan, plan.sinks_of(text), self.centers):
                 logits = logits_on(self.subject, batch)
             losses, hits = token_losses(logits, ids)[0].cpu(), logits[0, :-1].argmax(-1).cpu() == ids[0, 1:]
             of_text, of_copy, before = text.parts

@@ -172,13 +172,13 @@ class Split:
             peaks = self._peaks(texts[1])
             arms.append(SplitArm(setting, *texts, coordinates={site: _top_entries(x) for site, x in peaks.items()}))
         for draw in range(RANDOM_DRAWS):
-            random = [SparingText(inputs, [self._others(mask) for mask in spared]) for inputs, spared in sparing]
+            random = [SparingText(inputs, [self._random_tokens(mask) for mask in spared]) for inputs, spared in sparing]
             arms.append(SplitArm(settings.TOKENS, random[0], random[1], draw))
             anywhere = {site: _top_entries(torch.from_numpy(self.drawn.random(x.shape))) for site, x in peaks.items()}
             arms.append(SplitArm(settings.COORDINATES, *plain, draw, anywhere))
         return arms
 
-    def _others(self, spared: np.ndarray) -> np.ndarray:
+    def _random_tokens(self, spared: np.ndarray) -> np.ndarray:
         """Draw as many tokens of a sequence that are not spared."""
         free = np.flatnonzero(~spared)
         mask = np.zeros_like(spared)
@@ -186,10 +186,10 @@ class Split:
         return mask
 
     def _prefixed(self, prefix: tuple[int, ...], draw: int = settings.NO_DRAW) -> SplitArm:
-        text, calibration = (self._behind(prefix, inputs) for inputs in (self.inputs, self.calibration))
+        text, calibration = (self._with_prefix(prefix, inputs) for inputs in (self.inputs, self.calibration))
         return SplitArm(settings.PREFIX, text, calibration, draw, prefix=prefix)
 
-    def _behind(self, prefix: Sequence[int], inputs: TokenInputs) -> SparingText:
+    def _with_prefix(self, prefix: Sequence[int], inputs: TokenInputs) -> SparingText:
         """Put a prefix before each sequence, in place of its BOS. The same tokens are predicted."""
         texts = [ids[self.begins_with_bos :] for ids in inputs.sequences]
         sequences = tuple(np.concatenate([prefix, ids]).astype(np.int64) for ids in texts)
@@ -210,7 +210,7 @@ class Split:
         frequent = tuple(token for token, _ in counts.most_common(len(rule) or len(last) == 0))
         candidates = list(dict.fromkeys(prefix for prefix in ((*rule, *last), (*frequent, *last)) if prefix))
         if len(candidates) > 1:
-            texts = [self._behind(prefix, self.calibration) for prefix in candidates]
+            texts = [self._with_prefix(prefix, self.calibration) for prefix in candidates]
             losses = self._measure([SplitArm(settings.PREFIX, text, text) for text in texts])
             candidates = [min(zip((each.sum() for each in losses), candidates, strict=True))[1]]
         return self.checked(candidates[0])

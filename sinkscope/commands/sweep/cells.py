@@ -24,8 +24,8 @@ from sinkscope.commands.sweep.worker import Reads, State, changes, load_key
 from sinkscope.errors import InputError, SinkscopeError, described, one_line
 from sinkscope.measuring.memory import training_memory
 from sinkscope.measuring.subject import memory_of
-from sinkscope.models.files import AWAY, HubAway, find_settings, is_on_hub, missing_weights, quiet
-from sinkscope.models.loading import on_meta, read_config, read_once, sketched
+from sinkscope.models.files import AWAY, HubUnreachable, find_settings, is_on_hub, missing_weights, quiet
+from sinkscope.models.loading import meta_model, on_meta, read_config, read_once
 from sinkscope.options.files import read_json
 from sinkscope.options.measuring import PERMISSIONS
 from sinkscope.options.recipe import COMPARISON
@@ -189,7 +189,7 @@ def planned(cells: Iterable[Cell], folders: CellFolders, reads: Reads) -> list[P
     return plan
 
 
-def sized(plan: Iterable[Planned], also_local: bool = True) -> list[Planned]:
+def with_sizes(plan: Iterable[Planned], also_local: bool = True) -> list[Planned]:
     """Return the plan with the sizes of the models; each model is examined once.
 
     Local models need not be examined, which takes seconds for a GGUF file, if their memory decides nothing.
@@ -214,8 +214,8 @@ def size_of(options: Any, only_cached: bool = False) -> Size:
         with quiet(), read_once():
             files = find_settings(options.model, options.revision, options.gguf_file, only_cached)
             config = read_config(files, options.trust_remote_code)
-            model = sketched(files, config, options.dtype, options.device_map)
-    except HubAway:
+            model = meta_model(files, config, options.dtype, options.device_map)
+    except HubUnreachable:
         return Size(reason=AWAY, waits=True)
     except SinkscopeError as error:
         return Size(reason=one_line(error))

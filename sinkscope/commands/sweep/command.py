@@ -22,7 +22,7 @@ from rich.text import Text
 from sinkscope.commands.printout import Printout
 from sinkscope.commands.run.command import check_figures
 from sinkscope.commands.sweep import factor_study
-from sinkscope.commands.sweep.cells import COMMAND, CellFolders, Planned, planned, sized
+from sinkscope.commands.sweep.cells import COMMAND, CellFolders, Planned, planned, with_sizes
 from sinkscope.commands.sweep.file import TRAINING, Cell, Sweep, read_sweep
 from sinkscope.commands.sweep.options import SweepOptions
 from sinkscope.commands.sweep.output import SweepComparison, summary_tables
@@ -128,7 +128,7 @@ def check(sweep: Sweep) -> None:
             if entry.paper is not None and entry.paper not in WSE_TABLE_1:
                 raise InputError(f"the `paper` of {entry.label} {unknown(entry.paper, WSE_TABLE_1)}")
     for cell in sweep.cells:
-        with named_file(sweep.path, f"{cell.told}: "):
+        with named_file(sweep.path, f"{cell.description}: "):
             records()[cell.command].imported().check(cell.options)  # every command of a cell has this check
             check_figures(_figures(sweep, cell.command), cell.command, getattr(cell.options, "observables", None))
 
@@ -171,15 +171,15 @@ def sweep(
     part, parts = asked.part  # of equal size; the cells of a model stay together
     shard = content.cells[len(content.cells) * (part - 1) // parts : len(content.cells) * part // parts]
     if asked.dry_run:
-        return SweepRun(content, sized(planned(shard, folders, Reads())), None, folders.folder)
+        return SweepRun(content, with_sizes(planned(shard, folders, Reads())), None, folders.folder)
     with together(asked.device_map) as members:
         if not members.is_first:
             return follow(members)
-        done = _swept(asked, content, shard, folders, overwrite, members.console(quiet), start, page)
+        done = _measure_cells(asked, content, shard, folders, overwrite, members.console(quiet), start, page)
         return members.of_the_first(lambda: done)
 
 
-def _swept(
+def _measure_cells(
     asked: SweepOptions,
     sweep: Sweep,
     shard: Sequence[Cell],
@@ -191,7 +191,7 @@ def _swept(
 ) -> SweepRun:
     """Measure the cells of this shard that are not done yet, and write the comparison of all."""
     if team().count > 1 and (trained := [cell for cell in shard if cell.command in TRAINING]):
-        raise InputError(f"{trained[0].told}: under `accelerate launch`, train with the command itself")
+        raise InputError(f"{trained[0].description}: under `accelerate launch`, train with the command itself")
     record = {"content": sweep.content.model_dump(mode="json", exclude_unset=True), "given": dict(sweep.overrides)}
     manifest = make_manifest(COMMAND, record, start, cells=[cell.name for cell in sweep.cells])
     # the pool is opened before anything is written: Ray may be missing
@@ -209,7 +209,7 @@ def _swept(
                 folders.forget(each.cell.name)
         # with --retry also failed cells, and those of which a part failed
         wanted = [each for each in plan if each.state == State.WAITING or (asked.retry and each.message)]
-        todo = sized(wanted, also_local=pool.workers > 1 or asked.engine == "ray")
+        todo = with_sizes(wanted, also_local=pool.workers > 1 or asked.engine == "ray")
         waiting = [each for each in todo if each.size.waits]
         if waiting:  # they are not recorded as failed, so that the same command measures them
             todo = [each for each in todo if not each.size.waits]

@@ -161,7 +161,7 @@ class Cell:
         return self.entry.label
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """The cell in words, for example "pythia-70m step0 × random × seq-len=16 (claims)"."""
         model = f"{self.model} {self.revision}" if self.revision else self.model
         rest = " × ".join(part for part in (model, self.input, self.setting) if part)
@@ -216,7 +216,7 @@ def read_sweep(file: str, overrides: Mapping[str, Any], quick: bool = False) -> 
                 cell = _cell(content, entry, revision, command, reads, setting, overrides)
                 first = cells.setdefault(cell.name[-CHECKSUM:], cell)
                 if first is not cell and not quick:  # with it, cells may have differed only in a replaced option
-                    raise InputError(f"{cell.told} occurs twice, also as {first.told}")
+                    raise InputError(f"{cell.description} occurs twice, also as {first.description}")
                 if len(cells) > MOST_CELLS:
                     raise InputError(f"more than {MOST_CELLS} combinations")
         if not cells:
@@ -264,7 +264,7 @@ def _cell(
         resolved: Any = checked(kind, options)
         resolved.check_of_a_file()
     except InputError as error:
-        raise InputError(f"{draft.told}: {error}") from None
+        raise InputError(f"{draft.description}: {error}") from None
     if entry is None:
         draft = replace(draft, entry=ModelEntry(name=resolved.shape_name))
     significant = resolved.model_dump(mode="json", exclude_defaults=True, exclude=set(PERMISSIONS))

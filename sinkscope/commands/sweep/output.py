@@ -61,7 +61,7 @@ class SweepComparison(Result):
         if "claim" in self.tables:
             from sinkscope.commands.claims.figures import drawings_by_model  # other sweeps need no claims
 
-            claims = {name: one_cell_each(self.tables[name]) for name in ("claim", "route")}
+            claims = {name: one_cell_per_model(self.tables[name]) for name in ("claim", "route")}
             return {**drawings, **drawings_by_model(claims)}
         return drawings
 
@@ -90,7 +90,7 @@ def summaries(folder: Path) -> Mapping[str, pd.DataFrame]:
     return summary_tables(SweepTables(tables, {entry.label: entry.paper for entry in models if entry.paper}))
 
 
-def one_cell_each(claims: pd.DataFrame) -> pd.DataFrame:
+def one_cell_per_model(claims: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of one cell of each model: the first cell of its last revision."""
     cells = claims.drop_duplicates("cell")
     last = cells.groupby("model")["revision"].transform("last")

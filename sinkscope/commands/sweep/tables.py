@@ -130,14 +130,14 @@ def sweep_tables(done: Sequence[Planned]) -> SweepTables:
                 tokens = tokens_a_step(each.manifest["config"], each.manifest.get("processes", 1))
                 table = studied(table)
                 table = table.assign(tokens=table["step"] * tokens)
-            parts[common].append(_placed(table, each))
+            parts[common].append(_with_coordinates(table, each))
         if each.cell.command == "analyze" and ALPHA in each.manifest["tables"]:
-            parts[EPSILON].append(_placed(_by_epsilon(each), each))
+            parts[EPSILON].append(_with_coordinates(_by_epsilon(each), each))
     tables = {name: pd.concat(placed, ignore_index=True) for name, placed in sorted(parts.items())}
     return SweepTables(tables, {each.cell.model: each.cell.entry.paper for each in done if each.cell.entry.paper})
 
 
-def _placed(table: pd.DataFrame, each: Planned) -> pd.DataFrame:
+def _with_coordinates(table: pd.DataFrame, each: Planned) -> pd.DataFrame:
     """Return a cell's table with its coordinates, except those that it has as columns, such as ε in a table by ε."""
     cell, manifest = each.cell, each.manifest
     config, model = manifest["config"], manifest.get("model")

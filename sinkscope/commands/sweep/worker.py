@@ -109,7 +109,7 @@ def measured(group: Group) -> Iterator[Event]:
         yield Event(task.name, State.RUNNING)
         start, state, message = time.monotonic(), State.DONE, ""
         try:
-            with team().agreeing(), noting(read=dict(task.read)):
+            with team().sharing_errors(), noting(read=dict(task.read)):
                 _measure(task, models)
         except Exception as error:  # also unexpected errors: the other cells are still measured
             if was_interrupted(error):

@@ -41,7 +41,7 @@ from sinkscope.commands.train.options import ArmOptions
 from sinkscope.commands.train.output import Trained
 from sinkscope.commands.train.sharding import is_sharded, launched
 from sinkscope.commands.train.tasks import TrainingTask
-from sinkscope.commands.train.trainer import check_trainable, checkpoints, failures, keep_models, no_bars, train_model
+from sinkscope.commands.train.trainer import check_trainable, checkpoints, failures, hide_bars, keep_models, train_model
 from sinkscope.errors import InputError, counted
 from sinkscope.measuring.console import Messages, print_line, print_notices, print_part, spinner
 from sinkscope.measuring.measure import measure, publish, run_manifest
@@ -213,7 +213,7 @@ class TrainingArms:
             if self.is_main:
                 self._measure_arm(arm)
             self.state.wait_for_everyone()
-        return self._conclude()
+        return self._compare_arms()
 
     def _check_methods(self, methods: Mapping[str, tuple[str, dict[str, str]]]) -> None:
         """Raise InputError for a method that cannot be trained on this model, before another trains for hours."""
@@ -290,7 +290,7 @@ class TrainingArms:
         if self.is_main:
             self.files.add(f"{arm}/training/")
         if keeps_all and self.is_main:
-            with failures(folder), no_bars():
+            with failures(folder), hide_bars():
                 self._save(model, folder / "checkpoints" / "checkpoint-0")
         is_complete, start = not (folder / "training").exists(), time.perf_counter()
         probe = partial(
@@ -323,7 +323,7 @@ class TrainingArms:
             raw |= self.task.tables(model, self.family, self.blocks.held_out)
         record["moved"] = float(gates["displacement"].max()) if len(gates) else 0.0
         record["step_seconds"] = seconds / self.training.steps if is_complete else None  # unknown if it was resumed
-        with failures(folder / "training"), no_bars():
+        with failures(folder / "training"), hide_bars():
             tables = publish(raw, self.loaded, record["label"])
             self.files.add(*(f"{arm}/tables/{name}.parquet" for name in tables))
             write_tables(tables, folder)
@@ -381,7 +381,7 @@ class TrainingArms:
 
     # ------------------------------------------------------------------------------------------- all arms together
 
-    def _conclude(self) -> Trained:
+    def _compare_arms(self) -> Trained:
         """Compare all measured arms, also the arms of earlier calls."""
         measured = [arm for arm in (UNTOUCHED, *self.arms) if self._is_measured(arm)]
         for arm in measured if self.is_main else ():

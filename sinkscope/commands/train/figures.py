@@ -226,12 +226,12 @@ def draw_retrofit_values(arms: TrainedArms) -> Figure:
     names = names or [METRICS["value_drain"].short]
     values = {}  # arm → values as projected, values as attended to and gates, layers × positions
     for arm, run in arms.runs.items():
-        attended = to_others(run.tables["geometry"], "value_norm")
+        attended = relative_to_later(run.tables["geometry"], "value_norm")
         shown = [attended, attended]
         if "gate" in run.tables:
             gate = run.tables["gate"]
             by_layer = gate.groupby(["layer", "position"])["gate"].mean().unstack()
-            shown = [to_others(gate, "raw_value_norm"), attended, by_layer]
+            shown = [relative_to_later(gate, "raw_value_norm"), attended, by_layer]
         values[arm] = shown[: len(names)]
     is_deep = any(len(by_layer) > 1 for shown in values.values() for by_layer in shown)
     figure = new_figure(COLUMN, 0.75 + 1.15 * len(names) + 0.15 * -(-len(looks) // 2))
@@ -257,7 +257,7 @@ def draw_retrofit_values(arms: TrainedArms) -> Figure:
     return figure.finish(arms.title(arms.seeds_text(of_runs=True), width=COLUMN), signs, ncols=2)
 
 
-def to_others(table: pd.DataFrame, column: str) -> pd.DataFrame:
+def relative_to_later(table: pd.DataFrame, column: str) -> pd.DataFrame:
     """Return layers × positions: values ÷ their mean over later positions, averaged over heads (`value_drain` at 0)."""
     heads = table.pivot(index=["layer", "head"], columns="position", values=column)
     return heads.div(heads.drop(columns=0).mean(axis=1), axis=0).groupby("layer").mean()

@@ -125,7 +125,7 @@ def train_model(
     if probe is not None and is_sharded():
         raise InputError("a probe needs the whole model, and FSDP shards it: launch without its configuration")
     limit = math.ceil(config.steps / config.save_every) if keep_all else KEPT_CHECKPOINTS
-    with failures(folder), no_bars(), _trainable(model, config.only_new), torch.random.fork_rng():
+    with failures(folder), hide_bars(), _trainable(model, config.only_new), torch.random.fork_rng():
         if state.is_main_process:
             folder.mkdir(parents=True, exist_ok=True)
             _remove_incomplete(folder)
@@ -209,7 +209,7 @@ def _load(model: PreTrainedModel, checkpoint: Path) -> None:
 
 
 @contextmanager
-def no_bars() -> Iterator[None]:
+def hide_bars() -> Iterator[None]:
     """Switch off transformers' progress bars for loading and saving weights, which would break up ours."""
     had = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()

@@ -11,7 +11,7 @@ from support.hand_made_runs import FAILS, FEW_SEEDS, HOLDS, INCONCLUSIVE, NOT_AP
 from support.hand_made_trainings import SHAPE, Numbers, Tables, gradients, judged, norms, rates, steps, training
 
 from sinkscope.commands.claims.claim import Judgment, judge
-from sinkscope.commands.claims.gathered import Collection
+from sinkscope.commands.claims.collection import Collection
 from sinkscope.commands.claims.over_seeds import mean_over_seeds, range_of_rates
 from sinkscope.commands.claims.papers.wse import _best_decay
 from sinkscope.commands.claims.register import CLAIMS

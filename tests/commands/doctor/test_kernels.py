@@ -71,7 +71,7 @@ def test_a_kernel_that_drops_what_the_model_needs_is_named(name: str) -> None:
 
 def test_the_kernel_that_torch_compiles_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
-    monkeypatch.setattr(compared_kernels, "_not_here", lambda name, device: tried.append(name) or "not here")
+    monkeypatch.setattr(compared_kernels, "_why_unavailable", lambda name, device: tried.append(name) or "not here")
     compared(tiny_model("llama"))
     assert tried[-1] == "flex_attention"
     assert len(tried) > 1

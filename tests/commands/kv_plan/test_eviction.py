@@ -7,7 +7,7 @@ from tiny import tiny_model, tiny_tokens
 from sinkscope.attention.kernels import AttentionCall
 from sinkscope.attention.seam import open_seam
 from sinkscope.commands.kv_plan.eviction import evicting_attention
-from sinkscope.commands.kv_plan.plan import NO_SINKS, Plan, holding
+from sinkscope.commands.kv_plan.plan import NO_SINKS, Plan, attending_with_plan
 from sinkscope.models.families import find_family
 
 WINDOWS = {"llama": [3, 24], "mistral": [2, 6], "gemma2": [2, 24], "gpt_oss": [1, 5], "gpt2": [1, 4, 9, 24]}
@@ -22,7 +22,7 @@ def test_equals_a_masked_model(name: str) -> None:
         model.config.sliding_window = 64  # one mask for all layers
     layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
     plan = Plan("", torch.tensor(windows).expand(layers, -1).numpy(), torch.full((layers, 2), 16).numpy())
-    with open_seam(model, find_family(model)) as seams, holding(seams, plan, SINKS):
+    with open_seam(model, find_family(model)) as seams, attending_with_plan(seams, plan, SINKS):
         mine = model(ids, use_cache=False).logits
     query, key = torch.arange(ids.shape[1])[:, None], torch.arange(ids.shape[1])
     is_near = query - key < torch.tensor(windows)[:, None, None]
@@ -41,7 +41,7 @@ def test_nothing_is_evicted_from_whole_heads() -> None:
     plan = Plan("", torch.full((3, 2), 24).numpy(), torch.full((3, 2), 16).numpy(), NO_SINKS)
     with open_seam(model, find_family(model)) as seams, torch.no_grad():
         dense = model(ids, use_cache=False).logits
-        with holding(seams, plan, ()):
+        with attending_with_plan(seams, plan, ()):
             assert torch.equal(model(ids, use_cache=False).logits, dense)
 
 

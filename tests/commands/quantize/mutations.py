@@ -15,7 +15,7 @@ MUTATIONS = [
      "self._without(by_role[role])", "{site: self.ranges[site] for site in by_role[role]}"),
     ("kept sites: one more each time", "study", "QuantizationStudy._keep_costliest", "2 * count", "1 + count"),
     ("split: the share that is left", "split", "Split._note", "1 - costs / everything", "costs / everything"),
-    ("split: random tokens are the spared ones", "split", "Split._others", "(~spared)", "(spared)"),
+    ("split: random tokens are the spared ones", "split", "Split._random_tokens", "(~spared)", "(spared)"),
     ("split: the smallest coordinates", "split", "_top_entries", "peaks.numel()))", "peaks.numel()), largest=False)"),
     ("split: the peak of the first text", "split", "Split._peaks",
      "torch.maximum(peaks[site], largest)", "peaks[site]"),

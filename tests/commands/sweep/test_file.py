@@ -37,7 +37,7 @@ commands: {analyze: , intervene: {inputs: [random], settings: {}, options: {do: 
     settings = [f"epsilon={epsilon},seed={seed}" for epsilon in (0.2, 0.3) for seed in (0, 1)]
     grid = [f"{reads} × {setting} (analyze)" for reads in ("natural", "random") for setting in settings]
     expected = [f"{model} × {rest}" for model in ("b r", "b s", "d") for rest in [*grid, "random (intervene)"]]
-    assert [cell.told for cell in cells] == expected
+    assert [cell.description for cell in cells] == expected
     assert len({cell.name for cell in cells}) == len(cells)
     assert all(f"epsilon={cell.options.epsilon},seed={cell.options.seed}" in (cell.setting or "epsilon=0.3,seed=0")
         for cell in cells)  # fmt: skip
@@ -59,7 +59,7 @@ options: {num-seqs: 9, seed: 1}
     with pytest.raises(InputError, match="a text"):  # for model d, claims would read random tokens
         read_sweep(str(path), {})
     path.write_text(path.read_text().replace("natural: random", "natural: code"))
-    found = {cell.told: cell.options for cell in read_sweep(str(path), {"dtype": "bfloat16"}).cells}
+    found = {cell.description: cell.options for cell in read_sweep(str(path), {"dtype": "bfloat16"}).cells}
     assert len(found) == 2 * 2 + 1 + 2 * (2 * 2 + 1)
     assert found["b × long × seq-len=128 (analyze)"].model_dump(include={"num_seqs", "seed", "window", "input"}) == {
         "num_seqs": 3, "seed": 7, "window": 128, "input": "code",

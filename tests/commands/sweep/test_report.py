@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sinkscope.commands.sweep.output import one_cell_each, summary_tables, words
+from sinkscope.commands.sweep.output import one_cell_per_model, summary_tables, words
 from sinkscope.commands.sweep.tables import EPSILON, SCORES, SWEEP, SweepTables
 from sinkscope.figures import KINDS
 from sinkscope.results.papers import WSE_TABLE_1
@@ -132,7 +132,7 @@ def test_published_rates_are_those_of_the_same_setting() -> None:
 def test_claims_are_compared_in_the_last_revision_of_each_model() -> None:
     rows = [("a", "step0", "c0"), ("a", "step8", "c1"), ("a", "step8", "c2"), ("b", "", "c3"), ("b", "", "c3")]
     claims = pd.DataFrame(rows, columns=["model", "revision", "cell"])
-    assert one_cell_each(claims)["cell"].tolist() == ["c1", "c3", "c3"]
+    assert one_cell_per_model(claims)["cell"].tolist() == ["c1", "c3", "c3"]
 
 
 def test_scores_are_drawn_against_sink_rates() -> None:

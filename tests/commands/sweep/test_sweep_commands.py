@@ -15,7 +15,7 @@ from tiny import tiny_model
 
 import sinkscope
 from sinkscope.commands.claims.register import CLAIMS
-from sinkscope.commands.sweep.cells import CellFolders, Size, planned, sized
+from sinkscope.commands.sweep.cells import CellFolders, Size, planned, with_sizes
 from sinkscope.commands.sweep.command import SweepRun
 from sinkscope.commands.sweep.file import read_sweep
 from sinkscope.commands.sweep.worker import Reads, State, load_key
@@ -97,12 +97,12 @@ def assert_same(ours: Path, expected: Path) -> None:
 def test_every_command_has_its_cells(done: SweepRun) -> None:
     assert done.failure == ""
     grid = [f"llama × {reads} × epsilon={epsilon}" for reads in ("ids", "random") for epsilon in (0.2, 0.3)]
-    assert [each.cell.told for each in done.plan[:10]] == [
+    assert [each.cell.description for each in done.plan[:10]] == [
         *(f"{cell} (analyze)" for cell in grid), *(f"{cell} (intervene)" for cell in grid[:2]),
         "llama × ids (quantize)", "llama × ids (claims)", "llama × seed=0 (retrofit)", "llama × seed=1 (retrofit)",
     ]  # fmt: skip
     assert len(done.plan) == 11
-    assert done.plan[-1].cell.told.startswith("small × config=")
+    assert done.plan[-1].cell.description.startswith("small × config=")
     assert {each.state for each in done.plan} == {State.DONE}
     keys = [load_key(each.cell.options) for each in done.plan]
     assert len(set(keys[:8])) == 1  # one load
@@ -112,7 +112,7 @@ def test_every_command_has_its_cells(done: SweepRun) -> None:
         assert (folder / "retrofit.md").exists()
         assert not (folder / "figures").exists()
         assert not list(folder.glob("*/run/figures/*"))
-    plan = sized(planned(done.sweep.cells, CellFolders(Path(os.devnull)), Reads()))
+    plan = with_sizes(planned(done.sweep.cells, CellFolders(Path(os.devnull)), Reads()))
     by_command = {each.cell.command: each for each in plan}
     assert by_command["retrofit"].size.parameters == by_command["analyze"].size.parameters
     assert by_command["train"].size.parameters == 300 * 32 * 2 + 2 * (4 * 32 * 32 + 3 * 32 * 48 + 2 * 32) + 32
@@ -166,5 +166,5 @@ def test_shared_options_are_of_the_commands_that_have_them(folder: Path, tmp_pat
 def test_local_models_are_examined_only_if_their_memory_counts(folder: Path, tmp_path: Path) -> None:
     file = written(tmp_path / "sweep.yaml", {"title": "One", "models": [str(folder / "llama")]})
     for also_local in (True, False):
-        (each,) = sized(planned(read_sweep(str(file), {}).cells, CellFolders(tmp_path / "out"), Reads()), also_local)
+        (each,) = with_sizes(planned(read_sweep(str(file), {}).cells, CellFolders(tmp_path / "o"), Reads()), also_local)
         assert (each.size != Size()) == also_local

@@ -139,7 +139,7 @@ def test_models_leave_when_their_cells_are_done(stocked: Hub, tiny: Path, tmp_pa
     sinkscope.load("org/kept")
     asked = "models: [org/one, {model: org/two, revisions: [main, step1]}]\nsettings: {seed: [0, 1]}"
     first = swept(tmp_path, asked, workers=1, evict=True, shard="1/2")  # org/one, and half of org/two
-    assert [each.cell.told for each in first.plan][-1] == "two main × random × seed=0 (analyze)"
+    assert [each.cell.description for each in first.plan][-1] == "two main × random × seed=0 (analyze)"
     assert snapshots() == {"models--org--kept", "models--org--two"}
     done = swept(tmp_path, asked, workers=1, evict=True, shard="2/2")
     assert done.failure == ""

@@ -11,7 +11,7 @@ from support.figures import edges_at, said
 from support.made_up_runs import grid
 
 from sinkscope import InputError, Run
-from sinkscope.commands.train.figures import BACKCOPY_ROWS, BAR_METRICS, TrainedArms, to_others
+from sinkscope.commands.train.figures import BACKCOPY_ROWS, BAR_METRICS, TrainedArms, relative_to_later
 from sinkscope.figures import KINDS
 from sinkscope.figures.plot import arm_looks
 from sinkscope.figures.style import Figure
@@ -74,8 +74,8 @@ def test_values_and_gates_are_by_layer_and_in_a_single_layer_by_position() -> No
         assert len(axes) == 3
         assert all(ax.get_yscale() == "linear" and ax.get_ylim()[0] == 0 for ax in axes)
         for arm, run in runs.items():
-            attended = to_others(run.tables["geometry"], "value_norm")
-            raw = to_others(run.tables["gate"], "raw_value_norm") if arm == "vga" else attended
+            attended = relative_to_later(run.tables["geometry"], "value_norm")
+            raw = relative_to_later(run.tables["gate"], "raw_value_norm") if arm == "vga" else attended
             for ax, table in zip(axes, (raw, attended), strict=False):
                 np.testing.assert_allclose(drawn(ax, arm), table[0] if is_deep else table.loc[0])
         gates = runs["vga"].tables["gate"].pivot(index="layer", columns="position", values="gate")

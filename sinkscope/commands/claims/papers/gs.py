@@ -43,7 +43,7 @@ def _more_mass(evidence: Evidence) -> Estimate:
     return _more_at_first(by_layer / uniform, least=APART)
 
 
-def _top_two_writers(evidence: Evidence) -> Estimate:
+def _top_two_layers(evidence: Evidence) -> Estimate:
     by_layer = np.sort(estimates.norms(evidence.natural, "mlp_out"), axis=1)
     if by_layer.shape[1] <= 4:
         raise NotDefined(f"two of {by_layer.shape[1]} layers have at least half of any sum")
@@ -131,7 +131,7 @@ def _bloat_by_branch(evidence: Evidence) -> Estimate:
     return bootstrap(ratios[0] / ratios[1])
 
 
-def _owns_bloat(evidence: Evidence) -> Estimate:
+def _bloat_share_of_first(evidence: Evidence) -> Estimate:
     """Return token 0's share of the L largest points of L layers, so that the share can reach 1."""
     bloat = branch_ratios(evidence.natural, "bloat")
     replicates, layers, positions = bloat.shape
@@ -271,7 +271,7 @@ CLAIMS = (
         (Part("share of layers whose input has a larger norm at token 0 than at positions 5–15",
             lambda e: bootstrap((estimates.norm_ratios(e.natural, "layer_in") > 1).mean(1)), at_least(0.5)),)),
     Claim("GS-4", "fig. 1", "Few MLP blocks write token 0's norm.",
-        (Part("the top two layers' share of the sum of ‖mlp_out₀‖ over layers", _top_two_writers, at_least(0.5)),)),
+        (Part("the top two layers' share of the sum of ‖mlp_out₀‖ over layers", _top_two_layers, at_least(0.5)),)),
     Claim("GS-5", "§3.1", "Sinks and massive activations co-occur.",
         (Part("rank correlation over layers of sink rate and ‖h₀‖", _co_occurrence, above(0.0)),), is_ours=False),
     Claim("GS-6", "fig. 2", "The value gradient spikes at token 0.",
@@ -302,7 +302,7 @@ CLAIMS = (
         (Part("bloat at 0 ÷ later of the attention branch ÷ the same of the MLP", _bloat_by_branch, above(1.0)),),
         is_ours=False),
     Claim("GS-16", "fig. 3", "The points with high bloat are token 0's.",
-        (Part("token 0's share of the largest points (layer, position), as many as layers", _owns_bloat,
+        (Part("token 0's share of the largest points (layer, position), as many as layers", _bloat_share_of_first,
             at_least(0.8)),), holds_untrained=True),
     run_claim("GS-17", holds_untrained=True),
     Claim("GS-18", "fig. 3", "The net change of gradients stays near 1.",

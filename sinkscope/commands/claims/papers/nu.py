@@ -120,7 +120,7 @@ def _first_order(evidence: Evidence) -> Estimate:
     return jackknife(by_position.mean(axis=1).to_numpy()).over(f"{at_first:.2f} at position 0, {others:.2f} at others")
 
 
-def _rest(evidence: Evidence) -> Estimate:
+def _rest_alignment(evidence: Evidence) -> Estimate:
     sequences = evidence.natural
     whole = second_half(sequences.means("epe_rest_by_sequence", "cosine_whole"))[0].mean()
     rest = second_half(sequences.means("epe_rest_by_sequence", "cosine")).mean(1)
@@ -177,6 +177,6 @@ CLAIMS = (
         (Part("cosine of EPE with the mean state after the first layer, mean over positions", _first_order,
             at_least(0.5)),), scope=SCOPE),
     Claim("N-14", "§4.2.2", "W_k EPE₀ is parallel to b_Q, and the rest of the state of position 0 is not.",
-        (Part("cos(W_k(h₀ − EPE₀), b_Q), mean over the second half of layers", _rest, between(-0.2, 0.2)),
+        (Part("cos(W_k(h₀ − EPE₀), b_Q), mean over the second half of layers", _rest_alignment, between(-0.2, 0.2)),
          of_run(RUN_CLAIMS["N-2"].parts[0])), scope=SCOPE),
 )  # fmt: skip

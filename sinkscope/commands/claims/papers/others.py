@@ -36,7 +36,7 @@ def _in_valley(evidence: Evidence) -> tuple[dict[str, np.ndarray], np.ndarray]:
     return {name: run.means("entropy_by_sequence", name) for name in columns}, layers
 
 
-def _looseness(evidence: Evidence) -> Estimate:
+def _bound_gap(evidence: Evidence) -> Estimate:
     columns, layers = _in_valley(evidence)
     loose = (columns["anisotropy"] - columns["anisotropy_bound"])[:, layers].max(1)
     return bootstrap(loose).over(f"layers {span((layers[0], layers[-1]))}")
@@ -182,7 +182,7 @@ OF_LARGE_TOKENS = "of the tokens at which one coordinate is above 20 × their me
 
 CLAIMS = (
     Claim("CV-1", "2510.06477", "The first token's norm makes the anisotropy: its bound is tight.",
-        (Part("p_1 − (c + α) ÷ (c + 1), largest of the layers with massive activations", _looseness, at_most(0.02)),),
+        (Part("p_1 − (c + α) ÷ (c + 1), largest of the layers with massive activations", _bound_gap, at_most(0.02)),),
         (STATES,)),
     Claim("CV-2", "2510.06477", "Entropy has a valley where activations are massive.",
         (Part("entropy, mean over the layers with massive activations ÷ largest of all layers",

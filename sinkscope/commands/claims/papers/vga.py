@@ -34,7 +34,7 @@ def _drain_follows(evidence: Evidence) -> Estimate:
     return rank_correlation(mass, first / later, estimates.layers_of_heads(run))
 
 
-def _starved(evidence: Evidence) -> Estimate:
+def _later_gradient(evidence: Evidence) -> Estimate:
     attention = evidence.natural.table("attention").query("position == 0")
     mass = attention.groupby(["layer", "kv_head"])["window_mass"].mean()
     strong = mass.index[mass > STRONG_MASS]
@@ -184,7 +184,7 @@ CLAIMS = (
         (Part("norm at 0 ÷ later, layer with the largest",
             lambda e: bootstrap(estimates.norm_ratios(e.natural, "layer_out").max(1)), above(1.0)),), is_ours=False),
     Claim("V-3", "§3.1", "A strong sink takes the gradient from the other values.",
-        (Part("value gradient later ÷ at 0, median over heads with window mass > 0.9", _starved, at_most(0.1)),),
+        (Part("value gradient later ÷ at 0, median over heads with window mass > 0.9", _later_gradient, at_most(0.1)),),
         scope=(causal,)),
     Claim("V-12", "§3.3", "The gate closes at the sink.",
         (Part("gate at 0 ÷ later, means over heads and layers", _gate_closes, below(0.5)),), scope=(gated,)),

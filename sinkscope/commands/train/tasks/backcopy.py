@@ -133,7 +133,7 @@ def measure_chain(
             for metric, values in risks(chain, tracer.logits(batch), batch).items():
                 seen[WHOLE_MODEL, metric].append(values)
             plain, trigger = plain_and_triggers(chain, batch)
-            attention = _ToStart(plain, trigger)
+            attention = _WeightOnStart(plain, trigger)
             with _record_ends(tracer) as ends:
                 tracer.forward(batch, [attention])
             for layer, metric, values in attention.observations:
@@ -201,7 +201,7 @@ def _value_norms(value: torch.Tensor, length: int) -> torch.Tensor:
     return torch.linalg.vector_norm(upcast(value[:, -length:]), dim=(-2, -1)).cpu()
 
 
-class _ToStart(Observable):
+class _WeightOnStart(Observable):
     """Measures each query's weight on <s> and on triggers, and the lead of <s> in the logits."""
 
     name = "to-start"
