@@ -3,7 +3,7 @@
     python recipes/spike-mask/autoencoders.py reports/spike-mask
 
 Trains three seeds at three layers inside the life of the sink, ten minutes on one core, and writes autoencoders.csv and
-README.md. Every arm is tested on the same held-out tokens that are no sinks. The random mask leaves out as many tokens
+README.md. Every arm is tested on the same held-out tokens that are not sinks. The random mask leaves out as many tokens
 as the spike mask, but no sinks: it shows what fewer tokens alone do.
 """
 
@@ -106,7 +106,7 @@ def report(table: pd.DataFrame) -> str:
         "# Autoencoders with the spike mask",
         "",
         f"TopK autoencoders ({FEATURES} features, {ACTIVE} active) of SmolLM2-135M-Instruct's states, tested on "
-        f"held-out tokens that are no sinks: mean over {len(SEEDS)} seeds and its 95 % interval. "
+        f"held-out tokens that are not sinks: mean over {len(SEEDS)} seeds and its 95 % interval. "
         "`python recipes/spike-mask/autoencoders.py reports/spike-mask` repeats it.",
         "",
         f"Of {table['tokens'].iloc[0]:,} training tokens the mask leaves out {table['left_out'].max()}. "

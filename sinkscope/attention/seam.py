@@ -139,7 +139,7 @@ def open_seam(
 
 @contextmanager
 def _interface(model: PreTrainedModel, aside: bool) -> Iterator[None]:
-    """Call `attend` in place of the model's own attention function for the length of the block."""
+    """Call `attend` in place of the model's own attention function within the block."""
 
     def attend_or_forward(plain: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call `attend` if the module is measured or changed, or else its own function, as for another model."""
@@ -226,7 +226,7 @@ def unread_attentions(model: PreTrainedModel, family: Family) -> dict[int, str]:
 
 @contextmanager
 def attention_implementation(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Set the model's attention implementation for the length of the block."""
+    """Set the model's attention implementation within the block."""
     with own_configurations(model):
         model.set_attn_implementation(name)
         yield

@@ -1,4 +1,4 @@
-"""Interventions: changes to a model for the length of a block. To add one, write it here and register it below."""
+"""Interventions: changes to a model within a block. To add one, write it here and register it below."""
 
 from collections.abc import Iterable
 

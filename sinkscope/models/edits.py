@@ -35,7 +35,7 @@ Edit = tuple[nn.Module, str, torch.Tensor]  # module, name of its parameter, the
 
 @contextmanager
 def replaced(edits: Iterable[Edit]) -> Iterator[None]:
-    """Replace parameters by other tensors for the length of the block, and restore the same Parameters after it."""
+    """Replace parameters by other tensors within the block, and restore the same Parameters after it."""
     with ExitStack() as stack:
         for module, name, tensor in edits:
             before = module._parameters[name]
@@ -63,7 +63,7 @@ def check_changes(name: str, edits: list[Edit]) -> None:
 
 @contextmanager
 def wrapped_forward(module: nn.Module, around: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward of a module by around(forward, …) for the length of the block."""
+    """Replace the forward of a module by around(forward, …) within the block."""
     # a forward may have been set by accelerate or by another edit
     before = {name: vars(module)[name] for name in ("forward", ACCELERATE) if name in vars(module)}
     forward, moves = module.forward, vars(module).pop(ACCELERATE, None)
@@ -116,7 +116,7 @@ def first_argument(args: tuple, kwargs: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def edited_input(module: nn.Module, edit: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Edit the first argument of a module for the length of the block, before the forward that nnsight wraps."""
+    """Edit the first argument of a module within the block, before the forward that nnsight wraps."""
 
     def changed(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         edited = edit(module, first_argument(args, kwargs))
@@ -244,7 +244,7 @@ def run_to_layer(
 
 @contextmanager
 def begun(layers: Sequence[nn.Module], beginning: Beginning) -> Iterator[None]:
-    """Skip the layers before the beginning for the length of the block: each returns the kept output."""
+    """Skip the layers before the beginning within the block: each returns the kept output."""
 
     def skipped(forward: Any, *args: Any, **kwargs: Any) -> Any:
         output = beginning.output  # copied, because some models add to it in place

@@ -383,7 +383,7 @@ def text_arguments(model: nn.Module) -> Mapping[str, int]:
 
 @contextmanager
 def with_text_arguments(model: nn.Module) -> Iterator[None]:
-    """Add the arguments of TEXT_ARGUMENTS to calls of the model that lack them, for the length of the block."""
+    """Add the arguments of TEXT_ARGUMENTS to calls of the model that lack them, within the block."""
     arguments = text_arguments(model)
 
     def add_arguments(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

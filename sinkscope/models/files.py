@@ -75,7 +75,7 @@ class ModelFiles:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress progress bars, warnings and banners of the libraries for the length of the block.
+    """Suppress progress bars, warnings and banners of the libraries within the block.
 
     Loggers write to the stderr with which they were created, so their level is raised; bars and warnings write to the
     current stderr, and the bar for GGUF files cannot be turned off. All of these are global to the process, so threads

@@ -39,7 +39,7 @@ one_thread = threading.RLock()  # for state that is global to the process, such 
 
 @contextmanager
 def drawing(seed: int) -> Iterator[None]:
-    """Let torch draw random numbers from the seed for the length of the block, and restore its state afterwards."""
+    """Let torch draw random numbers from the seed within the block, and restore its state afterwards."""
     with one_thread, torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
@@ -274,7 +274,7 @@ def outside_autocast() -> Iterator[None]:
 
 
 def on_cpu_by_default() -> AbstractContextManager[Any]:
-    """Create new tensors on the CPU for the length of the block, regardless of torch's default."""
+    """Create new tensors on the CPU within the block, regardless of torch's default."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 

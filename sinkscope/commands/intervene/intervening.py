@@ -1,4 +1,4 @@
-"""Interventions on a loaded model for the length of a block, for any use of the model.
+"""Interventions on a loaded model within a block, for any use of the model.
 
 with intervening(model, "zero-massive", tokenizer=tokenizer):
     model.generate(…)

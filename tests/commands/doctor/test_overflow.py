@@ -46,7 +46,7 @@ def examined(model: PreTrainedModel, dtype: str = "float16", num_seqs: int = 2) 
 def planted(
     model: PreTrainedModel, layer: int, largest: float = BEYOND, plain: OverflowCheck | None = None
 ) -> AbstractContextManager[None]:
-    """Multiply the output of a layer's MLP so that its largest entry is `largest` for the length of a block.
+    """Multiply the output of a layer's MLP so that its largest entry is `largest` within a block.
 
     `plain` is the result without it, if it is known.
     """
