@@ -99,7 +99,7 @@ def geometry(sequences: list[Sequence], positions: int) -> pd.DataFrame:
         kv_head = head * len(layer.key) // len(layer.query)
         query, key, value = layer.query[head], layer.key[kv_head, position], layer.value[kv_head, position]
         allowed, logits = layer.allowed[head], layer.logits[head]
-        seen = [t for t in range(position, len(query)) if allowed[t, position]]
+        seen = allowed[:, position]
         products = norm(query[seen], axis=1) * norm(key)
         cosines = query[seen] @ key / products
         others = allowed[seen] & (np.arange(len(query)) != position)

@@ -78,11 +78,16 @@ REPRESENTATIVE = (
 )  # fmt: skip
 
 
-def tiny_model(name: str, *, dtype: torch.dtype = torch.float32, spread: float = 12.0) -> PreTrainedModel:
-    """Return a tiny random model of the family `name` (a key of `TINY`), in eval mode, with frozen parameters."""
+def tiny_model(
+    name: str, *, dtype: torch.dtype = torch.float32, spread: float = 12.0, **changes: Any
+) -> PreTrainedModel:
+    """Return a tiny random model in eval mode, with frozen parameters.
+
+    `name` is a key of `TINY`, and `changes` are entries of its configuration.
+    """
     model_type, overrides = TINY[name]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **overrides), dtype=dtype)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **overrides | changes), dtype=dtype)
     if dtype == torch.float64:
         model.set_experts_implementation("eager")  # the grouped product does not support float64
     spread_weights(model, spread)
@@ -113,6 +118,12 @@ def ragged_tokens(lengths: Sequence[int], seed: int = 0) -> list[np.ndarray]:
 def written(path: Path, sequences: Iterable[Any]) -> Path:
     path.write_text("".join(json.dumps({"input_ids": np.asarray(ids).tolist()}) + "\n" for ids in sequences))
     return path
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Set keys of a JSON file; a value of None removes the key."""
+    content = json.loads(path.read_text(encoding="utf-8")) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}), encoding="utf-8")
 
 
 def padded(sequences: Sequence[np.ndarray], side: str = "right", first: int = 0) -> Batch:

@@ -8,14 +8,12 @@ import pytest
 import torch
 from support.attention_reads import (
     EACH_KIND,
-    EACH_PADDING,
     HEADS,
     KINDS,
     SEQUENCES,
     causal_mask,
     dense,
     make_read,
-    scored,
 )
 from support.naming import naming
 from tiny import padded, tiny_tokens
@@ -116,17 +114,6 @@ def test_sums_of_forbidden_keys_are_those_of_a_mask(columns: list[int], monkeypa
     weights, _, lse = dense(read.query, read.key, read.value, replace(read.call, mask=mask))
     found = column_sums(replace(read, lse=lse, call=replace(read.call, forbidden=(forbidden,))), columns=4, window=5)
     torch.testing.assert_close(found.window, dense_sums(weights, 5)["window"], **CLOSE)
-
-
-@EACH_PADDING
-def test_scores_of_the_models_own_say_the_same(lengths: tuple | None, side: str) -> None:
-    plain = make_read("bool mask", lengths=lengths, side=side)
-    own = scored(plain)
-    assert plain.is_linear
-    assert not own.is_linear
-    for rows, cols in ((ALL, ALL), (slice(4, 20), slice(0, 5))):
-        torch.testing.assert_close(own.weights(rows, cols)[0], plain.weights(rows, cols)[0], **CLOSE)
-    assert_sums(column_sums(own, 23, 4), dense_sums(dense_weights(plain), 4))
 
 
 def test_logits_are_those_of_the_definition_under_any_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

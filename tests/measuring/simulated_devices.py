@@ -20,7 +20,7 @@ from support.accelerators import IS_REAL, NAME, PLACES, counting, moved, simulat
 from support.retrofitted import FURTHER, METHODS
 from tiny import FORWARD, REPRESENTATIVE, TINY, batched, measured, padded, ragged_tokens, tiny_model, tiny_tokens
 from torch.utils._pytree import tree_map
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope.attention import kernels
@@ -295,14 +295,13 @@ def spent_on_a_batch(
     names: tuple[str, ...], is_padded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[float, float, float]:
     """Return the launches by layer, the waits and the copies of a batch; names are of observables or interventions."""
-    config = AutoConfig.for_model("llama", **TINY["llama"][1] | {"num_hidden_layers": DEPTH})
     for module in (tracer, massive):  # as many copies of sites as at Llama-2-7B's width
-        monkeypatch.setattr(module, "COPIED_ENTRIES", module.COPIED_ENTRIES * config.hidden_size // 4096)
-    monkeypatch.setattr(massive, "ENTRIES_AT_ONCE", massive.ENTRIES_AT_ONCE * config.hidden_size // 4096)
+        monkeypatch.setattr(module, "COPIED_ENTRIES", module.COPIED_ENTRIES * 32 // 4096)
+    monkeypatch.setattr(massive, "ENTRIES_AT_ONCE", massive.ENTRIES_AT_ONCE * 32 // 4096)
     lengths = range(64, 64 - 8 * 3 * is_padded, -3) if is_padded else [64] * 8
     batch, settings = padded(ragged_tokens(lengths)), Settings(positions=16, window=64)
     with simulated():
-        model = moved(AutoModelForCausalLM.from_config(config).eval().requires_grad_(False))
+        model = moved(tiny_model("llama", num_hidden_layers=DEPTH))
         changes = [parse(name) for name in names if name not in OBSERVABLES]
         with open_tracer(model, find_family(model), interventions=changes) as opened:
             observables = [OBSERVABLES[name](settings) for name in names if name in OBSERVABLES]
@@ -386,10 +385,9 @@ def test_products_in_tf32_are_no_other_function(name: str) -> None:
 
 def test_parity_at_depth_32_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Round-off that 32 layers add up is no false alarm, and another scale of the logits in one layer is an alarm."""
-    monkeypatch.setitem(TINY, "deep", ("llama", TINY["llama"][1] | {"num_hidden_layers": 32}))
 
     def deep() -> Any:
-        return moved(tiny_model("deep", dtype=torch.bfloat16, spread=4.0), PLACES)
+        return moved(tiny_model("llama", dtype=torch.bfloat16, spread=4.0, num_hidden_layers=32), PLACES)
 
     with simulated():
         assert sinkscope.analyze(deep(), **PARITY).manifest["parity"] is not None

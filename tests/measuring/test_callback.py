@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import reference
 import torch
 from support.encoders import word_tokenizer
 from support.ranks import COUNT, on_two_ranks, shard_on_cpu, sharding_environment
@@ -104,13 +105,9 @@ def test_it_measures_what_analyze_measures_on_the_checkpoints(both: Any, tmp_pat
 
 
 def test_the_largest_logit_is_that_of_plain_attention() -> None:
-    model = tiny_model("gpt2").eval()
-    block = model.transformer.h[0]
-    seen: list[torch.Tensor] = []
-    with block.attn.c_attn.register_forward_hook(lambda *args: seen.append(args[-1])), torch.no_grad():
-        model(IDS)
-    query, key, _ = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in seen[0].split(32, dim=-1))
-    expected = (query @ key.transpose(-1, -2) / 8**0.5).tril().abs().amax((0, 2, 3))
+    model = tiny_model("gpt2")
+    layers = [sequence.layers[0] for sequence in reference.record_each(model, IDS)]
+    expected = np.max([np.where(layer.allowed, np.abs(layer.logits), 0.0).max((1, 2)) for layer in layers], axis=0)
     with sinkscope.watch(model, observables="largest-logit") as watched:
         model(IDS)
     found = watched.tables["largest_logit"].query("layer == 0")["largest"]

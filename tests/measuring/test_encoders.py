@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import reference
 import torch
 import torch.nn.functional as F
-from reference import errors
 from support.agreement import is_equal, padded_differences
 from support.encoders import ENCODERS, SPECIAL, encoder, word_tokenizer
 from tiny import VOCAB, batched, measured, ragged_tokens, written
@@ -62,21 +62,8 @@ def test_every_table_is_that_of_plain_transformers_and_autograd(name: str) -> No
 def test_geometry_is_over_the_queries_of_both_sides() -> None:
     model, sequences = encoder("bert"), ragged_tokens(LENGTHS)
     tables = measured(model, batched(sequences, 3, "left"), Settings(positions=20), ("geometry",))
-    table = tables["geometry"].query("layer == 0")
-    attention = model.bert.encoder.layer[0].attention.self
-    seen: dict[tuple[int, int], list[tuple[float, ...]]] = {}
-    for ids in sequences:
-        hidden = model.bert.embeddings(input_ids=torch.as_tensor(ids)[None])[0]
-        query, key = (part(hidden).unflatten(1, (4, -1)).transpose(0, 1) for part in (attention.query, attention.key))
-        logits = query @ key.transpose(1, 2) * attention.scaling
-        cosine = F.cosine_similarity(query[:, :, None], key[:, None], dim=-1)
-        others = (logits.sum(2, keepdim=True) - logits) / (len(ids) - 1)
-        for head, position in np.ndindex(4, len(ids)):
-            column = (cosine.mean(1)[head, position], (logits - others).mean(1)[head, position])
-            seen.setdefault((head, position), []).append(tuple(map(float, column)))
-    rows = [(*at, *np.mean(seen[at], axis=0)) for at in sorted(seen)]
-    by_definition = pd.DataFrame(rows, columns=["head", "position", "qk_cosine", "sink_logit_gap"])
-    assert max(errors(table, by_definition).values()) < ROUND_OFF
+    expected = reference.geometry(reference.record_each(model, sequences), 20)
+    reference.assert_same(tables, {"geometry": expected}, ROUND_OFF)
 
 
 def test_an_encoder_that_is_a_decoder_is_causal_and_an_encoder_decoder_is_refused() -> None:

@@ -10,7 +10,7 @@ from hub import Hub, Repo
 from support.live_memory import LiveMemory
 from support.retrofitted import each_pair
 from tiny import FORWARD, REPRESENTATIVE, TINY, batched, measured, padded, ragged_tokens, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers import LlamaConfig
 
 import sinkscope
 from sinkscope.errors import InputError
@@ -37,10 +37,8 @@ def recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def grown(name: str, layers: int, dtype: torch.dtype = torch.float32) -> Any:
     """Return a tiny model with more layers and positions."""
-    kind, sizes = TINY[name]
-    depth = "n_layer" if "n_layer" in sizes else "num_hidden_layers"
-    config = AutoConfig.for_model(kind, **sizes | {depth: layers, "max_position_embeddings": TOKENS})
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    depth = "n_layer" if "n_layer" in TINY[name][1] else "num_hidden_layers"
+    return tiny_model(name, dtype=dtype, max_position_embeddings=TOKENS, **{depth: layers})
 
 
 def peak(name: str, layers: int, backward: bool, dtype: torch.dtype) -> tuple[int, float]:

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 import pytest
+import reference
 import torch
-from support.attention_reads import EACH_KIND, make_read, scored
 from tiny import batched, measured, padded, ragged_tokens, tiny_model
 
 from sinkscope.attention.kernels import AttentionCall, chunked_attention
@@ -99,45 +99,15 @@ def test_the_sink_indicator_is_strict() -> None:
         assert tables["sink_positions"]["position"].tolist() == [0, 0][: int(2 * expected)]
 
 
-def dense_pairs(read: AttentionRead) -> dict[str, torch.Tensor]:
-    """Average cosine, product of norms and logit gap over the pairs (t, s) in which t may attend to s; else NaN."""
-    every = slice(0, read.length)
-    logits, allowed = read.logits(every, every), read.allowed(every, every)
-    seen = allowed.expand_as(logits).double()
-    key = read.key.repeat_interleave(read.query.shape[1] // read.key.shape[1], dim=1)
-    norms = read.query.norm(dim=-1)[..., None] * key.norm(dim=-1)[..., None, :]
-    others = seen.sum(-1, keepdim=True) - 1
-    rest = ((logits.masked_fill(~allowed, 0.0)).sum(-1, keepdim=True) - logits) / others
-    compared = seen * (others > 0)
-    pairs = {
-        "qk_cosine": (read.query @ key.transpose(-1, -2) / norms, seen),
-        "qk_norm_product": (norms, seen),
-        "sink_logit_gap": (logits - rest, compared),
-    }
-    return {name: x.masked_fill(weight == 0, 0.0).sum(2) / weight.sum(2) for name, (x, weight) in pairs.items()}
-
-
-def norms_of(read: AttentionRead) -> tuple[torch.Tensor, torch.Tensor]:
-    heads = read.query.shape[1]
-    return read.query.norm(dim=-1), read.key.norm(dim=-1).repeat_interleave(heads // read.key.shape[1], dim=1)
+def norms_of(read: AttentionRead) -> dict[str, torch.Tensor]:
+    key_norm = read.key.norm(dim=-1).repeat_interleave(read.query.shape[1] // read.key.shape[1], dim=1)
+    return {"query_norm": read.query.norm(dim=-1), "key_norm": key_norm}
 
 
 def pair_means(read: AttentionRead, columns: int) -> dict[str, torch.Tensor]:
-    query_norm, key_norm = norms_of(read)
-    if not read.is_plain:
-        return masked_pair_means(read, query_norm, key_norm, columns)
-    sums = causal_pair_sums(read, query_norm, key_norm, columns)
-    return causal_pair_means(**sums, norms={"query_norm": query_norm, "key_norm": key_norm}, scaling=read.call.scaling)
-
-
-@EACH_KIND
-def test_pair_means_are_those_of_the_loops(kind: str, lengths: tuple | None, side: str) -> None:
-    read = make_read(kind, length=23, lengths=lengths, side=side)
-    expected = dense_pairs(read)
-    for each in (read, scored(read)) if kind == "bool mask" else (read,):
-        for name, mean in pair_means(each, 23).items():
-            real = ~expected[name].isnan()
-            torch.testing.assert_close(mean[real], expected[name][real], rtol=1e-9, atol=1e-11)
+    norms = norms_of(read)
+    sums = causal_pair_sums(read, *norms.values(), columns)
+    return causal_pair_means(**sums, norms=norms, scaling=read.call.scaling)
 
 
 def test_a_key_that_no_query_compares_has_no_gap_and_a_zero_query_no_nan() -> None:
@@ -147,7 +117,7 @@ def test_a_key_that_no_query_compares_has_no_gap_and_a_zero_query_no_nan() -> No
     assert means["qk_norm_product"].isfinite().all()
     read = uniform_read(6)
     assert (pair_means(read, 6)["qk_cosine"] == 0).all()
-    assert (masked_pair_means(read, *norms_of(read), 6)["qk_cosine"] == 0).all()
+    assert (masked_pair_means(read, *norms_of(read).values(), 6)["qk_cosine"] == 0).all()
 
 
 def test_means_over_pairs_lose_nothing_at_the_last_positions() -> None:
@@ -246,12 +216,9 @@ def test_other_tokens_at_the_coordinate_of_the_largest_entry_are_those_of_plain_
     given = (Settings(positions=4, window=4), ("massive",))
     table = measured(model, batched(sequences, size, side), *given)["massive_elsewhere"]
     assert len(table) == 3 * model.config.num_hidden_layers
+    recorded = reference.record_each(model, sequences)
     for row in table.itertuples():
-        ids = torch.tensor(sequences[row.sequence])[None]
-        hidden = model.model(ids, output_hidden_states=True).hidden_states
-        if row.layer + 1 == model.config.num_hidden_layers:
-            continue  # transformers gives the last one after the final norm
-        entries = hidden[row.layer + 1][0].detach().abs().numpy()
+        entries = np.abs(recorded[row.sequence].layers[row.layer].sites["layer_out"])
         position, coordinate = np.unravel_index(entries.argmax(), entries.shape)
         assert (row.position, row.coordinate) == (position, coordinate)
         assert row.largest == pytest.approx(entries.max(), rel=1e-5)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.every_model import tiny_of
 from support.retrofitted import each_pair
-from tiny import TINY, padded, ragged_tokens, spread_weights, tiny_model, written
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from tiny import padded, ragged_tokens, tiny_model, written
+from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope.attention import seam, taps, weights
@@ -59,13 +59,9 @@ RAGGED = (10, 12, 9, 40, 11, 30, 12, 40, 40, 8)
 
 def with_rope(kind: str) -> PreTrainedModel:
     """A tiny Llama whose rotary frequencies are others past 16 tokens."""
-    torch.manual_seed(0)
     rope = {"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]}
     positions = 64 if kind == "longrope" else 16
-    config = TINY["llama"][1] | {"max_position_embeddings": positions, "rope_parameters": rope}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **config))
-    spread_weights(model, 6.0)
-    return model.eval().requires_grad_(False)
+    return tiny_model("llama", spread=6.0, max_position_embeddings=positions, rope_parameters=rope)
 
 
 @pytest.mark.parametrize("kind", ROPES)

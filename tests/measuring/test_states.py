@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
 import torch
 from safetensors.torch import load_file
 from support.attention_reads import EACH_KIND, make_read
@@ -63,24 +64,12 @@ def test_entropy_is_that_of_the_singular_values_and_bounded_by_norm_and_alignmen
     assert float(entropy(torch.full((8,), 1 / 8, dtype=torch.float64))) == pytest.approx(np.log(8))
 
 
-def hidden_states(model: torch.nn.Module, ids: np.ndarray) -> np.ndarray:
-    """(L,T,D): the layers' outputs of one sequence alone, by hooks."""
-    kept: list[Any] = []
-    hooks = [
-        layer.register_forward_hook(lambda _, __, out: kept.append(out[0] if isinstance(out, tuple) else out))
-        for layer in model.model.layers
-    ]
-    model(torch.as_tensor(ids)[None])
-    for hook in hooks:
-        hook.remove()
-    return torch.cat(kept).numpy()
-
-
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_tables_of_states_are_those_of_plain_transformers(side: str) -> None:
     model, sequences = tiny_model("llama", dtype=torch.float64), ragged_tokens((9, 24, 14))
     tables = measured(model, batched(sequences, 2, side), SETTINGS, ("entropy", "sink-tokens", "residual-sinks"))
-    states = [hidden_states(model, ids) for ids in sequences]
+    recorded = reference.record_each(model, sequences)
+    states = [np.stack([layer.sites["layer_out"] for layer in each.layers]) for each in recorded]
     by_sequence = tables["entropy_by_sequence"].set_index(["layer", "sequence"])
     shares = tables["spikes_by_sequence"].set_index(["layer", "sequence"])
     for at, own in enumerate(states):

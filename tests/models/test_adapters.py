@@ -1,6 +1,5 @@
 """--adapter: measurements equal those of PEFT's model, and an adapter that does not fit is refused."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ import pytest
 import torch
 from hub import Hub, Repo
 from safetensors.torch import load_file, save_file
-from tiny import TINY, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny import edit_json, tiny_model
+from transformers import AutoModelForCausalLM
 
 import sinkscope
 from sinkscope.commands.analyze.options import AnalyzeOptions
@@ -48,11 +47,6 @@ def adapter(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "lora"))
 
 
-def edit(folder: Path, **changes: Any) -> None:
-    path = folder / adapters.ADAPTER_CONFIG
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
-
-
 def test_it_computes_what_peft_does(base: Path, saved: Path) -> None:
     ids = torch.arange(3, 19)[None]
     bare: Any = AutoModelForCausalLM.from_pretrained(base)
@@ -84,9 +78,7 @@ TIED: dict[str, peft.PeftConfig] = {
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose head has the weights of its embedding."""
     folder = tmp_path_factory.mktemp("models") / "tied"
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("llama", **TINY["llama"][1], tie_word_embeddings=True)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tiny_model("llama", spread=1.0, tie_word_embeddings=True).save_pretrained(folder)
     return folder
 
 
@@ -136,7 +128,7 @@ def test_the_base_of_an_adapter(hub: Hub, base: Path, adapter: Path) -> None:
     assert loaded.adapter["commit"] == hub.repos["org/lora"].commit("main")
     with pytest.raises(InputError, match=rf"it is an adapter of {base}; name that model, and this with --adapter"):
         load(str(adapter))
-    edit(adapter, base_model_name_or_path="org/other")
+    edit_json(adapter / adapters.ADAPTER_CONFIG, base_model_name_or_path="org/other")
     assert "trained on org/other, which may be another model" in load(str(base), adapter=str(adapter)).notices[1]
     shutil.copy(base / "config.json", adapter)  # some tools save this file with an adapter
     with pytest.raises(InputError, match="no weights of a whole model: it is an adapter of"):
@@ -162,10 +154,10 @@ def test_one_that_does_not_fit_is_refused(base: Path, adapter: Path) -> None:
     refusal("pickle only.*--allow-pickle")
     (adapter / adapters.PICKLED).unlink()
     refusal("has no weights to read")
-    edit(adapter, task_type="SEQ_CLS")
+    edit_json(adapter / adapters.ADAPTER_CONFIG, task_type="SEQ_CLS")
     save_file(weights, adapter / adapters.SAFE)
     refusal("for another task")
-    edit(adapter, task_type="CAUSAL_LM", peft_type="TOMORROW")
+    edit_json(adapter / adapters.ADAPTER_CONFIG, task_type="CAUSAL_LM", peft_type="TOMORROW")
     refusal("PEFT cannot use its adapter_config.json")
 
 

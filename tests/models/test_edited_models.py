@@ -4,7 +4,9 @@ from collections.abc import Callable
 from importlib.metadata import EntryPoint
 from types import MethodType
 
+import numpy as np
 import pytest
+import reference
 import torch
 import torch.nn.functional as F
 from tiny import TINY, spread_weights, tiny_model
@@ -136,19 +138,13 @@ def test_models_edited_by_hand_are_measured(name: str) -> None:
     change, kinds, branches = EDITED[name]
     model = tiny_model("llama")
     change(model.get_submodule("model.layers"))
-    outputs: list[torch.Tensor] = []
-    hooks = [
-        layer.register_forward_hook(lambda module, args, output: outputs.append(output))
-        for layer in model.get_submodule("model.layers")
-    ]
-    with torch.no_grad():
-        model(torch.tensor(IDS), use_cache=False)  # layers that share attention would share a cache
-    for hook in hooks:
-        hook.remove()
+    recorded = reference.record_each(model, IDS)
     run = analyzed(model, observables=None if "nothing" in name else FEW)
     assert run.manifest["family"]["kinds"] == kinds
     norms = run.tables["activation"].query("site == 'layer_out'").groupby("layer")["norm_max"].max()
-    assert norms.tolist() == pytest.approx([float(x.norm(dim=-1).max()) for x in outputs], rel=1e-4)
+    for layer, norm in norms.items():
+        states = [sequence.layers[layer].sites["layer_out"] for sequence in recorded]
+        assert norm == pytest.approx(np.linalg.norm(states, axis=-1).max(), rel=1e-4)
     found = set(run.tables["activation"].query("layer == 1")["site"])
     assert found & {"attn_out", "mlp_out"} == branches
 

@@ -19,6 +19,7 @@ from hub import Hub, Repo
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from support.retrofit_command import words_tokenizer
+from tiny import edit_json
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from sinkscope.errors import InputError, SinkscopeError
@@ -68,12 +69,6 @@ def write_gguf(writer: gguf.GGUFWriter, weights: dict[str, np.ndarray]) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def edit_json(path: Path, **changes: Any) -> None:
-    """Set keys of a JSON file; a value of None removes the key."""
-    content = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
 def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:

@@ -1,7 +1,6 @@
 """Quantized checkpoints: measured as plain transformers runs them, or refused where weights are needed."""
 
 import copy
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.plain import run_plainly
-from tiny import TINY, tiny_model
+from tiny import edit_json, tiny_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
@@ -48,10 +47,7 @@ STORED = {"compressed-tensors": "8-bit compressed-tensors, dequantized", "fp8": 
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quantized") / "plain"
     # on CPUs that multiply in bfloat16, bitsandbytes' kernel needs rows of a multiple of 64
-    wide = {"hidden_size": 64, "intermediate_size": 128}
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(TINY, "wide", ("llama", TINY["llama"][1] | wide))
-        tiny_model("wide").save_pretrained(folder)
+    tiny_model("llama", hidden_size=64, intermediate_size=128).save_pretrained(folder)
     return folder
 
 
@@ -81,13 +77,8 @@ def by_hand(plain: Path, folder: Path, method: str) -> tuple[Path, dict[str, tor
     folder.mkdir()
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     shutil.copy(plain / "config.json", folder)
-    edit(folder, quantization_config=SETTINGS[method])
+    edit_json(folder / "config.json", quantization_config=SETTINGS[method])
     return folder, whole
-
-
-def edit(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
 def repacked(model: PreTrainedModel) -> bool:

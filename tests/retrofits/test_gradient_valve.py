@@ -58,7 +58,7 @@ def test_a_valve_on_the_values_has_vscales_forward_pass_without_its_factor_in_th
     both, same, smaller = last_layer("vscale", learned=False, sigma=0.05)
     torch.testing.assert_close(logits, both)
     torch.testing.assert_close(value, same)
-    # v̂ = φ(r) v: its Jacobian is φ I + 2C/(r + C)² v vᵀ (GS §5.1)
+    # v̂ = φ(r) v: its Jacobian is φ I + 2C/(r + C)² v vᵀ (GS §5.1), with φ(r) = r/(r + C)
     r, c = value.square().sum(-1, keepdim=True), (value.shape[-1] * 0.05) ** 2
     along = (value * gradient).sum(-1, keepdim=True) * value
     torch.testing.assert_close(smaller, r / (r + c) * gradient + 2 * c / (r + c) ** 2 * along)

@@ -65,17 +65,7 @@ def make_read(
     return AttentionRead(query, key, value, lse, call, batch)
 
 
-def scored(read: AttentionRead) -> AttentionRead:
-    """Return the same attention with scores that the model computed, as an interceptor reads it."""
-    logits = read.call.scaling * read.query @ read.key.repeat_interleave(2, dim=1).transpose(-1, -2)
-    logits = logits.masked_fill(~call_of("bool mask", read.length, read.batch).mask, torch.finfo(logits.dtype).min)
-    call = AttentionCall(None, float("nan"), scores=logits)
-    return AttentionRead(read.query, read.key, read.value, logits.logsumexp(-1), call, read.batch)
-
-
 PADDINGS = {"unpadded": (None, "right"), "right": ((23, 15), "right"), "left": ((15, 23), "left")}
-
-EACH_PADDING = pytest.mark.parametrize(("lengths", "side"), PADDINGS.values(), ids=PADDINGS)
 
 # a padded batch always has a mask
 EACH_KIND = pytest.mark.parametrize(

@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 from tiny import VOCAB, spread_weights
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from support.retrofit_command import tokenizer_of
 
 SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[MASK]", "[UNK]")
 WORDS = (*SPECIAL, ".", ",", *(f"w{number}" for number in range(VOCAB - len(SPECIAL) - 2)))
@@ -33,10 +34,5 @@ def encoder(name: str, dtype: torch.dtype = torch.float64, spread: float = 8.0, 
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    words.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
-    )
     names = dict(zip(("pad_token", "cls_token", "sep_token", "mask_token", "unk_token"), SPECIAL, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=words, **names)
+    return tokenizer_of(WORDS, "[CLS] $A [SEP]", **names)

@@ -1,5 +1,6 @@
 """Shared by the tests of `retrofit` and `train`: a tokenizer of eight words, small settings, the command line."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -24,11 +25,18 @@ def typed(options: dict[str, Any]) -> tuple[str, ...]:
 TYPED = typed(SMALL)
 
 
-def words_tokenizer() -> PreTrainedTokenizerFast:
-    core = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="<unk>"))
+def tokenizer_of(words: Sequence[str], template: str | None, **special: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of words at white space, which puts a template such as "<s> $A </s>" around a text."""
+    core = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token=special["unk_token"]))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    if template:
+        tokens = [(word, words.index(word)) for word in template.split() if word in words]
+        core.post_processor = processors.TemplateProcessing(single=template, special_tokens=tokens)
+    return PreTrainedTokenizerFast(tokenizer_object=core, **special)
+
+
+def words_tokenizer() -> PreTrainedTokenizerFast:
+    return tokenizer_of(WORDS, "<s> $A", unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
 def command_line(*args: object) -> Result:

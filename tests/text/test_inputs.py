@@ -13,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
+from support.retrofit_command import tokenizer_of
 from tiny import tiny_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -32,14 +33,8 @@ UNK, BOS, EOS, PAD = range(4)
 
 
 def word_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of words at white space, which puts a template such as "<s> $A </s>" around a text."""
-    core = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if template:
-        tokens = [(token, WORDS.index(token)) for token in template.split() if token in WORDS]
-        core.post_processor = processors.TemplateProcessing(single=template, special_tokens=tokens)
     names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    return PreTrainedTokenizerFast(tokenizer_object=core, **names)
+    return tokenizer_of(WORDS, template, **names)
 
 
 PLAIN = word_tokenizer()  # has a BOS but, like GPT-2's, does not add it
