@@ -199,7 +199,7 @@ def fused_attention(
     causal = call.causal and call.mask is None and query.shape[2] > 1
     plain = (call.softcap, call.operation) == (None, None) and not call.dropout
     whole = key.shape[2] == query.shape[2]
-    has_gradient = call.mask is not None and call.mask.requires_grad  # for a bias computed from the tokens
+    has_gradient = call.mask is not None and call.mask.requires_grad  # if the bias is computed from the tokens
     one_dtype = query.dtype == key.dtype == value.dtype  # not under autocast
     if not (plain and one_dtype) or has_gradient or ((causal or call.forbidden) and not whole):
         return chunked_attention(query, key, value, call)

@@ -69,7 +69,7 @@ def _plain(value: Any) -> Any:
         return None if len(parts) == 2 and parts == [None, None] else parts
     if isinstance(value, Enum | PurePath):
         return str(value)
-    if hasattr(value, "item"):  # of numpy
+    if hasattr(value, "item"):  # a numpy number
         return _plain(value.item())
     if isinstance(value, float) and not math.isfinite(value):
         return None

@@ -190,7 +190,7 @@ def draw_gradient_bounds(run: RunData) -> Figure:
     plot.line_by_layer(first, means["measured"], **SINK)
     label, lacking = "‖∇v₀‖² of values, mean over heads", UNMEASURED * bool(means["measured"].isna().all())
     if plot.panel(first, "theorem 1 at position 0", label, log=True, lacking=lacking):
-        floor = first.get_ylim()[0]  # for lower bounds of 0
+        floor = first.get_ylim()[0]  # replaces lower bounds of 0
         plot.band_by_layer(first, means["lower_bound"].clip(lower=floor), means["upper_bound"], **BOUNDS)
     holds, measured = axes["holds"], check[check["measured"].notna()]
     plot.line_by_layer(holds, measured.groupby("layer")["holds"].mean(), **CHECK)

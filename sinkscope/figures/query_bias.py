@@ -47,7 +47,7 @@ def draw_query_bias_distribution(run: RunData) -> Figure:
     ax.bar(list(ends), high - low, bottom=low, width=0.7, **LATER_SPAN)
     ax.plot(list(ends), median, **MEDIAN)
     plot.line_by_layer(ax, plot.finite(gaps), **SINK | {"linestyle": "none"})
-    ax.use_sticky_edges = False  # of the bars, which would have no margin
+    ax.use_sticky_edges = False  # otherwise the bars would have no margin
     if plot.panel(ax, "", "Δ: std above the later mean"):
         ax.axhline(0, color=GRAY, linewidth=0.6, zorder=1)
         ax.axhline(OUTLIER, **REFERENCE)

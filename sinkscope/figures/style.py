@@ -48,7 +48,7 @@ AREA: Look = {"linewidth": 0}  # bands and bars have no edge
 BAND: Look = AREA | {"alpha": 0.22}  # an interval around a line, in its color
 INTERVAL: Look = {"color": NAVY, "linewidth": 1.6, "solid_capstyle": "butt"}  # 95 %, through a mark
 CONTROL_DRAWS: Look = DOT | {"color": "black", "marker": "|", "markersize": 4.5, "markeredgewidth": 0.6}
-CONTROL_SPREAD: Look = {"color": "0.72", "linewidth": 3.5, "solid_capstyle": "butt"}  # of random controls
+CONTROL_SPREAD: Look = {"color": "0.72", "linewidth": 3.5, "solid_capstyle": "butt"}  # spread of random controls
 
 # Looks for any number of lines: models, runs, arms.
 COLORS = (NAVY, VERMILION, SKY, "#1b7a5a", "#e3a82b", "#8d4a86", "#555555")

@@ -29,7 +29,7 @@ from sinkscope.verdict import at_a_glance
 from sinkscope.verdict.report import published_lines
 
 ASSETS = Path(__file__).parent / "assets"
-SCRIPTS = (  # in the order in which they run, each after those that it uses; then commands' scripts, and the last one
+SCRIPTS = (  # in running order: each after those that it uses; commands' scripts run before the last one
     "d3.min.js", "plot.umd.min.js", "data.js", "elements.js", "charts.js", "heatmap.js", "findings.js", "maps.js",
     "head.js", "text.js", "pictures.js", "layers.js", "topics.js", "training.js", "explore.js", "tables.js", "run.js",
 )  # fmt: skip

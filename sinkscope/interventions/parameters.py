@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-MOST_NUMBERS = 1_000_000  # in a range
+MOST_NUMBERS = 1_000_000  # longest range of numbers
 
 
 def _parse_numbers(value: Any) -> Any:

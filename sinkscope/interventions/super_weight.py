@@ -22,7 +22,7 @@ class ZeroedPart(WeightEdits):
     requires: ClassVar[tuple[Requirement, ...]] = (lambda target: without_feed_forward(target.model, target.family),)
 
     layer: Index | None = None  # None: measured
-    expert: Index | None = None  # of a mixture; None: measured, or the layer has none
+    expert: Index | None = None  # number of the expert; None: measured, or the layer has no experts
 
     def part(self, target: Target) -> FeedForward:
         """Return the projection; raise InputError if there is no such layer, expert, row or column."""

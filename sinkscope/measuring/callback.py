@@ -126,7 +126,7 @@ class SinkCallback(TrainerCallback):
         self.every, self.texts, self.on_onset = every, texts, on_onset
         self.options: dict[str, Any] = {"num_seqs": num_seqs, "seq_len": seq_len, "epsilon": epsilon}
         make_config(**self.options)
-        self.tables: Tables = {}  # of all measured steps
+        self.tables: Tables = {}  # tables over all measured steps
         self._subject: Subject | None = None  # None: nothing is measured
         self._trainer: Trainer | None = None
         self._start = time.time()
@@ -139,7 +139,7 @@ class SinkCallback(TrainerCallback):
             return
         self.folder = Path(args.output_dir, FOLDER)
         paths = [self.folder / "tables" / f"{name}.parquet" for name in TRAINING_TABLES if state.global_step]
-        earlier = {path.stem: read_table(path) for path in paths if path.is_file()}  # of a training that is resumed
+        earlier = {path.stem: read_table(path) for path in paths if path.is_file()}  # tables of a resumed training
         self.tables = {name: table[table["step"] <= state.global_step] for name, table in earlier.items()}
         try:
             loaded = load_model(model, getattr(processing_class, "tokenizer", processing_class), make_config())
@@ -195,7 +195,7 @@ class SinkCallback(TrainerCallback):
         before = _whole(self.tables["training"]) if self.tables else {}
         self.tables = {name: pd.concat([self.tables[name], new[name]]) if self.tables else new[name] for name in new}
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "index.html").unlink(missing_ok=True)  # of fewer steps
+        (self.folder / "index.html").unlink(missing_ok=True)  # the page lacks this step
         write_tables(self.tables, self.folder)
         facts = {"model": subject.loaded.name, "condition": inputs.condition, "sequences": len(inputs)}
         facts |= {"input": described_input(inputs)}

@@ -69,7 +69,7 @@ class PrintableStream(ErrorIgnoringStream):
         return ErrorIgnoringStream(self._stream)
 
     def write(self, text: str) -> int:
-        if not text.replace(UP, ""):  # from one bar to the one above it
+        if not text.replace(UP, ""):  # rich moves from one bar to the one above
             return super().write(text)
         return super().write("\r".join(map(printable, text.split("\r"))))  # a bar begins with \r
 

@@ -182,7 +182,7 @@ def _resumes(
     few = first_few(subject)
     try:
         resumed = run_settings(few, [setting, setting], by_batch=True, **how)[-1]
-    except Exception as error:  # for example, layers share state; a complete pass works or reports the error
+    except Exception as error:  # layers may share state, for example; a complete pass works or reports the error
         if was_interrupted(error):
             raise
         return False

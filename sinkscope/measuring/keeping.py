@@ -28,7 +28,7 @@ from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.batch import Batch
 from sinkscope.text.tokens import token_texts
 
-MOST_BYTES = 4 * 10**9  # of --keep
+MOST_BYTES = 4 * 10**9  # size limit of the tensors that --keep names
 OF_ATTENTION = ("query", "key", "value")
 
 

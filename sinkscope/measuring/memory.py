@@ -69,7 +69,7 @@ def _widths(model: PreTrainedModel) -> Iterator[int]:
             yield module.in_features + module.out_features
             continue
         for parameter in module.parameters(recurse=False):
-            if parameter.dim() > 1:  # of experts, (E,D,F), a token passes a few
+            if parameter.dim() > 1:  # a token passes only a few experts of (E,D,F)
                 of_token = getattr(config, "num_experts_per_tok", None) or len(parameter)
                 yield sum(parameter.shape[-2:]) * (of_token if parameter.dim() > 2 else 1)
 

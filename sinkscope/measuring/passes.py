@@ -186,8 +186,8 @@ class ProgressBar(Observable):
 
     def __init__(self, progress: Progress, total: int, layers: int, settings: int, backward: bool) -> None:
         super().__init__(Settings())
-        self.backward = backward  # type: ignore[misc]  # of this instance
-        self.progress, self.total, self.times = progress, total, settings  # how often each batch is read
+        self.backward = backward  # type: ignore[misc]  # sets the attribute of the instance
+        self.progress, self.total, self.times = progress, total, settings  # `times`: how often each batch is read
         self.moves = settings * layers * (2 if backward else 1)
         self.before = 0  # sequences read in earlier passes
         self.pace = math.inf  # seconds for a sequence

@@ -52,7 +52,7 @@ class Address(NamedTuple):
     """A value of a forward pass: a module's `output`, its first `input`, or all its `inputs` (args, kwargs)."""
 
     layer: int
-    path: str  # of the module, relative to the layer
+    path: str  # the module's path within the layer
     end: str
 
 

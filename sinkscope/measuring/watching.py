@@ -53,7 +53,7 @@ from sinkscope.results.tables import of_whole_model
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
 
-CONDITION = "watched"  # in tables
+CONDITION = "watched"  # the condition in tables
 CHUNKED = "a prompt in several chunks: none of its calls has it complete"
 
 
@@ -88,7 +88,7 @@ class Watched:
         self._open: list[tuple[weakref.ref[Any], _Call]] = []
         self._attended: tuple[tuple[float, ...], dict[str, list[int]]] = (), {}
         self._call: _Call | None = None  # the one that is being measured
-        self._lock = threading.Lock()  # for calls of several threads
+        self._lock = threading.Lock()  # several threads may call the model
 
     @property
     def calls(self) -> int:
@@ -148,7 +148,7 @@ class Watched:
             try:
                 yield
             finally:
-                self._end(network, (), None)  # of a call that an interrupt has ended, for which torch runs no hook
+                self._end(network, (), None)  # after an interrupt in a call, torch does not run the hook
                 self._add_open_calls()
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

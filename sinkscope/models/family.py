@@ -126,7 +126,7 @@ class Family:
     output: str = "o_proj"  # in the attention module: the projection that reads every head's output, heads in order
     mlp: tuple[str, ...] = ("mlp",)  # the modules that make up the feed-forward network, in order
     down: str = "mlp.down_proj"  # the last projection of the feed-forward network
-    experts: str = "mlp.experts"  # in its place in a mixture of experts: the module that holds all their projections
+    experts: str = "mlp.experts"  # replaces `down` in a mixture: the module with the projections of all experts
     position_embedding: str = ""  # the embedding of learned positions, from the model's root
     position_offset: int = 0  # its row of position 0
     first_position: int | None = 0  # `position_ids` of a sequence's first token; None: they cannot be given
@@ -142,7 +142,7 @@ class Family:
     def block(self, layer: int) -> Block:
         return self.blocks[layer] if self.blocks else Block(self.attention, self.sites, self.wiring)
 
-    def last_layer(self, model: nn.Module) -> int:  # that runs
+    def last_layer(self, model: nn.Module) -> int:  # the last layer that runs
         layers = range(len(self.layer_modules(model)))
         return max(layer for layer in layers if self.block(layer).kind != NOT_RUN)
 

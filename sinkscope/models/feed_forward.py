@@ -22,7 +22,7 @@ NO_EXPERT = -1  # the expert of a layer without a mixture
 class FeedForward:
     """The last projection of one layer. An expert's W is a part of one tensor (E,…), as transformers keeps it."""
 
-    path: str  # of the module within the layer
+    path: str  # the module's path within the layer
     module: Any  # a Linear, a Conv1D, or the module that holds all experts
 
     @property

@@ -383,7 +383,7 @@ class _Settings(BaseModel):
     model_type: str | None = None
     auto_map: dict[str, Any] | None = None
     num_hidden_layers: Layers | None = None
-    num_layers: Layers | None = None  # this and the next two are names in some families
+    num_layers: Layers | None = None  # this and the next two are aliases in some families
     n_layers: Layers | None = None
     n_layer: Layers | None = None
     bos_token_id: TokenId | None = None

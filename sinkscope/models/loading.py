@@ -389,7 +389,7 @@ def was_launched() -> bool:
 
 def _build_error(files: ModelFiles, error: Exception) -> SinkscopeError:
     source, why = files.source, described(error)
-    if isinstance(error, InputError):  # from a retrofit
+    if isinstance(error, InputError):  # raised by a retrofit
         return InputError(f"{source}: {error}")
     if is_out_of_memory(error):
         return SinkscopeError(f"{source} does not fit into memory here; try --dtype bfloat16 or --device-map auto")

@@ -40,10 +40,10 @@ PACKAGES = {  # method → the packages that transformers needs to load it
     "quark": ("amd-quark",),
 }
 REFUSED = {"eetq": "its kernels are code that would be downloaded from the hub and run"}
-METHOD_BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp8": 8, "mxfp4": 4, "nvfp4": 4}  # of methods with a fixed number of bits
+METHOD_BITS = {"fp8": 8, "fbgemm_fp8": 8, "mxfp8": 8, "mxfp4": 4, "nvfp4": 4}  # methods with a fixed number of bits
 SCALES = 0.25  # at most this many bits per packed weight for the scale of its block
 ORDINARY = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-ORDINARY_TYPES: tuple[type, ...] = (nn.Parameter, torch.Tensor)  # of weights that hold their numbers as they are
+ORDINARY_TYPES: tuple[type, ...] = (nn.Parameter, torch.Tensor)  # types of weights that are not packed
 PACKED_WEIGHTS = "weights are quantized"  # in messages
 ROUNDED_ACTIVATIONS = 5e-2  # largest difference where activations are rounded to 8 bits: one step more or less
 AGREEING = 0.1  # largest relative error of a linear layer's gradient

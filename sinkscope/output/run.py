@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from sinkscope.models.loading import LoadedModel
 
 SHORT_METRICS = ("sink_rate", "massive_count", "value_drain", "perplexity")  # metrics of one line about a run
-MOST_ARMS = 6  # in this line
-NOTEBOOK_FIGURES = ("sinks-by-layer", "effects", "quantization-cost")  # in a notebook: the first that the run has
+MOST_ARMS = 6  # most arms in this line
+NOTEBOOK_FIGURES = ("sinks-by-layer", "effects", "quantization-cost")  # a notebook shows the first that the run has
 
 
 class Run(RunData, Result):

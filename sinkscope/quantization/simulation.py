@@ -134,7 +134,7 @@ def quantized_sites(
             if INPUT in mine or OUTPUT in mine:
                 around = partial(snap_ends, mine.get(INPUT), mine.get(OUTPUT))
                 stack.enter_context(wrapped_forward(model.get_submodule(path), around))
-            if SUM in mine:  # for all modules that read it
+            if SUM in mine:  # edited once for all modules that read the sum
                 owner, _, end = path.rpartition(".")
                 module = model.get_submodule(owner)
                 if end == "output":

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 FILE = "activations.safetensors"
-MASK_FILE = "spike_mask.safetensors"  # of `analyze --export-mask`
+MASK_FILE = "spike_mask.safetensors"  # written by `analyze --export-mask`
 ATTENTION = "attention"
 MAPPED = 64  # number of first tokens of the first sequence of which all weights are kept
 

@@ -26,7 +26,7 @@ def command_lines(manifest: Mapping[str, Any], folder: Path | None) -> list[str]
         return []
     is_typed = True
     for arm in (manifest.get("arms") or {}).values():
-        if "method" in arm:  # of a training: run.json lists the arms one by one, since arms may be added
+        if "method" in arm:  # a training: run.json lists arms one by one, since arms may be added
             parameters = [f"{key}={value}" for key, value in arm["parameters"].items()]
             methods[arm["label"]] = ":".join([arm["method"], *filter(None, [",".join(parameters)])])
             # otherwise it was given in Python and cannot be typed

@@ -119,7 +119,7 @@ def between(least: float, most: float) -> Test:
 class Number(Generic[Read]):
     """One number of a claim, and the values with which the claim holds."""
 
-    quantity: str  # in words
+    quantity: str  # what is measured, in words
     measure: Callable[[Read], Estimate]  # computes the estimate; raises NotDefined
     test: Test
     form: str = "{:.3g}"  # format string of its values

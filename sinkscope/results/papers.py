@@ -44,7 +44,7 @@ def published(
 # --- WSE table 1: sink rates of pretrained models, in percent, where the values are available. If a model of a sweep
 # names one of these (`paper: GPT2-XL`), figures and tables show both.
 
-WSE_SETTING = {"window": 64, "epsilon": 0.3}  # of table 1, together with sequences of LENGTH tokens
+WSE_SETTING = {"window": 64, "epsilon": 0.3}  # settings of table 1, with sequences of LENGTH tokens
 LENGTH = 64
 PRETRAINED, CHAT = "T = 64 and ε = 0.3, pretrained", "T = 64 and ε = 0.3, chat models"
 TABLE_1, TABLE_7 = "WSE table 1", "WSE table 7"
@@ -88,7 +88,7 @@ SINK_RATES = (
 # --- WSE's trainings: sink rates of models of 60 million parameters, in percent, by the setting that differs from
 # WSE's default. A name is a part of a level of a factor study; arms have the names of the recipes.
 
-TRANSCRIBED = "†"  # from a transcription of the paper
+TRANSCRIBED = "†"  # marks numbers from a transcription of the paper
 SOFTMAX = 18.18  # WSE's default
 
 

@@ -64,7 +64,7 @@ def differing_settings(manifests: Sequence[dict[str, Any]], names: Sequence[str]
     rows = {name: [setting(read, manifest) for manifest in manifests] for name, read in COMPARED_SETTINGS.items()}
     differing = {name: values for name, values in rows.items() if len(set(values)) > 1}
     if "input" in differing:
-        differing.pop("input tokens", None)  # these then differ, too
+        differing.pop("input tokens", None)  # they differ whenever the input does
     return pd.DataFrame.from_dict(differing, orient="index", columns=list(names))
 
 

@@ -230,7 +230,7 @@ def _model_class(base: str, parent: Any) -> type[PreTrainedModel]:
                 registers, cache = getattr(self, RETROFIT, None), kwargs.get("past_key_values")
                 is_continued = cache is not None and kwargs.get("is_first_iteration") and cache.get_seq_length() > 0
                 if registers is not None and is_continued and kwargs.get("next_sequence_length") is not None:
-                    kwargs["next_sequence_length"] += registers.count  # in the cache, but not in the text
+                    kwargs["next_sequence_length"] += registers.count  # registers are in the cache, but not in the text
                 return super().prepare_inputs_for_generation(*args, **kwargs)
 
         def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:

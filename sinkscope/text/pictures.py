@@ -20,7 +20,7 @@ THUMBNAIL = 224  # pixels of the longer side
 @dataclass(frozen=True)
 class Picture:
     name: str
-    image: Any  # of PIL, in RGB
+    image: Any  # a PIL image, in RGB
 
     @property
     def thumbnail(self) -> str:
@@ -51,7 +51,7 @@ def read_pictures(folder: Path, most: int) -> list[Picture]:
 class Places:
     """Where each visual token of a sequence is: (N,) each. A picture that is cut into tiles has several grids."""
 
-    column: torch.Tensor  # in the sequence
+    column: torch.Tensor  # index of the token in the sequence
     tile: torch.Tensor
     grid_row: torch.Tensor
     grid_column: torch.Tensor

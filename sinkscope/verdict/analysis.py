@@ -422,7 +422,7 @@ def _values(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         return
     judgment = judgment_of("GS-20", drain)
     ratio = f"{with_interval(drain, '.2f')} of that at positions 5–15, median over"
-    if not having.value:  # in this case, the median is over all heads
+    if not having.value:  # without such heads, the median is over all heads
         sentence = f"No head has its sink at position 0. The value norm there is {ratio} all heads."
         yield finding("value-drain", VALUES, drain, sentence, claim="GS-20", outcome=Outcome.MEASURED)
         return
@@ -534,7 +534,7 @@ def _number_formats(run: RunData) -> Iterator[Finding]:
     decided = {"outcome": outcome, "threshold": limits.COARSE_STEP}
     yield finding("8-bit-step", QUANTIZATION, step, sentence, numbers, **decided)
 
-    entry = table.loc[table["magnitude"].idxmax()]  # of all sequences
+    entry = table.loc[table["magnitude"].idxmax()]  # the largest entry of all sequences
     limit, where = (
         f"{limits.LARGEST_FLOAT16:,.0f}",
         f"{entry['magnitude']:,.0f} at the output of layer {entry['layer']}",

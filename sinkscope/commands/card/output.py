@@ -32,7 +32,7 @@ from sinkscope.verdict.report import summary_markdown
 from sinkscope.verdict.table_formats import as_markdown
 
 README = "README.md"
-DIGITS = 6  # of a number in the card of a model
+DIGITS = 6  # significant digits in the card of a model
 TABLES = {  # in the order of the dataset's card; the first that exists is shown by default
     MODELS: "a row for each model and input, a column for each metric of the whole model",
     VALUES: "a row for each metric of the whole model, also with an intervention or with quantized sites (`setting`)",

@@ -97,11 +97,11 @@ def run_claim(id: str, *more: Part, role: Need = MAIN, **others: Any) -> Claim:
 @dataclass(frozen=True)
 class Judgment:
     claim: Claim
-    outcome: Outcome  # of all parts together
+    outcome: Outcome  # outcome of all parts together
     estimates: tuple[Estimate, ...] = ()  # one for each part; empty if nothing was measured
     reason: str = ""  # why the claim does not apply, or the command that would measure it
     null_passes: float = nan  # the share of the null's draws for which the claim holds; NaN if it is not known
-    is_null_undefined: bool = False  # for all draws, so that they do not show that the null fails
+    is_null_undefined: bool = False  # undefined for all draws, which then do not show that the null fails
 
     @property
     def tells(self) -> str:

@@ -95,7 +95,7 @@ class Collection:
             if before is not series:
                 raise InputError(f"--from {before.folder} and {series.folder} are steps of one training: name one")
             name = series.manifest["model"]
-            if path.name == "checkpoints":  # of an arm
+            if path.name == "checkpoints":  # the checkpoints of an arm
                 name = str(path.parent)
                 arm, folder = path.parent.name, path.resolve().parent.parent
                 for training in self.trainings:

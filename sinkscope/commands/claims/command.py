@@ -60,7 +60,7 @@ from sinkscope.results.run import BOS_OPTIONS, RunData
 from sinkscope.results.tables import blaming_tables
 from sinkscope.retrofits.retrofit import registers_before
 
-STREAMED, FIRST_TOKENS = "streaming-window:window=64", (0, 1, 2, 4)  # that are kept
+STREAMED, FIRST_TOKENS = "streaming-window:window=64", (0, 1, 2, 4)  # numbers of first tokens that are kept
 STREAM_TOKENS = 512  # tokens of a streamed text, or the most that the model can read
 STREAMS = 8  # number of these texts, over which intervals are computed
 

@@ -80,7 +80,7 @@ class NeedKind(NamedTuple):
     fits: Callable[[RunData, str], bool] = lambda run, of: False  # whether a run is one for `Need.of`
     null: Null = Null.RANDOM_WEIGHTS  # what claims that need it are set against, unless they name something else
     measure: str = ""  # the method of `ClaimBench` (command.py) that measures it; "": users make the runs
-    options: Mapping[str, Any] = {}  # of that method
+    options: Mapping[str, Any] = {}  # arguments of that method
     run: str = ""  # needs of all kinds with this name are measured in one run; "": a run for each need
     table: str = ""  # the table that its run must have
     is_intervention: bool = False

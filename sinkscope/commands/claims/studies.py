@@ -111,7 +111,7 @@ class StudyArm:
     seed: int
     run: RunData = field(repr=False)  # on held-out text
     method: str = UNTOUCHED  # as `sinkscope list retrofits` names it
-    parameters: Mapping[str, Any] = field(default_factory=dict)  # those that were set
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # parameters that were set
 
     @cached_property
     def variant(self) -> str:
@@ -203,8 +203,8 @@ class ClaimStudy:
 class StudySources:
     """All data among which the studies of one model are searched for."""
 
-    name: str  # of the model
-    trainings: tuple[Training, ...] = ()  # of all models
+    name: str  # name of the model
+    trainings: tuple[Training, ...] = ()  # trainings of all models
     series: "tuple[Series, ...]" = ()  # the measured steps of this model's trainings
     naturals: Mapping[str, RunData] = field(default_factory=dict)  # model → its run on text, for all models
     variant: int = 0  # the index of the arm to read, if a method has several

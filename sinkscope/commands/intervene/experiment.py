@@ -83,10 +83,10 @@ class Experiment:
     errors: dict[str, Exception] = field(default_factory=dict)  # label → the error with which it failed
     interrupt: BaseException | None = None  # an interrupt after at least one finished arm
     batch_size: int = 0  # a size that fitted into memory
-    parity_error: float | None = None  # for the unchanged model
+    parity_error: float | None = None  # parity error of the unchanged model
     notices: dict[str, None] = field(default_factory=dict)  # notices for the user, in order
     _parts: dict[str, list[pd.DataFrame]] = field(default_factory=lambda: defaultdict(list))
-    _means: dict[tuple[int, bool], dict[int, torch.Tensor]] = field(default_factory=dict)  # by position, of values
+    _means: dict[tuple[int, bool], dict[int, torch.Tensor]] = field(default_factory=dict)  # (position, of values)
 
     def run(self) -> dict[str, pd.DataFrame]:
         """Measure the unchanged model, then every arm and its controls. Returns tables with the arm as `condition`.
@@ -229,7 +229,7 @@ class Experiment:
             "watched": list(dict.fromkeys(position for part in stack for position in part.watched)),
             "controls": [[str(part) for part in control] for control in controls],
         }
-        if stack[0].measured_by == "streaming":  # with every size of the cache
+        if stack[0].measured_by == "streaming":  # measured with every size of the cache
             caches = stack[0].model_dump()
             size = self.batch_size or first_size(subject.inputs, subject.loaded.model, self.config.batch_size)
             self._collect(measure_streaming(subject, caches["window"], caches["keep"], size), label)

@@ -52,7 +52,7 @@ def _watched(run: RunData) -> dict[str, list[int]]:
 # The change has its 95 % interval over sequences if the run has tables by sequence.
 
 LETTERS = 24  # characters in a line of an arm's name
-OFFSET = 0.17  # of the arm, upwards, and of its controls, downwards, in a row of height 1
+OFFSET = 0.17  # the arm is drawn above the middle of a row of height 1, its controls below
 AFTER_ARM: Look = {"color": NAVY, "linewidth": 0.8, "marker": "o", "markersize": 4, "markevery": [-1]}
 # metric, which of the positions that an arm watches (its sink first), may be logarithmic, width
 EFFECT_PANELS: tuple[tuple[str, slice | None, bool, float], ...] = (
@@ -123,10 +123,10 @@ def _draw_metric(ax: Axes, run: RunData, metric: str, positions: dict[str, list[
     if log:
         plot.wide_x_axis(ax, low, high, room=1.04)
         return
-    if may_be_log:  # as narrow as the values
+    if may_be_log:  # limits close to the values
         room = 0.08 * ((high - low) or abs(high) or 1.0)
         ax.set_xlim(low - room, high + room)
-    else:  # a share, from 0 on
+    else:  # shares begin at 0
         ax.set_xlim(min(low, 0) - 0.05 * max(high, 0.01), 1.1 * max(high, 0.01))
     ax.xaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))  # numbers may be long
 

@@ -226,7 +226,7 @@ class Retrieval(Ranking):
     def score(self, read: HeadsOnText) -> torch.Tensor:
         length, copied = read.query.shape[2], read.text.copied
         rows = slice(length - copied, length - 1)
-        first = length - len(read.text.ids) + 2  # of the answers; the first copied token is at position 1 of the text
+        first = length - len(read.text.ids) + 2  # start of the answers: the copy begins at position 1 of the text
         logits = raw_logits(read.query[:, :, rows], read.key[:, :, first : first + copied - 1], read.call)
         return (logits.diagonal(dim1=-2, dim2=-1) - read.lse[..., rows]).exp()[0].mean(-1)
 
@@ -250,7 +250,7 @@ class Plan:
     bits: np.ndarray  # (L,2): of keys and of values
     sinks: str = PREDICTED  # which tokens all heads keep
     tokens: float = 1.0  # share of all tokens that is kept
-    share: float = 0.0  # of these, for the heads that keep all
+    share: float = 0.0  # share of the kept tokens in heads that keep all
     is_centered: bool = True  # whether the mean of keys and values is subtracted before they are rounded
 
     def sinks_of(self, text: CopiedText) -> tuple[int, ...]:
@@ -270,7 +270,7 @@ class Sizes:
 
     tokens: np.ndarray  # (L,): all that the layer sees, at most its own sliding window
     kv_heads: int
-    width: int  # of a head
+    width: int  # width of a head
     sinks: int  # most of a text
 
     def memory(self, plan: Plan) -> float:
@@ -413,7 +413,7 @@ class PlanStudy:
         self.layers = sorted(seams)
         self.centers: dict[int, list[torch.Tensor]] = {}  # layer → means of keys and values (K,1,d), without sinks
         self.sizes = self._sizes(max(len(text.sinks) for text in texts))
-        self.costs: dict[tuple, PlanCost] = {}  # of plan and texts
+        self.costs: dict[tuple, PlanCost] = {}  # (plan, texts) → cost
         self.dense = self._plan(DENSE, self.sizes.dense, sinks=NO_SINKS)
         self.rows: list[dict[str, Any]] = []
         self.sequences: list[dict[str, Any]] = []

@@ -39,9 +39,9 @@ from sinkscope.text.inputs import TokenInputs
 from sinkscope.text.tokens import check_ids, special_token_ids
 
 OUTLIER_RATIO = 64.0  # times the median over the tokens of a sequence: PrefixQuant's η
-RARE_OUTLIER = 0.1  # of the sequences: a single outlier id that is rarer is left out of the prefix
+RARE_OUTLIER = 0.1  # share of sequences: a single outlier id that is rarer is left out of the prefix
 COORDINATES = 8  # spared coordinates of a tensor
-RANDOM_DRAWS = 5  # of random tokens, and of random coordinates
+RANDOM_DRAWS = 5  # draws of random tokens, and of random coordinates
 
 SPLIT_TABLES: dict[str, Columns] = {
     "quantization_split": (
@@ -64,7 +64,7 @@ SPLIT_TABLES: dict[str, Columns] = {
 }
 
 
-Masks = tuple[np.ndarray, np.ndarray]  # of the outlier tokens of a sequence, (layers, T) and (layers, T)
+Masks = tuple[np.ndarray, np.ndarray]  # masks of the outlier tokens of a sequence, (layers, T) each
 
 
 class SparingText(NamedTuple):

@@ -208,7 +208,7 @@ class Simulation:
         return sites_of(self.subject.loaded.model, self.subject.family, self.scheme, has_cache)
 
     def ranges(self, calibration: TokenInputs) -> dict[Site, Range]:
-        sites = self.sites  # in a tracer, modules have another forward, which the check of sites refuses
+        sites = self.sites  # computed before tracing, which replaces forwards and fails the check of sites
         with self.tracer() as tracer:
             return measured_ranges(tracer, sites, calibration.read)
 
@@ -331,10 +331,10 @@ class Row(NamedTuple):
     """A setting of `quantize`, which becomes a row of the table `quantization`."""
 
     setting: str
-    ranges: Mapping[Site, Range]  # of the quantized sites
+    ranges: Mapping[Site, Range]  # quantized site → its range
     site: Site | None = None  # the only site that is quantized or not quantized, or an example of its kind
     layer: int = settings.ALL_LAYERS
-    kept: Sequence[Site] = ()  # in full precision, if they were searched for
+    kept: Sequence[Site] = ()  # sites in full precision, if the setting searched for them
 
 
 class QuantizationStudy:

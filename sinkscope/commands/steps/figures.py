@@ -133,7 +133,7 @@ def draw_training_onsets(runs: RunsByStep) -> Figure:
         ax.hlines(rows, leads["low"].clip(-2, 2), leads["high"].clip(-2, 2), color=SINK["color"], linewidth=1.1)
         ax.plot(leads["value"], rows, **SINK | {"linestyle": "none"})
         ax.axvline(0, **style.NEUTRAL)
-        ax.use_sticky_edges = False  # of the bars, which would have no margin
+        ax.use_sticky_edges = False  # otherwise the bars would have no margin
         ax.autoscale_view()
         pairs = zip(leads["quantity"], leads["other"], strict=True)
         plot.name_rows(

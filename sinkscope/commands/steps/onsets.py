@@ -62,7 +62,7 @@ ONSET_COLUMNS = (
     Column("null_high", "upper end"),
 )  # fmt: skip
 ONSET_TABLES = {ONSET: ONSET_COLUMNS}
-FEWEST_STEPS = 8  # for lags: with fewer, the null reaches from almost -2 to 2
+FEWEST_STEPS = 8  # least number for lags: with fewer, the null reaches from almost -2 to 2
 FEWEST_QUANTITIES = 2
 UNIFORM, STEP_0 = "uniform", "step-0"
 NULLS = {UNIFORM: "null: uniform attention", STEP_0: "null: step 0"}
@@ -72,7 +72,7 @@ SECTION = "Order in training"
 class Quantity(NamedTuple):
     """One of the quantities, with its names in tables and sentences."""
 
-    name: str  # in sentences
+    name: str  # its name in sentences
     title: str
     unit: str
     is_ratio: bool  # whether its values are compared as logarithms

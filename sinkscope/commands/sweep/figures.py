@@ -147,7 +147,7 @@ def _rows_by_size(tables: SweepTables) -> pd.DataFrame:
 @needs(lambda tables: len(_rows_by_size(tables)), "no family has models of two sizes")
 def draw_sweep_sizes(tables: SweepTables) -> Figure:
     figure, axes = lines_by_input(_rows_by_size(tables), "parameters", "parameters", ("family",))
-    plot.log_axis(axes[0], "x")  # of all panels
+    plot.log_axis(axes[0], "x")  # the panels share the axis
     return figure
 
 
@@ -310,7 +310,7 @@ def draw_sweep_factor(tables: SweepTables) -> Figure:
     rows = np.array([place[level] for level in end.index.get_level_values(LEVEL)])
     by_level = end.groupby(level=LEVEL, sort=False)["sink_rate"]
     size = by_level.transform("size")
-    offsets = 0.8 * (by_level.cumcount() - (size - 1) / 2) / size  # of a row, so that equal rates are visible
+    offsets = 0.8 * (by_level.cumcount() - (size - 1) / 2) / size  # vertical offsets, so that equal rates are visible
     ax.plot(end["sink_rate"], rows + offsets.to_numpy(), "o", color=SINK["color"], markersize=2, label="each seed")
     means = by_level.mean()
     look = {"color": SINK["color"], "markersize": 8, "markeredgewidth": 1.8}
@@ -348,7 +348,7 @@ def draw_sweep_training_sink(tables: SweepTables) -> Figure:
     for ax in axes:
         ax.axhline(SINK_RATE, color="0.55", linestyle="--", linewidth=0.8)
     top = max(1.5 * SINK_RATE, 100 * rows["value"].max())
-    axes[0].set_ylim(-0.03 * top, 1.03 * top)  # of all panels
+    axes[0].set_ylim(-0.03 * top, 1.03 * top)  # the panels share the axis
     return figure.finish(heading(*of_all, f"dashed: {SINK_RATE:g} %, the limit for a sink"))
 
 

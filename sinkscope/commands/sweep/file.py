@@ -215,7 +215,7 @@ def read_sweep(file: str, overrides: Mapping[str, Any], quick: bool = False) -> 
                 setting = dict(zip(settings, values, strict=True))
                 cell = _cell(content, entry, revision, command, reads, setting, overrides)
                 first = cells.setdefault(cell.name[-CHECKSUM:], cell)
-                if first is not cell and not quick:  # with it, cells may have differed only in a replaced option
+                if first is not cell and not quick:  # with `quick`, cells may have differed only in a replaced option
                     raise InputError(f"{cell.description} occurs twice, also as {first.description}")
                 if len(cells) > MOST_CELLS:
                     raise InputError(f"more than {MOST_CELLS} combinations")

@@ -240,7 +240,7 @@ class RayTasks:
     def start(self, group: Group) -> Hashable:
         options = {
             "num_cpus": 1,
-            "num_gpus": min(group.devices, self._gpus),  # of one machine
+            "num_gpus": min(group.devices, self._gpus),  # on one machine
             "memory": min(group.memory, int(self._ray.cluster_resources().get("memory", 0))) or None,
             "max_retries": 0,  # run_groups marks the cell of a lost worker as failed, and starts the others again
         }

@@ -126,7 +126,7 @@ def sweep_tables(done: Sequence[Planned]) -> SweepTables:
     for each in done:
         for name, common in OF_COMMANDS[each.cell.command].items():
             table = read_table(each.folder / "tables" / f"{name}.parquet")
-            if common == STUDY:  # with the number of tokens that were read before each step
+            if common == STUDY:  # adds the number of tokens read before each step
                 tokens = tokens_a_step(each.manifest["config"], each.manifest.get("processes", 1))
                 table = studied(table)
                 table = table.assign(tokens=table["step"] * tokens)

@@ -67,7 +67,7 @@ class Group:
 class Event:
     """A change of the state of a cell."""
 
-    name: str  # of the cell
+    name: str  # name of the cell
     state: State
     message: str = ""  # the error of a cell that failed, on one line
     seconds: float = 0.0  # duration, including the time to load the model
@@ -120,7 +120,7 @@ def measured(group: Group) -> Iterator[Event]:
 
 def _measure(task: Task, models: dict[str, Any]) -> None:
     """Run the command of a cell, which resumes its folder, or replaces it if its options or inputs have changed."""
-    load_plugins()  # in a process of its own
+    load_plugins()  # a worker process has not loaded them
     function = getattr(records()[task.command].imported(), task.command)
     # a sweep may have hundreds of cells: `show` makes the page of one when it is needed
     where = {"out": task.folder, "overwrite": not can_resume(task), "page": False}

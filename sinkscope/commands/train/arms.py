@@ -283,7 +283,7 @@ class TrainingArms:
     # ------------------------------------------------------------------------------------------- arm by arm
 
     def _train(self, arm: str) -> None:
-        folder, keeps_all = self.folder / arm, self.command == "train"  # for `analyze` over its steps
+        folder, keeps_all = self.folder / arm, self.command == "train"  # `analyze` can then measure the steps
         record, asked = self.arms[arm], self.asked
         seed = record["seed"]
         model = self._build(self.begin(seed), record["method"], record["parameters"], seed)

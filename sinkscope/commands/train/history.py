@@ -123,7 +123,7 @@ def measure_at_log(
         inputs = TokenInputs("held-out", sequences, "", "", masked=hidden)
         subject = Subject(LoadedModel(model, masked_by, "", "", None, None, ()), family, inputs)
         sizes = {"num_seqs": len(sequences), "seq_len": len(sequences[0])}
-        with torch.enable_grad():  # for observables of the backward pass
+        with torch.enable_grad():  # observables of the backward pass need gradients
             tables, _ = measure(subject, make_config(observables=observables, epsilon=epsilon, **sizes))
         metrics = tables["summary"][["layer", "metric", "value"]].replace({"metric": {"loss": "held_out_loss"}})
         if not (metrics["metric"] == "held_out_loss").any():  # only a backward pass has computed it
@@ -176,7 +176,7 @@ class TotalWeight(Observable):
 
     def __init__(self, settings: Settings, index: int) -> None:
         super().__init__(settings)
-        self.index = index  # of the token
+        self.index = index  # index of the token
         # layer → total weight of each query, and whether its share on the token is above ε; and by head and sequence,
         # whether by total weight the token is a sink, and whether any token with enough queries is
         self.seen: dict[int, tuple[np.ndarray, ...]] = {}

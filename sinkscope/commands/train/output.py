@@ -32,7 +32,7 @@ class Trained(Result):
 
     folder: Path
     runs: Mapping[str, Run] = field(repr=False)  # arm → run on held-out text; with `retrofit` also "untouched"
-    comparison: Comparison | None = None  # of the runs of the first seed, unless there is only one
+    comparison: Comparison | None = None  # compares the runs of the first seed, if there are several
 
     def __post_init__(self) -> None:
         super().__post_init__()

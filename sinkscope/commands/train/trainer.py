@@ -144,7 +144,7 @@ def train_model(
             )
         last = next(reversed(checkpoints(folder)), None)
         if last is not None:
-            if (last / "optimizer.bin").exists() != is_sharded():  # that of FSDP
+            if (last / "optimizer.bin").exists() != is_sharded():  # only FSDP writes this file
                 how = "without" if is_sharded() else "with"
                 raise InputError(f"{folder} was begun {how} FSDP: launch it so to resume it, or name another folder")
             _load(model, last)
@@ -349,7 +349,7 @@ class _TrainingBlocks(Dataset):
 
     def __init__(self, blocks: np.ndarray, wanted: int, seed: int, ignored: int, mask: Any = None) -> None:
         self.blocks = blocks
-        self.mask = mask  # of an encoder: `masked` with its tokenizer
+        self.mask = mask  # for an encoder: `masked` with its tokenizer
         self.ignored = ignored  # tokens at the beginning that are not predicted, at least the first
         self.order = shuffled(len(blocks), wanted, seed)
 

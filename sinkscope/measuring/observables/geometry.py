@@ -241,7 +241,7 @@ def masked_pair_means(
     read: AttentionRead, query_norm: torch.Tensor, key_norm: torch.Tensor, columns: int
 ) -> dict[str, torch.Tensor]:
     """Compute `causal_pair_means` under any mask, softcap or bias, in row chunks."""
-    row_sum, row_count = torch.zeros_like(read.lse), torch.zeros_like(read.lse)  # of each query's allowed keys
+    row_sum, row_count = torch.zeros_like(read.lse), torch.zeros_like(read.lse)  # over each query's allowed keys
     for rows in row_chunks(read.length):
         cols = read.keys(rows)
         allowed, logits = read.allowed(rows, cols), read.logits(rows, cols)

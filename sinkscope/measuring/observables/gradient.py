@@ -428,7 +428,7 @@ class Gradient(Observable):
             y, z = (None if site is None else self._seen[layer, site].to(r.device) for site in (branch.y, branch.z))
             norm = partial(torch.linalg.vector_norm, dim=-1)
             input_norm = self._norms.pop((layer, name)).to(r.device)
-            undefined = torch.full_like(input_norm, torch.nan)  # by this family's wiring
+            undefined = torch.full_like(input_norm, torch.nan)  # for ratios that the wiring does not define
             ratios = {  # GS eq. 3
                 "input_norm": input_norm,
                 "bloat": undefined if y is None else norm(y) / norm(r),

@@ -53,7 +53,7 @@ class Massive(Observable):
     def see_stack(self, stack: SiteStack, batch: Batch) -> None:
         layers, _, places = zip(*stack.sites, strict=True)
         hidden, peaks = stack.reading.tensor, stack.reading.once(token_peaks)
-        is_copy = hidden.shape[1] > len(places)  # of the stack, which also has other sites
+        is_copy = hidden.shape[1] > len(places)  # the stack also has other sites
         if is_copy:
             hidden, peaks = (torch.stack([x[:, index] for index in places], dim=1) for x in (hidden, peaks))
         if self.states and self.states[-1][1].device != hidden.device:  # the model is on several

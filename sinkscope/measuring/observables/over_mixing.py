@@ -46,7 +46,7 @@ class OverMixing(Observable):
         super().__init__(settings)
         self.by_distance: Sums[int] = Sums()  # layer → (2, DISTANCE_BUCKETS): sums of changes, and their numbers
         self.by_sequence: Sums[tuple[int, int]] = Sums()  # layer, sequence → (2,): sum over substitutions, their number
-        self.states: dict[int, torch.Tensor] = {}  # of the batch's unchanged text, by layer
+        self.states: dict[int, torch.Tensor] = {}  # layer → state of the batch's unchanged text
         self.seen = torch.empty(0)  # its token ids (B,T), as the layers see them
         self.unchanged: torch.Tensor | None = None  # the same while it is read again
 

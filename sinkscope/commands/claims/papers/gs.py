@@ -200,7 +200,7 @@ def _falls_more(arms: Mapping[str, StudyArm]) -> float:
 
 AT_FIRST, AMPLIFIED = "gradient-valve:position=0", "gradient-valve:position=0,factor=2"
 ON_VALUES, FIXED_SCALE = "gradient-valve:acts=values", "vscale:learned=false"
-AS_CONTROL = ",control=true"  # of a valve: changes the gradients of all other positions by as much
+AS_CONTROL = ",control=true"  # a valve's control, which changes the gradients of all other positions by as much
 EFFECT = 0.05  # the smallest change of the growth that counts, as stated in the recipe before it was run
 
 

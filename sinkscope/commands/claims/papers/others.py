@@ -90,7 +90,7 @@ def _lifetime_follows_norm(evidence: Evidence) -> Estimate:
 def _parallel_are_sinks(evidence: Evidence) -> Estimate:
     run = evidence.sequences(STATES)
     sinks, parallel = (run.means("parallel_tokens", name).mean(1) for name in ("sinks", "parallel"))
-    if not parallel.min():  # of any resample of the sequences
+    if not parallel.min():  # some resample has no such token
         raise NotDefined("other tokens are parallel to the first sink in few sequences or none")
     return bootstrap(sinks / parallel).over(f"parallel: {parallel[0]:.1%} of tokens, mean over layers")
 

@@ -54,7 +54,7 @@ class PlanPress(BasePress):
         kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hide the evicted tokens of all layers, once the last layer has read the prompt and sinks are known."""
-        if module.layer_idx == 0:  # of another prompt
+        if module.layer_idx == 0:  # a new prompt begins
             self.modules.clear()
         self.modules[module.layer_idx] = module
         if len(self.modules) == len(self.windows):
