@@ -134,9 +134,7 @@ def _by_batch(
         values: dict[int, torch.Tensor] = {}
         for index in order:
             setting = settings[index]
-            if setting.layer > (
-                0 if beginning is None else beginning.layer
-            ):  # run the unchanged model up to this layer
+            if setting.layer > (beginning.layer if beginning else 0):  # run the unchanged model up to this layer
                 inputs = model_inputs(model, batch, False, family.first_position)
                 with open_seam(model, family, how["kernel"]):
                     beginning = run_to_layer(setting.layer, model, family.layer_modules(model), inputs, beginning)
