@@ -9,8 +9,9 @@ that a mutation costs no more than the tests up to the first failure:
 
 Those of the core are below, those of a command in `tests/commands/NAME/mutations.py`: `MUTATIONS`, rows of a name, a
 module of the command's folder (or a whole name, `sinkscope.…`), a function, the text and its replacement. The tests of
-a command's mutations are those in its folder. Tests of real models are left out. A mutation is killed if a test fails,
-and has survived if all tests pass. It is an error if its piece of source does not occur exactly once in the function.
+a command's mutations are those in its folder. Tests of real models are left out. A mutation is killed if a test fails
+that passes without it, and has survived if all tests pass. It is an error if its piece of source does not occur exactly
+once in the function, or if the test fails without it, too.
 """
 
 from __future__ import annotations
@@ -278,6 +279,7 @@ class Mutating:
         gc.collect()
         gc.freeze()  # otherwise a fork's first collection copies all memory
         items = session.items
+        passing: set[str] = set()  # tests that pass without a mutation
         with tempfile.TemporaryDirectory() as folder:
             self.log = Path(folder) / "log"
             for mutation in self.mutations:
@@ -285,18 +287,26 @@ class Mutating:
                 session.items = [item for item in items if item.nodeid.startswith(mutation.tests)]
                 began = time.monotonic()
                 result = {0: "survived", 1: "killed"}.get(self.status_of(mutation, session), "error")
+                failed = self.log.read_text()
+                if result == "killed" and failed not in passing:  # it has to pass without the mutation
+                    session.items = [item for item in items if item.nodeid == failed]
+                    if self.status_of(None, session):
+                        result = "error"
+                    else:
+                        passing.add(failed)
                 self.results[result] += 1
-                line = f"{result:8} {time.monotonic() - began:5.0f} s  {mutation.name}  {self.log.read_text()}"
+                line = f"{result:8} {time.monotonic() - began:5.0f} s  {mutation.name}  {failed}"
                 print(line, file=sys.__stderr__, flush=True)
         return True
 
-    def status_of(self, mutation: Mutation, session: pytest.Session) -> int:
+    def status_of(self, mutation: Mutation | None, session: pytest.Session) -> int:
         """Return 0 if all tests pass, 1 if one fails, and 99 for an error."""
         child = os.fork()
         if child == 0:
             status = 99
             try:
-                apply(mutation)
+                if mutation is not None:
+                    apply(mutation)
                 with contextlib.suppress(session.Failed):
                     run_tests(session)
                 status = int(session.testsfailed > 0)

@@ -136,7 +136,7 @@ def test_a_null_is_separated_if_no_draw_passes_as_far_inside(test: Test, value: 
 
 def test_at_exactly_enough_power_there_are_enough_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     estimate = mean_of_runs(np.array([1.0, 4.0, 5.0]))
-    monkeypatch.setattr("sinkscope.results.judgment.ENOUGH", above(0.0).power(estimate))
+    monkeypatch.setattr("sinkscope.results.judgment.ENOUGH_POWER", above(0.0).power(estimate))
     assert above(0.0).outcome(estimate) == INCONCLUSIVE
 
 
