@@ -210,7 +210,9 @@ class ValuePart(GatePart):
 class OutputPart(GatePart):
     """Multiplies each query head's mix by its factor, at the query's own position."""
 
-    awaited: torch.Tensor | None = None  # the factors (B,T,H) between the value and the output projection
+    def __init__(self, layer: Layer, method: Any) -> None:
+        super().__init__(layer, method)
+        self.awaited: torch.Tensor | None = None  # the factors (B,T,H) between the value and the output projection
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
         PlacedHook(layer.value.path, OutputPart.compute_factors).watch(layer.attention)

@@ -92,7 +92,7 @@ def test_killed_before_every_fifteenth_change(tiny: Path, tmp_path: Path) -> Non
     assert killed_at_every(15, analyze, CHANGES, tiny, tmp_path) > 5
 
 
-@pytest.mark.parametrize(("command", "step"), [(intervene, 12), (quantize, 4)])
+@pytest.mark.parametrize(("command", "step"), [(intervene, 12), (quantize, 7)])
 def test_killed_before_some_renames(command: Any, step: int, tiny: Path, tmp_path: Path) -> None:
     """These are the first rename, one that exchanges the folders, and a later one."""
     assert killed_at_every(step, command, RENAMES, tiny, tmp_path) in (2, 3)
@@ -150,7 +150,7 @@ def test_claims_killed_before_some_renames_go_on(
     assert len(measured) == len(roles)
     out, kept = tmp_path / "killed" / "run", dict[str, int]()
     for _ in range(2):
-        status = broken_off(30, out.parent, kill, RENAMES, lambda: claims(tiny, text, out))
+        status = broken_off(40, out.parent, kill, RENAMES, lambda: claims(tiny, text, out))
         assert status == -signal.SIGKILL
         before, kept = kept, {path.parent.name: path.stat().st_mtime_ns for path in out.glob("runs/[!.]*/run.json")}
         assert before.items() < kept.items()
