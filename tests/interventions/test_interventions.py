@@ -471,7 +471,7 @@ def test_mask_sink_is_an_eager_model_with_the_pairs_masked(name: str) -> None:
 
 
 def traced(model: PreTrainedModel, batch: Batch, *do: str) -> tuple[Rows, torch.Tensor]:
-    rows = Rows(Settings(positions=4, window=4))
+    rows = Rows()
     with open_tracer(model, find_family(model), interventions=[parse(text) for text in do]) as tracer:
         tracer.forward(batch, [rows])
         return rows, tracer.logits(batch)

@@ -1,14 +1,17 @@
 """Gradients by group and by sequence, before gates and under interventions, against plain autograd in float64."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
+import gradient_reference as reference
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from gradient_reference import in_double
-from support.plain_gradients import value_gradients
+from support.plain import record
 from support.retrofitted import retrofitted
 from tiny import batched, measured, ragged_tokens, tiny_model
 from transformers import PreTrainedModel
@@ -18,6 +21,8 @@ from sinkscope import Run
 from sinkscope.measuring.observables.gradient import GROUPS, RATIO_COLUMNS
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.subject import inputs_for, load_model
+from sinkscope.models.families import find_family
+from sinkscope.models.projections import projections
 from sinkscope.options.measuring import make_config
 from sinkscope.results.tables import names_of
 
@@ -41,10 +46,10 @@ def test_the_gradient_without_a_group_is_that_of_a_run_without_its_sequences() -
     assert sorted(table["group"].unique()) == list(range(GROUPS))
     for group in (0, 7):  # groups of two sequences and of one
         others = [ids for index, ids in enumerate(sequences) if index % GROUPS != group]
-        norms = value_gradients(model, others, POSITIONS).norm(dim=-1)  # (layers,K,P)
-        together = norms.square().sum(1, keepdim=True).sqrt()
+        with in_double(model):
+            expected = reference.gradient(reference.record(model, others), POSITIONS).query("pathway == 'value'")
         mine = table[table["group"] == group].sort_values(["layer", "head", "position"])["grad_norm"]
-        assert_near(mine.to_numpy().reshape(3, 3, POSITIONS), torch.cat([together, norms], dim=1).numpy())
+        assert_near(mine.to_numpy(), expected.sort_values(["layer", "head", "position"])["grad_norm"].to_numpy())
 
 
 @pytest.mark.parametrize("name", ["llama", "opt-post-norm"])
@@ -62,13 +67,32 @@ def test_ratios_of_sequences_have_the_tables_ratio_as_their_mean(name: str) -> N
         assert by_sequence.query("sequence == 2 and position < 3")["compress"].notna().all()
 
 
+def raw_value_norms(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> torch.Tensor:
+    """Return the norms of the gradients of projected values before a retrofit's hook, (layers,K,P)."""
+    projected = [projections(model, find_family(model), layer)["value"] for layer in range(3)]
+    last: dict[int, torch.Tensor] = {}  # layer → the last gradient, that of the loss
+
+    def watch(layer: int, module: Any, args: tuple, output: torch.Tensor) -> None:
+        output.register_hook(partial(last.__setitem__, layer))
+
+    total = torch.zeros(3, POSITIONS, *projected[0].places.shape, dtype=torch.float64)
+    with ExitStack() as stack, in_double(model.base_model):
+        for layer, projection in enumerate(projected):
+            stack.enter_context(projection.module.register_forward_hook(partial(watch, layer), prepend=True))
+        for ids in sequences:
+            record(model, ids, sum(len(each) - 1 for each in sequences))
+            for layer, projection in enumerate(projected):
+                total[layer, : len(ids)] += last[layer][0, :POSITIONS, projection.places]
+    return total.norm(dim=-1).transpose(1, 2)
+
+
 @pytest.mark.parametrize(
     ("name", "label"), [("llama", "vga"), ("llama", "iga"), ("gpt2", "vscale"), ("falcon-new", "iga")]
 )
 def test_the_gradient_at_the_raw_value_is_autograds(name: str, label: str) -> None:
     model, sequences = retrofitted(name, label), ragged_tokens((12, 9, 4))
     table = tables(model, sequences, 2)["gradient"].query("pathway == 'raw_value'")
-    norms = value_gradients(model, sequences, POSITIONS).norm(dim=-1)  # (layers,K,P)
+    norms = raw_value_norms(model, sequences)
     heads = norms.shape[1]
     assert len(table) == 3 * (1 + heads) * POSITIONS
     together = norms.square().sum(1, keepdim=True).sqrt()
@@ -112,30 +136,36 @@ def masked(llama: PreTrainedModel) -> Run:
         return sinkscope.intervene(llama, "mask-sink", observables=("gradient",), draws=2, **SMALL)
 
 
-def value_norms(model: PreTrainedModel, hidden: int | None) -> np.ndarray:
-    """Return ‖∇v‖ (layers,P) of transformers' own eager model, with the key `hidden` masked for all other tokens."""
+def by_position(gradient: pd.DataFrame) -> np.ndarray:
+    """Return ‖∇v‖ (layers,P) of all heads together."""
+    table = gradient.query("pathway == 'value' and head == -1")
+    return table.pivot(index="layer", columns="position", values="grad_norm").to_numpy()
+
+
+def plain_norms(model: PreTrainedModel, hidden: int | None) -> np.ndarray:
+    """Return ‖∇v‖ of plain transformers, with the key `hidden` masked for all other tokens."""
     forbidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
     if hidden is not None:
         forbidden[:, hidden] |= torch.arange(LENGTH) != hidden
-    mask = torch.zeros(LENGTH, LENGTH, dtype=torch.float64).masked_fill(forbidden, torch.finfo(torch.float64).min)
+    mask = torch.zeros(1, 1, LENGTH, LENGTH).double().masked_fill(forbidden, torch.finfo(torch.float64).min)
     config = make_config(**SMALL)
     sequences = inputs_for(load_model(model, None, config), config).sequences
-    gradients = value_gradients(model, sequences, POSITIONS, mask[None, None])
-    return torch.linalg.vector_norm(gradients, dim=(1, 3)).numpy()
-
-
-def norms_of(run: Run, condition: str) -> np.ndarray:
-    table = run.tables["gradient"].query("condition == @condition and pathway == 'value' and head == -1")
-    return table.pivot(index="layer", columns="position", values="grad_norm").to_numpy()
+    with ExitStack() as stack, in_double(model):
+        for layer in model.model.layers:
+            stack.enter_context(layer.self_attn.register_forward_pre_hook(
+                lambda module, args, given: (args, given | {"attention_mask": mask}), with_kwargs=True
+            ))  # fmt: skip
+        return by_position(reference.gradient(reference.record(model, sequences), POSITIONS))
 
 
 def test_gradients_under_an_intervention_are_those_of_the_changed_model(llama: PreTrainedModel, masked: Run) -> None:
     (control,) = masked.manifest["arms"]["mask-sink"]["controls"][0]
     moved = int(control.partition("positions=")[2])
+    found = {name: by_position(rows) for name, rows in masked.tables["gradient"].groupby("condition")}
     for condition, hidden in (("before", None), ("mask-sink", 0), ("mask-sink control 0", moved)):
-        np.testing.assert_allclose(norms_of(masked, condition), value_norms(llama, hidden), rtol=1e-10)
+        np.testing.assert_allclose(found[condition], plain_norms(llama, hidden), rtol=1e-10)
     # the intervention changes the gradients
-    assert np.abs(norms_of(masked, "mask-sink") / norms_of(masked, "before") - 1)[:, 0].max() > 0.1
+    assert np.abs(found["mask-sink"] / found["before"] - 1)[:, 0].max() > 0.1
 
 
 def test_every_arm_and_control_has_the_tables_of_the_chosen_observables(masked: Run) -> None:

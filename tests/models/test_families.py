@@ -6,16 +6,14 @@ import pytest
 import reference
 import torch
 from support.every_model import tiny_of
-from tiny import TINY, padded, ragged_tokens, tiny_model, tiny_tokens
+from tiny import TINY, measured, padded, ragged_tokens, tiny_model, tiny_tokens
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from sinkscope.attention.seam import open_seam
 from sinkscope.errors import InputError
 from sinkscope.interventions import INTERVENTIONS, Target
-from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.subject import family_of
-from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models import families
 from sinkscope.models.calibrate import calibrate
 from sinkscope.models.families import FAMILIES, find_family
@@ -140,14 +138,9 @@ def test_calibration_finds_a_known_family_again(name: str, monkeypatch: pytest.M
     mine, other = read_sites(model, found, tiny_tokens(2, 9)), read_sites(model, known, tiny_tokens(2, 9))
     for sites, expected in zip(mine, other, strict=True):
         assert all(torch.equal(sites[site], expected[site]) for site in expected)
-    settings, batch = Settings(positions=4, window=4), padded(ragged_tokens((9, 6)))
-    weights = []
-    for family in (known, found):
-        with open_tracer(model, family) as tracer:
-            observable = OBSERVABLES["attention"](settings)
-            tracer.forward(batch, [observable])
-            weights.append(observable.tables()["attention"])
-    assert max(reference.errors(weights[1], weights[0]).values()) < 1e-5
+    asked = [padded(ragged_tokens((9, 6)))], Settings(positions=4, window=4), ("attention",)
+    tables = [measured(model, *asked, family=family)["attention"] for family in (known, found)]
+    assert max(reference.errors(*tables).values()) < 1e-5
 
 
 def seen_at_the_taps(model, family, ids):

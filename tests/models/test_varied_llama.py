@@ -10,16 +10,15 @@ import gradient_reference
 import pytest
 import torch
 import torch.nn.functional as F
-from support.attention_rows import Rows
+from support.attention_rows import rows_of
 from support.retrofitted import assert_close, each_pair
-from tiny import VOCAB, padded, ragged_tokens, spread_weights, tiny_tokens
+from tiny import VOCAB, measured, padded, ragged_tokens, spread_weights, tiny_tokens
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
 
 from sinkscope.attention.position_kinds import with_positions
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Settings
-from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.calibrate import calibrate
 from sinkscope.models.families import find_family
 from sinkscope.models.varied_llama import POSITION_SCHEMES, VariedLlamaConfig, alibi_slopes, bucket
@@ -182,12 +181,10 @@ def test_logits_and_gradients_are_the_formulas(label: str) -> None:
     ("label", "kernel"), [*((label, "sdpa") for label in VARIANTS), ("several", "eager"), ("prefix", "eager")]
 )
 def test_what_is_measured_is_the_formulas_weights(label: str, kernel: str) -> None:
-    model, rows = shared(label), Rows(Settings())
-    with open_tracer(model, find_family(model), kernel) as tracer:
-        tracer.forward(Batch(IDS, torch.ones_like(IDS)), [rows])
+    model = shared(label)
     expected = Formula(model)
     expected(IDS)
-    for weights, formula in zip(rows.weights, expected.weights, strict=True):
+    for weights, formula in zip(rows_of(model, IDS, kernel).weights, expected.weights, strict=True):
         assert_close(weights, formula.detach())
 
 
@@ -235,13 +232,11 @@ def test_its_row_holds(label: str) -> None:
 def test_a_key_of_the_prefix_has_all_queries() -> None:
     """The means are over the queries that see a key: all T for a prefix's key, T - s for other keys."""
     model = shared("prefix")
-    observable = OBSERVABLES["attention"](Settings(positions=LENGTH, window=LENGTH, epsilon=0.3))
-    with open_tracer(model, find_family(model)) as tracer:
-        tracer.forward(Batch(IDS, torch.ones_like(IDS)), [observable])
+    settings = Settings(positions=LENGTH, window=LENGTH, epsilon=0.3)
+    found = measured(model, [Batch(IDS, torch.ones_like(IDS))], settings, ("attention",))["attention"]
     expected = Formula(model)
     expected(IDS)
     queries = torch.tensor([LENGTH] * 4 + list(range(LENGTH - 4, 0, -1)))
-    found = observable.tables()["attention"]
     for layer, weights in enumerate(expected.weights):
         mass = (weights.detach().sum(2) / queries).mean(0)
         for column in ("window_mass", "sink_mass"):
@@ -275,10 +270,8 @@ def test_slopes_and_buckets() -> None:
 def test_the_weight_on_a_windows_first_token() -> None:
     """The mean is over queries t ≥ 3, because earlier ones see position 0; padded sequences of 9, 5 and 2 tokens."""
     model, lengths = shared("window"), [9, 5, 2]
-    observable = OBSERVABLES["window-edge"](Settings())
-    with open_tracer(model, find_family(model)) as tracer:
-        tracer.forward(padded(ragged_tokens(lengths), "left"), [observable])
-    found = observable.tables()["window_edge_by_sequence"].set_index(["layer", "sequence"])
+    tables = measured(model, [padded(ragged_tokens(lengths), "left")], Settings(), ("window-edge",))
+    found = tables["window_edge_by_sequence"].set_index(["layer", "sequence"])
     assert sorted(found.index) == [(layer, sequence) for layer in (0, 1) for sequence in (0, 1)]
     for sequence, ids in enumerate(ragged_tokens(lengths)[:2]):
         expected = Formula(model)

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.attention_rows import Rows
+from support.attention_rows import rows_of
 from support.retrofitted import (
     FURTHER,
     IDS,
-    SETTINGS,
     assert_close,
     each_pair,
     in_double,
@@ -26,11 +25,9 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from sinkscope.attention import kernels
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.streaming import streaming
-from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.quantization.simulation import attending_with
 from sinkscope.retrofits.operation import OPERATION_KINDS
-from sinkscope.text.batch import Batch
 
 NAME = "formula"
 FORMULA = "formula_of_the_test"  # the attribute of an attention module: (logits, seen) → weights of the mix
@@ -150,13 +147,11 @@ def test_logits_and_gradients_are_the_formulas(name: str, label: str) -> None:
 @each_pair(["llama", "gemma2"], [label for label in FURTHER if not label.startswith("value")])
 def test_what_is_measured_is_the_proxy(name: str, label: str) -> None:
     kernel = "sdpa" if name == "llama" else "eager"
-    rows, expected = Rows(SETTINGS), by_formula(name, label)
-    model = shared(name, label)
+    model, expected = shared(name, label), by_formula(name, label)
     with torch.no_grad(), in_double(expected):
         expected(IDS)
-    with in_double(model), open_tracer(model, find_family(model), kernel) as tracer:
-        tracer.forward(Batch(IDS, torch.ones_like(IDS)), [rows])
-    for weights, attention in zip(rows.weights, find_family(expected).attentions(expected).values(), strict=True):
+        found = rows_of(model, IDS, kernel).weights
+    for weights, attention in zip(found, find_family(expected).attentions(expected).values(), strict=True):
         assert_close(weights, attention.proxy[..., : IDS.shape[1]])
 
 

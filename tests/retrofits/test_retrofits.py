@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import reference
 import torch
-from support.attention_rows import Rows
+from support.attention_rows import rows_of
 from support.naming import naming
 from support.retrofitted import (
     AT_TAPS,
@@ -38,11 +38,10 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from sinkscope import InputError, SinkscopeError, intervening, new_parameters, retrofit_model
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import Seam
-from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
 from sinkscope.retrofits.gates import ValueScale, shrink
 from sinkscope.retrofits.retrofit import gated
-from sinkscope.text.batch import REGISTER, Batch
+from sinkscope.text.batch import REGISTER
 
 
 @torch.no_grad()
@@ -396,17 +395,12 @@ def test_the_value_gradient_is_what_attention_routes_to_it(name: str, label: str
     assert check["identity_residual"].max() < (1e-5 if name in ("bloom", "falcon-alibi", "mpt") else 1e-9)
 
 
-def rows_of(model: PreTrainedModel) -> Rows:
-    rows = Rows(SETTINGS)
-    with in_double(model), open_tracer(model, find_family(model)) as tracer:
-        tracer.forward(Batch(IDS, torch.ones_like(IDS)), [rows])
-    return rows
-
-
 @each_pair(NAMES, ["learnable-sink", "key-bias"])
 def test_missing_mass_is_what_the_new_denominator_takes(name: str, label: str) -> None:
     """In the first layer, where nothing else differs, the weights are the plain ones times one factor per row."""
-    rows, plain = rows_of(shared(name, label)), rows_of(shared_plain(name))
+    model, bare = shared(name, label), shared_plain(name)
+    with in_double(model):
+        rows, plain = rows_of(model, IDS), rows_of(bare, IDS)
     tolerance = 1e-5 if name in ("bloom", "falcon-alibi", "mpt") else 1e-10
     for weights, missing in zip(rows.weights, rows.missing, strict=True):
         assert_close(weights.sum(-1) + missing, torch.ones_like(missing), tolerance)

@@ -1,9 +1,12 @@
 """An observable that keeps every attention weight, layer by layer."""
 
 import torch
+from transformers import PreTrainedModel
 
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
+from sinkscope.measuring.tracer import open_tracer
+from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch
 
 
@@ -12,8 +15,8 @@ class Rows(Observable):
     about = "a test's own"
     sites = ("attention", "layer_out")
 
-    def __init__(self, settings: Settings) -> None:
-        super().__init__(settings)
+    def __init__(self) -> None:
+        super().__init__(Settings())
         self.weights: list[torch.Tensor] = []  # (B,H,T,T) in each layer
         self.missing: list[torch.Tensor] = []  # (B,H,T)
         self.values: list[torch.Tensor] = []  # (B,T,K,d)
@@ -27,3 +30,10 @@ class Rows(Observable):
         self.weights.append(read.weights(everything, everything)[0].clone())
         self.missing.append(read.missing_mass.clone())
         self.values.append(read.value.transpose(1, 2))
+
+
+def rows_of(model: PreTrainedModel, ids: torch.Tensor, kernel: str = "sdpa") -> Rows:
+    rows = Rows()
+    with open_tracer(model, find_family(model), kernel) as tracer:
+        tracer.forward(Batch(ids, torch.ones_like(ids)), [rows])
+    return rows
