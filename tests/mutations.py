@@ -144,7 +144,7 @@ MUTATIONS = [
         ("gate: tokens in reverse", TRACER, "Reader._see_gate", '"output")).detach()', '"output")).detach().flip(1)'),
         ("positions: their offset", TRACER, "model_inputs", "batch.position_ids.to(device) + first_position",
          "batch.position_ids.to(device) + first_position + 1"),
-        ("registers: counted as text", TRACER, "Reader.sought",
+        ("registers: counted as text", TRACER, "Reader.requests",
          "batch = batch.with_registers(self.registers)", "pass"),
         ("loss: sign of its gradient", LOSSES, "loss_and_gradient", "-torch.ones_like(", "torch.ones_like("),
         ("loss: gradient of the last token", LOSSES, "loss_and_gradient", ".masked_fill_(ignored[part], 0.0)", ""),
@@ -189,8 +189,8 @@ MUTATIONS = [
     ),
     *_mutations(
         BRANCH_TESTS,
-        ("site: only its last term", TRACER, "Reader.sought", "added + term if index else term", "term"),
-        ("site: a branch is not scaled", TRACER, "Reader.sought", "else scale * term", "else term"),
+        ("site: only its last term", TRACER, "Reader.requests", "added + term if index else term", "term"),
+        ("site: a branch is not scaled", TRACER, "Reader.requests", "else scale * term", "else term"),
     ),
     *_mutations(
         ESTIMATE_TESTS,

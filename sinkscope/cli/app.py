@@ -19,7 +19,7 @@ from pydantic_core import PydanticUndefined
 from rich.markup import escape
 
 from sinkscope.cli.as_json import as_json
-from sinkscope.cli.ending import WRONG_INPUT, Commands, Told, interruption, printing
+from sinkscope.cli.ending import WRONG_INPUT, Commands, PrintedFailure, interruption, printing
 from sinkscope.cli.printing import print_messages, print_result
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.options.measuring import PERMISSIONS
@@ -154,7 +154,7 @@ def _command(record: Command, kind: type[Options]) -> Callable[..., None]:
         if is_first and not output.json_ and not output.quiet:
             print_messages(result)
         if result.failure:
-            raise (Told if output.json_ else SinkscopeError)(result.failure)
+            raise (PrintedFailure if output.json_ else SinkscopeError)(result.failure)
 
     command.__doc__ = escape(inspect.cleandoc(kind.__doc__ or ""))  # brackets are text, not rich markup
     command.__signature__ = inspect.Signature(parameters_of(kind))  # type: ignore[attr-defined]

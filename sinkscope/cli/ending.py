@@ -22,7 +22,7 @@ from sinkscope.plugins import failure_of
 DONE, FAILED, WRONG_INPUT = 0, 1, 2  # exit status
 
 
-class Told(SinkscopeError):
+class PrintedFailure(SinkscopeError):
     """The failure of a command whose result, with this failure, is on standard output as JSON."""
 
 
@@ -74,7 +74,7 @@ class Commands(TyperGroup):
                 traceback.print_exception(error)
             print("sinkscope:", _message(error), file=sys.stderr)
             status = WRONG_INPUT if isinstance(error, InputError) or _is_usage_error(error) else FAILED
-            if "--json" in args and not isinstance(error, Told):
+            if "--json" in args and not isinstance(error, PrintedFailure):
                 try:
                     print(json.dumps({"command": args[0], "error": _message(error), "status": status}), flush=True)
                 except OSError:

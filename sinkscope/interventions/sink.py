@@ -31,8 +31,8 @@ class MaskSink(Intervention):
     """Masks the sink's key.
 
     With position 0 masked in every layer, position 1 is the first token that the others see, and may become the sink in
-    its place. With begin=massive, only the layers after the first massive activation are masked: then no other token
-    has one.
+    its place. With begin=massive, only the layers after the first massive activation are masked, so that no other token
+    gets a massive activation.
     """
 
     name = "mask-sink"

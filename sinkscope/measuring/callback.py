@@ -185,7 +185,7 @@ class SinkCallback(TrainerCallback):
         if subject is None:
             return
         try:
-            tables, largest = probed(subject.loaded.model, lambda _: self._tables_of(subject))
+            tables, largest = run_probe(subject.loaded.model, lambda _: self._tables_of(subject))
         except SinkscopeError as error:  # such as NaN, which the Trainer itself reports
             warnings.warn(f"SinkCallback has not measured step {step}: {error}", stacklevel=2)
             return
@@ -288,7 +288,7 @@ def _calling_trainer() -> Trainer | None:
     return None
 
 
-def probed(model: PreTrainedModel, probe: Callable[[PreTrainedModel], Found]) -> Found:
+def run_probe(model: PreTrainedModel, probe: Callable[[PreTrainedModel], Found]) -> Found:
     """Run a probe without influence on the training: eval mode, not compiled, no autocast, separate random numbers."""
     with undisturbed(model), same_random_numbers(), torch.no_grad():
         return probe(model)

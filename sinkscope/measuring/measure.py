@@ -164,13 +164,13 @@ def measure(
         follow_ups = [
             AttentionMaps(settings, heads)
             if heads and name == AttentionMaps.name
-            else OBSERVABLES[name].aimed(settings, raw)
+            else OBSERVABLES[name].from_tables(settings, raw)
             for name in chosen.follow_ups
         ]
         if follow_ups:
             tracer.forward(next(inputs.batches(1)), follow_ups)
         raw |= tables_of(follow_ups)
-        facts.scaling, facts.outside = attended(tracer)
+        facts.scaling, facts.outside = attention_facts(tracer)
     tables = publish(raw, loaded, inputs.condition)
     summary = summarize(tables, inputs, family, facts.scaling, facts.loss, facts.outside, settings)
     if notice := notice_without_rate(of_whole_model(summary), settings.epsilon):
@@ -178,7 +178,7 @@ def measure(
     return tables | publish({"summary": summary}, loaded, inputs.condition), facts
 
 
-def attended(reader: Reader) -> tuple[tuple[float, ...], dict[str, list[int]]]:
+def attention_facts(reader: Reader) -> tuple[tuple[float, ...], dict[str, list[int]]]:
     """Return the scale of each layer's logits, and targets of attention other than the text with their layers."""
     outside: dict[str, list[int]] = defaultdict(list)
     for layer, attention in reader.family.attentions(reader.model).items():

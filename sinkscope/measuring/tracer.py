@@ -77,7 +77,7 @@ class Reader:
         self._not_finite: Sums[int] = Sums()  # layer → whether it has NaN or infinite numbers
         self._held = 0  # numbers that observables keep of its layers
 
-    def sought(self, batch: Batch, observables: Sequence[Observable]) -> Sought:
+    def requests(self, batch: Batch, observables: Sequence[Observable]) -> Sought:
         """Read every site in the order in which the forward pass reaches it, register tokens first.
 
         OutOfOrderError is to be thrown for an address that the pass does not reach.
@@ -210,8 +210,8 @@ class Reader:
     def _tap(self, layer: int, name: str) -> Address:
         return self._inside(layer, f"{NAME}.{name}", "output")
 
-    def reached(self) -> Iterator[Address]:
-        """Yield the addresses that `sought` may ask for; the seams have to be open."""
+    def addresses(self) -> Iterator[Address]:
+        """Yield the addresses that `requests` may ask for; the seams have to be open."""
         taps = [f"{NAME}.{tap}.output" for tap in Seam.ORDER["interface"]]
         inside = (f"{RETROFIT}.inputs", f"{RETROFIT}.output", f"{self.family.output}.input", *taps)
         for layer, module in enumerate(self.family.layer_modules(self.model)):
@@ -259,7 +259,7 @@ class Tracer(Reader):
     def serving(self) -> AbstractContextManager[None]:
         """Serve what leaves the modules that are read to the traces of the block, after the hooks that they have."""
         layers = part_of(self.traced, self.family.layers)
-        read = [part_of(layers[layer], path) for layer, path, end in self.reached() if end == "output"]
+        read = [part_of(layers[layer], path) for layer, path, end in self.addresses() if end == "output"]
         return serving([*read, part_of(self.traced, embedding_path(self.model)), self.traced])
 
     def forward(self, batch: Batch, observables: Sequence[Observable], again: bool = True) -> None:
@@ -364,7 +364,7 @@ class Tracer(Reader):
 
     def _read_layers(self, batch: Batch, observables: Sequence[Observable]) -> None:
         """Read every site from the current trace."""
-        sought, layers = self.sought(batch, observables), part_of(self.traced, self.family.layers)
+        sought, layers = self.requests(batch, observables), part_of(self.traced, self.family.layers)
         with suppress(StopIteration):
             address = next(sought)
             while True:

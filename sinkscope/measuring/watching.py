@@ -31,7 +31,7 @@ from sinkscope.attention.kernels import is_visible
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import NAME
 from sinkscope.errors import InputError, SinkscopeError, described, was_interrupted
-from sinkscope.measuring.measure import attended
+from sinkscope.measuring.measure import attention_facts
 from sinkscope.measuring.nnsight import OutOfOrderError
 from sinkscope.measuring.observables import OBSERVABLES, check_names
 from sinkscope.measuring.observables.observable import Observable, accumulated
@@ -221,7 +221,7 @@ class Watched:
             rows = zip(batch.token_ids.numpy(), batch.start.tolist(), batch.lengths.tolist(), strict=True)
             texts = (ids[start : start + length] for ids, start, length in rows)
             self._sequences.update(enumerate(texts, batch.first))
-            self._attended = attended(call.reader)
+            self._attended = attention_facts(call.reader)
             self._added += 1
             vars(self).pop("_tables", None)
         except Exception as error:
@@ -249,9 +249,9 @@ class _Call:
             seams = seams or stack.enter_context(open_seam(loaded.model, family, aside=True))
             self.reader = Reader(loaded.model, family, seams)
             self._layers = family.layer_modules(loaded.model)
-            self._sought: Sought = self.reader.sought(batch, observables)
+            self._sought: Sought = self.reader.requests(batch, observables)
             self._awaited: tuple[nn.Module | None, str] = None, ""
-            read = {self._layers[layer].get_submodule(path) for layer, path, _ in self.reader.reached()}
+            read = {self._layers[layer].get_submodule(path) for layer, path, _ in self.reader.addresses()}
             for module in read:
                 stack.enter_context(module.register_forward_pre_hook(self._before, with_kwargs=True))
                 stack.enter_context(module.register_forward_hook(self._after))

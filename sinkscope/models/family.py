@@ -38,7 +38,7 @@ class Copies:
     count: int  # S
     layout: Literal["first", "third", "flat"]  # (S,B,T,D), (B,T,S,D), (B,T,S·D)
 
-    def apart(self, x: torch.Tensor) -> torch.Tensor:
+    def split(self, x: torch.Tensor) -> torch.Tensor:
         """Reshape a layer's input or output to (B,T,S,D)."""
         if self.layout == "flat":
             return x.unflatten(-1, (self.count, -1))
@@ -46,7 +46,7 @@ class Copies:
 
     def stream(self, x: torch.Tensor) -> torch.Tensor:
         """Return the residual stream (B,T,D) of a layer's input or output."""
-        return self.apart(x).mean(2)
+        return self.split(x).mean(2)
 
 
 def find_copies(x: torch.Tensor, tokens: torch.Size, width: int) -> Copies | None:

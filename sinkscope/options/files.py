@@ -34,8 +34,8 @@ def user_path(name: str | os.PathLike[str]) -> Path:
 def plain_path(name: str | os.PathLike[str]) -> Path:
     """Return the path that a user gave, without expanding ~.
 
-    Raises InputError if it, or the place where it leads, has a name that is not UTF-8: tables, weights and run.json
-    cannot hold it, nor the libraries that write them.
+    Raises InputError if the path, or the target of its links, is not UTF-8, because tables, weights, run.json and the
+    libraries that write them cannot hold such a name.
     """
     path = Path(name)
     try:

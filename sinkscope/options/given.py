@@ -18,7 +18,7 @@ OBJECTS = (*RECORD_KINDS.values(), DATASET)
 class Given:
     """Documents that were passed as objects: each is a record with the entries of a line of a JSON lines file.
 
-    Its text is what they are, one of OBJECTS: their name in run.json, which does not contain them.
+    `str(given)` is the kind of the documents, one of OBJECTS. run.json has this name, and not the documents.
     """
 
     def __init__(self, thing: Any) -> None:

@@ -70,7 +70,7 @@ class Record(BaseModel):
 
 
 def documents_of(record: Mapping[str, Any], where: str, column: str = "") -> list[Document]:
-    """Return the documents of a record: one, or the parts of a packed row. InputError, which begins with `where`.
+    """Return the documents of a record: one, or the parts of a packed row. `where` begins the messages of errors.
 
     A record whose text is null is an empty document. The text is in `column` if the record has none of ENTRIES.
     """

@@ -30,7 +30,7 @@ FIGURES_FOLDER = "figures"
 AnyResult = TypeVar("AnyResult", bound="Result")
 
 
-class Shown:
+class Displayable:
     """What a notebook displays: a page, and summary tables with texts, or numbers that are printed with four digits."""
 
     @property
@@ -53,7 +53,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Result(FolderData, Shown):
+class Result(FolderData, Displayable):
     """A manifest and tables, in memory or in a folder, with texts, figures and a page."""
 
     @property
@@ -95,7 +95,7 @@ class Result(FolderData, Shown):
 
 
 def write_data(result: Result, folder: Path, is_drawn: bool = True) -> None:
-    """Write tables, texts and run.json, the last of them, into an empty folder; `is_drawn`: `draw` does the rest."""
+    """Write tables, texts and, last, run.json into an empty folder; `is_drawn`: `draw` adds figures and page."""
     result.write_files(folder)
     write_manifest(folder, result.manifest | ({"drawn": False} if is_drawn else {}))
 

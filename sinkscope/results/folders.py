@@ -127,9 +127,9 @@ def check_no_link(folder: Path) -> None:
 def new_folder(folder: Path, inside: Path | None = None) -> Iterator[Path]:
     """Yield a temporary folder that replaces `folder` when the block succeeds, and is removed when it fails.
 
-    `own_folder` prevents other commands from writing `folder` in the meantime. Files of other origin in it are kept:
-    those that run.json of the folder (of `inside`, a folder above it) does not list at the end. Raises SinkscopeError
-    if the disk cannot be written.
+    `own_folder` prevents other commands from writing `folder` in the meantime. Files of other origin are kept: those
+    that run.json of the folder (or of `inside`, a parent folder) does not list at the end. Raises SinkscopeError if the
+    disk cannot be written.
     """
     real = folder.resolve()
     try:

@@ -56,7 +56,7 @@ class Sequences:
         return self.once((table, column, by, *sorted(where.items())), pivoted)
 
     def once(self, key: tuple, find: Callable[[], np.ndarray]) -> np.ndarray:
-        """Return the array that is called `key`, which is found when it is first asked for."""
+        """Return the array named `key`, which `find` computes at the first call."""
         if key not in self._arrays:
             self._arrays[key] = find()
         return self._arrays[key]

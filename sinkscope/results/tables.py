@@ -107,7 +107,7 @@ def used(path: Path, table: pd.DataFrame) -> pd.DataFrame:
 def blaming_tables() -> Iterator[None]:
     """Name a table in errors of code that evaluates tables of folders, which may have been edited.
 
-    It is the last one that was used with a fault, or else the last one. Errors of code without such tables stay.
+    The named table is the last one that was read and has a fault, or else the last one. Other errors pass through.
     """
     tables: dict[Path, pd.DataFrame] = {}
     token = _USED.set(tables)
@@ -125,7 +125,7 @@ def blaming_tables() -> Iterator[None]:
         _USED.reset(token)
 
 
-# what is looked for after an error
+# fault → whether a table has it, tested after an error
 FAULTS: dict[str, Callable[[pd.DataFrame], bool]] = {
     TWICE: lambda table: bool(table.duplicated().any()),
     "two rows have the same labels": lambda table: bool(
@@ -163,7 +163,7 @@ def read_table(path: Path, columns: Columns = ()) -> pd.DataFrame:
 
 
 def fault_of(table: pd.DataFrame, columns: Columns) -> str:
-    """Return what no table with these columns has, such as a billionth layer or a row twice; "" if there is nothing."""
+    """Return a fault of a table with these columns, such as an impossible layer or a duplicate row; "" if none."""
     for name in (column.name for column in columns if column.name in BELOW and column.kind == "whole"):
         for index in (table[name].min(), table[name].max()) if name in table and len(table) else ():
             if not -1 <= index < BELOW[name]:
@@ -173,7 +173,7 @@ def fault_of(table: pd.DataFrame, columns: Columns) -> str:
 
 
 def check_made(tables: Mapping[str, pd.DataFrame], columns: Mapping[str, Columns]) -> None:
-    """Raise ValueError for tables of an observable that are not as its `columns` declare: they could not be read."""
+    """Raise ValueError if tables of an observable differ from its `columns`, because they could not be read again."""
     import pyarrow
 
     for name, table in tables.items():

@@ -170,7 +170,7 @@ class TokenInputs:
             first = last
 
     def whole(self) -> Batch:
-        """Return all sequences in one batch, which no model is to read."""
+        """Return all sequences in one batch, for computations without a model."""
         return next(replace(self, equal_past=None).batches(len(self)))
 
 

@@ -112,8 +112,8 @@ class Request:
     def beginning(self, text: str, count: int) -> tuple[list[int], bool, bool]:
         """Return the first `count` tokens of a text, whether it has the tokens before it, and whether it is longer.
 
-        A text that a chat template has rendered begins (and for an encoder ends) with the tokens that are added, which
-        would then be there twice: they are left out.
+        A text from a chat template already begins (and for an encoder ends) with the tokens that are added, so these
+        tokens are left out here.
         """
         most = len(self.prefix) + count + len(self.suffix)
         ids = first_tokens(self.tokenizer, text, most + 1)
@@ -123,7 +123,7 @@ class Request:
         return ids[:count], is_framed, len(ids) > count
 
     def not_added_again(self, label: str, texts: int) -> list[str]:
-        """Return the notice that so many texts begin with the tokens that are put before a text."""
+        """Return the notice that this number of texts already begin with the tokens of the prefix."""
         if not texts:
             return []
         tokens = "".join(token_texts(self.tokenizer, self.prefix)[token] for token in self.prefix)

@@ -111,7 +111,7 @@ class Collection:
 # --- the content of folders of `claims`, `sweep`, and any command that measures or trains
 
 
-def collected(runs: Iterable[Run], folders: Iterable[Path]) -> Collection:
+def collect_runs(runs: Iterable[Run], folders: Iterable[Path]) -> Collection:
     """Collect the given runs and the content of the folders."""
     every, trainings, series, scores = list(runs), list[Training](), list[Series](), list[RunData]()
     for folder in folders:
@@ -167,10 +167,10 @@ def judged_folders(folders: Iterable[Path]) -> list[Path]:
 
 def skipped_in(folders: Iterable[Path]) -> dict[str, dict[str, str]]:
     """Map each model to its roles that do not apply, with the reasons, from folders of `claims`."""
-    return merged(*(read_manifest(folder, JUDGED).get("skipped_roles", {}) for folder in folders))
+    return merge_reasons(*(read_manifest(folder, JUDGED).get("skipped_roles", {}) for folder in folders))
 
 
-def merged(*mappings: Skipped) -> dict[str, dict[str, str]]:
+def merge_reasons(*mappings: Skipped) -> dict[str, dict[str, str]]:
     """Merge mappings of model → role → reason."""
     models = dict.fromkeys(model for one in mappings for model in one)
     return {model: {role: why for one in mappings for role, why in one.get(model, {}).items()} for model in models}

@@ -17,7 +17,7 @@ import pandas as pd
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from sinkscope.commands.claims.collection import collected, judged_folders, merged, skipped_in
+from sinkscope.commands.claims.collection import collect_runs, judged_folders, merge_reasons, skipped_in
 from sinkscope.commands.claims.columns import CLAIM, COMMAND, ROUTE, TABLES
 from sinkscope.commands.claims.evidence import LONG_TEXT, LOSS, MAIN, NATURAL, Evidence, Need, models_of, null_need
 from sinkscope.commands.claims.options import ClaimsOptions
@@ -108,7 +108,7 @@ def claims(
     start = time.time()
     config = config or options_of(ClaimsOptions, model, options)
     folders = judged_folders(config.from_)
-    known, skipped = collected(runs, folders), skipped_in(folders)
+    known, skipped = collect_runs(runs, folders), skipped_in(folders)
     check_config(config)
     judges_only = model is None and (config.only_judges or bool(known.runs and config.model is None))
     reads, saved = (config.model, config.adapter, str(config.input), *config.from_), config.model_dump(mode="json")
@@ -138,7 +138,7 @@ def claims(
                     return target.runs, target.skipped
 
                 before, inapplicable = members.of_the_first(earlier)
-                known, skipped = replace(known, runs=[*known.runs, *before]), merged(skipped, inapplicable)
+                known, skipped = replace(known, runs=[*known.runs, *before]), merge_reasons(skipped, inapplicable)
                 measured = ClaimBench(subject, config, console, known.runs, before, target).evidence(skipped)
                 card = _scorecard(known.completed(measured, name), config, start)
         return card if target is None else target.finish(card)

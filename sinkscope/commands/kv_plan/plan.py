@@ -282,7 +282,7 @@ class Sizes:
         return float(taken.sum() / (self.tokens.sum() * self.kv_heads))
 
     def fitting_bits(self, losses: np.ndarray, budget: float, windows: np.ndarray) -> np.ndarray | None:
-        """Return bits (L,2) of keys and values, in all as many as the budget permits; None if it permits none.
+        """Return bits (L,2) of keys and values that use up the budget; None if the budget is too small.
 
         One bit more halves a loss (L,2), so the next bit always goes to the largest loss that is left.
         """
@@ -527,7 +527,7 @@ class PlanStudy:
         def made(
             name: str, scores: np.ndarray, losses: np.ndarray, tokens: Iterable[float], shares: Iterable[float]
         ) -> list[Plan]:
-            """Return the plans that keep a share of all tokens, on as many bits as the budget permits."""
+            """Return the plans that keep a share of all tokens, with as many bits as the budget permits."""
             plans = []
             for tokens_kept, share in itertools.product(tokens, shares):
                 windows = sizes.split(scores, tokens_kept, share)

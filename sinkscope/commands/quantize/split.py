@@ -158,7 +158,7 @@ class Split:
     # --- settings
 
     def _sparing_arms(self, outliers: Sequence[Masks], of_calibration: Sequence[Masks]) -> list[SplitArm]:
-        """Return the arms that spare outlier tokens, coordinates, both, and as many random ones."""
+        """Return the arms that spare outlier tokens, coordinates, both, or equally many random ones."""
         plain = SparingText(self.inputs), SparingText(self.calibration)
         tokens, calibration_tokens = (
             [np.logical_or.reduce(np.concatenate(masks), axis=0) for masks in of_sequences]
@@ -179,7 +179,7 @@ class Split:
         return arms
 
     def _random_tokens(self, spared: np.ndarray) -> np.ndarray:
-        """Draw as many tokens of a sequence that are not spared."""
+        """Draw equally many of the other tokens of a sequence."""
         free = np.flatnonzero(~spared)
         mask = np.zeros_like(spared)
         mask[self.drawn.choice(free, min(len(free), int(spared.sum())), replace=False)] = True
@@ -198,10 +198,10 @@ class Split:
         return SparingText(replace(inputs, sequences=sequences, first_predicted=first), spared)
 
     def _best_prefix(self, outliers: Sequence[np.ndarray]) -> tuple[int, ...]:
-        """Return PrefixQuant's prefix of the calibration sequences, or as many of their most frequent tokens.
+        """Return the better prefix: PrefixQuant's, or equally many of the most frequent calibration tokens.
 
-        It is the one with the lower loss on these sequences, with everything quantized. `outliers` are as in
-        `outlier_prefix`.
+        The better prefix has the lower loss on the calibration sequences, with everything quantized. `outliers` are as
+        in `outlier_prefix`.
         """
         sequences = self.calibration.sequences
         rule = outlier_prefix(outliers, sequences)

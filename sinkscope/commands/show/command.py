@@ -17,7 +17,7 @@ from sinkscope.results.manifest import PAGE, RUNS, folder_of, is_undrawn, read_m
 
 if TYPE_CHECKING:  # a page that exists is found in a moment; what makes one imports torch, and is imported when needed
     from sinkscope.html_page import Page
-    from sinkscope.output.result import Shown
+    from sinkscope.output.result import Displayable
 
 
 def command(options: ShowOptions, output: OutputOptions) -> Printout:
@@ -69,7 +69,7 @@ def show(run: str | os.PathLike[str], *, again: bool = False) -> Path:
     return page
 
 
-def page(run: "Shown | str | os.PathLike[str]") -> "Page":
+def page(run: "Displayable | str | os.PathLike[str]") -> "Page":
     """Return the page of a run, a series, a training, a comparison or a scorecard, which a notebook displays.
 
     Args:
@@ -79,10 +79,10 @@ def page(run: "Shown | str | os.PathLike[str]") -> "Page":
         InputError: it is not the folder of a command, or a table in it is damaged.
     """
     from sinkscope.html_page import Contents, page_of
-    from sinkscope.output.result import Shown
+    from sinkscope.output.result import Displayable
     from sinkscope.results.tables import blaming_tables
 
-    if isinstance(run, Shown):
+    if isinstance(run, Displayable):
         return run.page()
     with blaming_tables():
         return page_of(Contents.of_folder(tables_folder(folder_of(run))))

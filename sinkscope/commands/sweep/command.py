@@ -41,7 +41,7 @@ from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.register import records
 from sinkscope.options.signatures import with_options
-from sinkscope.output.result import Shown, both, figure_failure, written
+from sinkscope.output.result import Displayable, both, figure_failure, written
 from sinkscope.results.manifest import make_manifest
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.papers import WSE_TABLE_1
@@ -53,7 +53,7 @@ MOST_FAILURES = 5  # failures that the final message names
 
 
 @dataclass(frozen=True)
-class SweepRun(Shown):
+class SweepRun(Displayable):
     """The result of a sweep."""
 
     sweep: Sweep  # as read from its file

@@ -27,7 +27,7 @@ ONSET = "tokens to a sink, thousands"
 PAPER = "WSE, sink rate in %"
 
 
-def studied(training: pd.DataFrame) -> pd.DataFrame:
+def study_rows(training: pd.DataFrame) -> pd.DataFrame:
     """Return the rows of the table `training` of a cell for the study: SHOWN and TOTALS of the whole model."""
     return training[(training["layer"] == WHOLE_MODEL) & training["metric"].isin([*SHOWN, *TOTALS])]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.commands.sweep.cells import Planned
-from sinkscope.commands.sweep.factor_study import STUDY, studied
+from sinkscope.commands.sweep.factor_study import STUDY, study_rows
 from sinkscope.errors import InputError
 from sinkscope.models.steps import step_of
 from sinkscope.results.metrics import is_sink, lacks_rate
@@ -128,7 +128,7 @@ def sweep_tables(done: Sequence[Planned]) -> SweepTables:
             table = read_table(each.folder / "tables" / f"{name}.parquet")
             if common == STUDY:  # adds the number of tokens read before each step
                 tokens = tokens_a_step(each.manifest["config"], each.manifest.get("processes", 1))
-                table = studied(table)
+                table = study_rows(table)
                 table = table.assign(tokens=table["step"] * tokens)
             parts[common].append(_with_coordinates(table, each))
         if each.cell.command == "analyze" and ALPHA in each.manifest["tables"]:

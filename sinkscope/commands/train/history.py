@@ -13,7 +13,7 @@ from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.commands.train.tasks import TrainingTask
 from sinkscope.errors import SinkscopeError
-from sinkscope.measuring.callback import SEQUENCES, probed
+from sinkscope.measuring.callback import SEQUENCES, run_probe
 from sinkscope.measuring.measure import measure
 from sinkscope.measuring.observables.attention import Attention
 from sinkscope.measuring.observables.observable import Observable, Settings
@@ -72,7 +72,7 @@ class Recorder(TrainerCallback):
 
     def _measure(self, state: Any) -> None:
         if self.probe is not None and state.is_world_process_zero:
-            table = probed(self.model, self.probe)
+            table = run_probe(self.model, self.probe)
             rows = zip(table["layer"], table["metric"], table["value"], strict=True)
             log = state.log_history[-1].setdefault("measured", [])
             log += [[int(layer), str(name), float(value)] for layer, name, value in rows]

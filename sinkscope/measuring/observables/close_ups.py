@@ -39,7 +39,7 @@ class AttentionMaps(Observable):
         self.frames: list[pd.DataFrame] = []
 
     @classmethod
-    def aimed(cls, settings: Settings, tables: Mapping[str, pd.DataFrame]) -> Self:
+    def from_tables(cls, settings: Settings, tables: Mapping[str, pd.DataFrame]) -> Self:
         """Choose heads from strong to weak sinks at position 0, and the head with the most mass at a later position."""
         ranked = tables["attention"].sort_values("window_mass", ascending=False, kind="stable")
         first = ranked[ranked["position"] == 0]
@@ -121,7 +121,7 @@ class MassiveMap(Observable):
         self.frame: pd.DataFrame | None = None
 
     @classmethod
-    def aimed(cls, settings: Settings, tables: Mapping[str, pd.DataFrame]) -> Self:
+    def from_tables(cls, settings: Settings, tables: Mapping[str, pd.DataFrame]) -> Self:
         massive = tables["massive"]
         return cls(settings, int(massive.loc[massive["ratio"].idxmax(), "layer"]))
 

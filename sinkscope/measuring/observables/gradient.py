@@ -415,7 +415,7 @@ class Gradient(Observable):
     def _on_stream(self, layer: int, site: str, batch: Batch, scale: float, gradient: torch.Tensor) -> None:
         """Store the gradient at a residual-stream site (B,T,D) of the sum's term, which is `scale` · tensor."""
         gradient = upcast(gradient)
-        gradient = gradient if self.copies is None else self.copies.apart(gradient)
+        gradient = gradient if self.copies is None else self.copies.split(gradient)
         gradient = gradient.reshape(*batch.token_ids.shape, -1)
         self._seen[layer, site] = gradient if scale == 1.0 else gradient / scale
         for name, branch in self.branches[layer].items():

@@ -220,7 +220,7 @@ class Observable:
         return family.without_attention if only_attention else None
 
     @classmethod
-    def aimed(cls, settings: Settings, tables: Mapping[str, pd.DataFrame]) -> Self:
+    def from_tables(cls, settings: Settings, tables: Mapping[str, pd.DataFrame]) -> Self:
         """Create the observable of a follow-up pass from the tables of the first pass."""
         return cls(settings)
 

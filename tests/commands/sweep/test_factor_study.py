@@ -10,7 +10,7 @@ from sinkscope.commands.sweep.factor_study import (
     at_the_end,
     onsets,
     published,
-    studied,
+    study_rows,
     summary,
     with_levels,
 )
@@ -119,7 +119,7 @@ def test_numbers_are_those_of_the_seeds_that_have_them() -> None:
     assert (row["total weight"], row["total weight at the sink"]) == ("1 ± 0", "0.001 (1 of 2)")
     assert row["loss"] == "2500 ± 2100"  # without an exponent
     others = pd.DataFrame({"layer": [-1, 0, -1], "metric": ["loss", "sink_rate", "learning_rate"], "value": 0.5})
-    assert studied(others)["metric"].tolist() == ["loss"]
+    assert study_rows(others)["metric"].tolist() == ["loss"]
     said = [words(SweepTables({STUDY: of}, {}), {"content": {"title": ""}}) for of in (whole, SCHEMES)]
     assert ["Σ|sim ÷ Z|" in each for each in said] == [True, False]
 

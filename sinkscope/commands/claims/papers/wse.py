@@ -69,7 +69,7 @@ _AT_FIRST = replace(
 def _on_drawn(drawn: str, evidence: Evidence, policy: str = "", as_share: bool = True) -> Estimate:
     """Return the sink rate on drawn tokens, as a share of that on text unless told otherwise, under one BOS policy.
 
-    By default it is the policy of the model's own text. Raises NotDefined if there is no sink on text.
+    The default policy is that of the model's own text. Raises NotDefined if there is no sink on text.
     """
     policy = policy or evidence.runs[MAIN].bos
     text, other = _policy_roles((NATURAL, drawn), (policy,))
