@@ -55,7 +55,7 @@ class TracedPart(Envoy):
 
     @eproperty(key=LEFT)
     def after_hooks(self, value: Any) -> Any:
-        """What leaves the module, after its forward hooks; nnsight's own `output` is from before them."""
+        """The module's output after its forward hooks; nnsight's own `output` is the one before the hooks."""
         return value
 
 

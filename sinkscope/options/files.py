@@ -130,7 +130,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file with an object; InputError as `read_json`, or if it is another value."""
+    """Return the content of a JSON file with an object; InputError as in `read_json`, or for another kind of value."""
     content = read_json(path)
     if not isinstance(content, dict):
         raise InputError(f"{one_line(path)} is JSON, but not an object")

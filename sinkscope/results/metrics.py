@@ -67,7 +67,7 @@ class Metric:
 
 
 def is_sink(window_mass: Any, epsilon: float) -> Any:
-    """Return whether a position with a window mass α (GS eq. 1) is a sink (WSE §3). Only this function decides it."""
+    """Return whether a position with a window mass α (GS eq. 1) is a sink (WSE §3). No other code decides this."""
     return window_mass > epsilon
 
 

@@ -1,8 +1,8 @@
 """The two effects of V-scale (GS §5): its factor on the values' gradient alone, or on the values alone.
 
-V-scale changes both passes. GS says that it prevents massive activations because less gradient flows into the values of
-the sink. A valve on the gradient alone leaves the forward pass as it is, and a valve on the values alone leaves the
-gradient as it would be without a factor; only the first should act like V-scale if GS is right.
+V-scale changes both passes. GS says that V-scale prevents massive activations because less gradient flows into the
+values of the sink. A valve on the gradient alone leaves the forward pass as it is, and a valve on the values alone
+leaves the gradient as it would be without a factor; only the first should act like V-scale if GS is right.
 """
 
 from functools import partial

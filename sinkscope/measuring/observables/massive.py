@@ -56,7 +56,7 @@ class Massive(Observable):
         is_copy = hidden.shape[1] > len(places)  # the stack also has other sites
         if is_copy:
             hidden, peaks = (torch.stack([x[:, index] for index in places], dim=1) for x in (hidden, peaks))
-        if self.states and self.states[-1][1].device != hidden.device:  # the model is on several
+        if self.states and self.states[-1][1].device != hidden.device:  # the model is spread over several
             self._reduce(batch)
         self.states.append((layers, hidden, peaks))
         if not is_copy or sum(states.numel() for _, states, _ in self.states) > COPIED_ENTRIES:
