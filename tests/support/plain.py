@@ -42,7 +42,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 # --- the residual stream
 
 ADDED_TO = (torch.Tensor.add_, torch.Tensor.__iadd__)  # these write the sum into their first argument
-ADDITIONS = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, *ADDED_TO)
+ADDITIONS = {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, *ADDED_TO}
 
 
 class Kept:
@@ -135,16 +135,15 @@ def _gradients(of: torch.Tensor, sources: Sequence[torch.Tensor]) -> tuple[torch
     return torch.autograd.grad(of, sources, retain_graph=True, allow_unused=True)
 
 
-class Additions(TorchFunctionMode):
+class Additions:
     """Keeps the sums of the current layer."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.layer: Sums | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs, layer = kwargs or {}, self.layer
-        if layer is None or func not in ADDITIONS or not all(_is_like(layer.taken.x, x) for x in args[:2]):
+    def call(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        layer = self.layer
+        if layer is None or not all(_is_like(layer.taken.x, x) for x in args[:2]):
             return func(*args, **kwargs)
         first = args[0].clone() if func in ADDED_TO else args[0]
         terms = layer.kept(first), layer.kept(args[1], kwargs.get("alpha", 1))
@@ -178,10 +177,12 @@ def norms_in(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 # --- attention in a model's own code
 
-PRODUCTS = (
+PRODUCTS = {
     *(torch.matmul, torch.bmm, torch.baddbmm),
     *(torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm, torch.Tensor.baddbmm),
-)
+}
+SOFTMAXES = {F.softmax, torch.softmax, torch.Tensor.softmax}
+READ = {*PRODUCTS, *SOFTMAXES, torch.einsum, F.scaled_dot_product_attention}
 
 
 class DenseAttention(NamedTuple):
@@ -246,11 +247,10 @@ class Attended:
         return tuple(torch.zeros_like(x) if x.grad is None else x.grad for x in (*of.qkv, of.mix))
 
 
-class OwnAttention(TorchFunctionMode):
+class OwnAttention:
     """Keeps the attention that the current layer computes, by its own code if `reads_products`; (B,T) is the shape."""
 
     def __init__(self, shape: torch.Size, reads_products: bool) -> None:
-        super().__init__()
         self.shape = shape
         self.reads_products = reads_products
         self.begin()
@@ -269,9 +269,8 @@ class OwnAttention(TorchFunctionMode):
         assert not (self.is_known and self.is_read), "a layer attends twice"
         self.attended, self.is_known = attended, True
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (F.softmax, torch.softmax, torch.Tensor.softmax):
+    def call(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        if func in SOFTMAXES:
             is_square = args[0].shape[-2:] == (self.shape[1],) * 2
             self.is_softmax = is_square and self.query is not None
             if is_square or args[0].dim() == 4:
@@ -515,7 +514,7 @@ def run_plainly(
     inputs |= {name: torch.full_like(ids, value) for name, value in arguments.items()}
     modules = list(model.get_submodule(layers))
     branches = backward if branches is None else branches
-    for own_attention in (False, True):
+    for own_attention in (False, True) if len(_attention_functions(model)) > 1 else (True,):
         parts = [BatchLayer(is_read=at not in unread) for at in range(len(modules))]
         found = Plain(ids, mask.int().argmax(1), mask.sum(1), parts, causal=labels is None)
         watch = _Watch(ids.shape, getattr(model.config.get_text_config(), "hidden_size", None), branches, own_attention)
@@ -542,7 +541,7 @@ def _loss(
 
 
 @dataclass
-class _Watch:
+class _Watch(TorchFunctionMode):
     """Records the input, the sums, the attention and the output of the current layer."""
 
     shape: torch.Size  # (B,T)
@@ -551,23 +550,27 @@ class _Watch:
     with_own_attention: bool
 
     def __post_init__(self) -> None:
+        super().__init__()
         self.additions = Additions()
         self.attention = OwnAttention(self.shape, self.with_own_attention)
 
     @contextmanager
     def watching(self, modules: list[nn.Module], layers: list[BatchLayer]) -> Iterator[None]:
         with ExitStack() as stack:
-            if self.with_branches:
-                stack.enter_context(self.additions)
-                for norm in norms_in(modules):
-                    stack.enter_context(norm.register_forward_hook(self.additions.see_norm))
-            stack.enter_context(self.attention)
+            for norm in norms_in(modules) if self.with_branches else ():
+                stack.enter_context(norm.register_forward_hook(self.additions.see_norm))
+            stack.enter_context(self)
             for module, layer in zip(modules, layers, strict=True):
                 begin, end = partial(self._begin, layer), partial(self._end, layer)
                 stack.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
                 stack.enter_context(module.register_forward_hook(self._leave, prepend=True))
                 stack.enter_context(module.register_forward_hook(end))
             yield
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in ADDITIONS:
+            return self.additions.call(func, args, kwargs or {})
+        return self.attention.call(func, args, kwargs or {}) if func in READ else func(*args, **kwargs or {})
 
     def _begin(self, layer: BatchLayer, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         taken = _first_floats((*args, *kwargs.values()))
@@ -624,11 +627,15 @@ def _embeddings_replaced(model: PreTrainedModel, embedded: torch.Tensor) -> Iter
         yield
 
 
+def _attention_functions(model: PreTrainedModel) -> list[Any]:
+    """Return transformers' table of attention functions, and those of the files of the model that use one."""
+    files = {type(module).__module__ for module in model.modules()}
+    tables = (vars(sys.modules[file]).get("ALL_ATTENTION_FUNCTIONS") for file in files)
+    return [ALL_ATTENTION_FUNCTIONS, *(table for table in tables if table is not None)]
+
+
 @contextmanager
 def _dense(model: PreTrainedModel, watch: _Watch) -> Iterator[None]:
-    files = {type(module).__module__ for module in model.modules()}
-    tables = [ALL_ATTENTION_FUNCTIONS, *(vars(sys.modules[file]).get("ALL_ATTENTION_FUNCTIONS") for file in files)]
-
     def attend(
         module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
@@ -648,7 +655,7 @@ def _dense(model: PreTrainedModel, watch: _Watch) -> Iterator[None]:
         watch.attention.see(Attended(query, key, value, basis_mix, watch.attention.logits, by_head))
         return by_head.transpose(1, 2) * sees, weights
 
-    tables = list({id(table): table for table in tables if table is not None}.values())
+    tables = list({id(table): table for table in _attention_functions(model)}.values())
     for table, name in product(tables, ("sdpa", "eager")):
         table[name] = attend
     try:
