@@ -76,13 +76,8 @@ def test_the_output_of_contributing_is_in_the_run_folder(monkeypatch: pytest.Mon
 def test_the_sink_rate_is_defined_once() -> None:
     """No other function compares a mass with ε."""
     sources = (ROOT / "sinkscope").rglob("*.py")
-    found = [
-        path.name
-        for path in sources
-        for line in path.read_text("utf-8").splitlines()
-        if re.search(r"[<>]=? *\S*epsilon", line)
-    ]
-    assert found == ["metrics.py"]
+    lines = [(path.name, line) for path in sources for line in path.read_text("utf-8").splitlines()]
+    assert [name for name, line in lines if re.search(r"[<>]=? *\S*epsilon", line)] == ["metrics.py"]
 
 
 # the figures and tables of each paper that the register in reports/papers.md must list
@@ -116,7 +111,7 @@ def test_the_register_of_figures_is_complete_and_its_commands_exist() -> None:
     }
 
 
-TOUR = Path(__file__).parents[1] / "recipes" / "tour.ipynb"
+TOUR = ROOT / "recipes" / "tour.ipynb"
 
 
 def code_cells() -> list[dict[str, Any]]:

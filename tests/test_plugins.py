@@ -31,9 +31,7 @@ def installed(folder: Path, package: str, points: dict[str, dict[str, str]]) -> 
     info = folder / f"{package}-0.1.0.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.1.0\n")
-    lines = [
-        f"[{group}]\n" + "".join(f"{name} = {place}\n" for name, place in of.items()) for group, of in points.items()
-    ]
+    lines = [f"[{group}]\n" + "".join(f"{name} = {of[name]}\n" for name in of) for group, of in points.items()]
     (info / "entry_points.txt").write_text("\n".join(lines))
     return folder
 
@@ -178,10 +176,7 @@ ROWS = pd.DataFrame({"layer": [0, 1], "position": [0, 0], "share": [0.5, 0.25]})
         ({"broken": ROWS.to_dict()}, "ValueError: the table 'broken' is a dict, not a DataFrame"),
         ({"other": ROWS}, "ValueError: its `columns` do not declare the table 'other'"),
         ({"broken": ROWS.drop(columns="layer")}, "ValueError: the table 'broken' has no column layer, or"),
-        (
-            {"broken": ROWS.assign(share="much")},
-            "ValueError: the table 'broken' has no column share, or one with other",
-        ),
+        ({"broken": ROWS.assign(share="a")}, "ValueError: the table 'broken' has no column share, or one with other"),
         ({"broken": ROWS.assign(layer=10**9)}, "ValueError: the table 'broken': there is no layer 1000000000"),
         ({"broken": pd.concat([ROWS, ROWS])}, "ValueError: the table 'broken': it has rows twice"),
     ],

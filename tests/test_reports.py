@@ -103,15 +103,12 @@ def with_interval(ratios: pd.Series) -> str:
     return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
 
 
-def at_end(folder: str) -> pd.DataFrame:
-    table = pd.read_parquet(REPORTS / folder / "tables" / "training.parquet")
-    return table[(table["step"] == table["step"].max()) & (table["layer"] >= 0)]
-
-
 def test_the_norm_of_other_tokens_falls_with_v_scale_too() -> None:
     """The largest norm of position 0 over layers, and that of later tokens, which is the first ÷ their ratio."""
     keys = ["seed", "condition", "layer"]
-    of = {name: rows.set_index(keys)["value"] for name, rows in at_end("gradient-sinks-from-scratch").groupby("metric")}
+    table = pd.read_parquet(REPORTS / "gradient-sinks-from-scratch" / "tables" / "training.parquet")
+    at_end = table[(table["step"] == table["step"].max()) & (table["layer"] >= 0)]
+    of = {name: rows.set_index(keys)["value"] for name, rows in at_end.groupby("metric")}
     first, others = (
         by_layer.groupby(keys[:2]).max().unstack()
         for by_layer in (of["first_norm"], of["first_norm"] / of["norm_ratio"])

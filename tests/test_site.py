@@ -13,7 +13,7 @@ from urllib.parse import unquote
 import matplotlib.pyplot as plt
 import pytest
 import torch
-from support.retrofit_command import command_line, words_tokenizer
+from support.retrofit_command import succeeded, words_tokenizer
 from tiny import tiny_model
 
 import sinkscope
@@ -51,16 +51,9 @@ def small(line: str, tiny: Path) -> list[str]:
     return [name, *words]
 
 
-def ran(line: str, tiny: Path) -> None:
-    result = command_line(*small(line, tiny))
-    assert result.exit_code == 0, f"{line}: {result.output[-600:]}"
-
-
 @pytest.mark.usefixtures("no_figures")
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
-def test_the_code_and_commands_of_a_page_run(
-    page: Path, tiny: Path, here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_and_commands_of_a_page_run(page: Path, tiny: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("webbrowser.open", lambda *_: True)
     monkeypatch.setitem(CLAIMS, "W-900", CLAIMS["W-1"])  # a page adds it: it is removed after the test
     del CLAIMS["W-900"]
@@ -79,7 +72,7 @@ def test_the_code_and_commands_of_a_page_run(
             exec(compile(block.replace(MODEL, str(tiny)), page.name, "exec"), names)
         else:
             for line in block.splitlines():
-                ran(line, tiny)
+                succeeded(*small(line, tiny))
     plt.close("all")
 
 
@@ -141,7 +134,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("docs") / "docs"
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(str(DOCS))
-        patched.setattr("generated._draw", _pixel)
+        patched.setattr("generated._draw", lambda name, path: plt.imsave(path, [[0.0]]) or " *A pixel.*")
         make_site = import_module("make_site")
         moved = make_site.moved
 
@@ -165,11 +158,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patched.setattr(furo, "_compute_navigation_tree", navigation)
         assert make_site.build(out) == 0  # any warning gives another status
     return out / "html"
-
-
-def _pixel(name: str, path: Path) -> str:
-    plt.imsave(path, [[0.0]])
-    return " *A pixel.*"
 
 
 @pytest.mark.slow

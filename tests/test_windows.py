@@ -72,12 +72,11 @@ def faults(source: str) -> list[tuple[int, str]]:
     return found
 
 
-def test_paths_of_windows_are_no_hub_ids() -> None:
+def test_paths_of_windows_are_no_hub_ids_and_a_manifest_lists_none_out_of_its_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert all(is_path(name) for name in (r"C:\models\gpt2", "C:/models", r"models\gpt2", r"..\gpt2"))
     assert not is_path("org/name")
-
-
-def test_a_manifest_lists_no_path_out_of_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(schema, "PurePath", PureWindowsPath)
     entries = {"sinkscope": "1", "format": 4, "command": "analyze", "config": {}, "tables": [], "files": []}
     schema.Manifest.model_validate(entries | {"files": ["tables/a.parquet", "figures/"]})

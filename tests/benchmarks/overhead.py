@@ -42,18 +42,10 @@ ARMS = ("zero-key-columns:coordinates=507", "zero-massive:layers=11,coordinates=
 ROUNDS = 7
 SECONDS = 30.0  # for the rounds of one table without --thorough; at least one round runs
 QUICK = (
-    "bare SDPA forward",
-    "bare SDPA forward, no logits",
-    "attention + activation, 16 columns",
-    "all forward observables, 16 columns",
-    "all forward observables, all columns",
-    "bare frozen forward + backward",
-    "gradient observables",
-    "arm: before",
-    "arm: mask-sink",
-)
-
-
+    "bare SDPA forward", "bare SDPA forward, no logits", "attention + activation, 16 columns",
+    "all forward observables, 16 columns", "all forward observables, all columns", "bare frozen forward + backward",
+    "gradient observables", "arm: before", "arm: mask-sink",
+)  # fmt: skip
 RANDOM = {  # name → differences from Llama-2-7B's shape
     "7b": {},
     "small": {

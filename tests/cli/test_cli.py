@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,7 +17,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 from support.figures import rough_figures
-from support.retrofit_command import command_line
+from support.retrofit_command import command_line, refused, succeeded
 from support.tables import assert_same_tables
 from tiny import tiny_model
 from typer.testing import CliRunner, Result
@@ -57,25 +58,6 @@ def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Resu
         return command_line("analyze", tiny, *SMALL, "--out", out), out
 
 
-def refused(status: int, *args: object) -> str:
-    """Return the one or two lines of a command that ends with this status and changes no file."""
-    before = tree(Path.cwd().parent)
-    result = command_line(*args)
-    assert result.exit_code == status, result.output
-    assert result.stdout == ""
-    assert tree(Path.cwd().parent) == before
-    message = re.sub("^read: .*\n", "", result.stderr).strip()
-    assert message.startswith("sinkscope: "), message
-    assert message.count("\n") <= 1
-    assert "Traceback" not in message
-    return message
-
-
-def tree(folder: Path) -> dict[str, bytes | None]:
-    """Return every path in a folder, including temporary ones, with the content of files."""
-    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
-
-
 def test_a_finished_run(finished: tuple[Result, Path], tiny: Path) -> None:
     result, out = finished
     assert result.exit_code == 0, result.output
@@ -102,8 +84,7 @@ def test_a_finished_run(finished: tuple[Result, Path], tiny: Path) -> None:
 
 @pytest.mark.usefixtures("no_figures")
 def test_from_repeats_a_run(finished: tuple[Result, Path]) -> None:
-    result = command_line("analyze", "--from", finished[1] / "run.json", "--out", "again")
-    assert result.exit_code == 0, result.output
+    result = succeeded("analyze", "--from", finished[1] / "run.json", "--out", "again")
     assert "unlike" not in result.stderr
     first, second = Run.open(finished[1]), Run.open("again")
     assert first.manifest["config"] == second.manifest["config"]
@@ -118,34 +99,28 @@ def test_from_repeats_a_run(finished: tuple[Result, Path]) -> None:
     assert Run.open("runs/tiny-natural-repeated").condition == "natural"
 
 
-def test_wrong_options(tiny: Path) -> None:
+def test_wrong_options_and_commands(tiny: Path, bare: Path) -> None:
     """Refused before the model is loaded."""
     Path("loop").symlink_to("loop")
+    Path("empty").mkdir()
     Path("mine").mkdir()
     Path("mine/thesis.tex").write_text("years of work")
-    for options, message in (
-        (("--window", "65"), "--window 65 is beyond the sequence of 64 tokens: take at most 64"),
-        (("--epsilon", "much"), "--epsilon"),
-        (("--num-seqs", "1" + "0" * 22), "--num-seqs 10000000000000000000000: it must be at most 1000000000"),
-        (("--observables", "attention,masive"), "'masive' is unknown; did you mean 'massive'?"),
-        (("--widow", "3"), "--widow"),
-        (("--out",), "--out"),
-        (("another",), "another"),
-        (("--input", "random", "--prompt", "the of"), "--input random and --prompt: give one of the two"),
-        ((*SMALL, "--input", "a\nb\nc\nd"), ""),
-        (("--out", "loop"), "loop cannot be used: Too many levels of symbolic links"),
-        (("--out", "a\0b"), "characters that no path has"),
-        (("--out", "mine", "--overwrite"), "--out mine is not empty and holds no run: name another folder"),
-        (("--out", "mine/thesis.tex"), "thesis.tex is in the way"),
-        (("--from", ".", "--seed", "0"), "so --seed cannot be given with it"),
-    ):
-        given = () if "--seed" in options and "--from" in options else (tiny,)
-        assert message in refused(2, "analyze", *given, *options)
-
-
-def test_wrong_commands(tiny: Path, bare: Path) -> None:
-    Path("empty").mkdir()
+    analyze = ("analyze", tiny)
     for args, message in (
+        ((*analyze, "--window", "65"), "--window 65 is beyond the sequence of 64 tokens: take at most 64"),
+        ((*analyze, "--epsilon", "much"), "--epsilon"),
+        ((*analyze, "--num-seqs", 10**22), f"--num-seqs {10**22}: it must be at most 1000000000"),
+        ((*analyze, "--observables", "attention,masive"), "'masive' is unknown; did you mean 'massive'?"),
+        ((*analyze, "--widow", "3"), "--widow"),
+        ((*analyze, "--out"), "--out"),
+        ((*analyze, "another"), "another"),
+        ((*analyze, "--input", "random", "--prompt", "the of"), "--input random and --prompt: give one of the two"),
+        ((*analyze, *SMALL, "--input", "a\nb\nc\nd"), ""),
+        ((*analyze, "--out", "loop"), "loop cannot be used: Too many levels of symbolic links"),
+        ((*analyze, "--out", "a\0b"), "characters that no path has"),
+        ((*analyze, "--out", "mine", "--overwrite"), "--out mine is not empty and holds no run: name another folder"),
+        ((*analyze, "--out", "mine/thesis.tex"), "thesis.tex is in the way"),
+        (("analyze", "--from", ".", "--seed", "0"), "so --seed cannot be given with it"),
         (("anlyze",), "analyze"),
         (("list", "figurs"), "'figurs' is unknown; did you mean 'figures'?"),
         (("run",), "Missing argument 'RECIPE'"),
@@ -170,8 +145,7 @@ SERIES = ("--input", "random", *SMALL, "--observables", "attention,geometry")
 
 @pytest.mark.usefixtures("no_figures")
 def test_analyze_a_folder_of_checkpoints(steps: Path) -> None:
-    result = command_line("analyze", steps, *SERIES)
-    assert result.exit_code == 0, result.output
+    result = succeeded("analyze", steps, *SERIES)
     assert [line.split("│")[1].strip() for line in result.stdout.splitlines() if "│" in line] == ["5", "40"]
     read, batches = "read: random tokens, 4 sequences, the first begins …\n", "4 sequences in batches of 4 × 24\n"
     parts = f"step 5 (1 of 2)\n{read}{batches}step 40 (2 of 2)\n{read}{batches}"
@@ -192,15 +166,13 @@ figures: []
 def test_run(bare: Path) -> None:
     Path("recipes").mkdir()
     Path("recipes/small.yaml").write_text(RECIPE)
-    result = command_line("run", "small", "--model", bare)
-    assert result.exit_code == 0, result.output
+    result = succeeded("run", "small", "--model", bare)
     assert result.stdout == Path("runs/small-bare/verdict.md").read_text(encoding="utf-8")
     assert re.sub("begins `.*`", "begins …", result.stderr) == (
         "small: A small one\nread: random tokens, 4 sequences, the first begins …\nwritten to runs/small-bare\n"
     )
     Path("recipes/two.yaml").write_text(RECIPE + "runs: {first: {}, second: {input: repeated}}")
-    result = command_line("run", "recipes/two.yaml", "--model", bare, "--out", "both")
-    assert result.exit_code == 0, result.output
+    result = succeeded("run", "recipes/two.yaml", "--model", bare, "--out", "both")
     assert "sink_rate" in result.stdout
     lines = result.stderr.splitlines()
     assert [line for line in lines if not line.startswith(("read: ", "note: "))][1:] == [
@@ -209,25 +181,6 @@ def test_run(bare: Path) -> None:
 
 
 NEEDS_DEV_FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device that is always full is Linux's")
-
-
-@NEEDS_DEV_FULL
-@pytest.mark.usefixtures("no_figures")
-@pytest.mark.parametrize("command", [["list", "metrics"], ["analyze", "--help"], ["analyze"]])
-def test_standard_output_that_is_full(
-    command: list[str], bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    measured = command == ["analyze"]
-    given = [str(bare), *SMALL, "--input", "random", "--observables", "massive", "--out", "run"] if measured else []
-    with Path("/dev/full").open("w", encoding="utf-8") as full, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", full)
-        with pytest.raises(SystemExit) as ended:
-            app(command + given)
-    assert ended.value.code == 1
-    left = ", but the result is complete in run" if measured else ""
-    *_, message = capsys.readouterr().err.splitlines()
-    assert message == f"sinkscope: standard output cannot be written (No space left on device){left}"
-    assert Path("run/run.json").exists() == measured
 
 
 class ClosedTerminal(io.TextIOWrapper):
@@ -258,12 +211,13 @@ def closed() -> TextIO:
     return open(os.open(os.devnull, os.O_RDONLY), "w")
 
 
-GONE = (ClosedTerminal, without_reader, pytest.param(full_disk, marks=NEEDS_DEV_FULL), lambda: None)
 QUICK = (*SMALL, "--input", "random", "--observables", "massive", "--no-page", "--out", "run")
 
 
 @pytest.mark.usefixtures("no_figures")
-@pytest.mark.parametrize("stream", GONE)
+@pytest.mark.parametrize(
+    "stream", [ClosedTerminal, without_reader, pytest.param(full_disk, marks=NEEDS_DEV_FULL), lambda: None]
+)
 def test_a_run_outlives_its_stderr(
     stream: Any, bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,26 +236,36 @@ def test_a_run_outlives_its_stderr(
 
 
 @pytest.mark.usefixtures("no_figures")
-@pytest.mark.parametrize("stream", [without_reader, closed])
+@pytest.mark.parametrize(
+    ("stream", "reason"),
+    [
+        (without_reader, ""),
+        (closed, "Bad file descriptor"),
+        pytest.param(full_disk, "No space left on device", marks=NEEDS_DEV_FULL),
+    ],
+)
 def test_a_result_in_a_folder_needs_no_stdout(
-    stream: Any, bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stream: Any, reason: str, bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A command that only prints fails without it, silently if a reader such as `head` has ended."""
-    status = {}
     analyze = ["analyze", str(bare), *QUICK]
-    for name, command in {"list": ["list"], "analyze": analyze, "json": [*analyze, "--json", "--overwrite"]}.items():
+    failed = f"sinkscope: standard output cannot be written ({reason})"
+    complete = f"{failed}, but the result is complete in run"
+    for command, status, last in (
+        (["list", "metrics"], 1, failed),
+        (["analyze", "--help"], 1, failed),
+        (analyze, *((1, complete) if stream is full_disk else (0, "written to run"))),
+        ([*analyze, "--json", "--overwrite"], 1, complete),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", stream())
             with pytest.raises(SystemExit) as ended:
                 app(command)
-        status[name] = ended.value.code
-    assert status == {"list": 1, "analyze": 0, "json": 1}
-    measured = "4 sequences in batches of 4 × 24\n"
-    reason = "sinkscope: standard output cannot be written (Bad file descriptor)" if stream is closed else ""
-    complete = ", but the result is complete in run" if stream is closed else ""
-    lines = [reason, *f"{measured}written to run\n{measured}{reason}{complete}".splitlines()]
-    printed = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("read: ")]
-    assert printed == [line for line in lines if line]
+        expected = ["4 sequences in batches of 4 × 24"] * ("--help" not in command and command[0] == "analyze")
+        expected += [last] * (bool(reason) or last == "written to run")
+        printed = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("read: ")]
+        assert (ended.value.code, printed) == (status, expected)
+        assert Path("run/run.json").exists() == (command[:2] == analyze[:2])
 
 
 def test_streams_that_are_closed_from_the_start() -> None:
@@ -309,10 +273,8 @@ def test_streams_that_are_closed_from_the_start() -> None:
     code = "import os; from sinkscope.cli.app import app; app(['list'])"
     command = " ".join(["exec", sys.executable, "-c", f'"{code}"'])
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    ended = [
-        subprocess.run(f"{command} {how}", shell=True, capture_output=True, env=env)
-        for how in ("2>&-", ">&-", ">&- 2>&-")
-    ]
+    run = partial(subprocess.run, shell=True, capture_output=True, env=env)
+    ended = [run(f"{command} {how}") for how in ("2>&-", ">&-", ">&- 2>&-")]
     assert [each.returncode for each in ended] == [0, 1, 1]
     assert b"observables" in ended[0].stdout
     assert ended[1].stderr == b"sinkscope: standard output cannot be written (Bad file descriptor)\n"
@@ -321,19 +283,11 @@ def test_streams_that_are_closed_from_the_start() -> None:
 @pytest.mark.usefixtures("no_figures")
 def test_what_a_model_prints_is_no_result(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its code may print, also while nothing reads stdout; and it may print what a terminal obeys."""
-    monkeypatch.setattr(Tracer, "forward", _printing(Tracer.forward))
-    result = command_line("analyze", bare, *QUICK, "--json")
-    assert result.exit_code == 0, result.output
+    forward = Tracer.forward
+    monkeypatch.setattr(Tracer, "forward", lambda *args: print("hello \x1b[31m") or forward(*args))
+    result = succeeded("analyze", bare, *QUICK, "--json")
     assert json.loads(result.stdout)["folder"] == "run"
     assert "hello \\u001b[31m\n" in result.stderr
-
-
-def _printing(plain: Any) -> Any:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        print("hello \x1b[31m")
-        return plain(*args, **kwargs)
-
-    return forward
 
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e[red]:warning:"
@@ -417,10 +371,9 @@ def test_names_that_are_not_utf8(tiny: Path, finished: tuple[Result, Path], monk
     for command in given:
         assert "caf\\udce9" in (message := refused(2, *command)), command
         assert "is not UTF-8: rename the file or folder" in message
-    with pytest.raises(sinkscope.InputError, match="is not UTF-8"):
-        Run.open(odd / "run")
-    with pytest.raises(sinkscope.InputError, match="is not UTF-8"):
-        Run.open(run).save(odd / "new")
+    for read in (lambda: Run.open(odd / "run"), lambda: Run.open(run).save(odd / "new")):
+        with pytest.raises(sinkscope.InputError, match="is not UTF-8"):
+            read()
     monkeypatch.chdir(odd)
     for command in (("analyze", tiny), ("analyze", "model"), ("analyze", tiny, "--input", "x.txt")):
         assert "is not UTF-8" in refused(2, *command)
@@ -436,42 +389,37 @@ def test_from_takes_no_permission_out_of_a_file(finished: tuple[Result, Path]) -
     flags = ["--trust-remote-code", "--allow-pickle"]
     assert refused(2, "analyze", "--from", "old").endswith(f"add {' and '.join(flags)}")
     assert refused(2, "analyze", "--from", "old", flags[1]).endswith(f"add {flags[0]}")
-    result = command_line("analyze", "--from", "old", *flags, "--out", "again")
-    assert result.exit_code == 0, result.output
+    succeeded("analyze", "--from", "old", *flags, "--out", "again")
     config = Run.open("again").manifest["config"]
-    assert config["trust_remote_code"]
-    assert config["allow_pickle"]
+    assert (config["trust_remote_code"], config["allow_pickle"]) == (True, True)
 
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
     """failing(where, error) raises the error there, after half of the work."""
 
+    def raise_after(count: int, owner: Any, name: str, error: BaseException) -> None:
+        calls, plain = iter(range(count)), getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(calls, None) is None:
+                raise error
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
     def fail(where: str, error: BaseException) -> None:
         if where == "measuring":
             for name in ("forward", "forward_backward"):
-                monkeypatch.setattr(Tracer, name, _raising(error, after=2, plain=getattr(Tracer, name)))
+                raise_after(2, Tracer, name, error)
         else:
-            monkeypatch.setattr(sinkscope.results.tables, "write_table", _raising(error, after=3, plain=write_table))
+            raise_after(3, sinkscope.results.tables, "write_table", error)
 
     return fail
 
 
-def _raising(error: BaseException, after: int = 0, plain: Any = None) -> Any:
-    calls = iter(range(after))
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if next(calls, None) is None:
-            raise error
-        return plain(*args, **kwargs)
-
-    return call
-
-
-def hidden_interrupt() -> TypeError:
-    error = TypeError("own")
-    error.__context__ = KeyboardInterrupt()
-    return error
+HIDDEN_INTERRUPT = TypeError("own")
+HIDDEN_INTERRUPT.__context__ = KeyboardInterrupt()
 
 
 RANDOM = ("--input", "random", *SMALL, "--batch-size", "1", "--out", "deep/down/run")
@@ -482,12 +430,8 @@ RANDOM = ("--input", "random", *SMALL, "--batch-size", "1", "--out", "deep/down/
     [
         ("measuring", KeyboardInterrupt(), "interrupted: nothing was written"),
         ("tables", KeyboardInterrupt(), "interrupted: nothing was written"),
-        ("measuring", hidden_interrupt(), "interrupted: nothing was written"),
-        (
-            "tables",
-            OSError(errno.ENOSPC, "full"),
-            "writing deep/down/run failed, and nothing of it is left: [Errno 28]",
-        ),
+        ("measuring", HIDDEN_INTERRUPT, "interrupted: nothing was written"),
+        ("tables", OSError(errno.ENOSPC, ""), "writing deep/down/run failed, and nothing of it is left: [Errno 28]"),
         ("tables", ZeroDivisionError("by\nnothing"), "unexpected ZeroDivisionError: by nothing\n--debug shows where"),
         ("measuring", MemoryError(), "memory ran out"),
         ("measuring", FileNotFoundError(2, "No such file", "x"), "[Errno 2] No such file: 'x'\n--debug shows"),

@@ -1,7 +1,7 @@
 """No result depends on the batch size, the padding, the chunks or the order of sequences, also for ragged input."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,8 @@ from sinkscope.text.inputs import TokenInputs
 SEQUENCES = ragged_tokens((7, 12, 12, 5, 12, 9, 12, 10))
 ORDER = (4, 0, 7, 2, 6, 1, 3, 5)
 FAMILIES = ("gpt2", "gemma2", "bloom")  # learned positions; rotary and sliding; ALiBi, and its own attention code
-FIRST_ONLY = ("attention_maps", "massive_map")  # tables of the first sequence only
-OF_ORDER = (*FIRST_ONLY, "finding")  # its intervals draw sequences by their indices
-
-Measure = Callable[..., Run]
+# tables of the first sequence only, and the findings, whose intervals draw sequences by their indices
+OF_ORDER = ("attention_maps", "massive_map", "finding")
 
 
 def analyze(model: PreTrainedModel, path: Path, **options: Any) -> Run:
@@ -41,7 +39,7 @@ def quantize(model: PreTrainedModel, path: Path, **options: Any) -> Run:
     return sinkscope.quantize(model, calibration=2, input=path, num_seqs=6, seq_len=12, **bits, **options)
 
 
-COMMANDS: dict[str, Measure] = {"analyze": analyze, "intervene": intervene, "quantize": quantize}
+COMMANDS: dict[str, Callable[..., Run]] = {"analyze": analyze, "intervene": intervene, "quantize": quantize}
 
 
 def assert_same(run: Run, expected: Run, order: tuple[int, ...] | None = None) -> None:
@@ -61,42 +59,20 @@ def assert_same(run: Run, expected: Run, order: tuple[int, ...] | None = None) -
         pd.testing.assert_frame_equal(found, wanted, rtol=1e-4, atol=atol, obj=name)
 
 
-EACH_PAIR = each_pair(FAMILIES, list(COMMANDS), ("name", "command"))
-
-
-@pytest.fixture(scope="module")
-def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Run]:
-    """The run of a command on a family, one sequence at a time. Tests must not change it."""
-    path = written(tmp_path_factory.mktemp("ragged") / "ragged.jsonl", SEQUENCES)
-    return cache(lambda name, command: COMMANDS[command](tiny_model(name, spread=4.0), path, batch_size=1))
-
-
-@EACH_PAIR
-def test_neither_batch_size_nor_order_changes_a_table(
-    name: str, command: str, one_by_one: Callable[[str, str], Run], tmp_path: Path
+@each_pair(FAMILIES, list(COMMANDS), ("name", "command"))
+def test_no_table_depends_on_batch_size_order_padding_or_chunks(
+    name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, measure, expected = tiny_model(name, spread=4.0), COMMANDS[command], one_by_one(name, command)
-    path = written(tmp_path / "ragged.jsonl", SEQUENCES)
+    measure, path = partial(COMMANDS[command], tiny_model(name, spread=4.0)), written(tmp_path / "a.jsonl", SEQUENCES)
+    expected = measure(path, batch_size=1)
     for size in (3, 8) if command == "analyze" else (3,):
-        assert_same(measure(model, path, batch_size=size), expected)
+        assert_same(measure(path, batch_size=size), expected)
     if command != "quantize":  # it calibrates on the last sequences
         other = written(tmp_path / "other.jsonl", [SEQUENCES[place] for place in ORDER])
-        assert_same(measure(model, other, batch_size=3), expected, ORDER)
-
-
-@EACH_PAIR
-def test_nor_do_padding_and_chunks(
-    name: str,
-    command: str,
-    one_by_one: Callable[[str, str], Run],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model, measure, expected = tiny_model(name, spread=4.0), COMMANDS[command], one_by_one(name, command)
-    path = written(tmp_path / "ragged.jsonl", SEQUENCES)
+        assert_same(measure(other, batch_size=3), expected, ORDER)
     plain = TokenInputs.batches
     monkeypatch.setattr(TokenInputs, "batches", lambda inputs, size: plain(inputs, size, padding_side="left"))
     monkeypatch.setattr(weights, "ROW_CHUNK", 5)
     monkeypatch.setattr(weights.column_sums, "__defaults__", (5,))
     monkeypatch.setattr(weights.row_chunks, "__defaults__", (5,))
-    assert_same(measure(model, path, batch_size=3), expected)
+    assert_same(measure(path, batch_size=3), expected)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.faults import CHANGES, RENAMES, WRITES, assert_same_folder, before_change, kill, refuse
-from support.figures import skip_figures
 from support.forked import forked
 from support.tables import assert_same_tables
 from tiny import tiny_tokens
@@ -23,12 +22,9 @@ from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.train.output import Trained
 
+pytestmark = pytest.mark.usefixtures("no_figures")
+
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "batch_size": 2}
-
-
-@pytest.fixture(autouse=True)
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    skip_figures(monkeypatch)
 
 
 def analyze(model: Path, out: Path, seed: int = 1, **options: Any) -> Run:

@@ -1,7 +1,7 @@
 """Trained weights, which fail their tests if they are missing: the numbers of plain transformers, and known facts."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
+from dataclasses import replace
 from pathlib import Path
 
 import gradient_reference
@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import reference
 import torch
-from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope import Run
@@ -29,23 +28,6 @@ POSITIONS, WINDOW = 16, 32
 torch.set_num_threads(1)  # more threads hardly help models this small, and slow them down on a busy machine
 
 
-@pytest.fixture(scope="module")
-def mgm_text(mgm: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of sequences that the model generates after its BOS, since it has no tokenizer."""
-    bos = mgm.model.config.bos_token_id
-    assert bos == 2
-    torch.manual_seed(0)
-    start = torch.full((8, 1), bos)
-    ids = mgm.model.generate(
-        start, attention_mask=torch.ones_like(start), do_sample=True, min_new_tokens=63, max_new_tokens=63,
-        pad_token_id=mgm.model.config.eos_token_id,
-    )  # fmt: skip
-    assert ids.shape == (8, 64)
-    path = tmp_path_factory.mktemp("mgm") / "sampled.npy"
-    np.save(path, ids.numpy())
-    return path
-
-
 def check_against_reference(loaded: LoadedModel, run: Run, sequences: list[np.ndarray]) -> None:
     recorded = reference.record_each(loaded.model, sequences)
     settings = run.manifest["config"]
@@ -63,15 +45,6 @@ def check_against_reference(loaded: LoadedModel, run: Run, sequences: list[np.nd
 # 30 layers, 9 query heads on 3 key/value heads
 
 
-@pytest.fixture(scope="module")
-def smollm_runs(smollm: LoadedModel) -> dict[str, Run]:
-    observables = ("attention", "activation", "massive")
-    return {
-        source: sinkscope.analyze(smollm, input=source, num_seqs=2, observables=observables)
-        for source in ("natural", "random", "repeated")
-    }
-
-
 def test_smollm_is_measured_as_plain_transformers_measure_it(smollm: LoadedModel) -> None:
     options = {"num_seqs": 2, "seq_len": 40, "positions": POSITIONS, "window": WINDOW}
     run = sinkscope.analyze(smollm, input="natural", observables=TABLES, **options)
@@ -79,24 +52,23 @@ def test_smollm_is_measured_as_plain_transformers_measure_it(smollm: LoadedModel
     check_against_reference(smollm, run, sequences)
 
 
-def test_smollm_sinks_stay_on_random_tokens_and_vanish_on_repeated_ones(smollm_runs: dict[str, Run]) -> None:
-    assert 0.65 <= smollm_runs["natural"].metric("sink_rate") <= 0.80
-    assert 0.70 <= smollm_runs["random"].metric("sink_rate") <= 0.82
-    assert smollm_runs["repeated"].metric("sink_rate") == 0.0
-    assert smollm_runs["repeated"].metric("sink_rate_later") == 0.0
-    assert smollm_runs["repeated"].metric("massive_count") == 0.0
-    norms = smollm_runs["repeated"].tables["activation"].query("site == 'layer_out'").groupby("layer")["norm_mean"]
+def test_smollm_sinks_stay_on_random_tokens_and_vanish_on_repeated_ones(smollm: LoadedModel) -> None:
+    """Where they are, the massive activation is at coordinate 507 from layer 11 on."""
+    natural, random, repeated = (
+        sinkscope.analyze(smollm, input=source, num_seqs=2, observables=TABLES)
+        for source in ("natural", "random", "repeated")
+    )
+    assert 0.65 <= natural.metric("sink_rate") <= 0.80
+    assert 0.70 <= random.metric("sink_rate") <= 0.82
+    assert [repeated.metric(name) for name in ("sink_rate", "sink_rate_later", "massive_count")] == [0.0] * 3
+    norms = repeated.tables["activation"].query("site == 'layer_out'").groupby("layer")["norm_mean"]
     assert (norms.max() / norms.min()).max() < 1.01  # equal tokens stay equal
-    norms = smollm_runs["natural"].tables["activation"].query("site == 'layer_out' and layer == 11")
+    norms = natural.tables["activation"].query("site == 'layer_out' and layer == 11")
     norms = norms.set_index("position")["norm_mean"]
     assert norms[0] == pytest.approx(23_000, rel=0.2)
     assert norms[1:].max() < 1000
-
-
-def test_smollm_has_its_massive_activation_at_coordinate_507_from_layer_11_on(smollm_runs: dict[str, Run]) -> None:
-    for source in ("natural", "random"):
-        rows = smollm_runs[source].tables["massive"]
-        massive = rows[rows["is_massive"]]
+    for run in (natural, random):
+        massive = run.tables["massive"].query("is_massive")
         assert massive["layer"].min() == 11
         first = massive[massive["layer"] == 11]
         largest = first.loc[first.groupby("sequence")["ratio"].idxmax()]
@@ -104,29 +76,24 @@ def test_smollm_has_its_massive_activation_at_coordinate_507_from_layer_11_on(sm
         assert len(first.query("position == 0 and coordinate == 507")) == 2  # in every sequence
 
 
-# GPT-2 class, 8 layers × 8 heads, learned positions; a pickle
+def test_mgm_is_measured_as_plain_transformers_measure_it(mgm: LoadedModel, tmp_path: Path) -> None:
+    """It has 8 layers × 8 heads of GPT-2's class; the text is what it generates, since it has no tokenizer."""
+    assert mgm.model.config.bos_token_id == 2
+    torch.manual_seed(0)
+    start = torch.full((8, 1), 2)
+    ids = mgm.model.generate(
+        start, attention_mask=torch.ones_like(start), do_sample=True, min_new_tokens=63, max_new_tokens=63,
+        pad_token_id=mgm.model.config.eos_token_id,
+    )  # fmt: skip
+    assert ids.shape == (8, 64)
+    np.save(tmp_path / "sampled.npy", ids.numpy())
+    run = sinkscope.analyze(mgm, input=tmp_path / "sampled.npy", num_seqs=8)
+    check_against_reference(mgm, run, list(ids.numpy()))
 
 
-@pytest.fixture(scope="module")
-def mgm_run(mgm: LoadedModel, mgm_text: Path) -> Run:
-    return sinkscope.analyze(mgm, input=mgm_text, num_seqs=8)
-
-
-def test_mgm_is_measured_as_plain_transformers_measure_it(mgm: LoadedModel, mgm_run: Run, mgm_text: Path) -> None:
-    check_against_reference(mgm, mgm_run, list(np.load(mgm_text)))
-
-
-SEQUENCES, TOKENS = 4, 64
-
-
-@pytest.fixture(scope="module")
-def smollm_gradients(smollm_on_cpu: LoadedModel) -> Run:
-    return sinkscope.analyze(smollm_on_cpu, num_seqs=SEQUENCES, seq_len=TOKENS, observables=("gradient",))
-
-
-def test_known_facts_hold(smollm_gradients: Run) -> None:
+def test_known_facts_hold(smollm_on_cpu: LoadedModel) -> None:
     """Norms are averaged over layers first, as in GS figure 2; the slope of figure 3 is -1; change is near 1."""
-    run = smollm_gradients
+    run = sinkscope.analyze(smollm_on_cpu, num_seqs=4, seq_len=64, observables=("gradient",))
     gradient = run.tables["gradient"]
     assert (gradient.query("pathway == 'query' and position == 0")["grad_norm"] == 0.0).all()
     norms = gradient.query("head == -1").groupby(["pathway", "position"])["grad_norm"].mean().unstack()
@@ -149,54 +116,31 @@ def test_known_facts_hold(smollm_gradients: Run) -> None:
 SHORT = {"num_seqs": 2, "seq_len": 20, "positions": 16}
 
 
-@contextmanager
-def in_float64(model: PreTrainedModel) -> Iterator[None]:
-    """Convert the model to float64 and back; a model from GGUF rejects `.double()`."""
-    tensors = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
-    before = [tensor.data for tensor in tensors]
-    try:
-        for tensor in tensors:
-            tensor.data = tensor.data.double()
-        with gradient_reference.in_double(model):
-            yield
-    finally:
-        for tensor, data in zip(tensors, before, strict=True):
-            tensor.data = data
-
-
 def test_gradients_are_plain_autograds_to_round_off(smollm_on_cpu: LoadedModel) -> None:
     """All tables are compared in float64, with trained weights, massive activations and gradient sinks."""
-    model = smollm_on_cpu.model
-    with in_float64(model):
-        run = sinkscope.analyze(smollm_on_cpu, observables=("gradient",), **SHORT)
+    model = copy.deepcopy(smollm_on_cpu.model)
+    for tensor in (*model.parameters(), *model.buffers()):  # a model from GGUF rejects `.double()`
+        tensor.data = tensor.data.double() if tensor.is_floating_point() else tensor.data
+    with gradient_reference.in_double(model):
+        run = sinkscope.analyze(replace(smollm_on_cpu, model=model), observables=("gradient",), **SHORT)
         sequences = [np.array(ids) for ids in inputs_for(smollm_on_cpu, make_config(**SHORT)).sequences]
         recorded = gradient_reference.record(model, sequences)
         expected = gradient_reference.tables(recorded, 16)
+        assert all(parameter.grad is None for parameter in model.parameters())
     print(gradient_reference.assert_same(run.tables, expected, 1e-9))
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert next(model.parameters()).dtype == torch.float32
     truth = gradient_reference.gradient(recorded, 16).query("pathway == 'query' and position == 0")
     assert truth["grad_norm"].max() < 1e-15
 
 
-OPTIONS = {"input": "sampled", "num_seqs": 8}
-
-
-@pytest.fixture(scope="module")
-def mgm_arms(mgm: LoadedModel) -> Run:
+def test_mgm_needs_its_query_bias_and_what_its_keys_read_of_the_massive_coordinate(mgm: LoadedModel) -> None:
+    """Without the bias it loses the sink most in layers 1 to 3; random coordinates are not needed."""
     recipe = recipes.read_recipe(recipes.find_recipe("not-universal-interventions"))
-    return sinkscope.intervene(mgm, arms=recipe.content.options["arms"], draws=3, **OPTIONS)
-
-
-def test_mgm_without_its_query_bias_loses_the_sink_most_in_layers_1_to_3(mgm_arms: Run) -> None:
-    effects = [effect_of(mgm_arms, "nullify-query-bias", "sink_rate", 0, layer) for layer in range(8)]
+    run = sinkscope.intervene(mgm, arms=recipe.content.options["arms"], draws=3, input="sampled", num_seqs=8)
+    effects = [effect_of(run, "nullify-query-bias", "sink_rate", 0, layer) for layer in range(8)]
     assert set(np.argsort([effect.after - effect.before for effect in effects])[:3]) == {1, 2, 3}
-    assert effect_of(mgm_arms, "nullify-query-bias", "sink_rate", 0).outcome == Outcome.FALLS
-
-
-def test_mgm_needs_what_its_keys_read_of_the_massive_coordinate_and_of_no_random_one(mgm_arms: Run) -> None:
-    assert mgm_arms.manifest["arms"]["zero-key-columns"]["do"] == ["zero-key-columns:coordinates=165"]
-    rate = effect_of(mgm_arms, "zero-key-columns", "sink_rate", 0)
+    assert effect_of(run, "nullify-query-bias", "sink_rate", 0).outcome == Outcome.FALLS
+    assert run.manifest["arms"]["zero-key-columns"]["do"] == ["zero-key-columns:coordinates=165"]
+    rate = effect_of(run, "zero-key-columns", "sink_rate", 0)
     assert rate.outcome == Outcome.FALLS
     assert rate.after - rate.before < -0.05
     assert max(abs(control - rate.before) for control in rate.controls) < 0.02

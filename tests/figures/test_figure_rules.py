@@ -44,13 +44,9 @@ def _is_labelled(figure: Figure, ax: Axes, which: str) -> bool:
     of_figure = figure.get_supxlabel() if which == "x" else figure.get_supylabel()
     axis: Axis = getattr(ax, f"{which}axis")
     ticks = [text.get_text() for other in alike for text in getattr(other, f"{which}axis").get_ticklabels()]
-    has_names = any(text and not _is_number(text) for text in ticks)
+    words = [text.strip("0123456789.,%−- $^{}kM").replace("\\mathdefault", "") for text in ticks]
     labels = (getattr(other, f"get_{which}label")() for other in alike if other.get_visible())
-    return bool(of_figure or any(labels) or has_names or not len(axis.get_ticklocs()))
-
-
-def _is_number(text: str) -> bool:
-    return not text.strip("0123456789.,%−- $^{}kM").replace("\\mathdefault", "")
+    return bool(of_figure or any(labels) or any(words) or not len(axis.get_ticklocs()))
 
 
 def _check_apart(axis: Axis, name: str) -> None:

@@ -186,9 +186,7 @@ def test_figures_that_cannot_be_drawn_are_refused_with_the_reason(run: Run) -> N
         draw("attention-maps", only)
 
 
-def test_figures_are_saved_as_png_and_pdf_with_truetype_fonts_and_no_date(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_are_saved_with_truetype_fonts_and_no_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict(dict.items(mpl.rcParams))  # reading it in this way does not choose a backend
     monkeypatch.setitem(SETTINGS, "pdf.compression", 0)  # so that the fonts' names can be read
     rough_figures(monkeypatch)

@@ -28,11 +28,6 @@ def of_width(ax: Axes, width: float) -> list[Any]:
     return [line for line in ax.lines if line.get_linewidth() == width]
 
 
-def points_of(ax: Axes) -> np.ndarray:
-    drawn = [line.get_xydata() for line in ax.lines if line.get_linestyle() == "None"]
-    return np.array(sorted(map(tuple, np.concatenate(drawn))))
-
-
 def test_gradient_norms_draws_every_layer_and_their_mean(run: Run) -> None:
     axes = draw("gradient-norms", run).axes
     table = run.tables["gradient"].query("head == -1")
@@ -52,7 +47,9 @@ def test_reshaping_draws_a_point_for_each_layer_and_position_by_the_papers_token
     figure = draw("gradient-reshaping", run)
     table = run.tables["gradient_ratio"].query("branch == 'attn'")
     for ax, name in zip(figure.axes, ("bloat", "compress", "change"), strict=True):
-        np.testing.assert_allclose(points_of(ax), table[["input_norm", name]].sort_values("input_norm"))
+        drawn = np.concatenate([line.get_xydata() for line in ax.lines if line.get_linestyle() == "None"])
+        points = sorted(map(tuple, drawn))
+        np.testing.assert_allclose(points, table[["input_norm", name]].sort_values("input_norm"))
         assert ax.get_title().startswith(name)
         assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
     groups = {"token 0": (0, 0), "token 1": (1, 1), "tokens 2–3": (2, 3), "tokens 4–7": (4, 7), "tokens 8–15": (8, 15)}
@@ -175,12 +172,8 @@ def test_it_draws_its_table() -> None:
     np.testing.assert_allclose([part[:, 0] for part in below.collections[0].get_segments()], leads[["low", "high"]])
 
 
-def test_few_steps_have_no_leads() -> None:
-    assert len(KINDS["training steps"]["training-onsets"](RunsByStep(RUNS[: FEWEST_STEPS - 1])).axes) == 3
-    assert len(KINDS["training steps"]["training-onsets"](RunsByStep(RUNS[:FEWEST_STEPS])).axes) == 4
-
-
-def test_it_applies_only_to_steps_with_two_quantities() -> None:
+def test_few_steps_have_no_leads_and_one_step_has_no_figure() -> None:
     spec = KINDS["training steps"]["training-onsets"]
+    assert [len(spec(RunsByStep(RUNS[:count])).axes) for count in (FEWEST_STEPS - 1, FEWEST_STEPS)] == [3, 4]
     assert spec.applies(RunsByStep(RUNS))
     assert not spec.applies(RunsByStep(RUNS[:1]))

@@ -106,9 +106,7 @@ def test_choices_open_the_map_of_any_head(page: Any) -> None:
 
 
 @pytest.mark.real_model
-def test_any_head_of_smollm_shows_the_weights_of_plain_transformers(
-    smollm: LoadedModel, browser: Any, tmp_path
-) -> None:
+def test_any_head_of_smollm_shows_plain_transformers_weights(smollm: LoadedModel, browser: Any, tmp_path) -> None:
     run = sinkscope.analyze(smollm, prompt="The quick brown fox jumps over the lazy dog", observables="attention")
     ids = run.activations.token_ids
     eager = np.stack([layer.weights for layer in reference.record(smollm.model, ids[0]).layers])
@@ -130,26 +128,15 @@ def test_any_head_of_smollm_shows_the_weights_of_plain_transformers(
 
 def test_a_head_shows_the_gradients_of_the_key_value_head_that_it_reads(browser: Any, tmp_path: Path) -> None:
     contents = analysis()  # four heads share two key/value heads
-    gradient = (
-        contents.tables["gradient"].query("layer == 1 and position == 0").set_index(["pathway", "head"])["grad_norm"]
-    )
+    gradient = contents.tables["gradient"].query("layer == 1 and position == 0").set_index(["pathway", "head"])
     with opened(browser, contents, tmp_path) as page:
         page.evaluate("S.openHead(1, 3)")
-        shown = {
-            name: float(value)
-            for name, value, _ in page.locator(".head details tbody tr").evaluate_all(
-                "rows => rows.map((row) => [...row.children].map((cell) => cell.textContent))"
-            )
-            if name.startswith("grad norm")
-        }
-        assert shown == pytest.approx(
-            {
-                "grad norm, query": gradient["query", 3],
-                "grad norm, key, key/value head 1": gradient["key", 1],
-                "grad norm, value, key/value head 1": gradient["value", 1],
-            },
-            rel=1e-3,
-        )
+        rows = page.locator(".head details tbody tr")
+        texts = rows.evaluate_all("rows => rows.map((row) => [...row.children].map((cell) => cell.textContent))")
+        shown = {name: float(value) for name, value, _ in texts if name.startswith("grad norm")}
+        places = {"query": ("query", 3), "key, key/value head 1": ("key", 1), "value, key/value head 1": ("value", 1)}
+        expected = {f"grad norm, {name}": gradient["grad_norm"][place] for name, place in places.items()}
+        assert shown == pytest.approx(expected, rel=1e-3)
         page.get_by_label("Metric").first.select_option(label="grad norm")
         page.get_by_label("pathway", exact=True).first.select_option(label="value")
         cells = page.locator(".panels [role=gridcell]")

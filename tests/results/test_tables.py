@@ -103,28 +103,16 @@ def test_a_table_that_would_fill_the_memory(tmp_path: Path, monkeypatch: pytest.
         read_table(path, columns)
 
 
-def gpt2_shaped() -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=16, n_positions=16, n_inner=32, bos_token_id=1, eos_token_id=1)
-    ).eval()
-    with torch.no_grad():
-        model.transformer.wpe.weight[0, list(GPT2_MASSIVE)] = torch.tensor([40.0, -60.0])
-        for block in model.transformer.h:
-            block.attn.c_attn.bias.normal_()
-    return model
-
-
-@pytest.fixture(scope="module")
-def random_gpt2() -> tuple[GPT2LMHeadModel, Run]:
-    model = gpt2_shaped()
-    asked = {"input": "random", "num_seqs": 1, "seq_len": 16, "bos": "never", "skip_parity": True}
-    return model, sinkscope.analyze(model, observables=("query-bias",), **asked)
-
-
-def test_a_gpt2_of_random_weights_against_plain_torch(random_gpt2: tuple[GPT2LMHeadModel, Run]) -> None:
+def test_a_gpt2_of_random_weights_against_plain_torch() -> None:
     """|W_k b_Q| uses W_k as GPT-2 stores it, (in, out), without a norm; mean ± 2 deviations are over all entries."""
-    model, run = random_gpt2
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=16, n_positions=16, n_inner=32, bos_token_id=1, eos_token_id=1)
+    model = GPT2LMHeadModel(config).eval().requires_grad_(False)
+    model.transformer.wpe.weight[0, list(GPT2_MASSIVE)] = torch.tensor([40.0, -60.0])
+    for block in model.transformer.h:
+        block.attn.c_attn.bias.normal_()
+    asked = {"input": "random", "num_seqs": 1, "seq_len": 16, "bos": "never", "skip_parity": True}
+    run = sinkscope.analyze(model, observables=("query-bias",), **asked)
     table = paper_tables(run)["gamma"]
     for block, row in zip(model.transformer.h, table.to_dict("records"), strict=True):
         weight, bias = block.attn.c_attn.weight.detach().double(), block.attn.c_attn.bias.detach().double()

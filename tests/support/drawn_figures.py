@@ -1,6 +1,6 @@
 """One figure of each name, drawn from small tables made by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,21 +39,20 @@ TEXTS = {"scorecard", "scorecard-by-model", "routes"}
 
 
 def drawn(name: str) -> Figure:
-    if name in KINDS["several runs"]:
-        return KINDS["several runs"][name]([make_run(model="org/One_1"), make_run(model="org/Two_2")])
-    if name == "training-onsets":
-        rise = sigmoid(DOUBLED, 50)
-        courses = {"value_gradient": 1 + 40 * rise, "norm": 1 + 200 * rise, "sink_rate": 0.4 * rise}
-        return KINDS["training steps"][name](RunsByStep(made_up_steps(DOUBLED, courses)))
-    if name in KINDS["training steps"]:
-        return KINDS["training steps"][name]([checkpoint(step) for step in (0, 100, 1000)])
-    if name in KINDS["arms of a training"]:
-        return KINDS["arms of a training"][name](_arms())
-    if name in KINDS["trainings of your own"]:
-        return KINDS["trainings of your own"][name](_curves())
-    if name in KINDS["cells of a sweep"]:
-        return KINDS["cells of a sweep"][name](_sweep())
+    for kind, data in DATA.items():
+        if name in KINDS[kind]:
+            return KINDS[kind][name](_onsets() if name == "training-onsets" else data())
     return draw(name, experiment() if name in OF_EXPERIMENTS else _run())
+
+
+def names() -> list[str]:
+    return [name for register in (FIGURES, *(KINDS[kind] for kind in DATA)) for name in register]
+
+
+def _onsets() -> RunsByStep:
+    rise = sigmoid(DOUBLED, 50)
+    courses = {"value_gradient": 1 + 40 * rise, "norm": 1 + 200 * rise, "sink_rate": 0.4 * rise}
+    return RunsByStep(made_up_steps(DOUBLED, courses))
 
 
 def _curves() -> pd.DataFrame:
@@ -65,18 +64,6 @@ def _curves() -> pd.DataFrame:
         for step, rise in zip(DOUBLED, 0.4 * sigmoid(DOUBLED, 50), strict=True)
     ]
     return pd.DataFrame(rows, columns=["model", "condition", "layer", "step", "metric", "value"])
-
-
-def names() -> list[str]:
-    registers: list[Any] = [
-        FIGURES,
-        KINDS["several runs"],
-        KINDS["training steps"],
-        KINDS["arms of a training"],
-        KINDS["trainings of your own"],
-        KINDS["cells of a sweep"],
-    ]
-    return [name for register in registers for name in register]
 
 
 def _values(frame: pd.DataFrame, low: float = 0.1, high: float = 0.9, column: str = "value") -> pd.DataFrame:
@@ -152,13 +139,9 @@ def maps_table(conditions: Sequence[str], layers: Sequence[int], tokens: int) ->
 
 
 def experiment(
-    watched: dict[str, list[int]] = MANY,
-    layers: int = 4,
-    draws: int = 3,
-    tokens: int = 8,
-    without_maps: Sequence[str] = (),
-    **replaced: pd.DataFrame,
-) -> Run:
+    watched: dict[str, list[int]] = MANY, layers: int = 4, draws: int = 3, tokens: int = 8,
+    without_maps: Sequence[str] = (), **replaced: pd.DataFrame,
+) -> Run:  # fmt: skip
     labels = [label for label in watched if label not in without_maps]
     conditions = ["before", *labels, *(f"{label} control 0" for label in labels if draws)]
     measured = ["before", *watched, *(f"{label} control {draw}" for label in watched for draw in range(draws))]
@@ -248,3 +231,13 @@ def _sweep() -> SweepTables:
     )  # fmt: skip
     studied = _values(trained, 0.1, 0.9)
     return SweepTables({SWEEP: cells, EPSILON: by_epsilon, SCORES: scores, STUDY: studied}, {})
+
+
+# kind of figures → what they are drawn from
+DATA: dict[str, Callable[[], Any]] = {
+    "several runs": lambda: [make_run(model="org/One_1"), make_run(model="org/Two_2")],
+    "training steps": lambda: [checkpoint(step) for step in (0, 100, 1000)],
+    "arms of a training": _arms,
+    "trainings of your own": _curves,
+    "cells of a sweep": _sweep,
+}

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from sinkscope.commands.claims.claim import Judgment, judge
@@ -11,6 +10,7 @@ from sinkscope.commands.claims.evidence import MAIN, Evidence
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.results.findings import Outcome
 from sinkscope.results.run import RunData
+from support.made_up_runs import by_sequence
 
 HOLDS, FAILS, INCONCLUSIVE = Outcome.HOLDS, Outcome.FAILS, Outcome.INCONCLUSIVE
 NOT_APPLIES, UNMEASURED, FEW_SEEDS = Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED, Outcome.NOT_ENOUGH_SEEDS
@@ -36,22 +36,6 @@ def manifest(condition: str = "natural", command: str = "analyze", **given: Any)
 
 def family(positions: str, **given: Any) -> dict[str, Any]:
     return {"positions": positions, "causal": True, "layer_positions": None, "kinds": None} | given
-
-
-def by_sequence(columns: Mapping[str, Any], layers: int = 4, noise: float = 0.0, **axes: Sequence[Any]) -> pd.DataFrame:
-    """Return a row for each layer, sequence and index on further axes, with noise that differs by sequence.
-
-    Values are (layers, *axes), or can be broadcast to that.
-    """
-    sizes = [len(labels) for labels in axes.values()]
-    shape = (layers, SEQUENCES, *sizes)
-    labels = np.meshgrid(range(layers), range(SEQUENCES), *axes.values(), indexing="ij")
-    frame = {name: label.ravel() for name, label in zip(("layer", "sequence", *axes), labels, strict=True)}
-    draw = np.random.default_rng(0)
-    for name, values in columns.items():
-        values = np.broadcast_to(np.asarray(values, float), (layers, *sizes))
-        frame[name] = (values[:, None] + noise * draw.normal(size=shape)).ravel()
-    return pd.DataFrame(frame)
 
 
 def analysis(tables: Mapping[str, pd.DataFrame], condition: str = "natural", **given: Any) -> RunData:

@@ -30,16 +30,10 @@ def judged(claim: str, *parts: Training | Series, name: str = "made") -> Judgmen
 
 
 def training(
-    arms: Mapping[str, Numbers],
-    command: str = "train",
-    tables: Mapping[str, Sequence[Tables]] | None = None,
-    courses: Mapping[str, Mapping[str, Sequence[Sequence[float]]]] | None = None,
-    model: str = "made",
-    folder: Path | None = None,
-    blocks: int = 100,
-    shape: Mapping[str, Any] = SHAPE,
-    **options: Any,
-) -> Training:
+    arms: Mapping[str, Numbers], command: str = "train", tables: Mapping[str, Sequence[Tables]] | None = None,
+    courses: Mapping[str, Mapping[str, Sequence[Sequence[float]]]] | None = None, model: str = "made",
+    folder: Path | None = None, blocks: int = 100, shape: Mapping[str, Any] = SHAPE, **options: Any,
+) -> Training:  # fmt: skip
     """Return one folder of a training, from methods as on the command line (or "untouched") → metrics by seed.
 
     `tables` has for each method and seed the tables of its run, and `courses` for each method, metric and seed the

@@ -1,6 +1,7 @@
 """Runs made by hand: random tables as `analyze` writes them, summaries alone, and claims' tables of given metrics."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,20 +164,11 @@ def tables_of(layers: int, heads: int, kv_heads: int, positions: int, sequences:
 
 
 def make_run(
-    layers: int = 4,
-    heads: int = 4,
-    kv_heads: int = 2,
-    positions: int = 16,
-    sequences: int = 3,
-    length: int = 24,
-    model: str = "org/Tiny-1M",
-    condition: str = "natural",
-    wiring: str = "sequential",
-    **replaced: pd.DataFrame,
-) -> Run:
+    layers: int = 4, heads: int = 4, kv_heads: int = 2, positions: int = 16, sequences: int = 3, length: int = 24,
+    model: str = "org/Tiny-1M", condition: str = "natural", **replaced: pd.DataFrame,
+) -> Run:  # fmt: skip
     manifest = run_manifest(condition=condition)
     manifest["model"] |= {"name": model, "source": model}
-    manifest["family"] |= {"wiring": wiring}
     manifest["input"] |= {"sequences": sequences, "tokens": sequences * length, "shortest": length, "longest": length}
     return Run(manifest, tables_of(layers, heads, kv_heads, positions, sequences, length) | replaced)
 
@@ -223,33 +215,37 @@ def summarized(
     return Run(record, measured)
 
 
-def _table(axes: Mapping[str, Sequence[Any]], **columns: Any) -> pd.DataFrame:
-    shape = tuple(len(labels) for labels in axes.values())
-    return grid(**axes).assign(**{name: np.broadcast_to(values, shape).ravel() for name, values in columns.items()})
+def by_sequence(
+    columns: Mapping[str, Any], layers: int = 4, noise: float = 0.0, sequences: int = 40, **axes: Sequence[Any]
+) -> pd.DataFrame:
+    """Return a row for each layer, sequence and index on further axes, with noise that differs by sequence.
+
+    Values are (layers, *axes), or can be broadcast to that.
+    """
+    sizes = [len(labels) for labels in axes.values()]
+    frame = grid(layer=range(layers), sequence=range(sequences), **axes)
+    draw = np.random.default_rng(0)
+    for name, values in columns.items():
+        values = np.broadcast_to(np.asarray(values, float), (layers, *sizes))
+        frame[name] = (values[:, None] + noise * draw.normal(size=(layers, sequences, *sizes))).ravel()
+    return frame
 
 
 def _by_sequence(summary: Mapping[str, list[float]]) -> dict[str, pd.DataFrame]:
     """Return tables in which all sequences are the same, and the first heads of a layer have the sink."""
-    tables = {}
+    tables, heads = {}, range(HEADS)
+    table = partial(by_sequence, layers=max(map(len, summary.values()), default=0), sequences=SEQUENCES)
+    mass: Any = 0.1
     if "sink_rate" in summary:
-        rates = np.array(summary["sink_rate"])
-        at = {"layer": range(len(rates)), "sequence": range(SEQUENCES)}
-        first = np.arange(POSITIONS) == 0
-        masses = rates[:, None, None] * first
-        tables["attention_by_sequence"] = _table(
-            {**at, "position": range(POSITIONS)}, sink_rate=masses, uniform_mass=0.05
-        )
-        has_sink = np.arange(HEADS) < np.round(HEADS * rates)[:, None, None]
-        heads = {**at, "head": range(HEADS)}
-        tables["attention_heads_by_sequence"] = _table(
-            heads, window_mass=np.where(has_sink, 0.9, 0.1), uniform_mass=0.05
-        )
+        rates, first = np.array(summary["sink_rate"])[:, None], np.arange(POSITIONS) == 0
+        columns = {"sink_rate": rates * first, "uniform_mass": 0.05}
+        tables["attention_by_sequence"] = table(columns, position=range(POSITIONS))
+        mass = np.where(np.arange(HEADS) < np.round(HEADS * rates), 0.9, 0.1)
+    if {"sink_rate", "value_drain"} & summary.keys():
+        tables["attention_heads_by_sequence"] = table({"window_mass": mass, "uniform_mass": 0.05}, head=heads)
     if "value_drain" in summary:
-        drains = np.array(summary["value_drain"])[:, None, None]
-        at = {"layer": range(len(drains)), "sequence": range(SEQUENCES), "head": range(HEADS)}
-        tables["geometry_by_sequence"] = _table(at, value_norm=drains, value_norm_later=1.0)
-        if "sink_rate" not in summary:
-            tables["attention_heads_by_sequence"] = _table(at, window_mass=0.1, uniform_mass=0.05)
+        drains = {"value_norm": np.array(summary["value_drain"])[:, None], "value_norm_later": 1.0}
+        tables["geometry_by_sequence"] = table(drains, head=heads)
     return tables
 
 

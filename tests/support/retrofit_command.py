@@ -1,6 +1,8 @@
 """Shared by the tests of `retrofit` and `train`: a tokenizer of eight words, small settings, the command line."""
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -41,3 +43,29 @@ def words_tokenizer() -> PreTrainedTokenizerFast:
 
 def command_line(*args: object) -> Result:
     return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def succeeded(*args: object) -> Result:
+    """Run a command that has to end with status 0."""
+    result = command_line(*args)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def refused(status: int, *args: object) -> str:
+    """Return the one or two lines of a command that ends with this status and changes no file nearby."""
+    before = content_of(Path.cwd().parent)
+    result = command_line(*args)
+    assert result.exit_code == status, result.output
+    assert result.stdout == ""
+    assert content_of(Path.cwd().parent) == before
+    message = re.sub("^read: .*\n", "", result.stderr).strip()
+    assert message.startswith("sinkscope: "), message
+    assert message.count("\n") <= 1
+    assert "Traceback" not in message
+    return message
+
+
+def content_of(folder: Path) -> dict[str, bytes | None]:
+    """Return every path in a folder, including temporary ones, with the content of files."""
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}

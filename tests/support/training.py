@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import torch
 from tiny import VOCAB, tiny_model
 
 from sinkscope.commands.train.blocks import Blocks
@@ -11,6 +12,12 @@ from sinkscope.options.option import checked
 from sinkscope.retrofits import retrofit_model
 
 LENGTH = 16
+
+# a Llama that begins with random weights
+SHAPE: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 64, "vocab_size": 300,
+}  # fmt: skip
 
 SHORT: dict[str, Any] = {
     "steps": 12, "block_length": LENGTH, "batch_size": 2, "learning_rate": 1e-3, "new_learning_rate": 1e-2,
@@ -31,6 +38,12 @@ def config(**options: Any) -> TrainingConfig:
 
 def model(kind: str = "llama", method: str = "vga", **parameters: Any) -> Any:
     return retrofit_model(tiny_model(kind, spread=2.0), None, method, **parameters)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two models have the same weights, bit for bit."""
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(name == twin and torch.equal(x, y) for (name, x), (twin, y) in pairs)
 
 
 def random_blocks(count: int) -> Blocks:

@@ -214,9 +214,7 @@ def test_the_value_gradient_of_a_scale_is_read_before_it() -> None:
     """The claim of GS §5.1 is about the raw value state; V-scale with φ = 1/2 multiplies it by one half."""
     tables = gradient_tables(layers=2)
     value = tables["gradient"].query("pathway == 'value'")
-    halved = value.assign(
-        pathway="raw_value", grad_norm=np.where(value["position"] == 0, 0.5, 1.0) * value["grad_norm"]
-    )
+    halved = value.assign(pathway="raw_value", grad_norm=value["grad_norm"] * np.where(value["position"] == 0, 0.5, 1))
     plain = gradient_summary(tables)[1]
     tables["gradient"] = pd.concat([tables["gradient"], halved], ignore_index=True)
     per_layer, scaled = gradient_summary(tables)

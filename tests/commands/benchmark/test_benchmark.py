@@ -22,12 +22,8 @@ needs_harness = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-evaluation-harness is an optional package"
 )
 QUESTIONS: list[dict[str, Any]] = [
-    {
-        "asked": " ".join(WORDS[4 + (at + step) % 4] for step in range(3)),
-        "choices": ["the", "drain of"],
-        "right": at % 2,
-    }
-    for at in range(6)
+    {"asked": " ".join(WORDS[4 + (n + step) % 4] for step in range(3)), "choices": ["the", "drain of"], "right": n % 2}
+    for n in range(6)
 ]
 TASK = """
 task: drains

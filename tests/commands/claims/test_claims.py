@@ -73,9 +73,7 @@ def test_a_claim_about_what_random_weights_lack_has_no_null(of_random_weights, t
     found = judge(CLAIMS["S-9"], evidence_of(runs, "made"))
     assert (found.outcome, found.tells) == (HOLDS, tells)
     assert share is None or found.null_passes == pytest.approx(share, nan_ok=True)
-
-
-def test_one_draw_that_defines_a_claim_is_a_null() -> None:
+    # one draw that defines it is a null
     found = judge(CLAIMS["S-9"], evidence_of([of_massive(5e3), of_massive(1.0, 0), of_massive(5e3, 1, 2)], "made"))
     assert (found.outcome, found.tells, found.null_passes) == (HOLDS, "yes", 0.0)
 
@@ -126,14 +124,11 @@ def card_of(*runs: RunData, claims: Iterable[str]) -> Scorecard:
     return Scorecard({}, {"claim": table, "route": pd.DataFrame({"effect": [], "model": []})})
 
 
-def test_the_first_line_counts_the_claims_that_hold_and_whose_null_fails() -> None:
+def test_the_first_line_counts_the_claims_that_hold_and_whose_null_is_defined_and_fails() -> None:
     for null, count in ((0.0, "1 claim holds, and its"), (0.4, "0 claims hold, and their")):
         card = card_of(of_text(0.5), of_text(null, 0), claims=["W-1"])
         assert headline(card.table).startswith(count)
         assert scorecard_markdown(card).splitlines()[0] == f"## made: {headline(card.table)}"
-
-
-def test_claims_with_a_null_that_is_not_defined_are_counted_apart() -> None:
     card = card_of(of_massive(5000.0), of_massive(1.0, 0), claims=["S-9"])
     assert headline(card.table) == "0 claims hold, and their null does not pass them"
     assert "- Hold, and their null is not defined: 1 (S-9)." in scorecard_markdown(card)

@@ -50,11 +50,6 @@ def ratio_of_norms(drawn: np.random.Generator) -> Estimate:
     return positive_jackknife(norms[0] / norms[1])
 
 
-def beyond_controls(drawn: np.random.Generator) -> Estimate:
-    """Return the change of an arm, over sequences, beyond that of one more control; five random controls are known."""
-    return bootstrap(weighted_means(drawn.normal(-3.0, 10.0, 100), WEIGHTS)) - one_more_run(drawn.normal(1.0, 1.0, 5))
-
-
 @pytest.mark.parametrize(
     ("measure", "truth"),
     [
@@ -64,7 +59,13 @@ def beyond_controls(drawn: np.random.Generator) -> Estimate:
             lambda drawn: np.divide(*(np.hypot(scale, noise * (50 / 60) ** 0.5) for scale, noise in NORMS)),
         ),
         (lambda drawn: mean_of_runs(drawn.normal(1.0, 1.0, 5)), lambda drawn: 1.0),
-        (beyond_controls, lambda drawn: -3.0 - drawn.normal(1.0, 1.0)),
+        (  # the change of an arm, over sequences, beyond that of one more control; five random controls are known
+            lambda drawn: (
+                bootstrap(weighted_means(drawn.normal(-3.0, 10.0, 100), WEIGHTS))
+                - one_more_run(drawn.normal(1.0, 1.0, 5))
+            ),
+            lambda drawn: -3.0 - drawn.normal(1.0, 1.0),
+        ),
     ],
     ids=["means", "norms", "controls", "beyond controls"],
 )
@@ -132,12 +133,6 @@ def test_a_null_is_separated_if_no_draw_passes_as_far_inside(test: Test, value: 
         expected = not any(PASSES[test](draw) and sign * draw >= sign * value for draw in draws)
     assert test.separates(estimate) == expected
     assert test.separates(Estimate(value))  # without draws
-
-
-def test_at_exactly_enough_power_there_are_enough_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    estimate = mean_of_runs(np.array([1.0, 4.0, 5.0]))
-    monkeypatch.setattr("sinkscope.results.judgment.ENOUGH_POWER", above(0.0).power(estimate))
-    assert above(0.0).outcome(estimate) == INCONCLUSIVE
 
 
 STUDIES = 1200  # the standard error of 5 % is 0.6 %
@@ -234,7 +229,7 @@ def test_extremes_of_levels_can_hold_and_rarely_do_falsely(outcome, make, means,
     assert least <= 100 * np.mean([test.outcome(make(drawn, *means)) == outcome for _ in range(STUDIES // 4)]) <= most
 
 
-def test_too_few_seeds_are_called_so() -> None:
+def test_too_few_seeds_are_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
     test = at_most(3.0)
     wide = range_of([mean_of_runs(np.array([-9.0, 8.0, 2.0]))])
     assert test.outcome(wide) == FEW_SEEDS
@@ -243,3 +238,6 @@ def test_too_few_seeds_are_called_so() -> None:
     assert above(0.0).outcome(mean_of_runs(np.array([-2.0, 1.0, -1.0]))) == INCONCLUSIVE  # contradicts the claim
     narrow = range_of([mean_of_runs(np.array([2.9, 3.0, 3.05]))])  # would hold if both were equal
     assert (test.outcome(narrow), test.power(narrow) > 0.9) == (INCONCLUSIVE, True)
+    enough = mean_of_runs(np.array([1.0, 4.0, 5.0]))
+    monkeypatch.setattr("sinkscope.results.judgment.ENOUGH", above(0.0).power(enough))
+    assert above(0.0).outcome(enough) == INCONCLUSIVE  # at exactly enough power

@@ -439,16 +439,9 @@ VALLEY = range(3, 9)  # layers with massive activations
 
 
 def states(
-    valley: float = 0.02,
-    rescaled: float = 0.5,
-    loose: float = 0.0,
-    written: float = 0.97,
-    attention: float = 3.0,
-    sinks: float = 0.04,
-    residual: float = 0.98,
-    rotated: float = 0.0,
-    others: float = 0.5,
-) -> RunData:
+    valley: float = 0.02, rescaled: float = 0.5, loose: float = 0.0, written: float = 0.97, attention: float = 3.0,
+    sinks: float = 0.04, residual: float = 0.98, rotated: float = 0.0, others: float = 0.5,
+) -> RunData:  # fmt: skip
     """Return a run with a valley, a secondary sink in each sequence, a residual sink, and a spike in layer 3."""
     inside = np.isin(np.arange(DEPTH), VALLEY)
     entropy = np.where(inside, valley, 0.6 + 0.01 * np.arange(DEPTH))

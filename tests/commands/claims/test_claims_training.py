@@ -514,14 +514,10 @@ def test_steps_of_one_training_are_judged_over_its_sequences() -> None:
 def test_of_several_settings_it_is_judged_in_the_one_with_most_sinks() -> None:
     """The note names the setting; in the first setting, which has as many seeds, no sink appears."""
     ends = {1e-4: (0.01, 0.02, 0.03), 2e-4: (0.4, 0.5, 0.6), 4e-4: (0.7, 0.8)}  # by learning rate
-    trainings = [
-        training(
-            {"none": {"sink_rate": last}},
-            courses={"none": {"sink_rate": [[end / 99, end] for end in last]}},
-            learning_rate=rate,
-        )
-        for rate, last in ends.items()
-    ]
+    trainings = []
+    for rate, last in ends.items():
+        courses = {"none": {"sink_rate": [[end / 99, end] for end in last]}}
+        trainings.append(training({"none": {"sink_rate": last}}, courses=courses, learning_rate=rate))
     found = judged("W-30", *trainings)
     assert (found.outcome, found.estimates[0].value) == (HOLDS, pytest.approx(50 * 98 / 99))
     words = "learning_rate=0.0002, of 2 settings the one with most plain sinks: 2.0, 50.0 %; 3 seeds, Student's t"

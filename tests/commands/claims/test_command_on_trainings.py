@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from support.figures import skip_figures
-from support.retrofit_command import command_line
+from support.retrofit_command import succeeded
 
 import sinkscope
 from sinkscope import Scorecard
@@ -41,8 +41,7 @@ def row(card: Scorecard, claim: str, part: int = 0) -> pd.Series:
 
 
 def test_a_training_is_judged_by_its_tables(lab: Path, tmp_path: Path) -> None:
-    result = command_line("claims", "--from", lab, "--out", tmp_path / "card")
-    assert result.exit_code == 0, result.output
+    succeeded("claims", "--from", lab, "--out", tmp_path / "card")
     card = Scorecard.open(tmp_path / "card")
     assert card.models == ["lab"]
     training = pd.read_parquet(lab / "tables" / "training.parquet")

@@ -77,13 +77,10 @@ def test_each_edit_is_its_own_route() -> None:
     assert found[["position vector", "effective position"]].tolist() == pytest.approx([30, 50], abs=0.5)
 
 
-def both() -> tuple[Run, Run]:
-    rotary = {"skipped": {NAME: "its queries have no bias: none at all"}}
-    return named(cut(0.4), "org/learned"), named(cut(0.0, name="zero-massive"), "rotary", **rotary)
-
-
 def test_models_are_shown_side_by_side(tmp_path: Path) -> None:
-    found = compare(*both(), out=tmp_path / "both")
+    rotary = {"skipped": {NAME: "its queries have no bias: none at all"}}
+    pair = named(cut(0.4), "org/learned"), named(cut(0.0, name="zero-massive"), "rotary", **rotary)
+    found = compare(*pair, out=tmp_path / "both")
     assert isinstance(found, Routes)
     assert found.table["model"].unique().tolist() == ["org/learned", "rotary"]
     assert {path.name for path in (tmp_path / "both").rglob("*.*")} == {

@@ -80,18 +80,18 @@ def test_it_writes_tables_figures_and_manifest(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     run = made_up()
-    for few in ((), (run,)):
-        with pytest.raises(InputError, match="needs at least two runs"):
-            compare(*few)
-    with pytest.raises(InputError, match=r"is not a run folder: it has no run\.json"):
-        compare(run, tmp_path)
+    pictures = Run(run.manifest, {"finding": run.tables["summary"].head(0)})
+    for runs, message in (
+        ((), "needs at least two runs"),
+        ((run,), "needs at least two runs"),
+        ((run, tmp_path), r"is not a run folder: it has no run\.json"),
+        (([run, 3],), r"a run, .* this is a int"),
+        ((run, pictures), "has no metrics to compare: it measured only pictures"),
+    ):
+        with pytest.raises(InputError, match=message):
+            compare(*runs)
     folder = save(run, tmp_path / "run")
     assert compare(run, folder / "run.json").table["ratio"]["sink_rate"] == 1.0
-    with pytest.raises(InputError, match=r"a run, .* this is a int"):
-        compare([run, 3])
-    pictures = Run(run.manifest, {"finding": run.tables["summary"].head(0)})
-    with pytest.raises(InputError, match="has no metrics to compare: it measured only pictures"):
-        compare(run, pictures)
     (folder / "tables" / "summary.parquet").write_bytes(b"PAR1")
     with pytest.raises(InputError, match=r"summary\.parquet is damaged"):
         compare(run, folder)

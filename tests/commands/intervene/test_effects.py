@@ -76,14 +76,13 @@ def test_a_change_counts_only_beyond_random_changes(
 
 def test_a_sink_moves_only_if_the_target_gains_beyond_the_control() -> None:
     rates = {0: (0.7, 0.1, (0.7, 0.69, 0.71)), 1: (0.0, 0.4, (0.0, 0.0, 0.0))}
-    moved = run_of(rates, {1: (0.02, 0.30, (0.02, 0.03, 0.02))}, expects="sink-moves")
+    gains = {1: (0.02, 0.30, (0.02, 0.03, 0.02))}
+    moved = run_of(rates, gains, expects="sink-moves")
     assert "the sink moved to position 1" in finding(moved, "x")
     unmoved = run_of(rates, {1: (0.02, 0.05, (0.02, 0.09, 0.04))}, expects="sink-moves")
     assert "moved to" not in finding(unmoved, "x")
     assert "did not move" in finding(unmoved, "x")
-    both = run_of(
-        {0: (0.7, 0.7, (0.7, 0.69, 0.71)), 1: rates[1]}, {1: (0.02, 0.30, (0.02, 0.03, 0.02))}, expects="sink-moves"
-    )
+    both = run_of({0: (0.7, 0.7, (0.7, 0.69, 0.71)), 1: rates[1]}, gains, expects="sink-moves")
     assert "attention to position 1 rises, but the sink at position 0 does not fall" in finding(both, "x")
 
 
@@ -240,18 +239,15 @@ def arm() -> Run:
     doubled = loss.assign(condition="arm", loss=loss["loss"] + np.log(2))
     massive = grid(condition=["before", "arm"], layer=range(LAYERS), sequence=range(SEQUENCES), position=[0])
     massive["value"] = -10.0 * massive["sequence"] * (massive["layer"] + 1) / LAYERS
-    arms = pd.DataFrame({"arm": ["before", "after"], "draw": -1})
+    both = pd.DataFrame({"arm": ["before", "after"], "draw": -1})
     effect = grid(condition=["arm"], name=["arm"], layer=range(-1, LAYERS), metric=["sink_rate"], position=[0])
     effect = pd.concat([effect, effect[effect["layer"] == -1].assign(metric="perplexity", position=-1)])
-    effect = effect.merge(arms, how="cross").assign(value=0.5)
+    effect = effect.merge(both, how="cross").assign(value=0.5)
     effect.loc[(effect["metric"] == "perplexity") & (effect["arm"] == "after"), "value"] = 1.0
     tables = {"attention_by_sequence": [before, after], "loss_by_sequence": [loss, doubled], "massive": [massive]}
     plain = make_run(sequences=SEQUENCES)
-    manifest = plain.manifest | {
-        "command": "intervene",
-        "arms": {"arm": {"do": [], "watched": [0], "expects": ""}},
-        "draws": 0,
-    }
+    arms = {"arm": {"do": [], "watched": [0], "expects": ""}}
+    manifest = plain.manifest | {"command": "intervene", "arms": arms, "draws": 0}
     return Run(manifest, {name: pd.concat(parts) for name, parts in tables.items()} | {"effect": effect})
 
 

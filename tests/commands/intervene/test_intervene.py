@@ -11,7 +11,7 @@ import pytest
 import reference
 import torch
 from support.figures import skip_figures
-from support.retrofit_command import command_line
+from support.retrofit_command import command_line, succeeded
 from support.tables import assert_same_tables
 from tiny import ragged_tokens, tiny_model, tiny_tokens, written
 from transformers import PreTrainedModel
@@ -42,12 +42,6 @@ def llama() -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def all_of_gpt2(gpt2: PreTrainedModel) -> Run:
     return intervene(gpt2, arms="all", draws=2, **SMALL)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, gpt2: PreTrainedModel) -> Path:
-    gpt2.save_pretrained(tmp_path / "gpt2")
-    return tmp_path / "gpt2"
 
 
 def plain_perplexity(model: PreTrainedModel, sequences: list[np.ndarray]) -> float:
@@ -224,6 +218,7 @@ def test_wrong_experiments(gpt2: PreTrainedModel, llama: PreTrainedModel, given:
     assert torch.equal(model(ids).logits, logits)
 
 
+OPTIONS = ("--input", "random", "--num-seqs", 3, "--seq-len", 16)
 ARMS = {"first": "mask-sink", "second": "scale-sink-value", "third": "nullify-first-embedding"}
 
 
@@ -252,18 +247,17 @@ def test_an_arm_that_fails_takes_no_other_with_it(
     assert run.manifest["failed"] == {"second": "RuntimeError: broken in two"}
     assert "`second` could not be measured: RuntimeError: broken in two" in run.verdict
     others = {name: table[~table["condition"].str.startswith("second")] for name, table in complete.tables.items()}
-    assert_same_tables(
-        run.tables, {name: table.reset_index(drop=True) for name, table in others.items()}, check_exact=True
-    )
+    others = {name: table.reset_index(drop=True) for name, table in others.items()}
+    assert_same_tables(run.tables, others, check_exact=True)
 
 
 def test_an_arm_that_fails_ends_the_command_with_status_1(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_figures: None
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_figures: None
 ) -> None:
     failing_at(3, monkeypatch, RuntimeError("broken"))
     recipe = tmp_path / "three.yaml"
-    recipe.write_text(f"title: x\ncommand: intervene\noptions: {{arms: {json.dumps(ARMS)}, draws: 0, input: random}}\n")
-    done = command_line("run", recipe, "--model", folder, "--num-seqs", 3, "--seq-len", 16, "--out", tmp_path / "run")
+    recipe.write_text(f"title: x\ncommand: intervene\noptions: {{arms: {json.dumps(ARMS)}, draws: 0}}\n")
+    done = command_line("run", recipe, "--model", models / "gpt2", *OPTIONS, "--out", tmp_path / "run")
     assert done.exit_code == 1
     assert done.stderr.splitlines()[-2:] == [
         f"written to {tmp_path / 'run'}",
@@ -272,14 +266,9 @@ def test_an_arm_that_fails_ends_the_command_with_status_1(
     assert list(Run.open(tmp_path / "run").manifest["arms"]) == ["first", "third"]
 
 
-OPTIONS = ("--input", "random", "--num-seqs", 3, "--seq-len", 16, "--draws", 2)
-
-
-def test_the_command_writes_a_run_folder_and_repeats_it(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = command_line("intervene", folder, "--do", "nullify-query-bias", *OPTIONS, "--out", tmp_path / "run")
-    assert done.exit_code == 0, done.stderr
+def test_the_command_writes_a_run_and_repeats_it(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("--do", "nullify-query-bias", "--draws", 2, *OPTIONS)
+    done = succeeded("intervene", models / "gpt2", *asked, "--out", tmp_path / "run")
     assert "| nullify-query-bias |" in done.stdout
     run = Run.open(tmp_path / "run")
     assert run.is_experiment
@@ -288,8 +277,7 @@ def test_the_command_writes_a_run_folder_and_repeats_it(
         *("arm-maps", "arm-maps-by-layer", "effects", "effects-by-layer"),
     }  # fmt: skip
     skip_figures(monkeypatch)
-    again = command_line("intervene", "--from", tmp_path / "run", "--out", tmp_path / "again")
-    assert again.exit_code == 0, again.stderr
+    succeeded("intervene", "--from", tmp_path / "run", "--out", tmp_path / "again")
     assert_same_tables(Run.open(tmp_path / "again").tables, run.tables)
 
 

@@ -147,12 +147,16 @@ SMALL: dict[str, Any] = {"seq_len": 128, "num_seqs": 2}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    folder = tmp_path_factory.mktemp("plans")
-    np.save(folder / "ids.npy", np.random.default_rng(0).integers(3, 96, (3, 128)))
-    return sinkscope.kv_plan(
-        tiny_model("llama"), input=folder / "ids.npy", out=folder / "run", budget=0.25, page=False, **SMALL
-    )
+def ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plans") / "ids.npy"
+    np.save(path, np.random.default_rng(0).integers(3, 96, (3, 600)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(ids: Path) -> Run:
+    given = {"input": ids, "out": ids.with_name("run"), "page": False}
+    return sinkscope.kv_plan(tiny_model("llama"), budget=0.25, **given, **SMALL)
 
 
 def test_command(run: Run) -> None:
@@ -161,7 +165,7 @@ def test_command(run: Run) -> None:
     table = run.tables["kv_plan"].set_index(["budget", "plan"])
     at_budget = table.loc[0.25]
     assert ((at_budget["memory"] <= 0.25) & (at_budget["memory"] > 0.23)).all()
-    ids = torch.tensor(np.load(run.manifest["config"]["input"])[:2])
+    ids = torch.tensor(np.load(run.manifest["config"]["input"])[:2, :128])
     losses = [tiny_model("llama")(text[None], labels=text[None]).loss for text in ids]
     assert table.loc[(1.0, "dense")]["loss"].item() == pytest.approx(float(sum(losses)) / 2, rel=1e-5)
     assert "% of the memory (" in run.verdict
@@ -172,7 +176,7 @@ def test_command(run: Run) -> None:
     assert (run.folder / "figures" / "kv-plan.png").is_file()
 
 
-def test_retrieval_is_of_the_copy_and_guesses_are_before_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_retrieval_is_of_the_copy_and_guesses_are_before_it(monkeypatch: pytest.MonkeyPatch, ids: Path) -> None:
     """The logits of a model that knows the copy alone replace the model's."""
     read = plans_of_caches.logits_on
 
@@ -182,8 +186,7 @@ def test_retrieval_is_of_the_copy_and_guesses_are_before_it(monkeypatch: pytest.
         return logits
 
     monkeypatch.setattr(plans_of_caches, "logits_on", knowing_the_copy)
-    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 96, (3, 128)))
-    found = sinkscope.kv_plan(tiny_model("llama"), input=tmp_path / "ids.npy", page=False, figures=(), **SMALL)
+    found = sinkscope.kv_plan(tiny_model("llama"), input=ids, page=False, figures=(), **SMALL)
     table = found.tables["kv_plan"]
     assert (table[["retrieval", "guessed", "kept"]] == [1, 0, 1]).all(axis=None)
     outcomes = {finding.name: finding.outcome for finding in found.findings}
@@ -260,12 +263,11 @@ def test_press_hides_what_the_plan_evicts(run: Run, monkeypatch: pytest.MonkeyPa
         ("bloom", {}, "attention code of its own"),
     ],
 )
-def test_refused(model: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
-    np.save(tmp_path / "ids.npy", np.random.default_rng(0).integers(3, 96, (3, 600)))
+def test_refused(model: str, options: dict[str, Any], message: str, ids: Path) -> None:
     sizes = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2}
     made: Any = {
         "mamba": lambda: AutoModelForCausalLM.from_config(MambaConfig(**sizes)),
         "bert": lambda: BertForMaskedLM(BertConfig(**sizes, num_attention_heads=4, intermediate_size=48)),
     }.get(model, lambda: tiny_model(model))
     with pytest.raises(InputError, match=message):
-        sinkscope.kv_plan(made(), input=tmp_path / "ids.npy", **SMALL | options)
+        sinkscope.kv_plan(made(), input=ids, **SMALL | options)

@@ -43,15 +43,13 @@ def run_of(costs: dict[str, float], costliest: float | None = None) -> Run:
         rows += [(-1, "costliest-kept", "", "", "layer 2 down_proj output, layer 3 down_proj output", costliest)]
     table = pd.DataFrame(rows, columns=COLUMNS).assign(sequences=8, max_inf_norm=9.0, kurtosis=3.0)
     table = table.assign(cost_low=-np.inf, cost_high=np.inf)
-    table["loss"] = 3.0 + table["cost"]
-    table["perplexity"] = table["loss"].map(lambda loss: 2.718281828**loss)
+    table = table.assign(loss=3.0 + table["cost"], perplexity=np.exp(3.0 + table["cost"]))
     sites = pd.DataFrame(SITES, columns=["layer", "site", "part", "is_massive", "max_abs"])
     sites = sites.assign(median_abs=0.5, zeroed=0.93)
     given = {"scheme": "linear", "bits_weights": 8, "bits_activations": 8, "bits_kv_cache": 8, "kv_cache_per": None}
     given |= {"calibration": 4, "linear_layers": 2, "not_quantized": {}}
-    return Run(
-        run_manifest(command="quantize", quantization=given), {"quantization": table, "quantization_sites": sites}
-    )
+    tables = {"quantization": table, "quantization_sites": sites}
+    return Run(run_manifest(command="quantize", quantization=given), tables)
 
 
 def found(run: Run, name: str) -> list[Finding]:
@@ -61,7 +59,7 @@ def found(run: Run, name: str) -> list[Finding]:
 def test_a_cost_is_found_from_its_threshold_on() -> None:
     (cost,) = found(run_of(SETTINGS), "cost")
     assert (cost.outcome, cost.threshold) == (Outcome.PRESENT, COSTLY)
-    assert cost.value == pytest.approx(2.718281828**1.4)
+    assert cost.value == pytest.approx(np.exp(1.4))
     assert cost.sentence == "W8A8 multiplies perplexity by 4.055."
     run = run_of(SETTINGS)
     table = run.tables["quantization"].assign(cost_low=np.log(4.0), cost_high=np.log(4.5))

@@ -189,9 +189,7 @@ def test_given_options_replace_those_of_the_recipe() -> None:
     assert recipe.options({}) == {"": AnalyzeOptions()}
 
 
-def test_a_recipe_names_only_folders_below_the_working_directory(
-    tiny: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_recipe_writes_only_below_the_working_directory(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     Path("link").symlink_to(tmp_path_factory.mktemp("elsewhere"))
     Path("loop").symlink_to("loop")
     with pytest.raises(InputError, match="holds characters that no path has"):

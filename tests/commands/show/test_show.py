@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from support.figures import skip_figures
 from support.pages import data_of, table_of
+from support.retrofit_command import command_line
 from tiny import tiny_model
-from typer.testing import CliRunner
 
 import sinkscope
-from sinkscope.cli.app import app
 from sinkscope.results.manifest import foreign_files, make_manifest, read_manifest, write_manifest
 
 ASKED = {"observables": "attention,massive", "input": "random", "num_seqs": 2, "seq_len": 12, "bos": "never"}
@@ -58,9 +57,9 @@ def test_a_page_that_is_added_is_the_commands_own(tmp_path: Path, no_figures: No
 def test_it_opens_the_browser_or_prints_the_path(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(webbrowser, "open", lambda url: asked.append(url) is None)
-    assert CliRunner().invoke(app, ["show", str(run)]).output == ""
+    assert command_line("show", run).output == ""
     assert asked == [(run / "index.html").as_uri()]
-    printed = CliRunner().invoke(app, ["show", str(run / "run.json"), "--print"])
+    printed = command_line("show", run / "run.json", "--print")
     assert printed.output == f"{run / 'index.html'}\n"
     assert len(asked) == 1
 

@@ -47,15 +47,12 @@ def sentences(runs: list[tuple[int, RunData]]) -> dict[str, str]:
     return {found.name: found.sentence for found in findings(onset_table(runs))}
 
 
-def test_draws_have_the_interval_of_the_jackknife() -> None:
+def test_draws_have_the_interval_of_the_jackknife_and_what_all_steps_share_drops_out() -> None:
     for groups in (4, 20):
         values = np.random.default_rng(groups).normal(size=(1, 1 + groups))
         expected, found = jackknife(values[0]), bootstrap(resampled(values)[:, 0])
         assert found.value == values[0, 0]
         assert found.high - found.low == pytest.approx(expected.high - expected.low, rel=0.15)
-
-
-def test_what_all_steps_share_drops_out_of_their_difference() -> None:
     shared = np.random.default_rng(0).normal(size=21)
     drawn = resampled(np.stack([shared, shared + 3]))
     assert drawn[:, 0].std() > 0.1
@@ -78,18 +75,15 @@ def test_an_onset_is_where_a_course_stays_beyond_its_threshold() -> None:
     assert isnan(onset([3, 9, 3]))  # the last value is that of the first step
 
 
-def test_no_onset_if_the_last_value_is_within_the_interval_of_the_first() -> None:
+def test_ends_of_an_onset_are_steps_and_it_needs_a_change_beyond_the_first_interval() -> None:
     random = np.random.default_rng(0)
     course = np.array([0.0, 0.5, 0.2]) + random.normal(size=(1001, 3))
     course[0] = 0.0, 0.5, 0.2
     assert not len(onset_of(course)[1])
     assert len(onset_of(course + np.array([0, 0, 5]))[1])
-
-
-def test_ends_of_an_onset_are_steps_also_after_the_last_one() -> None:
     places = np.repeat([2, 1, 2, 4], [1, 100, 860, 40])
     found = steps_between(places, [0, 10, 100, 1000])
-    assert (found.value, found.low, found.high) == (100, 10, inf)
+    assert (found.value, found.low, found.high) == (100, 10, inf)  # also after the last step
 
 
 def test_a_delay_is_that_of_the_second_onset() -> None:

@@ -13,7 +13,7 @@ import torch
 from hub import Hub, Repo
 from PIL import Image
 from support.figures import skip_figures
-from support.retrofit_command import command_line
+from support.retrofit_command import succeeded
 from support.tables import assert_same_tables
 from tiny import tiny_model
 
@@ -128,9 +128,7 @@ def test_a_recipe_measures_the_steps(trained: Path, series: Series, tmp_path: Pa
     assert {path.stem for path in (done.folder / "figures").iterdir()} == set(again.drawings)
 
 
-def test_the_checkpoints_of_a_training_give_the_order_of_events(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_of_a_training_give_the_order_of_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_figures(monkeypatch, of_runs_only=True)
     lab, out = tmp_path / "lab", tmp_path / "out"
     given = {"steps": 20, "save_every": 2, "batch_size": 8, "block_length": 32, "num_seqs": 8}
@@ -138,11 +136,10 @@ def test_the_checkpoints_of_a_training_give_the_order_of_events(
     sinkscope.train(
         "bigram-backcopy", "none", text="bigram-backcopy", observables="attention", out=lab, **given, **shown
     )
-    result = command_line(
+    result = succeeded(
         "analyze", lab / "none" / "checkpoints", "--input", lab / "held-out.npy", "--num-seqs", 8, "--seq-len", 32,
         "--observables", "attention,activation,gradient", "--out", out,
     )  # fmt: skip
-    assert result.exit_code == 0, result.output
     found = Series.open(out)
     assert list(found.runs) == list(range(0, 21, 2))
     assert found.verdict in result.stdout

@@ -43,7 +43,7 @@ def test_accelerators_of_a_cell(device_map: str | None, devices: int) -> None:
     assert devices_for(device_map) == devices
 
 
-def test_each_worker_sees_what_its_cell_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_worker_sees_what_its_cell_uses_and_all_fit_into_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, seen = started(monkeypatch, workers=3, accelerators=3)
     for devices in (1, 0, 1):
         assert pool.has_room(Group((), devices=devices))
@@ -55,18 +55,12 @@ def test_each_worker_sees_what_its_cell_uses(monkeypatch: pytest.MonkeyPatch) ->
     assert not pool.has_room(Group((), devices=1))  # all are taken …
     assert pool.has_room(Group((), devices=0))  # … by a cell that leaves the CPU free
     pool.close()
-
-
-def test_more_workers_than_accelerators_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, seen = started(monkeypatch, workers=4, accelerators=2)
     for _ in range(4):
         assert pool.has_room(Group((), devices=1))
         pool.start(Group((), devices=1))
-    assert seen == [[0], [1], [0], [1]]
+    assert seen == [[0], [1], [0], [1]]  # more workers than accelerators share them
     pool.close()
-
-
-def test_workers_fit_into_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "available_memory", lambda: 10)
     pool, _ = started(monkeypatch, workers=3, accelerators=0)
     pool.start(Group((), memory=6))

@@ -20,26 +20,11 @@ CELL: dict[str, Any] = {
 
 
 def tables_of(*cells: dict[str, Any], papers: dict[str, str] | None = None) -> SweepTables:
-    rows = [
-        CELL | {"cell": str(place), "condition": cell.get("input", "natural")} | cell
-        for place, cell in enumerate(cells)
-    ]
-    table = pd.DataFrame(rows)
-    table["bos"] = table["token_zero"].map(policy_of)
-    by_epsilon = pd.concat(
-        [table.drop(columns=["metric", "value"]).assign(epsilon=e, sink_rate=1 - e) for e in (0.2, 0.3, 0.9)]
-    )
+    table = pd.DataFrame([CELL | {"cell": str(place)} | cell for place, cell in enumerate(cells)])
+    table = table.assign(condition=table["input"], bos=table["token_zero"].map(policy_of))
+    shared = table.drop(columns=["metric", "value"])
+    by_epsilon = pd.concat([shared.assign(epsilon=epsilon, sink_rate=1 - epsilon) for epsilon in (0.2, 0.3, 0.9)])
     return SweepTables({SWEEP: table, EPSILON: by_epsilon}, papers or {})
-
-
-def with_scores(tables: SweepTables, *rows: tuple[str, str, float]) -> SweepTables:
-    """Add a cell of `benchmark` for each row: model, task and score."""
-    own = [
-        CELL | {"model": model, "condition": task, "cell": f"{model}-scores", "input": "", "metric": "acc"}
-        | {"filter": "none", "score": score, "error": 0.01, "questions": 9, "is_asked": True}
-        for model, task, score in rows
-    ]  # fmt: skip
-    return SweepTables(tables.tables | {SCORES: pd.DataFrame(own)}, tables.papers)
 
 
 def lines(figure: Any) -> dict[str, list[tuple[float, float]]]:
@@ -53,32 +38,21 @@ def lines(figure: Any) -> dict[str, list[tuple[float, float]]]:
 
 RANDOM = {"input": "random", "value": 0.25}
 DRAWN: dict[str, tuple[list[dict[str, Any]], dict[str, list[tuple[float, float]]]]] = {
-    "sweep-inputs": (
-        [{}, RANDOM, {"model": "b", "value": 1.0}],
-        {"natural": [(50, 0), (100, 1)], "random": [(25, 0)]},
-    ),
+    "sweep-inputs": ([{}, RANDOM, {"model": "b", "value": 1.0}], {"natural": [(50, 0), (100, 1)], "random": [(25, 0)]}),
     "sweep-sizes": (
         [{"family": "F"}, {"model": "b", "family": "F", "parameters": 10**7, "value": 0.75}, {"model": "c"}],
-        {"F": [(1e6, 50), (1e7, 75)]},
-    ),
+        {"F": [(1e6, 50), (1e7, 75)]}),
     "sweep-steps": (
         [{"revision": "step0", "step": 0, "value": 0.0}, {"revision": "step8", "step": 8}, {"model": "b"}],
-        {"a": [(0, 0), (8, 50)]},
-    ),
-    "sweep-chat": (
-        [{}, {"model": "b", "base": "a", "value": 0.75}],
-        {"base": [(50, 0)], "tuned": [(75, 0)]},
-    ),
+        {"a": [(0, 0), (8, 50)]}),
+    "sweep-chat": ([{}, {"model": "b", "base": "a", "value": 0.75}], {"base": [(50, 0)], "tuned": [(75, 0)]}),
     "sweep-epsilon": ([{}], {"a": [(0.2, 80), (0.3, 70), (0.9, 10)]}),
     "sweep-lengths": (
         [{"settings": "seq-len=64"}, {"settings": "seq-len=16", "seq_len": 16, "window": 16, "value": 0.75}],
-        {"a": [(16, 75), (64, 50)]},
-    ),
+        {"a": [(16, 75), (64, 50)]}),
     "sweep-domains": (
-        [{}, {"input": "code", "value": 0.75}, RANDOM, {"model": "b"}],
-        {"natural": [(50, 0)], "code": [(75, 0)]},
-    ),
-}
+        [{}, {"input": "code", "value": 0.75}, RANDOM, {"model": "b"}], {"natural": [(50, 0)], "code": [(75, 0)]}),
+}  # fmt: skip
 
 
 OF_OTHER_TABLES = {"sweep-benchmarks", "sweep-factor", "sweep-training-sink", "sweep-training-loss"}  # tested elsewhere
@@ -137,20 +111,16 @@ def test_claims_are_compared_in_the_last_revision_of_each_model() -> None:
 
 def test_scores_are_drawn_against_sink_rates() -> None:
     """Each task has a panel, with a family's models by size and other models by name, on the first input."""
-    cells = [
-        {"family": "F", "parameters": 2 * 10**6},
-        RANDOM,
-        {"model": "b", "family": "F", "value": 0.75},
-        {"model": "c", "value": 0.1},
-        {"model": "without"},
-    ]
-    tables = with_scores(
-        tables_of(*cells), ("a", "t", 0.4), ("b", "t", 0.3), ("c", "t", 0.2), ("a", "u", 0.9), ("gone", "t", 0.1)
-    )
-    family = {"a": "F", "b": "F"}
-    scores = tables.tables[SCORES]
-    scores["family"] = scores["model"].map(family).fillna("")
-    scores["parameters"] = scores["model"].map({"a": 2 * 10**6}).fillna(10**6)
+    of_models: dict[str, dict[str, Any]] = {"a": {"family": "F", "parameters": 2 * 10**6}, "b": {"family": "F"}}
+    cells = [of_models["a"], RANDOM, {"model": "b", "family": "F", "value": 0.75}, {"model": "c", "value": 0.1}]
+    plain = tables_of(*cells, {"model": "without"})
+    scores = [
+        CELL | of_models.get(model, {}) | {"model": model, "condition": task, "cell": f"{model}-scores", "input": ""}
+        | {"metric": "acc", "filter": "none", "score": score, "error": 0.01, "questions": 9, "is_asked": True}
+        for model, task, score in (
+            ("a", "t", 0.4), ("b", "t", 0.3), ("c", "t", 0.2), ("a", "u", 0.9), ("gone", "t", 0.1))
+    ]  # fmt: skip
+    tables = SweepTables(plain.tables | {SCORES: pd.DataFrame(scores)}, plain.papers)
     figure = KINDS["cells of a sweep"]["sweep-benchmarks"](tables)
     assert [ax.get_title() for ax in figure.axes] == ["t (acc)", "u (acc)"]
     points = {

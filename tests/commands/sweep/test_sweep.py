@@ -18,11 +18,10 @@ from support.faults import CHANGES, WRITES, before_change, kill, refuse
 from support.figures import quick_sweeps
 from support.forked import forked
 from support.ranks import on_two_ranks
+from support.retrofit_command import command_line, succeeded
 from support.tables import assert_same_tables, tables_in
-from typer.testing import CliRunner
 
 import sinkscope
-from sinkscope.cli.app import app
 from sinkscope.commands.sweep import worker
 from sinkscope.commands.sweep.command import SweepRun
 from sinkscope.commands.sweep.tables import EPSILON, SWEEP, SWEEP_TABLES
@@ -93,7 +92,7 @@ def test_the_tables_of_all_cells(whole: SweepRun, tmp_path: Path) -> None:
     assert set(zip(table["model"], table["input"], strict=True)) == inputs
     rates = table.query("metric == 'sink_rate' and layer == -1").set_index("cell")["value"]
     for each in whole.plan:
-        assert rates[each.cell.name] == sinkscope.Run.open(each_folder(whole, each)).metric("sink_rate")
+        assert rates[each.cell.name] == sinkscope.Run.open(whole.folder / "cells" / each.cell.name).metric("sink_rate")
     at_own = by_epsilon.query("epsilon == 0.3").set_index("cell")["sink_rate"]
     pd.testing.assert_series_equal(at_own, rates, check_names=False, rtol=1e-12)
     options = whole.plan[2].cell.options.model_copy(update={"epsilon": 0.35})
@@ -102,13 +101,9 @@ def test_the_tables_of_all_cells(whole: SweepRun, tmp_path: Path) -> None:
     assert at_other["sink_rate"].item() == pytest.approx(rate, rel=1e-12)
     assert 0 < rate < 1
     for format in ("markdown", "latex"):
-        printed = CliRunner().invoke(app, ["compare", str(whole.folder), "--format", format])
+        printed = command_line("compare", whole.folder, "--format", format)
         assert printed.stdout.strip() == whole.formatted(format)
         assert "llama" in printed.stdout
-
-
-def each_folder(done: SweepRun, each: Any) -> Path:
-    return done.folder / "cells" / each.cell.name
 
 
 def test_two_workers_and_shards_end_with_the_same_tables(models: Path, whole: SweepRun, tmp_path: Path) -> None:
@@ -170,9 +165,8 @@ def test_a_worker_that_is_lost_fails_one_cell(
     assert {each.state for each in others} == {State.DONE}
     assert message in done.failure
     monkeypatch.setattr(worker, "_measure", lambda task, models: replay(whole, task))
-    assert (
-        sinkscope.sweep(file, out=out, workers=1).failure == done.failure
-    )  # a failed cell is tried again only with --retry
+    again = sinkscope.sweep(file, out=out, workers=1)
+    assert again.failure == done.failure  # a failed cell is tried again only with --retry
     assert sinkscope.sweep(file, out=out, workers=1, retry=True).failure == ""
     assert_same(out, whole)
 
@@ -203,11 +197,10 @@ def test_killed_or_on_a_full_disk_it_is_resumed(
 
 def measured_again(before: SweepRun, told: str) -> set[str]:
     """Return the models whose cells the same sweep measures again, after checking its message."""
-    manifests = [each_folder(before, each) / "run.json" for each in before.plan]
+    manifests = [before.folder / "cells" / each.cell.name / "run.json" for each in before.plan]
     for path in manifests:  # times are in seconds
         path.write_text(json.dumps(json.loads(path.read_text()) | {"started": "before"}))
-    result = CliRunner().invoke(app, ["sweep", str(before.sweep.path), "--out", str(before.folder), "--workers", "1"])
-    assert result.exit_code == 0, result.output
+    result = succeeded("sweep", before.sweep.path, "--out", before.folder, "--workers", 1)
     assert [line for line in result.stderr.splitlines() if "measured again" in line] == ([told] if told else [])
     started = [read_manifest(path.parent)["started"] for path in manifests]
     cells = [each.cell for each, at in zip(before.plan, started, strict=True) if at != "before"]
@@ -263,11 +256,11 @@ def test_an_interrupted_training_is_resumed_only_on_the_same_text(models: Path, 
 def test_on_the_command_line(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = written(tmp_path, f"models: [{models / 'llama'}, {tmp_path / 'gone'}]\ninputs: [random]\n{SMALL}")
-    dry = CliRunner().invoke(app, ["sweep", str(path), "--dry-run"])
-    assert (dry.exit_code, list(tmp_path.iterdir())) == (0, [path])
+    dry = succeeded("sweep", path, "--dry-run")
+    assert list(tmp_path.iterdir()) == [path]
     words = ("llama-random-", "29,408", "0.6 GB", "to do", "gone-random-", "no such file or folder")
     assert [word for word in words if word not in " ".join(dry.stdout.split())] == []
-    done = CliRunner().invoke(app, ["sweep", str(path)])
+    done = command_line("sweep", path)
     assert done.exit_code == 1
     assert done.stderr.splitlines()[-1].startswith("sinkscope: 1 of 2 cells failed (--retry tries them again): gone-")
     assert all(word in done.stdout for word in ("done", "failed", "sink rate"))

@@ -10,7 +10,7 @@ import pytest
 from support.figures import quick_sweeps
 from support.retrofit_command import words_tokenizer
 from support.tables import assert_same_tables, tables_in
-from support.training import random_blocks
+from support.training import SHAPE, random_blocks
 from tiny import tiny_model
 
 import sinkscope
@@ -21,10 +21,6 @@ from sinkscope.commands.sweep.file import read_sweep
 from sinkscope.commands.sweep.worker import Reads, State, load_key
 
 TRAINING: dict[str, Any] = {"block-length": 16, "batch-size": 2, "steps": 3, "log-every": 1, "save-every": 2}
-SHAPE = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "max_position_embeddings": 64, "vocab_size": 300,
-}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -68,30 +64,15 @@ def written(path: Path, made: dict[str, Any]) -> Path:
     return path
 
 
-def swept(folder: Path, tmp_path: Path, *commands: str, **options: Any) -> SweepRun:
-    made = content(folder)
-    if commands:
-        made["commands"] = {name: made["commands"][name] for name in commands}
-        made["models"] = None if commands == ("train",) else made["models"]
-    return sinkscope.sweep(written(tmp_path / "sweep.yaml", made), out=tmp_path / "out", workers=1, **options)
-
-
 @pytest.fixture(scope="module")
 def done(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SweepRun:
     with pytest.MonkeyPatch.context() as patch:
         quick_sweeps(patch)
-        for module in (
-            "sinkscope.commands.claims.command",
-            "sinkscope.commands.claims.table",
-        ):  # few, which need few runs
-            patch.setattr(f"{module}.CLAIMS", {name: CLAIMS[name] for name in ("W-1", "W-2", "GS-28")})
-        return swept(folder, tmp_path_factory.mktemp("done"))
-
-
-def assert_same(ours: Path, expected: Path) -> None:
-    timed = [name for name in tables_in(expected) if name.endswith("training.parquet")]  # seconds of each step
-    assert_same_tables(*({n: t for n, t in tables_in(path).items() if n not in timed} for path in (ours, expected)))
-    assert not list(ours.rglob(".sinkscope-*"))
+        for module in ("command", "table"):  # few claims, which need few runs
+            few = {name: CLAIMS[name] for name in ("W-1", "W-2", "GS-28")}
+            patch.setattr(f"sinkscope.commands.claims.{module}.CLAIMS", few)
+        out = tmp_path_factory.mktemp("done")
+        return sinkscope.sweep(written(out / "sweep.yaml", content(folder)), out=out / "out", workers=1)
 
 
 def test_every_command_has_its_cells(done: SweepRun) -> None:
@@ -143,9 +124,12 @@ def test_claims_reads_the_cells_of_a_sweep(done: SweepRun) -> None:
 
 def test_a_cell_that_trains_is_what_its_command_writes(done: SweepRun, tmp_path: Path) -> None:
     """Earlier cells share a loaded model."""
-    each = done.plan[8]
-    sinkscope.retrofit(each.cell.options.model, config=each.cell.options, out=tmp_path / "alone")
-    assert_same(done.folder / "cells" / each.cell.name, tmp_path / "alone")
+    each, alone = done.plan[8], tmp_path / "alone"
+    sinkscope.retrofit(each.cell.options.model, config=each.cell.options, out=alone)
+    ours, expected = tables_in(done.folder / "cells" / each.cell.name), tables_in(alone)
+    timed = [name for name in expected if name.endswith("training.parquet")]  # seconds of each step
+    assert_same_tables(*({n: t for n, t in tables.items() if n not in timed} for tables in (ours, expected)))
+    assert not list(done.folder.rglob(".sinkscope-*"))
 
 
 def test_shared_options_are_of_the_commands_that_have_them(folder: Path, tmp_path: Path) -> None:

@@ -112,9 +112,8 @@ def test_every_second_block_is_a_passage_of_the_text(opening: Opening) -> None:
     mixed, plain = (each.blocks(LENGTH, 9, 6, seed=3) for each in (task, alone))
     assert (mixed.train[::2] == plain.train[::2]).all()
     assert (mixed.held_out == plain.held_out).all()
-    text = task.tokenizer.decode(
-        task.tokenizer("".join(documents("natural")[1]), add_special_tokens=False)["input_ids"]
-    )
+    whole = "".join(documents("natural")[1])
+    text = task.tokenizer.decode(task.tokenizer(whole, add_special_tokens=False)["input_ids"])
     passages = [task.tokenizer.decode(block[opening.length :]) for block in mixed.train[1::2]]
     starts = mixed.train == 0
     assert starts[:, opening.length - 1].all() if opening.length else not starts.any()

@@ -33,21 +33,20 @@ CASES = {
 ROUND_OFF: dict[str, Any] = {"rtol": 1e-4, "atol": 2e-6}
 
 
-def train_all(folder: Path) -> None:
-    """Train every case on one of two processes."""
-    for name, options in CASES.items():
-        changed = model()
-        history = train_model(changed, random_blocks(11), config(steps=8, log_every=1, **options), folder / name)
-        rank = launched().process_index
-        history.to_parquet(folder / f"{name}-{rank}.parquet")
-        torch.save(changed.state_dict(), folder / f"{name}-{rank}.pt")
-
-
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of every case on each of two processes."""
     folder = tmp_path_factory.mktemp("two")
-    ended = on_two_ranks(lambda: train_all(folder), folder / "log")
-    assert ended == [0, 0], (folder / "log").read_text()[-4000:]
+
+    def train_all() -> None:
+        for name, options in CASES.items():
+            changed = model()
+            history = train_model(changed, random_blocks(11), config(steps=8, log_every=1, **options), folder / name)
+            rank = launched().process_index
+            history.to_parquet(folder / f"{name}-{rank}.parquet")
+            torch.save(changed.state_dict(), folder / f"{name}-{rank}.pt")
+
+    assert on_two_ranks(train_all, folder / "log") == [0, 0], (folder / "log").read_text()[-4000:]
     return folder
 
 
@@ -83,24 +82,16 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a Llama with tied embeddings, like SmolLM2."""
-    folder = tmp_path_factory.mktemp("models") / "tied"
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(TINY, "tied", ("llama", TINY["llama"][1] | {"tie_word_embeddings": True}))
-        tiny_model("tied", spread=2.0).save_pretrained(folder)
-    words_tokenizer().save_pretrained(folder)
-    return folder
+def test_retrofit_with_shards_is_retrofit_on_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training is killed in its second half and resumed; models, losses and gates agree up to round-off.
 
-
-def test_retrofit_with_shards_is_retrofit_on_one_process(
-    tied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The training is killed in its second half and resumed; models, losses and gates agree up to round-off."""
-    text = tmp_path / "ids.npy"
+    The model is a Llama with tied embeddings, like SmolLM2.
+    """
+    tied, text, out = tmp_path / "tied", tmp_path / "ids.npy", tmp_path / "sharded"
+    monkeypatch.setitem(TINY, "tied", ("llama", TINY["llama"][1] | {"tie_word_embeddings": True}))
+    tiny_model("tied", spread=2.0).save_pretrained(tied)
+    words_tokenizer().save_pretrained(tied)
     np.save(text, random_blocks(11).train)
-    out = tmp_path / "sharded"
     command = ("retrofit", tied, "--method", "vga,vscale", "--text", text, "--out", out, "--batch-size", 1)
     arguments = [*map(str, command), *typed(OPTIONS)]
     log = tmp_path / "log"
@@ -123,17 +114,14 @@ def test_retrofit_with_shards_is_retrofit_on_one_process(
 
     skip_figures(monkeypatch)
     retrofit(str(tied), "vga,vscale", text=text, out=tmp_path / "whole", batch_size=2, **OPTIONS)
+    folders = (out, tmp_path / "whole")
     for arm in ("vga", "vscale"):
-        ours, expected = (
-            AutoModelForCausalLM.from_pretrained(folder / arm / "model") for folder in (out, tmp_path / "whole")
-        )
+        ours, expected = (AutoModelForCausalLM.from_pretrained(folder / arm / "model") for folder in folders)
         assert type(ours).__name__ == "SinkscopeLlamaForCausalLM"
         assert ours.lm_head.weight is ours.model.embed_tokens.weight
         torch.testing.assert_close(dict(ours.state_dict()), dict(expected.state_dict()), **ROUND_OFF)
         for name in ("training", "gates"):
-            ours, expected = (
-                read_table(folder / arm / "tables" / f"{name}.parquet") for folder in (out, tmp_path / "whole")
-            )
+            ours, expected = (read_table(folder / arm / "tables" / f"{name}.parquet") for folder in folders)
             pd.testing.assert_frame_equal(ours, expected, rtol=1e-4, atol=2e-6)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.encoders import encoder, word_tokenizer
-from support.training import config, random_blocks
+from support.training import config, random_blocks, same
 from tiny import VOCAB
 from torch import nn
 from transformers import AutoModelForMaskedLM, PreTrainedModel, Trainer
@@ -109,9 +109,8 @@ def test_a_resumed_training_ends_with_the_weights_of_an_unbroken_one(method: str
     shutil.rmtree(tmp_path / "resumed" / "checkpoint-12")
     history = train_model(resumed, blocks(), config(), tmp_path / "resumed")  # from step 8
     pd.testing.assert_frame_equal(history, expected, check_exact=True)
-    for name, x in unbroken.state_dict().items():
-        assert torch.equal(x, resumed.state_dict()[name]), name
-    assert any(not torch.equal(x, fresh().state_dict()[name]) for name, x in unbroken.state_dict().items())
+    assert same(unbroken, resumed)
+    assert not same(unbroken, fresh())
     again = AutoModelForMaskedLM.from_pretrained(tmp_path / "resumed" / "checkpoint-12")
     assert torch.equal(again(input_ids=IDS).logits, resumed(input_ids=IDS).logits)
 
@@ -121,9 +120,8 @@ def by_formula(model: Any, method: str) -> torch.Tensor:
     hidden = model.bert.embeddings(input_ids=IDS)
     for layer in model.bert.encoder.layer:
         attention, part = layer.attention.self, getattr(layer.attention.self, "retrofit", None)
-        query, key, value = (
-            F.linear(hidden, own.weight, own.bias) for own in (attention.query, attention.key, attention.value)
-        )
+        parts = (attention.query, attention.key, attention.value)
+        query, key, value = (F.linear(hidden, own.weight, own.bias) for own in parts)
         if method in ("vga", "iga"):  # VGA eq. 4, 6 and 10: one gate for each head and token
             gate = 2 * torch.sigmoid((value if method == "vga" else hidden) @ part.weight)
             value = (value.unflatten(-1, (4, -1)) * gate[..., None]).flatten(-2)

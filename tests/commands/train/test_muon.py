@@ -48,7 +48,7 @@ def test_matrices_move_orthogonally_and_the_rest_as_by_adamw() -> None:
         assert 0.6 < float(sizes[rank].mean()) < 1.2
 
 
-def test_its_state_is_restored() -> None:
+def test_its_state_is_restored_and_the_schedule_sets_all_rates() -> None:
     whole, part = model_of(), model_of()
     optimizer, first = (
         MuonAndAdamW([{"params": list(model.parameters())}], matrices_of(model), lr=RATE) for model in (whole, part)
@@ -63,11 +63,6 @@ def test_its_state_is_restored() -> None:
     stepped(part, resumed, 2, seed=2)
     for ours, expected in zip(part.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours, expected, rtol=0, atol=0)
-
-
-def test_the_schedule_sets_all_rates() -> None:
-    model = model_of()
-    optimizer = MuonAndAdamW([{"params": list(model.parameters())}], matrices_of(model), lr=RATE)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
     schedule.step()
     assert {group["lr"] for group in (group for part in optimizer.parts for group in part.param_groups)} == {RATE / 2}

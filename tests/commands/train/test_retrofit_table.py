@@ -1,6 +1,7 @@
 """The table `retrofit` and its Markdown, from hand-made runs with known numbers; tables as text, Markdown and LaTeX."""
 
 import math
+from itertools import product
 
 import numpy as np
 import pandas as pd
@@ -64,12 +65,10 @@ def test_methods_are_compared_with_plain_training_seed_by_seed() -> None:
     rates = {"plain": (0.5, 0.7, 0.6), "vga": (0.1, 0.4, 0.2)}
     perplexities = {"plain": (20.0, 21.0, 22.0), "vga": (22.0, 23.0, 24.0)}
     methods = {"plain": "none", "vga": "vga"}
-    arms = {f"{arm}-seed{at}": {"method": methods[arm], "label": arm, "seed": at} for at in range(3) for arm in methods}
-    runs = {
-        f"{arm}-seed{at}": run_of(arm, sink_rate=rates[arm][at], perplexity=perplexities[arm][at])
-        for arm in methods
-        for at in range(3)
-    }
+    arms, runs = {}, {}
+    for arm, at in product(methods, range(3)):
+        arms[f"{arm}-seed{at}"] = {"method": methods[arm], "label": arm, "seed": at}
+        runs[f"{arm}-seed{at}"] = run_of(arm, sink_rate=rates[arm][at], perplexity=perplexities[arm][at])
     table = retrofit_table(arms, runs, GATES)
     assert values(table[table["seed"] == 1], "vga") == {
         "perplexity": 23.0, "sink_rate": 0.4, "gate_displacement_max": 2.0,
@@ -80,20 +79,16 @@ def test_methods_are_compared_with_plain_training_seed_by_seed() -> None:
     reach = stats.t.ppf(0.975, 2) * changes.std(ddof=1) / np.sqrt(3)
     assert (found.value, found.low, found.high) == pytest.approx(changes.mean() + np.array([0, -reach, reach]))
     assert found.numbers["perplexity_ratio"] == pytest.approx((22 / 20 * 23 / 21 * 24 / 22) ** (1 / 3))
-    assert found.sentence.startswith(
-        "vga, compared with plain training: sink rate -36.7 points (95 % interval -51.0 to"
-    )
+    words = "vga, compared with plain training: sink rate -36.7 points (95 % interval -51.0 to"
+    assert found.sentence.startswith(words)
     assert retrofit_markdown(table, [found]).startswith(f"# org/model\n\n- {found.sentence}\n\n## ")
 
 
-def test_methods_are_compared_where_sink_rates_are_not_defined() -> None:
+def test_methods_are_compared_where_sink_rates_or_plain_training_are_missing() -> None:
     runs = {arm: run_of(arm, sink_rate=float("nan"), perplexity=x) for arm, x in (("plain", 20.0), ("vga", 22.0))}
     arms = {arm: {"method": "none" if arm == "plain" else arm, "label": arm, "seed": 0} for arm in runs}
     (found,) = methods_compared(retrofit_table(arms, runs, GATES), arms)
     assert "no sink rate, as uniform attention exceeds ε, perplexity × 1.100" in found.sentence
-
-
-def test_without_plain_training_methods_are_compared_with_the_untouched_model() -> None:
     (found,) = methods_compared(table_with(), ARMS)
     assert found.sentence == (
         "vga, compared with the untouched model: sink rate -23.1 points, perplexity × 0.995; one seed has no interval."

@@ -13,7 +13,7 @@ from support.encoders import encoder, word_tokenizer
 from support.retrofitted import plain_model
 from support.training import config as training_config
 from support.training import model as training_model
-from support.training import repetitive
+from support.training import repetitive, same
 from tiny import VOCAB, tiny_tokens
 from torch.nn.functional import layer_norm
 from transformers import PreTrainedModel
@@ -42,22 +42,17 @@ def changed(method: str, **parameters: Any) -> PreTrainedModel:
     return retrofit_model(plain_model("gpt2"), None, method, **parameters).requires_grad_(False)
 
 
-def logits_of(model: Any) -> torch.Tensor:
-    """Return the logits (B,H,T,T) of the first layer of GPT-2."""
-    block, heads = model.transformer.h[0], model.config.n_head
-    h = model.transformer.wte.weight[IDS] + model.transformer.wpe.weight[: IDS.shape[1]]
-    x = layer_norm(h, h.shape[-1:], block.ln_1.weight, block.ln_1.bias, model.config.layer_norm_epsilon)
-    query, key, _ = (x @ block.attn.c_attn.weight + block.attn.c_attn.bias).split(h.shape[-1], dim=-1)
-    query, key = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in (query, key))
-    return query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
-
-
 def test_the_total_weight_of_sigmoid_attention_is_its_sum(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = changed("operation", kind="sigmoid")
-    width, bias = model.config.n_embd, model.transformer.h[0].attn.c_attn.bias
+    model: Any = changed("operation", kind="sigmoid")
+    block, width = model.transformer.h[0], model.config.n_embd
+    bias = block.attn.c_attn.bias
     bias[:width] *= 10  # a few keys get much of all weight, so that some are sinks by total weight
     bias[width : 2 * width] -= 0.5 * bias[:width]
-    weights = logits_of(model).sigmoid().tril()
+    h = model.transformer.wte.weight[IDS] + model.transformer.wpe.weight[: IDS.shape[1]]
+    x = layer_norm(h, (width,), block.ln_1.weight, block.ln_1.bias, model.config.layer_norm_epsilon)
+    query, key, _ = (x @ block.attn.c_attn.weight + bias).split(width, dim=-1)
+    query, key = (part.unflatten(-1, (model.config.n_head, -1)).transpose(1, 2) for part in (query, key))
+    weights = (query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5).sigmoid().tril()
     total, share = weights.sum(-1)[..., 1:], (weights[..., 0] / weights.sum(-1))[..., 1:]
     to_first = share > EPSILON
     assert 0.1 < to_first.double().mean() < 0.9
@@ -123,9 +118,7 @@ def test_under_autocast_it_is_what_the_model_says_in_float32(method: str) -> Non
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_a_probe_of_observables_does_not_influence_the_training_and_measures_as_analyze_does(
-    bf16: bool, tmp_path: Path
-) -> None:
+def test_a_probe_does_not_influence_the_training_and_measures_as_analyze_does(bf16: bool, tmp_path: Path) -> None:
     blocks, names = repetitive(), ("attention", "activation", "massive", "gradient")
     trained, histories = [], []
     for at, probed in enumerate((names, ())):
@@ -135,8 +128,7 @@ def test_a_probe_of_observables_does_not_influence_the_training_and_measures_as_
         )
         histories.append(train_model(model, blocks, training_config(bf16=bf16), tmp_path / str(at), probe=probe))
         trained.append(model)
-    for one, other in zip(*(model.state_dict().values() for model in trained), strict=True):
-        assert torch.equal(one, other)
+    assert same(*trained)
     shared = histories[0].merge(histories[1], on=["layer", "step", "metric"], suffixes=("", "_without"))
     assert len(shared) == len(histories[1])
     pd.testing.assert_series_equal(shared["value"], shared["value_without"], check_names=False)
@@ -161,8 +153,7 @@ def test_a_block_of_autocast_around_a_training_keeps_no_weights_of_earlier_steps
         with torch.autocast("cpu", enabled=False) if at else contextlib.nullcontext():
             train_model(model, repetitive(), training_config(bf16=True), tmp_path / str(at))
         trained.append(model)
-    for one, other in zip(*(model.state_dict().values() for model in trained), strict=True):
-        assert torch.equal(one, other)
+    assert same(*trained)
 
 
 def test_an_encoders_held_out_loss_is_of_masked_tokens() -> None:

@@ -12,6 +12,7 @@ import torch
 from support.figures import skip_figures
 from support.naming import naming
 from support.retrofit_command import command_line, typed
+from support.training import SHAPE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 from typer.testing import Result
 
@@ -24,26 +25,17 @@ from sinkscope.text.tokens import own_frame
 
 pytestmark = pytest.mark.usefixtures("here", "no_figures")
 
-SHAPE = {
-    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "vocab_size": 300,
-}  # fmt: skip
 SMALL: dict[str, Any] = {"steps": 4, "block_length": 16, "batch_size": 2, "log_every": 1, "save_every": 2}
 METHODS_OF_BERT = ("none", "vga", "register-tokens")
 FEW: dict[str, Any] = {"observables": "attention", "num_seqs": 2}
 
 
 @pytest.fixture(scope="session")
-def shape(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("shapes") / "small.json"
-    path.write_text(json.dumps(SHAPE))
-    return path
-
-
-@pytest.fixture(scope="session")
-def finished(shape: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
     """A training with two methods and two seeds from the command line. Tests must not change it."""
     out = tmp_path_factory.mktemp("trained") / "out"
+    shape = out.with_name("small.json")
+    shape.write_text(json.dumps(SHAPE))
     with pytest.MonkeyPatch.context() as patched:
         skip_figures(patched, of_runs_only=True)
         return command_line(
@@ -118,9 +110,7 @@ def test_a_task(tmp_path: Path) -> None:
         "backcopy-maps", "backcopy-training", "retrofit-training", "retrofit-values", "retrofit-bars",
     }  # fmt: skip
     last = probed[(probed["condition"] == "VGA") & (probed["step"] == 4)]["value"]
-    row = next(
-        line for line in done.verdict.split("Non-trigger queries at step 4")[1].splitlines() if "| VGA |" in line
-    )
+    row = next(line for line in done.verdict.split("Non-trigger queries at step 4")[1].splitlines() if "| VGA" in line)
     assert f"{last.mean():.3f} ± {last.std():.3f}" in row
     assert AutoTokenizer.from_pretrained(done.model("VGA-seed1")).decode([0]) == "<s>"
 

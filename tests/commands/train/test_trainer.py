@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 import torch
 from support.forked import forked
-from support.training import config, model, random_blocks, repetitive
+from support.training import config, model, random_blocks, repetitive, same
 from tiny import VOCAB, tiny_model
 from transformers import AutoModelForCausalLM, Trainer
 
@@ -29,11 +29,6 @@ from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel, count_parameters
 from sinkscope.options.option import checked
 from sinkscope.text.batch import Batch
-
-
-def same(one: Any, other: Any) -> bool:
-    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
-    return all(name == twin and torch.equal(x, y) for (name, x), (twin, y) in pairs)
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -200,16 +195,13 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
-def test_a_loss_that_is_no_number_ends_it(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_ends_it(tmp_path: Path) -> None:
     with pytest.raises(SinkscopeError, match=r"the loss is nan at step .*: take smaller learning rates"):
         train_model(model(), repetitive(), config(learning_rate=1e30), tmp_path)
-
-
-@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_every_loss_that_is_not_finite_ends_it(loss: float) -> None:
     state: Any = SimpleNamespace(global_step=3, log_history=[{}], is_world_process_zero=True)
-    with pytest.raises(SinkscopeError, match=f"the loss is {loss} at step 3: take smaller learning rates"):
-        Recorder(model(), None).on_log(None, state, None, {"loss": loss})
+    for loss in (math.nan, math.inf, -math.inf):
+        with pytest.raises(SinkscopeError, match=f"the loss is {loss} at step 3: take smaller learning rates"):
+            Recorder(model(), None).on_log(None, state, None, {"loss": loss})
 
 
 def test_complete_checkpoints_are_sorted_by_step(tmp_path: Path) -> None:
@@ -243,7 +235,7 @@ def test_tokens_limit_what_is_trained_on_and_not_what_is_measured() -> None:
     assert np.array_equal(changed(random_tokens=2, tokens=5 * LENGTH).held_out, changed(random_tokens=2).held_out)
 
 
-def test_random_tokens_are_ordinary_ones_and_the_seeds() -> None:
+def test_random_tokens_are_ordinary_ones_and_the_seeds_and_one_token_stands_at_a_fixed_position() -> None:
     two = changed(random_tokens=2)
     for part, before in ((two.train, BLOCKS.train), (two.held_out, BLOCKS.held_out)):
         assert np.array_equal(part[:, 2:], before[:, 2:])
@@ -252,9 +244,6 @@ def test_random_tokens_are_ordinary_ones_and_the_seeds() -> None:
     assert len(np.unique(drawn)) > 0.9 * (VOCAB - 3)  # from 400 draws
     assert (drawn[:, 0] != drawn[:, 1]).any()
     assert changed(random_tokens=2).sha256 == two.sha256 != changed(random_tokens=2, seed=1).sha256
-
-
-def test_one_token_stands_at_the_fixed_position_of_every_block() -> None:
     fixed = changed(fixed_position=3)
     for part, before in ((fixed.train, BLOCKS.train), (fixed.held_out, BLOCKS.held_out)):
         assert (part[:, 3] == 1).all()  # the BOS
@@ -273,12 +262,9 @@ def test_what_cannot_be_is_refused() -> None:
             check_options(options(**given), task)
 
 
-def test_llama_60m_has_its_number_of_parameters() -> None:
+def test_architectures_and_the_fields_behind_their_names() -> None:
     config = architecture("llama-60m")
     assert count_parameters(config) - 2 * 768 * config.vocab_size == pytest.approx(60e6, rel=0.02)
-
-
-def test_fields_behind_the_name_take_the_place_of_its_own() -> None:
     config = architecture("llama-1m:position_scheme=alibi,num_attention_heads=4,tie_word_embeddings=true")
     assert (config.position_scheme, config.num_attention_heads, config.tie_word_embeddings) == ("alibi", 4, True)
     assert (config.num_key_value_heads, config.head_dim, config.hidden_size) == (4, 64, 256)
@@ -286,9 +272,6 @@ def test_fields_behind_the_name_take_the_place_of_its_own() -> None:
     folders = {str(checked(TrainOptions, {"config": f"llama-1m:rms_norm_eps={eps}"}).folder()) for eps in (0.5, 0.25)}
     assert len(folders) == 2
     assert all(folder.startswith("runs/llama-1m-rms_norm_eps=0.") for folder in folders)
-
-
-def test_wrong_fields_are_refused() -> None:
     for text, message in (
         ("llama-1m:position_shceme=alibi", "field 'position_shceme' is unknown; did you mean 'position_scheme'"),
         ("llama-1m:position_scheme", "write fields as key=value"),
