@@ -90,7 +90,7 @@ def test_defaults_of_a_training_from_random_weights() -> None:
 
 def test_arms_are_measured_on_blocks() -> None:
     measuring = RetrofitOptions(block_length=32, batch_size=2, dataset="org/text", num_seqs=5, model="org/m").measuring
-    assert (measuring.seq_len, measuring.window, measuring.num_seqs, measuring.model) == (32, 32, 5, "org/name")
+    assert (measuring.seq_len, measuring.window, measuring.num_seqs, measuring.model) == (32, 32, 5, "org/m")
     assert (measuring.batch_size, measuring.dataset, measuring.dtype) == ("auto", None, "float32")
     for command, wrong, reason in (
         ("retrofit", {"dtype": "float16"}, "gradients overflow in it"),

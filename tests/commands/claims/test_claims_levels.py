@@ -239,5 +239,5 @@ def test_too_few_seeds_are_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = range_of([mean_of_runs(np.array([2.9, 3.0, 3.05]))])  # would hold if both were equal
     assert (test.outcome(narrow), test.power(narrow) > 0.9) == (INCONCLUSIVE, True)
     enough = mean_of_runs(np.array([1.0, 4.0, 5.0]))
-    monkeypatch.setattr("sinkscope.results.judgment.ENOUGH", above(0.0).power(enough))
+    monkeypatch.setattr("sinkscope.results.judgment.ENOUGH_POWER", above(0.0).power(enough))
     assert above(0.0).outcome(enough) == INCONCLUSIVE  # at exactly enough power
