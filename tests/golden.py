@@ -61,6 +61,9 @@ def cases() -> dict[str, tuple[str, ...]]:
             f"analyze-{model}": ("analyze", model, *TEXT),
             f"intervene-{model}": ("intervene", model, "--do", "all", "--draws", "2", *TEXT),
             f"quantize-{model}": ("quantize", model, *TEXT),
+            f"kv-plan-{model}": (
+                "kv-plan", model, "--input", "random", "--seq-len", "128", "--num-seqs", "4", "--calibration", "4",
+            ),
             f"recipe-{model}": ("run", "gradient-sinks-figure-1", "--model", model, "--input", "ids.npy"),
             f"claims-{model}": ("claims", model, "--nulls", "2", "--draws", "2", *TEXT),
             f"retrofit-{model}": (

@@ -66,10 +66,12 @@ def glances(run: RunData) -> Iterator[Glance]:
     for name, (title, meaning, null) in GLANCES.items():
         value = run.metric(name)
         if isfinite(value):
-            known = {model: values[name] for model, values in _reported().items()}
-            others = ", ".join(f"{model} {_short(name, other)}" for model, other in known.items())
-            among = [value >= 0.99 * min(known.values()), value <= 1.01 * max(known.values())]
-            elsewhere = f"{'Among' if all(among) else 'Above' if among[0] else 'Below'} three models: {others}."
+            elsewhere = ""
+            if all(name in values for values in _reported().values()):  # reports/ lacks a metric that is new
+                known = {model: values[name] for model, values in _reported().items()}
+                others = ", ".join(f"{model} {_short(name, other)}" for model, other in known.items())
+                among = [value >= 0.99 * min(known.values()), value <= 1.01 * max(known.values())]
+                elsewhere = f"{'Among' if all(among) else 'Above' if among[0] else 'Below'} three models: {others}."
             yield Glance(name, title, _short(name, value), meaning.format(**words), null.format(**words), elsewhere)
 
 

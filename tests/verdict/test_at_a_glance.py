@@ -36,3 +36,9 @@ def test_a_number_far_from_all_others_says_so() -> None:
     assert found["sink_rate"].null.endswith(" 0%.")
     assert found["max_inf_norm"].elsewhere.startswith("Below ")
     assert found["max_inf_norm"].null == "float16 holds 436,693 times that; below 1, it overflows."
+
+
+def test_a_number_that_reports_lack_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sinkscope.verdict.at_a_glance._reported", lambda: {"a model": {"max_inf_norm": 3.0}})
+    rows = glances_of("smollm2-135m")
+    assert rows["sink_rate"].elsewhere == "" != rows["max_inf_norm"].elsewhere
