@@ -202,7 +202,7 @@ class Intervention(BaseModel, ABC):
             counts |= dict.fromkeys(("positions", "source", "target"), ("position", lambda: length))
         for name, (what, count) in counts.items():
             value = getattr(self, name, None)
-            largest = max(value) if isinstance(value, tuple) else value
+            largest = max(value, default=None) if isinstance(value, tuple) else value
             if largest is not None and largest >= count():
                 whose = "the sequences have" if what == "position" else "this model has"
                 raise InputError(f"{self.name}: there is no {what} {largest}: {whose} {count()}, from 0 on")

@@ -59,6 +59,8 @@ class MaskSink(Intervention):
             return self
         (first, *_), _ = sink_massive(self.name, known, self.positions[0], to_name="layers")
         later = tuple(layer for layer in known.target.attending() if layer > first)
+        if not later:
+            raise InputError(f"{self.name}: no layer with attention follows layer {first}, the first massive one")
         return self.model_copy(update={"layers": later})
 
     @contextmanager

@@ -82,7 +82,8 @@ def run_settings(
         begins_later = all(setting.layer > 0 and setting.inputs is None for setting in settings)
         begins_later = begins_later and subject.family.causal and not backward
         by_batch = begins_later and _resumes(subject, latest, unchanged, how)
-    model, inputs, total = subject.loaded.model, subject.inputs, len(settings) * len(subject.inputs)
+    model, inputs = subject.loaded.model, subject.inputs
+    total = sum(len(setting.inputs or inputs) for setting in settings)
 
     def announce(seconds: float) -> None:
         if console is not None and seconds > LONG_RUN:

@@ -204,7 +204,8 @@ class ProgressBar(Observable):
 
     def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch, scale: float) -> None:
         self._move(batch)
-        tensor.register_hook(lambda _: self._move(batch))
+        if tensor.requires_grad:  # a pass of an experiment with gradients may be a forward one
+            tensor.register_hook(lambda _: self._move(batch))
 
     def _move(self, batch: Batch) -> None:
         self.moved += 1

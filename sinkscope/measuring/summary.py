@@ -72,7 +72,8 @@ def summarize(
         by_layer |= _query_bias_metrics(tables)
         whole["delta_outlier_share"] = float((by_layer["delta_gap"] > OUTLIER).mean())
     reduced = {
-        name: float(REDUCTIONS.get(METRICS[name].whole, pd.Series.mean)(series)) for name, series in by_layer.items()
+        name: float(REDUCTIONS.get(METRICS[name].whole if name in METRICS else "mean", pd.Series.mean)(series))
+        for name, series in by_layer.items()
     }
     rows = [
         (int(layer), metric, float(value)) for metric, series in by_layer.items() for layer, value in series.items()

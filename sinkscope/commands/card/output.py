@@ -2,7 +2,7 @@
 
 OUT/README.md              the card of the dataset: its tables and metrics, and the findings on each model
 OUT/model-card-MODEL.md    the metrics of a model as the `model-index` of its card (YAML), and the findings
-OUT/tables/*.parquet       the dataset (verdict/card_tables.py)
+OUT/tables/*.parquet       the dataset (commands/card/tables.py)
 """
 
 import os

@@ -117,6 +117,8 @@ def architecture(source: str | os.PathLike[str]) -> PreTrainedConfig:
     except KeyError as error:
         what = "it has no model_type" if error.args == ("model_type",) else f"{error} is no model type of transformers"
         raise InputError(f"--config {path}: {what}") from None
+    except InputError as error:
+        raise InputError(f"--config {path} is not a model's config.json: {error}") from None
     except Exception as error:  # the family's class may raise any error
         raise InputError(f"--config {path} is not a model's config.json: {one_line(error)}") from None
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
@@ -132,6 +134,8 @@ def _with_fields(name: str, assigned: str) -> PreTrainedConfig:
     """Return a named configuration with the fields that are assigned after its name."""
     model_type, fields = ARCHITECTURES[name]
     kind = CONFIG_MAPPING[model_type]
+    if not assigned:
+        return kind(**fields)
     known = sorted(kind().to_dict().keys() - {"model_type", "transformers_version", "_name_or_path"})
     changes: dict[str, Any] = {}
     for field, value in assignments(assigned):

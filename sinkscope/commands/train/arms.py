@@ -41,7 +41,7 @@ from sinkscope.commands.train.options import ArmOptions
 from sinkscope.commands.train.output import Trained
 from sinkscope.commands.train.sharding import is_sharded, launched
 from sinkscope.commands.train.tasks import TrainingTask
-from sinkscope.commands.train.trainer import check_trainable, checkpoints, failures, hide_bars, keep_models, train_model
+from sinkscope.commands.train.trainer import check_trainable, failures, hide_bars, keep_models, train_model
 from sinkscope.errors import InputError, counted
 from sinkscope.measuring.console import Messages, print_line, print_notices, print_part, spinner
 from sinkscope.measuring.measure import measure, publish, run_manifest
@@ -341,7 +341,7 @@ class TrainingArms:
                 self._measure(named, config, arm)
         self._draw(arm)
         if self.command == "train":
-            for checkpoint in checkpoints(folder / "training"):
+            for checkpoint in (folder / "training").glob("checkpoint-*"):
                 self._save_tokenizer(checkpoint)
                 target = f"{arm}/checkpoints/{checkpoint.name}"
                 self.files.add(*(f"{target}/{name}" for name in files_in(checkpoint)))

@@ -63,7 +63,7 @@ def _remove_incomplete(folder: Path) -> None:
 
 def keep_models(training: Path, target: Path) -> None:
     """Move the checkpoints of a finished training, without the files for resuming, which are larger than the model."""
-    for checkpoint in checkpoints(training):
+    for checkpoint in sorted(training.glob("checkpoint-*")):  # also one that was broken off between these two steps
         for path in (path for name in _RESUMED_FROM for path in checkpoint.glob(name)):
             path.unlink()
         checkpoint.replace(target / checkpoint.name)

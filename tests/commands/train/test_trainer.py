@@ -22,7 +22,13 @@ from sinkscope.commands.train.architectures import architecture
 from sinkscope.commands.train.blocks import check_options, limited, with_first_tokens
 from sinkscope.commands.train.history import Recorder
 from sinkscope.commands.train.options import TrainingConfig, TrainOptions
-from sinkscope.commands.train.trainer import _TrainingBlocks, parameter_groups, train_model, training_arguments
+from sinkscope.commands.train.trainer import (
+    _TrainingBlocks,
+    keep_models,
+    parameter_groups,
+    train_model,
+    training_arguments,
+)
 from sinkscope.commands.train.trainer import checkpoints as complete_checkpoints
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
@@ -281,3 +287,13 @@ def test_architectures_and_the_fields_behind_their_names() -> None:
     ):
         with pytest.raises(InputError, match=message):
             architecture(text)
+
+
+def test_a_checkpoint_whose_move_was_broken_off_is_moved(tmp_path: Path) -> None:
+    """The files for resuming are deleted first, so that it is no complete checkpoint any more."""
+    checkpoint, target = tmp_path / "training" / "checkpoint-2", tmp_path / "checkpoints"
+    for folder in (checkpoint, target):
+        folder.mkdir(parents=True)
+    (checkpoint / "model.safetensors").touch()
+    keep_models(tmp_path / "training", target)
+    assert (target / "checkpoint-2" / "model.safetensors").exists()
