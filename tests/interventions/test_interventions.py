@@ -896,3 +896,17 @@ def test_a_hidden_key_of_a_long_text_has_the_statistics_of_a_dense_mask(columns:
             rows = table["attention"][table["attention"]["layer"] == layer].sort_values(["head", "position"])
             mine = torch.tensor(rows["window_mass"].to_numpy()).view(4, columns)
             torch.testing.assert_close(mine, expected.mean(0).double(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_sink_is_masked_after_the_massive_layers_only_if_a_layer_follows_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = tiny_model("llama")
+    known = known_of(model)
+    last = known.target.attending()[-1]
+    first: list[tuple[int, ...]] = [(last - 1, last), (last,)]
+    monkeypatch.setattr("sinkscope.interventions.sink.sink_massive", lambda *_, **__: (first.pop(0), ()))
+    mask = parse("mask-sink:begin=massive")
+    assert mask.resolved(known).layers == (last,)
+    with pytest.raises(InputError, match=f"no layer with attention follows layer {last}"):
+        mask.resolved(known)
