@@ -42,6 +42,7 @@ class AblateHeads(Intervention):
     control_about = "as many random heads"
     reads = ("head-scores",)
     opens = ("numbers",)
+    asks_for = "the numbers of heads"
     requires = (MaskSink.inapplicable, without_separate_heads)
 
     by: Literal["output-norm", "first-mass"] = "output-norm"

@@ -181,6 +181,7 @@ class Intervention(BaseModel, ABC):
     measured_by: ClassVar[str] = "pass"  # a key of Experiment.METHODS; can be combined only if "pass"
     heads_of: ClassVar[Role] = "query"  # the heads that the parameter `heads` counts
     opens: ClassVar[tuple[str, ...]] = ()  # parameters that `measured` decides if one of them is None
+    asks_for: ClassVar[str] = ""  # what a refusal asks for if nothing was measured; "": all of `opens`
     requires: ClassVar[tuple[Requirement, ...]] = ()
 
     @classmethod
@@ -270,7 +271,8 @@ def applied(target: Target, interventions: Iterable[Intervention]) -> Iterator[N
                 raise InputError(f"{intervention.name} does not apply to this model: {reason}")
             intervention.check(target)
             if any(getattr(intervention, name) is None for name in intervention.opens):
-                raise InputError(f"{intervention.name}: name the {' and the '.join(intervention.opens)}")
+                wanted = intervention.asks_for or f"the {' and the '.join(intervention.opens)}"
+                raise InputError(f"{intervention.name}: name {wanted}")
             stack.enter_context(intervention.applied(target))
         yield
 

@@ -107,6 +107,7 @@ class StreamingWindow(Intervention):
     paper = "S2M §1"
     measured_by = "streaming"
     opens = ("window",)
+    asks_for = "one window and one number of tokens to keep"
     requires = (lambda target: inapplicable(target.model, target.family),)
 
     window: Indices | None = None  # None: a quarter of the sequence
@@ -121,7 +122,7 @@ class StreamingWindow(Intervention):
 
     def applied(self, target: Target) -> AbstractContextManager[None]:
         if self.window is None or len(self.window) > 1 or len(self.keep) > 1:
-            raise InputError(f"{self.name}: name one window and one number of tokens to keep")
+            raise InputError(f"{self.name}: name {self.asks_for}")
         return streaming(target.model, target.family, target.seams, keep=self.keep[0], window=self.window[0])
 
 

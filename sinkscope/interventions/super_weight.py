@@ -68,6 +68,7 @@ class ZeroSuperWeight(ZeroedPart):
     paper = "Yu et al."
     control_about = "a random entry of the same row or of the same column"
     opens = ("layer", "rows", "column")
+    asks_for = "the rows and the column"
 
     rows: Open = None  # None: measured
     column: Index | None = None

@@ -125,9 +125,9 @@ def draw(
     manifest = {name: value for name, value in result.manifest.items() if name not in ("drawn", "failed_figures")}
     files.record = lambda: write_manifest(folder, {**manifest, "drawn": False, "files": files.names})
     complete, failed = f"the tables in {folder} are complete", dict[str, str]()
-    drawings = result.drawings if figures is None else {name: partial(result.figure, name) for name in figures}
     path = folder / PAGE
     try:
+        drawings = result.drawings if figures is None else {name: partial(result.figure, name) for name in figures}
         if figures is None or drawings:
             with files.new_folder(folder / FIGURES_FOLDER) as fresh:
                 failed |= save_figures(drawings, fresh)

@@ -192,6 +192,8 @@ def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict
         raise InputError(f"{path} is of `sinkscope {by}`, not of `{'`, `'.join(commands)}`{_runs_inside(folder)}")
     if manifest.get("format") != FORMAT:
         form = one_line(manifest.get("format"), 40)
+        if isinstance(manifest.get("format"), int) and manifest["format"] > FORMAT:
+            raise InputError(f"{path} is of a newer sinkscope (format {form}, this one reads {FORMAT}): update it")
         raise InputError(f"{path} is of another sinkscope (format {form}, this one reads {FORMAT}): measure again")
     try:
         kind.entries.model_validate(manifest)

@@ -910,3 +910,22 @@ def test_a_sink_is_masked_after_the_massive_layers_only_if_a_layer_follows_them(
     assert mask.resolved(known).layers == (last,)
     with pytest.raises(InputError, match=f"no layer with attention follows layer {last}"):
         mask.resolved(known)
+
+
+@pytest.mark.parametrize(
+    ("change", "asked_for"),
+    [
+        ("ablate-heads", "the numbers of heads"),
+        ("zero-super-weight:layer=0", "the rows and the column"),
+        ("streaming-window", "one window and one number of tokens to keep"),
+        ("zero-massive", "the layers and the coordinates"),
+    ],
+)
+def test_what_was_not_measured_is_asked_for(change: str, asked_for: str) -> None:
+    model = tiny_model("llama")
+    with (
+        pytest.raises(InputError, match=f"name {asked_for}"),
+        open_seam(model, find_family(model)) as seams,
+        applied(Target(model, find_family(model), seams), [parse(change)]),
+    ):
+        pass

@@ -454,6 +454,7 @@ class OverflowCheck:
         has_loss, base = self.subject.without_loss is None, dict[str, torch.Tensor]()
 
         def read_base(opened: None, batch: Batch, observables: Any) -> torch.Tensor:
+            base.clear()  # frees the logits of the sequence before
             base["logits"] = logits = logits_on(self.subject, batch.masked or batch)
             if not bool(logits.isfinite().all()):
                 raise SinkscopeError(f"the model itself gives NaN or infinite numbers in {self.model.dtype}")

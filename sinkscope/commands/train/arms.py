@@ -398,6 +398,11 @@ class TrainingArms:
             columns = (*LEADING_COLUMNS, *all_tables()[name])
             parts = [read_table(self.folder / arm / "tables" / f"{name}.parquet", columns) for arm in arms]
             tables[name] = pd.concat(parts, ignore_index=True)
+        for run in runs.values():
+            if not run.manifest["w8a8"]:
+                raise InputError(
+                    f"{run.folder}/{MANIFEST} has no `w8a8`: delete the folder, and the command makes it again"
+                )
         tables["retrofit"] = retrofit_table(self.arms, runs, tables["gates"])
         comparison = compared(list(first_runs.values()), time.time()) if len(first_runs) > 1 else None
         if comparison is not None and self.is_main:

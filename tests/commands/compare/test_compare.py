@@ -127,6 +127,7 @@ def test_a_folder_of_another_format_is_refused(number: int | None, tmp_path: Pat
     save(made_up(), tmp_path / "run")
     content = json.loads((tmp_path / "run" / "run.json").read_text())
     (tmp_path / "run" / "run.json").write_text(json.dumps(content | {"format": number}))
-    told = rf"run.json is of another sinkscope \(format {number}, this one reads {FORMAT}\): measure again"
+    which, advice = ("a newer", "update it") if number == FORMAT + 1 else ("another", "measure again")
+    told = rf"run.json is of {which} sinkscope \(format {number}, this one reads {FORMAT}\): {advice}"
     with pytest.raises(InputError, match=told):
         Run.open(tmp_path / "run")
