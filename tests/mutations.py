@@ -212,7 +212,7 @@ MUTATIONS = [
         ("massive: negative ones elsewhere", f"{INTERVENTIONS}.massive", "replace_large",
          "entries.abs() >= least", "entries >= least"),
         ("epe: exchanged the wrong way", f"{INTERVENTIONS}.nu", "PositionVectors.applied",
-         "epe[giver] - epe[position]", "epe[position] - epe[giver]"),
+         "epe[source] - epe[position]", "epe[position] - epe[source]"),
         ("mask-sink: the sink's own weight", f"{INTERVENTIONS}.sink", "MaskSink.applied",
          "(row[:, None] != col)", "(row[:, None] >= col)"),
         ("mask-sink: the key's own weight in sums", WEIGHTS, "_correct_forbidden",

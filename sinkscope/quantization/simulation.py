@@ -93,15 +93,15 @@ def quantized(
     """
     model = unwrapped(model, changed=True)
     spared = chosen_sites(ranges.keys(), except_sites)
-    rest = {site: known for site, known in ranges.items() if site not in spared}
+    quantized_ranges = {site: known for site, known in ranges.items() if site not in spared}
     precision = Precision(bits_weights, bits_activations, bits_kv_cache, weights_per, activations_per, kv_cache_per)
     with ExitStack() as stack:
         with on_cpu_by_default():
             stack.enter_context(called_uncompiled(model))
-            stack.enter_context(quantized_sites(model, rest, precision))
-            if any(site.part in IN_ATTENTION for site in rest):
+            stack.enter_context(quantized_sites(model, quantized_ranges, precision))
+            if any(site.part in IN_ATTENTION for site in quantized_ranges):
                 seams = stack.enter_context(open_seam(model, find_family(model)))
-                stack.enter_context(quantized_attention(seams, rest, precision))
+                stack.enter_context(quantized_attention(seams, quantized_ranges, precision))
         yield
 
 

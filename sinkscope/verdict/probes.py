@@ -156,8 +156,8 @@ def _visual_sinks(sequences: Sequences) -> Iterator[Finding]:
     about, share = run.manifest["pictures"], visual_sink_share(run)
     of = "massive coordinates" if about["is_massive"] else "largest coordinates, none of them massive,"
     of += f" ({coordinates_text(about['coordinates'])})"
-    shown = counted(about["pictures"], "picture")
-    sentence = f"{with_interval(share, '.2%')} of the visual tokens of {shown} are sinks in layers from "
+    pictures = counted(about["pictures"], "picture")
+    sentence = f"{with_interval(share, '.2%')} of the visual tokens of {pictures} are sinks in layers from "
     sentence += f"{AFTER_LAYER} on: φ is above {PHI:g} at the model's {of}; at as many random ones {share.null:.2%}."
     numbers = {"pictures": about["pictures"], "coordinates": tuple(about["coordinates"]), "random": share.null,
         "layer": AFTER_LAYER}  # fmt: skip

@@ -56,9 +56,9 @@ class Scores(Result):
 
 def command(options: BenchmarkOptions, output: OutputOptions) -> Printout:
     scores = benchmark(options.model, config=options, **output.where)
-    shown = scores.summary_tables[""]
-    shown = shown.rename(columns={"condition": "task"}).set_index("task")
-    as_text = shown.assign(**{name: shown[name].map("{:.3f}".format) for name in ("score", "error")})
+    table = scores.summary_tables[""]
+    table = table.rename(columns={"condition": "task"}).set_index("task")
+    as_text = table.assign(**{name: table[name].map("{:.3f}".format) for name in ("score", "error")})
     failure = figure_failure(scores.manifest)
     return Printout(scores, tables={SCORE_TABLE: as_text.reset_index()}, folder=output.out, failure=failure)
 

@@ -97,9 +97,9 @@ def findings(run: RunData) -> list[Finding]:
     outcome = Outcome.WEAK if is_near else Outcome.ABSENT
     outcome = Outcome.PRESENT if predicted is not None or as_run.site else outcome
     about: dict[str, Any] = {"threshold": 1.0, "numbers": numbers, "is_headline": True, "sentence": f"{sentence}."}
-    found = [Finding("overflow", OVERFLOW, outcome, largest.headroom, **about)]
+    rows = [Finding("overflow", OVERFLOW, outcome, largest.headroom, **about)]
     if (decomposed := _run(run, DECOMPOSED, dtype)) is not None:
-        found += _overflowing_norms(table, dtype, decomposed)
+        rows += _overflowing_norms(table, dtype, decomposed)
     of_attention = {kind: table[table["site"] == kind] for kind in (QK, SCALED_QK)}
     if len(of_attention[QK]):
         worst = next(of_attention[QK].nlargest(1, "largest").itertuples())
@@ -109,16 +109,16 @@ def findings(run: RunData) -> list[Finding]:
         sentence += f"{_number(scaled)} after it"
         sentence += f": scale queries first where a kernel keeps it in {dtype}." if worst.overflows else "."
         about = {"numbers": {"largest": worst.largest, "scaled": scaled, "layer": worst.layer}, "sentence": sentence}
-        found.append(Finding("overflow-qk", INSIDE, outcome, worst.headroom, threshold=1.0, **about))
+        rows.append(Finding("overflow-qk", INSIDE, outcome, worst.headroom, threshold=1.0, **about))
     clips = table.dropna(subset=["clip"])["layer"].unique()
     for setting in (CLIPPED, RESCALED):
         if (row := _run(run, setting, dtype)) is not None:
             plain = next(runs.query("setting == @setting and dtype != @dtype").itertuples(), None)
-            found.append(_remedy(row, plain, clips))
+            rows.append(_remedy(row, plain, clips))
     for setting, reason in run.manifest["overflow"]["refused"].items():
         sentence, numbers = f"No rescaling of the residual stream: {reason}.", {"what": setting, "reason": reason}
-        found.append(Finding("not-measured", REMEDIES, numbers=numbers, sentence=sentence))
-    return found
+        rows.append(Finding("not-measured", REMEDIES, numbers=numbers, sentence=sentence))
+    return rows
 
 
 def _overflowing_norms(table: pd.DataFrame, dtype: str, decomposed: Any) -> Iterator[Finding]:

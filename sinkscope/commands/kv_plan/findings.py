@@ -71,8 +71,8 @@ def plan_label(row: Any) -> str:
     if row.plan == FIRST_AND_LAST:
         return f"first {FIRST_TOKENS} + last {row.window} in all heads"
     if row.budget == 1:
-        kept = {PREDICTED: "predicted sinks", AS_MANY: "as many first tokens", NO_SINKS: "no token"}[row.sinks]
-        return f"{row.plan}, {kept} in full precision"
+        what = {PREDICTED: "predicted sinks", AS_MANY: "as many first tokens", NO_SINKS: "no token"}[row.sinks]
+        return f"{row.plan}, {what} in full precision"
     bits = "" if row.bits == FULL_BITS else f", {row.bits:.3g} bits"
     if row.window < 0:
         return f"{row.plan}: all heads whole{bits}"
@@ -124,8 +124,8 @@ def _ratio_of(row: Any) -> str:
 
 
 def _cost_text(row: Any) -> str:
-    kept = _interval(row["kept"], row["kept_low"], row["kept_high"], ".0%")
-    return f"perplexity × {_ratio_of(row)}, retrieval {kept} of the dense cache's"
+    retrieval = _interval(row["kept"], row["kept_low"], row["kept_high"], ".0%")
+    return f"perplexity × {_ratio_of(row)}, retrieval {retrieval} of the dense cache's"
 
 
 def _at_budget(run: RunData, budget: float) -> Iterator[Finding]:
@@ -153,9 +153,9 @@ def _at_budget(run: RunData, budget: float) -> Iterator[Finding]:
     numbers = {"budget": budget, "first": first["ratio"], "first_kept": first["kept"]}
     for name, what in ((RANDOM, "heads in the best ranking's"), (RANDOM_COMBINED, "heads and layers in the complete")):
         draws = rows[rows.index.str.fullmatch(rf"{name} \d+")]
-        kept = _interval(draws["kept"].mean(), draws["kept"].min(), draws["kept"].max(), ".0%")
+        retrieval = _interval(draws["kept"].mean(), draws["kept"].min(), draws["kept"].max(), ".0%")
         sentence += f"; random {what} plan ({counted(len(draws), 'draw')}): perplexity × {draws['ratio'].min():.3f} to "
-        sentence += f"{draws['ratio'].max():.3f}, retrieval {kept}"
+        sentence += f"{draws['ratio'].max():.3f}, retrieval {retrieval}"
         numbers |= {name: tuple(draws["ratio"]), f"{name} kept": tuple(draws["kept"])}
     yield Finding("controls", CONTROLS, numbers=numbers, sentence=f"{sentence}.")
 

@@ -151,22 +151,22 @@ def findings(run: RunData) -> list[Finding]:
     sentence += f"{with_interval(factor, ',.4g')}."
     about: dict[str, Any] = {"threshold": COSTLY, "numbers": numbers, "is_headline": True, "sentence": sentence}
     outcome = Outcome.ABSENT if is_harmless else Outcome.PRESENT
-    found = [Finding("cost", COST, outcome, factor.value, **interval(factor), **about)]
+    rows = [Finding("cost", COST, outcome, factor.value, **interval(factor), **about)]
     if not is_harmless:
         weights, activations = cost[levels.WEIGHTS], cost[levels.ACTIVATIONS]
         sentence = f"Weights alone cost {NATS(weights)} nats per token, activations alone {NATS(activations)}, both "
         sentence += f"{NATS(cost[ALL])}."
         numbers = {"weights": weights, "activations": activations}
-        found.append(Finding("cost-parts", COST, value=cost[ALL], numbers=numbers, is_headline=True, sentence=sentence))
+        rows.append(Finding("cost-parts", COST, value=cost[ALL], numbers=numbers, is_headline=True, sentence=sentence))
     if "quantization_split" in run.tables:
-        found += [_split(run), *_prefix_and_rotation(run)]
-    found += [*_outlier_sites(run, is_harmless), *([] if is_harmless else _costliest(run))]
+        rows += [_split(run), *_prefix_and_rotation(run)]
+    rows += [*_outlier_sites(run, is_harmless), *([] if is_harmless else _costliest(run))]
     if left := run.manifest["quantization"]["not_quantized"]:
         share, names = sum(left.values()), ", ".join(f"`{name}`" for name in left)
         sentence = f"Not quantized: {names}, which are not linear layers ({share:.0%} of all parameters)."
         numbers = {"parameters": tuple(left)}
-        found.append(Finding("not-quantized", REST, value=share, numbers=numbers, sentence=sentence))
-    return found
+        rows.append(Finding("not-quantized", REST, value=share, numbers=numbers, sentence=sentence))
+    return rows
 
 
 def _outlier_sites(run: RunData, is_harmless: bool) -> Iterator[Finding]:
@@ -203,11 +203,11 @@ def _outlier_sites(run: RunData, is_harmless: bool) -> Iterator[Finding]:
             yield restored(MASSIVE_KEPT, "the sites with massive activations", is_headline=True)
     if COSTLIEST_KEPT not in table.index:
         return
-    kept = sites[site_names(sites).isin(kept_names(run))]
-    holding, (numbers, text) = int(kept["is_massive"].sum()) or None, by_kind(kept)
-    holds = f", {holding} of which {'hold' if len(kept) > 1 else 'holds'} massive activations" if holding else ""
-    sentence = f"The {counted(len(kept), 'costliest site')} of {len(sites)}{holds}: {text}."
-    numbers = {"count": len(kept), "total": len(sites), "massive": holding} | numbers
+    precise = sites[site_names(sites).isin(kept_names(run))]
+    holding, (numbers, text) = int(precise["is_massive"].sum()) or None, by_kind(precise)
+    holds = f", {holding} of which {'hold' if len(precise) > 1 else 'holds'} massive activations" if holding else ""
+    sentence = f"The {counted(len(precise), 'costliest site')} of {len(sites)}{holds}: {text}."
+    numbers = {"count": len(precise), "total": len(sites), "massive": holding} | numbers
     yield Finding("costliest", OUTLIERS, numbers=numbers, sentence=sentence)
     if not is_harmless:
         yield restored(COSTLIEST_KEPT, "the costliest sites", is_headline=False)
@@ -227,9 +227,9 @@ def _costliest(run: RunData) -> Iterator[Finding]:
         sentence = f"`{name}` quantized alone costs {NATS(cost)} nats per token (all layers, {first})."
         about = {"threshold": COSTLY, "numbers": {"sequences": sequences, "kind": name}}
         yield Finding("kind", KINDS, Outcome.PRESENT, cost, sentence=sentence, **about)
-    kept = probed_settings(run, levels.KEPT)
-    if len(kept) and len(costly):
-        name, left = kept["name"].iloc[-1], float(kept["cost"].iloc[-1])
+    without_costliest = probed_settings(run, levels.KEPT)
+    if len(without_costliest) and len(costly):
+        name, left = without_costliest["name"].iloc[-1], float(without_costliest["cost"].iloc[-1])
         before = float(probed_settings(run, ALL)["cost"].iloc[0])
         what = f"No single kind of site saves anything in full precision; the cost is lowest with `{name}`"
         what = f"Kept in full precision, the single kind `{name}` saves most" if left < before else what

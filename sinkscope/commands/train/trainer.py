@@ -81,16 +81,18 @@ def failures(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         reached = checkpoints(folder)
-        rest = f"the training up to step {step_of(reached[-1].name)} is kept" if reached else "what was reached is kept"
+        saved = (
+            f"the training up to step {step_of(reached[-1].name)} is kept" if reached else "what was reached is kept"
+        )
         if is_out_of_memory(error):
             raise SinkscopeError(
                 "memory ran out: take a smaller --batch-size with more --accumulation, a shorter --block-length, or "
-                f"--bf16 ({rest})"
+                f"--bf16 ({saved})"
             ) from error
         if isinstance(error, OSError) or any(sign in str(error) for sign in _DISK):
             _remove_incomplete(folder)
             raise SinkscopeError(
-                f"writing to {folder} failed [{one_line(error)}]: {rest}; make room and repeat the command to continue"
+                f"writing to {folder} failed [{one_line(error)}]: {saved}; make room and repeat the command to continue"
             ) from error
         raise
 

@@ -31,11 +31,11 @@ class PlanPress(BasePress):
     def of(cls, path: str | Path, budget: float, plan: str) -> "PlanPress":
         """Return the press of a plan in plan.json. Its windows count; the press does not quantize."""
         content = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
-        found = [each for each in content["plans"] if (each["budget"], each["plan"]) == (budget, plan)]
-        if not found:
+        matching = [each for each in content["plans"] if (each["budget"], each["plan"]) == (budget, plan)]
+        if not matching:
             known = sorted({(each["budget"], each["plan"]) for each in content["plans"]})
             raise ValueError(f"{path} has no plan {(budget, plan)}: its plans are {known}")
-        return cls(found[0]["windows"], content["sinks"])
+        return cls(matching[0]["windows"], content["sinks"])
 
     def find_sinks(self, layer: Any, args: Any, output: Any) -> None:
         """Keep which tokens are sinks (B,T), of the residual stream after the layer of the rule."""
