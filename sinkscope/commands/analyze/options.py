@@ -24,15 +24,14 @@ class AnalyzeOptions(CloseUpOptions):
 
     export_mask: bool = option(
         False,
-        "Measuring",
         "Also write which tokens are sinks in which layers, and the massive coordinates, as spike_mask.safetensors: "
         "for sparse autoencoders, steering and probes.",
     )
     images: UserPath | None = option(
         None,
-        "Input",
         "A folder of pictures. A model that reads them is also measured on each with a question; a vision transformer "
         "(ViT, DINOv2, CLIP, SigLIP) is measured on them alone.",
+        panel="Input",
         metavar="DIR",
         shown="none",
     )

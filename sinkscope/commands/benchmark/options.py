@@ -13,21 +13,23 @@ class BenchmarkOptions(SeedOptions, DeviceOptions, ModelOptions):
 
     Any of its tasks by name, or your own with --task-path. Sweeps show scores next to sinks."""
 
+    panel: ClassVar = "Benchmarks"
+
     writes: ClassVar = "runs/MODEL-benchmark"
     refused: ClassVar = {"attn": "the harness runs the model as it is"}
     forward_only: ClassVar = True
 
     tasks: Annotated[tuple[str, ...], split_at_commas, distinct("name a task, as hellaswag")] = option(
-        ("hellaswag",), "Benchmarks", "Tasks or groups of them by name.", metavar="A,B"
+        ("hellaswag",), "Tasks or groups of them by name.", metavar="A,B"
     )  # WSE figure 10
-    task_path: str | None = option(None, "Benchmarks", "A folder with YAML files of your own tasks.", metavar="DIR")
+    task_path: str | None = option(None, "A folder with YAML files of your own tasks.", metavar="DIR")
     shots: int | None = option(
-        None, "Benchmarks", "Examples before each question.", metavar="N", shown="each task's own", ge=0, le=MAX_INT
+        None, "Examples before each question.", metavar="N", shown="each task's own", ge=0, le=MAX_INT
     )
     limit: int | None = option(
-        None, "Benchmarks", "Only the first N questions of each task.", metavar="N", shown="all", ge=1, le=MAX_INT
+        None, "Only the first N questions of each task.", metavar="N", shown="all", ge=1, le=MAX_INT
     )
-    batch_size: int = option(8, "Benchmarks", "Requests at once.", metavar="N", ge=1)
+    batch_size: int = option(8, "Requests at once.", metavar="N", ge=1)
 
     def folder(self) -> Path:
         return Path("runs", as_folder_name(self.folder_name, "benchmark"))

@@ -17,12 +17,12 @@ class CardOptions(Options):
     arguments: ClassVar = ("runs",)
     writes: ClassVar = "nothing"
 
-    runs: tuple[UserPath, ...] = option((), "Input", "The folders of commands.", metavar="RUN")
+    runs: tuple[UserPath, ...] = option((), "The folders of commands.", metavar="RUN")
     push: str | None = option(
         None,
-        "Output",
         "Upload the folder as this dataset on the hub, which is made, public, if there is none. Needs HF_TOKEN or "
         "`hf auth login`.",
+        panel="Output",
         metavar="REPO",
     )
 

@@ -20,6 +20,7 @@ class ClaimsOptions(ControlOptions, RunConfig):
     --from alone judges existing runs, of one model or several, and loads none. With a MODEL (the demo by its name), it
     judges those runs and measures what they lack."""
 
+    panel: ClassVar = "Measuring"
     writes: ClassVar = "runs/MODEL-claims"
     in_memory: ClassVar = True
     resumable: ClassVar = True
@@ -29,16 +30,12 @@ class ClaimsOptions(ControlOptions, RunConfig):
     hidden: ClassVar = tuple(ObservableOptions.model_fields)
 
     nulls: int = option(
-        5,
-        "Measuring",
-        "Draws of random weights: a claim is specific to the model if none of them passes it.",
-        metavar="N",
-        ge=1,
+        5, "Draws of random weights: a claim is specific to the model if none of them passes it.", metavar="N", ge=1
     )
     from_: tuple[UserPath, ...] = option(
         (),
-        "Input",
         "A run to judge, or a folder of `retrofit`, `train`, `sweep`, `claims` or `analyze` over steps; repeatable.",
+        panel="Input",
         metavar="RUN",
     )
 

@@ -17,8 +17,8 @@ class CompareOptions(Options):
     writes: ClassVar = "nothing"
 
     runs: tuple[UserPath, ...] = option(
-        (), "Input", "Two or more run folders of one command, or one folder that holds several.", metavar="RUN"
+        (), "Two or more run folders of one command, or one folder that holds several.", metavar="RUN"
     )
     format: Literal["text", "markdown", "latex"] = option(
-        "text", "Output", "How the tables are printed: text, markdown, or latex with booktabs.", metavar="FORMAT"
+        "text", "How the tables are printed: text, markdown, or latex with booktabs.", panel="Output", metavar="FORMAT"
     )

@@ -18,6 +18,8 @@ class DoctorOptions(RunConfig):
 
     Exit status 1 if a check fails."""
 
+    panel: ClassVar = "Checking"
+
     writes: ClassVar = "nothing"
     defaults: ClassVar = {"num_seqs": 8}
     refused: ClassVar = {
@@ -29,7 +31,6 @@ class DoctorOptions(RunConfig):
 
     dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2"] | None = option(  # type: ignore[assignment]
         None,
-        "Checking",
         "Whether the model overflows in this dtype: float16, bfloat16, float8_e4m3 or float8_e5m2. With --compare, the "
         "dtype that the logits were computed in.",
         metavar="D",
@@ -37,7 +38,6 @@ class DoctorOptions(RunConfig):
     )
     compare: UserPath | None = option(
         None,
-        "Checking",
         "Logits (sequences, tokens, vocabulary) of a server or an exported model, .npz or .npy, for the token ids of "
         "--input IDS.npy.",
         metavar="FILE",

@@ -17,6 +17,8 @@ class InterveneOptions(ControlOptions, RunConfig):
     nullify-query-bias:layers=1-3 (ranges); several are stacked. --do all tries each by itself.
     `sinkscope list interventions` shows their names and parameters."""
 
+    panel: ClassVar = "Intervening"
+
     writes: ClassVar = "runs/MODEL-DO"
     repeatable: ClassVar = True
     in_memory: ClassVar = True
@@ -26,13 +28,12 @@ class InterveneOptions(ControlOptions, RunConfig):
 
     do: Annotated[tuple[str, ...], text_as_tuple] = option(
         (),
-        "Intervening",
         "An intervention, or all; several are stacked in their order.",
         metavar="NAME[:K=V,…]",
         names="sinkscope.interventions:INTERVENTIONS",
     )
     arms: dict[str, Annotated[tuple[str, ...], text_as_tuple]] = option(
-        {}, "Intervening", "Label → the stack of interventions of that arm."
+        {}, "Label → the stack of interventions of that arm."
     )
 
     @field_validator("observables")

@@ -16,6 +16,8 @@ class KvPlanOptions(RunConfig):
     calibration texts, and measures perplexity and retrieval on others, next to controls of equal memory. Also writes
     the plans as JSON and a press for kvpress. The model itself does not change."""
 
+    panel: ClassVar = "Planning"
+
     writes: ClassVar = "runs/MODEL-INPUT-kv-plan"
     repeatable: ClassVar = True
     in_memory: ClassVar = True
@@ -32,10 +34,8 @@ class KvPlanOptions(RunConfig):
         split_at_commas,
         distinct("name a budget, as 0.25"),
         one_as_tuple,
-    ] = option((0.25,), "Planning", "Share of the dense cache's memory, above 0 and below 1.", metavar="A,B")
-    calibration: int = option(
-        1, "Planning", "Sequences, after those measured, that plans are made on.", metavar="N", ge=1
-    )
+    ] = option((0.25,), "Share of the dense cache's memory, above 0 and below 1.", metavar="A,B")
+    calibration: int = option(1, "Sequences, after those measured, that plans are made on.", metavar="N", ge=1)
 
     def folder(self) -> Path:
         return Path("runs", f"{self.run_name}-kv-plan")

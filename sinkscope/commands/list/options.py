@@ -12,7 +12,6 @@ class ListOptions(Options):
 
     kind: str | None = option(
         None,
-        "Input",
         "One kind of names, or all.",
         metavar="KIND",
         shown="the kinds",

@@ -15,6 +15,8 @@ class QuantizeOptions(RunConfig):
     asymmetric, by default with one static range per tensor. Also writes the modules to keep in full precision, as JSON
     and as a recipe for llm-compressor. The model itself does not change."""
 
+    panel: ClassVar = "Quantizing"
+
     writes: ClassVar = "runs/MODEL-INPUT-W8A8"
     repeatable: ClassVar = True
     in_memory: ClassVar = True
@@ -23,37 +25,29 @@ class QuantizeOptions(RunConfig):
     hidden: ClassVar = tuple(ObservableOptions.model_fields)
 
     scheme: Literal["linear", "full"] = option(
-        "linear",
-        "Quantizing",
-        "linear layers alone, or full: also embeddings, residual sums, attention scores and softmax outputs.",
+        "linear", "linear layers alone, or full: also embeddings, residual sums, attention scores and softmax outputs."
     )
-    bits_weights: int = option(8, "Quantizing", "Bits of weights, symmetric.", metavar="B", ge=2, le=16)
-    bits_activations: int = option(8, "Quantizing", "Bits of inputs and outputs, asymmetric.", metavar="B", ge=2, le=16)
-    bits_kv_cache: int = option(8, "Quantizing", "Bits of keys and values, asymmetric.", metavar="B", ge=2, le=16)
-    weights_per: PerWeight = option(
-        "tensor", "Quantizing", "One range per tensor, or per output channel.", metavar="WHAT"
-    )
+    bits_weights: int = option(8, "Bits of weights, symmetric.", metavar="B", ge=2, le=16)
+    bits_activations: int = option(8, "Bits of inputs and outputs, asymmetric.", metavar="B", ge=2, le=16)
+    bits_kv_cache: int = option(8, "Bits of keys and values, asymmetric.", metavar="B", ge=2, le=16)
+    weights_per: PerWeight = option("tensor", "One range per tensor, or per output channel.", metavar="WHAT")
     activations_per: PerActivation = option(
-        "tensor", "Quantizing", "One static range per tensor, or a dynamic one per token.", metavar="WHAT"
+        "tensor", "One static range per tensor, or a dynamic one per token.", metavar="WHAT"
     )
     kv_cache_per: PerCache | None = option(
         None,
-        "Quantizing",
         "Quantize keys and values, too: one static range, one per token and head, or a static one per channel.",
         metavar="WHAT",
         shown="not quantized",
     )
-    calibration: int = option(
-        16, "Quantizing", "Sequences, after those evaluated, that the ranges come from.", metavar="N", ge=1
-    )
+    calibration: int = option(16, "Sequences, after those evaluated, that the ranges come from.", metavar="N", ge=1)
     prefix: str | None = option(
         None,
-        "Quantizing",
         "Split the cost by tokens and coordinates, and try a prefix: auto (outlier tokens), token ids (5,8), or text.",
         metavar="WHAT",
         shown="no split",
     )
-    prefix_draws: int = option(20, "Quantizing", "Random prefixes to compare with.", metavar="N", ge=1)
+    prefix_draws: int = option(20, "Random prefixes to compare with.", metavar="N", ge=1)
 
     def folder(self) -> Path:
         cache = "" if self.kv_cache_per is None else f"KV{self.bits_kv_cache}"

@@ -21,7 +21,6 @@ class RunOptions(InputOptions, DeviceOptions, ModelOptions):
 
     recipe: str = option(
         ...,
-        "Input",
         "A YAML file, or a name from `sinkscope list recipes`.",
         metavar="RECIPE",
         names="sinkscope.options.recipe:known_recipes",

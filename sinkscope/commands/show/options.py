@@ -13,6 +13,6 @@ class ShowOptions(Options):
 
     arguments: ClassVar = ("run",)
 
-    run: UserPath = option(..., "Input", "The folder of any command, or its run.json.", metavar="RUN")
-    print: bool = option(False, "Output", "Print the path of the page and open no browser.")
-    again: bool = option(False, "Output", "Write the page again if it exists.")
+    run: UserPath = option(..., "The folder of any command, or its run.json.", metavar="RUN")
+    print: bool = option(False, "Print the path of the page and open no browser.", panel="Output")
+    again: bool = option(False, "Write the page again if it exists.", panel="Output")

@@ -17,6 +17,8 @@ class SweepOptions(DeviceOptions, ModelOptions):
     interruption; --retry tries failed cells again. --dtype, --device-map, --attn, --trust-remote-code and
     --allow-pickle apply to all models. `accelerate launch -m sinkscope.cli sweep …` measures each on several GPUs."""
 
+    panel: ClassVar = "Running"
+
     arguments: ClassVar = ("file",)
     writes: ClassVar = "runs/FILE"
     resumable: ClassVar = True
@@ -25,31 +27,29 @@ class SweepOptions(DeviceOptions, ModelOptions):
 
     file: str = option(
         ...,
-        "Input",
         "The sweep: a YAML file, or a name from `sinkscope list sweeps`.",
+        panel="Input",
         metavar="FILE",
         names="sinkscope.commands.sweep.file:known_sweeps",
     )
-    quick: bool = option(False, "Running", "Use the small form of the file, to check that everything works.")
+    quick: bool = option(False, "Use the small form of the file, to check that everything works.")
     dry_run: bool = option(
-        False, "Running", "Only show the combinations, with the memory that each needs, and which of them are done."
+        False, "Only show the combinations, with the memory that each needs, and which of them are done."
     )
     engine: Literal["local", "ray"] = option(
-        "local", "Running", "local: processes on this machine; ray: tasks on a Ray cluster.", metavar="E"
+        "local", "local: processes on this machine; ray: tasks on a Ray cluster.", metavar="E"
     )
     address: str | None = option(
-        None, "Running", "Address of a Ray cluster that already runs.", metavar="A", shown="one is started here"
+        None, "Address of a Ray cluster that already runs.", metavar="A", shown="one is started here"
     )
     workers: Annotated[int | Literal["auto"], from_one("at least 1 process is needed")] = option(
-        "auto", "Running", "Processes at once, or auto: as cores, devices and memory allow.", metavar="N"
+        "auto", "Processes at once, or auto: as cores, devices and memory allow.", metavar="N"
     )
     shard: str | None = option(
-        None, "Running", "I/N: only the I-th of N parts, for arrays of jobs with the same --out.", metavar="I/N"
+        None, "I/N: only the I-th of N parts, for arrays of jobs with the same --out.", metavar="I/N"
     )
-    retry: bool = option(False, "Running", "Try failed cells again.")
-    evict: bool = option(
-        False, "Running", "Remove each model from the hub's cache once all its cells are done or have failed."
-    )
+    retry: bool = option(False, "Try failed cells again.")
+    evict: bool = option(False, "Remove each model from the hub's cache once all its cells are done or have failed.")
 
     @field_validator("shard")
     @classmethod

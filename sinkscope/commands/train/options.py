@@ -32,44 +32,40 @@ class TrainingConfig(SeedOptions):
     Gates start at zero weights and hardly move at the learning rate of pretrained weights: they have their own rate.
     """
 
-    steps: int = option(6000, "Training", "Steps of the optimizer in each arm.", metavar="N", ge=1)
-    block_length: int = option(256, "Training", "Tokens in each block, the BOS included.", metavar="T", ge=2)
-    batch_size: int = option(8, "Training", "Blocks at once, on each GPU.", metavar="N", ge=1)
-    accumulation: int = option(1, "Training", "Batches in a step.", metavar="N", ge=1)
+    panel: ClassVar = "Training"
+
+    steps: int = option(6000, "Steps of the optimizer in each arm.", metavar="N", ge=1)
+    block_length: int = option(256, "Tokens in each block, the BOS included.", metavar="T", ge=2)
+    batch_size: int = option(8, "Blocks at once, on each GPU.", metavar="N", ge=1)
+    accumulation: int = option(1, "Batches in a step.", metavar="N", ge=1)
     optimizer: Literal["adamw", "muon"] = option(
         "adamw",
-        "Training",
         "adamw, or muon: Muon for the matrices of the layers, its updates as large as AdamW's, and AdamW for the rest.",
         metavar="O",
     )
-    learning_rate: float = option(5e-5, "Training", "Rate of the model's own weights.", metavar="R", gt=0)
-    new_learning_rate: float = option(1e-3, "Training", "Rate of the parameters that a method adds.", metavar="R", gt=0)
-    weight_decay: float = option(0.01, "Training", "Decay of the parameters that --decay names.", metavar="W", ge=0)
+    learning_rate: float = option(5e-5, "Rate of the model's own weights.", metavar="R", gt=0)
+    new_learning_rate: float = option(1e-3, "Rate of the parameters that a method adds.", metavar="R", gt=0)
+    weight_decay: float = option(0.01, "Decay of the parameters that --decay names.", metavar="W", ge=0)
     decay: Literal["matrices", "all"] = option(
         "matrices",
-        "Training",
         "Decayed parameters: matrices alone, or also norms, biases and what the method adds.",
         metavar="WHAT",
     )
-    beta1: float = option(0.9, "Training", "The first beta of AdamW.", metavar="B", ge=0, lt=1)
-    beta2: float = option(0.999, "Training", "The second beta of AdamW; WSE uses .95.", metavar="B", ge=0, lt=1)
+    beta1: float = option(0.9, "The first beta of AdamW.", metavar="B", ge=0, lt=1)
+    beta2: float = option(0.999, "The second beta of AdamW; WSE uses .95.", metavar="B", ge=0, lt=1)
     clip: float = option(
-        1.0,
-        "Training",
-        "Largest norm of a step's gradient, to which larger ones are scaled; 0: none.",
-        metavar="N",
-        ge=0,
+        1.0, "Largest norm of a step's gradient, to which larger ones are scaled; 0: none.", metavar="N", ge=0
     )
-    warmup: float = option(0.05, "Training", "Share of the steps in which the rates rise.", metavar="SHARE", ge=0, lt=1)
+    warmup: float = option(0.05, "Share of the steps in which the rates rise.", metavar="SHARE", ge=0, lt=1)
     schedule: Literal["linear", "cosine", "constant"] = option(
-        "linear", "Training", "Rates after the warmup: linear or cosine, down to 0, or constant.", metavar="S"
+        "linear", "Rates after the warmup: linear or cosine, down to 0, or constant.", metavar="S"
     )
-    only_new: bool = option(False, "Training", "Train only what the method adds.")
-    bf16: bool = option(False, "Training", "Compute in bfloat16; the weights stay in float32.")
-    save_every: int = option(500, "Training", "Steps between checkpoints.", metavar="N", ge=1)
-    log_every: int = option(10, "Training", "Steps between logs of loss and gates.", metavar="N", ge=1)
+    only_new: bool = option(False, "Train only what the method adds.")
+    bf16: bool = option(False, "Compute in bfloat16; the weights stay in float32.")
+    save_every: int = option(500, "Steps between checkpoints.", metavar="N", ge=1)
+    log_every: int = option(10, "Steps between logs of loss and gates.", metavar="N", ge=1)
     eval_share: float = option(
-        0.1, "Training", "Share of the text, at its end, that is held out for measuring.", metavar="SHARE", gt=0, lt=1
+        0.1, "Share of the text, at its end, that is held out for measuring.", metavar="SHARE", gt=0, lt=1
     )
 
     def blocks_wanted(self, processes: int = 1) -> int:
@@ -84,47 +80,36 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
     trains: ClassVar[bool] = True
 
     seeds: int = option(
-        1, "Training", "Trainings of each arm, from --seed on: each has its own order of the text and random weights.",
+        1, "Trainings of each arm, from --seed on: each has its own order of the text and random weights.",
         metavar="N", ge=1,
     )  # fmt: skip
     method: Annotated[tuple[str, ...] | dict[str, str], text_as_tuple] = option(
         (),
-        "Training",
         "Methods to build in, each in its own arm; none is the plain model.",
         metavar="NAME[:K=V],…",
         names="sinkscope.retrofits:RETROFITS",
     )
     text: Annotated[str, path_as_text] = option(
         "natural",
-        "Training",
         "natural, a file (.txt, .jsonl with `text`, .npy of token ids), sampled by the model itself, or a task "
         "(`sinkscope list tasks`).",
         metavar="FILE",
     )
 
     tokens: int | None = option(
-        None,
-        "Training",
-        "Train on at most N tokens of the text, repeatedly.",
-        metavar="N",
-        shown="all",
-        ge=1,
-        le=MAX_INT,
+        None, "Train on at most N tokens of the text, repeatedly.", metavar="N", shown="all", ge=1, le=MAX_INT
     )
     bos: Literal["auto", "never"] = option(
-        "auto", "Training", "BOS before each block: never, or where the tokenizer puts one.", metavar="B"
+        "auto", "BOS before each block: never, or where the tokenizer puts one.", metavar="B"
     )
-    random_tokens: int = option(
-        0, "Training", "Draw the first N tokens of each block at random (WSE §5).", metavar="N", ge=0
-    )
+    random_tokens: int = option(0, "Draw the first N tokens of each block at random (WSE §5).", metavar="N", ge=0)
     fixed_position: int | None = option(
-        None, "Training", "Put the same token at position K of each block (WSE §5).", metavar="K", shown="none",
+        None, "Put the same token at position K of each block (WSE §5).", metavar="K", shown="none",
         ge=0, le=MAX_INT,
     )  # fmt: skip
 
     probe: Annotated[tuple[str, ...], split_at_commas] = option(
         (),
-        "Training",
         "Observables whose metrics are measured at step 0 and at every log, on 32 held-out sequences of 64 tokens.",
         metavar="a,b",
         shown="none",
@@ -187,6 +172,8 @@ class TrainOptions(ArmOptions):
     Writes a folder with the trained model, its run and its checkpoints of each arm; `sinkscope analyze
     ARM/checkpoints` shows sinks and gradients by step. The same command resumes an interrupted training."""
 
+    panel: ClassVar = "Model"
+
     # random weights learn faster; the methods are those of GS figure 5
     defaults: ClassVar = {
         "method": ("none", "vscale"),
@@ -200,13 +187,12 @@ class TrainOptions(ArmOptions):
 
     config: str = option(
         "tiny-llama",
-        "Model",
         "See `sinkscope list architectures`; fields of its configuration may follow it. Or a config.json.",
         metavar="NAME[:K=V,…]",
         names="sinkscope.commands.train.architectures:ARCHITECTURES",
     )
     tokenizer: str | None = option(
-        None, "Model", "A hub id or a folder.", metavar="M", shown="made from the text: byte-level BPE"
+        None, "A hub id or a folder.", metavar="M", shown="made from the text: byte-level BPE"
     )
 
     @model_validator(mode="before")
