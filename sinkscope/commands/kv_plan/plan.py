@@ -35,6 +35,7 @@ from sinkscope.measuring.losses import perplexity
 from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.parity import Parity
+from sinkscope.measuring.processes import team
 from sinkscope.measuring.streaming import token_losses
 from sinkscope.measuring.subject import Subject, position_limit
 from sinkscope.measuring.tracer import Tracer, open_tracer
@@ -490,7 +491,7 @@ class PlanStudy:
                 scores[name][index] += of_heads.double().cpu().numpy() / len(self.calibration)
 
         self._attend(see)
-        return scores
+        return team().of_the_first(lambda: scores)  # equal plans in all processes
 
     def quantization_losses(self, bits: int) -> np.ndarray:
         """Return what each layer's output loses with keys or values on `bits`, (L,2), mean over heads and texts."""
@@ -504,7 +505,7 @@ class PlanStudy:
                 losses[index, which] += float(OutputLoss().score(read).mean()) / len(self.calibration)
 
         self._attend(see)
-        return losses
+        return team().of_the_first(lambda: losses)
 
     # --- plans
 
@@ -612,7 +613,8 @@ class PlanStudy:
         unread = {key: plan for key, plan in zip(keys, plans, strict=True) if key not in self.costs}
         settings = [Setting(nullcontext, partial(read_batch, plan)) for plan in unread.values()]
         subject = replace(self.subject, inputs=self._inputs(texts))
-        for key, done in zip(unread, run_settings(subject, settings, batch_size=1, console=self.console), strict=True):
+        passes = run_settings(subject, settings, batch_size=1, console=self.console, by_batch=True)
+        for key, done in zip(unread, passes, strict=True):
             if not done.losses.isfinite().all():
                 raise SinkscopeError("the model gives NaN or infinite losses; try --dtype float32")
             self.costs[key] = PlanCost(*done.losses.numpy().T)

@@ -1,7 +1,9 @@
 """Findings of `quantize`, from hand-made tables, and its files with the sites to spare, which llm-compressor reads."""
 
+import inspect
 import json
-from typing import Any
+from dataclasses import Field, fields
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 import pandas as pd
@@ -18,16 +20,23 @@ from sinkscope.commands.quantize.findings import (
     RECIPE,
     ROTATIONS,
     SPLIT,
+    files,
     llm_compressor_recipe,
+    report,
     site_names,
     spared,
     whole,
 )
+from sinkscope.commands.quantize.manifest import Quantization
+from sinkscope.commands.quantize.options import QuantizeOptions
 from sinkscope.commands.quantize.study import QuantizationStudy, Row
+from sinkscope.quantization.formats import Precision
 from sinkscope.quantization.grids import Range, Rounding
 from sinkscope.quantization.settings import ALL, ALONE, COSTLIEST_KEPT, COSTLY, KEPT
+from sinkscope.quantization.simulation import quantized
 from sinkscope.quantization.sites import INPUT, Site
 from sinkscope.results.findings import Finding, Outcome
+from sinkscope.verdict.report import report_markdown
 
 SETTINGS = {"full": 0.0, "all": 1.4, "weights": 0.05, "activations": 1.3, "massive-kept": 0.9}
 COLUMNS = ["layer", "setting", "site", "part", "kept", "cost"]
@@ -187,6 +196,31 @@ def test_the_files_hold_the_sites_that_were_kept_last(written: Run) -> None:
     assert found["perplexity"]["spared"] == pytest.approx(whole(written).loc[COSTLIEST_KEPT, "perplexity"])
     assert yaml.safe_load((written.folder / RECIPE).read_text()) == llm_compressor_recipe(written)
     assert {JSON, RECIPE} <= set(Run.open(written.folder).manifest["files"])
+
+
+@pytest.mark.parametrize("setting", fields(Precision), ids=lambda field: field.name)
+def test_a_setting_of_the_precision_has_its_option_parameter_record_sentence_and_recipe(
+    written: Run, setting: Field[Any]
+) -> None:
+    name, record, option = setting.name, written.manifest["quantization"], QuantizeOptions.model_fields[setting.name]
+    assert (option.default, option.annotation) == (setting.default, get_type_hints(Precision)[name])
+    assert name in inspect.signature(quantized).parameters
+    Quantization.model_validate(record)
+    with pytest.raises(ValueError, match="Field required"):
+        Quantization.model_validate({key: value for key, value in record.items() if key != name})
+    base = {field.name: field.default for field in fields(Precision)} | {"kv_cache_per": "tensor"}
+    literals = (option.annotation, *get_args(option.annotation))
+    choices = [choice for kind in literals for choice in get_args(kind) if isinstance(choice, str)] or [4]
+
+    def described(**changes: Any) -> tuple[str, str]:
+        run = Run(written.manifest | {"quantization": record | base | changes}, written.tables)
+        recipe = files(run)[RECIPE]
+        assert recipe is not None
+        return report_markdown(report(run)), recipe()
+
+    texts, recipes = zip(described(), *(described(**{name: choice}) for choice in choices), strict=True)
+    count = len({base[name], *choices})
+    assert (len(set(texts)), len(set(recipes))) == (count, count)
 
 
 def test_llm_compressors_reader_quantizes_all_but_them(written: Run) -> None:
