@@ -52,19 +52,10 @@ from sinkscope.retrofits.retrofit import (
 RETROFITS: dict[str, type[Retrofit]] = {
     retrofit.name: retrofit
     for retrofit in (
-        GradientValve,
-        IGA,
-        KeyBiases,
-        LearnableSink,
-        OffByOne,
-        AttentionOperation,
-        PlainTraining,
-        RegisterTokens,
-        ValueBiases,
-        VGA,
-        VScale,
+        GradientValve, IGA, KeyBiases, LearnableSink, OffByOne, AttentionOperation, PlainTraining, RegisterTokens,
+        ValueBiases, VGA, VScale,
     )
-}
+}  # fmt: skip
 
 MODEL_README = """# {name}
 

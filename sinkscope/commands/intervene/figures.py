@@ -19,23 +19,7 @@ from sinkscope.commands.intervene.findings import (
 )
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import title, wrapped
-from sinkscope.figures.style import (
-    COLUMN,
-    CONTROL_DRAWS,
-    CONTROL_SPREAD,
-    GRAY,
-    HIGHEST,
-    INTERVAL,
-    NAVY,
-    OTHERS,
-    REFERENCE,
-    SINK,
-    TEXT,
-    WIDE,
-    Figure,
-    Look,
-    new_figure,
-)
+from sinkscope.figures.style import COLUMN, TEXT, WIDE, Figure, Look, new_figure
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import BEFORE, RunData
 
@@ -53,7 +37,7 @@ def _watched(run: RunData) -> dict[str, list[int]]:
 
 LETTERS = 24  # characters in a line of an arm's name
 OFFSET = 0.17  # the arm is drawn above the middle of a row of height 1, its controls below
-AFTER_ARM: Look = {"color": NAVY, "linewidth": 0.8, "marker": "o", "markersize": 4, "markevery": [-1]}
+AFTER_ARM: Look = {"color": style.NAVY, "linewidth": 0.8, "marker": "o", "markersize": 4, "markevery": [-1]}
 # metric, which of the positions that an arm watches (its sink first), may be logarithmic, width
 EFFECT_PANELS: tuple[tuple[str, slice | None, bool, float], ...] = (
     ("sink_rate", slice(1), False, 1.0),
@@ -78,14 +62,14 @@ def draw_effects(run: RunData) -> Figure:
         plot.shade_rows(ax, len(watched))
         ax.tick_params(axis="y", length=0)
         _draw_metric(ax, run, metric, positions, may_be_log)
-    signs = {"before": REFERENCE, "after": AFTER_ARM | {"markevery": None}}
+    signs = {"before": style.REFERENCE, "after": AFTER_ARM | {"markevery": None}}
     if "attention_by_sequence" in run.tables:
-        signs[OVER_SEQUENCES] = INTERVAL
+        signs[OVER_SEQUENCES] = style.INTERVAL
     draws = run.tables["effect"]["draw"].max() + 1
     if draws > 0:
-        signs[f"random control, {draws} draws"] = CONTROL_DRAWS
+        signs[f"random control, {draws} draws"] = style.CONTROL_DRAWS
     if draws > 1:
-        signs[f"their mean ± {SPREAD:g} standard deviations"] = CONTROL_SPREAD
+        signs[f"their mean ± {SPREAD:g} standard deviations"] = style.CONTROL_SPREAD
     return figure.finish(title(run, WIDE), signs, ncols=3)
 
 
@@ -136,16 +120,16 @@ def _draw_effect(ax: Axes, effect: ArmEffect, ends: Sequence[float], middle: flo
     above, under = middle - OFFSET * height, middle + OFFSET * height
     change = _plottable(ends, log)
     if len(change) == 2:
-        ax.plot(change, [above] * 2, **INTERVAL)
+        ax.plot(change, [above] * 2, **style.INTERVAL)
     before, after = _plottable([effect.before], log), _plottable([effect.after], log)
     controls = _plottable(effect.controls, log)
     if len(controls) > 1:  # mean ± 2 standard deviations; on a log axis, those of the logarithms
         values = np.log(controls) if log else controls
         spread = values.mean() + SPREAD * values.std(ddof=1) * np.array([-1, 1])
-        ax.plot(np.exp(spread) if log else spread, [under, under], **CONTROL_SPREAD)
-    ax.plot(controls, np.full(len(controls), under), **CONTROL_DRAWS)
+        ax.plot(np.exp(spread) if log else spread, [under, under], **style.CONTROL_SPREAD)
+    ax.plot(controls, np.full(len(controls), under), **style.CONTROL_DRAWS)
     for value in before:
-        ax.plot([value, value], [middle - height / 2, middle + height / 2], **REFERENCE)
+        ax.plot([value, value], [middle - height / 2, middle + height / 2], **style.REFERENCE)
     if len(after):
         both = np.concatenate([before, after])
         ax.plot(both, np.full(len(both), above), **AFTER_ARM)
@@ -180,11 +164,11 @@ def draw_effects_by_layer(run: RunData) -> Figure:
     for place, (ax, (label, positions)) in enumerate(zip(axes, watched.items(), strict=True)):
         sink, *targets = positions
         before = by_layer[label, "before", sink]["value"]
-        plot.line_by_layer(ax, before, label="before", **REFERENCE | {"zorder": 3})
-        plot.line_by_layer(ax, by_layer[label, "after", sink]["value"], label="after", **SINK)
+        plot.line_by_layer(ax, before, label="before", **style.REFERENCE | {"zorder": 3})
+        plot.line_by_layer(ax, by_layer[label, "after", sink]["value"], label="after", **style.SINK)
         for target in targets:
-            where = f"position {target}" if len(all_targets) == 1 else "the target"
-            plot.line_by_layer(ax, by_layer[label, "after", target]["value"], label=f"after, at {where}", **OTHERS)
+            where = f"after, at position {target}" if len(all_targets) == 1 else "after, at the target"
+            plot.line_by_layer(ax, by_layer[label, "after", target]["value"], label=where, **style.OTHERS)
         if (label, "control", sink) in by_layer:  # layers without draws leave a gap
             controls = by_layer[label, "control", sink]
             mean = controls["value"].groupby("layer").mean()
@@ -195,7 +179,7 @@ def draw_effects_by_layer(run: RunData) -> Figure:
             plot.band_by_layer(ax, mean - deviation, mean + deviation, label=several, **CONTROL_BAND)
         for position in positions:
             ends = interval_by_layer(run, label, "sink_rate", position)
-            color, name = (SINK["color"], OVER_SEQUENCES) if position == sink else (OTHERS["color"], None)
+            color, name = (style.SINK["color"], OVER_SEQUENCES) if position == sink else (style.OTHERS["color"], None)
             band: Look = {"color": color, "alpha": 0.3, "linewidth": 0, "zorder": 1.5, "label": name}
             plot.band_by_layer(ax, ends["low"], ends["high"], **band)
         text = wrapped(label, LETTERS, 2) + (f"\nposition {sink}" if len(sinks) > 1 else "")
@@ -218,7 +202,7 @@ def draw_over_mixing(run: RunData) -> Figure:
     by_distance = table.groupby(["condition", "distance"])["change"].mean()
     labels = [label for label in (BEFORE, *run.manifest["arms"]) if label in by_layer.index.levels[0]]
     for label, look in zip(labels, style.line_looks(), strict=False):
-        look = REFERENCE | {"zorder": 3} if label == BEFORE else look
+        look = style.REFERENCE | {"zorder": 3} if label == BEFORE else look
         controls = [name for name in by_layer.index.levels[0] if name.startswith(f"{label} control ")]
         for ax, values in ((left, by_layer), (right, by_distance)):
             if controls:
@@ -405,14 +389,14 @@ def _largest_maps(conditions: int, layers: int) -> tuple[int, int, float]:
 
 def draw_streaming_perplexity(run: RunData) -> Figure:
     table = run.tables["streaming"]
-    dense_look: Look = SINK | {"marker": "", "label": "dense"}
+    dense_look: Look = style.SINK | {"marker": "", "label": "dense"}
     figure = new_figure(WIDE, 2.4)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     buckets, totals = table[table["bucket"] >= 0], table[table["bucket"] < 0]
     window, most = int(buckets.loc[buckets["window"] > 0, "window"].min()), int(buckets["keep"].max())
-    ways = [("dense", -1, 0, dense_look), ("window", window, 0, OTHERS | {"label": f"last {window}"})]
+    ways = [("dense", -1, 0, dense_look), ("window", window, 0, style.OTHERS | {"label": f"last {window}"})]
     if most:
-        ways.append(("sinks kept", window, most, HIGHEST | {"label": f"first {most} and last {window}"}))
+        ways.append(("sinks kept", window, most, style.HIGHEST | {"label": f"first {most} and last {window}"}))
     for method, last, keep, look in ways:
         of_method = (buckets["method"] == method) & (buckets["window"] == last) & (buckets["keep"] == keep)
         by_bucket = buckets[of_method].set_index("bucket")["perplexity"].sort_index()
@@ -449,5 +433,5 @@ def draw_streaming_perplexity(run: RunData) -> Figure:
             ax.set_ylim(low, high * (high / low) ** room if ax.get_yscale() == "log" else high + room * (high - low))
             ax.legend(loc="upper center", ncols=columns, columnspacing=1.2, borderaxespad=0.1)
     if left.get_legend():
-        left.axvline(window, color=GRAY, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1)
+        left.axvline(window, color=style.GRAY, linewidth=0.7, linestyle=(0, (1, 2)), zorder=1)
     return figure.finish(title(run, WIDE))

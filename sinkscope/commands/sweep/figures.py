@@ -9,15 +9,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from sinkscope.commands.sweep.factor_study import (
-    LEVEL,
-    STUDY,
-    at_the_end,
-    measured_at,
-    published,
-    with_levels,
-    without_key,
-)
+from sinkscope.commands.sweep import factor_study
+from sinkscope.commands.sweep.factor_study import LEVEL, STUDY, with_levels
 from sinkscope.commands.sweep.tables import ENDS, EPSILON, NO_STEP, SweepTables, several
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import escape, heading, seeds_words
@@ -296,7 +289,7 @@ PUBLISHED_SHAPES = {"": ("D", "WSE, 60M"), TRANSCRIBED: ("s", "WSE, 60M, transcr
 
 def _factor_ends(tables: SweepTables) -> pd.DataFrame:
     table = tables.tables.get(STUDY)
-    end = pd.DataFrame() if table is None else at_the_end(with_levels(table))
+    end = pd.DataFrame() if table is None else factor_study.at_the_end(with_levels(table))
     return end if "sink_rate" in end else pd.DataFrame()
 
 
@@ -315,19 +308,19 @@ def draw_sweep_factor(tables: SweepTables) -> Figure:
     means = by_level.mean()
     look = {"color": SINK["color"], "markersize": 8, "markeredgewidth": 1.8}
     ax.plot(means, [place[level] for level in means.index], "|", label="mean", **look)
-    known = [(rate, row) for row, level in enumerate(levels) if (rate := published(level))]
+    known = [(rate, row) for row, level in enumerate(levels) if (rate := factor_study.published(level))]
     for mark, (shape, name) in PUBLISHED_SHAPES.items():
         points = [(rate.value, row) for rate, row in known if rate.mark == mark]
         if points:
             look = {"color": style.HIGHEST["color"], "markersize": 4, "fillstyle": "none"}
             ax.plot(*zip(*points, strict=True), shape, label=name, **look)
-    key, names = without_key(levels)
+    key, names = factor_study.without_key(levels)
     plot.name_rows(ax, [escape(shorten(name, 40)) for name in names])
     ax.set_ylabel(escape(key))
     ax.set_xlim(LIMITS)
     totals = end.get("total_weight", pd.Series(dtype=float)).dropna()
     proxy = "; |sim| ÷ Σ|sim| where attention is not softmax" * bool(((totals - 1).abs() > SUMS_TO_ONE).any())
-    ax.set_xlabel(f"sink rate at {measured_at(tables.tables[STUDY])} in %{proxy}")
+    ax.set_xlabel(f"sink rate at {factor_study.measured_at(tables.tables[STUDY])} in %{proxy}")
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=4)
     return figure
 
@@ -343,7 +336,7 @@ def _training_rows(tables: SweepTables, metric: str) -> pd.DataFrame:
 @needs(lambda tables: len(_training_rows(tables, "sink_rate")), "no cell is a training with sink rates by step")
 def draw_sweep_training_sink(tables: SweepTables) -> Figure:
     rows = _training_rows(tables, "sink_rate")
-    name = f"sink rate at\n{measured_at(rows)} in %"
+    name = f"sink rate at\n{factor_study.measured_at(rows)} in %"
     figure, axes, of_all = _panels(rows.assign(value=100 * rows["value"]), name, SINK)
     for ax in axes:
         ax.axhline(SINK_RATE, color="0.55", linestyle="--", linewidth=0.8)
@@ -363,7 +356,7 @@ def _panels(rows: pd.DataFrame, name: str, look: Look) -> tuple[Figure, list[Axe
     """Return figure, panels, and what all panels share: the setting whose values are their titles, and the seeds."""
     levels = list(dict.fromkeys(rows[LEVEL]))
     across = min(4, len(levels))
-    key, names = without_key(levels)
+    key, names = factor_study.without_key(levels)
     titles = ["\n".join(escape(shorten(part, 24)) for part in name.split()) for name in names]
     panel = 0.92 + 0.13 * max(title.count("\n") + 1 for title in titles)  # inches, with its title
     figure = new_figure(WIDE, 0.9 + panel * -(-len(levels) // across))
