@@ -83,9 +83,9 @@ def test_run_json_gives_the_options_back() -> None:
 
 def test_defaults_of_a_training_from_random_weights() -> None:
     assert (TrainOptions().steps, RetrofitOptions().steps) == (2000, 6000)
-    assert TrainOptions().training.new_learning_rate == TrainOptions().learning_rate == 1e-3
-    assert TrainOptions(learning_rate=0.5).training.new_learning_rate == 0.5
-    assert TrainOptions(learning_rate=0.5, new_learning_rate=0.1).training.new_learning_rate == 0.1
+    assert TrainOptions().new_learning_rate == TrainOptions().learning_rate == 1e-3
+    assert TrainOptions(learning_rate=0.5).new_learning_rate == 0.5
+    assert TrainOptions(learning_rate=0.5, new_learning_rate=0.1).new_learning_rate == 0.1
 
 
 def test_arms_are_measured_on_blocks() -> None:

@@ -143,8 +143,7 @@ class TrainingArms:
         self.state = launched(cpu=asked.device_map == "cpu")
         self.command, self.asked, self.folder, self.overwrite = command, asked, user_path(out), overwrite
         self.record, self.page, self.figures = record, page, figures
-        self.training, self.measuring = asked.training, asked.measuring  # how arms are trained, and measured
-        self.is_main = self.state.is_main_process
+        self.measuring, self.is_main = asked.measuring, self.state.is_main_process
         self.console = Messages(quiet or not self.is_main)
         config = asked.model_dump(mode="json", exclude={"method"})  # each method is recorded with its arm
         self.options = {"config": config, "processes": self.state.num_processes, **facts}
@@ -177,18 +176,18 @@ class TrainingArms:
         before the method is built in. `task` makes the blocks; None for a text.
         """
         self.loaded, self.family, self.begin, self.task = loaded, family, begin, task
-        methods, training, options = parse_methods(self.asked.method), self.training, self.asked
+        options, methods = self.asked, parse_methods(self.asked.method)
         self._check_methods(methods)
-        wanted = training.blocks_wanted(self.state.num_processes)
+        wanted = options.blocks_wanted(self.state.num_processes)
         with spinner(self.console, "reading the text"):
             if task is not None:
-                blocks = task.blocks(training.block_length, wanted, options.num_seqs, training.seed)
+                blocks = task.blocks(options.block_length, wanted, options.num_seqs, options.seed)
             else:
                 blocks = with_first_tokens(read_blocks(loaded, options, wanted, family), loaded, options)
             self.blocks = limited(blocks, options)
         first_block = f"the first begins `{beginning(self.blocks.train[0], loaded.tokenizer)}`"
         self.text_read = f"{self.blocks.name}, {counted(len(self.blocks.train), 'block')}, {first_block}"
-        seeds = range(training.seed, training.seed + options.seeds)
+        seeds = range(options.seed, options.seed + options.seeds)
         arms = {  # seed by seed, so that an interrupted training can be compared
             label if len(seeds) == 1 else f"{label}-seed{seed}": {
                 "method": method, "parameters": parameters, "label": label, "seed": seed
@@ -220,11 +219,11 @@ class TrainingArms:
         model = self.loaded.model
         if (reason := without_head_or_mask(self.loaded, self.family)) is not None:
             raise InputError(f"{self.loaded.name} cannot be trained: {reason}")
-        limit, length = known_positions(model, self.family), self.training.block_length
+        limit, length = known_positions(model, self.family), self.asked.block_length
         for label, (method, parameters) in methods.items():
-            trial = self._build(copy.deepcopy(model), method, parameters, self.training.seed)
+            trial = self._build(copy.deepcopy(model), method, parameters, self.asked.seed)
             try:
-                check_trainable(trial, self.training.only_new)
+                check_trainable(trial, self.asked.only_new)
             except InputError as error:
                 raise InputError(f"--method {label}: {error}") from None
             registers = registers_before(trial)
@@ -307,7 +306,7 @@ class TrainingArms:
         history = train_model(
             model,
             self.blocks,
-            self.training.model_copy(update={"seed": seed}),
+            asked.model_copy(update={"seed": seed}),
             folder / "training",
             keep_all=keeps_all,
             cpu=self.measuring.device_map == "cpu",
@@ -322,7 +321,7 @@ class TrainingArms:
         if self.task is not None:
             raw |= self.task.tables(model, self.family, self.blocks.held_out)
         record["moved"] = float(gates["displacement"].max()) if len(gates) else 0.0
-        record["step_seconds"] = seconds / self.training.steps if is_complete else None  # unknown if it was resumed
+        record["step_seconds"] = seconds / asked.steps if is_complete else None  # unknown if it was resumed
         with failures(folder / "training"), hide_bars():
             tables = publish(raw, self.loaded, record["label"])
             self.files.add(*(f"{arm}/tables/{name}.parquet" for name in tables))

@@ -16,7 +16,6 @@ from sinkscope.options.measuring import (
 )
 from sinkscope.options.option import (
     MAX_INT,
-    Options,
     as_folder_name,
     distinct_folder_name,
     option,
@@ -129,22 +128,15 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
         return options
 
     @property
-    def training(self) -> TrainingConfig:
-        return TrainingConfig(**self._of(TrainingConfig))
-
-    @property
     def measuring(self) -> RunConfig:
         """The options with which arms are measured: on blocks of the training's length, and in float32.
 
         At the learning rate of a fine-tune most steps are too small to change weights in bfloat16.
         """
-        options = self._of(RunConfig) | {"dtype": self.dtype or "float32", "seq_len": self.block_length}
-        return RunConfig(**{name: value for name, value in options.items() if name not in ("batch_size", "dataset")})
-
-    def _of(self, kind: type[Options]) -> dict[str, Any]:
-        """Return the given options that another options model also has."""
-        shared = self.model_fields_set & kind.model_fields.keys() | (kind.model_fields.keys() & self.defaults.keys())
-        return {name: getattr(self, name) for name in shared}
+        measured = RunConfig.model_fields.keys() - {"batch_size", "dataset"}
+        names = (self.model_fields_set | self.defaults.keys()) & measured
+        options = {name: getattr(self, name) for name in names}
+        return RunConfig(**options | {"dtype": self.dtype or "float32", "seq_len": self.block_length})
 
 
 class RetrofitOptions(ArmOptions, ModelOptions):

@@ -1,6 +1,7 @@
 """Encoders are trained to predict masked tokens: their loss, masks and gates, and a training that is resumed."""
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+from support.changed_by_hand import changed_by_hand
 from support.encoders import encoder, word_tokenizer
 from support.training import config, random_blocks, same
 from tiny import VOCAB
@@ -115,36 +117,12 @@ def test_a_resumed_training_ends_with_the_weights_of_an_unbroken_one(method: str
     assert torch.equal(again(input_ids=IDS).logits, resumed(input_ids=IDS).logits)
 
 
-def by_formula(model: Any, method: str) -> torch.Tensor:
-    """Return BERT's logits for IDS by plain torch, with the method's own formula in every layer."""
-    hidden = model.bert.embeddings(input_ids=IDS)
-    for layer in model.bert.encoder.layer:
-        attention, part = layer.attention.self, getattr(layer.attention.self, "retrofit", None)
-        parts = (attention.query, attention.key, attention.value)
-        query, key, value = (F.linear(hidden, own.weight, own.bias) for own in parts)
-        if method in ("vga", "iga"):  # VGA eq. 4, 6 and 10: one gate for each head and token
-            gate = 2 * torch.sigmoid((value if method == "vga" else hidden) @ part.weight)
-            value = (value.unflatten(-1, (4, -1)) * gate[..., None]).flatten(-2)
-        query, key, value = (x.unflatten(-1, (4, -1)).transpose(1, 2) for x in (query, key, value))
-        if method == "vscale":
-            r = value.square().sum(-1, keepdim=True)
-            value = value * r / (r + (value.shape[-1] * 0.02) ** 2 * part.theta.exp()[:, None, None])
-        logits = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5
-        if method == "learnable-sink":
-            sink = part.logit[None, :, None, None].expand(*logits.shape[:3], 1)
-            logits = torch.cat([logits, sink], dim=-1)
-        weights = logits.softmax(-1)[..., : key.shape[2]]
-        mix = (weights @ value).transpose(1, 2).flatten(2)
-        hidden = layer.attention.output(mix, hidden)
-        hidden = layer.output(layer.intermediate(hidden), hidden)
-    return model.cls(hidden)
-
-
 @pytest.mark.parametrize("method", ["none", "vga", "iga", "vscale", "learnable-sink"])
 def test_logits_are_the_formulas(method: str) -> None:
     """Alone, padded, and in the tracer. Without a mask, attention must still be to both sides."""
-    model = bert(method)
-    expected = by_formula(model, method).detach()
+    model, plain = bert(method), encoder("bert")
+    with torch.no_grad(), changed_by_hand(plain, method, model) if method != "none" else nullcontext():
+        expected = plain(input_ids=IDS).logits
     with torch.no_grad():
         alone = model(input_ids=IDS).logits
         longer, mask = F.pad(IDS, (0, 3)), F.pad(torch.ones_like(IDS), (0, 3))
