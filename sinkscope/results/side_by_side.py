@@ -12,8 +12,9 @@ from sinkscope.results.manifest import make_manifest
 from sinkscope.results.run import RunData, policy_of
 from sinkscope.results.tables import SUMMARY_COLUMNS, WHOLE_MODEL, Columns
 
-# the settings that two runs must share for their numbers to be comparable, and where run.json has them
-COMPARED_SETTINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
+Settings = Mapping[str, Callable[[dict[str, Any]], Any]]  # name of a setting → its value in run.json
+# the settings that two runs must share for their numbers to be comparable
+COMPARED_SETTINGS: Settings = {
     # the condition of a retrofit's arm is its method
     "input": lambda manifest: manifest["input"].get("text", manifest["condition"]),
     "input tokens": lambda manifest: str(manifest["input"]["sha256"])[:12],
@@ -52,7 +53,9 @@ def metrics_of(runs: Sequence[RunData], names: Sequence[str]) -> pd.DataFrame:
     return table
 
 
-def differing_settings(manifests: Sequence[dict[str, Any]], names: Sequence[str]) -> pd.DataFrame:
+def differing_settings(
+    manifests: Sequence[dict[str, Any]], names: Sequence[str], settings: Settings = COMPARED_SETTINGS
+) -> pd.DataFrame:
     """Return a row for each setting of the manifests in which the runs differ, and a column for each run."""
 
     def setting(read: Callable[[dict[str, Any]], Any], manifest: dict[str, Any]) -> str:
@@ -61,7 +64,7 @@ def differing_settings(manifests: Sequence[dict[str, Any]], names: Sequence[str]
         except (KeyError, TypeError):
             return "not recorded"
 
-    rows = {name: [setting(read, manifest) for manifest in manifests] for name, read in COMPARED_SETTINGS.items()}
+    rows = {name: [setting(read, manifest) for manifest in manifests] for name, read in settings.items()}
     differing = {name: values for name, values in rows.items() if len(set(values)) > 1}
     if "input" in differing:
         differing.pop("input tokens", None)  # they differ whenever the input does

@@ -44,11 +44,8 @@ def sink_left(evidence: Evidence, role: Need, position: int = 0) -> Estimate:
 
 def had_a_sink(role: Need) -> Part:
     """Return a part that requires a sink, because a claim about a change of the sink fails without one."""
-
-    def before(evidence: Evidence) -> Estimate:
-        return bootstrap(before_and_after(evidence, role)[0])
-
-    return Part("sink rate at position 0 before, in %", before, above(SINK), is_evidence=False)
+    quantity = "sink rate at position 0 before, in %"
+    return Part(quantity, lambda e: bootstrap(before_and_after(e, role)[0]), above(SINK), is_evidence=False)
 
 
 def falls(role: Need) -> Part:

@@ -13,12 +13,12 @@ from sinkscope.commands.claims.studies import PLAIN
 from sinkscope.measuring.estimates import RUN_CLAIMS, SINK_HEADS_OF_RUN, in_sink_heads
 from sinkscope.results.findings import Outcome, Published
 from sinkscope.results.judgment import NotDefined, Number, Test, estimated
-from sinkscope.results.papers import paper_of
 from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import Estimate
 from sinkscope.results.trainings import UNTOUCHED
 
 Part = Number[Evidence]
+UNSHOWN = (Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.NOT_ENOUGH_SEEDS)  # the worst first
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,6 @@ class Claim:
         nulls = {need.record.null for need in self.needs}
         usual = Null.CONTROLS if Null.CONTROLS in nulls else nulls.pop() if len(nulls) == 1 else Null.NONE
         return self.set_against or usual
-
-    @property
-    def paper(self) -> str:
-        return paper_of(self.id)
 
     def draws(self, evidence: Evidence) -> list[Evidence]:
         """Return, for each measured draw of the null, the evidence in which it replaces the subject of the claim."""
@@ -151,15 +147,11 @@ def judge(claim: Claim, evidence: Evidence) -> Judgment:
             null, low, high = (float(each) for each in (finite.mean(), finite.min(), finite.max()))
             estimates[number] = replace(estimate, null=null, null_low=low, null_high=high)
     known = [outcome == Outcome.HOLDS for outcome in outcomes if outcome in (Outcome.HOLDS, Outcome.FAILS)]
-    judgment = Judgment(
-        claim,
-        Outcome.HOLDS,
-        tuple(estimates),
-        null_passes=float(np.mean(known)) if known else nan,
-        is_null_undefined=bool(draws) and set(outcomes) == {Outcome.DOES_NOT_APPLY},
-    )
-    worst = (Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.NOT_ENOUGH_SEEDS)  # all parts have to pass
-    return replace(judgment, outcome=next((each for each in worst if each in judgment.outcomes), Outcome.HOLDS))
+    null_passes = float(np.mean(known)) if known else nan
+    is_null_undefined = bool(draws) and set(outcomes) == {Outcome.DOES_NOT_APPLY}
+    judgment = Judgment(claim, Outcome.HOLDS, tuple(estimates), "", null_passes, is_null_undefined)
+    # all parts have to pass
+    return replace(judgment, outcome=next((each for each in UNSHOWN if each in judgment.outcomes), Outcome.HOLDS))
 
 
 def _outcome_of_null(claim: Claim, draw: Evidence, values: np.ndarray) -> Outcome:

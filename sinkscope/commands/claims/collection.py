@@ -65,9 +65,7 @@ class Collection:
         known[name] = known.get(name, {}) | evidence.runs
         naturals = {model: runs[MAIN] for model, runs in known.items() if MAIN in runs}
         series = self._series_by_model.get(name, [])
-        described_by = [run for one in trainings for run in one.runs.values()]
-        described_by += [run for one in series for run in one.runs.values()]
-        example = next(iter(described_by), None)
+        example = next((run for one in (*trainings, *series) for run in one.runs.values()), None)
         sources = StudySources(name, self.trainings, tuple(series), naturals, scores=self.scores)
         by_variant = {name: replace(evidence.with_studies(sources, NEEDS), example=example)}
 
@@ -125,8 +123,7 @@ def collect_runs(runs: Iterable[Run], folders: Iterable[Path]) -> Collection:
                 options = checked(options_by_command()[command], trained.manifest["config"])
             except InputError as error:
                 raise InputError(f"{folder} is of another sinkscope, or damaged: {error}") from None
-            config = options.model_dump(mode="json", exclude={"method"})
-            described = {**trained.manifest, "config": config}
+            described = trained.manifest | {"config": options.model_dump(mode="json", exclude={"method"})}
             trainings.append(Training(described, trained.runs, trained.tables, trained.folder))
         elif command == BENCHMARK:
             table = read_table(folder / "tables" / f"{SCORE_TABLE}.parquet", (*LEADING_COLUMNS, *SCORE_COLUMNS))

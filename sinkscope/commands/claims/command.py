@@ -159,15 +159,9 @@ def _scorecard(evidence: Mapping[str, Evidence], config: ClaimsOptions, start: f
         folders: dict[str, tuple[Path | None, ...]] = {role.name: (run.folder,) for role, run in one.runs.items()}
         folders |= {role.name: tuple(study.folders) for role, study in one.studies.items()}
         used[name] = {role: "; ".join(map(place, paths)) for role, paths in folders.items()}
-    manifest = make_manifest(
-        COMMAND,
-        config.model_dump(mode="json"),
-        start,
-        TABLES,
-        judged=used,
-        failed={role: reason for one in evidence.values() for role, reason in one.failed.items()},
-        skipped_roles={name: one.skipped for name, one in evidence.items()},
-    )
+    failed = {role: reason for one in evidence.values() for role, reason in one.failed.items()}
+    facts: dict[str, Any] = {"failed": failed, "skipped_roles": {name: one.skipped for name, one in evidence.items()}}
+    manifest = make_manifest(COMMAND, config.model_dump(mode="json"), start, TABLES, judged=used, **facts)
     runs = {name: {role.name: run for role, run in one.runs.items()} for name, one in evidence.items()}
     return Scorecard(manifest, {CLAIM: table, ROUTE: routes_of_models(evidence)}, runs=runs)
 
@@ -330,13 +324,10 @@ class ClaimBench:
 
     def _applying(self, observables: Iterable[str]) -> list[str]:
         model, family = self.subject.loaded.model, self.subject.family
-        has_loss = self.subject.without_loss is None
         kinds = {name: OBSERVABLES[name] for name in observables}
-        return [
-            name
-            for name, kind in kinds.items()
-            if kind.inapplicable(model, family) is None and (has_loss or not kind.backward)
-        ]
+        if self.subject.without_loss is not None:
+            kinds = {name: kind for name, kind in kinds.items() if not kind.backward}
+        return [name for name, kind in kinds.items() if kind.inapplicable(model, family) is None]
 
     def _analyzed(self, options: Mapping[str, Any], subject: Subject | None = None) -> Run:
         """Measure the model on the input that the options name, or another subject."""

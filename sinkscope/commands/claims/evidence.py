@@ -136,16 +136,13 @@ def _with_bos(policy: str) -> NeedKind:
     )
 
 
-def _arms_of_training(command: str = "", text: str = "") -> NeedKind:
-    return NeedKind(
-        null=Null.PLAIN,
-        find=partial(studies.find_arms, command=command, text=text),
-        suggest=partial(studies.train_arms, command=command, text=text),
-    )
+def _study(
+    find: Callable[..., ClaimStudy | None], suggest: Callable[..., str], null: Null = Null.NONE, **options: Any
+) -> NeedKind:
+    return NeedKind(null=null, find=partial(find, **options), suggest=partial(suggest, **options))
 
 
-def _study(find: Callable[..., ClaimStudy | None], suggest: Callable[..., str], **options: bool) -> NeedKind:
-    return NeedKind(null=Null.NONE, find=partial(find, **options), suggest=partial(suggest, **options))
+_arms_of_training = partial(_study, studies.find_arms, studies.train_arms, Null.PLAIN)
 
 
 _GRADIENT: dict[str, Any] = {
@@ -178,9 +175,9 @@ NEED_KINDS = {
         input=REPEATED, dataset=None, prompt=None, bos="never"),
     "streaming": NeedKind("sinkscope run streaming-perplexity --model {model}", _streamed, measure="streamed"),
     "arms": _arms_of_training(),  # arms:none,vga
-    "retrofit": _arms_of_training("retrofit"),
-    "train": _arms_of_training("train"),
-    "backcopy": _arms_of_training("train", "bigram-backcopy"),
+    "retrofit": _arms_of_training(command="retrofit"),
+    "train": _arms_of_training(command="train"),
+    "backcopy": _arms_of_training(command="train", text="bigram-backcopy"),
     "factor": _study(studies.find_levels, studies.vary),  # factor:weight-decay
     "steps": _study(studies.find_steps, studies.measure_steps),
     "course": _study(studies.find_steps, studies.measure_steps, logged=True),  # only the sink rate, which is logged
@@ -289,13 +286,11 @@ class Evidence:
     def nulls(self) -> list["Evidence"]:
         """For each draw of random weights, the evidence with this draw as the model and the other draws as nulls."""
         draws = [run for role, run in self.runs.items() if role.kind == NULL.kind]
-        return [
-            Evidence(
-                {MAIN: run, STATES: run}
-                | {null_need(number): other for number, other in enumerate(draws[:draw] + draws[draw + 1 :])}
-            )
-            for draw, run in enumerate(draws)
-        ]
+        evidence = []
+        for draw, run in enumerate(draws):
+            others = {null_need(number): other for number, other in enumerate(draws[:draw] + draws[draw + 1 :])}
+            evidence.append(Evidence({MAIN: run, STATES: run, **others}))
+        return evidence
 
     @property
     def any_run(self) -> RunData:

@@ -26,8 +26,8 @@ from sinkscope.results.trainings import HELD_OUT, LOGGED
 
 OfStudy = Callable[[ClaimStudy], Estimate]
 OfArm = Callable[[StudyArm], float]
-Ends = tuple[float, float]  # the smallest and the largest possible value
-Where = tuple[str, OfArm, float]
+Ends = tuple[float, float] | None  # the smallest and the largest possible value, if they are finite
+Where = tuple[str, OfArm, float] | None  # what plain training must have: its name, its number and the least value
 PERCENT, CORRELATION = (0.0, 100.0), (-1.0, 1.0)
 P = ParamSpec("P")
 
@@ -48,7 +48,7 @@ def study_claim(
     return Claim(id, reference, statement, tuple(study_part(role, *each) for each in numbers), (role,), **others)
 
 
-def mean_over_seeds(values: np.ndarray, ends: Ends | None = None) -> Estimate:
+def mean_over_seeds(values: np.ndarray, ends: Ends = None) -> Estimate:
     return mean_of_runs(values) if ends is None else mean_of_rates(values, *ends)
 
 
@@ -87,12 +87,8 @@ def metric(name: str, scale: float = 1.0) -> OfArm:
     return of
 
 
-def _read(study: ClaimStudy, of: OfArm, *methods: str, where: Where | None = None) -> np.ndarray:
-    """Return a number of each method, (methods, seeds).
-
-    `where` is a name, a number and its least value: NotDefined is raised if plain training lacks what the arm can
-    remove or move.
-    """
+def _read(study: ClaimStudy, of: OfArm, *methods: str, where: Where = None) -> np.ndarray:
+    """Return a number of each method, (methods, seeds); NotDefined if plain training lacks what an arm can remove."""
     if where is not None:
         what, of_plain, least = where
         plain = float(_read(study, of_plain, PLAIN).mean())
@@ -109,7 +105,7 @@ def _words(study: ClaimStudy, labels: Iterable[str], scale: str = "") -> str:
 
 @of_study
 def of_several(
-    study: ClaimStudy, of: Callable[[Mapping[str, StudyArm]], float], *methods: str, ends: Ends | None = None
+    study: ClaimStudy, of: Callable[[Mapping[str, StudyArm]], float], *methods: str, ends: Ends = None
 ) -> Estimate:
     """Return the mean over seeds of a number computed from several arms. The note names the arms `methods`."""
     values = np.array([of(arms) for arms in study.by_seed])
@@ -118,12 +114,7 @@ def of_several(
 
 @of_study
 def of_one(
-    study: ClaimStudy,
-    of: OfArm,
-    method: str,
-    null: str | None = None,
-    ends: Ends | None = None,
-    where: Where | None = None,
+    study: ClaimStudy, of: OfArm, method: str, null: str | None = None, ends: Ends = None, where: Where = None
 ) -> Estimate:
     """Return the mean over seeds of one arm's number, with the mean of a null arm."""
     (values,) = _read(study, of, method, where=where)
@@ -143,7 +134,7 @@ def ranked(of: OfArm, levels: Mapping[float, str]) -> OfStudy:
 
 @of_study
 def difference(
-    study: ClaimStudy, of: OfArm, method: str, against: str = PLAIN, as_ratio: bool = False, where: Where | None = None
+    study: ClaimStudy, of: OfArm, method: str, against: str = PLAIN, as_ratio: bool = False, where: Where = None
 ) -> Estimate:
     """Return the mean over seeds of one arm's number − another's of the same seed, or the geometric mean of ratios."""
     first, second = _read(study, of, method, against, where=where)
@@ -202,7 +193,7 @@ OfLevels = Callable[[np.ndarray, np.ndarray], np.ndarray | Estimate]
 
 @of_study
 def over_levels(
-    study: ClaimStudy, of: OfLevels, ends: Ends | None = None, check: Callable[[ClaimStudy], None] = lambda study: None
+    study: ClaimStudy, of: OfLevels, ends: Ends = None, check: Callable[[ClaimStudy], None] = lambda study: None
 ) -> Estimate:
     """Return a number computed from all levels. `check` raises Lacks if the levels cannot be compared."""
     check(study)

@@ -7,14 +7,14 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from sinkscope.commands.claims.claim import Part
+from sinkscope.commands.claims.claim import UNSHOWN, Part
 from sinkscope.commands.claims.columns import CLAIM, COMMAND, ROUTE, TABLES
 from sinkscope.commands.claims.evidence import NATURAL
 from sinkscope.commands.claims.register import CLAIMS
@@ -30,13 +30,22 @@ from sinkscope.results.manifest import folder_of, read_manifest
 from sinkscope.results.metrics import MISSING
 from sinkscope.results.papers import NEEDS_GPT2, gamma_table, printed_gamma
 from sinkscope.results.run import RunData
-from sinkscope.results.side_by_side import comparison_manifest, distinct_names
+from sinkscope.results.side_by_side import comparison_manifest, differing_settings, distinct_names
 from sinkscope.results.statistics import LEVEL
 from sinkscope.results.tables import names_of, read_table
 from sinkscope.verdict.table_formats import as_markdown
 
+
+def _option(name: str, manifest: Mapping[str, Any]) -> Any:
+    """Return an option of a scorecard; if it judged other runs, its options are not those of these runs."""
+    return "its runs'" if manifest["config"].get("from_") else manifest["config"].get(name)
+
+
 # options in which scorecards side by side may differ
-OF_SCORECARDS = ("input", "dataset", "num_seqs", "seq_len", "window", "epsilon", "dtype", "bos", "seed", "draws")
+SCORECARD_OPTIONS = {
+    name: partial(_option, name)
+    for name in ("input", "dataset", "num_seqs", "seq_len", "window", "epsilon", "dtype", "bos", "seed", "draws")
+}
 
 
 @dataclass(frozen=True)
@@ -139,22 +148,12 @@ def scorecards(folders_or_cards: Sequence[Any], start: float) -> Scorecard:
         raise InputError(f"{empty[0]} has no claims to compare")
     names = iter(distinct_names([(model, card.folder) for card in cards for model in card.models]))
     renamed = [{model: next(names) for model in card.models} for card in cards]
-    tables = {
-        name: pd.concat(
-            [card.tables[name].replace({"model": new}) for card, new in zip(cards, renamed, strict=True)],
-            ignore_index=True,
-        )
-        for name in (CLAIM, ROUTE)
-    }
+    tables = {}
+    for name in (CLAIM, ROUTE):
+        parts = [card.tables[name].replace({"model": new}) for card, new in zip(cards, renamed, strict=True)]
+        tables[name] = pd.concat(parts, ignore_index=True)
     labels = [", ".join(new.values()) for new in renamed]
-    # the options of a scorecard that judged other runs are not the options of these runs
-    configs = [card.manifest["config"] for card in cards]
-    rows = {
-        name: ["its runs'" if config.get("from_") else str(config.get(name)) for config in configs]
-        for name in OF_SCORECARDS
-    }
-    rows = {name: values for name, values in rows.items() if len(set(values)) > 1}
-    differing = pd.DataFrame.from_dict(rows, orient="index", columns=labels)
+    differing = differing_settings([card.manifest for card in cards], labels, SCORECARD_OPTIONS)
     facts = [{"label": label, "folder": card.folder} for label, card in zip(labels, cards, strict=True)]
     return Scorecard(comparison_manifest(start, TABLES, facts, differing), tables)
 
@@ -318,7 +317,7 @@ def _summary(table: pd.DataFrame) -> list[str]:
     """Return lists of the claims that hold, by the outcome of their null, and numbers of other and tested claims."""
     first = table[table["part"] == 0]
     groups = {words: once(_holding(table, kind)) for kind, words in KINDS_OF_HOLDING.items()}
-    for outcome in (Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.NOT_ENOUGH_SEEDS):
+    for outcome in UNSHOWN:
         groups[str(outcome).capitalize()] = once(first[first["outcome"] == outcome])
     lines = [f"{words}: {len(ids)} ({', '.join(ids)})" for words, ids in groups.items() if ids]
     others = Counter(first["outcome"])

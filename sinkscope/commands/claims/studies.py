@@ -212,11 +212,8 @@ class StudySources:
 
     def of_model(self, command: str = "", text: str = "") -> list[Training]:
         """Return the model's trainings by a command and on a text; "" for any."""
-        return [
-            each
-            for each in self.trainings
-            if each.model == self.name and command in ("", each.command) and text in ("", each.settings["text"])
-        ]
+        by_command = [each for each in self.trainings if each.model == self.name and command in ("", each.command)]
+        return [each for each in by_command if text in ("", each.settings["text"])]
 
 
 Items = TypeVar("Items", bound=Sized)
@@ -435,29 +432,21 @@ def find_sizes(sources: StudySources, of: str, scored: bool = False) -> ClaimStu
     def family_of(name: str) -> str:
         return _SIZE_IN_WORDS.sub("", _SIZE.sub("…", name))
 
-    family = [
-        (parameters(run), name)
-        for name, run in known.items()
-        if family_of(name) == family_of(sources.name)
-        and _measured_alike(run, known[sources.name])
-        and run.manifest["model"].get("parameters")
-    ]
-    if len({count for count, _ in family}) < FEWEST_SIZES:
+    alike = [name for name in known if family_of(name) == family_of(sources.name)]
+    alike = [name for name in alike if _measured_alike(known[name], known[sources.name])]
+    sizes = [(parameters(known[name]), name) for name in alike if known[name].manifest["model"].get("parameters")]
+    if len({count for count, _ in sizes}) < FEWEST_SIZES:
         return None
-    runs = {name: known[name] for _, name in sorted(family, key=itemgetter(0))}
+    runs = {name: known[name] for _, name in sorted(sizes, key=itemgetter(0))}
     folders = (*(run.folder for run in runs.values()), *(scores[name][0] for name in runs if name in scores))
     return ClaimStudy(folders, runs=runs, scores={name: scores[name][1] for name in runs if name in scores})
 
 
 def measure_sizes(sources: StudySources, of: str, scored: bool = False) -> str:
     """Return the command that judges several sizes."""
-    words = f"with runs of {FEWEST_SIZES} or more sizes of its family"
-    if not scored:
-        return f"sinkscope claims --from RUN --from RUN …, {words}"
-    return (
-        f"sinkscope claims --from RUN … --from SCORES …, {words} and the results of sinkscope benchmark --tasks {of} "
-        "for each"
-    )
+    folders = "--from RUN … --from SCORES" if scored else "--from RUN --from RUN"
+    scores = f" and the results of sinkscope benchmark --tasks {of} for each" if scored else ""
+    return f"sinkscope claims {folders} …, with runs of {FEWEST_SIZES} or more sizes of its family{scores}"
 
 
 def find_base(sources: StudySources, of: str) -> ClaimStudy | None:

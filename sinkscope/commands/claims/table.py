@@ -12,6 +12,7 @@ from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.routes import ROUTE_ROLES
 from sinkscope.commands.claims.studies import StudySources
 from sinkscope.results.findings import Outcome
+from sinkscope.results.papers import paper_of
 from sinkscope.results.run import RunData
 from sinkscope.results.statistics import Estimate
 from sinkscope.results.tables import LEADING, WHOLE_MODEL, names_of
@@ -42,7 +43,7 @@ def judged(evidence: Evidence, name: str | None = None) -> pd.DataFrame:
         )
         rows += [
             (name or run.model, run.condition, WHOLE_MODEL,
-             claim.id, claim.paper, claim.reference, claim.statement, number, part.quantity,
+             claim.id, paper_of(claim.id), claim.reference, claim.statement, number, part.quantity,
              estimate.value, estimate.low, estimate.high, estimate.null, estimate.null_low, estimate.null_high,
              part.test.text(part.form), part.test.least, part.test.most, claim.is_ours, published,
              str(outcome), part.test.power(estimate), str(judgment.outcome), str(claim.null), judgment.null_passes,

@@ -278,7 +278,7 @@ def _rise_within(study: ClaimStudy, *places: tuple[int, int], names: tuple[studi
 
 
 @of_study
-def _at_fixed(study: ClaimStudy, of: Callable[[RunData, int], float], ends: over_seeds.Ends | None = None) -> Estimate:
+def _at_fixed(study: ClaimStudy, of: Callable[[RunData, int], float], ends: over_seeds.Ends = None) -> Estimate:
     """Return the smallest, over levels, of a number computed from each run and the position k of its fixed token."""
     seeds, levels = over_seeds.common_seeds(study), study.by_level
     numbers = np.array([[of(runs[seed], int(level)) for level, runs in levels.items()] for seed in seeds])
@@ -353,7 +353,7 @@ OfSteps = Callable[[list[int], np.ndarray], tuple[np.ndarray, str]]
 
 
 @of_study
-def _over_steps(study: ClaimStudy, of: OfSteps, ends: over_seeds.Ends | None = None) -> Estimate:
+def _over_steps(study: ClaimStudy, of: OfSteps, ends: over_seeds.Ends = None) -> Estimate:
     """Return a number over seeds, or over sequences if a single training was measured, as for any model."""
     numbers = [of(*arms.rates_over_steps(runs)) for runs in study.steps]
     numbers += [of(list(rates), np.array([list(rates.values())])) for rates in study.logged]
