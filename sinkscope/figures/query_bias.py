@@ -4,26 +4,10 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.errors import counted
-from sinkscope.figures import plot
+from sinkscope.figures import plot, style
 from sinkscope.figures.labels import title
 from sinkscope.figures.spec import needs
-from sinkscope.figures.style import (
-    AREA,
-    COLUMN,
-    DOT,
-    GRAY,
-    GREEN,
-    HIGHEST,
-    NAVY,
-    OTHERS,
-    REFERENCE,
-    SINK,
-    VERMILION,
-    WIDE,
-    Figure,
-    Look,
-    new_figure,
-)
+from sinkscope.figures.style import COLUMN, DOT, GRAY, NAVY, OTHERS, SINK, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.measuring.observables.reductions import ALL_HEADS
 from sinkscope.results.findings import OUTLIER
 from sinkscope.results.run import RunData
@@ -31,7 +15,7 @@ from sinkscope.results.run import RunData
 # --- The shift Δ_j that the query bias adds to the logits of a key, over tokens of all heads (NU figures 1 and 4):
 # position 0 among the later positions, in their standard deviations from their mean. NU's threshold is the broken line.
 
-LATER_SPAN: Look = AREA | {"facecolor": VERMILION, "alpha": 0.35}
+LATER_SPAN: Look = style.AREA | {"facecolor": VERMILION, "alpha": 0.35}
 MEDIAN: Look = DOT | {"color": VERMILION, "marker": "_", "markersize": 5, "mew": 1.2}
 QUANTILES = (0.1, 0.5, 0.9)
 
@@ -50,9 +34,9 @@ def draw_query_bias_distribution(run: RunData) -> Figure:
     ax.use_sticky_edges = False  # otherwise the bars would have no margin
     if plot.panel(ax, "", "Δ: std above the later mean"):
         ax.axhline(0, color=GRAY, linewidth=0.6, zorder=1)
-        ax.axhline(OUTLIER, **REFERENCE)
+        ax.axhline(OUTLIER, **style.REFERENCE)
     signs = {"position 0": SINK | {"linestyle": "none"}, "later positions, 10–90 %": LATER_SPAN, "median": MEDIAN}
-    signs |= {f"{OUTLIER:g} std": REFERENCE}
+    signs |= {f"{OUTLIER:g} std": style.REFERENCE}
     return figure.finish(title(run, COLUMN), signs, ncols=2)
 
 
@@ -77,7 +61,7 @@ def standard_quantiles(bins: pd.DataFrame) -> np.ndarray | None:
 
 LATER_DOTS: Look = DOT | {"color": VERMILION, "marker": "s", "markersize": 1.6, "mew": 0}
 HEADS: Look = DOT | {"color": NAVY, "marker": "o", "markersize": 2.2, "mfc": "none", "mew": 0.6}
-HEADS_SPAN: Look = AREA | {"color": VERMILION, "alpha": 0.3}
+HEADS_SPAN: Look = style.AREA | {"color": VERMILION, "alpha": 0.3}
 STRIP = 0.5  # share of a layer's width over which the dots of its positions are spread
 
 
@@ -122,9 +106,9 @@ def draw_query_bias_alignment(run: RunData) -> Figure:
 
 # --- |γ| at the coordinates where EPE₀ is massive, and at all coordinates (NU tables 1 and 2)
 
-ALL_SPREAD: Look = AREA | {"color": GRAY, "alpha": 0.3}
+ALL_SPREAD: Look = style.AREA | {"color": GRAY, "alpha": 0.3}
 MEAN_OF_ALL: Look = {"color": "0.35", "linewidth": 0.9}
-FOURTH: Look = {"color": GREEN, "linestyle": "-.", "marker": "D", "markersize": 2.4, "zorder": 5}
+FOURTH: Look = {"color": style.GREEN, "linestyle": "-.", "marker": "D", "markersize": 2.4, "zorder": 5}
 
 
 def _has_vectors(run: RunData) -> bool:
@@ -147,7 +131,7 @@ def draw_gamma(run: RunData) -> Figure:
     ax.bar(mean.index, mean + spread - low, bottom=low, width=0.6, **ALL_SPREAD)
     plot.line_by_layer(ax, mean, **MEAN_OF_ALL)
     signs: dict[str, Look] = {}
-    for coordinate, look in zip(largest, (SINK, OTHERS, HIGHEST, FOURTH), strict=False):
+    for coordinate, look in zip(largest, (SINK, OTHERS, style.HIGHEST, FOURTH), strict=False):
         signs[f"d = {coordinate}"] = look
         plot.line_by_layer(ax, massive[massive["coordinate"] == coordinate].set_index("layer")["magnitude"], **look)
     if plot.panel(ax, "", "|γ|"):

@@ -50,11 +50,8 @@ class Page:
 
 def page_of(contents: Contents) -> Page:
     """Return the page of a run, a series, a comparison, …"""
-    of_commands = [
-        (resources.files(record.folder) / record.script).read_text("utf-8")
-        for record in records().values()
-        if record.script
-    ]
+    places = [(record.folder, record.script) for record in records().values() if record.script]
+    of_commands = [(resources.files(folder) / script).read_text("utf-8") for folder, script in places]
     scripts = [*map(_asset, SCRIPTS), *of_commands, _asset("page.js")]
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
@@ -132,13 +129,10 @@ def page_data(contents: Contents) -> str:
 def _as_data(finding: Finding) -> dict[str, Any]:
     claim = RUN_CLAIMS.get(finding.claim)
     return {
-        "name": finding.name,
-        "section": finding.section,
-        "sentence": finding.sentence,
+        **{name: getattr(finding, name) for name in ("name", "section", "sentence", "claim")},
         "published": published_lines(finding.published),
         "outcome": str(finding.outcome),
         "headline": finding.is_headline,
-        "claim": finding.claim,
         "statement": claim.statement if claim else "",
         "paper": f"{paper_of(finding.claim)}, {claim.reference}" if claim else "",
     }

@@ -60,9 +60,8 @@ def compared(chosen: Sequence[Run | str | os.PathLike[str]], start: float) -> Co
     runs = tuple(run if isinstance(run, Run) else Run.open(run) for run in chosen)
     for run in runs:
         if run.command != "analyze":
-            raise InputError(
-                f"{run.folder or run.model} is a run of `{run.command}`: its own tables hold its comparison"
-            )
+            which = f"{run.folder or run.model} is a run of `{run.command}`"
+            raise InputError(f"{which}: its own tables hold its comparison")
     names = labels(runs)[0]
     differing = differing_settings([run.manifest for run in runs], names)
     metrics = metrics_of(runs, names)

@@ -44,6 +44,7 @@ POSITION = Column("position", "index in the sequence, from 0 on", kind="whole")
 SEQUENCE = Column("sequence", "index of the sequence in the run, from 0 on", kind="whole")
 TOKEN_ID = Column("token_id", "id of the token at this position", kind="whole")
 TOKEN = Column("token", "its text", kind="text")
+TOKEN_PLACE = (SEQUENCE, POSITION, TOKEN_ID, TOKEN)
 COORDINATE = Column("coordinate", "coordinate of the residual stream, from 0 on", kind="whole")
 SITE = Column(
     "site",
@@ -71,7 +72,7 @@ TWICE = "it has rows twice"
 TRAINING_TABLES: dict[str, Columns] = {
     "training": (SEED, STEP, METRIC, VALUE),
     "largest_activations": (
-        STEP, SEQUENCE, POSITION, TOKEN_ID, TOKEN, COORDINATE,
+        STEP, *TOKEN_PLACE, COORDINATE,
         Column("value", "the largest entry of all layers' outputs at this step"),
     ),
     "largest_logits": (STEP, HEAD, KV_HEAD, Column("largest", "largest |logit| of the head at this step")),

@@ -11,19 +11,7 @@ import pandas as pd
 
 from sinkscope.results.metrics import ARM_METRICS, PERPLEXITY_IN_W8A8
 from sinkscope.results.run import RunData
-from sinkscope.results.tables import (
-    LEADING,
-    METRIC,
-    POSITION,
-    SEED,
-    SEQUENCE,
-    TOKEN,
-    TOKEN_ID,
-    VALUE,
-    WHOLE_MODEL,
-    Column,
-    names_of,
-)
+from sinkscope.results.tables import LEADING, METRIC, SEED, TOKEN_PLACE, VALUE, WHOLE_MODEL, Column, names_of
 
 TRAINED_TABLES = {
     "gates": (
@@ -34,7 +22,7 @@ TRAINED_TABLES = {
     ),
     "retrofit": (SEED, METRIC, VALUE),
     "value_norms": (
-        SEQUENCE, POSITION, TOKEN_ID, TOKEN,
+        *TOKEN_PLACE,
         Column("is_trigger", "whether the token is a trigger of the task", kind="truth"),
         Column("norm", "L2 norm of all heads' values as they are projected"),
         Column("attended_norm", "the same as they are attended to, after a gate on values"),

@@ -488,10 +488,8 @@ def _query_bias(run: RunData, evidence: Sequences) -> Iterator[Finding]:
         return
     every = np.unique(run.tables["query_bias_by_sequence"]["layer"])
     layers = tuple(every[delta_gaps(evidence)[0] > limits.OUTLIER])
-    sentence = (
-        f"The query bias lifts the logits of position 0 by more than {limits.OUTLIER:g} standard deviations above "
-    )
-    sentence += f"those of later tokens in {with_interval(apart, '.0%')} of the second half of the layers"
+    sentence = f"The query bias lifts the logits of position 0 by more than {limits.OUTLIER:g} standard deviations "
+    sentence += f"above those of later tokens in {with_interval(apart, '.0%')} of the second half of the layers"
     sentence += f"; among all {len(every)} layers, in {layers_text(layers)}" if layers else ""
     numbers = {"layers": layers, "total": len(every), "outlier": limits.OUTLIER}
     yield finding("query-bias", BIAS, apart, f"{sentence}.", numbers, claim="N-1", outcome=Outcome.MEASURED)
@@ -535,10 +533,8 @@ def _number_formats(run: RunData) -> Iterator[Finding]:
     yield finding("8-bit-step", QUANTIZATION, step, sentence, numbers, **decided)
 
     entry = table.loc[table["magnitude"].idxmax()]  # the largest entry of all sequences
-    limit, where = (
-        f"{limits.LARGEST_FLOAT16:,.0f}",
-        f"{entry['magnitude']:,.0f} at the output of layer {entry['layer']}",
-    )
+    limit = f"{limits.LARGEST_FLOAT16:,.0f}"
+    where = f"{entry['magnitude']:,.0f} at the output of layer {entry['layer']}"
     outcome = Outcome.ABSENT
     sentence = f"The residual stream fits float16, which ends at {limit}: no entry is more than half of that."
     if entry["magnitude"] > limits.LARGEST_FLOAT16:

@@ -108,15 +108,12 @@ def benchmark(
         print_notices(console, loaded.notices)
         with spinner(console, "asking"), undisturbed(loaded.model):
             results = members.of_the_first(lambda: _evaluated(loaded, config, tasks))
-        manifest = make_manifest(
-            BENCHMARK,
-            config.model_dump(mode="json"),
-            start,
-            [SCORE_TABLE],
-            model=loaded.origin | {"parameters": sum(each.numel() for each in loaded.model.parameters())},
-            dtype=str(loaded.model.dtype).removeprefix("torch."),
-            harness=importlib.metadata.version(PACKAGE),
-        )
+        facts = {
+            "model": loaded.origin | {"parameters": sum(each.numel() for each in loaded.model.parameters())},
+            "dtype": str(loaded.model.dtype).removeprefix("torch."),
+            "harness": importlib.metadata.version(PACKAGE),
+        }
+        manifest = make_manifest(BENCHMARK, config.model_dump(mode="json"), start, [SCORE_TABLE], **facts)
         scores = Scores(manifest, {SCORE_TABLE: scores_table(results, loaded.name, config.tasks)}, folder)
         return written(scores, page, figures=())
 
@@ -141,7 +138,8 @@ def _evaluated(loaded: LoadedModel, config: BenchmarkOptions, tasks: Any) -> dic
 
     if loaded.tokenizer is None:
         raise InputError(f"{loaded.name} has no tokenizer, and tasks are texts")
-    seed = config.seed % 2**32  # numpy's seeds are below 2**32
+    kinds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    seeds = dict.fromkeys(kinds, config.seed % 2**32)  # numpy's seeds are below 2**32
     plain, of_numpy = random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002  # the harness seeds them
     try:
         with silent(), torch.random.fork_rng():
@@ -153,10 +151,7 @@ def _evaluated(loaded: LoadedModel, config: BenchmarkOptions, tasks: Any) -> dic
                 num_fewshot=config.shots,
                 limit=config.limit,
                 log_samples=False,
-                random_seed=seed,
-                numpy_random_seed=seed,
-                torch_random_seed=seed,
-                fewshot_random_seed=seed,
+                **seeds,
             )
     except SinkscopeError:
         raise

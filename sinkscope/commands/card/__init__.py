@@ -3,12 +3,4 @@
 from sinkscope.commands.card.options import CardOptions
 from sinkscope.options.register import Command
 
-COMMANDS = (
-    Command(
-        "card",
-        __name__,
-        CardOptions,
-        public={"card": ".command:card"},
-        tables=(".tables:CARD_TABLES",),
-    ),
-)
+COMMANDS = (Command("card", __name__, CardOptions, public={"card": ".command:card"}, tables=(".tables:CARD_TABLES",)),)

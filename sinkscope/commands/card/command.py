@@ -95,6 +95,5 @@ def upload(folder: Path, repo: str) -> None:
     except Exception as error:  # the hub, its network, or a refused card
         refused = isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403)
         advice = ": log in with `hf auth login` or set HF_TOKEN to a token that may write there" if refused else ""
-        raise SinkscopeError(
-            f"uploading to {repo} failed [{described(error)}]{advice}; {folder} is complete"
-        ) from error
+        failure = f"uploading to {repo} failed [{described(error)}]{advice}; {folder} is complete"
+        raise SinkscopeError(failure) from error

@@ -27,8 +27,7 @@ def command(options: CompareOptions, output: OutputOptions) -> Printout:
     if is_printed and all(manifest["command"] == "analyze" for manifest in manifests.values()):
         runs = [Summary.open(run) for run in options.runs]
         names = labels(runs)[0]
-        differing = differing_settings([run.manifest for run in runs], names)
-        notes = differing_lines(differing.to_dict(orient="index"))
+        notes = differing_lines(differing_settings([run.manifest for run in runs], names).to_dict(orient="index"))
         return Printout(numbers=metrics_of(runs, names), notes=notes)
     return _compared(options, output, manifests)
 
@@ -57,11 +56,12 @@ def _compared(options: CompareOptions, output: OutputOptions, manifests: Mapping
             parts = [formatted(table, options.format, title) for title, table in tables.items()]
             return Printout(tables, text="\n\n".join(parts))
     result = compare(*options.runs, out=output.out, overwrite=output.overwrite, page=not output.no_page)
-    text = "" if options.format == "text" else result.formatted(options.format)
-    markdown, numbers = "", None
-    if isinstance(result, Comparison):
-        numbers = None if text else result.table
+    text, markdown, numbers = "", "", None
+    if options.format != "text":
+        text = result.formatted(options.format)
+    elif isinstance(result, Comparison):
+        numbers = result.table
     else:
-        markdown = "" if text else result.markdown
+        markdown = result.markdown
     notes, failure = differing_lines(result.manifest["differing"]), figure_failure(result.manifest)
     return Printout(result, markdown, text, numbers, notes=notes, folder=output.out, failure=failure)

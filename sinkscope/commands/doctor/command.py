@@ -200,7 +200,14 @@ def _check_model(loaded: LoadedModel, family: Family, notices: Sequence[str]) ->
     model = loaded.model
     report = Report(loaded.name, _facts(loaded, family))
     calibrated = _calibrated(family) if notices else []
-    report.notes = [*loaded.notices, *tower_notice(model), *notices, *calibrated, *_inapplicable_notes(model, family)]
+    report.notes = [*loaded.notices, *tower_notice(model), *notices, *calibrated]
+    # the sites, gradients and observables that do not apply to this model
+    report.notes += [f"no site '{site}': {reason}" for site, reason in family.absent_sites().items()]
+    report.notes += [f"gradients: {ratio} undefined: {reason}" for ratio, reason in undefined_ratios(family).items()]
+    target = Target(model, family, seams={})
+    reasons = {name: kind.inapplicable(model, family) for name, kind in OBSERVABLES.items() if kind.expected}
+    reasons |= {name: kind.inapplicable(target) for name, kind in INTERVENTIONS.items() if kind.expected}
+    report.notes += [f"{name} does not apply: {reason}" for name, reason in reasons.items() if reason]
     if reason := without_head_or_mask(loaded, family):
         report.notes.append(f"no loss and no gradients: {reason}")
     batch = _random_batch(model, TOKENS)
@@ -224,9 +231,8 @@ def _check_model(loaded: LoadedModel, family: Family, notices: Sequence[str]) ->
     elif family.door == "interface":  # compare our weights with the weights of transformers' eager attention
         with torch.no_grad(), attention_implementation(model, "eager"), comparing(model, family, batch) as comparisons:
             model(batch.token_ids.to(input_device(model)), use_cache=False)
-        report.checks.append(
-            _attention_check("attention to position 0 equals transformers' eager attention", comparisons)
-        )
+        what = "attention to position 0 equals transformers' eager attention"
+        report.checks.append(_attention_check(what, comparisons))
     else:
         report.notes.append("attention weights come from the model's own code: there is nothing to compare them with")
     return report, noise.tolerance
@@ -275,16 +281,6 @@ def _calibrated(family: Family) -> list[str]:
     return lines
 
 
-def _inapplicable_notes(model: PreTrainedModel, family: Family) -> list[str]:
-    """Return the sites, gradients and observables that do not apply to this model, with the reasons."""
-    notes = [f"no site '{site}': {reason}" for site, reason in family.absent_sites().items()]
-    notes += [f"gradients: {ratio} undefined: {reason}" for ratio, reason in undefined_ratios(family).items()]
-    target = Target(model, family, seams={})
-    reasons = {name: kind.inapplicable(model, family) for name, kind in OBSERVABLES.items() if kind.expected}
-    reasons |= {name: kind.inapplicable(target) for name, kind in INTERVENTIONS.items() if kind.expected}
-    return notes + [f"{name} does not apply: {reason}" for name, reason in reasons.items() if reason]
-
-
 def _facts(loaded: LoadedModel, family: Family) -> dict[str, str]:
     model, text = loaded.model, loaded.model.config.get_text_config()
     parameter = next(model.parameters())
@@ -298,16 +294,10 @@ def _facts(loaded: LoadedModel, family: Family) -> dict[str, str]:
     positions = "; ".join(f"{kind} in {layers_text(where[kind])}" for kind in rare)
     sliding = sum(kind == "sliding_attention" for kind in getattr(text, "layer_types", None) or [])
     windows = f"; {sliding} layers slide a window of {text.sliding_window}" if sliding else ""
-    observables = [
-        name
-        for name, kind in OBSERVABLES.items()
-        if any(site in ATTENTION_SITES or site in family.sites for site in kind.sites)
-        and kind.inapplicable(model, family) is None
-    ]
+    residual, here = [site for site in RESIDUAL_SITES if site in family.sites], {*ATTENTION_SITES, *family.sites}
+    observables = {name: kind for name, kind in OBSERVABLES.items() if not here.isdisjoint(kind.sites)}
+    interventions = {name: kind for name, kind in INTERVENTIONS.items() if not kind.is_control}
     target = Target(model, family, seams={})
-    interventions = [
-        name for name, kind in INTERVENTIONS.items() if not kind.is_control and not kind.inapplicable(target)
-    ]
     layers = counted(len(family.layer_modules(model)), "layer")
     return {
         "architecture": f"{type(model).__name__}, {layers}{kinds}, family '{family.name}'",
@@ -315,11 +305,9 @@ def _facts(loaded: LoadedModel, family: Family) -> dict[str, str]:
         "attention": f"{model.config._attn_implementation} by itself; seam through the {family.door}{windows}",
         "dtype": f"{str(parameter.dtype).removeprefix('torch.')} on {parameter.device}",
         "tokenizer": type(loaded.tokenizer).__name__ if loaded.tokenizer else "none: only token ids, random, repeated",
-        "sites": ", ".join(
-            (*(site for site in RESIDUAL_SITES if site in family.sites), "query", "key", "value", "attn_mix")
-        ),
-        "observables": ", ".join(observables),
-        "interventions": ", ".join(interventions),
+        "sites": ", ".join([*residual, "query", "key", "value", "attn_mix"]),
+        "observables": ", ".join(name for name in observables if not observables[name].inapplicable(model, family)),
+        "interventions": ", ".join(name for name in interventions if not interventions[name].inapplicable(target)),
     }
 
 

@@ -6,17 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from sinkscope.commands.doctor.overflow import (
-    CENTERED,
-    CLIPPED,
-    DECOMPOSED,
-    FULL,
-    QK,
-    RESCALED,
-    RESIDUAL_STREAM,
-    SCALED_QK,
-    SQUARE,
-)
+from sinkscope.commands.doctor import overflow
 from sinkscope.models.projections import NO_LAYER
 from sinkscope.results.findings import HEADROOM, Finding, Outcome
 from sinkscope.results.metrics import METRICS
@@ -71,7 +61,7 @@ def findings(run: RunData) -> list[Finding]:
     table, runs = run.tables["overflow"].sort_values("order"), run.tables["overflow_runs"]
     outside = table.query("not is_inside")
     largest = next(outside.loc[[outside["largest"].idxmax()]].itertuples())
-    predicted, as_run = next(outside[outside["overflows"]].itertuples(), None), _run(run, FULL, dtype)
+    predicted, as_run = next(outside[outside["overflows"]].itertuples(), None), _run(run, overflow.FULL, dtype)
     numbers: dict[str, Any] = {"limit": limit, "largest": largest.largest, "layer": largest.layer}
     is_near = largest.headroom < HEADROOM
     if predicted is None:
@@ -89,7 +79,7 @@ def findings(run: RunData) -> list[Finding]:
         sentence += (
             f"; {how}, {place(as_run)} is the first that is not finite, {'as' if is_same else 'unlike'} predicted"
         )
-        stream = table[~table["is_finite"] & table["site"].isin(RESIDUAL_STREAM)]["layer"].unique()
+        stream = table[~table["is_finite"] & table["site"].isin(overflow.RESIDUAL_STREAM)]["layer"].unique()
         sentence += f", and neither is the residual stream of {layers_text(stream)}" if len(stream) else ""
     else:
         sentence += f"; {how}, every number is finite{', unlike predicted' if predicted is not None else ''}"
@@ -98,12 +88,11 @@ def findings(run: RunData) -> list[Finding]:
     outcome = Outcome.PRESENT if predicted is not None or as_run.site else outcome
     about: dict[str, Any] = {"threshold": 1.0, "numbers": numbers, "is_headline": True, "sentence": f"{sentence}."}
     rows = [Finding("overflow", OVERFLOW, outcome, largest.headroom, **about)]
-    if (decomposed := _run(run, DECOMPOSED, dtype)) is not None:
+    if (decomposed := _run(run, overflow.DECOMPOSED, dtype)) is not None:
         rows += _overflowing_norms(table, dtype, decomposed)
-    of_attention = {kind: table[table["site"] == kind] for kind in (QK, SCALED_QK)}
-    if len(of_attention[QK]):
-        worst = next(of_attention[QK].nlargest(1, "largest").itertuples())
-        scaled = float(of_attention[SCALED_QK]["largest"].max())
+    if len(products := table[table["site"] == overflow.QK]):
+        worst = next(products.nlargest(1, "largest").itertuples())
+        scaled = float(table[table["site"] == overflow.SCALED_QK]["largest"].max())
         outcome = Outcome.WEAK if worst.overflows else Outcome.ABSENT
         sentence = f"The largest q·k is {_number(worst.largest)} before scaling (layer {worst.layer}) and "
         sentence += f"{_number(scaled)} after it"
@@ -111,7 +100,7 @@ def findings(run: RunData) -> list[Finding]:
         about = {"numbers": {"largest": worst.largest, "scaled": scaled, "layer": worst.layer}, "sentence": sentence}
         rows.append(Finding("overflow-qk", INSIDE, outcome, worst.headroom, threshold=1.0, **about))
     clips = table.dropna(subset=["clip"])["layer"].unique()
-    for setting in (CLIPPED, RESCALED):
+    for setting in (overflow.CLIPPED, overflow.RESCALED):
         if (row := _run(run, setting, dtype)) is not None:
             plain = next(runs.query("setting == @setting and dtype != @dtype").itertuples(), None)
             rows.append(_remedy(row, plain, clips))
@@ -124,11 +113,9 @@ def findings(run: RunData) -> list[Finding]:
 def _overflowing_norms(table: pd.DataFrame, dtype: str, decomposed: Any) -> Iterator[Finding]:
     """Yield the norms whose squares overflow. A fused LayerNorm is often exported as single operations."""
     advices = {
-        CENTERED: (
-            "LayerNorm", Outcome.PRESENT, "keep them fused or in float32 when the model is exported"
-        ),
-        SQUARE: ("RMSNorm", Outcome.WEAK, "transformers' code says float32, so keep that in a conversion"),
-    }  # fmt: skip
+        overflow.CENTERED: ("LayerNorm", Outcome.PRESENT, "keep them fused or in float32 when the model is exported"),
+        overflow.SQUARE: ("RMSNorm", Outcome.WEAK, "transformers' code says float32, so keep that in a conversion"),
+    }
     for kind, (what, outcome, advice) in advices.items():
         rows = table[table["site"].str.endswith(f" {kind}") & table["overflows"]]
         if rows.empty:
@@ -148,7 +135,7 @@ def _overflowing_norms(table: pd.DataFrame, dtype: str, decomposed: Any) -> Iter
 def _remedy(row: Any, plain: Any, clips: Sequence[int]) -> Finding:
     """Return what a remedy costs in the dtype and, if it was run, in the model's own (`plain`)."""
     is_float8 = row.dtype.startswith("float8")
-    if row.setting == CLIPPED:
+    if row.setting == overflow.CLIPPED:
         what = "the inputs of linear layers" if is_float8 else "the residual stream"
         what = f"Clamping {what} to ±{_number(row.factor)}" + ("" if is_float8 else f" in {layers_text(clips)}")
     elif is_float8:

@@ -39,7 +39,7 @@ from sinkscope.models.packed import check_not_packed
 from sinkscope.models.projections import LINEAR_LAYERS, NO_LAYER, layer_and_kind, linear_modules
 from sinkscope.models.wiring import first_floats
 from sinkscope.results.findings import HEADROOM
-from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column, Columns
+from sinkscope.results.tables import COORDINATE, TOKEN_PLACE, Column, Columns
 from sinkscope.text.batch import Batch
 
 OVERFLOW_DTYPES = {
@@ -71,7 +71,7 @@ OVERFLOW_TABLES: dict[str, Columns] = {
         Column("overflows", "whether it rounds to more than the dtype's largest finite number", kind="truth"),
         Column("is_finite", "whether all its numbers are finite when run in the dtype", kind="truth"),
         Column("clip", "bound of a clip that keeps it a factor 2 below the limit; NaN if none is needed"),
-        SEQUENCE, POSITION, TOKEN_ID, TOKEN, COORDINATE,
+        *TOKEN_PLACE, COORDINATE,
     ),
     "overflow_runs": (
         Column("setting", "the model as it is, with norms decomposed, clipped or rescaled", kind="text"),
@@ -494,21 +494,13 @@ class OverflowCheck:
         rows = []
         for run, done in zip(runs, passes, strict=True):
             _, loss, cost, divergence = done.losses.cumsum(0)[-1].tolist()
-            broken = next((self.magnitudes[key] for key in run.broken), None)
-            rows.append(
-                {
-                    "setting": run.setting,
-                    "dtype": run.dtype,
-                    "factor": run.factor,
-                    "difference": float(done.losses[:, 0].max()),
-                    "loss": loss / predicted,
-                    "cost": cost / predicted,
-                    "divergence": divergence / tokens,
-                    "layer": broken.layer if broken else NO_LAYER,
-                    "site": broken.site if broken else "",
-                }
+            numbers = (float(done.losses[:, 0].max()), loss / predicted, cost / predicted, divergence / tokens)
+            place = next(
+                ((self.magnitudes[key].layer, self.magnitudes[key].site) for key in run.broken), (NO_LAYER, "")
             )
-        table = pd.DataFrame(rows)
+            rows.append((run.setting, run.dtype, run.factor, *numbers, *place))
+        columns = ["setting", "dtype", "factor", "difference", "loss", "cost", "divergence", "layer", "site"]
+        table = pd.DataFrame(rows, columns=columns)
         is_rescaled = table["setting"] == RESCALED
         differences = table["difference"][is_rescaled & (table["dtype"] != self.name)]
         if not (differences <= LARGEST_TOLERANCES[self.model.dtype]).all():
@@ -517,16 +509,11 @@ class OverflowCheck:
         return table
 
     def _overflow(self, broken: Container[str]) -> pd.DataFrame:
-        beyond = overflows_from(self.dtype)
-        rows = [
-            asdict(one)
-            | {
-                "order": order,
-                "headroom": self.limit / one.largest if one.largest else math.inf,
-                "overflows": one.largest >= beyond,
-                "is_finite": key not in broken,
-                "clip": self.bounds.get(key, math.nan),
-            }
-            for order, (key, one) in enumerate(self.magnitudes.items())
-        ]
-        return pd.DataFrame(rows)
+        table = pd.DataFrame([asdict(one) for one in self.magnitudes.values()])
+        return table.assign(
+            order=range(len(table)),
+            headroom=self.limit / table["largest"],  # infinite if it is 0
+            overflows=table["largest"] >= overflows_from(self.dtype),
+            is_finite=[key not in broken for key in self.magnitudes],
+            clip=[self.bounds.get(key, math.nan) for key in self.magnitudes],
+        )

@@ -3,11 +3,4 @@
 from sinkscope.commands.list.options import ListOptions
 from sinkscope.options.register import Command
 
-COMMANDS = (
-    Command(
-        "list",
-        __name__,
-        ListOptions,
-        public={"list": ".command:listing"},
-    ),
-)
+COMMANDS = (Command("list", __name__, ListOptions, public={"list": ".command:listing"}),)

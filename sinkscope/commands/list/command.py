@@ -51,8 +51,16 @@ def listing(kind: str | None = None) -> pd.DataFrame | dict[str, pd.DataFrame]:
         return {name: listing(name) for name in kinds()}
     if kind not in kinds():
         raise InputError(unknown(kind, (*kinds(), "all")))
-    _, _, _, *columns = kinds()[kind]
-    table = pd.DataFrame(_rows(kind), columns=columns)
+    _, _, listed, *columns = kinds()[kind]
+    place, *attributes = listed.split()
+    owner = next((record for record in records().values() if kind in record.lists), records()["list"])
+    register = owner.imported(place)
+    rows: Rows = [] if attributes else register()
+    for name in register if attributes else ():
+        values = [getattr(register[name], attribute) for attribute in attributes]
+        texts = [value if isinstance(value, str) else ", ".join(value) for value in values]
+        rows.append((name, *texts, package_of(register, name)))
+    table = pd.DataFrame(rows, columns=columns)
     has_plugin = PACKAGE in table and table[PACKAGE].any()
     return table if has_plugin else table.drop(columns=PACKAGE, errors="ignore")
 
@@ -60,11 +68,8 @@ def listing(kind: str | None = None) -> pd.DataFrame | dict[str, pd.DataFrame]:
 def _figures() -> Rows:
     from sinkscope.figures import KINDS as REGISTERS
 
-    return [
-        (name, kind, spec.about, package_of(specs, name))
-        for kind, specs in REGISTERS.items()
-        for name, spec in specs.items()
-    ]
+    every = [(kind, specs, name) for kind, specs in REGISTERS.items() for name in specs]
+    return [(name, kind, specs[name].about, package_of(specs, name)) for kind, specs, name in every]
 
 
 def _families() -> Rows:
@@ -147,18 +152,3 @@ CORE: dict[str, tuple[str, ...]] = {
 def kinds() -> dict[str, tuple[str, ...]]:
     """Return all kinds of names, as in CORE."""
     return CORE | {kind: row for record in records().values() for kind, row in record.lists.items()}
-
-
-def _rows(kind: str) -> Rows:
-    """Return the rows of a kind: what its function returns, or its register with attributes and plugins' packages."""
-    place, *attributes = kinds()[kind][2].split()
-    owner = next((record for record in records().values() if kind in record.lists), records()["list"])
-    register = owner.imported(place)
-    if not attributes:
-        return register()
-    rows = []
-    for name, item in register.items():
-        values = [getattr(item, attribute) for attribute in attributes]
-        texts = [value if isinstance(value, str) else ", ".join(value) for value in values]
-        rows.append((name, *texts, package_of(register, name)))
-    return rows

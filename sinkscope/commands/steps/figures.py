@@ -135,10 +135,9 @@ def draw_training_onsets(runs: RunsByStep) -> Figure:
         ax.axvline(0, **style.NEUTRAL)
         ax.use_sticky_edges = False  # otherwise the bars would have no margin
         ax.autoscale_view()
-        pairs = zip(leads["quantity"], leads["other"], strict=True)
-        plot.name_rows(
-            ax, [f"{QUANTITIES[one].name}\nbefore {QUANTITIES[other].name}" for one, other in pairs], shaded=False
-        )
+        first, second = ([QUANTITIES[name].name for name in leads[column]] for column in ("quantity", "other"))
+        pairs = [f"{one}\nbefore {other}" for one, other in zip(first, second, strict=True)]
+        plot.name_rows(ax, pairs, shaded=False)
         ax.set_xlabel("lag correlation, minus the reverse")
     signs: dict[str, Look] = {"onset": {"color": VERMILION, "linewidth": 1}, "threshold": style.GUIDE}
     signs |= {"95 % over sequences": {"facecolor": SINK["color"], "alpha": BAND["alpha"]}}

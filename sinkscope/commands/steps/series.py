@@ -68,17 +68,10 @@ class Series(Result):
         if len(onsets := onset_table(list(runs.items()))):
             tables[ONSET] = onsets.assign(model=name, condition=condition)[[*LEADING, *names_of(ONSET_COLUMNS)]]
         revisions = ",".join(checkpoint.name for checkpoint in checkpoints)
-        manifest = make_manifest(
-            COMMAND,
-            options.model_dump(mode="json") | {"model": model, "revision": revisions},
-            start,
-            tables=list(tables),
-            model=name,
-            condition=condition,
-            steps=[{name: getattr(each, name) for name in ("step", "name", "folder")} for each in checkpoints],
-            **facts,
-        )
-        return cls(manifest, tables, runs=runs)
+        config = options.model_dump(mode="json") | {"model": model, "revision": revisions}
+        steps = [{"step": each.step, "name": each.name, "folder": each.folder} for each in checkpoints]
+        facts = {"model": name, "condition": condition, "steps": steps} | facts
+        return cls(make_manifest(COMMAND, config, start, tables, **facts), tables, runs=runs)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> "Series":
@@ -87,9 +80,8 @@ class Series(Result):
         manifest = read_manifest(folder, (COMMAND,))
         try:
             runs = {int(entry["step"]): Run.open(folder / entry["folder"]) for entry in manifest["steps"]}
-            tables = {
-                name: read_table(folder / "tables" / f"{name}.parquet", _SCHEMAS[name]) for name in manifest["tables"]
-            }
+            paths = {name: folder / "tables" / f"{name}.parquet" for name in manifest["tables"]}
+            tables = {name: read_table(path, _SCHEMAS[name]) for name, path in paths.items()}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(f"{folder} is damaged: {one_line(error)}") from error
         return cls(manifest, tables, folder.absolute(), runs=runs)
@@ -101,9 +93,8 @@ class Series(Result):
 
     @property
     def drawings(self) -> Drawings:
-        return drawings_of(
-            KINDS["training steps"], RunsByStep(self.runs.items(), self.tables.get(ONSET, pd.DataFrame()))
-        )
+        onsets = self.tables.get(ONSET, pd.DataFrame())
+        return drawings_of(KINDS["training steps"], RunsByStep(self.runs.items(), onsets))
 
     @property
     def findings(self) -> Sequence[Finding]:
