@@ -85,12 +85,17 @@ def observable_of(table: str) -> str | None:
     return next(makers, (None,))[0]
 
 
+def figure_spec(name: str) -> FigureSpec[RunData]:
+    """Return the entry of a figure of one run. Raises InputError if there is none."""
+    if name not in FIGURES:
+        raise InputError(f"figure {unknown(name, FIGURES)}")
+    return FIGURES[name]
+
+
 def draw(name: str, run: RunData, **options: Any) -> Figure:
     """Draw a figure of one run. Raises InputError if figure or option is unknown, or the run lacks what it needs."""
     load_plugins()
-    if name not in FIGURES:
-        raise InputError(f"figure {unknown(name, FIGURES)}")
-    spec = FIGURES[name]
+    spec = figure_spec(name)
     if run.is_experiment and spec.command != run.command:
         raise InputError(f"figure '{name}' shows a single arm: draw it for run.at('before'), or for another arm")
     if not (missing := _lacking(spec, run)):

@@ -52,6 +52,6 @@ def _maps(run: RunData, table: pd.DataFrame, columns: dict[str, str], layer: int
             ax.imshow(values, cmap=style.SEQUENTIAL, vmin=ends[name][0], vmax=ends[name][1])
             ax.plot(marked["column"], marked["row"], "s", mfc="none", mec="black", ms=3, mew=0.6)
     for place, label in enumerate(columns.values(), 1):
-        shown = axes[place, -1].images[0]
-        figure.colorbar(shown, ax=list(axes[place]), label=label, aspect=14, pad=0.015)
+        image = axes[place, -1].images[0]
+        figure.colorbar(image, ax=list(axes[place]), label=label, aspect=14, pad=0.015)
     return figure

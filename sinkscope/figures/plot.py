@@ -63,10 +63,8 @@ def band_by_layer(ax: Axes, low: pd.Series, high: pd.Series, **look: Any) -> Non
 def first_and_others(ax: Axes, table: pd.DataFrame, column: str) -> None:
     """Draw position 0 and the mean over the others by layer: means over heads, with bands of 10 % to 90 % of heads."""
     at_first = table["position"] == 0
-    for rows, label, look in (
-        (table[at_first], "position 0", SINK),
-        (table[~at_first], "mean over the other positions", OTHERS),
-    ):
+    looks = ("position 0", SINK), ("mean over the other positions", OTHERS)
+    for rows, (label, look) in zip((table[at_first], table[~at_first]), looks, strict=True):
         if rows.empty:  # with --positions 1
             continue
         by_layer = rows.groupby(["layer", "head"])[column].mean().groupby("layer")

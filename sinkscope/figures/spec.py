@@ -50,10 +50,10 @@ class FigureSpec(Generic[Data_contra]):
 
         Raises InputError if the data have nothing to draw, or it has no such option.
         """
-        known = ["figsize", *[*inspect.signature(self._draw).parameters][1:]]
+        accepted = ["figsize", *[*inspect.signature(self._draw).parameters][1:]]
         for name in options:
-            if name not in known:
-                raise InputError(f"figure '{self.name}': option {unknown(name, known)}")
+            if name not in accepted:
+                raise InputError(f"figure '{self.name}': option {unknown(name, accepted)}")
         reason = self.lacking(data)
         if reason is not None:
             raise InputError(f"figure '{self.name}' has nothing to draw: {reason}")

@@ -99,7 +99,7 @@ def page_data(contents: Contents) -> str:
         }
     leading = (of_command.named_by,) if contents.parts else ()
     columns = {name: (*leading, *of_table) for name, of_table in COLUMNS.items()}
-    rest = {
+    entries = {
         "version": version("sinkscope"),
         "digits": DIGITS,
         "manifest": _plain(manifest),
@@ -123,7 +123,7 @@ def page_data(contents: Contents) -> str:
         "maps": compact_maps(contents.activations),
         "links": links,
     }
-    return f'{as_json(rest)[:-1]},"tables":{compact_tables(contents.all_tables, columns)}}}'
+    return f'{as_json(entries)[:-1]},"tables":{compact_tables(contents.all_tables, columns)}}}'
 
 
 def _as_data(finding: Finding) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import pandas as pd
 from rich.console import Console
 
 from sinkscope import figures
-from sinkscope.errors import InputError, Known, counted, printable, unknown
-from sinkscope.figures import FIGURES
+from sinkscope.errors import InputError, Known, counted, printable
+from sinkscope.figures import figure_spec
 from sinkscope.figures.style import Figure
 from sinkscope.html_page import Contents
 from sinkscope.measuring.console import spinner
@@ -241,14 +241,9 @@ def _file_tree(run: RunData, folder: Path) -> str:
     recipe = run.manifest.get("recipe")  # a recipe draws only its own figures
     drawn = recipe["content"].get("figures", []) if recipe else figures.applicable(run)
     tables = [f"{name}.parquet" for name in sorted(run.tables)] + [f"{name}.md" for name in paper_tables(run)]
-    first = (
-        "run.json",
-        "verdict.md",
-        "index.html (except with --no-page)",
-        *_files_of_command(run),
-        *([FILE] if run.activations else []),
-        *([MASK_FILE] if run.manifest["config"].get("export_mask") else []),
-    )
+    first = ["run.json", "verdict.md", "index.html (except with --no-page)", *_files_of_command(run)]
+    first += [FILE] if run.activations else []
+    first += [MASK_FILE] if run.manifest["config"].get("export_mask") else []
     lines = [f"{folder.name}/", *(f"├── {name}" for name in first), "├── tables/", *columns(tables, "│   ")]
     return "\n".join([*lines, "└── figures/ (each as .png and .pdf)", *columns(drawn, "    ")])
 
@@ -261,7 +256,6 @@ def finished(run: Run, console: Console, figures: Iterable[str] | None = None, p
     """Return the run, written to its folder if it has one; InputError for a figure that does not exist."""
     figures = None if figures is None else tuple(figures)
     for name in figures or ():
-        if name not in FIGURES:
-            raise InputError(f"figure {unknown(name, FIGURES)}")
+        figure_spec(name)
     with spinner(console, "drawing the figures"):
         return written(run, page, figures)

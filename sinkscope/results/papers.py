@@ -170,10 +170,8 @@ def gamma_table(run: RunData) -> pd.DataFrame | None:
         large = entries[entries["is_massive_epe"]].sort_values("coordinate")
         baseline = f"{round(mean, NU_DIGITS)} ± {round(spread, NU_DIGITS)}"
         columns = zip(large["coordinate"], large["magnitude"], strict=True)
-        rows.append(
-            {"layer": f"layer {int(layer) + 1}", "baseline": baseline}
-            | {f"d={coordinate}": round(float(magnitude), NU_DIGITS) for coordinate, magnitude in columns}
-        )
+        at_massive = {f"d={coordinate}": round(float(magnitude), NU_DIGITS) for coordinate, magnitude in columns}
+        rows.append({"layer": f"layer {int(layer) + 1}", "baseline": baseline, **at_massive})
     table = pd.DataFrame(rows)
     # GPT-2 is recognized by its shape and massive coordinates, because copies of it have other names
     massive = tuple(sorted(gamma[gamma["is_massive_epe"]]["coordinate"].unique()))

@@ -23,6 +23,7 @@ from sinkscope.results.manifest import folder_of, read_manifest
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.tables import LEADING_COLUMNS, Columns, read_table, used
 
+BEFORE = "before"  # the condition of the unchanged model in an experiment
 WITH, WITHOUT = "with", "without"  # a BOS at the beginning of each sequence
 BOS_OPTIONS = {WITH: "always", WITHOUT: "never"}  # the value of --bos that has this effect with every tokenizer
 
@@ -126,8 +127,10 @@ class RunData(FolderData):
         tables = {name: table[table["condition"] == condition] for name, table in self.tables.items()}
         tables = {name: table for name, table in tables.items() if len(table)}
         if not tables:
-            known = sorted({condition for table in self.tables.values() for condition in table["condition"].unique()})
-            raise InputError(f"arm {unknown(condition, known)}")
+            conditions = sorted(
+                {condition for table in self.tables.values() for condition in table["condition"].unique()}
+            )
+            raise InputError(f"arm {unknown(condition, conditions)}")
         return type(self)(self.manifest | {"command": "analyze", "condition": condition}, tables, self.folder)
 
     def metric(self, name: str, layer: int = -1) -> float:
@@ -176,6 +179,3 @@ class TablesOnDisk(Mapping[str, pd.DataFrame]):
 
     def __len__(self) -> int:
         return len(self.paths)
-
-
-BEFORE = "before"

@@ -124,8 +124,6 @@ def comparison_manifest(
 def distinct_names(models: Sequence[tuple[str, Path | None]]) -> list[str]:
     """Return the names of the models; a repeated name gets the name of its folder, or a number."""
     counts = Counter(model for model, _ in models)
-    names = [
-        f"{model} ({folder.name})" if counts[model] > 1 and folder is not None else model for model, folder in models
-    ]
+    names = [f"{model} ({folder.name})" if folder and counts[model] > 1 else model for model, folder in models]
     again = Counter(names)
     return [f"{name} ({place})" if again[name] > 1 else name for place, name in enumerate(names, 1)]

@@ -100,8 +100,8 @@ def weighted_means(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
     NaN entries are ignored; a mean is NaN if all its entries with a weight are NaN.
     """
-    known = np.isfinite(x)
-    flat, counts = np.where(known, x, 0.0).reshape(len(x), -1), known.reshape(len(x), -1).astype(np.float64)
+    is_finite = np.isfinite(x)
+    flat, counts = np.where(is_finite, x, 0.0).reshape(len(x), -1), is_finite.reshape(len(x), -1).astype(np.float64)
     with np.errstate(invalid="ignore"):
         means = (weights @ flat) / (weights @ counts)
     return means.reshape(len(weights), *x.shape[1:])
@@ -113,10 +113,10 @@ def bootstrap(replicates: np.ndarray) -> Estimate:
     NaN replicates are left out; if more than 5 % are NaN, the interval is unbounded.
     """
     value, drawn = float(replicates[0]), replicates[1:]
-    known = drawn[np.isfinite(drawn)]
-    if len(known) < LEVEL * len(drawn) or not len(known):
+    finite = drawn[np.isfinite(drawn)]
+    if len(finite) < LEVEL * len(drawn) or not len(finite):
         return Estimate(value, -np.inf, np.inf)
-    low, high = np.quantile(known, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = np.quantile(finite, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Estimate(value, min(float(low), value), max(float(high), value))
 
 
@@ -154,13 +154,13 @@ def rank_correlation(x: np.ndarray, y: np.ndarray, layers: np.ndarray | None = N
         x, y: (units,); NaN where a unit has no value.
         layers: (units,) the layer of each unit; None: the units are independent.
     """
-    known = np.isfinite(x) & np.isfinite(y)
-    x, y = stats.rankdata(x[known]), stats.rankdata(y[known])
+    is_finite = np.isfinite(x) & np.isfinite(y)
+    x, y = stats.rankdata(x[is_finite]), stats.rankdata(y[is_finite])
     units = len(x)
     if units < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return Estimate(nan, -np.inf, np.inf)
     value = float(np.corrcoef(x, y)[0, 1])
-    size = units if layers is None else effective_size(x, y, layers[known])
+    size = units if layers is None else effective_size(x, y, layers[is_finite])
     freedom = max(size - 2, 1.0)
     critical = stats.t.ppf((1 + LEVEL) / 2, freedom)
     reach = np.arctanh(critical / np.hypot(critical, np.sqrt(freedom)))

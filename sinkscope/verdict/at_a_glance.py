@@ -13,32 +13,18 @@ from sinkscope.results.tables import of_whole_model, read_table
 
 # metric → its title, its meaning, and what it would be without the phenomenon
 GLANCES = {
-    "sink_rate": (
-        "Attention sink",
-        "of the heads give the first token more than {epsilon:g} of their attention.",
-        "Uniform attention gives{uniform_mass} 0%.",
-    ),
-    "max_inf_norm": (
-        "Massive activation",
-        "is the largest activation of a sequence, on average.",
-        "float16 holds {room} times that; below 1, it overflows.",
-    ),
-    "value_drain": (
-        "Value drain",
-        "is the norm of the first token's values, relative to later tokens.",
-        "Without one it is 1.",
-    ),
+    "sink_rate": ("Attention sink", "of the heads give the first token more than {epsilon:g} of their attention.",
+        "Uniform attention gives{uniform_mass} 0%."),
+    "max_inf_norm": ("Massive activation", "is the largest activation of a sequence, on average.",
+        "float16 holds {room} times that; below 1, it overflows."),
+    "value_drain": ("Value drain", "is the norm of the first token's values, relative to later tokens.",
+        "Without one it is 1."),
     "value_gradient_ratio": (
-        "Gradient sink",
-        "is the gradient at the first token's values, relative to positions 5–15.",
-        "Uniform attention alone gives {uniform_ratio}; random weights may give more (claim GS-6).",
-    ),
-    "kurtosis": (
-        "Outliers",
-        "is the kurtosis of the activations (few large entries).",
-        "A normal distribution has 3.",
-    ),
-}
+        "Gradient sink", "is the gradient at the first token's values, relative to positions 5–15.",
+        "Uniform attention alone gives {uniform_ratio}; random weights may give more (claim GS-6)."),
+    "kurtosis": ("Outliers", "is the kurtosis of the activations (few large entries).",
+        "A normal distribution has 3."),
+}  # fmt: skip
 REPORTED = {"SmolLM2-135M": "smollm2-135m", "Gemma3-270M": "gemma3-270m", "MGM": "mgm"}  # model → folder in reports/
 
 
@@ -68,9 +54,9 @@ def glances(run: RunData) -> Iterator[Glance]:
         if isfinite(value):
             elsewhere = ""
             if all(name in values for values in _reported().values()):  # reports/ lacks a metric that is new
-                known = {model: values[name] for model, values in _reported().items()}
-                others = ", ".join(f"{model} {_short(name, other)}" for model, other in known.items())
-                among = [value >= 0.99 * min(known.values()), value <= 1.01 * max(known.values())]
+                by_model = {model: values[name] for model, values in _reported().items()}
+                others = ", ".join(f"{model} {_short(name, other)}" for model, other in by_model.items())
+                among = [value >= 0.99 * min(by_model.values()), value <= 1.01 * max(by_model.values())]
                 elsewhere = f"{'Among' if all(among) else 'Above' if among[0] else 'Below'} three models: {others}."
             yield Glance(name, title, _short(name, value), meaning.format(**words), null.format(**words), elsewhere)
 
@@ -78,10 +64,8 @@ def glances(run: RunData) -> Iterator[Glance]:
 @cache
 def _reported() -> Mapping[str, Mapping[str, float]]:
     """Return model → metric → its value in reports/ (100 × 64 tokens of text, of MGM sampled from itself)."""
-    summaries = {
-        model: shipped("reports") / folder / "tables" / "summary.parquet" for model, folder in REPORTED.items()
-    }
-    return {model: of_whole_model(read_table(path)) for model, path in summaries.items()}
+    folders = {model: shipped("reports") / folder / "tables" for model, folder in REPORTED.items()}
+    return {model: of_whole_model(read_table(path / "summary.parquet")) for model, path in folders.items()}
 
 
 def _short(name: str, value: float) -> str:

@@ -177,8 +177,8 @@ def scores_table(results: Mapping[str, Any], model: str, asked: tuple[str, ...])
             if not comma or metric.endswith("_stderr") or isinstance(score, str):
                 continue
             error = scores.get(f"{metric}_stderr,{kind}")
-            known = np.nan if isinstance(error, str) or error is None else float(error)
+            standard_error = np.nan if isinstance(error, str) or error is None else float(error)
             count = DIFFERING if shots is None else int(shots)
-            rows.append((task, metric, kind, float(score), known, questions, count, version, task in asked))
+            rows.append((task, metric, kind, float(score), standard_error, questions, count, version, task in asked))
     table = pd.DataFrame(rows, columns=["condition", *names_of(SCORE_COLUMNS)])
     return table.assign(model=model, layer=-1)[[*LEADING, *names_of(SCORE_COLUMNS)]]

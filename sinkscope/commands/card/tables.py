@@ -43,18 +43,11 @@ def card_tables(runs: Sequence[tuple[RunData, str]]) -> dict[str, pd.DataFrame]:
     parts: dict[str, list[pd.DataFrame]] = {MODELS: [], VALUES: [], LAYERS: []}
     for run, family in runs:
         model, read, config = (run.manifest[name] for name in ("model", "input", "config"))
-        place = {
-            "model": run.model,
-            "condition": run.condition,
-            "family": family,
-            "parameters": model.get("parameters") or 0,
-            "revision": model["revision"] or "",
-            "commit": model.get("commit") or "",
-            **{name: read[name] for name in ("sequences", "tokens", "token_zero")},
-            **{name: config[name] for name in ("window", "epsilon")},
-            "dtype": run.manifest["dtype"],
-            "input_sha256": read["sha256"],
-        }
+        place = {"model": run.model, "condition": run.condition, "family": family, "dtype": run.manifest["dtype"]}
+        place |= {"parameters": model.get("parameters") or 0, "input_sha256": read["sha256"]}
+        place |= {name: model.get(name) or "" for name in ("revision", "commit")}
+        place |= {name: read[name] for name in ("sequences", "tokens", "token_zero")}
+        place |= {name: config[name] for name in ("window", "epsilon")}
         values = values_of(run)
         parts[VALUES].append(values.assign(layer=WHOLE_MODEL, **place))
         if run.command == "analyze":
@@ -74,8 +67,8 @@ def card_tables(runs: Sequence[tuple[RunData, str]]) -> dict[str, pd.DataFrame]:
 def values_of(run: RunData) -> pd.DataFrame:
     """Return setting, metric and value, for every finite metric of the whole model that a run measured."""
     table = VALUES_OF[run.command](run)[[SETTING.name, METRIC.name, VALUE.name]]
-    known = table["metric"].isin(METRICS.keys()) & table["value"].abs().lt(float("inf"))
-    return table[known].reset_index(drop=True)
+    is_finite_metric = table["metric"].isin(METRICS.keys()) & table["value"].abs().lt(float("inf"))
+    return table[is_finite_metric].reset_index(drop=True)
 
 
 def _of_experiment(run: RunData) -> pd.DataFrame:

@@ -146,8 +146,8 @@ def judge(claim: Claim, evidence: Evidence) -> Judgment:
         if len(finite := drawn[np.isfinite(drawn)]):
             null, low, high = (float(each) for each in (finite.mean(), finite.min(), finite.max()))
             estimates[number] = replace(estimate, null=null, null_low=low, null_high=high)
-    known = [outcome == Outcome.HOLDS for outcome in outcomes if outcome in (Outcome.HOLDS, Outcome.FAILS)]
-    null_passes = float(np.mean(known)) if known else nan
+    holding = [outcome == Outcome.HOLDS for outcome in outcomes if outcome in (Outcome.HOLDS, Outcome.FAILS)]
+    null_passes = float(np.mean(holding)) if holding else nan
     is_null_undefined = bool(draws) and set(outcomes) == {Outcome.DOES_NOT_APPLY}
     judgment = Judgment(claim, Outcome.HOLDS, tuple(estimates), "", null_passes, is_null_undefined)
     # all parts have to pass

@@ -61,9 +61,9 @@ class Collection:
         which lacks the runs, because these do not depend on the variant.
         """
         trainings = [training for training in self.trainings if training.model == name]
-        known = {model: Evidence.of(runs, [MAIN]).runs for model, runs in models_of(self.runs).items()}
-        known[name] = known.get(name, {}) | evidence.runs
-        naturals = {model: runs[MAIN] for model, runs in known.items() if MAIN in runs}
+        runs_by_model = {model: Evidence.of(runs, [MAIN]).runs for model, runs in models_of(self.runs).items()}
+        runs_by_model[name] = runs_by_model.get(name, {}) | evidence.runs
+        naturals = {model: runs[MAIN] for model, runs in runs_by_model.items() if MAIN in runs}
         series = self._series_by_model.get(name, [])
         example = next((run for one in (*trainings, *series) for run in one.runs.values()), None)
         sources = StudySources(name, self.trainings, tuple(series), naturals, scores=self.scores)

@@ -295,8 +295,8 @@ class Evidence:
     @property
     def any_run(self) -> RunData:
         """The run on text, or else another run, which describes the model."""
-        known = [*self.runs.values(), *filter(None, [self.example]), *self.others]
-        return self.runs.get(MAIN, known[0])
+        describing = [*self.runs.values(), *filter(None, [self.example]), *self.others]
+        return self.runs.get(MAIN, describing[0])
 
 
 def models_of(runs: Iterable[Measured]) -> dict[str, list[Measured]]:

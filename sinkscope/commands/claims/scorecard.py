@@ -279,8 +279,8 @@ def _numbers_of_some(card: Scorecard) -> list[str]:
     sections: dict[tuple[str, ...], list[str]] = {}
     for (claim, _), models in shared.items():
         sections.setdefault(tuple(models), []).append(claim)
-    shown = {models: rows[(rows["model"] == models[0]) & rows["claim"].isin(ids)] for models, ids in sections.items()}
-    return [f"### {', '.join(models)}\n\n{as_markdown(_printed(numbers))}" for models, numbers in shown.items()]
+    tables = {models: rows[(rows["model"] == models[0]) & rows["claim"].isin(ids)] for models, ids in sections.items()}
+    return [f"### {', '.join(models)}\n\n{as_markdown(_printed(numbers))}" for models, numbers in tables.items()]
 
 
 def scorecard_summary(card: Scorecard, model: str) -> str:
@@ -320,8 +320,8 @@ def _summary(table: pd.DataFrame) -> list[str]:
     for outcome in UNSHOWN:
         groups[str(outcome).capitalize()] = once(first[first["outcome"] == outcome])
     lines = [f"{words}: {len(ids)} ({', '.join(ids)})" for words, ids in groups.items() if ids]
-    others = Counter(first["outcome"])
-    lines.append(", ".join(f"{others[outcome]} {outcome}" for outcome in NOT_JUDGED if others[outcome]))
+    counts = Counter(first["outcome"])
+    lines.append(", ".join(f"{counts[outcome]} {outcome}" for outcome in NOT_JUDGED if counts[outcome]))
     tested = int((table["low"] < table["high"]).sum())
     chance = f"{tested} numbers were tested, each separately at 95 %: if all truths were at their thresholds, about "
     chance += f"{(1 - LEVEL) * tested:.0f} of the intervals would miss them by chance."

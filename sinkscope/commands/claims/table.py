@@ -26,8 +26,8 @@ def evidence_of(
 ) -> Evidence:
     """Find the runs of one model that claims need. `skipped`: model → role → why it does not apply."""
     evidence = Evidence.of(runs, (*NEEDS, *ROUTE_ROLES), model).with_studies(StudySources(model), NEEDS)
-    known = {need.name for need in evidence.runs}
-    reasons = {role: why for role, why in (skipped or {}).get(model, {}).items() if role not in known}
+    measured = {need.name for need in evidence.runs}
+    reasons = {role: why for role, why in (skipped or {}).get(model, {}).items() if role not in measured}
     return replace(evidence, skipped={**reasons, **evidence.skipped})
 
 

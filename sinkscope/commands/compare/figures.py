@@ -17,12 +17,12 @@ CURVES = ("sink_rate", "largest_activation", "largest_logit", "value_drain", "ku
 @needs(lambda table: table["metric"].isin(CURVES).any(), "nothing was measured")
 def draw_training_curves(table: pd.DataFrame) -> Figure:
     whole = table[table["layer"] == WHOLE_MODEL]
-    shown = [METRICS[name] for name in CURVES if (whole["metric"] == name).any()]
-    across = min(ACROSS, len(shown))
-    figure = new_figure(WIDE * max(across, 2) / ACROSS, 0.5 + 1.8 * -(-len(shown) // across))
-    axes = plot.panel_grid(figure, len(shown), across, "training step", sharey=False)
+    metrics = [METRICS[name] for name in CURVES if (whole["metric"] == name).any()]
+    across = min(ACROSS, len(metrics))
+    figure = new_figure(WIDE * max(across, 2) / ACROSS, 0.5 + 1.8 * -(-len(metrics) // across))
+    axes = plot.panel_grid(figure, len(metrics), across, "training step", sharey=False)
     looks = arm_looks(whole["condition"].unique())
-    for ax, metric in zip(axes, shown, strict=True):
+    for ax, metric in zip(axes, metrics, strict=True):
         for name, look in looks.items():
             rows = whole[(whole["metric"] == metric.name) & (whole["condition"] == name)]
             plot.curve(ax, rows.set_index("step")["value"], **look)

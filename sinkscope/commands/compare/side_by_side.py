@@ -75,9 +75,9 @@ def compare(
 
 
 def _command(one: Given) -> str:
-    known = (*RUNS, *(command for record in records().values() for command in record.compared))
-    if isinstance(one, Result) and one.manifest["command"] in known:
+    comparable = (*RUNS, *(command for record in records().values() for command in record.compared))
+    if isinstance(one, Result) and one.manifest["command"] in comparable:
         return str(one.manifest["command"])
     if not isinstance(one, str | os.PathLike):
         raise InputError(f"a run, a result of `claims` or the folder of one is needed: this is a {type(one).__name__}")
-    return str(read_manifest(folder_of(one), known)["command"])
+    return str(read_manifest(folder_of(one), comparable)["command"])

@@ -363,8 +363,8 @@ def no_rescaling(family: Family) -> str | None:
     if family.copies is not None:
         return "it keeps its residual stream in several copies"
     wirings = {block.wiring for block in family.blocks} or {family.wiring}
-    others = sorted(wirings & {"post-norm", "unknown"})
-    return f"its wiring is {' and '.join(others)}, so that not only norms read it" if others else None
+    without_norms = sorted(wirings & {"post-norm", "unknown"})
+    return f"its wiring is {' and '.join(without_norms)}, so that not only norms read it" if without_norms else None
 
 
 # --- runs

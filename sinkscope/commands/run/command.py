@@ -13,8 +13,8 @@ from typing import Unpack
 
 from sinkscope.commands.printout import Printout
 from sinkscope.commands.run.options import RunOptions
-from sinkscope.errors import InputError, SinkscopeError, unknown
-from sinkscope.figures import FIGURES, observable_of
+from sinkscope.errors import InputError, SinkscopeError
+from sinkscope.figures import figure_spec, observable_of
 from sinkscope.measuring.console import Messages, print_line, print_part
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.models.in_memory import text_of
@@ -99,7 +99,14 @@ def run_recipe(
                 check(asked)
             check_figures(read.content.figures, read.content.command, getattr(asked, "observables", None))
     source = getattr(first, "folder_name", "") or getattr(first, "config", "")
-    folder = user_path(out or _own_out(read) or Path("runs", as_folder_name(read.name, source)))
+    try:  # recipes may come from anywhere
+        is_below = read.content.out is None or Path.cwd() in user_path(read.content.out).resolve().parents
+    except (OSError, RuntimeError, ValueError):  # a loop of links, or an invalid path
+        is_below = False
+    if not (out or is_below):
+        where = f"{read.path}: `out: {read.content.out}` does not lie below the working directory"
+        raise InputError(f"{where}: to write there, give it as --out")
+    folder = user_path(out or read.content.out or Path("runs", as_folder_name(read.name, source)))
     console = Messages(quiet)
     title = f"{read.name}: {read.content.title}"
     if has_steps or not options_by_command()[read.content.command].in_memory:  # the command writes its own folder
@@ -139,28 +146,13 @@ def run_recipe(
     return RecipeRun(read, measured, comparison, folder, failure=both(*failures, figure_failure(*undrawn)))
 
 
-def _own_out(recipe: Recipe) -> str | None:
-    """Return a recipe's folder; InputError unless it is below the working directory: recipes may come from anywhere."""
-    out = recipe.content.out
-    try:
-        is_below = out is None or Path.cwd() in user_path(out).resolve().parents
-    except (OSError, RuntimeError, ValueError):  # a loop of links, or an invalid path
-        is_below = False
-    if not is_below:
-        raise InputError(
-            f"{recipe.path}: `out: {out}` does not lie below the working directory: to write there, give it as --out"
-        )
-    return out
-
-
 def check_figures(figures: Iterable[str], command: str, observables: tuple[str, ...] | None) -> None:
     """Raise InputError unless the figures exist, and the command and its observables give the tables for them."""
     for name in figures:
-        if name not in FIGURES:
-            raise InputError(f"figure {unknown(name, FIGURES)}")
-        if FIGURES[name].command != command:
-            raise InputError(f"figure '{name}' is of `sinkscope {FIGURES[name].command}`, not of `{command}`")
-        needed = [observable_of(table) or table for table in FIGURES[name].tables]
+        spec = figure_spec(name)
+        if spec.command != command:
+            raise InputError(f"figure '{name}' is of `sinkscope {spec.command}`, not of `{command}`")
+        needed = [observable_of(table) or table for table in spec.tables]
         missing = [item for item in needed if item in OBSERVABLES and item not in (observables or OBSERVABLES)]
         if missing:
             raise InputError(f"figure '{name}' needs the observable '{missing[0]}', which `observables` leaves out")

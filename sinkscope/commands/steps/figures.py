@@ -66,15 +66,15 @@ def draw_training_by_step(runs: Checkpoints) -> Figure:
         plot.finite(pd.DataFrame({label: [value(run) for _, run in runs] for label, value in curves.items()}, steps))
         for _, _, curves, _, _ in BY_STEP
     ]
-    shown = [
+    panels = [
         (panel, table)
         for panel, table in zip(BY_STEP, tables, strict=True)
         if (table[table > 0] if panel[3].get("log") else table).notna().any(axis=None)
     ] or [(BY_STEP[0], tables[0])]
-    across = min(ACROSS, len(shown))
-    figure = new_figure(WIDE * max(across, 2) / ACROSS, 0.5 + 1.6 * -(-len(shown) // across))
-    axes = plot.panel_grid(figure, len(shown), across, "training step", sharey=False)
-    for ax, ((name, unit, _, scale, neutral), table) in zip(axes, shown, strict=True):
+    across = min(ACROSS, len(panels))
+    figure = new_figure(WIDE * max(across, 2) / ACROSS, 0.5 + 1.6 * -(-len(panels) // across))
+    axes = plot.panel_grid(figure, len(panels), across, "training step", sharey=False)
+    for ax, ((name, unit, _, scale, neutral), table) in zip(axes, panels, strict=True):
         ax.set_title(name)
         for label, look in zip(table, (SINK, OTHERS), strict=False):
             plot.curve(ax, table[label], label=label, **look)
@@ -149,8 +149,8 @@ def draw_training_onsets(runs: RunsByStep) -> Figure:
 
 
 def _with_gradients(runs: Checkpoints) -> Checkpoints:
-    known = [(step, run) for step, run in runs if len(run.tables.get("gradient", ()))]
-    return sorted(known, key=lambda pair: pair[0])
+    measured = [(step, run) for step, run in runs if len(run.tables.get("gradient", ()))]
+    return sorted(measured, key=lambda pair: pair[0])
 
 
 @needs(_with_gradients, "no checkpoint has gradients")
