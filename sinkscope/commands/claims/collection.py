@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from sinkscope.commands.claims.columns import COMMAND
 from sinkscope.commands.claims.evidence import MAIN, Evidence, models_of
@@ -65,7 +66,8 @@ class Collection:
         runs_by_model[name] = runs_by_model.get(name, {}) | evidence.runs
         naturals = {model: runs[MAIN] for model, runs in runs_by_model.items() if MAIN in runs}
         series = self._series_by_model.get(name, [])
-        example = next((run for one in (*trainings, *series) for run in one.runs.values()), None)
+        described_by: list[Mapping[Any, RunData]] = [*(one.runs for one in trainings), *(one.runs for one in series)]
+        example = next((run for runs in described_by for run in runs.values()), None)
         sources = StudySources(name, self.trainings, tuple(series), naturals, scores=self.scores)
         by_variant = {name: replace(evidence.with_studies(sources, NEEDS), example=example)}
 
