@@ -52,24 +52,24 @@ FIGURE_ROWS = (
     ("visual-sinks", "pictures",
         "attention to the patches of pictures, and φ (Kang et al. 2025)", "visual_patch", "picture"),
 )
-BY_LAYER = (
-    "by-layer", "runs", "sink rate, value norm, residual norm and massive activations of all runs", "summary",
-)
+BY_LAYER = ("by-layer", "sink rate, value norm, residual norm and massive activations of all runs", "summary")
 # fmt: on
 
 
-def _spec(row: tuple[str, ...], folder: str, command: str) -> FigureSpec[Any]:
-    name, file, about, *tables = row
-    return FigureSpec(name, f"{folder}.{file}", about, tuple(tables), command)
+def _spec(module: str, command: str, name: str, about: str, *tables: str) -> FigureSpec[Any]:
+    return FigureSpec(name, module, about, tables, command)
 
 
 def _registers() -> dict[str, dict[str, FigureSpec[Any]]]:
     """Return the registers of figures by the data that they show, from FIGURE_ROWS and the records of the commands."""
-    of_run = [_spec(row, __name__, IMAGES if row[1] == "pictures" else "analyze") for row in FIGURE_ROWS]
-    kinds = {"one run": of_run, "several runs": [_spec(BY_LAYER, __name__, "compare")]}
+    of_run = [
+        _spec(f"{__name__}.{file}", IMAGES if file == "pictures" else "analyze", name, *about)
+        for name, file, *about in FIGURE_ROWS
+    ]
+    kinds = {"one run": of_run, "several runs": [_spec(f"{__name__}.runs", "compare", *BY_LAYER)]}
     for name, record in records().items():
         for data, rows in record.figures.items():
-            kinds.setdefault(data, []).extend(_spec(row, record.folder, name) for row in rows)
+            kinds.setdefault(data, []).extend(_spec(f"{record.folder}.figures", name, *row) for row in rows)
     kinds["one run"].sort(key=lambda spec: spec.name)
     return {data: {spec.name: spec for spec in specs} for data, specs in kinds.items()}
 

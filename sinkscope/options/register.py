@@ -32,7 +32,7 @@ class Command:
     manifest: str = "sinkscope.results.schema:Manifest"  # MODULE:CLASS of the entries of its run.json
     report: str = ""  # MODULE:FUNCTION, which makes the Report of a run; "": its folder is not one run
     tables: Sequence[str] = ()  # MODULE:NAME of mappings, table → columns after the leading ones
-    # data of the figures → a row for each: its name, its file in the command's folder, its description, its tables
+    # data of the figures, whose functions are in figures.py → a row for each: its name, its description, its tables
     figures: Mapping[str, Sequence[tuple[str, ...]]] = field(default_factory=dict)
     of_arms: Sequence[str] = ()  # tables of which a figure shows all arms of one of its runs together
     files: str = ""  # MODULE:FUNCTION, which returns further files of the folder of a run (output/run.py)

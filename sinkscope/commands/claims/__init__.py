@@ -13,12 +13,11 @@ COMMANDS = (
         tables=(".columns:COLUMNS",),
         figures={
             "claims": (
-                ("scorecard", "figures", "the number of every claim, its threshold and published values", "claim"),
-                ("scorecard-by-model", "figures", "the outcome of every claim, claims × models", "claim"),
+                ("scorecard", "the number of every claim, its threshold and published values", "claim"),
+                ("scorecard-by-model", "the outcome of every claim, claims × models", "claim"),
             ),
             "interventions on several models": (
-                ("routes", "figures",
-                    "routes that carry the sink in each model: sink rate before and after each is cut", "route"),
+                ("routes", "routes that carry the sink in each model: sink rate before and after each is cut", "route"),
             ),
         },
         summaries=".scorecard:summaries",

@@ -12,7 +12,7 @@ COMMANDS = (
         compared={"analyze": "sinkscope.output.comparison:compared", "training": ".curves:curves"},
         figures={
             "trainings of your own": (
-                ("training-curves", "figures", "what SinkCallback measured of each training, by step", "training"),
+                ("training-curves", "what SinkCallback measured of each training, by step", "training"),
             ),
         },
         page=".page:ComparePage",

@@ -14,7 +14,7 @@ COMMANDS = (
         tables=(".overflow:OVERFLOW_TABLES",),
         figures={
             "one run": (
-                ("overflow-headroom", "figures",
+                ("overflow-headroom",
                     "largest magnitude of each site by layer, and the limit of the dtype (doctor --dtype)",
                     "overflow"),
             ),

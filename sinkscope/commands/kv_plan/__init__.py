@@ -14,8 +14,7 @@ COMMANDS = (
         tables=(".plan:KV_PLAN_TABLES",),
         figures={
             "one run": (
-                ("kv-plan", "figures",
-                    "perplexity and retrieval by the memory that plans for the KV cache keep", "kv_plan"),
+                ("kv-plan", "perplexity and retrieval by the memory that plans for the KV cache keep", "kv_plan"),
             ),
         },
         files=".findings:files",

@@ -17,11 +17,10 @@ COMMANDS = (
         ),
         figures={
             "one run": (
-                ("quantization-cost", "figures",
+                ("quantization-cost",
                     "perplexity with the model or single sites quantized", "quantization", "quantization_sites"),
-                ("quantization-ranges", "figures",
-                    "range and median of every linear layer by layer", "quantization_sites"),
-                ("quantization-split", "figures",
+                ("quantization-ranges", "range and median of every linear layer by layer", "quantization_sites"),
+                ("quantization-split",
                     "cost with tokens, coordinates, a prefix or a rotation, and random controls", "quantization_split"),
             ),
         },

@@ -11,13 +11,11 @@ COMMANDS = (
         tables=(".onsets:ONSET_TABLES",),
         figures={
             "training steps": (
-                ("training-by-step", "figures",
-                    "loss, sinks, gradient sinks and norms by training step", "summary"),
-                ("training-onsets", "figures",
+                ("training-by-step", "loss, sinks, gradient sinks and norms by training step", "summary"),
+                ("training-onsets",
                     "onsets of value gradient, norm and sink in training, and which of them leads",
                     "attention_by_sequence", "activation_by_sequence", "gradient_by_group"),
-                ("training-gradient-norms", "figures",
-                    "gradient norms by token position and step (GS fig. 2)", "gradient"),
+                ("training-gradient-norms", "gradient norms by token position and step (GS fig. 2)", "gradient"),
             ),
         },
         summaries=".series:summaries",
