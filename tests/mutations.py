@@ -71,6 +71,7 @@ ESTIMATE_TESTS = (
     "tests/commands/claims/test_claims_levels.py",
     "tests/commands/intervene/test_effects.py",
 )
+VERDICT_TESTS = ("tests/verdict",)
 INTERVENTION_TESTS = ("tests/interventions", "tests/commands/intervene/test_intervene.py")
 
 
@@ -213,10 +214,17 @@ MUTATIONS = [
          "entries.abs() >= least", "entries >= least"),
         ("epe: exchanged the wrong way", f"{INTERVENTIONS}.nu", "PositionVectors.applied",
          "epe[source] - epe[position]", "epe[position] - epe[source]"),
+        ("super weight: a control may be the weight itself", f"{INTERVENTIONS}.super_weight", "ZeroSuperWeight.control",
+         "other >= treated", "other > treated"),
         ("mask-sink: the sink's own weight", f"{INTERVENTIONS}.sink", "MaskSink.applied",
          "(row[:, None] != col)", "(row[:, None] >= col)"),
         ("mask-sink: the key's own weight in sums", WEIGHTS, "_correct_forbidden",
          "torch.where(hidden, weights,", "torch.where(hidden, 0 * weights,"),
+    ),
+    *_mutations(
+        VERDICT_TESTS,
+        ("pictures: a share of all attention goes to sinks", "sinkscope.verdict.probes", "_visual_sinks",
+         'ON_SINKS * heads["visual_mass"]', "ON_SINKS"),
     ),
 ]  # fmt: skip
 

@@ -836,10 +836,15 @@ def test_controls_are_other_biases_or_weights_of_the_row_or_the_column_and_as_ma
     assert str(first).startswith("perturb-query-bias:layers=0+1,heads=2,seed=")
     assert first == original.control(known, torch.Generator().manual_seed(1)) != second
     assert first.control(known, draw) is None
-    weight, heads = parse("zero-super-weight:layer=1,rows=3,column=5"), parse("ablate-heads:numbers=1,6,7")
+    weight: Any = parse("zero-super-weight:layer=1,rows=3,column=5")
+    heads = parse("ablate-heads:numbers=1,6,7")
     drawn: list[Any] = [weight.control(known, torch.Generator().manual_seed(seed)) for seed in range(30)]
     assert all((each.rows == (3,)) != (each.column == 5) and each.layer == 1 for each in drawn)
     assert {each.rows == (3,) for each in drawn} == {True, False}
+    drawn = [weight.control(known, draw) for _ in range(2000)]
+    height, width = weight.part(known.target).weight(0).shape
+    assert {each.rows for each in drawn if each.column == 5} == {(row,) for row in range(height) if row != 3}
+    assert {each.column for each in drawn if each.rows == (3,)} == {*range(width)} - {5}
     sets: list[Any] = [heads.control(known, torch.Generator().manual_seed(seed)) for seed in range(30)]
     assert all(len(each.numbers) == 3 for each in sets)
     assert {number for each in sets for number in each.numbers} == set(range(12))

@@ -1,7 +1,9 @@
-"""Findings on states, super weights and over-mixing: their intervals are over sequences."""
+"""Findings on states, super weights, over-mixing and pictures: their intervals are over sequences."""
 
 import numpy as np
+import pandas as pd
 import pytest
+from support.made_up_runs import run_manifest
 from tiny import tiny_model
 
 from sinkscope import Run, analyze
@@ -44,3 +46,14 @@ def test_without_the_tables_by_sequence_the_numbers_are_the_same_without_interva
     for name, found in by_name(less).items():
         assert found.value == pytest.approx(whole[name].value, rel=1e-6)
         assert name in {"secondary-sinks", "super-weight"} or np.isnan(found.low)
+
+
+def test_a_head_sees_a_picture_if_half_of_what_it_gives_it_is_not_on_sinks() -> None:
+    patches = pd.DataFrame({"sequence": [0, 0], "layer": 2, "phi": [30.0, 1.0], "mass": 0.1, "random_share": 0.0})
+    heads = pd.DataFrame({"sequence": 0, "layer": 2, "head": range(4), "first_mass": 0.1})
+    masses = {"visual_mass": [0.8, 0.8, 0.3, 0.1], "sink_mass": [0.3, 0.5, 0.2, 0.0]}
+    pictures = {"pictures": 1, "coordinates": [7], "is_massive": True}
+    tables = {"visual_patch": patches, "visual_head": heads.assign(**masses)}
+    found = by_name(Run(run_manifest(pictures=pictures), tables))["visual-attention"]
+    assert (found.numbers["seeing"], found.numbers["heads"]) == (1, 4)
+    assert "1 of 4 heads see the picture: they give it at least 0.2" in found.sentence

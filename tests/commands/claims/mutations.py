@@ -30,4 +30,7 @@ MUTATIONS = [
     ("GS-6: the smaller null", "papers.gs", "_against_null", "null.value < floor", "null.value > floor"),
     ("scorecard: one number is counted twice", "scorecard", "once", "numbers <= known", "False"),
     ("scorecard: claims whose null passes", "scorecard", "headline", '"yes"', '"no"'),
+    ("the loss of an analyzed model is a mean over sequences", "sinkscope.commands.intervene.experiment",
+     "Experiment._reuse_run", 'by_sequence["loss"] @ by_sequence["predicted"] / self.subject.inputs.num_predicted',
+     'by_sequence["loss"].mean()'),
 ]  # fmt: skip

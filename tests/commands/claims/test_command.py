@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from support.figures import skip_figures
 from support.printed_numbers import all_numbers, numbers_of, stands_in
-from tiny import VOCAB, tiny_model
+from tiny import VOCAB, ragged_tokens, tiny_model, written
 
 import sinkscope
 from sinkscope import Run, Scorecard
@@ -171,8 +171,9 @@ def test_a_folder_is_gone_on_with_by_the_same_model_text_and_options(tmp_path: P
         judge(other)
 
 
-def test_arms_are_compared_with_the_model_as_it_was_analyzed(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arms_are_compared_with_the_model_as_it_was_analyzed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tables equal those of an experiment with its own baseline, except the mean maps, which no claim reads."""
+    text = written(tmp_path / "ids.jsonl", ragged_tokens((64, 40, 64, 52)))  # losses are means over tokens
     given = {"input": str(text), "bos": "never", "num_seqs": 4, "draws": 1, "epsilon": 0.13}
     only(monkeypatch, "V-24")
     do = "scale-sink-value:where=sinks"

@@ -14,6 +14,8 @@ MUTATIONS = [
     ("split: heads with the lowest scores", "plan", "Sizes.split", "(-scores.ravel()", "(scores.ravel()"),
     ("memory: sinks twice", "plan", "Sizes.memory", "* (1 - each)", "* (1 + each)"),
     ("sinks: at least the smallest", "plan", "SinkRule.of", "abs().min()) / 2", "abs().min())"),
+    ("sinks: the rule is made on all texts", "plan", "predicted_sinks",
+     ' & (entries["sequence"] >= len(texts) - calibration)', ""),
     ("ranking: the token before the answer", "plan", "Retrieval.score", "+ 2  #", "+ 1  #"),
     ("ranking: attention within the window", "plan", "BeyondWindow.score",
      "1 - (read.streamed_lse - read.lse).exp()", "(read.streamed_lse - read.lse).exp()"),

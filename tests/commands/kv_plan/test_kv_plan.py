@@ -133,6 +133,18 @@ def test_late_sinks_are_predicted() -> None:
     assert [text.sinks for text in texts] == [(), (0, 9, 17), (1, 10, 18)]
 
 
+def test_the_rule_for_sinks_is_made_on_the_calibration_texts_alone() -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5, 3] = model.get_input_embeddings().weight[6, 4] = 1e6
+    measured, calibrating = np.full((2, 24), 7)
+    measured[[0, 9]], calibrating[[0, 4]] = 6, 5
+    texts = [CopiedText(measured, 3), CopiedText(calibrating, 3)]
+    rule, texts = predicted_sinks(subject(model, [measured]), texts, calibration=1)
+    assert rule.coordinates == (3,)
+    assert [text.sinks for text in texts] == [(), (0, 4)]
+
+
 def test_sinks_have_half_of_the_smallest_massive_activation_in_the_first_layer_of_most() -> None:
     rows = [(1, 0, 7, -90.0), (2, 0, 3, 80.0), (2, 1, 9, -60.0), (2, 2, 3, 70.0), (3, 0, 3, 10.0), (3, 1, 3, 10.0)]
     massive = pd.DataFrame(rows, columns=["layer", "sequence", "coordinate", "value"])

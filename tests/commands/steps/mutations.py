@@ -24,4 +24,6 @@ MUTATIONS = [
     ("the later onset is named first", "onsets", "_order", "if estimate.high < 0:", "if estimate.high > 0:"),
     ("a lead need not exceed its null", "onsets", "_lead",
      "(row.low > 0 and row.value > row.null_high)", "(row.low > 0)"),
+    ("a lead backwards is compared with the upper end of its null", "onsets", "_lead",
+     "row.value < row.null_low)", "row.value < row.null_high)"),
 ]  # fmt: skip

@@ -201,8 +201,11 @@ def test_no_order_is_claimed_where_there_is_none() -> None:
 
 @pytest.mark.parametrize(
     ("value", "low", "high", "leads"),
-    [(0.7, 0.1, 0.9, True), (0.5, 0.1, 0.9, False), (-0.7, -0.9, -0.1, True), (-0.7, -0.9, 0.1, False)],
-)
+    [
+        (0.7, 0.1, 0.9, True), (0.5, 0.1, 0.9, False), (0.7, -0.1, 0.9, False),
+        (-0.7, -0.9, -0.1, True), (-0.5, -0.9, -0.1, False), (-0.7, -0.9, 0.1, False),
+    ],
+)  # fmt: skip
 def test_a_lead_is_beyond_zero_and_beyond_its_null(value: float, low: float, high: float, leads: bool) -> None:
     rows = [
         ("lag", "norm", "sink_rate", -1, 0.3, 0.3, 0.3, np.nan, np.nan),

@@ -37,6 +37,7 @@ MUTATIONS = [
      "resamplings_of(texts)).mean(-1)", "resamplings_of(texts)).max(-1)"),
     ("steps are not tokens", "tables", "sweep_tables", 'table["step"] * tokens', 'table["step"]'),
     ("the first revision is compared", "tables", "SweepTables.by_policy", 'keep="last"', 'keep="first"'),
+    ("the first revision's score is shown", "tables", "SweepTables.overview", 'keep="last"', 'keep="first"'),
     ("the last BOS policy is the main one", "tables", "SweepTables.main", 'transform("first")', 'transform("last")'),
     ("tuned and base are exchanged", "figures", "_chat_rows",
      '(("base", "_of_base"), ("tuned", ""))', '(("base", ""), ("tuned", "_of_base"))'),

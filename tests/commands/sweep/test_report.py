@@ -74,6 +74,17 @@ def test_the_first_setting_and_the_last_revision_are_compared_by_input() -> None
     assert tables.overview.to_dict("records") == [{"model": "a", "BOS": "with", "natural": "20.0%"}]
 
 
+def test_the_score_of_the_last_revision_stands_next_to_its_sink_rate() -> None:
+    plain = tables_of({"revision": "step0", "value": 0.1}, {"revision": "step8", "value": 0.2})
+    scores = [
+        CELL | {"cell": revision, "revision": revision, "condition": "t", "metric": "acc", "score": score}
+        | {"filter": "none", "error": 0.01, "questions": 9, "is_asked": True}
+        for revision, score in (("step0", 0.3), ("step8", 0.4))
+    ]  # fmt: skip
+    tables = SweepTables(plain.tables | {SCORES: pd.DataFrame(scores)}, {})
+    assert tables.overview.to_dict("records") == [{"model": "a", "BOS": "with", "natural": "20.0%", "t (acc)": "0.400"}]
+
+
 def test_rates_under_different_bos_policies_are_in_rows_of_their_own() -> None:
     without = {"token_zero": "random token", "value": 0.0}
     text = words(tables_of({}, RANDOM | without, {"model": "b"}), {"content": {"title": "x"}})
