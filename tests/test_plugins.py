@@ -18,7 +18,7 @@ from sinkscope import InputError, SinkscopeError, plugins
 from sinkscope.cli.ending import _message
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable
-from sinkscope.measuring.summary import METRICS_OF, layerwise, summarize
+from sinkscope.measuring.summary import METRICS_OF, MeasuredTables, layerwise, summarize
 from sinkscope.plugins import GROUP
 from sinkscope.results.tables import POSITION, Column
 
@@ -214,4 +214,4 @@ def test_a_plugin_that_raises(site: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(
         SinkscopeError, match=r"^'broken' of the plugin broken 0.1.0 failed \[KeyError: .*no such column"
     ):
-        summarize({"broken": ROWS}, *(cast(Any, None),) * 3)
+        summarize(MeasuredTables({"broken": ROWS}, *(cast(Any, None),) * 3))

@@ -13,7 +13,6 @@ layer's attention gets the same vector at all positions, so that the effect of o
 
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import MASKED, AttentionCall, upcast
-from sinkscope.attention.seam import open_seam
-from sinkscope.attention.taps import Seam
+from sinkscope.attention.seam import open_seam, recorded_taps
 from sinkscope.models.family import (
     NO_POSITIONS,
     NOT_RUN,
@@ -50,28 +48,19 @@ def with_positions(model: PreTrainedModel, family: Family) -> Family:
     length = min(EQUAL_TOKENS, number_of_positions(model, family) or EQUAL_TOKENS)
     one, other = (torch.full((1, length), vocabulary // part, device=device) for part in (2, 3))
     added, embedding, offset = _added_positions(model, family, one, other)
-    # each layer's query and key (1,H,T,d) on equal inputs, and its call under the key "lse"
-    attended: dict[int, dict[str, Any]] = {layer: {} for layer in family.attentions(model)}
-
-    def keep(layer: int, name: str, seam: Seam, tap: nn.Module, args: tuple, x: torch.Tensor) -> None:
-        attended[layer][name] = seam.call if name == "lse" else x
-
-    with open_seam(model, family) as seams, ExitStack() as hooks:
-        for layer, attention in family.attentions(model).items():
+    with open_seam(model, family) as seams, recorded_taps(seams) as attended, ExitStack() as hooks:
+        for attention in family.attentions(model).values():
             hooks.enter_context(attention.register_forward_pre_hook(_repeat_last_state, with_kwargs=True))
-            for name in ("query", "key", "lse"):
-                hook = partial(keep, layer, name, seams[layer])
-                hooks.enter_context(getattr(seams[layer], name).register_forward_hook(hook))
         model(input_ids=one, use_cache=False)
     by_layer = [""] * len(family.layer_modules(model))
-    for layer, seen in attended.items():
-        within = UNKNOWN_POSITIONS
-        if seen.keys() == {"query", "key", "lse"}:
+    for layer, seen in attended.items():  # on equal inputs
+        within, call = UNKNOWN_POSITIONS, seams[layer].call
+        if {"query", "key", "lse"} <= seen.keys() and call is not None:
             turns = [_direction_changes(seen["query"]), _direction_changes(seen["key"])]
             if any(bool(turned.all()) for turned in turns):
                 within = "rotary"
             elif not any(bool(turned.any()) for turned in turns):
-                within = bias_kind(seen["lse"])
+                within = bias_kind(call)
         both = [kind for kind in (added, within) if kind and kind != NO_POSITIONS]
         by_layer[layer] = family.positions if UNKNOWN_POSITIONS in both else " + ".join(both) or NO_POSITIONS
     return replace(

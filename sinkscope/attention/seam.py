@@ -174,6 +174,21 @@ def without_seam(function: Attend, module: nn.Module, args: tuple, kwargs: dict[
             module._modules[NAME] = seam
 
 
+@contextmanager
+def recorded_taps(seams: Mapping[int, Seam]) -> Iterator[dict[int, dict[str, torch.Tensor]]]:
+    """Yield a dict into which layers put the query, key, value and log-sum-exp that pass their taps in the block."""
+    seen: dict[int, dict[str, torch.Tensor]] = {layer: {} for layer in seams}
+
+    def keep(layer: int, name: str, tap: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        seen[layer][name] = output
+
+    with ExitStack() as hooks:
+        for layer, seam in seams.items():
+            for name in ("query", "key", "value", "lse"):
+                hooks.enter_context(getattr(seam, name).register_forward_hook(partial(keep, layer, name)))
+        yield seen
+
+
 def why_unread(seam: Seam, seen: Mapping[str, torch.Tensor], tokens: torch.Size) -> str | None:
     """Return why a layer's attention cannot be read from its taps after a run on tokens (B,T); None if it can."""
     keys = seen["key"].shape[2] if "key" in seen else tokens[1]
@@ -200,16 +215,9 @@ def unread_attentions(model: PreTrainedModel, family: Family) -> dict[int, str]:
     layers, attentions = family.layer_modules(model), family.attentions(model)
     with unchanged_after(model):
         bare = record_ends(model, [*layers, *attentions.values()], inputs)
-    seen: dict[int, dict[str, torch.Tensor]] = {layer: {} for layer in attentions}
-
-    def keep(layer: int, name: str, tap: nn.Module, args: tuple, output: torch.Tensor) -> None:
-        seen[layer][name] = output
-
-    with open_seam(model, family) as seams, ExitStack() as hooks:
-        for layer, seam in seams.items():
-            hooks.enter_context(edited_input(layers[layer], lambda module, x: bare[module][0].x.to(x.device)))
-            for name in seam.order[:-1]:
-                hooks.enter_context(getattr(seam, name).register_forward_hook(partial(keep, layer, name)))
+    with open_seam(model, family) as seams, recorded_taps(seams) as seen, ExitStack() as edits:
+        for layer in seams:
+            edits.enter_context(edited_input(layers[layer], lambda module, x: bare[module][0].x.to(x.device)))
         seamed = record_ends(model, attentions.values(), inputs)
         reasons = {layer: why_unread(seam, seen[layer], ids.shape) for layer, seam in seams.items()}
     for layer, attention in attentions.items():

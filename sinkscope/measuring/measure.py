@@ -20,7 +20,7 @@ from sinkscope.measuring.parity import parity_check
 from sinkscope.measuring.passes import pass_over, tables_of
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.subject import Subject
-from sinkscope.measuring.summary import summarize
+from sinkscope.measuring.summary import MeasuredTables, summarize
 from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import Reader, open_tracer
 from sinkscope.models.family import text_tower
@@ -172,7 +172,8 @@ def measure(
         raw |= tables_of(follow_ups)
         facts.scaling, facts.outside = attention_facts(tracer)
     tables = publish(raw, loaded, inputs.condition)
-    summary = summarize(tables, inputs, family, facts.scaling, facts.loss, facts.outside, settings)
+    measured = MeasuredTables(tables, inputs, family, facts.scaling, facts.outside, settings)
+    summary = summarize(measured, facts.loss)
     if notice := notice_without_rate(of_whole_model(summary), settings.epsilon):
         facts.notices += (notice,)
     return tables | publish({"summary": summary}, loaded, inputs.condition), facts

@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import MASKED, grouped_matmul, repeat_heads, upcast
-from sinkscope.attention.seam import open_seam, without_seam
+from sinkscope.attention.seam import open_seam, recorded_taps, without_seam
 from sinkscope.attention.taps import NAME, attends_by_us
 from sinkscope.attention.weights import AttentionRead, row_chunks
 from sinkscope.errors import SinkscopeError, is_out_of_memory
@@ -71,9 +70,6 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
     batch = batch.with_registers(registers_before(model))
     comparisons: list[AttentionComparison] = []
 
-    def keep(seen: dict[str, torch.Tensor], name: str, tap: nn.Module, args: tuple, output: torch.Tensor) -> None:
-        seen[name] = output
-
     def compared(attend: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if module not in layers:
             return attend(module, *args, **kwargs)
@@ -87,15 +83,12 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
                 raise
             values, named = args, kwargs  # the function supports half precision only
             theirs = without_seam(attend, module, values, named)
-        seam: Any = getattr(module, NAME)
-        seen: dict[str, torch.Tensor] = {}
-        with ExitStack() as hooks:
-            for name in ("query", "key", "value", "lse"):
-                hooks.enter_context(getattr(seam, name).register_forward_hook(partial(keep, seen, name)))
+        layer, seam = layers[module], getattr(module, NAME)
+        with recorded_taps({layer: seam}) as seen:
             ours = attend(module, *values, **named)[0]
-        read = AttentionRead(**seen, call=seam.call, batch=batch)
+        read = AttentionRead(**seen[layer], call=seam.call, batch=batch)
         seam.call = None
-        comparisons.append(AttentionComparison(layers[module], *_difference(theirs[0], ours, read)))
+        comparisons.append(AttentionComparison(layer, *_difference(theirs[0], ours, read)))
         return _converted(args[0].dtype, theirs)
 
     if family.door != "interface":

@@ -4,7 +4,7 @@ Both are computed from the other tables of a run.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd
@@ -27,35 +27,23 @@ REDUCTIONS: Mapping[str, Callable[[pd.Series], float]] = {"sum": pd.Series.sum, 
 
 @dataclass(frozen=True)
 class MeasuredTables:
-    """The arguments of `summarize` from which metrics are computed."""
+    """The tables of one run, and what else metrics are computed from."""
 
     tables: Mapping[str, pd.DataFrame]
     inputs: TokenInputs
     family: Family
-    scaling: tuple[float, ...]
-    outside: Collection[str]
-    settings: ObservableOptions
+    scaling: tuple[float, ...]  # of each layer's logits
+    outside: Collection[str] = ()  # everything other than the text that takes attention weight
+    settings: ObservableOptions = field(default_factory=ObservableOptions)
 
 
 LayerMetric = Callable[[MeasuredTables], pd.Series | None]  # by layer; None if it does not apply
 MetricValues = tuple[dict[str, pd.Series], dict[str, float]]  # by layer, and of the whole model
 
 
-def summarize(
-    tables: Mapping[str, pd.DataFrame],
-    inputs: TokenInputs,
-    family: Family,
-    scaling: tuple[float, ...],
-    loss: float | None = None,
-    outside: Collection[str] = (),
-    settings: ObservableOptions | None = None,
-) -> pd.DataFrame:
-    """Compute the table `summary` (layer, with -1 for the whole model; metric; value) from the tables of one run.
-
-    `scaling` is that of each layer's logits, `loss` in nats per predicted token, and `outside` names everything other
-    than the text that takes attention weight. `settings` are those of the run, by default the defaults.
-    """
-    measured = MeasuredTables(tables, inputs, family, scaling, outside, settings or ObservableOptions())
+def summarize(measured: MeasuredTables, loss: float | None = None) -> pd.DataFrame:
+    """Compute the table `summary` (layer, with -1 for the whole model; metric; value); `loss` is in nats per token."""
+    tables, inputs, family = measured.tables, measured.inputs, measured.family
     by_layer: dict[str, pd.Series] = {}
     whole: dict[str, float] = {} if loss is None else {"loss": loss, "perplexity": perplexity(loss)}
     for table, metrics in METRICS_OF.items():

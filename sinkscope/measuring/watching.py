@@ -38,7 +38,7 @@ from sinkscope.measuring.observables.observable import Observable, accumulated
 from sinkscope.measuring.parity import check_beforehand
 from sinkscope.measuring.passes import tables_of
 from sinkscope.measuring.subject import load_model, row_or_calibrated
-from sinkscope.measuring.summary import summarize
+from sinkscope.measuring.summary import MeasuredTables, summarize
 from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import Address, Reader, Sought
 from sinkscope.models.edits import first_argument
@@ -132,7 +132,7 @@ class Watched:
             raw[name] = table.assign(sequence=table["sequence"].map(places)) if "sequence" in table else table
         tables = publish(raw, self.loaded, CONDITION)
         scaling, outside = self._attended
-        summary = summarize(tables, inputs, self.family, scaling, None, outside, self.settings)
+        summary = summarize(MeasuredTables(tables, inputs, self.family, scaling, outside, self.settings))
         if notice := notice_without_rate(of_whole_model(summary), self.settings.epsilon):
             warnings.warn(notice, stacklevel=4)  # the user's line, past `tables` and the cache
         return tables | publish({"summary": summary}, self.loaded, CONDITION)

@@ -217,49 +217,39 @@ def error_origin(error: BaseException, model: nn.Module) -> tuple[str, str]:
 
 
 @contextmanager
-def _naming_the_origin(model: nn.Module) -> Iterator[None]:
-    """Turn an error of the model or of a plugin into a SinkscopeError that names the module or the plugin.
-
-    Other errors, SinkscopeError, an interrupt and a lack of memory pass through.
-    """
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, SinkscopeError) or was_interrupted(error) or is_out_of_memory(error):
-            raise
-        place, advice = error_origin(error, model)
-        if not place:
-            raise
-        raise SinkscopeError(f"{place} {advice} [{described(error)}]") from error
-
-
-@contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Let the model compute as in deployment within the block: eval mode, not compiled, and outputs by name.
 
     The caller's autocast, inference mode and default device have no effect, and the model is restored afterwards. An
-    error of the model's code, or of a plugin, becomes a SinkscopeError that names the module or the plugin.
+    error of the model's code, or of a plugin, becomes a SinkscopeError that names the module or the plugin; an
+    interrupt and a lack of memory pass through.
     """
-    with ExitStack() as stack:
-        stack.enter_context(_naming_the_origin(model))
-        stack.enter_context(on_cpu_by_default())
-        stack.enter_context(torch.random.fork_rng(devices=[]))  # for a short text, BigBird makes new modules
-        stack.enter_context(unchanged_after(model))
-        for module in model.modules():
-            module.training = False
-            vars(module).update(_uncompiled(module), **{COMPILED: None})
-            if BEFORE_AUTOCAST in vars(module):
-                vars(module)["forward"] = vars(module)[BEFORE_AUTOCAST]
-        networks = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-        if not all(network.config.return_dict for network in networks):
-            stack.enter_context(own_configurations(model))
-            for network in networks:
-                network.config.return_dict = True
-        stack.enter_context(with_text_arguments(model))
-        stack.enter_context(fresh_rotary_frequencies(model))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(outside_autocast())
-        yield
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(on_cpu_by_default())
+            stack.enter_context(torch.random.fork_rng(devices=[]))  # for a short text, BigBird makes new modules
+            stack.enter_context(unchanged_after(model))
+            for module in model.modules():
+                module.training = False
+                vars(module).update(_uncompiled(module), **{COMPILED: None})
+                if BEFORE_AUTOCAST in vars(module):
+                    vars(module)["forward"] = vars(module)[BEFORE_AUTOCAST]
+            networks = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+            if not all(network.config.return_dict for network in networks):
+                stack.enter_context(own_configurations(model))
+                for network in networks:
+                    network.config.return_dict = True
+            stack.enter_context(with_text_arguments(model))
+            stack.enter_context(fresh_rotary_frequencies(model))
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(outside_autocast())
+            yield
+    except Exception as error:
+        passes = isinstance(error, SinkscopeError) or was_interrupted(error) or is_out_of_memory(error)
+        place, advice = ("", "") if passes else error_origin(error, model)
+        if not place:
+            raise
+        raise SinkscopeError(f"{place} {advice} [{described(error)}]") from error
 
 
 @contextmanager

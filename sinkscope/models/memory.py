@@ -6,15 +6,11 @@ from typing import Any
 import psutil
 import torch
 
-# of this container, by version of control groups: its limit, what it uses, and the entry of its statistics for cached
-# files, which the system frees when memory is needed
+# of this container, by version of control groups, in /sys/fs/cgroup: its limit, what it uses, and the entry of its
+# statistics for cached files, which the system frees when memory is needed
 CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "inactive_file"),
-    (
-        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        "total_inactive_file",
-    ),
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
@@ -31,8 +27,9 @@ def available_memory() -> int:
     free = int(psutil.virtual_memory().available)
     for limit, used, cached in CGROUPS:
         try:
-            most, now = (int(Path(path).read_text(encoding="utf-8")) for path in (limit, used))
-            statistics = dict(line.split() for line in Path(used).with_name("memory.stat").open(encoding="utf-8"))
+            most, now = (int(Path("/sys/fs/cgroup", name).read_text(encoding="utf-8")) for name in (limit, used))
+            file = Path("/sys/fs/cgroup", used).with_name("memory.stat")
+            statistics = dict(line.split() for line in file.open(encoding="utf-8"))
         except (OSError, ValueError):  # no container of this version, or one without a limit («max»)
             continue
         free = min(free, max(0, most - now + int(statistics.get(cached, 0))))

@@ -11,7 +11,7 @@ from support import made_up_runs
 from tiny import tiny_model
 
 import sinkscope
-from sinkscope.measuring.summary import summarize
+from sinkscope.measuring.summary import MeasuredTables, summarize
 from sinkscope.models.families import find_family
 from sinkscope.output.run import Run
 from sinkscope.results.findings import FEWEST_QUERIES
@@ -55,8 +55,7 @@ def attention_tables(sinks: Sequence[tuple] = ()) -> dict[str, pd.DataFrame]:
 
 
 def metrics(tables: dict[str, pd.DataFrame], inputs: TokenInputs = TWO, **more: Any) -> dict[tuple[str, int], float]:
-    given = {"family": LLAMA, "scaling": (0.5,) * LAYERS} | more
-    found = summarize(tables, inputs, **given)
+    found = summarize(MeasuredTables(tables, inputs, LLAMA, (0.5,) * LAYERS, **more))
     assert not found.duplicated(["layer", "metric"]).any()
     return {(row.metric, row.layer): row.value for row in found.itertuples()}
 

@@ -9,7 +9,7 @@ from support.every_model import tiny_of
 from tiny import TINY, measured, padded, ragged_tokens, tiny_model, tiny_tokens
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from sinkscope.attention.seam import open_seam
+from sinkscope.attention.seam import open_seam, recorded_taps
 from sinkscope.errors import InputError
 from sinkscope.interventions import INTERVENTIONS, Target
 from sinkscope.measuring.observables.observable import Settings
@@ -145,17 +145,9 @@ def test_calibration_finds_a_known_family_again(name: str, monkeypatch: pytest.M
 
 def seen_at_the_taps(model, family, ids):
     """Return query, key and value (B,heads,T,d) of every layer, after any norm and rotation."""
-    seen = []
-    with open_seam(model, family) as seams:
-        for seam in seams.values():
-            record = {}
-            seen.append(record)
-            for role in ROLES:
-                getattr(seam, role).register_forward_hook(
-                    lambda tap, args, output, role=role, record=record: record.__setitem__(role, output)
-                )
+    with open_seam(model, family) as seams, recorded_taps(seams) as seen:
         model(ids)
-    return seen
+    return list(seen.values())
 
 
 @pytest.mark.parametrize("name", TINY)
