@@ -171,11 +171,6 @@ class AttentionCall:
     reads_lse: bool = True  # whether the log-sum-exp of another operation is needed; the mix does not need it
 
     @property
-    def is_softmax(self) -> bool:
-        """Whether this is a softmax over the keys only."""
-        return self.sink_logits is None and self.operation is None
-
-    @property
     def looks_ahead(self) -> bool:
         """Whether a query may see a later key."""
         return not self.causal or self.prefix > 0
@@ -423,7 +418,7 @@ def _attend_rows(
     """Return the mix (B,H,R,d) and the log-sum-exp (B,H,R) of a chunk of queries."""
     if call.causal and call.mask is None and not call.forbidden and key.shape[2] == query.shape[2]:
         key, value = key[:, :, : rows.stop], value[:, :, : rows.stop]  # the queries of these rows see no later keys
-    logits = masked(raw_logits(query[:, :, rows], key, call), call, rows, query.shape[2])
+    logits = masked_logits(raw_logits(query[:, :, rows], key, call), call, rows, query.shape[2])
     weights, lse = row_weights(logits, call, rows)
     return grouped_matmul(F.dropout(weights.to(value.dtype), call.dropout), value), lse
 
@@ -433,7 +428,7 @@ Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionCall], tup
 KERNELS: dict[str, Kernel] = {"sdpa": fused_attention, "eager": partial(chunked_attention, chunk=sys.maxsize)}
 
 
-def masked(logits: torch.Tensor, call: AttentionCall, rows: slice, queries: int) -> torch.Tensor:
+def masked_logits(logits: torch.Tensor, call: AttentionCall, rows: slice, queries: int) -> torch.Tensor:
     """Set these rows (of `queries` in total) of logits over all keys (B,H,R,T) to the dtype's minimum where masked."""
     # not to -inf, because a fully masked row (a padding query) must stay finite
     keys, offset = slice(0, logits.shape[-1]), logits.shape[-1] - queries

@@ -57,7 +57,7 @@ LOGGED = (
     "largest_activation",
     "largest_logit",
 )
-LIMITS = {"float16_headroom": torch.float16, "float8_headroom": torch.float8_e4m3fn}
+HEADROOMS = {"float16_headroom": torch.float16, "float8_headroom": torch.float8_e4m3fn}
 # metric → message for its onset, and the condition on the metrics of a step
 ONSETS: Mapping[str, tuple[str, Callable[[Mapping[str, float]], bool]]] = {
     "sink_rate": ("the model has a sink", lambda of: 100 * of["sink_rate_clear"] > SINK),
@@ -204,7 +204,7 @@ class SinkCallback(TrainerCallback):
         metrics = _whole(new["training"])
         if not before and (notice := notice_without_rate(metrics, self.options["epsilon"])):
             warnings.warn(f"SinkCallback logs {notice}", stacklevel=2)
-        logs = {name: metrics[name] for name in (*LOGGED, *LIMITS) if not isnan(metrics.get(name, nan))}
+        logs = {name: metrics[name] for name in (*LOGGED, *HEADROOMS) if not isnan(metrics.get(name, nan))}
         logs |= {f"largest_activation_{name}": getattr(largest, name) for name in Largest._fields[1:-1]}
         if "largest_logits" in tables:
             logits = tables["largest_logits"]
@@ -236,7 +236,7 @@ class SinkCallback(TrainerCallback):
         whole = {
             "largest_activation": abs(largest.value),
             "massive_share": massive.max() / len(subject.inputs) if len(massive) else 0.0,
-            **{name: torch.finfo(dtype).max / max(abs(largest.value), 1e-30) for name, dtype in LIMITS.items()},
+            **{name: torch.finfo(dtype).max / max(abs(largest.value), 1e-30) for name, dtype in HEADROOMS.items()},
         }
         rows = pd.DataFrame({"layer": WHOLE_MODEL, "metric": list(whole), "value": list(whole.values())})
         made = {

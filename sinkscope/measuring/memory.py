@@ -52,26 +52,22 @@ def bytes_per_token(model: PreTrainedModel, backward: bool, size: int | None = N
     `size` is that of a number in bytes, by default the model's.
     """
     size, logits = size or model.dtype.itemsize, vocabulary(model)
-    every_layer = KEPT_OF_TOKEN * sum(_widths(model))
-    if backward:  # the logits and their gradient
-        return size * (every_layer + 2 * logits)
-    return 4 * every_layer / model.config.get_text_config().num_hidden_layers + size * logits  # reduced in float32
-
-
-def _widths(model: PreTrainedModel) -> Iterator[int]:
-    """Yield the sizes of input and output of every linear map that a token passes, except embeddings and logits."""
     config: Any = model.config.get_text_config()
     modules: Iterator[Any] = model.modules()
+    widths = 0  # of the inputs and outputs of every linear map that a token passes, except embeddings and logits
     for module in modules:
         if module is model.get_output_embeddings() or isinstance(module, nn.Embedding):
             continue
         if isinstance(getattr(module, "in_features", None), int) and hasattr(module, "out_features"):
-            yield module.in_features + module.out_features
+            widths += module.in_features + module.out_features
             continue
         for parameter in module.parameters(recurse=False):
             if parameter.dim() > 1:  # a token passes only a few experts of (E,D,F)
                 of_token = getattr(config, "num_experts_per_tok", None) or len(parameter)
-                yield sum(parameter.shape[-2:]) * (of_token if parameter.dim() > 2 else 1)
+                widths += sum(parameter.shape[-2:]) * (of_token if parameter.dim() > 2 else 1)
+    if backward:  # the logits and their gradient
+        return size * (KEPT_OF_TOKEN * widths + 2 * logits)
+    return 4 * KEPT_OF_TOKEN * widths / config.num_hidden_layers + size * logits  # reduced in float32
 
 
 # --- the memory of a run, estimated before its model is loaded

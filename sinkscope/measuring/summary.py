@@ -38,7 +38,6 @@ class MeasuredTables:
 
 
 LayerMetric = Callable[[MeasuredTables], pd.Series | None]  # by layer; None if it does not apply
-MetricValues = tuple[dict[str, pd.Series], dict[str, float]]  # by layer, and of the whole model
 
 
 def summarize(measured: MeasuredTables, loss: float | None = None) -> pd.DataFrame:
@@ -152,7 +151,7 @@ def _kurtosis_with_norms(measured: MeasuredTables) -> pd.Series | None:
     return pd.concat([table[table["site"].isin(BONDARENKO_SITES)], norms]).groupby("layer")["kurtosis"].mean()
 
 
-def _secondary_sinks(measured: MeasuredTables) -> pd.Series:
+def _secondary_sinks_per_text(measured: MeasuredTables) -> pd.Series:
     sinks = measured.tables["sink_tokens"]
     return sinks[sinks["kind"] == SECONDARY].groupby("layer").size() / len(measured.inputs)
 
@@ -204,7 +203,7 @@ METRICS_OF: dict[str, dict[str, LayerMetric]] = {
         "state_entropy": layerwise("entropy", "entropy"),
         "state_entropy_without_first": layerwise("entropy", "entropy_without_first"),
     },
-    "sink_tokens": {"secondary_sinks": _secondary_sinks},
+    "sink_tokens": {"secondary_sinks": _secondary_sinks_per_text},
     "spikes": {"residual_share": layerwise("spikes", "largest_share")},
 }
 
@@ -241,7 +240,9 @@ def delta_gap(query_bias: pd.DataFrame) -> pd.Series:
     return (first - later["delta_mean"].mean()) / np.sqrt(variance)
 
 
-def gradient_summary(tables: Mapping[str, pd.DataFrame], longest: int = LATER.stop) -> MetricValues:
+def gradient_summary(
+    tables: Mapping[str, pd.DataFrame], longest: int = LATER.stop
+) -> tuple[dict[str, pd.Series], dict[str, float]]:
     """Compute gradient metrics by layer, and for the whole model if not means over layers (GS figures 2 and 3).
 
     If the tables have fewer of the positions LATER than the longest sequence, comparisons with later positions are NaN.

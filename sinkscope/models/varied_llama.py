@@ -258,7 +258,7 @@ class VariedLlamaAttention(LlamaAttention):
         self.o_proj: Any = SummedHeads(config) if is_summed else nn.Linear(inputs, config.hidden_size, bias=False)
 
 
-class FeedForward(nn.Module):
+class VariedLlamaFeedForward(nn.Module):
     """down(act(gate x) ∘ up x), or down(act(up x)) without a gate."""
 
     def __init__(self, config: VariedLlamaConfig) -> None:
@@ -290,7 +290,7 @@ class VariedLlamaLayer(GradientCheckpointingLayer):
         super().__init__()
         self.is_post_norm = config.norm_placement == "post"
         self.self_attn = VariedLlamaAttention(config, layer_idx)
-        self.mlp = FeedForward(config)
+        self.mlp = VariedLlamaFeedForward(config)
         self.attention_norm, self.mlp_norm = norm_of(config), norm_of(config)
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:

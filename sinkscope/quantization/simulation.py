@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.attention.kernels import ROW_CHUNK, AttentionCall, grouped_matmul, masked, raw_logits, row_weights
+from sinkscope.attention.kernels import ROW_CHUNK, AttentionCall, grouped_matmul, masked_logits, raw_logits, row_weights
 from sinkscope.attention.seam import attending_by_kernels, open_seam
 from sinkscope.attention.taps import Seam
 from sinkscope.models.edits import edited_output, first_argument, replaced, wrapped_forward
@@ -53,7 +53,7 @@ def attending_with(seams: Mapping[int, Seam], changes: Mapping[int, AttentionCha
         for start in range(0, query.shape[2], ROW_CHUNK):
             rows = slice(start, min(start + ROW_CHUNK, query.shape[2]))
             scores = change(SCORES, raw_logits(query[:, :, rows], key, call), rows)
-            logits = masked(scores, call, rows, query.shape[2])
+            logits = masked_logits(scores, call, rows, query.shape[2])
             weights, lse = row_weights(logits, call, rows)
             mixes.append(grouped_matmul(change(SOFTMAX, weights, rows).to(value.dtype), value))
             lses.append(lse)

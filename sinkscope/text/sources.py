@@ -165,7 +165,7 @@ class Request:
 # --- readers: a file or a dataset becomes documents
 
 
-def read_text_file(path: Path) -> Iterator[Document]:
+def read_text_document(path: Path) -> Iterator[Document]:
     """Read a file of UTF-8 text as one document."""
     text = _decoded(path.read_bytes(), path.name)
     if not text.strip():
@@ -458,7 +458,7 @@ def sampled_tokens(request: Request) -> Selection:
 Cut = Callable[[Iterator[Document], str, Request], Selection]
 
 READERS: dict[str, tuple[Callable[[Path], Iterator[Document]], Cut]] = {
-    ".txt": (read_text_file, windows),
+    ".txt": (read_text_document, windows),
     ".jsonl": (read_json_lines, truncated),
     ".json": (read_json_lines, truncated),
     ".npy": (read_array, rows),

@@ -19,12 +19,8 @@ LENGTHS = (1, 33, 200)
 # head width → number of key heads; 36 is not a multiple of 8, and a GPU may use a different kernel for each width
 WIDTHS = {64: 2, 36: HEADS} | ({80: 2, 128: 2, 192: 2, 256: 2} if torch.cuda.is_available() else {})
 CALLS = ("causal", "padded", "window", "bias", "sinks", "sinks by query", "narrow values", "wide values", "softcap")
-ERRORS = {
-    torch.float64: 1e-12,
-    torch.float32: 1e-5,
-    torch.float16: 4e-3,
-    torch.bfloat16: 3e-2,
-}  # relative to the largest entry
+# relative to the largest entry
+ERRORS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])

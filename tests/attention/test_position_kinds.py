@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.every_model import tiny_of
+from support.hooked import calls_of
 from support.naming import naming
 from tiny import TINY, tiny_model
 
@@ -14,18 +15,13 @@ from sinkscope.models.projections import position_vectors
 
 NOPE_LAST = ("rotary", "rotary", "rotary", "none")
 FOUND = {
-    "smollm3": NOPE_LAST,
-    "llama4_text": NOPE_LAST,
+    **dict.fromkeys(("smollm3", "llama4_text"), NOPE_LAST),
     "jamba": ("", "none", "", "none"),
     "nemotron_h": ("", "", "none", ""),
-    "xglm": ("sinusoidal",) * 4,
-    "ctrl": ("sinusoidal",) * 4,
-    "marian": ("sinusoidal",) * 4,
-    "biogpt": ("learned",) * 4,
-    "openai-gpt": ("learned",) * 4,
-    "codegen": ("rotary",) * 4,
+    **dict.fromkeys(("xglm", "ctrl", "marian"), ("sinusoidal",) * 4),
+    **dict.fromkeys(("biogpt", "openai-gpt"), ("learned",) * 4),
+    **dict.fromkeys(("codegen", "deepseek_v3"), ("rotary",) * 4),
     "qwen3_next": ("", "rotary", "", "rotary"),
-    "deepseek_v3": ("rotary",) * 4,
     "mpt": ("alibi",) * 4,
 }
 
@@ -50,11 +46,9 @@ def test_learned_vectors_are_those_that_are_added(model_type: str) -> None:
     """Some of these tables begin with two rows that belong to no position."""
     model = tiny_of(model_type)
     family, _ = family_of(model)
-    given: list[torch.Tensor] = []
-    table = model.get_submodule(family.position_embedding)
-    table.register_forward_hook(lambda module, args, output: given.append(output))
-    model(torch.arange(3, 9)[None])
-    assert torch.equal(position_vectors(model, family)[:6], given[0].view(-1, given[0].shape[-1])[-6:])
+    calls = calls_of(model, {"table": model.get_submodule(family.position_embedding)}, torch.arange(3, 9)[None])
+    ((_, added),) = calls["table"]
+    assert torch.equal(position_vectors(model, family)[:6], added.flatten(0, -2)[-6:])
 
 
 def test_a_bias_that_is_not_linear_is_relative() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from support.attention_reads import causal_mask, dense
 from support.everything import assert_as_before, logits, state_of
-from tiny import TINY, measured, padded, ragged_tokens, tiny_model, tiny_tokens
+from tiny import measured, padded, ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -43,19 +43,9 @@ def batch() -> Batch:
     return padded(ragged_tokens((9, 9)))
 
 
-@pytest.mark.parametrize("name", TINY)
-def test_the_model_is_as_before(name: str) -> None:
-    model = tiny_model(name)
-    before = state_of(model)
-    with open_tracer(model, find_family(model)) as tracer:
-        assert sum(isinstance(module, Seam) for module in model.modules()) == len(tracer.seams) == 3
-        tracer.forward(batch(), [OBSERVABLES["attention"](SETTINGS)])
-    assert_as_before(model, before)
-
-
 @pytest.mark.parametrize("name", ONE_OF_EACH_DOOR)
 def test_the_model_is_as_before_if_the_seam_cannot_be_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exceptions in a pass are tested in test_state.py."""
+    """Passes, and exceptions in them, are tested in tests/models/test_in_memory.py."""
     model = tiny_model(name)
     before = state_of(model)
     for part in ("attending_by", "Interceptor"):
@@ -117,10 +107,6 @@ def test_kernels_give_mix_and_log_sum_exp(mask: str) -> None:
         for kernel in (*KERNELS.values(), *chunked):
             for mine, theirs in zip(kernel(query, key, value, call), expected, strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-13)
-    wide = torch.cat([value, value[..., :3]], dim=-1)  # value heads of another width
-    call = AttentionCall(masks()[mask], 0.7)
-    for mine, theirs in zip(fused_attention(query, key, wide, call), dense(query, key, value, call)[1:], strict=True):
-        torch.testing.assert_close(mine[..., :6] if mine.dim() == 4 else mine, theirs)
 
 
 def test_without_a_mask_a_lone_query_is_the_last_token_and_several_are_the_first() -> None:

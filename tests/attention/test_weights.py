@@ -6,15 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_reads import (
-    EACH_KIND,
-    HEADS,
-    KINDS,
-    SEQUENCES,
-    causal_mask,
-    dense,
-    make_read,
-)
+from support.attention_reads import EACH_KIND, HEADS, KINDS, SEQUENCES, causal_mask, dense, make_read
 from support.naming import naming
 from tiny import padded, tiny_tokens
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from support.every_model import tiny_of
+from support.hooked import calls_of
 from support.retrofitted import METHODS, NAMES, SETTINGS, each_pair, in_double, retrofitted, shared
 from tiny import batched, measured, ragged_tokens, tiny_tokens
 from torch import nn
@@ -124,20 +125,12 @@ def test_own_gates_are_found_and_are_those_that_the_models_code_computes(model_t
     np.save(tmp_path / "ids.npy", ids.numpy())
     run = sinkscope.analyze(model, input=tmp_path / "ids.npy", seq_len=12, positions=12, window=12, observables="gate")
     layer, attention = next(iter(family.attentions(model).items()))
-    kept: dict[str, torch.Tensor] = {}
     projection = attention.q_proj if model_type == "qwen3_next" else attention.gate_proj
-    handles = [
-        projection.register_forward_hook(lambda module, args, output: kept.update(gate=output)),
-        attention.o_proj.register_forward_pre_hook(lambda module, args: kept.update(taken=args[0])),
-    ]
-    with torch.no_grad():
-        model(ids, use_cache=False)
-    for handle in handles:
-        handle.remove()
-    heads = model.config.num_attention_heads
-    by_head = kept["gate"].view(1, 12, heads, -1)
+    calls = calls_of(model, {"gate": projection, "output": attention.o_proj}, ids)
+    ((_, projected),), ((taken,), _) = calls["gate"], calls["output"][0]
+    by_head = projected.view(1, 12, model.config.num_attention_heads, -1)
     gate = torch.sigmoid(by_head.chunk(2, dim=-1)[1] if model_type == "qwen3_next" else by_head)
-    mix = kept["taken"].view(gate.shape) / gate
+    mix = taken.view(gate.shape) / gate
     expected = (gate * mix.square()).sum(-1) / mix.square().sum(-1)
     found = run.tables["gate"].query(f"layer == {layer}").pivot(index="position", columns="head", values="gate")
     np.testing.assert_allclose(found.to_numpy(), expected[0].numpy(), rtol=1e-4)

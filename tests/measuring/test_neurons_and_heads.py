@@ -8,6 +8,7 @@ import pytest
 import reference
 import torch
 from gradient_reference import in_double
+from support.hooked import calls_of
 from tiny import TINY, batched, measured, padded, ragged_tokens, tiny_model
 from torch import nn
 from transformers import PreTrainedModel
@@ -32,14 +33,7 @@ def table_of(model: PreTrainedModel, name: str, side: str = "left") -> dict[str,
 
 def recorded(model: PreTrainedModel, module: nn.Module, ids: Any) -> tuple[tuple, torch.Tensor]:
     """Return the arguments and the output of a module in a plain call."""
-    seen: list[Any] = []
-
-    def keep(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
-        seen.extend((args, output.clone()))  # Falcon adds to it in place
-
-    with torch.no_grad(), module.register_forward_hook(keep):
-        model(torch.as_tensor(ids)[None], use_cache=False)
-    return seen[0], seen[1]
+    return calls_of(model, {"": module}, torch.as_tensor(ids)[None])[""][0]
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import reference
 import torch
+from support.hooked import calls_of
 from tiny import batched, measured, padded, ragged_tokens, tiny_model
 
 from sinkscope.attention.kernels import AttentionCall, chunked_attention
@@ -23,7 +24,6 @@ from sinkscope.measuring.observables.massive import (
     selected_by_digits,
 )
 from sinkscope.measuring.observables.observable import Means, Reading, Settings, SiteStack
-from sinkscope.measuring.observables.reductions import long_table
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch
 
@@ -55,12 +55,6 @@ def test_a_running_mean_ignores_absent_values_and_is_in_float64() -> None:
     for x, present in parts:  # in float32, 1e8 + 1 is 1e8
         means.add({"x": torch.tensor(x)}, torch.tensor(present, dtype=torch.bool), layer=3)
     np.testing.assert_allclose(means.table()["x"], [1 / 3, 6.0, nan], rtol=1e-12)
-
-
-def test_a_long_table_has_one_row_per_entry() -> None:
-    table = long_table([({"layer": 7, "head": range(2), "position": range(3)}, {"x": np.arange(6).reshape(2, 3)})])
-    assert table.columns.tolist() == ["layer", "head", "position", "x"]
-    assert table.to_numpy().tolist() == [[7, h, p, 3 * h + p] for h in range(2) for p in range(3)]
 
 
 @pytest.mark.parametrize(("causal", "prefix"), [(True, 0), (True, 3), (False, 0)])
@@ -245,18 +239,18 @@ def test_kurtosis_of_few_numbers_and_of_known_distributions() -> None:
 @pytest.mark.parametrize("name", ["llama", "phi"])
 def test_outliers_of_norms_are_those_of_plain_hooks(name: str) -> None:
     model, family = tiny_model(name), find_family(tiny_model(name))
-    now: dict[tuple[int, str], torch.Tensor] = {}
     norms = [site for site in ("attn_norm", "mlp_norm") if site in family.sites]
-    for at, layer in enumerate(family.layer_modules(model)):
-        for site in norms:
-            module = layer.get_submodule(family.sites[site].removesuffix(".output"))
-            module.register_forward_hook(lambda m, args, output, place=(at, site): now.update({place: output.clone()}))
-    model(torch.tensor(np.stack(ALIKE)))
-    seen = dict(now)  # the hooks stay
+    modules = {
+        (at, site): layer.get_submodule(family.sites[site].removesuffix(".output"))
+        for at, layer in enumerate(family.layer_modules(model))
+        for site in norms
+    }
+    seen = calls_of(model, modules, np.stack(ALIKE))
     table = measured(model, batched(ALIKE, 1), Settings(), ("outlier",))["outlier_norms"]
     assert len(table) == len(seen) == 3 * len(norms)
     for row in table.itertuples():
-        x = seen[row.layer, row.site].double().flatten(1)
+        ((_, output),) = seen[row.layer, row.site]
+        x = output.double().flatten(1)
         centered = x - x.mean(1, keepdim=True)
         expected = (centered**4).mean(1) / (centered**2).mean(1) ** 2
         assert row.kurtosis == pytest.approx(float(expected.mean()), rel=1e-4)

@@ -46,14 +46,8 @@ def test_a_sparse_model_keeps_its_mask() -> None:
     assert run.manifest["parity"] < 1e-5
 
 
-ROPES: dict[str, dict[str, Any]] = {
-    "longrope": {
-        "short_factor": [1.0] * 4,
-        "long_factor": [1.5, 2.0, 3.0, 4.0],
-        "original_max_position_embeddings": 16,
-    },
-    "dynamic": {"factor": 4.0},
-}
+LONG = {"short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 3.0, 4.0], "original_max_position_embeddings": 16}
+ROPES: dict[str, dict[str, Any]] = {"longrope": LONG, "dynamic": {"factor": 4.0}}
 RAGGED = (10, 12, 9, 40, 11, 30, 12, 40, 40, 8)
 
 

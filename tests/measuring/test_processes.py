@@ -112,13 +112,8 @@ def test_two_halves_of_repeated_tokens_or_of_one_sequence_are_the_whole(tmp_path
     states = {"input": ids_in(tmp_path), **OPTIONS, "observables": OF_STATES}
     names = ("super-weight", "head-scores", "over-mixing")
     asked_for = {"input": ids_in(tmp_path), **OPTIONS, "observables": names}
-    for name, options in (
-        ("bloom", repeated),
-        ("llama", one),
-        ("llama", logits),
-        ("llama", states),
-        ("gpt_oss", asked_for),
-    ):
+    families = ("bloom", "llama", "llama", "llama", "gpt_oss")
+    for name, options in zip(families, (repeated, one, logits, states, asked_for), strict=True):
         model = tiny_model(name)
         whole = sinkscope.analyze(model, **{"batch_size": 2} | options)
         assert_same(by_halves(model, **options).tables, whole.tables)

@@ -76,15 +76,6 @@ def test_what_leaves_a_module_is_read_after_the_users_hooks(name: str, how: str)
     torch.testing.assert_close(traced, recorded[0].logits, rtol=0, atol=tolerance * float(traced.abs().max()))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "bloom"])
-def test_the_eager_kernel_gives_the_references_tables_too(name: str) -> None:
-    settings, tables = expected(name, torch.float32, RAGGED)
-    for side in ("right", "left"):
-        batch = padded(ragged_tokens(RAGGED), side)
-        ours = measured(model_of(name, torch.float32), [batch], settings, kernel="eager")
-        reference.assert_same(ours, tables, 1e-5)
-
-
 @pytest.mark.parametrize("name", ["llama", "bloom"])
 def test_autocast_around_the_tracer_changes_nothing(name: str) -> None:
     asked = (tiny_model(name), [padded(ragged_tokens(RAGGED))], Settings(positions=POSITIONS, window=WINDOW))

@@ -27,6 +27,7 @@ from sinkscope.text.batch import Batch
 
 LENGTHS = (24, 17, 5)
 IDS = tiny_tokens()
+assert_near = partial(assert_same_tables, rtol=1e-4, atol=1e-6)
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     # transformers' attention functions, and code of their own: eager, fused, with copies of key heads, with logits in
     # float32; dropout in GPT-2; sink logits; gates and a further term, also in a model with code of its own
@@ -70,10 +71,8 @@ def test_tables_are_those_of_a_trace_and_a_training_step_does_not_notice(name: s
     with sinkscope.watch(model) as seen, torch.no_grad():
         model(**inputs)
     assert (seen.calls, dict(seen.skipped)) == (1, {})
-    settings = Settings(positions=16, window=64)
-    assert_same_tables(
-        measured(model, [batch], settings, seen._names), tables_of(seen._observables), rtol=1e-4, atol=1e-6
-    )
+    expected = measured(model, [batch], Settings(positions=16, window=64), seen._names)
+    assert_near(expected, tables_of(seen._observables))
     assert seen.sink_rate == pytest.approx(seen.tables["attention"].query("position == 0")["sink_rate"].mean())
     assert abs(seen.massive.value) == seen.tables["massive"]["value"].abs().max()
     assert_unnoticed(model, inputs)
@@ -93,7 +92,7 @@ def test_the_prompt_in_a_static_cache_is_measured(name: str, is_padded: bool) ->
 
     static = watched(cache_implementation="static", disable_compile=True)
     assert static.calls == 1
-    assert_same_tables(dict(static.tables), dict(watched().tables), rtol=1e-4, atol=1e-6)
+    assert_near(static.tables, watched().tables)
 
 
 def test_why_a_short_prompt_has_no_sink_rate_is_said() -> None:
@@ -117,7 +116,7 @@ def test_masks_by_kind_of_layer_are_read_in_any_order(kinds: tuple[str, str]) ->
         model(ids, attention_mask={kind: masks[kind] for kind in kinds})
     with sinkscope.watch(model) as expected:
         model(ids)
-    assert_same_tables(dict(seen.tables), dict(expected.tables), rtol=1e-4, atol=1e-6)
+    assert_near(seen.tables, expected.tables)
 
 
 def test_a_mask_of_several_sequences_is_skipped() -> None:
@@ -142,9 +141,7 @@ def test_calls_add_up_and_decoding_is_skipped_by_name() -> None:
     assert ("input_ids" in without, one, "several sequences" in packed, single) == (True, 1, True, 1)
     batches = [Batch(IDS[:2], torch.ones_like(IDS[:2])), Batch(IDS[2:, :9], torch.ones_like(IDS[2:, :9]), 2)]
     settings = Settings(positions=16, window=64, epsilon=0.1)
-    assert_same_tables(
-        measured(model, batches, settings, seen._names), tables_of(seen._observables), rtol=1e-4, atol=1e-6
-    )
+    assert_near(measured(model, batches, settings, seen._names), tables_of(seen._observables))
     with sinkscope.watch(model) as nothing:
         pass
     with pytest.raises(SinkscopeError, match="no call"):
@@ -177,7 +174,7 @@ def test_a_prompt_in_chunks_is_not_measured_by_its_first_chunk() -> None:
         assert seen.skipped == {CHUNKED: 1, next(name for name in seen.skipped if "decoding" in name): 2}
         with sinkscope.watch(model) as whole:
             model(IDS[:3:2])
-        assert_same_tables(dict(whole.tables), dict(seen.tables), rtol=1e-4, atol=1e-6)
+        assert_near(whole.tables, seen.tables)
         with sinkscope.watch(model) as generated:
             mask = torch.ones_like(IDS[:2])
             model.generate(IDS[:2], attention_mask=mask, max_new_tokens=3, do_sample=False, prefill_chunk_size=10)

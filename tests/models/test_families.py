@@ -6,6 +6,7 @@ import pytest
 import reference
 import torch
 from support.every_model import tiny_of
+from support.hooked import calls_of
 from tiny import TINY, measured, padded, ragged_tokens, tiny_model, tiny_tokens
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -69,9 +70,8 @@ def test_every_row_has_a_tiny_model() -> None:
     for name in TINY:
         model = tiny_model(name)
         row = find_family(model)
-        covered -= {
-            id(known) for known in FAMILIES[model.config.model_type] if replace(known, positions=row.positions) == row
-        }
+        rows = FAMILIES[model.config.model_type]
+        covered -= {id(known) for known in rows if replace(known, positions=row.positions) == row}
     left = {kind for kind, rows in FAMILIES.items() for row in rows if id(row) in covered}
     assert left <= {"gemma3", "varied_llama", "bert"}
 
@@ -100,9 +100,8 @@ def test_the_check_notices_a_wrong_row(name: str) -> None:
 
 
 def test_models_without_a_row_are_refused() -> None:
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model("gpt_bigcode", vocab_size=16, n_embd=8, n_layer=1, n_head=2, n_positions=8)
-    )
+    config = AutoConfig.for_model("gpt_bigcode", vocab_size=16, n_embd=8, n_layer=1, n_head=2, n_positions=8)
+    model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(InputError, match=r"'gpt_bigcode' has no row"):
         find_family(model)
     model = tiny_model("bloom")
@@ -220,18 +219,13 @@ def test_found_projections_give_what_attention_sees(model_type, roles):
     model = tiny_of(model_type)
     family, _ = family_of(model)
     ids = tiny_tokens(2, 1)  # position 0 is not rotated
-    given = {}
-    for layer in family.attentions(model):
-        for role, projection in projections(model, family, layer).items():
-            projection.module.register_forward_hook(
-                lambda module, args, output, key=(layer, role), places=projection.places: given.__setitem__(
-                    key, output.flatten(1, -2)[..., places].transpose(1, 2)
-                )
-            )
-        assert roles == set(family.projections[layer])
     for layer, seen in zip(family.attentions(model), seen_at_the_taps(model, family, ids), strict=True):
+        assert roles == set(family.projections[layer])
+        projected = projections(model, family, layer)
+        calls = calls_of(model, {role: projected[role].module for role in roles}, ids)
         for role in roles:
-            mine, theirs = given[layer, role], seen[role]
+            ((_, output),), theirs = calls[role], seen[role]
+            mine = output.flatten(1, -2)[..., projected[role].places].transpose(1, 2)
             is_normed = not torch.equal(mine, theirs)
             assert is_normed == (model_type in ("qwen3_next", "inkling_text") and role != "value")
             cosine = torch.cosine_similarity(mine, theirs, dim=-1)

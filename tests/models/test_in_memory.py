@@ -40,9 +40,8 @@ SMALL: dict[str, Any] = {"input": "random", "num_seqs": 3, "seq_len": 10}
 
 
 def with_adapter(model: PreTrainedModel) -> Any:
-    config = peft.LoraConfig(
-        r=2, target_modules=["q_proj", "k_proj", "v_proj"], lora_dropout=0.5, init_lora_weights=False
-    )
+    modules = ["q_proj", "k_proj", "v_proj"]
+    config = peft.LoraConfig(r=2, target_modules=modules, lora_dropout=0.5, init_lora_weights=False)
     return peft.get_peft_model(model, config)
 
 
@@ -300,30 +299,25 @@ COMMANDS: dict[str, Callable[[PreTrainedModel], Any]] = {
     "quantize": lambda model: sinkscope.quantize(model, calibration=1, bits_weights=16, bits_activations=16, **SMALL),
     "doctor": doctor,
 }
-ENDINGS: dict[str, type[BaseException] | None] = {
-    "normal": None,
-    "exception": ZeroDivisionError,
-    "interrupt": KeyboardInterrupt,
+# ending → the error, and what the command raises, which names the module of an exception
+ENDINGS: dict[str, tuple[type[BaseException] | None, Any]] = {
+    "normal": (None, None),
+    "exception": (ZeroDivisionError, sinkscope.SinkscopeError),
+    "interrupt": (KeyboardInterrupt, KeyboardInterrupt),
 }
-RAISED = {
-    ZeroDivisionError: sinkscope.SinkscopeError,
-    KeyboardInterrupt: KeyboardInterrupt,
-}  # the first names the module
 
 
-def break_down(model: PreTrainedModel, layer: int, error: type[BaseException], at: int = 2) -> None:
+def break_down(model: PreTrainedModel, layer: int, error: type[BaseException]) -> None:
     """Raise an error at the second call of a linear module of the layer."""
     calls: list[int] = []
 
     def fail(module: nn.Module, args: tuple, output: Any) -> None:
         calls.append(1)
-        if len(calls) == at:
+        if len(calls) == 2:
             raise error("made up")
 
-    layers = find_family(model).layer_modules(model)
-    next(module for module in layers[layer].modules() if isinstance(module, nn.Linear | Conv1D)).register_forward_hook(
-        fail
-    )
+    modules = find_family(model).layer_modules(model)[layer].modules()
+    next(module for module in modules if isinstance(module, nn.Linear | Conv1D)).register_forward_hook(fail)
 
 
 def used(name: str) -> PreTrainedModel:
@@ -345,15 +339,12 @@ def used(name: str) -> PreTrainedModel:
 def test_nothing_is_left(name: str, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_figures(monkeypatch)
     command, ending = label.split(", ")
-    model, error = used(name), ENDINGS[ending]
+    model, (error, raised) = used(name), ENDINGS[ending]
     if error is not None:
         break_down(model, len(name) % 3, error)
     before = snapshot(model)
-    if error is None:
+    with nullcontext() if raised is None else pytest.raises(raised):
         COMMANDS[command](model)
-    else:
-        with pytest.raises(RAISED[error]):
-            COMMANDS[command](model)
     assert differences(before, snapshot(model)) == []
 
 

@@ -265,10 +265,7 @@ REFUSED: tuple[tuple[Change, str], ...] = (
     (entries(num_hidden_layers=0), "`num_hidden_layers` cannot be used: it should be greater than or equal to 1"),
     (entries(eos_token_id=[1, 10**30]), "`eos_token_id` cannot be used"),
     (entries(vocab_size=10**9), "parameters, more than its weights' files can hold: one of its sizes is wrong"),
-    (
-        entries(intermediate_size=32),
-        "model.layers.0.mlp.down_proj.weight has shape (16, 24), not (16, 32)",
-    ),
+    (entries(intermediate_size=32), "model.layers.0.mlp.down_proj.weight has shape (16, 24), not (16, 32)"),
     (entries(transformers_weights="other.safetensors"), "transformers_weights"),
     (entries(model_type="tomorrows-model"), "(tomorrows-model); --trust-remote-code would not help"),
     (written("generation_config.json", b"{"), "generation_config.json is"),

@@ -189,9 +189,8 @@ def test_what_to_do_is_said_before_packed_weights_are_downloaded(monkeypatch: py
         loading._check_meta_model(checked.append, files, config, None, device_map, trust)
         return len(checked)
 
-    with pytest.raises(
-        InputError, match=r"217.6 GB unpacked, and the GPU has .*--trust-remote-code .*--device-map auto"
-    ):
+    message = r"217.6 GB unpacked, and the GPU has .*--trust-remote-code .*--device-map auto"
+    with pytest.raises(InputError, match=message):
         check(80)
     assert check(80, trust=True) == 0  # its size is not that of the sketch
     assert check(80, device_map="auto") == check(300) == check(40) == 1

@@ -130,15 +130,13 @@ def test_a_retrofitted_tower_is_saved_and_loaded_by_its_own_class(kind: str, met
 
 def test_a_configuration_is_loaded_by_the_class_that_it_names() -> None:
     config = AutoConfig.for_model("qwen3_5")
-    names = {
-        "Qwen3_5ForConditionalGeneration": "AutoModelForImageTextToText",
-        "Qwen3_5ForCausalLM": "AutoModelForCausalLM",
-    }
-    for named, auto in names.items():
-        config.architectures = [named]
+    for named, auto in (
+        (["Qwen3_5ForConditionalGeneration"], "AutoModelForImageTextToText"),
+        (["Qwen3_5ForCausalLM"], "AutoModelForCausalLM"),
+        (None, "AutoModelForCausalLM"),
+    ):
+        config.architectures = named
         assert class_for(config, "x").__name__ == auto
-    config.architectures = None
-    assert class_for(config, "x").__name__ == "AutoModelForCausalLM"
     assert class_for(AutoConfig.for_model("voxtral"), "x").__name__ == "AutoModelForMultimodalLM"
     with pytest.raises(InputError, match="it is an encoder–decoder"):
         class_for(AutoConfig.for_model("florence2"), "x")

@@ -1,8 +1,6 @@
 """Simulated quantization against cases by hand, torch's fake quantization, plain hooks, and a Llama in plain torch."""
 
 import copy
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from gradient_reference import in_double
 from rich.console import Console
 from support.everything import assert_as_before, state_of
 from support.figures import rough_figures, skip_figures
+from support.hooked import calls_of
 from support.plain import only_float64
 from support.retrofit_command import command_line
 from support.retrofitted import METHODS, each_pair, retrofitted
@@ -33,7 +32,7 @@ from sinkscope.measuring.subject import Subject, open_subject
 from sinkscope.measuring.tables import column_names
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
-from sinkscope.models.family import Family, first_tensor
+from sinkscope.models.family import Family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.models.projections import projections
 from sinkscope.options.measuring import make_config
@@ -57,10 +56,6 @@ def llama() -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def coarse(llama: PreTrainedModel) -> Run:
     return quantize(llama, bits_weights=4, bits_activations=4, **SMALL)
-
-
-def quantize_symmetric(x: torch.Tensor, bits: int) -> torch.Tensor:
-    return symmetric_grid(float(x.abs().max()), bits).snap(x)
 
 
 def ranges_of(model: PreTrainedModel, count: int = 3) -> dict[Site, Range]:
@@ -96,7 +91,7 @@ def test_as_torch_quantizes(bits: int, scale: float) -> None:
     low, high, largest = -0.7 * scale, 1.9 * scale, float(x.abs().max())
     most = 2 ** (bits - 1) - 1
     theirs = torch.fake_quantize_per_tensor_affine(x, largest / most, 0, -most, most)
-    assert_same_but_for_ties(quantize_symmetric(x, bits), theirs, largest / most)
+    assert_same_but_for_ties(symmetric_grid(largest, bits).snap(x), theirs, largest / most)
     step = (high - low) / (2**bits - 1)
     theirs = torch.fake_quantize_per_tensor_affine(x, step, round(-low / step), 0, 2**bits - 1)
     assert_same_but_for_ties(asymmetric_grid(low, high, bits).snap(x), theirs, step)
@@ -117,7 +112,7 @@ def linear_by_hand(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 @pytest.mark.parametrize("family", REPRESENTATIVE)
 def test_every_linear_layer_but_the_head_as_by_hand(family: str) -> None:
-    """The reference is a copy with quantized weights, and torch's fake quantization in hooks at inputs and outputs."""
+    """The reference is a copy with weights on grids, and with grids in hooks at inputs and outputs."""
     model, bits = tiny_model(family), 5
     before, ranges = state_of(model), ranges_of(model)
     twin = copy.deepcopy(model)
@@ -126,10 +121,11 @@ def test_every_linear_layer_but_the_head_as_by_hand(family: str) -> None:
     layers = find_family(model).layers
     assert all(site.path == f"{layers}.{site.layer}.{site.kind}" for site in ranges)
     seen = ranges_by_hand(model, list(tiny_tokens(3, 24, seed=7)))
+    grids = {end: asymmetric_grid(*ends, bits) for end, ends in seen.items()}
     for path, module in linear.items():
-        module.weight.data = quantize_symmetric(module.weight, bits)
-        module.register_forward_pre_hook(lambda m, args, at=(path, "input"): (fake(args[0], *seen[at], bits),))
-        module.register_forward_hook(lambda m, args, output, at=(path, "output"): fake(output, *seen[at], bits))
+        module.weight.data = symmetric_grid(float(module.weight.abs().max()), bits).snap(module.weight)
+        module.register_forward_pre_hook(lambda m, args, grid=grids[path, "input"]: (grid.snap(args[0]),))
+        module.register_forward_hook(lambda m, args, output, grid=grids[path, "output"]: grid.snap(output))
     ids = tiny_tokens()
     plain = model(ids).logits
     with quantized(model, ranges, bits_weights=bits, bits_activations=bits):
@@ -141,36 +137,14 @@ def test_every_linear_layer_but_the_head_as_by_hand(family: str) -> None:
     assert torch.equal(model(ids).logits, plain)
 
 
-def calls_of(model: PreTrainedModel, modules: dict[Any, nn.Module], *batches: Any) -> dict[Any, list[tuple[Any, Any]]]:
-    """Run the model, and return copies of the input and the output of these modules in each of their calls, by key."""
-    calls: dict[Any, list[tuple[Any, Any]]] = {key: [] for key in modules}
-
-    def keep(module: nn.Module, args: tuple, output: Any, key: Any) -> None:
-        calls[key].append((args[0].clone() if args else None, first_tensor(output).clone()))
-
-    with ExitStack() as hooks, torch.no_grad():
-        for key, module in modules.items():
-            hooks.enter_context(module.register_forward_hook(partial(keep, key=key)))
-        for ids in batches:
-            model(torch.as_tensor(ids))
-    return calls
-
-
-def ranges_by_hand(model: PreTrainedModel, sequences: list[torch.Tensor]) -> dict[tuple[str, str], tuple[float, float]]:
-    ranges = {}
-    for path, calls in calls_of(
-        model, linear_by_hand(model), *(torch.as_tensor(ids)[None] for ids in sequences)
-    ).items():
-        for end, tensors in zip(("input", "output"), zip(*calls, strict=True), strict=True):
-            low, high = torch.cat([x.flatten() for x in tensors]).aminmax()
-            ranges[path, end] = float(low), float(high)
-    return ranges
-
-
-def fake(x: torch.Tensor, low: float, high: float, bits: int) -> torch.Tensor:
-    low, high, most = min(low, 0.0), max(high, 0.0), 2**bits - 1
-    step = (high - low) / most
-    return torch.fake_quantize_per_tensor_affine(x, step, round(-low / step), 0, most)
+def ranges_by_hand(model: PreTrainedModel, sequences: list[torch.Tensor]) -> dict[tuple[str, str], list[float]]:
+    """Return the smallest and the largest entry of the inputs and outputs of linear layers, by path and end."""
+    texts = (torch.as_tensor(ids)[None] for ids in sequences)
+    entries = {}
+    for path, calls in calls_of(model, linear_by_hand(model), *texts).items():
+        entries[path, "input"] = torch.cat([args[0].flatten() for args, _ in calls])
+        entries[path, "output"] = torch.cat([output.flatten() for _, output in calls])
+    return {end: [float(x.min()), float(x.max())] for end, x in entries.items()}
 
 
 def test_a_tied_head_stays_as_it_is() -> None:
@@ -207,11 +181,11 @@ def test_ranges_medians_and_massive_activations_as_by_hand() -> None:
             weight = model.get_parameter(f"{site.path}.weight")
             assert (known.low, known.high) == (float(weight.min()), float(weight.max()))
         else:
-            assert (known.low, known.high) == pytest.approx(expected[site.path, site.part], rel=1e-5)
+            assert [known.low, known.high] == pytest.approx(expected[site.path, site.part], rel=1e-5)
         assert known.max_abs == max(abs(known.low), abs(known.high))
     fc2 = next(site for site in ranges if str(site) == "layer 1 fc2 output")
-    modules: dict[Any, nn.Module] = {"fc2": model.model.decoder.layers[1].fc2}
-    calls = calls_of(model, modules, *(torch.as_tensor(ids)[None] for ids in sequences))["fc2"]
+    fc2_alone = {"fc2": model.model.decoder.layers[1].fc2}
+    calls = calls_of(model, fc2_alone, *(torch.as_tensor(ids)[None] for ids in sequences))["fc2"]
     assert ranges[fc2].median_abs == pytest.approx(np.mean([float(x.abs().median()) for _, x in calls]), rel=1e-5)
     assert {str(site) for site in ranges if ranges[site].is_massive} == set()
     model.model.decoder.layers[1].fc2.weight[5] *= 300.0
@@ -226,14 +200,14 @@ def test_rounding_as_by_hand(llama: PreTrainedModel) -> None:
     with open_tracer(llama, find_family(llama)) as tracer:
         roundings = measured_roundings(tracer, sequences, ranges, precision)
     site = next(site for site in ranges if str(site) == "layer 2 mlp.down_proj input")
-    ((x, _),) = calls_of(llama, {"down": llama.model.layers[2].mlp.down_proj}, torch.stack(sequences))["down"]
+    (((x,), _),) = calls_of(llama, {"down": llama.model.layers[2].mlp.down_proj}, torch.stack(sequences))["down"]
     x = x.double()
     snapped = asymmetric_grid(ranges[site].low, ranges[site].high, 3).snap(x)
     assert roundings[site].zeroed == pytest.approx(float((snapped == 0).double().mean()), abs=2e-3)
     noise = float((snapped - x).square().sum())
     assert roundings[site].sqnr == pytest.approx(10 * np.log10(float(x.square().sum()) / noise), abs=0.05)
     weight = llama.model.layers[2].mlp.down_proj.weight.double()
-    error = quantize_symmetric(weight, 4) - weight
+    error = symmetric(weight, weight.abs().max(), 4) - weight
     known = roundings[Site(site.path, WEIGHT, 2, "mlp.down_proj")]
     assert known.sqnr == pytest.approx(10 * np.log10(float(weight.square().sum() / error.square().sum())), abs=0.01)
 
@@ -377,7 +351,7 @@ def test_ranges_are_of_values_before_their_gates_and_of_mixes_after_them(name: s
         output = block.get_submodule(family.attention).get_submodule(family.output)
         calls = calls_of(model, {"value": value, "output": output}, sequences)
         with torch.no_grad():
-            raw, mix = type(value).forward(value, calls["value"][0][0]), calls["output"][0][0]
+            raw, mix = type(value).forward(value, *calls["value"][0][0]), calls["output"][0][0][0]
         for known, x in ((ranges[paths[value], "output"], raw), (ranges[paths[output], "input"], mix)):
             assert (known.low, known.high) == pytest.approx(tuple(map(float, x.aminmax())), rel=1e-4)
 
@@ -609,7 +583,7 @@ def test_a_quantized_sum_is_also_what_goes_past_the_branch(name: str) -> None:
 
 def outputs(model: PreTrainedModel, family: Family, ranges: dict[Site, Range]) -> dict[tuple[int, str], torch.Tensor]:
     """Return, by layer and site, the tensors that plain hooks record in the model with these sites in six bits."""
-    modules: dict[Any, nn.Module] = {
+    modules = {
         (at, site): layer.get_submodule(family.sites[site].rpartition(".")[0])
         for at, layer in enumerate(family.layer_modules(model))
         for site in ("mlp_out", "layer_out")

@@ -1,11 +1,35 @@
-"""Forward hooks as a user registers them."""
+"""Forward hooks: as a user registers them, and as a test looks at the calls of modules."""
 
+from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.models.families import find_family
+from sinkscope.models.family import first_tensor
+
+
+@torch.no_grad()
+def calls_of(
+    model: PreTrainedModel, modules: Mapping[Any, nn.Module], *batches: Any
+) -> dict[Any, list[tuple[tuple, torch.Tensor]]]:
+    """Run the model, and return the arguments and the output of each call of these modules, by key, as copies."""
+    calls: dict[Any, list[tuple[tuple, torch.Tensor]]] = {key: [] for key in modules}
+
+    def keep(module: nn.Module, args: tuple, output: Any, key: Any) -> None:
+        copies = tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in args)
+        calls[key].append((copies, first_tensor(output).clone()))  # Falcon adds to it in place
+
+    with ExitStack() as hooks:
+        for key, module in modules.items():
+            hooks.enter_context(module.register_forward_hook(partial(keep, key=key)))
+        for ids in batches:
+            model(torch.as_tensor(ids), use_cache=False)
+    return calls
 
 
 def hook_all(model: PreTrainedModel, is_in_place: bool = False) -> PreTrainedModel:

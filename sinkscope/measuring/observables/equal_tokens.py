@@ -64,8 +64,8 @@ class EqualTokens(Observable):
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         kind = self.family.positions_at(layer)
-        if not read.call.is_softmax:
-            return
+        if read.call.sink_logits is not None or read.call.operation is not None:
+            return  # not a softmax over the keys only
         if kind in CLOSED_FORMS:
             slope = linear_slope(read, batch) if kind == "alibi" else read.lse.new_zeros(read.lse.shape[:2])
             self.attention["weight_difference"] = closed_form_difference(read, slope)

@@ -32,7 +32,6 @@ from sinkscope.models.packed import without_gradients
 from sinkscope.results.tables import HEAD, POSITION, SEQUENCE, Column, names_of
 from sinkscope.text.batch import IGNORED, Batch
 
-BY_HEAD = ("value",)  # pathways that also have rows for single heads in `gradient_by_group`
 GRAM_QUERIES = 64  # evenly spaced queries on which theorem 1's μ, σ² and ρ are measured
 ON_DEVICE = 2**30  # bytes of an accelerator's memory for sums of gradients by group
 BOUND_TOLERANCE = 1e-5  # relative tolerance of theorem 1: its bounds are equalities if all g are equal
@@ -86,7 +85,7 @@ class GroupSums(Accumulator):
         for key, sums in sorted(self.sums.items()):
             without = totals[key] - sums[:groups].transpose(1, 2)
             norms = torch.linalg.vector_norm(without, dim=-1) * scales.to(without.device)[:, None, None]
-            parts.append(_rows_of_norms(key, norms, sums.dtype, key[1] in BY_HEAD, group=range(groups)))
+            parts.append(_rows_of_norms(key, norms, sums.dtype, by_head=key[1] == "value", group=range(groups)))
         return long_table(parts)
 
 
