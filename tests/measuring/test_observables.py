@@ -1,4 +1,4 @@
-"""Observables, batches and running means in small exact cases; test_tracer.py tests complete models."""
+"""Observables and running means in small exact cases; test_tracer.py tests complete models, also with padding."""
 
 from dataclasses import replace
 
@@ -27,26 +27,7 @@ from sinkscope.measuring.observables.observable import Means, Reading, Settings,
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch
 
-LEFT = padded(ragged_tokens((3, 5)), "left")  # columns 2 … 4 and 0 … 4 are real
 ALIKE = ragged_tokens((9, 9, 9))
-
-
-def test_a_batch_knows_where_its_sequences_begin_and_end() -> None:
-    assert LEFT.start.tolist() == [2, 0]
-    assert LEFT.lengths.tolist() == [3, 5]
-    assert LEFT.position_ids.tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 4]]
-    assert LEFT.valid.tolist() == [[False, False, True, True, True], [True] * 5]
-    assert LEFT.present(4).tolist() == [[True, True, True, False], [True] * 4]
-    assert LEFT.queries(5).tolist() == [[3, 2, 1, 1, 1], [5, 4, 3, 2, 1]]
-    assert [LEFT.columns(2), LEFT.columns(9), padded(ragged_tokens((3, 5))).columns(2)] == [4, 5, 2]
-    unpadded = padded(ragged_tokens((4, 4)))
-    assert unpadded.valid is unpadded.present(4) is None
-    assert unpadded.present(5).tolist() == [[True] * 4 + [False]] * 2
-    columns = torch.arange(10.0).view(2, 1, 5)
-    at = LEFT.at_positions(columns, 3)
-    assert at.tolist() == [[[2.0, 3.0, 4.0]], [[5.0, 6.0, 7.0]]]
-    assert LEFT.at_positions(columns[:, 0], 3).tolist() == at[:, 0].tolist()
-    assert padded(ragged_tokens((3, 5))).at_positions(columns, 3)[:, 0].tolist() == [[0.0, 1, 2], [5.0, 6, 7]]
 
 
 def test_a_running_mean_ignores_absent_values_and_is_in_float64() -> None:
