@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 import torch
 from gradient_reference import in_double
-from support.tables import assert_same_tables
 from tiny import batched, measured, ragged_tokens, tiny_model
 from transformers import PreTrainedModel
 
@@ -46,14 +45,10 @@ def exactly(model: PreTrainedModel) -> Any:
 
 
 def tables_of(
-    model: PreTrainedModel,
-    lengths: Sequence[int] = LENGTHS,
-    size: int = 2,
-    side: str = "right",
-    names: Sequence[str] = ("query-bias",),
+    model: PreTrainedModel, lengths: Sequence[int] = LENGTHS, names: Sequence[str] = ("query-bias",)
 ) -> dict[str, pd.DataFrame]:
     with exactly(model):
-        return measured(model, batched(ragged_tokens(lengths), size, side), Settings(positions=POSITIONS), names)
+        return measured(model, batched(ragged_tokens(lengths), 2), Settings(positions=POSITIONS), names)
 
 
 def factors(model: PreTrainedModel, layer: int) -> tuple[torch.Tensor, ...]:
@@ -122,15 +117,6 @@ def test_delta_and_gamma_are_products_of_weights_and_tokens(name: str) -> None:
         assert tables["query_bias"]["key_alignment"].isna().all()
         assert tables["gamma"]["epe_0"].isna().all()
         assert not tables["gamma"]["is_massive_epe"].any()
-
-
-@pytest.mark.parametrize(("name", "size", "side"), [("gpt2", 3, "left"), ("qwen2", 5, "right"), ("opt", 2, "left")])
-def test_padding_and_batch_size_change_nothing(name: str, size: int, side: str) -> None:
-    model, tables, _ = found_and_expected(name)
-    assert_same_tables(tables_of(model, LENGTHS, size, side), tables, rtol=1e-9, atol=1e-9)
-    if name in LEARNED:
-        model, tables, _ = terms_of(name)
-        assert_same_tables(tables_of(model, PAIRS, size, side, TERMS), tables, rtol=1e-5, atol=1e-6)
 
 
 def test_a_small_spread_with_a_large_mean_is_kept() -> None:

@@ -304,22 +304,6 @@ def test_full_precision_is_the_model_and_all_is_quantized(llama: PreTrainedModel
         assert settings[ALL] == pytest.approx(perplexity(), rel=1e-3)
 
 
-@pytest.mark.parametrize("per", ["tensor", "token"])
-def test_padding_changes_no_loss_and_no_range(llama: PreTrainedModel, per: str, tmp_path: Path) -> None:
-    sequences = ragged_tokens((20, 9, 14, 7, 18))
-    path = written(tmp_path / "ragged.jsonl", sequences)
-    options: dict[str, Any] = {"input": path, "num_seqs": 3, "seq_len": 20, "calibration": 2}
-    options |= {"activations_per": per, "kv_cache_per": per}
-    runs = [quantize(llama, batch_size=size, **options) for size in (1, 3)]
-    np.testing.assert_allclose(*(whole(run)["loss"] for run in runs), rtol=1e-3)
-    assert [run.manifest["batch_size"] for run in runs] == [1, 3]
-    ranges = calibrate_ranges(llama, sequences[3:], has_cache=True)
-    np.testing.assert_allclose(
-        runs[1].tables["quantization_sites"]["low"], [known.low for known in ranges.values()], rtol=1e-4, atol=1e-6
-    )
-    assert len(runs[0].tables["quantization"]["sequences"].unique()) == 1
-
-
 @each_pair(["llama", "gpt2", "falcon-new"], list(METHODS))  # q, k and v apart, and fused in two ways
 def test_a_retrofitted_model_is_quantized_as_the_plain_one(name: str, label: str) -> None:
     """It has the same sites, and 16 bits change almost nothing."""
