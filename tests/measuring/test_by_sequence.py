@@ -71,19 +71,16 @@ def test_every_sequence_has_the_values_of_plain_transformers(name: str, side: st
     reference.assert_same(measured(model, batched(ragged_tokens(LENGTHS), 2, side), settings, FORWARD), tables, FLOAT32)
 
 
-def plain_losses(model: PreTrainedModel, lengths: tuple[int, ...]) -> list[float]:
-    losses = []
-    for ids in ragged_tokens(lengths):
-        tokens = torch.as_tensor(ids)[None]
-        losses.append(float(cross_entropy(model(tokens).logits[0, :-1].double(), tokens[0, 1:])))
-    return losses
+SHORT = (12, 5, 9)
 
 
-def assert_losses(table: pd.DataFrame, expected_losses: list[float], lengths: tuple[int, ...]) -> None:
+def assert_losses(table: pd.DataFrame, model: PreTrainedModel) -> None:
     assert table["layer"].eq(-1).all()
-    assert table["sequence"].tolist() == list(range(len(lengths)))
-    assert table["predicted"].tolist() == [length - 1 for length in lengths]
-    np.testing.assert_allclose(table["loss"], expected_losses, rtol=1e-5)
+    assert table["sequence"].tolist() == [0, 1, 2]
+    assert table["predicted"].tolist() == [length - 1 for length in SHORT]
+    texts = map(torch.as_tensor, ragged_tokens(SHORT))
+    losses = [float(cross_entropy(model(ids[None]).logits[0, :-1].double(), ids[1:])) for ids in texts]
+    np.testing.assert_allclose(table["loss"], losses, rtol=1e-5)
 
 
 def mean_loss(table: pd.DataFrame) -> float:
@@ -91,11 +88,10 @@ def mean_loss(table: pd.DataFrame) -> float:
 
 
 def test_analyze_keeps_the_loss_of_every_sequence(tmp_path: Path) -> None:
-    model, lengths = tiny_model("llama"), (12, 5, 9)
-    path = written(tmp_path / "ids.jsonl", ragged_tokens(lengths))
+    model, path = tiny_model("llama"), written(tmp_path / "ids.jsonl", ragged_tokens(SHORT))
     options: dict[str, Any] = {"input": path, "num_seqs": 3, "seq_len": 12}
     run = sinkscope.analyze(model, observables=("gradient",), batch_size=2, **options)
-    assert_losses(run.tables["loss_by_sequence"], plain_losses(model, lengths), lengths)
+    assert_losses(run.tables["loss_by_sequence"], model)
     assert mean_loss(run.tables["loss_by_sequence"]) == pytest.approx(run.metric("loss"), rel=1e-6)
     without = sinkscope.analyze(model, observables=("activation",), **options)
     assert "loss_by_sequence" not in without.tables
@@ -103,7 +99,7 @@ def test_analyze_keeps_the_loss_of_every_sequence(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    path = written(tmp_path_factory.mktemp("experiment") / "ids.jsonl", ragged_tokens((12, 5, 9)))
+    path = written(tmp_path_factory.mktemp("experiment") / "ids.jsonl", ragged_tokens(SHORT))
     options: dict[str, Any] = {"num_seqs": 3, "seq_len": 12, "positions": 6, "window": 8, "batch_size": 2}
     return sinkscope.intervene(tiny_model("gpt2"), do="scale-sink-value:factor=3", draws=2, input=path, **options)
 
@@ -124,14 +120,10 @@ def test_every_arm_keeps_attention_and_loss_of_every_sequence(experiment: Run) -
 
 
 def test_the_losses_of_an_arm_are_its_own(experiment: Run) -> None:
-    lengths = (12, 5, 9)
-    before = experiment.at("before").tables["loss_by_sequence"]
-    assert_losses(before, plain_losses(tiny_model("gpt2"), lengths), lengths)
+    assert_losses(experiment.at("before").tables["loss_by_sequence"], tiny_model("gpt2"))
     losses = experiment.tables["effect"].query("metric == 'loss'")
     (label,) = experiment.manifest["arms"]
-    for arm, condition in (("before", "before"), ("after", label)):
-        (value,) = losses[losses["arm"] == arm]["value"]
+    assert len(losses) == 4
+    for arm, draw, value in losses[["arm", "draw", "value"]].itertuples(index=False):
+        condition = {"before": "before", "after": label}.get(arm, f"{label} control {draw}")
         assert mean_loss(experiment.at(condition).tables["loss_by_sequence"]) == pytest.approx(value, rel=1e-6)
-    for draw, value in losses[losses["arm"] == "control"].set_index("draw")["value"].items():
-        table = experiment.at(f"{label} control {draw}").tables["loss_by_sequence"]
-        assert mean_loss(table) == pytest.approx(value, rel=1e-6)

@@ -1,7 +1,5 @@
 """Llama's block with exchanged parts, compared with a second implementation of its formulas in float64."""
 
-import math
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.attention_rows import rows_of
 from support.retrofitted import assert_close, each_pair
+from support.written_llama import bucket_by_hand, llama
 from tiny import VOCAB, measured, padded, ragged_tokens, spread_weights, tiny_tokens
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama import modeling_llama
@@ -58,98 +57,16 @@ def shared(label: str) -> PreTrainedModel:
     return made(label)
 
 
-ACTIVATIONS: dict[str, tuple[bool, Callable[[torch.Tensor], torch.Tensor]]] = {  # whether it is gated, and by what
-    "swiglu": (True, silu := lambda x: x / (1 + torch.exp(-x))),
-    "geglu": (True, gelu := lambda x: x * (1 + torch.erf(x / 2**0.5)) / 2),
-    "reglu": (True, relu := lambda x: x * (x > 0)),
-    "swish": (False, silu),
-    "gelu": (False, gelu),
-    "relu": (False, relu),
-}
+def formula(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return the logits, and the attention weights (B,H,T,T) of each layer, by the written Llama."""
+    weights: list[torch.Tensor] = []
 
+    def keep(name: str, x: torch.Tensor) -> torch.Tensor:
+        if name.endswith("softmax"):
+            weights.append(x)
+        return x
 
-class Formula:
-    """The complete model as a function of its parameters; keeps the attention weights of each layer."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.config: Any = model.config
-        self.parameters = {name: p.detach().clone().requires_grad_(True) for name, p in model.named_parameters()}
-        self.weights: list[torch.Tensor] = []  # (B,H,T,T) each
-
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        p, scheme, positions = self.parameters, self.config.position_scheme, range(ids.shape[1])
-        x = p["model.embed_tokens.weight"][ids]
-        if scheme == "learned":
-            x = x + p["model.positions.embedding.weight"][: ids.shape[1]]
-        if scheme == "absolute":
-            angles = [[t / 10_000 ** (2 * i / x.shape[-1]) for i in range(x.shape[-1] // 2)] for t in positions]
-            waves = torch.tensor(angles, dtype=torch.float64)
-            x = x + torch.cat([waves.sin(), waves.cos()], dim=-1)
-        for layer in range(self.config.num_hidden_layers):
-            x = self.layer(x, f"model.layers.{layer}")
-        if self.config.norm_placement == "pre":
-            x = self.rms(x, "model.norm")
-        return x @ p["lm_head.weight"].T
-
-    def layer(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        attention, mlp = f"{name}.attention_norm", f"{name}.mlp_norm"
-        if self.config.norm_placement == "pre":
-            x = x + self.attend(self.rms(x, attention), f"{name}.self_attn")
-            return x + self.feed_forward(self.rms(x, mlp), f"{name}.mlp")
-        x = self.rms(x + self.attend(x, f"{name}.self_attn"), attention)
-        return self.rms(x + self.feed_forward(x, f"{name}.mlp"), mlp)
-
-    def rms(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return self.parameters[f"{name}.weight"] * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-
-    def feed_forward(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        gated, activation = ACTIVATIONS[self.config.feed_forward]
-        up = x @ self.parameters[f"{name}.up_proj.weight"].T
-        inner = activation(x @ self.parameters[f"{name}.gate_proj.weight"].T) * up if gated else activation(up)
-        return inner @ self.parameters[f"{name}.down_proj.weight"].T
-
-    def attend(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        config, length = self.config, x.shape[1]
-        width = 32 // config.num_attention_heads
-        q, k, v = (
-            (x @ self.parameters[f"{name}.{part}_proj.weight"].T).unflatten(-1, (-1, width)).transpose(1, 2)
-            for part in "qkv"
-        )
-        if config.position_scheme == "rotary":
-            q, k = rotated(q), rotated(k)
-        k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], dim=1) for part in (k, v))
-        distance = torch.arange(length)[:, None] - torch.arange(length)
-        logits = q @ k.transpose(-1, -2) / width**0.5 + self.bias(distance)
-        window = config.sliding_window or length
-        seen = (distance >= 0) & (distance < window) | (torch.arange(length) < config.prefix_length)
-        self.weights.append(logits.masked_fill(~seen, -torch.inf).softmax(-1))
-        mixes = self.weights[-1] @ v
-        if config.head_mix == "summed":
-            return mixes.sum(1) @ self.parameters[f"{name}.o_proj.projection.weight"].T
-        return mixes.transpose(1, 2).flatten(2) @ self.parameters[f"{name}.o_proj.weight"].T
-
-    def bias(self, distance: torch.Tensor) -> torch.Tensor | float:
-        heads = torch.arange(self.config.num_attention_heads)[:, None, None]
-        buckets = torch.tensor([[bucket_by_hand(max(0, one)) for one in row] for row in distance.tolist()])
-        biases: dict[str, Callable[[], torch.Tensor]] = {
-            "alibi": lambda: -(2.0 ** (-8 * (heads.double() + 1) / len(heads))) * distance,
-            "bucket-number": lambda: buckets.double(),
-            "relative": lambda: self.parameters["model.positions.by_bucket.weight"][buckets, heads],
-        }
-        return biases.get(self.config.position_scheme, float)()
-
-
-def rotated(x: torch.Tensor) -> torch.Tensor:
-    """Rotate the plane of coordinates i and i + d/2 by t · 10000^(-2i/d)."""
-    half = x.shape[-1] // 2
-    angles = torch.arange(x.shape[-2])[:, None] * (1 / 10_000 ** (torch.arange(half) / half))  # float32, as Llama's
-    cos, sin, first, second = angles.cos().double(), angles.sin().double(), x[..., :half], x[..., half:]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def bucket_by_hand(distance: int) -> int:
-    """Return T5's bucket: 16 for distances 0 … 15, and 16 logarithmic ones up to 128."""
-    return distance if distance < 16 else min(31, 16 + int(math.log(distance / 16) / math.log(8) * 16))
+    return llama(model, ids, keep), weights
 
 
 def loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -166,15 +83,13 @@ def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @EACH
 def test_logits_and_gradients_are_the_formulas(label: str) -> None:
-    model = made(label).requires_grad_(True)
-    expected = Formula(model)
-    logits = model(IDS).logits
-    assert_close(logits, expected(IDS))
+    model, twin = (made(label).requires_grad_(True) for _ in range(2))
+    logits, expected = model(IDS).logits, formula(twin, IDS)[0]
+    assert_close(logits, expected.detach())
     loss(logits, IDS).backward()
-    loss(expected(IDS), IDS).backward()
-    for name, parameter in model.named_parameters():
-        twin = expected.parameters[name].grad
-        assert_close(parameter.grad, torch.zeros_like(parameter) if twin is None else twin, 1e-8)
+    loss(expected, IDS).backward()
+    for parameter, written in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(parameter.grad, torch.zeros_like(parameter) if written.grad is None else written.grad, 1e-8)
 
 
 @pytest.mark.parametrize(
@@ -182,10 +97,8 @@ def test_logits_and_gradients_are_the_formulas(label: str) -> None:
 )
 def test_what_is_measured_is_the_formulas_weights(label: str, kernel: str) -> None:
     model = shared(label)
-    expected = Formula(model)
-    expected(IDS)
-    for weights, formula in zip(rows_of(model, IDS, kernel).weights, expected.weights, strict=True):
-        assert_close(weights, formula.detach())
+    for weights, expected in zip(rows_of(model, IDS, kernel).weights, formula(model, IDS)[1], strict=True):
+        assert_close(weights, expected)
 
 
 GENERATION = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -206,13 +119,13 @@ def test_generates_the_same_with_a_cache_and_without(label: str, cache: str) -> 
 
 
 def test_at_its_defaults_it_is_llama() -> None:
-    model, llama = made("rotary"), LlamaForCausalLM(LlamaConfig(**SHAPE)).double()
+    model, plain = made("rotary"), LlamaForCausalLM(LlamaConfig(**SHAPE)).double()
     names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     state = model.state_dict()
     for ours, theirs in names.items():
         state = {name.replace(ours, theirs): x for name, x in state.items()}
-    llama.load_state_dict(state)
-    assert_close(model(IDS).logits, llama(IDS).logits)
+    plain.load_state_dict(state)
+    assert_close(model(IDS).logits, plain(IDS).logits)
 
 
 @EACH
@@ -234,11 +147,9 @@ def test_a_key_of_the_prefix_has_all_queries() -> None:
     model = shared("prefix")
     settings = Settings(positions=LENGTH, window=LENGTH, epsilon=0.3)
     found = measured(model, [Batch(IDS, torch.ones_like(IDS))], settings, ("attention",))["attention"]
-    expected = Formula(model)
-    expected(IDS)
     queries = torch.tensor([LENGTH] * 4 + list(range(LENGTH - 4, 0, -1)))
-    for layer, weights in enumerate(expected.weights):
-        mass = (weights.detach().sum(2) / queries).mean(0)
+    for layer, weights in enumerate(formula(model, IDS)[1]):
+        mass = (weights.sum(2) / queries).mean(0)
         for column in ("window_mass", "sink_mass"):
             own = found[found["layer"] == layer].pivot(index="head", columns="position", values=column)
             assert_close(torch.tensor(own.to_numpy()), mass, 1e-6)
@@ -274,10 +185,8 @@ def test_the_weight_on_a_windows_first_token() -> None:
     found = tables["window_edge_by_sequence"].set_index(["layer", "sequence"])
     assert sorted(found.index) == [(layer, sequence) for layer in (0, 1) for sequence in (0, 1)]
     for sequence, ids in enumerate(ragged_tokens(lengths)[:2]):
-        expected = Formula(model)
-        expected(torch.as_tensor(ids)[None])
-        for layer, weights in enumerate(expected.weights):
+        for layer, weights in enumerate(formula(model, torch.as_tensor(ids)[None])[1]):
             edge = torch.stack([weights[0, :, t, t - 2] for t in range(3, lengths[sequence])])
-            assert found.loc[(layer, sequence), "edge_mass"] == pytest.approx(float(edge.detach().mean()), rel=1e-5)
+            assert found.loc[(layer, sequence), "edge_mass"] == pytest.approx(float(edge.mean()), rel=1e-5)
             assert found.loc[(layer, sequence), "edge_queries"] == lengths[sequence] - 3
     assert OBSERVABLES["window-edge"].inapplicable(shared("rotary"), find_family(shared("rotary")))
