@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import ByteLevelBPETokenizer, processors
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -187,22 +187,15 @@ def tokenizer_of(documents: Iterable[str], vocab_size: int, causal: bool = True)
     if not causal:
         special |= {"mask_token": MASK}
         framed += f" {EOS}"
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(special.values()),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     beginning, left = [], MOST_CHARACTERS
     for document in islice(documents, MOST_DOCUMENTS):
         beginning.append(document[:left])
         left -= len(document)
         if left <= 0:
             break
-    core.train_from_iterator(beginning, trainer)
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(beginning, vocab_size, 0, show_progress=False, special_tokens=list(special.values()))
+    core = trained._tokenizer
     core.post_processor = processors.TemplateProcessing(
         single=framed, special_tokens=[(token, core.token_to_id(token)) for token in (BOS, EOS)]
     )

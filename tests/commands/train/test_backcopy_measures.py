@@ -52,40 +52,34 @@ def as_series(table: pd.DataFrame) -> pd.Series:
 
 
 def by_hand(model: Any, arm: str, opening: int) -> dict[str, float]:
-    """Compute the metrics of one layer of GPT-2 from its weights; an opening is not measured."""
+    """Compute the metrics of one layer of GPT-2 from its weights and its output; an opening is not measured."""
     block, ids = model.transformer.h[0], torch.from_numpy(HELD_OUT)
-    count, length = ids.shape
-    h = model.transformer.wte.weight[ids] + model.transformer.wpe.weight[:length]
+    output = model(ids, output_attentions=True)
+    weights, out = output.attentions[0], output.logits.log_softmax(-1)
+    h = model.transformer.wte.weight[ids] + model.transformer.wpe.weight[: ids.shape[1]]
     x = layer_norm(h, (16,), block.ln_1.weight, block.ln_1.bias, 1e-5)
-    query, key, value = (x @ block.attn.c_attn.weight + block.attn.c_attn.bias).split(16, dim=-1)
-    heads = [part.view(count, length, 2, 8).transpose(1, 2) for part in (query, key, value)]
-    logits = heads[0] @ heads[1].transpose(-1, -2) / np.sqrt(8)
-    weights = logits.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf).softmax(-1)
+    projected = x @ block.attn.c_attn.weight + block.attn.c_attn.bias  # without the retrofit's hook
+    query, key, value = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in projected.split(16, dim=-1))
+    logits = query @ key.transpose(-1, -2) / np.sqrt(8)
 
-    values, gates = heads[2], torch.ones(count, length, 2, dtype=torch.float64)
+    gates = torch.ones(*ids.shape, 2, dtype=torch.float64)
     if arm.startswith(("vga", "iga")):
-        part = block.attn.retrofit
-        read = value if arm.startswith("vga") else x
-        gates = ARMS[arm][1].get("scale", 2.0) * torch.sigmoid(read @ part.weight)
+        read = value.transpose(1, 2).flatten(2) if arm.startswith("vga") else x
+        gates = ARMS[arm][1].get("scale", 2.0) * torch.sigmoid(read @ block.attn.retrofit.weight)
     if arm == "vscale":
-        r = values.square().sum(-1, keepdim=True)
-        gates = (r / (r + (8 * 0.02) ** 2 * block.attn.retrofit.theta.exp().view(1, 2, 1, 1)))[..., 0].transpose(1, 2)
+        r = value.square().sum(-1)
+        gates = (r / (r + (8 * 0.02) ** 2 * block.attn.retrofit.theta.exp()[:, None])).transpose(1, 2)
+    attended = value
     if not arm.endswith("output"):
-        values = values * gates.transpose(1, 2)[..., None]
-        gates = torch.ones_like(gates)
-    mix = (weights @ values).transpose(1, 2) * gates[..., None]
-    h = h + mix.flatten(-2) @ block.attn.c_proj.weight + block.attn.c_proj.bias
-    h = h + block.mlp(layer_norm(h, (16,), block.ln_2.weight, block.ln_2.bias, 1e-5))
-    last = model.transformer.ln_f
-    out = (layer_norm(h, (16,), last.weight, last.bias, 1e-5) @ model.lm_head.weight.T).log_softmax(-1)
+        attended, gates = value * gates.transpose(1, 2)[..., None], torch.ones_like(gates)
 
     found: dict[str, list[float]] = {metric: [] for metric in BACKCOPY}
     to_start: list[list[float]] = [[], []]
-    for n in range(count):
-        for t in (0, *range(max(1, opening), length)):
+    for n in range(len(ids)):
+        for t in (0, *range(max(1, opening), ids.shape[1])):
             token = int(ids[n, t])
             trigger = token in TASK.triggers
-            norms = (heads[2][n, :, t].norm().item(), values[n, :, t].norm().item())
+            norms = (value[n, :, t].norm().item(), attended[n, :, t].norm().item())
             for name, norm in zip(("value", "attended"), norms, strict=True):
                 kind = "start" if t == 0 else "trigger" if trigger else "other"
                 found[f"{kind}_{name}_norm"].append(norm)
