@@ -100,10 +100,9 @@ def interruption(kind: type[Options]) -> Iterator[None]:
         if kind.resumable:
             left = ": what was reached is kept, and the same command resumes from there"
         else:
-            said = (
-                str(error) if isinstance(error, KeyboardInterrupt) else ""
-            )  # while figures are drawn, after the tables
-            left = f": {said or 'nothing was written'}" if kind.writes else ""
+            # a message of its own: while figures are drawn, after the tables
+            message = str(error) if isinstance(error, KeyboardInterrupt) else ""
+            left = f": {message or 'nothing was written'}" if kind.writes else ""
         raise SinkscopeError(f"interrupted{left}") from None
 
 

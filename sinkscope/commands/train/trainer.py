@@ -81,9 +81,8 @@ def failures(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         reached = checkpoints(folder)
-        saved = (
-            f"the training up to step {step_of(reached[-1].name)} is kept" if reached else "what was reached is kept"
-        )
+        what = f"the training up to step {step_of(reached[-1].name)}" if reached else "what was reached"
+        saved = f"{what} is kept"
         if is_out_of_memory(error):
             raise SinkscopeError(
                 "memory ran out: take a smaller --batch-size with more --accumulation, a shorter --block-length, or "
