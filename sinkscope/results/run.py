@@ -69,12 +69,11 @@ class RunData(FolderData):
         """
         folder = folder_of(folder)
         manifest = read_manifest(folder)
-        for name in manifest["tables"]:
-            path = folder / "tables" / f"{name}.parquet"
-            if not path.is_file():
-                raise InputError(f"{folder} is incomplete: {path} is missing")
-        folder = folder.absolute()  # tables are read later, perhaps after os.chdir
         paths = {name: folder / "tables" / f"{name}.parquet" for name in manifest["tables"]}
+        if missing := [path for path in paths.values() if not path.is_file()]:
+            raise InputError(f"{folder} is incomplete: {missing[0]} is missing")
+        folder = folder.absolute()  # tables are read later, perhaps after os.chdir
+        paths = {name: path.absolute() for name, path in paths.items()}
         return cls(manifest, TablesOnDisk(folder, paths, cls.columns), folder, Activations.of_folder(folder))
 
     @property

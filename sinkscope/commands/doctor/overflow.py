@@ -8,7 +8,7 @@ rounded to float8, without scales, and back.
 """
 
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -409,7 +409,15 @@ class OverflowCheck:
         self.is_tight = max((one.largest for one in outside), default=0.0) > self.limit / HEADROOM
         self.bounds: dict[str, float] = {}  # first address → the bound of its clip
         runs = self._rounding_runs(inputs) if is_float8 else self._casting_runs()
-        self.tables = {"overflow_runs": self._measured(runs, console), "overflow": self._overflow(runs[0].broken)}
+        self.tables = {"overflow_runs": self._measured(runs, console)}
+        table = pd.DataFrame([asdict(one) for one in self.magnitudes.values()])
+        self.tables["overflow"] = table.assign(
+            order=range(len(table)),
+            headroom=self.limit / table["largest"],  # infinite if it is 0
+            overflows=table["largest"] >= overflows_from(self.dtype),
+            is_finite=[key not in runs[0].broken for key in self.magnitudes],
+            clip=[self.bounds.get(key, math.nan) for key in self.magnitudes],
+        )
 
     def _rounding_runs(self, inputs: Mapping[str, str]) -> list[OverflowRun]:
         rounding = partial(rounding_inputs, self.model, self.dtype)
@@ -507,13 +515,3 @@ class OverflowCheck:
             self.refused[RESCALED] = "this model computes something else then: not only norms read its residual stream"
             table = table[~is_rescaled].reset_index(drop=True)
         return table
-
-    def _overflow(self, broken: Container[str]) -> pd.DataFrame:
-        table = pd.DataFrame([asdict(one) for one in self.magnitudes.values()])
-        return table.assign(
-            order=range(len(table)),
-            headroom=self.limit / table["largest"],  # infinite if it is 0
-            overflows=table["largest"] >= overflows_from(self.dtype),
-            is_finite=[key not in broken for key in self.magnitudes],
-            clip=[self.bounds.get(key, math.nan) for key in self.magnitudes],
-        )

@@ -14,29 +14,18 @@ from hypothesis import strategies as st
 from scipy.signal import lfilter
 from support.hand_made_runs import FAILS, FEW_SEEDS, HOLDS, INCONCLUSIVE
 
+from sinkscope.results import statistics
 from sinkscope.results.judgment import Test, above, at_least, at_most, below, between
-from sinkscope.results.statistics import (
-    Estimate,
-    bootstrap,
-    least_of,
-    mean_of_rates,
-    mean_of_runs,
-    one_more_run,
-    positive_jackknife,
-    range_of,
-    rank_correlation,
-    resamplings,
-    weighted_means,
-)
+from sinkscope.results.statistics import Estimate, bootstrap, mean_of_rates, mean_of_runs, range_of, rank_correlation
 
-WEIGHTS, TRIALS = resamplings(100), 600
+WEIGHTS, TRIALS = statistics.resamplings(100), 600
 ALONG = np.eye(50)[0]
 NORMS = ((1.0, 0.35), (0.3, 0.1))  # scale and noise of gradients at two positions
 
 
 def ratio_of_means(drawn: np.random.Generator) -> Estimate:
     """Return a ratio of two means over the same sequences, which is 3."""
-    means = weighted_means(np.stack([drawn.normal(6, 2, 100), drawn.normal(2, 0.5, 100)], axis=1), WEIGHTS)
+    means = statistics.weighted_means(np.stack([drawn.normal(6, 2, 100), drawn.normal(2, 0.5, 100)], axis=1), WEIGHTS)
     return bootstrap(means[:, 0] / means[:, 1])
 
 
@@ -47,7 +36,7 @@ def ratio_of_norms(drawn: np.random.Generator) -> Estimate:
         vectors = scale * ALONG + drawn.normal(0, noise, (60, 50))
         means = [vectors.mean(0), *(vectors[owner != group].mean(0) for group in range(20))]
         norms.append(np.linalg.norm(means, axis=1))
-    return positive_jackknife(norms[0] / norms[1])
+    return statistics.positive_jackknife(norms[0] / norms[1])
 
 
 @pytest.mark.parametrize(
@@ -61,8 +50,8 @@ def ratio_of_norms(drawn: np.random.Generator) -> Estimate:
         (lambda drawn: mean_of_runs(drawn.normal(1.0, 1.0, 5)), lambda drawn: 1.0),
         (  # the change of an arm, over sequences, beyond that of one more control; five random controls are known
             lambda drawn: (
-                bootstrap(weighted_means(drawn.normal(-3.0, 10.0, 100), WEIGHTS))
-                - one_more_run(drawn.normal(1.0, 1.0, 5))
+                bootstrap(statistics.weighted_means(drawn.normal(-3.0, 10.0, 100), WEIGHTS))
+                - statistics.one_more_run(drawn.normal(1.0, 1.0, 5))
             ),
             lambda drawn: -3.0 - drawn.normal(1.0, 1.0),
         ),
@@ -202,7 +191,7 @@ def test_correlations_of_unrelated_heads(layers: int, heads: int, within: float,
 
 
 def smallest(drawn: Draw, *means: float) -> Estimate:
-    return least_of([mean_of_runs(drawn.normal(mean, 1.0, 5)) for mean in means])
+    return statistics.least_of([mean_of_runs(drawn.normal(mean, 1.0, 5)) for mean in means])
 
 
 def furthest(drawn: Draw, *means: float, seeds: int = 5) -> Estimate:

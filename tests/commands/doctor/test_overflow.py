@@ -12,18 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import ROW_CHUNK
-from sinkscope.commands.doctor.overflow import (
-    CLIPPED,
-    DECOMPOSED,
-    FULL,
-    OVERFLOW_DTYPES,
-    RESCALED,
-    OverflowCheck,
-    Prediction,
-    overflows_from,
-    rescaled,
-)
-from sinkscope.commands.doctor.overflow import clipped as clipping
+from sinkscope.commands.doctor import overflow
+from sinkscope.commands.doctor.overflow import CLIPPED, DECOMPOSED, FULL, RESCALED, OverflowCheck, Prediction
 from sinkscope.errors import InputError
 from sinkscope.measuring.subject import Subject, family_of, inputs_for, load_model, options_of
 from sinkscope.models.edits import attending_by, edited_output
@@ -85,7 +75,7 @@ def assert_first_is(model: PreTrainedModel, layer: int, plain: OverflowCheck) ->
 @pytest.mark.real_model
 def test_a_late_layer_of_a_real_model(smollm_on_cpu: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Remedies, which are tested on tiny models, are left out: a pass in float16 takes seconds."""
-    monkeypatch.setattr(OverflowCheck, "_remedies", lambda overflow: ())
+    monkeypatch.setattr(OverflowCheck, "_remedies", lambda check: ())
     plain = examined(smollm_on_cpu.model, num_seqs=1)
     assert not plain.tables["overflow"].query("not is_inside")["overflows"].any()
     assert_first_is(smollm_on_cpu.model, 25, plain)
@@ -95,7 +85,7 @@ def test_a_norm_after_a_branch_divides_what_it_adds() -> None:
     """Gemma's residual stream is divided by dividing the embeddings and the outputs of norms."""
     model, ids = tiny_model("gemma2"), tiny_tokens(1, 12)
     own = model(ids, output_hidden_states=True)
-    with rescaled(Prediction(subject_of(model)), 8.0):
+    with overflow.rescaled(Prediction(subject_of(model)), 8.0):
         divided = model(ids, output_hidden_states=True)
     torch.testing.assert_close(divided.logits, own.logits, rtol=1e-4, atol=1e-4)
     for before, after in zip(own.hidden_states[:-1], divided.hidden_states[:-1], strict=True):  # the last is normed
@@ -155,7 +145,7 @@ def test_a_rescaling_leaves_the_function_and_a_clip_leaves_it_finite() -> None:
     ids = torch.tensor(np.array(found.subject.inputs.sequences))
     plain, own = (runs["loss"] - runs["cost"]).dropna(), model(ids, labels=ids)
     assert plain.tolist() == pytest.approx([float(own.loss)] * len(plain), rel=1e-5)
-    with clipping(model, found.bounds):
+    with overflow.clipped(model, found.bounds):
         logs, own_logs = model(ids).logits.log_softmax(-1), own.logits.log_softmax(-1)
     divergence = float((own_logs.exp() * (own_logs - logs)).sum(-1).mean())
     assert clipped.loc["float32", "divergence"] == pytest.approx(divergence, rel=1e-4)
@@ -200,7 +190,8 @@ def test_float8_rounds_the_inputs_of_linear_layers(dtype: str) -> None:
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e5m2"])
 def test_the_smallest_magnitude_that_overflows(name: str) -> None:
-    dtype, edge = OVERFLOW_DTYPES[name], overflows_from(OVERFLOW_DTYPES[name])
+    dtype = overflow.OVERFLOW_DTYPES[name]
+    edge = overflow.overflows_from(dtype)
     below = torch.tensor(edge).nextafter(torch.tensor(0.0))
     assert bool(torch.isinf(torch.tensor(edge).to(dtype).float()))
     assert bool(torch.isfinite(below.to(dtype).float()))
