@@ -179,9 +179,8 @@ UNMEASURED = "not measured: all batches\nhad padding"
 def draw_gradient_bounds(run: RunData) -> Figure:
     check = plot.finite(run.tables["gradient_check"])
     figure = new_figure(WIDE, 3.4)
-    axes = figure.subplot_mosaic(
-        [["theorem 1", "holds", "attn"], ["theorem 1", "identity", "mlp"]], width_ratios=[1.2, 1, 1]
-    )
+    panels: list[Any] = [["theorem 1", "holds", "attn"], ["theorem 1", "identity", "mlp"]]
+    axes = figure.subplot_mosaic(panels, width_ratios=[1.2, 1, 1])
     first = axes["theorem 1"]
     means = check[check["position"] == 0].groupby("layer")[["lower_bound", "measured", "upper_bound"]].mean()
     alone: Look = {"marker": "_", "markersize": 8} if len(means) == 1 else {}  # a line needs two layers

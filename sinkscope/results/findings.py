@@ -102,9 +102,7 @@ class Finding:
     null: float = float("nan")  # `value` without the effect; NaN if it has none
     threshold: float | None = None  # the number that decided the outcome, if there is one
     published: tuple[Published, ...] = ()  # published values to compare with
-    numbers: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # further numbers, layers (tuples), sites and tokens by name
+    numbers: Mapping[str, Any] = field(default_factory=dict)  # by name: more numbers, layers (tuples), sites and tokens
     is_headline: bool = False  # whether it is listed at the top of the verdict
     low: float = float("nan")  # lower end of the 95 % interval of `value`; NaN if it has none
     high: float = float("nan")

@@ -126,10 +126,8 @@ class RunData(FolderData):
         tables = {name: table[table["condition"] == condition] for name, table in self.tables.items()}
         tables = {name: table for name, table in tables.items() if len(table)}
         if not tables:
-            conditions = sorted(
-                {condition for table in self.tables.values() for condition in table["condition"].unique()}
-            )
-            raise InputError(f"arm {unknown(condition, conditions)}")
+            arms = sorted({condition for table in self.tables.values() for condition in table["condition"].unique()})
+            raise InputError(f"arm {unknown(condition, arms)}")
         return type(self)(self.manifest | {"command": "analyze", "condition": condition}, tables, self.folder)
 
     def metric(self, name: str, layer: int = -1) -> float:

@@ -56,9 +56,8 @@ def _as_text(table: pd.DataFrame, title: str) -> str:
 def as_markdown(table: pd.DataFrame, title: str = "", numbers: bool = False) -> str:
     """Return a Markdown table; `numbers` aligns all columns except the first to the right."""
     rule = ["---"] + ["---:" if numbers else "---"] * (len(table.columns) - 1)
-    names, *rows = (
-        [str(value).replace("|", "\\|") for value in row] for row in (table.columns, *table.itertuples(index=False))
-    )
+    cells = (table.columns, *table.itertuples(index=False))
+    names, *rows = ([str(value).replace("|", "\\|") for value in row] for row in cells)
     text = "\n".join(f"| {' | '.join(row)} |" for row in (names, rule, *rows))
     return f"### {title}\n\n{text}" if title else text
 

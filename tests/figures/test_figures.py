@@ -149,10 +149,8 @@ def test_query_bias_distribution_is_in_standard_deviations_of_the_later_position
     normal = [-1.2816, 0.0, 1.2816]  # quantiles 0.1, 0.5 and 0.9 of the standard normal distribution
     np.testing.assert_allclose(standard_quantiles(bins.sample(frac=1, random_state=0)), normal, atol=0.02)
     assert standard_quantiles(bins.assign(count=0)) is None
-    table = pd.concat(
-        [bins.assign(layer=layer, group=group) for layer in range(4) for group in ("later", "position 0")]
-    )
-    run = make_run(delta_distribution=table)
+    rows = pd.concat([bins.assign(layer=layer, group=group) for layer in range(4) for group in ("later", "position 0")])
+    run = make_run(delta_distribution=rows)
     (ax,) = draw("query-bias-distribution", run).axes
     np.testing.assert_allclose([bar.get_y() for bar in ax.patches], [normal[0]] * 4, atol=0.02)
     gaps = run.tables["summary"].query("metric == 'delta_gap' and layer >= 0")["value"]

@@ -45,9 +45,8 @@ class AnalyzeOptions(CloseUpOptions):
         if folder is None or self.gguf_file is not None or kind_of(folder) != "folder":
             return False
         names = names_in(folder)
-        return "config.json" not in names and any(
-            name.startswith("checkpoint-") and kind_of(folder / name) == "folder" for name in names
-        )
+        checkpoints = [folder / name for name in names if name.startswith("checkpoint-")]
+        return "config.json" not in names and any(kind_of(path) == "folder" for path in checkpoints)
 
     def folder(self) -> Path:
         named = self.model_copy(update={"revision": "steps"}) if self.has_steps else self

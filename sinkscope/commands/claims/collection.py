@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from sinkscope.commands.claims.columns import COMMAND
-from sinkscope.commands.claims.evidence import MAIN, Evidence, models_of
+from sinkscope.commands.claims.evidence import MAIN, Evidence, Skipped, models_of
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.studies import PLAIN, StudySources, Training, split_arms, variants
 from sinkscope.commands.claims.table import NEEDS, evidence_of
@@ -30,7 +30,6 @@ from sinkscope.results.tables import LEADING_COLUMNS, read_table
 
 JUDGED_TRAININGS = ("retrofit", "train")
 JUDGED = (*RUNS, *JUDGED_TRAININGS, STEPS, COMMAND, BENCHMARK)
-Skipped = Mapping[str, Mapping[str, str]]  # model → role → why it does not apply
 
 
 @dataclass(frozen=True)

@@ -300,9 +300,8 @@ class ClaimBench:
     def _experiment(self, arms: Mapping[str, Sequence[Need]], **options: Any) -> Run:
         """Measure arms, each with the needs that read it, of which any may need controls or a loss; () needs both."""
         start = time.time()
-        config = self._options(
-            InterveneOptions, {"draws": self.config.draws, "arms": {name: (name,) for name in arms}, **options}
-        )
+        asked = {"draws": self.config.draws, "arms": {name: (name,) for name in arms}, **options}
+        config = self._options(InterveneOptions, asked)
         subject = self.subject if options.keys() <= {"observables", "draws"} else self._reading(config)
         needs = {name: roles for name, roles in arms.items() if roles}
         experiment = Experiment(

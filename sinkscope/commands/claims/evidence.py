@@ -28,6 +28,7 @@ OF_RANDOM_WEIGHTS = (
     "window-edge", "super-weight", *OF_STATES[2:],
 )  # fmt: skip
 Measured = TypeVar("Measured", bound=RunData)
+Skipped = Mapping[str, Mapping[str, str]]  # model → role → why it does not apply
 
 
 @dataclass(frozen=True)

@@ -228,9 +228,8 @@ def unusual(table: pd.DataFrame) -> list[Finding]:
     every = ours if len(ours) > 1 else reported() | ours
     findings = []
     for claim in CLAIMS:
-        fails, holds = (
-            [model for model in every if every[model].get(claim) == end] for end in (Outcome.FAILS, Outcome.HOLDS)
-        )
+        fails = [model for model in every if every[model].get(claim) == Outcome.FAILS]
+        holds = [model for model in every if every[model].get(claim) == Outcome.HOLDS]
         if ours.keys() & fails or (fails and holds and ours.keys() >= {*holds}):
             names = {model: "this model" if [model] == [*ours] else model for model in every}
             ends = [(end, models) for end, models in ((Outcome.FAILS, fails), (Outcome.HOLDS, holds)) if models]

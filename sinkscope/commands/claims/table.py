@@ -1,13 +1,13 @@
 """The table `claim`: the judgment of every claim on a model, one row for each number of a claim."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pandas as pd
 
 from sinkscope.commands.claims.claim import judge
 from sinkscope.commands.claims.columns import CLAIM_COLUMNS
-from sinkscope.commands.claims.evidence import Evidence
+from sinkscope.commands.claims.evidence import Evidence, Skipped
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.routes import ROUTE_ROLES
 from sinkscope.commands.claims.studies import StudySources
@@ -21,10 +21,8 @@ NOT_JUDGED = (Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED)
 NEEDS = tuple(need for claim in CLAIMS.values() for need in claim.reads)
 
 
-def evidence_of(
-    runs: Iterable[RunData], model: str, skipped: Mapping[str, Mapping[str, str]] | None = None
-) -> Evidence:
-    """Find the runs of one model that claims need. `skipped`: model → role → why it does not apply."""
+def evidence_of(runs: Iterable[RunData], model: str, skipped: Skipped | None = None) -> Evidence:
+    """Find the runs of one model that claims need."""
     evidence = Evidence.of(runs, (*NEEDS, *ROUTE_ROLES), model).with_studies(StudySources(model), NEEDS)
     measured = {need.name for need in evidence.runs}
     reasons = {role: why for role, why in (skipped or {}).get(model, {}).items() if role not in measured}
@@ -38,9 +36,8 @@ def judged(evidence: Evidence, name: str | None = None) -> pd.DataFrame:
         judgment = judge(claim, evidence)
         estimates = judgment.estimates or [Estimate(float("nan"))] * len(claim.parts)
         passes = judgment.outcomes or [judgment.outcome] * len(claim.parts)
-        published = "; ".join(
-            f"{item.name} {item.value:g}{item.mark} ({item.setting}; {item.source})" for item in claim.published
-        )
+        values = [f"{each.name} {each.value:g}{each.mark} ({each.setting}; {each.source})" for each in claim.published]
+        published = "; ".join(values)
         rows += [
             (name or run.model, run.condition, WHOLE_MODEL,
              claim.id, paper_of(claim.id), claim.reference, claim.statement, number, part.quantity,

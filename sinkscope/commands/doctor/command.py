@@ -153,7 +153,22 @@ def doctor(
                 else:
                     report.notes.append(finding.sentence)
         if family.door == "interface" and not any(map(attends_by_us, loaded.model.modules())):
-            _compare_kernels(report, loaded.model, family, tolerance, Messages(quiet=quiet))
+            # all kernels come last, because torch compiles one of them
+            if input_device(loaded.model).type != "cpu":
+                message = "comparing attention kernels: flex attention is compiled first, which takes a minute or more"
+                Messages(quiet=quiet).print(message)
+            batch = _random_batch(loaded.model, tokens_to_compare(loaded.model, family))
+            kernels = compare_kernels(loaded.model, family, batch, tolerance)
+            for kernel in (one for one in kernels if not one.untried):
+                detail = f"within {kernel.difference:.1e}, by round-off at most {tolerance:.1e}"
+                if kernel.layer is not None:
+                    detail = f"it departs from layer {kernel.layer} on, by {kernel.difference:.1e} at the end"
+                if kernel.layer is not None and kernel.dropped:
+                    detail = f"{kernel.name} ignores the {' and the '.join(kernel.dropped)}: {detail}"
+                report.checks.append((f"{kernel.name} equals eager attention", kernel.layer is None, detail))
+            for reason in dict.fromkeys(one.untried for one in kernels if one.untried):
+                names = ", ".join(one.name for one in kernels if one.untried == reason)
+                report.notes.append(f"not compared with eager attention: {names} ({reason})")
     return report
 
 
@@ -243,25 +258,6 @@ def _random_batch(model: PreTrainedModel, length: int) -> Batch:
     size = embedding_weight(model).shape[0]
     ids = torch.randint(size // 10, size, (1, length), generator=torch.Generator().manual_seed(0))
     return Batch(ids, torch.ones_like(ids))
-
-
-def _compare_kernels(
-    report: Report, model: PreTrainedModel, family: Family, tolerance: float, console: Messages
-) -> None:
-    """Add checks of all kernels; this comes last, because torch compiles one of them."""
-    if input_device(model).type != "cpu":
-        console.print("comparing attention kernels: flex attention is compiled first, which takes a minute or more")
-    kernels = compare_kernels(model, family, _random_batch(model, tokens_to_compare(model, family)), tolerance)
-    for kernel in (one for one in kernels if not one.untried):
-        detail = f"within {kernel.difference:.1e}, by round-off at most {tolerance:.1e}"
-        if kernel.layer is not None:
-            detail = f"it departs from layer {kernel.layer} on, by {kernel.difference:.1e} at the end"
-        if kernel.layer is not None and kernel.dropped:
-            detail = f"{kernel.name} ignores the {' and the '.join(kernel.dropped)}: {detail}"
-        report.checks.append((f"{kernel.name} equals eager attention", kernel.layer is None, detail))
-    for reason in dict.fromkeys(one.untried for one in kernels if one.untried):
-        names = ", ".join(one.name for one in kernels if one.untried == reason)
-        report.notes.append(f"not compared with eager attention: {names} ({reason})")
 
 
 def _calibrated(family: Family) -> list[str]:

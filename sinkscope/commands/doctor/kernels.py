@@ -214,18 +214,16 @@ def compare_logits(
         moved = torch.stack([_token_differences(a, b) for a, b in zip(logits(), here, strict=True)])
     tolerance = float(moved.max()) + ROUNDING_MARGIN * torch.finfo(dtype).eps
     departures = differences(here)
-    departs = ~(departures <= tolerance)
+    departs, excess = ~(departures <= tolerance), float(departures.max()) / tolerance
     if not bool(departs.any()):
-        return Departure(departures.numel(), 0, excess=float(departures.max()) / tolerance)
+        return Departure(departures.numel(), 0, excess=excess)
     dropped: tuple[str, ...] = ()
     if family.door == "interface":
         with lacking(model, family, ()) as used:
             logits()
         dropped = _ignored(model, family, used, lambda: bool((differences(logits()) <= tolerance).all()))
     sequence, position = (int(index) for index in departs.nonzero()[0])
-    return Departure(
-        departures.numel(), int(departs.sum()), sequence, position, float(departures.max()) / tolerance, dropped
-    )
+    return Departure(departures.numel(), int(departs.sum()), sequence, position, excess, dropped)
 
 
 def _token_differences(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:

@@ -503,9 +503,8 @@ class OverflowCheck:
         for run, done in zip(runs, passes, strict=True):
             _, loss, cost, divergence = done.losses.cumsum(0)[-1].tolist()
             numbers = (float(done.losses[:, 0].max()), loss / predicted, cost / predicted, divergence / tokens)
-            place = next(
-                ((self.magnitudes[key].layer, self.magnitudes[key].site) for key in run.broken), (NO_LAYER, "")
-            )
+            first = next((self.magnitudes[key] for key in run.broken), None)
+            place = (NO_LAYER, "") if first is None else (first.layer, first.site)
             rows.append((run.setting, run.dtype, run.factor, *numbers, *place))
         columns = ["setting", "dtype", "factor", "difference", "loss", "cost", "divergence", "layer", "site"]
         table = pd.DataFrame(rows, columns=columns)

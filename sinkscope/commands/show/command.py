@@ -57,11 +57,9 @@ def show(run: str | os.PathLike[str], *, again: bool = False) -> Path:
         contents = Contents.of_folder(folder)
         if not contents.all_tables:
             raise InputError(f"{folder} has no table to show: the command that writes it has not finished")
+        manifest = read_manifest(folder, None)
+        files = FileList(folder, manifest["files"], lambda: write_manifest(folder, manifest | {"files": files.names}))
         try:
-            manifest = read_manifest(folder, None)
-            files = FileList(
-                folder, manifest["files"], lambda: write_manifest(folder, manifest | {"files": files.names})
-            )
             files.add(PAGE)
             write_page(contents, folder)
         except OSError as error:

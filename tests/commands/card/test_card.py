@@ -66,9 +66,8 @@ def test_a_dataset_is_uploaded_and_read_back(three: Card, hub: Hub, monkeypatch:
 
 def test_other_folders(tmp_path: Path) -> None:
     """Claims and changed models have cards, too; a folder of another kind is refused by name."""
-    made = sinkscope.card(
-        *(REPORTS / name for name in ("claims/mgm", "smollm2-135m-w8a8", "smollm2-135m-interventions"))
-    )
+    names = ("claims/mgm", "smollm2-135m-w8a8", "smollm2-135m-interventions")
+    made = sinkscope.card(*(REPORTS / name for name in names))
     assert list(made.model_cards) == ["SmolLM2-135M-Instruct.Q4_1", "mgm"]
     index = [yaml.safe_load(card.split("---")[1])["model-index"] for card in made.model_cards.values()]
     changed, judged = (model_index_to_eval_results(one)[1] for one in index)

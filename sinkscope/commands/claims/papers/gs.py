@@ -174,9 +174,8 @@ def _inverse(evidence: Evidence) -> Estimate:
     (do,) = evidence.run(RESCALED).manifest["arms"][evidence.label(RESCALED)]["do"]
     options = dict(part.split("=") for part in do.partition(":")[2].split(","))
     layer, factor = int(options["layers"]), float(options.get("factor", 0.5))
-    after, before = (
-        branch_ratios(evidence.sequences(RESCALED, condition), "compress")[:, layer, 0] for condition in (None, BEFORE)
-    )
+    arms = [evidence.sequences(RESCALED, condition) for condition in (None, BEFORE)]
+    after, before = (branch_ratios(arm, "compress")[:, layer, 0] for arm in arms)
     return bootstrap(factor * after / before).over(f"layer {layer}, factor {factor:g}")
 
 

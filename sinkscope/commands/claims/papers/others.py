@@ -70,14 +70,13 @@ def _secondary_sinks(evidence: Evidence) -> pd.DataFrame:
 
 def _of_secondary(column: str, evidence: Evidence) -> Estimate:
     """Estimate a mean over secondary sinks, with sequences as units."""
-    known = _secondary_sinks(evidence).dropna(subset=column)
-    if known.empty:
+    measured = _secondary_sinks(evidence).dropna(subset=column)
+    if measured.empty:
         raise NotDefined("no secondary sink has the number")
-    groups = known.groupby("sequence")[column].agg(["sum", "count"]).astype(float)
-    means = statistics.weighted_means(
-        groups.to_numpy(), statistics.resamplings_of(evidence.run(STATES).text_numbers[groups.index])
-    )
-    return bootstrap(means[:, 0] / means[:, 1]).over(f"{len(known)} tokens of {len(groups)} sequences")
+    groups = measured.groupby("sequence")[column].agg(["sum", "count"]).astype(float)
+    weights = statistics.resamplings_of(evidence.run(STATES).text_numbers[groups.index])
+    means = statistics.weighted_means(groups.to_numpy(), weights)
+    return bootstrap(means[:, 0] / means[:, 1]).over(f"{len(measured)} tokens of {len(groups)} sequences")
 
 
 def _lifetime_follows_norm(evidence: Evidence) -> Estimate:

@@ -91,9 +91,8 @@ def _largest_entries(evidence: Evidence, column: str) -> np.ndarray:
 
 
 def _means(evidence: Evidence, by_sequence: pd.DataFrame | pd.Series) -> np.ndarray:
-    return weighted_means(
-        by_sequence.to_numpy(float), resamplings_of(evidence.natural.run.text_numbers[by_sequence.index])
-    )
+    weights = resamplings_of(evidence.natural.run.text_numbers[by_sequence.index])
+    return weighted_means(by_sequence.to_numpy(float), weights)
 
 
 def _largest_step(evidence: Evidence) -> Estimate:

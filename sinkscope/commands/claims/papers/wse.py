@@ -246,9 +246,8 @@ def _within_prefix(evidence: Evidence) -> Estimate:
     if sinks.empty:
         raise NotDefined("it has no sink at any position with enough queries")
     count = sequences.weights.shape[1]
-    every, inside = (
-        np.bincount(rows["sequence"], minlength=count) for rows in (sinks, sinks[sinks["position"] < prefix])
-    )
+    within = sinks[sinks["position"] < prefix]
+    every, inside = (np.bincount(rows["sequence"], minlength=count) for rows in (sinks, within))
     return bootstrap((sequences.weights @ inside) / (sequences.weights @ every))
 
 
