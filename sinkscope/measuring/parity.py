@@ -36,7 +36,7 @@ from sinkscope.models.edits import Attend, attending_by, edited_input, unknown_c
 from sinkscope.models.family import Family, embedding_weight
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.packed import packed_tolerance
-from sinkscope.models.wiring import layer_output
+from sinkscope.models.wiring import output_of
 from sinkscope.options.measuring import RunConfig
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.batch import Batch
@@ -171,9 +171,12 @@ class RoundOff:
 
 
 def last_output(model: PreTrainedModel, family: Family, batch: Batch) -> torch.Tensor:
-    """Return the output (B,T,D) of the bare model's last layer on a batch."""
-    inputs = model_inputs(model, batch, False, family.first_position)
-    return layer_output(model, family, family.last_layer(model), inputs)
+    """Return the output (B,T,D) of the bare model's last layer on a batch, on the CPU."""
+    last = family.last_layer(model)
+    path, _, _ = family.block(last).sites["layer_out"].rpartition(".")
+    module = family.layer_modules(model)[last].get_submodule(path)
+    stream = family.stream(output_of(module, model, model_inputs(model, batch, False, family.first_position)))
+    return stream.view(len(batch.token_ids), -1, stream.shape[-1])
 
 
 def round_off(model: PreTrainedModel, family: Family, batch: Batch, bare: torch.Tensor) -> RoundOff:

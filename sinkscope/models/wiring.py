@@ -100,14 +100,6 @@ def mlp_reads_attention(model: nn.Module, layer: nn.Module, block: Block, inputs
     return bool((after - before).abs().max() > 1e-3 * before.abs().max())
 
 
-def layer_output(model: nn.Module, family: Family, layer: int, inputs: dict[str, Any]) -> torch.Tensor:
-    """Return a layer's output (B,T,D) for these inputs of the model, on the CPU."""
-    path, _, _ = family.block(layer).sites["layer_out"].rpartition(".")
-    module = family.layer_modules(model)[layer].get_submodule(path)
-    stream = family.stream(output_of(module, model, inputs))
-    return stream.view(*inputs["input_ids"].shape[:1], -1, stream.shape[-1])
-
-
 def check_wiring(block: Block, sites: dict[str, torch.Tensor]) -> float:
     """Return the error of a layer's wiring equation (head of family.py) at its sites: largest error ÷ largest entry."""
     if block.wiring == "unknown" or not sites:

@@ -30,7 +30,7 @@ from sinkscope.measuring.measure import Facts, run_manifest
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import undefined_ratios
 from sinkscope.measuring.observables.observable import ATTENTION_SITES
-from sinkscope.measuring.parity import AttentionComparison, Parity, comparing, round_off
+from sinkscope.measuring.parity import AttentionComparison, Parity, comparing, last_output, round_off
 from sinkscope.measuring.subject import (
     ModelLike,
     Subject,
@@ -42,11 +42,11 @@ from sinkscope.measuring.subject import (
     without_head_or_mask,
 )
 from sinkscope.measuring.tables import publish
-from sinkscope.measuring.tracer import model_inputs, open_tracer
+from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.family import RESIDUAL_SITES, Family, embedding_weight, input_device, tower_notice, vocabulary
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
-from sinkscope.models.wiring import check_wiring, layer_output, read_sites
+from sinkscope.models.wiring import check_wiring, read_sites
 from sinkscope.options.files import user_path
 from sinkscope.options.keywords import DoctorKeywords
 from sinkscope.options.output import OutputOptions
@@ -226,8 +226,7 @@ def _check_model(loaded: LoadedModel, family: Family, notices: Sequence[str]) ->
     if reason := without_head_or_mask(loaded, family):
         report.notes.append(f"no loss and no gradients: {reason}")
     batch = _random_batch(model, TOKENS)
-    inputs = model_inputs(model, batch, False, family.first_position)
-    bare = layer_output(model, family, family.last_layer(model), inputs)
+    bare = last_output(model, family, batch)
     noise = round_off(model, family, batch, bare)
     records = read_sites(model, family, batch.token_ids.to(input_device(model)))
     worst = max(check_wiring(family.block(layer), sites) for layer, sites in enumerate(records))
