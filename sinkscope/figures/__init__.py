@@ -113,11 +113,8 @@ def draw(name: str, run: RunData, **options: Any) -> Figure:
 
 def applicable(run: RunData) -> list[str]:
     """Return the figures that the tables of the run allow; for an experiment, the figures of all arms together."""
-    return [
-        name
-        for name, spec in FIGURES.items()
-        if (spec.command == run.command or not run.is_experiment) and not _lacking(spec, run) and spec.applies(run)
-    ]
+    specs = [spec for spec in FIGURES.values() if spec.command == run.command or not run.is_experiment]
+    return [spec.name for spec in specs if not _lacking(spec, run) and spec.applies(run)]
 
 
 def _lacking(spec: FigureSpec[RunData], run: RunData) -> list[str]:

@@ -172,10 +172,9 @@ def resumable(folder: Path, command: str, options: Mapping[str, Any]) -> dict[st
     manifest = read_manifest(folder, (command,))
     before = _flat({name: manifest[name] for name in options if name in manifest})
     after = _flat(json.loads(json.dumps(options)))
+    changed = [key for key in after | before if before.get(key) != after.get(key)]
     differing = [
-        f"{key[-1]} was {one_line(before.get(key), 40)}, now {one_line(after.get(key), 40)}"
-        for key in after | before
-        if before.get(key) != after.get(key)
+        f"{key[-1]} was {one_line(before.get(key), 40)}, now {one_line(after.get(key), 40)}" for key in changed
     ]
     if differing:
         raise InputError(

@@ -12,9 +12,9 @@ from sinkscope.results.manifest import make_manifest
 from sinkscope.results.run import RunData, policy_of
 from sinkscope.results.tables import SUMMARY_COLUMNS, WHOLE_MODEL, Columns
 
-Settings = Mapping[str, Callable[[dict[str, Any]], Any]]  # name of a setting → its value in run.json
+ComparedSettings = Mapping[str, Callable[[dict[str, Any]], Any]]  # name of a setting → its value in run.json
 # the settings that two runs must share for their numbers to be comparable
-COMPARED_SETTINGS: Settings = {
+COMPARED_SETTINGS: ComparedSettings = {
     # the condition of a retrofit's arm is its method
     "input": lambda manifest: manifest["input"].get("text", manifest["condition"]),
     "input tokens": lambda manifest: str(manifest["input"]["sha256"])[:12],
@@ -54,7 +54,7 @@ def metrics_of(runs: Sequence[RunData], names: Sequence[str]) -> pd.DataFrame:
 
 
 def differing_settings(
-    manifests: Sequence[dict[str, Any]], names: Sequence[str], settings: Settings = COMPARED_SETTINGS
+    manifests: Sequence[dict[str, Any]], names: Sequence[str], settings: ComparedSettings = COMPARED_SETTINGS
 ) -> pd.DataFrame:
     """Return a row for each setting of the manifests in which the runs differ, and a column for each run."""
 

@@ -16,6 +16,7 @@ from sinkscope.results.run import RunData
 from sinkscope.results.statistics import Estimate
 from sinkscope.verdict.table_formats import as_markdown
 
+EMPTY: Mapping[str, Any] = MappingProxyType({})  # a finding without further numbers
 # outcome of a claim's number → outcome of the finding
 OUTCOMES = {
     Outcome.HOLDS: Outcome.PRESENT,
@@ -86,12 +87,7 @@ def judgment_of(claim: str, estimate: Estimate) -> dict[str, Any]:
 
 
 def finding(
-    name: str,
-    section: str,
-    value: Estimate | float,
-    sentence: str,
-    numbers: Mapping[str, Any] = MappingProxyType({}),
-    **fields: Any,
+    name: str, section: str, value: Estimate | float, sentence: str, numbers: Mapping[str, Any] = EMPTY, **fields: Any
 ) -> Finding:
     """Return a finding. The interval of an estimate, as `value` or among the numbers, is added.
 

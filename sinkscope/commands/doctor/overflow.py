@@ -139,11 +139,8 @@ class Prediction:
         self.model, self.family = subject.loaded.model, subject.family
         self.magnitudes: dict[str, Magnitude] = {}  # by the tensor's first address; inside a kernel, its part follows
         self.first_address: dict[str, str] = {}  # address → the first address of the tensor that is there
-        self.norms = {
-            path: NormGain(module, len(module.weight))
-            for path, module in self.model.named_modules()
-            if _epsilon(module) is not None
-        }
+        norms = [(path, module) for path, module in self.model.named_modules() if _epsilon(module) is not None]
+        self.norms = {path: NormGain(module, len(module.weight)) for path, module in norms}
         # address → layer and site, for the sites of the residual stream and the mix of values
         self._names: dict[str, tuple[int, str]] = {}
         for layer in range(len(self.family.layer_modules(self.model))):

@@ -50,13 +50,7 @@ class Series(Result):
 
     @classmethod
     def of(
-        cls,
-        model: str,
-        checkpoints: list[Checkpoint],
-        options: Options,
-        runs: Mapping[int, Run],
-        start: float,
-        **facts: Any,
+        cls, model: str, steps: list[Checkpoint], options: Options, runs: Mapping[int, Run], start: float, **facts: Any
     ) -> "Series":
         """Return the series of these runs in memory; `options` are those of one run, `facts` more for run.json."""
         path = Path(model).expanduser()
@@ -64,13 +58,13 @@ class Series(Result):
         parts = [run.tables["summary"].assign(model=name, step=step) for step, run in runs.items()]
         columns = ["model", "condition", "step", "layer", "metric", "value"]
         tables = {SERIES: pd.concat(parts, ignore_index=True)[columns]}
-        condition = runs[checkpoints[0].step].condition
+        condition = runs[steps[0].step].condition
         if len(onsets := onset_table(list(runs.items()))):
             tables[ONSET] = onsets.assign(model=name, condition=condition)[[*LEADING, *names_of(ONSET_COLUMNS)]]
-        revisions = ",".join(checkpoint.name for checkpoint in checkpoints)
+        revisions = ",".join(checkpoint.name for checkpoint in steps)
         config = options.model_dump(mode="json") | {"model": model, "revision": revisions}
-        steps = [{"step": each.step, "name": each.name, "folder": each.folder} for each in checkpoints]
-        facts = {"model": name, "condition": condition, "steps": steps} | facts
+        entries = [{"step": each.step, "name": each.name, "folder": each.folder} for each in steps]
+        facts = {"model": name, "condition": condition, "steps": entries} | facts
         return cls(make_manifest(COMMAND, config, start, tables, **facts), tables, runs=runs)
 
     @classmethod
