@@ -70,7 +70,7 @@ def compact_table(name: str, rows: pd.DataFrame, columns: Columns, count: int, l
     for label in rows.columns:
         kind = kinds.get(getattr(rows[label].dtype, "kind", ""), "text")
         column = described.get(str(label)) or Column(str(label), "", kind=kind)
-        head = as_json({name: entry for name, entry in column._asdict().items() if name != "since"})
+        head = as_json(column._asdict())
         parts.append(f'{head[:-1]},"values":{compact_column(rows[label], column.kind)}}}')
     head = as_json({"name": name, "rows": count, "left_out": left_out})
     return f'{head[:-1]},"columns":[{",".join(parts)}]}}'
