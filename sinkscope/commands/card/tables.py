@@ -82,9 +82,10 @@ def _of_experiment(run: RunData) -> pd.DataFrame:
 
 
 def _of_quantization(run: RunData) -> pd.DataFrame:
-    """Return the settings that quantize the whole model, measured on all sequences."""
+    """Return the settings that quantize the whole model, measured on all sequences; of several, the last."""
     table = run.tables["quantization"]
     table = table[(table["site"] == "") & (table["sequences"] == table["sequences"].max())]
+    table = table.drop_duplicates(SETTING.name, keep="last")
     table = table.replace({SETTING.name: {FULL: UNCHANGED}})
     return table.melt(SETTING.name, [name for name in METRICS if name in table], METRIC.name, VALUE.name)
 

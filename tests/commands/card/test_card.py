@@ -14,6 +14,7 @@ import sinkscope
 from sinkscope import InputError, Run, SinkscopeError
 from sinkscope.commands.card.command import upload
 from sinkscope.commands.card.output import Card
+from sinkscope.commands.card.tables import values_of
 from sinkscope.options.option import as_folder_name
 from sinkscope.results.metrics import HEADLINE_METRICS
 
@@ -83,6 +84,16 @@ def test_other_folders(tmp_path: Path) -> None:
         sinkscope.card(REPORTS / "bigram-backcopy")
     with pytest.raises(InputError, match="at least one run"):
         sinkscope.card()
+
+
+def test_of_a_setting_that_was_measured_several_times_the_last_counts() -> None:
+    """A run on few sequences tries more and more kept sites on all of them."""
+    settings = ["full", "all", "costliest-kept", "costliest-kept", "all"]
+    table = pd.DataFrame({"setting": settings, "site": [*[""] * 4, "down_proj"], "sequences": [8] * 5})
+    table = table.assign(perplexity=[10.0, 40.0, 30.0, 20.0, 35.0])
+    values = values_of(Run({"command": "quantize"}, {"quantization": table}))
+    found = dict(zip(values["setting"], values["value"], strict=True))
+    assert (found, len(values)) == ({"": 10.0, "all": 40.0, "costliest-kept": 20.0}, 3)
 
 
 def test_an_atlas_of_two_models(
