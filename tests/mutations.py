@@ -44,6 +44,9 @@ TAPS = "sinkscope.attention.taps"
 TRACER = "sinkscope.measuring.tracer"
 LOSSES = "sinkscope.measuring.losses"
 OBSERVABLES = "sinkscope.measuring.observables"
+FIGURES = "sinkscope.figures"
+PICTURES = "sinkscope.measuring.pictures"
+SPARED = "sinkscope.quantization.spared"
 ESTIMATES = "sinkscope.results.statistics"
 EFFECT_INTERVALS = "sinkscope.commands.intervene.findings"
 INTERVENTIONS = "sinkscope.interventions"
@@ -72,6 +75,9 @@ ESTIMATE_TESTS = (
     "tests/commands/intervene/test_effects.py",
 )
 VERDICT_TESTS = ("tests/verdict",)
+FIGURE_TESTS = ("tests/figures/test_figures.py",)
+PICTURE_TESTS = ("tests/measuring/test_pictures.py",)
+SPARED_TESTS = ("tests/quantization/test_spared.py",)
 INTERVENTION_TESTS = ("tests/interventions", "tests/commands/intervene/test_intervene.py")
 
 
@@ -226,6 +232,54 @@ MUTATIONS = [
         VERDICT_TESTS,
         ("pictures: a share of all attention goes to sinks", "sinkscope.verdict.probes", "_visual_sinks",
          'ON_SINKS * heads["visual_mass"]', "ON_SINKS"),
+    ),
+    *_mutations(
+        FIGURE_TESTS,
+        ("figure: sinks of the layer before", f"{FIGURES}.states", "draw_entropy_by_layer",
+         "lambda layer: layer - 1).drop(-1", "lambda layer: layer + 1).drop(-1"),
+        ("figure: the first sink joins itself", f"{FIGURES}.states", "draw_sink_tokens",
+         'table[table["kind"] != FIRST_SINK]', "table"),
+        ("figure: spikes among residual sinks", f"{FIGURES}.states", "draw_residual_sinks",
+         'coordinates.query(f"kind == {RESIDUAL_SINK!r}")', "coordinates"),
+        ("figure: a super weight of a late layer", f"{FIGURES}.states", "draw_super_weights",
+         'usual[usual["is_early"]]["written"]', 'usual["written"]'),
+        ("figure: numbers of heads", f"{FIGURES}.states", "draw_head_scores",
+         '(table["head"].max() + 1) + table["head"]', 'table["head"].max() + table["head"]'),
+        ("figure: alignment with position 0", f"{FIGURES}.query_bias", "draw_query_bias_alignment",
+         'by_head[by_head["position"] > 0].groupby', "by_head.groupby"),
+        ("figure: half of the spread of γ", f"{FIGURES}.query_bias", "draw_gamma",
+         "2 * by_layer.std(ddof=0)", "by_layer.std(ddof=0)"),
+        ("figure: the smallest massive coordinates", f"{FIGURES}.query_bias", "draw_gamma",
+         "ascending=False", "ascending=True"),
+        ("figure: the layer with the fewest visual sinks", f"{FIGURES}.pictures", "draw_visual_sinks",
+         "sinks.idxmax() if", "sinks.idxmin() if"),
+        ("figure: patches below the threshold", f"{FIGURES}.pictures", "_maps",
+         "patches[patches[mark[0]] > mark[1]]", "patches[patches[mark[0]] < mark[1]]"),
+        ("figure: the first tile", f"{FIGURES}.pictures", "_maps",
+         'patches["tile"] == patches["tile"].max()', 'patches["tile"] == patches["tile"].min()'),
+        ("figure: patches of the first layer", f"{FIGURES}.pictures", "draw_outlier_patches",
+         'table["layer"].max()', 'table["layer"].min()'),
+    ),
+    *_mutations(
+        PICTURE_TESTS,
+        ("pictures: coordinates with the smallest ratio", PICTURES, "phi_coordinates",
+         "ascending=False", "ascending=True"),
+        ("pictures: random coordinates may be massive", PICTURES, "VisualSinks.__init__",
+         "if coordinate not in set(coordinates)", ""),
+        ("pictures: the null is the sinks themselves", PICTURES, "VisualSinks.see_attention",
+         'on_patches @ self.of_layer["random_share"].to(mass.dtype)', "on_patches @ sinks"),
+        ("pictures: special tokens in one column", PICTURES, "encoder_patches",
+         "np.arange(tokens), index % wide", "-1, index % wide"),
+    ),
+    *_mutations(
+        SPARED_TESTS,
+        ("spared: positions that one sequence spares", SPARED, "Spared._mask", "tokens.all(0,", "tokens.any(0,"),
+        ("spared: tokens and coordinates", SPARED, "Spared._mask", "tokens | coordinates", "tokens & coordinates"),
+        ("spared: they widen the range", SPARED, "Spared.snap",
+         "grid.snap(x.masked_fill(spared, 0.0))", "grid.snap(x)"),
+        ("spared: weights", SPARED, "Spared._mask", " or site.part == WEIGHT", ""),
+        ("spared: tokens of the first batch", SPARED, "Spared.read",
+         "batch.first : batch.first + len", "0 : len"),
     ),
 ]  # fmt: skip
 

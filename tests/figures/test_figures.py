@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from matplotlib.axes import Axes
 from support.figures import check_all_draw, edges_at, legend_of, rough_figures
-from support.made_up_runs import make_run
+from support.made_up_runs import make_run, picture_tables
 
 from sinkscope import InputError, Run
 from sinkscope.figures import FIGURES as ALL_FIGURES
@@ -155,6 +155,99 @@ def test_query_bias_distribution_is_in_standard_deviations_of_the_later_position
     np.testing.assert_allclose([bar.get_y() for bar in ax.patches], [normal[0]] * 4, atol=0.02)
     gaps = run.tables["summary"].query("metric == 'delta_gap' and layer >= 0")["value"]
     np.testing.assert_allclose(ax.lines[1].get_ydata(), gaps)
+
+
+def test_states_are_next_to_the_sinks_of_the_layer_that_reads_them(run: Run) -> None:
+    left, right = draw("entropy-by-layer", run).axes
+    table = run.tables["entropy"]
+    np.testing.assert_allclose(ydata(left, "without position 0"), table["entropy_without_first"])
+    np.testing.assert_allclose(ydata(right, "lower bound"), table["anisotropy_bound"])
+    (rate,) = [line for line in right.lines if line.get_label() == "sink rate of the next layer"]
+    rates = run.tables["attention"].query("position == 0").groupby("layer")["sink_rate"].mean()
+    np.testing.assert_allclose(rate.get_xydata(), np.transpose([[0, 1, 2], rates[1:]]))
+
+
+def test_tokens_that_join_the_first_sink_are_counted_without_it(run: Run) -> None:
+    shares, counts = draw("sink-tokens", run).axes
+    np.testing.assert_allclose(ydata(shares, "parallel"), [0.3] * 4)
+    np.testing.assert_allclose(ydata(shares, "and with 3"), [0.01] * 4)
+    assert [bar.get_width() for bar in counts.patches] == [3, 3]  # of two tokens, in three sequences
+    assert [label.get_text() for label in counts.get_yticklabels()] == ["⏎", "id 5"]
+
+
+def test_residual_sinks_are_drawn_without_spikes(run: Run) -> None:
+    shares, norms, cosines = draw("residual-sinks", run).axes
+    assert [line.get_label() for line in shares.lines] == ["7", "rotated"]
+    expected = run.tables["residual_sinks"].query("coordinate == 7")["share"]
+    np.testing.assert_allclose(shares.lines[0].get_ydata(), expected)
+    np.testing.assert_allclose(norms.lines[0].get_ydata(), run.tables["spikes"]["norm_ratio"])
+    assert [line.get_label() for line in norms.lines[1:]] == ["step up: layer 0"]
+    np.testing.assert_allclose(ydata(cosines, "tokens"), run.tables["spikes"]["cosine_of_others"])
+
+
+def test_the_super_weight_is_the_largest_of_the_early_layers() -> None:
+    pairs = pd.DataFrame({"layer": range(4), "written": [1.0, -9.0, 2.0, 30.0], "input": [3.0, 4.0, 5.0, 6.0]})
+    pairs = pairs.assign(sequence=0, expert=-1, row=7, column=3, output=1.0, weight=0.5, share=[0.1, 0.9, 0.2, 0.3])
+    figure = draw("super-weights", make_run(super_weights=pairs))
+    for ax, expected in zip(figure.axes, ([1, 9, 2, 30], [3, 4, 5, 6], [0.1, 0.9, 0.2, 0.3]), strict=True):
+        line, star = ax.lines
+        assert line.get_ydata().tolist() == expected
+        assert star.get_xydata().tolist() == [[1, expected[1]]]
+    assert legend_of(figure) == ["super weight: layer 1, row 7, column 3"]
+
+
+def test_flagged_heads_are_those_with_the_lowest_norm_and_the_most_mass() -> None:
+    heads = pd.DataFrame({"layer": np.repeat(range(3), 4), "head": [0, 1, 2, 3] * 3, "output_norm": 1.0})
+    heads = heads.assign(relative_norm=np.arange(12.0) + 1, first_mass=np.roll(np.arange(12) / 12, 3))
+    ax, _ = draw("head-scores", make_run(head_scores=heads)).axes
+    norms, masses = (line.get_xydata() for line in ax.lines)
+    count = len(norms)
+    points = heads[["first_mass", "relative_norm"]].to_numpy()
+    np.testing.assert_allclose(norms, points[:count])
+    np.testing.assert_allclose(masses, points[np.sort(heads["first_mass"].nlargest(count).index)])
+
+
+def test_gamma_is_drawn_at_the_largest_massive_coordinates_and_over_all(run: Run) -> None:
+    figure = draw("gamma", run)
+    assert legend_of(figure)[:2] == ["d = 7", "d = 38"]  # by the magnitude of EPE₀
+    gamma = run.tables["gamma"].pivot(index="layer", columns="coordinate", values="gamma").abs()
+    ax = figure.axes[0]
+    mean, spread = gamma.mean(axis=1), 2 * gamma.std(axis=1, ddof=0)
+    np.testing.assert_allclose([bar.get_y() for bar in ax.patches], (mean - spread).clip(lower=0))
+    np.testing.assert_allclose([bar.get_y() + bar.get_height() for bar in ax.patches], mean + spread)
+    np.testing.assert_allclose([line.get_ydata() for line in ax.lines[:3]], [mean, gamma[7], gamma[38]])
+
+
+def test_alignment_is_drawn_of_position_0_and_of_the_later_ones(run: Run) -> None:
+    together, each = draw("query-bias-alignment", run).axes
+    table = run.tables["query_bias"]
+    rows = table[table["head"] == -1]
+    np.testing.assert_allclose(together.lines[0].get_ydata(), rows[rows["position"] > 0]["key_alignment"])
+    np.testing.assert_allclose(together.lines[1].get_ydata(), rows[rows["position"] == 0]["key_alignment"])
+    later = table[(table["head"] >= 0) & (table["position"] > 0)].groupby("layer")["key_alignment"]
+    spans = [(bar.get_y(), bar.get_y() + bar.get_height()) for bar in each.patches]
+    np.testing.assert_allclose(spans, np.transpose([later.quantile(0.1), later.quantile(0.9)]))
+
+
+def test_maps_over_pictures_mark_what_is_above_the_threshold() -> None:
+    """The layer has most sinks; a picture in tiles shows its last one, and an encoder its last layer."""
+    tables = picture_tables()
+    visual = tables["visual_patch"]
+    visual["phi"] = np.where((visual["layer"] == 2) & (visual["row"] == visual["column"]), 30.0, 10.0)
+    visual.loc[visual["layer"] < 2, "phi"] = 40.0  # the first layers do not count
+    figure = draw("visual-sinks", make_run(**tables))
+    assert "layer 2" in figure.get_suptitle()
+    last_tiles = visual[(visual["layer"] == 2) & (visual["tile"] == 1)].groupby("sequence")
+    for ax, (_, patches) in zip(figure.axes[2:4], last_tiles, strict=True):
+        shown = patches.pivot_table("mass", "row", "column")
+        np.testing.assert_allclose(ax.images[0].get_array(), shown)
+        assert ax.lines[0].get_xydata().tolist() == [[0, 0], [1, 1]]
+    encoder = tables["encoder_patch"]
+    encoder["norm"] = np.where((encoder["row"] == 1) & (encoder["column"] == encoder["layer"]), 9.0, 2.0)
+    figure = draw("outlier-patches", make_run(**tables))
+    assert "layer 1" in figure.get_suptitle()
+    np.testing.assert_allclose(figure.axes[2].images[0].get_array(), [[1, 1], [1, 4.5]])
+    assert figure.axes[2].lines[0].get_xydata().tolist() == [[1, 1]]
 
 
 @pytest.mark.parametrize("value", [None, np.nan, 0.0, np.inf, 1.0])

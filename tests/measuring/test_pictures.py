@@ -26,7 +26,8 @@ from sinkscope.commands.claims.claim import judge
 from sinkscope.commands.claims.evidence import MAIN, Evidence
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.measuring.estimates import outlier_patches, outlier_share, visual_sink_attention, visual_sink_share
-from sinkscope.measuring.pictures import encoder_patches, phi, phi_coordinates
+from sinkscope.measuring.pictures import RANDOM_SETS, VisualSinks, encoder_patches, phi, phi_coordinates
+from sinkscope.options.measuring import RunConfig
 from sinkscope.results.findings import PHI, Outcome
 from sinkscope.results.run import RunData
 from sinkscope.text.pictures import QUESTION, places_of, question_batch, read_pictures
@@ -66,6 +67,8 @@ def test_attention_to_patches_and_phi_are_those_of_plain_transformers(
             torch.testing.assert_close(torch.tensor(heads["first_mass"].to_numpy()), mass[:, 0], **NEAR)
             sinks = mass[:, places.column] @ (expected > PHI).double()
             torch.testing.assert_close(torch.tensor(heads["sink_mass"].to_numpy()), sinks, **NEAR)
+            by_chance = mass[:, places.column] @ torch.tensor(rows["random_share"].to_numpy(), dtype=torch.float64)
+            torch.testing.assert_close(torch.tensor(heads["random_sink_mass"].to_numpy()), by_chance, **NEAR)
     assert run.figure("visual-sinks") is not None
     assert any(one.name == "visual-sinks" for one in run.findings)
 
@@ -73,6 +76,18 @@ def test_attention_to_patches_and_phi_are_those_of_plain_transformers(
 def test_phi_by_hand() -> None:
     hidden = torch.tensor([[3.0, -4.0, 0.0, 0.0]])
     assert float(phi(hidden, torch.tensor([1, 2]))) == pytest.approx(4 / 2.5, rel=1e-6)
+
+
+def test_coordinates_are_the_massive_ones_or_those_with_the_largest_ratio() -> None:
+    massive = pd.DataFrame({"coordinate": [9, 3, 9, 5, 7], "ratio": [4.0, 800.0, 700.0, 600.0, 1.0]})
+    massive["is_massive"] = False
+    assert phi_coordinates(massive) == ([3, 9], False)
+    massive.loc[[0, 3], "is_massive"] = True
+    assert phi_coordinates(massive) == ([5, 9], True)
+    random = VisualSinks(RunConfig(), [5, 1], 6).random
+    assert random.shape == (RANDOM_SETS, 2)
+    assert set(random.flatten().tolist()) == {0, 2, 3, 4}
+    assert (random[:, 0] != random[:, 1]).all()
 
 
 def test_places_of_tiles_and_of_merged_patches() -> None:
@@ -108,7 +123,11 @@ def test_norms_and_attention_of_an_encoder_are_those_of_plain_transformers(kind:
     assert np.array_equal(np.asarray(seen[0].image), np.asarray(pictures[0].image))
     special = ENCODERS[kind][1]
     assert tokens == special + (SIDE // PATCH) ** 2
-    assert (table.query("layer == 0 and sequence == 0")["row"] < 0).sum() == special
+    places = [(-1, column) for column in range(special)]
+    places += [(row, column) for row in range(SIDE // PATCH) for column in range(SIDE // PATCH)]
+    assert [
+        *table.query("layer == 1 and sequence == 1")[["row", "column"]].itertuples(index=False, name=None)
+    ] == places
     model.set_attn_implementation("eager")
     pixels = images(images=[picture.image for picture in pictures], return_tensors="pt")["pixel_values"].double()
     plain = model(pixels, output_attentions=True, output_hidden_states=True)

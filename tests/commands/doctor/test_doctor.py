@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.every_model import tiny_of
 from support.retrofit_command import command_line
 from tiny import tiny_model, tiny_tokens
 
@@ -23,6 +24,11 @@ def test_the_doctor_lists_what_applies_and_notes_only_what_is_expected() -> None
     observables, interventions = (report.facts[kind].split(", ") for kind in ("observables", "interventions"))
     assert ("attention" in observables, "gate" in observables) == (True, False)
     assert ("mask-sink" in interventions, "nullify-query-bias" in interventions) == (True, False)
+
+
+def test_layers_with_rare_positions_are_named() -> None:
+    report = doctor(tiny_of("smollm3"))
+    assert report.facts["wiring"] == "sequential, positions rotary and none (none in layer 3)"
 
 
 def test_a_failed_check_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

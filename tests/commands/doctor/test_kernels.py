@@ -67,6 +67,29 @@ def test_a_kernel_that_drops_what_the_model_needs_is_named(name: str) -> None:
     model.set_attn_implementation(f"without {feature}")
     found = compared(model)[f"without {feature}"]
     assert (found.layer, found.dropped) == (0, (feature,))
+    wrong = last_layer(model)
+    model.set_attn_implementation("eager")
+    right = last_layer(model)
+    difference = (wrong - right).norm(dim=-1) / right.norm(dim=-1)
+    assert found.difference == pytest.approx(float(difference.max()), rel=1e-3)
+
+
+def last_layer(model: PreTrainedModel) -> torch.Tensor:
+    outputs: list[torch.Tensor] = []
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        outputs.append(output if isinstance(output, torch.Tensor) else output[0])
+
+    with find_family(model).layer_modules(model)[-1].register_forward_hook(keep), torch.no_grad():
+        model(tiny_tokens(1), use_cache=False)
+    return outputs[0]
+
+
+@pytest.mark.parametrize(("window", "tokens"), [(None, 64), (6, 64), (100, 116), (240, 256), (2000, 64)])
+def test_the_compared_text_is_longer_than_the_window_if_that_is_possible(window: int | None, tokens: int) -> None:
+    model = tiny_model("mistral")
+    model.config.sliding_window = window
+    assert compared_kernels.tokens_to_compare(model, find_family(model)) == tokens
 
 
 def test_the_kernel_that_torch_compiles_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,9 +146,26 @@ def test_a_rescaling_leaves_the_function_and_a_clip_leaves_it_finite() -> None:
     plain, own = (runs["loss"] - runs["cost"]).dropna(), model(ids, labels=ids)
     assert plain.tolist() == pytest.approx([float(own.loss)] * len(plain), rel=1e-5)
     with overflow.clipped(model, found.bounds):
-        logs, own_logs = model(ids).logits.log_softmax(-1), own.logits.log_softmax(-1)
+        logits = model(ids).logits
+    apart = (logits - own.logits).norm(dim=-1) / own.logits.norm(dim=-1)
+    assert clipped.loc["float32", "difference"] == pytest.approx(float(apart.max()), rel=1e-4)
+    logs, own_logs = logits.log_softmax(-1), own.logits.log_softmax(-1)
     divergence = float((own_logs.exp() * (own_logs - logs)).sum(-1).mean())
     assert clipped.loc["float32", "divergence"] == pytest.approx(divergence, rel=1e-4)
+
+
+def test_a_number_within_a_factor_of_two_of_the_limit_is_clipped_and_rescaled() -> None:
+    model = tiny_model("llama")
+    with planted(model, 1, 4e4):
+        found = examined(model)
+    table, runs = found.tables["overflow"], found.tables["overflow_runs"]
+    assert not table.query("not is_inside")["overflows"].any()
+    stream = table[table["site"].isin(overflow.RESIDUAL_STREAM)]
+    is_near = stream["largest"] > 65504 / 2
+    assert is_near.any()
+    assert stream["clip"].fillna(0).tolist() == (is_near * 65504 / 2).tolist()
+    assert runs.query("setting == @RESCALED")["factor"].tolist() == [2.0, 2.0]
+    assert (runs["setting"] == CLIPPED).sum() == 2
 
 
 @pytest.mark.parametrize(("name", "reason"), [("opt-post-norm", "post-norm"), ("llama", "something else")])

@@ -19,6 +19,8 @@ from sinkscope.attention.kernels import AttentionCall, fused_attention
 from sinkscope.attention.seam import open_seam
 from sinkscope.commands.kv_plan import plan as plans_of_caches
 from sinkscope.commands.kv_plan.eviction import evicting_attention
+from sinkscope.commands.kv_plan.figures import draw_kv_plan
+from sinkscope.commands.kv_plan.findings import findings, plans, vllm_options
 from sinkscope.commands.kv_plan.plan import (
     ALL_TOKENS,
     RANKINGS,
@@ -184,8 +186,64 @@ def test_command(run: Run) -> None:
     losses = run.tables["kv_layers"].set_index("layer")[["key_loss", "value_loss"]].sum(axis=1)
     (spared,) = (finding for finding in run.findings if finding.name == "spared-layers")
     assert spared.numbers["layers"] == (losses.idxmax(),)
+    for name, heads in run.tables["kv_heads"].groupby("plan"):
+        whole, row = heads["window"] == -1, at_budget.loc[name]
+        assert row["whole_heads"] == whole.sum()
+        assert row["window"] == (-1 if whole.all() else int(heads["window"][~whole].median()))
     assert run.folder is not None
     assert (run.folder / "figures" / "kv-plan.png").is_file()
+
+
+def changed(run: Run, name: str = "kv_plan", kv_plan: dict[str, Any] | None = None, **columns: Any) -> Run:
+    """Return the run with other columns of a table, or with other entries of its manifest."""
+    manifest = run.manifest | {"kv_plan": run.manifest["kv_plan"] | (kv_plan or {})}
+    return Run(manifest, {**run.tables, name: run.tables[name].assign(**columns)})
+
+
+def test_findings_have_the_numbers_of_their_plans(run: Run) -> None:
+    count = len(run.tables["kv_plan"])
+    marked = changed(run, kv_plan={"sinks": [1, 3], "sink_layer": 2, "sink_coordinates": [7]}, ratio=range(count))
+    ratios = marked.tables["kv_plan"].set_index(["budget", "plan", "sinks"])["ratio"].sort_index()
+    found = findings(marked)
+    for one in (one for one in found if one.name == "bits"):
+        of_bits = ratios[1.0, f"{one.numbers['bits']} bits"]
+        kept = {"predicted sinks": one.value, "as many first": one.numbers["first"], "none": one.numbers["none"]}
+        assert kept == of_bits.to_dict()
+    controls, rule = (one for one in found if one.name in ("controls", "sink-rule"))
+    at_budget = ratios[0.25].droplevel("sinks")
+    for name in ("random", "random combined"):
+        draws = [f"{name} {draw}" for draw in (1, 2, 3)]
+        assert controls.numbers[name] == tuple(at_budget[[draw for draw in draws if draw in at_budget]])
+        assert f"random {'heads and layers' * ('combined' in name) or 'heads'} in the" in controls.sentence
+    assert (rule.value, rule.outcome) == (3, Outcome.PRESENT)
+    assert rule.sentence.endswith("at most 3 in a text.")
+
+
+@pytest.mark.parametrize(
+    ("ratios", "bits", "skips"),
+    [([1.03] * 3, None, False), ([1.02, 1.03, 1.03], 8, False), ([1.01, 1.02, 1.03], 4, True), ([1.02] * 3, 4, False)],
+)
+def test_vllm_gets_the_fewest_bits_that_keep_perplexity(
+    ratios: list[float], bits: int | None, skips: bool, run: Run
+) -> None:
+    names = [f"{plan} as in vLLM{which}" for plan, which in (("8 bits", ""), ("4 bits", ", spared"), ("4 bits", ""))]
+    of_plan = run.tables["kv_plan"]["plan"].map(dict(zip(names, ratios, strict=True)))
+    found = vllm_options(changed(run, ratio=of_plan.fillna(9.0)))
+    assert found.get("kv_cache_dtype") == (bits and f"int{bits}_per_token_head")
+    assert bool(found.get("kv_cache_dtype_skip_layers")) == skips
+
+
+def test_files_and_figure_have_the_numbers_of_the_tables(run: Run) -> None:
+    content = plans(changed(run, "kv_heads", key_bits=8, value_bits=4))
+    assert all(plan["bits"] == [[8, 4]] * 3 for plan in content["plans"])
+    same = changed(run, ratio=1.1, ratio_low=1.05, ratio_high=1.19, kept=0.5, kept_low=0.2, kept_high=0.6)
+    left, right = draw_kv_plan(same).axes
+    drawn = (run.tables["kv_plan"]["budget"] < 1).sum() + 3  # and 8, 4 and 2 bits with predicted sinks
+    for ax, ends in ((left, [1.05, 1.19]), (right, [0.2, 0.6])):
+        assert len(ax.containers) == drawn
+        for bar in ax.containers:
+            (segment,) = bar.lines[2][0].get_segments()
+            assert segment[:, 0].tolist() == pytest.approx(ends)
 
 
 def test_retrieval_is_of_the_copy_and_guesses_are_before_it(monkeypatch: pytest.MonkeyPatch, ids: Path) -> None:
@@ -212,6 +270,39 @@ def test_a_plan_adds_the_losses_of_text_and_copy() -> None:
     costs += [PlanCost(np.array([1.0, 1.0]), np.array([2.0, 2.0]), nothing, nothing)]
     vars(study)["_read"] = lambda plans, texts: costs
     assert study._added(study.dense) == 2 + 6
+
+
+def test_the_best_plan_of_each_ranking_and_the_best_ranking_are_taken() -> None:
+    study, noted = object.__new__(PlanStudy), dict[str, Plan]()
+    scores = {name: SCORES + nth for nth, name in enumerate(RANKINGS)}
+    vars(study).update(
+        sizes=SIZES, layers=[4, 5], seed=0, heads=[], calibration=(), scores=lambda *_: scores, _read=lambda *_: None,
+        _added=lambda plan: (plan.name != "output-loss") + abs(plan.share - 0.5) + (plan.tokens - 0.8) ** 2,
+        _note=lambda budget, plans: noted.update({plan.name: plan for plan in plans}),
+    )  # fmt: skip
+    study._plan_for(0.5, np.ones((2, 2)))
+    assert {noted[name].share for name in (*RANKINGS, "combined")} == {0.5}
+    assert (noted["retrieval"].tokens, noted["combined"].tokens) == (0.5, 0.8)
+    rows = pd.DataFrame(study.heads).query("plan == 'combined'")
+    assert rows["score"].tolist() == scores["output-loss"].ravel().tolist()
+    assert rows["layer"].tolist() == [4, 4, 5, 5]
+
+
+def test_what_layers_lose_is_that_of_keys_and_of_values_and_centers_are_without_sinks() -> None:
+    model, ids = tiny_model("llama"), np.random.default_rng(0).integers(3, 96, (2, 128))
+    with torch.no_grad():
+        model.get_submodule("model.layers.0.self_attn.k_proj").weight.zero_()
+    texts, values = [CopiedText.of(ids[0]), CopiedText(ids[1], 16, sinks=(0, 5))], list[torch.Tensor]()
+    projection = model.get_submodule("model.layers.0.self_attn.v_proj")
+    projection.register_forward_hook(lambda module, args, output: values.append(output[0]))
+    with open_seam(model, find_family(model)) as seams, torch.no_grad():
+        study = PlanStudy(subject(model, list(ids)), seams, texts, 1, Console(quiet=True), 0)
+        losses = study.quantization_losses(4)
+    others = [token for token in range(128) if token not in (0, 5)]
+    expected = values[0][others].unflatten(-1, (2, -1)).mean(0)
+    torch.testing.assert_close(study.centers[0][1][:, 0], expected)
+    assert losses[0, 0] == 0
+    assert (losses.ravel()[1:] > 0).all()
 
 
 def test_heads_and_layers_that_a_plan_keeps() -> None:

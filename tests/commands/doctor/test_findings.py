@@ -1,0 +1,72 @@
+"""The findings of `doctor --dtype` and its figure, on a run made by hand."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from support.made_up_runs import run_manifest
+
+from sinkscope.commands.doctor import findings as findings_of
+from sinkscope.commands.doctor.figures import draw_overflow_headroom
+from sinkscope.output.run import Run
+from sinkscope.results.findings import Finding, Outcome
+
+LIMIT = 65504.0
+RUNS = [  # setting, dtype, factor, cost, divergence
+    ("as it is", "float16", np.nan, 0.0, 0.0),
+    ("norms decomposed", "float16", np.nan, 0.5, 0.75),
+    ("rescaled", "float32", 8.0, 0.001, 0.0),
+    ("rescaled", "float16", 8.0, 0.25, 0.0),
+]
+
+
+def run_of(largest: float = 4e4) -> Run:
+    """Make a run whose residual stream has this largest entry, in layer 1; squares inside two norms overflow."""
+    sites = [
+        (0, "layer_in", 9.0, False), (0, "ln_1 (x − mean)²", 9e8, True), (0, "mlp_out", 50.0, False),
+        (1, "ln_2 (x − mean)²", 1.6e9, True), (1, "layer_out", largest, False), (1, "mlp.act.output", 70.0, False),
+        (1, "mlp.up.output", 60.0, False), (1, "mlp.down.input", 5.0, False),
+    ]  # fmt: skip
+    table = pd.DataFrame(sites, columns=["layer", "site", "largest", "is_inside"])
+    table = table.assign(order=range(len(table)), headroom=LIMIT / table["largest"], clip=np.nan, is_finite=True)
+    table["overflows"] = table["largest"] > LIMIT
+    table = table.assign(position=3, token="a", coordinate=7)
+    runs = pd.DataFrame(RUNS, columns=["setting", "dtype", "factor", "cost", "divergence"])
+    runs = runs.assign(loss=3.0, difference=0.01, layer=-1, site="")
+    record = {"dtype": "float16", "limit": LIMIT, "refused": {}}
+    return Run(run_manifest(command="doctor", overflow=record), {"overflow": table, "overflow_runs": runs})
+
+
+def found(name: str, **given: Any) -> Finding:
+    (one,) = (finding for finding in findings_of.findings(run_of(**given)) if finding.name == name)
+    return one
+
+
+@pytest.mark.parametrize(("largest", "outcome"), [(4e4, Outcome.WEAK), (3e4, Outcome.ABSENT)])
+def test_a_number_near_the_limit_is_a_weak_finding(largest: float, outcome: Outcome) -> None:
+    """Numbers inside norms are larger, but are no part of this finding."""
+    one = found("overflow", largest=largest)
+    assert (one.outcome, one.value) == (outcome, pytest.approx(LIMIT / largest))
+    assert (one.numbers["largest"], one.numbers["layer"]) == (largest, 1)
+    assert ("so that other text may overflow" in one.sentence) == (outcome == Outcome.WEAK)
+
+
+def test_norms_have_their_largest_number_and_its_headroom() -> None:
+    one = found("overflow-norms")
+    assert one.value == pytest.approx(LIMIT / 1.6e9)
+    assert "squares numbers up to 40,000, which float16 cannot hold, from ln_1 of layer 0 on" in one.sentence
+    assert "moves the next tokens by 0.75" in one.sentence
+
+
+def test_a_remedy_costs_something_in_the_models_own_dtype_and_in_the_other() -> None:
+    one = found("overflow-rescaled")
+    assert (one.value, one.numbers["own_cost"], one.numbers["factor"]) == (0.25, 0.001, 8.0)
+    assert "that read the stream by 64 costs 0.001 nats per token in float32, 0.25" in one.sentence
+
+
+def test_the_figure_has_the_named_sites_and_the_two_largest_others() -> None:
+    figure = draw_overflow_headroom(run_of())
+    *sites, limit = figure.axes[0].lines
+    assert sorted(line.get_ydata()[-1] for line in sites) == [50, 60, 70, 4e4]
+    assert set(limit.get_ydata()) == {LIMIT}
