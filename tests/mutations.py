@@ -47,6 +47,9 @@ OBSERVABLES = "sinkscope.measuring.observables"
 FIGURES = "sinkscope.figures"
 PICTURES = "sinkscope.measuring.pictures"
 SPARED = "sinkscope.quantization.spared"
+SUMMARY = "sinkscope.measuring.summary"
+OF_RUN = "sinkscope.measuring.estimates"
+CALLBACK = "sinkscope.measuring.callback"
 ESTIMATES = "sinkscope.results.statistics"
 EFFECT_INTERVALS = "sinkscope.commands.intervene.findings"
 INTERVENTIONS = "sinkscope.interventions"
@@ -77,6 +80,10 @@ ESTIMATE_TESTS = (
 VERDICT_TESTS = ("tests/verdict",)
 FIGURE_TESTS = ("tests/figures/test_figures.py",)
 PICTURE_TESTS = ("tests/measuring/test_pictures.py",)
+SUMMARY_TESTS = ("tests/measuring/test_summary.py",)
+OF_RUN_TESTS = ("tests/measuring/test_estimates.py",)
+CALLBACK_TESTS = ("tests/measuring/test_callback.py",)
+TEXT_TESTS = ("tests/text",)
 SPARED_TESTS = ("tests/quantization/test_spared.py",)
 INTERVENTION_TESTS = ("tests/interventions", "tests/commands/intervene/test_intervene.py")
 
@@ -270,6 +277,70 @@ MUTATIONS = [
          'on_patches @ self.of_layer["random_share"].to(mass.dtype)', "on_patches @ sinks"),
         ("pictures: special tokens in one column", PICTURES, "encoder_patches",
          "np.arange(tokens), index % wide", "-1, index % wide"),
+    ),
+    *_mutations(
+        SUMMARY_TESTS,
+        ("summary: the mean gain of later positions", SUMMARY, "gradient_summary",
+         "_later(by_position, longest).median(axis=1)", "_later(by_position, longest).mean(axis=1)"),
+        ("summary: the mean gain of layers", SUMMARY, "gradient_summary",
+         "float(by_layer[metric].median())", "float(by_layer[metric].mean())"),
+        ("summary: layers' ratios of value and key", SUMMARY, "gradient_summary",
+         "float(value.mean() / key.mean())", "float((value / key).mean())"),
+        ("summary: as many queries as are needed", SUMMARY, "_rate_of_pairs",
+         "queries >= FEWEST_QUERIES", "queries > FEWEST_QUERIES"),
+    ),
+    *_mutations(
+        OF_RUN_TESTS,
+        ("estimate: the mean over sink heads", OF_RUN, "in_sink_heads",
+         "np.median((first / later)[:, chosen], axis=1)", "np.mean((first / later)[:, chosen], axis=1)"),
+        ("estimate: heads that a layer lacks", OF_RUN, "clear_sink_rate", "np.isfinite(rates).sum(2)",
+         "rates.shape[2]"),
+        ("estimate: massive anywhere", OF_RUN, "massive_layers", ' & (table["position"] == 0)', ""),
+        ("estimate: massive in more than half", OF_RUN, "massive_layers", "share >= USUAL", "share > USUAL"),
+        ("estimate: massive in all layers", OF_RUN, "massive_count", ".max(1))", ".sum(1))"),
+        ("estimate: half of an odd number of layers", OF_RUN, "second_half",
+         "by_layer.shape[-1] // 2", "(by_layer.shape[-1] + 1) // 2"),
+        ("estimate: alignment with its sign", OF_RUN, "_later_alignment",
+         "np.abs(later_positions", "(later_positions"),
+        ("estimate: the slope twice", OF_RUN, "_compression_slope",
+         "compression_fit(sequences, first=1)[0]", "compression_fit(sequences)[0]"),
+        ("estimate: the mean share within the bound", OF_RUN, "share_within_bound",
+         'exact(table["bound_share"].min())', 'exact(table["bound_share"].mean())'),
+        ("estimate: values of layers without gates", OF_RUN, "before_valves",
+         ' & gradient["layer"].isin(gradient["layer"][is_raw].unique())', ""),
+        ("estimate: a super weight of a late layer", OF_RUN, "super_weight",
+         'usual = usual[usual["is_early"]]', "pass"),
+        ("estimate: copies of a picture", OF_RUN, "_ratio_of_sums", "pd.factorize(looks)[0]", "np.arange(len(sums))"),
+        ("estimate: outliers of all layers", OF_RUN, "outlier_share",
+         'table[table["layer"] == table["layer"].max()]', "table"),
+    ),
+    *_mutations(
+        STREAMING_TESTS,
+        ("streaming: buckets a token late", "sinkscope.measuring.streaming", "measure_streaming",
+         "sums[max(start, 1) - 1 : start + size - 1]", "sums[start : start + size]"),
+        ("streaming: a cache that never slides", "sinkscope.measuring.streaming", "measure_streaming",
+         "max(windows) > length - 2:", "max(windows) > length - 1:"),
+    ),
+    *_mutations(
+        CALLBACK_TESTS,
+        ("callback: without the last step", CALLBACK, "SinkCallback.on_step_end",
+         "state.global_step >= state.max_steps", "state.global_step > state.max_steps"),
+        ("callback: the mean of layers", CALLBACK, "SinkCallback._tables_of",
+         "massive.max() / len", "massive.mean() / len"),
+        ("callback: the smallest logit", CALLBACK, "SinkCallback._measure",
+         'logits["largest"].idxmax()', 'logits["largest"].idxmin()'),
+    ),
+    *_mutations(
+        TEXT_TESTS,
+        ("text: windows of a passage", "sinkscope.text.sources", "windows",
+         "round(PASSAGE / step)", "round(PASSAGE / request.num_seqs)"),
+        ("text: a prompt that is not cut", "sinkscope.text.sources", "prompted",
+         "len(ids) > request.seq_len", "len(ids) >= request.seq_len"),
+    ),
+    *_mutations(
+        FIGURE_TESTS,
+        ("figure: a title's tokens", f"{FIGURES}.labels", "title",
+         "tokens % sequences == 0", "tokens % sequences != 0"),
     ),
     *_mutations(
         SPARED_TESTS,

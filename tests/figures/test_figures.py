@@ -13,9 +13,11 @@ from support.made_up_runs import make_run, picture_tables
 from sinkscope import InputError, Run
 from sinkscope.figures import FIGURES as ALL_FIGURES
 from sinkscope.figures import KINDS, applicable, draw
+from sinkscope.figures.labels import title
 from sinkscope.figures.query_bias import standard_quantiles
 from sinkscope.figures.runs import SINK_TOKENS
 from sinkscope.figures.style import SETTINGS
+from sinkscope.interventions.heads import AblateHeads
 from sinkscope.output.drawing import save_figures
 
 # figures of `analyze`; figures of other commands are tested in other files
@@ -35,6 +37,14 @@ def run() -> Run:
 def ydata(ax: Axes, label: str) -> np.ndarray:
     (line,) = [line for line in ax.lines if line.get_label().startswith(label)]
     return np.asarray(line.get_ydata(), float)
+
+
+def test_a_title_names_the_tokens_of_each_sequence_if_these_are_equally_many(run: Run) -> None:
+    assert title(run, 7) == "Tiny-1M · natural · 3 × 24 tokens"
+    run = make_run()
+    run.manifest["input"] |= {"sequences": 3, "tokens": 70}
+    assert title(run, 7) == "Tiny-1M · natural · 3 sequences, 70 tokens"
+    assert title(run, 7, "one sequence") == "Tiny-1M · natural · one sequence"
 
 
 def test_sinks_by_layer_draws_token_0_the_mean_and_the_maximum(run: Run) -> None:
@@ -198,13 +208,13 @@ def test_the_super_weight_is_the_largest_of_the_early_layers() -> None:
 
 def test_flagged_heads_are_those_with_the_lowest_norm_and_the_most_mass() -> None:
     heads = pd.DataFrame({"layer": np.repeat(range(3), 4), "head": [0, 1, 2, 3] * 3, "output_norm": 1.0})
-    heads = heads.assign(relative_norm=np.arange(12.0) + 1, first_mass=np.roll(np.arange(12) / 12, 3))
+    heads = heads.assign(relative_norm=12.0 - np.arange(12), first_mass=np.roll(np.arange(12) / 12, -1))
     ax, _ = draw("head-scores", make_run(head_scores=heads)).axes
     norms, masses = (line.get_xydata() for line in ax.lines)
-    count = len(norms)
+    count = max(1, round(AblateHeads().share * len(heads)))
     points = heads[["first_mass", "relative_norm"]].to_numpy()
-    np.testing.assert_allclose(norms, points[:count])
-    np.testing.assert_allclose(masses, points[np.sort(heads["first_mass"].nlargest(count).index)])
+    np.testing.assert_allclose(norms, points[-count:])
+    np.testing.assert_allclose(masses, points[-1 - count : -1])
 
 
 def test_gamma_is_drawn_at_the_largest_massive_coordinates_and_over_all(run: Run) -> None:

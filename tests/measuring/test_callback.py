@@ -170,8 +170,9 @@ def test_a_measurement_is_one_forward_pass_over_its_texts(tmp_path: Path) -> Non
         read[module.training] = read.get(module.training, 0) + args[0].numel()
 
     with embedding.register_forward_hook(count):
-        trainer(tmp_path, sinkscope.SinkCallback(every=2, seq_len=LENGTH), model=model, steps=4).train()
-    assert read == {True: 4 * 4 * LENGTH, False: 3 * len(HELD_OUT) * LENGTH}
+        trainer(tmp_path, sinkscope.SinkCallback(every=2, seq_len=LENGTH), model=model, steps=5).train()
+    assert read == {True: 5 * 4 * LENGTH, False: 4 * len(HELD_OUT) * LENGTH}
+    assert list(curves(tmp_path).index) == [0, 2, 4, 5]  # the last step, too
     assert 32 * 64 / (100 * 3 * 8 * 512) < 0.01
 
 
@@ -223,6 +224,24 @@ def test_on_onset_is_called_once_when_a_sink_and_when_massive_activations_begin(
     assert [(onset.metric, onset.step) for onset in onsets] == [("sink_rate", 3), ("massive_share", 6)]
     largest = pd.read_parquet(tmp_path / "sinks/tables/largest_activations.parquet").query("step == 6").iloc[0]
     assert (largest["layer"], largest["coordinate"]) in ((1, 3), (2, 3))
+
+
+def test_it_logs_the_layer_with_most_massive_activations_and_the_head_with_the_largest_logit(tmp_path: Path) -> None:
+    """In the first layer all texts have a massive activation, from the second on those with one token."""
+    model = tiny_model("gpt2")
+    token = int(HELD_OUT[0]["input_ids"][3])
+    with torch.no_grad():
+        model.transformer.h[0].mlp.c_proj.bias[3], model.transformer.h[1].mlp.c_proj.bias[3] = 1e5, -1e5
+        model.transformer.wte.weight[token, 5] = 1e6
+    done = trainer(tmp_path, sinkscope.SinkCallback(seq_len=LENGTH), model=model, steps=1, learning_rate=0.0)
+    done.train()
+    logged = next(logs for logs in done.state.log_history if "sinks/massive_share" in logs)
+    assert logged["sinks/massive_share"] == 1.0
+    logits = pd.read_parquet(tmp_path / "sinks/tables/largest_logits.parquet").query("step == 0")
+    row = logits.loc[logits["largest"].idxmax()]
+    assert (logged["sinks/largest_logit_layer"], logged["sinks/largest_logit_head"]) == (row["layer"], row["head"])
+    assert logged["sinks/largest_logit"] == pytest.approx(row["largest"])
+    assert any(token not in text["input_ids"] for text in HELD_OUT)
 
 
 def test_texts_of_several_kinds_and_what_cannot_be_measured(tmp_path: Path) -> None:

@@ -141,9 +141,9 @@ def test_own_gates_are_found_and_are_those_that_the_models_code_computes(model_t
 
 @pytest.mark.parametrize("label", ["vga", "iga-output", "vscale"])
 def test_moments_of_gates_are_those_of_all_tokens(label: str) -> None:
-    """`direct` returns a row for each token of a sequence that is as long as the positions reported."""
+    """`direct` returns a row for each token of a sequence that is no longer than the positions reported."""
     model = shared("llama", label)
-    ids = [ids[: SETTINGS.positions] for ids in SEQUENCES]
+    ids = [ids[: SETTINGS.positions - shorter] for shorter, ids in enumerate(SEQUENCES)]
     with in_double(model):
         found = measured(model, batched(ids, 2), SETTINGS, ["gate"])["gate_heads"].set_index(["layer", "head"])
     gates = pd.concat([direct(model, [own]) for own in ids]).groupby(["layer", "head"])["gate"]

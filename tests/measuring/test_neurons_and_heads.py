@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.observables.over_mixing import SUBSTITUTIONS, substituted
+from sinkscope.measuring.observables.super_weight import SuperWeight
 from sinkscope.models.families import find_family
 from sinkscope.models.feed_forward import feed_forwards
 
@@ -86,6 +87,17 @@ def test_an_expert_is_as_large_as_its_largest_output_on_a_real_token(name: str) 
     assert found.to_dict() == pytest.approx(expected, rel=1e-6)
     chosen = tables["super_weights"]
     assert {(row.layer, row.expert) for row in chosen.itertuples()} <= expected.keys()
+
+
+def test_a_super_expert_is_far_above_the_others_and_early() -> None:
+    """It is above the 99.5th percentile, not only above a tenth of the largest, in the first ¾ of five layers."""
+    observable = SuperWeight(Settings())
+    observable.experts.update({(layer, expert): torch.tensor(1.0) for layer in range(5) for expert in range(80)})
+    observable.experts.update({(3, 7): torch.tensor(100.0), (4, 2): torch.tensor(99.0), (2, 1): torch.tensor(50.0)})
+    number = dict.fromkeys(("sequence", "position", "token_id", "row", "column", "expert"), 0)
+    observable.rows.add({"layer": np.arange(5), "weight": 1.0, "input": 1.0, "output": 1.0, "written": 1.0} | number)
+    experts = observable.tables()["super_experts"]
+    assert [*zip(*experts[experts["is_super"]][["layer", "expert"]].to_numpy().T, strict=True)] == [(3, 7)]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])

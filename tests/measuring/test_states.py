@@ -14,6 +14,7 @@ import sinkscope
 from sinkscope.measuring.observables.entropy import entropy, spectrum, valley
 from sinkscope.measuring.observables.observable import Reading, Settings
 from sinkscope.measuring.observables.spikes import (
+    ResidualSinks,
     SinkTokens,
     attention_received,
     kinds_of,
@@ -139,6 +140,27 @@ def test_sink_tokens_are_listed_with_their_lives() -> None:
     assert tables["parallel_tokens"].query("sequence == 1")["sinks"].tolist() == pytest.approx(
         [0, 0, 0, 0.2, 0.2, 0.2, 0, 0]
     )
+
+
+def test_residual_sinks_and_spikes_are_told_apart_by_the_share_of_their_tokens() -> None:
+    """Coordinates that are large at all of ten tokens, at nine, at five and at one; elsewhere magnitudes are 1."""
+    batch, observable = padded(ragged_tokens((6, 4)), "left"), ResidualSinks(SETTINGS)
+    states, planted = torch.ones(2, 6, 64), {7: (30.0, 10), 4: (40.0, 9), 5: (25.0, 5), 2: (-50.0, 1)}
+    of_tokens = states[batch.attention_mask.bool()]
+    for coordinate, (size, count) in planted.items():
+        of_tokens[:count, coordinate] = size
+    states[batch.attention_mask.bool()] = of_tokens
+    states[1, 0, 9] = 1e4  # at padding
+    for site in ("layer_in", "layer_out"):
+        observable.see(0, site, Reading(states, batch), batch)
+    tables = observable.tables()
+    found = tables["residual_sinks"].set_index("coordinate")
+    assert found["kind"].to_dict() == {7: "residual sink", 4: "residual sink", 5: "between", 2: "spike"}
+    assert found.index.tolist() == [7, 4, 5, 2]
+    for coordinate, (size, count) in planted.items():
+        expected = [count / 10, (count * abs(size) + 10 - count) / 10, abs(size)]
+        assert found.loc[coordinate, ["share", "ratio_mean", "ratio_max"]].tolist() == pytest.approx(expected)
+    assert tables["spikes"][["largest_share", "rotated_share"]].to_numpy().tolist() == [[1.0, 0.0]]
 
 
 @EACH_KIND

@@ -274,3 +274,21 @@ def test_the_table_holds_every_way_of_reading(name: str) -> None:
     published = shape_table("streaming", table, "tiny", "natural", {})
     assert list(published.columns[:3]) == ["model", "condition", "layer"]
     assert set(published["layer"]) == {-1}
+
+
+def test_a_bucket_has_the_tokens_from_its_first_one_on_and_a_cache_has_to_slide() -> None:
+    model, length = smooth("llama"), 64
+    subject = subject_of(model, 2, length)
+    ids = torch.as_tensor(np.stack(subject.inputs.sequences))
+    tables = measure_streaming(subject, (8,), (), batch_size=2)
+    rows = tables["streaming"].query("window < 0 and bucket >= 0").set_index("bucket")
+    losses = -plain(model, ids).log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0].double()
+    assert list(rows.index) == list(range(0, length, 2))
+    assert rows["tokens"].tolist() == [2] + [4] * 31  # token 0 is not predicted
+    expected = [losses[:, max(0, start - 1) : start + 1].mean() for start in rows.index]  # losses are of tokens 1 …
+    assert rows["loss"].tolist() == pytest.approx([float(loss) for loss in expected], rel=1e-5)
+    by_sequence = tables["streaming_by_sequence"].query("window < 0")["loss"]
+    assert by_sequence.tolist() == pytest.approx(losses.mean(1).tolist(), rel=1e-5)
+    assert len(measure_streaming(subject_of(model, 1, 12), (8,), (2,))["streaming"])
+    with pytest.raises(InputError, match=r"a cache of 2 \+ 9 tokens never slides over a text of 12.* at most 8 or"):
+        measure_streaming(subject_of(model, 1, 12), (9,), (2,))

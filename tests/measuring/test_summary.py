@@ -11,8 +11,9 @@ from support import made_up_runs
 from tiny import tiny_model
 
 import sinkscope
-from sinkscope.measuring.summary import MeasuredTables, summarize
+from sinkscope.measuring.summary import MeasuredTables, gradient_summary, summarize
 from sinkscope.models.families import find_family
+from sinkscope.options.measuring import ObservableOptions
 from sinkscope.output.run import Run
 from sinkscope.results.findings import FEWEST_QUERIES
 from sinkscope.results.tables import WHOLE_MODEL
@@ -92,6 +93,27 @@ def test_later_sinks_are_pairs_of_head_and_sequence_with_queries_enough() -> Non
     assert found["sink_rate_later", 0] == 2 / (HEADS * 2)
     assert found["sink_rate_later", 1] == 0.0
     assert found["sink_rate_later", WHOLE_MODEL] == 0.25
+    for window, has_rate in ((FEWEST_QUERIES, True), (FEWEST_QUERIES - 1, False)):
+        found = metrics(attention_tables(sinks), settings=ObservableOptions(window=window))
+        assert (found["sink_rate_later", 0] == found["sink_rate_later", 0]) == has_rate
+
+
+def test_gradients_are_averaged_over_layers_before_they_are_divided_and_gains_are_medians() -> None:
+    tables = made_up_runs.gradient_tables()
+    by_layer, whole = gradient_summary(tables, longest=64)
+    together = tables["gradient"].query("head == -1")
+    value, key = (together[together["pathway"] == name].pivot_table("grad_norm", "layer", "position")
+                  for name in ("value", "key"))  # fmt: skip
+    assert whole["value_over_key_gradient"] == pytest.approx(value[0].mean() / key[0].mean())
+    assert whole["key_gradient_ratio"] == pytest.approx(key.mean()[0] / key.mean()[5:16].mean())
+    np.testing.assert_allclose(by_layer["key_gradient_ratio"], key[0] / key.loc[:, 5:].mean(axis=1))
+    compress = tables["gradient_ratio"].query("branch == 'attn'").pivot_table("compress", "layer", "position")
+    np.testing.assert_allclose(by_layer["compress_later"], compress.loc[:, 5:].median(axis=1))
+    assert whole["compress_later"] == pytest.approx(compress.loc[:, 5:].median(axis=1).median())
+    assert whole["compress"] == pytest.approx(compress[0].median())
+    largest = tables["gradient_check"].groupby("layer")["identity_residual"].max()
+    np.testing.assert_allclose(by_layer["identity_residual"], largest)
+    assert whole["identity_residual"] == largest.max()
 
 
 def test_geometry_is_summarized() -> None:

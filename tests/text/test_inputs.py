@@ -90,6 +90,8 @@ def test_texts_are_cut_into_windows(byte_level, tmp_path):
     assert all(len(ids) == 64 and ids.dtype == np.int64 for ids in inputs.sequences)
     corpus = files("sinkscope.text").joinpath("corpus.txt").read_text(encoding="utf-8")
     assert byte_level.decode(np.concatenate(inputs.sequences)) == corpus[:6400]
+    assert inputs.per_passage == 512 // 64
+    assert made(num_seqs=1, seq_len=400, tokenizer=byte_level, vocab_size=256).per_passage == 1
     inputs = made(tokenizer=byte_level, vocab_size=256, num_seqs=5, seq_len=100_000)
     assert inputs.notices == ("--input natural holds 3 sequences of 100000 tokens; 5 were requested",)
     path = write(tmp_path / "notes.txt", b"\xef\xbb\xbf" + words(25).encode())  # with a byte order mark
@@ -411,6 +413,7 @@ def test_a_prompt_is_one_sequence():
     assert lists(inputs) == [[BOS, *ids_of(words(3))]]
     assert (inputs.condition, inputs.token_zero) == ("prompt", "bos <s> (id 1)")
     assert inputs.notices == ("--prompt: the first 4 of its 10 tokens; --seq-len 10 reads all",)
+    assert made(prompt=words(3), tokenizer=LLAMA, seq_len=4).notices == ()
     refused("--prompt.*1 token;", prompt="w1")
 
 
