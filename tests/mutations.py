@@ -53,6 +53,7 @@ CALLBACK = "sinkscope.measuring.callback"
 ESTIMATES = "sinkscope.results.statistics"
 EFFECT_INTERVALS = "sinkscope.commands.intervene.findings"
 INTERVENTIONS = "sinkscope.interventions"
+ANALYSIS, PROBES = "sinkscope.verdict.analysis", "sinkscope.verdict.probes"
 
 # the tests that cover each part, by file or folder: never the single test that is expected to fail
 ATTENTION_TESTS = ("tests/attention", "tests/measuring/test_observables.py", "tests/measuring/test_tracer.py")
@@ -77,7 +78,9 @@ ESTIMATE_TESTS = (
     "tests/commands/claims/test_claims_levels.py",
     "tests/commands/intervene/test_effects.py",
 )
+METRIC_TESTS = ("tests/results/test_metrics.py",)
 VERDICT_TESTS = ("tests/verdict",)
+FORMAT_TESTS = ("tests/commands/train/test_retrofit_table.py",)  # of tables as text, Markdown and LaTeX
 FIGURE_TESTS = ("tests/figures/test_figures.py",)
 PICTURE_TESTS = ("tests/measuring/test_pictures.py",)
 SUMMARY_TESTS = ("tests/measuring/test_summary.py",)
@@ -217,6 +220,12 @@ MUTATIONS = [
         ("runs: degrees of freedom", ESTIMATES, "mean_of_runs", "ddof=1", "ddof=0"),
         ("smallest of several: simultaneous ends", ESTIMATES, "least_of",
          "high=min(simultaneous)", "high=max(simultaneous)"),
+        ("bootstrap: most draws are undefined", ESTIMATES, "bootstrap", "< LEVEL * len(drawn)",
+         "< (1 - LEVEL) * len(drawn)"),
+        ("range: without simultaneous ends", ESTIMATES, "range_of", "-each.high) for each in simultaneous",
+         "-each.high) for each in differences"),
+        ("smallest of several: its own lower end", ESTIMATES, "least_of",
+         "low=min(each.low for each in estimates), ", ""),
         ("interval of a change: upside down", EFFECT_INTERVALS, "_interval_of_change",
          "after / before", "before / after"),
     ),
@@ -234,10 +243,46 @@ MUTATIONS = [
          "(row[:, None] != col)", "(row[:, None] >= col)"),
         ("mask-sink: the key's own weight in sums", WEIGHTS, "_correct_forbidden",
          "torch.where(hidden, weights,", "torch.where(hidden, 0 * weights,"),
+        ("massive: in more than half of the sequences", f"{INTERVENTIONS}.massive", "sink_massive",
+         "counts >= sequences / 2", "counts > sequences / 2"),
+        ("heads: a share is rounded down", f"{INTERVENTIONS}.heads", "dormant", "round(share", "int(share"),
+        ("values: of heads with a sink anywhere", f"{INTERVENTIONS}.sink", "ChangedValues.resolved",
+         'table["position"].isin(self.positions) & (', '('),
+        ("super weight: the last layer counts for nothing", f"{INTERVENTIONS}.super_weight", "usual_pairs",
+         '(table["layer"].max() + 1)', 'table["layer"].max()'),
+        ("super expert: a large one that is none", f"{INTERVENTIONS}.super_weight", "ZeroSuperExpert.measured",
+         'table[table["is_super"]] if', 'table if'),
+        ("query bias: perturbed alike in all layers", f"{INTERVENTIONS}.nu", "PerturbQueryBias.edited",
+         "self.seed + layer", "self.seed"),
+    ),
+    *_mutations(
+        METRIC_TESTS,
+        ("rate: missing without attention", "sinkscope.results.metrics", "has_no_rate",
+         ' and not isnan(values.get("uniform_mass", nan))', ""),
+    ),
+    *_mutations(
+        FORMAT_TESTS,
+        ("latex: one number makes a column of numbers", "sinkscope.verdict.table_formats", "_as_latex",
+         "columns and all(", "columns and any("),
     ),
     *_mutations(
         VERDICT_TESTS,
-        ("pictures: a share of all attention goes to sinks", "sinkscope.verdict.probes", "_visual_sinks",
+        ("massive coordinate: entries for sequences", ANALYSIS, "_massive_activations",
+         '["sequence"].nunique()', '["sequence"].count()'),
+        ("later sinks: a share of nothing", ANALYSIS, "_later_sinks", "limits.MOSTLY * rates.max()", "limits.MOSTLY"),
+        ("float16: without headroom", ANALYSIS, "_number_formats", " / limits.HEADROOM", ""),
+        ("window: reached at its length", ANALYSIS, "_windows", "longest <= window", "longest < window"),
+        ("secondary sinks: of every kind", PROBES, "_secondary_sink_findings",
+         'table[table["kind"] == SECONDARY]', "table"),
+        ("over-mixing: an arm is its own control", PROBES, "_over_mixing", '"{label} control "', '"{label}"'),
+        ("dormant heads: the sign of a score", PROBES, "_heads", "rank_correlation(-norm", "rank_correlation(norm"),
+        ("outlier patches: after every layer", PROBES, "_outlier_patches",
+         'table[table["layer"] == table["layer"].max()]', "table"),
+        ("super weight: the largest positive activation", PROBES, "_super_weight",
+         'massive["value"].abs().idxmax()', 'massive["value"].idxmax()'),
+        ("visual sinks: the upper end decides", PROBES, "_visual_sinks",
+         "share.low > share.null", "share.high > share.null"),
+        ("pictures: a share of all attention goes to sinks", PROBES, "_visual_sinks",
          'ON_SINKS * heads["visual_mass"]', "ON_SINKS"),
     ),
     *_mutations(

@@ -25,6 +25,7 @@ from sinkscope import InputError, intervening
 from sinkscope.attention.seam import open_seam
 from sinkscope.interventions import INTERVENTIONS, Intervention, Known, Target, applied, parse
 from sinkscope.interventions.intervention import Expectation
+from sinkscope.interventions.super_weight import usual_pairs
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
 from sinkscope.measuring.tracer import open_tracer
@@ -322,6 +323,14 @@ def test_perturb_query_bias_changes_each_chosen_head_by_the_norm_of_its_bias(nam
     assert not torch.equal(under(model, f"{text},seed=6"), first)
 
 
+def test_equal_query_biases_are_perturbed_differently_in_each_layer_and_head() -> None:
+    model = tiny_model("gpt2")
+    for attention in attentions_of(model):
+        attention.c_attn.bias.data[:32] = torch.arange(1.0, 9.0).repeat(4)
+    with intervening(model, "perturb-query-bias"):
+        assert len(torch.unique(biases(model).flatten(0, 1), dim=0)) == 3 * 4
+
+
 EXCHANGES = {
     "replace-epe:source=5": [5, 1, 2, 3, 4, 5, 6, 7, 8],
     "replace-epe:positions=0,2,source=6": [6, 1, 6, 3, 4, 5, 6, 7, 8],
@@ -400,9 +409,10 @@ def taps(model: PreTrainedModel, layer: int, *do: str) -> dict[str, torch.Tensor
 
 
 def test_values_are_changed_in_the_heads_with_a_sink_alone() -> None:
-    """Two query heads read each key/value head here: a sink in one of them is enough."""
+    """Two query heads read each key/value head here: a sink in one of them is enough, in half of the sequences."""
     model, sinks = tiny_model("llama"), {(1, 0), (2, 3)}
-    rows = [(layer, head, head // 2, 0, float((layer, head) in sinks)) for layer in range(3) for head in range(4)]
+    rows = [(layer, head, head // 2, 0, 0.5 * ((layer, head) in sinks)) for layer in range(3) for head in range(4)]
+    rows += [(layer, 3, 1, 5, 1.0) for layer in range(3)]  # sinks at another position
     table = pd.DataFrame(rows, columns=["layer", "head", "kv_head", "position", "sink_rate"])
     by_head = ("layers=1,heads=0", "layers=2,heads=1")
     for change in ("scale-sink-value:factor=3", "mean-sink-value:means=0.5"):
@@ -709,10 +719,10 @@ def test_text_is_read_and_the_name_of_an_intervention_is_read_as_the_same() -> N
                 assert parse(str(made)) == made
 
 
-def test_what_is_left_open_is_what_is_massive_in_most_sequences() -> None:
-    # layer, position, coordinate, number of sequences of three in which it is massive
+def test_what_is_left_open_is_what_is_massive_in_half_of_the_sequences() -> None:
+    # layer, position, coordinate, number of sequences of four in which it is massive
     counts = [(0, 0, 30, 1), (1, 0, 5, 3), (1, 0, 9, 2), (1, 0, 7, 0), (1, 4, 8, 2), (2, 0, 11, 3)]
-    rows = [(*at, sequence, sequence < count) for *at, count in counts for sequence in range(3)]
+    rows = [(*at, sequence, sequence < count) for *at, count in counts for sequence in range(4)]
     columns = ["layer", "position", "coordinate", "sequence", "is_massive"]
     tables = {"massive": pd.DataFrame(rows, columns=columns).assign(value=500.0)}
     means = lambda layer, position: torch.arange(32.0) + 100 * layer + 1000 * position  # noqa: E731
@@ -869,18 +879,31 @@ def test_the_heads_and_the_weight_are_those_of_the_tables() -> None:
         ],
         columns=columns,
     )  # fmt: skip
-    known = known_of(tiny_model("gpt2"), tables={"head_scores": scores, "super_weights": weights})
+    experts = pd.DataFrame({"layer": [0, 1, 2], "expert": [1, 2, 3], "largest": [5.0, 4.0, 9.0]})
+    supers = {"super_experts": experts.assign(is_super=[True, True, False])}
+    known = known_of(tiny_model("gpt2"), tables={"head_scores": scores, "super_weights": weights} | supers)
     for text, decided in (
         ("ablate-heads:share=0.5", "ablate-heads:share=0.5,numbers=1+2"),
         ("ablate-heads:by=first-mass,share=0.5", "ablate-heads:by=first-mass,share=0.5,numbers=0+3"),
+        ("ablate-heads:share=0.4", "ablate-heads:share=0.4,numbers=1+2"),  # 1.6 heads
         ("ablate-heads", "ablate-heads:numbers=1"),
         ("zero-super-weight", "zero-super-weight:layer=2,rows=1,column=1"),
         ("zero-super-weight:layer=0", "zero-super-weight:layer=0,rows=7,column=9"),  # of most sequences
+        ("zero-super-expert", "zero-super-expert:layer=0,expert=1"),
     ):
         assert parse(text).resolved(known) == parse(decided)
+    without = known_of(tiny_model("gpt2"), tables={"super_experts": experts.assign(is_super=False)})
+    assert parse("zero-super-expert").resolved(without) == parse("zero-super-expert:layer=2,expert=3")
     largest: Any = parse("zero-super-weight:which=largest").resolved(known)
     matrix = layers_of(tiny_model("gpt2"))[2].mlp.c_proj.weight.T
     assert matrix[largest.rows[0], largest.column].abs() == matrix.abs().max()
+
+
+@pytest.mark.parametrize(("layers", "early"), [(1, 1), (3, 3), (4, 3), (5, 4), (8, 6)])
+def test_a_super_weight_is_in_the_first_three_quarters_of_the_layers(layers: int, early: int) -> None:
+    table = pd.DataFrame({"layer": range(layers), "sequence": 0, "expert": -1, "row": 0, "column": 0})
+    found = usual_pairs(table.assign(written=1.0, input=1.0, output=1.0, weight=1.0, share=1.0))
+    assert found.loc[found["is_early"], "layer"].tolist() == [*range(early)]
 
 
 @pytest.mark.parametrize("columns", [4, 300])

@@ -10,7 +10,15 @@ from tiny import tiny_model
 import sinkscope
 from sinkscope import InputError, Run
 from sinkscope.measuring.summary import arm_metrics
-from sinkscope.results.metrics import ARM_METRICS, EFFECT, HEADLINE_METRICS, METRICS, SUMMARY, Metric
+from sinkscope.results.metrics import (
+    ARM_METRICS,
+    EFFECT,
+    HEADLINE_METRICS,
+    METRICS,
+    SUMMARY,
+    Metric,
+    notice_without_rate,
+)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -46,6 +54,16 @@ def test_values_are_printed_in_the_metrics_format() -> None:
     assert metric.text_with_spread(16.94, 0.014) == "+16.94 ± 0.01"
     assert metric.text_with_spread(16.94, float("nan")) == "+16.94"
     assert metric.text_with_spread(float("nan"), 1.0) == "–"
+
+
+def test_a_missing_rate_has_a_reason_only_where_uniform_attention_would_be_a_sink() -> None:
+    missing, uniform = {"sink_rate": float("nan")}, {"uniform_mass": 0.34}
+    assert notice_without_rate(missing | uniform, 0.3) == (
+        "no sink rate of position 0: uniform attention alone gives it 34.0% of the attention of the queries that see "
+        "it, more than ε = 0.3"
+    )
+    assert notice_without_rate({"sink_rate": 0.5, "uniform_mass": 0.1}, 0.3) is None
+    assert notice_without_rate(missing, 0.3) is notice_without_rate({}, 0.3) is None  # no attention was measured
 
 
 @pytest.fixture(params=["in memory", "opened"])

@@ -234,6 +234,71 @@ def test_the_value_gradient_of_a_scale_is_read_before_it() -> None:
     assert {"value_gradient_norm", "raw_value_gradient_ratio"} <= set(ARM_METRICS)
 
 
+def entries(*rows: tuple[int, int, int, int, float]) -> pd.DataFrame:
+    """Return a table `massive` of these layers, sequences, positions, coordinates and values; the median is 1."""
+    table = pd.DataFrame(rows, columns=["layer", "sequence", "position", "coordinate", "value"])
+    return table.assign(median=1.0, ratio=table["value"].abs(), is_massive=table["value"].abs() > 100)
+
+
+def test_a_massive_coordinate_is_in_the_layers_in_which_half_of_the_sequences_have_it() -> None:
+    one_sequence = [(0, 0, position, 7, 200.0) for position in range(4)]
+    half = [(1, sequence, 0, 7, -900.0) for sequence in range(2)]
+    everywhere = [(2, sequence, 3, 8, 400.0) for sequence in range(4)]
+    run = summarized(tables={"massive": entries(*one_sequence, *half, *everywhere, (0, 1, 5, 9, 300.0))})
+    run.manifest["input"]["sequences"] = 4
+    found = {one.numbers["coordinate"]: one for one in analysis.findings(run) if one.name == "massive-coordinate"}
+    assert {coordinate: one.sentence.removesuffix(".") for coordinate, one in found.items()} == {
+        7: "Coordinate 7 is massive in the output of layer 1, at 4 positions",  # its largest is the largest of all
+        8: "Coordinate 8 is massive in the output of layer 2, at position 3; its largest is 400",
+        9: "Coordinate 9 is massive in less than 50% of the sequences, at position 5; its largest is 300",
+    }
+
+
+@pytest.mark.parametrize(
+    ("largest", "outcome", "words"),
+    [
+        (32_752, Outcome.ABSENT, "no entry is more than half of that"),
+        (-32_753, Outcome.WEAK, "the residual stream reaches 32,753 at the output of layer 1, more than half of that"),
+        (65_504, Outcome.WEAK, "float16 is risky"),
+        (-65_505, Outcome.PRESENT, "float16 overflows: it ends at 65,504, and the residual stream reaches 65,505"),
+    ],
+)
+def test_float16_has_room_for_twice_the_largest_entry(largest: float, outcome: Outcome, words: str) -> None:
+    found = finding(summarized(tables={"massive": entries((0, 0, 0, 7, 50.0), (1, 1, 0, 7, largest))}), "float16")
+    assert (found.outcome, found.value) == (outcome, abs(largest))
+    assert words in found.sentence
+
+
+@pytest.mark.parametrize(("largest", "outcome"), [(510.0, Outcome.ABSENT), (511.0, Outcome.PRESENT)])
+def test_a_step_of_more_than_two_median_entries_is_coarse(largest: float, outcome: Outcome) -> None:
+    found = finding(summarized(tables={"massive": entries((0, 0, 0, 7, -largest), (1, 1, 0, 7, 99.0))}), "8-bit-step")
+    assert (found.outcome, found.value, found.numbers["layer"]) == (outcome, pytest.approx(largest / 255), 0)
+
+
+@pytest.mark.parametrize(
+    ("rates", "layers"), [([0.04, 0.05, 0.06, 0.02], (2,)), ([0.06, 0.1, 0.2, 0.4], (2, 3)), ([0.04] * 4, ())]
+)
+def test_later_sinks_are_mostly_in_layers_with_a_quarter_of_the_largest_rate(
+    rates: list[float], layers: tuple[int, ...]
+) -> None:
+    """Rates up to 5 % are almost no sinks, and tokens with less than 1 % of the sinks are not named."""
+    sinks = pd.DataFrame({"position": 3, "queries": 20, "token": [*["."] * 199, "the"]})
+    sinks = sinks.assign(window_mass=0.9, uniform_mass=0.05)
+    summary = {"sink_rate": [0.5] * 4, "sink_rate_later": rates}
+    found = finding(summarized(summary, ENTROPY, ATTENTION | {"sink_positions": sinks}), "later-sinks")
+    assert (found.outcome, found.numbers["layers"]) == (Outcome.PRESENT, layers)
+    assert found.sentence.endswith("; most often at the tokens '.' (100%).")
+
+
+@pytest.mark.parametrize(("longest", "outcome"), [(32, Outcome.ABSENT), (33, Outcome.PRESENT)])
+def test_a_window_is_reached_by_sequences_that_are_longer(longest: int, outcome: Outcome) -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    run = summarized(model={"name": "tiny", "layer_types": kinds, "sliding_window": 32})
+    run.manifest["input"]["longest"] = longest
+    found = finding(run, "sliding-window")
+    assert (found.outcome, found.value, found.numbers["layers"]) == (outcome, 32, (0, 2))
+
+
 @pytest.mark.parametrize("condition", ["natural", "repeated"])
 def test_repeated_tokens_that_are_all_massive_have_no_sentence_that_denies_it(condition: str) -> None:
     """In SmolLM2, the largest entry is 24,168 at every position of a repeated sequence, and the median is 48."""

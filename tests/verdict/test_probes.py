@@ -3,11 +3,11 @@
 import numpy as np
 import pandas as pd
 import pytest
-from support.made_up_runs import run_manifest
+from support.made_up_runs import grid, run_manifest
 from tiny import tiny_model
 
 from sinkscope import Run, analyze
-from sinkscope.results.findings import Finding
+from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.statistics import resamplings
 from sinkscope.verdict.probes import findings
 
@@ -57,3 +57,100 @@ def test_a_head_sees_a_picture_if_half_of_what_it_gives_it_is_not_on_sinks() -> 
     found = by_name(Run(run_manifest(pictures=pictures), tables))["visual-attention"]
     assert (found.numbers["seeing"], found.numbers["heads"]) == (1, 4)
     assert "1 of 4 heads see the picture: they give it at least 0.2" in found.sentence
+
+
+def test_only_tokens_that_join_the_sink_for_a_part_of_its_layers_are_secondary_sinks() -> None:
+    sinks = pd.DataFrame({"layer": 0, "sequence": [0, 0, 1, 1, 2, 3], "position": [0, 5, 0, 7, 9, 3]})
+    sinks["kind"] = ["first", "secondary", "first", "secondary", "lasting", "lasting"]
+    sinks["token"] = ["<s>", " the", "<s>", " the", ".", "."]
+    sinks = sinks.assign(attention=[30, 2, 40, 4, 9, 9], attention_elsewhere=[np.nan, 0.5, np.nan, 1.5, 3, 3])
+    found = by_name(Run(run_manifest(), {"sink_tokens": sinks}))["secondary-sinks"]
+    assert found.value == pytest.approx(2)
+    assert "most often ' the'. They receive 3.0 times uniform attention, equal tokens that are no sinks 1.0 times" in (
+        found.sentence
+    )
+
+
+def test_the_controls_of_over_mixing_are_those_of_their_arm_alone() -> None:
+    changes = {
+        "before": 0.5,
+        "x": 0.3,
+        "x control 0": 0.2,
+        "x control 1": 0.1,
+        "x and y": 0.9,
+        "x and y control 0": 0.8,
+    }
+    table = pd.concat(
+        grid(layer=range(2), sequence=range(100)).assign(condition=condition, change=change)
+        for condition, change in changes.items()
+    )
+    manifest = run_manifest(command="intervene", arms={"x": {}, "x and y": {}})
+    found = by_name(Run(manifest, {"over_mixing_by_sequence": table}))["over-mixing"]
+    assert found.numbers == pytest.approx({"x": 0.3, "x control": 0.15, "x and y": 0.9, "x and y control": 0.8})
+    assert "by 50.0% of their norm" in found.sentence
+    assert "; under x by 30.0%, under its 2 controls by 10.0% to 20.0%; under x and y by 90.0%" in found.sentence
+
+
+def test_scores_of_dormant_heads_agree_if_a_small_norm_goes_with_much_attention_to_the_first_token() -> None:
+    scores = grid(layer=range(5), head=range(5))
+    scores = scores.assign(relative_norm=np.arange(25.0), first_mass=1 - np.arange(25) / 25)
+    scores.loc[2, "first_mass"] = 0.0
+    found = by_name(Run(run_manifest(), {"head_scores": scores}))["dormant-heads"]
+    assert found.value > 0.7
+    assert found.numbers == {"heads": 25, "flagged": 3, "both": pytest.approx(2 / 3), "chance": 0.12} | {
+        name: found.numbers[name] for name in found.numbers if name.endswith(("_low", "_high"))
+    }
+    assert "of the 3 heads that each of them flags, 67% are the same" in found.sentence
+
+
+def patches(*norms: float, layer: int = 1, sequence: int = 0) -> pd.DataFrame:
+    """Return the patches with these norms, in a row of their picture, and a CLS token."""
+    table = pd.DataFrame({"layer": layer, "sequence": sequence, "row": 0, "column": range(len(norms)), "norm": norms})
+    cls = pd.DataFrame({"layer": [layer], "sequence": sequence, "row": -1, "column": 0, "norm": 99.0, "mass": 0.25})
+    return pd.concat([table.assign(mass=np.where(np.array(norms) > 3, 0.2, 0.1)), cls], ignore_index=True)
+
+
+def test_outlier_patches_are_those_after_the_last_layer() -> None:
+    early = [patches(1, 1, 1, 8, 8, layer=0, sequence=sequence) for sequence in range(2)]
+    last = [patches(1, 1, 1, 1, 6, sequence=0), patches(1, 1, 1, 1, 1, sequence=1)]
+    manifest = run_manifest()
+    manifest["input"]["sequences"] = 2
+    found = by_name(Run(manifest, {"encoder_patch": pd.concat([*early, *last], ignore_index=True)}))["outlier-patches"]
+    assert (found.value, found.outcome) == (pytest.approx(0.1), Outcome.UNDECIDED)  # one of two pictures has none
+    numbers = {"pictures": 2, "largest": 6.0, "layer": 0, "most": 0.4, "special": 0.25, "ratio": 2.0}
+    assert found.numbers == pytest.approx(numbers)
+    assert "the largest has 6.00 times. Most are after layer 0: 40.00%. 25.0% of the attention" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("shares", "random", "outcome"),
+    [
+        ([0.5, 0.5, 0.5, 0.5], 0.1, Outcome.PRESENT),
+        ([0.0, 0.0, 0.0, 1.0], 0.1, Outcome.UNDECIDED),  # one of four pictures has all of them
+        ([0.0, 0.0, 0.0, 0.0], 0.1, Outcome.ABSENT),
+    ],
+)
+def test_visual_sinks_are_there_if_the_interval_is_above_random_coordinates(
+    shares: list[float], random: float, outcome: Outcome
+) -> None:
+    table = grid(layer=[2], sequence=range(4), column=range(10)).assign(mass=0.1, random_share=random)
+    table["phi"] = np.where(table["column"] < 10 * table["sequence"].map(dict(enumerate(shares))), 20.1, 20.0)
+    early = table.assign(layer=1, phi=99.0)  # before the layers that count
+    heads = grid(layer=[2], sequence=range(4), head=range(2)).assign(first_mass=0.1, visual_mass=0.4, sink_mass=0.2)
+    manifest = run_manifest(pictures={"pictures": 4, "coordinates": [7], "is_massive": True})
+    tables = {"visual_patch": pd.concat([table, early], ignore_index=True), "visual_head": heads}
+    found = by_name(Run(manifest, tables))["visual-sinks"]
+    assert (found.value, found.outcome) == (pytest.approx(np.mean(shares)), outcome)
+    assert found.numbers["random"] == pytest.approx(random)
+
+
+@pytest.mark.parametrize(("value", "words"), [(800.0, "the same coordinate."), (1000.0, "another coordinate, 5.")])
+def test_a_super_weight_may_write_the_largest_massive_activation_of_either_sign(value: float, words: str) -> None:
+    weights = grid(layer=range(4), sequence=range(2)).assign(expert=-1, row=7, column=3, input=2.0, weight=-3.0)
+    weights = weights.assign(written=[-50.0, -60.0, 5.0, 6.0, 7.0, 8.0, 99.0, 99.0], output=-40.0, share=0.5)
+    massive = pd.DataFrame({"coordinate": [7, 5], "value": [-900.0, value], "is_massive": True})
+    manifest = run_manifest()
+    manifest["input"]["sequences"] = 2
+    found = by_name(Run(manifest, {"super_weights": weights, "massive": massive}))["super-weight"]
+    assert (found.value, found.numbers["layer"], found.numbers["written"]) == (0.5, 0, 55.0)
+    assert found.sentence.endswith(f"in 100% of the sequences; the largest massive activation is at {words}")

@@ -91,6 +91,24 @@ def test_errors_of_ratios_and_differences_add_in_quadrature_and_ratios_are_bound
     assert (sink / some).high == np.inf
 
 
+def test_an_interval_is_unbounded_if_more_than_one_draw_in_twenty_is_undefined() -> None:
+    replicates = np.linspace(0.0, 1.0, 1001)
+    for undefined, is_bounded in ((50, True), (51, False)):
+        replicates[1 : undefined + 1] = np.nan
+        assert np.isfinite([bootstrap(replicates).low, bootstrap(replicates).high]).tolist() == [is_bounded] * 2
+
+
+def test_an_extreme_is_beyond_a_threshold_only_with_the_simultaneous_bound_of_one_number() -> None:
+    """Two intervals that together miss the truth with 5 % reach 2.2414 standard errors, and a single one 1.9600."""
+    wide = 2.241403 / 1.959964
+    numbers = [Estimate(1.0, -1.0, 4.0), Estimate(2.0, -3.0, 2.5)]
+    least, largest = statistics.least_of(numbers), statistics.largest_of(numbers)
+    assert (least.value, least.low, least.high) == pytest.approx((1.0, -3.0, 2 + 0.5 * wide))
+    assert (largest.value, largest.low, largest.high) == pytest.approx((2.0, 1 - 2 * wide, 4.0))
+    apart = range_of([Estimate(3.0, 1.0, 4.0), Estimate(-5.0, -6.0, -2.0)])
+    assert (apart.value, apart.low, apart.high) == pytest.approx((5.0, 5 - 3 * wide, 6.0))
+
+
 # test → whether a value passes; thresholds and ends are whole numbers, so that they often meet
 PASSES = {
     at_least(0): lambda x: x >= 0,

@@ -62,4 +62,12 @@ MUTATIONS = [
     ("figure: the layer that changes least", "figures", "draw_arm_maps", "abs(after - before)", "-abs(after - before)"),
     ("figure: the sink attends to itself", "figures", "_to_sink", "np.delete(weights[:, sink], sink)",
         "weights[:, sink]"),
+    ("controls: at every position", "experiment", "Experiment._arm",
+        'by_sequence[by_sequence["position"].isin(self._watched())]', "by_sequence"),
+    ("streaming: not by window", "findings", "_streaming", '.sort_values(["window", "keep"])', ""),
+    ("report: the arm with the fewest controls", "findings", "report", "controls = max(", "controls = min("),
+    ("page: controls of every layer", "page", "IntervenePage.data", '(table["layer"] == WHOLE_MODEL) & ', ""),
+    ("figure: a single arm decides the layer", "figures", "draw_arm_maps", "np.median(changes", "np.max(changes"),
+    ("figure: the fewest first tokens", "figures", "draw_streaming_perplexity", 'buckets["keep"].max()',
+        'buckets["keep"].min()'),
 ]  # fmt: skip

@@ -1,6 +1,8 @@
 """Findings on arms depend on the spread of the controls, and their intervals on the sequences."""
 
 import statistics
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -9,7 +11,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.made_up_runs import grid, make_run
 
-from sinkscope.commands.intervene.findings import ArmEffect, findings_of, interval, interval_by_layer, overview
+from sinkscope.commands.intervene.findings import (
+    ArmEffect,
+    findings_of,
+    interval,
+    interval_by_layer,
+    overview,
+    report,
+)
+from sinkscope.commands.intervene.page import IntervenePage
 from sinkscope.measuring.summary import arm_metrics
 from sinkscope.output.run import Run
 from sinkscope.results.findings import Outcome
@@ -215,13 +225,27 @@ def test_each_streaming_arm_has_its_own_windows() -> None:
     columns = ["condition", "method", "window", "keep", "bucket", "perplexity"]
     rows = [("near", "dense", -1, 0, -1, 20.0), ("near", "window", 8, 0, -1, 90.0)]
     rows += [("far", "dense", -1, 0, -1, 20.0), ("far", "window", 32, 0, -1, 40.0), ("far", "window", 32, 0, 4, 1.0)]
+    rows += [("far", "sinks kept", 16, 4, -1, 30.0), ("far", "window", 16, 0, -1, 50.0)]
     run = run_of({0: (0.7, 0.1, ())})
     arm = {"do": [], "paper": "S2M", "expects": "", "watched": [], "controls": []}
     manifest = run.manifest | {"arms": {"near": arm, "far": arm}}
     run = Run(manifest, {"streaming": pd.DataFrame(rows, columns=columns)})
-    assert list(overview(run)["perplexity"]) == ["20.00", "90.00", "20.00", "40.00"]
-    assert finding(run, "far") == "With the last 32 tokens, perplexity is 2.000 times that of dense attention."
+    assert list(overview(run)["perplexity"]) == ["20.00", "90.00", "20.00", "40.00", "30.00", "50.00"]
+    assert finding(run, "far") == " ".join(  # the shortest window first
+        f"With the last {kept}, perplexity is {ratio} times that of dense attention."
+        for kept, ratio in (("16 tokens", "2.500"), ("16 tokens and the first 4", "1.500"), ("32 tokens", "2.000"))
+    )
     assert "the last 8 tokens" not in finding(run, "far")
+
+
+def test_the_page_has_the_controls_of_the_whole_model() -> None:
+    run = run_of({0: (0.8, 0.2, (0.7, 0.9))}, perplexity=(20.0, 25.0, (21.0, 23.0)))
+    table = run.tables["effect"].copy()
+    table.loc[table["layer"] >= 0, "value"] = 0.0
+    contents: Any = SimpleNamespace(all_tables={"effect": table}, manifest=run.manifest)
+    found = {row[:3]: row[3:] for row in IntervenePage().data(contents)["controls"]}
+    assert found["x", "sink_rate", 0] == pytest.approx((0.8, statistics.stdev((0.7, 0.9)), 2))
+    assert found["x", "perplexity", -1] == pytest.approx((22.0, statistics.stdev((21.0, 23.0)), 2))
 
 
 SEQUENCES, LAYERS = 20, 3
@@ -257,6 +281,16 @@ def test_a_change_that_all_sequences_share_has_no_width(arm: Run) -> None:
     loss = arm.tables["loss_by_sequence"].groupby("condition")["loss"].mean()
     assert interval(arm, "arm", "perplexity") == pytest.approx([np.exp(loss["arm"])] * 2)
     assert interval(arm, "arm", "massive_magnitude") == pytest.approx([95.0, 95.0])
+
+
+def test_the_number_of_controls_is_that_of_the_arm_with_most(arm: Run) -> None:
+    record = arm.manifest["arms"]["arm"]
+    arms = {"arm": record | {"controls": [["a"]]}, "other": record | {"controls": [["a"], ["b"], ["c"]]}}
+    effect = arm.tables["effect"]
+    both = arm.tables | {"effect": pd.concat([effect, effect.assign(condition="other")])}
+    setting = report(Run(arm.manifest | {"arms": arms}, both)).settings[-1]
+    assert (setting.name, setting.value) == ("control", 3)
+    assert "at most 3 for each arm" in setting.sentence
 
 
 def test_a_ratio_resamples_both_runs_together(arm: Run) -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.axes import Axes
 from support.drawn_figures import ELSEWHERE, MANY, SINGLE, experiment
@@ -77,11 +78,14 @@ def test_odd_experiments_are_drawn_without_a_warning(odd: str) -> None:
 
 
 def test_arm_maps_shows_the_layer_where_the_sink_changes_most() -> None:
-    run = experiment({"one": [0], "two": [0]}, layers=3)
+    """It is the median over arms that decides, not the one that masks the sink in another layer."""
+    run = experiment({"one": [0], "two": [0], "mask": [0]}, layers=3)
     maps = run.tables["arm_maps"]
     in_layer_2 = (maps["layer"] == 2) & (maps["key"] == 0) & (maps["query"] > 0)
     maps.loc[(maps["key"] == 0), "weight"] = 0.5
     maps.loc[in_layer_2 & maps["condition"].isin(["one", "two"]), "weight"] = 0.01
+    in_layer_0 = (maps["layer"] == 0) & (maps["key"] == 0) & (maps["query"] > 0)
+    maps.loc[in_layer_0 & (maps["condition"] == "mask"), "weight"] = 0.001
     figure = draw("arm-maps", run)
     assert "layer 2" in figure.get_suptitle()
     names = [ax.get_title().replace("\n", " ") for ax in figure.axes[:5]]
@@ -153,3 +157,24 @@ def test_effects_by_layer_draws_the_sink_rate_and_the_controls_spread(run: Run) 
         np.testing.assert_allclose(edges_at(ax, layer), [mean - spread, mean + spread])
     control = "random control: mean ± 2 std of 3 draws"
     assert legend_of(figure) == ["before", "after", "after, at position 1", control]
+
+
+def test_streaming_by_token_is_that_of_the_shortest_window_with_no_and_with_most_first_tokens() -> None:
+    ways = [("dense", -1, 0), *(("window" if keep == 0 else "sinks kept", size, keep) for size in (64, 32)
+        for keep in (4, 0, 2))]  # fmt: skip
+    table = pd.DataFrame(ways, columns=["method", "window", "keep"])
+    table = table.merge(pd.DataFrame({"bucket": [128, 0, 64, -1]}), how="cross").assign(condition="streaming-window")
+    table["perplexity"] = np.random.default_rng(0).uniform(10, 90, len(table))
+    left, right = draw("streaming-perplexity", experiment({"one": [0]}, streaming=table)).axes
+    by_way = table.set_index(["window", "keep", "bucket"])["perplexity"]
+    for line, (label, window, keep) in zip(
+        left.lines, (("dense", -1, 0), ("last 32", 32, 0), ("first 4 and last 32", 32, 4)), strict=False
+    ):
+        assert line.get_label() == label
+        np.testing.assert_allclose(line.get_ydata(), [by_way[window, keep, bucket] for bucket in (0, 64, 128)])
+    assert left.lines[-1].get_xdata() == [32, 32]  # where the window begins to slide
+    np.testing.assert_allclose(right.lines[0].get_ydata(), by_way[-1, 0, -1])
+    for line, window in zip(right.lines[1:], (32, 64), strict=True):
+        assert line.get_label() == f"last {window}"
+        np.testing.assert_allclose(line.get_ydata(), [by_way[window, keep, -1] for keep in (0, 2, 4)])
+    assert [label.get_text() for label in right.get_xticklabels()] == ["0", "2", "4"]

@@ -20,6 +20,7 @@ import sinkscope
 from sinkscope import InputError, Run, intervene
 from sinkscope.commands.intervene.findings import effect_of
 from sinkscope.measuring.subject import inputs_for, load_model
+from sinkscope.measuring.summary import with_next
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.options.measuring import make_config
 
@@ -107,6 +108,11 @@ def test_the_tables_hold_every_arm(gpt2: PreTrainedModel, all_of_gpt2: Run) -> N
     assert "perturb-query-bias" not in arms  # it is a control
     controls = {f"{arm} control {draw}" for arm in arms for draw in range(2)}
     assert set(all_of_gpt2.tables["attention"]["condition"]) == {"before", *arms, *controls}
+    watched = {0, *(x for arm in arms for x in with_next(all_of_gpt2.manifest["arms"][arm]["watched"]))}
+    by_sequence = all_of_gpt2.tables["attention_by_sequence"].groupby("condition")["position"].unique()
+    assert all(
+        set(positions) == (watched if arm in controls else {*range(8)}) for arm, positions in by_sequence.items()
+    )
     effect = all_of_gpt2.tables["effect"]
     assert list(effect.columns) == [
         *("model", "condition", "layer", "name", "arm", "draw", "metric", "position", "value"),

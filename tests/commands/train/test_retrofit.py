@@ -21,7 +21,7 @@ import sinkscope
 import sinkscope.commands.train.arms
 import sinkscope.output.result
 from sinkscope import InputError, Run, compare, new_parameters, retrofit, retrofit_model
-from sinkscope.commands.train.arms import parse_methods
+from sinkscope.commands.train.arms import CALIBRATION, parse_methods
 from sinkscope.commands.train.blocks import Blocks, read_blocks
 from sinkscope.commands.train.options import RetrofitOptions
 from sinkscope.commands.train.output import Trained
@@ -108,8 +108,9 @@ def test_a_trained_model_loads_as_any_other(finished: tuple[Result, Path], tiny:
 def test_it_goes_on_where_it_was_broken_off(
     tiny: Path, text: Path, tmp_path: Path, no_figures: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """All arms have the ranges of their W8A8 from the same blocks of the text that they are trained on."""
     measure, train = sinkscope.commands.train.arms.measure, sinkscope.commands.train.arms.train_model
-    trained: list[str] = []
+    costs, trained, read, calibrated = sinkscope.commands.train.arms.w8a8, list[str](), list[Blocks](), list[Any]()
 
     def breaks(subject: Any, *rest: Any) -> Any:
         if subject.inputs.condition == "none":
@@ -118,9 +119,15 @@ def test_it_goes_on_where_it_was_broken_off(
 
     def watched(model: Any, blocks: Any, training: Any, folder: Path, **rest: Any) -> Any:
         trained.append(folder.parent.name)
+        read.append(blocks)
         return train(model, blocks, training, folder, **rest)
 
+    def quantized(subject: Any, calibration: Any, **rest: Any) -> Any:
+        calibrated.append(np.stack(calibration.sequences))
+        return costs(subject, calibration, **rest)
+
     monkeypatch.setattr(sinkscope.commands.train.arms, "train_model", watched)
+    monkeypatch.setattr(sinkscope.commands.train.arms, "w8a8", quantized)
     with monkeypatch.context() as patched:
         patched.setattr(sinkscope.commands.train.arms, "measure", breaks)
         result = command_line("retrofit", tiny, "--text", text, *TYPED, "--out", tmp_path / "out")
@@ -135,6 +142,8 @@ def test_it_goes_on_where_it_was_broken_off(
     compared = [f"{method}, compared with plain training" for method in ("vga", "iga")]
     assert [note.partition(":")[0] for note in done.notes] == [*compared, "vga", "iga"]
     assert (tmp_path / "out" / "iga" / "run" / "run.json").is_file()
+    assert len(calibrated) == 4
+    assert all(np.array_equal(ids, read[0].train[:CALIBRATION]) for ids in calibrated)
 
 
 def test_blocks_are_the_text_with_a_bos_each_and_its_end_held_out() -> None:

@@ -78,6 +78,12 @@ def test_values_and_gates_are_by_layer_and_in_a_single_layer_by_position() -> No
             raw = relative_to_later(run.tables["gate"], "raw_value_norm") if arm == "vga" else attended
             for ax, table in zip(axes, (raw, attended), strict=False):
                 np.testing.assert_allclose(drawn(ax, arm), table[0] if is_deep else table.loc[0])
+        for place, ax in enumerate(axes[:2] if is_deep else ()):
+            of_arms = [(run.tables["geometry"], "value_norm") for run in runs.values()]
+            of_arms[1] = of_arms[1] if place else (runs["vga"].tables["gate"], "raw_value_norm")
+            later = pd.concat([relative_to_later(*table).drop(columns=0) for table in of_arms], axis=1)
+            for layer, ends in later.quantile([0.1, 0.9], axis=1).items():
+                np.testing.assert_allclose(edges_at(ax, layer), ends)
         gates = runs["vga"].tables["gate"].pivot(index="layer", columns="position", values="gate")
         np.testing.assert_allclose(drawn(axes[2], "vga"), gates[0] if is_deep else gates.loc[0])
         if is_deep:
@@ -181,12 +187,16 @@ def test_the_layer_with_the_largest_sink_is_drawn() -> None:
 
 
 def test_maps_and_bars_show_the_tables() -> None:
-    weights, norms = backcopy_maps(arms=2)
+    weights, norms = backcopy_maps(arms=2, heads=2)
+    to_start = (weights["key"] == 0) & (weights["query"] > 0)
+    most = {"arm 0": 1, "arm 1": 0}  # the head that attends most to <s> is drawn
+    weights.loc[to_start & (weights["head"] == weights["condition"].map(most)), "weight"] = 0.99
     figure = DRAW["backcopy-maps"](TrainedArms({"attention_maps": weights, "value_norms": norms}, TASK_RUNS))
     above, below = np.array(figure.axes[:4]).reshape(2, 2)
     for column, arm in enumerate(("arm 0", "arm 1")):
         shown = above[column].images[0].get_array()
-        for row in weights[weights["condition"] == arm].itertuples():
+        assert above[column].get_title().endswith(f"layer 0, head {most[arm]}")
+        for row in weights[(weights["condition"] == arm) & (weights["head"] == most[arm])].itertuples():
             assert shown[row.query, row.key] == row.weight
         assert np.ma.masked_invalid(shown).mask[np.triu_indices(6, 1)].all()
         assert [bar.get_height() for bar in below[column].patches] == [1, 2, 3, 4, 5, 6]

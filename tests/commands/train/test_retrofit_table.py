@@ -162,4 +162,6 @@ def test_latex_is_escaped_and_has_rules() -> None:
         r"\bottomrule",
         r"\end{tabular}",
     ]
+    mixed = pd.DataFrame({"a": ["b", "c"], "number": ["1", "−2.5"], "some": ["1", "two"]})
+    assert r"\begin{tabular}{lrl}" in formatted(mixed, "latex")  # one word makes it a column of words
     assert r"\begin{tabular}{lp{6cm}}" in formatted(pd.DataFrame({"a": ["b"], "c": ["word " * 20]}), "latex")

@@ -16,6 +16,7 @@ from support.training import SHAPE
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 from typer.testing import Result
 
+import sinkscope.commands.train.arms
 from sinkscope import Run, train
 from sinkscope.commands.train.architectures import ARCHITECTURES, architecture, fresh_model, tokenizer_of
 from sinkscope.measuring.subject import family_of
@@ -153,3 +154,16 @@ def test_an_encoder_predicts_masked_tokens() -> None:
         assert of_arm["perplexity_quantized"] != of_arm["perplexity"]
         predicted.add(run.manifest["input"]["masked"])
     assert len(predicted) == 1
+
+
+def test_sinks_are_measured_at_the_position_of_the_fixed_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save("ids.npy", np.random.default_rng(0).integers(3, 60, (12, 16)))
+
+    def measured(model: Any, **given: Any) -> Any:
+        assert (given["held_out"][:, 3] == 0).all()
+        raise ValueError(f"at position {given['position']}")
+
+    monkeypatch.setattr(sinkscope.commands.train.arms, "measure_at_log", measured)
+    shape = "tiny-llama:hidden_size=32,intermediate_size=48,num_hidden_layers=2,vocab_size=64"
+    with pytest.raises(ValueError, match="at position 3"):
+        train(shape, "none", text="ids.npy", fixed_position=3, out="out", **SMALL, **FEW)

@@ -55,6 +55,7 @@ def test_the_loss_falls_on_a_text_that_repeats_itself(method: str, tmp_path: Pat
     assert not any(p.requires_grad or p.grad is not None for p in changed.parameters())
     last = history[history["step"] == 30].set_index(["metric", "layer"])["value"]
     moved = gate_displacement(changed).groupby("layer")["displacement"]
+    assert [*moved.groups] == ([-1] if method == "register-tokens" else [0, 1, 2])  # registers belong to no layer
     assert last["gate_displacement_mean"].tolist() == pytest.approx(moved.mean().tolist())
     assert last["gate_displacement_max"].tolist() == pytest.approx(moved.max().tolist())
 
@@ -231,6 +232,21 @@ def changed(**given: Any) -> Any:
     tokenizer: Any = SimpleNamespace(all_special_ids=[0, 1, 2], bos_token_id=1, pad_token_id=0)
     loaded = LoadedModel(tiny_model("llama"), tokenizer, "tiny", "tiny", None, None, ())
     return limited(with_first_tokens(BLOCKS, loaded, options(**given)), options(**given))
+
+
+def test_every_checkpoint_is_kept_or_the_last_two(tmp_path: Path) -> None:
+    for keep_all, kept in ((True, ["checkpoint-2", "checkpoint-4", "checkpoint-5"]), (False, None)):
+        folder = tmp_path / str(keep_all)
+        train_model(model(), repetitive(), config(steps=5, save_every=2), folder, keep_all=keep_all)
+        assert checkpoints(folder) == (kept or ["checkpoint-4", "checkpoint-5"])
+
+
+def test_more_than_four_passes_over_the_text_are_warned_of() -> None:
+    once = len(BLOCKS.train)
+    assert BLOCKS.notices(once) == BLOCKS.notices(4 * once) == []
+    (notice,) = BLOCKS.notices(5 * once)
+    assert f"these steps are 5 passes over the {once * LENGTH:,} tokens" in notice
+    assert len(BLOCKS.notices(4 * once + 1)) == 1
 
 
 def test_tokens_limit_what_is_trained_on_and_not_what_is_measured() -> None:
