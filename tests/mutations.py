@@ -86,6 +86,8 @@ PICTURE_TESTS = ("tests/measuring/test_pictures.py",)
 SUMMARY_TESTS = ("tests/measuring/test_summary.py",)
 OF_RUN_TESTS = ("tests/measuring/test_estimates.py",)
 CALLBACK_TESTS = ("tests/measuring/test_callback.py",)
+STATE_TESTS = ("tests/measuring/test_states.py",)
+NEURON_TESTS = ("tests/measuring/test_neurons_and_heads.py",)
 TEXT_TESTS = ("tests/text",)
 SPARED_TESTS = ("tests/quantization/test_spared.py",)
 INTERVENTION_TESTS = ("tests/interventions", "tests/commands/intervene/test_intervene.py")
@@ -381,6 +383,37 @@ MUTATIONS = [
          "round(PASSAGE / step)", "round(PASSAGE / request.num_seqs)"),
         ("text: a prompt that is not cut", "sinkscope.text.sources", "prompted",
          "len(ids) > request.seq_len", "len(ids) >= request.seq_len"),
+        ("text: an unknown word is a special token", "sinkscope.text.sources", "Request.token_zero",
+         'self.special - {getattr(self.tokenizer, "unk_token_id", None)}', "self.special"),
+        ("text: tokens of a prefix are predicted", "sinkscope.text.inputs", "TokenInputs.predicted",
+         "len(ids) - self.first_predicted", "len(ids) - 1"),
+    ),
+    *_mutations(
+        STATE_TESTS,
+        ("residual sinks: from more than 90 %", f"{OBSERVABLES}.spikes", "ResidualSinks.tables",
+         'coordinates["share"] >= RESIDUAL_SHARE', 'coordinates["share"] > RESIDUAL_SHARE'),
+        ("residual sinks: the rarest first", f"{OBSERVABLES}.spikes", "ResidualSinks.tables",
+         '["share", "ratio_max"], ascending=False', '["share", "ratio_max"], ascending=True'),
+        ("residual sinks: means over sequences", f"{OBSERVABLES}.spikes", "ResidualSinks.tables",
+         ".numpy() / tokens for", ".numpy() / sequences for"),
+        ("residual sinks: the null is not rotated", f"{OBSERVABLES}.spikes", "ResidualSinks.see",
+         "hidden @ self.rotation.to(hidden)", "hidden"),
+        ("spike mask: a BOS before given texts", "sinkscope.commands.analyze.command", "spike_mask",
+         '"bos": "never", ', ""),
+    ),
+    *_mutations(
+        NEURON_TESTS,
+        ("super experts: the first ¾ without a layer", f"{OBSERVABLES}.super_weight", "SuperWeight.tables",
+         '(table["layer"].max() + 1)', 'table["layer"].max()'),
+        ("super experts: either threshold", f"{OBSERVABLES}.super_weight", "SuperWeight.tables",
+         "least = max(experts", "least = min(experts"),
+        ("over-mixing: the farthest token before", f"{OBSERVABLES}.over_mixing", "substituted",
+         "*reversed(text[1:position])", "*text[1:position]"),
+    ),
+    *_mutations(
+        ("tests/measuring/test_gate.py",),
+        ("gate: padding counts as tokens", f"{OBSERVABLES}.geometry", "Gate.see_gate",
+         "filled(moments.movedim(0, 1), batch.valid).sum((0, 3))", "moments.movedim(0, 1).sum((0, 3))"),
     ),
     *_mutations(
         FIGURE_TESTS,

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 
 import sinkscope
 from sinkscope.errors import InputError
+from sinkscope.measuring.callback import ONSETS
 from sinkscope.results.metrics import METRICS
 
 LENGTH, STEPS = 16, 200
@@ -224,6 +225,15 @@ def test_on_onset_is_called_once_when_a_sink_and_when_massive_activations_begin(
     assert [(onset.metric, onset.step) for onset in onsets] == [("sink_rate", 3), ("massive_share", 6)]
     largest = pd.read_parquet(tmp_path / "sinks/tables/largest_activations.parquet").query("step == 6").iloc[0]
     assert (largest["layer"], largest["coordinate"]) in ((1, 3), (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("metric", "read", "below", "there"),
+    [("sink_rate", "sink_rate_clear", 0.1, 0.101), ("massive_share", "massive_share", 0.499, 0.5)],
+)
+def test_onsets_have_the_thresholds_of_the_verdict(metric: str, read: str, below: float, there: float) -> None:
+    _, is_there = ONSETS[metric]
+    assert [is_there({read: value}) for value in (below, there)] == [False, True]
 
 
 def test_it_logs_the_layer_with_most_massive_activations_and_the_head_with_the_largest_logit(tmp_path: Path) -> None:

@@ -149,6 +149,10 @@ def test_the_change_of_later_tokens_by_a_changed_one(name: str, side: str) -> No
     assert found.to_dict() == pytest.approx({key: np.mean(values) for key, values in at_distance.items()}, rel=1e-6)
 
 
-def test_a_sequence_of_equal_tokens_has_no_other_token() -> None:
+def test_a_token_is_replaced_by_the_nearest_other_one_after_it_or_else_before_it() -> None:
+    """A sequence of equal tokens has none, and position 0 neither changes nor counts."""
     batch = padded([np.full(9, 5), np.array([3, 4])])
     assert torch.equal(substituted(batch, 0.5), batch.token_ids)
+    batch = padded([np.array([1, 2, 3, 7, 7, 7]), np.array([1, 2, 3, 7, 7, 5]), np.array([6, 3, 4, 5])], "left")
+    expected = padded([np.array([1, 2, 3, 3, 7, 7]), np.array([1, 2, 3, 5, 7, 5]), np.array([6, 3, 5, 5])], "left")
+    assert torch.equal(substituted(batch, 0.6), expected.token_ids)

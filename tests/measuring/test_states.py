@@ -8,6 +8,7 @@ import reference
 import torch
 from safetensors.torch import load_file
 from support.attention_reads import EACH_KIND, make_read
+from support.retrofit_command import words_tokenizer
 from tiny import batched, measured, padded, ragged_tokens, tiny_model
 
 import sinkscope
@@ -188,6 +189,15 @@ def test_a_run_with_its_observables_needs_no_second_pass(tmp_path: Any, monkeypa
     assert all(torch.equal(mask[name], tensor) for name, tensor in vars(expected).items())
     with pytest.raises(TypeError):  # without them, there is one
         sinkscope.analyze(model, observables=["massive"], export_mask=True, figures=(), page=False, **given)
+
+
+def test_the_mask_of_given_texts_has_no_bos_before_them() -> None:
+    tokenizer = words_tokenizer()
+    mask = sinkscope.spike_mask(tiny_model("llama"), ["w1 w2 w3"], tokenizer=tokenizer)
+    assert mask.token_ids.tolist() == [tokenizer("w1 w2 w3", add_special_tokens=False)["input_ids"]]
+    assert mask.tokens.shape == (3, 1, 3)
+    named = sinkscope.spike_mask(tiny_model("llama"), input="natural", num_seqs=1, seq_len=8, tokenizer=tokenizer)
+    assert named.token_ids[0, 0] == tokenizer.bos_token_id
 
 
 @pytest.mark.real_model

@@ -23,6 +23,7 @@ from sinkscope.measuring.subject import inputs_for, position_limit
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
 from sinkscope.options.option import MAX_INT
+from sinkscope.text.batch import IGNORED
 from sinkscope.text.inputs import TokenInputs, build_inputs
 from sinkscope.text.sources import documents
 from sinkscope.text.tokens import special_token_ids
@@ -646,6 +647,19 @@ def test_objects_that_are_cut_at_the_models_positions_are_named(is_text: bool) -
     inputs = inputs_for(LoadedModel(model, LLAMA, "tiny", "tiny", None, None, ()), config)
     assert inputs.longest == limit
     assert any(f"input: 1 document cut to {limit} tokens" in notice for notice in inputs.notices)
+
+
+def test_texts_that_begin_with_an_unknown_word_begin_with_no_special_token() -> None:
+    assert UNK in PLAIN.all_special_ids
+    assert given(["unknown w1", "unheard-of w2"], tokenizer=PLAIN).token_zero == "first text token"
+    assert given(["<pad> w1", "<pad> w2"], tokenizer=PLAIN).token_zero == "special token <pad> (id 3)"
+
+
+def test_tokens_of_a_prefix_are_not_predicted() -> None:
+    inputs = TokenInputs("", (np.arange(8), np.arange(3)), "", "", first_predicted=4)
+    assert (inputs.predicted, inputs.num_predicted) == ([4, 0], 4)
+    targets = [(batch.targets != IGNORED).sum(1).tolist() for batch in inputs.batches(2)]
+    assert targets == [[4, 0]]
 
 
 def test_copies_of_a_text_have_its_number() -> None:
