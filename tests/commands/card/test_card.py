@@ -96,6 +96,18 @@ def test_of_a_setting_that_was_measured_several_times_the_last_counts() -> None:
     assert (found, len(values)) == ({"": 10.0, "all": 40.0, "costliest-kept": 20.0}, 3)
 
 
+def test_a_rate_of_a_changed_model_is_that_at_position_0() -> None:
+    run = Run.open(REPORTS / "smollm2-135m-interventions")
+    whole = run.tables["effect"].query("layer == -1 and metric == 'sink_rate'")
+    assert whole["position"].nunique() > 1
+    found = values_of(run).query("metric == 'sink_rate'").set_index("setting")["value"]
+    means = whole[whole["position"] == 0].groupby(["name", "arm"])["value"].mean()
+    settings = {"after": "{}", "control": "{}, random controls"}
+    expected = {settings[arm].format(name): mean for (name, arm), mean in means.items() if arm != "before"}
+    assert found.drop("").to_dict() == pytest.approx(expected)
+    assert found[""] == pytest.approx(means.xs("before", level="arm").mean())
+
+
 def test_an_atlas_of_two_models(
     hub: Hub, tiny: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

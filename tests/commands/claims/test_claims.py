@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -14,9 +15,9 @@ from tiny import VOCAB, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import sinkscope
-from sinkscope.commands.claims.claim import Judgment, judge
-from sinkscope.commands.claims.evidence import Null
-from sinkscope.commands.claims.figures import OUTCOME_LOOKS
+from sinkscope.commands.claims.claim import Judgment, Part, judge
+from sinkscope.commands.claims.evidence import MAIN, Evidence, Null
+from sinkscope.commands.claims.figures import OUTCOME_LOOKS, _distance
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.scorecard import Scorecard, headline, once, scorecard_markdown, unusual, value_text
 from sinkscope.commands.claims.table import evidence_of, judged
@@ -25,8 +26,11 @@ from sinkscope.measuring.observables.query_bias import NO_QUERY_BIAS
 from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
 from sinkscope.output.run import Run
 from sinkscope.results.findings import Outcome
+from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
+from sinkscope.results.judgment import Test as Threshold
 from sinkscope.results.run import RunData
-from sinkscope.results.sequences import Sequences
+from sinkscope.results.sequences import Lacks, Sequences
+from sinkscope.results.statistics import Estimate, exact
 
 
 def as_draw(run: RunData, draw: int | None) -> RunData:
@@ -54,6 +58,43 @@ def test_a_claim_distinguishes_a_model_from_random_weights_if_none_of_them_passe
     assert found.estimates[0].null_low < found.estimates[0].null < found.estimates[0].null_high < 3
     assert (sink(0.0, 0.4).null_passes, sink(0.0, 0.4).tells) == (0.5, "no")
     assert sink().tells == ""
+
+
+def test_the_table_has_the_numbers_of_the_judgment() -> None:
+    runs = [of_text(0.5), *(of_text(rate, draw) for draw, rate in enumerate((0.0, 0.01, 0.02)))]
+    (row,) = card_of(*runs, claims=["W-1"]).table.to_dict("records")
+    (estimate,) = judge(CLAIMS["W-1"], evidence_of(runs, "made")).estimates
+    assert row["low"] < row["value"] < row["high"]
+    assert row["null_low"] < row["null"] < row["null_high"]
+    for name in ("value", "low", "high", "null", "null_low", "null_high"):
+        assert row[name] == getattr(estimate, name)
+
+
+def test_a_draw_of_random_weights_is_judged_against_the_others() -> None:
+    runs = [of_text(0.5), *(of_text(0.0, draw) for draw in range(3))]
+    found = [
+        (draw.run(MAIN).manifest["draw"], [other.run(MAIN).manifest["draw"] for other in draw.nulls])
+        for draw in evidence_of(runs, "made").nulls
+    ]
+    assert found == [(0, [1, 2]), (1, [0, 2]), (2, [0, 1])]
+
+
+def absent_from_draws(error: type[Exception]) -> Part:
+    def measure(evidence: Evidence) -> Estimate:
+        if "draw" in evidence.run(MAIN).manifest:
+            raise error("random weights lack it")
+        return exact(1.0)
+
+    return Part("a number", measure, above(0.0))
+
+
+@pytest.mark.parametrize(
+    ("errors", "tells"), [((Lacks,), ""), ((NotDefined,), "undefined"), ((Lacks, NotDefined), "undefined")]
+)
+def test_a_null_without_one_of_the_numbers_is_undefined_whatever_else_was_not_measured(errors, tells: str) -> None:
+    claim = replace(CLAIMS["W-1"], parts=tuple(map(absent_from_draws, errors)))
+    found = judge(claim, evidence_of([of_text(0.5), of_text(0.0, 0)], "made"))
+    assert (found.outcome, found.tells) == (HOLDS, tells)
 
 
 def of_massive(entry: float, draw: int | None = None, coordinates: int = 1) -> RunData:
@@ -135,6 +176,18 @@ def test_the_first_line_counts_the_claims_that_hold_and_whose_null_is_defined_an
     assert "– (not defined)" in scorecard_markdown(card)
 
 
+def test_several_models_have_numbers_of_the_claims_that_one_of_them_decides() -> None:
+    one, massive = of_text(0.5), of_massive(5000.0)
+    other = RunData(massive.manifest, {**of_text(0.4).tables, **massive.tables})
+    table = pd.concat([
+        card_of(run, claims=("W-1", "S-9")).table.assign(model=name) for name, run in (("one", one), ("other", other))
+    ])  # fmt: skip
+    card = Scorecard({}, {"claim": table, "route": pd.DataFrame({"effect": [], "model": []})})
+    outcomes, heading, numbers = scorecard_markdown(card).partition("### other")
+    assert ("| W-1 |" in outcomes, "| S-9 |" in outcomes, heading) == (True, True, "### other")
+    assert ("| W-1 |" in numbers, "| S-9 |" in numbers) == (False, True)
+
+
 def test_claims_on_one_number_are_counted_once() -> None:
     runs = [of_text(0.5), of_text(0.0, 0)]
     for run in runs:
@@ -161,6 +214,27 @@ def test_claims_on_one_number_are_counted_once() -> None:
 )
 def test_an_interval_without_ends_is_said_not_to_be_known(ends: tuple[float, float], words: str) -> None:
     assert value_text("W-13", 0, 1.2, *ends) == words
+
+
+@pytest.mark.parametrize(
+    ("test", "low", "value", "high", "distance"),
+    [
+        (at_least(0.5), 0.9, 1.0, 1.1, 1.0),  # twice the threshold
+        (at_most(0.5), 0.9, 1.0, 1.1, -1.0),
+        (between(1.0, 4.0), 2.9, 3.0, 3.1, np.log2(4 / 3)),  # the nearer of two thresholds
+        (between(1.0, 4.0), 7.0, 8.0, 9.0, -1.0),
+        (between(1.0, 4.0), 0.4, 0.5, 0.6, -1.0),
+        (at_least(0.5), -0.1, 0.75, 1.6, 1.0),  # the interval is not positive: in quarters
+        (above(10.0), -5.0, 15.0, 30.0, 2.0),
+        (below(0.0), -0.6, -0.5, -0.4, 2.0),
+        (at_least(0.5), 99.0, 100.0, 101.0, 4.0),  # the end of the axis
+    ],
+)
+def test_a_value_is_drawn_at_its_distance_from_the_nearer_threshold(
+    test: Threshold, low: float, value: float, high: float, distance: float
+) -> None:
+    row = SimpleNamespace(least=test.least, most=test.most, low=low, value=value, high=high)
+    assert _distance(value, row) == pytest.approx(distance)
 
 
 def test_a_scorecard_begins_with_what_is_unusual() -> None:

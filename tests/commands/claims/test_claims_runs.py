@@ -144,13 +144,13 @@ def of_both(kind: str = "rotary", **rates: tuple[float, float]) -> list[RunData]
     ]
 
 
-def by_length(*shares: tuple[float, float, float]) -> list[RunData]:
+def by_length(*shares: tuple[float, float, float], windows: Sequence[int] = (16, 32, 64, 128)) -> list[RunData]:
     """Make a hundred heads of one layer: shares of them with a window mass above 0.2, 0.3 and 0.4 at each length."""
     runs = []
-    for length, own in zip((16, 32, 64, 128), shares, strict=True):
+    for length, window, own in zip((16, 32, 64, 128), windows, shares, strict=True):
         heads = np.array([0.1 + 0.1 * sum(place < 100 * share for share in own) + 0.01 for place in range(100)])
         table = by_sequence({"window_mass": heads[None]}, 1, 1e-3, head=range(100))
-        config = {"epsilon": 0.3, "seq_len": length, "window": length}
+        config = {"epsilon": 0.3, "seq_len": length, "window": window}
         tables = {"attention_heads_by_sequence": table} | ({"attention": table} if length == 64 else {})
         runs.append(RunData(manifest() | {"config": config}, tables))
     return runs
@@ -226,6 +226,39 @@ def of_domains(natural: float, other: float) -> list[RunData]:
     ]
 
 
+def attracting() -> RunData:
+    """Return three layers of two heads, in which 3 of 4 heads that read a massive state have a sink there.
+
+    Elsewhere there is one sink with enough queries, which 49 of 64 positions have.
+    """
+    of_massive = [(0, 0), (1, 0), (2, 0), (0, 60)]
+    of_sinks = [(0, 0, 0), (1, 0, 0), (2, 0, 0), (2, 1, 0), (1, 1, 20), (1, 0, 60)]
+    massive, sinks = (
+        pd.DataFrame(rows, columns=columns).merge(pd.DataFrame({"sequence": range(SEQUENCES)}), how="cross")
+        for rows, columns in ((of_massive, ["layer", "position"]), (of_sinks, ["layer", "head", "position"]))
+    )
+    heads = pd.MultiIndex.from_product([range(3), range(2)], names=["layer", "head"]).to_frame(index=False)
+    tables = {
+        "massive": massive.assign(is_massive=True),
+        "sink_positions": sinks.assign(queries=64 - sinks["position"]),
+        "attention_heads": heads,
+    }
+    return analysis(tables, input={**NO_BOS, "longest": 64})
+
+
+def taking(*later: float) -> RunData:
+    """Return heads of which the first alone has a strong sink, with these value gradients later ÷ at position 0."""
+    heads = range(len(later))
+    attention = pd.DataFrame({"layer": 0, "head": heads, "kv_head": heads, "position": 0})
+    attention["window_mass"] = np.where(attention["head"] == 0, 0.95, 0.3)
+    rows = [(0, "value", head, at, 1.0 if at == 0 else later[head]) for head in heads for at in range(16)]
+    gradient = pd.DataFrame(rows, columns=["layer", "pathway", "head", "position", "grad_norm"])
+    noise = [(group, 1 + 1e-3 * (group - 2) * (gradient["position"] > 0)) for group in range(5)]
+    parts = [gradient.assign(group=group, grad_norm=gradient["grad_norm"] * factor) for group, factor in noise]
+    by_group = pd.concat(parts, ignore_index=True)
+    return analysis({"attention": attention, "gradient": gradient, "gradient_by_group": by_group})
+
+
 USUAL = {None: 10.0, 0: 90.0, 1: 13.0, 2: 12.0, 4: 10.1}  # first tokens kept (None: dense) → perplexity
 
 
@@ -269,6 +302,8 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     ("N-4", [natural(gamma=gamma({}))], NOT_APPLIES, None, "EPE_0 has no massive coordinate"),
     ("N-5", [natural(gamma=gamma({138: 0.5, 247: -0.4}))], (FAILS,), None, ""),
     ("N-11", [natural(logit_terms_by_sequence=terms([0.0, 3.0, 1.0, 0.0], 0.0))], (FAILS,), 0.25, ""),
+    ("N-11", [natural(logit_terms_by_sequence=terms([[0] * 4, [0, 1, 1, 0], [0, 0, 3, 0], [0, 2, 8, 0]], 0.0))], HOLDS,
+        12 / 15, "by layer, without the first"),  # layers count by their gaps
     ("N-11", [natural(logit_terms_by_sequence=terms(0.0, 1.0))], (INCONCLUSIVE,), None, ""),  # there is no gap
     ("N-14", [natural(epe_rest_by_sequence=rests(0.6))], (FAILS, HOLDS), 0.6, ""),
     ("N-14", [natural(query_bias=alignment(0.1, 0.0))], (HOLDS, FAILS), 0.05, ""),  # neither the rest nor EPE
@@ -352,6 +387,7 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     ("W-20", by_length((0.9, 0.5, 0.12), (0.8, 0.3, 0.05), (0.7, 0.1, 0.0), (0.6, 0.0, 0.0)), NOT_APPLIES, None,
         "which is a floor"),
     ("W-20", by_length(*[(0.05, 0.0, 0.0)] * 4), NOT_APPLIES, None, "at no length is a sink rate above"),
+    ("W-20", by_length(*[(0.9, 0.8, 0.5)] * 4, windows=(8, 32, 64, 128)), UNMEASURED, None, "--seq-len 16 --window 16"),
     # outlier features are looked for in every sequence: the first does not represent the others
     ("S-15", [outliers(*[0.01] * 10)], HOLDS, None, ""),
     ("S-15", [outliers(0.01, *[0.9] * 9)], FAILS, 0.811, ""),
@@ -372,6 +408,9 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     ("GS-17", [reshaping([9, 1, 1, 1])], FAILS, None, ""),
     # the mean of one state is the state
     *((claim, [analysis({}, input=BOS)], NOT_APPLIES, None, "the BOS before all") for claim in ("S-9", "S-12")),
+    ("S-13", [attracting()], HOLDS, (3 / 4) / (4 / (4 * 49)), "75% against 2.0%"),
+    ("V-3", [taking(0.05, 0.9, 0.9)], HOLDS, 0.05, "1 key/value head"),
+    ("V-3", [taking(0.9, 0.05, 0.05)], FAILS, 0.9, ""),
     # a model without massive activations has none that appear or end
     *((claim, [peaks([1, 1, 5000, 5000, 20], least)], outcome, None, "") for claim in ("S-7", "S-8")
         for least, outcome in ((1000, HOLDS), (9000, FAILS))),

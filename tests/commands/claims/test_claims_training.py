@@ -1,6 +1,8 @@
 """Claims on trainings with a known truth: their arms, settings and steps, and related models."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,14 +11,17 @@ import pytest
 from scipy import stats
 from support.hand_made_runs import FAILS, FEW_SEEDS, HOLDS, INCONCLUSIVE, NOT_APPLIES, UNMEASURED, manifest
 from support.hand_made_trainings import SHAPE, Numbers, Tables, gradients, judged, norms, rates, steps, training
+from support.made_up_runs import made_up, save
 
 from sinkscope.commands.claims.claim import Judgment, judge
-from sinkscope.commands.claims.collection import Collection
+from sinkscope.commands.claims.collection import Collection, judged_folders
 from sinkscope.commands.claims.over_seeds import mean_over_seeds, range_of_rates
 from sinkscope.commands.claims.papers.wse import _best_decay
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.studies import Training
+from sinkscope.errors import InputError
 from sinkscope.results.findings import Outcome
+from sinkscope.results.manifest import make_manifest, write_manifest
 from sinkscope.results.run import RunData
 
 LOW, HIGH, WIDE = (1.0, 1.1, 0.9), (5.0, 5.2, 4.8), (0.1, 9.0, 1.0)
@@ -100,6 +105,8 @@ def test_seeds_and_arms_are_pooled_over_folders_that_differ_in_nothing_else() ->
     assert judged("V-14", training(plain), training(own, steps=7)).outcome == UNMEASURED
     other = training({"vga": {"perplexity": WIDE}})
     assert judged("V-14", other, training({**plain, **own})).estimates == together.estimates  # both in one folder
+    again = training({"none": {"perplexity": WIDE}})
+    assert judged("V-14", training(plain), again, training(own)).estimates == together.estimates  # the first plain arm
 
 
 def costing(seconds: float | None, share: float) -> Training:
@@ -348,6 +355,10 @@ def test_arms_are_compared_at_the_loss_that_both_reach() -> None:
             f"operation:kind=sigmoid 50.0, none 50.0 % at {names[0]} 3.000; 2000 steps, 5 seeds"
         )
     assert "no sink rates by step" in judged("W-54", slow("held_out_loss", "sink_rate")).reason
+    probed, logged = slow("held_out_loss", "sink_rate_by_weight"), slow("loss", "sink_rate").tables["training"]
+    both = pd.concat([logged.assign(value=logged["value"] / 2), probed.tables["training"]], ignore_index=True)
+    read = judged("W-54", replace(probed, tables={**probed.tables, "training": both})).estimates[-1]
+    assert "% at held_out_loss 3.000" in read.note  # the probe's, where there is one
 
 
 SIZES = "with runs of 4 or more sizes of its family"
@@ -369,6 +380,22 @@ def test_the_command_that_would_decide_is_named(claim: str, command: str) -> Non
     run = training({"none": {"loss": LOW}}, model="org/model").runs["none-seed0"]
     found = judge(CLAIMS[claim], Collection(runs=[run]).evidence({})["org/model"])
     assert (found.outcome, found.reason) == (UNMEASURED, command)
+
+
+def test_of_a_sweep_the_cells_are_judged_that_are_finished_and_that_its_comparison_has(tmp_path: Path) -> None:
+    names = ("one", "begun", "other")
+    for name in names:
+        save(made_up(tables=[] if name == "begun" else ["summary"]), tmp_path / "cells" / name)
+    write_manifest(tmp_path, make_manifest("sweep", {}, 0.0, cells=[*names, "waiting"]))
+    cells = {name: tmp_path / "cells" / name for name in names}
+    assert judged_folders([tmp_path]) == [cells["one"], cells["other"]]
+    assert judged_folders([cells["one"], tmp_path]) == [cells["one"], cells["other"]]
+    (tmp_path / "comparison").mkdir()
+    write_manifest(tmp_path / "comparison", make_manifest("sweep", {}, 0.0, cells=["begun", "other"]))
+    assert judged_folders([tmp_path]) == [cells["other"]]
+    write_manifest(tmp_path / "comparison", make_manifest("sweep", {}, 0.0, cells=["begun"]))
+    with pytest.raises(InputError, match="no cell that claims can judge is done"):
+        judged_folders([tmp_path])
 
 
 # --- trainings that differ in one setting, steps, and related models
@@ -571,3 +598,11 @@ def test_a_chat_model_is_compared_with_its_base() -> None:
         assert (found(0.5 + rate.value / 100).outcome == FAILS) == (rate.name == "Mistral-7B")
     alone = Collection([model("org/lm-1b-instruct", 0.5)]).evidence({})["org/lm-1b-instruct"]
     assert judge(CLAIMS["W-12"], alone).reason == "sinkscope analyze org/lm-1b"
+
+
+@pytest.mark.parametrize("option", ["seq_len", "window", "epsilon"])
+def test_related_models_are_compared_only_if_they_were_measured_alike(option: str) -> None:
+    config = manifest()["config"]
+    other = model("org/lm-1b", 0.5, config=config | {option: config[option] / 2})
+    evidence = Collection([other, model("org/lm-1b-instruct", 0.5)]).evidence({})
+    assert judge(CLAIMS["W-12"], evidence["org/lm-1b-instruct"]).outcome == UNMEASURED

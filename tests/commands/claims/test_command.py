@@ -2,18 +2,24 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from rich.console import Console
 from support.figures import skip_figures
 from support.printed_numbers import all_numbers, numbers_of, stands_in
 from tiny import VOCAB, ragged_tokens, tiny_model, written
 
 import sinkscope
 from sinkscope import Run, Scorecard
+from sinkscope.commands.claims.command import ClaimBench
+from sinkscope.commands.claims.evidence import Need
+from sinkscope.commands.claims.options import ClaimsOptions
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.routes import routes_text
+from sinkscope.errors import InputError
 from sinkscope.results.findings import Outcome
 
 
@@ -38,6 +44,22 @@ def measured(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Scorecard:
     with pytest.MonkeyPatch.context() as patch:
         skip_figures(patch)  # drawn below for several models
         return sinkscope.claims(tiny_model("llama", spread=1.0), input=str(text), bos="never", draws=2, out=out)
+
+
+def test_an_arm_has_a_loss_or_controls_if_any_of_its_claims_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, set[str]] = {}
+
+    def experiment(*_: Any, without_loss: set[str], without_controls: set[str], **__: Any) -> None:
+        asked.update(without_loss=without_loss, without_controls=without_controls)
+        raise InputError("it is not measured")
+
+    monkeypatch.setattr("sinkscope.commands.claims.command.Experiment", experiment)
+    nothing: Any = None  # a subject that is not read
+    kinds = {"zero-massive": ("do", "loss-do"), "mask-sink": ("do",), "mean-massive": ("loss-do-alone",)}
+    roles = [Need(kind, name) for name, of in kinds.items() for kind in of]
+    with pytest.raises(InputError, match="not measured"):
+        ClaimBench(nothing, ClaimsOptions(model="made"), Console(quiet=True), ()).arms(roles)
+    assert asked == {"without_loss": {"mask-sink"}, "without_controls": {"mean-massive"}}
 
 
 def test_one_model_decides_all_but_what_training_decides(measured: Scorecard) -> None:

@@ -15,6 +15,7 @@ from support.retrofit_command import command_line
 
 import sinkscope
 from sinkscope import InputError, Run, compare
+from sinkscope.figures import KINDS
 from sinkscope.results.manifest import FORMAT, read_manifest
 
 
@@ -98,6 +99,19 @@ def test_refusals(tmp_path: Path) -> None:
     (folder / "tables" / "summary.parquet").unlink()
     with pytest.raises(InputError, match=r"incomplete: .*summary\.parquet is missing"):
         compare(run, folder)
+
+
+def test_the_curves_of_trainings_are_those_of_the_whole_model() -> None:
+    rows = [
+        ("made", name, layer, step, "sink_rate", (step + place) / 8 - layer)
+        for place, name in enumerate(("plain", "gated"))
+        for layer in (-1, 0, 1)
+        for step in (0, 2)
+    ]
+    table = pd.DataFrame(rows, columns=["model", "condition", "layer", "step", "metric", "value"])
+    (axes,) = KINDS["trainings of your own"]["training-curves"](table).axes
+    drawn = [line.get_xydata().tolist() for line in axes.lines]
+    assert drawn == [[[0, 1 + place / 8], [2, 1.25 + place / 8]] for place in range(2)]
 
 
 REPORTS = Path(__file__).parents[3] / "reports"

@@ -44,4 +44,13 @@ MUTATIONS = [
     ("published rates of another setting", "output", "_with_published", "if not same or", "if"),
     ("the first revision of claims is compared", "output", "one_cell_per_model",
      'transform("last")', 'transform("first")'),
+    ("another revision's sink rate", "figures", "_benchmarks_rows",
+     'first[["model", "revision", "input", "sink_rate"]], on=["model", "revision"]',
+     'first[["model", "input", "sink_rate"]], on=["model"]'),
+    ("a band ends at the mean", "figures", "lines_by_input", 'cells["sink_rate"].max()', 'cells["sink_rate"].mean()'),
+    ("a disk holds the smallest models", "command", "check_disk", "reverse=True", "reverse=False"),
+    ("cells that have ended are left", "command", "Progress.summary", "(self.total - ended)", "self.total"),
+    ("a rate that uniform attention has", "tables", "_by_epsilon", ".mask(lacks_rate(uniform, epsilon))", ""),
+    ("published rates are percentages among shares", "page", "SweepPage.data", "rate.value / 100", "rate.value"),
+    ("a permission makes another cell", "file", "_cell", ", exclude=set(PERMISSIONS)", ""),
 ]  # fmt: skip

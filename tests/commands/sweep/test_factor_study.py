@@ -130,5 +130,7 @@ def test_the_page_has_the_mean_and_spread_of_the_last_step_of_each_level() -> No
     assert rows["position_scheme=alibi", "sink_rate"] == pytest.approx([0.3, 0.02**0.5, 2])
     assert rows["position_scheme=none", "loss"] == pytest.approx([0.95, 0.005**0.5, 2])
     assert {level for *_, level, _, _ in data["levels"]} == {level for level, _ in rows}
+    published_shares = {level: rate for *_, level, rate, _ in data["levels"]}
+    assert published_shares == pytest.approx({"position_scheme=alibi": 0.2078, "position_scheme=none": 0.2035})
     empty = SweepPage().data(Contents({"command": "sweep"}, {}))
     assert (empty["levels"], empty["last_steps"]) == ([], [])

@@ -39,6 +39,9 @@ commands: {analyze: , intervene: {inputs: [random], settings: {}, options: {do: 
     expected = [f"{model} × {rest}" for model in ("b r", "b s", "d") for rest in [*grid, "random (intervene)"]]
     assert [cell.description for cell in cells] == expected
     assert len({cell.name for cell in cells}) == len(cells)
+    trusted = read_sweep(str(tmp_path / "sweep.yaml"), {"trust_remote_code": True, "allow_pickle": True}).cells
+    assert all(cell.options.trust_remote_code and cell.options.allow_pickle for cell in trusted)
+    assert [cell.name for cell in trusted] == [cell.name for cell in cells]  # a permission measures nothing again
     assert all(f"epsilon={cell.options.epsilon},seed={cell.options.seed}" in (cell.setting or "epsilon=0.3,seed=0")
         for cell in cells)  # fmt: skip
 

@@ -1,5 +1,7 @@
 """The comparison of a sweep: figures are drawn where there is something to compare, and show the table."""
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -7,7 +9,7 @@ import pandas as pd
 import pytest
 
 from sinkscope.commands.sweep.output import one_cell_per_model, summary_tables, words
-from sinkscope.commands.sweep.tables import EPSILON, SCORES, SWEEP, SweepTables
+from sinkscope.commands.sweep.tables import ALPHA, EPSILON, SCORES, SWEEP, SweepTables, _by_epsilon
 from sinkscope.figures import KINDS
 from sinkscope.results.papers import WSE_TABLE_1
 from sinkscope.results.run import policy_of
@@ -120,10 +122,27 @@ def test_claims_are_compared_in_the_last_revision_of_each_model() -> None:
     assert one_cell_per_model(claims)["cell"].tolist() == ["c1", "c3", "c3"]
 
 
+def test_a_threshold_that_uniform_attention_exceeds_has_no_rate(tmp_path: Path) -> None:
+    """Position 0 has 0.9 of the window in one head of each layer, and 0.1 in the other; uniform attention has 0.32."""
+    places = pd.MultiIndex.from_product([range(2), range(2), range(3)], names=["layer", "head", "sequence"])
+    table = pd.DataFrame(index=places).reset_index().assign(uniform_mass=0.32)
+    table["window_mass"] = np.where(table["head"] == 0, 0.9, 0.1)
+    (tmp_path / "tables").mkdir()
+    table.to_parquet(tmp_path / "tables" / f"{ALPHA}.parquet")
+    manifest = {"config": {"epsilon": 0.33}, "condition": "natural", "input": {"sequences": 3}}
+    found = _by_epsilon(SimpleNamespace(folder=tmp_path, manifest=manifest)).set_index("epsilon")
+    assert found.loc[:0.32, "sink_rate"].isna().all()
+    assert not np.isfinite(found.loc[:0.32, ["low", "high"]]).any(axis=None)
+    assert (found.loc[0.33:0.85, ["sink_rate", "low", "high"]] == 0.5).all(axis=None)
+    assert found.loc[0.95, "sink_rate"] == 0
+    assert 0.33 in found.index
+
+
 def test_scores_are_drawn_against_sink_rates() -> None:
     """Each task has a panel, with a family's models by size and other models by name, on the first input."""
     of_models: dict[str, dict[str, Any]] = {"a": {"family": "F", "parameters": 2 * 10**6}, "b": {"family": "F"}}
-    cells = [of_models["a"], RANDOM, {"model": "b", "family": "F", "value": 0.75}, {"model": "c", "value": 0.1}]
+    of_c = {"model": "c", "revision": "step0", "value": 0.9}, {"model": "c", "value": 0.1}  # the second has scores
+    cells = [of_models["a"], RANDOM, {"model": "b", "family": "F", "value": 0.75}, *of_c]
     plain = tables_of(*cells, {"model": "without"})
     scores = [
         CELL | of_models.get(model, {}) | {"model": model, "condition": task, "cell": f"{model}-scores", "input": ""}
@@ -148,6 +167,17 @@ def test_scores_are_drawn_against_sink_rates() -> None:
         "u (acc)": ["0.900", "–", "–", "–", "–"],
     }
     assert "| gone | – | – | – | 0.100 | – |" in words(tables, {"content": {"title": "Scores"}})
+
+
+def test_a_band_goes_from_the_lowest_to_the_highest_of_several_cells() -> None:
+    models = {"a": (10**6, 0.4), "b": (10**6, 0.5), "c": (10**6, 0.9), "d": (10**7, 0.75)}
+    cells = [{"model": name, "family": "F", "parameters": size, "value": rate} for name, (size, rate) in models.items()]
+    figure = KINDS["cells of a sweep"]["sweep-sizes"](tables_of(*cells))
+    assert lines(figure) == {"F": [(1e6, 60), (1e7, 75)]}
+    (band,) = figure.axes[0].collections
+    drawn = np.concatenate([path.vertices for path in band.get_paths()])
+    assert {*drawn[drawn[:, 0] == 10**6, 1].round(6)} == {40.0, 90.0}
+    assert "lowest to highest" in [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 @pytest.mark.parametrize("name", ["sweep-inputs", "sweep-epsilon"])

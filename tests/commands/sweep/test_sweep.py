@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from support.tables import assert_same_tables, tables_in
 
 import sinkscope
 from sinkscope.commands.sweep import worker
-from sinkscope.commands.sweep.command import SweepRun
+from sinkscope.commands.sweep.command import Progress, SweepRun
 from sinkscope.commands.sweep.tables import EPSILON, SWEEP, SWEEP_TABLES
 from sinkscope.commands.sweep.worker import Reads, State, Task
 from sinkscope.commands.train.options import RetrofitOptions
@@ -104,6 +105,21 @@ def test_the_tables_of_all_cells(whole: SweepRun, tmp_path: Path) -> None:
         printed = command_line("compare", whole.folder, "--format", format)
         assert printed.stdout.strip() == whole.formatted(format)
         assert "llama" in printed.stdout
+
+
+@pytest.mark.parametrize(
+    ("ended", "words"),
+    [
+        ({}, "0 of 40 done"),
+        ({State.DONE: 12, State.FAILED: 1}, "12 of 40 done, 1 failed · 3 cells a minute · 9 min left"),
+        ({State.DONE: 40}, "40 of 40 done · 9.23 cells a minute · 0 s left"),
+    ],
+)
+def test_the_time_left_is_that_of_the_cells_that_have_not_ended(
+    ended: dict[State, int], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sinkscope.commands.sweep.command.time.monotonic", lambda: 270.0)
+    assert Progress(40, ended=Counter(ended), start=10.0).summary == words
 
 
 def test_two_workers_and_shards_end_with_the_same_tables(models: Path, whole: SweepRun, tmp_path: Path) -> None:

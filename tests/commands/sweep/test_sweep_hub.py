@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -12,7 +13,8 @@ from huggingface_hub import constants
 from support.figures import quick_sweeps
 
 import sinkscope
-from sinkscope.commands.sweep.command import SweepRun
+from sinkscope.commands.sweep.cells import Size
+from sinkscope.commands.sweep.command import SweepRun, check_disk
 from sinkscope.commands.sweep.worker import State
 from sinkscope.errors import InputError
 from sinkscope.models import files
@@ -44,6 +46,25 @@ def swept(tmp_path: Path, content: str, **options: Any) -> SweepRun:
 
 def fetched(hub: Hub, name: str = WEIGHTS) -> int:
     return sum(request.startswith("GET ") and request.endswith(name) for request in hub.requests)
+
+
+@pytest.mark.parametrize(("at_once", "needed"), [(None, 6), (1, 3), (2, 5), (9, 6)])
+def test_a_disk_has_to_hold_the_largest_models_that_are_there_at_once(
+    at_once: int | None, needed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cells of one model read one download."""
+    downloads = [("org/one", 1), ("org/two", 3), ("org/two", 3), ("org/three", 2)]
+    todo: list[Any] = [
+        SimpleNamespace(cell=SimpleNamespace(source=(name, None)), size=Size(download=gigabytes * 10**9))
+        for name, gigabytes in downloads
+    ]
+    room = needed * 10**9 + files.SPARE
+    monkeypatch.setattr("sinkscope.commands.sweep.command.free_room", lambda: room)
+    check_disk(todo, at_once)
+    monkeypatch.setattr("sinkscope.commands.sweep.command.free_room", lambda: room - 1)
+    with pytest.raises(InputError, match="still on the hub") as caught:
+        check_disk(todo, at_once)
+    assert ("--evict removes" in str(caught.value)) == (at_once is None)
 
 
 def assert_right(done: SweepRun, tiny: Path) -> None:
