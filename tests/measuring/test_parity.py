@@ -20,7 +20,7 @@ from sinkscope.attention.weights import AttentionRead
 from sinkscope.commands.doctor.command import doctor
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring import subject
-from sinkscope.measuring.parity import attention_round_off, largest_difference
+from sinkscope.measuring.parity import AttentionComparison, RoundOff, attention_round_off, largest_difference
 from sinkscope.measuring.subject import inputs_for
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
@@ -212,3 +212,10 @@ def test_the_difference_is_the_largest_of_any_real_token() -> None:
     found[0, 1, 0] += 0.2
     found[0, 2] = 100.0
     assert largest_difference(found, expected, torch.tensor([[1, 1, 0]])) == pytest.approx(0.1)
+
+
+def test_one_layer_beyond_its_bound_is_named() -> None:
+    layers = (AttentionComparison(0, 0.3, 0.5), AttentionComparison(1, 0.2, 3.0), AttentionComparison(2, 0.1, 1.0))
+    with pytest.raises(SinkscopeError, match=r"layer 1 computes a different attention.* by 2\.0e-01 .* 3 times"):
+        RoundOff(1.0, layers).check_attention()
+    RoundOff(1.0, layers[::2]).check_attention()

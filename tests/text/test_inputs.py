@@ -26,7 +26,7 @@ from sinkscope.options.option import MAX_INT
 from sinkscope.text.batch import IGNORED
 from sinkscope.text.inputs import TokenInputs, build_inputs
 from sinkscope.text.sources import documents
-from sinkscope.text.tokens import special_token_ids
+from sinkscope.text.tokens import first_tokens, special_token_ids
 
 WORDS = ["<unk>", "<s>", "</s>", "<pad>", "x", *(f"w{at}" for at in range(35))]
 VOCAB = 48  # the model's: larger than the tokenizer's 40, because vocabularies may be padded
@@ -103,6 +103,13 @@ def test_texts_are_cut_into_windows(byte_level, tmp_path):
     path = write(tmp_path / "long.txt", " ".join("w1" if at % 2 else "y" * 100 for at in range(5000)))
     inputs = made(path, num_seqs=30, seq_len=10)
     assert np.concatenate(inputs.sequences).tolist() == [UNK, WORDS.index("w1")] * 150
+
+
+def test_a_word_that_is_cut_with_the_beginning_of_a_text_is_no_token() -> None:
+    """The tenth word would end after the first characters that are tokenized."""
+    tokenizer = tokenizer_of(["<unk>", "y" * 59], None, unk_token="<unk>")
+    for count in (10, 11):
+        assert first_tokens(tokenizer, " ".join(["y" * 59] * 40), count) == [1] * count
 
 
 def test_texts_that_cannot_be_used(dataset_folder, tmp_path):

@@ -21,8 +21,11 @@ RUNS = [  # setting, dtype, factor, cost, divergence
 ]
 
 
-def run_of(largest: float = 4e4) -> Run:
-    """Make a run whose residual stream has this largest entry, in layer 1; squares inside two norms overflow."""
+def run_of(largest: float = 4e4, broken: tuple[int, str] = (-1, "")) -> Run:
+    """Make a run whose residual stream has this largest entry, in layer 1; squares inside two norms overflow.
+
+    `broken` are layer and site of the first numbers that are not finite in float16, as is then layer 1's output.
+    """
     sites = [
         (0, "layer_in", 9.0, False), (0, "ln_1 (x − mean)²", 9e8, True), (0, "mlp_out", 50.0, False),
         (1, "ln_2 (x − mean)²", 1.6e9, True), (1, "layer_out", largest, False), (1, "mlp.act.output", 70.0, False),
@@ -34,6 +37,9 @@ def run_of(largest: float = 4e4) -> Run:
     table = table.assign(position=3, token="a", coordinate=7)
     runs = pd.DataFrame(RUNS, columns=["setting", "dtype", "factor", "cost", "divergence"])
     runs = runs.assign(loss=3.0, difference=0.01, layer=-1, site="")
+    if broken[1]:
+        runs.loc[0, ["layer", "site"]] = broken
+        table["is_finite"] = table["site"] != "layer_out"
     record = {"dtype": "float16", "limit": LIMIT, "refused": {}}
     return Run(run_manifest(command="doctor", overflow=record), {"overflow": table, "overflow_runs": runs})
 
@@ -50,6 +56,28 @@ def test_a_number_near_the_limit_is_a_weak_finding(largest: float, outcome: Outc
     assert (one.outcome, one.value) == (outcome, pytest.approx(LIMIT / largest))
     assert (one.numbers["largest"], one.numbers["layer"]) == (largest, 1)
     assert ("so that other text may overflow" in one.sentence) == (outcome == Outcome.WEAK)
+
+
+@pytest.mark.parametrize(
+    ("largest", "broken", "words"),
+    [
+        (1e5, (1, "layer_out"), "layer_out of layer 1 is the first that is not finite, as predicted"),
+        (1e5, (0, "mlp_out"), "mlp_out of layer 0 is the first that is not finite, unlike predicted"),
+        (3e4, (1, "layer_out"), "layer_out of layer 1 is the first that is not finite, unlike predicted"),
+        (1e5, (-1, ""), "every number is finite, unlike predicted, and it costs 0"),
+    ],
+)
+def test_a_run_in_the_dtype_is_compared_with_what_was_predicted(
+    largest: float, broken: tuple[int, str], words: str
+) -> None:
+    one = found("overflow", largest=largest, broken=broken)
+    assert one.outcome == Outcome.PRESENT
+    assert f"; run in it, {words}" in one.sentence
+    assert ("float16 overflows: 100,000 at layer_out of layer 1 (coordinate 7, position 3, token 'a') is the first" in
+            one.sentence) == (largest > LIMIT)  # fmt: skip
+    assert one.sentence.endswith("and neither is the residual stream of layer 1.") == bool(broken[1])
+    fits = found("overflow", largest=3e4)
+    assert "; run in it, every number is finite, and it costs 0" in fits.sentence
 
 
 def test_norms_have_their_largest_number_and_its_headroom() -> None:

@@ -220,6 +220,20 @@ def test_findings_have_the_numbers_of_their_plans(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
+    ("ratio", "kept", "outcome"),
+    [
+        (1.02, 0.9, Outcome.CONFIRMED), (1.021, 0.9, Outcome.PARTLY), (1.02, 0.899, Outcome.PARTLY),
+        (1.021, 0.899, Outcome.REFUTED),
+    ],
+)  # fmt: skip
+def test_a_plan_is_confirmed_if_it_keeps_perplexity_and_retrieval(
+    ratio: float, kept: float, outcome: Outcome, run: Run
+) -> None:
+    (one,) = (one for one in findings(changed(run, ratio=ratio, kept=kept)) if one.name == "plan")
+    assert (one.outcome, one.value, one.numbers["kept"]) == (outcome, ratio, kept)
+
+
+@pytest.mark.parametrize(
     ("ratios", "bits", "skips"),
     [([1.03] * 3, None, False), ([1.02, 1.03, 1.03], 8, False), ([1.01, 1.02, 1.03], 4, True), ([1.02] * 3, 4, False)],
 )
