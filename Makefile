@@ -5,7 +5,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 MGM := .models/mgm --allow-pickle --input sampled
 
-.PHONY: install models gpu-wheels demo test fast oldest oldest-short torture golden mutations check docs format report report-models report-claims report-sweep report-training \
+.PHONY: install models gpu-wheels demo test fast oldest oldest-short torture golden mutations check docs consumers format report report-models report-claims report-sweep report-training \
 	report-hybrids report-normalization report-from-scratch report-when-sinks-emerge \
 	report-types corpus clean
 
@@ -108,6 +108,15 @@ docs: install  ## the documentation site, build/docs/html: guides, reference, ga
 	OMP_NUM_THREADS=1 $(BIN)/python recipes/docs/make_site.py build/docs
 	@echo build/docs/html/index.html
 
+consumers: .venv/consumers/installed  ## the recipes of quantize, run by llm-compressor in an environment of its own
+	OMP_NUM_THREADS=2 $(BIN)/python tests/consumers.py build/consumers
+
+.venv/consumers/installed: | install
+	$(PYTHON) -m venv .venv/consumers
+	grep '^torch==' constraints.txt > .venv/consumers/versions.txt
+	.venv/consumers/bin/python -m pip install --quiet -c .venv/consumers/versions.txt torch llmcompressor
+	touch $@
+
 format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -140,7 +149,7 @@ report-models: install models  ## of pretrained models: 40 minutes on two cores
 	$(call report,gemma3-270m-interventions,run all-interventions --model .models/gemma3-270m.gguf)
 	$(call report,mgm-interventions,run all-interventions --model $(MGM))
 	$(call report,mgm-position-or-token,run not-universal-position-or-token --model $(MGM))
-	$(call report,smollm2-135m-w8a8,quantize)
+	$(call report,smollm2-135m-w8a8,quantize --scheme static)
 	$(call report,smollm2-135m-streaming,run streaming-perplexity)
 	$(call report,smollm2-135m-kv-plan,run kv-plan)
 	$(call report,smollm2-135m-float16,doctor --dtype float16)

@@ -61,6 +61,7 @@ def cases() -> dict[str, tuple[str, ...]]:
             f"analyze-{model}": ("analyze", model, *TEXT),
             f"intervene-{model}": ("intervene", model, "--do", "all", "--draws", "2", *TEXT),
             f"quantize-{model}": ("quantize", model, *TEXT),
+            f"quantize-static-{model}": ("quantize", model, "--scheme", "static", *TEXT),
             f"kv-plan-{model}": (
                 "kv-plan", model, "--input", "random", "--seq-len", "128", "--num-seqs", "4", "--calibration", "4",
             ),

@@ -209,7 +209,7 @@ def test_the_citation_names_the_version() -> None:
 
 def test_the_numbers_that_the_readme_quotes_are_those_of_the_reports() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
-    for command, report in (("analyze", "smollm2-135m"), ("quantize", "smollm2-135m-w8a8")):
+    for command, report in (("analyze", "smollm2-135m"), ("quantize --scheme static", "smollm2-135m-w8a8")):
         quoted = text.partition(f"`sinkscope {command}` ")[2].partition("\n\n")[2].partition("\n\n")[0]
         verdict = (ROOT / "reports" / report / "verdict.md").read_text("utf-8")
         numbers = re.findall(r"\d[\d,]*\.?\d+%?", quoted.replace("2024", ""))

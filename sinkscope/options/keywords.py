@@ -78,7 +78,13 @@ class InterveneKeywords(ControlKeywords, RunConfigKeywords, total=False):
 
 
 class QuantizeKeywords(RunConfigKeywords, total=False):
-    scheme: Literal["linear", "full"]
+    scheme: (
+        str
+        | Sequence[
+            Literal["W8A8", "FP8", "FP8_DYNAMIC", "W4A16", "MXFP4", "MXFP4A16", "NVFP4", "NVFP4A16"]
+            | Literal["static", "full"]
+        ]
+    )
     bits_weights: int
     bits_activations: int
     bits_kv_cache: int

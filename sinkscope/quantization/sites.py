@@ -1,6 +1,6 @@
-"""The sites at which a model is quantized, by scheme.
+"""The sites at which a model is quantized in the papers' schemes, by scheme.
 
-linear   input, weight and output of every linear layer except the LM head
+static   input, weight and output of every linear layer except the LM head
 full     also weights and outputs of the embeddings, their sum, every residual sum, the attention scores before the mask
          and the softmax's output (Bondarenko et al. 2023 quantize the gains of norms too, and for two fused layers only
          the output of the second)
@@ -21,8 +21,8 @@ from sinkscope.models.edits import check_own_map, check_parameters
 from sinkscope.models.family import NOT_RUN, Family, read_a_token
 from sinkscope.models.packed import check_not_packed
 from sinkscope.models.projections import NO_LAYER, layer_and_kind, linear_modules
+from sinkscope.quantization.formats import FULL_SCHEME, STATIC_SCHEME, STATIC_SCHEMES
 
-LINEAR_SCHEME, FULL_SCHEME = SCHEMES = ("linear", "full")
 INPUT, WEIGHT, OUTPUT = "input", "weight", "output"
 PARTS = (INPUT, WEIGHT, OUTPUT)
 SUM = "residual sum"
@@ -54,11 +54,11 @@ class Site:
 
 
 def sites_of(
-    model: PreTrainedModel, family: Family, scheme: str = LINEAR_SCHEME, has_cache: bool = False
+    model: PreTrainedModel, family: Family, scheme: str = STATIC_SCHEME, has_cache: bool = False
 ) -> list[Site]:
     """Return the sites of a model: linear layers, then the sites that only scheme `full` has, then keys and values."""
-    if scheme not in SCHEMES:
-        raise InputError(f"scheme {unknown(scheme, SCHEMES)}")
+    if scheme not in STATIC_SCHEMES:
+        raise InputError(f"scheme {unknown(scheme, STATIC_SCHEMES)}")
     check_not_packed(model, "simulated quantization")
     check_no_adapter(model, "simulated quantization")
     # modules that the text passes: the modules of running layers, and the modules outside layers that run
@@ -106,20 +106,19 @@ def _check_interface(family: Family, option: str, what: str) -> None:
         )
 
 
-def full_precision_modules(model: PreTrainedModel, sites: Iterable[Site]) -> list[str] | None:
-    """Return the nn.Linear modules that are not sites, such as the LM head; None if a site is not in an nn.Linear."""
-    quantized = {site.path for site in sites if site.part == INPUT}
+def linear_modules_without(model: PreTrainedModel, quantized: Collection[str]) -> list[str] | None:
+    """Return the nn.Linear modules that are not quantized, such as the LM head; None if a quantized one is another."""
     if not all(isinstance(model.get_submodule(path), nn.Linear) for path in quantized):
         return None
     return [path for path, module in model.named_modules() if isinstance(module, nn.Linear) and path not in quantized]
 
 
-def not_quantized(model: PreTrainedModel, family: Family) -> dict[str, float]:
-    """Map matrices outside linear layers to their share of the model's parameters.
+def not_quantized(model: PreTrainedModel, family: Family, quantized: Collection[str] | None = None) -> dict[str, float]:
+    """Map matrices in layers that are not quantized to their share of the model's parameters, such as routers.
 
-    These are for example routers and experts of mixtures, which transformers keeps as one tensor per layer.
+    `quantized` are the paths of those that are; None: the weights of all linear modules.
     """
-    covered = {f"{path}.weight" for path, _ in linear_modules(model)}
+    covered = {f"{path}.weight" for path, _ in linear_modules(model)} if quantized is None else quantized
     total = sum(parameter.numel() for parameter in model.parameters())
     shares: dict[str, float] = {}
     for path, parameter in model.named_parameters():

@@ -1,7 +1,7 @@
 """A batch of token sequences with the start and end of each, and padding on either side."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -128,6 +128,13 @@ class Batch:
         if labels is not None:
             labels = insert_before(labels, labels.new_full((registers,), IGNORED), self.start)
         return Batch(ids, mask, self.first, labels, texts=self.texts)
+
+    def repeated(self, times: int) -> "Batch":
+        """Return all sequences `times` times, one batch after the other."""
+
+        names = ("token_ids", "attention_mask", "labels")
+        tiled = {name: x.repeat(times, 1) for name in names if (x := getattr(self, name)) is not None}
+        return replace(self, **tiled, masked=self.masked and self.masked.repeated(times), texts=None)
 
     def columns(self, positions: int) -> int:
         """Return how many columns hold the first `positions` positions of every sequence."""

@@ -36,7 +36,9 @@ def intervene(model: PreTrainedModel, path: Path, **options: Any) -> Run:
 def quantize(model: PreTrainedModel, path: Path, **options: Any) -> Run:
     # with 8 bits an entry at the edge between two steps is rounded by the last bit of a sum
     bits = {"bits_weights": 16, "bits_activations": 16}
-    return sinkscope.quantize(model, calibration=2, input=path, num_seqs=6, seq_len=12, **bits, **options)
+    return sinkscope.quantize(
+        model, scheme="static", calibration=2, input=path, num_seqs=6, seq_len=12, **bits, **options
+    )
 
 
 COMMANDS: dict[str, Callable[..., Run]] = {"analyze": analyze, "intervene": intervene, "quantize": quantize}

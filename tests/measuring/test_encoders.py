@@ -190,7 +190,7 @@ def test_a_folder_gives_every_table(folder: Path) -> None:
 def test_quantizing_and_interventions_cost_masked_tokens_loss(folder: Path) -> None:
     options = {"input": str(folder / "text.txt"), "seq_len": 20, "num_seqs": 4}
     one_layer = encoder("bert", torch.float32, num_hidden_layers=1)
-    run = sinkscope.quantize(one_layer, tokenizer=word_tokenizer(), calibration=2, **options)
+    run = sinkscope.quantize(one_layer, scheme="static", tokenizer=word_tokenizer(), calibration=2, **options)
     table = run.tables["quantization"]
     assert np.isfinite(table["loss"]).all()
     assert table.loc[table["setting"] == "all", "quantized"].iloc[0] == 3 * (6 + 1)  # one is in the LM head

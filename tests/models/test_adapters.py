@@ -117,7 +117,10 @@ def test_runs_with_an_adapter(base: Path, saved: Path) -> None:
     assert repeated.folder() == Path("runs/base+lora-random")
     few = {name: value for name, value in SMALL.items() if name != "observables"} | {"adapter": str(saved)}
     sinkscope.intervene(str(base), "zero-key-columns:coordinates=3", draws=1, **few)  # weights can be edited
-    assert sinkscope.quantize(str(base), calibration=2, **few).manifest["quantization"]["linear_layers"] == 21
+    assert (
+        sinkscope.quantize(str(base), scheme="static", calibration=2, **few).manifest["quantization"]["linear_layers"]
+        == 21
+    )
 
 
 def test_the_base_of_an_adapter(hub: Hub, base: Path, adapter: Path) -> None:

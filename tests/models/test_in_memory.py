@@ -296,7 +296,9 @@ def test_the_fingerprint_depends_on_what_is_computed(tmp_path: Path) -> None:
 COMMANDS: dict[str, Callable[[PreTrainedModel], Any]] = {
     "analyze": lambda model: sinkscope.analyze(model, **SMALL),
     "intervene": lambda model: sinkscope.intervene(model, ["mask-sink", "scale-sink-value"], draws=1, **SMALL),
-    "quantize": lambda model: sinkscope.quantize(model, calibration=1, bits_weights=16, bits_activations=16, **SMALL),
+    "quantize": lambda model: sinkscope.quantize(
+        model, scheme="static", calibration=1, bits_weights=16, bits_activations=16, **SMALL
+    ),
     "doctor": doctor,
 }
 # ending → the error, and what the command raises, which names the module of an exception

@@ -72,7 +72,8 @@ def test_run_json_gives_the_options_back() -> None:
         ("analyze", {"seq_len": 20, "window": 5, "observables": "massive,outlier", "batch_size": 4, "revision": "r"}),
         ("intervene", {"do": ["mask-sink", "replace-epe:source=1"], "draws": 2}),
         ("intervene", {"arms": {"one": "mask-sink", "two": ["mask-sink", "zero-massive"]}}),
-        ("quantize", {"bits_weights": 4, "seq_len": 8}),
+        ("quantize", {"scheme": "static", "bits_weights": 4, "seq_len": 8}),
+        ("quantize", {"scheme": ["FP8", "W8A8"]}),
         ("retrofit", {"method": {"VGA": "vga:placement=output"}, "steps": 3}),
         ("train", {"method": "none,vscale", "seeds": 2, "learning_rate": 0.1}),
     )

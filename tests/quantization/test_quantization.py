@@ -55,7 +55,7 @@ def llama() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def coarse(llama: PreTrainedModel) -> Run:
-    return quantize(llama, bits_weights=4, bits_activations=4, **SMALL)
+    return quantize(llama, scheme="static", bits_weights=4, bits_activations=4, **SMALL)
 
 
 def ranges_of(model: PreTrainedModel, count: int = 3) -> dict[Site, Range]:
@@ -353,25 +353,25 @@ def folder(tmp_path: Path, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPat
 
 def test_the_command_writes_a_run_folder_and_repeats_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rough_figures(monkeypatch)
-    done = command_line("quantize", folder, *OPTIONS)
+    done = command_line("quantize", folder, "--scheme", "static", *OPTIONS)
     assert done.exit_code == 0, done.stderr
-    assert "| W8A3 |" in done.stdout
-    assert done.stderr.endswith("written to runs/llama-random-W8A3\n")
-    run = Run.open("runs/llama-random-W8A3")
+    assert "| static W8A3 |" in done.stdout
+    assert done.stderr.endswith("written to runs/llama-random-static-W8A3\n")
+    run = Run.open("runs/llama-random-static-W8A3")
     assert run.command == "quantize"
     assert done.stdout.strip() == run.verdict.strip()
-    figures = {path.stem for path in Path("runs/llama-random-W8A3/figures").glob("*.png")}
+    figures = {path.stem for path in Path("runs/llama-random-static-W8A3/figures").glob("*.png")}
     assert figures == {"quantization-cost", "quantization-ranges"}
     skip_figures(monkeypatch)
-    again = command_line("quantize", "--from", "runs/llama-random-W8A3")
+    again = command_line("quantize", "--from", "runs/llama-random-static-W8A3")
     assert again.exit_code == 0, again.stderr
-    assert_same_tables(Run.open("runs/llama-random-W8A3-repeated").tables, run.tables)
+    assert_same_tables(Run.open("runs/llama-random-static-W8A3-repeated").tables, run.tables)
     for arguments, message in (
         (("analyze", "--from", run.folder), "sinkscope quantize"),
         (("compare", run.folder, run.folder), "quantize"),
         (("quantize", "--from", run.folder, "--bits-weights", 4), "--bits-weights cannot be given with it"),
         (
-            ("quantize", folder, *OPTIONS[2:-2], "--input", "few.jsonl"),
+            ("quantize", folder, "--scheme", "static", *OPTIONS[2:-2], "--input", "few.jsonl"),
             "4 sequences, fewer than the 4 to evaluate and 2",
         ),
     ):
@@ -500,7 +500,7 @@ def test_a_llama_as_written_out(model: PreTrainedModel, name: str) -> None:
     with in_double(model), only_float64():
         hand = ByHand(model, texts, parts, bits, **per)
         expected = written_out(model, ids, hand.activation, hand.weight, hand.cached)
-        scheme = "full" if name == "full" else "linear"
+        scheme = "full" if name == "full" else "static"
         ranges = calibrate_ranges(model, list(texts), scheme, has_cache="kv_cache_per" in per)
         before = model(ids).logits
 
@@ -588,14 +588,16 @@ def test_what_cannot_be_reached_is_refused() -> None:
 
 
 def test_the_command_says_what_it_quantized_and_by_which_grids() -> None:
-    run = quantize(tiny_model("llama"), weights_per="channel", kv_cache_per="channel", bits_kv_cache=4, **ONE_TEXT)
-    assert "simulated W8A8KV4" in run.verdict
+    run = quantize(
+        tiny_model("llama"), scheme="static", weights_per="channel", kv_cache_per="channel", bits_kv_cache=4, **ONE_TEXT
+    )
+    assert "simulated static W8A8KV4" in run.verdict
     assert run.tables["quantization"].set_index("setting").loc["kv-cache", "quantized"] == 2 * 3
     assert set(CACHED) <= set(run.tables["quantization_sites"]["part"])
     full = quantize(tiny_model("llama"), scheme="full", bits_activations=4, **ONE_TEXT)
-    assert "simulated W8A4 (full)" in full.verdict
+    assert "simulated static W8A4 (full)" in full.verdict
     assert set(full.tables["quantization_sites"]["part"]) == {*SCHEMES["full"][0]}
     assert len(draw(full).axes) >= 2
-    plain = quantize(tiny_model("llama"), **ONE_TEXT)
+    plain = quantize(tiny_model("llama"), scheme="static", **ONE_TEXT)
     assert "kv-cache" not in set(plain.tables["quantization"]["setting"])
     assert full.manifest["quantization"]["linear_layers"] == plain.manifest["quantization"]["linear_layers"] == 21

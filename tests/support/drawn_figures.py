@@ -89,8 +89,12 @@ def _run() -> Run:
         plans = _values(plans, 0.9 * size, size, column).assign(**{f"{column}_low": 0.8, f"{column}_high": 1.2})
     overflow = grid(layer=range(3), site=["mid", "layer_out", "mlp.down_proj.input"]).assign(is_inside=False)
     overflow = _values(overflow, 1, 3e5, "largest")
-    given = {"scheme": "linear", "bits_weights": 8, "bits_activations": 8, "bits_kv_cache": 8, "kv_cache_per": None}
-    given |= {"calibration": 4, "prefix": [5]}
+    given = {"scheme": "static", "bits_weights": 8, "bits_activations": 8, "bits_kv_cache": 8, "kv_cache_per": None}
+    given |= {"activations_per": "tensor", "calibration": 4, "prefix": [5]}
+    formats = grid(scheme=["W8A8", "NVFP4"], part=["all", "weights", "inputs"])
+    for column in ("cost", "sink_share", "random_share"):
+        ends = {f"{column}{end}": 0.1 + step for end, step in (("", 0.0), ("_low", -0.05), ("_high", 0.05))}
+        formats = formats.assign(**ends)
     split = split_table({"tokens": 0.7, "coordinates": 0.1, "prefix": 0.6}, {"tokens": [0.0, 0.1], "prefix": [0.5]})
     heads = _values(grid(layer=range(3), head=range(4)).assign(kv_head=0), 0.0, 1.0, "first_mass")
     heads = _values(heads, 0.3, 1.5, "relative_norm").assign(output_norm=1.0)
@@ -104,6 +108,7 @@ def _run() -> Run:
         {
             **plain.tables,
             **picture_tables(),
+            "formats": formats,
             "quantization": quantization,
             "quantization_sites": sites,
             "streaming": streaming,

@@ -82,11 +82,14 @@ def _of_experiment(run: RunData) -> pd.DataFrame:
 
 
 def _of_quantization(run: RunData) -> pd.DataFrame:
-    """Return the settings that quantize the whole model, measured on all sequences; of several, the last."""
-    table = run.tables["quantization"]
-    table = table[(table["site"] == "") & (table["sequences"] == table["sequences"].max())]
-    table = table.drop_duplicates(SETTING.name, keep="last")
-    table = table.replace({SETTING.name: {FULL: UNCHANGED}})
+    """Return the schemes, or the settings of a static one, that quantize the whole model, on all sequences."""
+    if "formats" in run.tables:
+        table = run.tables["formats"].query("part == 'all'").rename(columns={"scheme": SETTING.name})
+    else:
+        table = run.tables["quantization"]
+        table = table[(table["site"] == "") & (table["sequences"] == table["sequences"].max())]
+        table = table.drop_duplicates(SETTING.name, keep="last")  # of the numbers of sites that were tried
+        table = table.replace({SETTING.name: {FULL: UNCHANGED}})
     return table.melt(SETTING.name, [name for name in METRICS if name in table], METRIC.name, VALUE.name)
 
 

@@ -20,7 +20,6 @@ from sinkscope.commands.kv_plan.plan import (
     COMBINED,
     DENSE,
     FIRST_AND_LAST,
-    FIRST_TOKENS,
     FULL_BITS,
     NO_SINKS,
     PREDICTED,
@@ -29,6 +28,7 @@ from sinkscope.commands.kv_plan.plan import (
     RANKINGS,
 )
 from sinkscope.errors import counted
+from sinkscope.measuring.sink_rule import FIRST_TOKENS
 from sinkscope.results.findings import KEPT_RETRIEVAL, SMALL_RATIO, Finding, Outcome
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData

@@ -36,6 +36,7 @@ from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.parity import Parity
 from sinkscope.measuring.processes import team
+from sinkscope.measuring.sink_rule import FIRST_TOKENS, SinkRule
 from sinkscope.measuring.streaming import token_losses
 from sinkscope.measuring.subject import Subject, position_limit
 from sinkscope.measuring.tracer import Tracer, open_tracer
@@ -54,7 +55,6 @@ WHOLE_SHARES = (0.0, 0.5, 0.9)  # shares of the kept tokens that belong to heads
 TEXTS_PER_COPY = 8  # the copy is an eighth of the text
 ALL_TOKENS = 2**31 - 1  # a window that holds all tokens
 UNKNOWN_COPIES = 8  # first tokens of the copy, from which the model cannot yet tell what is copied
-FIRST_TOKENS = 4  # sinks of StreamingLLM
 RANDOM_PLANS = 3  # random rankings
 SHORTEST_TEXT = 128  # tokens of a text
 PREDICTED, FIRST_FOUR, AS_MANY, NO_SINKS = "predicted sinks", "first 4", "as many first", "none"
@@ -130,34 +130,6 @@ class CopiedText:
         return slice(0, end), slice(end + UNKNOWN_COPIES, None), slice(UNKNOWN_COPIES, self.copied)
 
 
-class SinkRule(NamedTuple):
-    """The rule that predicts sinks: tokens with a large entry of the residual stream at one of these coordinates."""
-
-    layer: int  # whose output is read; -1 if no layer has massive activations, and the first tokens are taken
-    coordinates: tuple[int, ...] = ()
-    at_least: float = float("nan")  # magnitude: half of the smallest massive activation
-
-    @classmethod
-    def of(cls, massive: pd.DataFrame) -> Self:
-        """Return the rule for massive activations (Sun et al. 2024) of some texts.
-
-        Its layer is the first that has them in at least half as many texts as any other layer.
-        """
-        if massive.empty:
-            return cls(-1)
-        texts = massive.groupby("layer")["sequence"].nunique()
-        layer = int(texts.index[texts >= texts.max() / 2][0])
-        rows = massive[massive["layer"] == layer]
-        return cls(layer, tuple(sorted(map(int, rows["coordinate"].unique()))), float(rows["value"].abs().min()) / 2)
-
-    def sinks(self, entries: pd.DataFrame) -> tuple[int, ...]:
-        """Return the positions of the sinks among the largest entries of one text."""
-        if self.layer < 0:
-            return tuple(range(FIRST_TOKENS))
-        is_large = (entries["value"].abs() >= self.at_least) & entries["coordinate"].isin(self.coordinates)
-        return tuple(sorted(map(int, entries["position"][is_large & (entries["layer"] == self.layer)].unique())))
-
-
 def predicted_sinks(
     subject: Subject, texts: Sequence[CopiedText], calibration: int, parity: Parity | None = None
 ) -> tuple[SinkRule, list[CopiedText]]:
@@ -173,8 +145,8 @@ def predicted_sinks(
     (done,) = run_settings(replace(subject, inputs=inputs), [dense], batch_size=1)
     entries = done.observables[0].tables()["massive"]
     rule = SinkRule.of(entries[entries["is_massive"] & (entries["sequence"] >= len(texts) - calibration)])
-    by_text = dict(iter(entries.groupby("sequence")))
-    return rule, [replace(text, sinks=rule.sinks(by_text[sequence])) for sequence, text in enumerate(texts)]
+    sinks = rule.of_each(entries, range(len(texts)))
+    return rule, [replace(text, sinks=positions) for text, positions in zip(texts, sinks, strict=True)]
 
 
 # --- rankings

@@ -12,11 +12,13 @@ COMMANDS = (
         manifest=".manifest:QuantizeManifest",
         report=".findings:report",
         tables=(
+            ".served:FORMAT_TABLES",
             ".study:QUANTIZATION_TABLES",
             ".split:SPLIT_TABLES",
         ),
         figures={
             "one run": (
+                ("formats-cost", "perplexity with weights and inputs in the formats that are served", "formats"),
                 ("quantization-cost",
                     "perplexity with the model or single sites quantized", "quantization", "quantization_sites"),
                 ("quantization-ranges", "range and median of every linear layer by layer", "quantization_sites"),

@@ -14,9 +14,11 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from sinkscope.commands.quantize import served_findings
 from sinkscope.errors import counted
 from sinkscope.models.projections import NO_LAYER
 from sinkscope.quantization import settings as levels
+from sinkscope.quantization.formats import FULL_SCHEME
 from sinkscope.quantization.prefix_cache import CACHE, HOW
 from sinkscope.quantization.settings import (
     ALL,
@@ -34,7 +36,7 @@ from sinkscope.quantization.settings import (
     ROTATION,
     TOKENS,
 )
-from sinkscope.quantization.sites import CACHED, FULL_SCHEME, LINEAR_SCHEME, PARTS
+from sinkscope.quantization.sites import CACHED, PARTS
 from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
@@ -64,6 +66,8 @@ NATS, PERPLEXITY = METRICS["cost"].text, METRICS["perplexity"].text
 
 
 def report(run: RunData) -> Report:
+    if "served" in run.manifest:
+        return served_findings.report(run)
     entry = run.manifest["quantization"]
     further = FURTHER if entry["scheme"] == FULL_SCHEME else ""
     # all grids except a single static range for each tensor
@@ -83,9 +87,10 @@ def report(run: RunData) -> Report:
 
 def bits(run: RunData) -> str:
     entry = run.manifest["quantization"]
-    scheme = entry["scheme"]
     cache = f"KV{entry['bits_kv_cache']}" if entry["kv_cache_per"] else ""
-    return f"W{entry['bits_weights']}A{entry['bits_activations']}{cache}" + f" ({scheme})" * (scheme != LINEAR_SCHEME)
+    static = "static " if entry["activations_per"] == "tensor" else ""
+    full = " (full)" if entry["scheme"] == FULL_SCHEME else ""
+    return f"{static}W{entry['bits_weights']}A{entry['bits_activations']}{cache}{full}"
 
 
 def whole(run: RunData) -> pd.DataFrame:
@@ -146,8 +151,9 @@ def findings(run: RunData) -> list[Finding]:
     cost, perplexity = table["cost"], table["perplexity"]
     is_harmless = bool(cost[ALL] < COSTLY)
     factor = Estimate(*np.exp(table.loc[ALL, ["cost", "cost_low", "cost_high"]].astype(float)))
-    numbers: dict[str, Any] = {"scheme": bits(run), "before": perplexity[FULL], "after": perplexity[ALL]}
-    sentence = f"{bits(run)} {'is harmless: it ' * is_harmless}multiplies perplexity by "
+    scheme = bits(run)
+    numbers: dict[str, Any] = {"scheme": scheme, "before": perplexity[FULL], "after": perplexity[ALL]}
+    sentence = f"{scheme[0].upper()}{scheme[1:]} {'is harmless: it ' * is_harmless}multiplies perplexity by "
     sentence += f"{with_interval(factor, ',.4g')}."
     about: dict[str, Any] = {"threshold": COSTLY, "numbers": numbers, "is_headline": True, "sentence": sentence}
     outcome = Outcome.ABSENT if is_harmless else Outcome.PRESENT
@@ -333,6 +339,8 @@ JSON, RECIPE = "spared.json", "llm-compressor.yaml"
 
 def files(run: RunData) -> Mapping[str, Callable[[], str] | None]:
     """Map the files for other tools to functions that return their texts; None for those of the prefix's cache."""
+    if "served" in run.manifest:
+        return served_findings.files(run)
 
     def commented_recipe() -> str:
         lines = [f"{run.model}: the modules to keep in full precision are in `ignore`."]

@@ -1,33 +1,53 @@
 """The options of `quantize`."""
 
+from dataclasses import fields
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Self
+
+from pydantic import model_validator
 
 from sinkscope.options.measuring import ObservableOptions, RunConfig
-from sinkscope.options.option import option
-from sinkscope.quantization.formats import PerActivation, PerCache, PerWeight
+from sinkscope.options.option import distinct, flag, option, split_at_commas, text_as_tuple
+from sinkscope.quantization.formats import (
+    PRESETS,
+    STATIC_SCHEMES,
+    PerActivation,
+    PerCache,
+    PerWeight,
+    Precision,
+    SchemeName,
+)
 
 
 class QuantizeOptions(RunConfig):
-    """Simulate W8A8: its cost in perplexity, and the sites whose outliers cause it.
+    """Measure what number formats cost: INT8, FP8, INT4, MXFP4, NVFP4 as they are served; or the papers' static W8A8.
 
-    Quantizes input, weight and output of every linear layer except the LM head: weights symmetric, activations
-    asymmetric, by default with one static range per tensor. Also writes the modules to keep in full precision, as JSON
-    and as a recipe for llm-compressor. The model itself does not change."""
+    Simulates weights and inputs of every linear layer except the LM head in each format, separately and together, and
+    shows how much of the cost sink tokens have. Also writes a recipe for llm-compressor. The static schemes also look
+    for the sites whose outliers cost most. The model itself does not change."""
 
     panel: ClassVar = "Quantizing"
 
-    writes: ClassVar = "runs/MODEL-INPUT-W8A8"
+    writes: ClassVar = "runs/MODEL-INPUT-formats"
     repeatable: ClassVar = True
     in_memory: ClassVar = True
     forward_only: ClassVar = True
     refused: ClassVar = {"observables": "`quantize` always measures perplexity and outliers"}
     hidden: ClassVar = tuple(ObservableOptions.model_fields)
 
-    scheme: Literal["linear", "full"] = option(
-        "linear", "linear layers alone, or full: also embeddings, residual sums, attention scores and softmax outputs."
+    scheme: Annotated[
+        tuple[SchemeName, ...],
+        split_at_commas,
+        distinct("name a scheme, as FP8"),
+        text_as_tuple,
+    ] = option(
+        tuple(PRESETS),
+        "Presets of compressed-tensors; or static (every linear layer in the papers' W8A8), or full (also embeddings, "
+        "residual sums, attention scores and softmax outputs).",
+        metavar="A,B",
+        shown="all presets",
     )
-    bits_weights: int = option(8, "Bits of weights, symmetric.", metavar="B", ge=2, le=16)
+    bits_weights: int = option(8, "Of a static scheme: bits of weights, symmetric.", metavar="B", ge=2, le=16)
     bits_activations: int = option(8, "Bits of inputs and outputs, asymmetric.", metavar="B", ge=2, le=16)
     bits_kv_cache: int = option(8, "Bits of keys and values, asymmetric.", metavar="B", ge=2, le=16)
     weights_per: PerWeight = option("tensor", "One range per tensor, or per output channel.", metavar="WHAT")
@@ -49,11 +69,28 @@ class QuantizeOptions(RunConfig):
     )
     prefix_draws: int = option(20, "Random prefixes to compare with.", metavar="N", ge=1)
 
+    @property
+    def static_scheme(self) -> str | None:
+        """The papers' scheme that is measured; None for presets."""
+        return self.scheme[0] if self.scheme[0] in STATIC_SCHEMES else None
+
+    @model_validator(mode="after")
+    def _check_scheme(self) -> Self:
+        if len(self.scheme) > 1 and set(self.scheme) & set(STATIC_SCHEMES):
+            raise ValueError("--scheme: static and full are measured alone, in a run of their own")
+        if self.static_scheme is None:
+            for name in ("prefix", *(field.name for field in fields(Precision))):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"{flag(name)} is a setting of --scheme static or full")
+        return self
+
     def folder(self) -> Path:
+        if self.static_scheme is None:
+            every = self.scheme == type(self).model_fields["scheme"].default
+            return Path("runs", f"{self.run_name}-{'formats' if every else '-'.join(self.scheme)}")
         cache = "" if self.kv_cache_per is None else f"KV{self.bits_kv_cache}"
         per = {"weights": self.weights_per, "activations": self.activations_per, "cache": self.kv_cache_per}
         parts = [f"{what}-per-{grid}" for what, grid in per.items() if grid not in ("tensor", None)]
-        scheme = [] if self.scheme == "linear" else [self.scheme]
         parts += [] if self.prefix is None else ["prefix"]
-        name = f"{self.run_name}-W{self.bits_weights}A{self.bits_activations}{cache}"
-        return Path("runs", "-".join([name, *scheme, *parts]))
+        name = f"{self.run_name}-{self.static_scheme}-W{self.bits_weights}A{self.bits_activations}{cache}"
+        return Path("runs", "-".join([name, *parts]))

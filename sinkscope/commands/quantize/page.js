@@ -3,11 +3,34 @@
 
 S.quantization = () => {
   const settings = S.table("quantization"), sites = S.table("quantization_sites"), split = S.table("quantization_split");
-  const outlier = S.table("outlier");
+  const outlier = S.table("outlier"), formats = S.table("formats");
+  if (formats)
+    return S.section("quantization", "Number formats", "What the formats that are served cost, and how much of it sink tokens have.",
+      S.formatCosts(formats), S.sparedModules(S.table("formats_modules")) ?? "");
   if (!settings && !sites && !outlier) return null;
   return S.section("quantization", "Quantization", "Outliers make one range per tensor coarse: its cost, and the sites where it arises.",
     split ? S.costSplit(split) : "", S.toSpare(settings, sites) ?? "", sites ? S.siteRanges(sites) : "", outlier ? S.outliers(outlier) : "");
 };
+
+/** What each scheme costs, with everything in its formats, weights or inputs. */
+S.formatCosts = (table) => {
+  const cell = (name, row) => S.number(table.get(name)[row]);
+  const interval = (name, row) => Number.isFinite(table.get(name)[row])
+    ? `${cell(name, row)} (${cell(`${name}_low`, row)} to ${cell(`${name}_high`, row)})` : "–";
+  const columns = [{ label: "Scheme" }, { label: "Quantized" }, { label: "Perplexity ×", number: true },
+    { label: "Cost (95 % interval)", number: true }, { label: "Sinks' share (95 % interval)", number: true },
+    { label: "Random tokens' share (range)", number: true }];
+  return S.element("div", {}, S.plainTable(columns, table.all.map((row) =>
+    [S.visible(table.get("scheme")[row]), S.visible(table.get("part")[row]), cell("ratio", row), interval("cost", row),
+      interval("sink_share", row), interval("random_share", row)]), "Cost in nats per token"));
+};
+
+/** The modules that are spared under each scheme. */
+S.sparedModules = (table) => table && S.element("div", {}, S.element("h3", {}, "Modules in full precision"), S.plainTable(
+  [{ label: "Scheme" }, { label: "Module" }, { label: "Predicted rise of the loss (nats per token)", number: true }],
+  table.all.filter((row) => table.get("is_spared")[row]).map((row) =>
+    [S.visible(table.get("scheme")[row]), S.visible(table.get("module")[row]), S.number(table.get("predicted")[row])]),
+  "Modules that were measured in full precision"));
 
 /** What the cost becomes with some tokens, coordinates or a prefix in full precision; a row for each random control. */
 S.costSplit = (table) => {

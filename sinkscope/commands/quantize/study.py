@@ -36,14 +36,13 @@ from sinkscope.models.family import first_tensor
 from sinkscope.models.in_memory import undisturbed, unwrapped
 from sinkscope.models.projections import by_output
 from sinkscope.quantization import settings
-from sinkscope.quantization.formats import Precision
+from sinkscope.quantization.formats import STATIC_SCHEME, Precision
 from sinkscope.quantization.grids import Range, Rounding, site_grid
 from sinkscope.quantization.simulation import attending_with, quantized_attention, quantized_sites
 from sinkscope.quantization.sites import (
     CACHED,
     IN_ATTENTION,
     INPUT,
-    LINEAR_SCHEME,
     OUTPUT,
     SUM,
     WEIGHT,
@@ -60,7 +59,7 @@ SeeSite = Callable[[Site, torch.Tensor], None]
 
 
 def calibrate_ranges(
-    model: PreTrainedModel, sequences: Iterable[Any], scheme: str = LINEAR_SCHEME, has_cache: bool = False
+    model: PreTrainedModel, sequences: Iterable[Any], scheme: str = STATIC_SCHEME, has_cache: bool = False
 ) -> dict[Site, Range]:
     """Measure the static ranges of a loaded model, for `quantized`.
 
@@ -199,7 +198,7 @@ class Simulation:
     kernel: str = "sdpa"
     batch_size: int | Literal["auto"] = "auto"
     console: Console | None = None
-    scheme: str = LINEAR_SCHEME
+    scheme: str = STATIC_SCHEME
     used_batch_size: int = field(default=0, init=False)  # the first that fitted into memory, which is used again
 
     @cached_property

@@ -24,7 +24,7 @@ SWEEP, EPSILON, SCORES = "sweep", "sweep_epsilon", "sweep_benchmark"
 OF_COMMANDS = {
     "analyze": {"summary": SWEEP},
     "intervene": {"effect": "sweep_effect"},
-    "quantize": {"quantization": "sweep_quantization"},
+    "quantize": {"formats": "sweep_formats", "quantization": "sweep_quantization"},  # of presets, of static schemes
     "claims": {name: name for name in ("claim", "route")},
     "benchmark": {"benchmark": SCORES},
     "retrofit": {"retrofit": "sweep_retrofit"},
@@ -125,6 +125,8 @@ def sweep_tables(done: Sequence[Planned]) -> SweepTables:
     parts: dict[str, list[pd.DataFrame]] = defaultdict(list)
     for each in done:
         for name, common in OF_COMMANDS[each.cell.command].items():
+            if name not in each.manifest["tables"]:
+                continue
             table = read_table(each.folder / "tables" / f"{name}.parquet")
             if common == STUDY:  # adds the number of tokens read before each step
                 tokens = tokens_a_step(each.manifest["config"], each.manifest.get("processes", 1))

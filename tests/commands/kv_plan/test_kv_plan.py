@@ -29,12 +29,12 @@ from sinkscope.commands.kv_plan.plan import (
     Plan,
     PlanCost,
     PlanStudy,
-    SinkRule,
     Sizes,
     predicted_sinks,
     rounded_cache,
 )
 from sinkscope.errors import InputError
+from sinkscope.measuring.sink_rule import SinkRule
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tables import column_names
 from sinkscope.models.families import find_family

@@ -55,7 +55,8 @@ def run_of(costs: dict[str, float], costliest: float | None = None) -> Run:
     table = table.assign(loss=3.0 + table["cost"], perplexity=np.exp(3.0 + table["cost"]))
     sites = pd.DataFrame(SITES, columns=["layer", "site", "part", "is_massive", "max_abs"])
     sites = sites.assign(median_abs=0.5, zeroed=0.93)
-    given = {"scheme": "linear", "bits_weights": 8, "bits_activations": 8, "bits_kv_cache": 8, "kv_cache_per": None}
+    given = {"scheme": "static", "bits_weights": 8, "bits_activations": 8, "bits_kv_cache": 8, "kv_cache_per": None}
+    given |= {"activations_per": "tensor"}
     given |= {"calibration": 4, "linear_layers": 2, "not_quantized": {}}
     tables = {"quantization": table, "quantization_sites": sites}
     return Run(run_manifest(command="quantize", quantization=given), tables)
@@ -69,12 +70,12 @@ def test_a_cost_is_found_from_its_threshold_on() -> None:
     (cost,) = found(run_of(SETTINGS), "cost")
     assert (cost.outcome, cost.threshold) == (Outcome.PRESENT, COSTLY)
     assert cost.value == pytest.approx(np.exp(1.4))
-    assert cost.sentence == "W8A8 multiplies perplexity by 4.055."
+    assert cost.sentence == "Static W8A8 multiplies perplexity by 4.055."
     run = run_of(SETTINGS)
     table = run.tables["quantization"].assign(cost_low=np.log(4.0), cost_high=np.log(4.5))
     (cost,) = found(Run(run.manifest, {**run.tables, "quantization": table}), "cost")
     assert (cost.low, cost.high) == pytest.approx((4.0, 4.5))
-    assert cost.sentence == "W8A8 multiplies perplexity by 4.055 (95 % interval 4 to 4.5)."
+    assert cost.sentence == "Static W8A8 multiplies perplexity by 4.055 (95 % interval 4 to 4.5)."
     harmless = run_of(SETTINGS | {"all": 0.009})
     assert found(harmless, "cost")[0].outcome == Outcome.ABSENT
     assert {finding.name for finding in quantization.findings(harmless)} == {"cost", "massive-sites"}
@@ -175,7 +176,14 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return a run with three bits, which has some costly sites."""
     folder = tmp_path_factory.mktemp("spared") / "run"
     return quantize(
-        tiny_model("llama"), bits_weights=3, bits_activations=3, weights_per="channel", figures=(), out=folder, **SMALL
+        tiny_model("llama"),
+        scheme="static",
+        bits_weights=3,
+        bits_activations=3,
+        weights_per="channel",
+        figures=(),
+        out=folder,
+        **SMALL,
     )
 
 

@@ -79,7 +79,7 @@ def test_spared_entries_are_exact_and_in_no_range(name: str) -> None:
     assert (mine - model(ids).logits).abs().max() > 0.01 * mine.abs().max()
 
 
-def simulated(model: Any, scheme: str = "linear", cache: Any = None, **options: Any) -> tuple[Simulation, Any]:
+def simulated(model: Any, scheme: str = "static", cache: Any = None, **options: Any) -> tuple[Simulation, Any]:
     """Return a simulation on the first three of five sequences, and the other two."""
     config = make_config(**{"input": "random", "num_seqs": 5, "seq_len": 20, "bos": "never"} | options)
     with open_subject(model, None, config, Console(quiet=True)) as subject:
@@ -204,7 +204,9 @@ def test_the_command_saves_the_prefix(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(quantization_split, "RANDOM_DRAWS", 0)
     small = {"input": "random", "num_seqs": 2, "seq_len": 12, "calibration": 1, "prefix_draws": 1}
     small |= {"bits_weights": 16, "bits_activations": 16}
-    run = quantize(tiny_model("gemma3"), prefix="5,8", out=tmp_path / "run", figures=(), page=False, **small)
+    run = quantize(
+        tiny_model("gemma3"), scheme="static", prefix="5,8", out=tmp_path / "run", figures=(), page=False, **small
+    )
     assert {CACHE, HOW} <= set(json.loads((tmp_path / "run" / "run.json").read_text())["files"])
     assert run.manifest["quantization"]["prefix"] == load_file(tmp_path / "run" / CACHE)["token_ids"].tolist()
     assert "was not rotated: layer 0 adds the output of post_attention_layernorm" in run.verdict

@@ -102,7 +102,7 @@ def test_every_command_has_its_cells(done: SweepRun) -> None:
 
 def test_the_tables_of_all_commands_stand_together(done: SweepRun) -> None:
     tables = tables_in(done.folder / "comparison")
-    names = {"sweep", "sweep_epsilon", "sweep_effect", "sweep_quantization", "claim", "route"}
+    names = {"sweep", "sweep_epsilon", "sweep_effect", "sweep_formats", "claim", "route"}
     assert names | {"sweep_retrofit", "sweep_training"} == {Path(name).stem for name in tables}
     trained = tables["tables/sweep_retrofit.parquet"]
     assert set(trained["seed"]) == {0, 1}

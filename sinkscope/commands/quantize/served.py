@@ -1,0 +1,420 @@
+"""What the number formats that are served cost (the table `formats`): weights and inputs of every linear layer.
+
+Each setting stores weights, inputs or both in a format. The sink's share of the cost is what remains gone if the sink
+tokens' inputs stay in full precision and out of the calibration; random tokens, as many, are its control. Settings with
+the same weights are read in one forward pass, side by side in the batch, so that the weights are rounded once for them.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from rich.console import Console
+
+from sinkscope.attention.kernels import upcast
+from sinkscope.errors import InputError
+from sinkscope.measuring.engine import Setting, resampled_cost, run_settings
+from sinkscope.measuring.losses import perplexity
+from sinkscope.measuring.observables.massive import Massive
+from sinkscope.measuring.observables.observable import Observable, Settings
+from sinkscope.measuring.parity import Parity
+from sinkscope.measuring.passes import first_size
+from sinkscope.measuring.sink_rule import SinkRule
+from sinkscope.measuring.subject import Subject
+from sinkscope.measuring.tracer import Tracer, open_tracer
+from sinkscope.models.adapters import check_no_adapter
+from sinkscope.models.edits import Beginning
+from sinkscope.models.packed import check_not_packed
+from sinkscope.quantization import settings
+from sinkscope.quantization.formats import Encoding, Preset
+from sinkscope.quantization.products import Matrix, Product, ProductChange, changed_products, matrices_of
+from sinkscope.quantization.rounding import snap
+from sinkscope.results.statistics import Estimate, bootstrap
+from sinkscope.results.tables import WHOLE_MODEL, Column, Columns
+from sinkscope.retrofits.retrofit import registers_before
+from sinkscope.text.batch import Batch
+from sinkscope.text.inputs import TokenInputs
+
+RANDOM_DRAWS = 3  # draws of random tokens and of random modules, the controls
+MOST_SPARED = 4  # at most this part of the modules is spared: one quarter
+PARTS = ALL, WEIGHTS, INPUTS = "all", "weights", "inputs"
+
+FORMAT_TABLES: dict[str, Columns] = {
+    "formats": (
+        Column("scheme", "a preset of compressed-tensors", kind="text"),
+        Column("part", "what is stored in its formats: all, weights or inputs", kind="text"),
+        Column("loss", "mean cross-entropy", "nats per token"),
+        Column("perplexity", "exp(loss)"),
+        Column("cost", "loss minus the loss in full precision", "nats per token"),
+        Column("cost_low", "lower end of its 95 % interval over texts", "nats per token"),
+        Column("cost_high", "upper end", "nats per token"),
+        Column("ratio", "perplexity ÷ that in full precision"),
+        Column("sink_share", "cost minus the cost with sink tokens in full precision", "nats per token"),
+        Column("sink_share_low", "lower end of its 95 % interval over texts", "nats per token"),
+        Column("sink_share_high", "upper end", "nats per token"),
+        Column("random_share", "the same for as many random tokens, mean over draws", "nats per token"),
+        Column("random_share_low", "the smallest draw", "nats per token"),
+        Column("random_share_high", "the largest draw", "nats per token"),
+    ),
+    "formats_spared": (
+        Column("scheme", "as in formats", kind="text"),
+        Column("modules", "number of modules in full precision", kind="whole"),
+        Column("cost", "of the scheme in all modules, as in formats", "nats per token"),
+        Column("cost_low", "lower end of its 95 % interval over texts", "nats per token"),
+        Column("cost_high", "upper end", "nats per token"),
+        Column("recovered", "cost minus the cost with these modules in full precision", "nats per token"),
+        Column("recovered_low", "lower end of its 95 % interval over texts", "nats per token"),
+        Column("recovered_high", "upper end", "nats per token"),
+        Column("random_recovered", "the same for as many random modules, mean over draws", "nats per token"),
+        Column("random_recovered_low", "the smallest draw", "nats per token"),
+        Column("random_recovered_high", "the largest draw", "nats per token"),
+    ),
+    "formats_modules": (
+        Column("scheme", "as in formats", kind="text"),
+        Column("module", "path of the module in the model", kind="text"),
+        Column("predicted", "rise of the loss if it alone is quantized, by gradients", "nats per token"),
+        Column("is_spared", "whether it is among the modules of formats_spared", kind="truth"),
+    ),
+}
+
+Pair = tuple[Encoding | None, Encoding | None]  # of weights and of inputs
+Spared = Sequence[np.ndarray]  # by sequence: (T,) bool, the tokens whose inputs stay in full precision
+
+
+@dataclass(frozen=True)
+class StoredInputs:
+    """How a setting stores inputs."""
+
+    encoding: Encoding | None = None  # None: as they are
+    spared: Spared = ()
+    largest: Mapping[Matrix, float] = field(default_factory=dict)  # of static ranges
+
+
+class Factors:
+    """Rounds the factors of products for settings that are side by side in the batch, with the same weights."""
+
+    def __init__(
+        self,
+        weights: Encoding | None,
+        settings: Sequence[StoredInputs],
+        largest_weights: Mapping[Matrix, float],
+        registers: int,
+    ) -> None:
+        self.weights, self.settings, self.largest_weights = weights, settings, largest_weights
+        self.registers = registers  # tokens that the model puts before each sequence
+        self.spared = torch.zeros(0, dtype=torch.bool)  # (settings · B · T,), of the batch that is read
+
+    def begin(self, batch: Batch) -> None:
+        """Take the spared tokens of a batch, which the model reads once for each setting."""
+        size, columns = batch.token_ids.shape
+        spared = torch.zeros(len(self.settings), size, columns + self.registers, dtype=torch.bool)
+        for of_setting, setting in zip(spared, self.settings, strict=True):
+            for row, mask in zip(of_setting, setting.spared[batch.first : batch.first + size], strict=False):
+                row[self.registers : self.registers + len(mask)] = torch.from_numpy(mask)
+        self.spared = spared.flatten()
+
+    def read(self, tracer: Tracer, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
+        """Return the loss of each sequence under each setting, (B,settings)."""
+        self.begin(batch)
+        losses = tracer.forward_with_loss(batch.repeated(len(self.settings)), ())
+        return losses.view(len(self.settings), -1).T
+
+    def __call__(
+        self, matrix: Matrix, product: Product, x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor | None
+    ) -> torch.Tensor:
+        if self.weights is not None:
+            weight = snap(
+                self.weights, weight, self.largest_weights[matrix] if self.weights.strategy == "tensor_group" else None
+            )
+        rows = x.reshape(-1, x.shape[-1])
+        is_by_token = tokens is not None or len(rows) == len(self.spared)  # the text's tokens, not a picture's patches
+        count = len(self.spared if is_by_token else rows) // len(self.settings)  # rows of a setting
+        rounded = rows.clone()
+        for number, setting in enumerate(self.settings):
+            if setting.encoding is None:
+                continue
+            first, last = number * count, (number + 1) * count
+            own: Any = slice(first, last) if tokens is None else (tokens >= first) & (tokens < last)
+            if not (entries := rows[own]).numel():  # an expert may be given no token of this setting
+                continue
+            exact = self.spared[own if tokens is None else tokens[own].cpu()] if is_by_token else torch.tensor(False)
+            exact = exact.to(x.device).view(-1, 1)
+            snapped = snap(setting.encoding, entries.masked_fill(exact, 0.0), setting.largest.get(matrix))
+            rounded[own] = torch.where(exact, entries, snapped)
+        return product(rounded.view_as(x), weight)
+
+
+class OutputErrors:
+    """Predicts how much the loss rises if one matrix alone is quantized, from gradients and errors of its outputs.
+
+    An output y_t that is off by e_t raises the loss by about ½ (g_t · e_t)², where g_t is the gradient of the loss: the
+    second-order term with the empirical Fisher matrix of each token (Optimal Brain Surgeon; LeCun et al. 1990).
+    """
+
+    def __init__(self, factors: Factors) -> None:
+        """`factors` have one setting."""
+        self.factors = factors
+        self.rise: dict[Matrix, float] = defaultdict(float)  # in nats, summed over the text
+
+    def read(self, tracer: Tracer, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
+        self.factors.begin(batch)
+        return tracer.forward_backward(batch, observables)
+
+    def __call__(
+        self, matrix: Matrix, product: Product, x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor | None
+    ) -> torch.Tensor:
+        y = product(x, weight)
+        with torch.no_grad():
+            error = self.factors(matrix, product, x, weight, tokens) - y
+
+        def see(gradient: torch.Tensor) -> None:
+            self.rise[matrix] += float((upcast(gradient) * upcast(error)).sum(-1).square().sum()) / 2
+
+        if y.requires_grad:
+            y.register_hook(see)
+        return y
+
+
+class LargestFactors:
+    """Records the largest magnitudes of all weights, and of inputs token by token; sequences are read one by one."""
+
+    def __init__(self, registers: int) -> None:
+        self.registers = registers
+        self.of_weights: dict[Matrix, float] = {}
+        self.widths: dict[Matrix, int] = {}  # of inputs
+        # matrix → sequence, its tokens that the matrix reads (None: all), and the largest magnitude of each
+        self.of_inputs: dict[Matrix, list[tuple[int, np.ndarray | None, np.ndarray]]] = {}
+        self.sequence = 0
+
+    def read(self, tracer: Tracer, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
+        self.sequence = batch.first
+        return tracer.forward_with_loss(batch, observables)
+
+    def __call__(
+        self, matrix: Matrix, product: Product, x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor | None
+    ) -> torch.Tensor:
+        self.of_weights[matrix], self.widths[matrix] = float(weight.abs().max()), weight.shape[1]
+        largest = x.reshape(-1, x.shape[-1]).abs().amax(-1).float().cpu().numpy()
+        read = None if tokens is None else tokens.cpu().numpy()
+        self.of_inputs.setdefault(matrix, []).append((self.sequence, read, largest))
+        return product(x, weight)
+
+    def fused_weights(self) -> dict[Matrix, float]:
+        """Return the largest magnitude of each weight and of those next to it that read the same input.
+
+        Servers fuse them into one matrix (query, key and value; gate and up), and llm-compressor gives it one scale.
+        """
+        groups: dict[tuple, list[Matrix]] = {}
+        for matrix, reads in self.of_inputs.items():
+            same = matrix.path.rpartition(".")[0], *(largest.tobytes() for *_, largest in reads)
+            groups.setdefault(same if matrix.expert is None else (matrix,), []).append(matrix)
+        largest = (max(self.of_weights[matrix] for matrix in group) for group in groups.values())
+        return {matrix: most for group, most in zip(groups.values(), largest, strict=True) for matrix in group}
+
+    def inputs(self, spared: Spared = ()) -> dict[Matrix, float]:
+        """Return the largest magnitude of each matrix's inputs, without those of spared tokens."""
+        largest: dict[Matrix, float] = {}
+        before = np.zeros(self.registers, dtype=bool)
+        masks: Any = [np.concatenate([before, mask]) for mask in spared] or defaultdict(lambda: before[:0])
+        for matrix, reads in self.of_inputs.items():
+            kept = []
+            for sequence, tokens, magnitudes in reads:
+                mask = masks[sequence] if tokens is None or not spared else masks[sequence][tokens]
+                kept.append(magnitudes[~mask] if len(mask) == len(magnitudes) else magnitudes)
+            largest[matrix] = float(np.concatenate(kept).max(initial=0.0))
+        return largest
+
+
+class ServedStudy:
+    """Measures schemes on a subject's inputs; static ranges are those of other texts, `calibration`."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        calibration: TokenInputs,
+        parity: Parity,
+        kernel: str,
+        batch_size: int | Literal["auto"],
+        console: Console,
+    ) -> None:
+        self.subject, self.kernel, self.batch_size, self.console = subject, kernel, batch_size, console
+        model, family = subject.loaded.model, subject.family
+        check_not_packed(model, "simulated quantization")
+        check_no_adapter(model, "simulated quantization")
+        self.registers = registers_before(model)
+        every = matrices_of(model, family)
+        self.recorder = LargestFactors(self.registers)
+        calibrating = Setting(
+            partial(self._opened, every, self.recorder), self.recorder.read, observables=lambda: [Massive(Settings())]
+        )
+        dense = Setting(
+            partial(self._opened, (), self.recorder), observables=lambda: [Massive(Settings()), *parity.fresh()]
+        )
+        how: dict[str, Any] = {"kernel": kernel, "console": console}
+        (calibrated,) = run_settings(replace(subject, inputs=calibration), [calibrating], batch_size=1, **how)
+        (self.full,) = run_settings(subject, [dense], batch_size=batch_size, **how)
+        if not (widths := self.recorder.widths):
+            raise InputError("this model has no linear layers that could be quantized")
+        self.matrices, self.widths = [matrix for matrix in every if matrix in widths], set(widths.values())
+        entries, of_text = (done.observables[0].tables()["massive"] for done in (calibrated, self.full))
+        self.rule = SinkRule.of(entries[entries["is_massive"]])
+        texts = ((calibration, entries), (subject.inputs, of_text))
+        self.calibration_sinks, self.sinks = (
+            [
+                np.isin(np.arange(len(ids)), positions)
+                for ids, positions in zip(inputs.sequences, self.rule.of_each(table, range(len(inputs))), strict=True)
+            ]
+            for inputs, table in texts
+        )
+
+    @property
+    def share(self) -> float:
+        """The share of the model's parameters that the matrices have."""
+        parameters = dict(self.subject.loaded.model.named_parameters())
+        total = sum(parameter.numel() for parameter in parameters.values())
+        return sum(parameters[path].numel() for path in {each.parameter_path for each in self.matrices}) / total
+
+    @contextmanager
+    def _opened(
+        self, matrices: Sequence[Matrix], change: ProductChange, beginning: Beginning | None
+    ) -> Iterator[Tracer]:
+        model, family = self.subject.loaded.model, self.subject.family
+        with (
+            changed_products(model, matrices, change),
+            open_tracer(model, family, self.kernel, beginning=beginning) as tracer,
+        ):
+            yield tracer
+
+    def tables(self, schemes: Mapping[str, Preset], seed: int) -> dict[str, pd.DataFrame]:
+        drawn = np.random.default_rng(seed)
+        spared: list[tuple[Spared, Spared]] = [((), ()), (self.sinks, self.calibration_sinks)]
+        spared += [
+            ([_random_tokens(mask, drawn) for mask in self.sinks], [_random_tokens(mask, drawn) for mask in masks])
+            for masks in [self.calibration_sinks] * RANDOM_DRAWS
+        ]
+        inputs = [(of_text, self.recorder.inputs(of_calibration)) for of_text, of_calibration in spared]
+        # weights → inputs → the settings that store them so, with nothing spared, sinks, and random tokens
+        wanted: dict[Encoding | None, dict[Encoding | None, list[StoredInputs]]] = {}
+        for preset in schemes.values():
+            for weights, encoding in ((preset.weights, preset.inputs), (preset.weights, None), (None, preset.inputs)):
+                variants = inputs if weights and encoding else inputs[:1]
+                if weights or encoding:
+                    wanted.setdefault(weights, {})[encoding] = [StoredInputs(encoding, *each) for each in variants]
+        losses = self._losses(wanted)
+        rows = []
+        for name, preset in schemes.items():
+            parts: dict[str, Pair] = {ALL: (preset.weights, preset.inputs), WEIGHTS: (preset.weights, None)}
+            parts |= {INPUTS: (None, preset.inputs)} if preset.inputs else {}
+            rows += [{"layer": WHOLE_MODEL, "scheme": name, "part": part, **self._row(losses[pair])}
+                     for part, pair in parts.items()]  # fmt: skip
+        return {"formats": pd.DataFrame(rows)}
+
+    def _losses(
+        self, wanted: Mapping[Encoding | None, Mapping[Encoding | None, Sequence[StoredInputs]]]
+    ) -> dict[Pair, np.ndarray]:
+        """Return the losses (settings,N) of sequences for all pairs of encodings."""
+        run, largest = [], self.recorder.fused_weights()
+        for weights, by_inputs in wanted.items():
+            side_by_side = [setting for each in by_inputs.values() for setting in each]
+            factors = Factors(weights, side_by_side, largest, self.registers)
+            run.append(Setting(partial(self._opened, self.matrices, factors), factors.read))
+        most = max(sum(map(len, by_inputs.values())) for by_inputs in wanted.values())
+        size = max(1, first_size(self.subject.inputs, self.subject.loaded.model, self.batch_size) // most)
+        passes = run_settings(self.subject, run, kernel=self.kernel, batch_size=size, console=self.console)
+        losses: dict[Pair, np.ndarray] = {}
+        for (weights, by_inputs), done in zip(wanted.items(), passes, strict=True):
+            columns = iter(done.losses.numpy().T)
+            losses |= {
+                (weights, encoding): np.stack([next(columns) for _ in each]) for encoding, each in by_inputs.items()
+            }
+        return losses
+
+    def spare(self, schemes: Mapping[str, Preset], seed: int) -> dict[str, pd.DataFrame]:
+        """Look for the modules to keep in full precision, scheme by scheme, and measure what they recover.
+
+        Modules are ranked by `OutputErrors` on the first PROBED sequences; 1, 2, 4, … of them are spared until little
+        of the cost remains. That choice is measured on all text, next to random choices of as many modules.
+        """
+        drawn = np.random.default_rng(seed)
+        ranking, recovered = [], []
+        probed = min(settings.PROBED, len(self.subject.inputs))
+        probes = replace(self.subject, inputs=self.subject.inputs.part(0, probed))
+        dense, layers = self.full.losses.numpy(), {matrix.module: matrix.layer for matrix in self.matrices}
+        for name, preset in schemes.items():
+            factors = self._factors(preset)
+            errors = OutputErrors(factors)
+            finding = Setting(partial(self._opened, self.matrices, errors), errors.read)
+            run_settings(probes, [finding], kernel=self.kernel, backward=True, console=self.console)
+            rise: dict[str, float] = defaultdict(float)
+            for matrix, nats in errors.rise.items():
+                rise[matrix.module] += nats / probes.inputs.num_predicted
+            modules = sorted(rise, key=lambda module: -rise[module])
+            (losses,) = self._without([()], preset, probes)
+            count, cost = 0, math.inf
+            whole = losses.sum() - dense[:probed].sum()
+            while cost > settings.RESTORED * whole and count < len(modules) // MOST_SPARED:
+                count = min(max(1, 2 * count), len(modules) // MOST_SPARED)
+                (losses,) = self._without([modules[:count]], preset, probes)
+                cost = losses.sum() - dense[:probed].sum()
+            choices = [modules[:count], *(list(drawn.choice(modules, count, False)) for _ in range(RANDOM_DRAWS))]
+            every, *spared = self._without([(), *choices], preset, self.subject)
+            share, *random = (self._cost(every, each) for each in spared)
+            values = [each.value for each in random]
+            row = {
+                "layer": WHOLE_MODEL,
+                "scheme": name,
+                "modules": count,
+                **self._cost(every, dense).as_columns("cost"),
+            }
+            row |= share.as_columns("recovered")
+            row |= Estimate(float(np.mean(values)), min(values), max(values)).as_columns("random_recovered")
+            recovered.append(row)
+            for place, module in enumerate(modules):
+                row = {"layer": layers[module], "scheme": name, "module": module, "predicted": rise[module]}
+                ranking.append(row | {"is_spared": place < count})
+        return {"formats_spared": pd.DataFrame(recovered), "formats_modules": pd.DataFrame(ranking)}
+
+    def _factors(self, preset: Preset) -> Factors:
+        inputs = StoredInputs(preset.inputs, (), self.recorder.inputs())
+        return Factors(preset.weights, [inputs], self.recorder.fused_weights(), self.registers)
+
+    def _without(self, choices: Sequence[Sequence[str]], preset: Preset, subject: Subject) -> list[np.ndarray]:
+        """Return the losses (N,) with a scheme in all modules but those of each choice."""
+        run = []
+        for spared in choices:
+            matrices = [matrix for matrix in self.matrices if matrix.module not in spared]
+            factors = self._factors(preset)
+            run.append(Setting(partial(self._opened, matrices, factors), factors.read))
+        passes = run_settings(subject, run, kernel=self.kernel, batch_size=self.batch_size, console=self.console)
+        return [done.losses[:, 0].numpy() for done in passes]
+
+    def _cost(self, losses: np.ndarray, base: np.ndarray) -> Estimate:
+        """Return how much losses (N,) are above others, in nats per token, with its interval over texts."""
+        inputs = self.subject.inputs
+        return bootstrap(resampled_cost(losses, base, inputs.predicted, inputs.texts))
+
+    def _row(self, losses: np.ndarray) -> dict[str, float]:
+        """Return the numbers of a row from the losses (settings,N): with nothing spared, sinks, and random tokens."""
+        whole, loss = (
+            self._cost(losses[0], self.full.losses.numpy()),
+            losses[0].sum() / self.subject.inputs.num_predicted,
+        )
+        row = {"loss": loss, "perplexity": perplexity(loss), **whole.as_columns("cost"), "ratio": math.exp(whole.value)}
+        share = self._cost(losses[0], losses[1]) if len(losses) > 1 else Estimate(math.nan, math.nan, math.nan)
+        random = [self._cost(losses[0], each).value for each in losses[2:]] or [math.nan]
+        row |= share.as_columns("sink_share")
+        return row | Estimate(float(np.mean(random)), min(random), max(random)).as_columns("random_share")
+
+
+def _random_tokens(spared: np.ndarray, drawn: np.random.Generator) -> np.ndarray:
+    """Return a mask of as many other tokens of a sequence."""
+    mask, free = np.zeros_like(spared), np.flatnonzero(~spared)
+    mask[drawn.choice(free, min(len(free), int(spared.sum())), replace=False)] = True
+    return mask

@@ -1,0 +1,127 @@
+"""A model's products with its weight matrices, and a simulation of kernels that read quantized factors.
+
+A product is changed where it is computed: torch's linear, matmul or addmm with a parameter, or with one expert's slice
+of a parameter. So only one matrix at a time exists a second time, and weights that accelerate keeps elsewhere are there
+when they are read.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from sinkscope.models.edits import wrapped_forward
+from sinkscope.models.family import Family
+from sinkscope.models.in_memory import own_configurations
+from sinkscope.models.projections import layer_and_kind, linear_modules
+
+MATMULS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm}
+INPUT_PLACE = {F.linear: 0, torch.addmm: 1, **dict.fromkeys(MATMULS, 0)}  # of a product's arguments; the weight follows
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight matrix of a module, or one expert's."""
+
+    path: str  # of the module that multiplies by it
+    layer: int
+    kind: str  # the path within a layer; experts are one kind
+    parameter: str = "weight"
+    expert: int | None = None
+
+    @property
+    def parameter_path(self) -> str:
+        return f"{self.path}.{self.parameter}"
+
+    @property
+    def module(self) -> str:
+        """The name under which llm-compressor and vLLM know it; an expert's matrices are modules there."""
+        return self.path if self.expert is None else f"{self.path}.{self.expert}.{self.parameter}"
+
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # input (…,D) and weight (out,D) → output (…,out)
+# (matrix, its product, input, weight, the rows of the module's input that an expert reads) → output
+ProductChange = Callable[[Matrix, Product, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def matrices_of(model: PreTrainedModel, family: Family) -> list[Matrix]:
+    """Return the matrices of all linear modules except the LM head, and of experts that are one tensor per layer."""
+    matrices = [Matrix(path, *layer_and_kind(path, family)) for path, _ in linear_modules(model)]
+    for path, module in model.named_modules():
+        for name, parameter in _expert_parameters(module):
+            layer, kind = layer_and_kind(f"{path}.{name}", family)
+            matrices += [Matrix(path, layer, kind, name, expert) for expert in range(len(parameter))]
+    return matrices
+
+
+def _expert_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the stacked matrices (experts, …, …) of a module whose forward transformers dispatches."""
+    parameters = module.named_parameters(recurse=False) if hasattr(module, "_apply_gate") else ()
+    return [(name, parameter) for name, parameter in parameters if parameter.dim() == 3]
+
+
+class _Products(TorchFunctionMode):
+    """Changes the products with the matrices of one module while its forward runs."""
+
+    def __init__(self, module: nn.Module, matrices: Mapping[tuple[str, int | None], Matrix], change: ProductChange):
+        super().__init__()
+        self.parameters = dict(module.named_parameters(recurse=False))
+        self.matrices, self.change = matrices, change
+        self.rows: torch.Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.long:
+            if args[1].dim() == 1:  # an expert selects its tokens
+                self.rows = args[1]
+            return func(*args, **kwargs or {})
+        place = INPUT_PLACE.get(func)
+        matrix = None if place is None else self._matrix_of(args[place + 1])
+        if place is None or matrix is None:
+            return func(*args, **kwargs or {})
+        is_by_input = func is not F.linear  # the weight is (D,out)
+
+        def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return func(*args[:place], x, weight.mT if is_by_input else weight, *args[place + 2 :], **kwargs or {})
+
+        x, weight = args[place : place + 2]
+        rows = None if matrix.expert is None else self.rows
+        return self.change(matrix, product, x, weight.mT if is_by_input else weight, rows)
+
+    def _matrix_of(self, weight: Any) -> Matrix | None:
+        if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
+            return None
+        for name, parameter in self.parameters.items():
+            if weight is parameter:
+                return self.matrices.get((name, None))
+            if parameter.dim() == 3 and weight.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr():
+                number = (weight.storage_offset() - parameter.storage_offset()) // parameter.stride(0)
+                return self.matrices.get((name, number))
+        return None
+
+
+@contextmanager
+def changed_products(model: PreTrainedModel, matrices: Collection[Matrix], change: ProductChange) -> Iterator[None]:
+    """Replace the products with these matrices until the end of the block."""
+    by_module: dict[str, dict[tuple[str, int | None], Matrix]] = {}
+    for matrix in matrices:
+        by_module.setdefault(matrix.path, {})[matrix.parameter, matrix.expert] = matrix
+
+    def around(module: nn.Module, mine: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        with _Products(module, mine, change):
+            return forward(*args, **kwargs)
+
+    with ExitStack() as stack:
+        stack.enter_context(own_configurations(model))
+        for path, mine in by_module.items():
+            module = model.get_submodule(path)
+            if any(expert is not None for _, expert in mine):
+                module.config._experts_implementation = "eager"  # type: ignore[union-attr]  # one expert at a time
+            stack.enter_context(wrapped_forward(module, partial(around, module, mine)))
+        yield

@@ -1,0 +1,70 @@
+"""Rounding to the numbers of a format that is served, with the arithmetic of compressed-tensors 0.20, bit for bit.
+
+    x̂ = s · round(clamp(x ÷ s))        round: half to even, to integers or to the numbers of e4m3fn or e2m1
+
+A scale s belongs to a tensor, to a row (an output channel of a weight, a token of an input), or to a group of entries
+that follow each other in a row. It is computed from the largest magnitude a of its entries:
+
+    int        a ÷ ((2^bits - 1) ÷ 2), for the integers from -2^(bits-1) to 2^(bits-1) - 1
+    e4m3fn     a ÷ 448
+    MX         2^(⌊log₂ a⌋ - 2), and twice that if the mantissa of a is at least 1.75; the OCP specification never
+               doubles it
+    NVFP4      e4m3fn(G · a ÷ 6) ÷ G, where G = 448 · 6 ÷ the largest magnitude of the tensor
+
+Scales are computed in float32 or better. Products are those of the model, in its dtype.
+"""
+
+import torch
+
+from sinkscope.attention.kernels import upcast
+from sinkscope.errors import InputError
+from sinkscope.quantization.formats import Encoding
+
+E4M3, E2M1 = 448.0, 6.0  # the largest numbers of float8_e4m3fn and of float4_e2m1
+
+
+def snap(encoding: Encoding, x: torch.Tensor, largest: float | torch.Tensor | None = None) -> torch.Tensor:
+    """Round x (…,D) to the nearest numbers of a format, in float32 or better; returns x's dtype.
+
+    Args:
+        largest: The largest magnitude of the tensor, if it is not that of x. Larger entries are clamped.
+
+    Raises:
+        InputError: D is not a multiple of the group size.
+    """
+    entries = upcast(x)
+    if encoding.group_size is not None:
+        if x.shape[-1] % encoding.group_size:
+            raise InputError(f"{x.shape[-1]} entries are not divided by groups of {encoding.group_size}")
+        entries = entries.unflatten(-1, (-1, encoding.group_size))
+    whole = entries.abs().max() if largest is None else torch.as_tensor(largest).to(entries)
+    scale = scales(encoding, whole if encoding.strategy == "tensor" else entries.abs().amax(-1, keepdim=True), whole)
+    if encoding.type == "int":
+        half = 2 ** (encoding.num_bits - 1)
+        snapped = (entries / scale).clamp_(-half, half - 1).round_()
+    elif encoding.num_bits == 8:
+        snapped = (entries / scale).clamp_(-E4M3, E4M3).to(torch.float8_e4m3fn).to(entries.dtype)
+    else:
+        snapped = round_to_e2m1(entries / scale)
+    return snapped.mul_(scale).reshape(x.shape).to(x.dtype)
+
+
+def scales(encoding: Encoding, largest: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return the scale of entries whose largest magnitude is `largest`, in a tensor with the magnitude `whole`."""
+    if encoding.is_mx:
+        mantissa, exponent = torch.frexp(largest)  # largest = mantissa · 2^exponent, with 0.5 ≤ mantissa < 1
+        scale = torch.ldexp(torch.ones_like(largest), exponent - 3 + (mantissa >= 0.875))
+    elif encoding.strategy == "tensor_group":
+        of_tensor = E4M3 * E2M1 / whole.clamp_min(torch.finfo(whole.dtype).tiny)
+        local = (largest / E2M1 * of_tensor).clamp_max(E4M3).to(torch.float8_e4m3fn).to(largest.dtype)
+        scale = torch.where(local == 0, 0.125, local) / of_tensor
+    else:
+        scale = largest / (E4M3 if encoding.type == "float" else (2**encoding.num_bits - 1) / 2)
+    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+
+
+def round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """Round to the nearest of 0, ±0.5, ±1, ±1.5, ±2, ±3, ±4, ±6, ties to the even code; larger magnitudes become ±6."""
+    magnitude = x.abs().clamp_max(E2M1)
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0)).to(x)
+    return ((magnitude / step).round_() * step).copysign(x)

@@ -1,0 +1,334 @@
+"""The cost of formats that are served: against plain PyTorch with compressed-tensors' numbers, and its rules."""
+
+import copy
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import asdict, fields
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import torch.nn.functional as F
+from support.made_up_runs import run_manifest
+from tiny import tiny_model, tiny_tokens
+from torch import nn
+
+from sinkscope import Run, quantize
+from sinkscope.commands.card.tables import values_of
+from sinkscope.commands.quantize import served_findings
+from sinkscope.commands.quantize.manifest import EncodingEntry, Served
+from sinkscope.commands.quantize.served import ALL, INPUTS, WEIGHTS, LargestFactors
+from sinkscope.errors import InputError
+from sinkscope.models.families import find_family
+from sinkscope.quantization.formats import PRESETS, Encoding
+from sinkscope.quantization.products import Matrix, changed_products, matrices_of
+from sinkscope.quantization.rounding import snap
+from sinkscope.results.findings import Finding, Outcome
+
+TEXTS = tiny_tokens(9, 24)  # six are evaluated, and three calibrate
+SMALL: dict[str, Any] = {
+    "input": list(TEXTS.numpy()), "num_seqs": 6, "seq_len": 24, "calibration": 3, "figures": (), "page": False,
+}  # fmt: skip
+FITTING = ("W8A8", "FP8", "FP8_DYNAMIC", "NVFP4", "NVFP4A16")  # whose groups divide the inputs of a tiny Llama
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # which servers fuse
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("llama", spread=1.0)
+
+
+@pytest.fixture(scope="module")
+def run(model: Any) -> Run:
+    return quantize(model, **SMALL)
+
+
+@pytest.fixture(scope="module")
+def spared_run(model: Any) -> Run:
+    return quantize(model, scheme="W8A8", batch_size=1, **SMALL)
+
+
+def row_of(run: Run, scheme: str, part: str) -> pd.Series:
+    table = run.tables["formats"]
+    return table[(table["scheme"] == scheme) & (table["part"] == part)].iloc[0]
+
+
+def plain_loss(
+    model: Any,
+    weights: Encoding | None = None,
+    inputs: Encoding | None = None,
+    spared: torch.Tensor | None = None,
+    exact: Collection[str] = (),
+) -> float:
+    """Return the loss of the texts with PyTorch's own hooks; `spared` tokens (6,24), `exact` modules are as before."""
+    linear = {path: module for path, module in model.named_modules()
+              if isinstance(module, nn.Linear) and path != "lm_head"}  # fmt: skip
+    largest: dict[str, float] = {}
+
+    def see(path: str, module: nn.Module, args: tuple) -> None:
+        largest[path] = float(args[0].abs().max())
+
+    def rounded(path: str, module: nn.Module, args: tuple) -> torch.Tensor:
+        (x,) = args
+        every = snap(inputs, x, largest[path] if inputs.dynamic is not True else None)
+        return every if spared is None else torch.where(spared[..., None], x, every)
+
+    with torch.no_grad():
+        seeing = [module.register_forward_pre_hook(partial(see, path)) for path, module in linear.items()]
+        model(TEXTS[6:])
+        for hook in seeing:
+            hook.remove()
+        model = copy.deepcopy(model)
+        for path, module in model.named_modules():
+            if path not in linear or path in exact:
+                continue
+            if weights is not None:
+                parent, name = path.rsplit(".", 1)
+                fused = next((names for names in SIBLINGS if name in names), (name,))
+                most = max(float(linear[f"{parent}.{other}"].weight.abs().max()) for other in fused)
+                module.weight.data = snap(weights, module.weight, most if weights.strategy == "tensor_group" else None)
+            if inputs is not None:
+                module.register_forward_pre_hook(partial(rounded, path))
+        logits = model(TEXTS[:6]).logits[:, :-1].double()
+    return float(F.cross_entropy(logits.flatten(0, 1), TEXTS[:6, 1:].flatten()))
+
+
+@pytest.mark.parametrize("scheme", FITTING)
+def test_costs_are_those_of_plain_pytorch(model: Any, run: Run, scheme: str) -> None:
+    preset, dense = PRESETS[scheme], plain_loss(model)
+    for part, encodings in ((ALL, (preset.weights, preset.inputs)), (WEIGHTS, (preset.weights, None))):
+        assert row_of(run, scheme, part)["cost"] == pytest.approx(plain_loss(model, *encodings) - dense, abs=2e-6)
+    if preset.inputs is not None:
+        cost = plain_loss(model, None, preset.inputs) - dense
+        assert row_of(run, scheme, INPUTS)["cost"] == pytest.approx(cost, abs=2e-6)
+
+
+def test_the_sinks_share_is_what_their_inputs_in_full_precision_recover(model: Any, run: Run) -> None:
+    preset, spared = PRESETS["W8A8"], torch.zeros(6, 24, dtype=torch.bool)
+    spared[:, :4] = True  # the model has no massive activations
+    share = plain_loss(model, preset.weights, preset.inputs) - plain_loss(model, preset.weights, preset.inputs, spared)
+    assert run.manifest["served"]["sink_layer"] == -1
+    row = row_of(run, "W8A8", ALL)
+    assert row["sink_share"] == pytest.approx(share, abs=2e-6)
+    assert row["random_share_low"] <= row["random_share"] <= row["random_share_high"]
+
+
+def test_a_static_range_leaves_out_spared_tokens() -> None:
+    recorder, matrix = LargestFactors(registers=1), Matrix("a", 0, "a")
+    recorder.sequence = 0
+    x, weight = torch.tensor([[[50.0], [9.0], [-7.0], [2.0]]]), torch.ones(1, 1)  # a register comes first
+    recorder(matrix, F.linear, x, weight, None)
+    expert = Matrix("b", 0, "b", "up", 3)
+    recorder(expert, F.linear, x[0, [1, 3]], weight, torch.tensor([1, 3]))
+    first = [np.array([True, False, False])]
+    assert recorder.inputs() == {matrix: 50.0, expert: 9.0}
+    assert recorder.inputs(first) == {matrix: 50.0, expert: 2.0}
+
+
+def test_results_do_not_depend_on_the_batch_or_on_the_other_schemes(run: Run, spared_run: Run) -> None:
+    of_all = run.tables["formats"].query("scheme == 'W8A8'").reset_index(drop=True)
+    pd.testing.assert_frame_equal(spared_run.tables["formats"], of_all, atol=1e-5, rtol=1e-5)
+
+
+def test_the_default_table_takes_few_passes(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = 0
+
+    def count(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        nonlocal tokens
+        tokens += kwargs["input_ids"].numel()
+
+    with model.register_forward_pre_hook(count, with_kwargs=True):
+        quantize(model, **SMALL)
+    assert tokens / TEXTS[:6].numel() <= 40
+
+
+# --- experts
+
+
+def test_an_experts_products_are_changed_one_by_one() -> None:
+    model = tiny_model("qwen3_moe")
+    matrices = matrices_of(model, find_family(model))
+    experts = [matrix for matrix in matrices if matrix.expert is not None]
+    layers = model.config.num_hidden_layers
+    assert len(experts) == layers * 2 * model.config.num_experts
+    seen: dict[Matrix, list[torch.Tensor]] = defaultdict(list)
+
+    def halved(matrix: Matrix, product: Any, x: torch.Tensor, weight: torch.Tensor, rows: Any) -> torch.Tensor:
+        parameter = model.get_submodule(matrix.path).get_parameter(matrix.parameter)[matrix.expert]
+        assert torch.equal(weight, parameter)
+        seen[matrix].append(rows)
+        return product(x, weight / 2)
+
+    halves = copy.deepcopy(model)
+    for matrix in experts:
+        halves.get_submodule(matrix.path).get_parameter(matrix.parameter).data[matrix.expert] /= 2
+    with torch.no_grad(), changed_products(model, experts, halved):
+        torch.testing.assert_close(model(TEXTS[:2]).logits, halves(TEXTS[:2]).logits)
+    for layer in range(layers):  # every token goes to as many experts as the model says
+        first = [rows for matrix, parts in seen.items() for rows in parts
+                 if matrix.layer == layer and matrix.parameter == "gate_up_proj"]  # fmt: skip
+        counts = torch.cat(first).bincount(minlength=TEXTS[:2].numel())
+        assert counts.tolist() == [model.config.num_experts_per_tok] * TEXTS[:2].numel()
+
+
+def test_experts_are_quantized_like_linear_layers_and_the_rest_is_named() -> None:
+    model = tiny_model("qwen3_moe", spread=1.0)
+    run = quantize(model, scheme="W8A8", **SMALL)
+    served, preset = run.manifest["served"], PRESETS["W8A8"]
+    assert set(served["not_quantized"]) == {"mlp.gate.weight"}
+    rounded = copy.deepcopy(model)
+    for matrix in matrices_of(model, find_family(model)):
+        parameter = rounded.get_submodule(matrix.path).get_parameter(matrix.parameter)
+        part = parameter.data if matrix.expert is None else parameter.data[matrix.expert]
+        part.copy_(snap(preset.weights, part))
+    assert row_of(run, "W8A8", WEIGHTS)["cost"] == pytest.approx(plain_loss(rounded) - plain_loss(model), abs=2e-6)
+
+
+# --- modules to spare
+
+
+def test_the_predicted_rise_is_of_second_order_in_the_outputs_error(model: Any, spared_run: Run) -> None:
+    module, outputs = "model.layers.1.mlp.up_proj", list[tuple[torch.Tensor, torch.Tensor]]()
+    plain = copy.deepcopy(model).requires_grad_(True)
+    linear = plain.get_submodule(module)
+    linear.register_forward_hook(lambda module, args, output: outputs.append((args[0], output)))
+    logits = plain(TEXTS[:6]).logits[:, :-1]
+    loss = F.cross_entropy(logits.flatten(0, 1), TEXTS[:6, 1:].flatten(), reduction="sum")
+    ((x, y),), preset = outputs, PRESETS["W8A8"]
+    assert preset.inputs is not None
+    (gradient,) = torch.autograd.grad(loss, y)
+    error = F.linear(snap(preset.inputs, x), snap(preset.weights, linear.weight)) - y
+    rise = float((gradient * error.detach()).sum(-1).square().sum() / 2) / TEXTS[:6, 1:].numel()
+    table = spared_run.tables["formats_modules"].set_index("module")
+    assert table.loc[module, "predicted"] == pytest.approx(rise, rel=1e-3)
+    assert table["predicted"].is_monotonic_decreasing
+    assert len(table) == 21
+    assert table["is_spared"].sum() == spared_run.tables["formats_spared"]["modules"].iloc[0]
+
+
+def test_spared_modules_recover_what_plain_pytorch_recovers(model: Any, spared_run: Run) -> None:
+    modules, row = spared_run.tables["formats_modules"], spared_run.tables["formats_spared"].iloc[0]
+    spared, preset = set(modules["module"][modules["is_spared"]]), PRESETS["W8A8"]
+    recovered = plain_loss(model, preset.weights, preset.inputs)
+    recovered -= plain_loss(model, preset.weights, preset.inputs, exact=spared)
+    assert row["recovered"] == pytest.approx(recovered, abs=2e-6)
+    assert row["cost"] == row_of(spared_run, "W8A8", ALL)["cost"]
+
+
+def test_the_model_is_as_before(model: Any) -> None:
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    quantize(model, scheme="FP8", **SMALL)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+# --- findings and recipes
+
+
+def run_of(cost: tuple[float, ...], share: tuple[float, ...] = (), recovered: tuple[float, ...] = ()) -> Run:
+    """Make a run of W8A8: its cost and the sinks' share with their intervals, and what spared modules recover."""
+    share = share or (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    names = [f"{name}{end}" for name in ("cost", "sink_share", "random_share") for end in ("", "_low", "_high")]
+    rows = [dict(zip(names, (*cost, *share), strict=True)) | {"scheme": "W8A8", "part": part, "ratio": np.exp(cost[0])}
+            for part in (ALL, WEIGHTS, INPUTS)]  # fmt: skip
+    tables = {"formats": pd.DataFrame(rows)}
+    if recovered:
+        columns = [
+            f"{name}{end}" for name in ("cost", "recovered", "random_recovered") for end in ("", "_low", "_high")
+        ]
+        spared = dict(zip(columns, (*cost, *recovered), strict=True)) | {"scheme": "W8A8", "modules": 2}
+        modules = {"scheme": "W8A8", "module": ["a", "b", "c"], "is_spared": [True, True, False]}
+        tables |= {"formats_spared": pd.DataFrame([spared]), "formats_modules": pd.DataFrame(modules)}
+    served = {
+        "schemes": {"W8A8": asdict(PRESETS["W8A8"])}, "absent": {}, "calibration": 3, "matrices": 4, "share": 0.8,
+        "not_quantized": {}, "full_precision_modules": ["lm_head"], "sink_layer": 2, "sinks": 1.0,
+    }  # fmt: skip
+    Served.model_validate(served)
+    assert list(EncodingEntry.model_fields) == [each.name for each in fields(Encoding)]
+    return Run(run_manifest(command="quantize", served=served), tables)
+
+
+def finding(run: Run, name: str) -> Finding:
+    return next(each for each in served_findings.findings(run) if each.name == name)
+
+
+@pytest.mark.parametrize(
+    ("cost", "outcome"),
+    [
+        ((0.02, 0.010, 0.03), Outcome.PRESENT),
+        ((0.02, 0.009, 0.03), Outcome.UNDECIDED),
+        ((0.005, 0.001, 0.010), Outcome.UNDECIDED),
+        ((0.005, 0.001, 0.0099), Outcome.ABSENT),
+    ],
+)
+def test_a_cost_is_decided_by_its_interval(cost: tuple[float, ...], outcome: Outcome) -> None:
+    assert finding(run_of(cost), "cost").outcome == outcome
+
+
+@pytest.mark.parametrize(
+    ("share", "outcome"),
+    [
+        ((0.02, 0.011, 0.03, 0.0, -0.01, 0.01), Outcome.PRESENT),
+        ((0.02, 0.010, 0.03, 0.0, -0.01, 0.01), Outcome.UNDECIDED),
+        ((0.00, -0.01, 0.01, 0.0, -0.01, 0.01), Outcome.ABSENT),
+        ((0.01, 0.001, 0.02, -0.02, -0.03, -0.01), Outcome.PRESENT),
+        ((-0.01, -0.02, 0.0, -0.02, -0.03, -0.01), Outcome.ABSENT),
+    ],
+)
+def test_sinks_have_a_share_if_they_recover_more_than_random_tokens(share: tuple[float, ...], outcome: Outcome) -> None:
+    assert finding(run_of((0.1, 0.05, 0.2), share), "sink-share").outcome == outcome
+    nothing = finding(run_of((0.1, 0.0, 0.2), share), "sink-share")
+    assert (nothing.outcome, "not above 0" in nothing.sentence) == (Outcome.UNDECIDED, True)
+
+
+@pytest.mark.parametrize(
+    ("recovered", "ignored"),
+    [
+        ((0.02, 0.011, 0.03, 0.0, -0.01, 0.01), ["a", "b"]),
+        ((0.02, 0.010, 0.03, 0.0, -0.01, 0.01), []),
+        ((0.02, 0.0, 0.03, -0.02, -0.03, -0.01), []),
+    ],
+)
+def test_a_recipe_ignores_modules_that_recover_more_than_random_ones(
+    recovered: tuple[float, ...], ignored: list[str]
+) -> None:
+    run = run_of((0.1, 0.05, 0.2), recovered=recovered)
+    recipe = served_findings.recipe(run, "W8A8")
+    modifier = recipe["quant_stage"]["quant_modifiers"]["QuantizationModifier"]
+    assert modifier["ignore"] == ["lm_head", *ignored]
+    assert ("ignores none" in finding(run, "spared").sentence) == (not ignored)
+
+
+def test_recipes_are_those_that_compressed_tensors_reads(run: Run) -> None:
+    texts = served_findings.files(run)
+    assert set(texts) == {f"llm-compressor-{scheme}.yaml" for scheme in FITTING}
+    gpt2 = quantize(tiny_model("gpt2"), scheme="W4A16", **SMALL)
+    assert served_findings.files(gpt2) == {}  # its layers are no torch.nn.Linear
+    assert gpt2.manifest["served"]["schemes"]["W4A16"]["weights"]["group_size"] == 32
+    modifier = served_findings.recipe(run, "FP8")["quant_stage"]["quant_modifiers"]["QuantizationModifier"]
+    assert modifier == {"ignore": ["lm_head"], "targets": ["Linear"], "scheme": "FP8"}
+
+
+def test_a_card_has_the_cost_of_every_scheme(run: Run) -> None:
+    values = values_of(run)
+    costs = values[values["metric"] == "cost"].set_index("setting")["value"]
+    assert list(costs.index) == list(FITTING)
+    assert costs["FP8"] == row_of(run, "FP8", ALL)["cost"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scheme": "W8A8,static"}, "measured alone"),
+        ({"scheme": "W8A8", "bits_weights": 4}, "--bits-weights is a setting of --scheme static or full"),
+        ({"prefix": "auto"}, "--prefix is a setting of --scheme static or full"),
+        ({"scheme": "W8A9"}, "--scheme"),
+        ({"scheme": "MXFP4"}, "groups of 32 do not divide inputs of 32, 48"),
+    ],
+)
+def test_wrong_schemes_are_refused(model: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        quantize(model, **SMALL | options)
