@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from support.every_model import tiny_of
-from support.made_up_runs import gradient_tables, summarized
+from support.made_up_runs import gradient_tables, grid, summarized
 from tiny import ragged_tokens, tiny_model, written
 
 import sinkscope
@@ -252,6 +252,51 @@ def test_a_massive_coordinate_is_in_the_layers_in_which_half_of_the_sequences_ha
         8: "Coordinate 8 is massive in the output of layer 2, at position 3; its largest is 400",
         9: "Coordinate 9 is massive in less than 50% of the sequences, at position 5; its largest is 300",
     }
+
+
+def test_the_layers_in_which_the_query_bias_sets_position_0_apart_are_named() -> None:
+    gaps = grid(layer=range(4), sequence=range(2)).assign(delta_later=0.0, delta_later_std=1.0)
+    gaps["delta"] = gaps["layer"].map({0: 1.0, 1: 2.1, 2: 5.0, 3: 2.0})
+    gaps = gaps.assign(key_alignment=0.5, key_alignment_later=0.1)
+    found = finding(summarized(tables={"query_bias_by_sequence": gaps}), "query-bias")
+    assert (found.value, found.numbers["layers"]) == (0.5, (1, 2))
+    assert "in 50% of the second half of the layers; among all 4 layers, in layers 1–2." in found.sentence
+
+
+def test_without_massive_activations_the_entry_with_the_largest_ratio_is_named() -> None:
+    found = finding(summarized(tables={"massive": entries((0, 0, 0, 7, 50.0), (1, 1, 3, 8, -90.0))}), "massive")
+    assert (found.outcome, found.value) == (Outcome.ABSENT, 90)
+    assert found.numbers == {"coordinate": 8, "layer": 1, "position": 3, "ratio": 90}
+
+
+@pytest.mark.parametrize(
+    ("rates", "outcome", "words"),
+    [
+        ([0.0, 0.5], Outcome.PRESENT, "in at least 50% of them in layer 1"),
+        ([0.0, 0.01], Outcome.WEAK, "There is a weak sink outside the text"),
+        ([0.0, 0.009], Outcome.ABSENT, "There is no sink outside the text"),
+    ],
+)
+def test_the_layer_with_the_largest_rate_decides_on_a_sink_outside_the_text(
+    rates: list[float], outcome: Outcome, words: str
+) -> None:
+    summary = {"sink_rate": [0.5, 0.5], "sink_rate_outside": rates}
+    found = finding(summarized(summary, ENTROPY, ATTENTION, outside=["learned sink logits"]), "sink-outside")
+    assert found.outcome == outcome
+    assert words in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("rate", "outcome", "words"),
+    [(0.01, Outcome.PRESENT, "some layers still have"), (0.009, Outcome.ABSENT, "no layer has")],
+)
+def test_gates_of_a_models_own_leave_a_sink_if_any_layer_has_one(rate: float, outcome: Outcome, words: str) -> None:
+    family = {"name": "qwen3_next", "wiring": "sequential", "positions": "rotary", "gated": True}
+    gates = {"gate_first": 0.2, "gate_later": 0.6}
+    run = summarized({"sink_rate": [0.0, rate]}, ENTROPY | gates, ATTENTION | {"gate": EMPTY}, family=family)
+    found = finding(run, "own-gates")
+    assert (found.value, found.outcome) == (0.2, outcome)
+    assert f"; {words} a sink at position 0" in found.sentence
 
 
 @pytest.mark.parametrize(

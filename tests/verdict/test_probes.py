@@ -154,3 +154,11 @@ def test_a_super_weight_may_write_the_largest_massive_activation_of_either_sign(
     found = by_name(Run(manifest, {"super_weights": weights, "massive": massive}))["super-weight"]
     assert (found.value, found.numbers["layer"], found.numbers["written"]) == (0.5, 0, 55.0)
     assert found.sentence.endswith(f"in 100% of the sequences; the largest massive activation is at {words}")
+
+
+def test_residual_sinks_are_largest_in_one_layer_and_a_rotation_has_fewer_in_every_layer() -> None:
+    spikes = pd.DataFrame({"layer": range(3), "largest_share": [0.2, 0.9, 0.1], "rotated_share": [0.01, 0.02, 0.04]})
+    spikes = spikes.assign(norm_ratio=[3.0, 80.0, 70.0], cosine=1.0, cosine_of_others=0.5, step=["", "up", ""])
+    found = by_name(Run(run_manifest(), {"spikes": spikes}))
+    assert (found["residual-sinks"].value, found["residual-sinks"].numbers) == (0.9, {"layer": 1, "rotated": 0.04})
+    assert (found["spike"].value, found["spike"].numbers["layer"]) == (80.0, 1)

@@ -145,6 +145,8 @@ def test_a_change_is_said_once_as_a_ratio() -> None:
     rates.loc[is_after & rates["layer"].isin([1, 2, 4]), "value"] = 0.0
     sentences = finding(run, "x")
     assert "falls to 0.250 times its value before, most in layers 1–2, 4." in sentences
+    three = finding(Run(run.manifest, {"effect": rates[rates["layer"] < 3]}), "x")
+    assert "falls to 0.250 times its value before." in three  # all of its layers are not the most changed ones
     assert list(overview(run)["sink rate @0"]) == ["80.0%", "20.0%", "80.0% ± 0.0%"]  # before, after, control
     assert list(overview(run)["perplexity"]) == ["20.00", "25.00", "21.50 ± 0.71"]
     assert "Perplexity is 1.250 times its value before, and 1.075 times under the control." in sentences
@@ -165,7 +167,9 @@ def test_a_largest_activation_that_rises_elsewhere_is_named(do: str, after: floa
     run.manifest["arms"]["x"]["do"] = [do]
     massive = pd.DataFrame([(0, 0, 0, 7, 10.0), (1, 0, 0, 5, -900.0), (1, 0, 3, 6, 20.0)])
     massive.columns = ["layer", "sequence", "position", "coordinate", "value"]
-    run = Run(run.manifest, {**run.tables, "massive": massive.assign(condition="x")})
+    larger = pd.DataFrame({"layer": [2], "sequence": 0, "position": 9, "coordinate": 9, "value": 5000.0})
+    massive = pd.concat([massive.assign(condition="x"), larger.assign(condition="before")], ignore_index=True)
+    run = Run(run.manifest, {**run.tables, "massive": massive})
     named = [found.numbers for found in findings_of(run, "x") if found.name == "largest-rises"]
     assert [numbers["place"] for numbers in named] == ([place] if place else [])
     assert all((numbers["layer"], numbers["position"], numbers["coordinate"]) == (1, 0, 5) for numbers in named)
@@ -200,7 +204,7 @@ def test_a_sink_that_moves_is_said_to_be_where_it_is() -> None:
         rows = table[(table["metric"] == "sink_rate") & (table["position"] == 0)].assign(metric=metric)
         value = rows["arm"].map({"before": before, "after": after, "control": before})
         table = pd.concat([table, rows.assign(position=position, value=value)])
-    sinks = pd.DataFrame({"condition": "x", "position": [0, 1, 1, 1, 9]})
+    sinks = pd.DataFrame({"condition": ["x"] * 5 + ["before"] * 5, "position": [0, 1, 1, 1, *[9] * 6]})
     sinks = sinks.assign(queries=20, window_mass=0.9, uniform_mass=0.05)
     run = Run(run.manifest, {"effect": table, "sink_positions": sinks})
     said = finding(run, "x")

@@ -178,3 +178,15 @@ def test_streaming_by_token_is_that_of_the_shortest_window_with_no_and_with_most
         assert line.get_label() == f"last {window}"
         np.testing.assert_allclose(line.get_ydata(), [by_way[window, keep, -1] for keep in (0, 2, 4)])
     assert [label.get_text() for label in right.get_xticklabels()] == ["0", "2", "4"]
+
+
+def test_over_mixing_has_the_range_of_each_arms_own_controls() -> None:
+    run = experiment({"one": [0], "one and two": [0]})
+    table = run.tables["over_mixing_by_sequence"]
+    controls = table[table["condition"].str.contains(" control ")]
+    assert len(controls["condition"].unique()) > 2
+    left, _ = draw("over-mixing", run).axes
+    for nth, arm in enumerate(("one", "one and two")):
+        own = controls[controls["condition"].str.startswith(f"{arm} control ")]
+        for layer, means in own.groupby(["layer", "condition"])["change"].mean().groupby("layer"):
+            np.testing.assert_allclose(edges_at(left, layer, nth), [means.min(), means.max()])

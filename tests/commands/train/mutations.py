@@ -83,5 +83,7 @@ MUTATIONS = [
     ("figure: the head that attends least", "figures", "draw_backcopy_maps", ".idxmax()", ".idxmin()"),
     ("figure: half of the later positions", "figures", "draw_retrofit_values", "later.quantile(0.1,",
         "later.quantile(0.5,"),
+    ("task: the ratio upside down", "findings", "backcopy_markdown",
+        'wide["start_value_norm"] / wide["other_value_norm"]', 'wide["other_value_norm"] / wide["start_value_norm"]'),
     ("last step: the first one", TRAININGS, "sinking_layer", '["step"].max()', '["step"].min()'),
 ]  # fmt: skip

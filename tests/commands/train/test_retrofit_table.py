@@ -9,7 +9,13 @@ import pytest
 from scipy import stats
 
 from sinkscope import InputError, Run
-from sinkscope.commands.train.findings import equal_loss_markdown, gates_moved, methods_compared, retrofit_markdown
+from sinkscope.commands.train.findings import (
+    backcopy_markdown,
+    equal_loss_markdown,
+    gates_moved,
+    methods_compared,
+    retrofit_markdown,
+)
 from sinkscope.measuring.tables import column_names
 from sinkscope.results.metrics import ARM_METRICS
 from sinkscope.results.tables import LEADING
@@ -131,6 +137,20 @@ def test_arms_side_by_side_at_equal_loss() -> None:
     assert not equal_loss_markdown(table[table["metric"] == "held_out_loss"])
     apart = (table["condition"] == "slow") & (table["metric"] == "held_out_loss")
     assert not equal_loss_markdown(table.assign(value=table["value"] + 9 * apart))  # no loss in common
+
+
+def test_the_task_at_its_last_step_has_ratios_of_norms_seed_by_seed() -> None:
+    last = dict.fromkeys(("attention_to_start", "early_attention_to_start", "attention_to_triggers"), 0.5)
+    last |= {"delta_logit": 3.0, "start_attended_norm": 0.5, "other_value_norm": 4.0, "other_attended_norm": 4.0}
+    rows = [("a", seed, 0, 10, metric, value) for seed in (0, 1) for metric, value in last.items()]
+    rows += [("a", seed, 0, 10, "start_value_norm", 1.0 + seed) for seed in (0, 1)]
+    rows += [("a", seed, -1, 10, metric, 0.25) for seed in (0, 1) for metric in ("bigram_risk", "backcopy_risk")]
+    table = pd.DataFrame(rows, columns=["condition", "seed", "layer", "step", "metric", "value"])
+    earlier, elsewhere = table.assign(step=0, value=9.0), table[table["layer"] == 0].assign(layer=1, value=0.1)
+    text = backcopy_markdown(pd.concat([earlier, table, elsewhere], ignore_index=True), "a note")
+    assert text.startswith("## Non-trigger queries at step 10 (VGA figures 4 to 6); a note\n\n| Method | ")
+    numbers = ["0.2500 ± 0.0000"] * 2 + ["0.500 ± 0.000"] * 3 + ["0.375 ± 0.177", "0.125 ± 0.000", "3.00 ± 0.00"]
+    assert text.splitlines()[-1] == f"| a | {' | '.join(numbers)} |"
 
 
 def test_tokens_a_step_are_those_of_all_batches_and_processes() -> None:
