@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 import sinkscope
 from sinkscope.commands.claims.claim import Judgment, Part, judge
 from sinkscope.commands.claims.evidence import MAIN, Evidence, Null
-from sinkscope.commands.claims.figures import OUTCOME_LOOKS, _distance
+from sinkscope.commands.claims.figures import OUTCOME_LOOKS, _decided, _distance
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.scorecard import Scorecard, headline, once, scorecard_markdown, unusual, value_text
 from sinkscope.commands.claims.table import evidence_of, judged
@@ -235,6 +235,27 @@ def test_a_value_is_drawn_at_its_distance_from_the_nearer_threshold(
 ) -> None:
     row = SimpleNamespace(least=test.least, most=test.most, low=low, value=value, high=high)
     assert _distance(value, row) == pytest.approx(distance)
+
+
+def test_a_number_that_decides_is_drawn_for_each_claim_and_a_condition_once() -> None:
+    rows = [("A", 0, "rate", 1.0), ("A", 1, "sink", 2.0), ("B", 0, "rate", 1.0), ("B", 1, "sink", 2.0)]
+    rows += [("C", 0, "rate", 1.0), ("C", 1, "sink", 3.0)]
+    table = pd.DataFrame(rows, columns=["claim", "part", "quantity", "value"]).assign(outcome=str(HOLDS))
+    without = table.assign(outcome=str(Outcome.NOT_MEASURED))
+    drawn = _decided(pd.concat([table, without], ignore_index=True))
+    assert list(zip(drawn["claim"], drawn["part"], strict=True)) == [
+        ("A", 0), ("A", 1), ("B", 0), ("C", 0), ("C", 1)
+    ]  # fmt: skip
+
+
+def test_a_scorecard_says_how_many_intervals_miss_by_chance() -> None:
+    """Of intervals at 95 %, those of one in twenty numbers; a number without an interval was not tested."""
+    whole = card_of(of_text(0.5), claims=["W-1"]).table
+    exactly = whole.assign(low=whole["value"], high=whole["value"])
+    table = pd.concat([*[whole] * 40, exactly], ignore_index=True)
+    text = scorecard_markdown(Scorecard({}, {"claim": table, "route": pd.DataFrame({"effect": [], "model": []})}))
+    assert "40 numbers were tested, each separately at 95 %" in text
+    assert "about 2 of the intervals would miss them by chance." in text
 
 
 def test_a_scorecard_begins_with_what_is_unusual() -> None:

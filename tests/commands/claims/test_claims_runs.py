@@ -259,6 +259,43 @@ def taking(*later: float) -> RunData:
     return analysis({"attention": attention, "gradient": gradient, "gradient_by_group": by_group})
 
 
+def strengthening(by_layer: Sequence[float]) -> RunData:
+    """Return a head in each layer: its mass on position 0 rises by layer, where its value gradient is this."""
+    layers = range(len(by_layer))
+    attention = pd.DataFrame({"layer": layers, "kv_head": 0, "position": 0})
+    places = pd.MultiIndex.from_product([layers, range(16)], names=["layer", "position"]).to_frame(index=False)
+    gradient = places.assign(pathway="value", head=0)
+    gradient["grad_norm"] = np.where(gradient["position"] == 0, np.repeat(by_layer, 16), 1.0)
+    return analysis({"attention": attention.assign(sink_mass=attention["layer"] / 10), "gradient": gradient})
+
+
+def gaining(name: str, by_layer: Any) -> RunData:
+    """Return a run whose gradients have this gain in each layer, at all or at each of 16 positions."""
+    gains = {"bloat": 1.0, "compress": 1.0, "change": 1.0, "input_norm": 1.0} | {name: by_layer}
+    return analysis({"gradient_ratio_by_sequence": by_sequence(gains, position=range(16)).assign(branch="attn")})
+
+
+def blocks(*by_layer: float) -> RunData:
+    table = by_sequence({"sink_rate": np.array(by_layer)[:, None]}, len(by_layer), position=[0])
+    return analysis({"attention_by_sequence": table})
+
+
+def mixing(after: float, *controls: float, before: float = 0.1) -> RunData:
+    name = "mask-sink:begin=massive"
+    numbers = {"before": before, name: after} | {f"{name} control {draw}": x for draw, x in enumerate(controls)}
+    parts = [by_sequence({"change": x}, noise=1e-3).assign(condition=label) for label, x in numbers.items()]
+    arms = {name: {"asked": [name], "do": [name], "watched": [0], "controls": [[name]] * len(controls)}}
+    return RunData(manifest("natural", "intervene", arms=arms), {"over_mixing_by_sequence": pd.concat(parts)})
+
+
+def of_tokens(*places: tuple[int, str]) -> RunData:
+    """Return a run whose massive activations are at these positions and tokens, in every sequence."""
+    table = pd.DataFrame(places, columns=["position", "token"]).merge(
+        pd.DataFrame({"sequence": range(SEQUENCES)}), how="cross")  # fmt: skip
+    return analysis({"massive": table.assign(layer=0, is_massive=True)})
+
+
+BY_MASS = "ablate-heads:by=first-mass"
 USUAL = {None: 10.0, 0: 90.0, 1: 13.0, 2: 12.0, 4: 10.1}  # first tokens kept (None: dense) → perplexity
 
 
@@ -411,6 +448,21 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     ("S-13", [attracting()], HOLDS, (3 / 4) / (4 / (4 * 49)), "75% against 2.0%"),
     ("V-3", [taking(0.05, 0.9, 0.9)], HOLDS, 0.05, "1 key/value head"),
     ("V-3", [taking(0.9, 0.05, 0.05)], FAILS, 0.9, ""),
+    ("GS-14", [strengthening(range(1, 25))], HOLDS, 1.0, ""),
+    ("GS-14", [strengthening(range(24, 0, -1))], FAILS, -1.0, ""),
+    ("GS-16", [gaining("bloat", np.where(np.arange(16) == 0, 9.0, 1.0))], HOLDS, 1.0, ""),
+    ("GS-16", [gaining("bloat", np.where(np.arange(16) == 3, 9.0, 1.0))], FAILS, 0.0, ""),
+    ("GS-18", [gaining("change", [[9.0], [1.0], [1.0], [1.0]])], HOLDS, 1.0, ""),  # layer 0 does not count
+    ("GS-18", [gaining("change", [[1.0], [1.0], [9.0], [0.1]])], FAILS, 1 / 3, ""),
+    ("W-18", [blocks(0.1, 0.1, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5)], HOLDS, -40.0, ""),
+    ("W-18", [blocks(0.5, 0.5, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1)], FAILS, 40.0, ""),
+    ("S-10", [of_tokens((0, "the"), (5, "▁,"), (7, "▁"), (9, "dog"))], HOLDS, 0.5, ""),  # a space is no delimiter
+    ("S-10", [of_tokens((0, "the"), (7, "Ġ"), (9, "dog"))], FAILS, 1 / 3, ""),
+    # over-mixing and dormant heads, against what any mask or any heads do
+    ("FT-1", [mixing(0.2, 0.1, 0.101, 0.099)], HOLDS, np.log(2), "0.1 → 0.2; controls [0.1"),
+    ("FT-1", [mixing(0.2, 0.3, 0.31, 0.29)], (HOLDS, FAILS), np.log(2), ""),
+    ("IH-2", [no_op(BY_MASS, 2.0, 2.1, 2.5, 2.51, 2.49, 2.5)], HOLDS, 0.4, ""),
+    ("IH-2", [no_op(BY_MASS, 2.0, 2.5, 2.1, 2.11, 2.09, 2.1)], FAILS, -0.4, ""),
     # a model without massive activations has none that appear or end
     *((claim, [peaks([1, 1, 5000, 5000, 20], least)], outcome, None, "") for claim in ("S-7", "S-8")
         for least, outcome in ((1000, HOLDS), (9000, FAILS))),
@@ -537,6 +589,15 @@ def test_the_numbers_of_claims_on_states() -> None:
     assert judged("SS-2", states()).estimates[0].value == pytest.approx(1.0)
     assert judged("SS-2", states()).outcome in (HOLDS, INCONCLUSIVE)
     assert judged("SS-4", states()).estimates[0].value == pytest.approx(0.8)
+
+
+def test_copies_of_a_text_are_no_further_secondary_sinks() -> None:
+    run, copies = states(), 20
+    sinks = run.tables["sink_tokens"]
+    falling = sinks["lifetime"].mask(sinks["sequence"].between(1, copies - 1), 200 - sinks["norm"])
+    manifest = run.manifest | {"input": {**NO_BOS, "texts": [0] * copies + list(range(1, SEQUENCES - copies + 1))}}
+    found = judged("SS-2", RunData(manifest, {**run.tables, "sink_tokens": sinks.assign(lifetime=falling)}))
+    assert found.estimates[0].value == pytest.approx(1.0)
 
 
 def test_claims_on_states_do_not_apply_without_their_objects() -> None:

@@ -328,6 +328,10 @@ CASES: list[tuple[str, Training, Any, str]] = [
 ]  # fmt: skip
 
 
+def test_new_parameters_are_a_share_of_all() -> None:
+    assert judged("V-23", costing(0.51, 0.1)).estimates[0].value == pytest.approx(100 / 1100)
+
+
 @pytest.mark.parametrize(("claim", "made", "expected", "words"), CASES)
 def test_claims_are_decided(claim: str, made: Training, expected: Any, words: str) -> None:
     found = judged(claim, made)
@@ -483,6 +487,8 @@ def test_a_fixed_token_makes_its_position_the_sink() -> None:
     first = trained([70, 0], fixed_position=0)
     for by_position, expected in (([0, 70], HOLDS), ([0, 2], FAILS), ([90, 70], FAILS)):  # also a sink at 0
         assert judged("W-37", first, trained(by_position, fixed_position=1)).outcome == expected
+    at_k, beyond = judged("W-37", first, trained([60, 70, 0], fixed_position=1)).estimates
+    assert (at_k.value, beyond.value) == pytest.approx((70, 10))  # the largest elsewhere
 
 
 def test_every_positional_scheme_has_a_sink() -> None:

@@ -1,5 +1,6 @@
 """The table `route`, from hand-made runs of `intervene`."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from support.hand_made_runs import experiment
 
 from sinkscope.commands.claims.arms import beyond_controls
 from sinkscope.commands.claims.evidence import Evidence, Need
-from sinkscope.commands.claims.routes import ROUTE_ROLES, RouteEffect, Routes, routes_of
+from sinkscope.commands.claims.routes import ROUTE_ROLES, RouteEffect, Routes, routes_of, routes_text
 from sinkscope.commands.compare.side_by_side import compare
 from sinkscope.output.run import Run
 from sinkscope.results.run import RunData
@@ -58,6 +59,17 @@ def test_the_numbers_are_those_of_the_claims() -> None:
     assert row["after_low"] < row["after"] < row["after_high"]
     assert row["control_low"] < 60 < row["control"] < row["control_high"]  # 60.0, 60.2 and 60.4
     assert row["draws"] == 3
+
+
+def test_one_control_has_no_interval() -> None:
+    controls = {draws: {name: CONTROLS[name] for name in list(CONTROLS)[:draws]} for draws in range(3)}
+    said = [
+        routes_text(routes_of(Evidence.of([cut(0.3, controls=own)], ROUTE_ROLES)))["query bias"].iloc[1]
+        for own in controls.values()
+    ]
+    assert said[0].endswith(", no random controls")
+    assert re.search(r", random controls \d\d\.\d$", said[1])
+    assert re.search(r", random controls \d\d\.\d \[\d\d\.\d, \d\d\.\d\]$", said[2])
 
 
 def test_the_note_of_a_route_is_the_reason_or_the_command() -> None:
