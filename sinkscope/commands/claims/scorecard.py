@@ -20,7 +20,7 @@ from sinkscope.commands.claims.evidence import NATURAL
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.routes import ROUTES_TITLE, models_with_routes, routes_text
 from sinkscope.commands.claims.table import NOT_JUDGED
-from sinkscope.errors import InputError, unknown
+from sinkscope.errors import InputError, counted, unknown
 from sinkscope.figures import KINDS
 from sinkscope.options.recipe import shipped
 from sinkscope.output.drawing import Drawings, drawings_of
@@ -322,7 +322,8 @@ def _summary(table: pd.DataFrame) -> list[str]:
     counts = Counter(first["outcome"])
     lines.append(", ".join(f"{counts[outcome]} {outcome}" for outcome in NOT_JUDGED if counts[outcome]))
     tested = int((table["low"] < table["high"]).sum())
-    chance = f"{tested} numbers were tested, each separately at 95 %: if all truths were at their thresholds, about "
+    chance = f"{counted(tested, 'number was', 'numbers were')} tested, each separately at 95 %: if all truths were at "
+    chance += "their thresholds, about "
     chance += f"{(1 - LEVEL) * tested:.0f} of the intervals would miss them by chance."
     return ["\n".join(f"- {line}." for line in lines if line), chance]
 

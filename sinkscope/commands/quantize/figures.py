@@ -196,25 +196,26 @@ FORMAT_MARKS: dict[str, Look] = {
     "sink tokens spared": DOT | {"marker": "s", "color": VERMILION, "markersize": 4.2, "mfc": "white", "mew": 1.0},
     "random tokens spared": RANDOM_MARK,
 }
-FORMAT_ROW = 0.2  # distance of the marks of a scheme
+FORMAT_ROW = 0.2  # distance of the rows of marks of a scheme
 
 
 def draw_formats_cost(run: RunData) -> Figure:
     table = run.tables["formats"]
     schemes = list(dict.fromkeys(table["scheme"]))
-    figure = new_figure(style.TEXT, 0.42 * len(schemes) + 1.1)
+    figure = new_figure(style.TEXT, 0.5 * len(schemes) + 1.1)
     ax = figure.subplots()
     plot.name_rows(ax, schemes)
-    ends = {"all": 0.0, "weights": 1.0, "inputs": 2.0}  # rows of marks within a scheme's
+    rows = {"all": -1.5, "weights": 0.5, "inputs": 1.5}  # of marks within a scheme's
     for row in table.itertuples():
-        place = schemes.index(row.scheme) + FORMAT_ROW * (ends[row.part] - 1)
+        place = schemes.index(row.scheme) + FORMAT_ROW * rows[row.part]
         look = FORMAT_MARKS["all" if row.part == "all" else f"{row.part} alone"]
         if np.isfinite([row.cost_low, row.cost_high]).all():
             ax.plot([row.cost_low, row.cost_high], [place, place], **COST_INTERVAL)
         ax.plot([row.cost], [place], **look)
         if np.isfinite(row.sink_share):
-            ax.plot([row.cost - row.random_share_high, row.cost - row.random_share_low], [place] * 2, **RANDOM_MARK)
-            ax.plot([row.cost - row.sink_share], [place], **FORMAT_MARKS["sink tokens spared"])
+            below = place + FORMAT_ROW
+            ax.plot([row.cost - row.random_share_high, row.cost - row.random_share_low], [below] * 2, **RANDOM_MARK)
+            ax.plot([row.cost - row.sink_share], [below], **FORMAT_MARKS["sink tokens spared"])
     ax.axvline(0.0, **style.GUIDE)
     ax.set_xlabel(METRICS["cost"].label)
     signs = FORMAT_MARKS | {"95 % over sequences": COST_INTERVAL}

@@ -25,7 +25,6 @@ from sinkscope.measuring.losses import perplexity
 from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.parity import Parity
-from sinkscope.measuring.passes import first_size
 from sinkscope.measuring.sink_rule import SinkRule
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import Tracer, open_tracer
@@ -75,6 +74,9 @@ FORMAT_TABLES: dict[str, Columns] = {
         Column("random_recovered", "the same for as many random modules, mean over draws", "nats per token"),
         Column("random_recovered_low", "the smallest draw", "nats per token"),
         Column("random_recovered_high", "the largest draw", "nats per token"),
+        Column("ahead", "recovered minus the mean of the random draws", "nats per token"),
+        Column("ahead_low", "lower end of its 95 % interval over texts", "nats per token"),
+        Column("ahead_high", "upper end", "nats per token"),
     ),
     "formats_modules": (
         Column("scheme", "as in formats", kind="text"),
@@ -244,7 +246,7 @@ class ServedStudy:
         batch_size: int | Literal["auto"],
         console: Console,
     ) -> None:
-        self.subject, self.kernel, self.batch_size, self.console = subject, kernel, batch_size, console
+        self.subject, self.kernel, self.console = subject, kernel, console
         model, family = subject.loaded.model, subject.family
         check_not_packed(model, "simulated quantization")
         check_no_adapter(model, "simulated quantization")
@@ -260,6 +262,7 @@ class ServedStudy:
         how: dict[str, Any] = {"kernel": kernel, "console": console}
         (calibrated,) = run_settings(replace(subject, inputs=calibration), [calibrating], batch_size=1, **how)
         (self.full,) = run_settings(subject, [dense], batch_size=batch_size, **how)
+        self.batch_size = self.full.batch_size  # the one that fitted into memory
         if not (widths := self.recorder.widths):
             raise InputError("this model has no linear layers that could be quantized")
         self.matrices, self.widths = [matrix for matrix in every if matrix in widths], set(widths.values())
@@ -325,8 +328,7 @@ class ServedStudy:
             side_by_side = [setting for each in by_inputs.values() for setting in each]
             factors = Factors(weights, side_by_side, largest, self.registers)
             run.append(Setting(partial(self._opened, self.matrices, factors), factors.read))
-        most = max(sum(map(len, by_inputs.values())) for by_inputs in wanted.values())
-        size = max(1, first_size(self.subject.inputs, self.subject.loaded.model, self.batch_size) // most)
+        size = max(1, self.batch_size // max(sum(map(len, by_inputs.values())) for by_inputs in wanted.values()))
         passes = run_settings(self.subject, run, kernel=self.kernel, batch_size=size, console=self.console)
         losses: dict[Pair, np.ndarray] = {}
         for (weights, by_inputs), done in zip(wanted.items(), passes, strict=True):
@@ -351,7 +353,7 @@ class ServedStudy:
             factors = self._factors(preset)
             errors = OutputErrors(factors)
             finding = Setting(partial(self._opened, self.matrices, errors), errors.read)
-            run_settings(probes, [finding], kernel=self.kernel, backward=True, console=self.console)
+            run_settings(probes, [finding], kernel=self.kernel, batch_size=1, backward=True, console=self.console)
             rise: dict[str, float] = defaultdict(float)
             for matrix, nats in errors.rise.items():
                 rise[matrix.module] += nats / probes.inputs.num_predicted
@@ -375,6 +377,7 @@ class ServedStudy:
             }
             row |= share.as_columns("recovered")
             row |= Estimate(float(np.mean(values)), min(values), max(values)).as_columns("random_recovered")
+            row |= self._cost(np.mean(spared[1:], axis=0), spared[0]).as_columns("ahead")
             recovered.append(row)
             for place, module in enumerate(modules):
                 row = {"layer": layers[module], "scheme": name, "module": module, "predicted": rise[module]}

@@ -112,8 +112,8 @@ def findings(run: RunData) -> Iterator[Finding]:
 
 
 def is_worth_sparing(row: pd.Series) -> bool:
-    """Return whether modules recover something, and more than every draw of random ones."""
-    return bool(row["recovered_low"] > max(0.0, row["random_recovered_high"]))
+    """Return whether modules recover something, and more than random ones."""
+    return bool(min(row["recovered_low"], row["ahead_low"]) > 0)
 
 
 def ignored(run: RunData, scheme: str) -> list[str]:

@@ -86,6 +86,13 @@ def test_the_interval_is_students_over_the_seeds() -> None:
     assert (one.value, one.low, "one seed" in one.note) == (0.5, 0.0, True)
 
 
+def test_the_gate_is_compared_with_the_best_of_all_arms_that_were_trained_with_it() -> None:
+    numbers = {"none": (1.0, 1.1, 1.2), "register-tokens": (0.1, 0.12, 0.11), "vga": (0.5, 0.52, 0.51)}
+    (best,) = judged("V-18", training({arm: {"perplexity_increase": each} for arm, each in numbers.items()})).estimates
+    assert best.value == pytest.approx(0.4)
+    assert best.note.startswith("others: none, register-tokens; ")
+
+
 def test_seeds_and_arms_are_pooled_over_folders_that_differ_in_nothing_else() -> None:
     def one(seed: int, own: float, **options: Any) -> Training:
         made = training({"none": {"perplexity": (2.0,)}, "vga": {"perplexity": (own,)}}, seed=seed, **options)

@@ -216,6 +216,7 @@ def test_spared_modules_recover_what_plain_pytorch_recovers(model: Any, spared_r
     recovered -= plain_loss(model, preset.weights, preset.inputs, exact=spared)
     assert row["recovered"] == pytest.approx(recovered, abs=2e-6)
     assert row["cost"] == row_of(spared_run, "W8A8", ALL)["cost"]
+    assert row["ahead"] == pytest.approx(row["recovered"] - row["random_recovered"])
 
 
 def test_the_model_is_as_before(model: Any) -> None:
@@ -237,7 +238,9 @@ def run_of(cost: tuple[float, ...], share: tuple[float, ...] = (), recovered: tu
     tables = {"formats": pd.DataFrame(rows)}
     if recovered:
         columns = [
-            f"{name}{end}" for name in ("cost", "recovered", "random_recovered") for end in ("", "_low", "_high")
+            f"{name}{end}"
+            for name in ("cost", "recovered", "random_recovered", "ahead")
+            for end in ("", "_low", "_high")
         ]
         spared = dict(zip(columns, (*cost, *recovered), strict=True)) | {"scheme": "W8A8", "modules": 2}
         modules = {"scheme": "W8A8", "module": ["a", "b", "c"], "is_spared": [True, True, False]}
@@ -287,9 +290,9 @@ def test_sinks_have_a_share_if_they_recover_more_than_random_tokens(share: tuple
 @pytest.mark.parametrize(
     ("recovered", "ignored"),
     [
-        ((0.02, 0.011, 0.03, 0.0, -0.01, 0.01), ["a", "b"]),
-        ((0.02, 0.010, 0.03, 0.0, -0.01, 0.01), []),
-        ((0.02, 0.0, 0.03, -0.02, -0.03, -0.01), []),
+        ((0.02, 0.011, 0.03, 0.0, -0.01, 0.01, 0.02, 0.001, 0.03), ["a", "b"]),
+        ((0.02, 0.011, 0.03, 0.0, -0.01, 0.01, 0.02, 0.0, 0.03), []),
+        ((0.02, 0.0, 0.03, -0.02, -0.03, -0.01, 0.04, 0.02, 0.05), []),
     ],
 )
 def test_a_recipe_ignores_modules_that_recover_more_than_random_ones(

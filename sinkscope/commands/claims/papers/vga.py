@@ -101,14 +101,20 @@ def _follows_gate(arm: StudyArm) -> float:
 
 def _against_best(study: ClaimStudy) -> Estimate:
     """Return the gate − the best of all other methods that were trained with it, for each seed."""
-    others = sorted(set.intersection(*(set(arms) for arms in study.by_seed)) - {GATE, UNTOUCHED})
+
+    def others(arms: Mapping[str, StudyArm]) -> dict[str, StudyArm]:
+        gate = arms[GATE]
+        beside = [arm for arm in gate.training.arms if arm.seed == gate.seed and arm.method not in (GATE, PLAIN)]
+        return {PLAIN: arms[PLAIN]} | {arm.label: arm for arm in beside}
+
+    labels = sorted(set.intersection(*(set(others(arms)) for arms in study.by_seed)))
     cost = metric("perplexity_increase")
 
     def beyond_best(arms: Mapping[str, StudyArm]) -> float:
-        return cost(arms[GATE]) - min(cost(arms[name]) for name in others)
+        return cost(arms[GATE]) - min(cost(others(arms)[label]) for label in labels)
 
-    estimate = over_seeds.of_several(beyond_best, *others)(study)
-    return estimate.over(f"others: {estimate.note}")
+    estimate = over_seeds.of_several(beyond_best, PLAIN)(study)
+    return estimate.over(f"others: {', '.join(labels)}; {estimate.note.partition('; ')[2]}")
 
 
 def _step_seconds(arm: StudyArm) -> float:
