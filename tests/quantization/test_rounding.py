@@ -1,6 +1,7 @@
 """The presets of compressed-tensors: equal arguments, and equal numbers as its own fake quantization, bit for bit."""
 
 import itertools
+from typing import get_args
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp, generate_gparam
 from torch import nn
 
-from sinkscope.quantization.formats import PRESETS, Encoding
+from sinkscope.quantization.formats import PRESETS, Encoding, PresetName
 from sinkscope.quantization.rounding import round_to_e2m1, snap
 
 ENCODINGS = sorted(
@@ -36,6 +37,10 @@ def test_a_preset_has_the_arguments_of_compressed_tensors(name: str) -> None:
             names = ("type", "num_bits", "strategy", "group_size", "dynamic")
             assert [getattr(theirs[part], field) for field in names] == [getattr(encoding, field) for field in names]
             assert theirs[part].symmetric
+
+
+def test_the_names_of_options_are_those_of_the_presets() -> None:
+    assert get_args(PresetName) == tuple(PRESETS)
 
 
 def tensors() -> list[torch.Tensor]:
