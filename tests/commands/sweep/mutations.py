@@ -41,6 +41,8 @@ MUTATIONS = [
     ("the last BOS policy is the main one", "tables", "SweepTables.main", 'transform("first")', 'transform("last")'),
     ("tuned and base are exchanged", "figures", "_chat_rows",
      '(("base", "_of_base"), ("tuned", ""))', '(("base", ""), ("tuned", "_of_base"))'),
+    ("a tuned model is compared with its base on all inputs", "figures", "_chat_rows",
+     'left_on=["base", "input"], right_on=["model", "input"]', 'left_on="base", right_on="model"'),
     ("published rates of another setting", "output", "_with_published", "if not same or", "if"),
     ("the first revision of claims is compared", "output", "one_cell_per_model",
      'transform("last")', 'transform("first")'),

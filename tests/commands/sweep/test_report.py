@@ -66,6 +66,14 @@ def test_a_figure_shows_the_rates_of_the_table(name: str) -> None:
     assert lines(KINDS["cells of a sweep"][name](tables_of(*cells))) == expected
 
 
+def test_a_tuned_model_is_compared_with_its_base_on_the_same_input() -> None:
+    tuned = {"model": "b", "base": "a"}
+    tables = tables_of({}, RANDOM, tuned | {"value": 0.75}, tuned | {"input": "random", "value": 1.0})
+    figure = KINDS["cells of a sweep"]["sweep-chat"](tables)
+    assert lines(figure) == {"base": [(50, 0), (25, 1)], "tuned": [(75, 0), (100, 1)]}
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["b · natural", "b · random"]
+
+
 def test_the_first_setting_and_the_last_revision_are_compared_by_input() -> None:
     tables = tables_of(
         {"revision": "step0", "settings": "seed=0", "value": 0.1},
