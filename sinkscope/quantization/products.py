@@ -17,7 +17,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from sinkscope.models.edits import wrapped_forward
+from sinkscope.errors import InputError
+from sinkscope.models.edits import check_own_map, check_parameters, wrapped_forward
 from sinkscope.models.family import Family
 from sinkscope.models.in_memory import own_configurations
 from sinkscope.models.projections import layer_and_kind, linear_modules
@@ -52,13 +53,29 @@ ProductChange = Callable[[Matrix, Product, torch.Tensor, torch.Tensor, torch.Ten
 
 
 def matrices_of(model: PreTrainedModel, family: Family) -> list[Matrix]:
-    """Return the matrices of all linear modules except the LM head, and of experts that are one tensor per layer."""
-    matrices = [Matrix(path, *layer_and_kind(path, family)) for path, _ in linear_modules(model)]
+    """Return the matrices of all linear modules except the LM head, and of experts that are one tensor per layer.
+
+    Raises:
+        InputError: A module's output is not the product with its weight.
+    """
+    matrices = []
+    for path, module in linear_modules(model):
+        check_weight(path, module)
+        matrices.append(Matrix(path, *layer_and_kind(path, family)))
     for path, module in model.named_modules():
         for name, parameter in _expert_parameters(module):
             layer, kind = layer_and_kind(f"{path}.{name}", family)
             matrices += [Matrix(path, layer, kind, name, expert) for expert in range(len(parameter))]
     return matrices
+
+
+def check_weight(path: str, module: nn.Module) -> None:
+    """Raise InputError unless a module's output is the product with its weight, which is a parameter."""
+    try:
+        check_own_map(module)
+        check_parameters(module)
+    except InputError as error:
+        raise InputError(f"{path} cannot be quantized: {error}") from None
 
 
 def _expert_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

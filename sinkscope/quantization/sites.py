@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError, unknown
 from sinkscope.models.adapters import check_no_adapter
-from sinkscope.models.edits import check_own_map, check_parameters
 from sinkscope.models.family import NOT_RUN, Family, read_a_token
 from sinkscope.models.packed import check_not_packed
 from sinkscope.models.projections import NO_LAYER, layer_and_kind, linear_modules
 from sinkscope.quantization.formats import FULL_SCHEME, STATIC_SCHEME, STATIC_SCHEMES
+from sinkscope.quantization.products import check_weight
 
 INPUT, WEIGHT, OUTPUT = "input", "weight", "output"
 PARTS = (INPUT, WEIGHT, OUTPUT)
@@ -73,7 +73,7 @@ def sites_of(
     sites = []
     for path, (module, layer, kind) in linear.items():
         if layer in running or path in reached:
-            _check_weight(path, module)
+            _check_in_memory(path, module)
             sites += [Site(path, part, layer, kind) for part in PARTS]
     if not sites:
         raise InputError("this model has no linear layers that could be quantized")
@@ -81,7 +81,7 @@ def sites_of(
         _check_interface(family, "--scheme full", "scores and softmax outputs")
         for path, module in model.named_modules():
             if isinstance(module, nn.Embedding) and path in reached and layer_and_kind(path, family)[0] == NO_LAYER:
-                _check_weight(path, module)
+                _check_in_memory(path, module)
                 sites += [Site(path, part, NO_LAYER, path) for part in (WEIGHT, OUTPUT)]
         first = next(iter(running))
         sites.append(Site(f"{family.layers}.{first}.input", SUM, first, "layer_in"))
@@ -144,11 +144,7 @@ def chosen_sites(sites: Collection[Site], named: Iterable[Site | str]) -> set[Si
     return chosen
 
 
-def _check_weight(path: str, module: Any) -> None:
+def _check_in_memory(path: str, module: Any) -> None:
     if module.weight.is_meta:
         raise InputError(f"{path}: its weights are offloaded and cannot be edited: load without --device-map auto")
-    try:
-        check_own_map(module)
-        check_parameters(module)
-    except InputError as error:
-        raise InputError(f"{path} cannot be quantized: {error}") from None
+    check_weight(path, module)

@@ -139,6 +139,10 @@ def intervened(*do: str) -> Callable[[PreTrainedModel], sinkscope.Run]:
     return lambda model: sinkscope.intervene(model, do=do, draws=1, **OPTIONS)
 
 
+def quantized(model: PreTrainedModel, scheme: str) -> sinkscope.Run:
+    return sinkscope.quantize(model, scheme=scheme, calibration=2, **OPTIONS)
+
+
 LLAMAS = ("zero-massive:layers=1,coordinates=3", "zero-key-columns:coordinates=3", "mask-sink", "mean-sink-value")
 # what is run → the model, the number of devices, the function, and the tolerance
 RUNS: dict[str, tuple[str, int, Callable[[PreTrainedModel], sinkscope.Run], float]] = {
@@ -146,7 +150,8 @@ RUNS: dict[str, tuple[str, int, Callable[[PreTrainedModel], sinkscope.Run], floa
     "analyze on two": ("gemma2", 2, lambda model: sinkscope.analyze(model, **OPTIONS), 1e-3),
     "intervene on one": ("gpt2", 1, intervened("transplant-epe", "nullify-query-bias"), 1e-2),
     "intervene on two": ("llama", 2, intervened(*LLAMAS), 1e-2),
-    "quantize": ("shallow", PLACES, lambda model: sinkscope.quantize(model, calibration=2, **OPTIONS), 1e-2),
+    "quantize": ("shallow", PLACES, lambda model: quantized(model, "static"), 1e-2),
+    "quantize to formats": ("shallow", PLACES, lambda model: quantized(model, "W8A8,FP8,NVFP4"), 1e-2),
 }
 
 
