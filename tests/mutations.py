@@ -78,6 +78,7 @@ ESTIMATE_TESTS = (
     "tests/commands/claims/test_claims_levels.py",
     "tests/commands/intervene/test_effects.py",
 )
+SEQUENCE_TESTS = ("tests/results/test_sequences.py",)
 METRIC_TESTS = ("tests/results/test_metrics.py",)
 VERDICT_TESTS = ("tests/verdict",)
 FORMAT_TESTS = ("tests/commands/train/test_retrofit_table.py",)  # of tables as text, Markdown and LaTeX
@@ -230,6 +231,12 @@ MUTATIONS = [
          "low=min(each.low for each in estimates), ", ""),
         ("interval of a change: upside down", EFFECT_INTERVALS, "_interval_of_change",
          "after / before", "before / after"),
+    ),
+    *_mutations(
+        SEQUENCE_TESTS,
+        ("losses: a mean over sequences", "sinkscope.results.sequences", "Sequences.losses",
+         "(weights @ np.nan_to_num(loss * predicted)) / (weights @ predicted)",
+         "(weights @ np.nan_to_num(loss)) / weights.sum(1)"),
     ),
     *_mutations(
         INTERVENTION_TESTS,

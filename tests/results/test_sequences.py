@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from tiny import tiny_model, tiny_tokens
 from transformers import PreTrainedModel
@@ -12,6 +13,7 @@ from sinkscope.commands.steps.onsets import left_out, resampled
 from sinkscope.measuring.estimates import gradient_ratio, massive_count, sink_rates
 from sinkscope.output.run import Run
 from sinkscope.results.findings import Outcome
+from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Sequences
 from sinkscope.results.statistics import Estimate, bootstrap, positive_jackknife, resamplings, resamplings_of
 
@@ -52,6 +54,12 @@ def test_copies_are_drawn_together() -> None:
     assert weights[0].tolist() == [1, 1, 1, 1]
     np.testing.assert_array_equal(weights, resamplings(3)[:, [0, 1, 0, 2]])
     assert not resamplings_of([7] * 20)[1:].any()
+
+
+def test_a_loss_is_per_predicted_token_with_all_passages_and_without_each() -> None:
+    table = pd.DataFrame({"layer": -1, "sequence": range(4), "loss": [1.0, 4, 2, 3], "predicted": [1, 3, 4, 2]})
+    run = RunData({"input": {"sequences": 4, "per_passage": 2}}, {"loss_by_sequence": table})
+    np.testing.assert_allclose(Sequences(run).losses, [27 / 10, 14 / 6, 13 / 4])
 
 
 def test_copies_of_every_text_change_no_interval(measured: dict[str, Run]) -> None:

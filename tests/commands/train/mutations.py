@@ -81,6 +81,8 @@ MUTATIONS = [
         "config.steps // config.save_every"),
     ("text: many passes are no more than one", "blocks", "Blocks.notices", "passes <= MANY_PASSES", "passes <= 1"),
     ("figure: the head that attends least", "figures", "draw_backcopy_maps", ".idxmax()", ".idxmin()"),
+    ("figure: position 0 is among those that it is compared with", "figures", "relative_to_later",
+        "heads.drop(columns=0).mean(", "heads.mean("),
     ("figure: half of the later positions", "figures", "draw_retrofit_values", "later.quantile(0.1,",
         "later.quantile(0.5,"),
     ("task: the ratio upside down", "findings", "backcopy_markdown",

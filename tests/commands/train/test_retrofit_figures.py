@@ -93,6 +93,13 @@ def test_values_and_gates_are_by_layer_and_in_a_single_layer_by_position() -> No
     (_,) = DRAW["retrofit-values"](TrainedArms({}, ungated)).axes  # values are attended to as projected
 
 
+def test_norms_are_relative_to_the_later_positions_of_their_head() -> None:
+    table = grid(layer=range(2), head=range(2), position=range(3))
+    table = table.assign(norm=[1.0, 2, 6, 3, 1, 1, 5, 4, 6, 2, 1, 3])  # later means 4 and 1, then 5 and 2
+    expected = [[1.625, 0.75, 1.25], [1.0, 0.65, 1.35]]
+    np.testing.assert_allclose(relative_to_later(table, "norm"), expected)
+
+
 def bars_of(**by_metric: list[float]) -> Any:
     rows = [
         ("org/model", arm, -1, metric, value)
