@@ -52,6 +52,7 @@ OF_RUN = "sinkscope.measuring.estimates"
 CALLBACK = "sinkscope.measuring.callback"
 ESTIMATES = "sinkscope.results.statistics"
 EFFECT_INTERVALS = "sinkscope.commands.intervene.findings"
+ROUNDING, FORMATS = "sinkscope.quantization.rounding", "sinkscope.quantization.formats"
 INTERVENTIONS = "sinkscope.interventions"
 ANALYSIS, PROBES = "sinkscope.verdict.analysis", "sinkscope.verdict.probes"
 
@@ -79,6 +80,7 @@ ESTIMATE_TESTS = (
     "tests/commands/intervene/test_effects.py",
 )
 SEQUENCE_TESTS = ("tests/results/test_sequences.py",)
+ROUNDING_TESTS = ("tests/quantization/test_rounding.py",)
 METRIC_TESTS = ("tests/results/test_metrics.py",)
 VERDICT_TESTS = ("tests/verdict",)
 FORMAT_TESTS = ("tests/commands/train/test_retrofit_table.py",)  # of tables as text, Markdown and LaTeX
@@ -263,6 +265,18 @@ MUTATIONS = [
          'table[table["is_super"]] if', 'table if'),
         ("query bias: perturbed alike in all layers", f"{INTERVENTIONS}.nu", "PerturbQueryBias.edited",
          "self.seed + layer", "self.seed"),
+    ),
+    *_mutations(
+        ROUNDING_TESTS,
+        ("rounding: int8 to 127 steps", ROUNDING, "scales", "- 1) / 2)", "- 2) / 2)"),
+        ("rounding: MX as the OCP specification", ROUNDING, "scales",
+         " + (mantissa >= 0.875)", ""),
+        ("rounding: NVFP4 without the tensor's scale", ROUNDING, "scales",
+         "E4M3 * E2M1 / whole", "E4M3 / whole"),
+        ("rounding: ties of e2m1 away from zero", ROUNDING, "round_to_e2m1",
+         "(magnitude / step).round_()", "(magnitude / step + 0.5).floor_()"),
+        ("preset: the smallest group", FORMATS, "Preset.fitted",
+         "[size, size // 2, size // 4]", "[size // 4, size // 2, size]"),
     ),
     *_mutations(
         METRIC_TESTS,

@@ -11,6 +11,7 @@ from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from compressed_tensors.quantization.utils import calculate_qparams, compute_dynamic_scales_and_zp, generate_gparam
 from torch import nn
 
+from sinkscope.errors import InputError
 from sinkscope.quantization.formats import PRESETS, Encoding, PresetName
 from sinkscope.quantization.rounding import round_to_e2m1, snap
 
@@ -41,6 +42,20 @@ def test_a_preset_has_the_arguments_of_compressed_tensors(name: str) -> None:
 
 def test_the_names_of_options_are_those_of_the_presets() -> None:
     assert get_args(PresetName) == tuple(PRESETS)
+
+
+def test_groups_of_integers_are_the_largest_that_divide_all_inputs() -> None:
+    for widths, size in (({128, 256}, 128), ({128, 192}, 64), ({96, 128}, 32)):
+        assert PRESETS["W4A16"].fitted(widths).weights.group_size == size
+    for name, widths, message in (
+        ("W4A16", {48, 128}, "128 or 64 or 32"),
+        ("MXFP4", {48}, "32"),
+        ("NVFP4", {24}, "16"),
+    ):
+        with pytest.raises(InputError, match=f"groups of {message} do not divide"):
+            PRESETS[name].fitted(widths)
+    assert PRESETS["W8A8"].fitted({7}) == PRESETS["W8A8"]
+    assert PRESETS["NVFP4"].fitted({48}) == PRESETS["NVFP4"]
 
 
 def tensors() -> list[torch.Tensor]:
