@@ -21,6 +21,7 @@ MUTATIONS = [
     ("levels: the smallest for the largest", "over_seeds", "largest_rate",
      "largest_of([mean_over_seeds(each, PERCENT) for each in rates.T])",
      "min((mean_over_seeds(each, PERCENT) for each in rates.T), key=lambda each: each.value)"),
+    ("levels: one seed with a sink is enough", "over_seeds", "with_a_sink", "rates.mean(0).max()", "rates.max()"),
     ("seeds: an arm without a sink to take", "over_seeds", "_read", "plain <= least", "plain <= -least"),
     ("studies: arms of another folder", "studies", "arms_by_seed", "of_one_folder.setdefault(seed, arms)", "pass"),
     ("studies: the group with the fewest sinks", "studies", "_with_most", "np.argmax(sinks)", "np.argmin(sinks)"),

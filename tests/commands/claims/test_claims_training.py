@@ -21,6 +21,7 @@ from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.studies import Training
 from sinkscope.errors import InputError
 from sinkscope.results.findings import Outcome
+from sinkscope.results.judgment import NotDefined
 from sinkscope.results.manifest import make_manifest, write_manifest
 from sinkscope.results.run import RunData
 
@@ -477,6 +478,13 @@ def test_extremes_of_many_levels_are_not_further_apart_by_chance() -> None:
     for found, by_chance in ((of_decays, 3.5), (of_ranges, 14.2)):
         assert np.mean([each.low > 0 for each in found]) <= 0.08
         assert abs(np.mean([each.value for each in found])) < by_chance / 2
+
+
+def test_a_level_has_a_sink_if_its_mean_over_seeds_does() -> None:
+    levels = np.array([1.0, 2.0])
+    with pytest.raises(NotDefined, match="no sink rate is above 10 %"):
+        range_of_rates(levels, np.array([[27.0, 0.0], [0.0, 0.0], [0.0, 0.0]]))  # 27 % in one of three seeds
+    assert range_of_rates(levels, np.array([[27.0, 0.0], [6.0, 0.0], [0.0, 0.0]])).value == 11.0
 
 
 def test_random_first_tokens() -> None:

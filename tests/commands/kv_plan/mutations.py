@@ -48,4 +48,6 @@ MUTATIONS = [
     ("figure: ends exchanged", "figures", "draw_kv_plan",
      "[[value - low], [high - value]]", "[[high - value], [value - low]]"),
     ("spared layers: the cheapest are named", "findings", "_costliest_layers", "ascending=False", "ascending=True"),
+    ("spared layers: the larger loss of keys and values", "findings", "_costliest_layers",
+     ".sum(axis=1)", ".max(axis=1)"),
 ]  # fmt: skip

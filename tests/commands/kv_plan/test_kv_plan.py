@@ -247,6 +247,12 @@ def test_vllm_gets_the_fewest_bits_that_keep_perplexity(
     assert bool(found.get("kv_cache_dtype_skip_layers")) == skips
 
 
+def test_the_costliest_layer_has_the_largest_sum_of_the_losses_of_keys_and_values(run: Run) -> None:
+    of_losses = changed(run, "kv_layers", key_loss=[5.0, 4.0, 0.0], value_loss=[0.0, 3.0, 6.0])
+    (spared,) = (finding for finding in findings(of_losses) if finding.name == "spared-layers")
+    assert spared.numbers["layers"] == (1,)
+
+
 def test_files_and_figure_have_the_numbers_of_the_tables(run: Run) -> None:
     content = plans(changed(run, "kv_heads", key_bits=8, value_bits=4))
     assert all(plan["bits"] == [[8, 4]] * 3 for plan in content["plans"])
