@@ -115,9 +115,11 @@ class _Products(TorchFunctionMode):
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
             return None
         for name, parameter in self.parameters.items():
-            if weight is parameter:
+            if weight.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+                continue
+            if parameter.dim() == 2 and weight.numel() == parameter.numel():  # as it is, or transposed
                 return self.matrices.get((name, None))
-            if parameter.dim() == 3 and weight.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr():
+            if parameter.dim() == 3:
                 number = (weight.storage_offset() - parameter.storage_offset()) // parameter.stride(0)
                 return self.matrices.get((name, number))
         return None

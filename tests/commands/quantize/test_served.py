@@ -20,13 +20,14 @@ from sinkscope import Run, quantize
 from sinkscope.commands.card.tables import values_of
 from sinkscope.commands.quantize import served_findings
 from sinkscope.commands.quantize.manifest import EncodingEntry, Served
-from sinkscope.commands.quantize.served import ALL, INPUTS, WEIGHTS, LargestFactors
+from sinkscope.commands.quantize.served import ALL, INPUTS, RANDOM_DRAWS, WEIGHTS, Factors, LargestFactors, StoredInputs
 from sinkscope.errors import InputError
 from sinkscope.models.families import find_family
 from sinkscope.quantization.formats import PRESETS, Encoding
 from sinkscope.quantization.products import Matrix, changed_products, matrices_of
 from sinkscope.quantization.rounding import snap
 from sinkscope.results.findings import Finding, Outcome
+from sinkscope.text.batch import Batch
 
 TEXTS = tiny_tokens(9, 24)  # six are evaluated, and three calibrate
 SMALL: dict[str, Any] = {
@@ -113,7 +114,15 @@ def test_the_sinks_share_is_what_their_inputs_in_full_precision_recover(model: A
     assert run.manifest["served"]["sink_layer"] == -1
     row = row_of(run, "W8A8", ALL)
     assert row["sink_share"] == pytest.approx(share, abs=2e-6)
-    assert row["random_share_low"] <= row["random_share"] <= row["random_share_high"]
+    drawn, shares = np.random.default_rng(0), []
+    for _ in range(RANDOM_DRAWS):
+        random = torch.zeros(9, 24, dtype=torch.bool)  # also of the texts that calibrate
+        for mask in random:
+            mask[drawn.choice(np.arange(4, 24), 4, replace=False)] = True
+        loss = plain_loss(model, preset.weights, preset.inputs, random[:6])
+        shares.append(plain_loss(model, preset.weights, preset.inputs) - loss)
+    assert row["random_share"] == pytest.approx(np.mean(shares), abs=2e-6)
+    assert (row["random_share_low"], row["random_share_high"]) == pytest.approx((min(shares), max(shares)), abs=2e-6)
 
 
 def test_a_static_range_leaves_out_spared_tokens() -> None:
@@ -126,6 +135,21 @@ def test_a_static_range_leaves_out_spared_tokens() -> None:
     first = [np.array([True, False, False])]
     assert recorder.inputs() == {matrix: 50.0, expert: 9.0}
     assert recorder.inputs(first) == {matrix: 50.0, expert: 2.0}
+
+
+def test_weights_next_to_each_other_that_read_the_same_input_share_a_scale() -> None:
+    recorder, x = LargestFactors(registers=0), torch.tensor([[1.0], [2.0]])
+    for size, (path, read) in enumerate({"a.q": x, "a.k": x, "b.gate": x, "a.o": 2 * x}.items(), 1):
+        recorder(Matrix(path, 0, path), F.linear, read, torch.full((1, 1), float(size)), None)
+    assert {matrix.path: size for matrix, size in recorder.fused_weights().items()} == {
+        "a.q": 2.0, "a.k": 2.0, "b.gate": 3.0, "a.o": 4.0,
+    }  # fmt: skip
+
+
+def test_spared_tokens_are_counted_behind_registers() -> None:
+    factors = Factors(None, [StoredInputs(), StoredInputs(None, [np.array([True, False, True])])], {}, registers=2)
+    factors.begin(Batch(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long)))
+    assert factors.spared.view(2, 6).int().tolist() == [[0] * 6, [0, 0, 1, 0, 1, 0]]
 
 
 def test_results_do_not_depend_on_the_batch_or_on_the_other_schemes(run: Run, spared_run: Run) -> None:
@@ -176,7 +200,8 @@ def test_an_experts_products_are_changed_one_by_one() -> None:
 
 def test_experts_are_quantized_like_linear_layers_and_the_rest_is_named() -> None:
     model = tiny_model("qwen3_moe", spread=1.0)
-    run = quantize(model, scheme="W8A8", **SMALL)
+    run, both = (quantize(model, scheme=scheme, **SMALL) for scheme in ("W8A8", "W8A8,FP8"))
+    assert row_of(both, "W8A8", INPUTS)["cost"] == pytest.approx(row_of(run, "W8A8", INPUTS)["cost"], abs=1e-6)
     served, preset = run.manifest["served"], PRESETS["W8A8"]
     assert set(served["not_quantized"]) == {"mlp.gate.weight"}
     rounded = copy.deepcopy(model)
@@ -320,6 +345,11 @@ def test_a_card_has_the_cost_of_every_scheme(run: Run) -> None:
     costs = values[values["metric"] == "cost"].set_index("setting")["value"]
     assert list(costs.index) == list(FITTING)
     assert costs["FP8"] == row_of(run, "FP8", ALL)["cost"]
+
+
+def test_a_layer_that_multiplies_by_its_transposed_weight_is_quantized() -> None:
+    run = quantize(tiny_model("falcon"), scheme="W8A8", **SMALL)
+    assert run.manifest["served"]["matrices"] == 12
 
 
 @pytest.mark.parametrize(
