@@ -115,7 +115,7 @@ class _Products(TorchFunctionMode):
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
             return None
         for name, parameter in self.parameters.items():
-            if weight.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+            if weight is not parameter and weight._base is not parameter:
                 continue
             if parameter.dim() == 2 and weight.numel() == parameter.numel():  # as it is, or transposed
                 return self.matrices.get((name, None))
