@@ -2,8 +2,8 @@
 
     make consumers
 
-llm-compressor has an environment of its own (.venv/consumers). It calibrates layer by layer behind layers that are
-quantized already; sinkscope measures static ranges in the model in full precision. So the schemes with static ranges
+llm-compressor has an environment of its own (.venv/consumers). It calibrates each layer with the earlier layers
+quantized; sinkscope measures static ranges in the model in full precision. So the schemes with static ranges
 (FP8, NVFP4) may differ by TOLERANCE, the others by round-off that moves entries to a neighboring number.
 """
 

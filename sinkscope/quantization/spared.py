@@ -66,3 +66,10 @@ class Spared:
 
 
 NOTHING = Spared()
+
+
+def random_tokens(spared: np.ndarray, drawn: np.random.Generator) -> np.ndarray:
+    """Return a mask of equally many other tokens of a sequence, the control of the spared ones (T,)."""
+    mask, free = np.zeros_like(spared), np.flatnonzero(~spared)
+    mask[drawn.choice(free, min(len(free), int(spared.sum())), replace=False)] = True
+    return mask

@@ -53,7 +53,7 @@ def test_smollm_is_measured_as_plain_transformers_measure_it(smollm: LoadedModel
 
 
 def test_smollm_sinks_stay_on_random_tokens_and_vanish_on_repeated_ones(smollm: LoadedModel) -> None:
-    """Where they are, the massive activation is at coordinate 507 from layer 11 on."""
+    """With sinks, the massive activation is at coordinate 507 from layer 11 on."""
     natural, random, repeated = (
         sinkscope.analyze(smollm, input=source, num_seqs=2, observables=TABLES)
         for source in ("natural", "random", "repeated")

@@ -126,10 +126,7 @@ def _served(
     if not schemes:
         raise InputError(f"no scheme applies to {subject.loaded.name}: {'; '.join(dict.fromkeys(absent.values()))}")
     print_line(console, f"{', '.join(schemes)} on {counted(len(subject.inputs), 'sequence')}")
-    tables = study.tables(schemes, config.seed)
-    if set(config.scheme) != set(PRESETS):
-        print_line(console, "looking for modules to keep in full precision")
-        tables |= study.spare(schemes, config.seed)
+    tables = study.tables(schemes, config.seed, is_sparing=set(config.scheme) != set(PRESETS))
     model = subject.loaded.model
     record = {
         "schemes": {name: asdict(preset) for name, preset in schemes.items()},

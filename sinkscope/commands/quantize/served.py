@@ -1,7 +1,7 @@
 """What the number formats that are served cost (the table `formats`): weights and inputs of every linear layer.
 
-Each setting stores weights, inputs or both in a format. The sink's share of the cost is what remains gone if the sink
-tokens' inputs stay in full precision and out of the calibration; random tokens, as many, are its control. Settings with
+Each setting stores weights, inputs or both in a format. The sinks' share is the cost that disappears if the inputs of
+sink tokens stay in full precision and out of the calibration; equally many random tokens are its control. Settings with
 the same weights are read in one forward pass, side by side in the batch, so that the weights are rounded once for them.
 """
 
@@ -20,6 +20,7 @@ from rich.console import Console
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.errors import InputError
+from sinkscope.measuring.console import print_line
 from sinkscope.measuring.engine import Setting, resampled_cost, run_settings
 from sinkscope.measuring.losses import perplexity
 from sinkscope.measuring.observables.massive import Massive
@@ -35,6 +36,7 @@ from sinkscope.quantization import settings
 from sinkscope.quantization.formats import Encoding, Preset
 from sinkscope.quantization.products import Matrix, Product, ProductChange, changed_products, matrices_of
 from sinkscope.quantization.rounding import snap
+from sinkscope.quantization.spared import random_tokens
 from sinkscope.results.statistics import Estimate, bootstrap
 from sinkscope.results.tables import WHOLE_MODEL, Column, Columns
 from sinkscope.retrofits.retrofit import registers_before
@@ -42,7 +44,7 @@ from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
 
 RANDOM_DRAWS = 3  # draws of random tokens and of random modules, the controls
-MOST_SPARED = 4  # at most this part of the modules is spared: one quarter
+MOST_SPARED = 0.25  # largest share of the modules that is spared
 PARTS = ALL, WEIGHTS, INPUTS = "all", "weights", "inputs"
 
 FORMAT_TABLES: dict[str, Columns] = {
@@ -132,9 +134,10 @@ class Factors:
         self, matrix: Matrix, product: Product, x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor | None
     ) -> torch.Tensor:
         if self.weights is not None:
-            weight = snap(
-                self.weights, weight, self.largest_weights[matrix] if self.weights.strategy == "tensor_group" else None
-            )
+            is_fused = self.weights.strategy == "tensor_group"
+            weight = snap(self.weights, weight, self.largest_weights[matrix] if is_fused else None)
+        if not any(setting.encoding for setting in self.settings):
+            return product(x, weight)
         rows = x.reshape(-1, x.shape[-1])
         is_by_token = tokens is not None or len(rows) == len(self.spared)  # the text's tokens, not a picture's patches
         count = len(self.spared if is_by_token else rows) // len(self.settings)  # rows of a setting
@@ -223,14 +226,15 @@ class LargestFactors:
     def inputs(self, spared: Spared = ()) -> dict[Matrix, float]:
         """Return the largest magnitude of each matrix's inputs, without those of spared tokens."""
         largest: dict[Matrix, float] = {}
-        before = np.zeros(self.registers, dtype=bool)
-        masks: Any = [np.concatenate([before, mask]) for mask in spared] or defaultdict(lambda: before[:0])
+        masks = [np.concatenate([np.zeros(self.registers, dtype=bool), mask]) for mask in spared]
         for matrix, reads in self.of_inputs.items():
-            kept = []
+            largest[matrix] = 0.0
             for sequence, tokens, magnitudes in reads:
-                mask = masks[sequence] if tokens is None or not spared else masks[sequence][tokens]
-                kept.append(magnitudes[~mask] if len(mask) == len(magnitudes) else magnitudes)
-            largest[matrix] = float(np.concatenate(kept).max(initial=0.0))
+                if masks:
+                    mask = masks[sequence] if tokens is None else masks[sequence][tokens]
+                    if len(mask) == len(magnitudes):  # the text's tokens, not a picture's patches
+                        magnitudes = magnitudes[~mask]
+                largest[matrix] = max(largest[matrix], float(magnitudes.max(initial=0.0)))
         return largest
 
 
@@ -263,6 +267,7 @@ class ServedStudy:
         (calibrated,) = run_settings(replace(subject, inputs=calibration), [calibrating], batch_size=1, **how)
         (self.full,) = run_settings(subject, [dense], batch_size=batch_size, **how)
         self.batch_size = self.full.batch_size  # the one that fitted into memory
+        self.largest_weights, self.largest_inputs = self.recorder.fused_weights(), self.recorder.inputs()
         if not (widths := self.recorder.widths):
             raise InputError("this model has no linear layers that could be quantized")
         self.matrices, self.widths = [matrix for matrix in every if matrix in widths], set(widths.values())
@@ -295,14 +300,17 @@ class ServedStudy:
         ):
             yield tracer
 
-    def tables(self, schemes: Mapping[str, Preset], seed: int) -> dict[str, pd.DataFrame]:
+    def tables(self, schemes: Mapping[str, Preset], seed: int, is_sparing: bool) -> dict[str, pd.DataFrame]:
+        """Measure schemes; with `is_sparing`, also look for modules to keep in full precision."""
         drawn = np.random.default_rng(seed)
-        spared: list[tuple[Spared, Spared]] = [((), ()), (self.sinks, self.calibration_sinks)]
+        spared: list[tuple[Spared, Spared]] = [(self.sinks, self.calibration_sinks)]
         spared += [
-            ([_random_tokens(mask, drawn) for mask in self.sinks], [_random_tokens(mask, drawn) for mask in masks])
+            ([random_tokens(mask, drawn) for mask in self.sinks], [random_tokens(mask, drawn) for mask in masks])
             for masks in [self.calibration_sinks] * RANDOM_DRAWS
         ]
+        inputs: list[tuple[Spared, Mapping[Matrix, float]]]
         inputs = [(of_text, self.recorder.inputs(of_calibration)) for of_text, of_calibration in spared]
+        inputs = [((), self.largest_inputs), *inputs]
         # weights → inputs → the settings that store them so, with nothing spared, sinks, and random tokens
         wanted: dict[Encoding | None, dict[Encoding | None, list[StoredInputs]]] = {}
         for preset in schemes.values():
@@ -317,16 +325,17 @@ class ServedStudy:
             parts |= {INPUTS: (None, preset.inputs)} if preset.inputs else {}
             rows += [{"layer": WHOLE_MODEL, "scheme": name, "part": part, **self._row(losses[pair])}
                      for part, pair in parts.items()]  # fmt: skip
-        return {"formats": pd.DataFrame(rows)}
+        spared_tables = self.spare(schemes, losses, seed) if is_sparing else {}
+        return {"formats": pd.DataFrame(rows), **spared_tables}
 
     def _losses(
         self, wanted: Mapping[Encoding | None, Mapping[Encoding | None, Sequence[StoredInputs]]]
     ) -> dict[Pair, np.ndarray]:
         """Return the losses (settings,N) of sequences for all pairs of encodings."""
-        run, largest = [], self.recorder.fused_weights()
+        run = []
         for weights, by_inputs in wanted.items():
             side_by_side = [setting for each in by_inputs.values() for setting in each]
-            factors = Factors(weights, side_by_side, largest, self.registers)
+            factors = Factors(weights, side_by_side, self.largest_weights, self.registers)
             run.append(Setting(partial(self._opened, self.matrices, factors), factors.read))
         size = max(1, self.batch_size // max(sum(map(len, by_inputs.values())) for by_inputs in wanted.values()))
         passes = run_settings(self.subject, run, kernel=self.kernel, batch_size=size, console=self.console)
@@ -338,43 +347,42 @@ class ServedStudy:
             }
         return losses
 
-    def spare(self, schemes: Mapping[str, Preset], seed: int) -> dict[str, pd.DataFrame]:
+    def spare(
+        self, schemes: Mapping[str, Preset], losses: Mapping[Pair, np.ndarray], seed: int
+    ) -> dict[str, pd.DataFrame]:
         """Look for the modules to keep in full precision, scheme by scheme, and measure what they recover.
 
         Modules are ranked by `OutputErrors` on the first PROBED sequences; 1, 2, 4, … of them are spared until little
-        of the cost remains. That choice is measured on all text, next to random choices of as many modules.
+        of the cost remains. That choice is measured on all text, next to random choices of as many modules. `losses`
+        are those of the schemes with no module spared, as `_losses` returns them.
         """
+        print_line(self.console, "looking for modules to keep in full precision")
         drawn = np.random.default_rng(seed)
         ranking, recovered = [], []
         probed = min(settings.PROBED, len(self.subject.inputs))
         probes = replace(self.subject, inputs=self.subject.inputs.part(0, probed))
         dense, layers = self.full.losses.numpy(), {matrix.module: matrix.layer for matrix in self.matrices}
         for name, preset in schemes.items():
-            factors = self._factors(preset)
-            errors = OutputErrors(factors)
-            finding = Setting(partial(self._opened, self.matrices, errors), errors.read)
-            run_settings(probes, [finding], kernel=self.kernel, batch_size=1, backward=True, console=self.console)
+            errors = OutputErrors(self._factors(preset))
+            predicting = Setting(partial(self._opened, self.matrices, errors), errors.read)
+            run_settings(probes, [predicting], kernel=self.kernel, batch_size=1, backward=True, console=self.console)
             rise: dict[str, float] = defaultdict(float)
             for matrix, nats in errors.rise.items():
                 rise[matrix.module] += nats / probes.inputs.num_predicted
             modules = sorted(rise, key=lambda module: -rise[module])
-            (losses,) = self._without([()], preset, probes)
-            count, cost = 0, math.inf
-            whole = losses.sum() - dense[:probed].sum()
-            while cost > settings.RESTORED * whole and count < len(modules) // MOST_SPARED:
-                count = min(max(1, 2 * count), len(modules) // MOST_SPARED)
-                (losses,) = self._without([modules[:count]], preset, probes)
-                cost = losses.sum() - dense[:probed].sum()
+            every = losses[preset.weights, preset.inputs][0]
+            count, cost, most = 0, math.inf, int(MOST_SPARED * len(modules))
+            whole = every[:probed].sum() - dense[:probed].sum()
+            while cost > settings.RESTORED * whole and count < most:
+                count = min(max(1, 2 * count), most)
+                (remaining,) = self._without([modules[:count]], preset, probes)
+                cost = remaining.sum() - dense[:probed].sum()
             choices = [modules[:count], *(list(drawn.choice(modules, count, False)) for _ in range(RANDOM_DRAWS))]
-            every, *spared = self._without([(), *choices], preset, self.subject)
+            spared = self._without(choices, preset, self.subject)
             share, *random = (self._cost(every, each) for each in spared)
             values = [each.value for each in random]
-            row = {
-                "layer": WHOLE_MODEL,
-                "scheme": name,
-                "modules": count,
-                **self._cost(every, dense).as_columns("cost"),
-            }
+            row: dict[str, Any] = {"layer": WHOLE_MODEL, "scheme": name, "modules": count}
+            row |= self._cost(every, dense).as_columns("cost")
             row |= share.as_columns("recovered")
             row |= Estimate(float(np.mean(values)), min(values), max(values)).as_columns("random_recovered")
             row |= self._cost(np.mean(spared[1:], axis=0), spared[0]).as_columns("ahead")
@@ -385,15 +393,14 @@ class ServedStudy:
         return {"formats_spared": pd.DataFrame(recovered), "formats_modules": pd.DataFrame(ranking)}
 
     def _factors(self, preset: Preset) -> Factors:
-        inputs = StoredInputs(preset.inputs, (), self.recorder.inputs())
-        return Factors(preset.weights, [inputs], self.recorder.fused_weights(), self.registers)
+        inputs = StoredInputs(preset.inputs, (), self.largest_inputs)
+        return Factors(preset.weights, [inputs], self.largest_weights, self.registers)
 
     def _without(self, choices: Sequence[Sequence[str]], preset: Preset, subject: Subject) -> list[np.ndarray]:
         """Return the losses (N,) with a scheme in all modules but those of each choice."""
-        run = []
+        run, factors = [], self._factors(preset)
         for spared in choices:
             matrices = [matrix for matrix in self.matrices if matrix.module not in spared]
-            factors = self._factors(preset)
             run.append(Setting(partial(self._opened, matrices, factors), factors.read))
         passes = run_settings(subject, run, kernel=self.kernel, batch_size=self.batch_size, console=self.console)
         return [done.losses[:, 0].numpy() for done in passes]
@@ -405,19 +412,10 @@ class ServedStudy:
 
     def _row(self, losses: np.ndarray) -> dict[str, float]:
         """Return the numbers of a row from the losses (settings,N): with nothing spared, sinks, and random tokens."""
-        whole, loss = (
-            self._cost(losses[0], self.full.losses.numpy()),
-            losses[0].sum() / self.subject.inputs.num_predicted,
-        )
+        whole = self._cost(losses[0], self.full.losses.numpy())
+        loss = losses[0].sum() / self.subject.inputs.num_predicted
         row = {"loss": loss, "perplexity": perplexity(loss), **whole.as_columns("cost"), "ratio": math.exp(whole.value)}
         share = self._cost(losses[0], losses[1]) if len(losses) > 1 else Estimate(math.nan, math.nan, math.nan)
         random = [self._cost(losses[0], each).value for each in losses[2:]] or [math.nan]
         row |= share.as_columns("sink_share")
         return row | Estimate(float(np.mean(random)), min(random), max(random)).as_columns("random_share")
-
-
-def _random_tokens(spared: np.ndarray, drawn: np.random.Generator) -> np.ndarray:
-    """Return a mask of as many other tokens of a sequence."""
-    mask, free = np.zeros_like(spared), np.flatnonzero(~spared)
-    mask[drawn.choice(free, min(len(free), int(spared.sum())), replace=False)] = True
-    return mask

@@ -31,7 +31,7 @@ from sinkscope.quantization import settings
 from sinkscope.quantization.grids import Range
 from sinkscope.quantization.simulation import quantized_sites
 from sinkscope.quantization.sites import CACHED, INPUT, SCORES, SOFTMAX, SUM, WEIGHT, Site
-from sinkscope.quantization.spared import Spared
+from sinkscope.quantization.spared import Spared, random_tokens
 from sinkscope.results.statistics import bootstrap
 from sinkscope.results.tables import Column, Columns
 from sinkscope.retrofits.retrofit import registers_before
@@ -172,18 +172,13 @@ class Split:
             peaks = self._peaks(texts[1])
             arms.append(SplitArm(setting, *texts, coordinates={site: _top_entries(x) for site, x in peaks.items()}))
         for draw in range(RANDOM_DRAWS):
-            random = [SparingText(inputs, [self._random_tokens(mask) for mask in spared]) for inputs, spared in sparing]
+            random = [
+                SparingText(inputs, [random_tokens(mask, self.drawn) for mask in spared]) for inputs, spared in sparing
+            ]
             arms.append(SplitArm(settings.TOKENS, random[0], random[1], draw))
             anywhere = {site: _top_entries(torch.from_numpy(self.drawn.random(x.shape))) for site, x in peaks.items()}
             arms.append(SplitArm(settings.COORDINATES, *plain, draw, anywhere))
         return arms
-
-    def _random_tokens(self, spared: np.ndarray) -> np.ndarray:
-        """Draw equally many of the other tokens of a sequence."""
-        free = np.flatnonzero(~spared)
-        mask = np.zeros_like(spared)
-        mask[self.drawn.choice(free, min(len(free), int(spared.sum())), replace=False)] = True
-        return mask
 
     def _prefixed(self, prefix: tuple[int, ...], draw: int = settings.NO_DRAW) -> SplitArm:
         text, calibration = (self._with_prefix(prefix, inputs) for inputs in (self.inputs, self.calibration))

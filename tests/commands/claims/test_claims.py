@@ -249,7 +249,7 @@ def test_a_number_that_decides_is_drawn_for_each_claim_and_a_condition_once() ->
 
 
 def test_a_scorecard_says_how_many_intervals_miss_by_chance() -> None:
-    """Of intervals at 95 %, those of one in twenty numbers; a number without an interval was not tested."""
+    """One in twenty intervals at 95 % misses by chance; a number without an interval was not tested."""
     whole = card_of(of_text(0.5), claims=["W-1"]).table
     exactly = whole.assign(low=whole["value"], high=whole["value"])
     table = pd.concat([*[whole] * 40, exactly], ignore_index=True)

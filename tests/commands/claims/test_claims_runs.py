@@ -247,7 +247,7 @@ def attracting() -> RunData:
 
 
 def taking(*later: float) -> RunData:
-    """Return heads of which the first alone has a strong sink, with these value gradients later ÷ at position 0."""
+    """Return heads with these value gradients, later ÷ at position 0; only the first head has a strong sink."""
     heads = range(len(later))
     attention = pd.DataFrame({"layer": 0, "head": heads, "kv_head": heads, "position": 0})
     attention["window_mass"] = np.where(attention["head"] == 0, 0.95, 0.3)
