@@ -3,16 +3,17 @@
 import numpy as np
 from matplotlib.ticker import PercentFormatter
 
-from sinkscope.commands.kv_plan.plan import COMBINED, FIRST_AND_LAST, PREDICTED, RANDOM
+from sinkscope.commands.kv_plan.plan import COMBINED, FIRST_AND_LAST, NO_SINKS, PREDICTED, RANDOM, SERVED
 from sinkscope.figures import plot
 from sinkscope.figures.labels import title
-from sinkscope.figures.style import NAVY, REFERENCE, VERMILION, WIDE, Figure, Look, new_figure
+from sinkscope.figures.style import GREEN, NAVY, REFERENCE, VERMILION, WIDE, Figure, Look, new_figure
 from sinkscope.results.run import RunData
 
 PLAN_DOT: Look = {"linestyle": "none", "markersize": 4.5}
 PLAN_LOOKS: dict[str, Look] = {  # shapes differ, so that colors are not needed
     "plan": PLAN_DOT | {"marker": "o", "color": NAVY},
     "plan that combines heads, tokens and bits": PLAN_DOT | {"marker": "*", "color": VERMILION, "markersize": 8},
+    "format that vLLM serves": PLAN_DOT | {"marker": "s", "color": GREEN},
     "control": PLAN_DOT | {"marker": "D", "color": "0.45", "mfc": "white", "markersize": 3.5},
 }
 LARGEST_RATIO = 1.2  # ratios of perplexity above this are beyond the axis, which says them
@@ -22,7 +23,8 @@ DENSE_LINE = REFERENCE | {"zorder": 1}
 def draw_kv_plan(run: RunData) -> Figure:
     table = run.tables["kv_plan"]
     is_bits = table["plan"].str.fullmatch(r"\d+ bits") & (table["sinks"] == PREDICTED)
-    table = table[is_bits | (table["budget"] < 1)]
+    is_served = table["plan"].isin(SERVED) & (table["sinks"] == NO_SINKS)
+    table = table[is_bits | is_served | (table["budget"] < 1)]
     kind = table["plan"].str.replace(r" \d+$", "", regex=True).where(table["budget"] < 1, table["plan"])
     table = table.assign(row=kind + table["budget"].map(lambda budget: f", {budget:.0%}" if budget < 1 else ""))
     memory = table.groupby("row")["memory"].mean()
@@ -53,10 +55,12 @@ def draw_kv_plan(run: RunData) -> Figure:
     right.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     shown = {_kind_of_plan(plan) for plan in table["plan"]}
     return figure.finish(
-        title(run, WIDE), {k: v for k, v in PLAN_LOOKS.items() if k in shown} | {"dense": DENSE_LINE}, ncols=4
+        title(run, WIDE), {k: v for k, v in PLAN_LOOKS.items() if k in shown} | {"dense": DENSE_LINE}, ncols=3
     )
 
 
 def _kind_of_plan(plan: str) -> str:
-    plain, combined, control = PLAN_LOOKS
-    return control if plan.startswith((RANDOM, FIRST_AND_LAST)) else combined if plan == COMBINED else plain
+    plain, combined, served, control = PLAN_LOOKS
+    if plan.startswith((RANDOM, FIRST_AND_LAST)):
+        return control
+    return served if plan in SERVED else combined if plan == COMBINED else plain

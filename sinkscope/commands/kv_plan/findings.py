@@ -2,7 +2,7 @@
 
 plan.json has every plan with its windows and bits by layer and key/value head, the rule that predicts sinks, and
 options of vLLM, which can quantize the cache by layers (`kv_cache_dtype` and `kv_cache_dtype_skip_layers` of its
-CacheConfig) but evict nothing by heads. plan_press.py is a press for kvpress.
+CacheConfig) but evict nothing by heads and spare no tokens. plan_press.py is a press for kvpress.
 """
 
 import json
@@ -15,17 +15,21 @@ import pandas as pd
 
 from sinkscope.commands.kv_plan.plan import (
     AS_MANY,
-    AS_VLLM,
     CACHE_BITS,
     COMBINED,
+    COSTLIEST_SPARED,
     DENSE,
     FIRST_AND_LAST,
+    FIRST_FOUR,
     FULL_BITS,
     NO_SINKS,
     PREDICTED,
     RANDOM,
     RANDOM_COMBINED,
+    RANDOM_SPARED,
     RANKINGS,
+    SERVED,
+    number_spared,
 )
 from sinkscope.errors import counted
 from sinkscope.measuring.sink_rule import FIRST_TOKENS
@@ -33,9 +37,10 @@ from sinkscope.results.findings import KEPT_RETRIEVAL, SMALL_RATIO, Finding, Out
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 from sinkscope.verdict.analysis import settings
-from sinkscope.verdict.report import Report, layers_text
+from sinkscope.verdict.report import Report
 
-PLAN, CONTROLS, BITS_OF_CACHE, SINKS = "Plan", "Controls", "Bits of the cache", "Sinks"
+PLAN, CONTROLS, SINKS = "Plan", "Controls", "Sinks"
+SERVED_FORMATS, BITS_OF_CACHE = "Formats that vLLM serves", "Bits of the cache"
 JSON, PRESS = "plan.json", "plan_press.py"
 
 
@@ -43,9 +48,11 @@ def report(run: RunData) -> Report:
     entry, guessed = run.manifest["kv_plan"], run.tables["kv_plan"]["guessed"].iloc[0]
     sentence = f"; plans are made on the {counted(entry['calibration'], 'sequence')} after them. Retrieval is of "
     sentence += f"the first {entry['copied']} tokens, which follow a text once more; {guessed:.0%} are predicted where "
-    sentence += "they occur first. Memory is that at the end of the text, of 16 bits or fewer; a quantized token takes "
-    sentence += "a step and a zero more for each head, whose keys and values are centered and rotated before they are "
-    sentence += "rounded"
+    sentence += "they occur first. Memory is that at the end of the text, of 16 bits or fewer; on fewer bits, a token "
+    sentence += (
+        "takes a step and a zero more for each head, whose keys and values are centered and rotated before they "
+    )
+    sentence += "are rounded; formats that vLLM serves have its own arithmetic"
     title = f"{run.model}: plans for the KV cache, {run.reads}"
     return Report(title, settings(run, sentence, copied=entry["copied"]), overview(run), findings(run))
 
@@ -71,8 +78,8 @@ def plan_label(row: Any) -> str:
     if row.plan == FIRST_AND_LAST:
         return f"first {FIRST_TOKENS} + last {row.window} in all heads"
     if row.budget == 1:
-        what = {PREDICTED: "predicted sinks", AS_MANY: "as many first tokens", NO_SINKS: "no token"}[row.sinks]
-        return f"{row.plan}, {what} in full precision"
+        what = {AS_MANY: "as many first tokens", FIRST_FOUR: "first 4 tokens", NO_SINKS: "no token"}
+        return f"{row.plan}, {what.get(row.sinks, row.sinks)} in full precision"
     bits = "" if row.bits == FULL_BITS else f", {row.bits:.3g} bits"
     if row.window < 0:
         return f"{row.plan}: all heads whole{bits}"
@@ -92,6 +99,7 @@ def findings(run: RunData) -> list[Finding]:
     for budget in run.manifest["kv_plan"]["budgets"]:
         found += _at_budget(run, budget)
     table = run.tables["kv_plan"].query("budget == 1").set_index(["plan", "sinks"])
+    found += [_served(run, name, table) for name in SERVED]
     for bits in CACHE_BITS:
         rows = table.loc[f"{bits} bits"]
         ratio, first, none = (rows["ratio"][sinks] for sinks in (PREDICTED, AS_MANY, NO_SINKS))
@@ -99,14 +107,6 @@ def findings(run: RunData) -> list[Finding]:
         sentence += f"sinks in full precision, {first:.3f} with as many first tokens, {none:.3f} with none."
         numbers: dict[str, Any] = {"bits": bits, "first": first, "none": none}
         found.append(Finding("bits", BITS_OF_CACHE, value=ratio, numbers=numbers, sentence=sentence))
-    names = (f"{CACHE_BITS[1]} bits {AS_VLLM}, {which}" for which in ("spared", "random spared"))
-    spared, drawn = (table["ratio"][name, NO_SINKS] for name in names)
-    layers = _costliest_layers(run)
-    sentence = f"On {CACHE_BITS[1]} bits {AS_VLLM}, which keeps no token in full precision, "
-    sentence += f"{layers_text(sorted(layers))} {'lose' if len(layers) > 1 else 'loses'} most of the output; without "
-    sentence += f"them perplexity × {spared:.3f}, without random layers {drawn:.3f}."
-    numbers = {"layers": tuple(layers), "random": drawn}
-    found.append(Finding("spared-layers", BITS_OF_CACHE, value=spared, numbers=numbers, sentence=sentence))
     entry = run.manifest["kv_plan"]
     most, layer = max(entry["sinks"]), entry["sink_layer"]
     if layer < 0:
@@ -138,7 +138,8 @@ def _at_budget(run: RunData, budget: float) -> Iterator[Finding]:
     heads = f"{counted(int(row['whole_heads']), 'key/value head')} with all tokens"
     heads += f", the others with sinks and the last {row['window']:g}" if row["window"] >= 0 else ""
     bits = "" if row["bits"] == FULL_BITS else f", on {row['bits']:.3g} bits, mean over keys and values of all layers"
-    sentence = f"With {row['memory']:.1%} of the memory ({heads}{bits}): {_cost_text(row)}."
+    sentence = f"With {row['memory']:.1%} of the memory ({heads}{bits}): {_cost_text(row)}. This is a bound for what "
+    sentence += "engines could do: none runs such a plan."
     numbers = {"budget": budget, "memory": row["memory"], "kept": row["kept"], "bits": row["bits"]}
     ends = {"low": row["ratio_low"], "high": row["ratio_high"], "threshold": SMALL_RATIO}
     yield Finding("plan", PLAN, outcome, row["ratio"], numbers=numbers, is_headline=True, sentence=sentence, **ends)
@@ -160,13 +161,30 @@ def _at_budget(run: RunData, budget: float) -> Iterator[Finding]:
     yield Finding("controls", CONTROLS, numbers=numbers, sentence=f"{sentence}.")
 
 
-def _costliest_layers(run: RunData) -> list[int]:
-    """Return the layers that the plan with spared layers does not quantize, the costliest first."""
-    table, plans = run.tables["kv_layers"], run.tables["kv_plan"].set_index("plan")
-    bits = plans.loc[f"{CACHE_BITS[1]} bits {AS_VLLM}, spared"]["bits"]
-    count = round((bits - CACHE_BITS[1]) / (FULL_BITS - CACHE_BITS[1]) * len(table))
-    losses = table.set_index("layer")[["key_loss", "value_loss"]].sum(axis=1)
-    return [int(layer) for layer in losses.sort_values(ascending=False, kind="stable").index[:count]]
+def _served(run: RunData, name: str, table: pd.DataFrame) -> Finding:
+    """Return what a format costs, with its options; `table` has the plans without a budget by plan and sinks."""
+    alone, first = table.loc[name, NO_SINKS], table.loc[name, FIRST_FOUR]
+    spared, drawn = (table.loc[f"{name}, {which}", NO_SINKS] for which in (COSTLIEST_SPARED, RANDOM_SPARED))
+    layers = _costliest_layers(run, name)
+    sentence = f"`--kv-cache-dtype {name}` ({SERVED[name].about}): {_size_text(alone)}. With "
+    sentence += f"`--kv-cache-dtype-skip-layers {' '.join(map(str, layers))}`, the layers whose output loses most: "
+    sentence += f"{_size_text(spared)} (as many random layers: {_ratio_of(drawn)}). With the {first.name[1]} tokens in "
+    sentence += f"full precision, for which vLLM has no option: {_size_text(first)}."
+    numbers = {"memory": alone["memory"], "layers": tuple(layers), "spared": spared["ratio"], "random": drawn["ratio"]}
+    numbers |= {"spared memory": spared["memory"], "first": first["ratio"], "first memory": first["memory"]}
+    ends = {"low": alone["ratio_low"], "high": alone["ratio_high"]}
+    return Finding(name, SERVED_FORMATS, value=alone["ratio"], numbers=numbers, sentence=sentence, **ends)
+
+
+def _size_text(row: Any) -> str:
+    return f"perplexity × {_ratio_of(row)} in {row['memory']:.1%} of the memory"
+
+
+def _costliest_layers(run: RunData, name: str) -> list[int]:
+    """Return the layers that a format with spared layers does not quantize, in ascending order."""
+    table = run.tables["kv_layers"].query("format == @name").set_index("layer")
+    losses = table[["key_loss", "value_loss"]].sum(axis=1).sort_values(ascending=False, kind="stable")
+    return sorted(map(int, losses.index[: number_spared(len(losses))]))
 
 
 # --- files for other tools
@@ -193,7 +211,7 @@ def plans(run: RunData) -> dict[str, Any]:
     return {
         "model": run.model,
         "tokens": run.manifest["input"]["longest"],
-        "layers": [int(layer) for layer in run.tables["kv_layers"]["layer"]],
+        "layers": sorted(map(int, run.tables["kv_layers"]["layer"].unique())),
         "sinks": sinks | {"first": max(entry["sinks"])},
         "plans": made,
         "vllm": vllm_options(run),
@@ -201,14 +219,12 @@ def plans(run: RunData) -> dict[str, Any]:
 
 
 def vllm_options(run: RunData) -> dict[str, Any]:
-    """Return the options with the fewest bits that keep perplexity, as in vLLM's CacheConfig; none if no bits do.
-
-    vLLM keeps no token in full precision, and the rotated grids are those of its int4_per_token_head.
-    """
+    """Return the options of vLLM's CacheConfig that take least memory and keep perplexity; none if no format does."""
     table = run.tables["kv_plan"].query("budget == 1 and sinks == @NO_SINKS").set_index("plan")
-    options: dict[str, Any] = {}
-    for bits, which in ((CACHE_BITS[0], ""), (CACHE_BITS[1], ", spared"), (CACHE_BITS[1], "")):
-        if table.loc[f"{bits} bits {AS_VLLM}{which}"]["ratio"] <= SMALL_RATIO:
-            skipped = [str(layer) for layer in sorted(_costliest_layers(run))] if which else []
-            options = {"kv_cache_dtype": f"int{bits}_per_token_head", "kv_cache_dtype_skip_layers": skipped}
-    return options
+    names = [f"{name}{spared}" for name in SERVED for spared in ("", f", {COSTLIEST_SPARED}")]
+    kept = table.loc[names].query("ratio <= @SMALL_RATIO")
+    if kept.empty:
+        return {}
+    name, _, spared = str(kept["memory"].idxmin()).partition(", ")
+    skipped = [str(layer) for layer in _costliest_layers(run, name)] if spared else []
+    return {"kv_cache_dtype": name, "kv_cache_dtype_skip_layers": skipped}

@@ -1,12 +1,15 @@
 """The options of `kv-plan`."""
 
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from sinkscope.options.measuring import ObservableOptions, RunConfig
 from sinkscope.options.option import distinct, one_as_tuple, option, split_at_commas
+
+SHORTEST_TEXT = 128  # tokens of a text
+LEAST_KEPT = 5  # tokens of each head: the first four and the last
 
 
 class KvPlanOptions(RunConfig):
@@ -36,6 +39,17 @@ class KvPlanOptions(RunConfig):
         one_as_tuple,
     ] = option((0.25,), "Share of the dense cache's memory, above 0 and below 1.", metavar="A,B")
     calibration: int = option(1, "Sequences, after those measured, that plans are made on.", metavar="N", ge=1)
+
+    @model_validator(mode="after")
+    def _leaves_a_window(self) -> Self:
+        """Refuse, before the model is loaded, what no model has a plan for."""
+        if self.seq_len < SHORTEST_TEXT:
+            raise ValueError(f"--seq-len {self.seq_len}: a plan needs texts of at least {SHORTEST_TEXT} tokens")
+        for budget in self.budget:
+            if budget * self.seq_len < LEAST_KEPT:
+                least = f"a plan keeps at least {LEAST_KEPT} of {self.seq_len} tokens, {LEAST_KEPT / self.seq_len:.2%}"
+                raise ValueError(f"--budget {budget:g}: {least}: take a larger one, or longer texts")
+        return self
 
     def folder(self) -> Path:
         return Path("runs", f"{self.run_name}-kv-plan")

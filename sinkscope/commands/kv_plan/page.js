@@ -10,7 +10,7 @@ S.plans = () => {
 
 S.planCosts = (table) => {
   const state = { column: "ratio" };
-  const kind = (name) => name.replace(/^random (combined )?\d+$/, "random").replace(/^\d+ bits.*$/, "bits alone");
+  const kind = (name) => name.replace(/^random (combined )?\d+$/, "random").replace(/^\d+ bits$/, "bits alone").replace(/^(fp8|int\d).*$/, "served");
   return S.panel((redraw) => {
     const about = S.aboutColumn(table.byName.get(state.column));
     const points = table.all.map((row) => ({ x: table.get("memory")[row], y: table.get(state.column)[row], group: kind(table.get("plan")[row]),

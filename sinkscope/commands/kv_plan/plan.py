@@ -8,6 +8,8 @@ Other texts then show the plan's cost, next to controls of equal memory.
 
 There are two tasks: perplexity on the text, and retrieval: the text's first tokens are repeated at its end, when a
 window has evicted them. A loss of retrieval hardly changes perplexity.
+
+No engine runs such a plan, so it is a bound for what engines could do. `SERVED` has what vLLM runs.
 """
 
 import itertools
@@ -28,6 +30,7 @@ from sinkscope.attention.kernels import AttentionCall, fused_attention, raw_logi
 from sinkscope.attention.seam import attending_by_kernels
 from sinkscope.attention.taps import Seam
 from sinkscope.commands.kv_plan.eviction import evicting_attention
+from sinkscope.commands.kv_plan.options import SHORTEST_TEXT
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.engine import Setting, logits_on, resampled_cost, run_settings
@@ -41,7 +44,9 @@ from sinkscope.measuring.streaming import token_losses
 from sinkscope.measuring.subject import Subject, position_limit
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.rotation import random_rotation
+from sinkscope.quantization.formats import Encoding
 from sinkscope.quantization.grids import RowGrids
+from sinkscope.quantization.rounding import E4M3, snap
 from sinkscope.results.statistics import bootstrap, resamplings_of, weighted_means
 from sinkscope.results.tables import KV_HEAD, SEQUENCE, Column, Columns
 from sinkscope.text.batch import Batch
@@ -56,17 +61,16 @@ TEXTS_PER_COPY = 8  # the copy is an eighth of the text
 ALL_TOKENS = 2**31 - 1  # a window that holds all tokens
 UNKNOWN_COPIES = 8  # first tokens of the copy, from which the model cannot yet tell what is copied
 RANDOM_PLANS = 3  # random rankings
-SHORTEST_TEXT = 128  # tokens of a text
 PREDICTED, FIRST_FOUR, AS_MANY, NO_SINKS = "predicted sinks", "first 4", "as many first", "none"
 DENSE, FIRST_AND_LAST, COMBINED, RANDOM = "dense", "first-and-last", "combined", "random"
 RANDOM_COMBINED = f"{RANDOM} {COMBINED}"
-AS_VLLM = "as in vLLM"  # without centers, and with no token in full precision
-SPARED = 0.1  # share of the layers that a plan may leave unquantized
+SPARED = 0.1  # share of the layers that a format may leave unquantized
+COSTLIEST_SPARED, RANDOM_SPARED = "costliest layers spared", "random layers spared"
 
 KV_PLAN_TABLES: dict[str, Columns] = {
     "kv_plan": (
         Column("budget", "the wanted share of the dense cache's memory; 1 for comparisons without a budget"),
-        Column("plan", "the ranking of heads, or a control: see `sinkscope list rankings`", kind="text"),
+        Column("plan", "the ranking of heads, a format or a control: see `sinkscope list rankings`", kind="text"),
         Column("bits", "of keys and values, mean over layers and both; 16: not quantized"),
         Column("sinks", "what all heads keep in full precision: predicted sinks, first tokens or none", kind="text"),
         Column("whole_heads", "number of key/value heads that keep all tokens", kind="whole"),
@@ -101,8 +105,9 @@ KV_PLAN_TABLES: dict[str, Columns] = {
         Column("value_bits", "of values", kind="whole"),
     ),
     "kv_layers": (
-        Column("key_loss", "‖y − y with keys on 4 bits‖ ÷ ‖y‖, mean over heads and texts"),
-        Column("value_loss", "the same with values on 4 bits"),
+        Column("format", "of keys or values: that of plans, on 4 bits, or one that is served", kind="text"),
+        Column("key_loss", "‖y − y with keys in this format‖ ÷ ‖y‖, mean over heads and texts"),
+        Column("value_loss", "the same with values in this format"),
     ),
 }
 
@@ -211,6 +216,32 @@ RANKINGS: dict[str, type[Ranking]] = {
 }
 
 
+# --- formats
+
+
+def snap_rotated(bits: int, x: torch.Tensor) -> torch.Tensor:
+    """Round each row of x (…,d) to a grid of its own, after a rotation that spreads channels that are large in all."""
+    rotation = random_rotation(x.shape[-1], 0).to(upcast(x))
+    return RowGrids(bits, is_symmetric=False).snap(upcast(x) @ rotation) @ rotation.T
+
+
+class Served(NamedTuple):
+    """A format in which vLLM stores keys and values: a value of its `--kv-cache-dtype`."""
+
+    about: str
+    bits: int
+    grid_bits: int  # of a token's scale, for the keys and for the values of each head
+    snap: Callable[[torch.Tensor], torch.Tensor]  # rounds keys or values (B,K,T,d)
+
+
+# The arithmetic of vLLM's kernels, with ties to even; the signs of the Hadamard rotation are others.
+SERVED = {
+    "fp8": Served("e4m3 with scales of 1", 8, 0, partial(snap, Encoding("float", 8, "tensor"), largest=E4M3)),
+    "int8_per_token_head": Served("symmetric", 8, 32, RowGrids(8, is_symmetric=True).snap),
+    "int4_per_token_head": Served("with a zero point, after a Hadamard rotation", 4, 32, partial(snap_rotated, 4)),
+}
+
+
 # --- plans
 
 
@@ -224,7 +255,11 @@ class Plan:
     sinks: str = PREDICTED  # which tokens all heads keep
     tokens: float = 1.0  # share of all tokens that is kept
     share: float = 0.0  # share of the kept tokens in heads that keep all
-    is_centered: bool = True  # whether the mean of keys and values is subtracted before they are rounded
+    served: str = ""  # the format of keys and values; "": `snap_rotated`, after their mean is subtracted
+
+    @property
+    def grid_bits(self) -> int:
+        return SERVED[self.served].grid_bits if self.served else GRID_BITS
 
     def sinks_of(self, text: CopiedText) -> tuple[int, ...]:
         """Return the positions of the tokens that all heads keep."""
@@ -232,9 +267,9 @@ class Plan:
         return tuple(range(counts[self.sinks])) if self.sinks in counts else text.sinks
 
 
-def share_of_bytes(bits: np.ndarray, width: int) -> np.ndarray:
-    """Return the share (L,) of a token's 16-bit keys and values of `width` that it takes with these bits (L,2)."""
-    return np.where(bits < FULL_BITS, (bits * width + GRID_BITS) / (FULL_BITS * width), 1.0).mean(-1)
+def share_of_bytes(plan: Plan, width: int) -> np.ndarray:
+    """Return the share (L,) of a token's 16-bit keys and values of `width` that it takes with the bits of a plan."""
+    return np.where(plan.bits < FULL_BITS, (plan.bits * width + plan.grid_bits) / (FULL_BITS * width), 1.0).mean(-1)
 
 
 @dataclass(frozen=True)
@@ -249,7 +284,7 @@ class Sizes:
     def memory(self, plan: Plan) -> float:
         """Return the share of the dense cache's bytes; sinks are in full precision."""
         sinks = {FIRST_FOUR: FIRST_TOKENS, NO_SINKS: 0}.get(plan.sinks, self.sinks)
-        each = share_of_bytes(plan.bits, self.width)[:, None]
+        each = share_of_bytes(plan, self.width)[:, None]
         tokens = np.minimum(plan.windows + sinks, self.tokens[:, None])
         taken = tokens * each + np.minimum(sinks, tokens) * (1 - each)
         return float(taken.sum() / (self.tokens.sum() * self.kv_heads))
@@ -301,17 +336,18 @@ class Sizes:
 # --- measuring
 
 
-def rounded_cache(bits: int, sinks: Sequence[int], x: torch.Tensor, center: torch.Tensor | float = 0.0) -> torch.Tensor:
-    """Round keys or values (B,K,T,d) to one grid for each token and head, except those of the sinks.
+def rounded_cache(
+    bits: int, sinks: Sequence[int], x: torch.Tensor, center: torch.Tensor | float = 0.0, served: str = ""
+) -> torch.Tensor:
+    """Round keys or values (B,K,T,d) to a format that is served, or to rotated grids, except those of the sinks.
 
-    A rotation first spreads the channels that are large in all tokens, as in vLLM's int4_per_token_head. `center`
-    (K,1,d), which is subtracted before, is the same for all tokens and texts, so the cache does not store it.
+    `center` (K,1,d), which is subtracted from what is rotated, is the same for all tokens and texts, so the cache does
+    not store it.
     """
     if bits == FULL_BITS:
         return x
-    exact, rotation = torch.tensor(sinks, dtype=torch.long, device=x.device), random_rotation(x.shape[-1], 0)
-    rotation = rotation.to(upcast(x))
-    snapped = RowGrids(bits, is_symmetric=False).snap((upcast(x) - center) @ rotation) @ rotation.T + center
+    exact = torch.tensor(sinks, dtype=torch.long, device=x.device)
+    snapped = SERVED[served].snap(x) if served else snap_rotated(bits, upcast(x) - center) + center
     return snapped.to(x.dtype).index_copy(2, exact, x[:, :, exact])
 
 
@@ -325,8 +361,9 @@ def attending_with_plan(
 
     def attend(layer: int, windows: list[int], bits: list[int], *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
         query, *cached, attention_call = call
-        means = centers[layer] if centers and plan.is_centered else (0.0, 0.0)
-        key, value = (rounded_cache(b, sinks, x, mean) for b, x, mean in zip(bits, cached, means, strict=True))
+        means = centers[layer] if centers else (0.0, 0.0)
+        parts = zip(bits, cached, means, strict=True)
+        key, value = (rounded_cache(b, sinks, x, mean, plan.served) for b, x, mean in parts)
         tokens = torch.tensor(sinks, dtype=torch.long, device=key.device)
         return evicting_attention(query, key, value, attention_call, windows, tokens)
 
@@ -343,6 +380,11 @@ class PlanCost(NamedTuple):
     guessed: np.ndarray  # (N,): share of the same tokens that are predicted where they occur first
 
 
+def number_spared(layers: int) -> int:
+    """Return how many of this number of layers a format leaves unquantized."""
+    return max(1, round(SPARED * layers))
+
+
 def plan_does_not_apply(subject: Subject, reason: str) -> InputError:
     return InputError(f"kv-plan does not apply to {subject.loaded.name}, because {reason}")
 
@@ -354,6 +396,9 @@ def check_plan_applies(subject: Subject) -> None:
         raise plan_does_not_apply(subject, "it has no attention, and no cache of keys and values")
     if not family.causal or family.prefix:
         raise plan_does_not_apply(subject, "its tokens see later ones, so that it has no cache of earlier ones")
+    if getattr(subject.loaded.model.config.get_text_config(), "kv_lora_rank", None):
+        reason = "engines cache one latent of each token for all heads (MLA), and a plan is of keys and values by heads"
+        raise plan_does_not_apply(subject, f"{reason}: take a model without latent attention")
     subject.need_loss()
     if inputs.shortest != inputs.longest:
         raise InputError(
@@ -393,17 +438,21 @@ class PlanStudy:
         self.heads: list[dict[str, Any]] = []
 
     def tables(self, budgets: Sequence[float]) -> dict[str, pd.DataFrame]:
+        equal = {budget: self._equal_windows(budget) for budget in budgets}
         self._note(1.0, [self.dense])
         losses = self.quantization_losses(CACHE_BITS[1])
+        of_served = {name: self.quantization_losses(kind.bits, name) for name, kind in SERVED.items()}
         for budget in budgets:
             print_line(self.console, f"planning for {budget:.0%} of the memory")
-            self._plan_for(budget, losses)
-        print_line(self.console, f"quantizing to {', '.join(map(str, CACHE_BITS))} bits")
-        self._note(1.0, self._quantizing_plans(losses))
+            self._plan_for(budget, losses, equal[budget])
+        print_line(self.console, f"quantizing to {', '.join(map(str, CACHE_BITS))} bits, and as vLLM does")
+        self._note(1.0, [*self._quantizing_plans(), *self._served_plans(of_served)])
+        layers = [
+            pd.DataFrame({"layer": self.layers, "format": name, "key_loss": lost[:, 0], "value_loss": lost[:, 1]})
+            for name, lost in ({f"{CACHE_BITS[1]} bits": losses} | of_served).items()
+        ]
         tables = {"kv_plan": self.rows, "kv_plan_by_sequence": self.sequences, "kv_heads": self.heads}
-        return {name: pd.DataFrame(rows) for name, rows in tables.items()} | {
-            "kv_layers": pd.DataFrame({"layer": self.layers, "key_loss": losses[:, 0], "value_loss": losses[:, 1]})
-        }
+        return {name: pd.DataFrame(rows) for name, rows in tables.items()} | {"kv_layers": pd.concat(layers)}
 
     # --- what the calibration texts show
 
@@ -465,13 +514,17 @@ class PlanStudy:
         self._attend(see)
         return team().of_the_first(lambda: scores)  # equal plans in all processes
 
-    def quantization_losses(self, bits: int) -> np.ndarray:
-        """Return what each layer's output loses with keys or values on `bits`, (L,2), mean over heads and texts."""
+    def quantization_losses(self, bits: int, served: str = "") -> np.ndarray:
+        """Return what each layer's output loses with keys or values on `bits`, (L,2), mean over heads and texts.
+
+        Sinks are in full precision, except in a format that is served.
+        """
         losses = np.zeros((len(self.layers), 2))
 
         def see(text: CopiedText, index: int, query: Any, key: Any, value: Any, call: Any, whole: Attended) -> None:
-            means = self.centers[self.layers[index]]
-            rounded = [rounded_cache(bits, text.sinks, x, mean) for x, mean in zip((key, value), means, strict=True)]
+            means, exact = self.centers[self.layers[index]], () if served else text.sinks
+            pairs = zip((key, value), means, strict=True)
+            rounded = [rounded_cache(bits, exact, x, mean, served) for x, mean in pairs]
             for which, pair in enumerate(((rounded[0], value), (key, rounded[1]))):
                 read = HeadsOnText(query, key, call, *whole, *fused_attention(query, *pair, call), text)
                 losses[index, which] += float(OutputLoss().score(read).mean()) / len(self.calibration)
@@ -484,16 +537,21 @@ class PlanStudy:
     def _plan(self, name: str, windows: np.ndarray, bits: int = FULL_BITS, sinks: str = PREDICTED) -> Plan:
         return Plan(name, windows, np.full((len(windows), 2), bits), sinks)
 
-    def _plan_for(self, budget: float, losses: np.ndarray) -> None:
+    def _equal_windows(self, budget: float) -> np.ndarray:
+        """Return windows (L,K) next to the first tokens in all heads. Raises InputError if sinks leave none."""
+        equal = np.zeros(self.sizes.dense.shape)
+        first_and_last = self.sizes.split(equal, budget, 0.0, sinks=FIRST_TOKENS)
+        if first_and_last is None or self.sizes.split(equal, budget, 0.0) is None:
+            raise InputError(f"--budget {budget:g} leaves no token for a window: take a larger one, or longer texts")
+        return first_and_last
+
+    def _plan_for(self, budget: float, losses: np.ndarray, first_and_last: np.ndarray) -> None:
         """Measure each ranking's best plan without quantization, the best with it, and the controls.
 
-        `losses` (L,2) are those of each layer's output with keys or values on fewer bits.
+        `losses` (L,2) are those of each layer's output with keys or values on fewer bits; `first_and_last` (L,K) are
+        windows next to the first tokens.
         """
         sizes = self.sizes
-        equal = np.zeros(sizes.dense.shape)
-        first_and_last = sizes.split(equal, budget, 0.0, sinks=FIRST_TOKENS)
-        if first_and_last is None or sizes.split(equal, budget, 0.0) is None:
-            raise InputError(f"--budget {budget:g} leaves no token for a window: take a larger one, or longer texts")
         window = max(1, int(budget / 2 * sizes.tokens.max()))  # if half of the budget is for heads with all tokens
         scores = self.scores({name: kind() for name, kind in RANKINGS.items()}, window)
 
@@ -541,24 +599,27 @@ class PlanStudy:
                 plans += made(f"{name} {draw}", heads, layers, [plan.tokens], [plan.share, 0.0])[:1]
         self._note(budget, [*plans, self._plan(FIRST_AND_LAST, first_and_last, sinks=FIRST_FOUR)])
 
-    def _quantizing_plans(self, losses: np.ndarray) -> list[Plan]:
-        """Return keys and values on fewer bits, also without the layers whose output loses most on 4 bits."""
-        windows = self.dense.windows
-        plans = [
-            self._plan(f"{bits} bits", windows, bits, sinks)
-            for bits in CACHE_BITS
-            for sinks in (PREDICTED, AS_MANY, NO_SINKS)
-        ]
-        spared = max(1, round(SPARED * len(losses)))
-        drawn = np.random.default_rng(self.seed).permutation(len(losses))[:spared]
-        costliest = np.argsort(-losses.sum(1))[:spared]
-        for bits, name, layers in (
-            (CACHE_BITS[0], AS_VLLM, []), (CACHE_BITS[1], AS_VLLM, []),
-            (CACHE_BITS[1], f"{AS_VLLM}, spared", costliest), (CACHE_BITS[1], f"{AS_VLLM}, random spared", drawn),
-        ):  # fmt: skip
-            plan = replace(self._plan(f"{bits} bits {name}", windows, bits, NO_SINKS), is_centered=False)
-            plan.bits[layers] = FULL_BITS
-            plans.append(plan)
+    def _quantizing_plans(self) -> list[Plan]:
+        """Return keys and values on fewer bits, with predicted sinks, first tokens or none in full precision."""
+        names = itertools.product(CACHE_BITS, (PREDICTED, AS_MANY, NO_SINKS))
+        return [self._plan(f"{bits} bits", self.dense.windows, bits, sinks) for bits, sinks in names]
+
+    def _served_plans(self, losses: Mapping[str, np.ndarray]) -> list[Plan]:
+        """Return the formats that are served: alone, without the costliest or random layers, and without first tokens.
+
+        `losses` (L,2) are those of each layer's output with keys or values in a format.
+        """
+        plans, count = list[Plan](), number_spared(len(self.layers))
+        drawn = np.random.default_rng(self.seed).permutation(len(self.layers))[:count]
+        for name, kind in SERVED.items():
+            costliest = np.argsort(-losses[name].sum(1), kind="stable")[:count]
+            for label, layers, sinks in (
+                (name, [], NO_SINKS), (f"{name}, {COSTLIEST_SPARED}", costliest, NO_SINKS),
+                (f"{name}, {RANDOM_SPARED}", drawn, NO_SINKS), (name, [], FIRST_FOUR),
+            ):  # fmt: skip
+                plan = replace(self._plan(label, self.dense.windows, kind.bits, sinks), served=name)
+                plan.bits[layers] = FULL_BITS
+                plans.append(plan)
         return plans
 
     # --- costs
@@ -581,7 +642,7 @@ class PlanStudy:
         keys = []
         for plan in plans:
             sinks = tuple(plan.sinks_of(text) for text in texts)
-            keys.append((texts is self.measured, plan.windows.tobytes(), plan.bits.tobytes(), plan.is_centered, sinks))
+            keys.append((texts is self.measured, plan.windows.tobytes(), plan.bits.tobytes(), plan.served, sinks))
         unread = {key: plan for key, plan in zip(keys, plans, strict=True) if key not in self.costs}
         settings = [Setting(nullcontext, partial(read_batch, plan)) for plan in unread.values()]
         subject = replace(self.subject, inputs=self._inputs(texts))

@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from rich.console import Console
+from support.every_model import tiny_of
 from tiny import tiny_model
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, MambaConfig
 
@@ -21,9 +22,16 @@ from sinkscope.commands.kv_plan import plan as plans_of_caches
 from sinkscope.commands.kv_plan.eviction import evicting_attention
 from sinkscope.commands.kv_plan.figures import draw_kv_plan
 from sinkscope.commands.kv_plan.findings import findings, plans, vllm_options
+from sinkscope.commands.kv_plan.options import LEAST_KEPT
 from sinkscope.commands.kv_plan.plan import (
     ALL_TOKENS,
+    COSTLIEST_SPARED,
+    FIRST_FOUR,
+    FIRST_TOKENS,
+    NO_SINKS,
+    RANDOM_SPARED,
     RANKINGS,
+    SERVED,
     CopiedText,
     HeadsOnText,
     Plan,
@@ -39,6 +47,7 @@ from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tables import column_names
 from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel
+from sinkscope.models.rotation import random_rotation
 from sinkscope.output.run import Run
 from sinkscope.quantization.grids import RowGrids
 from sinkscope.results.findings import Outcome
@@ -46,6 +55,7 @@ from sinkscope.text.batch import Batch
 
 SIZES = Sizes(tokens=np.array([100, 40]), kv_heads=2, width=16, sinks=2)  # the second layer sees 40 tokens
 SCORES = np.array([[0.1, 0.9], [0.5, 0.2]])
+INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
 
 
 @pytest.mark.parametrize(
@@ -61,6 +71,15 @@ def test_memory_of_a_split(share: float, windows: list, kept: int) -> None:
     # on 8 and 4 bits a token's keys take 5/8 and its values 3/8 of 16 bits, those of the 8 sinks all of them
     fewer = SIZES.memory(Plan("", found, np.array([[8, 4], [8, 4]])))
     assert fewer == pytest.approx((8 + (kept - 8) / 2) / 280)
+
+
+@pytest.mark.parametrize(("name", "share"), [("fp8", 0.5), (INT8, 0.625), (INT4, 3 / 8)])
+def test_memory_of_formats_that_are_served(name: str, share: float) -> None:
+    """A token has scales of 32 bits for 16 keys and 16 values of a head, and none if its scales are those of all."""
+    plan = Plan("", SIZES.dense, np.full((2, 2), SERVED[name].bits), NO_SINKS, served=name)
+    assert SIZES.memory(plan) == pytest.approx(share)
+    plan.bits[0] = 16
+    assert SIZES.memory(plan) == pytest.approx((100 + 40 * share) / 140)
 
 
 def test_whole_budget_keeps_everything() -> None:
@@ -91,6 +110,26 @@ def test_rounding_spreads_large_channels_and_keeps_sinks() -> None:
     assert float((rounded - keys).norm()) < 0.5 * float((unrotated - keys).norm())
     centered = rounded_cache(4, (), keys, keys.mean(2, keepdim=True)[0])
     assert float((centered - keys).norm()) < 0.5 * float((rounded - keys).norm())
+
+
+def test_formats_have_the_arithmetic_of_vllm() -> None:
+    torch.manual_seed(0)
+    keys = torch.randn(1, 2, 50, 32) * torch.logspace(-3, 3, 50)[:, None]
+    rounded = {name: rounded_cache(kind.bits, (0, 9), keys, 5.0, name) for name, kind in SERVED.items()}
+    for cache in rounded.values():
+        assert torch.equal(cache[:, :, [0, 9]], keys[:, :, [0, 9]])
+    others = [token for token in range(50) if token not in (0, 9)]
+    x = keys[:, :, others]
+    assert torch.equal(rounded["fp8"][:, :, others], x.clamp(-448, 448).to(torch.float8_e4m3fn).float())
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    torch.testing.assert_close(rounded[INT8][:, :, others], (x / scale).round() * scale)
+    signed = random_rotation(32, 0).float()
+    assert torch.equal(signed.abs(), torch.full((32, 32), 32**-0.5))  # a Hadamard matrix, with signs
+    low, high = (x @ signed).aminmax(dim=-1, keepdim=True)
+    scale = (high - low) / 15
+    zero = (-low / scale).round()
+    expected = ((x @ signed / scale).round() + zero).clamp(0, 15) - zero
+    torch.testing.assert_close(rounded[INT4][:, :, others], expected * scale @ signed.T)
 
 
 def test_planted_retrieval_head_is_first() -> None:
@@ -183,9 +222,9 @@ def test_command(run: Run) -> None:
     losses = [tiny_model("llama")(text[None], labels=text[None]).loss for text in ids]
     assert table.loc[(1.0, "dense")]["loss"].item() == pytest.approx(float(sum(losses)) / 2, rel=1e-5)
     assert "% of the memory (" in run.verdict
-    losses = run.tables["kv_layers"].set_index("layer")[["key_loss", "value_loss"]].sum(axis=1)
-    (spared,) = (finding for finding in run.findings if finding.name == "spared-layers")
-    assert spared.numbers["layers"] == (losses.idxmax(),)
+    assert run.tables["kv_layers"].groupby("format", sort=False)["layer"].apply(list).to_dict() == {
+        name: [0, 1, 2] for name in ("4 bits", *SERVED)
+    }
     for name, heads in run.tables["kv_heads"].groupby("plan"):
         whole, row = heads["window"] == -1, at_budget.loc[name]
         assert row["whole_heads"] == whole.sum()
@@ -234,31 +273,52 @@ def test_a_plan_is_confirmed_if_it_keeps_perplexity_and_retrieval(
 
 
 @pytest.mark.parametrize(
-    ("ratios", "bits", "skips"),
-    [([1.03] * 3, None, False), ([1.02, 1.03, 1.03], 8, False), ([1.01, 1.02, 1.03], 4, True), ([1.02] * 3, 4, False)],
-)
-def test_vllm_gets_the_fewest_bits_that_keep_perplexity(
-    ratios: list[float], bits: int | None, skips: bool, run: Run
+    ("ratios", "name", "skips"),
+    [
+        ({}, None, []), ({"fp8": 1.02, INT8: 1.0}, "fp8", []), ({INT4: 1.02, "fp8": 1.0}, INT4, []),
+        ({f"{INT4}, {COSTLIEST_SPARED}": 1.02, INT4: 1.021}, INT4, ["1"]),
+        ({f"{INT4}, {RANDOM_SPARED}": 1.0}, None, []),
+    ],
+)  # fmt: skip
+def test_vllm_gets_the_least_memory_that_keeps_perplexity(
+    ratios: dict[str, float], name: str | None, skips: list[str], run: Run
 ) -> None:
-    names = [f"{plan} as in vLLM{which}" for plan, which in (("8 bits", ""), ("4 bits", ", spared"), ("4 bits", ""))]
-    of_plan = run.tables["kv_plan"]["plan"].map(dict(zip(names, ratios, strict=True)))
-    found = vllm_options(changed(run, ratio=of_plan.fillna(9.0)))
-    assert found.get("kv_cache_dtype") == (bits and f"int{bits}_per_token_head")
-    assert bool(found.get("kv_cache_dtype_skip_layers")) == skips
+    table = run.tables["kv_plan"]
+    ratio = table["plan"].map(ratios).where(table["sinks"] == NO_SINKS).fillna(9.0)
+    of_losses = changed(run, "kv_layers", key_loss=[5.0, 4.0, 0.0] * 4, value_loss=[0.0, 3.0, 6.0] * 4)
+    memory = table["bits"].where(~table["plan"].str.endswith(RANDOM_SPARED), 0.0)
+    found = vllm_options(changed(of_losses, ratio=ratio, memory=memory))
+    assert (found.get("kv_cache_dtype"), found.get("kv_cache_dtype_skip_layers", [])) == (name, skips)
 
 
-def test_the_costliest_layer_has_the_largest_sum_of_the_losses_of_keys_and_values(run: Run) -> None:
-    of_losses = changed(run, "kv_layers", key_loss=[5.0, 4.0, 0.0], value_loss=[0.0, 3.0, 6.0])
-    (spared,) = (finding for finding in findings(of_losses) if finding.name == "spared-layers")
-    assert spared.numbers["layers"] == (1,)
+def test_a_format_that_is_served_has_its_numbers_and_options(run: Run) -> None:
+    count = len(run.tables["kv_plan"])
+    losses = [0.0] * 3 + [1.0, 3.0, 2.0] + [5.0, 4.0, 0.0] + [0.0, 0.0, 1.0]
+    of_losses = changed(run, "kv_layers", key_loss=losses, value_loss=[0.0] * 6 + [0.0, 3.0, 6.0] + [0.0] * 3)
+    marked = changed(of_losses, ratio=range(count), memory=[1000.0 + row for row in range(count)])
+    rows = marked.tables["kv_plan"].set_index(["plan", "sinks"]).sort_index()
+    names = {finding.name: finding for finding in findings(marked)}
+    for name, layer in zip(SERVED, (1, 1, 2), strict=True):
+        finding = names[name]
+        settings = {"": (name, NO_SINKS), "first": (name, FIRST_FOUR)}
+        settings |= {"spared": (f"{name}, {COSTLIEST_SPARED}", NO_SINKS)}
+        for label, key in settings.items():
+            (row,) = rows.loc[[key]].to_dict("records")
+            assert row["ratio"] == (finding.numbers[label] if label else finding.value)
+            assert row["memory"] == finding.numbers[f"{label} memory".strip()]
+        assert finding.numbers["random"] == rows.loc[[(f"{name}, {RANDOM_SPARED}", NO_SINKS)]]["ratio"].item()
+        assert finding.numbers["layers"] == (layer,)
+        assert f"`--kv-cache-dtype {name}`" in finding.sentence
+        assert f"`--kv-cache-dtype-skip-layers {layer}`" in finding.sentence
 
 
 def test_files_and_figure_have_the_numbers_of_the_tables(run: Run) -> None:
     content = plans(changed(run, "kv_heads", key_bits=8, value_bits=4))
+    assert content["layers"] == [0, 1, 2]
     assert all(plan["bits"] == [[8, 4]] * 3 for plan in content["plans"])
     same = changed(run, ratio=1.1, ratio_low=1.05, ratio_high=1.19, kept=0.5, kept_low=0.2, kept_high=0.6)
     left, right = draw_kv_plan(same).axes
-    drawn = (run.tables["kv_plan"]["budget"] < 1).sum() + 3  # and 8, 4 and 2 bits with predicted sinks
+    drawn = (run.tables["kv_plan"]["budget"] < 1).sum() + 6  # 8, 4 and 2 bits with predicted sinks, and three formats
     for ax, ends in ((left, [1.05, 1.19]), (right, [0.2, 0.6])):
         assert len(ax.containers) == drawn
         for bar in ax.containers:
@@ -300,7 +360,7 @@ def test_the_best_plan_of_each_ranking_and_the_best_ranking_are_taken() -> None:
         _added=lambda plan: (plan.name != "output-loss") + abs(plan.share - 0.5) + (plan.tokens - 0.8) ** 2,
         _note=lambda budget, plans: noted.update({plan.name: plan for plan in plans}),
     )  # fmt: skip
-    study._plan_for(0.5, np.ones((2, 2)))
+    study._plan_for(0.5, np.ones((2, 2)), SIZES.dense)
     assert {noted[name].share for name in (*RANKINGS, "combined")} == {0.5}
     assert (noted["retrieval"].tokens, noted["combined"].tokens) == (0.5, 0.8)
     rows = pd.DataFrame(study.heads).query("plan == 'combined'")
@@ -334,8 +394,12 @@ def test_heads_and_layers_that_a_plan_keeps() -> None:
         study = PlanStudy(subject(model, list(ids)), seams, texts, 1, Console(quiet=True), 0)
         scores = study.scores({"given": given}, 8)["given"]
     assert scores.tolist() == [[5.0, 2.0]] * 3
-    plans = {plan.name: plan for plan in study._quantizing_plans(np.array([[0.2, 0.1], [0.1, 0.5], [0.3, 0.1]]))}
-    assert plans["4 bits as in vLLM, spared"].bits.tolist() == [[4, 4], [16, 16], [4, 4]]
+    losses = {name: np.roll(np.array([[0.2, 0.1], [0.1, 0.5], [0.3, 0.1]]), at, 0) for at, name in enumerate(SERVED)}
+    plans = {plan.name: plan for plan in study._served_plans(losses)}
+    for at, (name, kind) in enumerate(SERVED.items()):
+        bits = plans[f"{name}, {COSTLIEST_SPARED}"].bits
+        assert bits.tolist() == [[16 if layer == (1 + at) % 3 else kind.bits] * 2 for layer in range(3)]
+        assert plans[name].served == name
 
 
 def test_press_hides_what_the_plan_evicts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,10 +441,10 @@ def test_press_hides_what_the_plan_evicts(run: Run, monkeypatch: pytest.MonkeyPa
     [
         ("llama", {"budget": 0}, "--budget 0: it must be more than 0"),
         ("llama", {"budget": 2}, "--budget 2: it must be less than 1"),
-        ("llama", {"budget": 0.02}, "--budget 0.02 leaves no token for a window"),
+        ("mistral", {"budget": 0.1}, "--budget 0.1 leaves no token for a window"),
         ("llama", {"seq_len": 250}, "beyond the model's 256 positions: take a --seq-len of at most 227"),
         ("llama", {"seq_len": 512}, "--seq-len 512 is beyond the model's 256 positions"),
-        ("llama", {"seq_len": 24}, "a plan needs texts of at least 128 tokens"),
+        ("deepseek_v3", {}, "engines cache one latent of each token for all heads"),
         ("mamba", {}, "it has no attention"),
         ("bert", {}, "its tokens see later ones"),
         ("bloom", {}, "attention code of its own"),
@@ -391,6 +455,21 @@ def test_refused(model: str, options: dict[str, Any], message: str, ids: Path) -
     made: Any = {
         "mamba": lambda: AutoModelForCausalLM.from_config(MambaConfig(**sizes)),
         "bert": lambda: BertForMaskedLM(BertConfig(**sizes, num_attention_heads=4, intermediate_size=48)),
+        "deepseek_v3": lambda: tiny_of("deepseek_v3"),
     }.get(model, lambda: tiny_model(model))
     with pytest.raises(InputError, match=message):
         sinkscope.kv_plan(made(), input=ids, **SMALL | options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budget": 0.039}, "--budget 0.039: a plan keeps at least 5 of 128 tokens, 3.91%: take"),
+        ({"budget": (0.5, 0.01)}, "--budget 0.01: a plan keeps at least 5"),
+        ({"seq_len": 127}, "--seq-len 127: a plan needs texts of at least 128 tokens"),
+    ],
+)
+def test_refused_before_the_model_is_loaded(options: dict[str, Any], message: str, ids: Path) -> None:
+    assert LEAST_KEPT == FIRST_TOKENS + 1
+    with pytest.raises(InputError, match=message):
+        sinkscope.kv_plan("no/such-model", input=ids, **SMALL | options)
