@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 SHORT_METRICS = ("sink_rate", "massive_count", "value_drain", "perplexity")  # metrics of one line about a run
 MOST_ARMS = 6  # most arms in this line
-NOTEBOOK_FIGURES = ("sinks-by-layer", "effects", "quantization-cost")  # a notebook shows the first that the run has
+NOTEBOOK_FIGURE = "sinks-by-layer"  # what a notebook shows of `analyze`; of a command, its first figure that applies
 
 
 class Run(RunData, Result):
@@ -217,7 +217,8 @@ class Run(RunData, Result):
             items = [f"<li><b>{html.escape(one.section)}:</b> {html.escape(one.sentence)}</li>" for one in headlines]
             if items:
                 lines[1] = f"<ul>{''.join(items)}</ul>"
-            if picture := next((name for name in NOTEBOOK_FIGURES if name in self.drawings), None):
+            figure_names = records()[self.command].figures.get("one run", ((NOTEBOOK_FIGURE,),))
+            if picture := next((name for name, *_ in figure_names if name in self.drawings), None):
                 png = base64.b64encode(self.figure(picture)._repr_png_()).decode()
                 lines[1] += f'<img style="max-width:100%" src="data:image/png;base64,{png}">'
             lines[2] += "; <code>run.verdict</code> has all findings"

@@ -361,7 +361,7 @@ _TRAINED = (
         "share of sequences with a massive activation in the output of a layer",
         unit="share", form="{:.1%}", whole="largest", tables=(TRAINING,)),
     Metric("float16_headroom", "largest number of float16 ÷ largest activation", "float16 headroom",
-        "65,504 ÷ largest_activation: below 1, it overflows",
+        "65,504 ÷ largest_activation: below 1, it is infinite in float16",
         unit="ratio", form="{:,.1f}", whole="", tables=(TRAINING,)),
     Metric("float8_headroom", "largest number of float8 ÷ largest activation", "float8 headroom",
         "448, the largest number of float8_e4m3fn, ÷ largest_activation: below 1, it needs a scale",
@@ -454,7 +454,6 @@ ARM_TABLES: dict[str, tuple[str, ...]] = {
         "gate_displacement_max",
     ),
 }  # fmt: skip
-METRICS_IN_W8A8 = ARM_TABLES["In W8A8"]
 ARM_METRICS = tuple(metric for metrics in ARM_TABLES.values() for metric in metrics)
 METRICS: dict[str, Metric] = {
     metric.name: replace(metric, tables=(*metric.tables, RETROFIT)) if metric.name in ARM_METRICS else metric

@@ -122,6 +122,11 @@ def packed_source(run: RunData, scheme: str = "") -> list[Finding]:
     return []
 
 
+def whole_model(run: RunData) -> pd.DataFrame:
+    """Return the metrics of the whole model, for model cards."""
+    return run.tables["summary"].query("layer == @WHOLE_MODEL").assign(setting="")
+
+
 def finding_table(run: RunData, report: Report) -> pd.DataFrame:
     """Return the table `finding`: every number that the verdict on a run of `analyze` states, with its interval."""
     rows = []

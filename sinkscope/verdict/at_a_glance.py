@@ -16,7 +16,7 @@ GLANCES = {
     "sink_rate": ("Attention sink", "of the heads give the first token more than {epsilon:g} of their attention.",
         "Uniform attention gives{uniform_mass} 0%."),
     "max_inf_norm": ("Massive activation", "is the largest activation of a sequence, on average.",
-        "float16 holds {room} times that; below 1, it overflows."),
+        "float16 holds {room} times that; below 1, it would be infinite."),
     "value_drain": ("Value drain", "is the norm of the first token's values, relative to later tokens.",
         "Without one it is 1."),
     "value_gradient_ratio": (

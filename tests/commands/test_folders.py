@@ -1,16 +1,33 @@
-"""A command can be taken out: by deleting its folder and its line."""
+"""A command can be taken out, by deleting its folder and its line, and the words of its subject stay in its folder."""
 
+import ast
+import io
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import sinkscope
 from sinkscope.commands import FOLDERS
 
 PACKAGE = Path(sinkscope.__file__).parent
+REGISTERS = {"__init__.py", "commands/__init__.py"}
+# word → the folder of its command, and the other files with the word
+WORDS = {
+    "kv_plan": ("kv_plan", REGISTERS),
+    "sweep": ("sweep", {*REGISTERS, "options/keywords.py"}),
+    "scorecard": ("claims", {"__init__.py", "commands/card/output.py", "commands/compare/side_by_side.py"}),
+    # an option of rich, gradients that overflow, and the finding that names `doctor`
+    "overflow": ("doctor", {"cli/printing.py", "measuring/observables/gradient.py", "verdict/analysis.py"}),
+    # also names of transformers, of metrics and findings, and imports of the room `quantization` and of W8A8
+    "quantiz": ("quantize", {
+        *REGISTERS, "options/keywords.py", "models/packed.py", "results/metrics.py", "verdict/analysis.py",
+        "commands/kv_plan/findings.py", "commands/kv_plan/plan.py", "commands/train/arms.py",
+    }),
+}  # fmt: skip
 
 # forks a child for each copy of the package, so that torch and the like are imported once
 SCRIPT = """
@@ -78,3 +95,23 @@ def test_each_folder_is_a_command_and_each_can_be_deleted(tiny: Path, tmp_path: 
             assert (copy / "run" / "index.html").is_file()
             tables = json.loads((copy / "run" / "run.json").read_text(encoding="utf-8"))["tables"]
             assert {"attention", "massive", "finding"} <= {*tables}
+
+
+def test_the_words_of_a_command_stay_in_its_folder() -> None:
+    """A word elsewhere means that other code knows the command, whose record could bring what that code needs."""
+    code = {path.relative_to(PACKAGE).as_posix(): code_of(path) for path in PACKAGE.rglob("*.py")}
+    for word, (folder, elsewhere) in WORDS.items():
+        with_word = {path for path, text in code.items() if word in text}
+        rooms = (f"commands/{folder}/", "quantization/")
+        assert {path for path in with_word if not path.startswith(rooms)} == elsewhere, word
+
+
+def code_of(path: Path) -> str:
+    """Return the tokens of a file in lower case, without comments and docstrings."""
+    source = path.read_text(encoding="utf-8")
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    described = [node for node in ast.walk(ast.parse(source)) if isinstance(node, owners) and ast.get_docstring(node)]
+    docstrings = {(node.body[0].lineno, node.body[0].col_offset) for node in described}
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    code = [token for token in tokens if token.type != tokenize.COMMENT and token.start not in docstrings]
+    return " ".join(token.string for token in code).lower()

@@ -94,7 +94,7 @@ def test_arms_are_measured_on_blocks() -> None:
     assert (measuring.seq_len, measuring.window, measuring.num_seqs, measuring.model) == (32, 32, 5, "org/m")
     assert (measuring.batch_size, measuring.dataset, measuring.dtype) == ("auto", None, "float32")
     for command, wrong, reason in (
-        ("retrofit", {"dtype": "float16"}, "gradients overflow in it"),
+        ("retrofit", {"dtype": "float16"}, "gradients become infinite in it"),
         ("retrofit", {"device_map": "auto"}, "stays on one GPU"),
         ("quantize", {"observables": ["massive"]}, "always measures perplexity and outliers"),
         ("train", {"only_new": True}, "begins with random weights"),

@@ -35,7 +35,7 @@ def test_a_number_far_from_all_others_says_so() -> None:
     assert found["sink_rate"].null.startswith("Uniform attention gives ")
     assert found["sink_rate"].null.endswith(" 0%.")
     assert found["max_inf_norm"].elsewhere.startswith("Below ")
-    assert found["max_inf_norm"].null == "float16 holds 436,693 times that; below 1, it overflows."
+    assert found["max_inf_norm"].null == "float16 holds 436,693 times that; below 1, it would be infinite."
 
 
 def test_a_number_that_reports_lack_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:

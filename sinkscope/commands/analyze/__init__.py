@@ -15,5 +15,7 @@ COMMANDS = (
         },
         manifest="sinkscope.results.schema:RunManifest",
         report="sinkscope.verdict.analysis:report",
+        of_cells=("summary",),
+        whole_model="sinkscope.verdict.analysis:whole_model",
     ),
 )

@@ -11,5 +11,6 @@ COMMANDS = (
         public={"benchmark": ".command:benchmark"},
         manifest=".manifest:BenchmarkManifest",
         tables=("sinkscope.results.scores:SCORE_TABLES",),
+        of_cells=("benchmark",),
     ),
 )

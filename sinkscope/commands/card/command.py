@@ -64,7 +64,7 @@ def card(
             raise InputError("--push uploads a folder: name it with --out")
     entries = [entry for run in runs for entry in opened(run)]
     if not entries:
-        raise InputError("a card needs at least one run, or a sweep with a cell that is done")
+        raise InputError("a card needs at least one run, or a folder with a cell that is done")
     folders = [entry.folder for entry, _ in entries]
     with blaming_tables(), own_folder(out, overwrite, (COMMAND,), reads=folders) as folder:
         measured = [(entry, family) for entry, family in entries if isinstance(entry, Run)]

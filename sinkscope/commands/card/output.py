@@ -24,7 +24,7 @@ from sinkscope.options.option import as_folder_name
 from sinkscope.options.register import records
 from sinkscope.output.result import Result
 from sinkscope.output.run import Run
-from sinkscope.results.manifest import RUNS, folder_of, read_manifest, tables_folder
+from sinkscope.results.manifest import folder_of, read_manifest, tables_folder
 from sinkscope.results.metrics import HEADLINE_METRICS, METRICS
 from sinkscope.results.side_by_side import span
 from sinkscope.results.tables import read_table
@@ -35,7 +35,7 @@ README = "README.md"
 DIGITS = 6  # significant digits in the card of a model
 TABLES = {  # in the order of the dataset's card; the first that exists is shown by default
     MODELS: "a row for each model and input, a column for each metric of the whole model",
-    VALUES: "a row for each metric of the whole model, also with an intervention or with quantized sites (`setting`)",
+    VALUES: "a row for each metric of the whole model, also with an intervention or in fewer bits (`setting`)",
     LAYERS: "a row for each layer and metric",
     CLAIM: "claims of papers, tested on these models: a row for each number",
 }
@@ -52,7 +52,8 @@ def opened(source: Given) -> Iterator[tuple[Run | Scorecard, str]]:
         return
     folder = folder_of(source)
     grids = {name: record.runs_in for name, record in records().items() if record.runs_in}
-    command = read_manifest(folder, (*RUNS, CLAIMS, *grids))["command"]
+    measuring = [name for name, record in records().items() if record.whole_model]
+    command = read_manifest(folder, (*measuring, CLAIMS, *grids))["command"]
     if command not in grids:
         yield Scorecard.open(folder) if command == CLAIMS else Run.open(folder), ""
         return
@@ -67,7 +68,7 @@ def opened(source: Given) -> Iterator[tuple[Run | Scorecard, str]]:
         if command_of_cell == CLAIMS:
             card = Scorecard.open(path)
             yield replace(card, tables={**card.tables, CLAIM: card.table.assign(model=cell.model)}), cell.family
-        elif command_of_cell in RUNS:
+        elif command_of_cell in measuring:
             run = Run.open(path)
             named = run.manifest | {"model": run.manifest["model"] | {"name": cell.model}}
             yield replace(run, manifest=named), cell.family

@@ -5,20 +5,18 @@ metrics   a row for each metric of a run, also of models that were changed
 layers    the same by layer, of runs of `analyze`
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 import pandas as pd
 
-from sinkscope.measuring.summary import NO_POSITION, WHOLE_MODEL
-from sinkscope.quantization.settings import FULL
+from sinkscope.options.register import records
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
-from sinkscope.results.tables import LEADING, METRIC, VALUE, Column, names_of
+from sinkscope.results.tables import LEADING, METRIC, VALUE, WHOLE_MODEL, Column, names_of
 
 MODELS, VALUES, LAYERS = "models", "metrics", "layers"
-UNCHANGED = ""  # the setting of a model as it is
 COORDINATES = (
-    Column("family", "family of the model, as a sweep names it; empty without one", kind="text"),
+    Column("family", "family of the model, as the file with its cell names it; empty for other runs", kind="text"),
     Column("parameters", "number of parameters of the model", kind="whole"),
     Column("revision", "revision of the model, if one was named", kind="text"),
     Column("commit", "commit of the model on the hub; empty for a model from elsewhere", kind="text"),
@@ -30,7 +28,7 @@ COORDINATES = (
     Column("token_zero", "description of the token at position 0", kind="text"),
     Column("input_sha256", "checksum of the token ids", kind="text"),
 )
-SETTING = Column("setting", "an intervention, or quantized sites; empty for the model as it is", kind="text")
+SETTING = Column("setting", "an intervention, or what is in fewer bits; empty for the model as it is", kind="text")
 CARD_TABLES = {
     MODELS: COORDINATES,
     VALUES: (*COORDINATES, SETTING, METRIC, VALUE),
@@ -66,36 +64,7 @@ def card_tables(runs: Sequence[tuple[RunData, str]]) -> dict[str, pd.DataFrame]:
 
 def values_of(run: RunData) -> pd.DataFrame:
     """Return setting, metric and value, for every finite metric of the whole model that a run measured."""
-    table = VALUES_OF[run.command](run)[[SETTING.name, METRIC.name, VALUE.name]]
+    record = records()[run.command]
+    table = record.imported(record.whole_model)(run)[[SETTING.name, METRIC.name, VALUE.name]]
     is_finite_metric = table["metric"].isin(METRICS.keys()) & table["value"].abs().lt(float("inf"))
     return table[is_finite_metric].reset_index(drop=True)
-
-
-def _of_experiment(run: RunData) -> pd.DataFrame:
-    """Return the model before, after each intervention, and under its random controls, on average over them."""
-    effect = run.tables["effect"]
-    effect = effect[(effect["layer"] == WHOLE_MODEL) & effect["position"].isin((0, NO_POSITION))]
-    words = {"before": "", "after": "{}", "control": "{}, random controls"}
-    settings = [words[row.arm].format(row.name_) for row in effect.rename(columns={"name": "name_"}).itertuples()]
-    by = effect.assign(setting=settings).groupby([SETTING.name, METRIC.name], sort=False)
-    return by[VALUE.name].mean().reset_index()
-
-
-def _of_quantization(run: RunData) -> pd.DataFrame:
-    """Return the schemes, or the settings of a static one, that quantize the whole model, on all sequences."""
-    if "formats" in run.tables:
-        table = run.tables["formats"].query("part == 'all'").rename(columns={"scheme": SETTING.name})
-    else:
-        table = run.tables["quantization"]
-        table = table[(table["site"] == "") & (table["sequences"] == table["sequences"].max())]
-        table = table.drop_duplicates(SETTING.name, keep="last")  # of the numbers of sites that were tried
-        table = table.replace({SETTING.name: {FULL: UNCHANGED}})
-    return table.melt(SETTING.name, [name for name in METRICS if name in table], METRIC.name, VALUE.name)
-
-
-# command → its values of the whole model
-VALUES_OF: Mapping[str, Callable[[RunData], pd.DataFrame]] = {
-    "analyze": lambda run: run.tables["summary"].query("layer == @WHOLE_MODEL").assign(setting=UNCHANGED),
-    "intervene": _of_experiment,
-    "quantize": _of_quantization,
-}

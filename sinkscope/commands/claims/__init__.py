@@ -11,6 +11,7 @@ COMMANDS = (
         public={"claims": ".command:claims", "Scorecard": ".scorecard:Scorecard"},
         manifest=".manifest:ClaimsManifest",
         tables=(".columns:COLUMNS",),
+        of_cells=("claim", "route"),
         figures={
             "claims": (
                 ("scorecard", "the number of every claim, its threshold and published values", "claim"),

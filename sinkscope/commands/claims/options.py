@@ -34,7 +34,7 @@ class ClaimsOptions(ControlOptions, RunConfig):
     )
     from_: tuple[UserPath, ...] = option(
         (),
-        "A run to judge, or a folder of `retrofit`, `train`, `sweep`, `claims` or `analyze` over steps; repeatable.",
+        "A run to judge, or a folder of `retrofit`, `train`, `claims`, `analyze` over steps, or of cells; repeatable.",
         panel="Input",
         metavar="RUN",
     )

@@ -13,13 +13,15 @@ COMMANDS = (
         report=".findings:report",
         tables=(".columns:COLUMNS", "sinkscope.measuring.streaming:STREAMING_TABLES"),
         of_arms=("effect", "arm_maps"),
+        of_cells=("effect",),
+        whole_model=".findings:whole_model",
         figures={
             "one run": (
+                ("effects",
+                    "effect of every arm on sink, perplexity and massive activations, with its control", "effect"),
                 ("arm-maps", "attention maps of one layer under every arm and its control (NU fig. 3)", "arm_maps"),
                 ("arm-maps-by-layer",
                     "attention maps of every layer under every arm (NU figs. 7–13 on one page)", "arm_maps"),
-                ("effects",
-                    "effect of every arm on sink, perplexity and massive activations, with its control", "effect"),
                 ("effects-by-layer",
                     "sink rate by layer before and after every arm, with its control's spread", "effect"),
                 ("over-mixing",

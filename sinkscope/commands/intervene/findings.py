@@ -32,6 +32,15 @@ LAYERS_NAMED = 3  # number of the most changed layers that are named
 # --- reading the table
 
 
+def whole_model(run: RunData) -> pd.DataFrame:
+    """Return the metrics before, after each intervention, and under its random controls, on average over them."""
+    effect = run.tables["effect"]
+    effect = effect[(effect["layer"] == WHOLE_MODEL) & effect["position"].isin((0, NO_POSITION))]
+    words = {"before": "", "after": "{}", "control": "{}, random controls"}
+    settings = [words[arm].format(name) for name, arm in zip(effect["name"], effect["arm"], strict=True)]
+    return effect.assign(setting=settings).groupby(["setting", "metric"], sort=False)["value"].mean().reset_index()
+
+
 @dataclass(frozen=True)
 class ArmEffect:
     """One number of the model before an arm, under it, and under each of its controls."""

@@ -26,6 +26,8 @@ COMMANDS = (
                     "cost with tokens, coordinates, a prefix or a rotation, and random controls", "quantization_split"),
             ),
         },
+        of_cells=("formats", "quantization"),  # of presets, of static schemes
+        whole_model=".findings:whole_model",
         files=".findings:files",
         script="page.js",
     ),

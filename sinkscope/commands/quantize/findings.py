@@ -363,6 +363,15 @@ def files(run: RunData) -> Mapping[str, Callable[[], str] | None]:
     return texts | (dict.fromkeys((CACHE, HOW)) if has_cache else {})
 
 
+def whole_model(run: RunData) -> pd.DataFrame:
+    """Return the metrics under each scheme, or under each setting of a static one, of the whole model."""
+    if "formats" in run.tables:
+        table = run.tables["formats"].query("part == 'all'").rename(columns={"scheme": "setting"})
+    else:
+        table = whole(run).rename({FULL: ""}).reset_index()
+    return table.melt("setting", [name for name in METRICS if name in table], "metric", "value")
+
+
 def spared(run: RunData) -> dict[str, Any]:
     """Return the content of spared.json, with None for numbers that were not measured."""
 

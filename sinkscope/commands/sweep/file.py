@@ -16,18 +16,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from sinkscope.errors import InputError, one_line, unknown
 from sinkscope.options.files import kind_of, named_file, read_yaml, user_path
 from sinkscope.options.measuring import DEMO_NAME, PERMISSIONS
-from sinkscope.options.option import as_folder_name, checked
+from sinkscope.options.option import Options, as_folder_name, checked
 from sinkscope.options.recipe import find_recipe, known_recipes, named
-from sinkscope.options.register import options_by_command
+from sinkscope.options.register import options_by_command, records
 
-READING = ("analyze", "intervene", "quantize", "claims")  # commands of a cell that read the inputs
 TRAINING = ("retrofit", "train")
-CELL_COMMANDS = (*READING, *TRAINING, "benchmark")
 LONGEST_CELL_NAME = 120  # characters in front of its checksum
 CHECKSUM = 10  # characters of the checksum
 MOST_CELLS = 100_000
@@ -85,7 +83,7 @@ class SweepContent(FilePart):
     models: tuple[ModelEntry, ...] = ()
     inputs: dict[str, dict[str, Any]] = {"natural": {}}  # names of --input, or a name with options each
     settings: dict[str, list[Any]] = {}  # option → its values; all combinations
-    commands: dict[str, CommandEntry] = {"analyze": CommandEntry()}
+    commands: dict[str, CommandEntry] = Field({"analyze": CommandEntry()}, validate_default=True)
     options: dict[str, Any] = {}  # for all cells
     quick: dict[str, Any] = {}
     figures: tuple[str, ...] = ()  # for every cell; without it, no figure is drawn
@@ -117,9 +115,9 @@ class SweepContent(FilePart):
     @classmethod
     def _known_commands(cls, commands: dict[str, CommandEntry]) -> dict[str, CommandEntry]:
         for name, entry in commands.items():
-            if name not in CELL_COMMANDS:
-                raise ValueError(unknown(name, CELL_COMMANDS))
-            if name not in READING and entry.inputs is not None:
+            if name not in cell_kinds():
+                raise ValueError(unknown(name, cell_kinds()))
+            if entry.inputs is not None and "input" not in cell_kinds()[name].model_fields:
                 instead = "`tasks`" if name == "benchmark" else "`text`"
                 raise ValueError(f"{name} reads no inputs: name its {instead} under `options`")
         return commands
@@ -142,6 +140,11 @@ class SweepContent(FilePart):
                 if name not in self.inputs:
                     raise ValueError(f"`{key}` of {owner}: {unknown(name, self.inputs)}")
         return self
+
+
+def cell_kinds() -> dict[str, type[Options]]:
+    """Return the commands that a cell can be, with their options."""
+    return {name: kind for name, kind in options_by_command().items() if records()[name].of_cells}
 
 
 @dataclass(frozen=True)
@@ -190,8 +193,8 @@ def read_sweep(file: str, overrides: Mapping[str, Any], quick: bool = False) -> 
     are in the order of the models; those of `train`, which need no model, come last.
     """
     path = find_recipe(file, "sweep")
-    kinds = [kind for command, kind in options_by_command().items() if command in CELL_COMMANDS]
-    content = read_yaml(path, SweepContent, "sweep", {name for kind in kinds for name in kind.model_fields})
+    options = {name for kind in cell_kinds().values() for name in kind.model_fields}
+    content = read_yaml(path, SweepContent, "sweep", options)
     cells: dict[str, Cell] = {}  # by their checksums
     with named_file(path):
         if quick and not content.quick:
@@ -203,7 +206,7 @@ def read_sweep(file: str, overrides: Mapping[str, Any], quick: bool = False) -> 
                 continue
             inputs: Iterable[str | None] = ("",)
             settings = asked.settings or {}
-            if entry is not None and command in READING:
+            if entry is not None and "input" in cell_kinds()[command].model_fields:
                 inputs = dict.fromkeys(entry.instead.get(name, name) for name in asked.inputs or content.inputs)
                 settings = content.settings if asked.settings is None else asked.settings
             for option, values in settings.items():
@@ -234,10 +237,8 @@ def _cell(
     overrides: Mapping[str, Any],
 ) -> Cell:
     """Return one cell; for `train`, whose options make its model, `entry` is None."""
-    kind, model = options_by_command().get(command), entry or ModelEntry()
-    if kind is None:
-        raise InputError(f"there is no command '{command}' here")
-    reads_inputs, known = command in READING, kind.model_fields.keys() - kind.refused.keys()
+    kind, model = cell_kinds()[command], entry or ModelEntry()
+    reads_inputs, known = "input" in kind.model_fields, kind.model_fields.keys() - kind.refused.keys()
     reads = content.inputs.get(name, {}) if reads_inputs else {}
     if reads_inputs and not {"input", "dataset", "prompt"} & named(reads).keys():
         reads = {"input": name, **reads}

@@ -12,6 +12,7 @@ from sinkscope.commands.sweep.cells import Planned
 from sinkscope.commands.sweep.factor_study import STUDY, study_rows
 from sinkscope.errors import InputError
 from sinkscope.models.steps import step_of
+from sinkscope.options.register import records
 from sinkscope.results.metrics import is_sink, lacks_rate
 from sinkscope.results.run import RunData, policy_of
 from sinkscope.results.scores import main_scores
@@ -20,16 +21,8 @@ from sinkscope.results.tables import LEADING, METRIC, VALUE, WHOLE_MODEL, Column
 from sinkscope.results.trainings import tokens_a_step
 
 SWEEP, EPSILON, SCORES = "sweep", "sweep_epsilon", "sweep_benchmark"
-# command → table of a cell → name of this table for all cells
-OF_COMMANDS = {
-    "analyze": {"summary": SWEEP},
-    "intervene": {"effect": "sweep_effect"},
-    "quantize": {"formats": "sweep_formats", "quantization": "sweep_quantization"},  # of presets, of static schemes
-    "claims": {name: name for name in ("claim", "route")},
-    "benchmark": {"benchmark": SCORES},
-    "retrofit": {"retrofit": "sweep_retrofit"},
-    "train": {"retrofit": "sweep_retrofit", "training": STUDY},
-}
+# table of a cell → name of this table for all cells, if that is not its name after sweep_
+NAMES = {"summary": SWEEP, "claim": "claim", "route": "route"}
 ALPHA = "attention_heads_by_sequence"  # the table with the window mass of position 0 for every head and sequence
 EPSILONS = tuple(round(0.05 * step, 2) for step in range(1, 20))
 NO_STEP = -1
@@ -124,9 +117,10 @@ def sweep_tables(done: Sequence[Planned]) -> SweepTables:
     """
     parts: dict[str, list[pd.DataFrame]] = defaultdict(list)
     for each in done:
-        for name, common in OF_COMMANDS[each.cell.command].items():
+        for name in records()[each.cell.command].of_cells:
             if name not in each.manifest["tables"]:
                 continue
+            common = NAMES.get(name, f"sweep_{name}")
             table = read_table(each.folder / "tables" / f"{name}.parquet")
             if common == STUDY:  # adds the number of tokens read before each step
                 tokens = tokens_a_step(each.manifest["config"], each.manifest.get("processes", 1))

@@ -10,6 +10,7 @@ RETROFIT = Command(
     public={"retrofit": ".command:retrofit"},
     manifest=".manifest:ArmsManifest",
     tables=("sinkscope.results.trainings:TRAINED_TABLES",),
+    of_cells=("retrofit",),
     summaries=".output:summaries",
     figures={
         "arms of a training": (
@@ -41,6 +42,7 @@ TRAIN = Command(
     TrainOptions,
     public={"train": ".command:train"},
     manifest=RETROFIT.manifest,
+    of_cells=("retrofit", "training"),
     summaries=RETROFIT.summaries,
     page=RETROFIT.page,
 )

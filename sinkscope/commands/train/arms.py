@@ -361,7 +361,7 @@ class TrainingArms:
         start = time.time()
         subject = replace(subject, inputs=replace(subject.inputs, condition=arm))
         tables, facts = measure(subject, config, self.console)
-        with spinner(self.console, "quantizing"):
+        with spinner(self.console, "measuring in W8A8"):
             of_training = replace(subject.inputs, sequences=tuple(self.blocks.train), masked=None).part(0, CALIBRATION)
             calibration = with_masked(of_training, subject.loaded, subject.family, config.seed)
             costs = w8a8(subject, calibration, kernel=config.attn, batch_size=facts.batch_size)

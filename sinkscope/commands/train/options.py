@@ -119,7 +119,7 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
     def _check_device(cls, options: Any) -> Any:
         typed = options if isinstance(options, dict) else {}
         if typed.get("dtype") == "float16":
-            raise ValueError("--dtype float16: gradients overflow in it; take float32, with --bf16 for speed")
+            raise ValueError("--dtype float16: gradients become infinite in it; take float32, with --bf16 for speed")
         if typed.get("device_map") not in (None, "cpu", "cuda"):
             raise ValueError(
                 f"--device-map {typed['device_map']}: a model that is trained stays on one GPU, the first that "

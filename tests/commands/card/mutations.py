@@ -1,6 +1,6 @@
 """Single errors in `card`, which its tests must notice."""
 
 MUTATIONS = [
-    ("a rate is a mean over positions", "tables", "_of_experiment",
+    ("a rate is a mean over positions", "sinkscope.commands.intervene.findings", "whole_model",
      ' & effect["position"].isin((0, NO_POSITION))', ""),
 ]  # fmt: skip

@@ -80,15 +80,16 @@ def test_other_folders(tmp_path: Path) -> None:
     found = {one.metric_config: one.metric_value for one in changed if one.metric_type == "perplexity"}
     assert found["all"] == pytest.approx(perplexity, rel=1e-5)
     assert {"zero-massive"} <= {setting.partition(":")[0] for setting in found if setting}
-    with pytest.raises(InputError, match=r"is of `sinkscope train`, not of `analyze`, .*`claims`, `sweep`"):
-        sinkscope.card(REPORTS / "bigram-backcopy")
+    for folder, command in (("bigram-backcopy", "train"), ("smollm2-135m-kv-plan", "kv-plan")):
+        with pytest.raises(InputError, match=rf"is of `sinkscope {command}`, not of `analyze`, .*`claims`, `sweep`"):
+            sinkscope.card(REPORTS / folder)
     with pytest.raises(InputError, match="at least one run"):
         sinkscope.card()
 
 
 def test_of_a_setting_that_was_measured_several_times_the_last_counts() -> None:
     """A run on few sequences tries more and more kept sites on all of them."""
-    settings = ["full", "all", "costliest-kept", "costliest-kept", "all"]
+    settings = ["full", "all", "costliest-kept", "costliest-kept", "alone"]
     table = pd.DataFrame({"setting": settings, "site": [*[""] * 4, "down_proj"], "sequences": [8] * 5})
     table = table.assign(perplexity=[10.0, 40.0, 30.0, 20.0, 35.0])
     values = values_of(Run({"command": "quantize"}, {"quantization": table}))
