@@ -68,10 +68,7 @@ def compared(chosen: Sequence[Run | str | os.PathLike[str]], start: float) -> Co
     summaries = {name: run.tables["summary"] for name, run in zip(names, runs, strict=True)}
     layers = [table[table["layer"] != WHOLE_MODEL].assign(run=name) for name, table in summaries.items()]
     columns = ["model", "condition", "layer", "run", "metric", "value"]
-    tables = {
-        "comparison": metrics.reset_index(),
-        "comparison_by_layer": pd.concat(layers, ignore_index=True)[columns],
-    }
+    tables = {"comparison": metrics.reset_index(), "comparison_by_layer": pd.concat(layers, ignore_index=True)[columns]}
     facts = [
         {"label": name, "folder": run.folder, "model": run.model, "condition": run.condition}
         for name, run in zip(names, runs, strict=True)

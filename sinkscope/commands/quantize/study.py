@@ -39,16 +39,7 @@ from sinkscope.quantization import settings
 from sinkscope.quantization.formats import STATIC_SCHEME, Precision
 from sinkscope.quantization.grids import Range, Rounding, site_grid
 from sinkscope.quantization.simulation import attending_with, quantized_attention, quantized_sites
-from sinkscope.quantization.sites import (
-    CACHED,
-    IN_ATTENTION,
-    INPUT,
-    OUTPUT,
-    SUM,
-    WEIGHT,
-    Site,
-    sites_of,
-)
+from sinkscope.quantization.sites import CACHED, IN_ATTENTION, INPUT, OUTPUT, SUM, WEIGHT, Site, sites_of
 from sinkscope.quantization.spared import NOTHING, Spared
 from sinkscope.results.statistics import bootstrap
 from sinkscope.results.tables import Column, Columns

@@ -3,11 +3,4 @@
 from sinkscope.commands.show.options import ShowOptions
 from sinkscope.options.register import Command
 
-COMMANDS = (
-    Command(
-        "show",
-        __name__,
-        ShowOptions,
-        public={"page": ".command:page", "show": ".command:show"},
-    ),
-)
+COMMANDS = (Command("show", __name__, ShowOptions, public={"page": ".command:page", "show": ".command:show"}),)
