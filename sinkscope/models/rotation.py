@@ -7,21 +7,19 @@ rotation of the rest, with random signs.
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from scipy.linalg import hadamard
-from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.errors import InputError
-from sinkscope.models.edits import Edit, first_argument, replaced
-from sinkscope.models.family import NOT_RUN, Family, embedding_weight, first_tensor, input_device
-from sinkscope.models.projections import LINEAR_LAYERS, by_output
-
-MOST_CHANGED = 1e-3  # largest difference of logits by rounding, relative to the largest logit
+from sinkscope.models.edits import Edit
+from sinkscope.models.family import NOT_RUN, Family
+from sinkscope.models.norms import ModuleEnds, gain_of, reparametrized, storage
+from sinkscope.models.projections import by_output
 
 
 def random_rotation(width: int, seed: int) -> torch.Tensor:
@@ -35,51 +33,32 @@ def random_rotation(width: int, seed: int) -> torch.Tensor:
 
 
 @contextmanager
-def rotated(model: PreTrainedModel, family: Family, seed: int) -> Iterator[None]:
+def rotated(model: PreTrainedModel, family: Family, rotation: torch.Tensor) -> Iterator[None]:
     """Rotate the residual stream until the end of the block, and then restore the weights bit for bit.
+
+    Args:
+        rotation: An orthogonal matrix (D,D), such as `random_rotation`.
 
     Raises:
         InputError: The model is not built so that a rotation can be folded into it, or it would change the function.
     """
-    ids = torch.arange(3, 14, device=input_device(model))[None] % len(embedding_weight(model))
-    with torch.no_grad():
-        before = model(ids, use_cache=False).logits
-        with replaced(_rotated_weights(model, family, ids, seed)):
-            error = float((model(ids, use_cache=False).logits - before).abs().max() / before.abs().max())
-            if not error < MOST_CHANGED:
-                raise InputError(f"a rotation would change the model's logits, by {error:.1g} of the largest")
-            yield
+    with reparametrized(model, lambda: _rotated_weights(model, family, rotation), "a rotation"):
+        yield
 
 
-def _rotated_weights(model: PreTrainedModel, family: Family, ids: torch.Tensor, seed: int) -> list[Edit]:
+def _rotated_weights(model: PreTrainedModel, family: Family, rotation: torch.Tensor) -> list[Edit]:
     """Return the rotated weights; `rotated` compares the logits, because these checks may miss an unusual layer."""
-    # the input and output of each module in its last run; they are kept, so that equal storage means one tensor
-    inputs: dict[nn.Module, torch.Tensor] = {}
-    outputs: dict[nn.Module, torch.Tensor] = {}
-
-    def keep(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        for ends, end in ((inputs, first_argument(args, kwargs) if args or kwargs else None), (outputs, output)):
-            if isinstance(tensor := first_tensor(end), torch.Tensor):
-                ends[module] = tensor
-
-    with ExitStack() as hooks:
-        for module in model.modules():
-            hooks.enter_context(module.register_forward_hook(keep, with_kwargs=True))
-        model(ids, use_cache=False)
-    linear: list[Any] = [module for module in outputs if isinstance(module, LINEAR_LAYERS)]
+    ends = ModuleEnds(model)
     embedding: Any = model.get_input_embeddings()
-    width = embedding.weight.shape[1]
-    rotation = random_rotation(width, seed).to(embedding.weight.device)
+    rotation = rotation.to(embedding.weight.device)
     gains: dict[Any, torch.Tensor] = {}  # linear layer → the gain of the norm whose output it reads
     edits: list[Edit] = [(embedding, "weight", _product(embedding.weight, rotation))]
-    for norm in outputs:
-        if getattr(getattr(norm, "weight", None), "shape", None) != (width,):
+    for norm, readers in ends.readers_of_norms().items():
+        if len(norm.weight) != len(rotation):
             continue
-        readers = [module for module in linear if _storage(inputs[module]) == _storage(outputs[norm])]
-        if readers:
-            gain, neutral = _gain(norm, width)
-            gains |= dict.fromkeys(readers, gain)
-            edits.append((norm, "weight", neutral))
+        gain, neutral = gain_of(norm)
+        gains |= dict.fromkeys(readers, gain)
+        edits.append((norm, "weight", torch.full_like(norm.weight, neutral)))
     for module, gain in gains.items():
         folded = by_output(module, module.weight).double() * gain
         edits.append((module, "weight", by_output(module, _product(folded, rotation, module.weight))))
@@ -92,8 +71,8 @@ def _rotated_weights(model: PreTrainedModel, family: Family, ids: torch.Tensor, 
             raise InputError(f"what layer {number} adds to the residual stream is not known")
         for address in (term.address for site in branches for term in block.terms(site)):
             path, _, end = address.rpartition(".")
-            added = _storage((inputs if end == "input" else outputs)[layer.get_submodule(path)])
-            writer: Any = next((module for module in linear if _storage(outputs[module]) == added), None)
+            added = storage((ends.inputs if end == "input" else ends.outputs)[layer.get_submodule(path)])
+            writer: Any = next((module for module in ends.linear if storage(ends.outputs[module]) == added), None)
             if writer is None:
                 raise InputError(f"layer {number} adds the {end} of {path}, which is not a linear layer's")
             weight = by_output(writer, writer.weight)
@@ -105,18 +84,3 @@ def _rotated_weights(model: PreTrainedModel, family: Family, ids: torch.Tensor, 
 
 def _product(a: torch.Tensor, b: torch.Tensor, like: Any = None) -> torch.Tensor:
     return (a.double() @ b.double()).to(a.dtype if like is None else like.dtype).contiguous()
-
-
-def _storage(x: torch.Tensor) -> int:
-    return x.untyped_storage().data_ptr()
-
-
-def _gain(norm: Any, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gain (D,) of a norm, and the weight that makes its gain 1; InputError unless it is an RMSNorm."""
-    ones = 1e3 * torch.ones(1, 1, width, dtype=norm.weight.dtype, device=norm.weight.device)
-    output = norm(ones)[0, 0].double()
-    for neutral in (1.0, 0.0):  # Gemma's gain is 1 + weight
-        gain = norm.weight.double() + 1.0 - neutral
-        if torch.allclose(output, gain, rtol=1e-3, atol=1e-5):
-            return gain, torch.full_like(norm.weight, neutral)
-    raise InputError(f"{type(norm).__name__} is not an RMSNorm")

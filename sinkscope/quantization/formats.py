@@ -16,6 +16,8 @@ StaticName = Literal["static", "full"]  # Bondarenko et al. 2023; VGA's W8A8 is 
 STATIC_SCHEME, FULL_SCHEME = STATIC_SCHEMES = get_args(StaticName)
 SchemeName = PresetName | StaticName
 
+CureName = Literal["spare", "smoothquant", "awq", "rotation", "prefix"]
+
 PerWeight = Literal["tensor", "channel"]
 PerActivation = Literal["tensor", "token"]
 PerCache = Literal["tensor", "token", "channel"]

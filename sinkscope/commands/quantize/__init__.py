@@ -13,6 +13,7 @@ COMMANDS = (
         report=".findings:report",
         tables=(
             ".served:FORMAT_TABLES",
+            ".cures:CURE_TABLES",
             ".study:QUANTIZATION_TABLES",
             ".split:SPLIT_TABLES",
         ),

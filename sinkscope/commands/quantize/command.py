@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sinkscope.commands.measured import opened, shown
 from sinkscope.commands.printout import Printout
+from sinkscope.commands.quantize.cures import CureStudy
 from sinkscope.commands.quantize.options import QuantizeOptions
 from sinkscope.commands.quantize.served import ServedStudy
 from sinkscope.commands.quantize.split import Split
@@ -126,11 +127,15 @@ def _served(
     if not schemes:
         raise InputError(f"no scheme applies to {subject.loaded.name}: {'; '.join(dict.fromkeys(absent.values()))}")
     print_line(console, f"{', '.join(schemes)} on {counted(len(subject.inputs), 'sequence')}")
-    tables = study.tables(schemes, config.seed, is_sparing=set(config.scheme) != set(PRESETS))
+    tables = study.tables(schemes, config.seed)
+    cures = CureStudy(study, config.alpha, config.seed)
+    tables |= cures.tables(schemes, config.cures)
     model = subject.loaded.model
     record = {
         "schemes": {name: asdict(preset) for name, preset in schemes.items()},
         "absent": absent,
+        "alpha": config.alpha,
+        "absent_cures": cures.absent,
         "matrices": len(study.matrices),
         "share": study.share,
         "not_quantized": not_quantized(model, subject.family, {matrix.parameter_path for matrix in study.matrices}),
@@ -184,7 +189,7 @@ def _named_prefix(split: Split, config: QuantizeOptions) -> tuple[int, ...] | No
     if wanted == "auto":
         return None
     if re.fullmatch(r"\d+(,\d+)*", wanted):
-        return split.checked(tuple(map(int, wanted.split(","))))
+        return split.prefixes.checked(tuple(map(int, wanted.split(","))))
     if tokenizer is None:
         raise InputError(f"--prefix {wanted!r}: the model has no tokenizer, so name token ids, such as 5,8, or auto")
-    return split.checked(tuple(encode(tokenizer, wanted, special=False)))
+    return split.prefixes.checked(tuple(encode(tokenizer, wanted, special=False)))

@@ -44,6 +44,8 @@ class PresetEntry(ManifestPart):
 class Served(ManifestPart):
     schemes: dict[str, PresetEntry]
     absent: dict[str, str]  # scheme → why it does not apply
+    alpha: float  # of SmoothQuant
+    absent_cures: dict[str, dict[str, str]]  # scheme → cure → why it does not apply
     calibration: Count
     matrices: Count
     share: float  # of the model's parameters in them

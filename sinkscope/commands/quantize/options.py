@@ -2,7 +2,7 @@
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Self, get_args
 
 from pydantic import model_validator
 
@@ -11,6 +11,7 @@ from sinkscope.options.option import distinct, flag, option, split_at_commas, te
 from sinkscope.quantization.formats import (
     PRESETS,
     STATIC_SCHEMES,
+    CureName,
     PerActivation,
     PerCache,
     PerWeight,
@@ -23,7 +24,8 @@ class QuantizeOptions(RunConfig):
     """Measure what number formats cost: INT8, FP8, INT4, MXFP4, NVFP4 as they are served; or the papers' static W8A8.
 
     Simulates weights and inputs of every linear layer except the LM head in each format, separately and together, and
-    shows how much of the cost sink tokens have. Also writes a recipe for llm-compressor. The static schemes also look
+    shows how much of the cost sink tokens have. Named schemes are also measured with cures. Writes recipes for
+    llm-compressor. The static schemes also look
     for the sites whose outliers cost most. The model itself does not change."""
 
     panel: ClassVar = "Quantizing"
@@ -47,6 +49,16 @@ class QuantizeOptions(RunConfig):
         metavar="A,B",
         shown="all presets",
     )
+    cure: Annotated[
+        tuple[CureName, ...] | None, split_at_commas, distinct("name a cure, as smoothquant"), text_as_tuple
+    ] = option(
+        None,
+        "Of presets: what may help, each next to a control: spare (the costliest modules in full precision), "
+        "smoothquant, awq, rotation (of the residual stream) or prefix.",
+        metavar="A,B",
+        shown="all, if --scheme names presets",
+    )
+    alpha: float = option(0.5, "SmoothQuant's exponent: 0 leaves all outliers in inputs.", metavar="X", ge=0, le=1)
     bits_weights: int = option(8, "Of a static scheme: bits of weights, symmetric.", metavar="B", ge=2, le=16)
     bits_activations: int = option(8, "Bits of inputs and outputs, asymmetric.", metavar="B", ge=2, le=16)
     bits_kv_cache: int = option(8, "Bits of keys and values, asymmetric.", metavar="B", ge=2, le=16)
@@ -74,10 +86,19 @@ class QuantizeOptions(RunConfig):
         """The papers' scheme that is measured; None for presets."""
         return self.scheme[0] if self.scheme[0] in STATIC_SCHEMES else None
 
+    @property
+    def cures(self) -> tuple[CureName, ...]:
+        """The cures of presets that are measured."""
+        if self.cure is not None:
+            return self.cure
+        return () if self.scheme == type(self).model_fields["scheme"].default else get_args(CureName)
+
     @model_validator(mode="after")
     def _check_scheme(self) -> Self:
         if len(self.scheme) > 1 and set(self.scheme) & set(STATIC_SCHEMES):
             raise ValueError("--scheme: static and full are measured alone, in a run of their own")
+        if self.static_scheme is not None and self.cure is not None:
+            raise ValueError("--cure is a setting of presets")
         if self.static_scheme is None:
             for name in ("prefix", *(field.name for field in fields(Precision))):
                 if getattr(self, name) != type(self).model_fields[name].default:

@@ -6,7 +6,7 @@ S.quantization = () => {
   const outlier = S.table("outlier"), formats = S.table("formats");
   if (formats)
     return S.section("quantization", "Number formats", "What the formats that are served cost, and how much of it sink tokens have.",
-      S.formatCosts(formats), S.sparedModules(S.table("formats_modules")) ?? "");
+      S.formatCosts(formats), S.cures(S.table("formats_cures")) ?? "", S.sparedModules(S.table("formats_modules")) ?? "");
   if (!settings && !sites && !outlier) return null;
   return S.section("quantization", "Quantization", "Outliers make one range per tensor coarse: its cost, and the sites where it arises.",
     split ? S.costSplit(split) : "", S.toSpare(settings, sites) ?? "", sites ? S.siteRanges(sites) : "", outlier ? S.outliers(outlier) : "");
@@ -23,6 +23,18 @@ S.formatCosts = (table) => {
   return S.element("div", {}, S.plainTable(columns, table.all.map((row) =>
     [S.visible(table.get("scheme")[row]), S.visible(table.get("part")[row]), cell("ratio", row), interval("cost", row),
       interval("sink_share", row), interval("random_share", row)]), "Cost in nats per token"));
+};
+
+/** What each cure recovers, next to its control. */
+S.cures = (table) => {
+  if (!table) return null;
+  const cell = (name, row) => S.number(table.get(name)[row]);
+  const interval = (name, row) => `${cell(name, row)} (${cell(`${name}_low`, row)} to ${cell(`${name}_high`, row)})`;
+  const columns = [{ label: "Scheme" }, { label: "Cure" }, { label: "Setting" }, { label: "Cost", number: true },
+    { label: "Recovered (95 % interval)", number: true }, { label: "Control (range)", number: true }];
+  return S.element("div", {}, S.element("h3", {}, "Cures"), S.plainTable(columns, table.all.map((row) =>
+    [S.visible(table.get("scheme")[row]), S.visible(table.get("cure")[row]), S.visible(table.get("setting")[row] || "–"),
+      cell("cost", row), interval("recovered", row), interval("random_recovered", row)]), "Nats per token that each cure recovers"));
 };
 
 /** The modules that are spared under each scheme. */

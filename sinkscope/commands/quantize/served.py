@@ -6,7 +6,6 @@ the same weights are read in one forward pass, side by side in the batch, so tha
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,21 +17,19 @@ import pandas as pd
 import torch
 from rich.console import Console
 
-from sinkscope.attention.kernels import upcast
 from sinkscope.errors import InputError
-from sinkscope.measuring.console import print_line
 from sinkscope.measuring.engine import Setting, resampled_cost, run_settings
 from sinkscope.measuring.losses import perplexity
 from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Observable, Settings
 from sinkscope.measuring.parity import Parity
+from sinkscope.measuring.passes import Pass
 from sinkscope.measuring.sink_rule import SinkRule
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.adapters import check_no_adapter
 from sinkscope.models.edits import Beginning
 from sinkscope.models.packed import check_not_packed
-from sinkscope.quantization import settings
 from sinkscope.quantization.formats import Encoding, Preset
 from sinkscope.quantization.products import Matrix, Product, ProductChange, changed_products, matrices_of
 from sinkscope.quantization.rounding import snap
@@ -43,8 +40,7 @@ from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
 
-RANDOM_DRAWS = 3  # draws of random tokens and of random modules, the controls
-MOST_SPARED = 0.25  # largest share of the modules that is spared
+RANDOM_DRAWS = 3  # draws of a control
 PARTS = ALL, WEIGHTS, INPUTS = "all", "weights", "inputs"
 
 FORMAT_TABLES: dict[str, Columns] = {
@@ -63,28 +59,6 @@ FORMAT_TABLES: dict[str, Columns] = {
         Column("random_share", "the same for as many random tokens, mean over draws", "nats per token"),
         Column("random_share_low", "the smallest draw", "nats per token"),
         Column("random_share_high", "the largest draw", "nats per token"),
-    ),
-    "formats_spared": (
-        Column("scheme", "as in formats", kind="text"),
-        Column("modules", "number of modules in full precision", kind="whole"),
-        Column("cost", "of the scheme in all modules, as in formats", "nats per token"),
-        Column("cost_low", "lower end of its 95 % interval over texts", "nats per token"),
-        Column("cost_high", "upper end", "nats per token"),
-        Column("recovered", "cost minus the cost with these modules in full precision", "nats per token"),
-        Column("recovered_low", "lower end of its 95 % interval over texts", "nats per token"),
-        Column("recovered_high", "upper end", "nats per token"),
-        Column("random_recovered", "the same for as many random modules, mean over draws", "nats per token"),
-        Column("random_recovered_low", "the smallest draw", "nats per token"),
-        Column("random_recovered_high", "the largest draw", "nats per token"),
-        Column("ahead", "recovered minus the mean of the random draws", "nats per token"),
-        Column("ahead_low", "lower end of its 95 % interval over texts", "nats per token"),
-        Column("ahead_high", "upper end", "nats per token"),
-    ),
-    "formats_modules": (
-        Column("scheme", "as in formats", kind="text"),
-        Column("module", "path of the module in the model", kind="text"),
-        Column("predicted", "rise of the loss if it alone is quantized, by gradients", "nats per token"),
-        Column("is_spared", "whether it is among the modules of formats_spared", kind="truth"),
     ),
 }
 
@@ -156,37 +130,6 @@ class Factors:
         return product(rounded.view_as(x), weight)
 
 
-class OutputErrors:
-    """Predicts how much the loss rises if one matrix alone is quantized, from gradients and errors of its outputs.
-
-    An output y_t that is off by e_t raises the loss by about ½ (g_t · e_t)², where g_t is the gradient of the loss: the
-    second-order term with the empirical Fisher matrix of each token (Optimal Brain Surgeon; LeCun et al. 1990).
-    """
-
-    def __init__(self, factors: Factors) -> None:
-        """`factors` have one setting."""
-        self.factors = factors
-        self.rise: dict[Matrix, float] = defaultdict(float)  # in nats, summed over the text
-
-    def read(self, tracer: Tracer, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
-        self.factors.begin(batch)
-        return tracer.forward_backward(batch, observables)
-
-    def __call__(
-        self, matrix: Matrix, product: Product, x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor | None
-    ) -> torch.Tensor:
-        y = product(x, weight)
-        with torch.no_grad():
-            error = self.factors(matrix, product, x, weight, tokens) - y
-
-        def see(gradient: torch.Tensor) -> None:
-            self.rise[matrix] += float((upcast(gradient) * upcast(error)).sum(-1).square().sum()) / 2
-
-        if y.requires_grad:
-            y.register_hook(see)
-        return y
-
-
 class LargestFactors:
     """Records the largest magnitudes of all weights, and of inputs token by token; sequences are read one by one."""
 
@@ -255,22 +198,18 @@ class ServedStudy:
         check_not_packed(model, "simulated quantization")
         check_no_adapter(model, "simulated quantization")
         self.registers = registers_before(model)
-        every = matrices_of(model, family)
-        self.recorder = LargestFactors(self.registers)
-        calibrating = Setting(
-            partial(self._opened, every, self.recorder), self.recorder.read, observables=lambda: [Massive(Settings())]
-        )
+        self.calibration = calibration
+        self.losses: dict[Pair, np.ndarray] = {}  # (settings,N) of the sequences, as `tables` measured them
+        self.matrices = matrices_of(model, family)
+        self.recorder, calibrated = self.calibrated(calibration)
         dense = Setting(
-            partial(self._opened, (), self.recorder), observables=lambda: [Massive(Settings()), *parity.fresh()]
+            partial(self.opened, (), self.recorder), observables=lambda: [Massive(Settings()), *parity.fresh()]
         )
-        how: dict[str, Any] = {"kernel": kernel, "console": console}
-        (calibrated,) = run_settings(replace(subject, inputs=calibration), [calibrating], batch_size=1, **how)
-        (self.full,) = run_settings(subject, [dense], batch_size=batch_size, **how)
-        self.batch_size = self.full.batch_size  # the one that fitted into memory
+        (self.full,) = self.run([dense], batch_size=batch_size)
         self.largest_weights, self.largest_inputs = self.recorder.fused_weights(), self.recorder.inputs()
         if not (widths := self.recorder.widths):
             raise InputError("this model has no linear layers that could be quantized")
-        self.matrices, self.widths = [matrix for matrix in every if matrix in widths], set(widths.values())
+        self.matrices, self.widths = [matrix for matrix in self.matrices if matrix in widths], set(widths.values())
         entries, of_text = (done.observables[0].tables()["massive"] for done in (calibrated, self.full))
         self.rule = SinkRule.of(entries[entries["is_massive"]])
         texts = ((calibration, entries), (subject.inputs, of_text))
@@ -290,7 +229,7 @@ class ServedStudy:
         return sum(parameters[path].numel() for path in {each.parameter_path for each in self.matrices}) / total
 
     @contextmanager
-    def _opened(
+    def opened(
         self, matrices: Sequence[Matrix], change: ProductChange, beginning: Beginning | None
     ) -> Iterator[Tracer]:
         model, family = self.subject.loaded.model, self.subject.family
@@ -300,8 +239,22 @@ class ServedStudy:
         ):
             yield tracer
 
-    def tables(self, schemes: Mapping[str, Preset], seed: int, is_sparing: bool) -> dict[str, pd.DataFrame]:
-        """Measure schemes; with `is_sparing`, also look for modules to keep in full precision."""
+    def run(self, settings: Sequence[Setting], subject: Subject | None = None, **how: Any) -> list[Pass]:
+        """Run settings on the texts that are evaluated, or on those of another subject."""
+        if "batch_size" not in how:
+            how["batch_size"] = self.full.batch_size  # the one that fitted into memory
+        how |= {"kernel": self.kernel, "console": self.console}
+        return run_settings(subject or self.subject, settings, **how)
+
+    def calibrated(self, calibration: TokenInputs) -> tuple[LargestFactors, Pass]:
+        """Read the calibration text with the model as it is now."""
+        recorder = LargestFactors(self.registers)
+        opened = partial(self.opened, self.matrices, recorder)
+        setting = Setting(opened, recorder.read, observables=lambda: [Massive(Settings())])
+        return recorder, self.run([setting], replace(self.subject, inputs=calibration), batch_size=1)[0]
+
+    def tables(self, schemes: Mapping[str, Preset], seed: int) -> dict[str, pd.DataFrame]:
+        """Measure schemes, each with everything, weights and inputs in its formats."""
         drawn = np.random.default_rng(seed)
         spared: list[tuple[Spared, Spared]] = [(self.sinks, self.calibration_sinks)]
         spared += [
@@ -318,15 +271,14 @@ class ServedStudy:
                 variants = inputs if weights and encoding else inputs[:1]
                 if weights or encoding:
                     wanted.setdefault(weights, {})[encoding] = [StoredInputs(encoding, *each) for each in variants]
-        losses = self._losses(wanted)
+        self.losses = losses = self._losses(wanted)
         rows = []
         for name, preset in schemes.items():
             parts: dict[str, Pair] = {ALL: (preset.weights, preset.inputs), WEIGHTS: (preset.weights, None)}
             parts |= {INPUTS: (None, preset.inputs)} if preset.inputs else {}
             rows += [{"layer": WHOLE_MODEL, "scheme": name, "part": part, **self._row(losses[pair])}
                      for part, pair in parts.items()]  # fmt: skip
-        spared_tables = self.spare(schemes, losses, seed) if is_sparing else {}
-        return {"formats": pd.DataFrame(rows), **spared_tables}
+        return {"formats": pd.DataFrame(rows)}
 
     def _losses(
         self, wanted: Mapping[Encoding | None, Mapping[Encoding | None, Sequence[StoredInputs]]]
@@ -336,9 +288,9 @@ class ServedStudy:
         for weights, by_inputs in wanted.items():
             side_by_side = [setting for each in by_inputs.values() for setting in each]
             factors = Factors(weights, side_by_side, self.largest_weights, self.registers)
-            run.append(Setting(partial(self._opened, self.matrices, factors), factors.read))
-        size = max(1, self.batch_size // max(sum(map(len, by_inputs.values())) for by_inputs in wanted.values()))
-        passes = run_settings(self.subject, run, kernel=self.kernel, batch_size=size, console=self.console)
+            run.append(Setting(partial(self.opened, self.matrices, factors), factors.read))
+        size = max(1, self.full.batch_size // max(sum(map(len, by_inputs.values())) for by_inputs in wanted.values()))
+        passes = self.run(run, batch_size=size)
         losses: dict[Pair, np.ndarray] = {}
         for (weights, by_inputs), done in zip(wanted.items(), passes, strict=True):
             columns = iter(done.losses.numpy().T)
@@ -347,75 +299,17 @@ class ServedStudy:
             }
         return losses
 
-    def spare(
-        self, schemes: Mapping[str, Preset], losses: Mapping[Pair, np.ndarray], seed: int
-    ) -> dict[str, pd.DataFrame]:
-        """Look for the modules to keep in full precision, scheme by scheme, and measure what they recover.
-
-        Modules are ranked by `OutputErrors` on the first PROBED sequences; 1, 2, 4, … of them are spared until little
-        of the cost remains. That choice is measured on all text, next to random choices of as many modules. `losses`
-        are those of the schemes with no module spared, as `_losses` returns them.
-        """
-        print_line(self.console, "looking for modules to keep in full precision")
-        drawn = np.random.default_rng(seed)
-        ranking, recovered = [], []
-        probed = min(settings.PROBED, len(self.subject.inputs))
-        probes = replace(self.subject, inputs=self.subject.inputs.part(0, probed))
-        dense, layers = self.full.losses.numpy(), {matrix.module: matrix.layer for matrix in self.matrices}
-        for name, preset in schemes.items():
-            errors = OutputErrors(self._factors(preset))
-            predicting = Setting(partial(self._opened, self.matrices, errors), errors.read)
-            run_settings(probes, [predicting], kernel=self.kernel, batch_size=1, backward=True, console=self.console)
-            rise: dict[str, float] = defaultdict(float)
-            for matrix, nats in errors.rise.items():
-                rise[matrix.module] += nats / probes.inputs.num_predicted
-            modules = sorted(rise, key=lambda module: -rise[module])
-            every = losses[preset.weights, preset.inputs][0]
-            count, cost, most = 0, math.inf, int(MOST_SPARED * len(modules))
-            whole = every[:probed].sum() - dense[:probed].sum()
-            while cost > settings.RESTORED * whole and count < most:
-                count = min(max(1, 2 * count), most)
-                (remaining,) = self._without([modules[:count]], preset, probes)
-                cost = remaining.sum() - dense[:probed].sum()
-            choices = [modules[:count], *(list(drawn.choice(modules, count, False)) for _ in range(RANDOM_DRAWS))]
-            spared = self._without(choices, preset, self.subject)
-            share, *random = (self._cost(every, each) for each in spared)
-            values = [each.value for each in random]
-            row: dict[str, Any] = {"layer": WHOLE_MODEL, "scheme": name, "modules": count}
-            row |= self._cost(every, dense).as_columns("cost")
-            row |= share.as_columns("recovered")
-            row |= Estimate(float(np.mean(values)), min(values), max(values)).as_columns("random_recovered")
-            row |= self._cost(np.mean(spared[1:], axis=0), spared[0]).as_columns("ahead")
-            recovered.append(row)
-            for place, module in enumerate(modules):
-                row = {"layer": layers[module], "scheme": name, "module": module, "predicted": rise[module]}
-                ranking.append(row | {"is_spared": place < count})
-        return {"formats_spared": pd.DataFrame(recovered), "formats_modules": pd.DataFrame(ranking)}
-
-    def _factors(self, preset: Preset) -> Factors:
-        inputs = StoredInputs(preset.inputs, (), self.largest_inputs)
-        return Factors(preset.weights, [inputs], self.largest_weights, self.registers)
-
-    def _without(self, choices: Sequence[Sequence[str]], preset: Preset, subject: Subject) -> list[np.ndarray]:
-        """Return the losses (N,) with a scheme in all modules but those of each choice."""
-        run, factors = [], self._factors(preset)
-        for spared in choices:
-            matrices = [matrix for matrix in self.matrices if matrix.module not in spared]
-            run.append(Setting(partial(self._opened, matrices, factors), factors.read))
-        passes = run_settings(subject, run, kernel=self.kernel, batch_size=self.batch_size, console=self.console)
-        return [done.losses[:, 0].numpy() for done in passes]
-
-    def _cost(self, losses: np.ndarray, base: np.ndarray) -> Estimate:
+    def cost(self, losses: np.ndarray, base: np.ndarray) -> Estimate:
         """Return how much losses (N,) are above others, in nats per token, with its interval over texts."""
         inputs = self.subject.inputs
         return bootstrap(resampled_cost(losses, base, inputs.predicted, inputs.texts))
 
     def _row(self, losses: np.ndarray) -> dict[str, float]:
         """Return the numbers of a row from the losses (settings,N): with nothing spared, sinks, and random tokens."""
-        whole = self._cost(losses[0], self.full.losses.numpy())
+        whole = self.cost(losses[0], self.full.losses.numpy())
         loss = losses[0].sum() / self.subject.inputs.num_predicted
         row = {"loss": loss, "perplexity": perplexity(loss), **whole.as_columns("cost"), "ratio": math.exp(whole.value)}
-        share = self._cost(losses[0], losses[1]) if len(losses) > 1 else Estimate(math.nan, math.nan, math.nan)
-        random = [self._cost(losses[0], each).value for each in losses[2:]] or [math.nan]
+        share = self.cost(losses[0], losses[1]) if len(losses) > 1 else Estimate(math.nan, math.nan, math.nan)
+        random = [self.cost(losses[0], each).value for each in losses[2:]] or [math.nan]
         row |= share.as_columns("sink_share")
         return row | Estimate(float(np.mean(random)), min(random), max(random)).as_columns("random_share")

@@ -12,7 +12,7 @@ from sinkscope.commands.quantize.manifest import EncodingEntry
 from sinkscope.commands.quantize.served import ALL, INPUTS, WEIGHTS
 from sinkscope.errors import counted
 from sinkscope.measuring.sink_rule import FIRST_TOKENS
-from sinkscope.quantization.formats import PRESETS, Encoding, Preset
+from sinkscope.quantization.formats import PRESETS, CureName, Encoding, Preset
 from sinkscope.quantization.settings import COSTLY
 from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.metrics import METRICS
@@ -21,7 +21,7 @@ from sinkscope.results.statistics import Estimate
 from sinkscope.verdict.analysis import settings
 from sinkscope.verdict.report import Report, with_interval
 
-COSTS, SPARED, SINKS, NOT_SERVED = "Cost", "Modules to spare", "Sink tokens", "Not quantized"
+COSTS, CURED, SINKS, NOT_SERVED = "Cost", "Cures", "Sink tokens", "Not quantized"
 NATS = METRICS["cost"].text
 
 
@@ -97,9 +97,9 @@ def findings(run: RunData) -> Iterator[Finding]:
     tokens = f"sink tokens ({entry['sinks']:.3g} of a sequence)"
     if entry["sink_layer"] < 0:
         tokens = f"the first {FIRST_TOKENS} tokens (no massive activation predicts sinks)"
-    if "formats_spared" in run.tables:
-        for _, row in run.tables["formats_spared"].iterrows():
-            yield _spared(run, row)
+    if (cures := run.tables.get("formats_cures")) is not None:
+        yield from _worth(run, cures)
+        yield from (_cure(row) for _, row in cures.iterrows())
     for scheme, preset in presets(run).items():
         if preset.inputs is not None:
             yield _sinks(scheme, whole.loc[scheme], tokens)
@@ -111,32 +111,64 @@ def findings(run: RunData) -> Iterator[Finding]:
         yield Finding("not-quantized", NOT_SERVED, value=share, numbers={"parameters": tuple(left)}, sentence=sentence)
 
 
-def is_worth_sparing(row: pd.Series) -> bool:
-    """Return whether modules recover something, and more than random ones."""
+def is_worth(row: pd.Series) -> bool:
+    """Return whether a cure recovers something, and more than its control."""
     return bool(min(row["recovered_low"], row["ahead_low"]) > 0)
 
 
 def ignored(run: RunData, scheme: str) -> list[str]:
     """Return the modules that a recipe leaves in full precision because that recovers cost."""
-    if "formats_spared" not in run.tables:
+    if (cures := run.tables.get("formats_cures")) is None or (modules := run.tables.get("formats_modules")) is None:
         return []
-    row = run.tables["formats_spared"].set_index("scheme").loc[scheme]
-    modules = run.tables["formats_modules"]
-    return list(modules["module"][(modules["scheme"] == scheme) & modules["is_spared"] & is_worth_sparing(row)])
+    row = cures[(cures["scheme"] == scheme) & (cures["cure"] == "spare")].iloc[0]
+    return list(modules["module"][(modules["scheme"] == scheme) & modules["is_spared"] & is_worth(row)])
 
 
-def _spared(run: RunData, row: pd.Series) -> Finding:
-    scheme, recovered, random = row["scheme"], estimate(row, "recovered"), estimate(row, "random_recovered")
-    is_worth = is_worth_sparing(row)
-    modules = counted(row["modules"], "module")
-    sentence = f"{scheme}: full precision for the {modules} that cost most {'' if is_worth else 'is not shown to '}"
-    sentence += f"{'recovers' if is_worth else 'recover more than random ones:'} {with_interval(recovered, 'z.3f')} of "
-    sentence += f"{NATS(row['cost'])} nats per token; as many random modules recover {NATS(random.low)} to "
-    sentence += f"{NATS(random.high)}. " + ("The recipe ignores them." if is_worth else "The recipe ignores none.")
-    outcome = Outcome.PRESENT if is_worth else Outcome.UNDECIDED
-    numbers = {"scheme": scheme, "modules": int(row["modules"]), "random_low": random.low, "random_high": random.high}
+# cure → (what is done, from the column `setting`; its control)
+CURES: dict[CureName, tuple[str, str]] = {
+    "spare": ("full precision for the {} modules that cost most", "as many random modules"),
+    "smoothquant": ("SmoothQuant (α {})", "its factors at random channels"),
+    "awq": ("AWQ's scales", "the same at random channels"),
+    "rotation": ("a rotation of the residual stream", "a permutation of its coordinates"),
+    "prefix": ("a prefix (token ids {})", "prefixes of random tokens"),
+}
+
+
+def _cure(row: pd.Series) -> Finding:
+    recovered, random = estimate(row, "recovered"), estimate(row, "random_recovered")
+    what, control = CURES[row["cure"]]
+    outcome, verb = Outcome.UNDECIDED, "is not shown to recover more than its control:"
+    if is_worth(row):
+        outcome, verb = Outcome.PRESENT, "recovers"
+    elif recovered.high < 0:
+        outcome, verb = Outcome.ABSENT, "adds cost: it recovers"
+    sentence = f"{row['scheme']}: {what.format(row['setting'])} {verb} {with_interval(recovered, 'z.3f')} of "
+    sentence += f"{NATS(row['cost'])} nats per token; {control} recover{'s' * (row['cure'] == 'rotation')} "
+    sentence += f"{NATS(random.low)} to {NATS(random.high)}."
+    if row["cure"] == "spare":
+        sentence += f" The recipe ignores {'them' if is_worth(row) else 'none'}."
+    numbers = {name: row[name] for name in ("scheme", "cure", "setting")}
+    numbers |= {"random_low": random.low, "random_high": random.high}
     about: dict[str, Any] = {"low": recovered.low, "high": recovered.high, "numbers": numbers}
-    return Finding("spared", SPARED, outcome, recovered.value, is_headline=True, sentence=sentence, **about)
+    return Finding("cure", CURED, outcome, recovered.value, sentence=sentence, **about)
+
+
+def _worth(run: RunData, table: pd.DataFrame) -> Iterator[Finding]:
+    """Say which cures are worth it, scheme by scheme."""
+    for scheme, rows in table.groupby("scheme", sort=False):
+        worth = [row for _, row in rows.iterrows() if is_worth(row)]
+        best = max(worth, key=lambda row: row["recovered"], default=None)
+        tried = ", ".join(rows["cure"])
+        sentence = f"{scheme}: of {tried}, none is shown to recover more than its control."
+        if best is not None:
+            sentence = f"{scheme}: of {tried}, worth it is {', '.join(row['cure'] for row in worth)}; "
+            sentence += f"{best['cure']} recovers most, {with_interval(estimate(best, 'recovered'), 'z.3f')} of "
+            sentence += f"{NATS(best['cost'])} nats per token."
+        for cure, reason in run.manifest["served"]["absent_cures"].get(scheme, {}).items():
+            sentence += f" Not measured: {cure} ({reason})."
+        outcome = Outcome.UNDECIDED if best is None else Outcome.PRESENT
+        numbers = {"scheme": scheme, "worth": tuple(row["cure"] for row in worth)}
+        yield Finding("worth", CURED, outcome, is_headline=True, numbers=numbers, sentence=sentence)
 
 
 def _sinks(scheme: str, row: pd.Series, what: str) -> Finding:

@@ -8,25 +8,24 @@ tokens in all settings, and costs and shares have 95 % intervals from a bootstra
 PrefixQuant (Chen et al. 2024) has the rule for outlier tokens and for the prefix.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 
+from sinkscope.commands.quantize.prefixes import OUTLIER_RATIO, Prefixes, SparingText, outlier_prefix
 from sinkscope.commands.quantize.study import Simulation, measured_ranges, read
-from sinkscope.errors import InputError, counted
+from sinkscope.errors import InputError
 from sinkscope.measuring.engine import Setting, resampled_cost
 from sinkscope.measuring.losses import perplexity
 from sinkscope.measuring.observables.massive import is_massive, median_magnitude
-from sinkscope.measuring.subject import position_limit
 from sinkscope.measuring.tracer import Tracer
-from sinkscope.models.family import vocabulary
-from sinkscope.models.rotation import rotated
+from sinkscope.models.family import embedding_weight
+from sinkscope.models.rotation import random_rotation, rotated
 from sinkscope.quantization import settings
 from sinkscope.quantization.grids import Range
 from sinkscope.quantization.simulation import quantized_sites
@@ -34,12 +33,8 @@ from sinkscope.quantization.sites import CACHED, INPUT, SCORES, SOFTMAX, SUM, WE
 from sinkscope.quantization.spared import Spared, random_tokens
 from sinkscope.results.statistics import bootstrap
 from sinkscope.results.tables import Column, Columns
-from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.inputs import TokenInputs
-from sinkscope.text.tokens import check_ids, special_token_ids
 
-OUTLIER_RATIO = 64.0  # times the median over the tokens of a sequence: PrefixQuant's η
-RARE_OUTLIER = 0.1  # share of sequences: a single outlier id that is rarer is left out of the prefix
 COORDINATES = 8  # spared coordinates of a tensor
 RANDOM_DRAWS = 5  # draws of random tokens, and of random coordinates
 
@@ -67,13 +62,6 @@ SPLIT_TABLES: dict[str, Columns] = {
 Masks = tuple[np.ndarray, np.ndarray]  # masks of the outlier tokens of a sequence, (layers, T) each
 
 
-class SparingText(NamedTuple):
-    """Sequences to read, and the spared tokens of each (T,)."""
-
-    inputs: TokenInputs
-    spared: Sequence[np.ndarray] = ()
-
-
 @dataclass(frozen=True)
 class SplitArm:
     """A setting, with the text that is evaluated and the text that calibrates the ranges."""
@@ -92,41 +80,16 @@ class Split:
     def __init__(self, simulation: Simulation, calibration: TokenInputs, seed: int) -> None:
         self.simulation, self.calibration = simulation, calibration
         self.inputs = simulation.subject.inputs
-        loaded, family = simulation.subject.loaded, simulation.subject.family
-        reasons = {
-            "it attends in both directions": not family.causal,
-            "it is a prefix LM": family.prefix > 0,
-            "it has registers before the text": registers_before(loaded.model) > 0,
-            "its experts read only some tokens": any("*" in site.kind for site in simulation.sites),
-        }
-        for reason, is_so in reasons.items():
-            if is_so:
-                raise InputError(f"--prefix does not apply to {loaded.name}: {reason}")
-        known = getattr(loaded.tokenizer, "bos_token_id", None)
-        configured = getattr(loaded.model.config.get_text_config(), "bos_token_id", None)
-        self.bos: int | None = configured if known is None else known
-        self.begins_with_bos = all(ids[0] == self.bos for ids in (*self.inputs.sequences, *calibration.sequences))
+        if any("*" in site.kind for site in simulation.sites):
+            raise InputError(
+                f"{simulation.subject.loaded.name} reads only some tokens in its experts: take no --prefix"
+            )
+        self.prefixes = Prefixes(simulation.subject, calibration)
         self.activations = [site for site in simulation.sites if site.part != WEIGHT]
         self.seed, self.drawn = seed, np.random.default_rng(seed)
         self.prefix: tuple[int, ...] = ()
         self.without_rotation = ""  # the reason
         self.rows: list[dict[str, Any]] = []
-
-    def checked(self, prefix: tuple[int, ...]) -> tuple[int, ...]:
-        """Return a prefix with the text's own BOS last; InputError if the model cannot read it before the text."""
-        model, family = self.simulation.subject.loaded.model, self.simulation.subject.family
-        if not prefix:
-            raise InputError("--prefix: it has no token")
-        check_ids(prefix, vocabulary(model), "--prefix")
-        if self.begins_with_bos and prefix[-1] != self.bos:
-            prefix = (*prefix, int(self.bos or 0))
-        limit, longest = position_limit(model, family), max(self.inputs.longest, self.calibration.longest)
-        if limit is not None and len(prefix) + longest - self.begins_with_bos > limit:
-            raise InputError(
-                f"--prefix: its {counted(len(prefix), 'token')} and the text are beyond the model's {limit} positions: "
-                "take a shorter prefix or --seq-len"
-            )
-        return prefix
 
     def tables(
         self, ranges: Mapping[Site, Range], prefix: tuple[int, ...] | None, draws: int
@@ -148,9 +111,7 @@ class Split:
         outliers, of_calibration = (self._outliers(inputs) for inputs in (self.inputs, self.calibration))
         self._measure_and_note(self._sparing_arms(outliers, of_calibration))
         self.prefix = self._best_prefix([peaks for peaks, _ in of_calibration]) if prefix is None else prefix
-        loaded = self.simulation.subject.loaded
-        ordinary = np.setdiff1d(np.arange(vocabulary(loaded.model)), list(special_token_ids(loaded.tokenizer)))
-        random = [tuple(map(int, self.drawn.choice(ordinary, len(self.prefix)))) for _ in range(draws)]
+        random = [self.prefixes.random(len(self.prefix), self.drawn) for _ in range(draws)]
         self._measure_and_note([self._prefixed(self.prefix), *map(self._prefixed, random, range(draws))])
         self._rotate()
         return {"quantization_split": pd.DataFrame(self.rows)}
@@ -181,16 +142,8 @@ class Split:
         return arms
 
     def _prefixed(self, prefix: tuple[int, ...], draw: int = settings.NO_DRAW) -> SplitArm:
-        text, calibration = (self._with_prefix(prefix, inputs) for inputs in (self.inputs, self.calibration))
+        text, calibration = (self.prefixes.before(prefix, inputs) for inputs in (self.inputs, self.calibration))
         return SplitArm(settings.PREFIX, text, calibration, draw, prefix=prefix)
-
-    def _with_prefix(self, prefix: Sequence[int], inputs: TokenInputs) -> SparingText:
-        """Put a prefix before each sequence, in place of its BOS. The same tokens are predicted."""
-        texts = [ids[self.begins_with_bos :] for ids in inputs.sequences]
-        sequences = tuple(np.concatenate([prefix, ids]).astype(np.int64) for ids in texts)
-        first = len(prefix) + (not self.begins_with_bos)
-        spared = [np.arange(len(ids)) < len(prefix) for ids in sequences]
-        return SparingText(replace(inputs, sequences=sequences, first_predicted=first), spared)
 
     def _best_prefix(self, outliers: Sequence[np.ndarray]) -> tuple[int, ...]:
         """Return the better prefix: PrefixQuant's, or equally many of the most frequent calibration tokens.
@@ -200,15 +153,15 @@ class Split:
         """
         sequences = self.calibration.sequences
         rule = outlier_prefix(outliers, sequences)
-        last = () if self.bos is None else (self.bos,)
+        last = () if self.prefixes.bos is None else (self.prefixes.bos,)
         counts = Counter(int(token) for ids in sequences for token in ids[1:])
         frequent = tuple(token for token, _ in counts.most_common(len(rule) or len(last) == 0))
         candidates = list(dict.fromkeys(prefix for prefix in ((*rule, *last), (*frequent, *last)) if prefix))
         if len(candidates) > 1:
-            texts = [self._with_prefix(prefix, self.calibration) for prefix in candidates]
+            texts = [self.prefixes.before(prefix, self.calibration) for prefix in candidates]
             losses = self._measure([SplitArm(settings.PREFIX, text, text) for text in texts])
             candidates = [min(zip((each.sum() for each in losses), candidates, strict=True))[1]]
-        return self.checked(candidates[0])
+        return self.prefixes.checked(candidates[0])
 
     # --- outliers
 
@@ -281,7 +234,9 @@ class Split:
         """Measure a rotation of the residual stream, or keep the reason why the model cannot be rotated."""
         simulation = self.simulation
         try:
-            with rotated(simulation.subject.loaded.model, simulation.subject.family, self.seed):
+            model = simulation.subject.loaded.model
+            rotation = random_rotation(embedding_weight(model).shape[1], self.seed)
+            with rotated(model, simulation.subject.family, rotation):
                 (full,) = self._losses([simulation.setting({})])
                 with simulation.tracer() as tracer:
                     weights = measured_ranges(tracer, list(self.weights), self.calibration.read[:1])
@@ -340,24 +295,3 @@ def _top_entries(peaks: torch.Tensor) -> torch.Tensor:
     mask = torch.zeros(peaks.numel(), dtype=torch.bool, device=peaks.device)
     mask[peaks.flatten().topk(min(COORDINATES, peaks.numel())).indices] = True
     return mask.view(peaks.shape)
-
-
-def outlier_prefix(outliers: Sequence[np.ndarray], sequences: Sequence[np.ndarray]) -> tuple[int, ...]:
-    """Return PrefixQuant's prefix without its last token, a BOS: the most frequent outlier ids, except at position 0.
-
-    Their number is the mean number of outliers of a sequence, position 0 included, in the layer with most, rounded up.
-
-    Args:
-        outliers: By sequence (layers, T): whether a token is an outlier.
-        sequences: Their token ids.
-    """
-    number = math.ceil(np.mean([mask.sum(1) for mask in outliers], axis=0).max())
-    counts = Counter(
-        int(ids[position])
-        for mask, ids in zip(outliers, sequences, strict=True)
-        for _, position in np.argwhere(mask)
-        if position
-    )
-    if len(counts) == 1 and counts.total() < RARE_OUTLIER * len(sequences):
-        return ()
-    return tuple(token for token, _ in counts.most_common(number))

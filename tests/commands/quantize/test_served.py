@@ -2,9 +2,7 @@
 
 import copy
 from collections import defaultdict
-from collections.abc import Collection
 from dataclasses import asdict, fields
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.made_up_runs import run_manifest
-from tiny import tiny_model, tiny_tokens
+from support.plain_formats import SMALL, TEXTS, plain_loss
+from tiny import tiny_model
 from torch import nn
 
 from sinkscope import Run, quantize
@@ -29,12 +28,7 @@ from sinkscope.quantization.rounding import snap
 from sinkscope.results.findings import Finding, Outcome
 from sinkscope.text.batch import Batch
 
-TEXTS = tiny_tokens(9, 24)  # six are evaluated, and three calibrate
-SMALL: dict[str, Any] = {
-    "input": list(TEXTS.numpy()), "num_seqs": 6, "seq_len": 24, "calibration": 3, "figures": (), "page": False,
-}  # fmt: skip
 FITTING = ("W8A8", "FP8", "FP8_DYNAMIC", "NVFP4", "NVFP4A16")  # whose groups divide the inputs of a tiny Llama
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # which servers fuse
 
 
 @pytest.fixture(scope="module")
@@ -49,52 +43,12 @@ def run(model: Any) -> Run:
 
 @pytest.fixture(scope="module")
 def spared_run(model: Any) -> Run:
-    return quantize(model, scheme="W8A8", batch_size=1, **SMALL)
+    return quantize(model, scheme="W8A8", cure="spare", batch_size=1, **SMALL)
 
 
 def row_of(run: Run, scheme: str, part: str) -> pd.Series:
     table = run.tables["formats"]
     return table[(table["scheme"] == scheme) & (table["part"] == part)].iloc[0]
-
-
-def plain_loss(
-    model: Any,
-    weights: Encoding | None = None,
-    inputs: Encoding | None = None,
-    spared: torch.Tensor | None = None,
-    exact: Collection[str] = (),
-) -> float:
-    """Return the loss of the texts with PyTorch's own hooks; `spared` tokens (6,24), `exact` modules are as before."""
-    linear = {path: module for path, module in model.named_modules()
-              if isinstance(module, nn.Linear) and path != "lm_head"}  # fmt: skip
-    largest: dict[str, float] = {}
-
-    def see(path: str, module: nn.Module, args: tuple) -> None:
-        largest[path] = float(args[0].abs().max())
-
-    def rounded(path: str, module: nn.Module, args: tuple) -> torch.Tensor:
-        (x,) = args
-        every = snap(inputs, x, largest[path] if inputs.dynamic is not True else None)
-        return every if spared is None else torch.where(spared[..., None], x, every)
-
-    with torch.no_grad():
-        seeing = [module.register_forward_pre_hook(partial(see, path)) for path, module in linear.items()]
-        model(TEXTS[6:])
-        for hook in seeing:
-            hook.remove()
-        model = copy.deepcopy(model)
-        for path, module in model.named_modules():
-            if path not in linear or path in exact:
-                continue
-            if weights is not None:
-                parent, name = path.rsplit(".", 1)
-                fused = next((names for names in SIBLINGS if name in names), (name,))
-                most = max(float(linear[f"{parent}.{other}"].weight.abs().max()) for other in fused)
-                module.weight.data = snap(weights, module.weight, most if weights.strategy == "tensor_group" else None)
-            if inputs is not None:
-                module.register_forward_pre_hook(partial(rounded, path))
-        logits = model(TEXTS[:6]).logits[:, :-1].double()
-    return float(F.cross_entropy(logits.flatten(0, 1), TEXTS[:6, 1:].flatten()))
 
 
 @pytest.mark.parametrize("scheme", FITTING)
@@ -200,7 +154,7 @@ def test_an_experts_products_are_changed_one_by_one() -> None:
 
 def test_experts_are_quantized_like_linear_layers_and_the_rest_is_named() -> None:
     model = tiny_model("qwen3_moe", spread=1.0)
-    run, both = (quantize(model, scheme=scheme, **SMALL) for scheme in ("W8A8", "W8A8,FP8"))
+    run, both = (quantize(model, scheme=scheme, cure="awq", **SMALL) for scheme in ("W8A8", "W8A8,FP8"))
     assert row_of(both, "W8A8", INPUTS)["cost"] == pytest.approx(row_of(run, "W8A8", INPUTS)["cost"], abs=1e-6)
     served, preset = run.manifest["served"], PRESETS["W8A8"]
     assert set(served["not_quantized"]) == {"mlp.gate.weight"}
@@ -231,11 +185,11 @@ def test_the_predicted_rise_is_of_second_order_in_the_outputs_error(model: Any, 
     assert table.loc[module, "predicted"] == pytest.approx(rise, rel=1e-3)
     assert table["predicted"].is_monotonic_decreasing
     assert len(table) == 21
-    assert table["is_spared"].sum() == spared_run.tables["formats_spared"]["modules"].iloc[0]
+    assert table["is_spared"].sum() == spared_run.tables["formats_cures"]["setting"].astype(int).iloc[0]
 
 
 def test_spared_modules_recover_what_plain_pytorch_recovers(model: Any, spared_run: Run) -> None:
-    modules, row = spared_run.tables["formats_modules"], spared_run.tables["formats_spared"].iloc[0]
+    modules, row = spared_run.tables["formats_modules"], spared_run.tables["formats_cures"].iloc[0]
     spared, preset = set(modules["module"][modules["is_spared"]]), PRESETS["W8A8"]
     recovered = plain_loss(model, preset.weights, preset.inputs)
     recovered -= plain_loss(model, preset.weights, preset.inputs, exact=spared)
@@ -267,12 +221,17 @@ def run_of(cost: tuple[float, ...], share: tuple[float, ...] = (), recovered: tu
             for name in ("cost", "recovered", "random_recovered", "ahead")
             for end in ("", "_low", "_high")
         ]
-        spared = dict(zip(columns, (*cost, *recovered), strict=True)) | {"scheme": "W8A8", "modules": 2}
+        spared = dict(zip(columns, (*cost, *recovered), strict=True)) | {
+            "scheme": "W8A8",
+            "cure": "spare",
+            "setting": "2",
+        }
         modules = {"scheme": "W8A8", "module": ["a", "b", "c"], "is_spared": [True, True, False]}
-        tables |= {"formats_spared": pd.DataFrame([spared]), "formats_modules": pd.DataFrame(modules)}
+        tables |= {"formats_cures": pd.DataFrame([spared]), "formats_modules": pd.DataFrame(modules)}
     served = {
-        "schemes": {"W8A8": asdict(PRESETS["W8A8"])}, "absent": {}, "calibration": 3, "matrices": 4, "share": 0.8,
-        "not_quantized": {}, "full_precision_modules": ["lm_head"], "sink_layer": 2, "sinks": 1.0,
+        "schemes": {"W8A8": asdict(PRESETS["W8A8"])}, "absent": {}, "alpha": 0.5, "absent_cures": {}, "calibration": 3,
+        "matrices": 4, "share": 0.8, "not_quantized": {}, "full_precision_modules": ["lm_head"],
+        "sink_layer": 2, "sinks": 1.0,
     }  # fmt: skip
     Served.model_validate(served)
     assert list(EncodingEntry.model_fields) == [each.name for each in fields(Encoding)]
@@ -327,13 +286,13 @@ def test_a_recipe_ignores_modules_that_recover_more_than_random_ones(
     recipe = served_findings.recipe(run, "W8A8")
     modifier = recipe["quant_stage"]["quant_modifiers"]["QuantizationModifier"]
     assert modifier["ignore"] == ["lm_head", *ignored]
-    assert ("ignores none" in finding(run, "spared").sentence) == (not ignored)
+    assert ("ignores none" in finding(run, "cure").sentence) == (not ignored)
 
 
 def test_recipes_are_those_that_compressed_tensors_reads(run: Run) -> None:
     texts = served_findings.files(run)
     assert set(texts) == {f"llm-compressor-{scheme}.yaml" for scheme in FITTING}
-    gpt2 = quantize(tiny_model("gpt2"), scheme="W4A16", **SMALL)
+    gpt2 = quantize(tiny_model("gpt2"), scheme="W4A16", cure="smoothquant", **SMALL)
     assert served_findings.files(gpt2) == {}  # its layers are no torch.nn.Linear
     assert gpt2.manifest["served"]["schemes"]["W4A16"]["weights"]["group_size"] == 32
     modifier = served_findings.recipe(run, "FP8")["quant_stage"]["quant_modifiers"]["QuantizationModifier"]

@@ -18,11 +18,12 @@ from tiny import VOCAB, tiny_model, tiny_tokens
 
 from sinkscope import InputError, quantize
 from sinkscope.commands.quantize import split as quantization_split
-from sinkscope.commands.quantize.split import SparingText, Split, outlier_prefix
+from sinkscope.commands.quantize.prefixes import SparingText, outlier_prefix
+from sinkscope.commands.quantize.split import Split
 from sinkscope.commands.quantize.study import Simulation, measured_ranges
 from sinkscope.measuring.subject import Subject, family_of, open_subject
 from sinkscope.measuring.tracer import open_tracer
-from sinkscope.models.rotation import rotated
+from sinkscope.models.rotation import random_rotation, rotated
 from sinkscope.options.measuring import make_config
 from sinkscope.quantization import settings
 from sinkscope.quantization.formats import Precision
@@ -105,7 +106,7 @@ def test_a_rotation_leaves_the_function_as_it_is(name: str, seed: int) -> None:
     model, ids = tiny_model(name), tiny_tokens()
     family, plain = family_of(model)[0], model(ids, output_hidden_states=True)
     before = state_of(model)
-    with rotated(model, family, seed):
+    with rotated(model, family, random_rotation(model.config.hidden_size, seed)):
         turned = model(ids, output_hidden_states=True)
     torch.testing.assert_close(turned.logits, plain.logits, rtol=1e-3, atol=1e-4 * float(plain.logits.abs().max()))
     stream, other = plain.hidden_states[1], turned.hidden_states[1]
@@ -120,7 +121,8 @@ def test_a_rotation_leaves_the_function_as_it_is(name: str, seed: int) -> None:
 )
 def test_a_model_that_cannot_be_rotated_says_why(name: str, reason: str) -> None:
     model = tiny_model(name)
-    with pytest.raises(InputError, match=reason), rotated(model, family_of(model)[0], 0):
+    rotation = random_rotation(model.config.hidden_size, 0)
+    with pytest.raises(InputError, match=reason), rotated(model, family_of(model)[0], rotation):
         pass
 
 
@@ -173,7 +175,7 @@ def test_the_split_of_a_llama(bos: str, monkeypatch: pytest.MonkeyPatch) -> None
     model = tiny_model("llama")
     simulation, held_out = simulated(model, bos=bos)
     split, inputs = Split(simulation, held_out, 0), simulation.subject.inputs
-    table = split.tables(simulation.ranges(held_out), split.checked((5, 8)), 1)["quantization_split"]
+    table = split.tables(simulation.ranges(held_out), split.prefixes.checked((5, 8)), 1)["quantization_split"]
     assert split.prefix == ((5, 8, 1) if bos == "always" else (5, 8))
     rows = table[table["draw"] == settings.NO_DRAW].set_index("setting")
     full, everything = rows.loc[settings.FULL], rows.loc[settings.ALL]
@@ -220,4 +222,4 @@ def test_a_wrong_prefix_is_refused() -> None:
         ((5,) * 240, "240 tokens and the text are beyond the model's 256 positions"),
     ):
         with pytest.raises(InputError, match=message):
-            Split(simulation, held_out, 0).checked(prefix)
+            Split(simulation, held_out, 0).prefixes.checked(prefix)

@@ -1,0 +1,127 @@
+"""Cures of number formats: against plain PyTorch, and their controls."""
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from support.plain_formats import SMALL, TEXTS, plain_loss
+from tiny import tiny_model
+
+from sinkscope import Run, quantize
+from sinkscope.models.families import find_family
+from sinkscope.models.norms import ModuleEnds, reparametrized, scaled_inputs
+from sinkscope.models.rotation import random_rotation, rotated
+from sinkscope.quantization.formats import PRESETS
+from sinkscope.quantization.smoothing import NormOutputs, awq_factors, shuffled, smoothing_factors
+
+W8A8 = PRESETS["W8A8"].weights, PRESETS["W8A8"].inputs
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    model: Any = tiny_model("llama", spread=1.0)
+    model.model.layers[1].input_layernorm.weight.data[3] = 40.0  # an outlier channel
+    return model
+
+
+@pytest.fixture(scope="module")
+def run(model: Any) -> Run:
+    return quantize(model, scheme="W8A8,FP8", alpha=0.6, **SMALL)
+
+
+def cure(run: Run, name: str, scheme: str = "W8A8") -> pd.Series:
+    table = run.tables["formats_cures"]
+    return table[(table["scheme"] == scheme) & (table["cure"] == name)].iloc[0]
+
+
+def scaled_loss(model: Any, encodings: tuple[Any, ...], name: str, shuffling: int | None = None) -> float:
+    readers = ModuleEnds(model).readers_of_norms()
+    readers.pop(model.model.norm)
+    outputs = NormOutputs(readers, 3)
+    with torch.no_grad(), outputs.recorded():
+        for text in TEXTS[6:]:
+            model(text[None])
+    if name == "awq":
+        factors = {
+            norm: awq_factors(outputs.mean(norm), torch.cat(outputs.rows[norm]), layers, encodings[0])
+            for norm, layers in readers.items()
+        }
+    else:
+        factors = {norm: smoothing_factors(outputs.largest[norm], readers[norm], 0.6) for norm in readers}
+    if shuffling is not None:
+        factors = shuffled(factors, shuffling)
+    with reparametrized(model, lambda: scaled_inputs(readers, factors), name):
+        return plain_loss(model, *encodings)
+
+
+def test_smoothquant_recovers_what_it_does_in_plain_pytorch(model: Any, run: Run) -> None:
+    row = cure(run, "smoothquant")
+    assert row["setting"] == "0.6"
+    share = plain_loss(model, *W8A8) - scaled_loss(model, W8A8, "smoothquant")
+    assert row["recovered"] == pytest.approx(share, abs=2e-6)
+    random = [plain_loss(model, *W8A8) - scaled_loss(model, W8A8, "smoothquant", seed) for seed in range(3)]
+    ends = [row[f"random_recovered{end}"] for end in ("", "_low", "_high")]
+    assert ends == pytest.approx([np.mean(random), min(random), max(random)], abs=2e-6)
+    assert row["cost"] == pytest.approx(plain_loss(model, *W8A8) - plain_loss(model), abs=2e-6)
+    assert row["ahead"] == pytest.approx(row["recovered"] - row["random_recovered"])
+
+
+def test_ranges_are_those_of_the_cured_model(model: Any, run: Run) -> None:
+    encodings = PRESETS["FP8"].weights, PRESETS["FP8"].inputs
+    share = plain_loss(model, *encodings) - scaled_loss(model, encodings, "smoothquant")
+    assert cure(run, "smoothquant", "FP8")["recovered"] == pytest.approx(share, abs=2e-6)
+
+
+def test_a_rotation_recovers_what_it_does_in_plain_pytorch_next_to_folded_gains(model: Any, run: Run) -> None:
+    width, shares = model.config.hidden_size, []
+    for rotation in (random_rotation(width, 0), torch.eye(width, dtype=torch.float64)):
+        with rotated(model, find_family(model), rotation):
+            cured = plain_loss(model, *W8A8)
+        shares.append(plain_loss(model, *W8A8) - cured)
+    row = cure(run, "rotation")
+    assert row["recovered"] == pytest.approx(shares[0], abs=2e-6)
+    # a permutation changes no range of W8A8, but the gains of norms are in the weights then
+    ends = [row["random_recovered_low"], row["random_recovered_high"]]
+    assert ends == pytest.approx([shares[1]] * 2, abs=5e-5)  # sums in another order
+    assert shares[1] > 1e-4
+
+
+def test_a_prefix_is_held_against_full_precision_with_the_same_prefix(model: Any, run: Run) -> None:
+    row = cure(run, "prefix")
+    prefix = tuple(map(int, row["setting"].split()))
+    rise = plain_loss(model, *W8A8, prefix=prefix) - plain_loss(model, prefix=prefix)
+    assert row["recovered"] == pytest.approx(plain_loss(model, *W8A8) - plain_loss(model) - rise, abs=2e-6)
+    fp8 = PRESETS["FP8"].weights, PRESETS["FP8"].inputs
+    share = plain_loss(model, *fp8) - plain_loss(model) + plain_loss(model, prefix=prefix)
+    share -= plain_loss(model, *fp8, prefix=prefix)
+    assert cure(run, "prefix", "FP8")["recovered"] == pytest.approx(share, abs=2e-6)
+
+
+def test_awq_recovers_what_it_does_in_plain_pytorch(model: Any) -> None:
+    weights = PRESETS["NVFP4A16"].weights
+    run = quantize(model, scheme="NVFP4A16", cure="awq,prefix,smoothquant", **SMALL)
+    share = plain_loss(model, weights) - scaled_loss(model, (weights,), "awq")
+    assert cure(run, "awq", "NVFP4A16")["recovered"] == pytest.approx(share, abs=2e-6)
+    assert run.manifest["served"]["absent_cures"] == {
+        "NVFP4A16": dict.fromkeys(["prefix", "smoothquant"], "its inputs are not quantized")
+    }
+
+
+def test_a_cure_that_does_not_apply_says_why() -> None:
+    run = quantize(tiny_model("gpt2"), scheme="W8A8", cure="rotation,awq", **SMALL)
+    absent = run.manifest["served"]["absent_cures"]["W8A8"]
+    assert absent["rotation"] == "LayerNorm is not an RMSNorm"
+    assert "formats_cures" not in run.tables
+
+
+def test_which_cures_are_worth_it_is_said_for_each_scheme(run: Run) -> None:
+    sentences = [each.sentence for each in run.findings if each.name == "worth"]
+    table = run.tables["formats_cures"]
+    worth = table[np.minimum(table["recovered_low"], table["ahead_low"]) > 0]
+    for sentence, scheme in zip(sentences, ("W8A8", "FP8"), strict=True):
+        names = worth["cure"][worth["scheme"] == scheme]
+        assert f"{scheme}: of spare, smoothquant, rotation, prefix, " in sentence
+        assert ", ".join(names) in sentence if len(names) else "none is shown" in sentence
+        assert "Not measured: awq (it is for schemes that quantize weights alone)." in sentence

@@ -1,0 +1,71 @@
+"""The loss of a model in a number format, with PyTorch's own hooks."""
+
+import copy
+from collections.abc import Collection
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tiny import tiny_tokens
+from torch import nn
+
+from sinkscope.quantization.formats import Encoding
+from sinkscope.quantization.rounding import snap
+
+TEXTS = tiny_tokens(9, 24)  # six are evaluated, and three calibrate
+SMALL: dict[str, Any] = {
+    "input": list(TEXTS.numpy()), "num_seqs": 6, "seq_len": 24, "calibration": 3, "figures": (), "page": False,
+}  # fmt: skip
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # which servers fuse
+
+
+def plain_loss(
+    model: Any,
+    weights: Encoding | None = None,
+    inputs: Encoding | None = None,
+    spared: torch.Tensor | None = None,
+    exact: Collection[str] = (),
+    prefix: Collection[int] = (),
+) -> float:
+    """Return the loss of the first six texts, predicted tokens being those without a prefix.
+
+    Args:
+        weights, inputs: Formats of linear layers; static ranges are those of the last three texts.
+        spared: Tokens whose inputs stay in full precision (6,24).
+        exact: Paths of modules that stay in full precision.
+        prefix: Token ids before every text, whose inputs stay in full precision and out of the ranges.
+    """
+    texts = torch.cat([torch.tensor([[*prefix]], dtype=torch.long).expand(len(TEXTS), -1), TEXTS], 1)
+    if prefix:
+        spared = torch.arange(texts.shape[1]).expand(6, -1) < len(prefix)
+    linear = {path: module for path, module in model.named_modules()
+              if isinstance(module, nn.Linear) and path != "lm_head"}  # fmt: skip
+    largest: dict[str, float] = {}
+
+    def see(path: str, module: nn.Module, args: tuple) -> None:
+        largest[path] = float(args[0][:, len(prefix) :].abs().max())
+
+    def rounded(path: str, module: nn.Module, args: tuple) -> torch.Tensor:
+        (x,) = args
+        every = snap(inputs, x, largest[path] if inputs.dynamic is not True else None)
+        return every if spared is None else torch.where(spared[..., None], x, every)
+
+    with torch.no_grad():
+        seeing = [module.register_forward_pre_hook(partial(see, path)) for path, module in linear.items()]
+        model(texts[6:])
+        for hook in seeing:
+            hook.remove()
+        model = copy.deepcopy(model)
+        for path, module in model.named_modules():
+            if path not in linear or path in exact:
+                continue
+            if weights is not None:
+                parent, name = path.rsplit(".", 1)
+                fused = next((names for names in SIBLINGS if name in names), (name,))
+                most = max(float(linear[f"{parent}.{other}"].weight.abs().max()) for other in fused)
+                module.weight.data = snap(weights, module.weight, most if weights.strategy == "tensor_group" else None)
+            if inputs is not None:
+                module.register_forward_pre_hook(partial(rounded, path))
+        logits = model(texts[:6]).logits[:, len(prefix) : -1].double()
+    return float(F.cross_entropy(logits.flatten(0, 1), TEXTS[:6, 1:].flatten()))
