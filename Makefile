@@ -108,13 +108,13 @@ docs: install  ## the documentation site, build/docs/html: guides, reference, ga
 	OMP_NUM_THREADS=1 $(BIN)/python recipes/docs/make_site.py build/docs
 	@echo build/docs/html/index.html
 
-consumers: .venv/consumers/installed  ## the recipes of quantize, run by llm-compressor in an environment of its own
+consumers: .venv/consumers/installed  ## what quantize and kv-plan export, run by llm-compressor and kvpress
 	OMP_NUM_THREADS=2 $(BIN)/python tests/consumers.py build/consumers
 
 .venv/consumers/installed: | install
 	$(PYTHON) -m venv .venv/consumers
 	grep '^torch==' constraints.txt > .venv/consumers/versions.txt
-	.venv/consumers/bin/python -m pip install --quiet -c .venv/consumers/versions.txt torch llmcompressor
+	.venv/consumers/bin/python -m pip install --quiet -c .venv/consumers/versions.txt torch llmcompressor kvpress
 	touch $@
 
 format: install

@@ -1,10 +1,12 @@
-"""Runs the recipes of `quantize` in llm-compressor, and compares its loss with the predicted one, scheme by scheme.
+"""Runs what sinkscope exports in the tools it is for, and compares their losses with the predicted ones.
 
     make consumers
 
-llm-compressor has an environment of its own (.venv/consumers). It calibrates each layer with the earlier layers
-quantized; sinkscope measures static ranges in the model in full precision. So the schemes with static ranges
-(FP8, NVFP4) may differ by TOLERANCE, the others by round-off that moves entries to a neighboring number.
+The tools have an environment of their own (.venv/consumers). llm-compressor runs the recipes of `quantize`, scheme by
+scheme. It calibrates each layer with the earlier layers quantized; sinkscope measures static ranges in the model in
+full precision. So the schemes with static ranges (FP8, NVFP4) may differ by TOLERANCE, the others by round-off that
+moves entries to a neighboring number. kvpress runs the plans of `kv-plan` that evict, text by text; the losses differ
+by ROUND_OFF.
 """
 
 import json
@@ -21,9 +23,11 @@ from sinkscope.measuring.console import Messages
 from sinkscope.measuring.subject import open_subject
 
 PYTHON = Path(".venv/consumers/bin/python")
-TOLERANCE = 0.02  # nats per token
+WRITTEN: dict[str, Any] = {"overwrite": True, "page": False, "figures": ()}
+TOLERANCE, ROUND_OFF = 0.02, 1e-4  # nats per token
+PLANS = ("beyond-window", "output-loss", "retrieval")
 
-CONSUMER = """
+COMPRESSOR = """
 import json, sys
 import numpy as np
 import torch
@@ -47,31 +51,72 @@ oneshot(model=model, recipe=recipe, dataset=texts, num_calibration_samples=16, m
 print(json.dumps(loss() - before))
 """
 
+PRESS = """
+import json, sys
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+folder, plan = sys.argv[1:]
+sys.path.append(f"{folder}/plans")
+from plan_press import PlanPress
+
+ids = torch.tensor(np.load(f"{folder}/long.npy"))[:2]
+model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32)
+losses = []
+with torch.no_grad(), PlanPress.of(f"{folder}/plans/plan.json", 0.25, plan)(model):
+    for text in ids:
+        cache = DynamicCache()
+        logits = [model(token[None, None], past_key_values=cache).logits[0, 0] for token in text[:-1]]
+        losses.append(torch.nn.functional.cross_entropy(torch.stack(logits), text[1:]).item())
+print(json.dumps(losses))
+"""
+
 
 def main(folder: Path) -> None:
-    """Write the model and its texts, simulate all presets, run each recipe, and print both costs."""
+    """Write the model and its texts, simulate presets and plans, run each recipe and press, and print both losses."""
     folder.mkdir(parents=True, exist_ok=True)
     config = QuantizeOptions(num_seqs=32, seq_len=64)
     with open_subject(None, None, config, Messages(quiet=True)) as subject:
         ids = np.stack(subject.inputs.sequences)
         subject.loaded.model.save_pretrained(folder / "model")
+    wrong = [*pressed(folder, ids.reshape(-1, 128)[:3]), *compressed(folder, ids)]
+    if wrong:
+        raise SystemExit(f"not as predicted: {', '.join(wrong)}")
+
+
+def compressed(folder: Path, ids: np.ndarray) -> list[str]:
+    """Return the schemes of `quantize` whose cost on ids (N,T) is another in llm-compressor."""
     np.save(folder / "ids.npy", ids)
-    where: dict[str, Any] = {"out": folder / "run", "overwrite": True, "page": False, "figures": ()}
+    where = WRITTEN | {"out": folder / "run"}
     run = sinkscope.quantize(folder / "model", input=list(ids), num_seqs=16, seq_len=64, calibration=16, **where)
     costs = run.tables["formats"].query("part == 'all'").set_index("scheme")["cost"]
     wrong = []
     for recipe in sorted((folder / "run").glob("llm-compressor-*.yaml")):
         scheme = recipe.stem.removeprefix("llm-compressor-")
-        done = subprocess.run(
-            [PYTHON, "-c", CONSUMER, folder, recipe], capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        actual = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else float("nan")
-        print(f"{scheme:12} predicted {costs[scheme]:.4f}, llm-compressor {actual:.4f} nats per token", flush=True)
-        if not abs(costs[scheme] - actual) <= TOLERANCE:
+        if differs(scheme, np.array(costs[scheme]), TOLERANCE, COMPRESSOR, folder, recipe):
             wrong.append(scheme)
-            print(done.stderr[-2000:], file=sys.stderr)
-    if wrong:
-        raise SystemExit(f"not as predicted: {', '.join(wrong)}")
+    return wrong
+
+
+def pressed(folder: Path, ids: np.ndarray) -> list[str]:
+    """Return the plans of `kv-plan` whose loss on the first two of three texts (3,T) is another in kvpress."""
+    np.save(folder / "long.npy", ids)
+    where = WRITTEN | {"out": folder / "plans"}
+    run = sinkscope.kv_plan(folder / "model", input=list(ids), num_seqs=2, seq_len=ids.shape[1], **where)
+    losses = run.tables["kv_plan_by_sequence"].set_index("plan")["loss"]
+    return [plan for plan in PLANS if differs(plan, losses[plan].to_numpy(), ROUND_OFF, PRESS, folder, plan)]
+
+
+def differs(name: str, predicted: np.ndarray, tolerance: float, script: str, *arguments: Path | str) -> bool:
+    """Print what a script of a tool gives next to what is predicted, and return whether they differ."""
+    done = subprocess.run([PYTHON, "-c", script, *arguments], capture_output=True, text=True, check=False)
+    actual = np.array(json.loads(done.stdout.splitlines()[-1])) if done.returncode == 0 else np.nan * predicted
+    print(f"{name:15} predicted {predicted.round(5)}, actual {actual.round(5)} nats per token", flush=True)
+    is_another = not (np.abs(predicted - actual) <= tolerance).all()
+    if is_another:
+        print(done.stderr[-2000:], file=sys.stderr)
+    return is_another
 
 
 if __name__ == "__main__":

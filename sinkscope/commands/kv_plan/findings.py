@@ -5,6 +5,7 @@ options of vLLM, which can quantize the cache by layers (`kv_cache_dtype` and `k
 CacheConfig) but evict nothing by heads and spare no tokens. plan_press.py is a press for kvpress.
 """
 
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +40,7 @@ from sinkscope.results.run import RunData
 from sinkscope.verdict.analysis import settings
 from sinkscope.verdict.report import Report
 
-PLAN, CONTROLS, SINKS = "Plan", "Controls", "Sinks"
+PLAN, EVICTION, CONTROLS, SINKS = "Plan", "Eviction alone", "Controls", "Sinks"
 SERVED_FORMATS, BITS_OF_CACHE = "Formats that vLLM serves", "Bits of the cache"
 JSON, PRESS = "plan.json", "plan_press.py"
 
@@ -139,15 +140,19 @@ def _at_budget(run: RunData, budget: float) -> Iterator[Finding]:
     heads += f", the others with sinks and the last {row['window']:g}" if row["window"] >= 0 else ""
     bits = "" if row["bits"] == FULL_BITS else f", on {row['bits']:.3g} bits, mean over keys and values of all layers"
     sentence = f"With {row['memory']:.1%} of the memory ({heads}{bits}): {_cost_text(row)}. This is a bound for what "
-    sentence += "engines could do: none runs such a plan."
-    numbers = {"budget": budget, "memory": row["memory"], "kept": row["kept"], "bits": row["bits"]}
+    sentence += f"engines could do: none runs such a plan, which takes {row['paged_memory']:.1%} where the heads of a "
+    sentence += "layer share blocks."
+    numbers = {what: row[what] for what in ("budget", "memory", "paged_memory", "kept", "bits")}
     ends = {"low": row["ratio_low"], "high": row["ratio_high"], "threshold": SMALL_RATIO}
     yield Finding("plan", PLAN, outcome, row["ratio"], numbers=numbers, is_headline=True, sentence=sentence, **ends)
-    listed = "; ".join(f"`{name}`, {_cost_text(rows.loc[name])}" for name in RANKINGS)
+    listed = [f"`{name}`, {_cost_text(rows.loc[name])} ({rows.loc[name]['paged_memory']:.1%})" for name in RANKINGS]
     numbers = {"budget": budget}
-    numbers |= {f"{what} {name}": rows.loc[name][what] for name in RANKINGS for what in ("ratio", "kept")}
-    sentence = f"At a budget of {budget:.0%} by eviction alone: {listed}."
-    yield Finding("ranking", PLAN, numbers=numbers, sentence=sentence)
+    names = itertools.product(("ratio", "kept", "paged_memory"), RANKINGS)
+    numbers |= {f"{what} {name}": rows.loc[name][what] for what, name in names}
+    sentence = f"At a budget of {budget:.0%}, on {FULL_BITS} bits: {'; '.join(listed)}. In brackets, the memory where "
+    sentence += "the heads of a layer share blocks, so that what only some of them evict is masked; the press for "
+    sentence += "kvpress masks all of it and frees none."
+    yield Finding("ranking", EVICTION, numbers=numbers, is_headline=True, sentence=sentence)
     first = rows.loc[FIRST_AND_LAST]
     sentence = f"At {budget:.0%}, the first {FIRST_TOKENS} and the last {first['window']:g} tokens in all heads: "
     sentence += _cost_text(first)

@@ -75,7 +75,8 @@ KV_PLAN_TABLES: dict[str, Columns] = {
         Column("sinks", "what all heads keep in full precision: predicted sinks, first tokens or none", kind="text"),
         Column("whole_heads", "number of key/value heads that keep all tokens", kind="whole"),
         Column("window", "last tokens that the other heads keep, median", "tokens", kind="whole"),
-        Column("memory", "share of the dense cache's bytes at the end of the text"),
+        Column("memory", "share of the dense cache's bytes at the end of the text, if each head frees what it evicts"),
+        Column("paged_memory", "the same if a layer's heads share blocks: what some of them keep is masked, not freed"),
         Column("loss", "mean cross-entropy on the text", "nats per token"),
         Column("perplexity", "exp(loss)"),
         Column("ratio", "perplexity ÷ that of the dense cache"),
@@ -671,6 +672,7 @@ class PlanStudy:
             measured = f"perplexity × {ratio.value:.3f}, {cost.retrieval.mean():.0%} of the copy predicted"
             print_line(self.console, f"{plan.name} ({plan.sinks} kept): {measured}")
             whole, loss = plan.windows == ALL_TOKENS, float(cost.loss.mean())
+            shared = np.broadcast_to(plan.windows.max(1, keepdims=True), plan.windows.shape)
             row = {"layer": -1, "budget": budget, "plan": plan.name, "sinks": plan.sinks}
             self.rows.append(
                 row
@@ -679,6 +681,7 @@ class PlanStudy:
                     "whole_heads": int(whole.sum()),
                     "window": -1 if whole.all() else int(np.median(plan.windows[~whole])),
                     "memory": self.sizes.memory(plan),
+                    "paged_memory": self.sizes.memory(replace(plan, windows=shared)),
                     "loss": loss,
                     "perplexity": perplexity(loss),
                     "retrieval": float(cost.retrieval.mean()),

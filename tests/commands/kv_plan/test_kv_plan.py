@@ -1,6 +1,6 @@
 """Plans for the KV cache: sizes, splits, sinks and rankings on exact small cases, and the command on a tiny model."""
 
-import json
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -13,7 +13,15 @@ import torch
 from rich.console import Console
 from support.every_model import tiny_of
 from tiny import tiny_model
-from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM, MambaConfig
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    DynamicCache,
+    MambaConfig,
+)
 
 import sinkscope
 from sinkscope.attention.kernels import AttentionCall, fused_attention
@@ -218,6 +226,11 @@ def test_command(run: Run) -> None:
     table = run.tables["kv_plan"].set_index(["budget", "plan"])
     at_budget = table.loc[0.25]
     assert ((at_budget["memory"] <= 0.25) & (at_budget["memory"] > 0.23)).all()
+    sizes = Sizes(np.full(3, 128), kv_heads=2, width=8, sinks=4)
+    for name, heads in run.tables["kv_heads"].query("key_bits == 16 and value_bits == 16").groupby("plan"):
+        largest = heads["window"].replace(-1, ALL_TOKENS).groupby(heads["layer"]).transform("max").to_numpy()
+        shared = Plan("", largest.reshape(3, 2), np.full((3, 2), 16))
+        assert at_budget.loc[name]["paged_memory"] == pytest.approx(sizes.memory(shared))
     ids = torch.tensor(np.load(run.manifest["config"]["input"])[:2, :128])
     losses = [tiny_model("llama")(text[None], labels=text[None]).loss for text in ids]
     assert table.loc[(1.0, "dense")]["loss"].item() == pytest.approx(float(sum(losses)) / 2, rel=1e-5)
@@ -256,6 +269,14 @@ def test_findings_have_the_numbers_of_their_plans(run: Run) -> None:
         assert f"random {'heads and layers' * ('combined' in name) or 'heads'} in the" in controls.sentence
     assert (rule.value, rule.outcome) == (3, Outcome.PRESENT)
     assert rule.sentence.endswith("at most 3 in a text.")
+    paged = changed(run, paged_memory=[0.001 * row for row in range(count)])
+    memory = paged.tables["kv_plan"].set_index("plan")["paged_memory"]
+    plan, eviction = (one for one in findings(paged) if one.is_headline)
+    assert plan.numbers["paged_memory"] == memory["combined"]
+    assert f"takes {memory['combined']:.1%} where the heads of a layer share blocks" in plan.sentence
+    for name in RANKINGS:
+        assert eviction.numbers[f"paged_memory {name}"] == memory[name]
+        assert f"({memory[name]:.1%})" in eviction.sentence
 
 
 @pytest.mark.parametrize(
@@ -402,38 +423,47 @@ def test_heads_and_layers_that_a_plan_keeps() -> None:
         assert plans[name].served == name
 
 
-def test_press_hides_what_the_plan_evicts(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file for kvpress marks, of each head, the tokens that are neither sinks nor in the window."""
-    assert run.folder is not None
+def hiding_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """Attend from one token as kvpress does: keys of `masked_key_indices` get no attention, except from a prompt."""
+    seen = torch.ones(*key.shape[:3], dtype=torch.bool)
+    if key.shape[2] > 1:
+        seen[module.masked_key_indices] = False
+    group = query.shape[1] // key.shape[1]
+    key, value, seen = (x.repeat_interleave(group, 1) for x in (key, value, seen))
+    return scaled_dot_product_attention(query, key, value, seen[:, :, None]).transpose(1, 2), None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("token", [None, 5])
+def test_press_and_table_measure_one_condition(
+    token: int | None, run: Run, ids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts that are read token by token with the file for kvpress have the losses of the table, also with sinks of a
+    massive activation.
+    """
     monkeypatch.setitem(sys.modules, "kvpress", ModuleType("kvpress"))
     monkeypatch.setattr(sys.modules["kvpress"], "BasePress", object, raising=False)
-    monkeypatch.syspath_prepend(run.folder)
-    from plan_press import PlanPress  # type: ignore[import-not-found]
-
-    press = PlanPress.of(run.folder / "plan.json", 0.25, "output-loss")
-    press.modules, modules = {}, [SimpleNamespace(layer_idx=at) for at in range(3)]
-    keys = torch.zeros(1, 2, 128, 4)
-    for module in modules:
-        press.compress(module, None, keys, keys, None, {})
-    plans = json.loads((run.folder / "plan.json").read_text())
-    (plan,) = (each for each in plans["plans"] if each["plan"] == "output-loss")
-    for module, windows in zip(modules, plan["windows"], strict=True):
-        hidden = torch.zeros(2, 128, dtype=torch.bool)
-        hidden[module.masked_key_indices[1:]] = True
-        expected = [[4 <= s < 128 - (128 if window is None else window) for s in range(128)] for window in windows]
-        assert hidden.tolist() == expected
-
-    press.sinks = {"layer": 0, "coordinates": [1], "at_least": 2.0, "first": 1}
-    press.windows = [[9, None]] * 3
-    for length, sink in ((40, 3), (30, 5)):  # prompts one after the other
-        states = torch.zeros(1, length, 4)
-        states[0, sink, 1] = -3.0
-        for module in modules:
-            press.compress(module, None, keys[:, :, :length], keys, None, {})
-            if module.layer_idx == 0:  # kvpress reads a layer's cache before the layer ends
-                press.find_sinks(module, None, states)
-        kept = [s for s in range(length - 9) if s != sink]
-        assert all(module.masked_key_indices[2].tolist() == kept for module in modules)
+    model = tiny_model("llama", dtype=torch.float64, spread=6.0)
+    if token is not None:
+        model.get_input_embeddings().weight[token, 3] = 1e6
+    given: dict[str, Any] = {"input": ids, "out": tmp_path, "page": False, "figures": (), "overwrite": True}
+    of_model = sinkscope.kv_plan(model, **given, **SMALL)
+    assert (of_model.manifest["kv_plan"]["sink_layer"] < 0) == (token is None)
+    assert of_model.folder is not None
+    press_of = runpy.run_path(str(of_model.folder / "plan_press.py"))["PlanPress"].of
+    AttentionInterface.register("hiding", hiding_attention)
+    model.set_attn_implementation("hiding")
+    losses = of_model.tables["kv_plan_by_sequence"].set_index(["plan", "sequence"])["loss"]
+    for plan in ("output-loss", "retrieval"):
+        with press_of(of_model.folder / "plan.json", 0.25, plan)(model):
+            for sequence, text in enumerate(torch.from_numpy(np.load(ids)[:2, :128])):
+                cache = DynamicCache()
+                logits = [model(one[None, None], past_key_values=cache).logits[0, 0] for one in text]
+                loss = cross_entropy(torch.stack(logits[:-1]), text[1:]).item()
+                assert loss == pytest.approx(losses[plan, sequence], rel=1e-6)
+                assert abs(loss - losses["dense", sequence]) > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,12 @@
-"""A press for kvpress that evicts what a plan of `sinkscope kv-plan` evicts. It needs only kvpress and plan.json.
-
-kvpress 0.5.5 runs with transformers before 5.3, whose attention modules still get `cache_position`.
+"""A press for kvpress that hides what a plan of `sinkscope kv-plan` evicts. It needs only kvpress and plan.json.
 
     press = PlanPress.of("plan.json", 0.25, "output-loss")
     with press(model):
         outputs = model(input_ids, past_key_values=cache)
 
-As in kvpress's DuoAttentionPress, evicted tokens of the prompt are hidden from the tokens that are generated after it.
+As in kvpress's DuoAttentionPress, evicted tokens are hidden from those that are read later, and no memory is freed.
+Tokens that are read one by one within the block see what the table of kv-plan measures: sinks and the last tokens. A
+prompt that is read at once sees all its tokens; after the block, windows stay at its end.
 """
 
 import json
@@ -24,6 +24,7 @@ from kvpress import BasePress
 class PlanPress(BasePress):
     """Keeps all tokens in some key/value heads, and sinks and the last tokens in the others."""
 
+    layers: list[int]
     windows: list[list[int | None]]  # by layer and head: last tokens that it keeps; None: all
     sinks: dict[str, Any]  # the rule that predicts them
 
@@ -35,46 +36,37 @@ class PlanPress(BasePress):
         if not matching:
             known = sorted({(each["budget"], each["plan"]) for each in content["plans"]})
             raise ValueError(f"{path} has no plan {(budget, plan)}: its plans are {known}")
-        return cls(matching[0]["windows"], content["sinks"])
+        return cls(content["layers"], matching[0]["windows"], content["sinks"])
 
     def find_sinks(self, layer: Any, args: Any, output: Any) -> None:
-        """Keep which tokens are sinks (B,T), of the residual stream after the layer of the rule."""
+        """Keep which of the tokens that are being read are sinks (B,T), after the layer of the rule."""
         hidden = output[0] if isinstance(output, tuple) else output
-        if self.sinks["coordinates"] and hidden.shape[1] > 1:  # only in the prompt
-            entries = hidden[..., self.sinks["coordinates"]].abs().amax(-1)
-            self.is_sink = entries >= self.sinks["at_least"]
+        self.new = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
+        if self.sinks["coordinates"]:
+            self.new = hidden[..., self.sinks["coordinates"]].abs().amax(-1) >= self.sinks["at_least"]
 
-    def compress(
-        self,
-        module: Any,
-        hidden_states: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        attentions: Any,
-        kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hide the evicted tokens of all layers, once the last layer has read the prompt and sinks are known."""
-        if module.layer_idx == 0:  # a new prompt begins
-            self.modules.clear()
-        self.modules[module.layer_idx] = module
-        if len(self.modules) == len(self.windows):
-            length = keys.shape[2]
-            is_first = torch.arange(length, device=keys.device) < self.sinks["first"]
-            is_sink = is_first if self.sinks["layer"] < 0 else self.is_sink
-            for at, each in self.modules.items():
-                windows = torch.tensor([length if window is None else window for window in self.windows[at]])
-                old = torch.arange(length) < length - windows[:, None]  # (K,T)
-                evicted = old.to(keys.device) & ~is_sink.expand(len(keys), length)[:, None]
-                each.masked_key_indices = torch.nonzero(evicted, as_tuple=True)
-        return keys, values
+    def hide(self, model: Any, args: Any, output: Any) -> None:
+        """Hide evicted tokens from the next token in all layers, once tokens have been read."""
+        cache = output.past_key_values
+        length = cache.get_seq_length()  # the position of the next token
+        before = length - self.new.shape[1]
+        self.is_sink = torch.cat([self.is_sink[:, :before], self.new], dim=1) if before else self.new
+        tokens = torch.arange(length, device=self.new.device)
+        is_sink = tokens < self.sinks["first"] if self.sinks["layer"] < 0 else self.is_sink
+        for layer, windows in zip(self.layers, self.windows, strict=True):
+            kept = [length + 1 if window is None else window for window in windows]
+            is_old = length - tokens >= torch.tensor(kept, device=tokens.device)[:, None]  # (K,T)
+            evicted = is_old & ~is_sink.expand(len(self.new), length)[:, None]
+            in_cache = evicted[..., -cache.layers[layer].keys.shape[2] :]  # a sliding window has dropped the others
+            model.layers[layer].self_attn.masked_key_indices = torch.nonzero(in_cache, as_tuple=True)
 
     @contextmanager
     def __call__(self, model: Any) -> Iterator[None]:
-        self.modules: dict[int, Any] = {}
         layers = model.model.layers
-        hook = layers[max(0, self.sinks["layer"])].register_forward_hook(self.find_sinks)
+        hooks = [layers[max(0, self.sinks["layer"])].register_forward_hook(self.find_sinks)]
+        hooks.append(model.model.register_forward_hook(self.hide))
         try:
-            with super().__call__(model):
-                yield
+            yield
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
