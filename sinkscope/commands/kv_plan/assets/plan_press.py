@@ -62,7 +62,7 @@ class PlanPress(BasePress):
 
     @contextmanager
     def __call__(self, model: Any) -> Iterator[None]:
-        self.is_sink = torch.zeros(1, 0, dtype=torch.bool)  # (B,T), of the tokens that have been read
+        self.is_sink: torch.Tensor = torch.zeros(1, 0, dtype=torch.bool)  # (B,T), of the tokens that have been read
         layers = model.model.layers
         hooks = [layers[max(0, self.sinks["layer"])].register_forward_hook(self.find_sinks)]
         hooks.append(model.model.register_forward_hook(self.hide))
