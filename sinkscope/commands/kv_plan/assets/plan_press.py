@@ -12,7 +12,7 @@ prompt that is read at once sees all its tokens; after the block, windows stay a
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class PlanPress(BasePress):
     layers: list[int]
     windows: list[list[int | None]]  # by layer and head: last tokens that it keeps; None: all
     sinks: dict[str, Any]  # the rule that predicts them
+    is_sink: torch.Tensor = field(init=False)  # (B,T), of the tokens that have been read
 
     @classmethod
     def of(cls, path: str | Path, budget: float, plan: str) -> "PlanPress":
@@ -62,7 +63,6 @@ class PlanPress(BasePress):
 
     @contextmanager
     def __call__(self, model: Any) -> Iterator[None]:
-        self.is_sink: torch.Tensor = torch.zeros(1, 0, dtype=torch.bool)  # (B,T), of the tokens that have been read
         layers = model.model.layers
         hooks = [layers[max(0, self.sinks["layer"])].register_forward_hook(self.find_sinks)]
         hooks.append(model.model.register_forward_hook(self.hide))
