@@ -26,7 +26,7 @@ ERRORS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])
 def test_the_flash_kernel_takes_grouped_heads(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors have no data, so no GPU is needed."""
-    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *given: given)
+    monkeypatch.setattr(torch.backends.cuda, "SDPAParams", lambda *arguments: arguments)
     monkeypatch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda asked: True)
     with FakeTensorMode():
         query, key, value = (
@@ -42,7 +42,7 @@ def drawn(case: str, length: int, width: int, dtype: torch.dtype, device: str) -
     generator = torch.Generator().manual_seed(length + width)
     inner = {"narrow values": width - 12, "wide values": width + 20}.get(case, width)
     shapes = ((2, HEADS, length, width), (2, WIDTHS[width], length, width), (2, WIDTHS[width], length, inner))
-    given = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
     seen = causal_mask(length).expand(2, 1, length, length).clone()
     seen[0, :, :, : length // 3] = False
     logits = torch.randn(HEADS, generator=generator, dtype=torch.float64)
@@ -57,13 +57,13 @@ def drawn(case: str, length: int, width: int, dtype: torch.dtype, device: str) -
         },
         "softcap": {"softcap": 1.5},
     }.get(case, {})
-    return given, {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    return tensors, {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
 
 
-def outcome(attention: Any, given: list[torch.Tensor], options: dict) -> dict[str, torch.Tensor]:
+def outcome(attention: Any, tensors: list[torch.Tensor], options: dict) -> dict[str, torch.Tensor]:
     """Return the mix and log-sum-exp of queries that see a key, and gradients that depend on both."""
     options = {"mask": None, "scaling": 0.3} | options
-    leaves = {name: x.detach().requires_grad_() for name, x in zip(("query", "key", "value"), given, strict=True)}
+    leaves = {name: x.detach().requires_grad_() for name, x in zip(("query", "key", "value"), tensors, strict=True)}
     if "sink_logits" in options:
         leaves["sinks"] = options["sink_logits"] = options["sink_logits"].detach().requires_grad_()
     mix, lse = attention(*list(leaves.values())[:3], AttentionCall(**options))
@@ -79,9 +79,9 @@ def outcome(attention: Any, given: list[torch.Tensor], options: dict) -> dict[st
     return {"mix": mix.detach(), "lse": lse.detach()} | dict(zip(leaves, gradients, strict=True))
 
 
-def furthest(found: torch.Tensor, exact: torch.Tensor) -> float:
+def furthest(computed: torch.Tensor, exact: torch.Tensor) -> float:
     """Return the largest difference ÷ the largest entry, or 1."""
-    return float((found.double().cpu() - exact).abs().max() / exact.abs().max().clamp(min=1))
+    return float((computed.double().cpu() - exact).abs().max() / exact.abs().max().clamp(min=1))
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -94,13 +94,13 @@ def test_mix_log_sum_exp_and_gradients(case: str, dtype: torch.dtype, device: st
 def check_outcome(case: str, dtype: torch.dtype, device: str, lengths: tuple[int, ...] = LENGTHS) -> None:
     for width in WIDTHS:
         for length in lengths:
-            given, options = drawn(case, length, width, dtype, device)
-            found = outcome(fused_attention, given, options)
+            tensors, options = drawn(case, length, width, dtype, device)
+            fused = outcome(fused_attention, tensors, options)
             copies = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-            exact = outcome(chunked_attention, [x.double().cpu() for x in given], copies)
+            exact = outcome(chunked_attention, [x.double().cpu() for x in tensors], copies)
             for name, wanted in exact.items():
                 with naming(width, length, name):
-                    assert furthest(found[name], wanted) < ERRORS[dtype] * (1 if name in ("mix", "lse") else 4)
+                    assert furthest(fused[name], wanted) < ERRORS[dtype] * (1 if name in ("mix", "lse") else 4)
 
 
 @pytest.mark.cuda
@@ -125,18 +125,18 @@ def kernel_of(case: str, dtype: torch.dtype, device: str) -> str | None:
     with pytest.MonkeyPatch.context() as patch:
         own, chunks = kernels.FUSED[device.partition(":")[0]], kernels.chunked_attention
         patch.setitem(kernels.FUSED, device.partition(":")[0], lambda *asked: served.append(own(*asked)) or served[-1])
-        patch.setattr(kernels, "chunked_attention", lambda *given: served.append(None) or chunks(*given))
-        given, options = drawn(case, 33, 64, dtype, device)
-        fused_attention(*given, AttentionCall(**{"mask": None, "scaling": 0.3} | options))
+        patch.setattr(kernels, "chunked_attention", lambda *tensors: served.append(None) or chunks(*tensors))
+        tensors, options = drawn(case, 33, 64, dtype, device)
+        fused_attention(*tensors, AttentionCall(**{"mask": None, "scaling": 0.3} | options))
     return None if served[-1] is None else served[-1][0]
 
 
 def test_a_mask_becomes_a_bias_once_for_all_layers() -> None:
-    given, options = drawn("padded", 33, 64, torch.float32, "cpu")
+    tensors, options = drawn("padded", 33, 64, torch.float32, "cpu")
     call = AttentionCall(scaling=0.3, **options)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         for _ in range(3):
-            fused_attention(*given, call)
+            fused_attention(*tensors, call)
     names = [event.name for event in profile.events()]
     assert names.count("aten::masked_fill_") == 1
     assert names.count("aten::_scaled_dot_product_flash_attention_for_cpu") == 3

@@ -54,8 +54,8 @@ def test_learned_vectors_are_those_that_are_added(model_type: str) -> None:
 def test_a_bias_that_is_not_linear_is_relative() -> None:
     distance = (torch.arange(8)[:, None] - torch.arange(8)).float()
     unseen = torch.full((8, 8), torch.finfo(torch.float32).min).triu(1)
-    found = [
+    kinds = [
         bias_kind(AttentionCall((bias + unseen)[None, None], scaling=1.0))
         for bias in (-0.1 * distance, -(distance.clamp(min=0) ** 0.5), torch.zeros(8, 8))
     ]
-    assert found == ["alibi", "relative", "none"]
+    assert kinds == ["alibi", "relative", "none"]

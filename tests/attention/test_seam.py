@@ -214,8 +214,8 @@ def test_a_bias_and_sinks_of_each_query_are_in_the_softmax(mask: str | None) -> 
     seen = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
     seen[..., 3:, 0] = mask is None
     least = torch.finfo(torch.float64).min
-    given = {None: None, "bool": seen, "additive": torch.zeros(1, 1, 5, 5).double().masked_fill(~seen, least)}
-    mix, _ = attend(module, query, key, value, given[mask], scaling=0.5, position_bias=bias, sinks=sinks)
+    masks = {None: None, "bool": seen, "additive": torch.zeros(1, 1, 5, 5).double().masked_fill(~seen, least)}
+    mix, _ = attend(module, query, key, value, masks[mask], scaling=0.5, position_bias=bias, sinks=sinks)
     logits = (0.5 * query @ key.mT + bias).masked_fill(~seen, least)
     weights = torch.cat([logits, sinks], dim=-1).softmax(-1)[..., :-1]
     expected = (weights @ value).transpose(1, 2)
@@ -257,7 +257,7 @@ def test_a_tensor_overwritten_at_its_tap_is_used(name: str) -> None:
     """Interventions write where observables read. With q or k = 0, the log-sum-exp of every query is log(t+1)."""
     model = tiny_model(name)
     family = find_family(model)
-    found = []
+    outputs = []
     with open_tracer(model, family) as tracer, torch.no_grad():
         taps = tracer.traced.get(family.layers)[0].get(f"{family.attention}.{NAME}")
         for tap, factor, read in (("value", 1, "mix"), ("value", 3, "mix"), ("query", 0, "lse"), ("key", 0, "lse")):
@@ -265,12 +265,12 @@ def test_a_tensor_overwritten_at_its_tap_is_used(name: str) -> None:
                 overwritten = getattr(taps, tap)
                 overwritten.output = factor * overwritten.output
                 seen = save(getattr(taps, read).output)
-            found.append(seen)
-    assert found[0].abs().max() > 0.1
-    torch.testing.assert_close(found[1], 3 * found[0])
+            outputs.append(seen)
+    assert outputs[0].abs().max() > 0.1
+    torch.testing.assert_close(outputs[1], 3 * outputs[0])
     if name != "gpt_oss":  # the sink logits of gpt_oss are part of the log-sum-exp
-        expected = torch.arange(1, 10).log().expand(2, found[2].shape[1], 9)
-        for lse in found[2:]:
+        expected = torch.arange(1, 10).log().expand(2, outputs[2].shape[1], 9)
+        for lse in outputs[2:]:
             torch.testing.assert_close(lse, expected, rtol=1e-6, atol=1e-6)
 
 

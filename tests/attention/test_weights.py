@@ -67,9 +67,9 @@ def test_any_rectangle_and_the_column_sums_are_those_of_the_dense_matrix(
     assert bool((missing > 0.01).all()) == (kind == "sink")
 
 
-def assert_sums(found: ColumnSums, expected: dict[str, torch.Tensor]) -> None:
+def assert_sums(sums: ColumnSums, expected: dict[str, torch.Tensor]) -> None:
     for name, sum_ in expected.items():
-        torch.testing.assert_close(getattr(found, name), sum_, **CLOSE)
+        torch.testing.assert_close(getattr(sums, name), sum_, **CLOSE)
 
 
 @pytest.mark.parametrize(("columns", "chunk"), [(1, 7), (6, 1), (6, 7), (6, 128), (22, 7), (23, 1), (40, 128)])
@@ -104,8 +104,8 @@ def test_sums_of_forbidden_keys_are_those_of_a_mask(columns: list[int], monkeypa
     forbidden = ForbiddenKeys(pairs, lambda device: torch.tensor([columns]), (0, 2, 3))
     mask = causal_mask(read.length) & ~pairs(ALL, ALL, read.lse.device)
     weights, _, lse = dense(read.query, read.key, read.value, replace(read.call, mask=mask))
-    found = column_sums(replace(read, lse=lse, call=replace(read.call, forbidden=(forbidden,))), columns=4, window=5)
-    torch.testing.assert_close(found.window, dense_sums(weights, 5)["window"], **CLOSE)
+    sums = column_sums(replace(read, lse=lse, call=replace(read.call, forbidden=(forbidden,))), columns=4, window=5)
+    torch.testing.assert_close(sums.window, dense_sums(weights, 5)["window"], **CLOSE)
 
 
 def test_logits_are_those_of_the_definition_under_any_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,13 +144,13 @@ class Launches(TorchDispatchMode):
     count, largest = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        found = func(*args, **kwargs or {})
+        output = func(*args, **kwargs or {})
         name, returned = func._schema.name, func._schema.returns[0].alias_info
         is_view = name == "aten::_unsafe_view" or (returned is not None and not returned.is_write)
-        if isinstance(found, torch.Tensor) and found.device.type == "meta" and not is_view:
+        if isinstance(output, torch.Tensor) and output.device.type == "meta" and not is_view:
             self.count += 1
-            self.largest = max(self.largest, found.numel())
-        return found
+            self.largest = max(self.largest, output.numel())
+        return output
 
 
 @pytest.fixture
