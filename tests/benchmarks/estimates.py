@@ -34,8 +34,8 @@ def main(options: list[str]) -> None:
         models = {"demo": [], "gemma3-270m": [".models/gemma3-270m.gguf"], "llama": [llama, "--input", "random"]}
         for name, model in models.items():
             for dtype in ("float32", "bfloat16"):
-                given = [*model, "--dtype", dtype, "--out", out, "--overwrite", "--no-page", "--quiet", *options]
-                subprocess.run([sys.executable, "-m", "sinkscope.cli", "analyze", *map(str, given)], check=True)
+                arguments = [*model, "--dtype", dtype, "--out", out, "--overwrite", "--no-page", "--quiet", *options]
+                subprocess.run([sys.executable, "-m", "sinkscope.cli", "analyze", *map(str, arguments)], check=True)
                 run = json.loads((out / "run.json").read_text())
                 line = f"{name + ', ' + dtype:24}"
                 for estimated, measured in (("memory_mb", "peak_memory_mb"), ("seconds", "wall_seconds")):

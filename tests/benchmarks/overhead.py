@@ -222,11 +222,11 @@ def main() -> None:
         f"torch {torch.__version__}, {where}, {model.dtype}, {torch.get_num_threads()} threads, "
         f"{model.config._attn_implementation}"
     )
-    found = []
+    reports = []
     for kind in [arguments.only] if arguments.only else SHAPES:
         for shape in (tuple(arguments.shape),) if arguments.shape else SHAPES[kind][arguments.thorough]:
-            found.append(report(model, arguments, variants_of(model, shape)[kind], shape))
-    print(f"\nsummary (÷ the bare pass): {'; '.join(found)}")
+            reports.append(report(model, arguments, variants_of(model, shape)[kind], shape))
+    print(f"\nsummary (÷ the bare pass): {'; '.join(reports)}")
 
 
 def report(model, arguments: argparse.Namespace, passes: dict[str, Variant], shape: tuple[int, int]) -> str:

@@ -73,9 +73,9 @@ class Work:
     peak: int = 0
     known: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
-    def see(self, func: Any, given: tuple, named: dict[str, Any], found: Any) -> None:
-        read = [x for x in pytree.tree_leaves((given, named)) if isinstance(x, torch.Tensor)]
-        made = [x for x in pytree.tree_leaves(found) if isinstance(x, torch.Tensor) and x.device.type == "meta"]
+    def see(self, func: Any, arguments: tuple, named: dict[str, Any], output: Any) -> None:
+        read = [x for x in pytree.tree_leaves((arguments, named)) if isinstance(x, torch.Tensor)]
+        made = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor) and x.device.type == "meta"]
         for x in read:  # weights, and what earlier batches left: not of this pass
             self.known[x.untyped_storage()] = True
         for x in made:
@@ -88,9 +88,9 @@ class Work:
         if is_launch(func):
             moved = sum(x.numel() * x.element_size() for x in (*read, *made))
             count = flop_registry.get(func._overloadpacket, lambda *_, **__: 0)
-            given = tuple(x for x in given if not isinstance(x, torch.dtype))  # of a product's result
+            arguments = tuple(x for x in arguments if not isinstance(x, torch.dtype))  # of a product's result
             self.bytes += moved
-            self.seconds += max(moved / BANDWIDTH, count(*given, **named, out_val=found) / FLOPS)
+            self.seconds += max(moved / BANDWIDTH, count(*arguments, **named, out_val=output) / FLOPS)
 
     def _free(self, size: int) -> None:
         self.live -= size
