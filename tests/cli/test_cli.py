@@ -352,7 +352,7 @@ def test_names_that_are_not_utf8(tiny: Path, finished: tuple[Result, Path], monk
     (odd / "x.txt").write_text("the of and drain " * 300)
     (odd / "x.yaml").write_text(RECIPE)
     Path("link").symlink_to(odd, target_is_directory=True)
-    given: list[tuple[object, ...]] = [
+    commands: list[tuple[object, ...]] = [
         ("analyze", odd / "model"),
         ("analyze", tiny, "--input", odd / "x.txt"),
         ("analyze", tiny, "--out", odd / "new"),
@@ -368,7 +368,7 @@ def test_names_that_are_not_utf8(tiny: Path, finished: tuple[Result, Path], monk
         ("show", odd / "run", "--again", "--print"),
         ("compare", odd / "run", run),
     ]
-    for command in given:
+    for command in commands:
         assert "caf\\udce9" in (message := refused(2, *command)), command
         assert "is not UTF-8: rename the file or folder" in message
     for read in (lambda: Run.open(odd / "run"), lambda: Run.open(run).save(odd / "new")):
