@@ -77,9 +77,9 @@ def test_other_folders(tmp_path: Path) -> None:
     assert outcomes.items() <= {one.metric_type: one.metric_args["outcome"] for one in judged}.items()
     quantized = pd.read_parquet(REPORTS / "smollm2-135m-w8a8/tables/quantization.parquet")
     (perplexity,) = quantized.query("setting == 'all' and site == '' and sequences == 100")["perplexity"]
-    found = {one.metric_config: one.metric_value for one in changed if one.metric_type == "perplexity"}
-    assert found["all"] == pytest.approx(perplexity, rel=1e-5)
-    assert {"zero-massive"} <= {setting.partition(":")[0] for setting in found if setting}
+    perplexities = {one.metric_config: one.metric_value for one in changed if one.metric_type == "perplexity"}
+    assert perplexities["all"] == pytest.approx(perplexity, rel=1e-5)
+    assert {"zero-massive"} <= {setting.partition(":")[0] for setting in perplexities if setting}
     for folder, command in (("bigram-backcopy", "train"), ("smollm2-135m-kv-plan", "kv-plan")):
         with pytest.raises(InputError, match=rf"is of `sinkscope {command}`, not of `analyze`, .*`claims`, `sweep`"):
             sinkscope.card(REPORTS / folder)
@@ -93,20 +93,20 @@ def test_of_a_setting_that_was_measured_several_times_the_last_counts() -> None:
     table = pd.DataFrame({"setting": settings, "site": [*[""] * 4, "down_proj"], "sequences": [8] * 5})
     table = table.assign(perplexity=[10.0, 40.0, 30.0, 20.0, 35.0])
     values = values_of(Run({"command": "quantize"}, {"quantization": table}))
-    found = dict(zip(values["setting"], values["value"], strict=True))
-    assert (found, len(values)) == ({"": 10.0, "all": 40.0, "costliest-kept": 20.0}, 3)
+    perplexities = dict(zip(values["setting"], values["value"], strict=True))
+    assert (perplexities, len(values)) == ({"": 10.0, "all": 40.0, "costliest-kept": 20.0}, 3)
 
 
 def test_a_rate_of_a_changed_model_is_that_at_position_0() -> None:
     run = Run.open(REPORTS / "smollm2-135m-interventions")
     whole = run.tables["effect"].query("layer == -1 and metric == 'sink_rate'")
     assert whole["position"].nunique() > 1
-    found = values_of(run).query("metric == 'sink_rate'").set_index("setting")["value"]
+    rates = values_of(run).query("metric == 'sink_rate'").set_index("setting")["value"]
     means = whole[whole["position"] == 0].groupby(["name", "arm"])["value"].mean()
     settings = {"after": "{}", "control": "{}, random controls"}
     expected = {settings[arm].format(name): mean for (name, arm), mean in means.items() if arm != "before"}
-    assert found.drop("").to_dict() == pytest.approx(expected)
-    assert found[""] == pytest.approx(means.xs("before", level="arm").mean())
+    assert rates.drop("").to_dict() == pytest.approx(expected)
+    assert rates[""] == pytest.approx(means.xs("before", level="arm").mean())
 
 
 def test_an_atlas_of_two_models(
