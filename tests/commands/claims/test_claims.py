@@ -53,9 +53,9 @@ def sink(*of_random_weights: float) -> Judgment:
 
 
 def test_a_claim_distinguishes_a_model_from_random_weights_if_none_of_them_passes() -> None:
-    found = sink(0.0, 0.01, 0.02)
-    assert (found.outcome, found.null_passes, found.tells) == (HOLDS, 0.0, "yes")
-    assert found.estimates[0].null_low < found.estimates[0].null < found.estimates[0].null_high < 3
+    judgment = sink(0.0, 0.01, 0.02)
+    assert (judgment.outcome, judgment.null_passes, judgment.tells) == (HOLDS, 0.0, "yes")
+    assert judgment.estimates[0].null_low < judgment.estimates[0].null < judgment.estimates[0].null_high < 3
     assert (sink(0.0, 0.4).null_passes, sink(0.0, 0.4).tells) == (0.5, "no")
     assert sink().tells == ""
 
@@ -72,11 +72,11 @@ def test_the_table_has_the_numbers_of_the_judgment() -> None:
 
 def test_a_draw_of_random_weights_is_judged_against_the_others() -> None:
     runs = [of_text(0.5), *(of_text(0.0, draw) for draw in range(3))]
-    found = [
-        (draw.run(MAIN).manifest["draw"], [other.run(MAIN).manifest["draw"] for other in draw.nulls])
+    nulls = [
+        (draw.run(MAIN).manifest["draw"], [null.run(MAIN).manifest["draw"] for null in draw.nulls])
         for draw in evidence_of(runs, "made").nulls
     ]
-    assert found == [(0, [1, 2]), (1, [0, 2]), (2, [0, 1])]
+    assert nulls == [(0, [1, 2]), (1, [0, 2]), (2, [0, 1])]
 
 
 def absent_from_draws(error: type[Exception]) -> Part:
@@ -93,8 +93,8 @@ def absent_from_draws(error: type[Exception]) -> Part:
 )
 def test_a_null_without_one_of_the_numbers_is_undefined_whatever_else_was_not_measured(errors, tells: str) -> None:
     claim = replace(CLAIMS["W-1"], parts=tuple(map(absent_from_draws, errors)))
-    found = judge(claim, evidence_of([of_text(0.5), of_text(0.0, 0)], "made"))
-    assert (found.outcome, found.tells) == (HOLDS, tells)
+    judgment = judge(claim, evidence_of([of_text(0.5), of_text(0.0, 0)], "made"))
+    assert (judgment.outcome, judgment.tells) == (HOLDS, tells)
 
 
 def of_massive(entry: float, draw: int | None = None, coordinates: int = 1) -> RunData:
@@ -111,12 +111,12 @@ def of_massive(entry: float, draw: int | None = None, coordinates: int = 1) -> R
 def test_a_claim_about_what_random_weights_lack_has_no_null(of_random_weights, tells: str, share: float) -> None:
     """Massive activations are at one coordinate: random weights have none."""
     runs = [of_massive(5000.0), *(of_massive(entry, draw) for draw, entry in enumerate(of_random_weights))]
-    found = judge(CLAIMS["S-9"], evidence_of(runs, "made"))
-    assert (found.outcome, found.tells) == (HOLDS, tells)
-    assert share is None or found.null_passes == pytest.approx(share, nan_ok=True)
+    judgment = judge(CLAIMS["S-9"], evidence_of(runs, "made"))
+    assert (judgment.outcome, judgment.tells) == (HOLDS, tells)
+    assert share is None or judgment.null_passes == pytest.approx(share, nan_ok=True)
     # one draw that defines it is a null
-    found = judge(CLAIMS["S-9"], evidence_of([of_massive(5e3), of_massive(1.0, 0), of_massive(5e3, 1, 2)], "made"))
-    assert (found.outcome, found.tells, found.null_passes) == (HOLDS, "yes", 0.0)
+    judgment = judge(CLAIMS["S-9"], evidence_of([of_massive(5e3), of_massive(1.0, 0), of_massive(5e3, 1, 2)], "made"))
+    assert (judgment.outcome, judgment.tells, judgment.null_passes) == (HOLDS, "yes", 0.0)
 
 
 def drained(sinks: float, ratio: float, draw: int | None = None, noise: float = 0.001) -> RunData:
@@ -137,8 +137,8 @@ def test_that_random_weights_have_no_sink_is_no_evidence_for_what_the_sink_is(
     of_random_weights: float, noise: float, tells: str, share: float
 ) -> None:
     runs = [drained(0.8, 0.3), *(drained(0.0, of_random_weights, draw, noise) for draw in range(2))]
-    found = judge(CLAIMS["GS-20"], evidence_of(runs, "made"))
-    assert (found.outcome, found.tells, found.null_passes) == (HOLDS, tells, share)
+    judgment = judge(CLAIMS["GS-20"], evidence_of(runs, "made"))
+    assert (judgment.outcome, judgment.tells, judgment.null_passes) == (HOLDS, tells, share)
 
 
 @pytest.mark.parametrize(
@@ -178,9 +178,9 @@ def test_the_first_line_counts_the_claims_that_hold_and_whose_null_is_defined_an
 
 def test_several_models_have_numbers_of_the_claims_that_one_of_them_decides() -> None:
     one, massive = of_text(0.5), of_massive(5000.0)
-    other = RunData(massive.manifest, {**of_text(0.4).tables, **massive.tables})
+    both = RunData(massive.manifest, {**of_text(0.4).tables, **massive.tables})
     table = pd.concat([
-        card_of(run, claims=("W-1", "S-9")).table.assign(model=name) for name, run in (("one", one), ("other", other))
+        card_of(run, claims=("W-1", "S-9")).table.assign(model=name) for name, run in (("one", one), ("other", both))
     ])  # fmt: skip
     card = Scorecard({}, {"claim": table, "route": pd.DataFrame({"effect": [], "model": []})})
     outcomes, heading, numbers = scorecard_markdown(card).partition("### other")
@@ -337,11 +337,11 @@ ASSERTING = (
 )  # fmt: skip
 
 
-def analyzed(model: PreTrainedModel, tmp_path, **given) -> Run:
+def analyzed(model: PreTrainedModel, tmp_path, **options) -> Run:
     ids = np.random.default_rng(0).integers(3, VOCAB, size=(12, 64))
     ids[:, 0] = BOS
     np.save(tmp_path / "text.npy", ids)
-    return sinkscope.analyze(model, input=tmp_path / "text.npy", bos="never", **given)
+    return sinkscope.analyze(model, input=tmp_path / "text.npy", bos="never", **options)
 
 
 def test_claims_of_figure_3_also_hold_with_initial_weights(tmp_path) -> None:
@@ -350,8 +350,8 @@ def test_claims_of_figure_3_also_hold_with_initial_weights(tmp_path) -> None:
     torch.manual_seed(0)
     run = analyzed(LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes)), tmp_path, observables=("gradient",))
     for name in ("GS-16", "GS-17"):
-        found = judge(CLAIMS[name], evidence_of([run], "made"))
-        assert (found.outcome, found.tells) == (HOLDS, "no")
+        judgment = judge(CLAIMS[name], evidence_of([run], "made"))
+        assert (judgment.outcome, judgment.tells) == (HOLDS, "no")
 
 
 def outcomes(runs: Iterable[RunData], names: Iterable[str]) -> dict[str, Outcome]:
@@ -363,12 +363,12 @@ def outcomes(runs: Iterable[RunData], names: Iterable[str]) -> dict[str, Outcome
 def test_no_claim_of_a_sink_holds_on_random_weights(family: str, tmp_path) -> None:
     run = analyzed(tiny_model(family, spread=1.0), tmp_path)
     torch.manual_seed(1)
-    other = tiny_model(family, spread=1.0)
-    for weight in other.parameters():
+    spread = tiny_model(family, spread=1.0)
+    for weight in spread.parameters():
         weight.data = weight[torch.randperm(len(weight))]
-    found = outcomes([run, as_draw(analyzed(other, tmp_path), 0)], ASSERTING)
-    assert not {name: outcome for name, outcome in found.items() if outcome == Outcome.HOLDS}
-    assert found["GS-2"] == found["W-1"] == found["GS-20"] == Outcome.FAILS
+    decided = outcomes([run, as_draw(analyzed(spread, tmp_path), 0)], ASSERTING)
+    assert not {name: outcome for name, outcome in decided.items() if outcome == Outcome.HOLDS}
+    assert decided["GS-2"] == decided["W-1"] == decided["GS-20"] == Outcome.FAILS
 
 
 def planted(entry: float = 30_000.0, bias: float = 12.0, read_by_values: float = 0.0) -> PreTrainedModel:
@@ -392,8 +392,8 @@ def test_claims_of_a_planted_sink_hold(tmp_path) -> None:
     run = analyzed(planted(), tmp_path)
     null = as_draw(analyzed(tiny_model("qwen2", spread=1.0), tmp_path), 0)
     wanted = ("GS-1", "GS-2", "GS-3", "GS-20", "W-1", "W-13", "W-15", "S-5", "S-6", "S-10", "S-13", "V-2")
-    found = outcomes([run, null], wanted)
-    assert not {name: outcome for name, outcome in found.items() if outcome != Outcome.HOLDS}
+    decided = outcomes([run, null], wanted)
+    assert not {name: outcome for name, outcome in decided.items() if outcome != Outcome.HOLDS}
     table = judged(evidence_of([run, null], "MODEL"))
     assert table[table["claim"] == "S-9"]["note"].iloc[0] == "the BOS before all sequences has one state"
     without = table[table["outcome"] == Outcome.NOT_MEASURED]
@@ -411,7 +411,7 @@ def test_claims_of_a_planted_sink_hold(tmp_path) -> None:
 )
 def test_each_planted_property_decides_its_own_claims(without, fail, hold, tmp_path) -> None:
     run = analyzed(planted(**without), tmp_path, observables=("attention", "geometry", "activation", "massive"))
-    found = outcomes([run], (*fail, *hold))
-    assert found == dict.fromkeys(fail, Outcome.FAILS) | dict.fromkeys(hold, Outcome.HOLDS)
+    decided = outcomes([run], (*fail, *hold))
+    assert decided == dict.fromkeys(fail, Outcome.FAILS) | dict.fromkeys(hold, Outcome.HOLDS)
     if "entry" in without:
         assert outcomes([run], ("W-13",))["W-13"] == Outcome.DOES_NOT_APPLY  # no layer has massive activations

@@ -75,8 +75,8 @@ def test_rank_correlations() -> None:
     drawn, hits = np.random.default_rng(8), []
     for _ in range(60):
         x, noise = drawn.normal(size=(2, 60))
-        found = rank_correlation(x, 0.6 * x + 0.8 * noise)
-        hits.append(found.low <= 6 / np.pi * np.arcsin(0.3) <= found.high)
+        correlation = rank_correlation(x, 0.6 * x + 0.8 * noise)
+        hits.append(correlation.low <= 6 / np.pi * np.arcsin(0.3) <= correlation.high)
     assert 0.9 <= np.mean(hits) < 1
 
 
@@ -148,8 +148,8 @@ Draw = np.random.Generator
 
 def rates_of(make: Callable[[], Estimate], truth: float, studies: int = STUDIES) -> tuple[float, ...]:
     """Return the shares of studies, in percent, in which "above the truth" holds, and "below the truth" holds."""
-    found = [make() for _ in range(studies)]
-    return tuple(100 * float(np.mean([test(truth).holds(each) for each in found])) for test in (above, below))
+    estimates = [make() for _ in range(studies)]
+    return tuple(100 * float(np.mean([test(truth).holds(each) for each in estimates])) for test in (above, below))
 
 
 # distribution of the rates of seeds, and their mean
@@ -179,8 +179,8 @@ def test_seeds_without_a_sink_where_some_have_one(seeds: int) -> None:
     assert mean_of_rates(np.zeros(seeds)).high == pytest.approx(most)
     assert mean_of_rates(np.ones(seeds)).low == pytest.approx(1 - most)
     drawn = np.random.default_rng(2)
-    found = [mean_of_rates((drawn.random(seeds) < most).astype(float)) for _ in range(STUDIES)]
-    assert 2 <= 100 * np.mean([below(most + 1e-9).holds(each) for each in found]) <= 8
+    estimates = [mean_of_rates((drawn.random(seeds) < most).astype(float)) for _ in range(STUDIES)]
+    assert 2 <= 100 * np.mean([below(most + 1e-9).holds(each) for each in estimates]) <= 8
 
 
 def series(drawn: Draw, layers: int, likeness: float) -> np.ndarray:

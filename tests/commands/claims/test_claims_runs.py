@@ -58,7 +58,7 @@ def rests(cosine: float) -> pd.DataFrame:
     return by_sequence({"cosine": cosine, "cosine_whole": 0.7}, LAYERS, 0.01)
 
 
-def natural(**given: Any) -> RunData:
+def natural(**changes: Any) -> RunData:
     """Make a model for which all claims of NU on a single run hold, except for the given tables."""
     cosines = [(0, group, position, 0.7) for group in range(-1, 20) for position in range(16)]
     tables = {
@@ -70,7 +70,7 @@ def natural(**given: Any) -> RunData:
         "epe_rest_by_sequence": rests(0.05),
         "attention_by_sequence": by_sequence({"sink_rate": [0.6, 0.1]}, LAYERS, 0.01, position=range(2)),
     }
-    return analysis(tables | given)
+    return analysis(tables | changes)
 
 
 def elsewhere(positions: str, reason: str | None = None, rate: float = 0.6) -> RunData:
@@ -86,27 +86,29 @@ LOW = {f"control {draw}": [0.2 + 0.001 * draw, 0.05] for draw in range(3)}
 NO_SINK = {condition: [0.02, 0.02] for condition in ("before", *QUIET)} | {"after": [0.0, 0.02]}
 
 
-def arm(name: str, after: list[float], controls: Mapping[str, Any] = QUIET, *read: str, **given: Any) -> RunData:
+def arm(name: str, after: list[float], controls: Mapping[str, Any] = QUIET, *read: str, **facts: Any) -> RunData:
     """Make an experiment on a model with a sink rate of 60 % at position 0."""
-    run = experiment(BEFORE | {"after": after} | dict(controls), name, *read, **given)
+    run = experiment(BEFORE | {"after": after} | dict(controls), name, *read, **facts)
     table = run.tables["attention_by_sequence"].assign(sink_rate=lambda rows: rows["sink_rate"].clip(0))
     return RunData(run.manifest, {"attention_by_sequence": table})
 
 
-def equal(kind: str, layers: int = LAYERS, wrong: Mapping[str, float] | None = None, **given: Any) -> pd.DataFrame:
+def equal(
+    kind: str, layers: int = LAYERS, wrong: Mapping[str, float] | None = None, **more_columns: Any
+) -> pd.DataFrame:
     """Make the table of equal tokens; `wrong` changes a column in one sequence of one layer."""
     columns = {"state_difference": 1e-5, "weight_difference": np.nan, "bound_share": np.nan, "bound_ratio": np.nan}
     columns |= {"bound_share": 1.0, "bound_ratio": 0.9} if kind == "rotary" else {"weight_difference": 1e-6}
-    table = by_sequence(columns | given, layers).assign(positions=kind)
+    table = by_sequence(columns | more_columns, layers).assign(positions=kind)
     for column, value in (wrong or {}).items():
         table.loc[len(table) // 2, column] = value
     return table
 
 
-def repeated(kind: str, wrong: Mapping[str, float] | None = None, smallest: float = 1000.0, **given: Any) -> RunData:
+def repeated(kind: str, wrong: Mapping[str, float] | None = None, smallest: float = 1000.0, **facts: Any) -> RunData:
     norms = by_sequence({"norm": 1000.0, "norm_later": 1000.0, "norm_smallest": smallest}, LAYERS, 1.0)
     tables = {"equal_tokens": equal(kind, wrong=wrong), "activation_by_sequence": norms.assign(site="layer_out")}
-    return analysis(tables, "repeated", family=family(kind), **given)
+    return analysis(tables, "repeated", family=family(kind), **facts)
 
 
 def operating(operation: str) -> RunData:
@@ -119,13 +121,13 @@ def mixed() -> RunData:
     return analysis({"equal_tokens": table}, "repeated", family=family("rotary", layer_positions=["rotary", "none"]))
 
 
-def text(massive: bool = True, rate: float = 0.5, **given: Any) -> RunData:
+def text(massive: bool = True, rate: float = 0.5, **facts: Any) -> RunData:
     norms = by_sequence({"norm": 1000.0, "norm_later": 10.0, "norm_smallest": 5.0}, LAYERS, 1.0)
     entries = by_sequence({"position": 0.0}, LAYERS).assign(is_massive=massive)
     entries["is_massive"] &= entries["layer"] > 0
     tables = {"activation_by_sequence": norms.assign(site="layer_out"), "massive": entries}
     tables["attention_by_sequence"] = by_sequence({"sink_rate": [rate]}, LAYERS, position=range(1))
-    return analysis(tables, **{"family": family("rotary"), "input": NO_BOS} | given)
+    return analysis(tables, **{"family": family("rotary"), "input": NO_BOS} | facts)
 
 
 def read(condition: str, rate: float, bos: bool, kind: str = "rotary", main: bool = False) -> RunData:
@@ -216,10 +218,10 @@ def peaks(values: Sequence[float], least: float) -> RunData:
     return analysis({"massive": table.assign(ratio=table["value"], is_massive=table["value"] >= least)})
 
 
-def of_domains(natural: float, other: float) -> list[RunData]:
+def of_domains(natural: float, elsewhere: float) -> list[RunData]:
     """Return runs on text of all domains with these sink rates."""
     names = [str(role.of) for role in OTHER_DOMAINS]
-    rates = {"natural": natural} | dict.fromkeys(names, other)
+    rates = {"natural": natural} | dict.fromkeys(names, elsewhere)
     return [
         analysis({"attention_by_sequence": by_sequence({"sink_rate": [rate]}, position=[0])}, condition=name)
         for name, rate in rates.items()
@@ -493,12 +495,12 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
 
 @pytest.mark.parametrize(("claim", "runs", "expected", "value", "words"), CASES)
 def test_claims_are_decided(claim: str, runs: list[RunData], expected: Any, value: float | None, words: str) -> None:
-    found = judged(claim, *runs)
-    assert (found.outcomes if isinstance(expected, tuple) else found.outcome) == expected
-    assert words in (found.reason or found.estimates[0].note)
+    judgment = judged(claim, *runs)
+    assert (judgment.outcomes if isinstance(expected, tuple) else judgment.outcome) == expected
+    assert words in (judgment.reason or judgment.estimates[0].note)
     if value is not None:
-        assert found.estimates[0].value == pytest.approx(value, rel=0.01, abs=0.001)
-        assert found.estimates[0].low <= found.estimates[0].value <= found.estimates[0].high
+        assert judgment.estimates[0].value == pytest.approx(value, rel=0.01, abs=0.001)
+        assert judgment.estimates[0].low <= judgment.estimates[0].value <= judgment.estimates[0].high
 
 
 def test_the_spread_of_delta_is_that_of_all_later_tokens() -> None:
@@ -516,11 +518,11 @@ def test_a_no_op_is_set_against_a_constant(bos: bool) -> None:
     mean = no_op("mean-sink-value:where=sinks", 2.0, 2.01)
     mass = by_sequence({"window_mass": [[0.9, 0.9]] * 4}, head=range(2)).assign(uniform_mass=0.05)
     run = analysis({"attention_heads_by_sequence": mass}, input=BOS if bos else NO_BOS)
-    found = judged("V-24", run, zero, mean)
-    assert found.outcome == FAILS
-    assert found.estimates[0].value == pytest.approx(np.exp(0.5))
-    assert "with their mean over sequences in place of zero ×1.01 [1.01, 1.01]" in found.estimates[0].note
-    assert ("constant anyway" in found.estimates[0].note) == bos
+    judgment = judged("V-24", run, zero, mean)
+    assert judgment.outcome == FAILS
+    assert judgment.estimates[0].value == pytest.approx(np.exp(0.5))
+    assert "with their mean over sequences in place of zero ×1.01 [1.01, 1.01]" in judgment.estimates[0].note
+    assert ("constant anyway" in judgment.estimates[0].note) == bos
 
 
 # --- the residual stream
@@ -583,7 +585,7 @@ def test_the_numbers_of_claims_on_states() -> None:
     valley = judged("CV-2", states()).estimates[0]
     assert valley.value == pytest.approx(0.02 / 0.71, rel=1e-2)  # the largest entropy is the last layer's
     ends = [judged("CV-4", states(valley=entropy)) for entropy in (0.02, 0.9)]
-    assert [found.outcome == HOLDS for found in ends] == [True, False]
+    assert [judgment.outcome == HOLDS for judgment in ends] == [True, False]
     assert ends[0].estimates[0].value < 0 < ends[1].estimates[0].value
     assert judged("SS-3", states()).estimates[0].value == pytest.approx(3.0)
     assert judged("SS-2", states()).estimates[0].value == pytest.approx(1.0)
@@ -596,8 +598,8 @@ def test_copies_of_a_text_are_no_further_secondary_sinks() -> None:
     sinks = run.tables["sink_tokens"]
     falling = sinks["lifetime"].mask(sinks["sequence"].between(1, copies - 1), 200 - sinks["norm"])
     manifest = run.manifest | {"input": {**NO_BOS, "texts": [0] * copies + list(range(1, SEQUENCES - copies + 1))}}
-    found = judged("SS-2", RunData(manifest, {**run.tables, "sink_tokens": sinks.assign(lifetime=falling)}))
-    assert found.estimates[0].value == pytest.approx(1.0)
+    judgment = judged("SS-2", RunData(manifest, {**run.tables, "sink_tokens": sinks.assign(lifetime=falling)}))
+    assert judgment.estimates[0].value == pytest.approx(1.0)
 
 
 def test_claims_on_states_do_not_apply_without_their_objects() -> None:

@@ -74,15 +74,19 @@ def test_no_difference_is_no_cost(claim: str, arm: str, metric: str, plain: floa
 def test_the_interval_is_students_over_the_seeds() -> None:
     own, plain = np.array([1.0, 1.5, 1.2]), np.array([2.0, 2.1, 2.6])
     numbers = {"none": {"perplexity_increase": plain}, "register-tokens": {"perplexity_increase": own}}
-    found = judged("V-19", training(numbers)).estimates[0]
+    estimate = judged("V-19", training(numbers)).estimates[0]
     expected = stats.t.interval(0.95, 2, (own - plain).mean(), stats.sem(own - plain))
-    assert (found.low, found.value, found.high) == pytest.approx((expected[0], (own - plain).mean(), expected[1]))
-    assert found.note == "register-tokens 1.23, none 2.23; 2000 steps, 3 seeds, Student's t"
-    found = judged("V-16", training({"none": {"kurtosis": plain}, "vga": {"kurtosis": own}})).estimates[0]
+    assert (estimate.low, estimate.value, estimate.high) == pytest.approx(
+        (expected[0], (own - plain).mean(), expected[1])
+    )
+    assert estimate.note == "register-tokens 1.23, none 2.23; 2000 steps, 3 seeds, Student's t"
+    estimate = judged("V-16", training({"none": {"kurtosis": plain}, "vga": {"kurtosis": own}})).estimates[0]
     logs = np.log(plain / own)
     expected = np.exp(stats.t.interval(0.95, 2, logs.mean(), stats.sem(logs)))
-    assert (found.low, found.value, found.high) == pytest.approx((expected[0], np.exp(logs.mean()), expected[1]))
-    assert found.note.endswith("3 seeds, Student's t of logarithms")
+    assert (estimate.low, estimate.value, estimate.high) == pytest.approx(
+        (expected[0], np.exp(logs.mean()), expected[1])
+    )
+    assert estimate.note.endswith("3 seeds, Student's t of logarithms")
     (one,) = judged("V-14", training({"none": {"perplexity": (2.0,)}, "vga": {"perplexity": (1.0,)}})).estimates
     assert (one.value, one.low, "one seed" in one.note) == (0.5, 0.0, True)
 
@@ -111,8 +115,8 @@ def test_seeds_and_arms_are_pooled_over_folders_that_differ_in_nothing_else() ->
     together = judged("V-14", training({**plain, **own}))
     assert judged("V-14", training(plain), training(own)).estimates == together.estimates
     assert judged("V-14", training(plain), training(own, steps=7)).outcome == UNMEASURED
-    other = training({"vga": {"perplexity": WIDE}})
-    assert judged("V-14", other, training({**plain, **own})).estimates == together.estimates  # both in one folder
+    gated = training({"vga": {"perplexity": WIDE}})
+    assert judged("V-14", gated, training({**plain, **own})).estimates == together.estimates  # both in one folder
     again = training({"none": {"perplexity": WIDE}})
     assert judged("V-14", training(plain), again, training(own)).estimates == together.estimates  # the first plain arm
 
@@ -342,9 +346,9 @@ def test_new_parameters_are_a_share_of_all() -> None:
 
 @pytest.mark.parametrize(("claim", "made", "expected", "words"), CASES)
 def test_claims_are_decided(claim: str, made: Training, expected: Any, words: str) -> None:
-    found = judged(claim, made)
-    assert (found.outcomes if isinstance(expected, tuple) else found.outcome) == expected
-    assert words in (found.reason or found.estimates[0].note)
+    judgment = judged(claim, made)
+    assert (judgment.outcomes if isinstance(expected, tuple) else judgment.outcome) == expected
+    assert words in (judgment.reason or judgment.estimates[0].note)
 
 
 def slow(name: str, rate: str) -> Training:
@@ -361,9 +365,9 @@ def slow(name: str, rate: str) -> Training:
 def test_arms_are_compared_at_the_loss_that_both_reach() -> None:
     """At its end sigmoid has 0.5 where softmax ends with 0.9, but softmax had 0.5 at the same loss."""
     for names in (("held_out_loss", "sink_rate_by_weight"), ("loss", "sink_rate")):
-        found = judged("W-54", slow(*names)).estimates[-1]
-        assert (found.value, found.low, found.high) == pytest.approx((0.0, 0.0, 0.0), abs=1e-9)
-        assert found.note.startswith(
+        estimate = judged("W-54", slow(*names)).estimates[-1]
+        assert (estimate.value, estimate.low, estimate.high) == pytest.approx((0.0, 0.0, 0.0), abs=1e-9)
+        assert estimate.note.startswith(
             f"operation:kind=sigmoid 50.0, none 50.0 % at {names[0]} 3.000; 2000 steps, 5 seeds"
         )
     assert "no sink rates by step" in judged("W-54", slow("held_out_loss", "sink_rate")).reason
@@ -390,8 +394,8 @@ SIZES = "with runs of 4 or more sizes of its family"
 )  # fmt: skip
 def test_the_command_that_would_decide_is_named(claim: str, command: str) -> None:
     run = training({"none": {"loss": LOW}}, model="org/model").runs["none-seed0"]
-    found = judge(CLAIMS[claim], Collection(runs=[run]).evidence({})["org/model"])
-    assert (found.outcome, found.reason) == (UNMEASURED, command)
+    judgment = judge(CLAIMS[claim], Collection(runs=[run]).evidence({})["org/model"])
+    assert (judgment.outcome, judgment.reason) == (UNMEASURED, command)
 
 
 def test_of_a_sweep_the_cells_are_judged_that_are_finished_and_that_its_comparison_has(tmp_path: Path) -> None:
@@ -413,20 +417,20 @@ def test_of_a_sweep_the_cells_are_judged_that_are_finished_and_that_its_comparis
 # --- trainings that differ in one setting, steps, and related models
 
 
-def plain(percent: float, around: Sequence[float] = (0.0, 0.5, -0.5), **given: Any) -> Training:
+def plain(percent: float, around: Sequence[float] = (0.0, 0.5, -0.5), **facts: Any) -> Training:
     """Make a plain training with this sink rate; seeds differ by these points."""
-    return training({"none": {"sink_rate": [(percent + more) / 100 for more in around]}}, **given)
+    return training({"none": {"sink_rate": [(percent + more) / 100 for more in around]}}, **facts)
 
 
-def trained(by_position: Sequence[float], arm: str = "none", spread: float = 0.2, **given: Any) -> Training:
+def trained(by_position: Sequence[float], arm: str = "none", spread: float = 0.2, **facts: Any) -> Training:
     """Make a training whose arm has these sink rates in percent at positions 0, 1, …, which vary a little by seed."""
     seeds = [np.add(by_position, more) / 100 for more in (0, spread, -spread)]
     runs = [{"attention_by_sequence": rates(own[0], 0.0, own[1:])} for own in seeds]
-    return training({arm: {"sink_rate": [own[0] for own in seeds]}}, tables={arm: runs}, **given)
+    return training({arm: {"sink_rate": [own[0] for own in seeds]}}, tables={arm: runs}, **facts)
 
 
-def shaped(**given: Any) -> dict[str, Any]:
-    return {"shape": SHAPE | given}
+def shaped(**changes: Any) -> dict[str, Any]:
+    return {"shape": SHAPE | changes}
 
 
 # claim → settings of trainings, and sink rates with which it holds and fails
@@ -446,10 +450,10 @@ VARIED: dict[str, tuple[list[dict[str, Any]], Sequence[float], Sequence[float]]]
 def test_a_setting_decides_both_ways(claim: str) -> None:
     settings, good, bad = VARIED[claim]
 
-    def outcome(found: Sequence[float], *around: float) -> Outcome:
+    def outcome(percents: Sequence[float], *around: float) -> Outcome:
         """Judge levels whose seeds differ from level to level."""
-        pairs = enumerate(zip(found, settings, strict=True))
-        return judged(claim, *(plain(rate, np.roll(around, place), **given) for place, (rate, given) in pairs)).outcome
+        pairs = enumerate(zip(percents, settings, strict=True))
+        return judged(claim, *(plain(rate, np.roll(around, place), **facts) for place, (rate, facts) in pairs)).outcome
 
     assert outcome(good, 0.0, 0.01, -0.01) == HOLDS
     assert outcome(bad, 0.0, 0.01, -0.01) == FAILS
@@ -461,12 +465,12 @@ def test_a_slope_is_a_regression_for_each_seed() -> None:
         plain(rate, around, learning_rate=level)
         for rate, level, around in ((3, 1e-4, (0, 1, 2)), (11, 2e-4, (1, 0, -1)), (18, 8e-4, (0, -2, 1)))
     ]
-    found = judged("W-31", *trainings).estimates[0]
+    estimate = judged("W-31", *trainings).estimates[0]
     levels = np.log2([1e-4, 2e-4, 8e-4])
     slopes = [stats.linregress(levels, rates).slope for rates in ((3, 12, 18), (4, 11, 16), (5, 10, 19))]
     low, high = stats.t.interval(0.95, 2, np.mean(slopes), stats.sem(slopes))
-    assert (found.low, found.value, found.high) == pytest.approx((low, np.mean(slopes), high))
-    assert found.note == "0.0001: 4.0, 0.0002: 11.0, 0.0008: 17.7 %; 3 seeds, Student's t"
+    assert (estimate.low, estimate.value, estimate.high) == pytest.approx((low, np.mean(slopes), high))
+    assert estimate.note == "0.0001: 4.0, 0.0002: 11.0, 0.0008: 17.7 %; 3 seeds, Student's t"
 
 
 def test_extremes_of_many_levels_are_not_further_apart_by_chance() -> None:
@@ -475,9 +479,9 @@ def test_extremes_of_many_levels_are_not_further_apart_by_chance() -> None:
     studies = [drawn.normal(30, 5, size=(5, 8)) for _ in range(200)]
     of_decays = [mean_over_seeds(_best_decay(decays, rates)) for rates in studies]
     of_ranges = [range_of_rates(decays, rates) for rates in studies]
-    for found, by_chance in ((of_decays, 3.5), (of_ranges, 14.2)):
-        assert np.mean([each.low > 0 for each in found]) <= 0.08
-        assert abs(np.mean([each.value for each in found])) < by_chance / 2
+    for estimates, by_chance in ((of_decays, 3.5), (of_ranges, 14.2)):
+        assert np.mean([each.low > 0 for each in estimates]) <= 0.08
+        assert abs(np.mean([each.value for each in estimates])) < by_chance / 2
 
 
 def test_a_level_has_a_sink_if_its_mean_over_seeds_does() -> None:
@@ -518,8 +522,8 @@ def test_every_positional_scheme_has_a_sink() -> None:
 
 
 def test_sigmoid_attention_has_no_sink_at_any_rate_decay_and_size() -> None:
-    def made(rate: float, arm: str = SIGMOID[0], **given: Any) -> Training:
-        return trained([rate, 0], arm, 0.01, **given)
+    def made(rate: float, arm: str = SIGMOID[0], **facts: Any) -> Training:
+        return trained([rate, 0], arm, 0.01, **facts)
 
     def softmax(rate: float) -> list[Training]:
         return [made(rate, "none", learning_rate=each) for each in (1e-3, 1e-4)]
@@ -566,39 +570,39 @@ def test_of_several_settings_it_is_judged_in_the_one_with_most_sinks() -> None:
     for rate, last in ends.items():
         courses = {"none": {"sink_rate": [[end / 99, end] for end in last]}}
         trainings.append(training({"none": {"sink_rate": last}}, courses=courses, learning_rate=rate))
-    found = judged("W-30", *trainings)
-    assert (found.outcome, found.estimates[0].value) == (HOLDS, pytest.approx(50 * 98 / 99))
+    judgment = judged("W-30", *trainings)
+    assert (judgment.outcome, judgment.estimates[0].value) == (HOLDS, pytest.approx(50 * 98 / 99))
     words = "learning_rate=0.0002, of 2 settings the one with most plain sinks: 2.0, 50.0 %; 3 seeds, Student's t"
-    assert found.estimates[0].note == f"first above 10 % at step 1; {words}"
+    assert judgment.estimates[0].note == f"first above 10 % at step 1; {words}"
 
 
 COUNTS = (14, 70, 160, 410, 1000)
 
 
-def model(name: str, rate: float, parameters: int = 1, **given: Any) -> RunData:
-    described = manifest("natural", **given)
+def model(name: str, rate: float, parameters: int = 1, **facts: Any) -> RunData:
+    described = manifest("natural", **facts)
     described["model"] = described["model"] | {"name": name, "parameters": parameters}
     described["input"] = described["input"] | {"longest": 64}
     return RunData(described, {"attention_by_sequence": rates(rate, 0.0)})
 
 
-def of_sizes(claim: str, found: Sequence[float], scores: Sequence[float] = ()) -> Judgment:
+def of_sizes(claim: str, rates: Sequence[float], scores: Sequence[float] = ()) -> Judgment:
     names = {f"org/pythia-{count}m": count for count in COUNTS}
-    runs = [model(name, rate, count * 10**6) for (name, count), rate in zip(names.items(), found, strict=False)]
-    given = []
+    runs = [model(name, rate, count * 10**6) for (name, count), rate in zip(names.items(), rates, strict=False)]
+    benchmarks = []
     for name, score in zip(names, scores, strict=False):
         row = {"condition": "hellaswag", "metric": "acc_norm", "score": score, "is_asked": True}
         table = pd.DataFrame([row, row | {"metric": "acc", "score": 0.0}])
-        given.append(RunData({"model": {"name": name}}, {"benchmark": table}))
-    evidence = Collection([*runs, model("org/other-9m", 0.9, 9)], scores=tuple(given)).evidence({})
+        benchmarks.append(RunData({"model": {"name": name}}, {"benchmark": table}))
+    evidence = Collection([*runs, model("org/other-9m", 0.9, 9)], scores=tuple(benchmarks)).evidence({})
     assert judge(CLAIMS[claim], evidence["org/other-9m"]).outcome == UNMEASURED
     return judge(CLAIMS[claim], evidence["org/pythia-14m"])
 
 
 def test_the_sink_and_hellaswag_by_size() -> None:
     rising, falling = (0.1, 0.2, 0.3, 0.4, 0.5), (0.5, 0.4, 0.3, 0.2, 0.1)
-    found = of_sizes("W-22", rising)
-    assert (found.outcome, found.estimates[0].note[:26]) == (HOLDS, "14 M 10.0 %, 70 M 20.0 %, ")
+    judgment = of_sizes("W-22", rising)
+    assert (judgment.outcome, judgment.estimates[0].note[:26]) == (HOLDS, "14 M 10.0 %, 70 M 20.0 %, ")
     assert of_sizes("W-22", falling).outcome == FAILS
     assert of_sizes("W-22", (0.1, 0.5, 0.2, 0.4, 0.3)).outcome == INCONCLUSIVE
     assert of_sizes("W-22", rising[:3]).outcome == UNMEASURED
@@ -624,6 +628,6 @@ def test_a_chat_model_is_compared_with_its_base() -> None:
 @pytest.mark.parametrize("option", ["seq_len", "window", "epsilon"])
 def test_related_models_are_compared_only_if_they_were_measured_alike(option: str) -> None:
     config = manifest()["config"]
-    other = model("org/lm-1b", 0.5, config=config | {option: config[option] / 2})
-    evidence = Collection([other, model("org/lm-1b-instruct", 0.5)]).evidence({})
+    base = model("org/lm-1b", 0.5, config=config | {option: config[option] / 2})
+    evidence = Collection([base, model("org/lm-1b-instruct", 0.5)]).evidence({})
     assert judge(CLAIMS["W-12"], evidence["org/lm-1b-instruct"]).outcome == UNMEASURED

@@ -71,9 +71,9 @@ def test_one_model_decides_all_but_what_training_decides(measured: Scorecard) ->
     assert measured.outcome("W-1") == Outcome.FAILS
     assert measured.outcome("W-3") == Outcome.DOES_NOT_APPLY  # there is no sink that could vanish
     assert measured.outcome("W-5") == Outcome.HOLDS
-    found = measured.routes.set_index("route")["effect"]  # every route is cut, also if no claim applies to the model
-    assert found["query bias"] == found["position vector"] == found["effective position"] == "does not apply"
-    assert found["first embedding"] == "no sink"
+    effects = measured.routes.set_index("route")["effect"]  # every route is cut, also if no claim applies to the model
+    assert effects["query bias"] == effects["position vector"] == effects["effective position"] == "does not apply"
+    assert effects["first embedding"] == "no sink"
 
 
 def test_a_base_model_has_a_null_and_rows_of_python_other_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,38 +126,38 @@ def test_every_number_printed_is_in_a_table(measured: Scorecard) -> None:
     assert (measured.folder / "figures" / "scorecard.pdf").is_file()
     known = all_numbers([measured.routes])
     routes = routes_text(measured.routes).iloc[1:].to_numpy().ravel()
-    found = [number for cell in routes if " → " in cell for number in numbers_of(cell)]
-    assert found
-    assert all(stands_in(number, known) for number in found)
+    printed_rates = [number for cell in routes if " → " in cell for number in numbers_of(cell)]
+    assert printed_rates
+    assert all(stands_in(number, known) for number in printed_rates)
 
 
 def test_what_is_there_is_not_measured_again(measured: Scorecard, text: Path, capsys: pytest.CaptureFixture) -> None:
-    given = {"input": str(text), "bos": "never", "num_seqs": 6}
+    options = {"input": str(text), "bos": "never", "num_seqs": 6}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sinkscope.commands.claims.command.measure", lambda *_: pytest.fail("measured again"))
         patch.setattr("sinkscope.commands.claims.command.Experiment", lambda *_: pytest.fail("measured again"))
-        again = sinkscope.claims(tiny_model("llama", spread=1.0), from_=[measured.folder], draws=2, **given)
+        again = sinkscope.claims(tiny_model("llama", spread=1.0), from_=[measured.folder], draws=2, **options)
     assert again.outcome("GS-6") == measured.outcome("GS-6")
     known = [Run.open(measured.folder / "runs" / "natural")]
     with pytest.MonkeyPatch.context() as patch:
         only(patch, "W-1")
-        sinkscope.claims(tiny_model("gpt2"), runs=known, quiet=False, nulls=1, **given)
+        sinkscope.claims(tiny_model("gpt2"), runs=known, quiet=False, nulls=1, **options)
     assert "note: the given runs are of LlamaForCausalLM, not of GPT2LMHeadModel" in capsys.readouterr().err
 
 
 def test_several_models_stand_side_by_side(measured: Scorecard, text: Path, tmp_path: Path) -> None:
-    given = {"input": str(text), "bos": "never", "observables": ("attention",)}
-    other = sinkscope.analyze(tiny_model("gpt2", spread=1.0), **given)
-    card = sinkscope.claims(runs=[other], from_=[measured.folder])
+    options = {"input": str(text), "bos": "never", "observables": ("attention",)}
+    gpt2 = sinkscope.analyze(tiny_model("gpt2", spread=1.0), **options)
+    card = sinkscope.claims(runs=[gpt2], from_=[measured.folder])
     assert list(card.by_model.columns) == sorted(card.models, key=card.models.index)
     assert len(card.models) == 2
-    assert card.outcome("W-2", other.model) == Outcome.NOT_MEASURED
+    assert card.outcome("W-2", gpt2.model) == Outcome.NOT_MEASURED
     decided = card.table[~card.table["outcome"].isin([Outcome.DOES_NOT_APPLY, Outcome.NOT_MEASURED])]
     counts = decided.groupby("claim")["model"].nunique()
     numbers = card.markdown.split(f"### {measured.models[0]}\n")[1].split("\n###")[0]
     alone = {line.split("|")[1].strip() for line in numbers.splitlines() if line.startswith("| ")}
     assert alone - {"claim", "---", ""} == set(counts[counts == 1].index)
-    alone = sinkscope.claims(runs=[other], num_seqs=7)
+    alone = sinkscope.claims(runs=[gpt2], num_seqs=7)
     assert alone.outcome("GS-4") == Outcome.NOT_MEASURED
     assert alone.table.query("claim == 'GS-4'")["note"].iloc[0].endswith("lacks the table 'activation_by_sequence'")
     compared = sinkscope.compare(measured, alone, out=tmp_path / "both")
@@ -166,44 +166,46 @@ def test_several_models_stand_side_by_side(measured: Scorecard, text: Path, tmp_
     written = tmp_path / "both"
     pd.testing.assert_frame_equal(pd.read_parquet(written / "tables" / "route.parquet"), compared.routes)
     assert {path.stem for path in (written / "figures").iterdir()} == {"scorecard-by-model", "routes"}
-    assert compared.manifest["differing"]["num_seqs"] == {measured.models[0]: "100", other.model: "7"}
+    assert compared.manifest["differing"]["num_seqs"] == {measured.models[0]: "100", gpt2.model: "7"}
 
 
 def test_a_folder_is_gone_on_with_by_the_same_model_text_and_options(tmp_path: Path) -> None:
     text, out, model = tmp_path / "ids.npy", tmp_path / "card", tiny_model("llama")
     np.save(text, np.random.default_rng(0).integers(3, VOCAB, size=(4, 32)))
-    given = {"input": str(text), "bos": "never", "num_seqs": 4, "seq_len": 32, "nulls": 1}
+    options = {"input": str(text), "bos": "never", "num_seqs": 4, "seq_len": 32, "nulls": 1}
 
     def judge(model: object, **more: object) -> None:
         with pytest.MonkeyPatch.context() as patch:
             only(patch, "W-1")
-            sinkscope.claims(model, out=out, **given | more)
+            sinkscope.claims(model, out=out, **options | more)
 
     judge(model)
     judge(model)
     with pytest.raises(sinkscope.InputError, match="num_seqs was 4, now 3"):
         judge(model, num_seqs=3)
-    other = tiny_model("llama")
-    other.model.layers[2].mlp.down_proj.weight.data.mul_(1.01)
+    edited = tiny_model("llama")
+    edited.model.layers[2].mlp.down_proj.weight.data.mul_(1.01)
     with pytest.raises(sinkscope.InputError, match="weights_sha256 was"):
-        judge(other)
-    judge(other, overwrite=True)
+        judge(edited)
+    judge(edited, overwrite=True)
     np.save(text, np.random.default_rng(1).integers(3, VOCAB, size=(4, 32)))
     with pytest.raises(sinkscope.InputError, match="input_sha256 was"):
-        judge(other)
+        judge(edited)
 
 
 def test_arms_are_compared_with_the_model_as_it_was_analyzed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tables equal those of an experiment with its own baseline, except the mean maps, which no claim reads."""
     text = written(tmp_path / "ids.jsonl", ragged_tokens((64, 40, 64, 52)))  # losses are means over tokens
-    given = {"input": str(text), "bos": "never", "num_seqs": 4, "draws": 1, "epsilon": 0.13}
+    options = {"input": str(text), "bos": "never", "num_seqs": 4, "draws": 1, "epsilon": 0.13}
     only(monkeypatch, "V-24")
     do = "scale-sink-value:where=sinks"
-    arms = sinkscope.claims(tiny_model("gpt2"), **given).runs["GPT2LMHeadModel"][f"loss-do:{do}"]
-    alone = sinkscope.intervene(tiny_model("gpt2"), do=do, **given)
+    arms = sinkscope.claims(tiny_model("gpt2"), **options).runs["GPT2LMHeadModel"][f"loss-do:{do}"]
+    alone = sinkscope.intervene(tiny_model("gpt2"), do=do, **options)
     assert set(alone.tables) - set(arms.tables) == {"arm_maps"}
     label = next(name for name in arms.manifest["arms"] if name.startswith("scale-sink-value"))
     for name, table in arms.tables.items():
-        other = alone.tables[name].replace(rf"^{next(iter(alone.manifest['arms']))}(?!:)", label, regex=True)
-        own = table[table["name"] == label] if name == "effect" else table[table["condition"].isin(other["condition"])]
-        pd.testing.assert_frame_equal(own.reset_index(drop=True), other, rtol=1e-6)
+        expected = alone.tables[name].replace(rf"^{next(iter(alone.manifest['arms']))}(?!:)", label, regex=True)
+        own = (
+            table[table["name"] == label] if name == "effect" else table[table["condition"].isin(expected["condition"])]
+        )
+        pd.testing.assert_frame_equal(own.reset_index(drop=True), expected, rtol=1e-6)

@@ -46,10 +46,10 @@ def test_a_training_is_judged_by_its_tables(lab: Path, tmp_path: Path) -> None:
     assert card.models == ["lab"]
     training = pd.read_parquet(lab / "tables" / "training.parquet")
     last = training.query("metric == 'early_attention_to_start' and layer == 0 and step == 4 and condition == 'plain'")
-    found, values = row(card, "V-4"), last["value"].to_numpy()
+    judged, values = row(card, "V-4"), last["value"].to_numpy()
     expected = mean_of_rates(values)  # attention is between 0 and 1
-    assert (found["low"], found["value"], found["high"]) == (expected.low, values.mean(), expected.high)
-    assert found["note"] == "plain; 4 steps, 2 seeds, Student's t"
+    assert (judged["low"], judged["value"], judged["high"]) == (expected.low, values.mean(), expected.high)
+    assert judged["note"] == "plain; 4 steps, 2 seeds, Student's t"
     table = pd.read_parquet(lab / "tables" / "retrofit.parquet").query("metric == 'perplexity'")
     wide = table.pivot(index="seed", columns="condition", values="value")
     assert row(card, "V-14")["value"] == pytest.approx(np.exp(np.log(wide["VGA"] / wide["plain"]).mean()))
@@ -63,8 +63,8 @@ def test_its_steps_are_judged_beside_it(lab: Path, tmp_path: Path) -> None:
     series = []
     for seed in (0, 1):
         series.append(tmp_path / f"steps{seed}")
-        given = {"input": str(lab / "held-out.npy"), "seq_len": 24, "num_seqs": 4, "observables": "attention"}
-        sinkscope.analyze_steps(lab / f"plain-seed{seed}" / "checkpoints", out=series[-1], **given)
+        options = {"input": str(lab / "held-out.npy"), "seq_len": 24, "num_seqs": 4, "observables": "attention"}
+        sinkscope.analyze_steps(lab / f"plain-seed{seed}" / "checkpoints", out=series[-1], **options)
     card = sinkscope.claims(from_=[lab, *series])
     assert card.models == ["lab"]
     rises = []

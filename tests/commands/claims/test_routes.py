@@ -74,10 +74,10 @@ def test_one_control_has_no_interval() -> None:
 
 def test_the_note_of_a_route_is_the_reason_or_the_command() -> None:
     run = cut(0.3)
-    found = routes(RunData(run.manifest | {"skipped": {"replace-epe": "its positions are rotary"}}, run.tables))
-    assert tuple(found.loc["position vector", ["effect", "note"]]) == ("does not apply", "its positions are rotary")
+    table = routes(RunData(run.manifest | {"skipped": {"replace-epe": "its positions are rotary"}}, run.tables))
+    assert tuple(table.loc["position vector", ["effect", "note"]]) == ("does not apply", "its positions are rotary")
     command = "sinkscope intervene MODEL --do zero-massive"
-    assert tuple(found.loc["massive activation", ["effect", "note"]]) == ("not measured", command)
+    assert tuple(table.loc["massive activation", ["effect", "note"]]) == ("not measured", command)
 
 
 def test_each_edit_is_its_own_route() -> None:
@@ -85,19 +85,19 @@ def test_each_edit_is_its_own_route() -> None:
     assert (routes(cut(0.3, name=f"{NAME}:layers=2"))["effect"] == RouteEffect.NOT_MEASURED).all()
     epe, vector = cut(0.5, name="replace-epe:at=epe"), cut(0.3, name="replace-epe")
     assert routes(epe).loc["position vector", "effect"] == "not measured"
-    found = routes(epe, vector)["after"]
-    assert found[["position vector", "effective position"]].tolist() == pytest.approx([30, 50], abs=0.5)
+    rates = routes(epe, vector)["after"]
+    assert rates[["position vector", "effective position"]].tolist() == pytest.approx([30, 50], abs=0.5)
 
 
 def test_models_are_shown_side_by_side(tmp_path: Path) -> None:
     rotary = {"skipped": {NAME: "its queries have no bias: none at all"}}
     pair = named(cut(0.4), "org/learned"), named(cut(0.0, name="zero-massive"), "rotary", **rotary)
-    found = compare(*pair, out=tmp_path / "both")
-    assert isinstance(found, Routes)
-    assert found.table["model"].unique().tolist() == ["org/learned", "rotary"]
+    compared = compare(*pair, out=tmp_path / "both")
+    assert isinstance(compared, Routes)
+    assert compared.table["model"].unique().tolist() == ["org/learned", "rotary"]
     assert {path.name for path in (tmp_path / "both").rglob("*.*")} == {
         "run.json", "routes.md", "route.parquet", "routes.png", "routes.pdf", "index.html",
     }  # fmt: skip
     written = pd.read_parquet(tmp_path / "both/tables/route.parquet")
-    pd.testing.assert_frame_equal(written, found.table)
+    pd.testing.assert_frame_equal(written, compared.table)
     assert "diminishes (fig. 3b)" in (tmp_path / "both/routes.md").read_text()
