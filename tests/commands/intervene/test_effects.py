@@ -170,7 +170,7 @@ def test_a_largest_activation_that_rises_elsewhere_is_named(do: str, after: floa
     larger = pd.DataFrame({"layer": [2], "sequence": 0, "position": 9, "coordinate": 9, "value": 5000.0})
     massive = pd.concat([massive.assign(condition="x"), larger.assign(condition="before")], ignore_index=True)
     run = Run(run.manifest, {**run.tables, "massive": massive})
-    named = [found.numbers for found in findings_of(run, "x") if found.name == "largest-rises"]
+    named = [finding.numbers for finding in findings_of(run, "x") if finding.name == "largest-rises"]
     assert [numbers["place"] for numbers in named] == ([place] if place else [])
     assert all((numbers["layer"], numbers["position"], numbers["coordinate"]) == (1, 0, 5) for numbers in named)
 
@@ -247,9 +247,9 @@ def test_the_page_has_the_controls_of_the_whole_model() -> None:
     table = run.tables["effect"].copy()
     table.loc[table["layer"] >= 0, "value"] = 0.0
     contents: Any = SimpleNamespace(all_tables={"effect": table}, manifest=run.manifest)
-    found = {row[:3]: row[3:] for row in IntervenePage().data(contents)["controls"]}
-    assert found["x", "sink_rate", 0] == pytest.approx((0.8, statistics.stdev((0.7, 0.9)), 2))
-    assert found["x", "perplexity", -1] == pytest.approx((22.0, statistics.stdev((21.0, 23.0)), 2))
+    controls = {row[:3]: row[3:] for row in IntervenePage().data(contents)["controls"]}
+    assert controls["x", "sink_rate", 0] == pytest.approx((0.8, statistics.stdev((0.7, 0.9)), 2))
+    assert controls["x", "perplexity", -1] == pytest.approx((22.0, statistics.stdev((21.0, 23.0)), 2))
 
 
 SEQUENCES, LAYERS = 20, 3
@@ -317,7 +317,7 @@ def test_a_ratio_resamples_both_runs_together(arm: Run) -> None:
     assert "ratio" in change.numbers
     assert "ratio_low" not in change.numbers
     alone = Run(arm.manifest, {name: table[table["condition"] == "arm"] for name, table in arm.tables.items()})
-    assert all("ratio_low" not in found.numbers for found in findings_of(alone, "arm"))  # `before` is elsewhere
+    assert all("ratio_low" not in finding.numbers for finding in findings_of(alone, "arm"))  # `before` is elsewhere
 
 
 def test_changes_that_differ_between_sequences_are_resampled(arm: Run) -> None:

@@ -73,8 +73,8 @@ ODD: dict[str, tuple[set[str], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("odd", ODD)
 def test_odd_experiments_are_drawn_without_a_warning(odd: str) -> None:
-    names, given = ODD[odd]
-    check_all_draw(experiment(**given), sorted(names))
+    names, arguments = ODD[odd]
+    check_all_draw(experiment(**arguments), sorted(names))
 
 
 def test_arm_maps_shows_the_layer_where_the_sink_changes_most() -> None:
@@ -132,8 +132,8 @@ def test_effects_draws_before_after_and_every_control(run: Run) -> None:
         row = list(MANY).index("transplant-epe")
         in_row = [line for line in ax.lines if all(row - 0.5 <= y <= row + 0.5 for y in line.get_ydata())]
         bar, draws, before, after = (np.asarray(line.get_xdata(), float) for line in in_row)
-        found = table[(table["metric"] == metric) & (table["position"] == position)].groupby("arm")["value"]
-        (was,), (became,), controls = (found.get_group(arm).to_numpy() for arm in ("before", "after", "control"))
+        by_arm = table[(table["metric"] == metric) & (table["position"] == position)].groupby("arm")["value"]
+        (was,), (became,), controls = (by_arm.get_group(arm).to_numpy() for arm in ("before", "after", "control"))
         np.testing.assert_allclose(draws, controls)
         np.testing.assert_allclose(before, [was, was])
         np.testing.assert_allclose(after, [was, became])

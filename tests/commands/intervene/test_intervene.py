@@ -192,8 +192,8 @@ def test_controls_are_drawn_by_the_seed(gpt2: PreTrainedModel) -> None:
         run = intervene(gpt2, do, draws=3, **SMALL | {"num_seqs": 1} | options)
         return run.manifest["arms"][do.partition(":")[0]]["controls"]
 
-    first, again, other = (controls("zero-key-columns:coordinates=7", seed=seed) for seed in (0, 0, 1))
-    assert first == again != other
+    first, again, reseeded = (controls("zero-key-columns:coordinates=7", seed=seed) for seed in (0, 0, 1))
+    assert first == again != reseeded
     assert len({str(draw) for draw in first}) == 3
     others = "+".join(map(str, range(16, 32)))
     assert controls("zero-key-columns:coordinates=0-15") == [[f"zero-key-columns:coordinates={others}"]]
@@ -202,7 +202,7 @@ def test_controls_are_drawn_by_the_seed(gpt2: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"do": "zero-massive:layers=3,coordinates=1"}, "no layer 3"),
         ({"arms": {"first": "mask-sink", "second": "zero-massive"}}, "no massive activations"),
@@ -214,12 +214,12 @@ def test_controls_are_drawn_by_the_seed(gpt2: PreTrainedModel) -> None:
         ({"do": "mask-sink", "observables": ("query-bias",)}, "--observables query-bias does not apply"),
     ],
 )
-def test_wrong_experiments(gpt2: PreTrainedModel, llama: PreTrainedModel, given: dict, message: str) -> None:
-    model = llama if "query-bias" in message and "observables" in given else gpt2
+def test_wrong_experiments(gpt2: PreTrainedModel, llama: PreTrainedModel, options: dict, message: str) -> None:
+    model = llama if "query-bias" in message and "observables" in options else gpt2
     ids, before = tiny_tokens(1, 12), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     logits = model(ids).logits
     with pytest.raises(InputError, match=message):
-        intervene(model, **{"draws": 0} | SMALL | given)
+        intervene(model, **{"draws": 0} | SMALL | options)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(model(ids).logits, logits)
 

@@ -82,16 +82,16 @@ def test_threads_that_change_their_own_models_or_call_one_or_analyze_do_not_meet
     names = [*DO, *DO]
     models = [tiny_model(name) for name in names]
     expected = [under(model, DO[name]) for model, name in zip(models, names, strict=True)]
-    found = in_threads(len(names), lambda at: [under(models[at], DO[names[at]]) for _ in range(10)])
-    for given, wanted in zip(found, expected, strict=True):
-        assert all(torch.equal(x, wanted) for x in given)
+    in_parallel = in_threads(len(names), lambda at: [under(models[at], DO[names[at]]) for _ in range(10)])
+    for repeated, wanted in zip(in_parallel, expected, strict=True):
+        assert all(torch.equal(x, wanted) for x in repeated)
     assert type(ALL_ATTENTION_FUNCTIONS) is AttentionInterface
     model = tiny_model("llama")
     texts = [tiny_tokens(2, 9 + at) for at in range(4)]
     expected = [under(model, ["mask-sink"], ids=ids) for ids in texts]
     with intervening(model, "mask-sink"):
-        found = in_threads(4, lambda at: logits(model, texts[at]))
-    assert all(map(torch.equal, found, expected))
+        in_parallel = in_threads(4, lambda at: logits(model, texts[at]))
+    assert all(map(torch.equal, in_parallel, expected))
     names = ["llama", "bloom", "qwen2"]
     measure = partial(sinkscope.analyze, observables=("attention",), **SMALL)
     alone = [measure(tiny_model(name)) for name in names]
@@ -172,10 +172,10 @@ GIVEN: dict[str, Callable[[PreTrainedModel], Any]] = {
 @each_pair(list(GIVEN), ["mask-sink", "zero-key-columns:coordinates=3", "rescale-norm:layers=1"], ("kind", "text"))
 def test_a_wrapped_model_is_changed_as_the_plain_one(kind: str, text: str) -> None:
     expected, plain = under(tiny_model("llama"), text), logits(tiny_model("llama"))
-    given = GIVEN[kind](tiny_model("llama"))
-    before = logits(given)  # compiles
-    assert torch.equal(under(given, text), expected)
-    assert torch.equal(logits(given), before)
+    wrapped = GIVEN[kind](tiny_model("llama"))
+    before = logits(wrapped)  # compiles
+    assert torch.equal(under(wrapped, text), expected)
+    assert torch.equal(logits(wrapped), before)
     assert torch.equal(before, plain)
 
 
@@ -243,9 +243,9 @@ def test_a_block_leaves_the_gradient_mode_to_its_user() -> None:
     with torch.no_grad(), intervening(model, "zero-key-columns:coordinates=3"):
         assert not model(IDS).logits.requires_grad
     with intervening(model, "zero-key-columns:coordinates=3"):
-        found = model(IDS, use_cache=False).logits
-        found.sum().backward()
-    assert torch.equal(found.detach(), inferred)
+        computed = model(IDS, use_cache=False).logits
+        computed.sum().backward()
+    assert torch.equal(computed.detach(), inferred)
     assert model.model.layers[0].self_attn.v_proj.weight.grad is not None
 
 
