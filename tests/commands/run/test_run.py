@@ -64,11 +64,11 @@ def written(content: str | bytes, name: str = "mine.yaml") -> Path:
     return path
 
 
-def refused(content: str | bytes, model: str | None = "no/such-model", **given: Any) -> str:
+def refused(content: str | bytes, model: str | None = "no/such-model", **options: Any) -> str:
     """Return the one line with which a recipe is refused, before a model is looked for."""
     path = written(content)
     with pytest.raises(InputError) as caught:
-        run_recipe(path, model, **given)
+        run_recipe(path, model, **options)
     message = str(caught.value)
     assert message.startswith("mine.yaml")
     assert "\n" not in message
@@ -102,12 +102,12 @@ def test_it_runs(path: Path, tiny: Path, tiny_gpt2: Path, monkeypatch: pytest.Mo
         return {}
 
     monkeypatch.setattr("sinkscope.output.result.save_figures", save)
-    given = SMALL if not read_recipe(path).content.runs else SMALL | {"input": "random"}
+    options = SMALL if not read_recipe(path).content.runs else SMALL | {"input": "random"}
     if path.stem in ("kv-plan", "streaming-perplexity", "massive-activations-ablation", "over-mixing"):  # too much here
         with pytest.raises(InputError, match=r"window|no massive activations|at least 128 tokens"):
-            run_recipe(path.stem, tiny, out="out", **given)
+            run_recipe(path.stem, tiny, out="out", **options)
         return
-    done = run_recipe(path.stem, tiny, out="out", **given)
+    done = run_recipe(path.stem, tiny, out="out", **options)
     assert set(drawn) == set(done.recipe.content.figures)
     table = {"intervene": "effect", "quantize": "quantization"}.get(done.recipe.content.command, "summary")
     assert all(len(run.tables[table]) for run in done.runs.values())
@@ -119,15 +119,15 @@ def test_it_trains(path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
     np.save("ids.npy", np.random.default_rng(0).integers(3, VOCAB, (12, 16)))
     content = read_recipe(path).content
     fresh = content.command == "train"
-    model, given = (None, TRAINED | {"seeds": 1}) if fresh else (tiny, TRAINED)
+    model, options = (None, TRAINED | {"seeds": 1}) if fresh else (tiny, TRAINED)
     if path.stem.endswith("bert"):  # masking needs a tokenizer
-        given = given | {"input": "natural"}
+        options = options | {"input": "natural"}
     methods = content.options["method"]
     if len(methods) > MANY:
         some = list(methods)[:: len(methods) - 1]
         methods = {label: methods[label] for label in some} if isinstance(methods, dict) else some
-        given = given | {"method": methods}
-    done = run_recipe(path.stem, model, out="out", **given)
+        options = options | {"method": methods}
+    done = run_recipe(path.stem, model, out="out", **options)
     assert done.result is not None
     trained = done.result.value
     assert set(trained.tables["retrofit"]["condition"]) - {"untouched"} == set(methods)
@@ -135,7 +135,7 @@ def test_it_trains(path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert record == done.recipe.record
     if fresh:
         with pytest.raises(InputError, match="option 'model' is unknown"):
-            run_recipe(path.stem, tiny, out="other", **given)
+            run_recipe(path.stem, tiny, out="other", **options)
 
 
 def test_a_recipe_is_a_run_folder(tiny: Path) -> None:
@@ -180,8 +180,8 @@ def test_given_options_replace_those_of_the_recipe() -> None:
     recipe = read_recipe(written(content))
     own = recipe.options({})[""]
     assert (own.model, own.revision, own.dtype, own.seed) == ("org/name", "r", "float16", 3)
-    other = recipe.options({"model": "another", "dtype": "float32"})[""]
-    assert (other.model, other.revision, other.dtype, other.seed) == ("another", None, "float32", 3)
+    replaced = recipe.options({"model": "another", "dtype": "float32"})[""]
+    assert (replaced.model, replaced.revision, replaced.dtype, replaced.seed) == ("another", None, "float32", 3)
     assert recipe.options({"model": "another", "revision": "s"})[""].revision == "s"
     recipe = read_recipe(written("title: x\noptions: {seed: 3}\nruns:\n  as-it-is:\n  other: {seed: 4}\n"))
     assert {name: config.seed for name, config in recipe.options({}).items()} == {"as-it-is": 3, "other": 4}
