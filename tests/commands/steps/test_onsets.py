@@ -44,15 +44,15 @@ def training(**onsets: float) -> dict[str, np.ndarray]:
 
 
 def sentences(runs: list[tuple[int, RunData]]) -> dict[str, str]:
-    return {found.name: found.sentence for found in findings(onset_table(runs))}
+    return {finding.name: finding.sentence for finding in findings(onset_table(runs))}
 
 
 def test_draws_have_the_interval_of_the_jackknife_and_what_all_steps_share_drops_out() -> None:
     for groups in (4, 20):
         values = np.random.default_rng(groups).normal(size=(1, 1 + groups))
-        expected, found = jackknife(values[0]), bootstrap(resampled(values)[:, 0])
-        assert found.value == values[0, 0]
-        assert found.high - found.low == pytest.approx(expected.high - expected.low, rel=0.15)
+        expected, estimate = jackknife(values[0]), bootstrap(resampled(values)[:, 0])
+        assert estimate.value == values[0, 0]
+        assert estimate.high - estimate.low == pytest.approx(expected.high - expected.low, rel=0.15)
     shared = np.random.default_rng(0).normal(size=21)
     drawn = resampled(np.stack([shared, shared + 3]))
     assert drawn[:, 0].std() > 0.1
@@ -82,14 +82,14 @@ def test_ends_of_an_onset_are_steps_and_it_needs_a_change_beyond_the_first_inter
     assert not len(onset_of(course)[1])
     assert len(onset_of(course + np.array([0, 0, 5]))[1])
     places = np.repeat([2, 1, 2, 4], [1, 100, 860, 40])
-    found = steps_between(places, [0, 10, 100, 1000])
-    assert (found.value, found.low, found.high) == (100, 10, inf)  # also after the last step
+    onset = steps_between(places, [0, 10, 100, 1000])
+    assert (onset.value, onset.low, onset.high) == (100, 10, inf)  # also after the last step
 
 
 def test_a_delay_is_that_of_the_second_onset() -> None:
     first, second = np.full(1001, 1), np.full(1001, 2)
-    found = delay(first, second, [0, 9, 99, 999])
-    assert (found.value, found.low, found.high) == (1, 1, 1)
+    estimate = delay(first, second, [0, 9, 99, 999])
+    assert (estimate.value, estimate.low, estimate.high) == (1, 1, 1)
     assert delay(second, first, [0, 9, 99, 999]).high == -1
     assert isnan(delay(first, np.full(1001, 4), [0, 9, 99, 999]).value)  # not by the last step
     assert isnan(delay(first, np.empty(0), [0, 9, 99, 999]).value)
@@ -116,18 +116,18 @@ def courses(steps: int, seed: int, memory: float = 0.0, follows: float = 0.0) ->
 
 def test_a_course_that_follows_another_by_a_step_is_found() -> None:
     first, second = courses(20, 0, follows=3.0)
-    found, back = lead_of(first, second), lead_of(second, first)
-    assert found.value > 0.5
-    assert found.value > found.null_high
-    assert back.value == pytest.approx(-found.value)
+    lead, back = lead_of(first, second), lead_of(second, first)
+    assert lead.value > 0.5
+    assert lead.value > lead.null_high
+    assert back.value == pytest.approx(-lead.value)
     assert back.value < back.null_low
-    assert found.low == found.high == pytest.approx(found.value)  # no noise in these
+    assert lead.low == lead.high == pytest.approx(lead.value)  # no noise in these
 
 
 @pytest.mark.parametrize("memory", [0.0, 0.8, -0.6])
 def test_unrelated_courses_are_beyond_the_null_as_rarely_as_it_says(memory: float) -> None:
-    found = [lead_of(*courses(20, seed, memory)) for seed in range(300)]
-    beyond = np.mean([not each.null_low <= each.value <= each.null_high for each in found])
+    leads = [lead_of(*courses(20, seed, memory)) for seed in range(300)]
+    beyond = np.mean([not each.null_low <= each.value <= each.null_high for each in leads])
     assert beyond < 0.09  # 0.05 and 3 standard errors of 300 trials
     if not memory:
         assert beyond > 0.015
@@ -138,10 +138,10 @@ def test_the_order_of_a_training_with_a_known_order(first: str) -> None:
     onsets = {"sink_rate": LATE, "norm": LATE} | {first: EARLY}
     runs = made_up_steps(STEPS, training(value_gradient=EARLY, **onsets))
     table = onset_table(runs)
-    found, delays = rows_of(table, "onset"), rows_of(table, "delay")
+    onset_rows, delays = rows_of(table, "onset"), rows_of(table, "delay")
     expected = {"norm": {EARLY: 64, LATE: 512}[onsets["norm"]], "value_gradient": 64}
-    assert {name: found[name, ""].value for name in expected} == expected
-    for row in found.values():
+    assert {name: onset_rows[name, ""].value for name in expected} == expected
+    for row in onset_rows.values():
         assert row.low <= row.value <= row.high
     between = delays["norm", "sink_rate"]
     assert (between.high < 0) if first == "sink_rate" else (between.low > 0)
@@ -192,7 +192,7 @@ def test_no_order_is_claimed_where_there_is_none() -> None:
         apart += between.value != 0
         row = rows_of(table, "lead")["value_gradient", "norm"]
         led += (row.low > 0 and row.value > row.null_high) or (row.high < 0 and row.value < row.null_low)
-        said = {found.name: found.sentence for found in findings(table)}
+        said = {finding.name: finding.sentence for finding in findings(table)}
         assert said["order-value_gradient-norm"].startswith("The order") == bool(between.low <= 0 <= between.high)
     assert apart > 4  # without intervals, an order would be claimed in half of the trainings
     assert claimed <= 2  # 5 % of 20, and less because onsets are steps
@@ -212,11 +212,11 @@ def test_a_lead_is_beyond_zero_and_beyond_its_null(value: float, low: float, hig
         ("lag", "sink_rate", "norm", -1, 0.2, 0.2, 0.2, np.nan, np.nan),
         ("lead", "norm", "sink_rate", -1, value, low, high, -0.6, 0.6),
     ]
-    found, _ = findings(pd.DataFrame(rows, columns=names_of(ONSET_COLUMNS)))
+    lead, _ = findings(pd.DataFrame(rows, columns=names_of(ONSET_COLUMNS)))
     first, second = ("norm", "sink") if value > 0 else ("sink", "norm")
     words = f"Changes of the {first} precede those of the {second}" if leads else "Neither norm nor sink leads the"
-    assert found.sentence.startswith(words)
-    assert found.outcome == (Outcome.PRESENT if leads else Outcome.UNDECIDED)
+    assert lead.sentence.startswith(words)
+    assert lead.outcome == (Outcome.PRESENT if leads else Outcome.UNDECIDED)
 
 
 def test_a_flat_training_has_no_onsets_and_no_order() -> None:
@@ -245,7 +245,7 @@ def test_steps_that_cannot_be_resampled_together_have_no_table() -> None:
 
 
 def without(tables: Mapping[str, pd.DataFrame], name: str) -> dict[str, pd.DataFrame]:
-    return {other: table for other, table in tables.items() if other != name}
+    return {kept_name: table for kept_name, table in tables.items() if kept_name != name}
 
 
 def changed(pair: tuple[int, RunData], **read: Any) -> tuple[int, RunData]:

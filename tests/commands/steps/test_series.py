@@ -78,8 +78,8 @@ def test_each_step_is_the_run_that_it_would_be_alone(series: Series, trained: Pa
     assert list(series.table.columns) == [*LEADING[:2], "step", "layer", "metric", "value"]
     assert list(series.headlines.columns) == ["sink_rate", "norm_ratio"]
     assert series.warnings == []
-    other = replace(series.runs[40], manifest=series.runs[40].manifest | {"dtype": "bfloat16"})
-    warnings = replace(series, runs=series.runs | {40: other}).warnings
+    in_bfloat16 = replace(series.runs[40], manifest=series.runs[40].manifest | {"dtype": "bfloat16"})
+    warnings = replace(series, runs=series.runs | {40: in_bfloat16}).warnings
     assert warnings == ["dtype differs: float32 (step 5), bfloat16 (step 40), float32 (step 200)"]
 
 
@@ -131,27 +131,27 @@ def test_a_recipe_measures_the_steps(trained: Path, series: Series, tmp_path: Pa
 def test_checkpoints_of_a_training_give_the_order_of_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_figures(monkeypatch, of_runs_only=True)
     lab, out = tmp_path / "lab", tmp_path / "out"
-    given = {"steps": 20, "save_every": 2, "batch_size": 8, "block_length": 32, "num_seqs": 8}
+    options = {"steps": 20, "save_every": 2, "batch_size": 8, "block_length": 32, "num_seqs": 8}
     shown = {"figures": False, "page": False}
     sinkscope.train(
-        "bigram-backcopy", "none", text="bigram-backcopy", observables="attention", out=lab, **given, **shown
+        "bigram-backcopy", "none", text="bigram-backcopy", observables="attention", out=lab, **options, **shown
     )
     result = succeeded(
         "analyze", lab / "none" / "checkpoints", "--input", lab / "held-out.npy", "--num-seqs", 8, "--seq-len", 32,
         "--observables", "attention,activation,gradient", "--out", out,
     )  # fmt: skip
-    found = Series.open(out)
-    assert list(found.runs) == list(range(0, 21, 2))
-    assert found.verdict in result.stdout
-    assert (out / "verdict.md").read_text(encoding="utf-8") == found.verdict + "\n"
+    series = Series.open(out)
+    assert list(series.runs) == list(range(0, 21, 2))
+    assert series.verdict in result.stdout
+    assert (out / "verdict.md").read_text(encoding="utf-8") == series.verdict + "\n"
     monkeypatch.setattr("sinkscope.commands.steps.onsets.onset_table", lambda runs: pytest.fail("computed again"))
-    assert "training-onsets" in found.figures()
-    assert "order-norm-sink_rate" in {finding.name for finding in found.contents.findings}
-    table = found.tables["onset"]
+    assert "training-onsets" in series.figures()
+    assert "order-norm-sink_rate" in {finding.name for finding in series.contents.findings}
+    table = series.tables["onset"]
     course = table[table["number"] == "course"].pivot(index="step", columns="quantity", values="value")
     null = table.loc[table["number"].isin(["uniform", "step-0"]), "value"].item()
-    np.testing.assert_allclose(null * course["value_gradient"], found.headlines["value_gradient_ratio"], rtol=1e-5)
-    np.testing.assert_allclose(course["sink_rate"], 100 * found.headlines["sink_rate"], atol=1e-4)
+    np.testing.assert_allclose(null * course["value_gradient"], series.headlines["value_gradient_ratio"], rtol=1e-5)
+    np.testing.assert_allclose(course["sink_rate"], 100 * series.headlines["sink_rate"], atol=1e-4)
     assert set(table["number"]) >= {"onset", "delay", "lag", "lead"}
     with Image.open(out / "figures" / "training-onsets.png") as picture:
         assert picture.width / picture.info["dpi"][0] == pytest.approx(COLUMN, abs=0.02)
@@ -184,7 +184,7 @@ def test_wrong_steps_and_options(trained: Path, series: Series, tmp_path: Path) 
     shutil.copytree(mixed / "checkpoint-40", mixed / "checkpoint-best")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").touch()
-    for given, message in (
+    for arguments, message in (
         (("org/name", "step5,step5"), "'step5' is named twice: name each step once"),
         (("org/name", ["step5", "checkpoint-5"]), "'step5' and 'checkpoint-5' are both step 5"),
         (("org/name", "step5,main"), "'main' does not end in the number of a step"),
@@ -196,6 +196,6 @@ def test_wrong_steps_and_options(trained: Path, series: Series, tmp_path: Path) 
         ((tmp_path / "file",), "is one file, so it has no steps"),
         ((trained, "checkpoint-5,checkpoint-41"), "'checkpoint-41' is unknown; did you mean 'checkpoint-40'?"),
     ):
-        assert message in refused(*given)
+        assert message in refused(*arguments)
     assert refused(trained, seq_len=1) == "--seq-len 1: it must be at least 2"
     assert "at step 5: --seq-len 257 is beyond the model's 256 positions" in refused(trained, seq_len=257)
