@@ -81,8 +81,8 @@ def test_cells_for_single_seeds_or_arms_give_the_same_levels() -> None:
     ],
 )
 def test_published_rates_are_those_of_a_single_factor(level: str, rate: float | None) -> None:
-    found = published(level)
-    assert (None if found is None else found.value) == rate
+    result = published(level)
+    assert (None if result is None else result.value) == rate
 
 
 def test_the_end_of_each_training() -> None:

@@ -36,7 +36,9 @@ commands: {analyze: , intervene: {inputs: [random], settings: {}, options: {do: 
     cells = read_sweep(str(written(tmp_path, content)), {}).cells
     settings = [f"epsilon={epsilon},seed={seed}" for epsilon in (0.2, 0.3) for seed in (0, 1)]
     grid = [f"{reads} × {setting} (analyze)" for reads in ("natural", "random") for setting in settings]
-    expected = [f"{model} × {rest}" for model in ("b r", "b s", "d") for rest in [*grid, "random (intervene)"]]
+    expected = [
+        f"{model} × {coordinates}" for model in ("b r", "b s", "d") for coordinates in [*grid, "random (intervene)"]
+    ]
     assert [cell.description for cell in cells] == expected
     assert len({cell.name for cell in cells}) == len(cells)
     trusted = read_sweep(str(tmp_path / "sweep.yaml"), {"trust_remote_code": True, "allow_pickle": True}).cells
@@ -62,12 +64,12 @@ options: {num-seqs: 9, seed: 1}
     with pytest.raises(InputError, match="a text"):  # for model d, claims would read random tokens
         read_sweep(str(path), {})
     path.write_text(path.read_text().replace("natural: random", "natural: code"))
-    found = {cell.description: cell.options for cell in read_sweep(str(path), {"dtype": "bfloat16"}).cells}
-    assert len(found) == 2 * 2 + 1 + 2 * (2 * 2 + 1)
-    assert found["b × long × seq-len=128 (analyze)"].model_dump(include={"num_seqs", "seed", "window", "input"}) == {
+    cells = {cell.description: cell.options for cell in read_sweep(str(path), {"dtype": "bfloat16"}).cells}
+    assert len(cells) == 2 * 2 + 1 + 2 * (2 * 2 + 1)
+    assert cells["b × long × seq-len=128 (analyze)"].model_dump(include={"num_seqs", "seed", "window", "input"}) == {
         "num_seqs": 3, "seed": 7, "window": 128, "input": "code",
     }  # fmt: skip
-    assert found["d 512 × code (claims)"].model_dump(include={"draws", "seed", "num_seqs", "dtype", "revision"}) == {
+    assert cells["d 512 × code (claims)"].model_dump(include={"draws", "seed", "num_seqs", "dtype", "revision"}) == {
         "draws": 2, "seed": 1, "num_seqs": 9, "dtype": "bfloat16", "revision": "512",
     }  # fmt: skip
 
@@ -81,8 +83,8 @@ def test_small_forms_and_names_of_methods() -> None:
         read_sweep("when-sinks-emerge-text-operations", {"seed": 0})
     with pytest.raises(InputError, match="it has no small form for --quick"):
         read_sweep("offline-models", {}, quick=True)
-    given = read_sweep("when-sinks-emerge-data", {"dtype": "float32"}, quick=True).cells[0].options
-    assert (given.dtype, given.steps) == ("float32", 200)
+    options = read_sweep("when-sinks-emerge-data", {"dtype": "float32"}, quick=True).cells[0].options
+    assert (options.dtype, options.steps) == ("float32", 200)
 
 
 @pytest.mark.parametrize(
@@ -122,11 +124,11 @@ def test_sweeps_that_come_with_sinkscope(monkeypatch: pytest.MonkeyPatch) -> Non
     shape = cache(architecture)  # that many cells share
     for path in sorted((shipped("recipes") / "sweeps").glob("*.yaml")):
         with naming(path.stem):
-            found = read_sweep(path.stem, {})
-            assert found.path.resolve() == path
-            assert found.content.reproduces
-            small = read_sweep(path.stem, {}, quick=True) if found.content.quick else found
-            for each in (found, small):
+            sweep = read_sweep(path.stem, {})
+            assert sweep.path.resolve() == path
+            assert sweep.content.reproduces
+            small = read_sweep(path.stem, {}, quick=True) if sweep.content.quick else sweep
+            for each in (sweep, small):
                 check(each)
                 for options in (cell.options for cell in each.cells if cell.command == "train"):
                     registers = any(name == "register-tokens" for name, _ in parse_methods(options.method).values())
@@ -177,9 +179,9 @@ def test_what_a_cell_reads(models: Path, tmp_path: Path) -> None:
     """A dataset replaces the text, and tokens that are drawn are no file."""
     ids, model = tmp_path / "ids.jsonl", str(models / "llama")
     ids.write_text('{"input_ids": [1, 2]}\n')
-    for given, read in (({"input": str(ids)}, f"input {ids}"), ({"dataset": str(ids)}, f"dataset {ids}"),
+    for options, read in (({"input": str(ids)}, f"input {ids}"), ({"dataset": str(ids)}, f"dataset {ids}"),
                         ({"input": "random"}, ""), ({"input": "natural"}, "input natural")):  # fmt: skip
-        assert list(Reads().of(AnalyzeOptions(model=model, **given))) == list(filter(None, [f"model {model}", read]))
+        assert list(Reads().of(AnalyzeOptions(model=model, **options))) == list(filter(None, [f"model {model}", read]))
     first = Reads().of(AnalyzeOptions(model=model, input=str(ids)))
     ids.write_text('{"input_ids": [1, 3]}\n')
     assert changes(first, Reads().of(AnalyzeOptions(model=model, input=str(ids)))) == f"input {ids} changed since"

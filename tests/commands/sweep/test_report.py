@@ -138,12 +138,12 @@ def test_a_threshold_that_uniform_attention_exceeds_has_no_rate(tmp_path: Path) 
     (tmp_path / "tables").mkdir()
     table.to_parquet(tmp_path / "tables" / f"{ALPHA}.parquet")
     manifest = {"config": {"epsilon": 0.33}, "condition": "natural", "input": {"sequences": 3}}
-    found = _by_epsilon(SimpleNamespace(folder=tmp_path, manifest=manifest)).set_index("epsilon")
-    assert found.loc[:0.32, "sink_rate"].isna().all()
-    assert not np.isfinite(found.loc[:0.32, ["low", "high"]]).any(axis=None)
-    assert (found.loc[0.33:0.85, ["sink_rate", "low", "high"]] == 0.5).all(axis=None)
-    assert found.loc[0.95, "sink_rate"] == 0
-    assert 0.33 in found.index
+    rates = _by_epsilon(SimpleNamespace(folder=tmp_path, manifest=manifest)).set_index("epsilon")
+    assert rates.loc[:0.32, "sink_rate"].isna().all()
+    assert not np.isfinite(rates.loc[:0.32, ["low", "high"]]).any(axis=None)
+    assert (rates.loc[0.33:0.85, ["sink_rate", "low", "high"]] == 0.5).all(axis=None)
+    assert rates.loc[0.95, "sink_rate"] == 0
+    assert 0.33 in rates.index
 
 
 def test_scores_are_drawn_against_sink_rates() -> None:

@@ -87,8 +87,8 @@ def test_a_cell_is_what_its_command_writes(whole: SweepRun) -> None:
 def test_the_tables_of_all_cells(whole: SweepRun, tmp_path: Path) -> None:
     folder = whole.folder / "comparison" / "tables"
     table, by_epsilon = (pd.read_parquet(folder / f"{name}.parquet") for name in (SWEEP, EPSILON))
-    for name, found in ((SWEEP, table), (EPSILON, by_epsilon)):
-        assert list(found.columns) == [*LEADING, *names_of(SWEEP_TABLES[name])]
+    for name, written_table in ((SWEEP, table), (EPSILON, by_epsilon)):
+        assert list(written_table.columns) == [*LEADING, *names_of(SWEEP_TABLES[name])]
     inputs = {(model, reads) for model in ("llama", "gpt2") for reads in ("random", "repeated")}
     assert set(zip(table["model"], table["input"], strict=True)) == inputs
     rates = table.query("metric == 'sink_rate' and layer == -1").set_index("cell")["value"]
@@ -284,7 +284,7 @@ def test_on_the_command_line(models: Path, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("typed", "message"),
     [
         ({"shard": "3/2"}, "--shard 3/2: the parts are 1/2 to 2/2"),
         ({"address": "auto"}, "--address names a Ray cluster"),
@@ -295,12 +295,12 @@ def test_on_the_command_line(models: Path, tmp_path: Path, monkeypatch: pytest.M
     ],
 )
 def test_options_that_do_not_fit(
-    given: dict[str, Any], message: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    typed: dict[str, Any], message: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    members = Team(0, given.get("team", 1))
+    members = Team(0, typed.get("team", 1))
     monkeypatch.setattr("sinkscope.commands.sweep.command.team", lambda: members)
-    options = {name: value for name, value in given.items() if name != "team"}
+    options = {name: value for name, value in typed.items() if name != "team"}
     with pytest.raises(InputError, match=message):
         sinkscope.sweep(grid(models, tmp_path), out=tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()

@@ -137,14 +137,14 @@ def test_shared_options_are_of_the_commands_that_have_them(folder: Path, tmp_pat
     made = content(folder) | {"commands": {"analyze": None, "benchmark": None, "train": None}, "inputs": ["random"]}
     made["settings"] = {}
     path = written(tmp_path / "sweep.yaml", made)
-    given = {"attn": "eager", "dtype": "bfloat16", "trust_remote_code": True}
-    found = {cell.command: cell.options for cell in read_sweep(str(path), given).cells}
-    assert {name: (options.attn, options.dtype) for name, options in found.items()} == {
+    shared = {"attn": "eager", "dtype": "bfloat16", "trust_remote_code": True}
+    by_command = {cell.command: cell.options for cell in read_sweep(str(path), shared).cells}
+    assert {name: (options.attn, options.dtype) for name, options in by_command.items()} == {
         "analyze": ("eager", "bfloat16"),
         "benchmark": ("sdpa", "bfloat16"),
         "train": ("eager", "bfloat16"),
     }
-    assert found["benchmark"].trust_remote_code
+    assert by_command["benchmark"].trust_remote_code
 
 
 def test_local_models_are_examined_only_if_their_memory_counts(folder: Path, tmp_path: Path) -> None:
