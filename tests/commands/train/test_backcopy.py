@@ -119,7 +119,7 @@ def test_every_second_block_is_a_passage_of_the_text(opening: Opening) -> None:
     assert starts[:, opening.length - 1].all() if opening.length else not starts.any()
     assert len(set(passages)) == 4
     assert all(len(passage) == LENGTH - opening.length and passage in text for passage in passages)
-    rest = slice(opening.in_front, None)
-    assert all(follows_the_chain(task, block[rest]) for block in mixed.train[::2])
-    assert not any(follows_the_chain(task, block[rest]) for block in mixed.train[1::2])
+    after_the_opening = slice(opening.in_front, None)
+    assert all(follows_the_chain(task, block[after_the_opening]) for block in mixed.train[::2])
+    assert not any(follows_the_chain(task, block[after_the_opening]) for block in mixed.train[1::2])
     assert mixed.sha256 == task.blocks(LENGTH, 9, 6, 3).sha256 != task.blocks(LENGTH, 9, 6, 4).sha256

@@ -73,7 +73,7 @@ def by_hand(model: Any, arm: str, opening: int) -> dict[str, float]:
     if not arm.endswith("output"):
         attended, gates = value * gates.transpose(1, 2)[..., None], torch.ones_like(gates)
 
-    found: dict[str, list[float]] = {metric: [] for metric in BACKCOPY}
+    entries: dict[str, list[float]] = {metric: [] for metric in BACKCOPY}
     to_start: list[list[float]] = [[], []]
     for n in range(len(ids)):
         for t in (0, *range(max(1, opening), ids.shape[1])):
@@ -82,27 +82,29 @@ def by_hand(model: Any, arm: str, opening: int) -> dict[str, float]:
             norms = (value[n, :, t].norm().item(), attended[n, :, t].norm().item())
             for name, norm in zip(("value", "attended"), norms, strict=True):
                 kind = "start" if t == 0 else "trigger" if trigger else "other"
-                found[f"{kind}_{name}_norm"].append(norm)
+                entries[f"{kind}_{name}_norm"].append(norm)
             if t == 0:
                 continue
             for head in (0, 1):
                 weight = weights[n, head, t, 0].item()
-                found[f"{'trigger_' if trigger else ''}attention_to_start"].append(weight)
-                found[f"{'trigger' if trigger else 'plain'}_output_gate"].append(gates[n, t, head].item())
+                entries[f"{'trigger_' if trigger else ''}attention_to_start"].append(weight)
+                entries[f"{'trigger' if trigger else 'plain'}_output_gate"].append(gates[n, t, head].item())
                 if not trigger:
                     to_start[head].append(weight)
                     seen = [s for s in range(opening, t) if int(ids[n, s]) in TASK.triggers]
-                    found["attention_to_triggers"].append(weights[n, head, t, seen].sum().item())
+                    entries["attention_to_triggers"].append(weights[n, head, t, seen].sum().item())
                     if not seen:
-                        found["early_attention_to_start"].append(weight)
+                        entries["early_attention_to_start"].append(weight)
                     row = logits[n, head, t]
-                    found["delta_logit"].append((row[0] - row[1 : t + 1].mean()).item())
+                    entries["delta_logit"].append((row[0] - row[1 : t + 1].mean()).item())
             if trigger:
-                found["backcopy_risk"].append(-out[n, t, ids[n, t - 1]].item())
+                entries["backcopy_risk"].append(-out[n, t, ids[n, t - 1]].item())
             else:
                 p = TASK.transitions[token]
-                found["bigram_risk"].append(sum(p[v] * (np.log(p[v]) - out[n, t, v].item()) for v in np.nonzero(p)[0]))
-    means = {metric: float(np.mean(values)) for metric, values in found.items() if values}
+                entries["bigram_risk"].append(
+                    sum(p[v] * (np.log(p[v]) - out[n, t, v].item()) for v in np.nonzero(p)[0])
+                )
+    means = {metric: float(np.mean(values)) for metric, values in entries.items() if values}
     return means | {"attention_to_start_max": max(float(np.mean(head)) for head in to_start)}
 
 
@@ -112,11 +114,11 @@ def test_every_metric_is_what_the_weights_give(arm: str, opening: int) -> None:
     with torch.no_grad():
         expected = by_hand(model, arm, opening)
     hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
-    found = measure_chain(TASK, model, find_family(model), HELD_OUT, opening)
+    measured = measure_chain(TASK, model, find_family(model), HELD_OUT, opening)
     assert [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()] == hooks
-    assert set(found["metric"]) == set(BACKCOPY) == set(expected)
-    assert set(found.loc[found["metric"].str.endswith("risk"), "layer"]) == {-1}
-    assert found.set_index("metric")["value"].to_dict() == pytest.approx(expected, rel=1e-9)
+    assert set(measured["metric"]) == set(BACKCOPY) == set(expected)
+    assert set(measured.loc[measured["metric"].str.endswith("risk"), "layer"]) == {-1}
+    assert measured.set_index("metric")["value"].to_dict() == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("arm", ["vanilla", "vga-output"])
@@ -124,15 +126,15 @@ def test_several_layers_with_grouped_heads_and_rotary_positions(arm: str) -> Non
     model = built("llama", LLAMA, arm)
     with torch.no_grad():
         weights = model(torch.from_numpy(HELD_OUT), output_attentions=True).attentions
-    found = as_series(measure_chain(TASK, model, find_family(model), HELD_OUT))
+    measured = as_series(measure_chain(TASK, model, find_family(model), HELD_OUT))
     plain = torch.from_numpy(~TASK.is_trigger(HELD_OUT))
     plain[:, 0] = False
     for layer, a in enumerate(weights):
         # the softmax's denominator falls out of a difference of logarithms
         logs = a.log()
         lead = torch.stack([logs[:, :, t, 0] - logs[:, :, t, 1 : t + 1].mean(-1) for t in range(a.shape[2])], dim=-1)
-        assert found[layer, "attention_to_start"] == pytest.approx(a[..., 0].movedim(1, -1)[plain].mean().item())
-        assert found[layer, "delta_logit"] == pytest.approx(lead.movedim(1, -1)[plain].mean().item())
+        assert measured[layer, "attention_to_start"] == pytest.approx(a[..., 0].movedim(1, -1)[plain].mean().item())
+        assert measured[layer, "delta_logit"] == pytest.approx(lead.movedim(1, -1)[plain].mean().item())
 
 
 def test_the_tasks_own_probabilities_risk_nothing() -> None:

@@ -38,8 +38,8 @@ def bert(method: str, dtype: torch.dtype = torch.float64, moved: bool = True, **
 
 
 def blocks() -> Blocks:
-    found = random_blocks(10)
-    return Blocks(found.train, found.held_out, found.name, word_tokenizer())
+    unnamed = random_blocks(10)
+    return Blocks(unnamed.train, unnamed.held_out, unnamed.name, word_tokenizer())
 
 
 def seen(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, folder: Path, **options: Any) -> list[dict[str, Any]]:
@@ -82,7 +82,7 @@ def test_a_step_of_several_batches_is_one_of_a_large_batch(tmp_path: Path, monke
 
 
 def test_all_methods_see_equal_masks_and_every_reading_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, gated, other = (
+    plain, gated, reread = (
         seen(monkeypatch, bert(method, torch.float32, moved=False), tmp_path / f"{method}{seed}", seed=seed)
         for method, seed in (("none", 0), ("vga", 0), ("none", 1))
     )
@@ -90,7 +90,7 @@ def test_all_methods_see_equal_masks_and_every_reading_others(tmp_path: Path, mo
     for mine, theirs in zip(plain, gated, strict=True):
         assert torch.equal(mine["input_ids"], theirs["input_ids"])
         assert torch.equal(mine["labels"], theirs["labels"])
-    assert not all(torch.equal(mine["labels"], theirs["labels"]) for mine, theirs in zip(plain, other, strict=True))
+    assert not all(torch.equal(mine["labels"], theirs["labels"]) for mine, theirs in zip(plain, reread, strict=True))
     rows, labels = (torch.cat([batch[name] for batch in plain]) for name in ("input_ids", "labels"))
     texts = torch.where(labels == IGNORED, rows, labels)
     readings = (texts == texts[0]).all(1).nonzero().flatten()
@@ -129,8 +129,8 @@ def test_logits_are_the_formulas(method: str) -> None:
         padded = model(input_ids=longer, attention_mask=mask).logits[:, :-3]
     with open_tracer(model, family_of(model)[0]) as tracer:
         traced = tracer.logits(Batch(IDS, torch.ones_like(IDS)))
-    for found in (alone, padded, traced):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10 * float(expected.abs().max()))
+    for logits in (alone, padded, traced):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10 * float(expected.abs().max()))
     if method != "none":
         assert (alone - encoder("bert")(input_ids=IDS).logits).abs().max() > 1e-4
         start = bert(method, moved=False)(input_ids=IDS).logits

@@ -112,19 +112,19 @@ def test_it_goes_on_where_it_was_broken_off(
     measure, train = sinkscope.commands.train.arms.measure, sinkscope.commands.train.arms.train_model
     costs, trained, read, calibrated = sinkscope.commands.train.arms.w8a8, list[str](), list[Blocks](), list[Any]()
 
-    def breaks(subject: Any, *rest: Any) -> Any:
+    def breaks(subject: Any, *arguments: Any) -> Any:
         if subject.inputs.condition == "none":
             raise KeyboardInterrupt
-        return measure(subject, *rest)
+        return measure(subject, *arguments)
 
-    def watched(model: Any, blocks: Any, training: Any, folder: Path, **rest: Any) -> Any:
+    def watched(model: Any, blocks: Any, training: Any, folder: Path, **arguments: Any) -> Any:
         trained.append(folder.parent.name)
         read.append(blocks)
-        return train(model, blocks, training, folder, **rest)
+        return train(model, blocks, training, folder, **arguments)
 
-    def quantized(subject: Any, calibration: Any, **rest: Any) -> Any:
+    def quantized(subject: Any, calibration: Any, **arguments: Any) -> Any:
         calibrated.append(np.stack(calibration.sequences))
-        return costs(subject, calibration, **rest)
+        return costs(subject, calibration, **arguments)
 
     monkeypatch.setattr(sinkscope.commands.train.arms, "train_model", watched)
     monkeypatch.setattr(sinkscope.commands.train.arms, "w8a8", quantized)
@@ -237,11 +237,11 @@ def unbroken(tiny: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -
     return out
 
 
-def full(*args: Any, **rest: Any) -> None:
+def full(*args: Any, **options: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def full_in_rust(*args: Any, **rest: Any) -> None:
+def full_in_rust(*args: Any, **options: Any) -> None:
     raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
 
@@ -253,7 +253,7 @@ def test_a_full_disk_at_any_stage_says_so_and_loses_nothing(
     steps: list[int] = []
     step = Trainer.training_step
     monkeypatch.setattr(
-        Trainer, "training_step", lambda self, *rest: (steps.append(self.state.global_step), step(self, *rest))[1]
+        Trainer, "training_step", lambda self, *inputs: (steps.append(self.state.global_step), step(self, *inputs))[1]
     )
     arguments = ("retrofit", tiny, "--method", "vga", "--text", text, *TYPED, "--out", tmp_path / "out")
     stages: list[tuple[Any, str, Any, str]] = [

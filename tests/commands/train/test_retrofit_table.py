@@ -80,32 +80,32 @@ def test_methods_are_compared_with_plain_training_seed_by_seed() -> None:
         "perplexity": 23.0, "sink_rate": 0.4, "gate_displacement_max": 2.0,
     }  # fmt: skip
     assert values(table[table["seed"] == 2], "vga") == {"perplexity": 24.0, "sink_rate": 0.2}
-    (found,) = methods_compared(table, arms)
+    (finding,) = methods_compared(table, arms)
     changes = np.array([-40, -30, -40])
     reach = stats.t.ppf(0.975, 2) * changes.std(ddof=1) / np.sqrt(3)
-    assert (found.value, found.low, found.high) == pytest.approx(changes.mean() + np.array([0, -reach, reach]))
-    assert found.numbers["perplexity_ratio"] == pytest.approx((22 / 20 * 23 / 21 * 24 / 22) ** (1 / 3))
+    assert (finding.value, finding.low, finding.high) == pytest.approx(changes.mean() + np.array([0, -reach, reach]))
+    assert finding.numbers["perplexity_ratio"] == pytest.approx((22 / 20 * 23 / 21 * 24 / 22) ** (1 / 3))
     words = "vga, compared with plain training: sink rate -36.7 points (95 % interval -51.0 to"
-    assert found.sentence.startswith(words)
-    assert retrofit_markdown(table, [found]).startswith(f"# org/model\n\n- {found.sentence}\n\n## ")
+    assert finding.sentence.startswith(words)
+    assert retrofit_markdown(table, [finding]).startswith(f"# org/model\n\n- {finding.sentence}\n\n## ")
 
 
 def test_methods_are_compared_where_sink_rates_or_plain_training_are_missing() -> None:
     runs = {arm: run_of(arm, sink_rate=float("nan"), perplexity=x) for arm, x in (("plain", 20.0), ("vga", 22.0))}
     arms = {arm: {"method": "none" if arm == "plain" else arm, "label": arm, "seed": 0} for arm in runs}
-    (found,) = methods_compared(retrofit_table(arms, runs, GATES), arms)
-    assert "no sink rate, as uniform attention exceeds ε, perplexity × 1.100" in found.sentence
-    (found,) = methods_compared(table_with(), ARMS)
-    assert found.sentence == (
+    (finding,) = methods_compared(retrofit_table(arms, runs, GATES), arms)
+    assert "no sink rate, as uniform attention exceeds ε, perplexity × 1.100" in finding.sentence
+    (finding,) = methods_compared(table_with(), ARMS)
+    assert finding.sentence == (
         "vga, compared with the untouched model: sink rate -23.1 points, perplexity × 0.995; one seed has no interval."
     )
     assert methods_compared(retrofit_table(ARMS, {"vga": run_of("vga", sink_rate=0.5)}, GATES), ARMS) == []
 
 
 def test_the_gates_that_moved_farthest() -> None:
-    (found,) = gates_moved(GATES)
-    assert (found.value, found.numbers) == (2.0, {"arm": "vga", "mean": 1.0, "layer": 0})
-    assert found.sentence == "vga: new parameters moved by 1 on average, by 2 at most, in layer 0"
+    (finding,) = gates_moved(GATES)
+    assert (finding.value, finding.numbers) == (2.0, {"arm": "vga", "mean": 1.0, "layer": 0})
+    assert finding.sentence == "vga: new parameters moved by 1 on average, by 2 at most, in layer 0"
 
 
 def test_markdown() -> None:

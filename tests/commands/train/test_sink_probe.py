@@ -56,27 +56,27 @@ def test_the_total_weight_of_sigmoid_attention_is_its_sum(monkeypatch: pytest.Mo
     total, share = weights.sum(-1)[..., 1:], (weights[..., 0] / weights.sum(-1))[..., 1:]
     to_first = share > EPSILON
     assert 0.1 < to_first.double().mean() < 0.9
-    found = of(model)
-    assert found[0, "total_weight"] == pytest.approx(np.median(total))
-    assert found[0, "total_weight_at_sink"] == pytest.approx(np.median(total[to_first]))
+    measured = of(model)
+    assert measured[0, "total_weight"] == pytest.approx(np.median(total))
+    assert measured[0, "total_weight_at_sink"] == pytest.approx(np.median(total[to_first]))
     by_weight = weights.sum(2) / torch.stack([weights.sum(-1)[..., at:].sum(-1) for at in range(12)], dim=-1) > EPSILON
-    assert found[0, "sink_rate_by_weight"] == pytest.approx(by_weight[..., 0].double().mean())
+    assert measured[0, "sink_rate_by_weight"] == pytest.approx(by_weight[..., 0].double().mean())
     monkeypatch.setattr(history, "FEWEST_QUERIES", 6)
     anywhere = of(model)[0, "sink_rate_by_weight_anywhere"]
     assert anywhere == pytest.approx(by_weight[..., :7].any(-1).double().mean())
-    assert anywhere > found[0, "sink_rate_by_weight"] > 0
-    layers = [found[layer, "total_weight"] for layer in range(model.config.n_layer)]
-    assert min(layers) < found[-1, "total_weight"] < max(layers)
+    assert anywhere > measured[0, "sink_rate_by_weight"] > 0
+    layers = [measured[layer, "total_weight"] for layer in range(model.config.n_layer)]
+    assert min(layers) < measured[-1, "total_weight"] < max(layers)
 
 
 def test_totals_are_1_where_weights_are_divided_by_their_own_sum_and_less_elsewhere() -> None:
     for kind in ("softmax", "sigmoid-normalized", "identity-normalized"):
-        found = of(changed("operation", kind=kind))
-        totals = found[[metric.startswith("total") for _, metric in found.index]]
+        measured = of(changed("operation", kind=kind))
+        totals = measured[[metric.startswith("total") for _, metric in measured.index]]
         assert (totals.sub(1).abs() < 1e-12).all() == (kind != "identity-normalized")
         if kind != "identity-normalized":
             for layer in (0, -1):
-                assert found[layer, "sink_rate_by_weight"] == pytest.approx(found[layer, "sink_rate"])
+                assert measured[layer, "sink_rate_by_weight"] == pytest.approx(measured[layer, "sink_rate"])
     assert of(changed("operation", kind="softmax", factor=0.2))[-1, "total_weight"] == pytest.approx(0.2)
     assert of(changed("key-bias"))[-1, "total_weight"] < 0.99
 
@@ -111,10 +111,10 @@ def test_under_autocast_it_is_what_the_model_says_in_float32(method: str) -> Non
             return forward(*args, **kwargs)
 
     model.forward = functools.wraps(forward)(wrapped)
-    found = of(model)
-    assert found.index.equals(exact.index)
+    measured = of(model)
+    assert measured.index.equals(exact.index)
     total = [metric == "total_weight" for _, metric in exact.index]
-    np.testing.assert_allclose(found[total], exact[total], rtol=0.01)
+    np.testing.assert_allclose(measured[total], exact[total], rtol=0.01)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -162,5 +162,5 @@ def test_an_encoders_held_out_loss_is_of_masked_tokens() -> None:
     expected = float(model(input_ids=ids, labels=labels).loss)
     for names in (("attention",), ("gradient",)):
         table = measure_at_log(model, find_family(model), rows, EPSILON, observables=names, masked_by=word_tokenizer())
-        found = table.set_index(["layer", "metric"])["value"]
-        assert found[-1, "held_out_loss"] == pytest.approx(expected, rel=1e-6)
+        values = table.set_index(["layer", "metric"])["value"]
+        assert values[-1, "held_out_loss"] == pytest.approx(expected, rel=1e-6)

@@ -71,10 +71,10 @@ def test_methods_start_from_the_same_weights_and_seeds_from_others(finished: tup
         arm: AutoModelForCausalLM.from_pretrained(finished[1] / arm / "checkpoints" / "checkpoint-0").state_dict()
         for arm in ("none-seed0", "vga-seed0", "none-seed1")
     }
-    plain, gated, other = weights.values()
+    plain, gated, reseeded = weights.values()
     assert all(torch.equal(gated[name], value) for name, value in plain.items())
     assert len(gated) == len(plain) + 2  # a gate per layer
-    assert not torch.equal(plain["lm_head.weight"], other["lm_head.weight"])
+    assert not torch.equal(plain["lm_head.weight"], reseeded["lm_head.weight"])
     config = AutoConfig.from_pretrained(finished[1] / "none-seed0" / "model")
     torch.manual_seed(0)  # the weights are those of transformers
     assert torch.equal(plain["lm_head.weight"], AutoModelForCausalLM.from_config(config).lm_head.weight)
@@ -159,9 +159,9 @@ def test_an_encoder_predicts_masked_tokens() -> None:
 def test_sinks_are_measured_at_the_position_of_the_fixed_token(monkeypatch: pytest.MonkeyPatch) -> None:
     np.save("ids.npy", np.random.default_rng(0).integers(3, 60, (12, 16)))
 
-    def measured(model: Any, **given: Any) -> Any:
-        assert (given["held_out"][:, 3] == 0).all()
-        raise ValueError(f"at position {given['position']}")
+    def measured(model: Any, **arguments: Any) -> Any:
+        assert (arguments["held_out"][:, 3] == 0).all()
+        raise ValueError(f"at position {arguments['position']}")
 
     monkeypatch.setattr(sinkscope.commands.train.arms, "measure_at_log", measured)
     shape = "tiny-llama:hidden_size=32,intermediate_size=48,num_hidden_layers=2,vocab_size=64"

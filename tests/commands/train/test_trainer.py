@@ -64,8 +64,10 @@ def test_new_parameters_have_a_learning_rate_of_their_own_and_are_decayed_with_a
     changed = model("gpt2").requires_grad_(True)
 
     def groups(**options: Any) -> list[tuple[set[int], float | None, float]]:
-        found = parameter_groups(changed, config(weight_decay=0.1, new_learning_rate=1e-2, **options))
-        return [({id(p) for p in group["params"]}, group.get("lr"), group["weight_decay"]) for group in found]
+        of_the_optimizer = parameter_groups(changed, config(weight_decay=0.1, new_learning_rate=1e-2, **options))
+        return [
+            ({id(p) for p in group["params"]}, group.get("lr"), group["weight_decay"]) for group in of_the_optimizer
+        ]
 
     new = {id(p) for p in new_parameters(changed).values()}
     vectors = {id(p) for p in changed.parameters() if p.dim() == 1}
@@ -137,21 +139,21 @@ def test_a_training_does_not_see_that_it_is_measured(options: dict[str, Any], tm
     assert same(alone, measured)
     of_probe = history["metric"].isin(["mean", "largest"])
     assert history[~of_probe].reset_index(drop=True).equals(expected)
-    found = history[of_probe]
-    assert found[found["metric"] == "mean"]["step"].tolist() == list(range(0, 13, 2))
-    assert set(found[found["metric"] == "largest"]["layer"]) == {1}
+    probed = history[of_probe]
+    assert probed[probed["metric"] == "mean"]["step"].tolist() == list(range(0, 13, 2))
+    assert set(probed[probed["metric"] == "largest"]["layer"]) == {1}
     with torch.no_grad():
         first, last = probe(model("gpt2").eval()), probe(measured)
     if "bf16" not in options:
-        assert found[found["step"] == 0]["value"].tolist() == first["value"].tolist()
-        assert found[found["step"] == 12]["value"].tolist() == last["value"].tolist()
+        assert probed[probed["step"] == 0]["value"].tolist() == first["value"].tolist()
+        assert probed[probed["step"] == 12]["value"].tolist() == last["value"].tolist()
 
 
 def train_slowly(folder: Path) -> None:
     """Train slowly enough to be killed on the way."""
     step = Trainer.training_step
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Trainer, "training_step", lambda *args, **rest: (time.sleep(0.05), step(*args, **rest))[1])
+        patched.setattr(Trainer, "training_step", lambda *args, **named: (time.sleep(0.05), step(*args, **named))[1])
         train_model(model("gpt2"), repetitive(), config(steps=40, save_every=10), folder)
 
 
@@ -180,7 +182,7 @@ def test_logs_do_not_depend_on_where_it_was_resumed(tmp_path: Path, monkeypatch:
     apart = config(steps=12, log_every=5, save_every=4)
     step, steps = Trainer.training_step, list[int]()
     monkeypatch.setattr(
-        Trainer, "training_step", lambda self, *rest: (steps.append(self.state.global_step), step(self, *rest))[1]
+        Trainer, "training_step", lambda self, *inputs: (steps.append(self.state.global_step), step(self, *inputs))[1]
     )
     expected = train_model(model(), repetitive(), apart, tmp_path, probe=probe, keep_all=True)
     assert expected[expected["metric"] == "mean"]["step"].tolist() == [0, 4, 5, 8, 10, 12]
@@ -224,14 +226,14 @@ BLOCKS = random_blocks(200)
 LENGTH = BLOCKS.train.shape[1]
 
 
-def options(**given: Any) -> TrainOptions:
-    return checked(TrainOptions, {"block_length": LENGTH} | given)
+def options(**fields: Any) -> TrainOptions:
+    return checked(TrainOptions, {"block_length": LENGTH} | fields)
 
 
-def changed(**given: Any) -> Any:
+def changed(**fields: Any) -> Any:
     tokenizer: Any = SimpleNamespace(all_special_ids=[0, 1, 2], bos_token_id=1, pad_token_id=0)
     loaded = LoadedModel(tiny_model("llama"), tokenizer, "tiny", "tiny", None, None, ())
-    return limited(with_first_tokens(BLOCKS, loaded, options(**given)), options(**given))
+    return limited(with_first_tokens(BLOCKS, loaded, options(**fields)), options(**fields))
 
 
 def test_every_checkpoint_is_kept_or_the_last_two(tmp_path: Path) -> None:
@@ -273,7 +275,7 @@ def test_random_tokens_are_ordinary_ones_and_the_seeds_and_one_token_stands_at_a
 
 
 def test_what_cannot_be_is_refused() -> None:
-    for given, task, message in (
+    for fields, task, message in (
         ({"random_tokens": LENGTH}, None, "within the --block-length"),
         ({"fixed_position": LENGTH}, None, "within the --block-length"),
         ({"tokens": LENGTH - 1}, None, "less than one block"),
@@ -281,7 +283,7 @@ def test_what_cannot_be_is_refused() -> None:
         ({"fixed_position": 0, "random_tokens": 1}, "bigram-backcopy", "give one of --random-tokens and"),
     ):
         with pytest.raises(InputError, match=message):
-            check_options(options(**given), task)
+            check_options(options(**fields), task)
 
 
 def test_architectures_and_the_fields_behind_their_names() -> None:
