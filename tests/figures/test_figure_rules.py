@@ -43,9 +43,9 @@ def _is_labelled(figure: Figure, ax: Axes, which: str) -> bool:
     alike = [ax, *shared.get_siblings(ax)]
     of_figure = figure.get_supxlabel() if which == "x" else figure.get_supylabel()
     axis: Axis = getattr(ax, f"{which}axis")
-    ticks = [text.get_text() for other in alike for text in getattr(other, f"{which}axis").get_ticklabels()]
+    ticks = [text.get_text() for neighbor in alike for text in getattr(neighbor, f"{which}axis").get_ticklabels()]
     words = [text.strip("0123456789.,%−- $^{}kM").replace("\\mathdefault", "") for text in ticks]
-    labels = (getattr(other, f"get_{which}label")() for other in alike if other.get_visible())
+    labels = (getattr(neighbor, f"get_{which}label")() for neighbor in alike if neighbor.get_visible())
     return bool(of_figure or any(labels) or any(words) or not len(axis.get_ticklocs()))
 
 
