@@ -78,8 +78,10 @@ def labels_of_map(page: Any) -> dict[tuple[int, int], str]:
     page.evaluate("window.dispatchEvent(new Event('beforeprint'))")  # draws what is out of sight, too
     cells = page.locator(".head [role=gridcell]")
     cells.first.wait_for(state="attached")
-    found = cells.evaluate_all("all => all.map(({ dataset, ariaLabel }) => [+dataset.row, +dataset.column, ariaLabel])")
-    return {(query, key): label for query, key, label in found}
+    labels = cells.evaluate_all(
+        "all => all.map(({ dataset, ariaLabel }) => [+dataset.row, +dataset.column, ariaLabel])"
+    )
+    return {(query, key): label for query, key, label in labels}
 
 
 def numbers_of(labels: dict[tuple[int, int], str]) -> dict[tuple[int, int], float]:
@@ -232,10 +234,10 @@ def test_hostile_texts_do_nothing(browser: Any, tmp_path: Path) -> None:
     evil = "</script><img src=x onerror=alert(1)><script>alert(2)</script>"
     contents = analysis(model=evil, condition=evil)
     tables = {name: table.replace({"<s>": evil, "org/Tiny-1M": evil}) for name, table in contents.tables.items()}
-    other = tmp_path / "javascript:alert(3)<img src=x onerror=alert(4)>"
-    other.mkdir()
-    (other / "index.html").touch()
-    facts = {"command": "compare", "runs": [{"label": evil, "folder": str(other)}], "config": {"model": evil}}
+    hostile = tmp_path / "javascript:alert(3)<img src=x onerror=alert(4)>"
+    hostile.mkdir()
+    (hostile / "index.html").touch()
+    facts = {"command": "compare", "runs": [{"label": evil, "folder": str(hostile)}], "config": {"model": evil}}
     with opened(browser, Contents(contents.manifest | {evil: evil} | facts, tables, folder=tmp_path), tmp_path) as page:
         assert page.locator("h1").text_content() == evil
         assert evil in page.locator(".token").first.text_content()
@@ -265,6 +267,6 @@ def test_every_control_works_and_axe_finds_nothing(kind: str, page_of_kind: Call
     assert not page.locator("main svg:has(text:text-is('NaN'))").count()
     for scheme, rules in (("light", {}), ("dark", {"runOnly": ["color-contrast"]})):
         page.emulate_media(color_scheme=scheme)
-        found = axe.Axe().run(page, options={"resultTypes": ["violations"], **rules}).response["violations"]
-        serious = [one for one in found if one["impact"] in ("serious", "critical")]
+        violations = axe.Axe().run(page, options={"resultTypes": ["violations"], **rules}).response["violations"]
+        serious = [one for one in violations if one["impact"] in ("serious", "critical")]
         assert [(one["id"], [node["html"][:200] for node in one["nodes"][:3]]) for one in serious] == []

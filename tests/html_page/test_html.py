@@ -29,15 +29,15 @@ def test_all_numbers_are_those_of_the_tables(kind: str) -> None:
     contents = KINDS[kind]()
     data = data_of(page_of(contents).html)
     for name, table in contents.all_tables.items():
-        found = table_of(data, name)
-        assert list(found) == list(table.columns)
+        on_the_page = table_of(data, name)
+        assert list(on_the_page) == list(table.columns)
         for column in table:
             if pd.api.types.is_float_dtype(table[column]):
-                shown = [nan if value is None else value for value in found[column]]
+                shown = [nan if value is None else value for value in on_the_page[column]]
                 assert shown == pytest.approx(table[column].tolist()[: len(shown)], rel=5e-6, nan_ok=True)
             else:
                 plain = [None if pd.isna(value) else value for value in table[column].tolist()]
-                assert found[column] == plain[: len(found[column])]
+                assert on_the_page[column] == plain[: len(on_the_page[column])]
 
 
 def test_the_attention_that_a_token_receives_is_a_mean_of_the_table() -> None:
@@ -148,10 +148,10 @@ def test_a_table_is_cut_after_a_complete_sequence_or_position_or_after_its_first
 def test_tables_are_cut_until_they_fit_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sinkscope.html_page.compact.LARGEST", 9_000)
     table = pd.DataFrame({"sequence": range(20_000), "value": 0.123456})
-    (found,) = json.loads(compact_tables({"long": table}, {"long": (Column("value", "meaning", "nats"),)}))
-    assert found["rows"] == 20_000
-    assert found["left_out"] == "only the rows of sequence 0 to 999 are here, 1000 of 20000"
-    assert found["columns"][1] == {
+    (cut,) = json.loads(compact_tables({"long": table}, {"long": (Column("value", "meaning", "nats"),)}))
+    assert cut["rows"] == 20_000
+    assert cut["left_out"] == "only the rows of sequence 0 to 999 are here, 1000 of 20000"
+    assert cut["columns"][1] == {
         "name": "value", "about": "meaning", "unit": "nats", "kind": "number", "values": {"runs": [0.123456, 1000]},
     }  # fmt: skip
 
@@ -187,10 +187,10 @@ def test_a_sweep_and_an_experiment_begin_with_a_table_that_sums_them_up() -> Non
 
 def test_findings_on_states_have_their_nulls() -> None:
     contents = Contents.of_folder(REPORTS / "residual-stream/smollm2-135m")
-    found = {finding.name: finding for finding in contents.findings}
+    findings = {finding.name: finding for finding in contents.findings}
     entropy, spikes = contents.tables["entropy"].set_index("layer"), contents.tables["spikes"]
-    valley = found["state-entropy"]
+    valley = findings["state-entropy"]
     assert valley.value == entropy["entropy"].min()
     assert valley.numbers["entropy_without_first"] == entropy["entropy_without_first"][valley.numbers["layer"]]
-    assert found["residual-sinks"].numbers["rotated"] == spikes["rotated_share"].max() < 0.1
-    assert found["spike"].numbers["cosine"] > found["spike"].numbers["cosine_of_others"]
+    assert findings["residual-sinks"].numbers["rotated"] == spikes["rotated_share"].max() < 0.1
+    assert findings["spike"].numbers["cosine"] > findings["spike"].numbers["cosine_of_others"]
