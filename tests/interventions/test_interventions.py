@@ -257,8 +257,8 @@ def test_an_expert_or_a_weight_of_it_is_zeroed_alone(name: str) -> None:
 def gradients(model: PreTrainedModel) -> list[torch.Tensor]:
     loss = model(IDS, labels=IDS, use_cache=False).loss
     learning = [x for x in model.parameters() if x.requires_grad]
-    found = torch.autograd.grad(loss, learning, allow_unused=True)
-    return [torch.zeros(()) if x is None else x for x in found]
+    slopes = torch.autograd.grad(loss, learning, allow_unused=True)
+    return [torch.zeros(()) if x is None else x for x in slopes]
 
 
 @pytest.mark.parametrize("name", REPRESENTATIVE)
@@ -275,8 +275,8 @@ def test_a_model_is_bit_for_bit_what_it_was_when_an_intervention_ends(name: str)
     loss, learning = model(IDS, labels=IDS, use_cache=False).loss, list(model.parameters())
     with intervening(model, *applicable(model, combined=True).values()):
         logits(model)
-        found = torch.autograd.grad(loss, learning, allow_unused=True)  # edits never write to the weights
-    assert all(ours is None or torch.equal(ours, theirs) for ours, theirs in zip(found, slopes, strict=True))
+        edited_slopes = torch.autograd.grad(loss, learning, allow_unused=True)  # edits never write to the weights
+    assert all(ours is None or torch.equal(ours, theirs) for ours, theirs in zip(edited_slopes, slopes, strict=True))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients(model), slopes, strict=True))
     with target_of(model) as target:  # one arm after the other, while the seams stay installed
         seams = [(seam.forbidden, seam.kernel) for seam in target.seams.values()]
@@ -391,9 +391,9 @@ def test_gradients_are_those_of_the_edited_model(name: str, text: str) -> None:
     expected = gradients(BY_HAND[text](model))
     with intervening(model, text):
         assert [x.requires_grad for x in model.parameters()].count(False) == 1
-        found = gradients(model)
+        computed = gradients(model)
     scale = max(float(x.abs().max()) for x in expected)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(computed, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6 * scale)
 
 
@@ -419,8 +419,8 @@ def test_values_are_changed_in_the_heads_with_a_sink_alone() -> None:
         with target_of(model) as target:
             decided = parse(f"{change},where=sinks").resolved(Known(target, 9, {"attention": table}))
             with applied(target, [decided]):
-                found = logits(model)
-        assert torch.equal(found, under(model, *(f"{change},{heads}" for heads in by_head)))
+                edited = logits(model)
+        assert torch.equal(edited, under(model, *(f"{change},{heads}" for heads in by_head)))
         known = known_of(model, tables={"attention": table})
         elsewhere = decided.control(known, torch.Generator().manual_seed(0)).resolved(known)
         assert (elsewhere.positions != (0,), elsewhere._sinks) == (True, {(1, 0), (2, 1)})
@@ -713,9 +713,9 @@ def test_text_is_read_and_the_name_of_an_intervention_is_read_as_the_same() -> N
         with naming(name):
             assert str(kind()) == name
             every = {key: AWKWARD[key] for key in kind.model_fields}
-            for given in (every, *({key: value} for key, value in every.items())):  # together, and each alone
-                made = kind(**given)
-                assert all(getattr(made, key) != kind.model_fields[key].default for key in given)
+            for parameters in (every, *({key: value} for key, value in every.items())):  # together, and each alone
+                made = kind(**parameters)
+                assert all(getattr(made, key) != kind.model_fields[key].default for key in parameters)
                 assert parse(str(made)) == made
 
 
@@ -757,10 +757,10 @@ def test_what_is_massive_at_most_tokens_is_not_the_sinks() -> None:
     massive["value"] = 1000.0 * massive["layer"] + massive["sequence"]
     known = known_of(tiny_model("llama"), length, tables={"massive": massive})
     for text in ("zero-massive", "mean-massive:means=0"):
-        found = parse(text).resolved(known)
-        assert (found.layers, found.coordinates) == (tuple(range(3, 14)), (163,))
-        assert found.elsewhere[:8] == (3, 163, 3000.0, 3001.5, 4, 163, 4000.0, 4001.5)  # at the delimiter
-        assert len(found.elsewhere) == 4 * 11
+        resolved = parse(text).resolved(known)
+        assert (resolved.layers, resolved.coordinates) == (tuple(range(3, 14)), (163,))
+        assert resolved.elsewhere[:8] == (3, 163, 3000.0, 3001.5, 4, 163, 4000.0, 4001.5)  # at the delimiter
+        assert len(resolved.elsewhere) == 4 * 11
     assert parse("rescale-norm:factor=2").resolved(known) == parse("rescale-norm:layers=4,factor=2")
     assert parse("rescale-norm:layers=0").resolved(known) == parse("rescale-norm:layers=0")
     with pytest.raises(InputError, match="no massive activations"):
@@ -783,13 +783,13 @@ def test_massive_activations_of_other_tokens_are_edited_too(text: str, first: fl
         return output
 
     do = f"{text}layers=1,coordinates=3"
-    found = under(model, f"{do},elsewhere=1,3,{least!r},7")
-    assert not torch.allclose(found, under(model, do))
+    edited_elsewhere = under(model, f"{do},elsewhere=1,3,{least!r},7")
+    assert not torch.allclose(edited_elsewhere, under(model, do))
     for wrong in ("1,3,5", "2,3,5,7", "1,4,5,7"):
         with pytest.raises(InputError, match="elsewhere needs"):
             under(model, f"{do},elsewhere={wrong}")
     model.model.layers[1].register_forward_hook(edited)
-    torch.testing.assert_close(found, logits(model))
+    torch.testing.assert_close(edited_elsewhere, logits(model))
 
 
 def test_with_learned_positions_the_key_columns_are_those_massive_in_epe_0() -> None:
@@ -902,8 +902,8 @@ def test_the_heads_and_the_weight_are_those_of_the_tables() -> None:
 @pytest.mark.parametrize(("layers", "early"), [(1, 1), (3, 3), (4, 3), (5, 4), (8, 6)])
 def test_a_super_weight_is_in_the_first_three_quarters_of_the_layers(layers: int, early: int) -> None:
     table = pd.DataFrame({"layer": range(layers), "sequence": 0, "expert": -1, "row": 0, "column": 0})
-    found = usual_pairs(table.assign(written=1.0, input=1.0, output=1.0, weight=1.0, share=1.0))
-    assert found.loc[found["is_early"], "layer"].tolist() == [*range(early)]
+    pairs = usual_pairs(table.assign(written=1.0, input=1.0, output=1.0, weight=1.0, share=1.0))
+    assert pairs.loc[pairs["is_early"], "layer"].tolist() == [*range(early)]
 
 
 @pytest.mark.parametrize("columns", [4, 300])
