@@ -53,22 +53,22 @@ def furthest(here: dict[str, pd.DataFrame], there: dict[str, pd.DataFrame]) -> d
     A table whose number of rows differs, such as that of sinks, is infinitely far as a whole.
     """
     assert here.keys() == there.keys()
-    found = {}
+    differences = {}
     for table, own in here.items():
         if own.shape != there[table].shape:
-            found[table] = math.inf
+            differences[table] = math.inf
             continue
         for name in own.select_dtypes("float").columns.difference(ROUND_OFF):
             both = own[name].to_numpy(float), there[table][name].to_numpy(float)
             known = np.isfinite(both[0]) & np.isfinite(both[1])
             if known.any():
                 difference = np.abs(both[0] - both[1])[known].max()
-                found[f"{table}.{name}"] = float(difference / max(np.abs(both[0][known]).max(), 1e-12))
-    return found
+                differences[f"{table}.{name}"] = float(difference / max(np.abs(both[0][known]).max(), 1e-12))
+    return differences
 
 
 def far(here: dict[str, pd.DataFrame], there: dict[str, pd.DataFrame], tolerance: float) -> dict[str, float]:
-    return {name: found for name, found in furthest(here, there).items() if found > tolerance}
+    return {name: difference for name, difference in furthest(here, there).items() if difference > tolerance}
 
 
 # Each kind of family in both dtypes, in half precision also with padding; one of the two on several devices, where
@@ -121,8 +121,8 @@ def rescaled(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """Multiply the scale of the logits in the device's fused kernels."""
     plain = kernels._run_kernel
 
-    def scaled(kernel: str, query: torch.Tensor, *rest: Any) -> Any:
-        *others, scaling = rest
+    def scaled(kernel: str, query: torch.Tensor, *arguments: Any) -> Any:
+        *others, scaling = arguments
         return plain(kernel, query, *others, scaling if query.device.type == "cpu" else factor * scaling)
 
     monkeypatch.setattr(kernels, "_run_kernel", scaled)
@@ -236,15 +236,15 @@ def test_a_retrofit_is_trained(label: str) -> None:
         model, ids = tiny_model("llama"), tiny_tokens(2, 20)
         if places:
             model, ids = moved(model, places), ids.to(f"{NAME}:0")
-        given = {"input_ids": ids, "labels": ids}
+        batch = {"input_ids": ids, "labels": ids}
         new = [*new_parameters(retrofit_model(model, None, method, **parameters)).values()]
         if not new:
-            return [model(**given).loss.item()]
+            return [model(**batch).loss.item()]
         optimizer = torch.optim.SGD([parameter.requires_grad_() for parameter in new], lr=0.1)
-        before = model(**given).loss
+        before = model(**batch).loss
         before.backward()
         optimizer.step()
-        return [before.item(), model(**given).loss.item()]
+        return [before.item(), model(**batch).loss.item()]
 
     here = losses(0)
     with simulated():

@@ -86,21 +86,21 @@ def test_200_steps_are_the_same_bit_for_bit_with_and_without_it(both: Any) -> No
 
 def test_it_measures_what_analyze_measures_on_the_checkpoints(both: Any, tmp_path: Path) -> None:
     folder = both[0] / "measured"
-    found, ids = curves(folder), written(tmp_path / "ids.jsonl", [row["input_ids"] for row in HELD_OUT])
-    assert list(found.index) == [0, 50, 100, 150, 200]
+    course, ids = curves(folder), written(tmp_path / "ids.jsonl", [row["input_ids"] for row in HELD_OUT])
+    assert list(course.index) == [0, 50, 100, 150, 200]
     names = ("attention", "geometry", "massive", "outlier", "largest-logit")
     for step in (100, 200):
         run = sinkscope.analyze(folder / f"checkpoint-{step}", input=ids, seq_len=LENGTH, observables=names)
         summary = run.tables["summary"].query("layer == -1").set_index("metric")["value"]
-        np.testing.assert_allclose(found.loc[step, summary.index], summary, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(course.loc[step, summary.index], summary, rtol=1e-5, atol=1e-7)
         massive = run.tables["massive"]
         row = massive.loc[massive["value"].abs().idxmax()]
         kept = pd.read_parquet(folder / "sinks/tables/largest_activations.parquet").set_index("step").loc[step]
         assert [kept[name] for name in ("layer", "coordinate", "position", "token_id")] == [
             row[name] for name in ("layer", "coordinate", "position", "token_id")
         ]
-        assert found["float16_headroom"][step] == pytest.approx(65504 / abs(row["value"]), rel=1e-5)
-        assert found["float8_headroom"][step] == pytest.approx(448 / abs(row["value"]), rel=1e-5)
+        assert course["float16_headroom"][step] == pytest.approx(65504 / abs(row["value"]), rel=1e-5)
+        assert course["float8_headroom"][step] == pytest.approx(448 / abs(row["value"]), rel=1e-5)
         logits = pd.read_parquet(folder / "sinks/tables/largest_logits.parquet").query("step == @step")
         np.testing.assert_allclose(logits["largest"], run.tables["largest_logit"]["largest"], rtol=1e-5)
 
@@ -111,19 +111,19 @@ def test_the_largest_logit_is_that_of_plain_attention() -> None:
     expected = np.max([np.where(layer.allowed, np.abs(layer.logits), 0.0).max((1, 2)) for layer in layers], axis=0)
     with sinkscope.watch(model, observables="largest-logit") as watched:
         model(IDS)
-    found = watched.tables["largest_logit"].query("layer == 0")["largest"]
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    largest = watched.tables["largest_logit"].query("layer == 0")["largest"]
+    np.testing.assert_allclose(largest, expected, rtol=1e-5)
 
 
 def test_tensorboards_event_file_has_the_curves(both: Any) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     (file,) = (both[0] / "measured").rglob("events.out.*")
     events = accumulator.EventAccumulator(str(file)).Reload()
-    found = curves(both[0] / "measured")
+    course = curves(both[0] / "measured")
     for name in ("sink_rate", "largest_activation", "kurtosis", "value_drain", "largest_logit", "float8_headroom"):
         scalars = events.Scalars(f"train/sinks/{name}")
-        assert [scalar.step for scalar in scalars] == list(found.index)
-        np.testing.assert_allclose([scalar.value for scalar in scalars], found[name], rtol=1e-6)
+        assert [scalar.step for scalar in scalars] == list(course.index)
+        np.testing.assert_allclose([scalar.value for scalar in scalars], course[name], rtol=1e-6)
     assert [scalar.step for scalar in events.Scalars("train/loss")] == [50, 100, 150, 200]
     assert {"train/sinks/largest_activation_coordinate", "train/sinks/largest_logit_head"} <= set(
         events.Tags()["scalars"]
@@ -135,9 +135,9 @@ def test_show_and_compare_open_the_curves(both: Any, tmp_path: Path) -> None:
     assert "largest_activations" in sinkscope.show(folder).read_text()
     assert set(curves(both[0] / "measured")) <= METRICS.keys()
     again = shutil.copytree(folder, tmp_path / "again" / "sinks")
-    found = sinkscope.compare(folder, again, out=tmp_path / "both", page=False)
-    assert list(found.by_step.loc["again"].index) == [0, 50, 100, 150, 200]
-    assert (found.by_step.loc["again"] == found.by_step.loc["measured"]).all(axis=None)
+    compared = sinkscope.compare(folder, again, out=tmp_path / "both", page=False)
+    assert list(compared.by_step.loc["again"].index) == [0, 50, 100, 150, 200]
+    assert (compared.by_step.loc["again"] == compared.by_step.loc["measured"]).all(axis=None)
     assert (tmp_path / "both" / "figures" / "training-curves.png").is_file()
 
 
@@ -263,9 +263,11 @@ def test_texts_of_several_kinds_and_what_cannot_be_measured(tmp_path: Path) -> N
         done.train()
     assert curves(tmp_path / "texts")["sink_rate"].isna().all()  # of 5 tokens and fewer
     assert curves(tmp_path / "texts")["window_mass"].notna().all()
-    for number, (given, message) in enumerate((([3.5, "x"], "needs a tokenizer"), ([[500, 501]], "outside the model"))):
+    for number, (wrong_texts, message) in enumerate(
+        (([3.5, "x"], "needs a tokenizer"), ([[500, 501]], "outside the model"))
+    ):
         with pytest.warns(UserWarning, match=f"measures nothing: .*{message}"):
-            trainer(tmp_path / str(number), sinkscope.SinkCallback(texts=given[-1:]), steps=1).train()
+            trainer(tmp_path / str(number), sinkscope.SinkCallback(texts=wrong_texts[-1:]), steps=1).train()
     with pytest.raises(InputError, match="every=0"):
         sinkscope.SinkCallback(every=0)
 
@@ -293,8 +295,8 @@ def test_reading_a_dataset_that_draws_changes_nothing(place: str, tmp_path: Path
     expected = trained(tmp_path / "plain", dataset=plain, held_out=None, steps=4)
     callback = sinkscope.SinkCallback(every=2, seq_len=LENGTH, texts=measured if place == "texts" else None)
     held_out = measured if place == "eval" else None
-    found = trained(tmp_path / "measured", callback, dataset=measured, held_out=held_out, steps=4)
-    assert_same_training(expected, found)
+    measured_training = trained(tmp_path / "measured", callback, dataset=measured, held_out=held_out, steps=4)
+    assert_same_training(expected, measured_training)
     states = [
         [one.dataset.parts[0].random(), float(torch.rand((), generator=one.dataset.parts[1])),
          one.dataset.parts[2]["own"].random()] for one in (plain, measured)
@@ -314,9 +316,9 @@ def test_without_evaluation_texts_it_measures_the_training_texts_and_says_so(tmp
     assert (manifest["condition"], read["sequences"], read["shortest"], read["longest"]) == ("training-set", 3, 6, 16)
     assert read["read"].startswith("training set: token-ids, 3 sequences, the first begins `1, 5, 6, 7")
     assert read["token_zero"] == "varies"
-    given = [{"input_ids": ids[:10]}, {"input_ids": ids[10:]}, TRAINED[0]]
+    texts = [{"input_ids": ids[:10]}, {"input_ids": ids[10:]}, TRAINED[0]]
     model = tiny_model("llama")
-    run = sinkscope.analyze(model, input=given, observables=("attention", "massive"))
+    run = sinkscope.analyze(model, input=texts, observables=("attention", "massive"))
     assert read["sha256"] == run.manifest["input"]["sha256"]
     assert curves(tmp_path / "rows")["sink_rate"][0] == pytest.approx(run.metric("sink_rate"))
 
@@ -336,12 +338,12 @@ def test_without_evaluation_texts_it_measures_the_training_texts_and_says_so(tmp
 
     options = {"held_out": None, "steps": 4}
     expected = trained(tmp_path / "plain", dataset=Once(), **options)
-    found = trained(tmp_path / "once", sinkscope.SinkCallback(seq_len=LENGTH), dataset=Once(), **options)
-    assert_same_training(expected, found)
+    measured = trained(tmp_path / "once", sinkscope.SinkCallback(seq_len=LENGTH), dataset=Once(), **options)
+    assert_same_training(expected, measured)
     assert curves(tmp_path / "once")["sink_rate"].notna().all()
     with pytest.warns(UserWarning, match="read only once"):
-        found = trained(tmp_path / "streamed", sinkscope.SinkCallback(seq_len=LENGTH), dataset=Streamed(), **options)
-    assert_same_training(expected, found)
+        measured = trained(tmp_path / "streamed", sinkscope.SinkCallback(seq_len=LENGTH), dataset=Streamed(), **options)
+    assert_same_training(expected, measured)
 
 
 def test_two_processes_train_as_without_it_and_the_first_measures(tmp_path: Path) -> None:

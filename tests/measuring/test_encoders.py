@@ -38,10 +38,10 @@ ROUND_OFF = 1e-10
 @pytest.mark.parametrize("headless", [False, True])
 def test_the_row_of_bert_is_what_is_found_numerically(headless: bool) -> None:
     model = encoder("bert").base_model if headless else encoder("bert")
-    row, found = find_family(model), calibrate(model, torch.arange(3, 14)[None])
+    row, calibrated = find_family(model), calibrate(model, torch.arange(3, 14)[None])
     for field in fields(Family):
         if field.name not in ("when", "projections", "positions", "position_embedding"):
-            assert getattr(row, field.name) == getattr(found, field.name), field.name
+            assert getattr(row, field.name) == getattr(calibrated, field.name), field.name
     assert model.get_submodule(row.position_embedding) is model.base_model.embeddings.position_embeddings
     for sites in read_sites(model, row, torch.arange(3, 14)[None]):
         assert check_wiring(row.block(0), sites) < ROUND_OFF
@@ -132,8 +132,10 @@ def test_neither_batch_size_nor_order_nor_padding_changes_the_loss(tmp_path: Pat
 def test_tokens_are_masked_as_the_librarys_collator_does() -> None:
     """15 % of the ordinary tokens are selected: 80 % of them become [MASK] and 10 % become another token."""
     rows = [np.array([1, *row, 2]) for row in np.random.default_rng(0).integers(5, VOCAB, (200, 62))]
-    found = masked(rows, word_tokenizer(), VOCAB, 0)
-    ids, labels, own = (np.stack(parts) for parts in ([one.ids for one in found], [one.labels for one in found], rows))
+    sequences = masked(rows, word_tokenizer(), VOCAB, 0)
+    ids, labels, own = (
+        np.stack(parts) for parts in ([one.ids for one in sequences], [one.labels for one in sequences], rows)
+    )
     chosen = labels != IGNORED
     assert not chosen[:, [0, -1]].any()
     assert (labels[chosen] == own[chosen]).all()
@@ -155,12 +157,12 @@ def test_a_text_or_prompt_stands_between_cls_and_sep(tmp_path: Path) -> None:
     bare = inputs_for(loaded, make_config(**options, bos="never"), family).sequences
     assert [len(ids) for ids in bare] == [16] * 4
     assert not any(np.isin(ids, (1, 2)).any() for ids in bare)
-    for given, lengths in (
+    for input_options, lengths in (
         (options, [16] * 4),
         ({"prompt": "w1 w2", "seq_len": 16}, [4]),
         ({"prompt": TEXT, "seq_len": 16}, [16]),
     ):
-        sequences = inputs_for(loaded, make_config(**given), family).sequences
+        sequences = inputs_for(loaded, make_config(**input_options), family).sequences
         assert [len(ids) for ids in sequences] == lengths
         assert all((ids[0], ids[-1]) == (1, 2) and not np.isin(ids[1:-1], (1, 2)).any() for ids in sequences)
 

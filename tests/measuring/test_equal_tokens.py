@@ -54,45 +54,45 @@ DISTANCE = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
 @pytest.mark.parametrize("name", ["llama", "gptj"])
 def test_attention_to_the_first_token_against_its_bound(name: str) -> None:
     model = double(name)
-    found = table_of(model, SEQUENCES)
-    assert set(found["positions"]) == {"rotary"}
+    table = table_of(model, SEQUENCES)
+    assert set(table["positions"]) == {"rotary"}
     for place, layer in plain(model, SEQUENCES).items():
         key_norm = np.linalg.norm(layer.key, axis=-1).repeat(HEADS // len(layer.key), axis=0)
         xi = np.linalg.norm(layer.query, axis=-1) * key_norm[:, :1] / np.sqrt(layer.query.shape[-1])
         bound = np.exp(2 * xi) / (np.exp(2 * xi) + np.arange(LENGTH))  # t − 1, counted from 1
         ratios = (layer.weights[:, :, 0] / bound)[:, 1:]
-        assert found.loc[place, "bound_ratio"] == pytest.approx(ratios.max(), rel=1e-6)
-        assert found.loc[place, "bound_share"] == (ratios <= 1).mean() == 1.0
-        assert found.loc[place, "state_difference"] == pytest.approx(state_difference(layer), abs=1e-10)
-        assert found.loc[place, "state_difference"] < 1e-10
-        assert np.isnan(found.loc[place, "weight_difference"])
+        assert table.loc[place, "bound_ratio"] == pytest.approx(ratios.max(), rel=1e-6)
+        assert table.loc[place, "bound_share"] == (ratios <= 1).mean() == 1.0
+        assert table.loc[place, "state_difference"] == pytest.approx(state_difference(layer), abs=1e-10)
+        assert table.loc[place, "state_difference"] < 1e-10
+        assert np.isnan(table.loc[place, "weight_difference"])
 
 
 @pytest.mark.parametrize("name", ["mpt", "bloom", "falcon-alibi"])
 def test_alibi_attention_has_the_published_slopes(name: str) -> None:
     model = double(name)
-    found = table_of(model, SEQUENCES)
-    assert set(found["positions"]) == {"alibi"}
+    table = table_of(model, SEQUENCES)
+    assert set(table["positions"]) == {"alibi"}
     slopes = 2.0 ** (-8 * np.arange(1, HEADS + 1) / HEADS)  # Press et al. 2022
     slopes /= np.sqrt(8) if name == "falcon-alibi" else 1.0  # Falcon scales them with the logits
     closed = causal_softmax(-slopes[:, None, None] * DISTANCE)
     for place, layer in plain(model, SEQUENCES).items():
         tolerance = 5e-3 if name == "falcon-alibi" else 1e-10  # its slopes are bfloat16's
         assert np.abs(layer.weights - closed).max() < tolerance
-        assert found.loc[place, "weight_difference"] < tolerance
-        assert np.isnan(found.loc[place, "bound_share"])
+        assert table.loc[place, "weight_difference"] < tolerance
+        assert np.isnan(table.loc[place, "bound_share"])
 
 
 def test_without_positions_attention_is_uniform() -> None:
     model = tiny_of("smollm3").double()
-    found = table_of(model, SEQUENCES)
-    assert set(found["positions"]) == {"rotary", "none"}
+    table = table_of(model, SEQUENCES)
+    assert set(table["positions"]) == {"rotary", "none"}
     uniform = causal_softmax(np.zeros((LENGTH, LENGTH)))
     for place, layer in plain(model, SEQUENCES).items():
         expected = np.abs(layer.weights - uniform).max()
-        if found.loc[place, "positions"] == "none":
+        if table.loc[place, "positions"] == "none":
             assert expected < 1e-10
-            assert found.loc[place, "weight_difference"] == pytest.approx(expected, abs=1e-10)
+            assert table.loc[place, "weight_difference"] == pytest.approx(expected, abs=1e-10)
         else:
             assert expected > 1e-4
 
@@ -102,23 +102,23 @@ def test_tokens_that_differ_have_the_differences_of_plain_transformers(name: str
     """In gpt2, learned positions make equal tokens differ."""
     model = double(name)
     sequences = [np.arange(3, 3 + LENGTH)] if name != "gpt2" else SEQUENCES
-    found = table_of(model, sequences)
+    table = table_of(model, sequences)
     for place, layer in plain(model, sequences).items():
-        assert found.loc[place, "state_difference"] == pytest.approx(state_difference(layer), rel=1e-6)
-        assert found.loc[place, "state_difference"] > 1e-2
+        assert table.loc[place, "state_difference"] == pytest.approx(state_difference(layer), rel=1e-6)
+        assert table.loc[place, "state_difference"] > 1e-2
     if name == "mpt":
-        assert found["weight_difference"].min() > 1e-3
+        assert table["weight_difference"].min() > 1e-3
 
 
 def test_only_repeated_tokens_are_measured() -> None:
     model = tiny_model("llama")
     run = sinkscope.analyze(model, input="repeated", num_seqs=2, seq_len=8, bos="never", skip_parity=True)
     assert len(run.tables["equal_tokens"]) == 2 * 3
-    for given in ({"input": "random"}, {"input": "repeated", "bos": "always"}):
+    for options in ({"input": "random"}, {"input": "repeated", "bos": "always"}):
         run = sinkscope.analyze(
-            model, num_seqs=2, seq_len=8, observables=("attention",), skip_parity=True, **{"bos": "never"} | given
+            model, num_seqs=2, seq_len=8, observables=("attention",), skip_parity=True, **{"bos": "never"} | options
         )
         assert "equal_tokens" not in run.tables
         assert "equal-tokens" not in run.manifest["not_measured"]
         with pytest.raises(InputError, match=r"equal-tokens does not apply .* not one and the same"):
-            sinkscope.analyze(model, num_seqs=2, seq_len=8, observables=("equal-tokens",), **{"bos": "never"} | given)
+            sinkscope.analyze(model, num_seqs=2, seq_len=8, observables=("equal-tokens",), **{"bos": "never"} | options)

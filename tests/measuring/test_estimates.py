@@ -24,11 +24,11 @@ def heads(masses: list[list[float]]) -> pd.DataFrame:
 def test_a_number_of_sink_heads_is_the_median_of_their_ratios() -> None:
     ratios = {"value_norm": [[0.2, 70.0], [0.3, 8.0]], "value_norm_later": [[2.0, 1.0], [1.0, 1.0]]}
     geometry = by_sequence(ratios, layers=2, head=range(2))
-    found = estimates.in_sink_heads(
+    estimate = estimates.in_sink_heads(
         sequences(attention_heads_by_sequence=heads(MASSES), geometry_by_sequence=geometry), "value_norm"
     )
-    assert found.value == pytest.approx(0.3)  # of 0.1, 0.3 and 8
-    assert found.note == "3 of 4 heads, those with a sink"
+    assert estimate.value == pytest.approx(0.3)  # of 0.1, 0.3 and 8
+    assert estimate.note == "3 of 4 heads, those with a sink"
 
 
 def test_the_clear_sink_rate_counts_the_heads_that_a_layer_has() -> None:
@@ -68,23 +68,23 @@ def test_the_slope_of_compression_is_also_given_without_position_0() -> None:
     compress = np.where(np.arange(5) == 0, 1.0, 1 / norms)
     ratios = by_sequence({"input_norm": norms, "compress": compress}, position=range(5)).assign(branch="attn")
     (slope, _) = estimates.RUN_CLAIMS["GS-17"].parts
-    found = slope.measure(sequences(gradient_ratio_by_sequence=ratios))
+    estimate = slope.measure(sequences(gradient_ratio_by_sequence=ratios))
     x, y = np.log10(norms).ravel(), np.log10(compress).ravel()
-    assert found.value == pytest.approx(np.polyfit(x, y, 1)[0])
-    assert found.note.startswith("without position 0 -1.000")
+    assert estimate.value == pytest.approx(np.polyfit(x, y, 1)[0])
+    assert estimate.note.startswith("without position 0 -1.000")
 
 
 def test_the_smallest_share_within_the_bound_decides() -> None:
     table = pd.DataFrame({"layer": [0, 0, 1], "sequence": [0, 1, 0], "bound_share": [1.0, 0.5, np.nan]})
-    found = estimates.share_within_bound(sequences(equal_tokens=table.assign(bound_ratio=[0.2, 1.5, np.nan])))
-    assert found.value == 0.5
-    assert found.note == "2 pairs of layer and sequence; a ÷ bound ≤ 1.5"
+    estimate = estimates.share_within_bound(sequences(equal_tokens=table.assign(bound_ratio=[0.2, 1.5, np.nan])))
+    assert estimate.value == 0.5
+    assert estimate.note == "2 pairs of layer and sequence; a ÷ bound ≤ 1.5"
 
 
 def test_gradients_of_values_are_read_before_gates_only_in_layers_that_have_them() -> None:
     rows = [(0, "value", 1.0), (0, "raw_value", 2.0), (1, "value", 3.0), (1, "key", 4.0)]
-    found = estimates.before_valves(pd.DataFrame(rows, columns=["layer", "pathway", "grad_norm"]))
-    assert [*zip(found["layer"], found["pathway"], found["grad_norm"], strict=True)] == [
+    norms = estimates.before_valves(pd.DataFrame(rows, columns=["layer", "pathway", "grad_norm"]))
+    assert [*zip(norms["layer"], norms["pathway"], norms["grad_norm"], strict=True)] == [
         (0, "value", 2.0), (1, "value", 3.0), (1, "key", 4.0),
     ]  # fmt: skip
 

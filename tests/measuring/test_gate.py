@@ -51,8 +51,8 @@ def direct(model: PreTrainedModel, sequences: Sequence[np.ndarray] = SEQUENCES) 
             for position in range(min(len(ids), SETTINGS.positions)):
                 for head, pair in enumerate(zip(gates[position].tolist(), norms[position].tolist(), strict=True)):
                     rows.append((layer, head, position, *pair))
-    found = pd.DataFrame(rows, columns=[*KEYS, "gate", "raw_value_norm"])
-    return found.groupby(KEYS, as_index=False).mean()
+    table = pd.DataFrame(rows, columns=[*KEYS, "gate", "raw_value_norm"])
+    return table.groupby(KEYS, as_index=False).mean()
 
 
 @torch.no_grad()
@@ -87,20 +87,20 @@ def ours(model: PreTrainedModel, side: str = "right", kernel: str = "sdpa", name
         return measured(model, batched(SEQUENCES, 2, side), SETTINGS, names, kernel)["gate"]
 
 
-def assert_same(found: pd.DataFrame, expected: pd.DataFrame) -> None:
-    pd.testing.assert_frame_equal(found[expected.columns], expected, rtol=1e-9, check_dtype=False)
+def assert_same(table: pd.DataFrame, expected: pd.DataFrame) -> None:
+    pd.testing.assert_frame_equal(table[expected.columns], expected, rtol=1e-9, check_dtype=False)
 
 
 @each_pair(NAMES, GATED)
 def test_gates_and_raw_values_are_those_of_a_plain_forward(name: str, label: str) -> None:
     model = shared(name, label)
-    found, expected = ours(model), direct(model)
-    assert_same(found, expected)
-    assert found["gate"].std() > 1e-6  # the gates differ
+    measured_gates, expected = ours(model), direct(model)
+    assert_same(measured_gates, expected)
+    assert measured_gates["gate"].std() > 1e-6  # the gates differ
     assert_same(ours(model, "left", "eager"), expected)
-    heads, groups = model.config.get_text_config().num_attention_heads, found["kv_head"].nunique()
-    assert found["head"].nunique() == (heads if "output" in label else groups)
-    assert (found["kv_head"] == found["head"] // (found["head"].nunique() // groups)).all()
+    heads, groups = model.config.get_text_config().num_attention_heads, measured_gates["kv_head"].nunique()
+    assert measured_gates["head"].nunique() == (heads if "output" in label else groups)
+    assert (measured_gates["kv_head"] == measured_gates["head"] // (measured_gates["head"].nunique() // groups)).all()
 
 
 def test_analyze_measures_gates_where_there_are_any() -> None:
@@ -132,8 +132,8 @@ def test_own_gates_are_found_and_are_those_that_the_models_code_computes(model_t
     gate = torch.sigmoid(by_head.chunk(2, dim=-1)[1] if model_type == "qwen3_next" else by_head)
     mix = taken.view(gate.shape) / gate
     expected = (gate * mix.square()).sum(-1) / mix.square().sum(-1)
-    found = run.tables["gate"].query(f"layer == {layer}").pivot(index="position", columns="head", values="gate")
-    np.testing.assert_allclose(found.to_numpy(), expected[0].numpy(), rtol=1e-4)
+    gates = run.tables["gate"].query(f"layer == {layer}").pivot(index="position", columns="head", values="gate")
+    np.testing.assert_allclose(gates.to_numpy(), expected[0].numpy(), rtol=1e-4)
     moments = run.tables["gate_heads"].query(f"layer == {layer}")
     np.testing.assert_allclose(moments["mean"], expected[0].mean(0), rtol=1e-4)
     np.testing.assert_allclose(moments["deviation"], expected[0].std(0, correction=0), rtol=1e-3)
@@ -145,9 +145,9 @@ def test_moments_of_gates_are_those_of_all_tokens(label: str) -> None:
     model = shared("llama", label)
     ids = [ids[: SETTINGS.positions - shorter] for shorter, ids in enumerate(SEQUENCES)]
     with in_double(model):
-        found = measured(model, batched(ids, 2), SETTINGS, ["gate"])["gate_heads"].set_index(["layer", "head"])
+        moments = measured(model, batched(ids, 2), SETTINGS, ["gate"])["gate_heads"].set_index(["layer", "head"])
     gates = pd.concat([direct(model, [own]) for own in ids]).groupby(["layer", "head"])["gate"]
     near = {"check_names": False, "rtol": 1e-6}
-    pd.testing.assert_series_equal(found["mean"], gates.mean(), **near)
-    pd.testing.assert_series_equal(found["closed"], gates.agg(lambda gate: (gate < CLOSED).mean()), **near)
-    pd.testing.assert_series_equal(found["deviation"], gates.std(ddof=0), atol=1e-9, **near)
+    pd.testing.assert_series_equal(moments["mean"], gates.mean(), **near)
+    pd.testing.assert_series_equal(moments["closed"], gates.agg(lambda gate: (gate < CLOSED).mean()), **near)
+    pd.testing.assert_series_equal(moments["deviation"], gates.std(ddof=0), atol=1e-9, **near)

@@ -253,10 +253,10 @@ def test_a_norms_gain_is_found_by_probing_it(kind: str) -> None:
         (768, torch.bfloat16, 0.01), (768, torch.float16, 0.01),
     ):  # fmt: skip
         norm = random_norm(kind, width, dtype)
-        found = NormGain(norm, width)
-        assert found.largest == pytest.approx(np.abs(reference.gain_of(norm)).max(), rel=tolerance), (width, dtype)
-        assert found.centered == kind.startswith("layer"), (width, dtype)
-        assert found.epsilon == {"llama": 1e-5, "layer": 1e-5, "layer without bias": 1e-12}.get(kind, 1e-6)
+        gain = NormGain(norm, width)
+        assert gain.largest == pytest.approx(np.abs(reference.gain_of(norm)).max(), rel=tolerance), (width, dtype)
+        assert gain.centered == kind.startswith("layer"), (width, dtype)
+        assert gain.epsilon == {"llama": 1e-5, "layer": 1e-5, "layer without bias": 1e-12}.get(kind, 1e-6)
 
 
 @EACH_NORM
@@ -308,7 +308,7 @@ def test_nothing_of_a_batch_outlives_it(name: str) -> None:
             tracer.forward_backward(batch, [measuring, watching])
             assert len(watching.seen) == 3 * (len(tracer.family.sites) + 5)
             assert [place for place, tensor in watching.seen.items() if tensor() is not None] == []
-            tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+            tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
             assert not any(tensor.grad_fn is not None for tensor in tensors)
             for private in (measuring._seen, measuring._norms, measuring._bounds, measuring._routed):
                 assert private == {}
@@ -375,9 +375,14 @@ def test_half_precision_gives_the_figures_of_float32(name: str, dtype: torch.dty
 def test_analyze_gives_the_references_tables(name: str, size: Any, tmp_path: Path) -> None:
     path, model = written(tmp_path / "ragged.jsonl", ragged_tokens(RAGGED)), double_model(name)
     truth = sum(sequence.loss for sequence in recorded(name, RAGGED)) / sum(length - 1 for length in RAGGED)
-    given = {"num_seqs": len(RAGGED), "seq_len": LENGTH, "positions": POSITIONS, "observables": (*FORWARD, "gradient")}
+    options = {
+        "num_seqs": len(RAGGED),
+        "seq_len": LENGTH,
+        "positions": POSITIONS,
+        "observables": (*FORWARD, "gradient"),
+    }
     with in_double(model):
-        run = sinkscope.analyze(model, input=path, batch_size=size, **given)
+        run = sinkscope.analyze(model, input=path, batch_size=size, **options)
     tables = {table: run.tables[table].drop(columns=["model", "condition"]) for table in TABLES}
     reference.assert_same(tables, expected(name), TOLERANCE)
     assert run.metric("loss") == pytest.approx(truth, rel=1e-12)
@@ -405,7 +410,7 @@ def summary_tables() -> dict[str, pd.DataFrame]:
     check = [(layer, 0, p, 1e-7 * (layer + 1), 1.0, 2.0, 3.0, p % 2 == 0) for layer in range(2) for p in positions]
     bounds = [(layer, "attn", p, 0.5, 1.0, 1.0, 0.5) for layer in range(2) for p in positions]
     rows = {"gradient": pathway, "gradient_ratio": ratios, "gradient_check": check, "norm_bound": bounds}
-    return {name: pd.DataFrame(found, columns=["layer", *column_names(name)]) for name, found in rows.items()}
+    return {name: pd.DataFrame(of_table, columns=["layer", *column_names(name)]) for name, of_table in rows.items()}
 
 
 def test_the_summary_compares_gradient_sinks_with_later_tokens_and_fits_compression() -> None:
@@ -465,11 +470,11 @@ def test_the_gradient_without_a_group_is_that_of_a_run_without_its_sequences() -
 
 @pytest.mark.parametrize("name", ["llama", "opt-post-norm"])
 def test_ratios_of_sequences_have_the_tables_ratio_as_their_mean(name: str) -> None:
-    found = tables_of(tiny_model(name, dtype=torch.float64), ragged_tokens(MANY))
+    tables = tables_of(tiny_model(name, dtype=torch.float64), ragged_tokens(MANY))
     keys = ["layer", "branch", "position"]
-    by_sequence = found["gradient_ratio_by_sequence"]
+    by_sequence = tables["gradient_ratio_by_sequence"]
     means = by_sequence.groupby(keys)[list(names_of(RATIO_COLUMNS))].mean().reset_index()
-    expected = found["gradient_ratio"].sort_values(keys, ignore_index=True)
+    expected = tables["gradient_ratio"].sort_values(keys, ignore_index=True)
     pd.testing.assert_frame_equal(means[expected.columns], expected, check_dtype=False, rtol=1e-6)
     have = by_sequence.query("layer == 0 and branch == 'attn'").groupby("sequence")["input_norm"].count()
     assert have.tolist() == [min(length, FEW_POSITIONS) for length in MANY]
@@ -507,8 +512,8 @@ def test_the_gradient_at_the_raw_value_is_autograds(name: str, label: str) -> No
     heads = norms.shape[1]
     assert len(table) == 3 * (1 + heads) * FEW_POSITIONS
     together = norms.square().sum(1, keepdim=True).sqrt()
-    found = table.sort_values(["layer", "head", "position"])["grad_norm"].to_numpy()
-    assert_near(found.reshape(3, 1 + heads, FEW_POSITIONS), torch.cat([together, norms], dim=1).numpy())
+    computed = table.sort_values(["layer", "head", "position"])["grad_norm"].to_numpy()
+    assert_near(computed.reshape(3, 1 + heads, FEW_POSITIONS), torch.cat([together, norms], dim=1).numpy())
 
 
 @pytest.mark.parametrize(("name", "is_zero"), [("llama", True), ("gpt_oss", False)])
@@ -564,7 +569,7 @@ def plain_norms(model: PreTrainedModel, hidden: int | None) -> np.ndarray:
     with ExitStack() as stack, in_double(model):
         for layer in model.model.layers:
             stack.enter_context(layer.self_attn.register_forward_pre_hook(
-                lambda module, args, given: (args, given | {"attention_mask": mask}), with_kwargs=True
+                lambda module, args, named: (args, named | {"attention_mask": mask}), with_kwargs=True
             ))  # fmt: skip
         return by_position(reference.gradient(reference.record(model, sequences), FEW_POSITIONS))
 
@@ -572,11 +577,11 @@ def plain_norms(model: PreTrainedModel, hidden: int | None) -> np.ndarray:
 def test_gradients_under_an_intervention_are_those_of_the_changed_model(llama: PreTrainedModel, masked: Run) -> None:
     (control,) = masked.manifest["arms"]["mask-sink"]["controls"][0]
     moved = int(control.partition("positions=")[2])
-    found = {name: by_position(rows) for name, rows in masked.tables["gradient"].groupby("condition")}
+    by_condition = {name: by_position(rows) for name, rows in masked.tables["gradient"].groupby("condition")}
     for condition, hidden in (("before", None), ("mask-sink", 0), ("mask-sink control 0", moved)):
-        np.testing.assert_allclose(found[condition], plain_norms(llama, hidden), rtol=1e-10)
+        np.testing.assert_allclose(by_condition[condition], plain_norms(llama, hidden), rtol=1e-10)
     # the intervention changes the gradients
-    assert np.abs(found["mask-sink"] / found["before"] - 1)[:, 0].max() > 0.1
+    assert np.abs(by_condition["mask-sink"] / by_condition["before"] - 1)[:, 0].max() > 0.1
 
 
 def test_every_arm_and_control_has_the_tables_of_the_chosen_observables(masked: Run) -> None:

@@ -72,8 +72,8 @@ def test_any_head_has_its_weights_kept_or_computed_again(model: PreTrainedModel,
         assert list(kept.index) == list(kept.columns) == [f"<id {token}>" for token in ids[0]]
         np.testing.assert_allclose(kept, first[2].weights[1], atol=3e-4)  # float16
     np.testing.assert_allclose(run.attention(2), first[2].weights, atol=3e-4)
-    given = Run.open(run.folder).attention(0, text=torch.tensor(ids[1])[None], model=model)
-    np.testing.assert_allclose(given, second[0].weights, rtol=1e-4, atol=1e-6)
+    recomputed = Run.open(run.folder).attention(0, text=torch.tensor(ids[1])[None], model=model)
+    np.testing.assert_allclose(recomputed, second[0].weights, rtol=1e-4, atol=1e-6)
 
     long = sinkscope.analyze(model, input="random", num_seqs=1, seq_len=100, observables="attention")
     weights = reference.record_each(model, long.activations.token_ids.numpy())[0].layers[1].weights
@@ -83,10 +83,10 @@ def test_any_head_has_its_weights_kept_or_computed_again(model: PreTrainedModel,
 
 def test_a_text_is_read_by_the_model_that_the_run_names(tiny: Path) -> None:
     run = sinkscope.analyze(tiny, input="random", num_seqs=1, seq_len=8, observables="massive")
-    found = run.attention(1, 0, text=words_tokenizer().decode([3, 4, 5, 4]))
+    weights = run.attention(1, 0, text=words_tokenizer().decode([3, 4, 5, 4]))
     expected = run.attention(1, 0, text=[1, 3, 4, 5, 4])  # with the tokenizer's BOS
-    assert found.equals(expected)
-    np.testing.assert_allclose(found.sum(1), 1, rtol=1e-5)
+    assert weights.equals(expected)
+    np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-5)
 
 
 def test_a_run_forgets_a_model_that_its_user_drops(run: Run) -> None:
@@ -100,7 +100,7 @@ def test_a_run_forgets_a_model_that_its_user_drops(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"layer": 3}, "there is no layer 3: the last layer with heads is 2"),
         ({"layer": 1, "head": 4}, "layer 1 has no head 4: it has 0 to 3"),
@@ -110,14 +110,14 @@ def test_a_run_forgets_a_model_that_its_user_drops(run: Run) -> None:
         ({"layer": 1, "head": 0, "text": [5]}, "at least 2"),
     ],
 )
-def test_a_head_or_a_text_that_cannot_be_read_is_one_line(given: dict, message: str, run: Run, model) -> None:
-    with pytest.raises(InputError, match=message) as found:
-        run.attention(**given)
-    assert "\n" not in str(found.value)
+def test_a_head_or_a_text_that_cannot_be_read_is_one_line(options: dict, message: str, run: Run, model) -> None:
+    with pytest.raises(InputError, match=message) as raised:
+        run.attention(**options)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("options", "message"),
     [
         ({"keep": "layerout"}, "did you mean 'layer_out'"),
         ({"keep": "mlp_norm", "model": "falcon"}, "--keep mlp_norm does not apply to .*: the MLP has no norm"),
@@ -128,10 +128,10 @@ def test_a_head_or_a_text_that_cannot_be_read_is_one_line(given: dict, message: 
         ({"keep": "query"}, "--keep query takes more than .* GB: name fewer sites"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(given: dict, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_kept_is_refused(options: dict, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "MOST_BYTES", 1000)
     with pytest.raises(InputError, match=message):
-        sinkscope.analyze(tiny_model(given.pop("model", "llama")), input="random", num_seqs=1, seq_len=8, **given)
+        sinkscope.analyze(tiny_model(options.pop("model", "llama")), input="random", num_seqs=1, seq_len=8, **options)
 
 
 def test_run_json_spells_heads_and_sites_as_they_are_typed() -> None:

@@ -100,14 +100,14 @@ def test_the_run_says_what_batch_it_took(monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_the_peak_of_a_run_is_estimated() -> None:
     """Of the libraries, of which a test knows nothing, the weights and one batch."""
-    found, batch = peak("llama", 6, True, torch.float32)
+    measured_peak, batch = peak("llama", 6, True, torch.float32)
     model = grown("llama", 6)
     options = make_config(seq_len=TOKENS, batch_size=3, num_seqs=1)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     estimated = Memory(model, options, True, 1 << 40).peak(torch.float32) - memory.LIBRARY_BYTES
     estimated -= memory.TOKENIZER * model.config.vocab_size
     assert estimated == pytest.approx(weights + batch, rel=1e-6)
-    assert 0.5 < estimated / (weights + found) < 2.0
+    assert 0.5 < estimated / (weights + measured_peak) < 2.0
 
 
 @pytest.mark.parametrize(

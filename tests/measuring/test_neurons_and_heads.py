@@ -65,18 +65,18 @@ def test_the_pair_is_that_of_the_largest_entry_that_the_layer_adds(name: str) ->
             u, m = u.flatten(0, -2)[position], m.flatten(0, -2)[position]
             column = int(u.abs().argmax())
             weight = part.module.weight.T if isinstance(part.module, Conv1D) else part.module.weight
-            found = table.loc[layer, number]
-            assert (found["position"], found["row"], found["column"], found["expert"]) == (position, row, column, -1)
+            pair = table.loc[layer, number]
+            assert (pair["position"], pair["row"], pair["column"], pair["expert"]) == (position, row, column, -1)
             expected = (layers[layer].sites["mlp_out"][position, row], u[column], m[row], weight[row, column])
-            np.testing.assert_allclose(found[["written", "input", "output", "weight"]].astype(float), expected, 1e-6)
-            assert found["share"] == pytest.approx(float(weight[row, column] * u[column] / m[row]), rel=1e-6)
+            np.testing.assert_allclose(pair[["written", "input", "output", "weight"]].astype(float), expected, 1e-6)
+            assert pair["share"] == pytest.approx(float(weight[row, column] * u[column] / m[row]), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_an_expert_is_as_large_as_its_largest_output_on_a_real_token(name: str) -> None:
     model = double(name)
     tables = table_of(model, "super-weight")
-    found = tables["super_experts"].set_index(["layer", "expert"])["largest"]
+    largest = tables["super_experts"].set_index(["layer", "expert"])["largest"]
     expected: dict[tuple[int, int], float] = {}
     for ids in SEQUENCES:
         for layer, part in feed_forwards(model, find_family(model)).items():
@@ -84,7 +84,7 @@ def test_an_expert_is_as_large_as_its_largest_output_on_a_real_token(name: str) 
             for expert, _, u in part.inputs(args):
                 m = u @ part.weight(expert).T + (0 if part.bias(expert) is None else part.bias(expert))
                 expected[layer, expert] = max(expected.get((layer, expert), 0.0), float(m.abs().max()))
-    assert found.to_dict() == pytest.approx(expected, rel=1e-6)
+    assert largest.to_dict() == pytest.approx(expected, rel=1e-6)
     chosen = tables["super_weights"]
     assert {(row.layer, row.expert) for row in chosen.itertuples()} <= expected.keys()
 
@@ -103,7 +103,7 @@ def test_a_super_expert_is_far_above_the_others_and_early() -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
 def test_scores_of_heads(name: str) -> None:
     model = double(name)
-    found = table_of(model, "head-scores")["head_scores"].set_index(["layer", "head"])
+    scores = table_of(model, "head-scores")["head_scores"].set_index(["layer", "head"])
     norms, masses = [], []
     for sequence in reference.record_each(model, SEQUENCES):
         weights = np.stack([layer.weights for layer in sequence.layers])  # (L,H,T,T)
@@ -116,7 +116,7 @@ def test_scores_of_heads(name: str) -> None:
         masses.append(weights[..., 0].mean(-1))
     relative = [norm / norm.mean(1, keepdims=True) for norm in norms]
     for column, values in (("output_norm", norms), ("relative_norm", relative), ("first_mass", masses)):
-        np.testing.assert_allclose(found[column].unstack(), np.mean(values, axis=0), rtol=1e-6)
+        np.testing.assert_allclose(scores[column].unstack(), np.mean(values, axis=0), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -133,11 +133,11 @@ def test_the_change_of_later_tokens_by_a_changed_one(name: str, side: str) -> No
     for number, ids in enumerate(SEQUENCES):
         means: dict[int, list[float]] = {}
         for nth in range(1, SUBSTITUTIONS + 1):
-            other = substituted(padded([ids]), nth / (SUBSTITUTIONS + 1))[0].numpy()
-            (at,) = np.flatnonzero(other != ids)
-            assert other[at] in ids
+            changed_ids = substituted(padded([ids]), nth / (SUBSTITUTIONS + 1))[0].numpy()
+            (at,) = np.flatnonzero(changed_ids != ids)
+            assert changed_ids[at] in ids
             assert 0 < at < len(ids) - 1
-            for layer, (before, after) in enumerate(zip(states_of(ids), states_of(other), strict=True)):
+            for layer, (before, after) in enumerate(zip(states_of(ids), states_of(changed_ids), strict=True)):
                 change = np.linalg.norm(before - after, axis=1) / np.linalg.norm(before, axis=1)
                 assert (change[:at] == 0).all()
                 means.setdefault(layer, []).append(change[at + 1 :].mean())
@@ -145,8 +145,8 @@ def test_the_change_of_later_tokens_by_a_changed_one(name: str, side: str) -> No
                     at_distance.setdefault((layer, 1 << (distance.bit_length() - 1)), []).append(value)
         for layer, values in means.items():
             assert by_sequence[layer, number] == pytest.approx(np.mean(values), rel=1e-6)
-    found = tables["over_mixing"].set_index(["layer", "distance"])["change"]
-    assert found.to_dict() == pytest.approx({key: np.mean(values) for key, values in at_distance.items()}, rel=1e-6)
+    changes = tables["over_mixing"].set_index(["layer", "distance"])["change"]
+    assert changes.to_dict() == pytest.approx({key: np.mean(values) for key, values in at_distance.items()}, rel=1e-6)
 
 
 def test_a_token_is_replaced_by_the_nearest_other_one_after_it_or_else_before_it() -> None:

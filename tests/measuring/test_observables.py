@@ -42,8 +42,8 @@ def test_a_running_mean_ignores_absent_values_and_is_in_float64() -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_the_window_mass_under_uniform_attention_is_that_of_equal_logits(causal: bool, prefix: int, side: str) -> None:
     lengths, window = (4, 9), 3
-    found = padded(ragged_tokens(lengths), side).uniform(9, window, causal, prefix)
-    for length, masses in zip(lengths, found.tolist(), strict=True):
+    uniform_masses = padded(ragged_tokens(lengths), side).uniform(9, window, causal, prefix)
+    for length, masses in zip(lengths, uniform_masses.tolist(), strict=True):
         seen = torch.ones(length, length) if not causal else torch.ones(length, length).tril()
         seen[:, :prefix] = 1
         weights = seen / seen.sum(1, keepdim=True)
@@ -100,13 +100,13 @@ def test_means_over_pairs_lose_nothing_at_the_last_positions() -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1, heads, 2000, 8, generator=generator) for heads in (2, 1, 1)]
     batch = Batch(torch.zeros(1, 2000, dtype=torch.long), torch.ones(1, 2000, dtype=torch.long))
-    found = {}
+    by_dtype = {}
     for dtype in (torch.float32, torch.float64):
         query, key, value = (x.to(dtype) for x in tensors)
         read = AttentionRead(query, key, value, torch.zeros(1, 2, 2000, dtype=dtype), AttentionCall(None, 0.35), batch)
-        found[dtype] = pair_means(read, 2000)
-    for name, exact in found[torch.float64].items():
-        torch.testing.assert_close(found[torch.float32][name].double(), exact, rtol=1e-5, atol=2e-6, equal_nan=True)
+        by_dtype[dtype] = pair_means(read, 2000)
+    for name, exact in by_dtype[torch.float64].items():
+        torch.testing.assert_close(by_dtype[torch.float32][name].double(), exact, rtol=1e-5, atol=2e-6, equal_nan=True)
 
 
 def test_norms_whose_squares_overflow_are_computed_in_float32() -> None:
@@ -188,8 +188,8 @@ def test_selection_by_digits_is_exact(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("side", "size"), [("right", 1), ("left", 3)])
 def test_other_tokens_at_the_coordinate_of_the_largest_entry_are_those_of_plain_states(side: str, size: int) -> None:
     model, sequences = tiny_model("llama", spread=1.0), ragged_tokens((9, 6, 2))
-    given = (Settings(positions=4, window=4), ("massive",))
-    table = measured(model, batched(sequences, size, side), *given)["massive_elsewhere"]
+    arguments = (Settings(positions=4, window=4), ("massive",))
+    table = measured(model, batched(sequences, size, side), *arguments)["massive_elsewhere"]
     assert len(table) == 3 * model.config.num_hidden_layers
     recorded = reference.record_each(model, sequences)
     for row in table.itertuples():
@@ -213,8 +213,8 @@ def test_kurtosis_of_few_numbers_and_of_known_distributions() -> None:
     ):
         x = torch.as_tensor(entries, dtype=torch.float64)
         for shifted in (x, 3 - 2 * x, x + 100):
-            found = kurtosis(powers(shifted.view(1, 1, 1, -1), batch), len(x), batch)
-            assert found.item() == pytest.approx(expected, rel=tolerance)
+            computed = kurtosis(powers(shifted.view(1, 1, 1, -1), batch), len(x), batch)
+            assert computed.item() == pytest.approx(expected, rel=tolerance)
 
 
 @pytest.mark.parametrize("name", ["llama", "phi"])

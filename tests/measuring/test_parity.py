@@ -85,8 +85,8 @@ def test_a_model_that_reads_padded_texts_differently_is_noticed_after_the_first_
 
 
 def without_mask(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> Any:
-        return plain(module, query, key, value, None, *rest, **options)
+    def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, *arguments: Any, **options: Any) -> Any:
+        return plain(module, query, key, value, None, *arguments, **options)
 
     return attend
 
@@ -147,8 +147,8 @@ def test_large_key_biases_are_no_fault(dtype: torch.dtype, size: float, implemen
 
 
 def at_another_temperature(plain: Callable[..., Any]) -> Callable[..., Any]:
-    def attend(module: Any, query: Any, *rest: Any, scaling: float | None = None, **options: Any) -> Any:
-        return plain(module, query, *rest, scaling=(scaling or query.shape[-1] ** -0.5) / 1.1, **options)
+    def attend(module: Any, query: Any, *arguments: Any, scaling: float | None = None, **options: Any) -> Any:
+        return plain(module, query, *arguments, scaling=(scaling or query.shape[-1] ** -0.5) / 1.1, **options)
 
     return attend
 
@@ -201,17 +201,17 @@ def test_round_off_is_within_its_bound_and_no_fault_is(bias: float) -> None:
     largest = value.norm(dim=-1).amax(-1, keepdim=True)
     exact = mix(torch.float64, 0.25)
     rounded = (mix(torch.float32, 0.25) - exact).norm(dim=-1) / largest / attention_round_off(read)
-    other = (mix(torch.float32, 0.25 / 1.1) - exact).norm(dim=-1) / largest / attention_round_off(read)
+    at_another_scale = (mix(torch.float32, 0.25 / 1.1) - exact).norm(dim=-1) / largest / attention_round_off(read)
     assert rounded.max() < 0.5
-    assert other.max() > 5
+    assert at_another_scale.max() > 5
 
 
 def test_the_difference_is_the_largest_of_any_real_token() -> None:
     expected = torch.ones(1, 3, 4)
-    found = expected.clone()
-    found[0, 1, 0] += 0.2
-    found[0, 2] = 100.0
-    assert largest_difference(found, expected, torch.tensor([[1, 1, 0]])) == pytest.approx(0.1)
+    changed = expected.clone()
+    changed[0, 1, 0] += 0.2
+    changed[0, 2] = 100.0
+    assert largest_difference(changed, expected, torch.tensor([[1, 1, 0]])) == pytest.approx(0.1)
 
 
 def test_one_layer_beyond_its_bound_is_named() -> None:

@@ -57,13 +57,13 @@ def test_attention_to_patches_and_phi_are_those_of_plain_transformers(
     model.set_attn_implementation("eager")
     for at, picture in enumerate(read_pictures(tmp_path / "pictures", 2)):
         batch, places = question_batch(picture, processor(kind), MARKS.index("<image>"), at)
-        given = {name: x.double() if x.is_floating_point() else x for name, x in batch.pictures.items()}
-        found = model(batch.token_ids, **given, output_attentions=True, output_hidden_states=True)
-        for layer, weights in enumerate(found.attentions):
+        pictures = {name: x.double() if x.is_floating_point() else x for name, x in batch.pictures.items()}
+        output = model(batch.token_ids, **pictures, output_attentions=True, output_hidden_states=True)
+        for layer, weights in enumerate(output.attentions):
             mass = weights[0, :, int(places.column[-1]) + 1 :].mean(1)
             rows = run.tables["visual_patch"].query("layer == @layer and sequence == @at")
             torch.testing.assert_close(torch.tensor(rows["mass"].to_numpy()), mass[:, places.column].mean(0), **NEAR)
-            hidden = found.hidden_states[layer][0, places.column]
+            hidden = output.hidden_states[layer][0, places.column]
             expected = hidden[:, coordinates].abs().amax(1) / (hidden.pow(2).mean(1) + 1e-6).sqrt()
             torch.testing.assert_close(torch.tensor(rows["phi"].to_numpy()), expected, **NEAR)
             heads = run.tables["visual_head"].query("layer == @layer and sequence == @at")
@@ -104,8 +104,8 @@ def test_attention_to_sinks_and_to_sinks_by_random_coordinates_by_hand() -> None
     observable.see_attention(0, read, batch)
     tables = observable.tables()
     mass = weights[0, :, 4:].mean(1)
-    found = tables["visual_head"][["first_mass", "sink_mass", "random_sink_mass"]].to_numpy()
-    np.testing.assert_allclose(found, mass[:, :3], rtol=1e-6)
+    masses = tables["visual_head"][["first_mass", "sink_mass", "random_sink_mass"]].to_numpy()
+    np.testing.assert_allclose(masses, mass[:, :3], rtol=1e-6)
     np.testing.assert_allclose(tables["visual_head"]["visual_mass"], mass[:, 1:4].sum(1), rtol=1e-6)
     assert tables["visual_patch"]["random_share"].tolist() == [0.0, 1.0, 0.0]
     assert (tables["visual_patch"]["phi"] > PHI).tolist() == [True, False, False]

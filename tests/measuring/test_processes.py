@@ -147,25 +147,25 @@ def everything(folder: Path) -> None:
     """Run everything on one of two processes, and record how each run ended."""
     rank, model = os.environ["RANK"], folder / "gpt2"
     options = {"input": folder / "ids.jsonl", **OPTIONS}
-    found: dict[str, str] = {}
+    outcomes: dict[str, str] = {}
 
     def run(**more: Any) -> str:
         sinkscope.analyze(model, figures=(), **options | more)
         return "done"
 
-    found["written"] = outcome(lambda: run(out=folder / "two"))
-    found["there already"] = outcome(lambda: run(out=folder / "two"))
+    outcomes["written"] = outcome(lambda: run(out=folder / "two"))
+    outcomes["there already"] = outcome(lambda: run(out=folder / "two"))
     for place in (0, 1):
         with failing(place, SinkscopeError("layer 1: NaN")):
-            found[f"in a batch of {place}"] = outcome(lambda: run(out=folder / "never"))
+            outcomes[f"in a batch of {place}"] = outcome(lambda: run(out=folder / "never"))
         with failing(place, KeyError("what nobody has foreseen"), sinkscope.measuring.measure, "choose"):
             try:
-                found[f"elsewhere in {place}"] = outcome(lambda: run(out=folder / "never"))
+                outcomes[f"elsewhere in {place}"] = outcome(lambda: run(out=folder / "never"))
             except KeyError:
-                found[f"elsewhere in {place}"] = "KeyError"
+                outcomes[f"elsewhere in {place}"] = "KeyError"
     if rank == "0":  # by itself, as in a user's training
-        found["in memory"] = outcome(lambda: sinkscope.analyze(tiny_model("gpt2"), **options).manifest["processes"])
-    found["again"] = outcome(lambda: run(out=folder / "again"))
+        outcomes["in memory"] = outcome(lambda: sinkscope.analyze(tiny_model("gpt2"), **options).manifest["processes"])
+    outcomes["again"] = outcome(lambda: run(out=folder / "again"))
     plain = Tracer.forward_backward
 
     def limited(self: Any, batch: Any, observables: Any) -> Any:
@@ -174,8 +174,8 @@ def everything(folder: Path) -> None:
         return plain(self, batch, observables)
 
     Tracer.forward_backward = limited  # type: ignore[method-assign]
-    found["half the batch"] = outcome(lambda: run(out=folder / "halved"))
-    (folder / f"found-{rank}.json").write_text(json.dumps(found))
+    outcomes["half the batch"] = outcome(lambda: run(out=folder / "halved"))
+    (folder / f"found-{rank}.json").write_text(json.dumps(outcomes))
 
 
 @pytest.fixture(scope="module")

@@ -91,9 +91,9 @@ def test_delta_and_gamma_are_products_of_weights_and_tokens(name: str) -> None:
         padded = torch.full((len(LENGTHS), 1 + HEADS, max(LENGTHS)), torch.nan, dtype=torch.float64)
         for row, delta in zip(padded, record["deltas"], strict=True):
             row[:, : delta.shape[1]] = torch.cat([delta.sum(0, keepdim=True), delta])  # all heads together, then each
-        found = rows(tables["query_bias"], layer=layer).sort_values(["head", "position"])
+        of_layer = rows(tables["query_bias"], layer=layer).sort_values(["head", "position"])
         for column, expected in (("delta_mean", np.nanmean(padded, 0)), ("delta_std", np.nanstd(padded, 0))):
-            np.testing.assert_allclose(found[column], expected.flatten(), rtol=tolerance, atol=tolerance)
+            np.testing.assert_allclose(of_layer[column], expected.flatten(), rtol=tolerance, atol=tolerance)
         together = padded[:, 0].numpy()
         by_sequence = rows(tables["query_bias_by_sequence"], layer=layer)
         np.testing.assert_allclose(by_sequence["delta"], together[:, 0], rtol=1e-4)
@@ -106,11 +106,11 @@ def test_delta_and_gamma_are_products_of_weights_and_tokens(name: str) -> None:
         np.testing.assert_allclose(gamma["gamma"], expected.numpy(), rtol=1e-5, atol=1e-6)
         bins = []
         for group, values in {"position 0": together[:, 0], "later": together[:, 1:]}.items():
-            found = rows(tables["delta_distribution"], layer=layer, group=group)
-            bins.append(found["delta"].to_numpy())
-            assert len(found) == BINS
-            assert found["count"].sum() == np.isfinite(values).sum()
-            mean = np.average(found["delta"], weights=found["count"])
+            of_layer = rows(tables["delta_distribution"], layer=layer, group=group)
+            bins.append(of_layer["delta"].to_numpy())
+            assert len(of_layer) == BINS
+            assert of_layer["count"].sum() == np.isfinite(values).sum()
+            mean = np.average(of_layer["delta"], weights=of_layer["count"])
             assert abs(mean - np.nanmean(values)) <= 0.5 * np.diff(bins[0])[0]
         np.testing.assert_array_equal(*bins)
     if name not in LEARNED:  # without learned positions there is no EPE
@@ -141,8 +141,8 @@ def test_alignment_and_epe_of_learned_positions(name: str) -> None:
         keys = torch.einsum("hdc,pc->phd", record["weight"], epe)
         together = torch.cosine_similarity(keys.flatten(1), record["bias"].flatten(), dim=-1)
         expected = torch.stack([together, *torch.cosine_similarity(keys, record["bias"], dim=-1).T])
-        found = rows(tables["query_bias"], layer=layer).sort_values(["head", "position"])["key_alignment"]
-        np.testing.assert_allclose(found, expected.flatten(), rtol=1e-9, atol=1e-12)
+        alignments = rows(tables["query_bias"], layer=layer).sort_values(["head", "position"])["key_alignment"]
+        np.testing.assert_allclose(alignments, expected.flatten(), rtol=1e-9, atol=1e-12)
 
 
 def gapped(*massive: float) -> torch.Tensor:
@@ -192,25 +192,25 @@ def terms_by_hand(
         "delta": b_q[:, None] @ key.transpose(1, 2),
         "biases": (b_q * b_k).sum(1)[:, None, None],
     }
-    found = {}
+    means = {}
     for term, products in pairs.items():
         by_key = scaling * products.expand(HEADS, len(x), len(x))
         others = torch.stack([by_key[:, t, 1 : t + 1].mean(1) for t in range(1, len(x))])
-        found[term] = [float(by_key[:, 1:, 0].mean()), float(others.mean())]
-    return found
+        means[term] = [float(by_key[:, 1:, 0].mean()), float(others.mean())]
+    return means
 
 
 @pytest.mark.parametrize("name", [*LEARNED, "gpt2-by-layer"])
 def test_each_term_is_the_product_of_its_factors(name: str) -> None:
     """Their gaps add up to that of the logits."""
     model, tables, sites_of = terms_of(name)
-    found = tables["logit_terms_by_sequence"].set_index(["layer", "sequence", "term"])
+    terms = tables["logit_terms_by_sequence"].set_index(["layer", "sequence", "term"])
     for sequence, layers in enumerate(sites_of):
         for layer, sites in enumerate(layers):
             for term, values in terms_by_hand(name, model, layer, sites).items():
-                row = found.loc[layer, sequence, term]
+                row = terms.loc[layer, sequence, term]
                 np.testing.assert_allclose(row[["at_first", "at_others"]].astype(float), values, rtol=1e-6)
-    gaps = (found["at_first"] - found["at_others"]).groupby(["layer", "sequence"]).sum()
+    gaps = (terms["at_first"] - terms["at_others"]).groupby(["layer", "sequence"]).sum()
     logits = tables["geometry_by_sequence"].groupby(["layer", "sequence"])["sink_logit_gap"].mean()
     pd.testing.assert_series_equal(gaps, logits, rtol=1e-5, atol=1e-6, check_names=False, check_dtype=False)
 
@@ -221,8 +221,8 @@ def test_a_rotated_query_has_no_effective_bias() -> None:
     projection = projections(model, find_family(model), 0)["query"]
     x = torch.randn(6, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     made = torch.einsum("hdc,tc->htd", projection.weight, x) + projection.bias[:, None]
-    found = effective_bias(projection, x, 0.3 * made)
-    torch.testing.assert_close(found, 0.3 * projection.bias)
+    bias = effective_bias(projection, x, 0.3 * made)
+    torch.testing.assert_close(bias, 0.3 * projection.bias)
     assert effective_bias(projection, x, made.roll(1, dims=-1)) is None
 
 
@@ -232,21 +232,21 @@ def test_epe_and_the_states_of_the_first_layer(name: str) -> None:
     model, tables, sites_of = terms_of(name)
     epe = effective_positions(model, find_family(model), POSITIONS)
     states = [layers[0]["layer_out"][0] for layers in sites_of]
-    found = tables["epe_by_group"].set_index(["group", "position"])["cosine"]
-    assert sorted({group for group, _ in found.index}) == [-1, *range(len(PAIRS))]
-    for (group, position), cosine in found.items():
+    cosines = tables["epe_by_group"].set_index(["group", "position"])["cosine"]
+    assert sorted({group for group, _ in cosines.index}) == [-1, *range(len(PAIRS))]
+    for (group, position), cosine in cosines.items():
         kept = [x[position] for at, x in enumerate(states) if at != group and len(x) > position]
         expected = torch.cosine_similarity(torch.stack(kept).mean(0), epe[position], dim=0)
         assert cosine == pytest.approx(float(expected), rel=1e-9)
 
-    rest = tables["epe_rest_by_sequence"].set_index(["layer", "sequence"])
+    others = tables["epe_rest_by_sequence"].set_index(["layer", "sequence"])
     for sequence, layers in enumerate(sites_of):
         for layer, sites in enumerate(layers):
             _, w_k, b_q, _ = factors(model, layer)
             first = sites["layer_in"][0, 0]
             for column, x in (("cosine", first - epe[0]), ("cosine_whole", first)):
                 expected = torch.cosine_similarity((w_k @ x).flatten(), b_q.flatten(), dim=0)
-                assert rest.loc[layer, sequence][column] == pytest.approx(float(expected), rel=1e-5, abs=1e-6)
+                assert others.loc[layer, sequence][column] == pytest.approx(float(expected), rel=1e-5, abs=1e-6)
 
 
 def run_of(model: PreTrainedModel, **options: Any) -> Run:

@@ -36,7 +36,7 @@ def test_each_tensor_keeps_its_scale_and_nothing_else(name: str) -> None:
     assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
     assert not network.training
     assert not any(parameter.requires_grad for parameter in network.parameters())
-    own, other = dict(model.named_parameters()), dict(randomized(model, seed=4).named_parameters())
+    own, reseeded = dict(model.named_parameters()), dict(randomized(model, seed=4).named_parameters())
     assert network.state_dict().keys() == model.state_dict().keys()
     for key, x in network.named_parameters():
         std, error = own[key].std(correction=0), own[key].std(correction=0) / x.numel() ** 0.5
@@ -44,7 +44,7 @@ def test_each_tensor_keeps_its_scale_and_nothing_else(name: str) -> None:
         assert (x.std(correction=0) - std).abs() <= 5 * error + 1e-7, key
         if x.numel() > 1 and std:
             assert not torch.equal(x, own[key]), key
-            assert not torch.equal(x, other[key]), key
+            assert not torch.equal(x, reseeded[key]), key
             assert np.corrcoef(x.flatten(), own[key].flatten())[0, 1] < 5 / x.numel() ** 0.5
 
 

@@ -12,5 +12,5 @@ FILE = Path(__file__).with_name("simulated_devices.py")
 
 def test_on_simulated_devices() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(FILE)]
-    found = subprocess.run(command, capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout[-5000:]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]

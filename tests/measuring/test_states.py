@@ -47,18 +47,18 @@ def test_entropy_is_that_of_the_singular_values_and_bounded_by_norm_and_alignmen
         padded_x = torch.zeros(1, tokens + 3, width, dtype=torch.float64)
         padded_x[0, :tokens] = torch.from_numpy(x)
         columns = valley(padded_x, torch.tensor([tokens], dtype=torch.float64))
-        found = {name: float(value[0]) for name, value in columns.items()}
+        numbers = {name: float(value[0]) for name, value in columns.items()}
         norms = np.linalg.norm(x, axis=1)
         rescaled = np.concatenate([x[:1] * np.quantile(norms[1:], 0.5, method="lower") / norms[0], x[1:]])
         for name, states in (("entropy", x), ("entropy_without_first", x[1:]), ("entropy_rescaled", rescaled)):
-            assert found[name] == pytest.approx(entropy_by_svd(states), rel=1e-10), name
+            assert numbers[name] == pytest.approx(entropy_by_svd(states), rel=1e-10), name
         cosines = (x[1:] @ x[0]) ** 2 / norms[0] ** 2
         share, alignment = norms[0] ** 2 / (norms[1:] ** 2).sum(), cosines.sum() / (norms[1:] ** 2).sum()
-        assert found["norm_share"] == pytest.approx(share)
-        assert found["alignment"] == pytest.approx(alignment)
-        assert found["anisotropy_bound"] == pytest.approx((share + alignment) / (share + 1))
-        assert found["anisotropy_bound"] <= found["anisotropy"] == pytest.approx(singular[0] / singular.sum())
-        assert found["entropy"] <= found["entropy_bound"] < 1
+        assert numbers["norm_share"] == pytest.approx(share)
+        assert numbers["alignment"] == pytest.approx(alignment)
+        assert numbers["anisotropy_bound"] == pytest.approx((share + alignment) / (share + 1))
+        assert numbers["anisotropy_bound"] <= numbers["anisotropy"] == pytest.approx(singular[0] / singular.sum())
+        assert numbers["entropy"] <= numbers["entropy_bound"] < 1
     # both bounds are reached where all other tokens are orthogonal to the first and to each other, of one norm
     exact = valley(torch.diag(torch.tensor([3.0, 1, 1, 1], dtype=torch.float64))[None], torch.tensor([4.0]).double())
     assert float(exact["anisotropy"]) == pytest.approx(float(exact["anisotropy_bound"])) == pytest.approx(9 / 12)
@@ -155,12 +155,12 @@ def test_residual_sinks_and_spikes_are_told_apart_by_the_share_of_their_tokens()
     for site in ("layer_in", "layer_out"):
         observable.see(0, site, Reading(states, batch), batch)
     tables = observable.tables()
-    found = tables["residual_sinks"].set_index("coordinate")
-    assert found["kind"].to_dict() == {7: "residual sink", 4: "residual sink", 5: "between", 2: "spike"}
-    assert found.index.tolist() == [7, 4, 5, 2]
+    coordinates = tables["residual_sinks"].set_index("coordinate")
+    assert coordinates["kind"].to_dict() == {7: "residual sink", 4: "residual sink", 5: "between", 2: "spike"}
+    assert coordinates.index.tolist() == [7, 4, 5, 2]
     for coordinate, (size, count) in planted.items():
         expected = [count / 10, (count * abs(size) + 10 - count) / 10, abs(size)]
-        assert found.loc[coordinate, ["share", "ratio_mean", "ratio_max"]].tolist() == pytest.approx(expected)
+        assert coordinates.loc[coordinate, ["share", "ratio_mean", "ratio_max"]].tolist() == pytest.approx(expected)
     assert tables["spikes"][["largest_share", "rotated_share"]].to_numpy().tolist() == [[1.0, 0.0]]
 
 
@@ -175,20 +175,20 @@ def test_attention_received_is_that_of_the_loops(kind: str, lengths: tuple | Non
     uniform = (seen / seen.sum(-1, keepdim=True).clamp(min=1)) * (later & real)
     expected = (weights * later).mean(1).sum(1) / uniform.mean(1).sum(1)
     is_token = read.batch.attention_mask.bool()
-    found, expected = (x.nan_to_num(nan=-1.0, posinf=-1.0)[is_token] for x in (attention_received(read), expected))
-    torch.testing.assert_close(found, expected)
+    received, expected = (x.nan_to_num(nan=-1.0, posinf=-1.0)[is_token] for x in (attention_received(read), expected))
+    torch.testing.assert_close(received, expected)
 
 
 def test_a_run_with_its_observables_needs_no_second_pass(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, given = tiny_model("llama"), {"input": "random", "num_seqs": 2, "seq_len": 16}
-    expected = sinkscope.spike_mask(model, **given)
+    model, options = tiny_model("llama"), {"input": "random", "num_seqs": 2, "seq_len": 16}
+    expected = sinkscope.spike_mask(model, **options)
     monkeypatch.setattr("sinkscope.measuring.spike_mask.measure", None)
     run = tmp_path / "run"
-    sinkscope.analyze(model, observables=MASK_OBSERVABLES, export_mask=True, out=run, figures=(), page=False, **given)
+    sinkscope.analyze(model, observables=MASK_OBSERVABLES, export_mask=True, out=run, figures=(), page=False, **options)
     mask = load_file(run / "spike_mask.safetensors")
     assert all(torch.equal(mask[name], tensor) for name, tensor in vars(expected).items())
     with pytest.raises(TypeError):  # without them, there is one
-        sinkscope.analyze(model, observables=["massive"], export_mask=True, figures=(), page=False, **given)
+        sinkscope.analyze(model, observables=["massive"], export_mask=True, figures=(), page=False, **options)
 
 
 def test_the_mask_of_given_texts_has_no_bos_before_them() -> None:

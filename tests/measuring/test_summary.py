@@ -56,14 +56,14 @@ def attention_tables(sinks: Sequence[tuple] = ()) -> dict[str, pd.DataFrame]:
 
 
 def metrics(tables: dict[str, pd.DataFrame], inputs: TokenInputs = TWO, **more: Any) -> dict[tuple[str, int], float]:
-    found = summarize(MeasuredTables(tables, inputs, LLAMA, (0.5,) * LAYERS, **more))
-    assert not found.duplicated(["layer", "metric"]).any()
-    return {(row.metric, row.layer): row.value for row in found.itertuples()}
+    summary = summarize(MeasuredTables(tables, inputs, LLAMA, (0.5,) * LAYERS, **more))
+    assert not summary.duplicated(["layer", "metric"]).any()
+    return {(row.metric, row.layer): row.value for row in summary.itertuples()}
 
 
 def test_attention_is_summarized_at_position_0() -> None:
     assert metrics({}) == {}
-    found = metrics(attention_tables())
+    summary = metrics(attention_tables())
     expected = {
         "sink_rate": [0.75, 0.125],
         "window_mass": [0.4, 0.15],
@@ -74,11 +74,11 @@ def test_attention_is_summarized_at_position_0() -> None:
         "sink_rate_clear": [0.5, 0.0],  # the last head has no rate
         "uniform_mass": [0.05, 0.05],
     }
-    assert {metric for metric, _ in found} == set(expected)
+    assert {metric for metric, _ in summary} == set(expected)
     for metric, values in expected.items():
         for layer, value in enumerate(values):
-            assert found[metric, layer] == pytest.approx(value)
-        assert found[metric, WHOLE_MODEL] == pytest.approx(np.mean(values))
+            assert summary[metric, layer] == pytest.approx(value)
+        assert summary[metric, WHOLE_MODEL] == pytest.approx(np.mean(values))
 
 
 def test_later_sinks_are_pairs_of_head_and_sequence_with_queries_enough() -> None:
@@ -89,13 +89,13 @@ def test_later_sinks_are_pairs_of_head_and_sequence_with_queries_enough() -> Non
         (0, 1, 0, last + 1, FEWEST_QUERIES - 1),  # too late: its queries are few
         (0, 1, 1, 0, LENGTH),  # position 0 is not later
     ]  # fmt: skip
-    found = metrics(attention_tables(sinks))
-    assert found["sink_rate_later", 0] == 2 / (HEADS * 2)
-    assert found["sink_rate_later", 1] == 0.0
-    assert found["sink_rate_later", WHOLE_MODEL] == 0.25
+    summary = metrics(attention_tables(sinks))
+    assert summary["sink_rate_later", 0] == 2 / (HEADS * 2)
+    assert summary["sink_rate_later", 1] == 0.0
+    assert summary["sink_rate_later", WHOLE_MODEL] == 0.25
     for window, has_rate in ((FEWEST_QUERIES, True), (FEWEST_QUERIES - 1, False)):
-        found = metrics(attention_tables(sinks), settings=ObservableOptions(window=window))
-        assert (found["sink_rate_later", 0] == found["sink_rate_later", 0]) == has_rate
+        summary = metrics(attention_tables(sinks), settings=ObservableOptions(window=window))
+        assert (summary["sink_rate_later", 0] == summary["sink_rate_later", 0]) == has_rate
 
 
 def test_gradients_are_averaged_over_layers_before_they_are_divided_and_gains_are_medians() -> None:
@@ -124,11 +124,11 @@ def test_geometry_is_summarized() -> None:
     table.loc[table["position"] == 2, "value_norm"] = 12.0
     table.loc[first, "qk_cosine"] = [0.1, 0.3, -0.2, 0.0]
     table.loc[first, "sink_logit_gap"] = [5.0, 7.0, 1.0, 2.0]
-    found = metrics({"geometry": table})
-    assert found["value_drain", 0] == pytest.approx((1 / 8 + 3 / 8) / 2)
-    assert found["value_drain", 1] == pytest.approx((4 / 8 + 8 / 8) / 2)
-    assert found["qk_cosine", 0] == pytest.approx(0.2)
-    assert found["sink_logit_gap", WHOLE_MODEL] == pytest.approx((6 + 1.5) / 2)
+    summary = metrics({"geometry": table})
+    assert summary["value_drain", 0] == pytest.approx((1 / 8 + 3 / 8) / 2)
+    assert summary["value_drain", 1] == pytest.approx((4 / 8 + 8 / 8) / 2)
+    assert summary["qk_cosine", 0] == pytest.approx(0.2)
+    assert summary["sink_logit_gap", WHOLE_MODEL] == pytest.approx((6 + 1.5) / 2)
 
 
 def test_norms_massive_activations_and_outliers_are_summarized() -> None:
@@ -143,15 +143,15 @@ def test_norms_massive_activations_and_outliers_are_summarized() -> None:
         "max_inf_norm": [3.0, 9.0, 4.0, 2.0], "kurtosis": [3.0, 5.0, 10.0, 20.0],
     })  # fmt: skip
     of_norms = pd.DataFrame({"layer": [0, 1], "site": "mlp_norm", "max_inf_norm": 99.0, "kurtosis": [7.0, 40.0]})
-    found = metrics({"activation": norms, "massive": massive, "outlier": outlier, "outlier_norms": of_norms})
-    assert found["norm_ratio", 0] == pytest.approx(25.0)
-    assert found["norm_ratio", 1] == pytest.approx(50.0)
-    assert found["massive_count", 0] == 0.5  # per sequence
-    assert found["massive_count", WHOLE_MODEL] == 2.0  # all layers together
-    assert [found["max_inf_norm", layer] for layer in (0, 1, WHOLE_MODEL)] == [9.0, 4.0, 9.0]
-    assert [found["layer_inf_norm", layer] for layer in (0, 1, WHOLE_MODEL)] == [9.0, 2.0, 9.0]
-    assert [found["kurtosis", layer] for layer in (0, 1, WHOLE_MODEL)] == [4.0, 15.0, 9.5]
-    assert [found["kurtosis_with_norms", layer] for layer in (0, 1, WHOLE_MODEL)] == [6.0, 30.0, 18.0]
+    summary = metrics({"activation": norms, "massive": massive, "outlier": outlier, "outlier_norms": of_norms})
+    assert summary["norm_ratio", 0] == pytest.approx(25.0)
+    assert summary["norm_ratio", 1] == pytest.approx(50.0)
+    assert summary["massive_count", 0] == 0.5  # per sequence
+    assert summary["massive_count", WHOLE_MODEL] == 2.0  # all layers together
+    assert [summary["max_inf_norm", layer] for layer in (0, 1, WHOLE_MODEL)] == [9.0, 4.0, 9.0]
+    assert [summary["layer_inf_norm", layer] for layer in (0, 1, WHOLE_MODEL)] == [9.0, 2.0, 9.0]
+    assert [summary["kurtosis", layer] for layer in (0, 1, WHOLE_MODEL)] == [4.0, 15.0, 9.5]
+    assert [summary["kurtosis_with_norms", layer] for layer in (0, 1, WHOLE_MODEL)] == [6.0, 30.0, 18.0]
 
 
 def test_gates_and_the_drain_before_them() -> None:
@@ -160,11 +160,11 @@ def test_gates_and_the_drain_before_them() -> None:
     first, head_0 = table["position"] == 0, table["head"] == 0
     table.loc[first & head_0, ["gate", "raw_value_norm"]] = [0.2, 1.0]
     table.loc[~first & ~head_0, ["gate", "raw_value_norm"]] = [0.8, 4.0]
-    found = metrics({"gate": table})
+    summary = metrics({"gate": table})
     for layer in (0, 1, WHOLE_MODEL):
-        assert found["gate_first", layer] == pytest.approx(0.6)
-        assert found["gate_later", layer] == pytest.approx(0.9)
-        assert found["raw_value_drain", layer] == pytest.approx(0.5)  # 1 ÷ 2 and 2 ÷ 4
+        assert summary["gate_first", layer] == pytest.approx(0.6)
+        assert summary["gate_later", layer] == pytest.approx(0.9)
+        assert summary["raw_value_drain", layer] == pytest.approx(0.5)  # 1 ÷ 2 and 2 ÷ 4
 
 
 def bound(run: Run) -> pd.Series:

@@ -257,6 +257,6 @@ def test_the_gradient_by_the_logits_is_that_of_autograd(side: Literal["left", "r
         losses = losses_at_once(exact, batch)
         (expected,) = torch.autograd.grad(losses.sum(), exact)
         for chunk in (1, 8, 1000):
-            found, gradient = loss_and_gradient(logits, batch, chunk)
-            torch.testing.assert_close(found, losses.detach(), rtol=1e-6, atol=0)
+            computed, gradient = loss_and_gradient(logits, batch, chunk)
+            torch.testing.assert_close(computed, losses.detach(), rtol=1e-6, atol=0)
             torch.testing.assert_close(gradient, expected.to(dtype), rtol=tolerance, atol=tolerance)

@@ -222,15 +222,15 @@ def test_an_intervention_is_watched_and_other_threads_are_left_alone() -> None:
     assert changed.tables["summary"].equals(inner.tables["summary"])
     assert not changed.tables["summary"].equals(plain.tables["summary"])
 
-    outputs, started, rest = [model(IDS).logits], threading.Event(), threading.Event()
-    blocked = model.model.layers[1].register_forward_hook(lambda *_: started.set() or (rest.wait(60) and None))
+    outputs, started, released = [model(IDS).logits], threading.Event(), threading.Event()
+    blocked = model.model.layers[1].register_forward_hook(lambda *_: started.set() or (released.wait(60) and None))
     with sinkscope.watch(model) as seen:
         first = threading.Thread(target=lambda: outputs.append(model(IDS).logits))
         first.start()
         assert started.wait(60)
         blocked.remove()
         outputs.append(model(IDS).logits)
-        rest.set()
+        released.set()
         first.join()
     assert (seen.calls, sum(seen.skipped.values())) == (1, 1)
     assert all(torch.equal(outputs[0], one) for one in outputs)
