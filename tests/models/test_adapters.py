@@ -145,7 +145,7 @@ def test_one_that_does_not_fit_is_refused(base: Path, adapter: Path) -> None:
 
     weights = load_file(adapter / adapters.SAFE)
     name = next(iter(weights))
-    save_file({other: value for other, value in weights.items() if other != name}, adapter / adapters.SAFE)
+    save_file({stored: value for stored, value in weights.items() if stored != name}, adapter / adapters.SAFE)
     refusal("does not fit .*base: it lacks base_model.*layers.0")
     save_file(weights | {name.replace("layers.0", "layers.7"): weights[name].clone()}, adapter / adapters.SAFE)
     refusal("does not fit .*: it has, and the model does not have, .*layers.7")

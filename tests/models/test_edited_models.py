@@ -145,8 +145,8 @@ def test_models_edited_by_hand_are_measured(name: str) -> None:
     for layer, norm in norms.items():
         states = [sequence.layers[layer].sites["layer_out"] for sequence in recorded]
         assert norm == pytest.approx(np.linalg.norm(states, axis=-1).max(), rel=1e-4)
-    found = set(run.tables["activation"].query("layer == 1")["site"])
-    assert found & {"attn_out", "mlp_out"} == branches
+    sites = set(run.tables["activation"].query("layer == 1")["site"])
+    assert sites & {"attn_out", "mlp_out"} == branches
 
 
 class Broken(nn.Module):
@@ -296,12 +296,12 @@ def attending_by(mixed: Callable[..., torch.Tensor]) -> PreTrainedModel:
 @pytest.mark.parametrize("mixed", [einsum, einsum_of_lists])
 def test_einsum_is_recognized(mixed: Callable[..., torch.Tensor]) -> None:
     """All tables are those of the same attention by matmul."""
-    expected, found = (analyzed(attending_by(each)).tables for each in (softmax, mixed))
-    assert set(found) == set(expected)
+    expected, tables = (analyzed(attending_by(each)).tables for each in (softmax, mixed))
+    assert set(tables) == set(expected)
     for name in ("attention", "geometry", "gradient", "massive"):
-        for column in found[name].select_dtypes("float"):
+        for column in tables[name].select_dtypes("float"):
             torch.testing.assert_close(
-                torch.tensor(found[name][column].to_numpy()),
+                torch.tensor(tables[name][column].to_numpy()),
                 torch.tensor(expected[name][column].to_numpy()),
                 rtol=1e-3, atol=1e-4, equal_nan=True,
             )  # fmt: skip

@@ -61,8 +61,8 @@ def test_the_documents_have_them() -> None:
 
 @pytest.mark.parametrize(("name", "model_type"), EACH)
 def test_the_result_is_that_of_the_list(name: str, model_type: str) -> None:
-    found = vars(row_of(model_type, LISTS[name]))
-    assert found == {field: ROWS[name][model_type][field] for field in found}
+    row = vars(row_of(model_type, LISTS[name]))
+    assert row == {field: ROWS[name][model_type][field] for field in row}
 
 
 @pytest.mark.parametrize(("name", "model_type"), COMPARED)
@@ -93,15 +93,15 @@ def test_a_branch_that_is_read_elsewhere_is_noticed(
 ) -> None:
     model = tiny_of(model_type, torch.float64)
     family, _ = family_of(model)
-    found = padded_differences(model, broken(family), whole=True)
-    assert all(found[side][column] > 1e-2 for side in found)
-    assert found["right"]["attention.sink_mass"] < ROUND_OFF
+    by_side = padded_differences(model, broken(family), whole=True)
+    assert all(by_side[side][column] > 1e-2 for side in by_side)
+    assert by_side["right"]["attention.sink_mass"] < ROUND_OFF
 
 
 def test_a_model_that_padding_changes_is_measured_without(tmp_path: Path) -> None:
     """The sparse attention of deepseek_v32 chooses other keys if a longer sequence is in the batch."""
     path = written(tmp_path / "ids.jsonl", [range(3, 23), range(3, 16)])
-    given = {"input": str(path), "bos": "never", "observables": ("attention",)}
+    options = {"input": str(path), "bos": "never", "observables": ("attention",)}
     with pytest.raises(SinkscopeError, match=r"in a padded batch .* --batch-size 1"):
-        sinkscope.analyze(tiny_of("deepseek_v32"), **given)
-    assert sinkscope.analyze(tiny_of("deepseek_v32"), batch_size=1, **given).manifest["parity"] < 1e-4
+        sinkscope.analyze(tiny_of("deepseek_v32"), **options)
+    assert sinkscope.analyze(tiny_of("deepseek_v32"), batch_size=1, **options).manifest["parity"] < 1e-4

@@ -38,17 +38,19 @@ def test_rows(name: str) -> None:
     model = tiny_model(name)
     family, block = find_family(model), find_family(model).block(0)
     layer = family.layer_modules(model)[1]
-    given: dict[str, torch.Tensor] = {}  # inputs of the two branches: attn_norm and mlp_norm, which are in no equation
+    branch_inputs: dict[
+        str, torch.Tensor
+    ] = {}  # inputs of the two branches: attn_norm and mlp_norm, which are in no equation
     for site, path in (("attn_norm", family.attention), ("mlp_norm", MLPS.get(family.name, "mlp"))):
 
         def keep(module: object, args: tuple, kwargs: dict, site: str = site) -> None:
-            given[site] = (*args, *kwargs.values())[0].clone()
+            branch_inputs[site] = (*args, *kwargs.values())[0].clone()
 
         if site in family.sites:
             layer.get_submodule(path).register_forward_pre_hook(keep, with_kwargs=True)
     records = read_sites(model, family, tiny_tokens(2, 9))
-    assert given.keys() == {"attn_norm", "mlp_norm"} & set(family.sites)
-    for site, x in given.items():
+    assert branch_inputs.keys() == {"attn_norm", "mlp_norm"} & set(family.sites)
+    for site, x in branch_inputs.items():
         assert torch.equal(records[1][site], x.view_as(records[1][site]))
     assert len(records) == 3
     assert all(check_wiring(block, sites) < ROUND_OFF for sites in records)
@@ -127,18 +129,18 @@ def calibrated(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Famil
 def test_calibration_finds_a_known_family_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measurements with the calibrated row equal measurements with the known row."""
     model = tiny_model(name)
-    known, found = find_family(model), calibrated(model, monkeypatch)
-    assert found.name == model.config.model_type
+    known, calibration = find_family(model), calibrated(model, monkeypatch)
+    assert calibration.name == model.config.model_type
     for field in ("layers", "attention", "wiring", "door", "down"):
-        assert getattr(found, field) == getattr(known, field), field
-    assert list(found.sites) == list(known.sites)
-    assert not found.blocks
-    assert found.positions in (known.positions, "unknown")
-    mine, other = read_sites(model, found, tiny_tokens(2, 9)), read_sites(model, known, tiny_tokens(2, 9))
-    for sites, expected in zip(mine, other, strict=True):
+        assert getattr(calibration, field) == getattr(known, field), field
+    assert list(calibration.sites) == list(known.sites)
+    assert not calibration.blocks
+    assert calibration.positions in (known.positions, "unknown")
+    mine, theirs = read_sites(model, calibration, tiny_tokens(2, 9)), read_sites(model, known, tiny_tokens(2, 9))
+    for sites, expected in zip(mine, theirs, strict=True):
         assert all(torch.equal(sites[site], expected[site]) for site in expected)
     asked = [padded(ragged_tokens((9, 6)))], Settings(positions=4, window=4), ("attention",)
-    tables = [measured(model, *asked, family=family)["attention"] for family in (known, found)]
+    tables = [measured(model, *asked, family=family)["attention"] for family in (known, calibration)]
     assert max(reference.errors(*tables).values()) < 1e-5
 
 

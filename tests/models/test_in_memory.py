@@ -68,8 +68,8 @@ def test_a_wrapped_model_is_measured_as_the_plain_one(plain: Run) -> None:
 def test_a_model_with_an_adapter_is_measured_as_the_merged_one(plain: Run) -> None:
     adapted, twin = with_adapter(tiny_model("llama")), with_adapter(tiny_model("llama"))
     twin.load_state_dict(adapted.state_dict())
-    given = SMALL | {"observables": ("attention", "gradient")}
-    run, merged = (sinkscope.analyze(model, **given) for model in (adapted, twin.merge_and_unload()))
+    options = SMALL | {"observables": ("attention", "gradient")}
+    run, merged = (sinkscope.analyze(model, **options) for model in (adapted, twin.merge_and_unload()))
     assert_equal(run, merged, rtol=1e-3, atol=1e-5)
     assert run.metric("window_mass") != pytest.approx(plain.metric("window_mass"), rel=1e-3)
     # the weights alone are those without the adapter
@@ -154,11 +154,11 @@ HELD: dict[str, Callable[[PreTrainedModel], Any]] = {
 
 @pytest.mark.parametrize("kind", HELD)
 def test_a_model_in_another_library_is_measured_as_the_plain_one(kind: str, plain: Run) -> None:
-    given = HELD[kind](tiny_model("llama"))
-    assert_equal(sinkscope.analyze(given, **SMALL), plain)
+    held = HELD[kind](tiny_model("llama"))
+    assert_equal(sinkscope.analyze(held, **SMALL), plain)
     if kind == "a bridge":
         message = "TransformerBridge calls parts of its own, which cannot be changed: pass the model"
-        with pytest.raises(InputError, match=message), sinkscope.intervening(given, "mask-sink"):
+        with pytest.raises(InputError, match=message), sinkscope.intervening(held, "mask-sink"):
             pass
 
 

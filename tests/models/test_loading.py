@@ -394,15 +394,15 @@ def test_gguf_file_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_hub_id(hub: Hub, saved: Path, tmp_path: Path) -> None:
-    other = {"onnx/model.onnx": b"big", "pytorch_model.bin": b"big", "consolidated.safetensors": b"big"}
+    unread = {"onnx/model.onnx": b"big", "pytorch_model.bin": b"big", "consolidated.safetensors": b"big"}
     contents = {path.name: path.read_bytes() for path in saved.iterdir()}
     step = save_model(tmp_path / "gpt2", "gpt2", GPT2)
-    hub.repos["org/tiny"] = repo = Repo({"main": contents | other, "step-100": step})
+    hub.repos["org/tiny"] = repo = Repo({"main": contents | unread, "step-100": step})
     loaded = load("org/tiny")
     assert (loaded.name, loaded.source, loaded.revision) == ("org/tiny", "org/tiny", None)
     assert (loaded.commit, loaded.notices) == (repo.commit("main"), ())
     assert loaded.tokenizer is not None
-    assert not [request for request in hub.requests if request.endswith(tuple(other))]
+    assert not [request for request in hub.requests if request.endswith(tuple(unread))]
     for revision in ("step-100", repo.commit("step-100")):
         loaded = load("org/tiny", revision=revision)
         assert (loaded.model.config.model_type, loaded.revision) == ("gpt2", revision)

@@ -140,7 +140,7 @@ def test_unpacked_weights_are_those_of_the_checkpoint(method: str, plain: Path, 
         torch.testing.assert_close(parameter, whole[name], rtol=1e-6, atol=0)
     assert packed.without_gradients(loaded.model) is None
     run = sinkscope.intervene(loaded, "zero-key-columns:coordinates=3", draws=0, **SMALL)
-    assert [(found.value, found.numbers["kind"]) for found in packed_source(run)] == [(8, STORED[method][6:])]
+    assert [(finding.value, finding.numbers["kind"]) for finding in packed_source(run)] == [(8, STORED[method][6:])]
 
 
 def test_weights_that_fit_only_packed_stay_packed(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,9 +55,9 @@ def test_the_row_of_a_tower_is_what_is_found_numerically(kind: str, monkeypatch:
     row = find_family(model)
     monkeypatch.setattr(families, "FAMILIES", {})
     with undisturbed(model):
-        found, _ = family_of(model)
+        calibrated, _ = family_of(model)
     for name in ("layers", "attention", "sites", "wiring", "door", "qkv", "output", "mlp", "blocks"):
-        assert getattr(row, name) == getattr(found, name)
+        assert getattr(row, name) == getattr(calibrated, name)
 
 
 def test_paligemma_reads_text_as_what_follows_its_prompt() -> None:

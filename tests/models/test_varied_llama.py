@@ -137,21 +137,21 @@ def test_its_row_holds(label: str) -> None:
     for sites in read_sites(model, family, IDS):
         assert check_wiring(family.block(0), sites) < 1e-12
     if label in ("none", "post-norm", "relative"):
-        found = calibrate(model, IDS)
+        calibrated = calibrate(model, IDS)
         for field in ("layers", "attention", "wiring", "door", "sites"):
-            assert getattr(found, field) == getattr(family, field)
+            assert getattr(calibrated, field) == getattr(family, field)
 
 
 def test_a_key_of_the_prefix_has_all_queries() -> None:
     """The means are over the queries that see a key: all T for a prefix's key, T - s for other keys."""
     model = shared("prefix")
     settings = Settings(positions=LENGTH, window=LENGTH, epsilon=0.3)
-    found = measured(model, [Batch(IDS, torch.ones_like(IDS))], settings, ("attention",))["attention"]
+    table = measured(model, [Batch(IDS, torch.ones_like(IDS))], settings, ("attention",))["attention"]
     queries = torch.tensor([LENGTH] * 4 + list(range(LENGTH - 4, 0, -1)))
     for layer, weights in enumerate(formula(model, IDS)[1]):
         mass = (weights.sum(2) / queries).mean(0)
         for column in ("window_mass", "sink_mass"):
-            own = found[found["layer"] == layer].pivot(index="head", columns="position", values=column)
+            own = table[table["layer"] == layer].pivot(index="head", columns="position", values=column)
             assert_close(torch.tensor(own.to_numpy()), mass, 1e-6)
 
 
@@ -161,8 +161,8 @@ def test_a_key_of_the_prefix_has_all_queries() -> None:
     ("label", "method"),
 )
 def test_saved_with_a_retrofit_or_without_it_is_the_same(label: str, method: str, tmp_path: Path) -> None:
-    name, _, given = method.partition(":")
-    parameters = dict(part.split("=") for part in filter(None, given.split(",")))
+    name, _, settings = method.partition(":")
+    parameters = dict(part.split("=") for part in filter(None, settings.split(",")))
     model = made(label, torch.float32)
     model = model if method == "none" else retrofit_model(model, None, name, **parameters)
     model.save_pretrained(tmp_path)
@@ -182,11 +182,11 @@ def test_the_weight_on_a_windows_first_token() -> None:
     """The mean is over queries t ≥ 3, because earlier ones see position 0; padded sequences of 9, 5 and 2 tokens."""
     model, lengths = shared("window"), [9, 5, 2]
     tables = measured(model, [padded(ragged_tokens(lengths), "left")], Settings(), ("window-edge",))
-    found = tables["window_edge_by_sequence"].set_index(["layer", "sequence"])
-    assert sorted(found.index) == [(layer, sequence) for layer in (0, 1) for sequence in (0, 1)]
+    edges = tables["window_edge_by_sequence"].set_index(["layer", "sequence"])
+    assert sorted(edges.index) == [(layer, sequence) for layer in (0, 1) for sequence in (0, 1)]
     for sequence, ids in enumerate(ragged_tokens(lengths)[:2]):
         for layer, weights in enumerate(formula(model, torch.as_tensor(ids)[None])[1]):
             edge = torch.stack([weights[0, :, t, t - 2] for t in range(3, lengths[sequence])])
-            assert found.loc[(layer, sequence), "edge_mass"] == pytest.approx(float(edge.mean()), rel=1e-5)
-            assert found.loc[(layer, sequence), "edge_queries"] == lengths[sequence] - 3
+            assert edges.loc[(layer, sequence), "edge_mass"] == pytest.approx(float(edge.mean()), rel=1e-5)
+            assert edges.loc[(layer, sequence), "edge_queries"] == lengths[sequence] - 3
     assert OBSERVABLES["window-edge"].inapplicable(shared("rotary"), find_family(shared("rotary")))
