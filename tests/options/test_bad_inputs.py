@@ -47,8 +47,8 @@ def ends_well(reader: Callable[[], Any]) -> Any:
 
 def read_inputs(path: Path) -> None:
     """Check that every id is in the vocabulary, and that no sequence is longer than asked for."""
-    given = {"vocab_size": VOCABULARY + 1, "num_seqs": 3, "seq_len": 4}
-    inputs = ends_well(lambda: build_inputs(path, tokenizer=TOKENIZER if path.suffix != ".npy" else None, **given))
+    sizes = {"vocab_size": VOCABULARY + 1, "num_seqs": 3, "seq_len": 4}
+    inputs = ends_well(lambda: build_inputs(path, tokenizer=TOKENIZER if path.suffix != ".npy" else None, **sizes))
     for ids in inputs.sequences if inputs else ():
         assert 2 <= len(ids) <= 4
         assert ((ids >= 0) & (ids <= VOCABULARY)).all()
@@ -62,17 +62,17 @@ def read_text(path: Path) -> None:
 
 
 def read_a_recipe(path: Path) -> None:
-    found = ends_well(lambda: read_recipe(path))
-    if found is not None:
-        json.dumps(found.record, allow_nan=False).encode()  # an entry of run.json
-        ends_well(lambda: found.options({}))
+    recipe = ends_well(lambda: read_recipe(path))
+    if recipe is not None:
+        json.dumps(recipe.record, allow_nan=False).encode()  # an entry of run.json
+        ends_well(lambda: recipe.options({}))
 
 
 def read_a_config(path: Path) -> None:
-    found = ends_well(lambda: read_settings(path))
-    if found is not None:
-        assert isinstance(found.get("model_type", ""), str | None)
-        assert (found.get("num_hidden_layers") or 1) in range(1, 1001)
+    settings = ends_well(lambda: read_settings(path))
+    if settings is not None:
+        assert isinstance(settings.get("model_type", ""), str | None)
+        assert (settings.get("num_hidden_layers") or 1) in range(1, 1001)
 
 
 # file → its contents, and its reader
@@ -121,7 +121,7 @@ def test_options(command: str, data: st.DataObject) -> None:
     names = st.sampled_from(sorted(kind.model_fields)) | bad.odd_texts
     values = bad.odd_numbers | bad.odd_numbers.map(str) | bad.odd_texts | bad.json_values
     options = data.draw(st.dictionaries(names, values, min_size=1, max_size=2))
-    found = ends_well(lambda: checked(kind, options))
-    if found is not None:
-        ends_well(found.folder)
-        found.model_dump(mode="json")
+    resolved = ends_well(lambda: checked(kind, options))
+    if resolved is not None:
+        ends_well(resolved.folder)
+        resolved.model_dump(mode="json")

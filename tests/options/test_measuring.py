@@ -68,7 +68,7 @@ def test_help_shows_every_option(name: str) -> None:
 
 
 def test_run_json_gives_the_options_back() -> None:
-    given: tuple[tuple[str, dict[str, Any]], ...] = (
+    cases: tuple[tuple[str, dict[str, Any]], ...] = (
         ("analyze", {"seq_len": 20, "window": 5, "observables": "massive,outlier", "batch_size": 4, "revision": "r"}),
         ("intervene", {"do": ["mask-sink", "replace-epe:source=1"], "draws": 2}),
         ("intervene", {"arms": {"one": "mask-sink", "two": ["mask-sink", "zero-massive"]}}),
@@ -77,7 +77,7 @@ def test_run_json_gives_the_options_back() -> None:
         ("retrofit", {"method": {"VGA": "vga:placement=output"}, "steps": 3}),
         ("train", {"method": "none,vscale", "seeds": 2, "learning_rate": 0.1}),
     )
-    for command, options in given:
+    for command, options in cases:
         asked = checked(options_by_command()[command], options)
         assert checked(options_by_command()[command], json.loads(asked.model_dump_json())) == asked
 
