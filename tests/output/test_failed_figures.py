@@ -36,7 +36,7 @@ def misspelled(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
         monkeypatch.setattr(FigureSpec, "__call__", draw)
         monkeypatch.setattr(Figure, "lay_out", lambda figure: None)
-        monkeypatch.setattr(Figure, "savefig", lambda figure, fname, **rest: Path(fname).touch())
+        monkeypatch.setattr(Figure, "savefig", lambda figure, fname, **options: Path(fname).touch())
 
     return fail
 
@@ -87,9 +87,9 @@ def test_retrofit_and_train_draw_failed_figures_again(
         check(tmp_path / "out" / "vga" / "run", "sink-map")
         check(tmp_path / "out" / "comparison", "by-layer")
         assert {"sink-map", "retrofit-bars"} <= set(done.failure.replace("(", " ").split())
-        given = {"text": text, "out": tmp_path / "new", "observables": "attention"}
+        options = {"text": text, "out": tmp_path / "new", "observables": "attention"}
         with pytest.warns(UserWarning, match="could not be drawn"):
-            sinkscope.train(tiny / "config.json", "none", **given, **TRAINED)
+            sinkscope.train(tiny / "config.json", "none", **options, **TRAINED)
         check(tmp_path / "new", "retrofit-bars")
     misspelled()
     assert retrofit().failure == ""
