@@ -78,10 +78,10 @@ def ranges_of(model: PreTrainedModel, count: int = 3) -> dict[Site, Range]:
 )
 def test_grids_by_hand(x: list[float], grid: Grid, expected: list[float]) -> None:
     for dtype in (torch.float64, torch.float16):
-        given = torch.tensor(x, dtype=dtype)
-        snapped = grid.snap(given)
+        numbers = torch.tensor(x, dtype=dtype)
+        snapped = grid.snap(numbers)
         torch.testing.assert_close(snapped, torch.tensor(expected, dtype=dtype), equal_nan=True)
-        torch.testing.assert_close(given, torch.tensor(x, dtype=dtype), equal_nan=True)  # not in place
+        torch.testing.assert_close(numbers, torch.tensor(x, dtype=dtype), equal_nan=True)  # not in place
 
 
 @each_pair([2, 4, 8, 16], [1e-30, 1e-3, 1.0, 3e4], ("bits", "scale"))
@@ -514,7 +514,7 @@ def test_a_llama_as_written_out(model: PreTrainedModel, name: str) -> None:
         least = 1e-3 if bits == BITS else 1e-7
         others = [before, *(found((part,), **per) for part in parts)]  # each part has an effect
         others += [found()] if any(value != "tensor" for value in per.values()) else []
-        assert all((other - expected).abs().max() > least for other in others)
+        assert all((unquantized - expected).abs().max() > least for unquantized in others)
         assert torch.equal(model(ids).logits, before)
 
 
@@ -557,9 +557,9 @@ def test_a_quantized_sum_is_also_what_goes_past_the_branch(name: str) -> None:
     for kind in ("mid", "layer_out"):
         chosen = {site: known for site, known in sums.items() if site.kind == kind}
         assert bool(chosen) == (kind in family.sites)
-        found = outputs(model, family, chosen)
+        tensors = outputs(model, family, chosen)
         for site, known in chosen.items():
-            x = found[site.layer, "layer_out"] - (found[site.layer, "mlp_out"] if kind == "mid" else 0.0)
+            x = tensors[site.layer, "layer_out"] - (tensors[site.layer, "mlp_out"] if kind == "mid" else 0.0)
             wholes = x / site_grid(Precision(8, 6), site, known).step
             if family.wiring != "post-norm":  # there the stream continues with the output of the next norm
                 assert (wholes - wholes.round()).abs().max() < 1e-2

@@ -91,8 +91,8 @@ def theirs(x: torch.Tensor, encoding: Encoding, largest: torch.Tensor | None) ->
 def test_numbers_are_those_of_compressed_tensors_bit_for_bit(encoding: Encoding, number: int) -> None:
     x = tensors()[number]
     x = x if encoding.dynamic else x[0]  # a weight is (out,in)
-    mine, other = snap(encoding, x), theirs(x, encoding, None)
-    assert torch.equal(mine + 0.0, other + 0.0), (mine - other).abs().max()
+    mine, reference = snap(encoding, x), theirs(x, encoding, None)
+    assert torch.equal(mine + 0.0, reference + 0.0), (mine - reference).abs().max()
     if encoding.strategy in ("tensor", "tensor_group"):
         half = x.abs().max() / 2  # entries beyond a static range are clamped
         assert torch.equal(snap(encoding, x, half) + 0.0, theirs(x, encoding, half) + 0.0)

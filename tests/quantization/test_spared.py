@@ -20,8 +20,8 @@ def spared_of(coordinates: torch.Tensor | None = None) -> Spared:
     return spared
 
 
-def is_spared(spared: Spared, site: Site, x: torch.Tensor, **given: slice) -> list:
-    return (spared.without(site, x, **given) == 0).tolist()
+def is_spared(spared: Spared, site: Site, x: torch.Tensor, **place: slice) -> list:
+    return (spared.without(site, x, **place) == 0).tolist()
 
 
 def test_a_token_is_spared_in_its_sequence_and_a_coordinate_in_all_tokens() -> None:
@@ -37,8 +37,8 @@ def test_a_token_is_spared_in_its_sequence_and_a_coordinate_in_all_tokens() -> N
 
 def test_of_attention_scores_the_rows_of_spared_queries_are() -> None:
     site = Site("self_attn", SCORES, 0, "")
-    found = is_spared(spared_of(), site, torch.ones(2, 1, 2, 3), rows=slice(1, 3))
-    assert found == [[[[False] * 3, [True] * 3]], [[[True] * 3, [False] * 3]]]
+    marks = is_spared(spared_of(), site, torch.ones(2, 1, 2, 3), rows=slice(1, 3))
+    assert marks == [[[[False] * 3, [True] * 3]], [[[True] * 3, [False] * 3]]]
 
 
 def test_positions_that_all_sequences_share_are_spared_if_all_spare_them() -> None:
@@ -53,7 +53,7 @@ def test_weights_are_never_spared() -> None:
 def test_spared_entries_stay_as_they_are_and_widen_no_dynamic_range() -> None:
     x = torch.tensor([[1.0, 2.0, 900.0], [0.3, 0.7, -500.0], [50.0, 60.0, 70.0]]).expand(2, 3, 3)
     grid = RowGrids(4, is_symmetric=False)
-    found = spared_of(torch.tensor([False, False, True])).snap(SITE, grid, x)
-    assert torch.equal(found[0, [0, 2]], x[0, [0, 2]])
-    assert torch.equal(found[..., 2], x[..., 2])
-    assert torch.equal(found[0, 1, :2], grid.snap(torch.tensor([0.3, 0.7, 0.0]))[:2])
+    snapped = spared_of(torch.tensor([False, False, True])).snap(SITE, grid, x)
+    assert torch.equal(snapped[0, [0, 2]], x[0, [0, 2]])
+    assert torch.equal(snapped[..., 2], x[..., 2])
+    assert torch.equal(snapped[0, 1, :2], grid.snap(torch.tensor([0.3, 0.7, 0.0]))[:2])
