@@ -76,8 +76,8 @@ def test_only_what_a_run_wrote_is_replaced(tmp_path: Path) -> None:
         (run / name).write_text("days of work")
         assert f"run is not replaced: it holds {name}, which no run wrote" in refused(run)
         (run / name).unlink()
-    for other in ("{}", '{"command": "npm start"}', '{"command": "analyze", "config": {}, "tables": []}', "no JSON"):
-        (run / "run.json").write_text(other)
+    for content in ("{}", '{"command": "npm start"}', '{"command": "analyze", "config": {}, "tables": []}', "no JSON"):
+        (run / "run.json").write_text(content)
         assert "is not replaced: " in refused(run)
 
 
@@ -254,9 +254,9 @@ def test_only_the_same_options_resume(tmp_path: Path) -> None:
     (out / "vga" / ".sinkscope-run-new" / "tables").mkdir(parents=True)  # left by a kill
     begun(out)
     assert not list((out / "vga").iterdir())
-    found = resumable(out, "retrofit", OPTIONS)
-    assert found is not None
-    assert found["config"] == {"steps": 3, "names": ["a", "b"]}
+    manifest = resumable(out, "retrofit", OPTIONS)
+    assert manifest is not None
+    assert manifest["config"] == {"steps": 3, "names": ["a", "b"]}
     for changes, named in (
         ({"config": {"steps": 4, "names": ("a", "b")}}, "steps was 3, now 4"),
         ({"config": {"steps": 3}}, r"names was \['a', 'b'\], now None"),
@@ -306,10 +306,10 @@ def test_home_is_replaced_in_every_path_and_a_run_stays_itself_after_chdir(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A relative path is that of the moment when it is given, and no folder is called ~."""
-    home, other = tmp_path / "home", tmp_path / "other"
+    home, elsewhere = tmp_path / "home", tmp_path / "other"
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("USERPROFILE", str(home))
-    for folder in (home, other):
+    for folder in (home, elsewhere):
         folder.mkdir()
     monkeypatch.chdir(home)
     with own_folder("~/runs/a", overwrite=False) as folder:
@@ -326,8 +326,8 @@ def test_home_is_replaced_in_every_path_and_a_run_stays_itself_after_chdir(
     run.save("~/runs/m")
     assert sinkscope.Run.open("~/runs/m/run.json").folder == home / "runs" / "m"
     mine = sinkscope.Run.open("runs/m")
-    monkeypatch.chdir(other)
+    monkeypatch.chdir(elsewhere)
     more = sinkscope.analyze(tiny_model("llama"), observables="attention", input=[[8, 9, 10, 11]], out="runs/m")
-    assert more.folder == other / "runs" / "m"
+    assert more.folder == elsewhere / "runs" / "m"
     assert mine.tables["attention"]["position"].max() == 2
     assert not list(tmp_path.rglob("~"))

@@ -55,8 +55,8 @@ def edits(content: Any, replace: Callable[[Any], Any] = lambda part: part) -> It
         kept = [(name, part) for name, part in entries if name != key]
         yield replace(dict(kept) if isinstance(content, dict) else [part for _, part in kept])
 
-        def replaced(other: Any, key: Any = key) -> Any:
-            changed = [(name, other if name == key else part) for name, part in entries]
+        def replaced(edit: Any, key: Any = key) -> Any:
+            changed = [(name, edit if name == key else part) for name, part in entries]
             return replace(dict(changed) if isinstance(content, dict) else [part for _, part in changed])
 
         yield replaced(random.choice(VALUES))
