@@ -55,10 +55,10 @@ def formula(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute v_i = Z_i⁻¹ Σ_j sim(φ(q_i), φ(k_j)) v_j, and the biases, as WSE writes them."""
-    method, given, parameters = getattr(module, FORMULA)
+    method, settings, parameters = getattr(module, FORMULA)
     heads, width = query.shape[1], query.shape[-1]
     key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
-    kind = given.get("kind", "softmax")
+    kind = settings.get("kind", "softmax")
     if kind.startswith("elu-kernel"):
         query, key = ELEMENTWISE["elu"](query), ELEMENTWISE["elu"](key)
     if kind.startswith("mlp-kernel"):
@@ -74,24 +74,24 @@ def formula(
         k, v = torch.zeros(2, heads, width, dtype=torch.float64)
         if method == "key-bias":
             k[:, : parameters["key"].shape[1]] = parameters["key"]
-        if given.get("value") == "learned":
+        if settings.get("value") == "learned":
             v[:] = parameters["value"]
-        if given.get("value") == "axis":
-            v[:, 0] = given["norm"]
-        if given.get("value") == "uniform":
-            v[:] = given["norm"] / width**0.5
+        if settings.get("value") == "axis":
+            v[:, 0] = settings["norm"]
+        if settings.get("value") == "uniform":
+            v[:] = settings["norm"] / width**0.5
         extra = (query * k[:, None]).sum(-1, keepdim=True) * scaling
         logits = torch.cat([logits, extra if softcap is None else softcap * torch.tanh(extra / softcap)], dim=-1)
         seen = F.pad(seen, (0, 1), value=True)
         value = torch.cat([value, v[:, None].expand(len(value), -1, -1, -1)], dim=2)
     if method == "value-bias":
         further = parameters["bias"].expand(heads, -1)[:, None]
-    weights, module.proxy = weights_of(kind, given, logits, seen)
+    weights, module.proxy = weights_of(kind, settings, logits, seen)
     return (weights @ value + further).transpose(1, 2).contiguous(), None
 
 
 def weights_of(
-    kind: str, given: dict[str, Any], logits: torch.Tensor, seen: torch.Tensor
+    kind: str, settings: dict[str, Any], logits: torch.Tensor, seen: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return sim ÷ Z, and |sim| ÷ Σ |sim|."""
     name = kind if kind in ELEMENTWISE else "sigmoid" if kind.startswith("sigmoid") else "identity"
@@ -104,11 +104,11 @@ def weights_of(
         return picked / (change.abs().sum(-1, keepdim=True) + 1e-8), shares / shares.sum(-1, keepdim=True)
     proxy = sim.abs() / sim.abs().sum(-1, keepdim=True)
     if kind in SUMS:
-        p = given.get("power", 1.0)
-        return sim / (sim**p).sum(-1, keepdim=True) ** (1 / p) * given.get("factor", 1.0), proxy
+        p = settings.get("power", 1.0)
+        return sim / (sim**p).sum(-1, keepdim=True) ** (1 / p) * settings.get("factor", 1.0), proxy
     if kind in AT_LEAST_ONE:
         return sim / sim.sum(-1, keepdim=True).abs().clamp(min=1), proxy
-    return sim * given.get("factor", 1.0), proxy
+    return sim * settings.get("factor", 1.0), proxy
 
 
 AttentionInterface.register(NAME, formula)
@@ -150,8 +150,8 @@ def test_what_is_measured_is_the_proxy(name: str, label: str) -> None:
     model, expected = shared(name, label), by_formula(name, label)
     with torch.no_grad(), in_double(expected):
         expected(IDS)
-        found = rows_of(model, IDS, kernel).weights
-    for weights, attention in zip(found, find_family(expected).attentions(expected).values(), strict=True):
+        proxies = rows_of(model, IDS, kernel).weights
+    for weights, attention in zip(proxies, find_family(expected).attentions(expected).values(), strict=True):
         assert_close(weights, attention.proxy[..., : IDS.shape[1]])
 
 

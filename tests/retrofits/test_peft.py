@@ -118,10 +118,10 @@ def test_a_retrofit_that_peft_trains_as_a_whole_is_the_one_that_acts(label: str)
 @pytest.mark.parametrize(("label", "kept"), [("vga", ["retrofit"]), ("learnable-sink", None)])
 def test_it_is_measured_as_the_merged_one(label: str, kept: list[str] | None) -> None:
     model = adapted(retrofit(plain_model("llama", torch.float32), label), lora(["v_proj"], modules_to_save=kept))
-    given: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 32, "epsilon": 0.1}
-    wrapped = sinkscope.analyze(model, **given)
+    options: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 32, "epsilon": 0.1}
+    wrapped = sinkscope.analyze(model, **options)
     assert has_gates(model) == (label == "vga")
-    merged = sinkscope.analyze(model.merge_and_unload(), **given)
+    merged = sinkscope.analyze(model.merge_and_unload(), **options)
     assert wrapped.tables.keys() == merged.tables.keys()
     assert wrapped.metric("attention_entropy") > 0
     values = [run.tables["summary"]["value"].to_numpy() for run in (wrapped, merged)]

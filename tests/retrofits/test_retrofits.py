@@ -198,8 +198,8 @@ def test_padding_changes_nothing(name: str, label: str) -> None:
                 inputs["position_ids"] = batch.position_ids
             together = logits(model, batch.token_ids, **inputs)
             for row, expected in enumerate(alone):
-                found = together[row][batch.attention_mask[row].bool()]
-                assert_close(found, expected, 1e-5 if has_alibi else 1e-9)
+                unpadded = together[row][batch.attention_mask[row].bool()]
+                assert_close(unpadded, expected, 1e-5 if has_alibi else 1e-9)
 
 
 def test_registers_keep_the_texts_length() -> None:
@@ -215,11 +215,11 @@ def test_registers_keep_the_texts_length() -> None:
         batch = padded(ragged_tokens([9, 5]), "left")
         for ids, mask, start in ((IDS, None, [0, 0]), (batch.token_ids, batch.attention_mask, batch.start)):
             labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
-            found = model(ids, attention_mask=mask, labels=labels)
+            output = model(ids, attention_mask=mask, labels=labels)
             targets = labels.clone()
             targets[torch.arange(2), start] = -100
-            expected = nn.functional.cross_entropy(found.logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
-            torch.testing.assert_close(found.loss, expected)
+            expected = nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+            torch.testing.assert_close(output.loss, expected)
 
 
 def without_dropout(model: PreTrainedModel) -> None:
@@ -268,8 +268,8 @@ def test_tables_of_a_retrofitted_model_are_those_of_eager_attention(name: str, l
     sequences = ragged_tokens([10, 10, 7])
     with in_double(model):
         ours = measured(model, batched(sequences, 2), SETTINGS)
-        found = reference.record_each(model, sequences)
-    expected = reference.tables(found, 8, 8, 0.3)
+        recorded = reference.record_each(model, sequences)
+    expected = reference.tables(recorded, 8, 8, 0.3)
     reference.assert_same(ours, expected, 1e-4 if name in ("bloom", "falcon-alibi", "mpt") else 1e-6)
 
 
@@ -327,8 +327,8 @@ def test_registers_are_measured_as_the_first_positions(name: str) -> None:
     embedding.weight = nn.Parameter(torch.cat([embedding.weight.detach(), more]), requires_grad=False)
     extended = [torch.cat([torch.arange(VOCAB, VOCAB + 3), torch.as_tensor(ids)]).numpy() for ids in sequences]
     with in_double(twin):
-        found = reference.record_each(twin, extended)
-    expected = reference.tables(found, 8, 8, 0.3)
+        recorded = reference.record_each(twin, extended)
+    expected = reference.tables(recorded, 8, 8, 0.3)
     for table in expected.values():
         if "token_id" in table:
             table["token_id"] = table["token_id"].where(table["token_id"] < VOCAB, REGISTER)

@@ -149,10 +149,10 @@ def test_plain_transformers_refuses_it_and_importing_the_retrofits_is_enough(fol
     program = TRANSFORMERS_FIRST.format(folder=str(folder))
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
     assert result.returncode == 0, result.stderr
-    found = dict(json.loads(line) for line in result.stdout.splitlines())
+    printed = dict(json.loads(line) for line in result.stdout.splitlines())
     refusal = "`sinkscope_llama` but Transformers does not recognize this architecture"
-    assert refusal in found.pop("plain transformers")
-    assert found == {
+    assert refusal in printed.pop("plain transformers")
+    assert printed == {
         "imported by sinkscope": [],
         "type known to sinkscope": False,
         "type known to its retrofits": True,
