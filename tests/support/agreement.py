@@ -75,20 +75,20 @@ def row_of(model_type: str, auto: Any = AutoModelForCausalLM) -> Row:
             run = analyze(model, input=[[*range(3, 15)]], bos="never", seq_len=12, batch_size=1)
     except SinkscopeError as error:
         return Row(model_type, "refused", reason=str(error).splitlines()[-1])
-    found = run.manifest["family"]
-    kinds = Counter(found["kinds"] or ["attention"] * (1 + run.tables["activation"]["layer"].max()))
+    wiring = run.manifest["family"]
+    kinds = Counter(wiring["kinds"] or ["attention"] * (1 + run.tables["activation"]["layer"].max()))
     layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     family, is_wired = known[0]
     padded = padding(model_type, padded_differences(model.double(), family, whole=False)) if family.causal else ""
     reason = next((f"layer {at}: {block.unread}" for at, block in enumerate(family.blocks) if block.unread), "")
     outcome = "wiring" if is_wired else "row"
-    return Row(model_type, outcome, layers, found["wiring"], found["positions"], padded, reason)
+    return Row(model_type, outcome, layers, wiring["wiring"], wiring["positions"], padded, reason)
 
 
 def padding(model_type: str, by_side: Mapping[str, Mapping[str, float]]) -> str:
-    if not all(is_equal(model_type, found) for found in by_side.values()):
+    if not all(is_equal(model_type, differences) for differences in by_side.values()):
         return "NO"
-    changed = [side for side, found in by_side.items() if found[ALONE] > ROUND_OFF]
+    changed = [side for side, differences in by_side.items() if differences[ALONE] > ROUND_OFF]
     return f"yes, but transformers itself changes with padding on the {' and '.join(changed)}" if changed else "yes"
 
 
@@ -118,9 +118,9 @@ def differences(model_type: str, file: Path, auto: Any = AutoModelForCausalLM) -
     with only_float64(), pytest.MonkeyPatch.context() as patch:
         before = snapshot(model)
         with undisturbed(model):
-            found = family_of(model)
-        family, _ = found
-        patch.setattr(subject, "family_of", lambda model: found)  # the search would take as long a second time
+            known = family_of(model)
+        family, _ = known
+        patch.setattr(subject, "family_of", lambda model: known)  # the search would take as long a second time
         tables = analyze(
             model,
             tokenizer=None if family.causal else word_tokenizer(),
@@ -140,7 +140,7 @@ def padded_differences(model: PreTrainedModel, family: Family, whole: bool) -> d
     sink mass and norms of the stream are compared, instead of every column and the logits.
     """
     batches = {side: _batch([LENGTH, SHORTER], side, family.causal) for side in SIDES}
-    found = {}
+    by_side = {}
     with undisturbed(model), only_float64():
         alone = _run(model, family, _batch([SHORTER], "right", family.causal), backward=False)
         with open_tracer(model, family) as tracer:
@@ -148,16 +148,16 @@ def padded_differences(model: PreTrainedModel, family: Family, whole: bool) -> d
             logits = {side: tracer.logits(batch) for side, batch in batches.items() if whole}
         for side, batch in batches.items():
             plain, real = _run(model, family, batch, whole), batch.attention_mask.bool()
-            found[side] = _apart(tables[side], _expected(plain, family) if whole else _masses_and_norms(plain))
+            by_side[side] = _apart(tables[side], _expected(plain, family) if whole else _masses_and_norms(plain))
             if whole:
-                found[side]["logits"] = _difference(logits[side][real], plain.logits[real])
-            found[side][ALONE] = _difference(plain.logits[1][real[1]], alone.logits[0])
-    return found
+                by_side[side]["logits"] = _difference(logits[side][real], plain.logits[real])
+            by_side[side][ALONE] = _difference(plain.logits[1][real[1]], alone.logits[0])
+    return by_side
 
 
-def is_equal(model_type: str, found: Mapping[str, float]) -> bool:
+def is_equal(model_type: str, differences: Mapping[str, float]) -> bool:
     """Return whether measurements differ from plain transformers by no more than round-off."""
-    largest = max(value for name, value in found.items() if name not in (ALONE, UNDEFINED))
+    largest = max(value for name, value in differences.items() if name not in (ALONE, UNDEFINED))
     return largest < LESS_EXACT.get(model_type, ROUND_OFF)
 
 
@@ -214,11 +214,11 @@ def _run(model: PreTrainedModel, family: Family, batch: Batch, backward: bool = 
     ids, mask, hidden = batch.token_ids, batch.attention_mask, batch.masked
     if hidden is None:
         return run_plainly(model, family.layers, ids, mask, **arguments)
-    found = run_plainly(model, family.layers, ids, mask, labels=ids, **arguments)
+    plain = run_plainly(model, family.layers, ids, mask, labels=ids, **arguments)
     of_hidden = run_plainly(model, family.layers, hidden.token_ids, mask, labels=hidden.labels, **arguments)
-    for own, other in zip(found.attended, of_hidden.attended, strict=True):
-        own.gradients_of = other
-    return found
+    for own, gradients in zip(plain.attended, of_hidden.attended, strict=True):
+        own.gradients_of = gradients
+    return plain
 
 
 def _masses_and_norms(plain: Plain) -> Tables:
@@ -273,28 +273,28 @@ def _compared(table: pd.DataFrame) -> pd.DataFrame:
     return table[table["pathway"] != "query_measured"] if "pathway" in table else table
 
 
-def _columns_apart(found: pd.DataFrame, expected: pd.DataFrame) -> dict[str, float]:
+def _columns_apart(ours: pd.DataFrame, expected: pd.DataFrame) -> dict[str, float]:
     keys = [name for name in KEYS if name in expected]
-    found, expected = (table.sort_values(keys, ignore_index=True) for table in (found, expected))
-    if len(found) != len(expected) or any((found[key].to_numpy() != expected[key].to_numpy()).any() for key in keys):
+    ours, expected = (table.sort_values(keys, ignore_index=True) for table in (ours, expected))
+    if len(ours) != len(expected) or any((ours[key].to_numpy() != expected[key].to_numpy()).any() for key in keys):
         return {"rows": np.inf}
     if expected.empty:
         return {}
     place = expected.groupby([name for name in ("layer", "site", "pathway") if name in keys]).ngroup().to_numpy()
     return {
-        name: _column_apart(found[name].to_numpy(float), expected[name].to_numpy(float), place, name == "missing_mass")
+        name: _column_apart(ours[name].to_numpy(float), expected[name].to_numpy(float), place, name == "missing_mass")
         for name in expected
         if name not in keys
     }
 
 
-def _column_apart(found: np.ndarray, expected: np.ndarray, place: np.ndarray, absolute: bool) -> float:
+def _column_apart(measured: np.ndarray, expected: np.ndarray, place: np.ndarray, absolute: bool) -> float:
     """Return the largest difference, relative to the largest entry at the same place; absolute for 1 minus a sum."""
     largest = np.zeros(place.max() + 1)
     np.fmax.at(largest, place, np.abs(expected))
-    apart = np.abs(found - expected) / (1.0 if absolute else np.where(largest > 0, largest, 1.0)[place])
+    apart = np.abs(measured - expected) / (1.0 if absolute else np.where(largest > 0, largest, 1.0)[place])
     return float(np.where(np.isnan(expected), 0.0, np.where(np.isnan(apart), np.inf, apart)).max())
 
 
-def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
+def _difference(measured: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((measured - expected).abs().max() / expected.abs().max())

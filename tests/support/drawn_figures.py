@@ -89,8 +89,8 @@ def _run() -> Run:
         plans = _values(plans, 0.9 * size, size, column).assign(**{f"{column}_low": 0.8, f"{column}_high": 1.2})
     overflow = grid(layer=range(3), site=["mid", "layer_out", "mlp.down_proj.input"]).assign(is_inside=False)
     overflow = _values(overflow, 1, 3e5, "largest")
-    given = {"scheme": "static", "bits_weights": 8, "bits_activations": 8, "bits_kv_cache": 8, "kv_cache_per": None}
-    given |= {"activations_per": "tensor", "calibration": 4, "prefix": [5]}
+    entry = {"scheme": "static", "bits_weights": 8, "bits_activations": 8, "bits_kv_cache": 8, "kv_cache_per": None}
+    entry |= {"activations_per": "tensor", "calibration": 4, "prefix": [5]}
     formats = grid(scheme=["W8A8", "NVFP4"], part=["all", "weights", "inputs"])
     for column in ("cost", "sink_share", "random_share"):
         ends = {f"{column}{end}": 0.1 + step for end, step in (("", 0.0), ("_low", -0.05), ("_high", 0.05))}
@@ -104,7 +104,7 @@ def _run() -> Run:
     plain = make_run()
     return Run(
         plain.manifest
-        | {"quantization": given, "dtype": "float32", "overflow": {"dtype": "float16", "limit": 65504.0}},
+        | {"quantization": entry, "dtype": "float32", "overflow": {"dtype": "float16", "limit": 65504.0}},
         {
             **plain.tables,
             **picture_tables(),

@@ -247,14 +247,14 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
 
 def _wanted(kind: Any, own: dict[str, Any]) -> dict[str, Any]:
     """Return the entries of a small configuration; entries of `own` for a part are added to the small ones there."""
-    found = _small(kind, SMALL if kind.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else SMALL | SENSES) | own
+    wanted = _small(kind, SMALL if kind.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else SMALL | SENSES) | own
     for name, part in _parts(kind).items():
         needed = own.get(name, {})
         if isinstance(needed, dict):
             part = CONFIG_MAPPING[needed["model_type"]] if "model_type" in needed else part
             line = OVERRIDES.get(part.model_type, {})
-            found[name] = _wanted(part, line | needed) | {"model_type": part.model_type}
-    return {name: value for name, value in found.items() if value is not SKIPPED}
+            wanted[name] = _wanted(part, line | needed) | {"model_type": part.model_type}
+    return {name: value for name, value in wanted.items() if value is not SKIPPED}
 
 
 def _parts(kind: Any) -> dict[str, Any]:
@@ -271,15 +271,15 @@ def _small(kind: Any, small: dict[str, Any]) -> dict[str, Any]:
         default = kind()
     except Exception:
         return {}
-    found = {}
+    settings = {}
     for name, value in small.items():
         try:
             now = getattr(default, name)
         except Exception:
             continue
         if isinstance(now, int | float) and not isinstance(now, bool):
-            found[name] = value
-    return found
+            settings[name] = value
+    return settings
 
 
 # file in reports/models/ → the class of transformers whose models it lists

@@ -25,24 +25,24 @@ def judged(claim: str, *runs: RunData) -> Judgment:
     return judge(CLAIMS[claim], Evidence.of(runs, [MAIN, *CLAIMS[claim].reads]))
 
 
-def manifest(condition: str = "natural", command: str = "analyze", **given: Any) -> dict[str, Any]:
+def manifest(condition: str = "natural", command: str = "analyze", **entries: Any) -> dict[str, Any]:
     return {
         "command": command, "condition": condition, "dtype": "float32", "not_measured": {},
         "config": {"epsilon": 0.3, "seq_len": 64, "window": 64},
         "model": {"name": "made", "weights": "trained"}, "family": family("learned"),
         "input": {"sequences": SEQUENCES, "token_zero": TOKEN_ZERO.get(condition, "bos <s> (id 1)")},
-    } | given  # fmt: skip
+    } | entries  # fmt: skip
 
 
-def family(positions: str, **given: Any) -> dict[str, Any]:
-    return {"positions": positions, "causal": True, "layer_positions": None, "kinds": None} | given
+def family(positions: str, **entries: Any) -> dict[str, Any]:
+    return {"positions": positions, "causal": True, "layer_positions": None, "kinds": None} | entries
 
 
-def analysis(tables: Mapping[str, pd.DataFrame], condition: str = "natural", **given: Any) -> RunData:
-    return RunData(manifest(condition, **given), tables)
+def analysis(tables: Mapping[str, pd.DataFrame], condition: str = "natural", **entries: Any) -> RunData:
+    return RunData(manifest(condition, **entries), tables)
 
 
-def experiment(rates: Mapping[str, Sequence[float]], name: str, condition: str = "natural", **given: Any) -> RunData:
+def experiment(rates: Mapping[str, Sequence[float]], name: str, condition: str = "natural", **entries: Any) -> RunData:
     """Return a run with an arm and the unchanged model.
 
     `rates`: "before", "after" and "control 0", … → sink rates at positions 0, 1, …, the same in all layers.
@@ -55,6 +55,6 @@ def experiment(rates: Mapping[str, Sequence[float]], name: str, condition: str =
     draws = [[name]] * sum(part.startswith("control") for part in rates)
     arms = {name: {"asked": [name], "do": [name], "watched": [0, 1], "controls": draws}}
     return RunData(
-        manifest(condition, "intervene", arms=arms, **given),
+        manifest(condition, "intervene", arms=arms, **entries),
         {"attention_by_sequence": pd.concat(parts, ignore_index=True)},
     )

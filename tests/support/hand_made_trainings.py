@@ -42,8 +42,8 @@ def training(
     seeds = range(max(len(next(iter(numbers.values()), ())) for numbers in arms.values()))
     records, runs, rows, by_step = {}, {}, [], []
     for typed, numbers in arms.items():
-        method, _, given = typed.partition(":")
-        parameters = dict(part.split("=") for part in given.split(",") if part)
+        method, _, settings = typed.partition(":")
+        parameters = dict(part.split("=") for part in settings.split(",") if part)
         for seed in seeds:
             name = UNTOUCHED if method == UNTOUCHED else f"{typed}-seed{seed}"
             own = (tables or {}).get(typed, [{}] * len(seeds))[seed]

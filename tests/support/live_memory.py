@@ -18,11 +18,11 @@ class LiveMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         made = func(*args, **kwargs or {})
-        given = {x.untyped_storage()._cdata for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        read = {x.untyped_storage()._cdata for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
         for tensor in pytree.tree_leaves(made):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in given and storage not in self._known:
+                if storage._cdata not in read and storage not in self._known:
                     self._known.add(storage)
                     self.now += storage.nbytes()
                     weakref.finalize(storage, self._freed, storage.nbytes())

@@ -29,9 +29,9 @@ def led(tables: Mapping[str, pd.DataFrame], model: str = "org/Tiny-1M", conditio
     return shaped
 
 
-def analysis(**given: Any) -> Contents:
+def analysis(**sizes: Any) -> Contents:
     """Return the contents for a run of `analyze`, with findings. `given`: as for `make_run`."""
-    run = make_run(**{"layers": 4, "heads": 4, "positions": 8, "length": 12} | given)
+    run = make_run(**{"layers": 4, "heads": 4, "positions": 8, "length": 12} | sizes)
     manifest = run.manifest | {"command": "analyze", "tables": [], "dtype": "float32"}
     findings = [
         Finding(
@@ -128,9 +128,9 @@ KINDS = {"analysis": analysis, "experiment": experiment, "training": training, "
 
 def data_of(html: str) -> dict[str, Any]:
     """Return the data that a page's scripts read."""
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
-    assert found is not None
-    return json.loads(found[1])
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    assert match is not None
+    return json.loads(match[1])
 
 
 def table_of(data: Mapping[str, Any], name: str) -> Table:

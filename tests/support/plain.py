@@ -147,19 +147,19 @@ class Additions:
             return func(*args, **kwargs)
         first = args[0].clone() if func in ADDED_TO else args[0]
         terms = layer.kept(first), layer.kept(args[1], kwargs.get("alpha", 1))
-        given = func(*args, **kwargs)
-        total = layer.kept(given)
+        output = func(*args, **kwargs)
+        total = layer.kept(output)
         if func in ADDED_TO:  # a term that is read nowhere else has the gradient of the sum
-            terms[0].with_gradient = given
+            terms[0].with_gradient = output
         layer.terms[total.key], layer.totals[total.key] = terms, total
-        return given
+        return output
 
-    def see_norm(self, module: nn.Module, args: tuple, given: Any) -> None:
+    def see_norm(self, module: nn.Module, args: tuple, output: Any) -> None:
         """Record the input and the output of a norm; a forward hook."""
         layer = self.layer
-        if layer is None or not args or not all(_is_like(layer.taken.x, x) for x in (args[0], given)):
+        if layer is None or not args or not all(_is_like(layer.taken.x, x) for x in (args[0], output)):
             return
-        source, out = layer.kept(args[0]), layer.kept(given)
+        source, out = layer.kept(args[0]), layer.kept(output)
         layer.normed[out.key] = source
         layer.norms.append((module, source.key, out))
 
@@ -516,19 +516,21 @@ def run_plainly(
     branches = backward if branches is None else branches
     for own_attention in (False, True) if len(_attention_functions(model)) > 1 else (True,):
         parts = [BatchLayer(is_read=at not in unread) for at in range(len(modules))]
-        found = Plain(ids, mask.int().argmax(1), mask.sum(1), parts, causal=labels is None)
+        plain = Plain(ids, mask.int().argmax(1), mask.sum(1), parts, causal=labels is None)
         watch = _Watch(ids.shape, getattr(model.config.get_text_config(), "hidden_size", None), branches, own_attention)
-        with watch.watching(modules, found.layers), _dense(model, watch), torch.set_grad_enabled(branches):
-            given = model.get_input_embeddings()(ids)
-            embedded = (given[0] if isinstance(given, tuple) else given).detach().requires_grad_(branches)
+        with watch.watching(modules, plain.layers), _dense(model, watch), torch.set_grad_enabled(branches):
+            embeddings = model.get_input_embeddings()(ids)
+            embedded = (
+                (embeddings[0] if isinstance(embeddings, tuple) else embeddings).detach().requires_grad_(branches)
+            )
             with _embeddings_replaced(model, embedded):
                 logits = model(**inputs).logits
-            if found.attended or own_attention:
+            if plain.attended or own_attention:
                 break
     if backward:
         _loss(logits.double(), ids, mask.bool(), labels, predicted).backward()
-    found.logits = logits.detach()
-    return found
+    plain.logits = logits.detach()
+    return plain
 
 
 def _loss(
@@ -579,14 +581,14 @@ class _Watch(TorchFunctionMode):
         if self.with_branches and taken.numel() == layer.sites["layer_in"].numel():  # of copies only the mean is read
             self.additions.layer = Sums(Kept(taken, layer.sites["layer_in"]))
 
-    def _leave(self, module: nn.Module, args: tuple, given: Any) -> None:
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         """Keep the layer's output before hooks of a user change it."""
         self.sums, self.additions.layer = self.additions.layer, None
         if self.sums is not None:
-            self.sums.out = self.sums.kept(_first_floats(given if isinstance(given, tuple | list) else (given,)))
+            self.sums.out = self.sums.kept(_first_floats(output if isinstance(output, tuple | list) else (output,)))
 
-    def _end(self, layer: BatchLayer, module: nn.Module, args: tuple, given: Any) -> None:
-        out = _first_floats(given if isinstance(given, tuple | list) else (given,))
+    def _end(self, layer: BatchLayer, module: nn.Module, args: tuple, output: Any) -> None:
+        out = _first_floats(output if isinstance(output, tuple | list) else (output,))
         if self.sums is None:
             layer.sites["layer_out"] = self._stream(out)
         else:
@@ -620,8 +622,8 @@ def _first_floats(values: Iterable[Any]) -> torch.Tensor:
 
 @contextmanager
 def _embeddings_replaced(model: PreTrainedModel, embedded: torch.Tensor) -> Iterator[None]:
-    def instead(module: nn.Module, args: tuple, given: Any) -> Any:
-        return (embedded.clone(), *given[1:]) if isinstance(given, tuple) else embedded.clone()
+    def instead(module: nn.Module, args: tuple, output: Any) -> Any:
+        return (embedded.clone(), *output[1:]) if isinstance(output, tuple) else embedded.clone()
 
     with model.get_input_embeddings().register_forward_hook(instead):
         yield

@@ -20,14 +20,14 @@ class Printed(NamedTuple):
 
 
 def numbers_of(text: str) -> list[Printed]:
-    found = []
+    printed = []
     for match in NUMBER.finditer(text):
         digits = match[0].rstrip(",").replace(",", "").replace("−", "-")
         mantissa, _, exponent = digits.partition("e")
         unit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
         end = match.start() + len(match[0].rstrip(","))
-        found.append(Printed(float(digits), 0.5 * unit, text[end : end + 2].lstrip().startswith("%")))
-    return found
+        printed.append(Printed(float(digits), 0.5 * unit, text[end : end + 2].lstrip().startswith("%")))
+    return printed
 
 
 def stands_in(number: Printed, values: Iterable[float]) -> bool:

@@ -37,8 +37,8 @@ def shard_on_cpu() -> None:
     """Let accelerate, which ignores FSDP on the CPU, shard there by torch's FSDP2 in this process from now on."""
     begin = AcceleratorState.__init__
 
-    def with_sharding(self: Any, *args: Any, **rest: Any) -> None:
-        begin(self, *args, **rest)
+    def with_sharding(self: Any, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
         if self.distributed_type == DistributedType.MULTI_CPU:
             self.distributed_type = DistributedType.FSDP
             self.fsdp_plugin = FullyShardedDataParallelPlugin()
@@ -98,7 +98,7 @@ def sharded_retrofit(notes: Path, arguments: Sequence[str], kills: bool = False)
     """
     rank, plain_step = os.environ["RANK"], Trainer.training_step
 
-    def step(self: Any, model: Any, *args: Any, **rest: Any) -> Any:
+    def step(self: Any, model: Any, *args: Any, **options: Any) -> Any:
         if kills and rank == "1" and self.state.global_step == 5:
             os.kill(os.getpid(), signal.SIGKILL)
         layers = {path: type(part).__name__ for path, part in model.named_modules() if isinstance(part, FSDPModule)}
@@ -106,7 +106,7 @@ def sharded_retrofit(notes: Path, arguments: Sequence[str], kills: bool = False)
         (notes / "wrapped.json").write_text(json.dumps([layers, parts]))
         with open(notes / f"steps-{rank}.txt", "a") as steps:
             print(self.state.global_step, file=steps)
-        return plain_step(self, model, *args, **rest)
+        return plain_step(self, model, *args, **options)
 
     Trainer.training_step = step
     skip_figures(pytest.MonkeyPatch())

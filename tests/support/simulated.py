@@ -187,7 +187,7 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     facts = _facts(func)
     name, tensors = facts.name, [*_tensors((*args, *kwargs.values()))]
     place = _common_place(name, tensors, kwargs.get("device"))
-    given, named = _each(_inner, args), {key: _each(_inner, value) for key, value in kwargs.items()}
+    arguments, named = _each(_inner, args), {key: _each(_inner, value) for key, value in kwargs.items()}
     if "device" in named:
         named["device"] = Device.holds if place.type == NAME else torch.device("cpu")
     if "pin_memory" in named:
@@ -196,29 +196,31 @@ def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         is_blocking = not (named.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
         _count(facts, tensors, place, is_blocking, Device.counts)
     if name in PRODUCTS and torch.get_float32_matmul_precision() != "highest":
-        given = tuple(_to_tf32(x) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in given)
-    found = _without_data(name, given, named, place) if Device.holds.type == "meta" else NotImplemented
-    if found is NotImplemented:
-        found = KERNELS.get(name, func)(*given, **named)
+        arguments = tuple(
+            _to_tf32(x) if isinstance(x, torch.Tensor) and x.dtype == torch.float32 else x for x in arguments
+        )
+    output = _without_data(name, arguments, named, place) if Device.holds.type == "meta" else NotImplemented
+    if output is NotImplemented:
+        output = KERNELS.get(name, func)(*arguments, **named)
     if Device.watch is not None:
-        Device.watch(func, given, named, found)
+        Device.watch(func, arguments, named, output)
     if facts.is_mutable and tensors:  # the same object: the caller may hold it
         written = [args[at] if at < len(args) else kwargs.get(argument) for at, argument in facts.written]
         assert all(x.shape == x.inner.shape for x in written if isinstance(x, Simulated)), f"{name} resized its output"
         return written[0] if facts.returns == 1 else tuple(written) if facts.returns else None
-    return found if place.type == "cpu" else _each(lambda x: Simulated(x, place), found)
+    return output if place.type == "cpu" else _each(lambda x: Simulated(x, place), output)
 
 
-def _without_data(name: str, given: tuple, named: dict[str, Any], place: torch.device) -> Any:
+def _without_data(name: str, arguments: tuple, named: dict[str, Any], place: torch.device) -> Any:
     """Return ones where the CPU reads data that are not there, or NotImplemented."""
     if name in ("_local_scalar_dense", "equal"):
-        return name == "_local_scalar_dense" and torch.ones((), dtype=given[0].dtype).item()
+        return name == "_local_scalar_dense" and torch.ones((), dtype=arguments[0].dtype).item()
     if name == "nonzero":
-        return torch.empty(0, given[0].dim(), dtype=torch.int64, device="meta")
-    if place.type == "cpu" and any(isinstance(x, torch.Tensor) and x.device.type == "meta" for x in given):
+        return torch.empty(0, arguments[0].dim(), dtype=torch.int64, device="meta")
+    if place.type == "cpu" and any(isinstance(x, torch.Tensor) and x.device.type == "meta" for x in arguments):
         if name == "copy_":
-            return given[0].fill_(1)
-        return torch.ones(given[0].shape, dtype=named.get("dtype") or given[0].dtype)
+            return arguments[0].fill_(1)
+        return torch.ones(arguments[0].shape, dtype=named.get("dtype") or arguments[0].dtype)
     return NotImplemented
 
 
@@ -303,9 +305,9 @@ def _flash(
 
 
 def _flash_backward(
-    gradient: Any, query: Any, key: Any, value: Any, mix: Any, lse: Any, *rest: Any, scale: Any = None
+    gradient: Any, query: Any, key: Any, value: Any, mix: Any, lse: Any, *arguments: Any, scale: Any = None
 ) -> tuple:
-    causal = rest[5]
+    causal = arguments[5]
     if not _is_flash(query, key, value):
         raise RuntimeError(f"FlashAttention does not take {query.dtype} with a head width of {query.shape[-1]}")
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -313,8 +315,8 @@ def _flash_backward(
     )
 
 
-def _efficient(query: Any, key: Any, value: Any, bias: Any, with_lse: bool, *rest: Any, **named: Any) -> tuple:
-    causal, scale = named.get("is_causal", rest[1] if len(rest) > 1 else False), named.get("scale")
+def _efficient(query: Any, key: Any, value: Any, bias: Any, with_lse: bool, *arguments: Any, **named: Any) -> tuple:
+    causal, scale = named.get("is_causal", arguments[1] if len(arguments) > 1 else False), named.get("scale")
     if not _is_efficient(query, key, value):
         raise RuntimeError(f"cutlassF: no kernel found to launch! ({query.dtype}, width {query.shape[-1]})")
     _check_bias(query, key, bias)
@@ -327,17 +329,17 @@ def _efficient(query: Any, key: Any, value: Any, bias: Any, with_lse: bool, *res
 
 
 def _efficient_backward(
-    gradient: Any, query: Any, key: Any, value: Any, bias: Any, mix: Any, lse: Any, *rest: Any, scale: Any = None
+    gradient: Any, query: Any, key: Any, value: Any, bias: Any, mix: Any, lse: Any, *arguments: Any, scale: Any = None
 ) -> tuple:
-    causal = rest[4] if len(rest) > 4 else False
+    causal = arguments[4] if len(arguments) > 4 else False
     _check_bias(query, key, bias)
     if lse.shape[-1] % 32 or not (lse.is_meta or lse[..., query.shape[2] :].eq(torch.inf).all()):
         raise RuntimeError("the log-sum-exp is not padded as the forward pass pads it")
     lse = lse[..., : query.shape[2]].contiguous()
-    found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         gradient, query, key, value, mix, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
-    return *found, torch.zeros(0)
+    return *gradients, torch.zeros(0)
 
 
 def _to_tf32(x: torch.Tensor) -> torch.Tensor:
@@ -345,9 +347,9 @@ def _to_tf32(x: torch.Tensor) -> torch.Tensor:
     return ((x.contiguous().view(torch.int32) + (1 << 12)) & ~((1 << 13) - 1)).view(torch.float32)
 
 
-def _histogram(x: Any, *given: Any, **named: Any) -> Any:
+def _histogram(x: Any, *arguments: Any, **named: Any) -> Any:
     """Count whole numbers, too, as CUDA does."""
-    return aten.histc(x.float(), *given, **named).to(x.dtype)
+    return aten.histc(x.float(), *arguments, **named).to(x.dtype)
 
 
 def _product(left: Any, right: Any, out_dtype: torch.dtype | None = None) -> Any:
@@ -378,7 +380,7 @@ _RESIZED = ("arange", "arange.start", "arange.start_step", "linspace", "eye", "e
 for _name in ("copy_", *_RESIZED):
     _own = getattr(getattr(aten, _name.partition(".")[0]), _name.partition(".")[2] or "default")
     for _key in ("PrivateUse1", "Lazy"):
-        _OF_ATEN.impl(_name, lambda *given, _own=_own, **named: _run(_own, given, named), _key)
+        _OF_ATEN.impl(_name, lambda *arguments, _own=_own, **named: _run(_own, arguments, named), _key)
 
 
 @contextmanager
@@ -407,9 +409,9 @@ def simulated(capability: tuple[int, int] = (8, 0)) -> Iterator[None]:
         patch.setattr(Device, "capability", capability)
         patch.setattr(torch, "Generator", _Generator)
         patch.setattr(packed, "ORDINARY_TYPES", (*packed.ORDINARY_TYPES, Simulated))
-        patch.setattr(torch.backends.cuda, "SDPAParams", lambda *given: given)
-        patch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda given: _is_flash(*given))
-        patch.setattr(torch.backends.cuda, "can_use_efficient_attention", lambda given: _is_efficient(*given))
+        patch.setattr(torch.backends.cuda, "SDPAParams", lambda *arguments: arguments)
+        patch.setattr(torch.backends.cuda, "can_use_flash_attention", lambda arguments: _is_flash(*arguments))
+        patch.setattr(torch.backends.cuda, "can_use_efficient_attention", lambda arguments: _is_efficient(*arguments))
         patch.setitem(kernels.FUSED, NAME, kernels.FUSED["cuda"])
         patch.setattr(kernels, "HALF_PRODUCTS", {NAME})
         yield

@@ -12,7 +12,7 @@ from support.simulated import moved, simulated
 of_a_worker = pools._main
 
 
-def work(*given: Any) -> None:
+def work(*arguments: Any) -> None:
     """Do the work of a worker, whose models lie on a simulated device."""
     on_cpu = load.load
 
@@ -22,4 +22,4 @@ def work(*given: Any) -> None:
 
     with simulated(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(load, "load", on_device)
-        of_a_worker(*given)
+        of_a_worker(*arguments)
