@@ -201,8 +201,8 @@ def test_drawn_tokens_are_uniform_over_ordinary_tokens():
     assert set(np.concatenate(inputs.sequences).tolist()) == {1, 4, 5}
     refused("all 3 tokens of the vocabulary are special", "random", vocab_size=3, special_ids=range(3), tokenizer=None)
     for source in ("random", "repeated"):
-        first, again, other = (made(source, num_seqs=20, seed=seed) for seed in (1, 1, 2))
-        assert lists(first) == lists(again) != lists(other)
+        first, again, reseeded = (made(source, num_seqs=20, seed=seed) for seed in (1, 1, 2))
+        assert lists(first) == lists(again) != lists(reseeded)
     tokenizer = word_tokenizer()
     tokenizer.add_tokens([AddedToken("<image>", special=True), AddedToken("ordinary")])
     assert special_token_ids(tokenizer) == {UNK, BOS, EOS, PAD, len(WORDS)}  # also one that only the added tokens name
@@ -355,12 +355,12 @@ def test_datasets_that_cannot_be_used(dataset_folder, monkeypatch):
 
 
 def test_documents_to_train_on_come_from_the_same_readers(dataset_folder, tmp_path):
-    name, found = documents(str(write(tmp_path / "notes.txt", b"\xef\xbb\xbfw1\r\nw2\n")))
-    assert (name, list(found)) == ("notes", ["w1\r\nw2\n"])
+    name, texts = documents(str(write(tmp_path / "notes.txt", b"\xef\xbb\xbfw1\r\nw2\n")))
+    assert (name, list(texts)) == ("notes", ["w1\r\nw2\n"])
     path = write_lines(tmp_path / "docs.jsonl", {"text": "w1"}, {"text": "w2 w3", "input_ids": [5]})
     assert list(documents(str(path))[1]) == ["w1", "w2 w3"]
-    name, found = documents("natural", f"{dataset_folder}::test")
-    assert (name, list(found)) == ("stories", [words(20, at) for at in range(3)])
+    name, texts = documents("natural", f"{dataset_folder}::test")
+    assert (name, list(texts)) == ("stories", [words(20, at) for at in range(3)])
     for record, match in (
         ({"input_ids": [5, 6]}, "bad.jsonl, line 1: a record needs `text` to train on"),
         ({"messages": [{"role": "user", "content": "w1"}]}, "has only `messages`"),
@@ -466,10 +466,10 @@ OBJECTS: dict[str, tuple[Any, str, list[list[int]]]] = {
 
 @pytest.mark.parametrize("what", OBJECTS)
 def test_objects_are_read_to_their_end_as_lines_of_json_are(what: str) -> None:
-    given, kind, expected = OBJECTS[what]
+    read, kind, expected = OBJECTS[what]
     tokenizer = word_tokenizer("<s> $A")
     tokenizer.chat_template = CHATS
-    config = make_config(input=given)
+    config = make_config(input=read)
     assert json.loads(config.model_dump_json())["input"] == str(config.input) == kind
     assert kind == "dataset" or (config.num_seqs, config.seq_len) == (len(expected), MAX_INT)
     asked = {"num_seqs": config.num_seqs, "seq_len": 64}
