@@ -106,12 +106,12 @@ def outcome_of_call(work: Callable[[], Any]) -> str:
 class Counts:
     """Counts of outcomes by reader or command; wrong outcomes are printed at once."""
 
-    found: Counter[tuple[str, str]] = field(default_factory=Counter)
+    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     wrong: int = 0
 
     def add(self, what: str, outcome: str, how: object) -> None:
         kind = outcome.split()[0]
-        self.found[what, kind] += 1
+        self.outcomes[what, kind] += 1
         if kind not in ("right", "refused", "failed"):
             self.wrong += 1
             print(f"{what}: {outcome[:600]!a}\n    {ascii(how)[:600]}", flush=True)
@@ -119,9 +119,9 @@ class Counts:
     def show(self) -> None:
         kinds = ["right", "refused", "failed", "RAW", "LONG", "HUNG"]
         print(f"\n{'':24}" + "".join(f"{kind:>9}" for kind in kinds))
-        for what in dict.fromkeys(what for what, _ in self.found):
-            print(f"{what:24}" + "".join(f"{self.found[what, kind]:9}" for kind in kinds))
-        total = [sum(count for (_, of), count in self.found.items() if of == kind) for kind in kinds]
+        for what in dict.fromkeys(what for what, _ in self.outcomes):
+            print(f"{what:24}" + "".join(f"{self.outcomes[what, kind]:9}" for kind in kinds))
+        total = [sum(count for (_, of), count in self.outcomes.items() if of == kind) for kind in kinds]
         print(f"{'all':24}" + "".join(f"{count:9}" for count in total), flush=True)
 
 
@@ -155,16 +155,16 @@ def put(path: Path, content: Content | None) -> None:
 
 def examples(strategy: st.SearchStrategy[Any], count: int, number: int) -> list[Any]:
     """Return `count` values of a strategy, determined by the number."""
-    found: list[Any] = []
+    values: list[Any] = []
 
     @seed(number)
     @settings(max_examples=count, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(strategy)
     def collect(value: Any) -> None:
-        found.append(value)
+        values.append(value)
 
     collect()
-    return found
+    return values
 
 
 # --- bad inputs
@@ -320,8 +320,8 @@ def attack_inputs(count: int, number: int, counts: Counts) -> None:
 
     kinds = ways(home)
     for what, way in kinds.items():
-        if (found := outcome(way.good)) != "right":
-            raise SystemExit(f"{what}: {found} even with valid input: {way.good.args}")
+        if (result := outcome(way.good)) != "right":
+            raise SystemExit(f"{what}: {result} even with valid input: {way.good.args}")
         for one in examples(way.attacks, -(-count // len(kinds)), number):
             counts.add(what, outcome(one), (one.args, one.files))
     shutil.rmtree(home)
@@ -378,7 +378,7 @@ def damage(run: Path, random: np.random.Generator) -> str:
         *_, edited = examples(bad.edited(content), 3, int(random.integers(2**31)))
         manifest.write_bytes(bad.written(edited))
         return f"{way} {manifest.relative_to(run)}: {[key for key in content if edited.get(key) != content[key]]}"
-    table, other = (tables[int(at)] for at in random.integers(len(tables), size=2))
+    table, source = (tables[int(at)] for at in random.integers(len(tables), size=2))
     if way in ("cut", "folder") and random.random() < 0.3:
         table = manifest
     if way == "cut":
@@ -389,12 +389,12 @@ def damage(run: Path, random: np.random.Generator) -> str:
             content[at] = int(random.integers(256))
         table.write_bytes(bytes(content))
     if way == "swap":
-        table.write_bytes(other.read_bytes())
+        table.write_bytes(source.read_bytes())
     if way == "missing":
         table.unlink()
     if way == "folder":
         put(table, str(random.choice([FOLDER, FIFO, LOOP])))
-    return f"{way} {table.relative_to(run)} ({other.relative_to(run)})"
+    return f"{way} {table.relative_to(run)} ({source.relative_to(run)})"
 
 
 def openings(home: Path, kind: str) -> Iterator[tuple[str, str]]:
@@ -414,11 +414,11 @@ def openings(home: Path, kind: str) -> Iterator[tuple[str, str]]:
     opened: list[Any] = []
     if kind in (*RUNS, "series"):
         yield "open", outcome_of_call(lambda: opened.append((Run if kind in RUNS else Series).open("run")))
-    for found in opened:
-        yield "repr", outcome_of_call(partial(repr, found))
+    for result in opened:
+        yield "repr", outcome_of_call(partial(repr, result))
         for name in ("verdict",) if kind in RUNS else ("headlines", "warnings"):
-            yield name, outcome_of_call(partial(getattr, found, name))
-        figures = [partial(found.figure, name) for name in FIGURES] if kind in RUNS else [found.figures]
+            yield name, outcome_of_call(partial(getattr, result, name))
+        figures = [partial(result.figure, name) for name in FIGURES] if kind in RUNS else [result.figures]
         for draw in figures:
             yield "figures", outcome_of_call(draw)
     again = (*COMMANDS[kind], "--out", "run")
@@ -447,7 +447,7 @@ def main() -> int:
         skip_figures(patch)
         {"inputs": attack_inputs, "folders": attack_folders}[asked.what](asked.count, asked.seed, counts)
     counts.show()
-    print(f"{sum(counts.found.values())} outcomes in {time.time() - start:.0f} s, {counts.wrong} of them wrong")
+    print(f"{sum(counts.outcomes.values())} outcomes in {time.time() - start:.0f} s, {counts.wrong} of them wrong")
     return 1 if counts.wrong else 0
 
 

@@ -52,7 +52,7 @@ class Command:
     name: str
     arguments: tuple[str, ...]
     goes_on: bool = False
-    other: tuple[str, ...] = ("--seed", "1")  # options with which its numbers differ
+    change: tuple[str, ...] = ("--seed", "1")  # options with which its numbers differ
 
     def run(self, out: Path, overwrite: bool = True) -> None:
         """Run the command and exit the process."""
@@ -62,15 +62,15 @@ class Command:
 
 def commands(model: Path, text: Path) -> dict[str, Command]:
     training = ("--text", str(text), *TRAINED)
-    found = [
+    every = [
         Command("analyze", (str(model), *MEASURED)),
         Command("intervene", (str(model), "--do", "mask-sink", "--draws", "1", *MEASURED)),
         Command("quantize", (str(model), "--calibration", "2", *MEASURED[:2], "--num-seqs", "2", "--seq-len", "12")),
         Command("retrofit", (str(model), "--method", "vga", *training), goes_on=True),
-        Command("sweep", (str(sweep_of(model)), "--workers", "1", "--retry"), goes_on=True, other=("--attn", "eager")),
+        Command("sweep", (str(sweep_of(model)), "--workers", "1", "--retry"), goes_on=True, change=("--attn", "eager")),
         Command("train", ("--config", str(model / "config.json"), "--method", "vscale", *training), goes_on=True),
     ]
-    return {command.name: command for command in found}
+    return {command.name: command for command in every}
 
 
 def sweep_of(model: Path) -> Path:
@@ -122,8 +122,8 @@ def finished(command: Command, out: Path, errors: Path, overwrite: bool) -> int:
     rival = errors.with_name("rival")
     with started(command, out, errors, overwrite) as process:
         if random.random() < TWICE:
-            with started(command, out, rival, overwrite) as other:
-                statuses = [ended(process, errors), ended(other, rival)]
+            with started(command, out, rival, overwrite) as second:
+                statuses = [ended(process, errors), ended(second, rival)]
         else:
             statuses = [ended(process, errors)]
     told = "".join(path.read_text() for path in (errors, rival) if path.exists())
@@ -135,20 +135,20 @@ def finished(command: Command, out: Path, errors: Path, overwrite: bool) -> int:
 def trial(command: Command, old: Path, new: Path, folder: Path, unbroken: tuple[float, int]) -> Counter[str]:
     out, errors = folder / "parent" / "run", folder / "errors"
     out.parent.mkdir(parents=True)
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     overwrite = random.random() < 0.5
     if overwrite:
         shutil.copytree(old, out)
     for _ in range(random.choice((1, 1, 2, 3))):
-        found["kills"] += killed(command, out, errors, overwrite, unbroken)
+        counts["kills"] += killed(command, out, errors, overwrite, unbroken)
         if overwrite and not command.goes_on:
             sinkscope.Run.open(out)  # the old run or the new one, at any time
-    found["clean errors"] += finished(command, out, errors, overwrite)
+    counts["clean errors"] += finished(command, out, errors, overwrite)
     if not command.goes_on:
         sinkscope.show(out)  # draws what a kill after the tables has left undrawn
     assert_same_folder(out, new)
-    found["right"] += 1
-    return found
+    counts["right"] += 1
+    return counts
 
 
 def run_unbroken(command: Command, out: Path, *more: str) -> tuple[float, int]:
@@ -169,16 +169,16 @@ def torture(kills: int, folder: Path, names: Collection[str] = NAMES) -> tuple[d
     model, text = folder / "tiny", folder / "ids.npy"
     tiny_model("llama").save_pretrained(model)
     np.save(text, tiny_tokens(24, 16).numpy())
-    found: dict[str, Counter[str]] = {}
+    by_command: dict[str, Counter[str]] = {}
     wrong: list[str] = []
     for place, name in enumerate(names):
         command = commands(model, text)[name]
         old, new = folder / name / "old" / "run", folder / name / "new" / "run"
         for path in (old, new):
             path.parent.mkdir(parents=True)
-        run_unbroken(command, old, *command.other)
+        run_unbroken(command, old, *command.change)
         unbroken = run_unbroken(command, new)
-        counts = found[name] = Counter()
+        counts = by_command[name] = Counter()
         wanted = kills // len(names) + (place < kills % len(names))
         while counts["kills"] < wanted and counts["wrong"] <= MOST_WRONG:
             counts["trials"] += 1
@@ -190,7 +190,7 @@ def torture(kills: int, folder: Path, names: Collection[str] = NAMES) -> tuple[d
                 counts["wrong"] += 1
                 wrong.append(f"{name}, {at}: {type(error).__name__}: {error}")
         print(f"{name}: {dict(counts)}", file=sys.stderr)
-    return found, wrong
+    return by_command, wrong
 
 
 def main() -> None:
@@ -202,9 +202,9 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="torture-"))
     with pytest.MonkeyPatch.context() as patched:
         skip_figures(patched)
-        found, wrong = torture(asked.kills, folder)
+        counted, wrong = torture(asked.kills, folder)
     columns = ["trials", "kills", "right", "clean errors", "wrong"]
-    table = pd.DataFrame([[counts[name] for name in columns] for counts in found.values()], list(found), columns)
+    table = pd.DataFrame([[counts[name] for name in columns] for counts in counted.values()], list(counted), columns)
     table.loc["all"] = table.sum()
     print(table.to_string())
     for line in wrong:

@@ -10,6 +10,6 @@ from torture import kills
 def test_a_handful_of_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MEASURED", "TRAINED"):
         monkeypatch.setattr(kills, name, (*getattr(kills, name), "--observables", "attention"))
-    found, wrong = kills.torture(2, tmp_path, ("analyze", "retrofit"))
+    by_command, wrong = kills.torture(2, tmp_path, ("analyze", "retrofit"))
     assert not wrong
-    assert sum(counts["kills"] for counts in found.values()) >= 2
+    assert sum(counts["kills"] for counts in by_command.values()) >= 2
