@@ -22,8 +22,8 @@ from sinkscope.verdict.report import published_lines
 
 
 def finding(run: Run, name: str) -> Finding:
-    (found,) = (found for found in analysis.findings(run) if found.name == name)
-    return found
+    (one,) = (one for one in analysis.findings(run) if one.name == name)
+    return one
 
 
 EMPTY = pd.DataFrame()
@@ -32,11 +32,11 @@ ENTROPY = {"attention_entropy": 1.0}
 
 
 def test_w1_decides_on_a_sink_and_layers_are_named() -> None:
-    found = finding(summarized({"sink_rate": [0.0, 0.5, 0.6, 0.9]}, ENTROPY, ATTENTION), "sink")
-    assert (found.outcome, found.threshold, found.claim) == (Outcome.PRESENT, SINK, "W-1")
-    assert found.value == pytest.approx(50)
-    assert found.numbers["layers"] == (1, 2, 3)
-    assert found.numbers["weak_layers"] == (0,)
+    sink = finding(summarized({"sink_rate": [0.0, 0.5, 0.6, 0.9]}, ENTROPY, ATTENTION), "sink")
+    assert (sink.outcome, sink.threshold, sink.claim) == (Outcome.PRESENT, SINK, "W-1")
+    assert sink.value == pytest.approx(50)
+    assert sink.numbers["layers"] == (1, 2, 3)
+    assert sink.numbers["weak_layers"] == (0,)
     weak = finding(summarized({"sink_rate": [0.1, 0.4]}, ENTROPY, ATTENTION), "sink")
     assert weak.outcome == Outcome.PRESENT
     assert weak.sentence.endswith(" In no layer do 50% of the heads.")
@@ -49,10 +49,10 @@ def test_a_sink_that_the_interval_does_not_decide_is_not_decided() -> None:
     run = summarized({"sink_rate": [0.1]}, ENTROPY, ATTENTION)
     rows = run.tables["attention_by_sequence"]
     rows.loc[(rows["position"] == 0) & (rows["sequence"] == 1), "sink_rate"] = 0.3
-    found = finding(run, "sink")
-    assert (found.outcome, found.low, found.high) == (Outcome.UNDECIDED, pytest.approx(10), pytest.approx(30))
+    sink = finding(run, "sink")
+    assert (sink.outcome, sink.low, sink.high) == (Outcome.UNDECIDED, pytest.approx(10), pytest.approx(30))
     said = "20.0% of the heads give the first token more than 30% of their attention (95 % interval 10.0 to 30.0%)"
-    assert f"is not decided: {said}; a sink has more than 10%." in found.sentence
+    assert f"is not decided: {said}; a sink has more than 10%." in sink.sentence
 
 
 # tokens and window → thresholds; in the first four, uniform attention alone exceeds some of them
@@ -69,22 +69,22 @@ def test_random_weights_have_no_sink_at_any_length_window_and_threshold(name: st
     for (length, window), thresholds in NEAR_UNIFORM.items():
         uniform = float((1 / torch.arange(1.0, window + 1)).mean())  # the k-th query of position 0 sees k keys
         for epsilon in thresholds:
-            given = {"seq_len": length, "window": window, "epsilon": epsilon, "positions": 4}
-            run = sinkscope.analyze(model, input="random", num_seqs=3, observables=("attention",), **given)
-            found = {one.name: one for one in analysis.findings(run)}
-            assert found["sink"].outcome != Outcome.PRESENT, given
-            assert found["later-sinks"].outcome != Outcome.PRESENT, given
+            options = {"seq_len": length, "window": window, "epsilon": epsilon, "positions": 4}
+            run = sinkscope.analyze(model, input="random", num_seqs=3, observables=("attention",), **options)
+            findings = {one.name: one for one in analysis.findings(run)}
+            assert findings["sink"].outcome != Outcome.PRESENT, options
+            assert findings["later-sinks"].outcome != Outcome.PRESENT, options
             assert run.metric("uniform_mass") == pytest.approx(uniform, rel=1e-5)
-            assert found["sink"].numbers["uniform"] == run.metric("uniform_mass")
+            assert findings["sink"].numbers["uniform"] == run.metric("uniform_mass")
             is_undefined = uniform > epsilon
-            assert (found["sink"].outcome == Outcome.UNDEFINED) == is_undefined
+            assert (findings["sink"].outcome == Outcome.UNDEFINED) == is_undefined
             assert np.isnan(run.metric("sink_rate")) == np.isnan(run.metric("sink_rate", 1)) == is_undefined
             assert run.tables["attention"].query("position == 0")["sink_rate"].isna().all() == is_undefined
             assert (0 in set(run.tables["sink_positions"]["position"])) <= (not is_undefined)
             assert ("sink_rate" in {one.metric for one in glances(run)}) == (not is_undefined)
             assert any("no sink rate of position 0" in notice for notice in run.manifest["notices"]) == is_undefined
             rows = run.tables["finding"].query("finding == 'sink' and number == 'value'")
-            assert rows["outcome"].tolist() == [str(found["sink"].outcome)]
+            assert rows["outcome"].tolist() == [str(findings["sink"].outcome)]
             assert f"uniform attention {'alone ' * is_undefined}gives it {100 * uniform:.1f}%" in run.verdict
             assert "Value states at position 0 are" not in run.verdict
 
@@ -95,9 +95,9 @@ def test_a_sink_that_random_weights_may_have_is_not_decided() -> None:
     heads = run.tables["attention_heads_by_sequence"]
     heads["window_mass"] = heads["window_mass"].where(heads["window_mass"] < 0.5, 0.35)
     heads["uniform_mass"] = 0.098  # five times its odds are those of 0.352
-    found = finding(run, "sink")
-    assert (found.outcome, found.numbers["clear"]) == (Outcome.UNDECIDED, 0.0)
-    assert "but random weights may give as much" in found.sentence
+    sink = finding(run, "sink")
+    assert (sink.outcome, sink.numbers["clear"]) == (Outcome.UNDECIDED, 0.0)
+    assert "but random weights may give as much" in sink.sentence
 
 
 def test_sequences_that_are_too_short_have_no_sink_rate(tmp_path: Path) -> None:
@@ -125,10 +125,10 @@ def test_sequences_that_are_too_short_have_no_sink_rate(tmp_path: Path) -> None:
 )
 def test_a_value_drain_is_that_of_the_heads_with_a_sink(drain: float, outcome: Outcome, words: str) -> None:
     run = summarized({"sink_rate": [0.0, 0.9], "value_drain": [0.9, drain]}, ENTROPY, ATTENTION)
-    found = finding(run, "value-drain")
-    assert (found.outcome, found.value, found.claim) == (outcome, drain, "GS-20")
-    assert words in found.sentence
-    assert "median over the 90 of 200 heads with a sink" in found.sentence
+    value_drain = finding(run, "value-drain")
+    assert (value_drain.outcome, value_drain.value, value_drain.claim) == (outcome, drain, "GS-20")
+    assert words in value_drain.sentence
+    assert "median over the 90 of 200 heads with a sink" in value_drain.sentence
 
 
 @pytest.mark.parametrize(
@@ -156,23 +156,23 @@ def test_the_bound_on_repeated_tokens(share: float, words: str) -> None:
 )
 def test_repeated_tokens_are_judged_by_the_models_positions(model_type: str, name: str, outcome: Outcome) -> None:
     observables = ("attention", "geometry", *["equal-tokens"] * (name == "repeated-bound"))
-    given = {"num_seqs": 2, "seq_len": 16, "bos": "never", "observables": observables}
-    run = sinkscope.analyze(tiny_of(model_type), input="repeated", **given)
-    (found,) = [found for found in analysis.findings(run) if found.name.startswith("repeated")]
-    assert (found.name, found.outcome) == (name, outcome)
+    options = {"num_seqs": 2, "seq_len": 16, "bos": "never", "observables": observables}
+    run = sinkscope.analyze(tiny_of(model_type), input="repeated", **options)
+    (repeated,) = [repeated for repeated in analysis.findings(run) if repeated.name.startswith("repeated")]
+    assert (repeated.name, repeated.outcome) == (name, outcome)
     assert np.isfinite(run.metric("repeated_bound")) == (name == "repeated-bound")
     assert run.verdict
 
 
 def test_published_values_are_only_of_the_same_measurement() -> None:
     config = {"seq_len": 64, "window": 64, "epsilon": 0.3}
-    found, other = (
+    alike, different = (
         finding(summarized({"sink_rate": [0.7, 0.7]}, ENTROPY, ATTENTION, config=config | {"epsilon": epsilon}), "sink")
         for epsilon in (0.3, 0.2)
     )
-    assert not other.published
+    assert not different.published
     names = "Mistral-7B 97.49%, LLaMA2-7B 92.47%, LLaMA2-13B 91.69%, LLaMA3-8B 99.02%, GPT2-XL 77.00%†"
-    assert f"(WSE table 1): {names} († from a transcription of the paper)." in published_lines(found.published)[0]
+    assert f"(WSE table 1): {names} († from a transcription of the paper)." in published_lines(alike.published)[0]
 
 
 @pytest.mark.parametrize(
@@ -186,13 +186,13 @@ def test_published_values_are_only_of_the_same_measurement() -> None:
 )
 def test_the_bits_of_a_gguf_are_stated(source: str, gguf_file: str | None, bits: int | None) -> None:
     run = summarized(model={"name": "tiny", "source": source}, config={"gguf_file": gguf_file, "seq_len": 64})
-    found = packed_source(run, "W8A8")
-    assert [finding.value for finding in found] == ([] if bits is None else [bits])
+    sources = packed_source(run, "W8A8")
+    assert [finding.value for finding in sources] == ([] if bits is None else [bits])
     if bits:
-        assert f"quantized to {bits} bits" in found[0].sentence
-        assert "W8A8 begins from these" in found[0].sentence
+        assert f"quantized to {bits} bits" in sources[0].sentence
+        assert "W8A8 begins from these" in sources[0].sentence
         assert "begins from" not in packed_source(run)[0].sentence
-        assert found[0].name in {finding.name for finding in settings(run)}
+        assert sources[0].name in {finding.name for finding in settings(run)}
 
 
 def sentences(run: Run) -> dict[str, str]:
@@ -246,8 +246,10 @@ def test_a_massive_coordinate_is_in_the_layers_in_which_half_of_the_sequences_ha
     everywhere = [(2, sequence, 3, 8, 400.0) for sequence in range(4)]
     run = summarized(tables={"massive": entries(*one_sequence, *half, *everywhere, (0, 1, 5, 9, 300.0))})
     run.manifest["input"]["sequences"] = 4
-    found = {one.numbers["coordinate"]: one for one in analysis.findings(run) if one.name == "massive-coordinate"}
-    assert {coordinate: one.sentence.removesuffix(".") for coordinate, one in found.items()} == {
+    by_coordinate = {
+        one.numbers["coordinate"]: one for one in analysis.findings(run) if one.name == "massive-coordinate"
+    }
+    assert {coordinate: one.sentence.removesuffix(".") for coordinate, one in by_coordinate.items()} == {
         7: "Coordinate 7 is massive in the output of layer 1, at 4 positions",  # its largest is the largest of all
         8: "Coordinate 8 is massive in the output of layer 2, at position 3; its largest is 400",
         9: "Coordinate 9 is massive in less than 50% of the sequences, at position 5; its largest is 300",
@@ -258,15 +260,15 @@ def test_the_layers_in_which_the_query_bias_sets_position_0_apart_are_named() ->
     gaps = grid(layer=range(4), sequence=range(2)).assign(delta_later=0.0, delta_later_std=1.0)
     gaps["delta"] = gaps["layer"].map({0: 1.0, 1: 2.1, 2: 5.0, 3: 2.0})
     gaps = gaps.assign(key_alignment=0.5, key_alignment_later=0.1)
-    found = finding(summarized(tables={"query_bias_by_sequence": gaps}), "query-bias")
-    assert (found.value, found.numbers["layers"]) == (0.5, (1, 2))
-    assert "in 50% of the second half of the layers; among all 4 layers, in layers 1–2." in found.sentence
+    query_bias = finding(summarized(tables={"query_bias_by_sequence": gaps}), "query-bias")
+    assert (query_bias.value, query_bias.numbers["layers"]) == (0.5, (1, 2))
+    assert "in 50% of the second half of the layers; among all 4 layers, in layers 1–2." in query_bias.sentence
 
 
 def test_without_massive_activations_the_entry_with_the_largest_ratio_is_named() -> None:
-    found = finding(summarized(tables={"massive": entries((0, 0, 0, 7, 50.0), (1, 1, 3, 8, -90.0))}), "massive")
-    assert (found.outcome, found.value) == (Outcome.ABSENT, 90)
-    assert found.numbers == {"coordinate": 8, "layer": 1, "position": 3, "ratio": 90}
+    massive = finding(summarized(tables={"massive": entries((0, 0, 0, 7, 50.0), (1, 1, 3, 8, -90.0))}), "massive")
+    assert (massive.outcome, massive.value) == (Outcome.ABSENT, 90)
+    assert massive.numbers == {"coordinate": 8, "layer": 1, "position": 3, "ratio": 90}
 
 
 @pytest.mark.parametrize(
@@ -281,9 +283,9 @@ def test_the_layer_with_the_largest_rate_decides_on_a_sink_outside_the_text(
     rates: list[float], outcome: Outcome, words: str
 ) -> None:
     summary = {"sink_rate": [0.5, 0.5], "sink_rate_outside": rates}
-    found = finding(summarized(summary, ENTROPY, ATTENTION, outside=["learned sink logits"]), "sink-outside")
-    assert found.outcome == outcome
-    assert words in found.sentence
+    outside_sink = finding(summarized(summary, ENTROPY, ATTENTION, outside=["learned sink logits"]), "sink-outside")
+    assert outside_sink.outcome == outcome
+    assert words in outside_sink.sentence
 
 
 @pytest.mark.parametrize(
@@ -294,9 +296,9 @@ def test_gates_of_a_models_own_leave_a_sink_if_any_layer_has_one(rate: float, ou
     family = {"name": "qwen3_next", "wiring": "sequential", "positions": "rotary", "gated": True}
     gates = {"gate_first": 0.2, "gate_later": 0.6}
     run = summarized({"sink_rate": [0.0, rate]}, ENTROPY | gates, ATTENTION | {"gate": EMPTY}, family=family)
-    found = finding(run, "own-gates")
-    assert (found.value, found.outcome) == (0.2, outcome)
-    assert f"; {words} a sink at position 0" in found.sentence
+    own_gates = finding(run, "own-gates")
+    assert (own_gates.value, own_gates.outcome) == (0.2, outcome)
+    assert f"; {words} a sink at position 0" in own_gates.sentence
 
 
 @pytest.mark.parametrize(
@@ -309,15 +311,15 @@ def test_gates_of_a_models_own_leave_a_sink_if_any_layer_has_one(rate: float, ou
     ],
 )
 def test_float16_has_room_for_twice_the_largest_entry(largest: float, outcome: Outcome, words: str) -> None:
-    found = finding(summarized(tables={"massive": entries((0, 0, 0, 7, 50.0), (1, 1, 0, 7, largest))}), "float16")
-    assert (found.outcome, found.value) == (outcome, abs(largest))
-    assert words in found.sentence
+    float16 = finding(summarized(tables={"massive": entries((0, 0, 0, 7, 50.0), (1, 1, 0, 7, largest))}), "float16")
+    assert (float16.outcome, float16.value) == (outcome, abs(largest))
+    assert words in float16.sentence
 
 
 @pytest.mark.parametrize(("largest", "outcome"), [(510.0, Outcome.ABSENT), (511.0, Outcome.PRESENT)])
 def test_a_step_of_more_than_two_median_entries_is_coarse(largest: float, outcome: Outcome) -> None:
-    found = finding(summarized(tables={"massive": entries((0, 0, 0, 7, -largest), (1, 1, 0, 7, 99.0))}), "8-bit-step")
-    assert (found.outcome, found.value, found.numbers["layer"]) == (outcome, pytest.approx(largest / 255), 0)
+    step = finding(summarized(tables={"massive": entries((0, 0, 0, 7, -largest), (1, 1, 0, 7, 99.0))}), "8-bit-step")
+    assert (step.outcome, step.value, step.numbers["layer"]) == (outcome, pytest.approx(largest / 255), 0)
 
 
 @pytest.mark.parametrize(
@@ -330,9 +332,9 @@ def test_later_sinks_are_mostly_in_layers_with_a_quarter_of_the_largest_rate(
     sinks = pd.DataFrame({"position": 3, "queries": 20, "token": [*["."] * 199, "the"]})
     sinks = sinks.assign(window_mass=0.9, uniform_mass=0.05)
     summary = {"sink_rate": [0.5] * 4, "sink_rate_later": rates}
-    found = finding(summarized(summary, ENTROPY, ATTENTION | {"sink_positions": sinks}), "later-sinks")
-    assert (found.outcome, found.numbers["layers"]) == (Outcome.PRESENT, layers)
-    assert found.sentence.endswith("; most often at the tokens '.' (100%).")
+    later_sinks = finding(summarized(summary, ENTROPY, ATTENTION | {"sink_positions": sinks}), "later-sinks")
+    assert (later_sinks.outcome, later_sinks.numbers["layers"]) == (Outcome.PRESENT, layers)
+    assert later_sinks.sentence.endswith("; most often at the tokens '.' (100%).")
 
 
 @pytest.mark.parametrize(("longest", "outcome"), [(32, Outcome.ABSENT), (33, Outcome.PRESENT)])
@@ -340,8 +342,8 @@ def test_a_window_is_reached_by_sequences_that_are_longer(longest: int, outcome:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     run = summarized(model={"name": "tiny", "layer_types": kinds, "sliding_window": 32})
     run.manifest["input"]["longest"] = longest
-    found = finding(run, "sliding-window")
-    assert (found.outcome, found.value, found.numbers["layers"]) == (outcome, 32, (0, 2))
+    window_finding = finding(run, "sliding-window")
+    assert (window_finding.outcome, window_finding.value, window_finding.numbers["layers"]) == (outcome, 32, (0, 2))
 
 
 @pytest.mark.parametrize("condition", ["natural", "repeated"])

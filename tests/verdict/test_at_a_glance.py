@@ -23,19 +23,19 @@ def glances_of(report: str, **changes: float) -> dict[str, Glance]:
 
 @pytest.mark.parametrize("model", REPORTED)
 def test_the_numbers_of_other_models_are_those_of_their_reports(model: str) -> None:
-    found = glances_of(REPORTED[model])
-    assert list(found) == list(GLANCES)
-    assert all("Among" in one.elsewhere and f"{model} {one.value}" in one.elsewhere for one in found.values())
+    by_metric = glances_of(REPORTED[model])
+    assert list(by_metric) == list(GLANCES)
+    assert all("Among" in one.elsewhere and f"{model} {one.value}" in one.elsewhere for one in by_metric.values())
 
 
 def test_a_number_far_from_all_others_says_so() -> None:
-    found = glances_of("smollm2-135m", sink_rate=0.95, max_inf_norm=0.15)
-    assert found["sink_rate"].value == "95.0%"
-    assert found["sink_rate"].elsewhere.startswith("Above ")
-    assert found["sink_rate"].null.startswith("Uniform attention gives ")
-    assert found["sink_rate"].null.endswith(" 0%.")
-    assert found["max_inf_norm"].elsewhere.startswith("Below ")
-    assert found["max_inf_norm"].null == "float16 holds 436,693 times that; below 1, it would be infinite."
+    by_metric = glances_of("smollm2-135m", sink_rate=0.95, max_inf_norm=0.15)
+    assert by_metric["sink_rate"].value == "95.0%"
+    assert by_metric["sink_rate"].elsewhere.startswith("Above ")
+    assert by_metric["sink_rate"].null.startswith("Uniform attention gives ")
+    assert by_metric["sink_rate"].null.endswith(" 0%.")
+    assert by_metric["max_inf_norm"].elsewhere.startswith("Below ")
+    assert by_metric["max_inf_norm"].null == "float16 holds 436,693 times that; below 1, it would be infinite."
 
 
 def test_a_number_that_reports_lack_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:

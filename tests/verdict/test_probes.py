@@ -31,21 +31,21 @@ def by_name(run: Run) -> dict[str, Finding]:
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_an_interval_is_that_of_resampled_sequences(name: str, run: Run) -> None:
-    found = by_name(run)[name]
+    finding = by_name(run)[name]
     table, column, over_layers = NUMBERS[name]
     by_layer = run.tables[table].pivot(index="sequence", columns="layer", values=column).to_numpy(float)
-    drawn = over_layers(resamplings(6) @ by_layer / 6, found.numbers.get("layer"))
-    assert found.value == pytest.approx(drawn[0])
-    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(drawn[1:], [0.025, 0.975])))
-    assert found.low < found.value < found.high
+    drawn = over_layers(resamplings(6) @ by_layer / 6, finding.numbers.get("layer"))
+    assert finding.value == pytest.approx(drawn[0])
+    assert (finding.low, finding.high) == pytest.approx(tuple(np.quantile(drawn[1:], [0.025, 0.975])))
+    assert finding.low < finding.value < finding.high
 
 
 def test_without_the_tables_by_sequence_the_numbers_are_the_same_without_intervals(run: Run) -> None:
     less = Run(run.manifest, {name: table for name, table in run.tables.items() if "_by_" not in name})
     whole = by_name(run)
-    for name, found in by_name(less).items():
-        assert found.value == pytest.approx(whole[name].value, rel=1e-6)
-        assert name in {"secondary-sinks", "super-weight"} or np.isnan(found.low)
+    for name, finding in by_name(less).items():
+        assert finding.value == pytest.approx(whole[name].value, rel=1e-6)
+        assert name in {"secondary-sinks", "super-weight"} or np.isnan(finding.low)
 
 
 def test_a_head_sees_a_picture_if_half_of_what_it_gives_it_is_not_on_sinks() -> None:
@@ -54,9 +54,9 @@ def test_a_head_sees_a_picture_if_half_of_what_it_gives_it_is_not_on_sinks() -> 
     masses = {"visual_mass": [0.8, 0.8, 0.3, 0.1], "sink_mass": [0.3, 0.5, 0.2, 0.0]}
     pictures = {"pictures": 1, "coordinates": [7], "is_massive": True}
     tables = {"visual_patch": patches, "visual_head": heads.assign(**masses)}
-    found = by_name(Run(run_manifest(pictures=pictures), tables))["visual-attention"]
-    assert (found.numbers["seeing"], found.numbers["heads"]) == (1, 4)
-    assert "1 of 4 heads see the picture: they give it at least 0.2" in found.sentence
+    finding = by_name(Run(run_manifest(pictures=pictures), tables))["visual-attention"]
+    assert (finding.numbers["seeing"], finding.numbers["heads"]) == (1, 4)
+    assert "1 of 4 heads see the picture: they give it at least 0.2" in finding.sentence
 
 
 def test_only_tokens_that_join_the_sink_for_a_part_of_its_layers_are_secondary_sinks() -> None:
@@ -64,10 +64,10 @@ def test_only_tokens_that_join_the_sink_for_a_part_of_its_layers_are_secondary_s
     sinks["kind"] = ["first", "secondary", "first", "secondary", "lasting", "lasting"]
     sinks["token"] = ["<s>", " the", "<s>", " the", ".", "."]
     sinks = sinks.assign(attention=[30, 2, 40, 4, 9, 9], attention_elsewhere=[np.nan, 0.5, np.nan, 1.5, 3, 3])
-    found = by_name(Run(run_manifest(), {"sink_tokens": sinks}))["secondary-sinks"]
-    assert found.value == pytest.approx(2)
+    finding = by_name(Run(run_manifest(), {"sink_tokens": sinks}))["secondary-sinks"]
+    assert finding.value == pytest.approx(2)
     assert "most often ' the'. They receive 3.0 times uniform attention, equal tokens that are no sinks 1.0 times" in (
-        found.sentence
+        finding.sentence
     )
 
 
@@ -85,22 +85,22 @@ def test_the_controls_of_over_mixing_are_those_of_their_arm_alone() -> None:
         for condition, change in changes.items()
     )
     manifest = run_manifest(command="intervene", arms={"x": {}, "x and y": {}})
-    found = by_name(Run(manifest, {"over_mixing_by_sequence": table}))["over-mixing"]
-    assert found.numbers == pytest.approx({"x": 0.3, "x control": 0.15, "x and y": 0.9, "x and y control": 0.8})
-    assert "by 50.0% of their norm" in found.sentence
-    assert "; under x by 30.0%, under its 2 controls by 10.0% to 20.0%; under x and y by 90.0%" in found.sentence
+    finding = by_name(Run(manifest, {"over_mixing_by_sequence": table}))["over-mixing"]
+    assert finding.numbers == pytest.approx({"x": 0.3, "x control": 0.15, "x and y": 0.9, "x and y control": 0.8})
+    assert "by 50.0% of their norm" in finding.sentence
+    assert "; under x by 30.0%, under its 2 controls by 10.0% to 20.0%; under x and y by 90.0%" in finding.sentence
 
 
 def test_scores_of_dormant_heads_agree_if_a_small_norm_goes_with_much_attention_to_the_first_token() -> None:
     scores = grid(layer=range(5), head=range(5))
     scores = scores.assign(relative_norm=np.arange(25.0), first_mass=1 - np.arange(25) / 25)
     scores.loc[2, "first_mass"] = 0.0
-    found = by_name(Run(run_manifest(), {"head_scores": scores}))["dormant-heads"]
-    assert found.value > 0.7
-    assert found.numbers == {"heads": 25, "flagged": 3, "both": pytest.approx(2 / 3), "chance": 0.12} | {
-        name: found.numbers[name] for name in found.numbers if name.endswith(("_low", "_high"))
+    finding = by_name(Run(run_manifest(), {"head_scores": scores}))["dormant-heads"]
+    assert finding.value > 0.7
+    assert finding.numbers == {"heads": 25, "flagged": 3, "both": pytest.approx(2 / 3), "chance": 0.12} | {
+        name: finding.numbers[name] for name in finding.numbers if name.endswith(("_low", "_high"))
     }
-    assert "of the 3 heads that each of them flags, 67% are the same" in found.sentence
+    assert "of the 3 heads that each of them flags, 67% are the same" in finding.sentence
 
 
 def patches(*norms: float, layer: int = 1, sequence: int = 0) -> pd.DataFrame:
@@ -115,11 +115,13 @@ def test_outlier_patches_are_those_after_the_last_layer() -> None:
     last = [patches(1, 1, 1, 1, 6, sequence=0), patches(1, 1, 1, 1, 1, sequence=1)]
     manifest = run_manifest()
     manifest["input"]["sequences"] = 2
-    found = by_name(Run(manifest, {"encoder_patch": pd.concat([*early, *last], ignore_index=True)}))["outlier-patches"]
-    assert (found.value, found.outcome) == (pytest.approx(0.1), Outcome.UNDECIDED)  # one of two pictures has none
+    finding = by_name(Run(manifest, {"encoder_patch": pd.concat([*early, *last], ignore_index=True)}))[
+        "outlier-patches"
+    ]
+    assert (finding.value, finding.outcome) == (pytest.approx(0.1), Outcome.UNDECIDED)  # one of two pictures has none
     numbers = {"pictures": 2, "largest": 6.0, "layer": 0, "most": 0.4, "special": 0.25, "ratio": 2.0}
-    assert found.numbers == pytest.approx(numbers)
-    assert "the largest has 6.00 times. Most are after layer 0: 40.00%. 25.0% of the attention" in found.sentence
+    assert finding.numbers == pytest.approx(numbers)
+    assert "the largest has 6.00 times. Most are after layer 0: 40.00%. 25.0% of the attention" in finding.sentence
 
 
 @pytest.mark.parametrize(
@@ -139,9 +141,9 @@ def test_visual_sinks_are_there_if_the_interval_is_above_random_coordinates(
     heads = grid(layer=[2], sequence=range(4), head=range(2)).assign(first_mass=0.1, visual_mass=0.4, sink_mass=0.2)
     manifest = run_manifest(pictures={"pictures": 4, "coordinates": [7], "is_massive": True})
     tables = {"visual_patch": pd.concat([table, early], ignore_index=True), "visual_head": heads}
-    found = by_name(Run(manifest, tables))["visual-sinks"]
-    assert (found.value, found.outcome) == (pytest.approx(np.mean(shares)), outcome)
-    assert found.numbers["random"] == pytest.approx(random)
+    finding = by_name(Run(manifest, tables))["visual-sinks"]
+    assert (finding.value, finding.outcome) == (pytest.approx(np.mean(shares)), outcome)
+    assert finding.numbers["random"] == pytest.approx(random)
 
 
 @pytest.mark.parametrize(("value", "words"), [(800.0, "the same coordinate."), (1000.0, "another coordinate, 5.")])
@@ -151,14 +153,17 @@ def test_a_super_weight_may_write_the_largest_massive_activation_of_either_sign(
     massive = pd.DataFrame({"coordinate": [7, 5], "value": [-900.0, value], "is_massive": True})
     manifest = run_manifest()
     manifest["input"]["sequences"] = 2
-    found = by_name(Run(manifest, {"super_weights": weights, "massive": massive}))["super-weight"]
-    assert (found.value, found.numbers["layer"], found.numbers["written"]) == (0.5, 0, 55.0)
-    assert found.sentence.endswith(f"in 100% of the sequences; the largest massive activation is at {words}")
+    finding = by_name(Run(manifest, {"super_weights": weights, "massive": massive}))["super-weight"]
+    assert (finding.value, finding.numbers["layer"], finding.numbers["written"]) == (0.5, 0, 55.0)
+    assert finding.sentence.endswith(f"in 100% of the sequences; the largest massive activation is at {words}")
 
 
 def test_residual_sinks_are_largest_in_one_layer_and_a_rotation_has_fewer_in_every_layer() -> None:
     spikes = pd.DataFrame({"layer": range(3), "largest_share": [0.2, 0.9, 0.1], "rotated_share": [0.01, 0.02, 0.04]})
     spikes = spikes.assign(norm_ratio=[3.0, 80.0, 70.0], cosine=1.0, cosine_of_others=0.5, step=["", "up", ""])
-    found = by_name(Run(run_manifest(), {"spikes": spikes}))
-    assert (found["residual-sinks"].value, found["residual-sinks"].numbers) == (0.9, {"layer": 1, "rotated": 0.04})
-    assert (found["spike"].value, found["spike"].numbers["layer"]) == (80.0, 1)
+    findings = by_name(Run(run_manifest(), {"spikes": spikes}))
+    assert (findings["residual-sinks"].value, findings["residual-sinks"].numbers) == (
+        0.9,
+        {"layer": 1, "rotated": 0.04},
+    )
+    assert (findings["spike"].value, findings["spike"].numbers["layer"]) == (80.0, 1)
