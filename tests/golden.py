@@ -54,9 +54,9 @@ TIMED_TEXT = re.compile(r"\b\d[\d:.,]* ?(?:s|ms|min|minutes|seconds|MB|GB|tokens
 
 def cases() -> dict[str, tuple[str, ...]]:
     """Return the arguments of sinkscope by name of the case. A case may read the output of earlier cases."""
-    found: dict[str, tuple[str, ...]] = {"analyze-demo": ("analyze", "--num-seqs", "6")}
+    lines: dict[str, tuple[str, ...]] = {"analyze-demo": ("analyze", "--num-seqs", "6")}
     for model in MODELS:
-        found |= {
+        lines |= {
             f"doctor-{model}": ("doctor", model),
             f"analyze-{model}": ("analyze", model, *TEXT),
             f"intervene-{model}": ("intervene", model, "--do", "all", "--draws", "2", *TEXT),
@@ -72,17 +72,17 @@ def cases() -> dict[str, tuple[str, ...]]:
             ),
         }  # fmt: skip
     trained = ("train", "--config", "shape.json", "--method", "none,vga,operation:kind=sigmoid")
-    found["train"] = (*trained, "--text", "ids.npy", *TRAINING)
+    lines["train"] = (*trained, "--text", "ids.npy", *TRAINING)
     backcopy = ("train", "--config", "bigram-backcopy", "--method", "none,vga", "--text", "bigram-backcopy")
-    found["train-backcopy"] = (*backcopy, *TRAINING)
-    found["sweep"] = ("sweep", "sweep.yaml")
-    found["compare"] = ("compare", *(f"out/analyze-{model}" for model in MODELS))
-    found["compare-interventions"] = ("compare", *(f"out/intervene-{model}" for model in MODELS))
-    found["scorecards"] = ("claims", *(part for model in MODELS for part in ("--from", f"out/claims-{model}")))
-    found["claims-of-a-training"] = ("claims", "--from", "out/train")
-    found |= {f"help-{command}": (command, "--help") for command in options_by_command()} | {"help": ("--help",)}
-    found |= {f"list-{kind}": ("list", kind) for kind in kinds()}
-    return found
+    lines["train-backcopy"] = (*backcopy, *TRAINING)
+    lines["sweep"] = ("sweep", "sweep.yaml")
+    lines["compare"] = ("compare", *(f"out/analyze-{model}" for model in MODELS))
+    lines["compare-interventions"] = ("compare", *(f"out/intervene-{model}" for model in MODELS))
+    lines["scorecards"] = ("claims", *(part for model in MODELS for part in ("--from", f"out/claims-{model}")))
+    lines["claims-of-a-training"] = ("claims", "--from", "out/train")
+    lines |= {f"help-{command}": (command, "--help") for command in options_by_command()} | {"help": ("--help",)}
+    lines |= {f"list-{kind}": ("list", kind) for kind in kinds()}
+    return lines
 
 
 def write(folder: Path, words: list[str]) -> None:
@@ -135,8 +135,8 @@ def _run(name: str, work: Path, folder: Path) -> None:
 
 
 def _page_data(page: str) -> str:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
-    return found[1] if found else "null"
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return match[1] if match else "null"
 
 
 def _lasting(value: Any) -> Any:
@@ -178,7 +178,7 @@ def _artists(figure: Any) -> list[tuple[str, str]]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    found = []
+    drawn = []
     for axes in figure.axes:
         for artist in axes.findobj():
             if isinstance(artist, Line2D):
@@ -196,21 +196,21 @@ def _artists(figure: Any) -> list[tuple[str, str]]:
             data = io.BytesIO()
             for array in arrays:
                 data.write(np.round(np.ma.filled(np.ma.asarray(array, dtype=float), np.nan), 9).tobytes())
-            found.append((type(artist).__name__, hashlib.sha256(data.getvalue()).hexdigest()))
-    return found
+            drawn.append((type(artist).__name__, hashlib.sha256(data.getvalue()).hexdigest()))
+    return drawn
 
 
 # --- comparison
 
 
 def compare(before: Path, after: Path) -> bool:
-    found = {path.relative_to(folder) for folder in (before, after) for path in folder.rglob("*") if path.is_file()}
+    files = {path.relative_to(folder) for folder in (before, after) for path in folder.rglob("*") if path.is_file()}
     differences = 0
-    for path in sorted(found):
+    for path in sorted(files):
         for line in _differences(before / path, after / path):
             print(line)
             differences += 1
-    print(f"{len(found)} files, {differences} lines of difference")
+    print(f"{len(files)} files, {differences} lines of difference")
     return not differences
 
 
@@ -245,10 +245,10 @@ def _timed(table: pd.DataFrame) -> pd.Series:
 
 
 if __name__ == "__main__":
-    action, *rest = sys.argv[1:]
+    action, *operands = sys.argv[1:]
     if action == "run":
-        run(rest)
+        run(operands)
     elif action == "write":
-        write(Path(rest[0]).resolve(), rest[1:])
+        write(Path(operands[0]).resolve(), operands[1:])
     else:
-        sys.exit(not compare(*map(Path, rest)))
+        sys.exit(not compare(*map(Path, operands)))

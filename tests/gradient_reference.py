@@ -61,7 +61,7 @@ def gradient(sequences: list[Sequence], positions: int) -> pd.DataFrame:
         for pathway in () if layer.query is None else ("query", "key", "value"):
             gradients = [sequence.layers[number].gradients[pathway] for sequence in sequences]  # (heads,T,d)
             for position in range(positions):
-                reached = [found[:, position] for found in gradients if found.shape[1] > position]
+                reached = [of_sequence[:, position] for of_sequence in gradients if of_sequence.shape[1] > position]
                 squares = np.square(sum(reached, np.zeros((len(gradients[0]), 1)))).sum(1)
                 rows.append((number, pathway, -1, position, np.sqrt(squares.sum())))
                 rows += [(number, pathway, head, position, np.sqrt(square)) for head, square in enumerate(squares)]
@@ -96,18 +96,18 @@ def gradient_ratio(sequences: list[Sequence], positions: int) -> pd.DataFrame:
     for number, first in enumerate(sequences[0].layers):
         for branch, (x, y, r, z) in roles_of(first).items():
             for position in range(positions):
-                found: dict[str, list[float]] = {"input_norm": [], "bloat": [], "compress": [], "change": []}
+                ratios: dict[str, list[float]] = {"input_norm": [], "bloat": [], "compress": [], "change": []}
                 for sequence in long_enough(sequences, position):
                     layer = sequence.layers[number]
                     at = {site: layer.gradients[site][position] for site in (x, y, r, z) if site is not None}
-                    found["input_norm"].append(_norm(layer.sites[x][position]))
+                    ratios["input_norm"].append(_norm(layer.sites[x][position]))
                     if y is not None:
-                        found["bloat"].append(_ratio(_norm(at[y]), _norm(at[r])))
+                        ratios["bloat"].append(_ratio(_norm(at[y]), _norm(at[r])))
                     if y is not None and z is not None:
-                        found["compress"].append(_ratio(_norm(at[x] - at[z]), _norm(at[y])))
+                        ratios["compress"].append(_ratio(_norm(at[x] - at[z]), _norm(at[y])))
                     if z is not None:
-                        found["change"].append(_ratio(_norm(at[x]), _norm(at[z])))
-                means = {name: _mean(values) for name, values in found.items()}
+                        ratios["change"].append(_ratio(_norm(at[x]), _norm(at[z])))
+                means = {name: _mean(values) for name, values in ratios.items()}
                 rows.append({"layer": number, "branch": branch, "position": position} | means)
     return pd.DataFrame(rows)
 
@@ -127,7 +127,7 @@ def gradient_check(sequences: list[Sequence], positions: int) -> pd.DataFrame:
         for head in range(heads):
             mixes = [predicted * sequence.layers[number].gradients["mix"][head] for sequence in full]
             upstream = [mix[queries] for mix in mixes]  # (queries, d)
-            mu = np.mean([g for found in upstream for g in found], axis=0)
+            mu = np.mean([g for of_sequence in upstream for g in of_sequence], axis=0)
             apart = np.array(upstream) - mu
             products = np.abs(np.mean(apart @ apart.transpose(0, 2, 1), axis=0))  # (queries, queries)
             variance = products.diagonal().max()

@@ -162,9 +162,9 @@ class _Handler(BaseHTTPRequestHandler):
         bare = re.match(r"/api/(?:models|datasets)/(?P<repo>[^/]+)", path)
         return bare if bare is not None and bare["repo"] in self.hub.repos else match
 
-    def _api(self, repo_id: str, rest: str, query: dict[str, list[str]]) -> None:
+    def _api(self, repo_id: str, path: str, query: dict[str, list[str]]) -> None:
         repo = self._repo(repo_id)
-        what, _, revision = rest.partition("/")
+        what, _, revision = path.partition("/")
         commit = repo.commit(unquote(revision or "main"))
         files = repo.commits[commit]
         if what in ("", "revision"):

@@ -511,14 +511,14 @@ def mutated_source(mutation: Mutation, source: str) -> str:
 
 def apply(mutation: Mutation) -> None:
     """Exchange the function's code in this process; all modules that have imported it call the mutated code."""
-    found: Any = importlib.import_module(mutation.module)
-    path = str(found.__file__)
+    holder: Any = importlib.import_module(mutation.module)
+    path = str(holder.__file__)
     code = compile(mutated_source(mutation, Path(path).read_text()), path, "exec", dont_inherit=True)
     for part in mutation.function.split("."):
-        found = inspect.getattr_static(found, part)
+        holder = inspect.getattr_static(holder, part)
     for attribute in ("fget", "func", "__func__"):  # property, cached_property, classmethod and staticmethod
-        found = getattr(found, attribute, None) or found
-    inspect.unwrap(found).__code__ = find_code(code, mutation.function)
+        holder = getattr(holder, attribute, None) or holder
+    inspect.unwrap(holder).__code__ = find_code(code, mutation.function)
 
 
 class Mutating:

@@ -25,8 +25,8 @@ def attention(
         is_sink = np.nan if uniform > epsilon else float(mass > epsilon)
         return mass, column.mean(), (column**2).mean(), uniform, is_sink
 
-    def mean(found: list) -> tuple[float, ...]:
-        *masses, is_sink = np.transpose(found)
+    def mean(at_place: list) -> tuple[float, ...]:
+        *masses, is_sink = np.transpose(at_place)
         known = is_sink[~np.isnan(is_sink)]
         return *np.mean(masses, axis=1), known.mean() if len(known) else np.nan
 
@@ -48,14 +48,14 @@ def _by_head_and_position(
     positions: int,
     measured: Callable[[Layer, int, int], tuple],
     columns: list[str],
-    mean: Callable[[list], Any] = lambda found: np.mean(found, axis=0),
+    mean: Callable[[list], Any] = lambda values: np.mean(values, axis=0),
 ) -> pd.DataFrame:
     """Return means over sequences of what is measured of a layer, a head and a position."""
     rows = []
     for number, head, groups in _heads(sequences):
         for position in range(positions):
-            found = [measured(one.layers[number], head, position) for one in long_enough(sequences, position)]
-            rows.append((number, head, head // groups, position, *mean(found)))
+            values = [measured(one.layers[number], head, position) for one in long_enough(sequences, position)]
+            rows.append((number, head, head // groups, position, *mean(values)))
     return pd.DataFrame(rows, columns=["layer", "head", "kv_head", "position", *columns])
 
 
@@ -106,8 +106,8 @@ def geometry(sequences: list[Sequence], positions: int) -> pd.DataFrame:
         count = others.sum(1)
         sums = np.where(others, logits[seen], 0.0).sum(1)
         gaps = logits[seen, position][count > 0] - sums[count > 0] / count[count > 0]
-        found = cosines, products, gaps
-        return norm(query[position]), norm(key), norm(value), *(np.mean(x) if len(x) else np.nan for x in found)
+        by_key = cosines, products, gaps
+        return norm(query[position]), norm(key), norm(value), *(np.mean(x) if len(x) else np.nan for x in by_key)
 
     norms, pairs = ["query_norm", "key_norm", "value_norm"], ["qk_cosine", "qk_norm_product", "sink_logit_gap"]
     return _by_head_and_position(sequences, positions, measured, [*norms, *pairs])
@@ -142,8 +142,8 @@ def massive(sequences: list[Sequence]) -> pd.DataFrame:
             largest = np.abs(hidden) >= magnitudes[-3]
             for position, coordinate in zip(*np.nonzero(is_massive | largest), strict=True):
                 value = hidden[position, coordinate]
-                found = (value, median, abs(value) / median, is_massive[position, coordinate])
-                rows.append((number, index, position, sequence.ids[position], coordinate, *found))
+                entry = (value, median, abs(value) / median, is_massive[position, coordinate])
+                rows.append((number, index, position, sequence.ids[position], coordinate, *entry))
     keys = ["layer", "sequence", "position", "token_id", "coordinate"]
     return pd.DataFrame(rows, columns=[*keys, "value", "median", "ratio", "is_massive"])
 
@@ -210,7 +210,7 @@ def errors(ours: pd.DataFrame, expected: pd.DataFrame) -> dict[str, float]:
     assert len(mine) == len(truth), f"{len(mine)} rows, not {len(truth)}"
     for name in keys:
         assert list(mine[name]) == list(truth[name]), f"other values of {name}"
-    found = {}
+    by_column = {}
     for name in (name for name in truth if name not in keys):
         column, right = mine[name].to_numpy(float), truth[name].to_numpy(float)
         assert (np.isnan(column) == np.isnan(right)).all(), f"NaN elsewhere in {name}"
@@ -219,18 +219,18 @@ def errors(ours: pd.DataFrame, expected: pd.DataFrame) -> dict[str, float]:
         scale = largest if scale is None else scale
         error = np.abs(column - right) / np.maximum(np.maximum(np.abs(right), scale), 1e-300)
         error = column if name == "identity_residual" else error
-        found[name] = float(np.nanmax(error, initial=0.0)) / FACTORS.get(name, 1.0)
-    return found
+        by_column[name] = float(np.nanmax(error, initial=0.0)) / FACTORS.get(name, 1.0)
+    return by_column
 
 
 def assert_same(ours: dict[str, pd.DataFrame], expected: dict[str, pd.DataFrame], tolerance: float) -> dict[str, float]:
     """Assert that every column of every expected table agrees; return the worst error of each table."""
     worst = {}
     for name, table in expected.items():
-        found = errors(ours[name], table)
-        wrong = {column: error for column, error in found.items() if not error <= tolerance}
+        by_column = errors(ours[name], table)
+        wrong = {column: error for column, error in by_column.items() if not error <= tolerance}
         assert not wrong, f"table {name}: {wrong}"
-        worst[name] = max(found.values(), default=0.0)
+        worst[name] = max(by_column.values(), default=0.0)
     return worst
 
 

@@ -50,5 +50,5 @@ def shrink_manifest(path: Path) -> None:
 
 if __name__ == "__main__":
     for kind, smaller in (("*.png", shrink_figure), ("*.parquet", shrink_table), ("run.json", shrink_manifest)):
-        for found in sorted(Path(sys.argv[1]).rglob(kind)):
-            smaller(found)
+        for source in sorted(Path(sys.argv[1]).rglob(kind)):
+            smaller(source)

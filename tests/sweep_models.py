@@ -42,11 +42,11 @@ def agreement(row: Row, auto: Any, file: Path) -> dict[str, str]:
         family, _ = family_of(model)
     sites = {site for at in range(len(family.layer_modules(model))) for site in family.block(at).sites}
     compared = [*(site for site in STREAM_SITES if site in sites), *(("value",) if family.has_attention else ())]
-    found = {"alone": differences(row.model_type, file, auto)}
-    found |= padded_differences(model.double(), family, whole=True)
-    undefined = [side for side, columns in found.items() if columns[UNDEFINED]]
+    by_side = {"alone": differences(row.model_type, file, auto)}
+    by_side |= padded_differences(model.double(), family, whole=True)
+    undefined = [side for side, columns in by_side.items() if columns[UNDEFINED]]
     but = f", but transformers itself gives NaN with padding on the {' and '.join(undefined)}" if undefined else ""
-    agrees = f"yes{but}" if all(is_equal(row.model_type, columns) for columns in found.values()) else "NO"
+    agrees = f"yes{but}" if all(is_equal(row.model_type, columns) for columns in by_side.values()) else "NO"
     return {"sites": " ".join(compared), "agrees": agrees}
 
 
@@ -94,7 +94,7 @@ def page_list(rows: list[dict[str, str]]) -> str:
     without = (row for row in by_outcome["wiring"] if row not in attending)
     others = [row["model_type"] for row in without if row["model_type"] not in unread]
     mixed = [row["model_type"] for row in attending if len(_kinds(row["layers"])) > 1]
-    names = {outcome: [row["model_type"] for row in found] for outcome, found in by_outcome.items()}
+    names = {outcome: [row["model_type"] for row in listed] for outcome, listed in by_outcome.items()}
     among = f" ({len(mixed)} attend in some layers only: {', '.join(mixed)})" if mixed else ""
     without = f"; {len(others)} without attention, of which the residual stream is measured ({', '.join(others)})"
     read = f"; {len(unread)} with attention whose weights are not read, in some or all layers ({', '.join(unread)})"
@@ -137,8 +137,8 @@ def main() -> None:
         for name in dict.fromkeys(name for name, _, _ in asked):
             write_table(name, [each for of, _, each in asked if of == name and each], Path(here, "ids.npy"))
     for document, text in ((README, readme_text()), (PAGE, page_text())):
-        before, _, rest = document.read_text(encoding="utf-8").partition(BEGIN)
-        after = rest.partition("\n\n")[2]
+        before, _, end = document.read_text(encoding="utf-8").partition(BEGIN)
+        after = end.partition("\n\n")[2]
         document.write_text(f"{before}{BEGIN}\n{text}\n\n{after}", encoding="utf-8")
 
 

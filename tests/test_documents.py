@@ -132,8 +132,8 @@ def test_the_committed_tour_was_executed_without_errors() -> None:
 def test_the_tour_finds_what_it_says(smollm: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinkscope, "load", lambda: smollm)  # `load` has given the same model
     for name, fewer in (("analyze", 2), ("intervene", 1)):  # fewer sequences show the same; parity is another test's
-        own, given = getattr(sinkscope, name), {"num_seqs": fewer, "skip_parity": True}
-        monkeypatch.setattr(sinkscope, name, lambda *args, own=own, few=given, **more: own(*args, **more | few))
+        own, options = getattr(sinkscope, name), {"num_seqs": fewer, "skip_parity": True}
+        monkeypatch.setattr(sinkscope, name, lambda *args, own=own, few=options, **more: own(*args, **more | few))
     names: dict[str, Any] = {}
     for index, cell in enumerate(code_cells()):
         exec(compile("".join(cell["source"]), f"{TOUR.name}, code cell {index}", "exec"), names)

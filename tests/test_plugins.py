@@ -39,9 +39,9 @@ def installed(folder: Path, package: str, points: dict[str, dict[str, str]]) -> 
 def run(script: str, *arguments: str | Path, path: Path) -> subprocess.CompletedProcess[str]:
     """Run a script in a process that finds the example, and the packages in `path`."""
     places = os.pathsep.join(map(str, (path, EXAMPLE, Path(__file__).parents[1])))
-    given = os.environ | {"PYTHONPATH": places, "COLUMNS": "400"}
+    environment = os.environ | {"PYTHONPATH": places, "COLUMNS": "400"}
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=given, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
 # several commands in one process, which imports torch once

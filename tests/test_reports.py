@@ -48,8 +48,8 @@ def without_markup(text: str) -> str:
 
 def precise(text: str) -> list[Printed]:
     """Return the numbers of three digits or more; shorter ones stand in any large table."""
-    found = numbers_of(without_markup(text))
-    return [number for number in found if len(f"{abs(number.value):g}".replace(".", "").strip("0")) >= 3]
+    numbers = numbers_of(without_markup(text))
+    return [number for number in numbers if len(f"{abs(number.value):g}".replace(".", "").strip("0")) >= 3]
 
 
 def of_json(content: object) -> Iterator[float]:
@@ -99,8 +99,8 @@ def test_the_numbers_of_the_index_are_those_of_the_reports() -> None:
 
 
 def with_interval(ratios: pd.Series) -> str:
-    found = mean_of_ratios(ratios.to_numpy())
-    return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]"
+    mean = mean_of_ratios(ratios.to_numpy())
+    return f"{mean.value:.3f} [{mean.low:.3f}, {mean.high:.3f}]"
 
 
 def test_the_norm_of_other_tokens_falls_with_v_scale_too() -> None:

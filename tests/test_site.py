@@ -112,12 +112,12 @@ class Links(HTMLParser):
         self.feed(path.read_text("utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = {name: value or "" for name, value in attrs}
-        self.anchors |= {found[name] for name in ("id", "name") if name in found}
-        if tag == "a" and "href" in found:
-            self.links.append(found["href"])
-        if "src" in found or tag == "link":
-            self.loaded.append(found.get("src", found.get("href", "")))
+        attributes = {name: value or "" for name, value in attrs}
+        self.anchors |= {attributes[name] for name in ("id", "name") if name in attributes}
+        if tag == "a" and "href" in attributes:
+            self.links.append(attributes["href"])
+        if "src" in attributes or tag == "link":
+            self.loaded.append(attributes.get("src", attributes.get("href", "")))
 
 
 @pytest.fixture(scope="module")
@@ -169,10 +169,10 @@ def test_the_site_has_no_broken_link_and_needs_no_network(site: Path) -> None:
             target, _, anchor = unquote(link).partition("#")
             if "://" in target or target.startswith(("mailto:", "data:")):
                 continue
-            found = (path.parent / target.partition("?")[0]).resolve() if target else path
-            assert found.exists(), f"{path.relative_to(site)}: {link}"
-            if anchor and found in pages:
-                assert anchor in pages[found].anchors, f"{path.relative_to(site)}: {link}"
+            destination = (path.parent / target.partition("?")[0]).resolve() if target else path
+            assert destination.exists(), f"{path.relative_to(site)}: {link}"
+            if anchor and destination in pages:
+                assert anchor in pages[destination].anchors, f"{path.relative_to(site)}: {link}"
 
 
 @pytest.mark.slow

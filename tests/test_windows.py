@@ -52,15 +52,15 @@ def test_no_module_or_call_that_windows_lacks() -> None:
 
 def faults(source: str) -> list[tuple[int, str]]:
     """Return the lines that need a module or call that Windows lacks, or the default encoding of the machine."""
-    found, tree = [], ast.parse(source)
+    places, tree = [], ast.parse(source)
     alternatives = {id(part) for node in ast.walk(tree) if isinstance(node, ast.Try) for part in node.body}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in alternatives:
             names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
-            found += [(node.lineno, name) for name in names if name.partition(".")[0] in MODULES]
+            places += [(node.lineno, name) for name in names if name.partition(".")[0] in MODULES]
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             if node.attr in CALLS.get(node.value.id, ()):
-                found.append((node.lineno, f"{node.value.id}.{node.attr}"))
+                places.append((node.lineno, f"{node.value.id}.{node.attr}"))
         elif isinstance(node, ast.Call) and not any(keyword.arg == "encoding" for keyword in node.keywords):
             name = getattr(node.func, "attr", "") or getattr(node.func, "id", "")
             is_text = name in TEXT and (name != "read_text" or not node.args)
@@ -68,8 +68,8 @@ def faults(source: str) -> list[tuple[int, str]]:
                 modes = [*node.args[isinstance(node.func, ast.Name) :], ast.Constant("r")]
                 is_text = isinstance(modes[0], ast.Constant) and set(str(modes[0].value)) <= set("rwax+t")
             if is_text:
-                found.append((node.lineno, f"{name} without an encoding"))
-    return found
+                places.append((node.lineno, f"{name} without an encoding"))
+    return places
 
 
 def test_paths_of_windows_are_no_hub_ids_and_a_manifest_lists_none_out_of_its_folder(

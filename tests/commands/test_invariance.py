@@ -48,17 +48,17 @@ def assert_same(run: Run, expected: Run, order: tuple[int, ...] | None = None) -
     """Compare all tables. `order` maps the run's sequences to those of `expected`."""
     assert run.tables.keys() == expected.tables.keys()
     for name in expected.tables.keys() - (OF_ORDER if order else ()):
-        found, wanted = (each.tables[name].drop(columns="condition") for each in (run, expected))
+        measured, wanted = (each.tables[name].drop(columns="condition") for each in (run, expected))
         if order is not None:
-            if "sequence" in found:
-                found = found.assign(sequence=np.array(order)[found["sequence"]])
+            if "sequence" in measured:
+                measured = measured.assign(sequence=np.array(order)[measured["sequence"]])
             if name in ("gradient_by_group", "epe_by_group"):  # each group is one sequence; -1: all of them
-                found = found.assign(group=np.array([*order, -1])[found["group"]])
+                measured = measured.assign(group=np.array([*order, -1])[measured["group"]])
             keys = [column for column in wanted if not pd.api.types.is_float_dtype(wanted[column])]
-            found, wanted = (table.sort_values(keys, ignore_index=True) for table in (found, wanted))
+            measured, wanted = (table.sort_values(keys, ignore_index=True) for table in (measured, wanted))
         # an entry at the edge between two of 2^16 steps, 1.5e-5 of its range, moves the loss by a few millionths
         atol = 2e-5 if name == "quantization" else 2e-6
-        pd.testing.assert_frame_equal(found, wanted, rtol=1e-4, atol=atol, obj=name)
+        pd.testing.assert_frame_equal(measured, wanted, rtol=1e-4, atol=atol, obj=name)
 
 
 @each_pair(FAMILIES, list(COMMANDS), ("name", "command"))
@@ -70,8 +70,8 @@ def test_no_table_depends_on_batch_size_order_padding_or_chunks(
     for size in (3, 8) if command == "analyze" else (3,):
         assert_same(measure(path, batch_size=size), expected)
     if command != "quantize":  # it calibrates on the last sequences
-        other = written(tmp_path / "other.jsonl", [SEQUENCES[place] for place in ORDER])
-        assert_same(measure(other, batch_size=3), expected, ORDER)
+        reordered = written(tmp_path / "other.jsonl", [SEQUENCES[place] for place in ORDER])
+        assert_same(measure(reordered, batch_size=3), expected, ORDER)
     plain = TokenInputs.batches
     monkeypatch.setattr(TokenInputs, "batches", lambda inputs, size: plain(inputs, size, padding_side="left"))
     monkeypatch.setattr(weights, "ROW_CHUNK", 5)
