@@ -25,7 +25,7 @@ WORDS = {
     # also names of transformers, of metrics and findings, and imports of the room `quantization` and of W8A8
     "quantiz": ("quantize", {
         *REGISTERS, "options/keywords.py", "models/packed.py", "results/metrics.py", "verdict/analysis.py",
-        "commands/kv_plan/findings.py", "commands/kv_plan/plan.py", "commands/train/arms.py",
+        "commands/kv_plan/plan.py", "commands/train/arms.py",
     }),
 }  # fmt: skip
 
