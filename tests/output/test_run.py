@@ -1,6 +1,7 @@
 """A run in Python: saved later, in three lines, in a notebook, and its figures with options."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -15,6 +16,7 @@ from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.commands.measured import options_of_run
 from sinkscope.results.command_line import command_lines
 
+REPORTS = Path(__file__).parents[2] / "reports"
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 3, "seq_len": 10}
 
 
@@ -72,6 +74,15 @@ def test_a_run_shows_itself_in_three_lines_and_in_a_notebook(run: Run) -> None:
     with pytest.raises(InputError, match="mask-sink is one arm of an experiment: save the run of `intervene`"):
         arms.at("mask-sink").save("arm")
     assert all("mask-sink" in one._repr_html_() for one in (arms, arms.at("mask-sink")))
+
+
+def test_a_notebook_shows_the_first_figure_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    picture = SimpleNamespace(_repr_png_=lambda: b"")
+    monkeypatch.setattr(Run, "figure", lambda run, name: drawn.append(name) or picture)
+    for folder in ("mgm", "mgm-interventions", "smollm2-135m-w8a8"):
+        Run.open(REPORTS / folder)._repr_html_()
+    assert drawn == ["sinks-by-layer", "effects", "quantization-cost"]
 
 
 def test_a_figure_goes_on_in_matplotlib_and_takes_its_options(run: Run) -> None:

@@ -3,4 +3,5 @@
 MUTATIONS = [
     ("a rate is a mean over positions", "sinkscope.commands.intervene.findings", "whole_model",
      ' & effect["position"].isin((0, NO_POSITION))', ""),
+    ("any run has a card", "output", "opened", "if record.whole_model", "if record.report"),
 ]  # fmt: skip

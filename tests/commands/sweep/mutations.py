@@ -4,6 +4,7 @@ MUTATIONS = [
     ("settings vary more slowly than inputs", "file", "read_sweep",
      "for reads, values in product(inputs, product(*settings.values()))",
      "for values, reads in product(product(*settings.values()), inputs)"),
+    ("any command is a cell", "file", "cell_kinds", " if records()[name].of_cells", ""),
     ("equal cells are kept twice", "file", "read_sweep", "if first is not cell and not quick", "if False"),
     ("a setting does not replace the input's options", "file", "_cell",
      "| named(reads) | named(setting)", "| named(setting) | named(reads)"),

@@ -101,6 +101,7 @@ def test_small_forms_and_names_of_methods() -> None:
         ("models: [{model: a/b, instead: {code: random}}]", "`instead` of b: 'code' is unknown"),
         ("models: [{model: a/b, instead: {natural: }}]", "every input is left out"),
         ("models: [{model: a/b, revison: x}]", "`models.0.revison`: there is no such key"),
+        ("models: [a/b]\ncommands: [kv-plan]", "'kv-plan' is unknown; known: analyze, claims, intervene, quantize"),
         ("models: [a/b]\nfigures: [effects]", "figure 'effects' is of none of these commands: analyze"),
         ("models: [a/b]\noptions: {allow-pickle: true}", "option 'allow_pickle' is for you to give"),
         ("models: [a/b]\ncommands: {benchmark: {options: {task-path: tasks}}}", "task-path tasks: tasks can run code"),
