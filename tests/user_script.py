@@ -8,6 +8,7 @@ import pandas as pd
 import sinkscope
 from sinkscope.commands.claims.routes import Routes
 from sinkscope.commands.compare.curves import Curves
+from sinkscope.commands.compare.format_comparison import FormatComparison
 from sinkscope.commands.train.output import Trained
 from sinkscope.figures.style import Figure
 from sinkscope.options.keywords import AnalyzeKeywords
@@ -25,7 +26,8 @@ def user_script(folder: Path) -> None:
     changed = sinkscope.intervene("org/model", "mask-sink", draws=2)
     assert_type(changed.at("mask-sink"), sinkscope.Run)
     assert_type(sinkscope.quantize("org/model"), sinkscope.Run)
-    assert_type(sinkscope.compare(run, changed.at("before")), Comparison | Routes | sinkscope.Scorecard | Curves)
+    compared = sinkscope.compare(run, changed.at("before"))
+    assert_type(compared, Comparison | FormatComparison | Routes | sinkscope.Scorecard | Curves)
     assert_type(sinkscope.retrofit("org/model", "vga,none", out=folder), Trained)
     assert_type(sinkscope.train("tiny-llama", out=folder).model("none"), Path)
     assert_type(sinkscope.analyze_steps(folder), sinkscope.Series)

@@ -1,15 +1,24 @@
 """The page of a comparison."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
+from sinkscope.commands.compare import formats
 from sinkscope.html_page.contents import Contents, PageParts
+from sinkscope.results.findings import Finding
 
 
 class ComparePage(PageParts):
     def places(self, folder: Path, manifest: Mapping[str, Any]) -> Mapping[Any, Path]:
         return {run["label"]: Path(run["folder"]) for run in manifest.get("runs", ()) if run.get("folder")}
+
+    def findings(self, manifest: Mapping[str, Any], tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
+        if formats.TABLE not in tables:
+            return ()
+        return formats.findings(tables[formats.TABLE], *(run["label"] for run in manifest["runs"]))
 
     def data(self, contents: Contents) -> Mapping[str, Any]:
         return {"first_table": "comparison"}

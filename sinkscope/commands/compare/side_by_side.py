@@ -1,15 +1,17 @@
-"""`compare` for every kind of folder: analyses by metrics, interventions by routes, scorecards by claims.
+"""`compare` for every kind of folder: analyses by metrics, interventions by routes, scorecards by claims, runs of
+`quantize` by cost.
 
 No model is loaded.
 
 OUT/run.json                             the names of the runs, and the settings in which they differ
 OUT/tables/comparison.parquet            analyses: a row for each metric of the whole model, a column for each run
 OUT/tables/comparison_by_layer.parquet   the same metrics by layer, a row for each value
+OUT/tables/comparison_by_scheme.parquet  two runs of `quantize`: a row for each scheme and part
 OUT/tables/route.parquet                 interventions and scorecards: a row for each route of a model
 OUT/tables/claim.parquet                 scorecards: a row for each number of a claim
 OUT/tables/training.parquet              trainings: a row for each metric, layer and step
 OUT/figures/*.png|pdf
-OUT/routes.md, OUT/scorecard.md, OUT/curves.md
+OUT/formats.md, OUT/routes.md, OUT/scorecard.md, OUT/curves.md
 """
 
 import os
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from sinkscope.commands.claims.routes import Routes
     from sinkscope.commands.claims.scorecard import Scorecard
     from sinkscope.commands.compare.curves import Curves
+    from sinkscope.commands.compare.format_comparison import FormatComparison
     from sinkscope.output.comparison import Comparison
 
 Given = Result | str | os.PathLike[str]
@@ -40,12 +43,12 @@ def compare(
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     page: bool = True,
-) -> "Comparison | Routes | Scorecard | Curves":
+) -> "Comparison | FormatComparison | Routes | Scorecard | Curves":
     """Put folders of one kind side by side; with `out`, also write tables and figures there.
 
     Args:
-        *runs: Runs of `analyze`, of `intervene`, or scorecards, or their folders, or folders that `SinkCallback`
-            wrote: all of one kind, one by one or in lists.
+        *runs: Runs of `analyze`, of `intervene`, two of `quantize`, or scorecards, or their folders, or folders that
+            `SinkCallback` wrote: all of one kind, one by one or in lists.
         out: The folder to write.
         overwrite: Replace an earlier comparison in `out`.
         page: With `out`, also write index.html.

@@ -35,7 +35,7 @@ from sinkscope.quantization.products import Matrix, Product, ProductChange, chan
 from sinkscope.quantization.rounding import snap
 from sinkscope.quantization.spared import random_tokens
 from sinkscope.results.statistics import Estimate, bootstrap
-from sinkscope.results.tables import WHOLE_MODEL, Column, Columns
+from sinkscope.results.tables import SEQUENCE, WHOLE_MODEL, Column, Columns
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
@@ -59,6 +59,14 @@ FORMAT_TABLES: dict[str, Columns] = {
         Column("random_share", "the same for as many random tokens, mean over draws", "nats per token"),
         Column("random_share_low", "the smallest draw", "nats per token"),
         Column("random_share_high", "the largest draw", "nats per token"),
+    ),
+    "formats_losses": (
+        Column("scheme", "as in formats", kind="text"),
+        Column("part", "as in formats", kind="text"),
+        SEQUENCE,
+        Column("predicted", "number of predicted tokens of the sequence", kind="whole"),
+        Column("loss", "cross-entropy, summed over them", "nats"),
+        Column("cost", "loss minus the loss in full precision", "nats"),
     ),
 }
 
@@ -272,13 +280,15 @@ class ServedStudy:
                 if weights or encoding:
                     wanted.setdefault(weights, {})[encoding] = [StoredInputs(encoding, *each) for each in variants]
         self.losses = losses = self._losses(wanted)
-        rows = []
+        rows, by_sequence = [], []
         for name, preset in schemes.items():
             parts: dict[str, Pair] = {ALL: (preset.weights, preset.inputs), WEIGHTS: (preset.weights, None)}
             parts |= {INPUTS: (None, preset.inputs)} if preset.inputs else {}
-            rows += [{"layer": WHOLE_MODEL, "scheme": name, "part": part, **self._row(losses[pair])}
-                     for part, pair in parts.items()]  # fmt: skip
-        return {"formats": pd.DataFrame(rows)}
+            for part, pair in parts.items():
+                labels: dict[str, Any] = {"layer": WHOLE_MODEL, "scheme": name, "part": part}
+                rows.append(labels | self._row(losses[pair]))
+                by_sequence.append(pd.DataFrame(labels | self._of_sequences(losses[pair][0])))
+        return {"formats": pd.DataFrame(rows), "formats_losses": pd.concat(by_sequence, ignore_index=True)}
 
     def _losses(
         self, wanted: Mapping[Encoding | None, Mapping[Encoding | None, Sequence[StoredInputs]]]
@@ -303,6 +313,11 @@ class ServedStudy:
         """Return how much losses (N,) are above others, in nats per token, with its interval over texts."""
         inputs = self.subject.inputs
         return bootstrap(resampled_cost(losses, base, inputs.predicted, inputs.texts))
+
+    def _of_sequences(self, losses: np.ndarray) -> dict[str, Any]:
+        """Return the columns of the rows of all sequences, from their losses (N,)."""
+        columns = {"sequence": np.arange(len(losses)), "predicted": self.subject.inputs.predicted}
+        return columns | {"loss": losses, "cost": losses - self.full.losses.numpy()}
 
     def _row(self, losses: np.ndarray) -> dict[str, float]:
         """Return the numbers of a row from the losses (settings,N): with nothing spared, sinks, and random tokens."""

@@ -32,6 +32,8 @@ MUTATIONS = [
     ("served: share of the dense loss", "served", "ServedStudy._row",
      "self.cost(losses[0], losses[1])", "self.cost(losses[1], losses[0])"),
     ("served: cost above the first setting", "served", "ServedStudy._row", "self.full.losses.numpy()", "losses[0]"),
+    ("served: the cost of a sequence is its loss", "served", "ServedStudy._of_sequences",
+     "losses - self.full.losses.numpy()", "losses"),
     ("served: weights of all blocks share a scale", "served", "LargestFactors.fused_weights",
      'matrix.path.rpartition(".")[0]', '""'),
     ("served: no fused scale", "served", "Factors.__call__",

@@ -61,6 +61,18 @@ def test_costs_are_those_of_plain_pytorch(model: Any, run: Run, scheme: str) -> 
         assert row_of(run, scheme, INPUTS)["cost"] == pytest.approx(cost, abs=2e-6)
 
 
+def test_losses_by_sequence_add_up_to_those_of_the_table(model: Any, run: Run) -> None:
+    table = run.tables["formats_losses"]
+    with torch.no_grad():
+        logits = model(TEXTS[:6]).logits[:, :-1].double()
+    dense = F.cross_entropy(logits.transpose(1, 2), TEXTS[:6, 1:], reduction="none").sum(1)
+    of_row = table[(table["scheme"] == "NVFP4") & (table["part"] == INPUTS)].set_index("sequence")
+    assert (of_row["loss"] - of_row["cost"]).to_dict() == pytest.approx(dict(enumerate(dense.tolist())), abs=1e-4)
+    assert set(table["predicted"]) == {23}
+    sums = table.groupby(["scheme", "part"], sort=False)[["loss", "cost"]].sum() / (6 * 23)
+    pd.testing.assert_frame_equal(run.tables["formats"].set_index(["scheme", "part"])[["loss", "cost"]], sums)
+
+
 def test_the_sinks_share_is_what_their_inputs_in_full_precision_recover(model: Any, run: Run) -> None:
     preset, spared = PRESETS["W8A8"], torch.zeros(6, 24, dtype=torch.bool)
     spared[:, :4] = True  # the model has no massive activations

@@ -1,0 +1,68 @@
+"""The result of comparing two runs of `quantize`."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from sinkscope.commands.compare import formats
+from sinkscope.errors import InputError
+from sinkscope.output.result import Result
+from sinkscope.output.run import Run
+from sinkscope.results.findings import Finding
+from sinkscope.results.side_by_side import COMPARED_SETTINGS, comparison_manifest, differing_settings, labels
+from sinkscope.verdict.report import Report, report_markdown
+
+# the settings that the runs must also share
+SETTINGS = {
+    **COMPARED_SETTINGS,
+    "calibration tokens": lambda run: (run.get("served") or run["quantization"])["calibration_sha256"][:12],
+    "grids": lambda run: [value for name, value in run["quantization"].items() if name.endswith("_per")],
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatComparison(Result):
+    """Two runs of `quantize` side by side."""
+
+    runs: Mapping[str, Run]  # by name
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """A row for each scheme and part, with the cost in both runs and their difference."""
+        return self.tables[formats.TABLE]
+
+    @property
+    def parts(self) -> Mapping[str, Run]:
+        return self.runs
+
+    @property
+    def findings(self) -> list[Finding]:
+        return formats.findings(self.table, *self.runs)
+
+    @property
+    def summary_tables(self) -> dict[str, pd.DataFrame]:
+        return {"": formats.overview(self.table, *self.runs)}
+
+    @property
+    def texts(self) -> Mapping[str, str]:
+        return {"formats.md": self.markdown + "\n"}
+
+    @property
+    def markdown(self) -> str:
+        title = f"Cost of number formats in {' and in '.join(self.runs)}"
+        return report_markdown(Report(title, [formats.setting(self.table)], self.summary_tables[""], self.findings))
+
+
+def compared_formats(chosen: Sequence[Run | str | os.PathLike[str]], start: float) -> FormatComparison:
+    """Compare two runs of `quantize` in memory, for a command that began at `start`."""
+    if len(chosen) != 2:
+        raise InputError(f"runs of `quantize` are compared in pairs: name two of them; {len(chosen)} were given")
+    runs = [run if isinstance(run, Run) else Run.open(run) for run in chosen]
+    names = labels(runs)[0]
+    differing = differing_settings([run.manifest for run in runs], names, SETTINGS)
+    facts = [{"label": name, "folder": run.folder} for name, run in zip(names, runs, strict=True)]
+    tables = {formats.TABLE: formats.differences(*runs)}
+    manifest = comparison_manifest(start, tables, facts, differing)
+    return FormatComparison(manifest, tables, runs=dict(zip(names, runs, strict=True)))
