@@ -8,7 +8,7 @@ import pandas as pd
 import sinkscope
 from sinkscope.commands.claims.routes import Routes
 from sinkscope.commands.compare.curves import Curves
-from sinkscope.commands.compare.format_comparison import FormatComparison
+from sinkscope.commands.quantize.format_comparison import FormatComparison
 from sinkscope.commands.train.output import Trained
 from sinkscope.figures.style import Figure
 from sinkscope.options.keywords import AnalyzeKeywords

@@ -22,10 +22,11 @@ WORDS = {
     "scorecard": ("claims", {"__init__.py", "commands/card/output.py", "commands/compare/side_by_side.py"}),
     # an option of rich, gradients that overflow, and the finding that names `doctor`
     "overflow": ("doctor", {"cli/printing.py", "measuring/observables/gradient.py", "verdict/analysis.py"}),
-    # also names of transformers, of metrics and findings, and imports of the room `quantization` and of W8A8
+    # also names of transformers, metrics and findings, and imports of the room `quantization` and of the command
     "quantiz": ("quantize", {
         *REGISTERS, "options/keywords.py", "models/packed.py", "results/metrics.py", "verdict/analysis.py",
-        "commands/kv_plan/plan.py", "commands/train/arms.py",
+        "commands/kv_plan/plan.py", "commands/train/arms.py", "commands/compare/page.py",
+        "commands/compare/side_by_side.py",
     }),
 }  # fmt: skip
 

@@ -9,12 +9,7 @@ COMMANDS = (
         __name__,
         CompareOptions,
         public={"compare": ".side_by_side:compare"},
-        tables=(".formats:SCHEME_TABLES",),
-        compared={
-            "analyze": "sinkscope.output.comparison:compared",
-            "quantize": ".format_comparison:compared_formats",
-            "training": ".curves:curves",
-        },
+        compared={"analyze": "sinkscope.output.comparison:compared", "training": ".curves:curves"},
         figures={
             "trainings of your own": (
                 ("training-curves", "what SinkCallback measured of each training, by step", "training"),

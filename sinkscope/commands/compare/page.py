@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from sinkscope.commands.compare import formats
+from sinkscope.commands.quantize import compared
 from sinkscope.html_page.contents import Contents, PageParts
 from sinkscope.results.findings import Finding
 
@@ -16,9 +16,9 @@ class ComparePage(PageParts):
         return {run["label"]: Path(run["folder"]) for run in manifest.get("runs", ()) if run.get("folder")}
 
     def findings(self, manifest: Mapping[str, Any], tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
-        if formats.TABLE not in tables:
+        if compared.TABLE not in tables:
             return ()
-        return formats.findings(tables[formats.TABLE], *(run["label"] for run in manifest["runs"]))
+        return compared.findings(tables[compared.TABLE], *(run["label"] for run in manifest["runs"]))
 
     def data(self, contents: Contents) -> Mapping[str, Any]:
         return {"first_table": "comparison"}

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from sinkscope.commands.claims.routes import Routes
     from sinkscope.commands.claims.scorecard import Scorecard
     from sinkscope.commands.compare.curves import Curves
-    from sinkscope.commands.compare.format_comparison import FormatComparison
+    from sinkscope.commands.quantize.format_comparison import FormatComparison
     from sinkscope.output.comparison import Comparison
 
 Given = Result | str | os.PathLike[str]

@@ -16,6 +16,7 @@ COMMANDS = (
             ".cures:CURE_TABLES",
             ".study:QUANTIZATION_TABLES",
             ".split:SPLIT_TABLES",
+            ".compared:SCHEME_TABLES",
         ),
         figures={
             "one run": (
@@ -30,6 +31,7 @@ COMMANDS = (
         of_cells=("formats", "quantization"),  # of presets, of static schemes
         whole_model=".findings:whole_model",
         files=".findings:files",
+        compared={"quantize": ".format_comparison:compared_formats"},
         script="page.js",
     ),
 )  # fmt: skip

@@ -15,8 +15,8 @@ from tiny import tiny_model, tiny_tokens
 
 import sinkscope
 from sinkscope import InputError, Run, compare, quantize
-from sinkscope.commands.compare import formats
-from sinkscope.commands.compare.format_comparison import FormatComparison
+from sinkscope.commands.quantize import compared
+from sinkscope.commands.quantize.format_comparison import FormatComparison
 from sinkscope.results.findings import Outcome
 from sinkscope.results.statistics import DRAWS, RESAMPLING_SEED
 
@@ -54,7 +54,7 @@ def static_run(costs: dict[str, float], **grids: str) -> Run:
 
 
 def row_of(first: Run, second: Run) -> Any:
-    return next(formats.differences(first, second).itertuples())
+    return next(compared.differences(first, second).itertuples())
 
 
 def test_paired_intervals_resample_texts() -> None:
@@ -90,20 +90,20 @@ def test_texts_of_another_seed_are_no_difference() -> None:
         costs = drawn.normal(0.3, 1.0, (2, len(PREDICTED)))
         ends = 1.96 * costs.std(axis=1, ddof=1) * np.sqrt(6) / 39
         runs = [run_of(cost, sha=sha, ends=(-end, end)) for cost, sha, end in zip(costs, "ab", ends, strict=True)]
-        decided += formats.findings(formats.differences(*runs), "a", "b")[0].outcome != Outcome.UNDECIDED
+        decided += compared.findings(compared.differences(*runs), "a", "b")[0].outcome != Outcome.UNDECIDED
     assert 0 < decided < 20  # 5 %, and some more as six texts are few
 
 
 def test_schemes_that_both_runs_have_are_compared_else_each_with_each() -> None:
     other = run_of(SECOND, "FP8")
-    table = formats.differences(run_of(FIRST), other)
+    table = compared.differences(run_of(FIRST), other)
     assert table[["scheme", "against", "part"]].to_numpy().tolist() == [
         ["FP8", "W8A8", "all"], ["FP8", "W8A8", "weights"],
     ]  # fmt: skip
     assert table["is_paired"].all()
     both = Run(other.manifest, {name: pd.concat([other.tables[name], run_of(FIRST).tables[name]])
                                 for name in other.tables})  # fmt: skip
-    table = formats.differences(run_of(FIRST), both)
+    table = compared.differences(run_of(FIRST), both)
     assert table[["scheme", "against"]].drop_duplicates().to_numpy().tolist() == [["W8A8", "W8A8"]]
     assert (table["difference"] == 0).all()
 
@@ -120,7 +120,7 @@ def test_static_schemes_are_compared_by_the_settings_of_the_whole_model() -> Non
     assert comparison.manifest["differing"] == {
         "grids": {"run 1": "['tensor', 'tensor', None]", "run 2": "['channel', 'tensor', None]"}
     }
-    against_presets = formats.differences(run_of(FIRST), second)
+    against_presets = compared.differences(run_of(FIRST), second)
     assert against_presets["part"].tolist() == ["all", "weights"]
 
 
@@ -145,9 +145,9 @@ def test_a_difference_is_decided_by_its_interval(
 ) -> None:
     row = {"scheme": "W8A8", "against": "W8A8", "part": "all", "cost": 0.05, "first_cost": 0.02}
     row |= dict(zip(("difference", "difference_low", "difference_high"), difference, strict=True))
-    (finding,) = formats.findings(pd.DataFrame([row, row | {"part": "weights"}]), "A", "B")
+    (finding,) = compared.findings(pd.DataFrame([row, row | {"part": "weights"}]), "A", "B")
     assert (finding.outcome, finding.sentence) == (outcome, sentence)
-    (other,) = formats.findings(pd.DataFrame([row | {"against": "FP8"}]), "A", "B")
+    (other,) = compared.findings(pd.DataFrame([row | {"against": "FP8"}]), "A", "B")
     assert "0.050 against 0.020 for FP8 in A" in other.sentence
 
 

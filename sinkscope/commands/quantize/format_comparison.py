@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
-from sinkscope.commands.compare import formats
+from sinkscope.commands.quantize import compared
 from sinkscope.errors import InputError
 from sinkscope.output.result import Result
 from sinkscope.output.run import Run
@@ -31,7 +31,7 @@ class FormatComparison(Result):
     @property
     def table(self) -> pd.DataFrame:
         """A row for each scheme and part, with the cost in both runs and their difference."""
-        return self.tables[formats.TABLE]
+        return self.tables[compared.TABLE]
 
     @property
     def parts(self) -> Mapping[str, Run]:
@@ -39,11 +39,11 @@ class FormatComparison(Result):
 
     @property
     def findings(self) -> list[Finding]:
-        return formats.findings(self.table, *self.runs)
+        return compared.findings(self.table, *self.runs)
 
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:
-        return {"": formats.overview(self.table, *self.runs)}
+        return {"": compared.overview(self.table, *self.runs)}
 
     @property
     def texts(self) -> Mapping[str, str]:
@@ -52,7 +52,7 @@ class FormatComparison(Result):
     @property
     def markdown(self) -> str:
         title = f"Cost of number formats in {' and in '.join(self.runs)}"
-        return report_markdown(Report(title, [formats.setting(self.table)], self.summary_tables[""], self.findings))
+        return report_markdown(Report(title, [compared.setting(self.table)], self.summary_tables[""], self.findings))
 
 
 def compared_formats(chosen: Sequence[Run | str | os.PathLike[str]], start: float) -> FormatComparison:
@@ -63,6 +63,6 @@ def compared_formats(chosen: Sequence[Run | str | os.PathLike[str]], start: floa
     names = labels(runs)[0]
     differing = differing_settings([run.manifest for run in runs], names, SETTINGS)
     facts = [{"label": name, "folder": run.folder} for name, run in zip(names, runs, strict=True)]
-    tables = {formats.TABLE: formats.differences(*runs)}
+    tables = {compared.TABLE: compared.differences(*runs)}
     manifest = comparison_manifest(start, tables, facts, differing)
     return FormatComparison(manifest, tables, runs=dict(zip(names, runs, strict=True)))
