@@ -85,6 +85,8 @@ class QuantizeKeywords(RunConfigKeywords, total=False):
             | Literal["static", "full"]
         ]
     )
+    cure: str | Sequence[Literal["spare", "smoothquant", "awq", "rotation", "prefix"]] | None
+    alpha: float
     bits_weights: int
     bits_activations: int
     bits_kv_cache: int
