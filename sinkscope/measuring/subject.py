@@ -250,6 +250,7 @@ def inputs_for(loaded: LoadedModel, config: RunConfig, family: Family | None = N
         dataset=config.dataset,
         prompt=config.prompt,
         max_positions=limit,
+        by_document=config.by_document,
         num_seqs=config.num_seqs,
         seq_len=limit if config.reads_all and limit else config.seq_len,
         bos=config.bos,

@@ -137,6 +137,8 @@ class SequenceOptions(Options):
 class InputOptions(SeedOptions, SequenceOptions, TextOptions):
     """The input of the model. The defaults are WSE's: 100 sequences of 64 tokens."""
 
+    by_document: ClassVar = False  # whether each sequence of a shipped text is from another of its documents
+
     prompt: str | None = option(None, "One text of your own, instead of --input.", metavar="TEXT")
 
     @model_validator(mode="after")

@@ -102,6 +102,7 @@ class TokenInputs:
     per_passage: int = 1  # number of consecutive sequences from one passage of a text, which are not independent
     said: str = ""  # what was read: the source, the number of sequences, and how the first begins
     cut: int = 0  # number of documents that are longer than their sequences
+    windows_of: int = 0  # number of documents that the sequences are windows of; 0: each is from another document
     # longer sequences share a batch only with those of their length: the model would read them differently
     equal_past: int | None = None
 
@@ -140,6 +141,11 @@ class TokenInputs:
     def texts(self) -> tuple[int, ...]:
         """The number of each sequence's text, counted from 0: copies of a text have the same number."""
         return numbered(self.sequences)
+
+    @property
+    def documents(self) -> int:
+        """The number of documents that the sequences are from; copies of one count once."""
+        return self.windows_of or len(set(self.texts))
 
     @property
     def repeats_one_token(self) -> bool:
@@ -191,12 +197,13 @@ def build_inputs(
     dataset: str | None = None,
     prompt: str | None = None,
     max_positions: int | None = None,
+    by_document: bool = False,
     **options: Any,
 ) -> TokenInputs:
     """Return the first `num_seqs` sequences of `seq_len` tokens of a source; fewer, with a notice, if it is too short.
 
-    A `dataset` or a `prompt` replaces the source; `max_positions` is the longest sequence that the model accepts, and
-    the options are the fields of `Request`.
+    A `dataset` or a `prompt` replaces the source; `max_positions` is the longest sequence that the model accepts;
+    `by_document` is that of `open_source`, and the options are the fields of `Request`.
     """
     source, request = source if isinstance(source, Given) else os.fspath(source), Request(**options)
     num_seqs, seq_len = request.num_seqs, request.seq_len
@@ -208,7 +215,7 @@ def build_inputs(
     elif isinstance(source, str) and source in DRAWN and dataset is None:
         condition, reads, selection = source, f"{source} tokens", DRAWN[source](request)
     else:
-        opened = open_source(source, dataset)
+        opened = open_source(source, dataset, by_document=by_document)
         condition, selection = opened.name, opened.cut(opened.documents, opened.label, request)
         reads = opened.reads(" and ".join(f"`{entry}`" for entry in selection.entries))
     sequences = tuple(np.array(ids, dtype=np.int64) for ids in selection.sequences)
@@ -227,6 +234,7 @@ def build_inputs(
         per_passage=selection.per_passage,
         said=f"{reads}, {held}, the first begins `{beginning(sequences[0], request.tokenizer)}`",
         cut=selection.cut,
+        windows_of=selection.windows_of,
     )
     if (distinct := len(set(inputs.texts))) < len(sequences):
         notices.append(f"{reads}: only {distinct} of its {held} are distinct; intervals count copies of a text once")

@@ -40,6 +40,7 @@ class Selection(NamedTuple):
     per_passage: int = 1  # number of consecutive sequences from one passage of a text, which are not independent
     entries: tuple[str, ...] = ()  # the entries or columns of the records that were read
     cut: int = 0  # number of documents that are longer than their sequences
+    windows_of: int = 0  # number of documents that the sequences are windows of; 0: each is from another document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +290,7 @@ def windows(documents: Iterator[Document], label: str, request: Request) -> Sele
     check_ids(ids, request.vocab_size, f"{label} through this tokenizer")
     sequences = [request.framed(ids[start : start + step]) for start in range(0, count * step, step)]
     notices, per_passage = request.not_added_again(label, int(is_framed)), max(1, round(PASSAGE / step))
-    return Selection(sequences, request.token_zero(TEXT_TOKEN, sequences), notices, per_passage)
+    return Selection(sequences, request.token_zero(TEXT_TOKEN, sequences), notices, per_passage, windows_of=1)
 
 
 def prompted(text: str, request: Request) -> Selection:
@@ -469,13 +470,31 @@ DRAWN: dict[str, Callable[[Request], Selection]] = {
     "sampled": sampled_tokens,
 }
 
-# Texts that are always available; the last two are from this Python's standard library, and change with its version.
+
+def _shipped(name: str) -> str:
+    return files("sinkscope.text").joinpath(name).read_text(encoding="utf-8")
+
+
+def _by_author() -> list[str]:
+    """Return the texts of the twelve authors, whose passages take turns in corpus.txt."""
+    paragraphs, authors = _shipped("corpus.txt").strip().split("\n\n"), []
+    for line in _shipped("authors.txt").splitlines():  # AUTHOR: FIRST-END …, in paragraphs
+        passages = (map(int, passage.split("-")) for passage in line.partition(": ")[2].split())
+        authors.append("\n\n".join(paragraph for first, end in passages for paragraph in paragraphs[first:end]))
+    return authors
+
+
+# Texts that are always available, by document and whole; the last two are from this Python's standard library, and
+# change with its version.
+DOCUMENTS: dict[str, Callable[[], list[str]]] = {
+    "natural": _by_author,
+    "code": lambda: [inspect.getsource(import_module(name)) for name in ("argparse", "inspect", "tarfile", "zipfile")],
+    "documentation": lambda: list(import_module("pydoc_data.topics").topics.values()),
+}
 TEXTS: dict[str, Callable[[], str]] = {
-    "natural": lambda: files("sinkscope.text").joinpath("corpus.txt").read_text(encoding="utf-8"),
-    "code": lambda: "\n".join(
-        inspect.getsource(import_module(name)) for name in ("argparse", "inspect", "tarfile", "zipfile")
-    ),
-    "documentation": lambda: "\n".join(import_module("pydoc_data.topics").topics.values()),
+    "natural": partial(_shipped, "corpus.txt"),
+    "code": lambda: "\n".join(DOCUMENTS["code"]()),
+    "documentation": lambda: "\n".join(DOCUMENTS["documentation"]()),
 }
 INPUT_KINDS = (*TEXTS, *DRAWN)
 
@@ -490,8 +509,13 @@ class OpenSource(NamedTuple):
     reads: Callable[[str], str]  # the entries of its records that were read → what was read
 
 
-def open_source(source: str | given.Given, dataset: str | None, option: str = "--input") -> OpenSource:
-    """Find a text that is always available, a file or a dataset; errors in its content are raised when it is read."""
+def open_source(
+    source: str | given.Given, dataset: str | None, option: str = "--input", by_document: bool = False
+) -> OpenSource:
+    """Find a text that is always available, a file or a dataset; errors in its content are raised when it is read.
+
+    With `by_document`, each sequence of a text that is always available is from another of its documents.
+    """
     if dataset is not None:
         if source != "natural":
             raise InputError(f"{option} {source} and --dataset {dataset}: give one of the two")
@@ -511,6 +535,10 @@ def open_source(source: str | given.Given, dataset: str | None, option: str = "-
         )
     if source in TEXTS:
         label = f"{source} text"
+        if by_document:
+            apart = (Document(f"{label}, document {at}", text) for at, text in enumerate(DOCUMENTS[source]()))
+            reads = f"{label}, each sequence from another document"
+            return OpenSource(source, label, apart, partial(truncated, only_long=True), lambda _: reads)
         return OpenSource(source, label, iter([Document(label, TEXTS[source]())]), windows, lambda _: label)
     path = _existing_file(source)
     read, cut = READERS[path.suffix.lower()]

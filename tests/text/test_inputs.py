@@ -25,7 +25,8 @@ from sinkscope.options.measuring import make_config
 from sinkscope.options.option import MAX_INT
 from sinkscope.text.batch import IGNORED
 from sinkscope.text.inputs import TokenInputs, build_inputs
-from sinkscope.text.sources import documents
+from sinkscope.text.sources import DOCUMENTS, documents
+from sinkscope.text.sources import TEXTS as SHIPPED
 from sinkscope.text.tokens import first_tokens, special_token_ids
 
 WORDS = ["<unk>", "<s>", "</s>", "<pad>", "x", *(f"w{at}" for at in range(35))]
@@ -103,6 +104,35 @@ def test_texts_are_cut_into_windows(byte_level, tmp_path):
     path = write(tmp_path / "long.txt", " ".join("w1" if at % 2 else "y" * 100 for at in range(5000)))
     inputs = made(path, num_seqs=30, seq_len=10)
     assert np.concatenate(inputs.sequences).tolist() == [UNK, WORDS.index("w1")] * 150
+
+
+def test_each_sequence_is_from_another_document(byte_level, tmp_path) -> None:
+    """The names are of one author each; the authors have all paragraphs of the shipped text, and each its own."""
+    names = [
+        "Walden",
+        "Queequeg",
+        "Territories",
+        "Alice",
+        "Crystal",
+        "Darcy",
+        "Polly",
+        "Navy",
+        "interstate",
+        "recession",
+    ]
+    names += ["Barrundia", "Kentucky"]
+    named = {"tokenizer": byte_level, "vocab_size": 256, "by_document": True}
+    inputs = made(num_seqs=100, seq_len=5000, **named)
+    authors = DOCUMENTS["natural"]()
+    assert [byte_level.decode(ids) for ids in inputs.sequences] == [author[:5000] for author in authors]
+    assert (inputs.documents, len(authors), inputs.condition) == (12, 12, "natural")
+    whole = SHIPPED["natural"]().strip().split("\n\n")
+    assert sorted("\n\n".join(authors).split("\n\n")) == sorted(whole)
+    assert [[name for name in names if name in author] for author in authors] == [[name] for name in names]
+    assert made("code", num_seqs=9, seq_len=64, **named).documents == 4
+    assert made(num_seqs=9, tokenizer=byte_level, vocab_size=256).documents == 1
+    path = write(tmp_path / "notes.txt", words(25).encode())
+    assert made(path, num_seqs=100, by_document=True).documents == 1
 
 
 def test_a_word_that_is_cut_with_the_beginning_of_a_text_is_no_token() -> None:

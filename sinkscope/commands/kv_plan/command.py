@@ -78,6 +78,7 @@ def kv_plan(
         record = {
             "budgets": list(config.budget),
             "calibration": config.calibration,
+            "documents": subject.inputs.documents,
             "copied": texts[0].copied,
             "sink_layer": rule.layer,
             "sink_coordinates": list(rule.coordinates),

@@ -43,11 +43,16 @@ from sinkscope.verdict.report import Report
 PLAN, EVICTION, CONTROLS, SINKS = "Plan", "Eviction alone", "Controls", "Sinks"
 SERVED_FORMATS, BITS_OF_CACHE = "Formats that vLLM serves", "Bits of the cache"
 JSON, PRESS = "plan.json", "plan_press.py"
+FEWEST_DOCUMENTS = 8  # with fewer, an interval says little about other texts
 
 
 def report(run: RunData) -> Report:
     entry, guessed = run.manifest["kv_plan"], run.tables["kv_plan"]["guessed"].iloc[0]
-    sentence = f"; plans are made on the {counted(entry['calibration'], 'sequence')} after them. Retrieval is of "
+    sentence = (
+        f"; plans are made on the {counted(entry['calibration'], 'sequence')} after them. The measured texts are "
+    )
+    sentence += f"from {counted(entry['documents'], 'document')}"
+    sentence += ", which are few for an interval" * (entry["documents"] < FEWEST_DOCUMENTS) + ". Retrieval is of "
     sentence += f"the first {entry['copied']} tokens, which follow a text once more; {guessed:.0%} are predicted where "
     sentence += "they occur first. Memory is that at the end of the text, of 16 bits or fewer; on fewer bits, a token "
     sentence += (
@@ -55,7 +60,12 @@ def report(run: RunData) -> Report:
     )
     sentence += "are rounded; formats that vLLM serves have its own arithmetic"
     title = f"{run.model}: plans for the KV cache, {run.reads}"
-    return Report(title, settings(run, sentence, copied=entry["copied"]), overview(run), findings(run))
+    return Report(
+        title,
+        settings(run, sentence, copied=entry["copied"], documents=entry["documents"]),
+        overview(run),
+        findings(run),
+    )
 
 
 def overview(run: RunData) -> pd.DataFrame:

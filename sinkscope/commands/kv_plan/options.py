@@ -24,7 +24,8 @@ class KvPlanOptions(RunConfig):
     writes: ClassVar = "runs/MODEL-INPUT-kv-plan"
     repeatable: ClassVar = True
     in_memory: ClassVar = True
-    defaults: ClassVar = {"seq_len": 2048, "num_seqs": 4}
+    by_document: ClassVar = True  # windows of a text whose passages take turns need few of its old tokens
+    defaults: ClassVar = {"seq_len": 1024, "num_seqs": 8}
     refused: ClassVar = {
         "observables": "`kv-plan` always measures perplexity and retrieval",
         "batch_size": "texts are read one by one, because each has its own sinks",

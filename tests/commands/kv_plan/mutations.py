@@ -61,6 +61,8 @@ MUTATIONS = [
      "plan.windows.max(1, keepdims", "plan.windows.min(1, keepdims"),
     ("eviction: memory that every head frees", "findings", "_at_budget",
      '("ratio", "kept", "paged_memory")', '("ratio", "kept", "memory")'),
+    ("documents: of all texts, with those of calibration", "command", "kv_plan",
+     "subject.inputs.documents", "whole.inputs.documents"),
     ("plan.json: bits exchanged", "findings", "plans",
      '["key_bits", "value_bits"]', '["value_bits", "key_bits"]'),
     ("figure: bits with every kind of sinks", "figures", "draw_kv_plan", ' & (table["sinks"] == PREDICTED)', ""),

@@ -235,6 +235,8 @@ def test_command(run: Run) -> None:
     losses = [tiny_model("llama")(text[None], labels=text[None]).loss for text in ids]
     assert table.loc[(1.0, "dense")]["loss"].item() == pytest.approx(float(sum(losses)) / 2, rel=1e-5)
     assert "% of the memory (" in run.verdict
+    assert run.manifest["kv_plan"]["documents"] == 2
+    assert "The measured texts are from 2 documents, which are few for an interval." in run.verdict
     assert run.tables["kv_layers"].groupby("format", sort=False)["layer"].apply(list).to_dict() == {
         name: [0, 1, 2] for name in ("4 bits", *SERVED)
     }
