@@ -57,11 +57,11 @@ def trained(
     return done, numbers, [*done.model.state_dict().values(), *moments]
 
 
-def assert_same_training(one: tuple[Trainer, Any, list], other: tuple[Trainer, Any, list]) -> None:
-    assert one[1] == other[1]
-    assert len(one[2]) == len(other[2]) > 0
-    assert all(torch.equal(a, b) for a, b in zip(one[2], other[2], strict=True))
-    assert [m.training for m in one[0].model.modules()] == [m.training for m in other[0].model.modules()]
+def assert_same_training(first: tuple[Trainer, Any, list], second: tuple[Trainer, Any, list]) -> None:
+    assert first[1] == second[1]
+    assert len(first[2]) == len(second[2]) > 0
+    assert all(torch.equal(a, b) for a, b in zip(first[2], second[2], strict=True))
+    assert [m.training for m in first[0].model.modules()] == [m.training for m in second[0].model.modules()]
 
 
 def curves(folder: Path) -> pd.DataFrame:

@@ -59,8 +59,8 @@ def assert_unnoticed(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     plain, before = step(model, inputs, nullcontext), [repr(one) for one in attributes(model)]
     watched = step(model, inputs, partial(sinkscope.watch, model))
     assert [repr(one) for one in attributes(model)] == before
-    for one, other in zip(plain, watched, strict=True):
-        assert one is other if one is None or other is None else torch.equal(one, other)
+    for one, after in zip(plain, watched, strict=True):
+        assert one is after if one is None or after is None else torch.equal(one, after)
 
 
 @pytest.mark.parametrize("name", MODELS)

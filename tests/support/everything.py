@@ -56,12 +56,12 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [name for name in before | after if not _same(before.get(name), after.get(name))]
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return type(one) is type(other) and bool(one == other)
+def _same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, tuple) and isinstance(second, tuple):
+        return len(first) == len(second) and all(map(_same, first, second))
+    return type(first) is type(second) and bool(first == second)
 
 
 @torch.no_grad()

@@ -63,7 +63,7 @@ def plain_loss(
             if weights is not None:
                 parent, name = path.rsplit(".", 1)
                 fused = next((names for names in SIBLINGS if name in names), (name,))
-                most = max(float(linear[f"{parent}.{other}"].weight.abs().max()) for other in fused)
+                most = max(float(linear[f"{parent}.{sibling}"].weight.abs().max()) for sibling in fused)
                 module.weight.data = snap(weights, module.weight, most if weights.strategy == "tensor_group" else None)
             if inputs is not None:
                 module.register_forward_pre_hook(partial(rounded, path))

@@ -40,9 +40,9 @@ def model(kind: str = "llama", method: str = "vga", **parameters: Any) -> Any:
     return retrofit_model(tiny_model(kind, spread=2.0), None, method, **parameters)
 
 
-def same(one: Any, other: Any) -> bool:
+def same(first: Any, second: Any) -> bool:
     """Return whether two models have the same weights, bit for bit."""
-    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    pairs = zip(first.state_dict().items(), second.state_dict().items(), strict=True)
     return all(name == twin and torch.equal(x, y) for (name, x), (twin, y) in pairs)
 
 

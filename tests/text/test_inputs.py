@@ -440,10 +440,10 @@ def test_the_hash_depends_on_ids_lengths_and_order(tmp_path):
     def digest(*rows):
         return made(write_lines(tmp_path / "rows.jsonl", *({"input_ids": ids} for ids in rows))).sha256
 
-    one, other = [5, 6, 7, 8], [9, 10]
-    several = ((one, other), ([5, 6, 7, 9], other), ([5, 6], [7, 8, 9, 10]), (other, one), (one,))
+    first, second = [5, 6, 7, 8], [9, 10]
+    several = ((first, second), ([5, 6, 7, 9], second), ([5, 6], [7, 8, 9, 10]), (second, first), (first,))
     assert len({digest(*rows) for rows in several}) == 5
-    assert digest(one, other) == digest(one, other)
+    assert digest(first, second) == digest(first, second)
 
 
 def test_a_prompt_is_one_sequence():

@@ -397,10 +397,10 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     ("W-6", [text(massive=False), repeated("rotary")], NOT_APPLIES, None, "no layer has massive activations"),
     ("W-6", [text(rate=0.0), repeated("rotary")], NOT_APPLIES, None, "no sink without a BOS"),
     # table 7, also with runs on text or after a BOS, which are other experiments
-    *((claim, [experiment(BEFORE | {"after": after} | QUIET, name, "repeated", **given)], outcome, None, "")
+    *((claim, [experiment(BEFORE | {"after": after} | QUIET, name, "repeated", **facts)], outcome, None, "")
         for claim, name, holds, fails in (
             ("W-10", "replace-epe", [0.1, 0.05], [0.5, 0.05]), ("W-11", "transplant-epe", [0.05, 0.55], [0.05, 0.1]))
-        for after, outcome, given in (
+        for after, outcome, facts in (
             (holds, HOLDS, {}), (fails, FAILS, {}), (holds, NOT_APPLIES, {"family": family("rotary")}))),
     ("W-10", [experiment(ON_REPEATED, "replace-epe", "repeated")], FAILS, None, ""),
     ("W-10", [analysis({}), arm("replace-epe", [0.1, 0.05])], UNMEASURED, None, ""),

@@ -42,8 +42,8 @@ def test_samples_follow_the_rules_with_the_frequencies_of_the_chain() -> None:
 def test_without_a_bos_the_first_character_is_first_and_at_position_0_a_fixed_start_is_the_bos() -> None:
     with_it, without = small(Opening(), 20, 6, 4), small(Opening(bos=False), 19, 6, 4)
     assert small(Opening(bos=False, fixed_position=0), 20, 6, 4).sha256 == with_it.sha256
-    for one, other in ((with_it.train, without.train), (with_it.held_out, without.held_out)):
-        assert np.array_equal(one[:, 1:], other)
+    for with_bos, without_bos in ((with_it.train, without.train), (with_it.held_out, without.held_out)):
+        assert np.array_equal(with_bos[:, 1:], without_bos)
     assert not SMALL.is_trigger(without.train[:, 0]).any()
 
 

@@ -61,9 +61,9 @@ def test_two_processes_train_as_one_with_the_same_global_batch(case: str, two: P
     assert set(expected["metric"]) >= {"loss", "gradient_norm", "learning_rate", "gate_displacement_max"}
     assert history[names].equals(expected[names])
     np.testing.assert_allclose(history["value"], expected["value"], **ROUND_OFF)
-    one, other = (torch.load(two / f"{case}-{rank}.pt") for rank in (0, 1))
-    torch.testing.assert_close(one, dict(alone.state_dict()), **ROUND_OFF)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    first, second = (torch.load(two / f"{case}-{rank}.pt") for rank in (0, 1))
+    torch.testing.assert_close(first, dict(alone.state_dict()), **ROUND_OFF)
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_every_block_is_read_once_before_any_is_read_again() -> None:
