@@ -52,6 +52,7 @@ OF_RUN = "sinkscope.measuring.estimates"
 CALLBACK = "sinkscope.measuring.callback"
 ESTIMATES = "sinkscope.results.statistics"
 EFFECT_INTERVALS = "sinkscope.commands.intervene.findings"
+SMOOTHING, NORMS = "sinkscope.quantization.smoothing", "sinkscope.models.norms"
 ROUNDING, FORMATS = "sinkscope.quantization.rounding", "sinkscope.quantization.formats"
 INTERVENTIONS = "sinkscope.interventions"
 ANALYSIS, PROBES = "sinkscope.verdict.analysis", "sinkscope.verdict.probes"
@@ -80,6 +81,7 @@ ESTIMATE_TESTS = (
     "tests/commands/intervene/test_effects.py",
 )
 SEQUENCE_TESTS = ("tests/results/test_sequences.py",)
+SMOOTHING_TESTS = ("tests/quantization/test_smoothing.py",)
 ROUNDING_TESTS = ("tests/quantization/test_rounding.py",)
 METRIC_TESTS = ("tests/results/test_metrics.py",)
 VERDICT_TESTS = ("tests/verdict",)
@@ -265,6 +267,19 @@ MUTATIONS = [
          'table[table["is_super"]] if', 'table if'),
         ("query bias: perturbed alike in all layers", f"{INTERVENTIONS}.nu", "PerturbQueryBias.edited",
          "self.seed + layer", "self.seed"),
+    ),
+    *_mutations(
+        SMOOTHING_TESTS,
+        ("smoothing: α of weights", SMOOTHING, "smoothing_factors",
+         "weights.clamp_min(LEAST) ** (1 - alpha)", "weights.clamp_min(LEAST) ** alpha"),
+        ("smoothing: one reader's weights", SMOOTHING, "smoothing_factors",
+         "for each in readers]).amax(0)", "for each in readers])[0]"),
+        ("smoothing: AWQ's last exponent", SMOOTHING, "awq_factors", "if total < least", "if True"),
+        ("norms: Gemma's gain", NORMS, "scaled_inputs", "(1.0 - neutral)", "0.0"),
+        ("norms: a bias is not divided", NORMS, "scaled_inputs",
+         "norm.bias.double() / factor", "norm.bias.double()"),
+        ("norms: another function is kept", NORMS, "reparametrized",
+         "not error < MOST_CHANGED", "False"),
     ),
     *_mutations(
         ROUNDING_TESTS,

@@ -21,9 +21,15 @@ MOST_CHANGED = 1e-3  # largest difference of logits by rounding, relative to the
 
 
 class ModuleEnds:
-    """The inputs and outputs of all modules in one pass; they are kept, so that equal storage means one tensor."""
+    """The inputs and outputs of all modules in one pass; they are kept, so that equal storage means one tensor.
+
+    Raises:
+        InputError: Weights are offloaded, so that they cannot be replaced.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise InputError("weights are offloaded and cannot be replaced: load without --device-map auto")
         self.inputs: dict[nn.Module, torch.Tensor] = {}
         self.outputs: dict[nn.Module, torch.Tensor] = {}
 

@@ -89,8 +89,7 @@ class _Products(TorchFunctionMode):
 
     def __init__(self, module: nn.Module, matrices: Mapping[tuple[str, int | None], Matrix], change: ProductChange):
         super().__init__()
-        self.parameters = dict(module.named_parameters(recurse=False))
-        self.matrices, self.change = matrices, change
+        self.module, self.matrices, self.change = module, matrices, change
         self.rows: torch.Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -114,7 +113,7 @@ class _Products(TorchFunctionMode):
     def _matrix_of(self, weight: Any) -> Matrix | None:
         if not isinstance(weight, torch.Tensor) or weight.dim() != 2:
             return None
-        for name, parameter in self.parameters.items():
+        for name, parameter in self.module.named_parameters(recurse=False):  # accelerate may have just loaded them
             if weight is not parameter and weight._base is not parameter:
                 continue
             if parameter.dim() == 2 and weight.numel() == parameter.numel():  # as it is, or transposed

@@ -100,9 +100,11 @@ def test_a_model_that_accelerate_dispatches_is_measured_as_the_plain_one(kind: s
     assert_equal(sinkscope.analyze(model, **SMALL), plain)
     both = (model, tiny_model("llama"))
     assert_equal(*(sinkscope.intervene(of, "scale-sink-value", draws=0, **SMALL) for of in both))
-    if kind == "dispatched":
-        assert_equal(*(sinkscope.quantize(of, calibration=2, **SMALL) for of in both))
-    else:
+    schemes, moved = {"scheme": "FP8", "cure": "spare,rotation", "calibration": 2}, kind == "offloaded"
+    runs = [sinkscope.quantize(of, **schemes, **SMALL) for of in both]
+    assert runs[0].tables["formats"].equals(runs[1].tables["formats"])
+    assert ("offloaded" in runs[0].manifest["served"]["absent_cures"].get("FP8", {}).get("rotation", "")) == moved
+    if moved:
         assert doctor(model).ok
         with pytest.raises(InputError, match="offloaded"):
             check_trainable(model, only_new=False)

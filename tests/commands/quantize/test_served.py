@@ -301,6 +301,19 @@ def test_a_recipe_ignores_modules_that_recover_more_than_random_ones(
     assert ("ignores none" in finding(run, "cure").sentence) == (not ignored)
 
 
+def test_the_cure_that_recovers_most_is_best_and_one_that_adds_cost_is_not_worth_it() -> None:
+    run = run_of((0.1, 0.05, 0.2), recovered=(0.02, 0.011, 0.03, 0.0, -0.01, 0.01, 0.02, 0.001, 0.03))
+    (spare,) = run.tables["formats_cures"].to_dict("records")
+    rotation = spare | {"cure": "rotation", "setting": "", "recovered": 0.04}
+    prefix = spare | {"cure": "prefix", "recovered": -0.2, "recovered_low": -0.3, "recovered_high": -0.01}
+    run.tables["formats_cures"] = pd.DataFrame([spare, rotation, prefix])
+    worth, *each = [one for one in served_findings.findings(run) if one.name in ("worth", "cure")]
+    assert worth.numbers["worth"] == ("spare", "rotation")
+    assert "worth it is spare, rotation; rotation recovers most" in worth.sentence
+    assert [one.outcome for one in each] == [Outcome.PRESENT, Outcome.PRESENT, Outcome.ABSENT]
+    assert "adds cost" in each[2].sentence
+
+
 def test_recipes_are_those_that_compressed_tensors_reads(run: Run) -> None:
     texts = served_findings.files(run)
     assert set(texts) == {f"llm-compressor-{scheme}.yaml" for scheme in FITTING}

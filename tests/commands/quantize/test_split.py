@@ -148,7 +148,7 @@ def test_the_best_prefix_and_the_largest_coordinates() -> None:
     outliers = [np.zeros((1, 20), bool) for _ in held_out.sequences]
     for mask in outliers:
         mask[0, [3, 5]] = True
-    last = () if split.bos is None else (split.bos,)
+    last = () if split.prefixes.bos is None else (split.prefixes.bos,)
     rule = (*outlier_prefix(outliers, held_out.sequences), *last)
     for losses, is_rule in (([1.0, 2.0], True), ([2.0, 1.0], False)):
         vars(split)["_measure"] = lambda arms, losses=losses: [np.array([loss]) for loss in losses]
