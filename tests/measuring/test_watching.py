@@ -59,8 +59,8 @@ def assert_unnoticed(model: PreTrainedModel, inputs: dict[str, Any]) -> None:
     plain, before = step(model, inputs, nullcontext), [repr(one) for one in attributes(model)]
     watched = step(model, inputs, partial(sinkscope.watch, model))
     assert [repr(one) for one in attributes(model)] == before
-    for one, after in zip(plain, watched, strict=True):
-        assert one is after if one is None or after is None else torch.equal(one, after)
+    for value, seen in zip(plain, watched, strict=True):
+        assert value is seen if value is None or seen is None else torch.equal(value, seen)
 
 
 @pytest.mark.parametrize("name", MODELS)
