@@ -72,12 +72,12 @@ INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
     [(0.0, [[33, 33], [33, 33]], 140), (0.8, [[11, ALL_TOKENS], [11, 11]], 139)],
 )
 def test_memory_of_a_split(share: float, windows: list, kept: int) -> None:
-    found = SIZES.split(SCORES, 0.5, share)
-    assert found is not None
-    assert found.tolist() == windows
-    assert SIZES.memory(Plan("", found, np.full((2, 2), 16))) == pytest.approx(kept / 280)
+    split = SIZES.split(SCORES, 0.5, share)
+    assert split is not None
+    assert split.tolist() == windows
+    assert SIZES.memory(Plan("", split, np.full((2, 2), 16))) == pytest.approx(kept / 280)
     # on 8 and 4 bits a token's keys take 5/8 and its values 3/8 of 16 bits, those of the 8 sinks all of them
-    fewer = SIZES.memory(Plan("", found, np.array([[8, 4], [8, 4]])))
+    fewer = SIZES.memory(Plan("", split, np.array([[8, 4], [8, 4]])))
     assert fewer == pytest.approx((8 + (kept - 8) / 2) / 280)
 
 
@@ -102,9 +102,9 @@ def test_the_next_bit_goes_to_the_largest_loss_that_is_left() -> None:
     fewest = SIZES.memory(Plan("", SIZES.dense, np.full((2, 2), 2)))
     assert SIZES.fitting_bits(losses, fewest - 1e-6, SIZES.dense) is None
     for bits, raises in (([[2, 2], [2, 2]], 0), ([[4, 2], [3, 2]], 2 * 98 + 38), ([[5, 2], [4, 2]], 3 * 98 + 2 * 38)):
-        found = SIZES.fitting_bits(losses, fewest + raises / 32 / 140 + 1e-6, SIZES.dense)
-        assert found is not None
-        assert found.tolist() == bits
+        fitting = SIZES.fitting_bits(losses, fewest + raises / 32 / 140 + 1e-6, SIZES.dense)
+        assert fitting is not None
+        assert fitting.tolist() == bits
     assert np.array_equal(SIZES.fitting_bits(losses, 1.0, SIZES.dense), np.full((2, 2), 16))
 
 
@@ -216,8 +216,8 @@ def ids(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(ids: Path) -> Run:
-    given = {"input": ids, "out": ids.with_name("run"), "page": False}
-    return sinkscope.kv_plan(tiny_model("llama"), budget=0.25, **given, **SMALL)
+    options = {"input": ids, "out": ids.with_name("run"), "page": False}
+    return sinkscope.kv_plan(tiny_model("llama"), budget=0.25, **options, **SMALL)
 
 
 def test_command(run: Run) -> None:
@@ -258,12 +258,12 @@ def test_findings_have_the_numbers_of_their_plans(run: Run) -> None:
     count = len(run.tables["kv_plan"])
     marked = changed(run, kv_plan={"sinks": [1, 3], "sink_layer": 2, "sink_coordinates": [7]}, ratio=range(count))
     ratios = marked.tables["kv_plan"].set_index(["budget", "plan", "sinks"])["ratio"].sort_index()
-    found = findings(marked)
-    for one in (one for one in found if one.name == "bits"):
+    of_plans = findings(marked)
+    for one in (one for one in of_plans if one.name == "bits"):
         of_bits = ratios[1.0, f"{one.numbers['bits']} bits"]
         kept = {"predicted sinks": one.value, "as many first": one.numbers["first"], "none": one.numbers["none"]}
         assert kept == of_bits.to_dict()
-    controls, rule = (one for one in found if one.name in ("controls", "sink-rule"))
+    controls, rule = (one for one in of_plans if one.name in ("controls", "sink-rule"))
     at_budget = ratios[0.25].droplevel("sinks")
     for name in ("random", "random combined"):
         draws = [f"{name} {draw}" for draw in (1, 2, 3)]
@@ -310,8 +310,8 @@ def test_vllm_gets_the_least_memory_that_keeps_perplexity(
     ratio = table["plan"].map(ratios).where(table["sinks"] == NO_SINKS).fillna(9.0)
     of_losses = changed(run, "kv_layers", key_loss=[5.0, 4.0, 0.0] * 4, value_loss=[0.0, 3.0, 6.0] * 4)
     memory = table["bits"].where(~table["plan"].str.endswith(RANDOM_SPARED), 0.0)
-    found = vllm_options(changed(of_losses, ratio=ratio, memory=memory))
-    assert (found.get("kv_cache_dtype"), found.get("kv_cache_dtype_skip_layers", [])) == (name, skips)
+    options = vllm_options(changed(of_losses, ratio=ratio, memory=memory))
+    assert (options.get("kv_cache_dtype"), options.get("kv_cache_dtype_skip_layers", [])) == (name, skips)
 
 
 def test_a_format_that_is_served_has_its_numbers_and_options(run: Run) -> None:
@@ -359,10 +359,10 @@ def test_retrieval_is_of_the_copy_and_guesses_are_before_it(monkeypatch: pytest.
         return logits
 
     monkeypatch.setattr(plans_of_caches, "logits_on", knowing_the_copy)
-    found = sinkscope.kv_plan(tiny_model("llama"), input=ids, page=False, figures=(), **SMALL)
-    table = found.tables["kv_plan"]
+    run = sinkscope.kv_plan(tiny_model("llama"), input=ids, page=False, figures=(), **SMALL)
+    table = run.tables["kv_plan"]
     assert (table[["retrieval", "guessed", "kept"]] == [1, 0, 1]).all(axis=None)
-    outcomes = {finding.name: finding.outcome for finding in found.findings}
+    outcomes = {finding.name: finding.outcome for finding in run.findings}
     assert outcomes["plan"] == Outcome.CONFIRMED
 
 
@@ -411,11 +411,11 @@ def test_what_layers_lose_is_that_of_keys_and_of_values_and_centers_are_without_
 def test_heads_and_layers_that_a_plan_keeps() -> None:
     """A key/value head has the score of its largest query head; the costliest layers are spared."""
     model, ids = tiny_model("llama"), np.random.default_rng(0).integers(3, 96, (2, 128))
-    given: Any = SimpleNamespace(score=lambda read: torch.tensor([1.0, 5.0, 2.0, 0.0]))
+    ranking: Any = SimpleNamespace(score=lambda read: torch.tensor([1.0, 5.0, 2.0, 0.0]))
     with open_seam(model, find_family(model)) as seams, torch.no_grad():
         texts = [CopiedText.of(text) for text in ids]
         study = PlanStudy(subject(model, list(ids)), seams, texts, 1, Console(quiet=True), 0)
-        scores = study.scores({"given": given}, 8)["given"]
+        scores = study.scores({"ranking": ranking}, 8)["ranking"]
     assert scores.tolist() == [[5.0, 2.0]] * 3
     losses = {name: np.roll(np.array([[0.2, 0.1], [0.1, 0.5], [0.3, 0.1]]), at, 0) for at, name in enumerate(SERVED)}
     plans = {plan.name: plan for plan in study._served_plans(losses)}
@@ -450,8 +450,8 @@ def test_press_and_table_measure_one_condition(
     model = tiny_model("llama", dtype=torch.float64, spread=6.0)
     if token is not None:
         model.get_input_embeddings().weight[token, 3] = 1e6
-    given: dict[str, Any] = {"input": ids, "out": tmp_path, "page": False, "figures": (), "overwrite": True}
-    of_model = sinkscope.kv_plan(model, **given, **SMALL)
+    options: dict[str, Any] = {"input": ids, "out": tmp_path, "page": False, "figures": (), "overwrite": True}
+    of_model = sinkscope.kv_plan(model, **options, **SMALL)
     assert (of_model.manifest["kv_plan"]["sink_layer"] < 0) == (token is None)
     assert of_model.folder is not None
     press_of = runpy.run_path(str(of_model.folder / "plan_press.py"))["PlanPress"].of

@@ -55,11 +55,11 @@ def run_of(costs: dict[str, float], costliest: float | None = None) -> Run:
     table = table.assign(loss=3.0 + table["cost"], perplexity=np.exp(3.0 + table["cost"]))
     sites = pd.DataFrame(SITES, columns=["layer", "site", "part", "is_massive", "max_abs"])
     sites = sites.assign(median_abs=0.5, zeroed=0.93)
-    given = {"scheme": "static", "bits_weights": 8, "bits_activations": 8, "bits_kv_cache": 8, "kv_cache_per": None}
-    given |= {"activations_per": "tensor"}
-    given |= {"calibration": 4, "linear_layers": 2, "not_quantized": {}}
+    entry = {"scheme": "static", "bits_weights": 8, "bits_activations": 8, "bits_kv_cache": 8, "kv_cache_per": None}
+    entry |= {"activations_per": "tensor"}
+    entry |= {"calibration": 4, "linear_layers": 2, "not_quantized": {}}
     tables = {"quantization": table, "quantization_sites": sites}
-    return Run(run_manifest(command="quantize", quantization=given), tables)
+    return Run(run_manifest(command="quantize", quantization=entry), tables)
 
 
 def found(run: Run, name: str) -> list[Finding]:
@@ -189,19 +189,19 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_the_files_hold_the_sites_that_were_kept_last(written: Run) -> None:
     assert written.folder is not None
-    found = json.loads((written.folder / JSON).read_text())
+    content = json.loads((written.folder / JSON).read_text())
     kept = whole(written).loc[COSTLIEST_KEPT, "kept"].split(", ")
     sites = written.tables["quantization_sites"]
     of_kept = sites[site_names(sites).isin(kept)]
-    assert {(site["module"], site["part"]) for site in found["sites"]} == set(
+    assert {(site["module"], site["part"]) for site in content["sites"]} == set(
         zip(of_kept["path"], of_kept["part"], strict=True)
     )
-    costs = [site["cost"] for site in found["sites"]]
+    costs = [site["cost"] for site in content["sites"]]
     assert costs == sorted(costs, reverse=True)
     table = written.tables["quantization"]
     alone = table[(table["setting"] == ALONE) & (table["layer"] >= 0)]["cost"]
     assert costs[0] == pytest.approx(alone.max())
-    assert found["perplexity"]["spared"] == pytest.approx(whole(written).loc[COSTLIEST_KEPT, "perplexity"])
+    assert content["perplexity"]["spared"] == pytest.approx(whole(written).loc[COSTLIEST_KEPT, "perplexity"])
     assert yaml.safe_load((written.folder / RECIPE).read_text()) == llm_compressor_recipe(written)
     assert {JSON, RECIPE} <= set(Run.open(written.folder).manifest["files"])
 
@@ -238,13 +238,13 @@ def test_llm_compressors_reader_quantizes_all_but_them(written: Run) -> None:
     model = tiny_model("llama")
     quantization.apply_quantization_config(model, quantization.QuantizationConfig(**modifier), show_progress=False)
     schemes = {path: getattr(module, "quantization_scheme", None) for path, module in model.named_modules()}
-    found = {path for path, scheme in schemes.items() if scheme is not None}
+    quantized_modules = {path for path, scheme in schemes.items() if scheme is not None}
     sites = written.tables["quantization_sites"]
     modules = set(sites[sites["part"] == INPUT]["path"])
     spared_modules = set(spared(written)["modules"])
-    assert found == modules - spared_modules
+    assert quantized_modules == modules - spared_modules
     assert spared_modules
-    scheme = schemes[next(iter(found))]
+    scheme = schemes[next(iter(quantized_modules))]
     assert (scheme.weights.num_bits, scheme.weights.strategy, scheme.weights.symmetric) == (3, "channel", True)
     activations = scheme.input_activations
     assert (activations.num_bits, activations.strategy) == (3, "tensor")

@@ -109,9 +109,9 @@ def test_a_rotation_leaves_the_function_as_it_is(name: str, seed: int) -> None:
     with rotated(model, family, random_rotation(model.config.hidden_size, seed)):
         turned = model(ids, output_hidden_states=True)
     torch.testing.assert_close(turned.logits, plain.logits, rtol=1e-3, atol=1e-4 * float(plain.logits.abs().max()))
-    stream, other = plain.hidden_states[1], turned.hidden_states[1]
-    torch.testing.assert_close(other.norm(dim=-1), stream.norm(dim=-1), rtol=1e-4, atol=1e-4)
-    assert (other - stream).abs().max() > 0.1 * stream.abs().max()
+    stream, rotated_stream = plain.hidden_states[1], turned.hidden_states[1]
+    torch.testing.assert_close(rotated_stream.norm(dim=-1), stream.norm(dim=-1), rtol=1e-4, atol=1e-4)
+    assert (rotated_stream - stream).abs().max() > 0.1 * stream.abs().max()
     assert_as_before(model, before)
 
 
