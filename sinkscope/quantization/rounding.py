@@ -23,11 +23,17 @@ from sinkscope.quantization.formats import Encoding
 E4M3, E2M1 = 448.0, 6.0  # the largest numbers of float8_e4m3fn and of float4_e2m1
 
 
-def snap(encoding: Encoding, x: torch.Tensor, largest: float | torch.Tensor | None = None) -> torch.Tensor:
+def snap(
+    encoding: Encoding,
+    x: torch.Tensor,
+    largest: float | torch.Tensor | None = None,
+    float8: torch.dtype = torch.float8_e4m3fn,
+) -> torch.Tensor:
     """Round x (…,D) to the nearest numbers of a format, in float32 or better; returns x's dtype.
 
     Args:
         largest: The largest magnitude of the tensor, if it is not that of x. Larger entries are clamped.
+        float8: The floats of 8 bits. The largest of e5m2 is 448 · 2⁷, so that the scale of e4m3 serves it, too.
 
     Raises:
         InputError: D is not a multiple of the group size.
@@ -43,7 +49,7 @@ def snap(encoding: Encoding, x: torch.Tensor, largest: float | torch.Tensor | No
         half = 2 ** (encoding.num_bits - 1)
         snapped = (entries / scale).clamp_(-half, half - 1).round_()
     elif encoding.num_bits == 8:
-        snapped = (entries / scale).clamp_(-E4M3, E4M3).to(torch.float8_e4m3fn).to(entries.dtype)
+        snapped = (entries / scale).clamp_(-E4M3, E4M3).to(float8).to(entries.dtype)
     else:
         snapped = round_to_e2m1(entries / scale)
     return snapped.mul_(scale).reshape(x.shape).to(x.dtype)

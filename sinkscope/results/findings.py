@@ -39,6 +39,7 @@ AT_ONE_POSITION = 0.9  # massive activations are at one position when more than 
 OUTLIER = 2.0  # standard deviations by which Δ at position 0 must exceed later ones (NU §4.2.1)
 COARSE_STEP = 2.0  # a quantization step of more median entries than this rounds most of the tensor to zero
 LARGEST_FLOAT16 = 65504.0  # the largest finite number of float16
+FLOAT8_COST = 0.1  # nats per token: scaled float8 that costs at least this (perplexity × 1.11) fails
 HEADROOM = 2.0  # a dtype is safe where its largest number is this many times the largest measured one
 
 SPREAD = 2.0  # standard deviations of the random controls that an intervention's change must exceed

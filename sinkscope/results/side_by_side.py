@@ -27,6 +27,8 @@ COMPARED_SETTINGS: ComparedSettings = {
     "epsilon": lambda manifest: manifest["config"]["epsilon"],
     "dtype": lambda manifest: manifest["dtype"],
     "kernel": lambda manifest: manifest["kernel"],
+    "calibration": lambda manifest: manifest["config"]["calibration"],
+    "grids": lambda manifest: [manifest["config"][f"{part}_per"] for part in ("weights", "activations", "kv_cache")],
     "sinkscope": lambda manifest: manifest["sinkscope"],
 }
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import exp, log, nan
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -67,6 +68,11 @@ class Estimate:
     def as_columns(self, name: str) -> dict[str, float]:
         """Return the value and the ends of its interval by the names of their columns in a table."""
         return {name: self.value, f"{name}_low": self.low, f"{name}_high": self.high}
+
+    @classmethod
+    def of_columns(cls, row: Any, name: str) -> "Estimate":
+        """Return the estimate in these columns of a row."""
+        return cls(float(row[name]), float(row[f"{name}_low"]), float(row[f"{name}_high"]))
 
 
 def exact(value: float) -> Estimate:

@@ -60,7 +60,8 @@ from sinkscope.text.tokens import check_ids
 from sinkscope.verdict.report import layers_text
 
 TOKENS = 64
-ALARMS = {"overflow": "no overflow", "overflow-norms": "norms decomposed"}  # finding of --dtype → the check's name
+# finding of --dtype → the check's name
+ALARMS = {"overflow": "no overflow", "float8": "cost as served", "overflow-norms": "norms decomposed"}
 Check = tuple[str, bool, str]  # the check, whether it passed, a detail
 
 
@@ -147,7 +148,7 @@ def doctor(
             report.notes += subject.inputs.notices
             for finding in run.findings:
                 is_alarm = finding.outcome == Outcome.PRESENT
-                if finding.name == "overflow" or (finding.name in ALARMS and is_alarm):
+                if finding.is_headline or (finding.name in ALARMS and is_alarm):
                     what = f"{ALARMS[finding.name]} in {config.dtype}"
                     report.checks.append((what, not is_alarm, finding.sentence))
                 else:

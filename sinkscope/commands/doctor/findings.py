@@ -1,4 +1,7 @@
-"""The findings of `doctor --dtype`: whether a model overflows in a dtype, and what a clip and a rescaling cost."""
+"""The findings of `doctor --dtype`: whether a model overflows in a dtype, and what scales, a clip or a rescaling cost.
+
+What float8 costs with the scales of served formats decides; that its plain cast overflows is a note.
+"""
 
 from collections.abc import Iterator, Sequence
 from math import isfinite, isnan
@@ -8,13 +11,14 @@ import pandas as pd
 
 from sinkscope.commands.doctor import overflow
 from sinkscope.models.projections import NO_LAYER
-from sinkscope.results.findings import HEADROOM, Finding, Outcome
+from sinkscope.results.findings import FLOAT8_COST, HEADROOM, Finding, Outcome
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
+from sinkscope.results.statistics import Estimate
 from sinkscope.verdict.analysis import settings
-from sinkscope.verdict.report import Report, layers_text
+from sinkscope.verdict.report import Report, layers_text, with_interval
 
-OVERFLOW, INSIDE, REMEDIES = "Overflow", "Inside norms and attention", "Remedies"
+OVERFLOW, INSIDE, REMEDIES, SERVED = "Overflow", "Inside norms and attention", "Remedies", "Scaled as served"
 NATS = METRICS["cost"].text
 
 
@@ -62,6 +66,8 @@ def findings(run: RunData) -> list[Finding]:
     outside = table.query("not is_inside")
     largest = next(outside.loc[[outside["largest"].idxmax()]].itertuples())
     predicted, as_run = next(outside[outside["overflows"]].itertuples(), None), _run(run, overflow.FULL, dtype)
+    is_float8 = dtype.startswith("float8")
+    what = f"{dtype} without scales" if is_float8 else dtype
     numbers: dict[str, Any] = {"limit": limit, "largest": largest.largest, "layer": largest.layer}
     is_near = largest.headroom < HEADROOM
     if predicted is None:
@@ -70,10 +76,10 @@ def findings(run: RunData) -> list[Finding]:
         sentence += f", less than {HEADROOM:g} ×, so that other text may overflow" if is_near else ""
     else:
         numbers |= {"first_layer": predicted.layer, "coordinate": predicted.coordinate, "position": predicted.position}
-        sentence = f"{dtype} overflows: {_number(predicted.largest)} at {_location(predicted)} is the first number "
+        sentence = f"{what} overflows: {_number(predicted.largest)} at {_location(predicted)} is the first number "
         sentence += f"beyond its limit of {_number(limit)}; the largest is {_number(largest.largest)}, at "
         sentence += place(largest)
-    how = "with the inputs of linear layers rounded to it, unscaled" if dtype.startswith("float8") else "run in it"
+    how = "with the inputs of linear layers rounded to it" if is_float8 else "run in it"
     if as_run.site:
         is_same = predicted is not None and predicted.layer == as_run.layer
         sentence += (
@@ -86,8 +92,10 @@ def findings(run: RunData) -> list[Finding]:
         sentence += "" if isnan(as_run.cost) else f", and it costs {NATS(as_run.cost)} nats per token"
     outcome = Outcome.WEAK if is_near else Outcome.ABSENT
     outcome = Outcome.PRESENT if predicted is not None or as_run.site else outcome
-    about: dict[str, Any] = {"threshold": 1.0, "numbers": numbers, "is_headline": True, "sentence": f"{sentence}."}
-    rows = [Finding("overflow", OVERFLOW, outcome, largest.headroom, **about)]
+    about: dict[str, Any] = {"threshold": 1.0, "numbers": numbers, "sentence": f"{sentence}."}
+    rows = [_scaled(run, dtype)] if is_float8 else []
+    name = "overflow-unscaled" if is_float8 else "overflow"
+    rows.append(Finding(name, OVERFLOW, outcome, largest.headroom, is_headline=not is_float8, **about))
     if (decomposed := _run(run, overflow.DECOMPOSED, dtype)) is not None:
         rows += _overflowing_norms(table, dtype, decomposed)
     if len(products := table[table["site"] == overflow.QK]):
@@ -108,6 +116,26 @@ def findings(run: RunData) -> list[Finding]:
         sentence, numbers = f"No rescaling of the residual stream: {reason}.", {"what": setting, "reason": reason}
         rows.append(Finding("not-measured", REMEDIES, numbers=numbers, sentence=sentence))
     return rows
+
+
+def _scaled(run: RunData, dtype: str) -> Finding:
+    """Return what float8 costs with a scale for each output channel and each token."""
+    row, outcome = _run(run, overflow.SCALED, dtype), Outcome.UNDECIDED
+    cost = Estimate.of_columns(run.tables["overflow_scaled"].iloc[0], "cost")
+    sentence = f"With a scale for each output channel of a weight and each token, as served, {dtype} "
+    if row.site:
+        outcome, ending = Outcome.PRESENT, f"is not finite from {place(row)} on"
+    elif isnan(cost.value):
+        ending = "is finite; the model has no loss that could show its cost"
+    else:
+        below = "not shown to be below"
+        if cost.low >= FLOAT8_COST:
+            outcome, below = Outcome.PRESENT, "not below"
+        elif cost.high < FLOAT8_COST:
+            outcome, below = Outcome.ABSENT, "below"
+        ending = f"costs {with_interval(cost, 'z.3f')} nats per token, {below} the threshold of {FLOAT8_COST:g}"
+    about: dict[str, Any] = {"low": cost.low, "high": cost.high, "threshold": FLOAT8_COST, "is_headline": True}
+    return Finding("float8", SERVED, outcome, cost.value, sentence=f"{sentence}{ending}.", **about)
 
 
 def _overflowing_norms(table: pd.DataFrame, dtype: str, decomposed: Any) -> Iterator[Finding]:
@@ -134,12 +162,8 @@ def _overflowing_norms(table: pd.DataFrame, dtype: str, decomposed: Any) -> Iter
 
 def _remedy(row: Any, plain: Any, clips: Sequence[int]) -> Finding:
     """Return what a remedy costs in the dtype and, if it was run, in the model's own (`plain`)."""
-    is_float8 = row.dtype.startswith("float8")
     if row.setting == overflow.CLIPPED:
-        what = "the inputs of linear layers" if is_float8 else "the residual stream"
-        what = f"Clamping {what} to ±{_number(row.factor)}" + ("" if is_float8 else f" in {layers_text(clips)}")
-    elif is_float8:
-        what = "A scale for each linear layer's input, a power of two"
+        what = f"Clamping the residual stream to ±{_number(row.factor)} in {layers_text(clips)}"
     else:
         what = f"Dividing by {row.factor:g} what enters the first layer (the embeddings, not their table, which the "
         what += "LM head may share) and what each branch adds to the residual stream (weight and bias of its last "

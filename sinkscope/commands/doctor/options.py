@@ -31,8 +31,8 @@ class DoctorOptions(RunConfig):
 
     dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2"] | None = option(  # type: ignore[assignment]
         None,
-        "Whether the model overflows in this dtype: float16, bfloat16, float8_e4m3 or float8_e5m2. With --compare, the "
-        "dtype that the logits were computed in.",
+        "Whether the model overflows in float16 or bfloat16, or what float8_e4m3 or float8_e5m2 costs, scaled as "
+        "served: 0.1 nats per token fail. With --compare, the dtype that the logits were computed in.",
         metavar="D",
         shown="not checked",
     )

@@ -3,8 +3,9 @@
 The pass keeps the largest magnitude of every tensor that enters or leaves a module, in the order in which they appear:
 a residual sum is a norm's input, the product of gate and up projection is the down projection's. It also keeps what a
 kernel may hide: the largest |q·k|, and the largest square and sum of squares in norms. In float16 and bfloat16 the
-model is then run with its weights cast; for float8, which no plain model computes in, the inputs of linear layers are
-rounded to float8, without scales, and back.
+model is then run with its weights cast. In float8 linear layers are run as they are served, with a scale for each
+output channel of a weight and each token of an input (the preset FP8_DYNAMIC); and, for a note, without scales, with
+their inputs rounded to float8 and back.
 """
 
 import math
@@ -28,7 +29,7 @@ from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import NAME
 from sinkscope.attention.weights import row_chunks
 from sinkscope.errors import InputError, SinkscopeError
-from sinkscope.measuring.engine import Setting, logits_on, run_settings
+from sinkscope.measuring.engine import Setting, logits_on, resampled_cost, run_settings
 from sinkscope.measuring.losses import loss_in_chunks
 from sinkscope.measuring.observables.gradient import NormGain
 from sinkscope.measuring.parity import LARGEST_TOLERANCES, largest_difference
@@ -38,7 +39,11 @@ from sinkscope.models.family import RESIDUAL_SITES, Family
 from sinkscope.models.packed import check_not_packed
 from sinkscope.models.projections import LINEAR_LAYERS, NO_LAYER, layer_and_kind, linear_modules
 from sinkscope.models.wiring import first_floats
+from sinkscope.quantization.formats import PRESETS
+from sinkscope.quantization.products import Matrix, Product, changed_products, matrices_of
+from sinkscope.quantization.rounding import snap
 from sinkscope.results.findings import HEADROOM
+from sinkscope.results.statistics import bootstrap
 from sinkscope.results.tables import COORDINATE, TOKEN_PLACE, Column, Columns
 from sinkscope.text.batch import Batch
 
@@ -48,11 +53,13 @@ OVERFLOW_DTYPES = {
     "float8_e4m3": torch.float8_e4m3fn,
     "float8_e5m2": torch.float8_e5m2,
 }
+ROWS = PRESETS["FP8_DYNAMIC"].weights  # a scale for each row: an output channel, or a token of an input
 RESIDUAL_STREAM = ("layer_in", "mid", "layer_out")  # the residual stream itself
 BRANCHES = ("attn_out", "mlp_out")
 SQUARE, CENTERED, TOTAL = "x²", "(x − mean)²", "sum of squares"  # numbers inside an RMSNorm or a LayerNorm
 QK, SCALED_QK = "q·k", "scaled q·k"  # and inside attention
 FULL, DECOMPOSED, CLIPPED, RESCALED = "as it is", "norms decomposed", "clipped", "rescaled"  # settings
+SCALED = "scaled"  # float8 as it is served
 
 OVERFLOW_TABLES: dict[str, Columns] = {
     "overflow": (
@@ -74,7 +81,7 @@ OVERFLOW_TABLES: dict[str, Columns] = {
         *TOKEN_PLACE, COORDINATE,
     ),
     "overflow_runs": (
-        Column("setting", "the model as it is, with norms decomposed, clipped or rescaled", kind="text"),
+        Column("setting", "as it is, with norms decomposed, clipped, rescaled, or scaled as served", kind="text"),
         Column("dtype", "dtype of the run", kind="text"),
         Column("factor", "the bound of a clip, or the power of two by which the residual stream is divided"),
         Column("loss", "cross-entropy per predicted token", "nats"),
@@ -82,6 +89,11 @@ OVERFLOW_TABLES: dict[str, Columns] = {
         Column("divergence", "Kullback–Leibler divergence from that model's next tokens, mean over tokens", "nats"),
         Column("difference", "largest ‖logits − its logits‖ ÷ ‖its logits‖ of a token"),
         Column("site", "first site that is not finite (in `layer`); empty if all are", kind="text"),
+    ),
+    "overflow_scaled": (
+        Column("cost", "of float8 scaled as served, as in overflow_runs", "nats per token"),
+        Column("cost_low", "lower end of its 95 % interval over texts", "nats per token"),
+        Column("cost_high", "upper end", "nats per token"),
     ),
 }  # fmt: skip
 
@@ -261,24 +273,26 @@ def cast_weights(model: PreTrainedModel, dtype: torch.dtype) -> list[Edit]:
 
 
 @contextmanager
-def rounding_inputs(
-    model: PreTrainedModel, dtype: torch.dtype, scales: dict[str, float] | None = None, saturates: bool = False
-) -> Iterator[None]:
-    """Round the input of every linear layer to a dtype and back, divided by the scale of its path if there are any."""
+def rounding_inputs(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[None]:
+    """Round the input of every linear layer to a dtype and back."""
     limit, beyond = limit_of(dtype), overflows_from(dtype)
 
-    def rounded(scale: float, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        scaled = x / scale
-        snapped = scaled.clamp(-limit, limit).to(dtype).to(x.dtype)
+    def rounded(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        snapped = x.clamp(-limit, limit).to(dtype).to(x.dtype)
         # e4m3 has NaN in place of infinity; torch's own cast may saturate, depending on version and device
-        snapped = snapped if saturates else torch.where(scaled.abs() < beyond, snapped, scaled * torch.inf)
-        return snapped * scale
+        return torch.where(x.abs() < beyond, snapped, x * torch.inf)
 
     with ExitStack() as stack:
-        for path, module in linear_modules(model):
-            scale = 1.0 if scales is None else scales.get(path, 1.0)
-            stack.enter_context(edited_input(module, partial(rounded, scale)))
+        for _, module in linear_modules(model):
+            stack.enter_context(edited_input(module, rounded))
         yield
+
+
+def scaled_product(
+    dtype: torch.dtype, matrix: Matrix, product: Product, x: torch.Tensor, weight: torch.Tensor, tokens: Any
+) -> torch.Tensor:
+    """Multiply a float8 input by a float8 weight, with the scales of FP8_DYNAMIC."""
+    return product(snap(ROWS, x, float8=dtype), snap(ROWS, weight, float8=dtype))
 
 
 @contextmanager
@@ -398,15 +412,15 @@ class OverflowCheck:
         self.prediction = Prediction(subject)
         everywhere, first = self.prediction.magnitudes, self.prediction.first_address
         is_float8 = self.dtype.itemsize == 1
-        # of the linear layers that run: path → first address of its input
-        inputs = {path: first[f"{path}.input"] for path, _ in linear_modules(self.model) if f"{path}.input" in first}
-        counted = {*inputs.values()} if is_float8 else everywhere.keys()
+        inputs = {first.get(f"{path}.input") for path, _ in linear_modules(self.model)}  # of linear layers
+        counted = inputs if is_float8 else everywhere.keys()
         self.magnitudes = {key: one for key, one in everywhere.items() if key in counted and math.isfinite(one.largest)}
         outside = [one for one in self.magnitudes.values() if not one.is_inside]
         self.is_tight = max((one.largest for one in outside), default=0.0) > self.limit / HEADROOM
         self.bounds: dict[str, float] = {}  # first address → the bound of its clip
-        runs = self._rounding_runs(inputs) if is_float8 else self._casting_runs()
-        self.tables = {"overflow_runs": self._measured(runs, console)}
+        runs = self._rounding_runs() if is_float8 else self._casting_runs()
+        self.tables: dict[str, pd.DataFrame] = {}
+        self.tables["overflow_runs"] = self._measured(runs, console)
         table = pd.DataFrame([asdict(one) for one in self.magnitudes.values()])
         self.tables["overflow"] = table.assign(
             order=range(len(table)),
@@ -416,15 +430,10 @@ class OverflowCheck:
             clip=[self.bounds.get(key, math.nan) for key in self.magnitudes],
         )
 
-    def _rounding_runs(self, inputs: Mapping[str, str]) -> list[OverflowRun]:
-        rounding = partial(rounding_inputs, self.model, self.dtype)
-        runs = [OverflowRun(FULL, self.name, [rounding])]
-        if self.is_tight:
-            largest = {path: self.magnitudes[first].largest for path, first in inputs.items()}
-            scales = {path: 2.0 ** math.ceil(math.log2(x / self.limit)) for path, x in largest.items() if x}
-            runs.append(OverflowRun(CLIPPED, self.name, [partial(rounding, saturates=True)], self.limit))
-            runs.append(OverflowRun(RESCALED, self.name, [partial(rounding, scales)]))
-        return runs
+    def _rounding_runs(self) -> list[OverflowRun]:
+        rounding, scaled = partial(rounding_inputs, self.model, self.dtype), partial(scaled_product, self.dtype)
+        serving = partial(changed_products, self.model, matrices_of(self.model, self.family), scaled)
+        return [OverflowRun(FULL, self.name, [rounding]), OverflowRun(SCALED, self.name, [serving])]
 
     def _casting_runs(self) -> list[OverflowRun]:
         casting = partial(replaced, cast_weights(self.model, self.dtype))
@@ -500,6 +509,11 @@ class OverflowCheck:
         for run, done in zip(runs, passes, strict=True):
             _, loss, cost, divergence = done.losses.cumsum(0)[-1].tolist()
             numbers = (float(done.losses[:, 0].max()), loss / predicted, cost / predicted, divergence / tokens)
+            if run.setting == SCALED:
+                costs = done.losses[:, 2].numpy()
+                scaled = resampled_cost(costs, 0 * costs, self.subject.inputs.predicted, self.subject.inputs.texts)
+                row = {"layer": NO_LAYER, **bootstrap(scaled).as_columns("cost")}
+                self.tables["overflow_scaled"] = pd.DataFrame([row])
             first = next((self.magnitudes[key] for key in run.broken), None)
             place = (NO_LAYER, "") if first is None else (first.layer, first.site)
             rows.append((run.setting, run.dtype, run.factor, *numbers, *place))

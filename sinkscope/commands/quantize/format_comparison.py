@@ -11,15 +11,8 @@ from sinkscope.errors import InputError
 from sinkscope.output.result import Result
 from sinkscope.output.run import Run
 from sinkscope.results.findings import Finding
-from sinkscope.results.side_by_side import COMPARED_SETTINGS, comparison_manifest, differing_settings, labels
+from sinkscope.results.side_by_side import comparison_manifest, differing_settings, labels
 from sinkscope.verdict.report import Report, report_markdown
-
-# the settings that the runs must also share
-SETTINGS = {
-    **COMPARED_SETTINGS,
-    "calibration tokens": lambda run: (run.get("served") or run["quantization"])["calibration_sha256"][:12],
-    "grids": lambda run: [value for name, value in run["quantization"].items() if name.endswith("_per")],
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +45,7 @@ class FormatComparison(Result):
     @property
     def markdown(self) -> str:
         title = f"Cost of number formats in {' and in '.join(self.runs)}"
-        return report_markdown(Report(title, [compared.setting(self.table)], self.summary_tables[""], self.findings))
+        return report_markdown(Report(title, [], self.summary_tables[""], self.findings))
 
 
 def compared_formats(chosen: Sequence[Run | str | os.PathLike[str]], start: float) -> FormatComparison:
@@ -61,7 +54,7 @@ def compared_formats(chosen: Sequence[Run | str | os.PathLike[str]], start: floa
         raise InputError(f"runs of `quantize` are compared in pairs: name two of them; {len(chosen)} were given")
     runs = [run if isinstance(run, Run) else Run.open(run) for run in chosen]
     names = labels(runs)[0]
-    differing = differing_settings([run.manifest for run in runs], names, SETTINGS)
+    differing = differing_settings([run.manifest for run in runs], names)
     facts = [{"label": name, "folder": run.folder} for name, run in zip(names, runs, strict=True)]
     tables = {compared.TABLE: compared.differences(*runs)}
     manifest = comparison_manifest(start, tables, facts, differing)

@@ -93,6 +93,33 @@ def test_a_remedy_costs_something_in_the_models_own_dtype_and_in_the_other() -> 
     assert "that read the stream by 64 costs 0.001 nats per token in float32, 0.25" in one.sentence
 
 
+@pytest.mark.parametrize(
+    ("cost", "site", "outcome", "words"),
+    [
+        ((0.03, 0.01, 0.05), "", Outcome.ABSENT,
+         "costs 0.030 (95 % interval 0.010 to 0.050) nats per token, below the threshold of 0.1."),
+        ((0.2, 0.1, 0.3), "", Outcome.PRESENT, "nats per token, not below the threshold of 0.1."),
+        ((0.2, 0.09, 0.3), "", Outcome.UNDECIDED, "nats per token, not shown to be below the threshold of 0.1."),
+        ((0.05, 0.01, 0.1), "", Outcome.UNDECIDED, "nats per token, not shown to be below the threshold of 0.1."),
+        ((np.nan, -np.inf, np.inf), "", Outcome.UNDECIDED,
+         "is finite; the model has no loss that could show its cost."),
+        ((np.nan, -np.inf, np.inf), "mid", Outcome.PRESENT, "is not finite from mid of layer 1 on."),
+    ],
+)  # fmt: skip
+def test_the_cost_of_scaled_float8_decides(cost: tuple[float, ...], site: str, outcome: Outcome, words: str) -> None:
+    run = run_of(1e5, (1, "layer_out"))
+    runs = run.tables["overflow_runs"].head(2).assign(dtype="float8_e4m3", setting=["as it is", "scaled"])
+    runs.loc[1, ["layer", "site"]] = 1, site
+    scaled = pd.DataFrame([cost], columns=["cost", "cost_low", "cost_high"])
+    manifest = {**run.manifest, "overflow": {**run.manifest["overflow"], "dtype": "float8_e4m3"}}
+    tables = {**run.tables, "overflow_runs": runs, "overflow_scaled": scaled}
+    float8, unscaled = findings_of.findings(Run(manifest, tables))
+    assert (float8.name, float8.outcome, float8.is_headline) == ("float8", outcome, True)
+    assert float8.sentence.endswith(words)
+    assert (unscaled.name, unscaled.outcome, unscaled.is_headline) == ("overflow-unscaled", Outcome.PRESENT, False)
+    assert unscaled.sentence.startswith("float8_e4m3 without scales overflows: 100,000 at layer_out")
+
+
 def test_the_figure_has_the_named_sites_and_the_two_largest_others() -> None:
     figure = draw_overflow_headroom(run_of())
     *sites, limit = figure.axes[0].lines

@@ -1,5 +1,6 @@
 """Overflow in a dtype: the predicted first place is that of a run in the dtype; remedies do what they say."""
 
+import copy
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -7,18 +8,20 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny import tiny_model, tiny_tokens
 from torch import nn
 from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import ROW_CHUNK
 from sinkscope.commands.doctor import overflow
-from sinkscope.commands.doctor.overflow import CLIPPED, DECOMPOSED, FULL, RESCALED, OverflowCheck, Prediction
+from sinkscope.commands.doctor.overflow import CLIPPED, DECOMPOSED, FULL, RESCALED, SCALED, OverflowCheck, Prediction
 from sinkscope.errors import InputError
 from sinkscope.measuring.subject import Subject, family_of, inputs_for, load_model, options_of
 from sinkscope.models.edits import attending_by, edited_output
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import RunConfig
+from sinkscope.results.statistics import DRAWS, RESAMPLING_SEED
 
 BEYOND = 2e5  # in float16
 
@@ -192,17 +195,47 @@ def test_a_layer_norm_decomposed_in_float16_is_finite_and_wrong() -> None:
     assert first(table[table["overflows"]]) == (2, "ln_1 (x − mean)²")
 
 
+def scaled(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Round rows (…,D) to float8, each with its own scale."""
+    scale = x.abs().amax(-1, keepdim=True) / torch.finfo(dtype).max
+    return (x / scale).to(dtype).float() * scale
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3", "float8_e5m2"])
+def test_float8_is_scaled_by_output_channel_and_by_token(name: str) -> None:
+    model, dtype = tiny_model("llama", spread=1.0), overflow.OVERFLOW_DTYPES[name]
+    check = examined(model, name, num_seqs=6)
+    ids = torch.tensor(np.array(check.subject.inputs.sequences))
+
+    def losses(model: PreTrainedModel) -> np.ndarray:
+        with torch.no_grad():
+            logits = model(ids).logits[:, :-1]
+        return F.cross_entropy(logits.transpose(1, 2).double(), ids[:, 1:], reduction="none").sum(1).numpy()
+
+    rounded = copy.deepcopy(model)
+    for path, module in rounded.named_modules():
+        if isinstance(module, nn.Linear) and path != "lm_head":
+            module.weight.data = scaled(module.weight.data, dtype)
+            module.register_forward_pre_hook(lambda module, args: (scaled(args[0], dtype),))
+    costs, row = losses(rounded) - losses(model), check.tables["overflow_scaled"].iloc[0]
+    drawn = np.random.default_rng(RESAMPLING_SEED).multinomial(6, np.full(6, 1 / 6), size=DRAWS) @ costs / 66
+    assert row["cost"] == pytest.approx(costs.sum() / 66, abs=1e-6)
+    assert [row["cost_low"], row["cost_high"]] == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=1e-6)
+    runs = check.tables["overflow_runs"].set_index("setting")
+    assert runs.loc[SCALED, "cost"] == pytest.approx(row["cost"], abs=1e-12)
+
+
 @pytest.mark.parametrize("dtype", ["float8_e4m3", "float8_e5m2"])
-def test_float8_rounds_the_inputs_of_linear_layers(dtype: str) -> None:
+def test_float8_without_scales_rounds_the_inputs_of_linear_layers(dtype: str) -> None:
     model = tiny_model("llama")
     assert examined(model, dtype).tables["overflow"]["is_finite"].all()
     with torch.no_grad():
         model.get_submodule("model.layers.1.mlp.up_proj").weight.mul_(BEYOND)
-    found = examined(model, dtype)
-    table, runs = found.tables["overflow"], found.tables["overflow_runs"].set_index("setting")
+    check = examined(model, dtype)
+    table, runs = check.tables["overflow"], check.tables["overflow_runs"].set_index("setting")
     assert first(table[table["overflows"]]) == first(table[~table["is_finite"]]) == (1, "mlp.down_proj.input")
-    assert runs.loc[[CLIPPED, RESCALED], "site"].eq("").all()
-    assert runs.loc[RESCALED, "difference"] < runs.loc[CLIPPED, "difference"]
+    assert runs.loc[SCALED, "site"] == ""
+    assert np.isfinite(runs.loc[SCALED, "difference"])
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e5m2"])

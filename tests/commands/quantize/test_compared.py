@@ -37,8 +37,7 @@ def run_of(
         parts = [by_sequence.assign(scheme=scheme, part=part) for part in ("all", "weights")]
         tables["formats_losses"] = pd.concat(parts)[::-1]  # in any order
     read = run_manifest()["input"] | {"sha256": sha, "sequences": len(costs), "texts": TEXTS}
-    served = {"calibration_sha256": "c" * 64}
-    return Run(run_manifest(command="quantize", input=read, served=served, quantization=None), tables)
+    return Run(run_manifest(command="quantize", input=read), tables)
 
 
 def static_run(costs: dict[str, float], **grids: str) -> Run:
@@ -47,9 +46,10 @@ def static_run(costs: dict[str, float], **grids: str) -> Run:
     table = rows.assign(part="", cost_low=rows["cost"] - 0.1, cost_high=rows["cost"] + 0.1)
     entry = {
         "scheme": "static", "bits_weights": 8, "bits_activations": 8, "bits_kv_cache": 8, "weights_per": "tensor",
-        "activations_per": "tensor", "kv_cache_per": None, "calibration_sha256": "c" * 64,
+        "activations_per": "tensor", "kv_cache_per": None,
     }  # fmt: skip
-    manifest = run_manifest(command="quantize", quantization=entry | grids)
+    config = run_manifest()["config"] | entry | grids
+    manifest = run_manifest(command="quantize", quantization=entry | grids, config=config)
     return Run(manifest, {"quantization": table})
 
 
@@ -64,7 +64,13 @@ def test_paired_intervals_resample_texts() -> None:
     expected = [(SECOND - FIRST).sum() / PREDICTED.sum(), *np.quantile(costs, [0.025, 0.975])]
     assert [row.difference, row.difference_low, row.difference_high] == pytest.approx(expected, rel=1e-12)
     assert (row.first_cost, row.cost) == pytest.approx((FIRST.sum() / 39, SECOND.sum() / 39))
-    assert (row.is_paired, row.layer, row.model, row.scheme, row.against) == (True, -1, "org/model", "W8A8", "W8A8")
+    assert (row.is_paired, row.layer, row.model, row.scheme, row.first_scheme) == (
+        True,
+        -1,
+        "org/model",
+        "W8A8",
+        "W8A8",
+    )
 
 
 def test_a_run_differs_from_itself_by_exactly_nothing() -> None:
@@ -97,14 +103,14 @@ def test_texts_of_another_seed_are_no_difference() -> None:
 def test_schemes_that_both_runs_have_are_compared_else_each_with_each() -> None:
     other = run_of(SECOND, "FP8")
     table = compared.differences(run_of(FIRST), other)
-    assert table[["scheme", "against", "part"]].to_numpy().tolist() == [
+    assert table[["scheme", "first_scheme", "part"]].to_numpy().tolist() == [
         ["FP8", "W8A8", "all"], ["FP8", "W8A8", "weights"],
     ]  # fmt: skip
     assert table["is_paired"].all()
     both = Run(other.manifest, {name: pd.concat([other.tables[name], run_of(FIRST).tables[name]])
                                 for name in other.tables})  # fmt: skip
     table = compared.differences(run_of(FIRST), both)
-    assert table[["scheme", "against"]].drop_duplicates().to_numpy().tolist() == [["W8A8", "W8A8"]]
+    assert table[["scheme", "first_scheme"]].drop_duplicates().to_numpy().tolist() == [["W8A8", "W8A8"]]
     assert (table["difference"] == 0).all()
 
 
@@ -132,10 +138,10 @@ def test_static_schemes_are_compared_by_the_settings_of_the_whole_model() -> Non
         ((-0.03, -0.05, -0.01), Outcome.FALLS,
          "W8A8 costs 0.030 (95 % interval 0.010 to 0.050) nats per token less in B: 0.050 against 0.020."),
         ((0.03, 0.0, 0.05), Outcome.UNDECIDED,
-         "W8A8 is not shown to cost more or less in B: 0.050 against 0.020, a difference of 0.030 (95 % interval 0.000 "
-         "to 0.050) nats per token."),
+         "W8A8 is not shown to cost more or less in B; the difference is 0.030 (95 % interval 0.000 to 0.050) nats per "
+         "token: 0.050 against 0.020."),
         ((0.03, -np.inf, np.inf), Outcome.UNDECIDED,
-         "W8A8 is not shown to cost more or less in B: 0.050 against 0.020, a difference of 0.030 nats per token."),
+         "W8A8 is not shown to cost more or less in B; the difference is 0.030 nats per token: 0.050 against 0.020."),
         ((9e-6, 8e-6, 1e-5), Outcome.UNCHANGED,
          "W8A8 costs the same in B, up to round-off: 0.050 against 0.020."),
     ],
@@ -143,12 +149,12 @@ def test_static_schemes_are_compared_by_the_settings_of_the_whole_model() -> Non
 def test_a_difference_is_decided_by_its_interval(
     difference: tuple[float, ...], outcome: Outcome, sentence: str
 ) -> None:
-    row = {"scheme": "W8A8", "against": "W8A8", "part": "all", "cost": 0.05, "first_cost": 0.02}
+    row = {"scheme": "W8A8", "first_scheme": "W8A8", "part": "all", "cost": 0.05, "first_cost": 0.02, "is_paired": True}
     row |= dict(zip(("difference", "difference_low", "difference_high"), difference, strict=True))
-    (finding,) = compared.findings(pd.DataFrame([row, row | {"part": "weights"}]), "A", "B")
+    finding, _ = compared.findings(pd.DataFrame([row, row | {"part": "weights"}]), "A", "B")
     assert (finding.outcome, finding.sentence) == (outcome, sentence)
-    (other,) = compared.findings(pd.DataFrame([row | {"against": "FP8"}]), "A", "B")
-    assert "0.050 against 0.020 for FP8 in A" in other.sentence
+    other, _ = compared.findings(pd.DataFrame([row | {"first_scheme": "FP8"}]), "A", "B")
+    assert other.sentence.endswith("0.050 against 0.020 for FP8 in A.")
 
 
 def test_two_models_on_the_same_tokens(tmp_path: Path) -> None:
