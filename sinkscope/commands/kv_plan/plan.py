@@ -71,7 +71,7 @@ KV_PLAN_TABLES: dict[str, Columns] = {
     "kv_plan": (
         Column("budget", "the wanted share of the dense cache's memory; 1 for comparisons without a budget"),
         Column("plan", "the ranking of heads, a format or a control: see `sinkscope list rankings`", kind="text"),
-        Column("bits", "of keys and values, mean over layers and both; 16: not quantized"),
+        Column("bits", "of keys and values, mean over layers and both; 16: not rounded"),
         Column("sinks", "what all heads keep in full precision: predicted sinks, first tokens or none", kind="text"),
         Column("whole_heads", "number of key/value heads that keep all tokens", kind="whole"),
         Column("window", "last tokens that the other heads keep, median", "tokens", kind="whole"),
@@ -102,7 +102,7 @@ KV_PLAN_TABLES: dict[str, Columns] = {
         KV_HEAD,
         Column("score", "by the plan's ranking: the largest of the query heads that read this head"),
         Column("window", "last tokens that the head keeps; -1: all", "tokens", kind="whole"),
-        Column("key_bits", "of keys; 16: not quantized", kind="whole"),
+        Column("key_bits", "of keys; 16: not rounded", kind="whole"),
         Column("value_bits", "of values", kind="whole"),
     ),
     "kv_layers": (
@@ -441,13 +441,13 @@ class PlanStudy:
     def tables(self, budgets: Sequence[float]) -> dict[str, pd.DataFrame]:
         equal = {budget: self._equal_windows(budget) for budget in budgets}
         self._note(1.0, [self.dense])
-        losses = self.quantization_losses(CACHE_BITS[1])
-        of_served = {name: self.quantization_losses(kind.bits, name) for name, kind in SERVED.items()}
+        losses = self.rounding_losses(CACHE_BITS[1])
+        of_served = {name: self.rounding_losses(kind.bits, name) for name, kind in SERVED.items()}
         for budget in budgets:
             print_line(self.console, f"planning for {budget:.0%} of the memory")
             self._plan_for(budget, losses, equal[budget])
-        print_line(self.console, f"quantizing to {', '.join(map(str, CACHE_BITS))} bits, and as vLLM does")
-        self._note(1.0, [*self._quantizing_plans(), *self._served_plans(of_served)])
+        print_line(self.console, f"rounding to {', '.join(map(str, CACHE_BITS))} bits, and as vLLM does")
+        self._note(1.0, [*self._rounded_plans(), *self._served_plans(of_served)])
         layers = [
             pd.DataFrame({"layer": self.layers, "format": name, "key_loss": lost[:, 0], "value_loss": lost[:, 1]})
             for name, lost in ({f"{CACHE_BITS[1]} bits": losses} | of_served).items()
@@ -515,7 +515,7 @@ class PlanStudy:
         self._attend(see)
         return team().of_the_first(lambda: scores)  # equal plans in all processes
 
-    def quantization_losses(self, bits: int, served: str = "") -> np.ndarray:
+    def rounding_losses(self, bits: int, served: str = "") -> np.ndarray:
         """Return what each layer's output loses with keys or values on `bits`, (L,2), mean over heads and texts.
 
         Sinks are in full precision, except in a format that is served.
@@ -600,7 +600,7 @@ class PlanStudy:
                 plans += made(f"{name} {draw}", heads, layers, [plan.tokens], [plan.share, 0.0])[:1]
         self._note(budget, [*plans, self._plan(FIRST_AND_LAST, first_and_last, sinks=FIRST_FOUR)])
 
-    def _quantizing_plans(self) -> list[Plan]:
+    def _rounded_plans(self) -> list[Plan]:
         """Return keys and values on fewer bits, with predicted sinks, first tokens or none in full precision."""
         names = itertools.product(CACHE_BITS, (PREDICTED, AS_MANY, NO_SINKS))
         return [self._plan(f"{bits} bits", self.dense.windows, bits, sinks) for bits, sinks in names]

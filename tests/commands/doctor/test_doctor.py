@@ -67,8 +67,8 @@ def test_logits_from_elsewhere(tmp_path: Path) -> None:
 
     def compared(**arrays: np.ndarray) -> tuple[int, str]:
         np.savez(tmp_path / "logits.npz", **arrays)
-        given = ("--compare", tmp_path / "logits.npz", "--input", tmp_path / "ids.npy")
-        done = command_line("doctor", tmp_path / "model", *given)
+        options = ("--compare", tmp_path / "logits.npz", "--input", tmp_path / "ids.npy")
+        done = command_line("doctor", tmp_path / "model", *options)
         return done.exit_code, done.stdout + done.stderr
 
     assert compared(logits=logits)[0] == 0

@@ -44,8 +44,8 @@ def run_of(largest: float = 4e4, broken: tuple[int, str] = (-1, "")) -> Run:
     return Run(run_manifest(command="doctor", overflow=record), {"overflow": table, "overflow_runs": runs})
 
 
-def found(name: str, **given: Any) -> Finding:
-    (one,) = (finding for finding in findings_of.findings(run_of(**given)) if finding.name == name)
+def found(name: str, **changes: Any) -> Finding:
+    (one,) = (finding for finding in findings_of.findings(run_of(**changes)) if finding.name == name)
     return one
 
 

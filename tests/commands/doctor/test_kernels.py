@@ -21,7 +21,7 @@ USED = {"gpt_oss": "learned sinks", "gemma2": "softcap", "mistral": "sliding win
 
 def attend(
     features: set[str], module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    mask: torch.Tensor, scaling: float, softcap: float | None = None, **given: Any,
+    mask: torch.Tensor, scaling: float, softcap: float | None = None, **named: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """A plain kernel of transformers that supports some of the features."""
     key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
@@ -31,7 +31,7 @@ def attend(
         logits = logits + mask
     else:
         logits = logits.masked_fill(torch.ones_like(logits).triu(1).bool(), -torch.inf)
-    sinks = given.get("s_aux")
+    sinks = named.get("s_aux")
     if sinks is not None and "learned sinks" in features:
         sinks = sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
         weights = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
@@ -47,15 +47,15 @@ def kernels() -> None:
     for name in ("nothing", *everything):
         lacking = everything - {name}
         AttentionInterface.register(
-            f"without {name}", lambda *args, lacking=lacking, **given: attend(lacking, *args, **given)
+            f"without {name}", lambda *args, lacking=lacking, **named: attend(lacking, *args, **named)
         )
         AttentionMaskInterface.register(f"without {name}", eager_mask)
 
 
 def compared(model: PreTrainedModel) -> dict[str, ComparedKernel]:
     ids = tiny_tokens(1)
-    found = compare_kernels(model, find_family(model), Batch(ids, torch.ones_like(ids)), TOLERANCE)
-    return {one.name: one for one in found}
+    comparisons = compare_kernels(model, find_family(model), Batch(ids, torch.ones_like(ids)), TOLERANCE)
+    return {one.name: one for one in comparisons}
 
 
 @pytest.mark.parametrize("name", USED)
@@ -65,13 +65,13 @@ def test_a_kernel_that_drops_what_the_model_needs_is_named(name: str) -> None:
     model.set_attn_implementation("without nothing")
     assert compared(model)["without nothing"].layer is None
     model.set_attn_implementation(f"without {feature}")
-    found = compared(model)[f"without {feature}"]
-    assert (found.layer, found.dropped) == (0, (feature,))
+    comparison = compared(model)[f"without {feature}"]
+    assert (comparison.layer, comparison.dropped) == (0, (feature,))
     wrong = last_layer(model)
     model.set_attn_implementation("eager")
     right = last_layer(model)
     difference = (wrong - right).norm(dim=-1) / right.norm(dim=-1)
-    assert found.difference == pytest.approx(float(difference.max()), rel=1e-3)
+    assert comparison.difference == pytest.approx(float(difference.max()), rel=1e-3)
 
 
 def last_layer(model: PreTrainedModel) -> torch.Tensor:
@@ -113,9 +113,9 @@ def test_logits_from_elsewhere_depart_where_a_feature_is_missing() -> None:
     model.set_attn_implementation("without learned sinks")
     wrong = model(ids).logits
     model.set_attn_implementation("eager")
-    found = compare_logits(model, family, ids, wrong, torch.float32)
-    assert found.dropped == ("learned sinks",)
-    assert (found.sequence, found.position) == (0, 0)
+    comparison = compare_logits(model, family, ids, wrong, torch.float32)
+    assert comparison.dropped == ("learned sinks",)
+    assert (comparison.sequence, comparison.position) == (0, 0)
     own[1, 5] += torch.linspace(0, 1, own.shape[-1])
-    found = compare_logits(model, family, ids, own, torch.float32)
-    assert (found.departing, found.sequence, found.position, found.dropped) == (1, 1, 5, ())
+    comparison = compare_logits(model, family, ids, own, torch.float32)
+    assert (comparison.departing, comparison.sequence, comparison.position, comparison.dropped) == (1, 1, 5, ())

@@ -97,9 +97,9 @@ def test_a_norm_after_a_branch_divides_what_it_adds() -> None:
 
 def test_magnitudes_and_places_are_those_of_plain_transformers() -> None:
     model = tiny_model("llama")
-    found = examined(model)
-    table = found.tables["overflow"]
-    ids = [torch.tensor(sequence)[None] for sequence in found.subject.inputs.sequences]
+    check = examined(model)
+    table = check.tables["overflow"]
+    ids = [torch.tensor(sequence)[None] for sequence in check.subject.inputs.sequences]
     states = torch.stack([torch.stack(model(each, output_hidden_states=True).hidden_states[:-1]) for each in ids])
     for layer in (0, 1):  # the output of layers 0 and 1; the last hidden state is normed
         row = table.query("site == 'layer_out' and layer == @layer").iloc[0]
@@ -116,11 +116,11 @@ def test_products_of_queries_and_keys_are_those_of_plain_transformers() -> None:
     subject = subject_of(model, 1, 120)
     table = Prediction(subject).magnitudes.values()
 
-    def keep(own: Any, module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **given: Any) -> Any:
+    def keep(own: Any, module: nn.Module, query: torch.Tensor, key: torch.Tensor, *args: Any, **named: Any) -> Any:
         x = query @ key.repeat_interleave(2, dim=1).transpose(2, 3)
         query_position = int(torch.unravel_index(x.argmax(), x.shape)[2])
-        products.append((float(x.max()), float(x.max()) * given["scaling"], query_position))
-        return own(module, query, key, *args, **given)
+        products.append((float(x.max()), float(x.max()) * named["scaling"], query_position))
+        return own(module, query, key, *args, **named)
 
     with attending_by(model, keep):
         model(torch.tensor(np.array(subject.inputs.sequences)))
@@ -136,8 +136,8 @@ def test_a_rescaling_leaves_the_function_and_a_clip_leaves_it_finite() -> None:
     weights = {name: id(weight) for name, weight in model.named_parameters()}
     with torch.no_grad():
         model.get_submodule("model.layers.1.mlp.down_proj").weight.mul_(2e4)
-    found = examined(model)
-    runs = found.tables["overflow_runs"].set_index(["setting", "dtype"])
+    check = examined(model)
+    runs = check.tables["overflow_runs"].set_index(["setting", "dtype"])
     assert runs.loc[(FULL, "float16"), "site"] == "mlp_out"
     rescaled, clipped = runs.loc[RESCALED], runs.loc[CLIPPED]
     assert rescaled.loc["float32", "difference"] < 1e-6  # a power of two, but for the norms' ε
@@ -145,10 +145,10 @@ def test_a_rescaling_leaves_the_function_and_a_clip_leaves_it_finite() -> None:
     assert (rescaled["site"] == "").all()
     assert clipped.loc["float32", "difference"] > 0.1  # another function
     assert {name: id(weight) for name, weight in model.named_parameters()} == weights
-    ids = torch.tensor(np.array(found.subject.inputs.sequences))
+    ids = torch.tensor(np.array(check.subject.inputs.sequences))
     plain, own = (runs["loss"] - runs["cost"]).dropna(), model(ids, labels=ids)
     assert plain.tolist() == pytest.approx([float(own.loss)] * len(plain), rel=1e-5)
-    with overflow.clipped(model, found.bounds):
+    with overflow.clipped(model, check.bounds):
         logits = model(ids).logits
     apart = (logits - own.logits).norm(dim=-1) / own.logits.norm(dim=-1)
     assert clipped.loc["float32", "difference"] == pytest.approx(float(apart.max()), rel=1e-4)
@@ -160,8 +160,8 @@ def test_a_rescaling_leaves_the_function_and_a_clip_leaves_it_finite() -> None:
 def test_a_number_within_a_factor_of_two_of_the_limit_is_clipped_and_rescaled() -> None:
     model = tiny_model("llama")
     with planted(model, 1, 4e4):
-        found = examined(model)
-    table, runs = found.tables["overflow"], found.tables["overflow_runs"]
+        check = examined(model)
+    table, runs = check.tables["overflow"], check.tables["overflow_runs"]
     assert not table.query("not is_inside")["overflows"].any()
     stream = table[table["site"].isin(overflow.RESIDUAL_STREAM)]
     is_near = stream["largest"] > 65504 / 2
@@ -177,17 +177,17 @@ def test_a_rescaling_is_refused_where_not_only_norms_read_the_stream(name: str, 
     if name == "llama":  # without a norm after the last layer
         model.model.norm = nn.Identity()
     with planted(model, 1):
-        found = examined(model)
-    assert reason in found.refused[RESCALED]
-    assert RESCALED not in set(found.tables["overflow_runs"]["setting"])
+        check = examined(model)
+    assert reason in check.refused[RESCALED]
+    assert RESCALED not in set(check.tables["overflow_runs"]["setting"])
 
 
 def test_a_layer_norm_decomposed_in_float16_is_finite_and_wrong() -> None:
     model = tiny_model("gpt2")
     with planted(model, 1, 2_000.0):
-        found = examined(model)
-    runs = found.tables["overflow_runs"].set_index("setting")
-    table = found.tables["overflow"]
+        check = examined(model)
+    runs = check.tables["overflow_runs"].set_index("setting")
+    table = check.tables["overflow"]
     assert table["is_finite"].all()
     assert runs.loc[FULL, "difference"] < 0.02
     assert runs.loc[DECOMPOSED, "site"] == ""

@@ -33,7 +33,7 @@ MUTATIONS = [
     ("eviction: a window is one longer", "eviction", "_over_window", "< window)", "<= window)"),
     ("finding: what is not kept", "findings", "_at_budget",
      'row["kept"] >= KEPT_RETRIEVAL', 'row["kept"] < KEPT_RETRIEVAL'),
-    ("losses: keys and values exchanged", "plan", "PlanStudy.quantization_losses",
+    ("losses: keys and values exchanged", "plan", "PlanStudy.rounding_losses",
      "((rounded[0], value), (key, rounded[1]))", "((key, rounded[1]), (rounded[0], value))"),
     ("centers: with sinks", "plan", "PlanStudy._sizes", "others[list(text.sinks)] = False", "pass"),
     ("selection: each ranking's costliest plan", "plan", "PlanStudy._plan_for",

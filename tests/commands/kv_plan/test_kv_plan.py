@@ -400,7 +400,7 @@ def test_what_layers_lose_is_that_of_keys_and_of_values_and_centers_are_without_
     projection.register_forward_hook(lambda module, args, output: values.append(output[0]))
     with open_seam(model, find_family(model)) as seams, torch.no_grad():
         study = PlanStudy(subject(model, list(ids)), seams, texts, 1, Console(quiet=True), 0)
-        losses = study.quantization_losses(4)
+        losses = study.rounding_losses(4)
     others = [token for token in range(128) if token not in (0, 5)]
     expected = values[0][others].unflatten(-1, (2, -1)).mean(0)
     torch.testing.assert_close(study.centers[0][1][:, 0], expected)

@@ -101,14 +101,14 @@ def test_texts_of_another_seed_are_no_difference() -> None:
 
 
 def test_schemes_that_both_runs_have_are_compared_else_each_with_each() -> None:
-    other = run_of(SECOND, "FP8")
-    table = compared.differences(run_of(FIRST), other)
+    in_fp8 = run_of(SECOND, "FP8")
+    table = compared.differences(run_of(FIRST), in_fp8)
     assert table[["scheme", "first_scheme", "part"]].to_numpy().tolist() == [
         ["FP8", "W8A8", "all"], ["FP8", "W8A8", "weights"],
     ]  # fmt: skip
     assert table["is_paired"].all()
-    both = Run(other.manifest, {name: pd.concat([other.tables[name], run_of(FIRST).tables[name]])
-                                for name in other.tables})  # fmt: skip
+    both = Run(in_fp8.manifest, {name: pd.concat([in_fp8.tables[name], run_of(FIRST).tables[name]])
+                                for name in in_fp8.tables})  # fmt: skip
     table = compared.differences(run_of(FIRST), both)
     assert table[["scheme", "first_scheme"]].drop_duplicates().to_numpy().tolist() == [["W8A8", "W8A8"]]
     assert (table["difference"] == 0).all()
@@ -153,8 +153,8 @@ def test_a_difference_is_decided_by_its_interval(
     row |= dict(zip(("difference", "difference_low", "difference_high"), difference, strict=True))
     finding, _ = compared.findings(pd.DataFrame([row, row | {"part": "weights"}]), "A", "B")
     assert (finding.outcome, finding.sentence) == (outcome, sentence)
-    other, _ = compared.findings(pd.DataFrame([row | {"first_scheme": "FP8"}]), "A", "B")
-    assert other.sentence.endswith("0.050 against 0.020 for FP8 in A.")
+    against_fp8, _ = compared.findings(pd.DataFrame([row | {"first_scheme": "FP8"}]), "A", "B")
+    assert against_fp8.sentence.endswith("0.050 against 0.020 for FP8 in A.")
 
 
 def test_two_models_on_the_same_tokens(tmp_path: Path) -> None:
