@@ -58,7 +58,7 @@ def report(run: RunData) -> Report:
     sentence += (
         "takes a step and a zero more for each head, whose keys and values are centered and rotated before they "
     )
-    sentence += "are rounded; formats that vLLM serves have its own arithmetic"
+    sentence += "are rounded; formats that vLLM serves have its scales and grids"
     title = f"{run.model}: plans for the KV cache, {run.reads}"
     return Report(
         title,

@@ -16,8 +16,9 @@ class KvPlanOptions(RunConfig):
     """Plan the KV cache: which heads need all tokens, what the others and fewer bits cost.
 
     Ranks key/value heads by what they lose with only sinks and a window, looks for the best plan of each budget on
-    calibration texts, and measures perplexity and retrieval on others, next to controls of equal memory. Also writes
-    the plans as JSON and a press for kvpress. The model itself does not change."""
+    calibration texts, and measures perplexity and retrieval on others, next to controls of equal memory and to the
+    formats that vLLM serves. Shipped texts are read by document. Also writes the plans as JSON and a press for kvpress.
+    The model itself does not change."""
 
     panel: ClassVar = "Planning"
 

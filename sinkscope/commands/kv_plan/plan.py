@@ -235,7 +235,7 @@ class Served(NamedTuple):
     snap: Callable[[torch.Tensor], torch.Tensor]  # rounds keys or values (B,K,T,d)
 
 
-# The arithmetic of vLLM's kernels, with ties to even; the signs of the Hadamard rotation are others.
+# Scales, grids and the Hadamard rotation (but for its signs) are those of vLLM's kernels; rounding is to the nearest.
 SERVED = {
     "fp8": Served("e4m3 with scales of 1", 8, 0, partial(snap, Encoding("float", 8, "tensor"), largest=E4M3)),
     "int8_per_token_head": Served("symmetric", 8, 32, RowGrids(8, is_symmetric=True).snap),

@@ -451,15 +451,17 @@ def test_press_and_table_measure_one_condition(
     if token is not None:
         model.get_input_embeddings().weight[token, 3] = 1e6
     options: dict[str, Any] = {"input": ids, "out": tmp_path, "page": False, "figures": (), "overwrite": True}
-    of_model = sinkscope.kv_plan(model, **options, **SMALL)
+    of_model = sinkscope.kv_plan(model, budget=0.5, **options, **SMALL)
     assert (of_model.manifest["kv_plan"]["sink_layer"] < 0) == (token is None)
     assert of_model.folder is not None
     press_of = runpy.run_path(str(of_model.folder / "plan_press.py"))["PlanPress"].of
     AttentionInterface.register("hiding", hiding_attention)
     model.set_attn_implementation("hiding")
     losses = of_model.tables["kv_plan_by_sequence"].set_index(["plan", "sequence"])["loss"]
-    for plan in ("output-loss", "retrieval"):
-        with press_of(of_model.folder / "plan.json", 0.25, plan)(model):
+    for plan in ("beyond-window", "retrieval"):
+        press = press_of(of_model.folder / "plan.json", 0.5, plan)
+        assert {type(window) for windows in press.windows for window in windows} == {int, type(None)}
+        with press(model):
             for sequence, text in enumerate(torch.from_numpy(np.load(ids)[:2, :128])):
                 cache = DynamicCache()
                 logits = [model(one[None, None], past_key_values=cache).logits[0, 0] for one in text]
