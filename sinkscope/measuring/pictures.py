@@ -10,6 +10,7 @@ Registers) some patches have a norm many times that of the others, and take the 
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,7 +33,7 @@ from sinkscope.results.findings import PHI
 from sinkscope.results.tables import HEAD, SEQUENCE, Column, Columns, names_of
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs, numbered
-from sinkscope.text.pictures import Picture, Places, question_batch
+from sinkscope.text.pictures import Picture, Places, question_batch, read_pictures
 
 PICTURES_CONDITION = "pictures"  # the condition of a run on pictures alone
 RANDOM_SETS = 20  # sets of random coordinates
@@ -150,6 +151,14 @@ def processor_for(subject: Subject, config: RunConfig) -> Any:
     if config.observables is not None and Massive.name not in config.observables:
         raise InputError("--images needs the model's massive coordinates: name massive in --observables, too")
     return load_processor(subject.loaded.source, subject.loaded.revision)
+
+
+def picture_batches(subject: Subject, config: RunConfig, folder: Path) -> list[Batch]:
+    """Return a question about each of the first pictures of a folder, numbered on from the subject's sequences."""
+    processor, token_id = processor_for(subject, config), visual_id(subject.loaded.model)
+    assert token_id is not None
+    pictures = enumerate(read_pictures(folder, config.num_seqs), len(subject.inputs))
+    return [question_batch(picture, processor, token_id, number)[0] for number, picture in pictures]
 
 
 def measure_pictures(

@@ -31,6 +31,7 @@ from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.gradient import undefined_ratios
 from sinkscope.measuring.observables.observable import ATTENTION_SITES
 from sinkscope.measuring.parity import AttentionComparison, Parity, comparing, last_output, round_off
+from sinkscope.measuring.pictures import picture_batches
 from sinkscope.measuring.subject import (
     ModelLike,
     Subject,
@@ -122,14 +123,14 @@ def doctor(
     config = config or options_of(DoctorOptions, model, options)
     check_config(config)
     has_overflow = config.dtype in OVERFLOW_DTYPES and config.compare is None
-    if out is not None and not has_overflow:
-        raise InputError("--out writes the tables of --dtype: name one, such as --dtype float16")
+    if not has_overflow and (out is not None or config.images is not None):
+        raise InputError("--out and --images are for what --dtype measures: name one, such as --dtype float16")
     # an accelerator may lack the memory for float32
     is_on_cpu = config.device_map == "cpu" or not torch.accelerator.is_available()
     exact_dtype = "float32" if is_on_cpu or config.dtype == "float32" else "bfloat16"
     loading = config.model_copy(update={"dtype": exact_dtype if config.dtype else None})
     with ExitStack() as stack:
-        reads = (config.model, config.adapter, str(config.input))
+        reads = (config.model, config.adapter, str(config.input), config.images)
         folder = stack.enter_context(own_folder(out, overwrite, reads=reads))
         loaded = load_model(model, tokenizer, loading)
         stack.enter_context(undisturbed(loaded.model))
@@ -139,7 +140,8 @@ def doctor(
             report.checks.append(_logits(loaded, family, config, config.compare))
         if has_overflow:
             subject = Subject(loaded, family, inputs_for(loaded, config, family))
-            overflow = OverflowCheck(subject, str(config.dtype), Messages(quiet))
+            pictures = [] if config.images is None else picture_batches(subject, config, config.images)
+            overflow = OverflowCheck(subject, str(config.dtype), Messages(quiet), pictures)
             tables = publish(overflow.tables, loaded, subject.inputs.condition)
             manifest = run_manifest(subject, config, Facts(batch_size=1), list(tables), start, "doctor")
             record = {"dtype": config.dtype, "limit": overflow.limit, "refused": overflow.refused}

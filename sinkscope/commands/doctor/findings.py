@@ -152,7 +152,7 @@ def _overflowing_norms(table: pd.DataFrame, dtype: str, decomposed: Any) -> Iter
         sentence = f"{what} squares numbers up to {_number(largest**0.5)}, which {dtype} cannot hold, from "
         sentence += f"{place(first).replace(f' {kind}', '')} on. torch computes norms in float32; decomposed in "
         sentence += f"{dtype}, their output is wrong{'' if decomposed.site else ' but finite'}"
-        changed = f", which moves the next tokens by {NATS(decomposed.divergence)} nats (Kullback–Leibler)"
+        changed = f", which moves the next tokens of the text by {NATS(decomposed.divergence)} nats (Kullback–Leibler)"
         sentence += f"{changed if isfinite(decomposed.divergence) else ''}: {advice}."
         about: dict[str, Any] = {"threshold": 1.0, "sentence": sentence}
         about["numbers"] = {"largest": largest, "layer": first.layer, "divergence": decomposed.divergence}

@@ -36,6 +36,12 @@ class DoctorOptions(RunConfig):
         metavar="D",
         shown="not checked",
     )
+    images: UserPath | None = option(
+        None,
+        "Pictures, on which --dtype also examines linear layers and norms of the vision tower and the projector.",
+        metavar="DIR",
+        shown="none",
+    )
     compare: UserPath | None = option(
         None,
         "Logits (sequences, tokens, vocabulary) of a server or an exported model, .npz or .npy, for the token ids of "

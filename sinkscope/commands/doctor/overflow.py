@@ -34,7 +34,7 @@ from sinkscope.measuring.losses import loss_in_chunks
 from sinkscope.measuring.observables.gradient import NormGain
 from sinkscope.measuring.parity import LARGEST_TOLERANCES, largest_difference
 from sinkscope.measuring.subject import Subject
-from sinkscope.models.edits import Edit, edited_input, edited_output, first_argument, replaced, wrapped_forward
+from sinkscope.models.edits import Edit, edited_input, edited_output, replaced, wrapped_forward
 from sinkscope.models.family import RESIDUAL_SITES, Family
 from sinkscope.models.packed import check_not_packed
 from sinkscope.models.projections import LINEAR_LAYERS, NO_LAYER, layer_and_kind, linear_modules
@@ -145,9 +145,9 @@ def watched(model: nn.Module, see: SeeTensor) -> Iterator[None]:
 
 
 class Prediction:
-    """The largest magnitudes of a model's tensors over sequences, in the order in which the tensors are computed."""
+    """The largest magnitudes of a model's tensors over pictures and sequences, in the order of their computation."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: Subject, pictures: Sequence[Batch] = ()) -> None:
         self.model, self.family = subject.loaded.model, subject.family
         self.magnitudes: dict[str, Magnitude] = {}  # by the tensor's first address; inside a kernel, its part follows
         self.first_address: dict[str, str] = {}  # address → the first address of the tensor that is there
@@ -178,7 +178,12 @@ class Prediction:
             logits_on(subject, self._batch)
 
         with torch.no_grad():  # one sequence at a time, so there is no padding
+            with opened(None):
+                for batch in pictures:
+                    read(None, batch, ())
+            of_pictures = dict(self.first_address)
             run_settings(subject, [Setting(opened, read)], batch_size=1)
+            self.first_address |= of_pictures  # embeddings of text reach the language model as they are
 
     def added(self) -> Iterator[str]:
         """Yield the first address of each tensor that a branch adds to the residual stream."""
@@ -239,6 +244,8 @@ class Prediction:
             return
         place = [int(index) for index in torch.unravel_index(x.abs().argmax(), x.shape)]
         length, ids = self._batch.token_ids.shape[1], self._batch.token_ids[0]
+        if layer == NO_LAYER and self._batch.pictures:  # patches may be as many as tokens
+            length = -1
         sizes = zip(place[:-1], x.shape[:-1], strict=True)
         position = next((index for index, size in sizes if size == length), -1)
         position = position if first_row is None else first_row + place[-2]
@@ -325,7 +332,9 @@ def clipped(model: PreTrainedModel, bounds: Mapping[str, float]) -> Iterator[Non
         return x.clamp(-bound, bound)
 
     def clamp_in_place(bound: float, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        first_argument(args, kwargs).clamp_(-bound, bound)  # the residual stream continues with the same tensor
+        x = first_floats((*args, *kwargs.values()))  # as `watched` shows it
+        assert x is not None
+        x.clamp_(-bound, bound)  # the residual stream continues with the same tensor
 
     with ExitStack() as stack:
         for address, bound in bounds.items():
@@ -391,25 +400,30 @@ class OverflowRun:
     dtype: str
     changes: Sequence[ModelChange]  # in the order in which they are made
     factor: float = math.nan
+    differences: list[float] = field(default_factory=list)  # of pictures, as in `overflow_runs`
     broken: dict[str, None] = field(default_factory=dict)  # first addresses of tensors that are not finite, in order
 
 
 class OverflowCheck:
     """The tables `overflow` and `overflow_runs` of a model in one dtype, and why a remedy was left out.
 
+    Loss, cost and divergence are those of the text, without the pictures.
+
     Raises:
         InputError: the weights are quantized, offloaded or in float16.
         SinkscopeError: the model gives NaN in its own precision.
     """
 
-    def __init__(self, subject: Subject, dtype: str, console: Console | None = None) -> None:
-        self.subject, self.name, self.dtype = subject, dtype, OVERFLOW_DTYPES[dtype]
+    def __init__(
+        self, subject: Subject, dtype: str, console: Console | None = None, pictures: Sequence[Batch] = ()
+    ) -> None:
+        self.subject, self.pictures, self.name, self.dtype = subject, pictures, dtype, OVERFLOW_DTYPES[dtype]
         self.model, self.family, self.limit = subject.loaded.model, subject.family, limit_of(self.dtype)
         check_not_packed(self.model, "doctor --dtype")
         if self.model.dtype == torch.float16 or any(weight.is_meta for weight in self.model.parameters()):
             raise InputError("doctor --dtype predicts from weights in memory in float32 or bfloat16: load the model so")
         self.refused: dict[str, str] = {}  # remedy → why it was left out
-        self.prediction = Prediction(subject)
+        self.prediction = Prediction(subject, pictures)
         everywhere, first = self.prediction.magnitudes, self.prediction.first_address
         is_float8 = self.dtype.itemsize == 1
         inputs = {first.get(f"{path}.input") for path, _ in linear_modules(self.model)}  # of linear layers
@@ -503,12 +517,18 @@ class OverflowCheck:
 
         settings = [Setting(nullcontext, read_base), *(Setting(partial(opened, run), read) for run in runs)]
         with torch.no_grad():  # one sequence at a time, so there is no padding
+            for batch in self.pictures:
+                read_base(None, batch, ())
+                for run in runs:
+                    with opened(run, None):
+                        run.differences.append(float(read(None, batch, ())[0, 0]))
             _, *passes = run_settings(self.subject, settings, batch_size=1, console=console, by_batch=True)
         tokens, predicted = self.subject.inputs.num_tokens, self.subject.inputs.num_predicted or math.nan
         rows = []
         for run, done in zip(runs, passes, strict=True):
             _, loss, cost, divergence = done.losses.cumsum(0)[-1].tolist()
-            numbers = (float(done.losses[:, 0].max()), loss / predicted, cost / predicted, divergence / tokens)
+            difference = torch.tensor([*run.differences, *done.losses[:, 0]]).max()
+            numbers = (float(difference), loss / predicted, cost / predicted, divergence / tokens)
             if run.setting == SCALED:
                 costs = done.losses[:, 2].numpy()
                 scaled = resampled_cost(costs, 0 * costs, self.subject.inputs.predicted, self.subject.inputs.texts)

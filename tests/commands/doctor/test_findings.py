@@ -84,7 +84,7 @@ def test_norms_have_their_largest_number_and_its_headroom() -> None:
     one = found("overflow-norms")
     assert one.value == pytest.approx(LIMIT / 1.6e9)
     assert "squares numbers up to 40,000, which float16 cannot hold, from ln_1 of layer 0 on" in one.sentence
-    assert "moves the next tokens by 0.75" in one.sentence
+    assert "moves the next tokens of the text by 0.75" in one.sentence
 
 
 def test_a_remedy_costs_something_in_the_models_own_dtype_and_in_the_other() -> None:
