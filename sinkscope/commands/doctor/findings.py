@@ -120,20 +120,16 @@ def findings(run: RunData) -> list[Finding]:
 
 def _scaled(run: RunData, dtype: str) -> Finding:
     """Return what float8 costs with a scale for each output channel and each token."""
-    row, outcome = _run(run, overflow.SCALED, dtype), Outcome.UNDECIDED
-    cost = Estimate.of_columns(run.tables["overflow_scaled"].iloc[0], "cost")
+    row, cost = _run(run, overflow.SCALED, dtype), Estimate.of_columns(run.tables["overflow_scaled"].iloc[0], "cost")
+    outcome, below = Outcome.UNDECIDED, "not shown to be below"
+    if row.site or cost.low >= FLOAT8_COST:
+        outcome, below = Outcome.PRESENT, "not below"
+    elif cost.high < FLOAT8_COST:
+        outcome, below = Outcome.ABSENT, "below"
+    ending = f"costs {with_interval(cost, 'z.3f')} nats per token, {below} the threshold of {FLOAT8_COST:g}"
+    if row.site or isnan(cost.value):
+        ending = f"is not finite from {place(row)} on" if row.site else "is finite; there is no loss to show its cost"
     sentence = f"With a scale for each output channel of a weight and each token, as served, {dtype} "
-    if row.site:
-        outcome, ending = Outcome.PRESENT, f"is not finite from {place(row)} on"
-    elif isnan(cost.value):
-        ending = "is finite; the model has no loss that could show its cost"
-    else:
-        below = "not shown to be below"
-        if cost.low >= FLOAT8_COST:
-            outcome, below = Outcome.PRESENT, "not below"
-        elif cost.high < FLOAT8_COST:
-            outcome, below = Outcome.ABSENT, "below"
-        ending = f"costs {with_interval(cost, 'z.3f')} nats per token, {below} the threshold of {FLOAT8_COST:g}"
     about: dict[str, Any] = {"low": cost.low, "high": cost.high, "threshold": FLOAT8_COST, "is_headline": True}
     return Finding("float8", SERVED, outcome, cost.value, sentence=f"{sentence}{ending}.", **about)
 

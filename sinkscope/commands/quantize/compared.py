@@ -26,12 +26,8 @@ SCHEME_TABLES: dict[str, Columns] = {
         Column("scheme", "of the second run, which names the row's model and condition", kind="text"),
         Column("first_scheme", "of the first run: the same, or another if the runs share none", kind="text"),
         Column("part", "what is quantized, as in formats or in quantization", kind="text"),
-        Column("first_cost", "in the first run", "nats per token"),
-        Column("first_cost_low", "lower end of its 95 % interval over texts", "nats per token"),
-        Column("first_cost_high", "upper end", "nats per token"),
+        Column("first_cost", "in the first run, whose tables have its interval", "nats per token"),
         Column("cost", "in the second run", "nats per token"),
-        Column("cost_low", "lower end of its 95 % interval over texts", "nats per token"),
-        Column("cost_high", "upper end", "nats per token"),
         Column("difference", "cost minus first_cost", "nats per token"),
         Column("difference_low", "lower end of its 95 % interval over texts", "nats per token"),
         Column("difference_high", "upper end", "nats per token"),
@@ -111,11 +107,8 @@ def _finding(row: pd.Series, first: str, second: str) -> Finding:
 
 
 def overview(table: pd.DataFrame, first: str, second: str) -> pd.DataFrame:
-    """Return the table as text: costs in nats per token, with their intervals."""
-    columns = {first: "first_cost", second: "cost", "difference": "difference"}
-    rows = []
-    for _, row in table.iterrows():
-        schemes = " − ".join(dict.fromkeys([row["scheme"], row["first_scheme"]]))
-        costs = {name: with_interval(Estimate.of_columns(row, of), "z.3f", label="") for name, of in columns.items()}
-        rows.append({"scheme": schemes, "part": row["part"], **costs})
-    return pd.DataFrame(rows)
+    """Return the table as text: costs in nats per token."""
+    schemes = [" − ".join(dict.fromkeys(pair)) for pair in zip(table["scheme"], table["first_scheme"], strict=True)]
+    differences = [with_interval(Estimate.of_columns(row, "difference"), "z.3f") for _, row in table.iterrows()]
+    costs = {first: table["first_cost"].map(NATS), second: table["cost"].map(NATS), "difference": differences}
+    return pd.DataFrame({"scheme": schemes, "part": table["part"], **costs})

@@ -280,14 +280,16 @@ class ServedStudy:
                 if weights or encoding:
                     wanted.setdefault(weights, {})[encoding] = [StoredInputs(encoding, *each) for each in variants]
         self.losses = losses = self._losses(wanted)
-        rows, by_sequence = [], []
+        rows, by_sequence, dense = [], [], self.full.losses.numpy()
+        sequences = {"sequence": np.arange(len(dense)), "predicted": self.subject.inputs.predicted}
         for name, preset in schemes.items():
             parts: dict[str, Pair] = {ALL: (preset.weights, preset.inputs), WEIGHTS: (preset.weights, None)}
             parts |= {INPUTS: (None, preset.inputs)} if preset.inputs else {}
             for part, pair in parts.items():
                 labels: dict[str, Any] = {"layer": WHOLE_MODEL, "scheme": name, "part": part}
                 rows.append(labels | self._row(losses[pair]))
-                by_sequence.append(pd.DataFrame(labels | self._of_sequences(losses[pair][0])))
+                of_sequences = {"loss": losses[pair][0], "cost": losses[pair][0] - dense}
+                by_sequence.append(pd.DataFrame(labels | sequences | of_sequences))
         return {"formats": pd.DataFrame(rows), "formats_losses": pd.concat(by_sequence, ignore_index=True)}
 
     def _losses(
@@ -313,11 +315,6 @@ class ServedStudy:
         """Return how much losses (N,) are above others, in nats per token, with its interval over texts."""
         inputs = self.subject.inputs
         return bootstrap(resampled_cost(losses, base, inputs.predicted, inputs.texts))
-
-    def _of_sequences(self, losses: np.ndarray) -> dict[str, Any]:
-        """Return the columns of the rows of all sequences, from their losses (N,)."""
-        columns = {"sequence": np.arange(len(losses)), "predicted": self.subject.inputs.predicted}
-        return columns | {"loss": losses, "cost": losses - self.full.losses.numpy()}
 
     def _row(self, losses: np.ndarray) -> dict[str, float]:
         """Return the numbers of a row from the losses (settings,N): with nothing spared, sinks, and random tokens."""

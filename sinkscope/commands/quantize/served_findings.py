@@ -22,7 +22,7 @@ from sinkscope.verdict.analysis import settings
 from sinkscope.verdict.report import Report, with_interval
 
 COSTS, CURED, SINKS, NOT_SERVED = "Cost", "Cures", "Sink tokens", "Not quantized"
-NATS = METRICS["cost"].text
+NATS, estimate = METRICS["cost"].text, Estimate.of_columns
 
 
 def report(run: RunData) -> Report:
@@ -49,10 +49,6 @@ def part(run: RunData, name: str) -> pd.DataFrame:
     """Return the rows of the table for one part, by scheme."""
     table = run.tables["formats"]
     return table[table["part"] == name].set_index("scheme")
-
-
-def estimate(row: Any, name: str) -> Estimate:
-    return Estimate(float(row[name]), float(row[f"{name}_low"]), float(row[f"{name}_high"]))
 
 
 def overview(run: RunData) -> pd.DataFrame:

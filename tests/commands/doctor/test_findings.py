@@ -101,8 +101,7 @@ def test_a_remedy_costs_something_in_the_models_own_dtype_and_in_the_other() -> 
         ((0.2, 0.1, 0.3), "", Outcome.PRESENT, "nats per token, not below the threshold of 0.1."),
         ((0.2, 0.09, 0.3), "", Outcome.UNDECIDED, "nats per token, not shown to be below the threshold of 0.1."),
         ((0.05, 0.01, 0.1), "", Outcome.UNDECIDED, "nats per token, not shown to be below the threshold of 0.1."),
-        ((np.nan, -np.inf, np.inf), "", Outcome.UNDECIDED,
-         "is finite; the model has no loss that could show its cost."),
+        ((np.nan, -np.inf, np.inf), "", Outcome.UNDECIDED, "is finite; there is no loss to show its cost."),
         ((np.nan, -np.inf, np.inf), "mid", Outcome.PRESENT, "is not finite from mid of layer 1 on."),
     ],
 )  # fmt: skip
