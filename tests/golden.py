@@ -77,6 +77,7 @@ def cases() -> dict[str, tuple[str, ...]]:
     lines["train-backcopy"] = (*backcopy, *TRAINING)
     lines["sweep"] = ("sweep", "sweep.yaml")
     lines["compare"] = ("compare", *(f"out/analyze-{model}" for model in MODELS))
+    lines["compare-formats"] = ("compare", *(f"out/quantize-{model}" for model in MODELS))
     lines["compare-interventions"] = ("compare", *(f"out/intervene-{model}" for model in MODELS))
     lines["scorecards"] = ("claims", *(part for model in MODELS for part in ("--from", f"out/claims-{model}")))
     lines["claims-of-a-training"] = ("claims", "--from", "out/train")
