@@ -1,8 +1,7 @@
-"""The findings of a run of `quantize` with their sentences, and files for other tools with the sites to spare.
+"""The findings of a run of `quantize` with their sentences, and a file with the sites to spare.
 
-The files list the sites that the run kept in full precision last (`costliest-kept`): spared.json has the sites, the
-cost of quantizing each of them alone, and their modules; llm-compressor.yaml is a recipe with the bits and grids of the
-run, and these modules in `ignore`. llm-compressor leaves out complete modules: input, weight and output.
+spared.json lists the sites that a static scheme kept in full precision last (`costliest-kept`), the cost of quantizing
+each of them alone, and their modules. No server runs a static scheme with quantized outputs, so there is no recipe.
 """
 
 import json
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import yaml
 
 from sinkscope.commands.quantize import served_findings
 from sinkscope.errors import counted
@@ -36,7 +34,7 @@ from sinkscope.quantization.settings import (
     ROTATION,
     TOKENS,
 )
-from sinkscope.quantization.sites import CACHED, PARTS
+from sinkscope.quantization.sites import PARTS
 from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
@@ -334,7 +332,7 @@ def site_names(sites: pd.DataFrame) -> pd.Series:
 
 # --- files for other tools
 
-JSON, RECIPE = "spared.json", "llm-compressor.yaml"
+JSON = "spared.json"
 
 
 def files(run: RunData) -> Mapping[str, Callable[[], str] | None]:
@@ -342,23 +340,10 @@ def files(run: RunData) -> Mapping[str, Callable[[], str] | None]:
     if "served" in run.manifest:
         return served_findings.files(run)
 
-    def commented_recipe() -> str:
-        lines = [f"{run.model}: the modules to keep in full precision are in `ignore`."]
-        lines.append("Weights and inputs are quantized. The run's cost is with quantized outputs, too.")
-        beyond = [f"{row.module} {row.part}" for row in _spared_sites(run).itertuples() if row.part not in PARTS]
-        if beyond:
-            lines.append(f"These costly sites are no modules that can be left out: {', '.join(beyond)}.")
-        if cache not in ("tensor", None):
-            lines.append(f"{' and '.join(CACHED).capitalize()} by {cache} cannot be written as a recipe.")
-        return "".join(f"# {line}\n" for line in lines) + yaml.safe_dump(llm_compressor_recipe(run), sort_keys=False)
-
     entry = run.manifest["quantization"]
-    cache = entry["kv_cache_per"]
     texts: dict[str, Callable[[], str] | None] = {
         JSON: lambda: json.dumps(spared(run), indent=2, ensure_ascii=False) + "\n"
     }
-    if entry["full_precision_modules"] is not None:
-        texts[RECIPE] = commented_recipe
     has_cache = entry.get("prefix") and not entry["without_cache"]
     return texts | (dict.fromkeys((CACHE, HOW)) if has_cache else {})
 
@@ -401,30 +386,3 @@ def _spared_sites(run: RunData) -> pd.DataFrame:
 
 def _modules(sites: pd.DataFrame) -> list[str]:
     return list(dict.fromkeys(sites.loc[sites["part"].isin(PARTS), "module"]))
-
-
-def llm_compressor_recipe(run: RunData) -> dict[str, Any] | None:
-    """Return a recipe of llm-compressor: one QuantizationModifier with the run's grids of weights and inputs.
-
-    The outputs of linear layers, which the run quantizes, too, stay as they are: no kernel that serves quantizes them.
-    It is None if the linear layers are not torch.nn.Linear, because llm-compressor quantizes no others.
-    """
-
-    def grid(bits: int, per: str, is_symmetric: bool = False) -> dict[str, Any]:
-        is_dynamic = per == "token"
-        arguments = {"num_bits": bits, "type": "int", "symmetric": is_symmetric, "strategy": per, "dynamic": is_dynamic}
-        return arguments if is_symmetric or is_dynamic else arguments | {"observer": "static_minmax"}
-
-    entry = run.manifest["quantization"]
-    if entry["full_precision_modules"] is None:
-        return None
-    group = {
-        "targets": ["Linear"],
-        "weights": grid(entry["bits_weights"], entry["weights_per"], is_symmetric=True),
-        "input_activations": grid(entry["bits_activations"], entry["activations_per"]),
-    }
-    modules = [*entry["full_precision_modules"], *_modules(_spared_sites(run))]
-    modifier: dict[str, Any] = {"ignore": list(dict.fromkeys(modules)), "config_groups": {"group_0": group}}
-    if entry["kv_cache_per"] == "tensor":
-        modifier["kv_cache_scheme"] = grid(entry["bits_kv_cache"], "tensor")
-    return {"quant_stage": {"quant_modifiers": {"QuantizationModifier": modifier}}}

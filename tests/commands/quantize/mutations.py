@@ -26,8 +26,6 @@ MUTATIONS = [
     ("prefix: random ones that are worse", "findings", "_prefix_and_rotation",
      'random["loss"] <= row["loss"]', 'random["loss"] >= row["loss"]'),
     ("restored: any share", "findings", "_outlier_sites", "share >= threshold", "share > 0"),
-    ("recipe: symmetric activations", "findings", "llm_compressor_recipe",
-     "is_symmetric: bool = False", "is_symmetric: bool = True"),
     ("served: the sinks' share in random tokens' place", "served", "ServedStudy._row", "losses[2:]", "losses[1:]"),
     ("served: share of the dense loss", "served", "ServedStudy._row",
      "self.cost(losses[0], losses[1])", "self.cost(losses[1], losses[0])"),
