@@ -6,6 +6,7 @@ the same weights are read in one forward pass, side by side in the batch, so tha
 """
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ import torch
 from rich.console import Console
 
 from sinkscope.errors import InputError
+from sinkscope.measuring.console import lasting, print_line
 from sinkscope.measuring.engine import Setting, resampled_cost, run_settings
 from sinkscope.measuring.losses import perplexity
 from sinkscope.measuring.observables.massive import Massive
@@ -213,7 +215,9 @@ class ServedStudy:
         dense = Setting(
             partial(self.opened, (), self.recorder), observables=lambda: [Massive(Settings()), *parity.fresh()]
         )
+        start = time.monotonic()
         (self.full,) = self.run([dense], batch_size=batch_size)
+        self.seconds = time.monotonic() - start  # of one pass over the texts
         self.largest_weights, self.largest_inputs = self.recorder.fused_weights(), self.recorder.inputs()
         if not (widths := self.recorder.widths):
             raise InputError("this model has no linear layers that could be quantized")
@@ -279,6 +283,8 @@ class ServedStudy:
                 variants = inputs if weights and encoding else inputs[:1]
                 if weights or encoding:
                     wanted.setdefault(weights, {})[encoding] = [StoredInputs(encoding, *each) for each in variants]
+        passes = sum(len(variants) for by_inputs in wanted.values() for variants in by_inputs.values())
+        print_line(self.console, f"{passes} passes over the texts, at least {lasting(passes * self.seconds)}")
         self.losses = losses = self._losses(wanted)
         rows, by_sequence, dense = [], [], self.full.losses.numpy()
         sequences = {"sequence": np.arange(len(dense)), "predicted": self.subject.inputs.predicted}
