@@ -163,7 +163,8 @@ class CureStudy:
         inputs = StoredInputs(preset.inputs, (), study.largest_inputs)
         factors = Factors(preset.weights, [inputs], study.largest_weights, study.registers)
         errors = OutputErrors(factors)
-        study.run([Setting(partial(study.opened, study.matrices, errors), errors.read)], probes, backward=True)
+        predicting = Setting(partial(study.opened, study.matrices, errors), errors.read)
+        study.run([predicting], probes, backward=True, batch_size=1)  # gradients take more memory
         predicted: dict[str, float] = defaultdict(float)
         for matrix, nats in errors.rise.items():
             predicted[matrix.module] += nats / probes.inputs.num_predicted
