@@ -83,7 +83,7 @@ def _resampled(run: RunData, scheme: str, part: str) -> np.ndarray:
 def findings(table: pd.DataFrame, first: str, second: str) -> list[Finding]:
     """Return a finding for each scheme in all parts; `first` and `second` are the names of the runs."""
     rows = [_finding(row, first, second) for _, row in table[table["part"] == settings.ALL].iterrows()]
-    sentence = "Unpaired, because the runs have no losses on the same tokens: the errors of both costs add up."
+    sentence = "Unpaired, as the runs have no losses on the same tokens: the errors of both costs add in quadrature."
     if table["is_paired"].all():
         sentence = "Paired: both runs read the same tokens, and the two costs of each text are subtracted."
     return [*rows, Finding("paired", "Intervals", numbers={"paired": len(rows)}, sentence=sentence)]
