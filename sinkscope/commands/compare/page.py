@@ -13,6 +13,10 @@ from sinkscope.results.findings import Finding
 
 class ComparePage(PageParts):
     def places(self, folder: Path, manifest: Mapping[str, Any]) -> Mapping[Any, Path]:
+        # the section of formats shows those of one run
+        return {} if compared.TABLE in manifest["tables"] else self.linked(folder, manifest)
+
+    def linked(self, folder: Path, manifest: Mapping[str, Any]) -> Mapping[Any, Path]:
         return {run["label"]: Path(run["folder"]) for run in manifest.get("runs", ()) if run.get("folder")}
 
     def findings(self, manifest: Mapping[str, Any], tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:

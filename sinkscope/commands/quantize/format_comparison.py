@@ -19,24 +19,22 @@ from sinkscope.verdict.report import Report, report_markdown
 class FormatComparison(Result):
     """Two runs of `quantize` side by side."""
 
-    runs: Mapping[str, Run]  # by name
-
     @property
     def table(self) -> pd.DataFrame:
         """A row for each scheme and part, with the cost in both runs and their difference."""
         return self.tables[compared.TABLE]
 
     @property
-    def parts(self) -> Mapping[str, Run]:
-        return self.runs
+    def names(self) -> list[str]:
+        return [run["label"] for run in self.manifest["runs"]]
 
     @property
     def findings(self) -> list[Finding]:
-        return compared.findings(self.table, *self.runs)
+        return compared.findings(self.table, *self.names)
 
     @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:
-        return {"": compared.overview(self.table, *self.runs)}
+        return {"": compared.overview(self.table, *self.names)}
 
     @property
     def texts(self) -> Mapping[str, str]:
@@ -44,7 +42,7 @@ class FormatComparison(Result):
 
     @property
     def markdown(self) -> str:
-        title = f"Cost of number formats in {' and in '.join(self.runs)}"
+        title = f"Cost of number formats in {' and in '.join(self.names)}"
         return report_markdown(Report(title, [], self.summary_tables[""], self.findings))
 
 
@@ -57,5 +55,4 @@ def compared_formats(chosen: Sequence[Run | str | os.PathLike[str]], start: floa
     differing = differing_settings([run.manifest for run in runs], names)
     facts = [{"label": name, "folder": run.folder} for name, run in zip(names, runs, strict=True)]
     tables = {compared.TABLE: compared.differences(*runs)}
-    manifest = comparison_manifest(start, tables, facts, differing)
-    return FormatComparison(manifest, tables, runs=dict(zip(names, runs, strict=True)))
+    return FormatComparison(comparison_manifest(start, tables, facts, differing), tables)

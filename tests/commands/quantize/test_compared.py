@@ -174,6 +174,8 @@ def test_two_models_on_the_same_tokens(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "both" / "run.json").read_text())["differing"] == {}
     page = data_of(sinkscope.show(tmp_path / "both").read_text(encoding="utf-8"))
     assert page["findings"][0]["sentence"] in result.stdout
+    assert [table["name"] for table in page["tables"]] == ["comparison_by_scheme"]
+    assert set(page["links"]) == set()  # the runs have no pages
 
 
 def test_two_runs_are_needed() -> None:
