@@ -32,6 +32,7 @@ COMMANDS = (
             ),
         },
         of_cells=("formats", "quantization"),  # of presets, of static schemes
+        cells_as_text=".served_findings:cells_as_text",
         whole_model=".findings:whole_model",
         files=".findings:files",
         compared={"quantize": ".format_comparison:compared_formats"},

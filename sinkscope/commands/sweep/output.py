@@ -22,6 +22,7 @@ from sinkscope.commands.sweep.file import SweepContent
 from sinkscope.commands.sweep.tables import EPSILON, SweepTables
 from sinkscope.errors import InputError, one_line
 from sinkscope.figures import KINDS
+from sinkscope.options.register import records
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result
 from sinkscope.results.findings import SINK
@@ -106,6 +107,9 @@ def words(tables: SweepTables, record: Mapping[str, Any]) -> str:
         has_weight, is_marked = METRICS["total_weight"].short in table, TRANSCRIBED in "".join(table[PAPER])
         parts.append(TRAININGS + TOTAL_WEIGHT * has_weight + MARKED * is_marked)
         parts.append(as_markdown(table, numbers=True))
+    for command in records().values():
+        if command.cells_as_text and (text := command.imported(command.cells_as_text)(tables.tables)) is not None:
+            parts.append(as_markdown(text, numbers=True))
     if tables.main.empty:
         return "\n\n".join(parts if len(parts) > 1 else [*parts, "No cell of `analyze` is done."])
     parts.append(

@@ -19,8 +19,10 @@ from torch import nn
 from sinkscope import Run, quantize
 from sinkscope.commands.card.tables import values_of
 from sinkscope.commands.quantize import served_findings
+from sinkscope.commands.quantize.figures import draw_formats_models
 from sinkscope.commands.quantize.manifest import EncodingEntry, Served
 from sinkscope.commands.quantize.served import ALL, INPUTS, RANDOM_DRAWS, WEIGHTS, Factors, LargestFactors, StoredInputs
+from sinkscope.commands.sweep.tables import SweepTables
 from sinkscope.errors import InputError
 from sinkscope.models.families import find_family
 from sinkscope.quantization.formats import PRESETS, Encoding
@@ -327,6 +329,31 @@ def test_recipes_are_those_that_compressed_tensors_reads(run: Run) -> None:
     assert gpt2.manifest["served"]["schemes"]["W4A16"]["weights"]["group_size"] == 32
     modifier = served_findings.recipe(run, "FP8")["quant_stage"]["quant_modifiers"]["QuantizationModifier"]
     assert modifier == {"ignore": ["lm_head"], "targets": ["Linear"], "scheme": "FP8"}
+
+
+def test_costs_of_many_models_are_side_by_side_in_text_and_figure() -> None:
+    numbers = {"a": {"W8A8": 0.5, "FP8": -0.01, "MXFP4": 0.9}, "b": {"W8A8": 0.02, "FP8": 0.1}}
+    rows = [
+        {"model": model, "cell": f"{model}-1", "scheme": scheme, "part": part, "cost": cost + 5 * (part == INPUTS),
+         "cost_low": cost - 0.1, "cost_high": cost + 0.2}
+        for model, costs in numbers.items() for scheme, cost in costs.items() for part in (ALL, INPUTS)
+    ]  # fmt: skip
+    table = {"sweep_formats": pd.DataFrame(rows)}
+    text = served_findings.cells_as_text(table)
+    assert text is not None
+    assert text.to_dict("list") == {
+        "scheme": ["W8A8", "FP8", "MXFP4"],
+        "a (nats per token)": ["0.500 (0.400 to 0.700)", "-0.010 (-0.110 to 0.190)", "0.900 (0.800 to 1.100)"],
+        "b (nats per token)": ["0.020 (-0.080 to 0.220)", "0.100 (0.000 to 0.300)", "does not apply"],
+    }
+    assert served_findings.cells_as_text({}) is None
+    (ax,) = draw_formats_models(SweepTables(table, {})).axes
+    cells = {each.get_position(): each.get_text() for each in ax.texts}
+    assert cells == {
+        (0, 0): "+64.9 %\n49.2 to 101.4", (0, 1): "-1.0 %\n-10.4 to 20.9", (0, 2): "+146 %\n123 to 200",
+        (1, 0): "+2.0 %\n-7.7 to 24.6", (1, 1): "+10.5 %\n0.0 to 35.0",
+    }  # fmt: skip
+    assert [each.get_text() for each in ax.get_yticklabels()] == ["W8A8", "FP8", "MXFP4"]
 
 
 def test_a_card_has_the_cost_of_every_scheme(run: Run) -> None:

@@ -104,6 +104,10 @@ def test_the_tables_of_all_commands_stand_together(done: SweepRun) -> None:
     tables = tables_in(done.folder / "comparison")
     names = {"sweep", "sweep_epsilon", "sweep_effect", "sweep_formats", "claim", "route"}
     assert names | {"sweep_retrofit", "sweep_training"} == {Path(name).stem for name in tables}
+    text = (done.folder / "comparison" / "sweep.md").read_text(encoding="utf-8")
+    assert "| scheme | llama (nats per token) |" in text
+        encoding="utf-8"
+    )
     trained = tables["tables/sweep_retrofit.parquet"]
     assert set(trained["seed"]) == {0, 1}
     assert set(trained["model"]) == {"llama", "small"}
