@@ -106,8 +106,6 @@ def test_the_tables_of_all_commands_stand_together(done: SweepRun) -> None:
     assert names | {"sweep_retrofit", "sweep_training"} == {Path(name).stem for name in tables}
     text = (done.folder / "comparison" / "sweep.md").read_text(encoding="utf-8")
     assert "| scheme | llama (nats per token) |" in text
-        encoding="utf-8"
-    )
     trained = tables["tables/sweep_retrofit.parquet"]
     assert set(trained["seed"]) == {0, 1}
     assert set(trained["model"]) == {"llama", "small"}
