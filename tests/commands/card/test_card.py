@@ -13,7 +13,7 @@ from support.figures import quick_sweeps
 import sinkscope
 from sinkscope import InputError, Run, SinkscopeError
 from sinkscope.commands.card.command import upload
-from sinkscope.commands.card.output import Card
+from sinkscope.commands.card.output import Card, _rounded
 from sinkscope.commands.card.tables import values_of
 from sinkscope.options.option import as_folder_name
 from sinkscope.results.metrics import HEADLINE_METRICS
@@ -107,6 +107,11 @@ def test_a_rate_of_a_changed_model_is_that_at_position_0() -> None:
     expected = {settings[arm].format(name): mean for (name, arm), mean in means.items() if arm != "before"}
     assert rates.drop("").to_dict() == pytest.approx(expected)
     assert rates[""] == pytest.approx(means.xs("before", level="arm").mean())
+
+
+@pytest.mark.parametrize(("value", "shown"), [(1.23456789e-8, 1.23457e-8), (2 / 3, 0.666667), (12345678.9, 12345700.0)])
+def test_a_card_has_six_significant_digits_of_small_and_large_numbers(value: float, shown: float) -> None:
+    assert _rounded(value) == shown
 
 
 def test_an_atlas_of_two_models(

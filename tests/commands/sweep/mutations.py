@@ -50,6 +50,8 @@ MUTATIONS = [
     ("another revision's sink rate", "figures", "_benchmarks_rows",
      'first[["model", "revision", "input", "sink_rate"]], on=["model", "revision"]',
      'first[["model", "input", "sink_rate"]], on=["model"]'),
+    ("scores are drawn under all settings", "figures", "_benchmarks_rows",
+     ' & (rates["settings"] == rates["settings"].iloc[0])', ""),
     ("a band ends at the mean", "figures", "lines_by_input", 'cells["sink_rate"].max()', 'cells["sink_rate"].mean()'),
     ("a disk holds the smallest models", "command", "check_disk", "reverse=True", "reverse=False"),
     ("cells that have ended are left", "command", "Progress.summary", "(self.total - ended)", "self.total"),

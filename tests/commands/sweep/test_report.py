@@ -177,6 +177,22 @@ def test_scores_are_drawn_against_sink_rates() -> None:
     assert "| gone | – | – | – | 0.100 | – |" in words(tables, {"content": {"title": "Scores"}})
 
 
+def test_scores_are_drawn_against_sink_rates_under_the_first_setting() -> None:
+    cells = [
+        {"model": model, "settings": f"seq-len={length}", "value": rate}
+        for model, length, rate in (("a", 16, 0.5), ("a", 32, 0.9), ("b", 16, 0.75), ("b", 32, 0.1))
+    ]
+    scores = [
+        CELL | {"model": model, "condition": "t", "metric": "acc", "filter": "none", "score": score, "error": 0.01}
+        | {"cell": f"{model}-scores", "input": "", "questions": 9, "is_asked": True}
+        for model, score in (("a", 0.4), ("b", 0.3))
+    ]  # fmt: skip
+    tables = SweepTables(tables_of(*cells).tables | {SCORES: pd.DataFrame(scores)}, {})
+    (ax,) = KINDS["cells of a sweep"]["sweep-benchmarks"](tables).axes
+    points = {bars.get_label(): bars.lines[0].get_xydata().tolist() for bars in ax.containers}
+    assert points == {"a": [[50, 0.4]], "b": [[75, 0.3]]}
+
+
 def test_a_band_goes_from_the_lowest_to_the_highest_of_several_cells() -> None:
     models = {"a": (10**6, 0.4), "b": (10**6, 0.5), "c": (10**6, 0.9), "d": (10**7, 0.75)}
     cells = [{"model": name, "family": "F", "parameters": size, "value": rate} for name, (size, rate) in models.items()]

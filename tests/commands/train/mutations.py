@@ -52,6 +52,7 @@ MUTATIONS = [
         "[::2, -passage:]"),
     # measurements while it trains
     ("sinks: of a register", "history", "sinks_and_weights", "index = before + position", "index = position"),
+    ("sinks: of tokens that do not see the first register", "history", "sinks_and_weights", "seen - before", "seen"),
     ("total weight: by the queries before a key", "history", "TotalWeight.see_attention",
         "total.flip(-1).cumsum(-1).flip(-1)", "total.cumsum(-1)"),
     ("total weight: of all queries at the sink", "history", "TotalWeight.rows", "total[chosen]", "total"),

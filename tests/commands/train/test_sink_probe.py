@@ -14,7 +14,7 @@ from support.retrofitted import plain_model
 from support.training import config as training_config
 from support.training import model as training_model
 from support.training import repetitive, same
-from tiny import VOCAB, tiny_tokens
+from tiny import VOCAB, tiny_model, tiny_tokens
 from torch.nn.functional import layer_norm
 from transformers import PreTrainedModel
 
@@ -97,6 +97,19 @@ def test_the_sink_rate_is_that_of_a_position_of_the_text(method: str, before: in
     assert by_position[before + 3] != by_position[before] > 0
     for at, has_rate in ((11, True), (12, False)):  # a token after the measured ones has no rate
         table = sinks_and_weights(model, find_family(model), IDS.numpy(), EPSILON, at)
+        assert table["metric"].eq("sink_rate").any() == has_rate
+
+
+@pytest.mark.parametrize(("method", "before"), [("none", 0), ("register-tokens", 2)])
+def test_with_a_window_only_tokens_that_see_the_first_register_or_token_are_measured(method: str, before: int) -> None:
+    model = tiny_model("mistral", sliding_window=10)
+    model = retrofit_model(model, None, method, **({"count": before} if before else {})).requires_grad_(False)
+    ids, family = IDS.numpy(), find_family(model)
+    measured, seen = (sinks_and_weights(model, family, part, 0.3) for part in (ids, ids[:, : 10 - before]))
+    pd.testing.assert_frame_equal(measured, seen)
+    assert measured["value"].notna().all()
+    for position, has_rate in ((9 - before, True), (10 - before, False)):
+        table = sinks_and_weights(model, family, ids, 0.3, position)
         assert table["metric"].eq("sink_rate").any() == has_rate
 
 
