@@ -6,7 +6,7 @@ export PYTHONDONTWRITEBYTECODE :=
 MGM := .models/mgm --allow-pickle --input sampled
 
 .PHONY: install models gpu-wheels demo test fast oldest oldest-short torture golden mutations check docs consumers format report report-models report-claims report-sweep report-training \
-	report-hybrids report-normalization report-from-scratch report-when-sinks-emerge \
+	report-hybrids report-normalization report-formats report-from-scratch report-when-sinks-emerge \
 	report-types corpus clean
 
 install: .venv/installed
@@ -139,7 +139,7 @@ define report
 	$(SHRINK) reports/$(1)
 endef
 
-report: report-models report-claims report-sweep report-training report-hybrids report-normalization report-pictures report-outlier-safe  ## what reports/ holds
+report: report-models report-claims report-sweep report-training report-hybrids report-normalization report-pictures report-outlier-safe report-formats  ## what reports/ holds
 
 report-models: install models  ## of pretrained models: 40 minutes on two cores
 	$(call report,smollm2-135m,analyze)
@@ -281,6 +281,14 @@ report-outlier-safe: install  ## gated attention, softpick, softmax off by one, 
 	cp $(OUTLIER_SAFE)/comparison/tables/sweep_training.parquet reports/outlier-safe/
 	cp $(OUTLIER_SAFE)/comparison/figures/sweep-factor.png reports/outlier-safe/
 	$(SHRINK) reports/outlier-safe
+
+FORMATS := runs/report/served-formats/comparison
+
+report-formats: install models  ## what the formats that are served cost three models: half an hour on one core
+	$(BIN)/sinkscope sweep served-formats --allow-pickle --out runs/report/served-formats
+	$(call emptied,reports/served-formats)
+	cp $(FORMATS)/sweep.md $(FORMATS)/tables/sweep_formats.parquet $(FORMATS)/figures/formats-models.png reports/served-formats/
+	$(SHRINK) reports/served-formats
 
 STUDIES := positions learning-rate steps batches weight-decay data bos fixed-token random-tokens blocks windows operations \
 	mixed-positions mixed-operations text-data text-operations
