@@ -80,6 +80,7 @@ def main(folder: Path) -> None:
     with open_subject(None, None, config, Messages(quiet=True)) as subject:
         ids = np.stack(subject.inputs.sequences)
         subject.loaded.model.save_pretrained(folder / "model")
+        subject.loaded.tokenizer.save_pretrained(folder / "model")  # llm-compressor looks for it
     wrong = [*pressed(folder, ids.reshape(-1, 128)[:3]), *compressed(folder, ids)]
     if wrong:
         raise SystemExit(f"not as predicted: {', '.join(wrong)}")

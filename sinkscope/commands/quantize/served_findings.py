@@ -71,17 +71,17 @@ def overview(run: RunData) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def cells_as_text(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame | None:
-    """Return the cost of every scheme (rows) in every cell of a sweep (columns), in nats per token."""
+def cells_as_text(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """Return the cost of every scheme (rows) in every cell of a sweep (columns)."""
     if (table := tables.get("sweep_formats")) is None:
-        return None
+        return {}
     table = table[table["part"] == ALL]
     names = table["model"] if table["cell"].nunique() == table["model"].nunique() else table["cell"]
     costs = [with_interval(estimate(row, "cost"), "z.3f", label="") for _, row in table.iterrows()]
     wide = pd.DataFrame({"scheme": table["scheme"], "cell": names, "cost": costs})
     wide = wide.pivot(index="scheme", columns="cell", values="cost").reindex(table["scheme"].unique())[names.unique()]
-    wide.columns = [f"{name} (nats per token)" for name in wide.columns]
-    return wide.fillna("does not apply").reset_index()
+    wide = wide.fillna("does not apply").rename_axis(columns=None).reset_index()
+    return {"Cost of formats in nats per token, with its 95 % interval over texts": wide}
 
 
 def findings(run: RunData) -> Iterator[Finding]:

@@ -19,10 +19,9 @@ from pydantic import ValidationError
 from sinkscope.commands.sweep.cells import COMMAND
 from sinkscope.commands.sweep.factor_study import PAPER, STUDY, summary
 from sinkscope.commands.sweep.file import SweepContent
-from sinkscope.commands.sweep.tables import EPSILON, SweepTables
+from sinkscope.commands.sweep.tables import EPSILON, SweepTables, cells_as_text
 from sinkscope.errors import InputError, one_line
 from sinkscope.figures import KINDS
-from sinkscope.options.register import records
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result
 from sinkscope.results.findings import SINK
@@ -107,9 +106,8 @@ def words(tables: SweepTables, record: Mapping[str, Any]) -> str:
         has_weight, is_marked = METRICS["total_weight"].short in table, TRANSCRIBED in "".join(table[PAPER])
         parts.append(TRAININGS + TOTAL_WEIGHT * has_weight + MARKED * is_marked)
         parts.append(as_markdown(table, numbers=True))
-    for command in records().values():
-        if command.cells_as_text and (text := command.imported(command.cells_as_text)(tables.tables)) is not None:
-            parts.append(as_markdown(text, numbers=True))
+    for title, text in cells_as_text(tables.tables).items():
+        parts += [f"{title}:", as_markdown(text, numbers=True)]
     if tables.main.empty:
         return "\n\n".join(parts if len(parts) > 1 else [*parts, "No cell of `analyze` is done."])
     parts.append(

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from sinkscope.commands.sweep import factor_study
-from sinkscope.commands.sweep.tables import SWEEP, SweepTables
+from sinkscope.commands.sweep.tables import SWEEP, SweepTables, cells_as_text
 from sinkscope.html_page.contents import Contents, PageParts, spreads
 from sinkscope.results.tables import WHOLE_MODEL
 
@@ -17,14 +17,20 @@ class SweepPage(PageParts):
         return {name: folder.parent / "cells" / name for name in manifest.get("cells", ())}
 
     def overviews(self, contents: Contents) -> Mapping[str, pd.DataFrame]:
+        texts = cells_as_text(contents.tables)
         if "token_zero" not in contents.tables.get(SWEEP, ()):
-            return {}
-        return {"Sink rate at position 0, by model and input": SweepTables(dict(contents.tables), {}).overview}
+            return texts
+        return texts | {"Sink rate at position 0, by model and input": SweepTables(dict(contents.tables), {}).overview}
 
     def data(self, contents: Contents) -> Mapping[str, Any]:
         """Return the level of each training with WSE's sink rate, and the spread of every level's last values."""
         training = contents.tables.get(factor_study.STUDY, pd.DataFrame())
-        data: dict[str, Any] = {"first_table": SWEEP, "spread": False, "levels": [], "last_steps": []}
+        data: dict[str, Any] = {
+            "first_table": SWEEP,
+            "spread": bool(cells_as_text(contents.tables)),
+            "levels": [],
+            "last_steps": [],
+        }
         if training.empty:
             return data
         named = factor_study.levels(training)

@@ -133,6 +133,15 @@ def sweep_tables(done: Sequence[Planned]) -> SweepTables:
     return SweepTables(tables, {each.cell.model: each.cell.entry.paper for each in done if each.cell.entry.paper})
 
 
+def cells_as_text(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """Return title → table as text, from what commands make of the tables of all cells."""
+    texts: dict[str, pd.DataFrame] = {}
+    for record in records().values():
+        if record.cells_as_text:
+            texts |= record.imported(record.cells_as_text)(tables)
+    return texts
+
+
 def _with_coordinates(table: pd.DataFrame, each: Planned) -> pd.DataFrame:
     """Return a cell's table with its coordinates, except those that it has as columns, such as ε in a table by ε."""
     cell, manifest = each.cell, each.manifest

@@ -18,7 +18,9 @@ from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.sweep.cells import CellFolders, Size, planned, with_sizes
 from sinkscope.commands.sweep.command import SweepRun
 from sinkscope.commands.sweep.file import read_sweep
+from sinkscope.commands.sweep.page import SweepPage
 from sinkscope.commands.sweep.worker import Reads, State, load_key
+from sinkscope.html_page.contents import Contents
 
 TRAINING: dict[str, Any] = {"block-length": 16, "batch-size": 2, "steps": 3, "log-every": 1, "save-every": 2}
 
@@ -105,7 +107,12 @@ def test_the_tables_of_all_commands_stand_together(done: SweepRun) -> None:
     names = {"sweep", "sweep_epsilon", "sweep_effect", "sweep_formats", "claim", "route"}
     assert names | {"sweep_retrofit", "sweep_training"} == {Path(name).stem for name in tables}
     text = (done.folder / "comparison" / "sweep.md").read_text(encoding="utf-8")
-    assert "| scheme | llama (nats per token) |" in text
+    assert "Cost of formats in nats per token" in text
+    page = SweepPage().overviews(Contents.of_folder(done.folder / "comparison"))
+    assert [title.split(" in ")[0] for title in page] == [
+        "Cost of formats",
+        "Sink rate at position 0, by model and input",
+    ]
     trained = tables["tables/sweep_retrofit.parquet"]
     assert set(trained["seed"]) == {0, 1}
     assert set(trained["model"]) == {"llama", "small"}
