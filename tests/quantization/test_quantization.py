@@ -368,7 +368,6 @@ def test_the_command_writes_a_run_folder_and_repeats_it(folder: Path, monkeypatc
     assert_same_tables(Run.open("runs/llama-random-static-W8A3-repeated").tables, run.tables)
     for arguments, message in (
         (("analyze", "--from", run.folder), "sinkscope quantize"),
-        (("compare", run.folder, run.folder), "quantize"),
         (("quantize", "--from", run.folder, "--bits-weights", 4), "--bits-weights cannot be given with it"),
         (
             ("quantize", folder, "--scheme", "static", *OPTIONS[2:-2], "--input", "few.jsonl"),
