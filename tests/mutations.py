@@ -278,6 +278,8 @@ MUTATIONS = [
         ("norms: Gemma's gain", NORMS, "scaled_inputs", "(1.0 - neutral)", "0.0"),
         ("norms: a bias is not divided", NORMS, "scaled_inputs",
          "norm.bias.double() / factor", "norm.bias.double()"),
+        ("norms: the absolute change of logits", NORMS, "reparametrized",
+         " / before.abs().max()", ""),
         ("norms: another function is kept", NORMS, "reparametrized",
          "not error < MOST_CHANGED", "False"),
     ),

@@ -1,5 +1,6 @@
 """SmoothQuant's and AWQ's factors: their formulas, and that the model's function stays as it is."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from tiny import tiny_model, tiny_tokens
 from torch import nn
 
 from sinkscope.errors import InputError
+from sinkscope.models.edits import Edit
 from sinkscope.models.norms import ModuleEnds, reparametrized, scaled_inputs
 from sinkscope.quantization.formats import PRESETS
 from sinkscope.quantization.rounding import snap
@@ -77,6 +79,23 @@ def test_a_norm_that_something_else_reads_is_not_scaled() -> None:
     ):
         pass
     assert torch.equal(model.model.layers[0].post_attention_layernorm.weight, before)
+
+
+def test_the_change_of_logits_is_relative_to_the_largest() -> None:
+    model: Any = tiny_model("llama").double()
+    head = model.get_output_embeddings()
+    head.weight = nn.Parameter(1e4 * head.weight.detach())
+
+    def scaled(factor: float) -> list[Edit]:
+        return [(head, "weight", head.weight * factor)]
+
+    with reparametrized(model, partial(scaled, 1.0005), "scaling"):
+        pass
+    with (
+        pytest.raises(InputError, match=r"the model's logits, by 0\.002 of the largest"),
+        reparametrized(model, partial(scaled, 1.002), "scaling"),
+    ):
+        pass
 
 
 def test_outputs_of_norms_are_recorded_over_the_text() -> None:

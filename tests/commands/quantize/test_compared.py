@@ -122,6 +122,8 @@ def test_static_schemes_are_compared_by_the_settings_of_the_whole_model() -> Non
     table = comparison.table.set_index("part")
     assert table["difference"].to_dict() == pytest.approx({"all": 0.5, "weights": 0.0, "activations": 0.0})
     assert set(table["scheme"]) == {"static W8A8"}
+    (whole, *_) = comparison.summary_tables[""].to_dict("records")
+    assert (whole["run 1"], whole["run 2"], whole["difference"][:5]) == ("1.000", "1.500", "0.500")
     assert (table["difference_high"] - table["difference"]).tolist() == pytest.approx([np.hypot(0.1, 0.1)] * 3)
     assert comparison.manifest["differing"] == {
         "grids": {"run 1": "['tensor', 'tensor', None]", "run 2": "['channel', 'tensor', None]"}
@@ -172,7 +174,10 @@ def test_two_models_on_the_same_tokens(tmp_path: Path) -> None:
         costs = [run.tables["formats"].set_index("part")["cost"][part] for run in runs]
         assert difference == pytest.approx(costs[1] - costs[0], abs=1e-12)
     assert json.loads((tmp_path / "both" / "run.json").read_text())["differing"] == {}
-    page = data_of(sinkscope.show(tmp_path / "both").read_text(encoding="utf-8"))
+    page, made_again = (
+        data_of(sinkscope.show(tmp_path / "both", again=again).read_text(encoding="utf-8")) for again in (False, True)
+    )
+    assert made_again["findings"] == page["findings"]
     assert page["findings"][0]["sentence"] in result.stdout
     assert [table["name"] for table in page["tables"]] == ["comparison_by_scheme"]
     assert set(page["links"]) == set()  # the runs have no pages

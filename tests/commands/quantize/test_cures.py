@@ -1,5 +1,6 @@
 """Cures of number formats: against plain PyTorch, and their controls."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ from support.plain_formats import SMALL, TEXTS, plain_loss
 from tiny import tiny_model
 
 from sinkscope import Run, quantize
+from sinkscope.commands.quantize import cures
 from sinkscope.models.families import find_family
 from sinkscope.models.norms import ModuleEnds, reparametrized, scaled_inputs
 from sinkscope.models.rotation import random_rotation, rotated
+from sinkscope.quantization import settings
 from sinkscope.quantization.formats import PRESETS
 from sinkscope.quantization.smoothing import NormOutputs, awq_factors, shuffled, smoothing_factors
 
@@ -97,6 +100,31 @@ def test_a_prefix_is_held_against_full_precision_with_the_same_prefix(model: Any
     share = plain_loss(model, *fp8) - plain_loss(model) + plain_loss(model, prefix=prefix)
     share -= plain_loss(model, *fp8, prefix=prefix)
     assert cure(run, "prefix", "FP8")["recovered"] == pytest.approx(share, abs=2e-6)
+
+
+def test_predicted_rises_are_per_token_of_the_sequences_that_are_probed(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "PROBED", 2)
+    texts = list(TEXTS.numpy())
+    inputs: list[dict[str, Any]] = [{}, {"input": [*texts[:2], *texts[6:]], "num_seqs": 2}]
+    runs = [quantize(model, scheme="W8A8", cure="spare", **SMALL | each) for each in inputs]
+    of_six, of_two = (run.tables["formats_modules"].set_index("module")["predicted"] for run in runs)
+    assert of_six.to_dict() == pytest.approx(of_two.to_dict(), rel=1e-4)
+
+
+def test_a_prefix_has_the_tokens_beyond_64_times_the_median_of_their_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    magnitudes, study = [[1, 1, 1, 1, 65, 64], [2, 2, 2, 129, 2, 128]], object.__new__(cures.CureStudy)
+    reads = [(sequence, None, np.array(each, float)) for sequence, each in enumerate(magnitudes)]
+    calibration = SimpleNamespace(sequences=(np.array([9, 8, 7, 6, 5, 4]), np.array([9, 8, 7, 5, 6, 4])))
+    served = SimpleNamespace(subject=SimpleNamespace(inputs=()), calibration=calibration)
+    served.recorder = SimpleNamespace(of_inputs={"matrix": reads})
+    prefixes = SimpleNamespace(
+        bos=None, checked=lambda ids: ids, random=lambda length, drawn: (), before=lambda ids, inputs: None
+    )
+    monkeypatch.setattr(cures, "Prefixes", lambda subject, calibration: prefixes)
+    vars(study).update(study=served, seed=0, _rise_under=lambda preset, text, calibration: np.zeros(1))
+    assert study.prefix("W8A8", PRESETS["W8A8"]).setting == "5"
 
 
 def test_awq_recovers_what_it_does_in_plain_pytorch(model: Any) -> None:

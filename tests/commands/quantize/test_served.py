@@ -19,7 +19,7 @@ from torch import nn
 from sinkscope import Run, quantize
 from sinkscope.commands.card.tables import values_of
 from sinkscope.commands.quantize import served_findings
-from sinkscope.commands.quantize.figures import draw_formats_models
+from sinkscope.commands.quantize.figures import FORMAT_MARKS, draw_formats_cost, draw_formats_models
 from sinkscope.commands.quantize.manifest import EncodingEntry, Served
 from sinkscope.commands.quantize.served import ALL, INPUTS, RANDOM_DRAWS, WEIGHTS, Factors, LargestFactors, StoredInputs
 from sinkscope.commands.sweep.tables import SweepTables
@@ -151,6 +151,9 @@ def test_an_experts_products_are_changed_one_by_one() -> None:
     experts = [matrix for matrix in matrices if matrix.expert is not None]
     layers = model.config.num_hidden_layers
     assert len(experts) == layers * 2 * model.config.num_experts
+    assert [matrix.module for matrix in experts[:2]] == [
+        f"model.layers.0.mlp.experts.{expert}.gate_up_proj" for expert in range(2)
+    ]
     seen: dict[Matrix, list[torch.Tensor]] = defaultdict(list)
 
     def halved(matrix: Matrix, product: Any, x: torch.Tensor, weight: torch.Tensor, rows: Any) -> torch.Tensor:
@@ -319,6 +322,22 @@ def test_the_cure_that_recovers_most_is_best_and_one_that_adds_cost_is_not_worth
     assert "worth it is spare, rotation; rotation recovers most" in worth.sentence
     assert [one.outcome for one in each] == [Outcome.PRESENT, Outcome.PRESENT, Outcome.ABSENT]
     assert "adds cost" in each[2].sentence
+
+
+@pytest.mark.parametrize(("high", "outcome"), [(-0.01, Outcome.ABSENT), (0.0, Outcome.UNDECIDED)])
+def test_a_cure_adds_cost_only_if_its_interval_is_below_0(high: float, outcome: Outcome) -> None:
+    run = run_of((0.1, 0.05, 0.2), recovered=(-0.02, -0.03, high, 0.0, -0.01, 0.01, -0.02, -0.03, high))
+    one = finding(run, "cure")
+    assert (one.outcome, "adds cost" in one.sentence) == (outcome, outcome == Outcome.ABSENT)
+
+
+def test_marks_of_spared_tokens_are_at_the_cost_that_is_left() -> None:
+    figure = draw_formats_cost(run_of((0.1, 0.05, 0.2), (0.03, 0.02, 0.05, 0.01, -0.01, 0.04)))
+    drawn: dict[tuple, set[tuple]] = defaultdict(set)
+    for line in figure.axes[0].lines:
+        drawn[line.get_marker(), line.get_color()].add(tuple(np.round(line.get_xdata(), 12)))
+    marks = {name: drawn[look["marker"], look["color"]] for name, look in FORMAT_MARKS.items() if "spared" in name}
+    assert marks == {"sink tokens spared": {(0.07,)}, "random tokens spared": {(0.06, 0.11)}}
 
 
 def test_recipes_are_those_that_compressed_tensors_reads(run: Run) -> None:
