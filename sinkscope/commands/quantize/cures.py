@@ -129,12 +129,12 @@ class CureStudy:
         for name, preset in schemes.items():
             every = self._rise(preset)
             for cure in cures:
-                print_line(self.study.console, f"{name}: {cure}")
                 try:
                     setting, rise, control = measures[cure](name, preset)
                 except InputError as error:
                     self.absent.setdefault(name, {})[cure] = str(error)
                     continue
+                print_line(self.study.console, f"{name}: {cure} is measured")
                 cost = self.study.cost
                 random = [cost(every, each).value for each in control]
                 row: dict[str, Any] = {"layer": WHOLE_MODEL, "scheme": name, "cure": cure, "setting": setting}

@@ -24,9 +24,8 @@ class QuantizeOptions(RunConfig):
     """Measure what number formats cost: INT8, FP8, INT4, MXFP4, NVFP4 as they are served; or the papers' static W8A8.
 
     Simulates weights and inputs of every linear layer except the LM head in each format, separately and together, and
-    shows how much of the cost sink tokens have. Named schemes are also measured with cures. Writes recipes for
-    llm-compressor. The static schemes also look
-    for the sites whose outliers cost most. The model itself does not change."""
+    shows how much of the cost sink tokens have. Schemes that are named are also measured with cures. Writes recipes for
+    llm-compressor. A static scheme shows the sites whose outliers cost most. The model itself does not change."""
 
     panel: ClassVar = "Quantizing"
 
