@@ -5,8 +5,8 @@
 The tools have an environment of their own (.venv/consumers). llm-compressor runs the recipes of `quantize`, scheme by
 scheme. It calibrates each layer with the earlier layers quantized; sinkscope measures static ranges in the model in
 full precision. So the schemes with static ranges (FP8, NVFP4) may differ by TOLERANCE, the others by round-off that
-moves entries to a neighboring number. kvpress runs the plans of `kv-plan` that evict, text by text; the losses differ
-by ROUND_OFF.
+moves entries to a neighboring number. kvpress runs the plans of `kv-plan` that evict, text by text, and has presses of
+its own for evictions after the prompt; the losses differ by ROUND_OFF.
 """
 
 import json
@@ -72,6 +72,34 @@ with torch.no_grad(), PlanPress.of(f"{folder}/plans/plan.json", 0.25, plan)(mode
 print(json.dumps(losses))
 """
 
+EVICTION = """
+import json, sys
+import numpy as np
+import torch
+from kvpress import ExpectedAttentionPress, SnapKVPress, TOVAPress
+from transformers import AutoModelForCausalLM, DynamicCache
+
+folder, name = sys.argv[1:]
+ids = torch.tensor(np.load(f"{folder}/long.npy"))[:2]
+model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32)
+length, copied = ids.shape[1], ids.shape[1] // 8
+presses = {
+    "snapkv": SnapKVPress(0.75, window_size=length // 8),
+    "tova": TOVAPress(0.75),
+    "expected-attention": ExpectedAttentionPress(0.75, n_future_positions=length + copied),
+}
+losses = []
+with torch.no_grad():
+    for text in ids:
+        cache, copy = DynamicCache(), text[1 : 1 + copied]
+        with presses[name](model):
+            model(text[None], past_key_values=cache)
+        places = torch.arange(length, length + copied)[None]
+        logits = model(copy[None], past_key_values=cache, position_ids=places).logits[0, 7:-1]
+        losses.append(torch.nn.functional.cross_entropy(logits, copy[8:]).item())
+print(json.dumps(sum(losses) / len(losses)))
+"""
+
 
 def main(folder: Path) -> None:
     """Write the model and its texts, simulate presets and plans, run each recipe and press, and print both losses."""
@@ -106,7 +134,10 @@ def pressed(folder: Path, ids: np.ndarray) -> list[str]:
     where = WRITTEN | {"out": folder / "plans"}
     run = sinkscope.kv_plan(folder / "model", input=list(ids), num_seqs=2, seq_len=ids.shape[1], **where)
     losses = run.tables["kv_plan_by_sequence"].set_index("plan")["loss"]
-    return [plan for plan in PLANS if differs(plan, losses[plan].to_numpy(), ROUND_OFF, PRESS, folder, plan)]
+    wrong = [plan for plan in PLANS if differs(plan, losses[plan].to_numpy(), ROUND_OFF, PRESS, folder, plan)]
+    of_copy = run.tables["kv_tasks"].query("task == 'copy'").set_index("plan")["loss"]
+    evictions = {name: np.array(of_copy[name]) for name in ("snapkv", "tova", "expected-attention")}
+    return wrong + [name for name, loss in evictions.items() if differs(name, loss, ROUND_OFF, EVICTION, folder, name)]
 
 
 def differs(name: str, predicted: np.ndarray, tolerance: float, script: str, *arguments: Path | str) -> bool:

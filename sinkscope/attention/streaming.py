@@ -107,12 +107,28 @@ def streamed_attention(
     return torch.cat(mixes, dim=2), torch.cat(lses, dim=2)
 
 
-class _QueryKnown(Exception):
+class QueryKnown(Exception):
     """Ends an attention module's forward as soon as its query and the sink logits that depend on it are computed."""
 
     def __init__(self, query: torch.Tensor, sink_logits: torch.Tensor | None) -> None:
         super().__init__()
         self.query, self.sink_logits = query, sink_logits
+
+
+def query_at(tables: Any, seam: Seam, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> QueryKnown:
+    """Run a module's own code until it calls the kernel, with these cosines and sines; return its query (B,H,T,d)."""
+
+    def stop(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> Any:
+        raise QueryKnown(query, call.sink_logits)
+
+    kernel, seam.kernel = seam.kernel, stop
+    try:
+        module.forward(*args, **kwargs | {"position_embeddings": tables})
+    except QueryKnown as known:
+        return known
+    finally:
+        seam.kernel = kernel
+    raise SinkscopeError("an attention layer did not call its kernel: see `sinkscope doctor`")
 
 
 class _Streaming:
@@ -123,7 +139,7 @@ class _Streaming:
         self.positions = positions  # positions in this layer
         self.reads_query = reads_query  # whether a term of the denominator depends on the query
         self.sees: Sees | None = None  # in the current forward, like `in_cache`
-        self.in_cache: _QueryKnown | None = None
+        self.in_cache: QueryKnown | None = None
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Keep the model's mask function and compute `in_cache`; a forward pre-hook of the attention module."""
@@ -138,23 +154,8 @@ class _Streaming:
                 raise not_streamable(self.family, "its attention does not get its rotary positions as an argument")
             if self.cache.keep or self.reads_query:  # otherwise all distances are the distances in the text
                 in_cache = tuple(_at_cache_positions(table, self.cache) for table in tables)  # cosines and sines
-                self.in_cache = self._run_to_kernel(module, args, kwargs | {"position_embeddings": in_cache})
+                self.in_cache = query_at(in_cache, self.seam, module, args, kwargs)
         return args, kwargs
-
-    def _run_to_kernel(self, module: nn.Module, args: tuple, kwargs: dict) -> _QueryKnown:
-        """Run the module's own code until it calls the kernel, and return its query (B,H,T,d)."""
-
-        def stop(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall) -> Any:
-            raise _QueryKnown(query, call.sink_logits)
-
-        kernel, self.seam.kernel = self.seam.kernel, stop
-        try:
-            module.forward(*args, **kwargs)
-        except _QueryKnown as known:
-            return known
-        finally:
-            self.seam.kernel = kernel
-        raise SinkscopeError("an attention layer did not call its kernel: see `sinkscope doctor`")
 
     def kernel(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall

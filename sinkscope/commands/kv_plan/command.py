@@ -11,7 +11,14 @@ from transformers import PreTrainedTokenizerBase
 
 from sinkscope.attention.seam import open_seam
 from sinkscope.commands.kv_plan.options import KvPlanOptions
-from sinkscope.commands.kv_plan.plan import CopiedText, PlanStudy, check_plan_applies, predicted_sinks
+from sinkscope.commands.kv_plan.plan import (
+    COPY,
+    CopiedText,
+    PlanStudy,
+    check_plan_applies,
+    predicted_sinks,
+    questions_of,
+)
 from sinkscope.commands.measured import opened, shown
 from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError, counted
@@ -70,6 +77,7 @@ def kv_plan(
         parity = parity_check(whole, config)
         print_line(console, "looking for sinks")
         texts = [CopiedText.of(ids) for ids in whole.inputs.sequences]
+        texts[len(subject.inputs) : len(subject.inputs)] = questions_of(subject.inputs.sequences, config.seed)
         rule, texts = predicted_sinks(whole, texts, config.calibration, parity)
         with open_seam(whole.loaded.model, whole.family) as seams:
             study = PlanStudy(whole, seams, texts, config.calibration, console, config.seed)
@@ -83,7 +91,7 @@ def kv_plan(
             "sink_layer": rule.layer,
             "sink_coordinates": list(rule.coordinates),
             "sink_at_least": None if rule.layer < 0 else rule.at_least,
-            "sinks": [len(text.sinks) for text in study.measured],
+            "sinks": [len(text.sinks) for text in study.tasks[COPY]],
         }
         manifest |= {"command": "kv-plan", "kv_plan": record}
         return finished(Run(manifest, tables, folder), console, figures, page)

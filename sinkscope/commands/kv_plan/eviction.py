@@ -4,14 +4,32 @@
 
 Tokens keep their positions in the text. The complete text goes through the model in one pass, in blocks of queries
 against the keys that their heads keep: time grows with T · window, memory with T.
+
+Or the cache is pruned once, after a prompt that is read with all its tokens: a head keeps those with the highest
+scores (`EVICTIONS`), as in the presses of kvpress 0.5.2. While decoding, these need nothing. TOVA's paper evicts at
+every step, by the weights of each query, and SnapKV's protects fewer last tokens and pools by the maximum.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from sinkscope.attention.kernels import AttentionCall, fused_attention, numbers_at_once, rows_at_once
+from sinkscope.attention.kernels import (
+    AttentionCall,
+    fused_attention,
+    numbers_at_once,
+    repeat_heads,
+    rows_at_once,
+    upcast,
+)
+from sinkscope.attention.weights import AttentionRead
+from sinkscope.measuring.sink_rule import FIRST_TOKENS
+
+OBSERVED, POOLED = 64, 5  # SnapKV: the prompt's last queries, at most half of what is kept; tokens that are pooled
+FUTURE = 512  # expected attention: positions after the prompt, at most as many as the text has
 
 
 def evicting_attention(
@@ -60,13 +78,90 @@ def _over_window(
         seen_keys = torch.cat([sinks[sinks < band], torch.arange(band, rows.stop, device=device)])
         tokens = torch.arange(rows.start, rows.stop, device=device)[:, None]
         seen = ((seen_keys <= tokens) & ((tokens - seen_keys < window) | torch.isin(seen_keys, sinks)))[None, None]
-        if call.mask is not None:
-            mask = call.mask[:, :, rows][..., seen_keys]
-            seen = seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
-        block_call = replace(call, mask=seen)
-        if call.sink_logits is not None and call.sink_logits.dim() == 3:
-            block_call = replace(block_call, sink_logits=call.sink_logits[:, :, rows])
+        block_call = seeing(call, seen, rows, seen_keys)
         mix, lse = fused_attention(query[:, :, rows], key[:, :, seen_keys], value[:, :, seen_keys], block_call)
         mixes.append(mix)
         lses.append(lse)
     return torch.cat(mixes, dim=2), torch.cat(lses, dim=2)
+
+
+def seeing(call: AttentionCall, seen: torch.Tensor, rows: slice, keys: torch.Tensor | slice) -> AttentionCall:
+    """Return the call of some queries over some keys, of which they see those in `seen` (1,1|H,R,C) bool."""
+    if call.mask is not None:
+        mask = call.mask[:, :, rows][..., keys]
+        seen = seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
+    sinks = call.sink_logits
+    return replace(call, mask=seen, sink_logits=sinks if sinks is None or sinks.dim() < 3 else sinks[:, :, rows])
+
+
+# --- after the prompt
+
+
+class PromptRead(NamedTuple):
+    """One layer's attention on a prompt of N tokens, and on what follows."""
+
+    attention: AttentionRead
+    prompt: int  # N
+    kept: int  # tokens that each head keeps
+    ahead: torch.Tensor  # (1,H,T,d): queries, rotated as those after the prompt are on average
+
+    def weights_of_last(self, queries: int) -> torch.Tensor:
+        """Return the mean weights of the prompt's last queries for the tokens before these, (H,N-queries)."""
+        before = slice(0, self.prompt - queries)
+        return self.attention.weights(slice(before.stop, self.prompt), before)[0][0].mean(1)
+
+    def by_kv_head(self, scores: torch.Tensor) -> torch.Tensor:
+        """Return the mean (K,…) over the query heads (H,…) that read a key/value head."""
+        return scores.unflatten(0, (self.attention.key.shape[1], -1)).mean(1)
+
+
+def snapkv(read: PromptRead) -> torch.Tensor:
+    window = min(OBSERVED, max(1, read.kept // 2))
+    pooled = F.avg_pool1d(read.weights_of_last(window), POOLED, stride=1, padding=POOLED // 2)
+    return F.pad(read.by_kv_head(pooled), (0, window), value=torch.inf)
+
+
+def tova(read: PromptRead) -> torch.Tensor:
+    scores = read.weights_of_last(1).mean(0).expand(read.attention.key.shape[1], -1)
+    return F.pad(scores, (0, 1), value=torch.inf)
+
+
+def expected_attention(read: PromptRead) -> torch.Tensor:
+    """Return E[exp(scaling · q·k)] of a normal q, as a share of all tokens but the first four, times ‖v‖."""
+    parts, scaling = (read.ahead, read.attention.key, read.attention.value), read.attention.call.scaling
+    query, key, value = (upcast(x)[0, :, FIRST_TOKENS : read.prompt] for x in parts)
+    mean, keys = query.mean(1, keepdim=True), repeat_heads(key[None], len(query))[0]
+    covariance = (query - mean).mT @ (query - mean) / query.shape[1]
+    exponents = scaling * (keys * mean).sum(-1) + scaling**2 / 2 * (keys @ covariance * keys).sum(-1)
+    scores = read.by_kv_head(exponents.softmax(-1)) * value.norm(dim=-1)
+    return F.pad(scores, (FIRST_TOKENS, 0), value=torch.inf)
+
+
+EXPECTED = "expected-attention"
+Score = Callable[[PromptRead], torch.Tensor]  # of the prompt's tokens, (K,N)
+EVICTIONS: dict[str, Score] = {"snapkv": snapkv, "tova": tova, EXPECTED: expected_attention}
+
+
+def after_eviction(read: AttentionRead, scores: torch.Tensor, count: int, reach: int) -> torch.Tensor:
+    """Return the mix (1,H,T-N,d) of the tokens after the prompt, which see each other and what its heads keep.
+
+    These keep `count` of the prompt's last `reach` tokens: those with the highest scores (K,N).
+    """
+    prompt, heads = scores.shape[1], read.query.shape[1]
+    highest = scores[:, prompt - reach :].topk(count).indices + prompt - reach
+    kept = torch.zeros_like(scores, dtype=torch.bool).scatter(1, highest, True)
+    seen = kept.new_ones(heads, read.length - prompt, read.length).tril(prompt)
+    seen[..., :prompt] = kept.repeat_interleave(heads // len(kept), 0)[:, None]
+    call = seeing(read.call, seen[None], slice(prompt, None), slice(None))
+    return fused_attention(read.query[:, :, prompt:], read.key, read.value, call)[0]
+
+
+def mean_rotation(tables: Any, prompt: int) -> Any:
+    """Return cosines and sines (1,T,d), or complex numbers, equal in all rows: the mean of FUTURE rows after a prompt.
+
+    Angles are proportional to positions: those after the prompt are that of its end plus those of the first positions.
+    """
+    is_pair = isinstance(tables, tuple)
+    turns = torch.complex(*(upcast(table) for table in tables)) if is_pair else tables
+    mean = (turns[:, prompt : prompt + 1] * turns[:, :FUTURE].mean(1, keepdim=True) / turns[:, :1]).expand_as(turns)
+    return tuple(part.to(tables[0].dtype) for part in (mean.real, mean.imag)) if is_pair else mean

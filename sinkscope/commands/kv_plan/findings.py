@@ -15,9 +15,11 @@ from typing import Any
 import pandas as pd
 
 from sinkscope.commands.kv_plan.plan import (
+    ABLE,
     AS_MANY,
     CACHE_BITS,
     COMBINED,
+    COPY,
     COSTLIEST_SPARED,
     DENSE,
     FIRST_AND_LAST,
@@ -40,7 +42,7 @@ from sinkscope.results.run import RunData
 from sinkscope.verdict.analysis import settings
 from sinkscope.verdict.report import Report
 
-PLAN, EVICTION, CONTROLS, SINKS = "Plan", "Eviction alone", "Controls", "Sinks"
+PLAN, EVICTION, CONTROLS, SINKS, TASKS = "Plan", "Eviction alone", "Controls", "Sinks", "Retrieval by the tokens kept"
 SERVED_FORMATS, BITS_OF_CACHE = "Formats that vLLM serves", "Bits of the cache"
 JSON, PRESS = "plan.json", "plan_press.py"
 FEWEST_DOCUMENTS = 8  # with fewer, an interval says little about other texts
@@ -108,7 +110,7 @@ def _interval(value: float, low: float, high: float, form: str) -> str:
 def findings(run: RunData) -> list[Finding]:
     found: list[Finding] = []
     for budget in run.manifest["kv_plan"]["budgets"]:
-        found += _at_budget(run, budget)
+        found += [*_at_budget(run, budget), *_retrieved(run, budget)]
     table = run.tables["kv_plan"].query("budget == 1").set_index(["plan", "sinks"])
     found += [_served(run, name, table) for name in SERVED]
     for bits in CACHE_BITS:
@@ -174,6 +176,23 @@ def _at_budget(run: RunData, budget: float) -> Iterator[Finding]:
         sentence += f"{draws['ratio'].max():.3f}, retrieval {retrieval}"
         numbers |= {name: tuple(draws["ratio"]), f"{name} kept": tuple(draws["kept"])}
     yield Finding("controls", CONTROLS, numbers=numbers, sentence=f"{sentence}.")
+
+
+def _retrieved(run: RunData, budget: float) -> Iterator[Finding]:
+    """Yield what each task's plans retrieve at a budget, those that evict after the prompt first."""
+    for task, table in run.tables["kv_tasks"].query("budget == @budget").groupby("task", sort=False):
+        dense, *rows = table.to_dict("records")
+        where = "follows the prompt" if task == COPY else "ends the prompt, which is read before an eviction"
+        sentence = f"`{task}`, whose question {where}: the dense cache predicts {dense['retrieval']:.0%} of the tokens"
+        numbers = {"budget": budget} | {row["plan"]: row["kept"] for row in rows}
+        if dense["retrieval"] < ABLE:
+            outcome, sentence = Outcome.UNDEFINED, f"{sentence}, less than {ABLE:.0%}, too few to compare plans."
+        else:
+            kept = [
+                f"`{row['plan']}` {_interval(row['kept'], row['kept_low'], row['kept_high'], '.0%')}" for row in rows
+            ]
+            outcome, sentence = Outcome.MEASURED, f"{sentence}; at a budget of {budget:.0%} of these {', '.join(kept)}."
+        yield Finding(str(task), TASKS, outcome, dense["retrieval"], numbers=numbers, sentence=sentence)
 
 
 def _served(run: RunData, name: str, table: pd.DataFrame) -> Finding:

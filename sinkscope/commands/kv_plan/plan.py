@@ -7,7 +7,7 @@ permits, more where the output loses most. Calibration texts decide how many tok
 Other texts then show the plan's cost, next to controls of equal memory.
 
 There are two tasks: perplexity on the text, and retrieval: the text's first tokens are repeated at its end, when a
-window has evicted them. A loss of retrieval hardly changes perplexity.
+window has evicted them, or a key and its value are. A loss of retrieval hardly changes perplexity.
 
 No engine runs such a plan, so it is a bound for what engines could do. `SERVED` has what vLLM runs.
 """
@@ -15,8 +15,8 @@ No engine runs such a plan, so it is a bound for what engines could do. `SERVED`
 import itertools
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
@@ -25,11 +25,21 @@ import numpy as np
 import pandas as pd
 import torch
 from rich.console import Console
+from torch import nn
 
 from sinkscope.attention.kernels import AttentionCall, fused_attention, raw_logits, upcast
 from sinkscope.attention.seam import attending_by_kernels
+from sinkscope.attention.streaming import query_at
 from sinkscope.attention.taps import Seam
-from sinkscope.commands.kv_plan.eviction import evicting_attention
+from sinkscope.attention.weights import AttentionRead
+from sinkscope.commands.kv_plan.eviction import (
+    EVICTIONS,
+    EXPECTED,
+    PromptRead,
+    after_eviction,
+    evicting_attention,
+    mean_rotation,
+)
 from sinkscope.commands.kv_plan.options import SHORTEST_TEXT
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.console import print_line
@@ -66,7 +76,18 @@ DENSE, FIRST_AND_LAST, COMBINED, RANDOM = "dense", "first-and-last", "combined",
 RANDOM_COMBINED = f"{RANDOM} {COMBINED}"
 SPARED = 0.1  # share of the layers that a format may leave unquantized
 COSTLIEST_SPARED, RANDOM_SPARED = "costliest layers spared", "random layers spared"
+COPY = "copy"
+PAIRS = {"needle": 1, "keys": 8}  # task → number of pairs of a key and a value in the first half of a text
+KEY = VALUE = 4  # tokens
+ABLE = 0.5  # share that the dense cache has to retrieve, or else a task says nothing about plans
 
+RETRIEVED = (
+    Column("retrieval", "share of the repeated tokens that are predicted"),
+    Column("guessed", "share of the same tokens that are predicted where they occur first"),
+    Column("kept", f"retrieval ÷ that of the dense cache; NaN if that is below {ABLE}"),
+    Column("kept_low", "lower end of its 95 % interval, over sequences"),
+    Column("kept_high", "upper end"),
+)
 KV_PLAN_TABLES: dict[str, Columns] = {
     "kv_plan": (
         Column("budget", "the wanted share of the dense cache's memory; 1 for comparisons without a budget"),
@@ -82,11 +103,7 @@ KV_PLAN_TABLES: dict[str, Columns] = {
         Column("ratio", "perplexity ÷ that of the dense cache"),
         Column("ratio_low", "lower end of its 95 % interval, over sequences"),
         Column("ratio_high", "upper end"),
-        Column("retrieval", "share of the copy's tokens that are predicted"),
-        Column("guessed", "share of the same tokens that are predicted where they occur first"),
-        Column("kept", "retrieval ÷ that of the dense cache; NaN if that is 0"),
-        Column("kept_low", "lower end of its 95 % interval, over sequences"),
-        Column("kept_high", "upper end"),
+        *RETRIEVED,
     ),
     "kv_plan_by_sequence": (
         Column("budget", "as in kv_plan"),
@@ -95,6 +112,14 @@ KV_PLAN_TABLES: dict[str, Columns] = {
         SEQUENCE,
         Column("loss", "mean cross-entropy on the text", "nats per token"),
         Column("retrieval", "share of the copy's tokens that are predicted"),
+    ),
+    "kv_tasks": (
+        Column("budget", "as in kv_plan"),
+        Column("plan", "as in kv_plan, or an eviction after the prompt", kind="text"),
+        Column("task", "what is retrieved: the copy, a needle's value, or that of one of several keys", kind="text"),
+        Column("memory", "as in kv_plan"),
+        Column("loss", "mean cross-entropy on what is retrieved", "nats per token"),
+        *RETRIEVED,
     ),
     "kv_heads": (
         Column("budget", "as in kv_plan"),
@@ -118,22 +143,41 @@ KV_PLAN_TABLES: dict[str, Columns] = {
 
 @dataclass(frozen=True)
 class CopiedText:
-    """A sequence that is followed by a copy of its first tokens, with its predicted sinks."""
+    """A prompt that is followed by some of its first tokens once more, with its predicted sinks."""
 
     ids: np.ndarray
-    copied: int  # number of last tokens that repeat those from position 1 on
+    copied: int  # number of last tokens, those after the prompt
     sinks: tuple[int, ...] = ()  # positions
+    first: int = 1  # position from which on they are in the prompt
+    unknown: int = UNKNOWN_COPIES  # first of them that are not counted
 
     @classmethod
     def of(cls, ids: np.ndarray) -> Self:
         copied = len(ids) // TEXTS_PER_COPY
         return cls(np.concatenate([ids, ids[1 : 1 + copied]]), copied)
 
+    @classmethod
+    def asking(cls, ids: np.ndarray, pairs: np.ndarray, random: np.random.Generator) -> Self:
+        """Write pairs (n,8) into ids (T,), and the first one's key at their end, which its value follows."""
+        places = FIRST_TOKENS + pairs.shape[1] * random.permutation(len(ids) // (2 * pairs.shape[1]))[: len(pairs)]
+        asking = np.append(ids, pairs[0, KEY:])
+        asking[places[:, None] + np.arange(pairs.shape[1])] = pairs
+        asking[len(ids) - KEY : len(ids)] = pairs[0, :KEY]
+        return cls(asking, VALUE, first=int(places[0]) + KEY, unknown=0)
+
     @property
     def parts(self) -> tuple[slice, slice, slice]:
-        """The predictions of the text, of the copy without its first tokens, and of the same tokens before."""
+        """The predictions of the prompt, of the tokens after it that count, and of the same tokens before."""
         end = len(self.ids) - self.copied - 1
-        return slice(0, end), slice(end + UNKNOWN_COPIES, None), slice(UNKNOWN_COPIES, self.copied)
+        before = slice(self.first - 1 + self.unknown, self.first - 1 + self.copied)
+        return slice(0, end), slice(end + self.unknown, None), before
+
+
+def questions_of(sequences: Sequence[np.ndarray], seed: int) -> list[CopiedText]:
+    """Return a question in each text, for one task after the other; pairs are random tokens of the texts."""
+    random, tokens = np.random.default_rng(seed), np.unique(np.concatenate([ids[1:] for ids in sequences]))
+    drawn = ((random.choice(tokens, (n, KEY + VALUE)), ids) for n in PAIRS.values() for ids in sequences)
+    return [CopiedText.asking(ids, pairs, random) for pairs, ids in drawn]
 
 
 def predicted_sinks(
@@ -257,6 +301,7 @@ class Plan:
     tokens: float = 1.0  # share of all tokens that is kept
     share: float = 0.0  # share of the kept tokens in heads that keep all
     served: str = ""  # the format of keys and values; "": `snap_rotated`, after their mean is subtracted
+    evicts: str = ""  # the eviction after the prompt by which windows' numbers of tokens are kept; "": the last ones
 
     @property
     def grid_bits(self) -> int:
@@ -372,6 +417,32 @@ def attending_with_plan(
     return attending_by_kernels(seams, {row[0]: partial(attend, *row) for row in rows})
 
 
+@contextmanager
+def attending_after_eviction(
+    modules: Mapping[int, nn.Module], seams: Mapping[int, Seam], plan: Plan, batch: Batch, prompt: int, sizes: Sizes
+) -> Iterator[None]:
+    """Let the model read one text, of whose prompt the heads of each layer keep what the eviction of a plan scores."""
+    ahead: dict[int, torch.Tensor] = {}
+
+    def look_ahead(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if (tables := kwargs.get("position_embeddings")) is not None:
+            ahead[layer] = query_at(mean_rotation(tables, prompt), seams[layer], module, args, kwargs).query
+
+    def attend(layer: int, count: int, reach: int, *call: Any) -> Attended:
+        query, key, value, attention_call = call
+        mix, lse = fused_attention(*call)
+        attention = AttentionRead(query, key, value, lse, attention_call, batch)
+        scores = EVICTIONS[plan.evicts](PromptRead(attention, prompt, count, ahead.pop(layer, query)))
+        return torch.cat([mix[:, :, :prompt], after_eviction(attention, scores, count, reach)], dim=2), lse
+
+    with ExitStack() as stack:
+        for layer, module in modules.items() if plan.evicts == EXPECTED else ():
+            stack.callback(module.register_forward_pre_hook(partial(look_ahead, layer), with_kwargs=True).remove)
+        rows = zip(sorted(seams), plan.windows[:, 0].tolist(), sizes.tokens.tolist(), strict=True)
+        stack.enter_context(attending_by_kernels(seams, {row[0]: partial(attend, *row) for row in rows}))
+        yield
+
+
 class PlanCost(NamedTuple):
     """The losses and the retrieval of a plan on some sequences."""
 
@@ -379,6 +450,13 @@ class PlanCost(NamedTuple):
     copy_loss: np.ndarray  # (N,): mean over the copy's tokens
     retrieval: np.ndarray  # (N,): share of the copy's tokens that are predicted
     guessed: np.ndarray  # (N,): share of the same tokens that are predicted where they occur first
+
+
+def retrieved(cost: PlanCost, dense: PlanCost, weights: np.ndarray) -> dict[str, float]:
+    """Return the columns RETRIEVED of a plan; `weights` (1 + draws,N) are those of resampled texts."""
+    of_dense = weighted_means(dense.retrieval, weights)
+    kept = bootstrap(weighted_means(cost.retrieval, weights) / np.where(of_dense[0] < ABLE, np.nan, of_dense))
+    return {"retrieval": cost.retrieval.mean(), "guessed": cost.guessed.mean(), **kept.as_columns("kept")}
 
 
 def number_spared(layers: int) -> int:
@@ -426,9 +504,10 @@ class PlanStudy:
         console: Console,
         seed: int,
     ) -> None:
-        """The last `calibration` texts are not measured, and the seams are in place."""
+        """The last `calibration` texts are not measured, those before are by task, and the seams are in place."""
         self.subject, self.seams, self.console, self.seed = subject, seams, console, seed
-        self.measured, self.calibration = texts[:-calibration], texts[-calibration:]
+        size, self.calibration = (len(texts) - calibration) // (1 + len(PAIRS)), texts[-calibration:]
+        self.tasks = {task: texts[nth * size : (nth + 1) * size] for nth, task in enumerate((COPY, *PAIRS))}
         self.layers = sorted(seams)
         self.centers: dict[int, list[torch.Tensor]] = {}  # layer → means of keys and values (K,1,d), without sinks
         self.sizes = self._sizes(max(len(text.sinks) for text in texts))
@@ -436,6 +515,7 @@ class PlanStudy:
         self.dense = self._plan(DENSE, self.sizes.dense, sinks=NO_SINKS)
         self.rows: list[dict[str, Any]] = []
         self.sequences: list[dict[str, Any]] = []
+        self.retrievals: list[dict[str, Any]] = []
         self.heads: list[dict[str, Any]] = []
 
     def tables(self, budgets: Sequence[float]) -> dict[str, pd.DataFrame]:
@@ -453,6 +533,7 @@ class PlanStudy:
             for name, lost in ({f"{CACHE_BITS[1]} bits": losses} | of_served).items()
         ]
         tables = {"kv_plan": self.rows, "kv_plan_by_sequence": self.sequences, "kv_heads": self.heads}
+        tables["kv_tasks"] = self.retrievals
         return {name: pd.DataFrame(rows) for name, rows in tables.items()} | {"kv_layers": pd.concat(layers)}
 
     # --- what the calibration texts show
@@ -598,7 +679,16 @@ class PlanStudy:
             for name, plan in ((RANDOM, best[ranking]), (RANDOM_COMBINED, combined)):
                 # heads whose layers see more tokens may leave none for windows
                 plans += made(f"{name} {draw}", heads, layers, [plan.tokens], [plan.share, 0.0])[:1]
-        self._note(budget, [*plans, self._plan(FIRST_AND_LAST, first_and_last, sinks=FIRST_FOUR)])
+        self._note(budget, [*plans, control := self._plan(FIRST_AND_LAST, first_and_last, sinks=FIRST_FOUR)])
+        self._note_tasks(budget, [self.dense, *self._evictions(budget), *best.values(), combined, control])
+
+    def _evictions(self, budget: float) -> list[Plan]:
+        """Return plans that keep a share of all tokens after the prompt, for the scores that the model has."""
+        windows = np.maximum(1, budget * self.sizes.tokens).astype(int)[:, None].repeat(self.sizes.kv_heads, 1)
+        family = self.subject.family
+        has_tables = family.door == "interface" or "rotary" not in family.kinds_of_positions
+        names = [name for name in EVICTIONS if name != EXPECTED or has_tables]
+        return [replace(self._plan(name, windows, sinks=NO_SINKS), evicts=name) for name in names]
 
     def _rounded_plans(self) -> list[Plan]:
         """Return keys and values on fewer bits, with predicted sinks, first tokens or none in full precision."""
@@ -630,10 +720,15 @@ class PlanStudy:
 
     def _read(self, plans: Sequence[Plan], texts: Sequence[CopiedText]) -> list[PlanCost]:
         """Return the cost of each plan. Raises SinkscopeError if a loss is not finite."""
+        modules = self.subject.family.attentions(self.subject.loaded.model)
 
         def read_batch(plan: Plan, opened: None, batch: Batch, observables: Any) -> torch.Tensor:
             text, ids = texts[batch.first], batch.token_ids
-            with attending_with_plan(self.seams, plan, plan.sinks_of(text), self.centers):
+            cache = attending_with_plan(self.seams, plan, plan.sinks_of(text), self.centers)
+            if plan.evicts:
+                prompt = len(text.ids) - text.copied
+                cache = attending_after_eviction(modules, self.seams, plan, batch, prompt, self.sizes)
+            with cache:
                 logits = logits_on(self.subject, batch)
             losses, hits = token_losses(logits, ids)[0].cpu(), logits[0, :-1].argmax(-1).cpu() == ids[0, 1:]
             of_text, of_copy, before = text.parts
@@ -643,7 +738,8 @@ class PlanStudy:
         keys = []
         for plan in plans:
             sinks = tuple(plan.sinks_of(text) for text in texts)
-            keys.append((texts is self.measured, plan.windows.tobytes(), plan.bits.tobytes(), plan.served, sinks))
+            sizes = plan.windows.tobytes(), plan.bits.tobytes()
+            keys.append((id(texts), *sizes, plan.served, plan.evicts, sinks))
         unread = {key: plan for key, plan in zip(keys, plans, strict=True) if key not in self.costs}
         settings = [Setting(nullcontext, partial(read_batch, plan)) for plan in unread.values()]
         subject = replace(self.subject, inputs=self._inputs(texts))
@@ -661,14 +757,11 @@ class PlanStudy:
 
     def _note(self, budget: float, plans: Sequence[Plan]) -> None:
         """Measure plans and record them."""
-        dense, *costs = self._read([self.dense, *plans], self.measured)
-        texts = self._inputs(self.measured).texts
+        dense, *costs = self._read([self.dense, *plans], self.tasks[COPY])
+        texts = self._inputs(self.tasks[COPY]).texts
         weights = resamplings_of(texts)
-        of_dense = weighted_means(dense.retrieval, weights)
-        of_dense[of_dense == 0] = np.nan  # the model itself retrieves nothing
         for plan, cost in zip(plans, costs, strict=True):
             ratio = bootstrap(np.exp(resampled_cost(cost.loss, dense.loss, np.ones(len(texts)), texts)))
-            retained = bootstrap(weighted_means(cost.retrieval, weights) / of_dense)
             measured = f"perplexity × {ratio.value:.3f}, {cost.retrieval.mean():.0%} of the copy predicted"
             print_line(self.console, f"{plan.name} ({plan.sinks} kept): {measured}")
             whole, loss = plan.windows == ALL_TOKENS, float(cost.loss.mean())
@@ -684,13 +777,20 @@ class PlanStudy:
                     "paged_memory": self.sizes.memory(replace(plan, windows=shared)),
                     "loss": loss,
                     "perplexity": perplexity(loss),
-                    "retrieval": float(cost.retrieval.mean()),
-                    "guessed": float(cost.guessed.mean()),
                     **ratio.as_columns("ratio"),
-                    **retained.as_columns("kept"),
+                    **retrieved(cost, dense, weights),
                 }
             )
             for sequence, numbers in enumerate(zip(cost.loss, cost.retrieval, strict=True)):
                 self.sequences.append(
                     row | {"sequence": sequence} | dict(zip(("loss", "retrieval"), numbers, strict=True))
                 )
+
+    def _note_tasks(self, budget: float, plans: Sequence[Plan]) -> None:
+        """Measure and record what is retrieved with plans, of which the first is the dense cache."""
+        weights = resamplings_of(self._inputs(self.tasks[COPY]).texts)
+        for task, texts in self.tasks.items():
+            costs = self._read(plans, texts)
+            for plan, cost in zip(plans, costs, strict=True):
+                row = {"layer": -1, "budget": budget, "plan": plan.name, "task": task, "loss": cost.copy_loss.mean()}
+                self.retrievals.append(row | {"memory": self.sizes.memory(plan)} | retrieved(cost, costs[0], weights))

@@ -27,7 +27,7 @@ import sinkscope
 from sinkscope.attention.kernels import AttentionCall, fused_attention
 from sinkscope.attention.seam import open_seam
 from sinkscope.commands.kv_plan import plan as plans_of_caches
-from sinkscope.commands.kv_plan.eviction import evicting_attention
+from sinkscope.commands.kv_plan.eviction import EVICTIONS, evicting_attention
 from sinkscope.commands.kv_plan.figures import draw_kv_plan
 from sinkscope.commands.kv_plan.findings import findings, plans, vllm_options
 from sinkscope.commands.kv_plan.options import LEAST_KEPT
@@ -37,6 +37,7 @@ from sinkscope.commands.kv_plan.plan import (
     FIRST_FOUR,
     FIRST_TOKENS,
     NO_SINKS,
+    PAIRS,
     RANDOM_SPARED,
     RANKINGS,
     SERVED,
@@ -234,6 +235,13 @@ def test_command(run: Run) -> None:
     ids = torch.tensor(np.load(run.manifest["config"]["input"])[:2, :128])
     losses = [tiny_model("llama")(text[None], labels=text[None]).loss for text in ids]
     assert table.loc[(1.0, "dense")]["loss"].item() == pytest.approx(float(sum(losses)) / 2, rel=1e-5)
+    tasks = run.tables["kv_tasks"].set_index(["task", "plan"])
+    assert (tasks["memory"].drop("dense", level="plan") <= 0.25).all()
+    assert np.allclose(tasks.loc["copy"].loc[[*EVICTIONS]]["memory"], 0.25)
+    for name in ("combined", *RANKINGS):
+        assert tasks.loc["copy", name]["retrieval"] == at_budget.loc[name]["retrieval"]
+    assert tasks.loc["copy"].loc[[*EVICTIONS]]["loss"].nunique() == len(EVICTIONS)
+    assert not np.allclose(*(tasks.loc[task].loc[[*EVICTIONS]]["loss"] for task in PAIRS))
     assert "% of the memory (" in run.verdict
     assert run.manifest["kv_plan"]["documents"] == 2
     assert "The measured texts are from 2 documents, which are few for an interval." in run.verdict
@@ -350,20 +358,32 @@ def test_files_and_figure_have_the_numbers_of_the_tables(run: Run) -> None:
 
 
 def test_retrieval_is_of_the_copy_and_guesses_are_before_it(monkeypatch: pytest.MonkeyPatch, ids: Path) -> None:
-    """The logits of a model that knows the copy alone replace the model's."""
+    """The logits of a model that knows only what follows prompts replace the model's."""
     read = plans_of_caches.logits_on
 
     def knowing_the_copy(subject: Subject, batch: Batch) -> torch.Tensor:
         logits = torch.zeros_like(read(subject, batch))
-        logits[0, range(127, 143), batch.token_ids[0, 128:]] = 9.0
+        logits[0, range(127, logits.shape[1] - 1), batch.token_ids[0, 128:]] = 9.0
         return logits
 
     monkeypatch.setattr(plans_of_caches, "logits_on", knowing_the_copy)
     run = sinkscope.kv_plan(tiny_model("llama"), input=ids, page=False, figures=(), **SMALL)
     table = run.tables["kv_plan"]
     assert (table[["retrieval", "guessed", "kept"]] == [1, 0, 1]).all(axis=None)
+    tasks = run.tables["kv_tasks"]
+    assert (tasks[["retrieval", "kept"]] == 1).all(axis=None)
+    assert (tasks["guessed"] == 0).mean() > 0.9
     outcomes = {finding.name: finding.outcome for finding in run.findings}
     assert outcomes["plan"] == Outcome.CONFIRMED
+    assert {outcomes[task] for task in ("copy", *PAIRS)} == {Outcome.MEASURED}
+    half = changed(run, "kv_tasks", retrieval=0.49)
+    assert {finding.outcome for finding in findings(half) if finding.name in PAIRS} == {Outcome.UNDEFINED}
+    marked = changed(run, "kv_tasks", kept=range(len(tasks)))
+    for finding in findings(marked):
+        if finding.name in ("copy", *PAIRS):
+            expected = marked.tables["kv_tasks"].query("task == @finding.name").set_index("plan")["kept"][1:]
+            assert {name: finding.numbers[name] for name in expected.index} == expected.to_dict()
+            assert "`tova` " in finding.sentence
 
 
 def test_a_plan_adds_the_losses_of_text_and_copy() -> None:
@@ -381,6 +401,7 @@ def test_the_best_plan_of_each_ranking_and_the_best_ranking_are_taken() -> None:
     vars(study).update(
         sizes=SIZES, layers=[4, 5], seed=0, heads=[], calibration=(), scores=lambda *_: scores, _read=lambda *_: None,
         _added=lambda plan: (plan.name != "output-loss") + abs(plan.share - 0.5) + (plan.tokens - 0.8) ** 2,
+        _evictions=lambda *_: [], dense=None, _note_tasks=lambda *_: None,
         _note=lambda budget, plans: noted.update({plan.name: plan for plan in plans}),
     )  # fmt: skip
     study._plan_for(0.5, np.ones((2, 2)), SIZES.dense)
