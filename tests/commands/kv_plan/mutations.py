@@ -89,6 +89,7 @@ MUTATIONS = [
      "0 * mix[:, :, :prompt]"),
     ("evictions: of the largest layer", "plan", "PlanStudy._evictions",
      "budget * self.sizes.tokens)", "budget * self.sizes.tokens.max() + 0 * self.sizes.tokens)"),
+    ("evictions: without rotations", "plan", "PlanStudy._evictions", "or has_tables", "or True"),
     ("question: another pair's key", "plan", "CopiedText.asking", "pairs[0, :KEY]", "pairs[-1, :KEY]"),
     ("question: begins with the key", "plan", "CopiedText.asking", "int(places[0]) + KEY", "int(places[0])"),
     ("questions: late", "plan", "CopiedText.asking", "// (2 * pairs.shape[1])", "// pairs.shape[1] - 2"),

@@ -1,5 +1,7 @@
 """Caches that are pruned after the prompt: scores on exact cases, plain transformers under a mask, and questions."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,16 @@ from sinkscope.attention.seam import open_seam
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.commands.kv_plan import plan as plans_of_caches
 from sinkscope.commands.kv_plan.eviction import EVICTIONS, EXPECTED, PromptRead, after_eviction, mean_rotation
-from sinkscope.commands.kv_plan.plan import KEY, VALUE, CopiedText, Plan, Sizes, attending_after_eviction, questions_of
+from sinkscope.commands.kv_plan.plan import (
+    KEY,
+    VALUE,
+    CopiedText,
+    Plan,
+    PlanCost,
+    Sizes,
+    attending_after_eviction,
+    questions_of,
+)
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch
 
@@ -149,9 +160,30 @@ def test_questions_are_early_and_the_key_ends_the_prompt() -> None:
 
 def test_windows_after_the_prompt_are_of_what_a_layer_sees() -> None:
     study = object.__new__(plans_of_caches.PlanStudy)
+    vars(study).update(sizes=Sizes(np.array([100, 41]), 2, 16, 1))
+    for door, positions, names in (
+        ("interface", "rotary", [*EVICTIONS]), ("interceptor", "learned", [*EVICTIONS]),
+        ("interceptor", "rotary", ["snapkv", "tova"]),
+    ):  # fmt: skip
+        vars(study)["subject"] = SimpleNamespace(family=SimpleNamespace(door=door, kinds_of_positions={positions}))
+        plans = study._evictions(0.25)
+        assert [plan.evicts for plan in plans] == names
+        for plan in plans:
+            assert plan.windows.tolist() == [[25, 25], [10, 10]]
+            assert study.sizes.memory(plan) == pytest.approx(70 / 282)
+
+
+@pytest.mark.parametrize(("dense", "kept"), [([0.8, 0.6], 0.5), ([0.8, 0.1], float("nan"))])
+def test_what_is_kept_is_a_share_of_what_the_dense_cache_retrieves(dense: list[float], kept: float) -> None:
+    study, plan = object.__new__(plans_of_caches.PlanStudy), Plan("", np.zeros(1), np.zeros(1))
+    retrieval = [np.array(x) for x in (dense, [0.4, 0.3], [0.2, 0.1])]
+    costs = [PlanCost(*np.full((2, 2), [[9.0], [2.0]]), each, each / 10) for each in retrieval]
     vars(study).update(
-        sizes=Sizes(np.array([100, 41]), 2, 16, 1), subject=type("", (), {"family": find_family(tiny_model("llama"))})
-    )
-    for plan in study._evictions(0.25):
-        assert plan.windows.tolist() == [[25, 25], [10, 10]]
-        assert study.sizes.memory(plan) == pytest.approx(70 / 282)
+        tasks={"copy": ()}, retrievals=[], sizes=SimpleNamespace(memory=lambda plan: 0.25), _read=lambda *_: costs,
+        _inputs=lambda _: SimpleNamespace(texts=(0, 1)),
+    )  # fmt: skip
+    study._note_tasks(0.25, [plan] * 3)
+    row = study.retrievals[1]
+    assert row["kept"] == pytest.approx(kept, nan_ok=True)
+    assert (row["memory"], row["loss"]) == (0.25, 2.0)
+    assert (row["retrieval"], row["guessed"]) == pytest.approx((0.35, 0.035))
