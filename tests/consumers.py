@@ -93,7 +93,7 @@ with torch.no_grad():
     for text in ids:
         cache, copy = DynamicCache(), text[1 : 1 + copied]
         with presses[name](model):
-            model(text[None], past_key_values=cache)
+            model(text[None], past_key_values=cache, cache_position=torch.arange(length))  # kvpress reads it
         places = torch.arange(length, length + copied)[None]
         logits = model(copy[None], past_key_values=cache, position_ids=places).logits[0, 7:-1]
         losses.append(torch.nn.functional.cross_entropy(logits, copy[8:]).item())
