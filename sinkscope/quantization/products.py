@@ -43,7 +43,7 @@ class Matrix:
 
     @property
     def module(self) -> str:
-        """The name under which llm-compressor and vLLM know it; an expert's matrices are modules there."""
+        """The name of a module that could be spared, which an expert's matrices are, too, where models are served."""
         return self.path if self.expert is None else f"{self.path}.{self.expert}.{self.parameter}"
 
 

@@ -1,5 +1,6 @@
 """The findings of a run of `quantize` on presets with their sentences, and its recipes for llm-compressor."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -130,7 +131,10 @@ def ignored(run: RunData, scheme: str) -> list[str]:
     if (cures := run.tables.get("formats_cures")) is None or (modules := run.tables.get("formats_modules")) is None:
         return []
     row = cures[(cures["scheme"] == scheme) & (cures["cure"] == "spare")].iloc[0]
-    return list(modules["module"][(modules["scheme"] == scheme) & modules["is_spared"] & is_worth(row)])
+    spared = modules["module"][(modules["scheme"] == scheme) & modules["is_spared"] & is_worth(row)]
+    # llm-compressor stores an expert's stacked matrix as two linear layers
+    names = (re.sub(r"(\.\d+\.)gate_up_proj$", rf"\1{half}_proj", path) for path in spared for half in ("gate", "up"))
+    return list(dict.fromkeys(names))
 
 
 # cure → (what is done, from the column `setting`; its control)

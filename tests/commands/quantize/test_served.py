@@ -340,6 +340,18 @@ def test_marks_of_spared_tokens_are_at_the_cost_that_is_left() -> None:
     assert marks == {"sink tokens spared": {(0.07,)}, "random tokens spared": {(0.06, 0.11)}}
 
 
+def test_a_recipe_names_experts_as_llm_compressor_does() -> None:
+    run = run_of((0.1, 0.05, 0.2), recovered=(0.02, 0.011, 0.03, 0.0, -0.01, 0.01, 0.02, 0.001, 0.03))
+    run.tables["formats_modules"]["module"] = [
+        "mlp.experts.3.gate_up_proj",
+        "mlp.gate_up_proj",
+        "mlp.experts.0.down_proj",
+    ]
+    run.tables["formats_modules"]["is_spared"] = True
+    names = ["mlp.experts.3.gate_proj", "mlp.experts.3.up_proj", "mlp.gate_up_proj", "mlp.experts.0.down_proj"]
+    assert served_findings.ignored(run, "W8A8") == names
+
+
 def test_recipes_are_those_that_compressed_tensors_reads(run: Run) -> None:
     texts = served_findings.files(run)
     assert set(texts) == {f"llm-compressor-{scheme}.yaml" for scheme in FITTING}
