@@ -11,14 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sinkscope.attention.seam import open_seam
 from sinkscope.commands.kv_plan.options import KvPlanOptions
-from sinkscope.commands.kv_plan.plan import (
-    COPY,
-    CopiedText,
-    PlanStudy,
-    check_plan_applies,
-    predicted_sinks,
-    questions_of,
-)
+from sinkscope.commands.kv_plan.plan import CopiedText, PlanStudy, check_plan_applies, predicted_sinks, questions_of
 from sinkscope.commands.measured import opened, shown
 from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError, counted
@@ -91,7 +84,7 @@ def kv_plan(
             "sink_layer": rule.layer,
             "sink_coordinates": list(rule.coordinates),
             "sink_at_least": None if rule.layer < 0 else rule.at_least,
-            "sinks": [len(text.sinks) for text in study.tasks[COPY]],
+            "sinks": [len(text.sinks) for text in study.measured],
         }
         manifest |= {"command": "kv-plan", "kv_plan": record}
         return finished(Run(manifest, tables, folder), console, figures, page)

@@ -17,14 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from sinkscope.attention.kernels import (
-    AttentionCall,
-    fused_attention,
-    numbers_at_once,
-    repeat_heads,
-    rows_at_once,
-    upcast,
-)
+from sinkscope.attention.kernels import AttentionCall, fused_attention, numbers_at_once, rows_at_once, upcast
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.measuring.sink_rule import FIRST_TOKENS
 
@@ -130,7 +123,7 @@ def expected_attention(read: PromptRead) -> torch.Tensor:
     """Return E[exp(scaling · q·k)] of a normal q, as a share of all tokens but the first four, times ‖v‖."""
     parts, scaling = (read.ahead, read.attention.key, read.attention.value), read.attention.call.scaling
     query, key, value = (upcast(x)[0, :, FIRST_TOKENS : read.prompt] for x in parts)
-    mean, keys = query.mean(1, keepdim=True), repeat_heads(key[None], len(query))[0]
+    mean, keys = query.mean(1, keepdim=True), key.repeat_interleave(len(query) // len(key), 0)
     covariance = (query - mean).mT @ (query - mean) / query.shape[1]
     exponents = scaling * (keys * mean).sum(-1) + scaling**2 / 2 * (keys @ covariance * keys).sum(-1)
     scores = read.by_kv_head(exponents.softmax(-1)) * value.norm(dim=-1)

@@ -508,6 +508,7 @@ class PlanStudy:
         self.subject, self.seams, self.console, self.seed = subject, seams, console, seed
         size, self.calibration = (len(texts) - calibration) // (1 + len(PAIRS)), texts[-calibration:]
         self.tasks = {task: texts[nth * size : (nth + 1) * size] for nth, task in enumerate((COPY, *PAIRS))}
+        self.measured = self.tasks[COPY]
         self.layers = sorted(seams)
         self.centers: dict[int, list[torch.Tensor]] = {}  # layer → means of keys and values (K,1,d), without sinks
         self.sizes = self._sizes(max(len(text.sinks) for text in texts))
@@ -757,8 +758,8 @@ class PlanStudy:
 
     def _note(self, budget: float, plans: Sequence[Plan]) -> None:
         """Measure plans and record them."""
-        dense, *costs = self._read([self.dense, *plans], self.tasks[COPY])
-        texts = self._inputs(self.tasks[COPY]).texts
+        dense, *costs = self._read([self.dense, *plans], self.measured)
+        texts = self._inputs(self.measured).texts
         weights = resamplings_of(texts)
         for plan, cost in zip(plans, costs, strict=True):
             ratio = bootstrap(np.exp(resampled_cost(cost.loss, dense.loss, np.ones(len(texts)), texts)))
@@ -788,7 +789,7 @@ class PlanStudy:
 
     def _note_tasks(self, budget: float, plans: Sequence[Plan]) -> None:
         """Measure and record what is retrieved with plans, of which the first is the dense cache."""
-        weights = resamplings_of(self._inputs(self.tasks[COPY]).texts)
+        weights = resamplings_of(self._inputs(self.measured).texts)
         for task, texts in self.tasks.items():
             costs = self._read(plans, texts)
             for plan, cost in zip(plans, costs, strict=True):

@@ -179,7 +179,8 @@ def test_what_is_kept_is_a_share_of_what_the_dense_cache_retrieves(dense: list[f
     retrieval = [np.array(x) for x in (dense, [0.4, 0.3], [0.2, 0.1])]
     costs = [PlanCost(*np.full((2, 2), [[9.0], [2.0]]), each, each / 10) for each in retrieval]
     vars(study).update(
-        tasks={"copy": ()}, retrievals=[], sizes=SimpleNamespace(memory=lambda plan: 0.25), _read=lambda *_: costs,
+        tasks={"copy": ()}, measured=(), retrievals=[],
+        sizes=SimpleNamespace(memory=lambda plan: 0.25), _read=lambda *_: costs,
         _inputs=lambda _: SimpleNamespace(texts=(0, 1)),
     )  # fmt: skip
     study._note_tasks(0.25, [plan] * 3)
