@@ -21,7 +21,7 @@ MOST_CHANGED = 1e-3  # largest difference of logits by rounding, relative to the
 
 
 class ModuleEnds:
-    """The inputs and outputs of all modules in one pass; they are kept, so that equal storage means one tensor.
+    """The inputs and outputs of all modules in one pass, by which a tensor is found where another module reads it.
 
     Raises:
         InputError: Weights are offloaded, so that they cannot be replaced.
@@ -50,12 +50,13 @@ class ModuleEnds:
         readers = {}
         for norm, output in self.outputs.items():
             if isinstance(weight := getattr(norm, "weight", None), torch.Tensor) and weight.dim() == 1:
-                readers[norm] = [each for each in self.linear if storage(self.inputs[each]) == storage(output)]
+                readers[norm] = [each for each in self.linear if source(self.inputs[each]) is source(output)]
         return {norm: layers for norm, layers in readers.items() if layers}
 
 
-def storage(x: torch.Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+def source(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor of which x is a view, or x itself."""
+    return x if x._base is None else x._base
 
 
 def _probe(model: PreTrainedModel) -> torch.Tensor:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from sinkscope.errors import InputError
 from sinkscope.models.edits import Edit
 from sinkscope.models.family import NOT_RUN, Family
-from sinkscope.models.norms import ModuleEnds, gain_of, reparametrized, storage
+from sinkscope.models.norms import ModuleEnds, gain_of, reparametrized, source
 from sinkscope.models.projections import by_output
 
 
@@ -71,8 +71,8 @@ def _rotated_weights(model: PreTrainedModel, family: Family, rotation: torch.Ten
             raise InputError(f"what layer {number} adds to the residual stream is not known")
         for address in (term.address for site in branches for term in block.terms(site)):
             path, _, end = address.rpartition(".")
-            added = storage((ends.inputs if end == "input" else ends.outputs)[layer.get_submodule(path)])
-            writer: Any = next((module for module in ends.linear if storage(ends.outputs[module]) == added), None)
+            added = source((ends.inputs if end == "input" else ends.outputs)[layer.get_submodule(path)])
+            writer: Any = next((module for module in ends.linear if source(ends.outputs[module]) is added), None)
             if writer is None:
                 raise InputError(f"layer {number} adds the {end} of {path}, which is not a linear layer's")
             weight = by_output(writer, writer.weight)

@@ -36,7 +36,7 @@ class Command:
     figures: Mapping[str, Sequence[tuple[str, ...]]] = field(default_factory=dict)
     of_arms: Sequence[str] = ()  # tables of which a figure shows all arms of one of its runs together
     of_cells: Sequence[str] = ()  # tables that are put together for many of its folders; (): it cannot be such a cell
-    cells_as_text: str = ""  # MODULE:FUNCTION, which returns title → table as text from the tables of all cells
+    cells_as_text: str = ""  # MODULE:FUNCTION, which returns title → table as text from `of_cells` of all
     whole_model: str = ""  # MODULE:FUNCTION, which returns `setting`, `metric`, `value` of a run, for model cards
     files: str = ""  # MODULE:FUNCTION, which returns further files of the folder of a run (output/run.py)
     summaries: str = ""  # MODULE:FUNCTION, which returns the tables that `compare` prints of one folder, by title

@@ -180,7 +180,9 @@ def _at_budget(run: RunData, budget: float) -> Iterator[Finding]:
 
 def _retrieved(run: RunData, budget: float) -> Iterator[Finding]:
     """Yield what each task's plans retrieve at a budget, those that evict after the prompt first."""
-    for task, table in run.tables["kv_tasks"].query("budget == @budget").groupby("task", sort=False):
+    if (tasks := run.tables.get("kv_tasks")) is None:  # a folder that was shared without them
+        return
+    for task, table in tasks.query("budget == @budget").groupby("task", sort=False):
         dense, *rows = table.to_dict("records")
         where = "follows the prompt" if task == COPY else "ends the prompt, which is read before an eviction"
         sentence = f"`{task}`, whose question {where}: the dense cache predicts {dense['retrieval']:.0%} of the tokens"

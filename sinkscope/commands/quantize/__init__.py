@@ -27,9 +27,6 @@ COMMANDS = (
                 ("quantization-split",
                     "cost with tokens, coordinates, a prefix or a rotation, and random controls", "quantization_split"),
             ),
-            "cells of a sweep": (
-                ("formats-models", "rise of perplexity by model and format that is served", "sweep_formats"),
-            ),
         },
         of_cells=("formats", "quantization"),  # of presets, of static schemes
         cells_as_text=".served_findings:cells_as_text",

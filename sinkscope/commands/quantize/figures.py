@@ -1,12 +1,10 @@
 """Figures of simulated quantization."""
 
-import math
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
 
 from sinkscope.commands.quantize.findings import probed_settings, setting_label, split_controls, split_settings, whole
 from sinkscope.errors import counted
@@ -222,41 +220,3 @@ def draw_formats_cost(run: RunData) -> Figure:
     ax.set_xlabel(METRICS["cost"].label)
     signs = FORMAT_MARKS | {"95 % over sequences": COST_INTERVAL}
     return figure.finish(title(run, style.TEXT), signs, ncols=3)
-
-
-# --- What each format costs each model: a cell for each, with the rise of perplexity in percent and its interval. Gray
-# cells are formats that do not apply. Models are those of a sweep.
-
-LEAST_RISE, MOST_RISE = 0.01, 1.0  # of perplexity: the palest and the darkest cell
-LONGEST_MODEL = 16  # characters
-
-
-def draw_formats_models(tables: Any) -> Figure:
-    table = tables.tables["sweep_formats"]
-    table = table[table["part"] == "all"]
-    schemes, models = list(dict.fromkeys(table["scheme"])), list(dict.fromkeys(table["model"]))
-    figure = new_figure(1.0 + 0.95 * len(models), 0.33 * len(schemes) + 0.75)
-    ax = figure.subplots()
-    rows = table.set_index(["scheme", "model"])
-    rises = np.expm1(rows["cost"].unstack().reindex(index=schemes, columns=models))
-    scale = LogNorm(LEAST_RISE, MOST_RISE, clip=True)
-    colors = style.SEQUENTIAL.with_extremes(bad="0.9")
-    ax.imshow(rises.clip(lower=LEAST_RISE / 2), cmap=colors, norm=scale, aspect="auto")
-    for (scheme, model), row in rows.iterrows():
-        value, *ends = (100 * math.expm1(row[name]) for name in ("cost", "cost_low", "cost_high"))
-        text = f"{value:+.{1 if abs(value) < 100 else 0}f} %"
-        if np.isfinite(ends).all():
-            text += "\n" + " to ".join(f"{end:.{1 if abs(value) < 100 else 0}f}" for end in ends)
-        color = "white" if scale(max(value / 100, LEAST_RISE)) > 0.45 else "black"
-        place = models.index(model), schemes.index(scheme)
-        ax.text(*place, text, ha="center", va="center", size=6, color=color, linespacing=1.1)
-    ax.set_xticks(np.arange(len(models))[1:] - 0.5, minor=True)
-    ax.set_yticks(np.arange(len(schemes))[1:] - 0.5, minor=True)
-    ax.grid(which="minor", color="white", linewidth=1.5)
-    ax.tick_params(which="minor", length=0)
-    ax.set_xticks(range(len(models)), [escape(shorten(model, LONGEST_MODEL)) for model in models])
-    ax.set_yticks(range(len(schemes)), schemes)
-    ax.tick_params(length=0, top=False, labeltop=True, bottom=False, labelbottom=False)
-    ax.spines[:].set_visible(False)
-    ax.set_xlabel("rise of perplexity, with its 95 % interval over texts")
-    return figure.finish("")

@@ -73,8 +73,8 @@ def overview(run: RunData) -> pd.DataFrame:
 
 
 def cells_as_text(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
-    """Return the cost of every scheme (rows) in every cell of a sweep (columns)."""
-    if (table := tables.get("sweep_formats")) is None:
+    """Return the cost of every scheme (rows) in every run (columns), from the tables of several runs."""
+    if (table := tables.get("formats")) is None:
         return {}
     table = table[table["part"] == ALL]
     names = table["model"] if table["cell"].nunique() == table["model"].nunique() else table["cell"]

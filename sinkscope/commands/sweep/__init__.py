@@ -25,6 +25,7 @@ COMMANDS = (
                 ("sweep-factor", "sink rate at the end of each training, every seed, next to WSE's", "sweep_training"),
                 ("sweep-training-sink",
                     "sink rate of each training by step, mean and range over seeds", "sweep_training"),
+                ("formats-models", "rise of perplexity by model and format that is served", "sweep_formats"),
                 ("sweep-training-loss", "loss of each training by step, mean and range over seeds", "sweep_training"),
             ),
         },

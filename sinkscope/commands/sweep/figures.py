@@ -1,17 +1,19 @@
 """Figures of the cells of a sweep."""
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from sinkscope.commands.sweep import factor_study
 from sinkscope.commands.sweep.factor_study import LEVEL, STUDY, with_levels
-from sinkscope.commands.sweep.tables import ENDS, EPSILON, NO_STEP, SweepTables, several
+from sinkscope.commands.sweep.tables import ENDS, EPSILON, FORMATS, NO_STEP, SweepTables, several
 from sinkscope.figures import plot, style
 from sinkscope.figures.labels import escape, heading, seeds_words
 from sinkscope.figures.spec import needs
@@ -371,3 +373,42 @@ def _panels(rows: pd.DataFrame, name: str, look: Look) -> tuple[Figure, list[Axe
     counts = rows.groupby(LEVEL)["seed"].nunique()
     seeds = seeds_words(counts.max(), counts.min())
     return figure, axes, [f"by {key}", seeds] if key else [seeds]
+
+
+# --- What each format costs each model: a cell for each, with the rise of perplexity in percent and its interval. Gray
+# cells are formats that do not apply. Models are those of a sweep.
+
+LEAST_RISE, MOST_RISE = 0.01, 1.0  # of perplexity: the palest and the darkest cell
+LONGEST_MODEL = 16  # characters
+
+
+@needs(lambda tables: FORMATS in tables.tables, "no cell measured number formats")
+def draw_formats_models(tables: SweepTables) -> Figure:
+    table = tables.tables[FORMATS]
+    table = table[table["part"] == "all"]
+    schemes, models = list(dict.fromkeys(table["scheme"])), list(dict.fromkeys(table["model"]))
+    figure = new_figure(1.0 + 0.95 * len(models), 0.33 * len(schemes) + 0.75)
+    ax = figure.subplots()
+    rows = table.set_index(["scheme", "model"])
+    rises = np.expm1(rows["cost"].unstack().reindex(index=schemes, columns=models))
+    scale = LogNorm(LEAST_RISE, MOST_RISE, clip=True)
+    colors = style.SEQUENTIAL.with_extremes(bad="0.9")
+    ax.imshow(rises.clip(lower=LEAST_RISE / 2), cmap=colors, norm=scale, aspect="auto")
+    for (scheme, model), row in rows.iterrows():
+        value, *ends = (100 * math.expm1(row[name]) for name in ("cost", "cost_low", "cost_high"))
+        text = f"{value:+.{1 if abs(value) < 100 else 0}f} %"
+        if np.isfinite(ends).all():
+            text += "\n" + " to ".join(f"{end:.{1 if abs(value) < 100 else 0}f}" for end in ends)
+        color = "white" if scale(max(value / 100, LEAST_RISE)) > 0.45 else "black"
+        place = models.index(model), schemes.index(scheme)
+        ax.text(*place, text, ha="center", va="center", size=6, color=color, linespacing=1.1)
+    ax.set_xticks(np.arange(len(models))[1:] - 0.5, minor=True)
+    ax.set_yticks(np.arange(len(schemes))[1:] - 0.5, minor=True)
+    ax.grid(which="minor", color="white", linewidth=1.5)
+    ax.tick_params(which="minor", length=0)
+    ax.set_xticks(range(len(models)), [escape(shorten(model, LONGEST_MODEL)) for model in models])
+    ax.set_yticks(range(len(schemes)), schemes)
+    ax.tick_params(length=0, top=False, labeltop=True, bottom=False, labelbottom=False)
+    ax.spines[:].set_visible(False)
+    ax.set_xlabel("rise of perplexity, with its 95 % interval over texts")
+    return figure.finish("")

@@ -20,7 +20,7 @@ from sinkscope.results.statistics import bootstrap, resamplings_of, weighted_mea
 from sinkscope.results.tables import LEADING, METRIC, VALUE, WHOLE_MODEL, Column, names_of, read_table
 from sinkscope.results.trainings import tokens_a_step
 
-SWEEP, EPSILON, SCORES = "sweep", "sweep_epsilon", "sweep_benchmark"
+SWEEP, EPSILON, SCORES, FORMATS = "sweep", "sweep_epsilon", "sweep_benchmark", "sweep_formats"
 # table of a cell → name of this table for all cells, if that is not its name after sweep_
 NAMES = {"summary": SWEEP, "claim": "claim", "route": "route"}
 ALPHA = "attention_heads_by_sequence"  # the table with the window mass of position 0 for every head and sequence
@@ -138,7 +138,9 @@ def cells_as_text(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]
     texts: dict[str, pd.DataFrame] = {}
     for record in records().values():
         if record.cells_as_text:
-            texts |= record.imported(record.cells_as_text)(tables)
+            names = {name: NAMES.get(name, f"sweep_{name}") for name in record.of_cells}
+            of_cells = {name: tables[common] for name, common in names.items() if common in tables}
+            texts |= record.imported(record.cells_as_text)(of_cells)
     return texts
 
 

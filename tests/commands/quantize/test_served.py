@@ -19,10 +19,11 @@ from torch import nn
 from sinkscope import Run, quantize
 from sinkscope.commands.card.tables import values_of
 from sinkscope.commands.quantize import served_findings
-from sinkscope.commands.quantize.figures import FORMAT_MARKS, draw_formats_cost, draw_formats_models
+from sinkscope.commands.quantize.figures import FORMAT_MARKS, draw_formats_cost
 from sinkscope.commands.quantize.manifest import EncodingEntry, Served
 from sinkscope.commands.quantize.served import ALL, INPUTS, RANDOM_DRAWS, WEIGHTS, Factors, LargestFactors, StoredInputs
-from sinkscope.commands.sweep.tables import SweepTables
+from sinkscope.commands.sweep.figures import draw_formats_models
+from sinkscope.commands.sweep.tables import FORMATS, SweepTables
 from sinkscope.errors import InputError
 from sinkscope.models.families import find_family
 from sinkscope.quantization.formats import PRESETS, Encoding
@@ -369,15 +370,15 @@ def test_costs_of_many_models_are_side_by_side_in_text_and_figure() -> None:
          "cost_low": cost - 0.1, "cost_high": cost + 0.2}
         for model, costs in numbers.items() for scheme, cost in costs.items() for part in (ALL, INPUTS)
     ]  # fmt: skip
-    table = {"sweep_formats": pd.DataFrame(rows)}
-    (text,) = served_findings.cells_as_text(table).values()
+    table = pd.DataFrame(rows)
+    (text,) = served_findings.cells_as_text({"formats": table}).values()
     assert text.to_dict("list") == {
         "scheme": ["W8A8", "FP8", "MXFP4"],
         "a": ["0.500 (0.400 to 0.700)", "-0.010 (-0.110 to 0.190)", "0.900 (0.800 to 1.100)"],
         "b": ["0.020 (-0.080 to 0.220)", "0.100 (0.000 to 0.300)", "does not apply"],
     }
     assert served_findings.cells_as_text({}) == {}
-    (ax,) = draw_formats_models(SweepTables(table, {})).axes
+    (ax,) = draw_formats_models(SweepTables({FORMATS: table}, {})).axes
     cells = {each.get_position(): each.get_text() for each in ax.texts}
     assert cells == {
         (0, 0): "+64.9 %\n49.2 to 101.4", (0, 1): "-1.0 %\n-10.4 to 20.9", (0, 2): "+146 %\n123 to 200",

@@ -57,7 +57,13 @@ DRAWN: dict[str, tuple[list[dict[str, Any]], dict[str, list[tuple[float, float]]
 }  # fmt: skip
 
 
-OF_OTHER_TABLES = {"sweep-benchmarks", "sweep-factor", "sweep-training-sink", "sweep-training-loss"}  # tested elsewhere
+OF_OTHER_TABLES = {
+    "sweep-benchmarks",
+    "sweep-factor",
+    "sweep-training-sink",
+    "sweep-training-loss",
+    "formats-models",
+}  # elsewhere
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS["cells of a sweep"] if name not in OF_OTHER_TABLES])
