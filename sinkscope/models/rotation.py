@@ -83,4 +83,6 @@ def _rotated_weights(model: PreTrainedModel, family: Family, rotation: torch.Ten
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, like: Any = None) -> torch.Tensor:
-    return (a.double() @ b.double()).to(a.dtype if like is None else like.dtype).contiguous()
+    """Return a product in the dtype and on the device of `like`, or of a."""
+    target = a if like is None else like
+    return (a.to(target.device, torch.float64) @ b.to(target.device, torch.float64)).to(target.dtype).contiguous()
