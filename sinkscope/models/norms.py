@@ -55,7 +55,7 @@ class ModuleEnds:
 
 
 def source(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor of which x is a view, or x itself."""
+    """Return the base of a view, or x itself if it is no view."""
     return x if x._base is None else x._base
 
 

@@ -536,7 +536,7 @@ def open_source(
     if source in TEXTS:
         label = f"{source} text"
         if by_document:
-            apart = (Document(f"{label}, document {at}", text) for at, text in enumerate(DOCUMENTS[source]()))
+            apart = (Document(f"{label}, document {number}", text) for number, text in enumerate(DOCUMENTS[source]()))
             reads = f"{label}, each sequence from another document"
             return OpenSource(source, label, apart, partial(truncated, only_long=True), lambda _: reads)
         return OpenSource(source, label, iter([Document(label, TEXTS[source]())]), windows, lambda _: label)

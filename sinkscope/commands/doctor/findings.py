@@ -1,6 +1,6 @@
 """The findings of `doctor --dtype`: whether a model overflows in a dtype, and what scales, a clip or a rescaling cost.
 
-What float8 costs with the scales of served formats decides; that its plain cast overflows is a note.
+The cost of float8 with the scales of served formats decides; an overflow of its plain cast is a note.
 """
 
 from collections.abc import Iterator, Sequence

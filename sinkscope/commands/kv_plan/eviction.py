@@ -79,7 +79,7 @@ def _over_window(
 
 
 def seeing(call: AttentionCall, seen: torch.Tensor, rows: slice, keys: torch.Tensor | slice) -> AttentionCall:
-    """Return the call of some queries over some keys, of which they see those in `seen` (1,1|H,R,C) bool."""
+    """Return the call of some queries over some keys; `seen` (1,1|H,R,C) bool has the keys that each query sees."""
     if call.mask is not None:
         mask = call.mask[:, :, rows][..., keys]
         seen = seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
@@ -95,7 +95,7 @@ class PromptRead(NamedTuple):
 
     attention: AttentionRead
     prompt: int  # N
-    kept: int  # tokens that each head keeps
+    budget: int  # tokens that each head keeps
     ahead: torch.Tensor  # (1,H,T,d): queries, rotated as those after the prompt are on average
 
     def weights_of_last(self, queries: int) -> torch.Tensor:
@@ -109,7 +109,7 @@ class PromptRead(NamedTuple):
 
 
 def snapkv(read: PromptRead) -> torch.Tensor:
-    window = min(OBSERVED, max(1, read.kept // 2))
+    window = min(OBSERVED, max(1, read.budget // 2))
     pooled = F.avg_pool1d(read.weights_of_last(window), POOLED, stride=1, padding=POOLED // 2)
     return F.pad(read.by_kv_head(pooled), (0, window), value=torch.inf)
 
@@ -142,9 +142,9 @@ def after_eviction(read: AttentionRead, scores: torch.Tensor, count: int, reach:
     """
     prompt, heads = scores.shape[1], read.query.shape[1]
     highest = scores[:, prompt - reach :].topk(count).indices + prompt - reach
-    kept = torch.zeros_like(scores, dtype=torch.bool).scatter(1, highest, True)
-    seen = kept.new_ones(heads, read.length - prompt, read.length).tril(prompt)
-    seen[..., :prompt] = kept.repeat_interleave(heads // len(kept), 0)[:, None]
+    is_kept = torch.zeros_like(scores, dtype=torch.bool).scatter(1, highest, True)
+    seen = is_kept.new_ones(heads, read.length - prompt, read.length).tril(prompt)
+    seen[..., :prompt] = is_kept.repeat_interleave(heads // len(is_kept), 0)[:, None]
     call = seeing(read.call, seen[None], slice(prompt, None), slice(None))
     return fused_attention(read.query[:, :, prompt:], read.key, read.value, call)[0]
 

@@ -50,24 +50,16 @@ FEWEST_DOCUMENTS = 8  # with fewer, an interval says little about other texts
 
 def report(run: RunData) -> Report:
     entry, guessed = run.manifest["kv_plan"], run.tables["kv_plan"]["guessed"].iloc[0]
-    sentence = (
-        f"; plans are made on the {counted(entry['calibration'], 'sequence')} after them. The measured texts are "
-    )
-    sentence += f"from {counted(entry['documents'], 'document')}"
+    sentence = f"; plans are made on the {counted(entry['calibration'], 'sequence')} after them. The measured texts "
+    sentence += f"are from {counted(entry['documents'], 'document')}"
     sentence += ", which are few for an interval" * (entry["documents"] < FEWEST_DOCUMENTS) + ". Retrieval is of "
     sentence += f"the first {entry['copied']} tokens, which follow a text once more; {guessed:.0%} are predicted where "
     sentence += "they occur first. Memory is that at the end of the text, of 16 bits or fewer; on fewer bits, a token "
-    sentence += (
-        "takes a step and a zero more for each head, whose keys and values are centered and rotated before they "
-    )
-    sentence += "are rounded; formats that vLLM serves have its scales and grids"
+    sentence += "takes a step and a zero more for each head, whose keys and values are centered and rotated before "
+    sentence += "they are rounded; formats that vLLM serves have its scales and grids"
     title = f"{run.model}: plans for the KV cache, {run.reads}"
-    return Report(
-        title,
-        settings(run, sentence, copied=entry["copied"], documents=entry["documents"]),
-        overview(run),
-        findings(run),
-    )
+    about = settings(run, sentence, copied=entry["copied"], documents=entry["documents"])
+    return Report(title, about, overview(run), findings(run))
 
 
 def overview(run: RunData) -> pd.DataFrame:
@@ -190,10 +182,11 @@ def _retrieved(run: RunData, budget: float) -> Iterator[Finding]:
         if dense["retrieval"] < ABLE:
             outcome, sentence = Outcome.UNDEFINED, f"{sentence}, less than {ABLE:.0%}, too few to compare plans."
         else:
-            kept = [
+            shares = [
                 f"`{row['plan']}` {_interval(row['kept'], row['kept_low'], row['kept_high'], '.0%')}" for row in rows
             ]
-            outcome, sentence = Outcome.MEASURED, f"{sentence}; at a budget of {budget:.0%} of these {', '.join(kept)}."
+            outcome = Outcome.MEASURED
+            sentence += f"; at a budget of {budget:.0%} of these {', '.join(shares)}."
         yield Finding(str(task), TASKS, outcome, dense["retrieval"], numbers=numbers, sentence=sentence)
 
 
@@ -258,9 +251,9 @@ def vllm_options(run: RunData) -> dict[str, Any]:
     """Return the options of vLLM's CacheConfig that take least memory and keep perplexity; none if no format does."""
     table = run.tables["kv_plan"].query("budget == 1 and sinks == @NO_SINKS").set_index("plan")
     names = [f"{name}{spared}" for name in SERVED for spared in ("", f", {COSTLIEST_SPARED}")]
-    kept = table.loc[names].query("ratio <= @SMALL_RATIO")
-    if kept.empty:
+    cheap = table.loc[names].query("ratio <= @SMALL_RATIO")
+    if cheap.empty:
         return {}
-    name, _, spared = str(kept["memory"].idxmin()).partition(", ")
+    name, _, spared = str(cheap["memory"].idxmin()).partition(", ")
     skipped = [str(layer) for layer in _costliest_layers(run, name)] if spared else []
     return {"kv_cache_dtype": name, "kv_cache_dtype_skip_layers": skipped}

@@ -455,8 +455,8 @@ class PlanCost(NamedTuple):
 def retrieved(cost: PlanCost, dense: PlanCost, weights: np.ndarray) -> dict[str, float]:
     """Return the columns RETRIEVED of a plan; `weights` (1 + draws,N) are those of resampled texts."""
     of_dense = weighted_means(dense.retrieval, weights)
-    kept = bootstrap(weighted_means(cost.retrieval, weights) / np.where(of_dense[0] < ABLE, np.nan, of_dense))
-    return {"retrieval": cost.retrieval.mean(), "guessed": cost.guessed.mean(), **kept.as_columns("kept")}
+    share = bootstrap(weighted_means(cost.retrieval, weights) / np.where(of_dense[0] < ABLE, np.nan, of_dense))
+    return {"retrieval": cost.retrieval.mean(), "guessed": cost.guessed.mean(), **share.as_columns("kept")}
 
 
 def number_spared(layers: int) -> int:
@@ -788,7 +788,7 @@ class PlanStudy:
                 )
 
     def _note_tasks(self, budget: float, plans: Sequence[Plan]) -> None:
-        """Measure and record what is retrieved with plans, of which the first is the dense cache."""
+        """Measure and record retrieval with plans; the first plan is the dense cache."""
         weights = resamplings_of(self._inputs(self.measured).texts)
         for task, texts in self.tasks.items():
             costs = self._read(plans, texts)

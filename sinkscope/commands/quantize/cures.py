@@ -1,4 +1,4 @@
-"""What helps against the cost of a number format (the table `formats_cures`), each cure next to its control.
+"""Cures of what a number format costs (the table `formats_cures`), each measured next to its control.
 
 A cure keeps some modules in full precision, or changes the model so that it computes the same function with numbers
 that the format rounds better, or puts a prefix before each sequence. It is measured on all texts, like three draws of
@@ -9,8 +9,8 @@ cost with the cure, which is the rise of the loss above full precision with the 
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -214,8 +214,10 @@ class CureStudy:
             for draw in range(RANDOM_DRAWS)
         ]
         rotations = [random_rotation(width, self.seed), *permutations]
-        opens = [partial(rotated, self.model, self.family, rotation) for rotation in rotations]
-        rise, *control = (self._rise_under(preset, open_model) for open_model in opens)
+        rise, *control = (
+            self._losses_under(preset, rotated(self.model, self.family, rotation)) - self.dense
+            for rotation in rotations
+        )
         return Cured("", rise, control)
 
     @cached_property
@@ -237,44 +239,51 @@ class CureStudy:
 
     def _scaled(self, factors: Mapping[Any, torch.Tensor], preset: Preset) -> tuple[np.ndarray, list[np.ndarray]]:
         """Return the rises (N,) with inputs divided by factors, and with the same factors at random channels."""
-
-        @contextmanager
-        def scaled(factors: Mapping[Any, torch.Tensor]) -> Iterator[None]:
-            with reparametrized(self.model, partial(scaled_inputs, self._readers, factors), "scaling of norms"):
-                yield
-
         choices = [factors, *(shuffled(factors, self.seed + draw) for draw in range(RANDOM_DRAWS))]
-        rise, *control = (self._rise_under(preset, partial(scaled, each)) for each in choices)
+        edits = [partial(scaled_inputs, self._readers, each) for each in choices]
+        rise, *control = (
+            self._losses_under(preset, reparametrized(self.model, each, "scaling of norms")) - self.dense
+            for each in edits
+        )
         return rise, control
 
-    def _rise_under(
+    def _losses_under(
         self,
         preset: Preset,
-        open_model: Callable[[], AbstractContextManager[None]] = nullcontext,
+        changed: AbstractContextManager[None],
         text: SparingText | None = None,
         calibration: SparingText | None = None,
     ) -> np.ndarray:
-        """Return the rise of the loss (N,) by a scheme in a changed model, or with other texts; ranges are its own."""
+        """Return the losses (N,) with a scheme in a changed model or on other texts, with ranges measured there."""
         study = self.study
         text, calibration = text or SparingText(study.subject.inputs), calibration or SparingText(study.calibration)
-        with open_model():
+        with changed:
             recorder, _ = study.calibrated(calibration.inputs)
             inputs = StoredInputs(preset.inputs, text.spared, recorder.inputs(calibration.spared))
             factors = Factors(preset.weights, [inputs], recorder.fused_weights(), study.registers)
             quantized = Setting(partial(study.opened, study.matrices, factors), factors.read, inputs=text.inputs)
-            full = Setting(partial(study.opened, (), factors), inputs=text.inputs)
-            losses, dense = (done.losses.flatten().numpy() for done in study.run([quantized, full]))
-        return losses - dense
+            (done,) = study.run([quantized])
+        return done.losses[:, 0].numpy()
 
     # --- a prefix
 
     def prefix(self, name: str, preset: Preset) -> Cured:
-        """Put PrefixQuant's tokens and the BOS before each sequence, with their inputs in full precision.
+        """Put tokens before each sequence, with their inputs in full precision."""
+        if preset.inputs is None:
+            raise InputError("its inputs are not quantized")
+        ids, texts = self._prefixed
+        rise, *control = (
+            self._losses_under(preset, nullcontext(), text, calibration) - dense for text, calibration, dense in texts
+        )
+        return Cured(" ".join(map(str, ids)), rise, control)
+
+    @cached_property
+    def _prefixed(self) -> tuple[tuple[int, ...], list[tuple[SparingText, SparingText, np.ndarray]]]:
+        """PrefixQuant's tokens and the BOS; and with them, then with random tokens, before each sequence: the texts to
+        evaluate and to calibrate, and the losses (N,) in full precision.
 
         Outlier tokens are those of the input of any matrix, in full precision.
         """
-        if preset.inputs is None:
-            raise InputError("its inputs are not quantized")
         study = self.study
         prefixes = Prefixes(study.subject, study.calibration)
         reads = [each for each in study.recorder.of_inputs.values() if all(rows is None for _, rows, _ in each)]
@@ -287,12 +296,10 @@ class CureStudy:
         ids = prefixes.checked(rule or (int(study.calibration.sequences[0][0]),))
         drawn = np.random.default_rng(self.seed)
         choices = [ids, *(prefixes.random(len(ids), drawn) for _ in range(RANDOM_DRAWS))]
-        rise, *control = (
-            self._rise_under(
-                preset,
-                text=prefixes.before(choice, study.subject.inputs),
-                calibration=prefixes.before(choice, study.calibration),
-            )
-            for choice in choices
+        texts, calibrations = (
+            [prefixes.before(choice, inputs) for choice in choices]
+            for inputs in (study.subject.inputs, study.calibration)
         )
-        return Cured(" ".join(map(str, ids)), rise, control)
+        full = [Setting(partial(study.opened, (), study.recorder), inputs=text.inputs) for text in texts]
+        dense = [done.losses.numpy() for done in study.run(full)]
+        return ids, list(zip(texts, calibrations, dense, strict=True))

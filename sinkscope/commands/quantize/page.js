@@ -12,11 +12,17 @@ S.quantization = () => {
     split ? S.costSplit(split) : "", S.toSpare(settings, sites) ?? "", sites ? S.siteRanges(sites) : "", outlier ? S.outliers(outlier) : "");
 };
 
-/** What each scheme costs, with everything in its formats, weights or inputs. */
-S.formatCosts = (table) => {
+/** The numbers of a table as text: one cell, and one with the ends of its interval. */
+S.numbersOf = (table) => {
   const cell = (name, row) => S.number(table.get(name)[row]);
   const interval = (name, row) => Number.isFinite(table.get(name)[row])
     ? `${cell(name, row)} (${cell(`${name}_low`, row)} to ${cell(`${name}_high`, row)})` : "–";
+  return { cell, interval };
+};
+
+/** What each scheme costs, with everything in its formats, weights or inputs. */
+S.formatCosts = (table) => {
+  const { cell, interval } = S.numbersOf(table);
   const columns = [{ label: "Scheme" }, { label: "Quantized" }, { label: "Perplexity ×", number: true },
     { label: "Cost (95 % interval)", number: true }, { label: "Sinks' share (95 % interval)", number: true },
     { label: "Random tokens' share (range)", number: true }];
@@ -28,8 +34,7 @@ S.formatCosts = (table) => {
 /** What each cure recovers, next to its control. */
 S.cures = (table) => {
   if (!table) return null;
-  const cell = (name, row) => S.number(table.get(name)[row]);
-  const interval = (name, row) => `${cell(name, row)} (${cell(`${name}_low`, row)} to ${cell(`${name}_high`, row)})`;
+  const { cell, interval } = S.numbersOf(table);
   const columns = [{ label: "Scheme" }, { label: "Cure" }, { label: "Setting" }, { label: "Cost", number: true },
     { label: "Recovered (95 % interval)", number: true }, { label: "Control (range)", number: true }];
   return S.element("div", {}, S.element("h3", {}, "Cures"), S.plainTable(columns, table.all.map((row) =>

@@ -40,9 +40,9 @@ class Prefixes:
         for reason, is_so in reasons.items():
             if is_so:
                 raise InputError(f"--prefix does not apply to {loaded.name}: {reason}")
-        known = getattr(loaded.tokenizer, "bos_token_id", None)
+        of_tokenizer = getattr(loaded.tokenizer, "bos_token_id", None)
         configured = getattr(loaded.model.config.get_text_config(), "bos_token_id", None)
-        self.bos: int | None = configured if known is None else known
+        self.bos: int | None = configured if of_tokenizer is None else of_tokenizer
         sequences = (*subject.inputs.sequences, *calibration.sequences)
         self.begins_with_bos = all(ids[0] == self.bos for ids in sequences)
 

@@ -238,14 +238,14 @@ def _cell(
 ) -> Cell:
     """Return one cell; for `train`, whose options make its model, `entry` is None."""
     kind, model = cell_kinds()[command], entry or ModelEntry()
-    reads_inputs, known = "input" in kind.model_fields, kind.model_fields.keys() - kind.refused.keys()
+    reads_inputs, offered = "input" in kind.model_fields, kind.model_fields.keys() - kind.refused.keys()
     reads = content.inputs.get(name, {}) if reads_inputs else {}
     if reads_inputs and not {"input", "dataset", "prompt"} & named(reads).keys():
         reads = {"input": name, **reads}
 
     def applicable(shared: Mapping[str, Any]) -> dict[str, Any]:
         """Return shared options without those that a command with options of its own does not have."""
-        return {key: value for key, value in shared.items() if key in known or reads_inputs}
+        return {key: value for key, value in shared.items() if key in offered or reads_inputs}
 
     options: dict[str, Any] = {}
     if entry is not None:

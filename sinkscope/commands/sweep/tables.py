@@ -110,6 +110,11 @@ class SweepTables:
         return wide.fillna("–").rename(columns={"bos": "BOS"}).rename_axis(columns=None).reset_index(drop=True)
 
 
+def name_in_sweep(name: str) -> str:
+    """Return the name of a cell's table where it is put together for all cells."""
+    return NAMES.get(name, f"sweep_{name}")
+
+
 def sweep_tables(done: Sequence[Planned]) -> SweepTables:
     """Return the tables of all finished cells. Raises InputError if a table of a cell is damaged or missing.
 
@@ -120,7 +125,7 @@ def sweep_tables(done: Sequence[Planned]) -> SweepTables:
         for name in records()[each.cell.command].of_cells:
             if name not in each.manifest["tables"]:
                 continue
-            common = NAMES.get(name, f"sweep_{name}")
+            common = name_in_sweep(name)
             table = read_table(each.folder / "tables" / f"{name}.parquet")
             if common == STUDY:  # adds the number of tokens read before each step
                 tokens = tokens_a_step(each.manifest["config"], each.manifest.get("processes", 1))
@@ -138,7 +143,7 @@ def cells_as_text(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]
     texts: dict[str, pd.DataFrame] = {}
     for record in records().values():
         if record.cells_as_text:
-            names = {name: NAMES.get(name, f"sweep_{name}") for name in record.of_cells}
+            names = {name: name_in_sweep(name) for name in record.of_cells}
             of_cells = {name: tables[common] for name, common in names.items() if common in tables}
             texts |= record.imported(record.cells_as_text)(of_cells)
     return texts

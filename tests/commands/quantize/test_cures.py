@@ -12,6 +12,7 @@ from tiny import tiny_model
 
 from sinkscope import Run, quantize
 from sinkscope.commands.quantize import cures
+from sinkscope.commands.quantize.prefixes import SparingText
 from sinkscope.models.families import find_family
 from sinkscope.models.norms import ModuleEnds, reparametrized, scaled_inputs
 from sinkscope.models.rotation import random_rotation, rotated
@@ -117,13 +118,14 @@ def test_a_prefix_has_the_tokens_beyond_64_times_the_median_of_their_sequence(mo
     magnitudes, study = [[1, 1, 1, 1, 65, 64], [2, 2, 2, 129, 2, 128]], object.__new__(cures.CureStudy)
     reads = [(sequence, None, np.array(each, float)) for sequence, each in enumerate(magnitudes)]
     calibration = SimpleNamespace(sequences=(np.array([9, 8, 7, 6, 5, 4]), np.array([9, 8, 7, 5, 6, 4])))
-    served = SimpleNamespace(subject=SimpleNamespace(inputs=()), calibration=calibration)
+    served = SimpleNamespace(subject=SimpleNamespace(inputs=()), calibration=calibration, opened=print)
+    served.run = lambda settings: [SimpleNamespace(losses=torch.zeros(1)) for _ in settings]
     served.recorder = SimpleNamespace(of_inputs={"matrix": reads})
     prefixes = SimpleNamespace(
-        bos=None, checked=lambda ids: ids, random=lambda length, drawn: (), before=lambda ids, inputs: None
+        bos=None, checked=lambda ids: ids, random=lambda length, drawn: (), before=lambda ids, inputs: SparingText(())
     )
     monkeypatch.setattr(cures, "Prefixes", lambda subject, calibration: prefixes)
-    vars(study).update(study=served, seed=0, _rise_under=lambda preset, text, calibration: np.zeros(1))
+    vars(study).update(study=served, seed=0, _losses_under=lambda preset, changed, text, calibration: np.zeros(1))
     assert study.prefix("W8A8", PRESETS["W8A8"]).setting == "5"
 
 

@@ -55,8 +55,8 @@ class PlanPress(BasePress):
         tokens = torch.arange(length, device=self.new.device)
         is_sink = tokens < self.sinks["first"] if self.sinks["layer"] < 0 else self.is_sink
         for layer, windows in zip(self.layers, self.windows, strict=True):
-            kept = [length + 1 if window is None else window for window in windows]
-            is_old = length - tokens >= torch.tensor(kept, device=tokens.device)[:, None]  # (K,T)
+            last = [length + 1 if window is None else window for window in windows]
+            is_old = length - tokens >= torch.tensor(last, device=tokens.device)[:, None]  # (K,T)
             evicted = is_old & ~is_sink.expand(len(self.new), length)[:, None]
             in_cache = evicted[..., -cache.layers[layer].keys.shape[2] :]  # a sliding window has dropped the others
             model.layers[layer].self_attn.masked_key_indices = torch.nonzero(in_cache, as_tuple=True)
