@@ -74,7 +74,7 @@ class ClaimsKeywords(ControlKeywords, RunConfigKeywords, total=False):
 
 
 class InterveneKeywords(ControlKeywords, RunConfigKeywords, total=False):
-    pass
+    arm: str | Sequence[str]
 
 
 class QuantizeKeywords(RunConfigKeywords, total=False):

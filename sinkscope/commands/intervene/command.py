@@ -65,8 +65,8 @@ def intervene(
     Args:
         model: as for `analyze`.
         do: one intervention or several, applied in their order: "zero-massive:layers=11,coordinates=507".
-        arms: several experiments by name; "all": every intervention that applies. The manifest's `skipped` has the
-            reasons why others do not apply.
+        arms: several experiments by name, each with its own controls (`arm` lists them without names); "all": every
+            intervention that applies. The manifest's `skipped` has the reasons why others do not apply.
         tokenizer, out, overwrite, quiet, config, figures, page: as for `analyze`.
         **options: those of the command line, which are listed below.
 
@@ -80,12 +80,11 @@ def intervene(
     """
     start = time.time()
     if config is None:
-        if (do is None) == (arms is None):
-            raise InputError("name what to do: `sinkscope list interventions` shows the names")
-        if do is not None or arms == "all":
-            named: dict[str, Any] = {"do": "all" if do is None else _texts(do)}
-        else:
-            named = {"arms": {label: _texts(stack) for label, stack in (arms or {}).items()}}
+        named: dict[str, Any] = {"do": _texts(do or ()), "arms": {}}
+        if arms == "all":
+            named["do"] = (*named["do"], "all")
+        elif isinstance(arms, Mapping):
+            named["arms"] = {label: _texts(stack) for label, stack in arms.items()}
         config = options_of(InterveneOptions, model, named | options)
     wanted = wanted_arms(config.stacks)
     with opened(model, tokenizer, config, out, overwrite, quiet) as (subject, folder, console):

@@ -1,5 +1,6 @@
 """The options of `intervene`."""
 
+import re
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -14,7 +15,8 @@ class InterveneOptions(ControlOptions, RunConfig):
     under random controls.
 
     An intervention is NAME or NAME:key=value,… as in zero-massive:layers=11,coordinates=138,447 (lists) or
-    nullify-query-bias:layers=1-3 (ranges); several are stacked. --do all tries each by itself.
+    nullify-query-bias:layers=1-3 (ranges). Several --do are one change: they are stacked in their order.
+    Several --arm are separate changes, each with its own controls; --do all tries each intervention by itself.
     `sinkscope list interventions` shows their names and parameters."""
 
     panel: ClassVar = "Intervening"
@@ -32,6 +34,12 @@ class InterveneOptions(ControlOptions, RunConfig):
         metavar="NAME[:K=V,…]",
         names="sinkscope.interventions:INTERVENTIONS",
     )
+    arm: Annotated[tuple[str, ...], text_as_tuple] = option(
+        (),
+        "An arm of its own: an intervention, or a stack NAME+NAME; several are measured one by one in the same run.",
+        metavar="NAME[:K=V,…]",
+        names="sinkscope.interventions:INTERVENTIONS",
+    )
     arms: dict[str, Annotated[tuple[str, ...], text_as_tuple]] = option(
         {}, "Label → the stack of interventions of that arm."
     )
@@ -43,8 +51,12 @@ class InterveneOptions(ControlOptions, RunConfig):
 
     @model_validator(mode="after")
     def _check_arms(self) -> "InterveneOptions":
-        if bool(self.do) == bool(self.arms):
+        if not (self.do or self.arm or self.arms):
             raise ValueError("name what to do: --do NAME[:key=value,…]; `sinkscope list interventions` shows the names")
+        if bool(self.do) + bool(self.arm) + bool(self.arms) > 1:
+            raise ValueError(
+                "--do is one stack of interventions, and --arm a stack of its own each: use one of the two"
+            )
         if "all" in self.do and len(self.do) > 1:
             raise ValueError("--do all tries every intervention by itself, so no other can be given")
         return self
@@ -54,6 +66,8 @@ class InterveneOptions(ControlOptions, RunConfig):
         """The interventions of each arm by label; or "all", if each intervention is an arm."""
         if self.do == ("all",):
             return "all"
+        if self.arm:  # a + in front of a letter joins interventions, one in front of a number joins numbers
+            return {stack.strip(): tuple(re.split(r"\+(?=\s*[a-z])", stack)) for stack in self.arm}
         return self.arms or {"+".join(part.partition(":")[0] for part in self.do): self.do}
 
     def folder(self) -> Path:

@@ -72,6 +72,8 @@ MUTATIONS = [
         'by_sequence[by_sequence["position"].isin(self._watched())]', "by_sequence"),
     ("streaming: not by window", "findings", "_streaming", '.sort_values(["window", "keep"])', ""),
     ("report: the arm with the fewest controls", "findings", "report", "controls = max(", "controls = min("),
+    ("options: an arm is split at numbers", "options", "InterveneOptions.stacks", r"(?=\s*[a-z])", ""),
+    ("options: an arm without its stack", "options", "InterveneOptions.stacks", "re.split(", "re.findall("),
     ("page: controls of every layer", "page", "IntervenePage.data", '(table["layer"] == WHOLE_MODEL) & ', ""),
     ("figure: a single arm decides the layer", "figures", "draw_arm_maps", "np.median(changes", "np.max(changes"),
     ("figure: the fewest first tokens", "figures", "draw_streaming_perplexity", 'buckets["keep"].max()',

@@ -287,6 +287,25 @@ def test_the_command_writes_a_run_and_repeats_it(models: Path, tmp_path: Path, m
     assert_same_tables(Run.open(tmp_path / "again").tables, run.tables)
 
 
+def test_arms_of_the_command_line_are_separate_and_named_with_their_parameters(
+    models: Path, tmp_path: Path, no_figures: None
+) -> None:
+    stacks = {
+        "zero-key-columns:coordinates=1+2": ["zero-key-columns:coordinates=1+2"],
+        "zero-key-columns:coordinates=3+mask-sink": ["zero-key-columns:coordinates=3", "mask-sink"],
+    }
+    asked = [part for stack in stacks for part in ("--arm", stack)]
+    succeeded("intervene", models / "gpt2", *asked, "--draws", 1, *OPTIONS, "--out", tmp_path / "run")
+    run = Run.open(tmp_path / "run")
+    assert {label: arm["do"] for label, arm in run.manifest["arms"].items()} == stacks
+    assert all(len(arm["controls"]) == 1 for arm in run.manifest["arms"].values())
+    settings: dict[str, Any] = {"draws": 1, "input": "random", "num_seqs": 3, "seq_len": 16}
+    for arms in ({"arms": stacks}, {"arm": [*stacks]}):
+        assert_same_tables(run.tables, intervene(models / "gpt2", **arms, **settings).tables, check_exact=True)
+    with pytest.raises(InputError, match="--do is one stack of interventions, and --arm a stack of its own each"):
+        intervene(models / "gpt2", "mask-sink", arm="mask-sink")
+
+
 def test_sinks_at_the_next_position_and_anywhere_are_those_of_each_arm(llama: PreTrainedModel) -> None:
     options: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 24, "positions": 1, "epsilon": 0.25}
     run = intervene(llama, "mask-sink", draws=1, **options)
