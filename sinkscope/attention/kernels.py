@@ -137,10 +137,11 @@ def rows_at_once(room: int, before: int) -> int:
 
 @dataclass(frozen=True)
 class ForbiddenKeys:
-    """Keys that an intervention hides from all queries except the key's own token."""
+    """Keys that an intervention hides from queries, but no token from itself."""
 
     pairs: Callable[[slice, slice, torch.device], torch.Tensor]  # (rows, cols, device) → (B|1,H,R,C) bool
-    columns: Callable[[torch.device], torch.Tensor]  # (B|1,n): the columns of the keys in complete sequences
+    # (B|1,n): the columns of keys in complete sequences that are hidden from all queries; None: other pairs are hidden
+    columns: Callable[[torch.device], torch.Tensor] | None
     heads: tuple[int, ...]  # query heads from which the keys are hidden
 
     def hidden(self, heads: int, device: torch.device) -> torch.Tensor:
@@ -189,14 +190,16 @@ def fused_attention(
 
     query (B,H,T,d), key and value (B,K,T,d) → mix (B,H,T,d), log-sum-exp of each row of logits (B,H,T) in float32 or
     better. Values may have another width. Calls that no fused kernel supports are computed in chunks: softcap,
-    operations other than softmax, dropout, gradients of the mask, several dtypes, and other devices.
+    operations other than softmax, dropout, gradients of the mask, several dtypes, keys hidden from some queries alone,
+    and other devices.
     """
     causal = call.causal and call.mask is None and query.shape[2] > 1
     plain = (call.softcap, call.operation) == (None, None) and not call.dropout
     whole = key.shape[2] == query.shape[2]
     has_gradient = call.mask is not None and call.mask.requires_grad  # if the bias is computed from the tokens
     one_dtype = query.dtype == key.dtype == value.dtype  # not under autocast
-    if not (plain and one_dtype) or has_gradient or ((causal or call.forbidden) and not whole):
+    by_column = all(forbidden.columns for forbidden in call.forbidden)
+    if not (plain and one_dtype and by_column) or has_gradient or ((causal or call.forbidden) and not whole):
         return chunked_attention(query, key, value, call)
     inner = value.shape[-1]
     if call.forbidden:
@@ -381,6 +384,7 @@ def _penalized(
     size = (PENALTY / call.scaling) ** 0.5
     queries, keys = [], []
     for forbidden in call.forbidden:
+        assert forbidden.columns is not None
         columns = forbidden.columns(query.device)[:, None, None]  # (B|1,1,1,n)
         hidden = forbidden.hidden(query.shape[1], query.device)
         queries.append(((token[:, None] != columns) & hidden).expand(len(query), -1, -1, -1))

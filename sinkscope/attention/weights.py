@@ -66,8 +66,9 @@ class AttentionRead:
 
     @property
     def is_plain_except_forbidden(self) -> bool:
-        """Whether the call is plain except for keys that an intervention may have forbidden."""
-        return self.call.causal and self.is_linear and self.call.mask is None and self.batch.valid is None
+        """Whether the call is plain except for keys that an intervention may have hidden from all queries."""
+        by_column = all(forbidden.columns for forbidden in self.call.forbidden)
+        return self.call.causal and self.is_linear and self.call.mask is None and self.batch.valid is None and by_column
 
     def keys(self, rows: slice, columns: int | None = None) -> slice:
         """Return the keys (among the first `columns`) that any of these queries may see."""
@@ -251,6 +252,7 @@ def plain_window_sums(read: AttentionRead, window: int, block: int) -> torch.Ten
 def _correct_forbidden(read: AttentionRead, windows: torch.Tensor) -> None:
     """Set the sums of keys that are hidden from all later queries to their own token's weight."""
     for forbidden in read.call.forbidden:
+        assert forbidden.columns is not None
         columns = forbidden.columns(windows.device)[0]  # no padding: the same in all sequences
         first = columns.amin()  # in place of keys past the end, so that equal entries get equal sums
         tokens = columns.where(columns < read.length, first).clamp(max=read.length - 1)

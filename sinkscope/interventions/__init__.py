@@ -14,7 +14,7 @@ from sinkscope.interventions.nu import (
     TransplantEpe,
     ZeroKeyColumns,
 )
-from sinkscope.interventions.sink import MaskSink, MeanSinkValue, ScaleSinkValue, StreamingWindow
+from sinkscope.interventions.sink import Isolate, MaskSink, MeanSinkValue, ScaleSinkValue, StreamingWindow
 from sinkscope.interventions.super_weight import ZeroSuperExpert, ZeroSuperWeight
 from sinkscope.options.option import from_parameters
 from sinkscope.options.spec import parse_spec
@@ -25,8 +25,8 @@ INTERVENTIONS: dict[str, type[Intervention]] = {
     intervention.name: intervention
     for intervention in (
         NullifyFirstEmbedding, ZeroKeyColumns, ZeroMassive, MeanMassive, ReplaceEpe, TransplantEpe, NullifyQueryBias,
-        PerturbQueryBias, MaskSink, ScaleSinkValue, MeanSinkValue, RescaleNorm, ZeroSuperWeight, ZeroSuperExpert,
-        AblateHeads, StreamingWindow,
+        PerturbQueryBias, MaskSink, Isolate, ScaleSinkValue, MeanSinkValue, RescaleNorm, ZeroSuperWeight,
+        ZeroSuperExpert, AblateHeads, StreamingWindow,
     )
 }  # fmt: skip
 

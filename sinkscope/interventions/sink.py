@@ -1,11 +1,12 @@
 """Interventions on the contribution of the sink to other tokens: its key is masked or outside a window (S2M §1,
-StreamingLLM), or its value state is changed and its key kept (VGA §1: does the sink's contribution matter?).
+StreamingLLM), or its value state is changed and its key kept (VGA §1: does the sink's contribution matter?); and one
+that makes a sink: a token that sees only itself (2605.06611).
 """
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cache, partial
+from functools import cache, partial, reduce
 from itertools import product
 from typing import Any, ClassVar, Literal, Self
 
@@ -16,9 +17,19 @@ from torch import nn
 from sinkscope.attention.kernels import ForbiddenKeys, head_mask
 from sinkscope.attention.streaming import inapplicable, streaming
 from sinkscope.errors import InputError
-from sinkscope.interventions.intervention import Intervention, Known, Requirement, Target, edited_positions, must_change
+from sinkscope.interventions.intervention import (
+    Intervention,
+    Known,
+    Requirement,
+    Target,
+    draw_others,
+    edited_positions,
+    must_change,
+)
 from sinkscope.interventions.massive import sink_massive
-from sinkscope.interventions.parameters import Chosen, Indices, Real, Reals, chosen
+from sinkscope.interventions.parameters import Chosen, Indices, Open, Real, Reals, chosen
+
+TOKEN = 10  # the position that `isolate` changes, as in 2605.06611
 
 
 def without_equal_heads(target: Target) -> str | None:
@@ -27,7 +38,63 @@ def without_equal_heads(target: Target) -> str | None:
     return None if is_equal else "its layers differ in their numbers of heads"
 
 
-class MaskSink(Intervention):
+class HiddenKeys(Intervention):
+    """Hides keys from queries in chosen layers and heads; no token is hidden from itself."""
+
+    requires = (without_equal_heads,)
+    whole_columns: ClassVar[bool] = False  # whether the keys at `positions` are hidden from all other tokens
+
+    layers: Chosen = None
+    heads: Chosen = None
+    positions: Any
+
+    @abstractmethod
+    def hides(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Return which keys are hidden, (B,R,C), from the tokens' positions in their sequences, (B,R,1) and (B,1,C)."""
+
+    @contextmanager
+    def applied(self, target: Target) -> Iterator[None]:
+        layout = target.layout
+        heads = chosen(self.heads, target.query_heads)
+        without_effect = self.whole_columns and target.family.causal  # at the last token, which no later query sees
+
+        def start(device: torch.device) -> torch.Tensor:
+            starts = layout.start(device)
+            if bool((starts + min(self.positions) < layout.length - without_effect).any()):
+                touch()
+            return starts[:, None]
+
+        starts = partial(layout.once, start)
+
+        def columns(device: torch.device) -> torch.Tensor:
+            return starts(device) + torch.tensor(self.positions, device=device)
+
+        def pairs(rows: slice, cols: slice, device: torch.device) -> torch.Tensor:
+            """Return (B,H,R,C), True where a key is hidden from a query of a chosen head."""
+            row, col = (torch.arange(part.start, part.stop, device=device) for part in (rows, cols))
+            # The kernel counts columns from the first key that a sliding window's cache still holds, or up to the last
+            # one that a static cache has room for; positions count from the sequence's first token.
+            shift = layout.length - cols.stop if layout.past or cols.stop > layout.length else 0
+            query, key = (row + shift - starts(device))[:, :, None], (col + max(shift, 0) - starts(device))[:, None]
+            is_hidden = self.hides(query, key) & (query != key)
+            return is_hidden[:, None] & head_mask(tuple(heads), target.query_heads, device)
+
+        forbidden = ForbiddenKeys(pairs, partial(layout.once, columns) if self.whole_columns else None, tuple(heads))
+        missing = f"{'a token after ' if without_effect else ''}position {', '.join(map(str, self.positions))}"
+        with must_change(self.name, missing) as touch, ExitStack() as stack:
+            for layer in target.attending(self.layers):
+                seam = target.seams[layer]
+                stack.callback(setattr, seam, "forbidden", seam.forbidden)
+                seam.forbidden = (*seam.forbidden, forbidden)
+            yield
+
+
+def among(positions: torch.Tensor, numbers: tuple[int, ...]) -> torch.Tensor:
+    """Return which positions are among the numbers, without a copy to the device, for which it would be waited."""
+    return reduce(torch.logical_or, (positions == number for number in numbers), torch.zeros_like(positions).bool())
+
+
+class MaskSink(HiddenKeys):
     """Masks the sink's key.
 
     With position 0 masked in every layer, position 1 is the first token that the others see, and may become the sink in
@@ -43,10 +110,8 @@ class MaskSink(Intervention):
     paper = "S2M §1"
     control_about = "another position"
     redraws = "positions"
-    requires = (without_equal_heads,)
+    whole_columns = True
 
-    layers: Chosen = None
-    heads: Chosen = None
     positions: Indices = (0,)
     begin: Literal["first", "massive"] = "first"
 
@@ -63,37 +128,52 @@ class MaskSink(Intervention):
             raise InputError(f"{self.name}: no layer with attention follows layer {first}, the first massive one")
         return self.model_copy(update={"layers": later})
 
-    @contextmanager
-    def applied(self, target: Target) -> Iterator[None]:
-        layout = target.layout
-        heads = chosen(self.heads, target.query_heads)
+    def hides(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return among(key, self.positions)
 
-        def of_positions(device: torch.device) -> torch.Tensor:
-            sinks = layout.start(device)[:, None] + torch.tensor(self.positions, device=device)
-            if bool((sinks < layout.length - target.family.causal).any()):  # the last token has no later query
-                touch()
-            return sinks
 
-        columns = partial(layout.once, of_positions)
+class Isolate(HiddenKeys):
+    """Hides all other tokens from a token, as position 0 sees none (2605.06611); or only some of them.
 
-        def pairs(rows: slice, cols: slice, device: torch.device) -> torch.Tensor:
-            """Return (B,H,R,C), True where a query of a chosen head attends to a sink other than itself."""
-            row, col = (torch.arange(part.start, part.stop, device=device) for part in (rows, cols))
-            # The kernel counts columns from the first key that a sliding window's cache still holds, or up to the last
-            # one that a static cache has room for; here columns count from the first token.
-            shift = layout.length - cols.stop if layout.past or cols.stop > layout.length else 0
-            row, col = row + shift, col + max(shift, 0)
-            is_sink = (col == columns(device)[:, :, None]).any(1)  # (B,C)
-            hidden = head_mask(tuple(heads), target.query_heads, device)
-            return (is_sink[:, None] & (row[:, None] != col))[:, None] & hidden
+    Its row of the attention weights is 1 at itself in the chosen layers, and all other rows are as they are.
+    """
 
-        missing = f"a token after position {', '.join(map(str, self.positions))}"
-        with must_change(self.name, missing) as touch, ExitStack() as stack:
-            for layer in target.attending(self.layers):
-                seam = target.seams[layer]
-                stack.callback(setattr, seam, "forbidden", seam.forbidden)
-                seam.forbidden = (*seam.forbidden, ForbiddenKeys(pairs, columns, tuple(heads)))
-            yield
+    name = "isolate"
+    about = (
+        "a token sees only itself (positions: 10; layers, query heads), or besides itself the positions `beside`; "
+        "hidden: the positions that it does not see, instead of all"
+    )
+    paper = "2605.06611"
+    control_about = "it also sees one random earlier token"
+    opens = ("positions",)
+
+    positions: Open = None  # None: TOKEN, or a third of short sequences
+    hidden: Chosen = None  # None: all other tokens
+    beside: Open = None  # None: no other token is seen
+
+    def measured(self, known: Known) -> dict[str, Any]:
+        return {"positions": (min(TOKEN, known.length // 3),)}
+
+    def check(self, target: Target, length: int | None = None) -> None:
+        super().check(target, length)
+        if self.hidden is not None and self.beside is not None:
+            raise InputError(f"{self.name}: name either the positions that are hidden or those that it sees")
+
+    @property
+    def watched(self) -> tuple[int, ...]:
+        return self.positions or (TOKEN,)
+
+    def hides(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        hidden = ~among(key, self.beside or ()) if self.hidden is None else among(key, self.hidden)
+        return among(query, self.positions or ()) & hidden
+
+    def control(self, known: Known, draw: torch.Generator) -> Intervention | None:
+        """Return that the token also sees a random earlier one, except for 0; None if it does not see only itself."""
+        first = min(self.positions or (0,))
+        if (self.hidden, self.beside) != (None, None) or first < 2:
+            return None
+        beside = draw_others(1, first, draw, {0}, "earlier token")
+        return self.model_copy(update={"beside": beside})
 
 
 class StreamingWindow(Intervention):

@@ -32,7 +32,7 @@ def attention(sequences: Sequences, column: str) -> np.ndarray:
 
 def sink_rates(sequences: Sequences, position: int = 0) -> np.ndarray:
     """Return the sink rate S_k of the whole model in percent, (R,)."""
-    return 100 * attention(sequences, "sink_rate")[..., position].mean(1)
+    return 100 * sequences.means("attention_by_sequence", "sink_rate", position=position).mean(1)
 
 
 def epsilon_of(sequences: Sequences) -> float:

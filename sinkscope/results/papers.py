@@ -24,6 +24,7 @@ CLAIMS_PAPERS = {  # first part of a claim's id → title of the paper
     "SW": "The Super Weight in Large Language Models",
     "IH": "Identifying and Evaluating Inactive Heads in Pretrained LLMs",
     "FT": "Why do LLMs attend to the first token?",
+    "SO": "The Structural Origin of Attention Sink (2605.06611)",
     "GA": "Gated Attention for Large Language Models (Qiu et al. 2025)",
     "VS": "See What You Are Told: Visual Attention Sink in Large Multimodal Models (Kang et al. 2025)",
 }

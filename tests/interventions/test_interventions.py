@@ -22,7 +22,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from sinkscope import InputError, intervening
+from sinkscope.attention import weights as attention_weights
 from sinkscope.attention.seam import open_seam
+from sinkscope.attention.weights import AttentionRead, column_sums
 from sinkscope.interventions import INTERVENTIONS, Intervention, Known, Target, applied, parse
 from sinkscope.interventions.intervention import Expectation
 from sinkscope.interventions.super_weight import usual_pairs
@@ -38,7 +40,7 @@ TEXT_OF_EACH = (
     "perturb-query-bias:seed=3", "nullify-query-bias:layers=1-2", "replace-epe:source=5", "transplant-epe:target=3",
     "nullify-first-embedding", "zero-key-columns:coordinates=3,17", "zero-massive:layers=0,coordinates=3,17",
     "mean-massive:layers=1,coordinates=3,17,means=5,-7", "scale-sink-value:factor=3", "mean-sink-value:means=3",
-    "mask-sink", "rescale-norm:layers=1", "zero-super-weight:layer=1,rows=3,column=5",
+    "mask-sink", "isolate:positions=4", "rescale-norm:layers=1", "zero-super-weight:layer=1,rows=3,column=5",
     "zero-super-expert:layer=1,expert=1", "ablate-heads:numbers=1,6", "streaming-window:window=4,keep=1",
 )  # fmt: skip
 EACH = {text.partition(":")[0]: text for text in TEXT_OF_EACH}
@@ -468,6 +470,97 @@ def test_mask_sink_is_an_eager_model_with_the_pairs_masked(name: str) -> None:
     assert_close(some, logits(with_forbidden(model, [0, 3], [1, 2], [0, 2])))
 
 
+@torch.no_grad()
+def with_rows(name: str, mask: torch.Tensor) -> torch.Tensor:
+    """Return the logits of a model in float64 whose attention layers get this mask (B,1,T,T) of hidden pairs."""
+    twin = tiny_model(name, dtype=torch.float64)
+    twin.set_attn_implementation("sdpa")  # eager softmax is in float32
+    additive = torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, torch.finfo(torch.float64).min)
+    return twin(IDS, attention_mask=additive, use_cache=False).logits
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "qwen3", "olmo2", "gpt_neox", "qwen2", "phi", "cohere", "mixtral", "stablelm"]
+)
+def test_an_isolated_token_is_plain_transformers_with_another_mask(name: str) -> None:
+    """Row i of each attention map is 1 at i alone; all other rows are as they are."""
+    model, ahead = tiny_model(name, dtype=torch.float64), torch.ones(9, 9).triu(1).bool()
+    for text, rows, seen in (
+        ("isolate:positions=4", [4], [4]),
+        ("isolate:positions=4,beside=2", [4], [2, 4]),
+        ("isolate:positions=4,hidden=0", [4], [1, 2, 3, 4]),
+        ("isolate:positions=3+8,hidden=0-3", [3, 8], None),
+    ):
+        mask = ahead.clone()
+        for row in rows:
+            visible = seen or [position for position in range(row + 1) if position > 3 or position == row]
+            mask[row] = ~torch.isin(torch.arange(9), torch.tensor(visible))
+        with naming(text):
+            assert_close(under(model, text), with_rows(name, mask[None, None]), 1e-12)
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_the_attention_that_is_read_at_an_isolated_token_is_all_to_itself(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(name)
+    before, _ = traced(model, whole())
+    after, _ = traced(model, whole(), "isolate:positions=4,layers=1,heads=0+2")
+    expected = before.weights[1].clone()
+    expected[:, [0, 2], 4] = torch.eye(9)[4]
+    others = [row for row in range(9) if row != 4]
+    torch.testing.assert_close(after.weights[1][:, :, others], expected[:, :, others])
+    weights = after.weights[1][:, [0, 2], 4]
+    assert not weights[..., others].any()
+    torch.testing.assert_close(weights[..., 4] + after.missing[1][:, [0, 2], 4], torch.ones(2, 2))
+    monkeypatch.setattr(attention_weights, "SHORT_SEQUENCE", 0)  # sums of long sequences are computed otherwise
+    sums = WindowMasses()
+    with open_tracer(model, find_family(model), interventions=[parse("isolate:positions=4")]) as tracer:
+        tracer.forward(whole(), [sums, rows := Rows()])
+    for window, weights in zip(sums.windows, rows.weights, strict=True):
+        torch.testing.assert_close(window, weights.sum(2), rtol=1e-4, atol=1e-5)
+
+
+class WindowMasses(Observable):
+    """The sums down the columns of each layer's attention weights, as for long sequences."""
+
+    sites = ("attention",)
+
+    def __init__(self) -> None:
+        super().__init__(Settings())
+        self.windows: list[torch.Tensor] = []
+
+    def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
+        self.windows.append(column_sums(read, columns=4, window=9).window)
+
+
+def test_a_padded_batch_and_a_cache_isolate_the_same_token() -> None:
+    """Positions count from each sequence's first token, also for a token that is decoded after a prompt."""
+    model = tiny_model("llama", dtype=torch.float64)
+    sequences = [IDS[0, :9].numpy(), IDS[1, :7].numpy()]
+    with intervening(model, "isolate:positions=4"):
+        batch = padded(sequences)
+        together = logits(model, **inputs_of(model, batch))
+        for number, ids in enumerate(sequences):
+            alone = logits(model, torch.from_numpy(ids)[None])[0]
+            assert_close(together[number][batch.attention_mask[number].bool()], alone, 1e-12)
+        prompt = model(IDS[:, :4], use_cache=True)
+        decoded = model(IDS[:, 4:5], past_key_values=prompt.past_key_values, use_cache=True).logits[:, 0]
+    assert_close(decoded, under(model, "isolate:positions=4")[:, 4], 1e-12)
+
+
+def test_the_control_of_isolate_sees_one_random_earlier_token() -> None:
+    known = known_of(tiny_model("llama"), length=64)
+    assert str(parse("isolate").resolved(known)) == "isolate:positions=10"
+    assert parse("isolate").resolved(known_of(tiny_model("llama"))).watched == (3,)
+    draws = {str(parse("isolate:positions=3").control(known, torch.Generator().manual_seed(seed))) for seed in range(9)}
+    assert draws == {f"isolate:positions=3,beside={position}" for position in (1, 2)}
+    for text in ("isolate:positions=1", "isolate:positions=5,hidden=0", "isolate:positions=5,beside=2"):
+        assert parse(text).control(known, torch.Generator()) is None
+    with pytest.raises(InputError, match="either the positions that are hidden or those that it sees"):
+        under(tiny_model("llama"), "isolate:positions=4,hidden=0,beside=1")
+
+
 def traced(model: PreTrainedModel, batch: Batch, *do: str) -> tuple[Rows, torch.Tensor]:
     rows = Rows()
     with open_tracer(model, find_family(model), interventions=[parse(text) for text in do]) as tracer:
@@ -701,7 +794,7 @@ AWKWARD = {
     **{"coordinates": (138, 1234567), "means": (1 / 3, -123456.789, 1e22, -1e-22), "factor": 1 / 3, "keep": (0, 3)},
     **{"elsewhere": (11.0, 507.0, 9388.058, -9515.98), "source": 1234567, "target": 7654321, "window": (64, 1234567)},
     **{"layer": 11, "expert": 3, "rows": (0, 1234567), "column": 1229, "which": "largest", "by": "first-mass"},
-    **{"begin": "massive"},
+    **{"begin": "massive", "hidden": (0, 5), "beside": (3,)},
     **{"share": 1 / 3, "numbers": (0, 1234567)},
 }
 

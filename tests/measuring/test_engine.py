@@ -34,6 +34,7 @@ LATE = (  # interventions on later layers alone, in the order of layers; in the 
     "nullify-query-bias:layers=1",
     "perturb-query-bias:layers=1",
     "mask-sink:layers=1",
+    "isolate:layers=1,positions=4",
     "scale-sink-value:layers=1,factor=3",
     "mean-sink-value:layers=1,means=0.5",
     "zero-super-weight:layer=1,rows=3,column=5",

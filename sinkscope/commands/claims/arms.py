@@ -22,14 +22,15 @@ def before_and_after(evidence: Evidence, role: Need, position: int = 0) -> tuple
     return sink_rates(evidence.sequences(role, BEFORE)), sink_rates(evidence.sequences(role), position)
 
 
-def control_rates(evidence: Evidence, role: Need) -> np.ndarray:
-    return np.array([sink_rates(evidence.sequences(role, condition))[0] for condition in evidence.controls(role)])
+def control_rates(evidence: Evidence, role: Need, position: int = 0) -> np.ndarray:
+    conditions = evidence.controls(role)
+    return np.array([sink_rates(evidence.sequences(role, condition), position)[0] for condition in conditions])
 
 
-def beyond_controls(evidence: Evidence, role: Need) -> Estimate:
-    """Return the change of the sink rate at position 0 by the arm − the change by a further random control."""
-    before, after = before_and_after(evidence, role)
-    drawn = control_rates(evidence, role)
+def beyond_controls(evidence: Evidence, role: Need, position: int = 0) -> Estimate:
+    """Return the change of the sink rate at a position by the arm − the change by a further random control."""
+    before, after = (sink_rates(evidence.sequences(role, condition), position) for condition in (BEFORE, None))
+    drawn = control_rates(evidence, role, position)
     note = f"{before[0]:.1f} → {after[0]:.1f} %; {len(drawn)} random controls"
     note += f": {drawn.min():.1f} to {drawn.max():.1f} %" if len(drawn) else ""
     return (bootstrap(after - before) - one_more_run(drawn - before[0])).over(note)

@@ -290,6 +290,17 @@ def mixing(after: float, *controls: float, before: float = 0.1) -> RunData:
     return RunData(manifest("natural", "intervene", arms=arms), {"over_mixing_by_sequence": pd.concat(parts)})
 
 
+def isolating(alone: float, without_first: float, controls: float = 0.1) -> RunData:
+    """Make sink rates of 60 % at position 0, and at position 1, from which others are hidden, 0 % before."""
+    rates = {"before": 0.0, "after": alone} | {f"control {draw}": controls + 0.002 * draw for draw in range(3)}
+    run = experiment({label: [0.6, rate] for label, rate in rates.items()}, "isolate")
+    other = experiment({"after": [0.6, without_first]}, "isolate:hidden=0")
+    arms = {name: arm | {"watched": [1]} for name, arm in (run.manifest["arms"] | other.manifest["arms"]).items()}
+    table = pd.concat([one.tables["attention_by_sequence"] for one in (run, other)])
+    losses = by_sequence({"loss": 2.0, "predicted": 63}).assign(condition="before")
+    return RunData(run.manifest | {"arms": arms}, {"attention_by_sequence": table, "loss_by_sequence": losses})
+
+
 def of_tokens(*places: tuple[int, str]) -> RunData:
     """Return a run whose massive activations are at these positions and tokens, in every sequence."""
     table = pd.DataFrame(places, columns=["position", "token"]).merge(
@@ -465,6 +476,10 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     ("FT-1", [mixing(0.2, 0.3, 0.31, 0.29)], (HOLDS, FAILS), np.log(2), ""),
     ("IH-2", [no_op(BY_MASS, 2.0, 2.1, 2.5, 2.51, 2.49, 2.5)], HOLDS, 0.4, ""),
     ("IH-2", [no_op(BY_MASS, 2.0, 2.5, 2.1, 2.11, 2.09, 2.1)], FAILS, -0.4, ""),
+    ("SO-1", [isolating(0.35, 0.01)], HOLDS, None, ""),
+    ("SO-1", [isolating(0.35, 0.3)], (HOLDS, HOLDS, FAILS, HOLDS), None, ""),
+    ("SO-1", [isolating(0.05, 0.01)], FAILS, None, ""),
+    ("SO-1", [isolating(0.35, 0.01, controls=0.4)], (HOLDS, FAILS, HOLDS, HOLDS), None, ""),
     # a model without massive activations has none that appear or end
     *((claim, [peaks([1, 1, 5000, 5000, 20], least)], outcome, None, "") for claim in ("S-7", "S-8")
         for least, outcome in ((1000, HOLDS), (9000, FAILS))),

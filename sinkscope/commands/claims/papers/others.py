@@ -1,6 +1,7 @@
 """Claims of papers with few of them: compression valleys (CV), secondary sinks (SS), residual sinks and spikes (RS),
 The Super Weight in Large Language Models (SW), Identifying and Evaluating Inactive Heads in Pretrained LLMs (IH), Why
-do LLMs attend to the first token? (FT), and visual attention sinks (VS; their null is φ on random coordinates).
+do LLMs attend to the first token? (FT), The Structural Origin of Attention Sink (SO), and visual attention sinks (VS;
+their null is φ on random coordinates).
 """
 
 from functools import partial
@@ -8,14 +9,21 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from sinkscope.commands.claims.arms import breaks, falls, had_a_sink, leaves, perplexity_ratio
+from sinkscope.commands.claims.arms import beyond_controls, breaks, falls, had_a_sink, leaves, perplexity_ratio
 from sinkscope.commands.claims.claim import Claim, Part
-from sinkscope.commands.claims.evidence import MAIN, STATES, Evidence, Need, Null
+from sinkscope.commands.claims.evidence import MAIN, STATES, Evidence, Need, Null, label_of
 from sinkscope.commands.claims.papers.s2m import TO_ZERO, coordinates_of_largest
 from sinkscope.commands.claims.scopes import causal, requires, varied_first_token
-from sinkscope.measuring.estimates import massive_layers, super_weight, visual_sink_attention, visual_sink_share
+from sinkscope.measuring.estimates import (
+    massive_layers,
+    sink_rates,
+    super_weight,
+    visual_sink_attention,
+    visual_sink_share,
+)
 from sinkscope.measuring.observables.spikes import SECONDARY
 from sinkscope.results import statistics
+from sinkscope.results.findings import SINK
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
 from sinkscope.results.papers import published
 from sinkscope.results.run import BEFORE
@@ -168,6 +176,21 @@ def _more_mixing(evidence: Evidence, beyond: bool) -> Estimate:
     return (change - one_more_run(controls) if beyond else change).over(note)
 
 
+# --- a token that sees only itself
+
+ALONE, WITHOUT_FIRST = Need("do", "isolate"), Need("loss-do-alone", "isolate:hidden=0")
+
+
+def _isolated(evidence: Evidence, role: Need) -> int:
+    """Return the position of the token from which an arm hides others."""
+    run = evidence.run(role)
+    return run.manifest["arms"][label_of(run, role.of)]["watched"][0]
+
+
+def _rate_where_isolated(role: Need, evidence: Evidence) -> Estimate:
+    return bootstrap(sink_rates(evidence.sequences(role), _isolated(evidence, role)))
+
+
 # --- visual sinks, on runs with pictures
 
 
@@ -246,4 +269,13 @@ CLAIMS = (
             above(0.0)),
          Part("beyond another masked token's", partial(_more_mixing, beyond=True), above(0.0))),
         (SINK_MASKED,), (causal,)),
+    Claim("SO-1", "§4", "A token that sees nothing but itself becomes a sink, as position 0 does.",
+        (Part("sink rate at a later token that sees only itself, in %", partial(_rate_where_isolated, ALONE),
+            above(SINK)),
+         Part("its change, in points, beyond that at a token that also sees a random earlier one",
+            lambda e: beyond_controls(e, ALONE, _isolated(e, ALONE)), above(0.0)),
+         Part("sink rate at a token from which only position 0 is hidden, in %",
+            partial(_rate_where_isolated, WITHOUT_FIRST), below(SINK)),
+         had_a_sink(ALONE)),
+        (ALONE, WITHOUT_FIRST), (causal,)),
 )  # fmt: skip
