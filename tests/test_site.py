@@ -120,6 +120,15 @@ class Links(HTMLParser):
             self.loaded.append(attributes.get("src", attributes.get("href", "")))
 
 
+def test_generated_pages_are_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise `python recipes/docs/generated.py` writes them."""
+    monkeypatch.syspath_prepend(str(DOCS))
+    pages = import_module("generated").pages()
+    assert [path.name for path, text in pages.items() if path.read_text("utf-8") != text] == []
+    assert set(DOCS.glob("reference/*.md")) <= set(pages)
+    assert "sinkscope quantize MODEL [OPTIONS]" in pages[DOCS / "commands.md"]
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, with small pictures in place of the figures that no report has, and of most reports only headings.

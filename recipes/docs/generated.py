@@ -1,6 +1,8 @@
 """The parts of the documentation that are made from registers and docstrings, as Markdown.
 
-`<!-- generated: NAME ARGUMENT -->` in a page is replaced by what the function NAME of GENERATED returns.
+    python recipes/docs/generated.py  # writes them into the pages of this folder; a test checks that they are current
+
+What is between `<!-- generated: NAME ARGUMENT -->` and `<!-- end -->` is what the function NAME of GENERATED returns.
 """
 
 import inspect
@@ -22,7 +24,9 @@ from sinkscope.options.register import options_by_command
 from sinkscope.results.command_line import command_lines
 from sinkscope.results.metrics import METRICS
 
-ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PLACE = re.compile(r"^<!-- generated: (\S+) ?(\S*) -->$.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 REPORTS = ROOT / "reports"
 CLAIMS = REPORTS / "claims" / "smollm2-135m"
 # classes that public functions return, beside those that are public themselves
@@ -97,22 +101,43 @@ def metric(name: str) -> str:
     return f"`{name}`, {escaped(one.label)}\n: {escaped(one.definition)}{escaped('; '.join(['', *facts]))}."
 
 
-def api(_: str = "") -> str:
-    """Return autodoc's directives for every public name, by kind."""
+def kinds_of_names(_: str = "") -> str:
+    """Return a link to the page of each kind of names."""
+    return "\n".join(f"- [{kind}](reference/{kind}.md): {about}" for kind, (about, *_) in kinds().items())
+
+
+def public_names() -> dict[str, list[str]]:
+    """Return heading → public names."""
     names = [*sinkscope.__all__, "list"]
     classes = [name for name in names if inspect.isclass(getattr(sinkscope, name))]
     named_as_commands = {name.replace("-", "_") for name in options_by_command()}
-    heads = {
-        "Commands": [name for name in names if name in named_as_commands],
-        "Your own models and loops": [n for n in names if n not in classes and n not in named_as_commands],
-        "Classes": classes,
+    return {
+        "Commands": sorted(name for name in names if name in named_as_commands),
+        "Your own models and loops": sorted(n for n in names if n not in classes and n not in named_as_commands),
+        "Classes": sorted(classes),
     }
+
+
+def api(_: str = "") -> str:
+    """Return every public name with the first sentence of its docstring, by kind."""
     parts = []
-    for head, found in heads.items():
-        parts.append(f"## {head}")
-        for name in sorted(found):
-            kind = "class" if name in classes else "function"
-            parts.append(_directive(kind, f"sinkscope.{name}"))
+    for head, names in public_names().items():
+        abouts = [
+            " ".join((inspect.getdoc(getattr(sinkscope, name)) or "").partition("\n\n")[0].split()) for name in names
+        ]
+        parts += [
+            f"## {head}",
+            table(("name", "what it is"), zip([f"sinkscope.{n}" for n in names], abouts, strict=True)),
+        ]
+    return "\n\n".join(parts)
+
+
+def api_directives() -> str:
+    """Return autodoc's directives for every public name, by kind."""
+    parts = []
+    for head, names in public_names().items():
+        kind = "class" if head == "Classes" else "function"
+        parts += [f"## {head}", *(_directive(kind, f"sinkscope.{name}") for name in names)]
     parts += ["## What they return", *(_directive("class", f"sinkscope.{name}") for name in RETURNED)]
     return "\n\n".join(parts)
 
@@ -122,19 +147,23 @@ def _directive(kind: str, name: str) -> str:
     return f"```{{eval-rst}}\n.. auto{kind}:: {name}\n{members}```"
 
 
-def gallery(folder: Path) -> str:
+def gallery(_: str = "", folder: Path | None = None) -> str:
     """Return every figure with what it shows, a command, and a picture: of a report, else drawn into `folder`."""
     parts = []
     for kind, figures in FIGURES.items():
         parts.append(f"## Of {kind}")
         for name, spec in figures.items():
             picture, command = _of_a_report(name)
-            if picture is None:
-                path, command = f"{name}.png", _making(name, spec.command)
-                note = _draw(name, folder / path)
-            else:
+            note, path = "", None
+            if picture is not None:
                 note, path = f" From [{picture.parents[1].name}](../../{_report_page(picture)}).", _link(picture)
-            parts.append(f"### {name}\n\n{escaped(spec.about)}.{note}\n\n```text\n{command}\n```\n\n![{name}]({path})")
+            else:
+                command = _making(name, spec.command)
+                if folder is not None:
+                    path = f"{name}.png"
+                    note = _draw(name, folder / path)
+            parts.append(f"### {name}\n\n{escaped(spec.about)}.{note}\n\n```text\n{command}\n```")
+            parts += [f"![{name}]({path})"] * (path is not None)
     return "\n\n".join(parts)
 
 
@@ -187,5 +216,29 @@ def _draw(name: str, path: Path) -> str:
 
 
 GENERATED: dict[str, Callable[[str], str]] = {
-    "api": api, "commands": commands, "list": listed, "metric": metric,
+    "api": api, "commands": commands, "gallery": gallery, "kinds": kinds_of_names, "list": listed, "metric": metric,
 }  # fmt: skip
+
+
+def current(text: str, generated: dict[str, Callable[[str], str]] = GENERATED) -> str:
+    """Return a page's text with what is generated of it made again; names that are not in `generated` stay."""
+
+    def made(block: re.Match[str]) -> str:
+        name, argument = block[1], block[2]
+        if name not in generated:
+            return block[0]
+        return f"{block[0].partition(chr(10))[0]}\n\n{generated[name](argument)}\n\n<!-- end -->"
+
+    return PLACE.sub(made, text)
+
+
+def pages() -> dict[Path, str]:
+    """Return every page of this folder that holds something generated → its current text."""
+    texts = {path: current(path.read_text(encoding="utf-8")) for path in sorted(HERE.glob("*.md"))}
+    return texts | {HERE / "reference" / f"{kind}.md": text for kind, text in reference().items()}
+
+
+if __name__ == "__main__":
+    for page, content in pages().items():
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(content, encoding="utf-8")

@@ -1,8 +1,9 @@
 """Builds the documentation: `python recipes/docs/make_site.py OUT` (`make docs`) writes OUT/html.
 
-OUT/source gets the pages of this folder, the other documents of the repository and the pages that are generated from
-registers. A link between documents of the repository becomes one between pages of the site; a link to a file that is no
-page, such as a table, becomes a download. A link that leads nowhere is an error, and so is any warning of Sphinx.
+OUT/source gets the pages of this folder and the other documents of the repository. Sphinx writes the Python API from
+docstrings, and figures that no report has are drawn. A link between documents of the repository becomes one between
+pages of the site; a link to a file that is no page, such as a table, becomes a download. A link that leads nowhere is
+an error, and so is any warning of Sphinx.
 """
 
 import base64
@@ -17,13 +18,12 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE))
 
-from generated import GENERATED, gallery, reference  # noqa: E402
+from generated import api_directives, current, gallery  # noqa: E402
 from sphinx.cmd.build import main as sphinx  # noqa: E402
 
 TOUR = "recipes/tour.ipynb"
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
-PLACE = re.compile(r"^<!-- generated: (\S+) ?(\S*) -->$", re.MULTILINE)
 # document of the repository → page of the site
 PAGES = {
     "README.md": "index.md",
@@ -32,7 +32,11 @@ PAGES = {
     "recipes/sweeps/README.md": "sweeps.md",
     "tests/benchmarks/README.md": "benchmarks.md",
     TOUR: "tour.md",
-    **{f"recipes/docs/{path.name}": path.name for path in HERE.glob("*.md") if path.name != "site.md"},
+    **{
+        path.relative_to(ROOT).as_posix(): path.relative_to(HERE).as_posix()
+        for path in HERE.rglob("*.md")
+        if path.name != "site.md"
+    },
     **{(place := path.relative_to(ROOT).as_posix()): place for path in ROOT.glob("reports/**/*.md")},
 }
 # document → the tables of contents below it
@@ -97,15 +101,13 @@ def assemble(source: Path) -> None:
         path = source / page
         path.parent.mkdir(parents=True, exist_ok=True)
         text = of_notebook(ROOT / document, source) if document == TOUR else (ROOT / document).read_text("utf-8")
-        text = PLACE.sub(lambda found: GENERATED[found[1]](found[2]), text)
-        if document == "recipes/docs/gallery.md":
-            text += gallery(source)
+        if document == "recipes/docs/api.md":
+            text = current(text, {"api": lambda _: api_directives()})
+        elif document == "recipes/docs/gallery.md":
+            text = current(text, {"gallery": lambda _: gallery(folder=source)})
         if document.startswith("reports/") and not document.endswith(("README.md", "papers.md")):
             text = f"---\norphan: true\n---\n{text}"  # linked from the report's page
         path.write_text(moved(text, document, source) + CONTENTS.get(document, ""), encoding="utf-8")
-    (source / "reference").mkdir()
-    for kind, text in reference().items():
-        (source / "reference" / f"{kind}.md").write_text(text, encoding="utf-8")
     shutil.copytree(HERE / "_static", source / "_static")
     shutil.copyfile(HERE / "conf.py", source / "conf.py")
 
