@@ -32,7 +32,7 @@ from sinkscope.measuring.passes import first_size
 from sinkscope.measuring.subject import Subject, inputs_for, load_model, row_or_calibrated
 from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import model_inputs
-from sinkscope.measuring.watching import Largest, Watched
+from sinkscope.measuring.watching import Watched
 from sinkscope.models.family import Family
 from sinkscope.models.in_memory import same_random_numbers, undisturbed
 from sinkscope.models.loading import LoadedModel
@@ -89,9 +89,11 @@ class SinkCallback(TrainerCallback):
         trainer.train()
         # sinkscope show OUTPUT_DIR/sinks
 
-    Sink rate, value drain, kurtosis, the largest activation with its layer, coordinate and token, the largest logit
-    with its head, and how far float16 and float8 are from overflow go into the Trainer's logs as `sinks/sink_rate`, …,
-    and from there to TensorBoard, W&B and any other `report_to`; every metric by layer goes into `OUTPUT_DIR/sinks`.
+    Sink rate, value drain, kurtosis, the largest activation, the largest logit, and how far float16 and float8 are from
+    overflow go into the Trainer's logs as `sinks/sink_rate`, …, and from there to TensorBoard, W&B and any other
+    `report_to`; so does the step at which a sink or massive activations appear (`sinks/onset_sink_rate`, …). `curves`
+    has the metrics by step. `OUTPUT_DIR/sinks` has every metric by layer, and the largest activation's layer,
+    coordinate and token; `sinkscope.compare(OUTPUT_DIR/sinks, out=…)` draws the curves, also as PDF.
     Weights, optimizer, random numbers and the training mode of modules stay bit for bit as without it. A resumed
     training goes on with its curves. The first of several processes measures while the others wait at their next
     exchange; a model whose weights are sharded (FSDP) is not measured, which a warning says. Loops other than the
@@ -130,6 +132,12 @@ class SinkCallback(TrainerCallback):
         self._subject: Subject | None = None  # None: nothing is measured
         self._trainer: Trainer | None = None
         self._start = time.time()
+
+    @property
+    def curves(self) -> pd.DataFrame:
+        """The metrics of the whole model: a row for each measured step, a column for each metric."""
+        training = self.tables.get("training", pd.DataFrame(columns=["layer", "step", "metric", "value"]))
+        return training[training["layer"] == WHOLE_MODEL].pivot(index="step", columns="metric", values="value")
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, processing_class: Any = None, **_: Any
@@ -185,7 +193,7 @@ class SinkCallback(TrainerCallback):
         if subject is None:
             return
         try:
-            tables, largest = run_probe(subject.loaded.model, lambda _: self._tables_of(subject))
+            tables = run_probe(subject.loaded.model, lambda _: self._tables_of(subject))
         except SinkscopeError as error:  # such as NaN, which the Trainer itself reports
             warnings.warn(f"SinkCallback has not measured step {step}: {error}", stacklevel=2)
             return
@@ -205,23 +213,27 @@ class SinkCallback(TrainerCallback):
         if not before and (notice := notice_without_rate(metrics, self.options["epsilon"])):
             warnings.warn(f"SinkCallback logs {notice}", stacklevel=2)
         logs = {name: metrics[name] for name in (*LOGGED, *HEADROOMS) if not isnan(metrics.get(name, nan))}
-        logs |= {f"largest_activation_{name}": getattr(largest, name) for name in Largest._fields[1:-1]}
-        if "largest_logits" in tables:
-            logits = tables["largest_logits"]
-            row = logits.loc[logits["largest"].idxmax()]
-            logs |= {f"largest_logit_{name}": int(row[name]) for name in ("layer", "head")}
+        onsets = [
+            Onset(
+                name,
+                step,
+                metrics[name],
+                f"{what} at step {step}: {name} is {metrics[name]:.3g}, and was {before[name]:.3g}",
+            )
+            for name, (what, is_there) in ONSETS.items()
+            if name in before and name in metrics and is_there(metrics) and not is_there(before)
+        ]
+        logs |= {f"onset_{onset.metric}": step for onset in onsets}
         logs = {f"{FOLDER}/{name}": float(value) for name, value in logs.items()} | {"epoch": state.epoch or 0.0}
         state.log_history.append({**logs, "step": step})
         if self._trainer is not None:
             should_log = control.should_log  # a loss may be due at this step, too
             self._trainer.callback_handler.on_log(args, state, control, logs)
             control.should_log = should_log
-        for name, (what, is_there) in ONSETS.items():
-            if name in before and name in metrics and is_there(metrics) and not is_there(before):
-                message = f"{what} at step {step}: {name} is {metrics[name]:.3g}, and was {before[name]:.3g}"
-                self.on_onset(Onset(name, step, metrics[name], message))
+        for onset in onsets:
+            self.on_onset(onset)
 
-    def _tables_of(self, subject: Subject) -> tuple[Tables, Largest]:
+    def _tables_of(self, subject: Subject) -> Tables:
         model, family = subject.loaded.model, subject.family
         names = tuple(name for name in OBSERVED if OBSERVABLES[name].inapplicable(model, family) is None)
         seen = Watched(subject.loaded, family, ObservableOptions(observables=names, epsilon=self.options["epsilon"]))
@@ -244,7 +256,7 @@ class SinkCallback(TrainerCallback):
             "largest_activations": pd.DataFrame([largest]),
         }
         logits = tables.get("largest_logit", pd.DataFrame())
-        return made | ({"largest_logits": logits} if len(logits) else {}), largest
+        return made | ({"largest_logits": logits} if len(logits) else {})
 
 
 def _first(texts: Any, count: int, is_training: bool = False) -> Any:

@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from sinkscope.attention.kernels import is_visible
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import NAME
-from sinkscope.errors import InputError, SinkscopeError, described, was_interrupted
+from sinkscope.errors import InputError, SinkscopeError, counted, described, was_interrupted
 from sinkscope.measuring.measure import attention_facts
 from sinkscope.measuring.nnsight import OutOfOrderError
 from sinkscope.measuring.observables import OBSERVABLES, check_names
@@ -47,7 +47,7 @@ from sinkscope.models.in_memory import called_uncompiled, on_cpu_by_default, out
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import ObservableOptions, make_config
 from sinkscope.options.option import checked
-from sinkscope.results.metrics import notice_without_rate
+from sinkscope.results.metrics import METRICS, MISSING, SHORT_METRICS, notice_without_rate
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import of_whole_model
 from sinkscope.text.batch import Batch
@@ -89,6 +89,15 @@ class Watched:
         self._attended: tuple[tuple[float, ...], dict[str, list[int]]] = (), {}
         self._call: _Call | None = None  # the one that is being measured
         self._lock = threading.Lock()  # several threads may call the model
+
+    def __repr__(self) -> str:
+        """Return the number of calls, the main numbers once a call is complete, and why others are not measured."""
+        numbers = ""
+        if self._added and not self._open:  # reading the numbers of an open call would end its prompt
+            texts = {METRICS[name].short: METRICS[name].text(self.metric(name)) for name in SHORT_METRICS}
+            numbers = "".join(f", {label} {text}" for label, text in texts.items() if text != MISSING)
+        reasons = "".join(f"\nnot measured: {reason} ({count} ×)" for reason, count in self.skipped.items())
+        return f"Watched {self.loaded.name}: {counted(self.calls, 'measured call')}{numbers}{reasons}"
 
     @property
     def calls(self) -> int:

@@ -25,7 +25,7 @@ from sinkscope.output.result import Result, written
 from sinkscope.results.activations import ATTENTION, FILE, MAPPED, MASK_FILE
 from sinkscope.results.findings import FINDING, Finding
 from sinkscope.results.folders import own_folder
-from sinkscope.results.metrics import METRICS, MISSING
+from sinkscope.results.metrics import METRICS, MISSING, SHORT_METRICS
 from sinkscope.results.papers import paper_tables
 from sinkscope.results.run import RunData
 from sinkscope.results.side_by_side import span
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from sinkscope.models.loading import LoadedModel
 
-SHORT_METRICS = ("sink_rate", "massive_count", "value_drain", "perplexity")  # metrics of one line about a run
 MOST_ARMS = 6  # most arms in this line
 NOTEBOOK_FIGURE = "sinks-by-layer"  # what a notebook shows of `analyze`; of a command, its first figure that applies
 

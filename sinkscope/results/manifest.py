@@ -189,6 +189,8 @@ def read_manifest(folder: Path, commands: Collection[str] | None = RUNS) -> dict
     if kind is None:
         raise InputError(f"{path} is not the manifest of a run: no command is called {one_line(by, 40)}")
     if commands is not None and by not in commands:
+        if by == CALLBACK_TRAINING.name:
+            raise InputError(f"{path} is of SinkCallback: `sinkscope.compare({str(folder)!r}).by_step` has its curves")
         raise InputError(f"{path} is of `sinkscope {by}`, not of `{'`, `'.join(commands)}`{_runs_inside(folder)}")
     if manifest.get("format") != FORMAT:
         form = one_line(manifest.get("format"), 40)

@@ -22,6 +22,7 @@ PAPERS = {  # abbreviation → title
     "S2M": "StreamingLLM; Massive Activations in Large Language Models (Sun et al. 2024)",
 }
 LARGE = 1e6  # numbers from this on are printed like 1.085e+06
+SHORT_METRICS = ("sink_rate", "massive_count", "value_drain", "perplexity")  # metrics of one line about a run
 MISSING = "–"  # printed in place of a number that was not measured
 UNITS = {"nats": "nats per token", "attention": "share of attention", "entries": ""}  # unit → its text at an axis
 

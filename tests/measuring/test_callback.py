@@ -16,13 +16,14 @@ import reference
 import torch
 from support.encoders import word_tokenizer
 from support.ranks import COUNT, on_two_ranks, shard_on_cpu, sharding_environment
+from support.retrofit_command import succeeded
 from tiny import tiny_model, tiny_tokens, written
 from torch.utils.data import Dataset, IterableDataset, Subset
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 import sinkscope
 from sinkscope.errors import InputError
-from sinkscope.measuring.callback import ONSETS
+from sinkscope.measuring.callback import HEADROOMS, LOGGED, ONSETS
 from sinkscope.results.metrics import METRICS
 
 LENGTH, STEPS = 16, 200
@@ -125,15 +126,18 @@ def test_tensorboards_event_file_has_the_curves(both: Any) -> None:
         assert [scalar.step for scalar in scalars] == list(course.index)
         np.testing.assert_allclose([scalar.value for scalar in scalars], course[name], rtol=1e-6)
     assert [scalar.step for scalar in events.Scalars("train/loss")] == [50, 100, 150, 200]
-    assert {"train/sinks/largest_activation_coordinate", "train/sinks/largest_logit_head"} <= set(
-        events.Tags()["scalars"]
-    )
+    names = {name.removeprefix("train/sinks/") for name in events.Tags()["scalars"] if "sinks/" in name}
+    assert names <= {*LOGGED, *HEADROOMS, *(f"onset_{metric}" for metric in ONSETS)}  # no coordinates or token ids
 
 
 def test_show_and_compare_open_the_curves(both: Any, tmp_path: Path) -> None:
     folder = both[0] / "measured" / "sinks"
     assert "largest_activations" in sinkscope.show(folder).read_text()
     assert set(curves(both[0] / "measured")) <= METRICS.keys()
+    with pytest.raises(InputError, match=r"is of SinkCallback: `sinkscope.compare\('.*'\).by_step` has its curves"):
+        sinkscope.Run.open(folder)
+    succeeded("compare", str(folder), "--out", str(tmp_path / "alone"))
+    assert (tmp_path / "alone" / "figures" / "training-curves.pdf").is_file()
     again = shutil.copytree(folder, tmp_path / "again" / "sinks")
     compared = sinkscope.compare(folder, again, out=tmp_path / "both", page=False)
     assert list(compared.by_step.loc["again"].index) == [0, 50, 100, 150, 200]
@@ -221,8 +225,12 @@ def test_on_onset_is_called_once_when_a_sink_and_when_massive_activations_begin(
     attend_uniformly()
     changes = At(2, attend_to_the_first), At(5, become_massive)
     callback = sinkscope.SinkCallback(every=3, seq_len=LENGTH, on_onset=onsets.append)
-    trainer(tmp_path, *changes, callback, model=model, steps=9, learning_rate=0.0).train()
+    done = trainer(tmp_path, *changes, callback, model=model, steps=9, learning_rate=0.0)
+    done.train()
     assert [(onset.metric, onset.step) for onset in onsets] == [("sink_rate", 3), ("massive_share", 6)]
+    logged = {logs["step"]: {key: logs[key] for key in logs if "onset" in key} for logs in done.state.log_history}
+    assert logged | {9: {}} == {0: {}, 3: {"sinks/onset_sink_rate": 3.0}, 6: {"sinks/onset_massive_share": 6.0}, 9: {}}
+    pd.testing.assert_frame_equal(callback.curves, curves(tmp_path))
     largest = pd.read_parquet(tmp_path / "sinks/tables/largest_activations.parquet").query("step == 6").iloc[0]
     assert (largest["layer"], largest["coordinate"]) in ((1, 3), (2, 3))
 
@@ -236,7 +244,7 @@ def test_onsets_have_the_thresholds_of_the_verdict(metric: str, read: str, below
     assert [is_there({read: value}) for value in (below, there)] == [False, True]
 
 
-def test_it_logs_the_layer_with_most_massive_activations_and_the_head_with_the_largest_logit(tmp_path: Path) -> None:
+def test_it_logs_the_layer_with_most_massive_activations_and_the_largest_logit_of_all_heads(tmp_path: Path) -> None:
     """In the first layer all texts have a massive activation, from the second on those with one token."""
     model = tiny_model("gpt2")
     token = int(HELD_OUT[0]["input_ids"][3])
@@ -248,9 +256,7 @@ def test_it_logs_the_layer_with_most_massive_activations_and_the_head_with_the_l
     logged = next(logs for logs in done.state.log_history if "sinks/massive_share" in logs)
     assert logged["sinks/massive_share"] == 1.0
     logits = pd.read_parquet(tmp_path / "sinks/tables/largest_logits.parquet").query("step == 0")
-    row = logits.loc[logits["largest"].idxmax()]
-    assert (logged["sinks/largest_logit_layer"], logged["sinks/largest_logit_head"]) == (row["layer"], row["head"])
-    assert logged["sinks/largest_logit"] == pytest.approx(row["largest"])
+    assert logged["sinks/largest_logit"] == pytest.approx(logits["largest"].max())
     assert any(token not in text["input_ids"] for text in HELD_OUT)
 
 

@@ -95,6 +95,17 @@ def test_the_prompt_in_a_static_cache_is_measured(name: str, is_padded: bool) ->
     assert_near(static.tables, watched().tables)
 
 
+def test_its_repr_has_the_numbers_of_complete_calls() -> None:
+    model = tiny_model("llama").eval()
+    with sinkscope.watch(model) as seen:
+        assert repr(seen) == "Watched LlamaForCausalLM: 0 measured calls"
+        model(IDS, use_cache=False)
+        model(IDS[:, :1])
+    rate = f"{100 * seen.sink_rate:.1f}%"
+    assert repr(seen).startswith(f"Watched LlamaForCausalLM: 1 measured call, sink rate {rate}, ")
+    assert repr(seen).endswith("\nnot measured: a single token (1 ×)")
+
+
 def test_why_a_short_prompt_has_no_sink_rate_is_said() -> None:
     model = tiny_model("llama").eval()
     with sinkscope.watch(model) as seen:

@@ -44,8 +44,8 @@ def _compared(options: CompareOptions, output: OutputOptions, manifests: Mapping
     if len(options.runs) == 1:  # its own tables, by title, if it is a comparison; a run of `analyze` is none
         ((folder, manifest),) = manifests.items()
         command, tables = manifest["command"], dict[str, "pd.DataFrame"]()
-        if command == CALLBACK_TRAINING.name:
-            tables = curves([folder], time.time()).summary_tables
+        if command == CALLBACK_TRAINING.name:  # its folder has no figures: --out draws them
+            tables = curves([folder], time.time()).summary_tables if output.out is None else {}
         elif MANIFEST_KINDS[command].summaries:
             tables = MANIFEST_KINDS[command].imported(MANIFEST_KINDS[command].summaries)(folder)
         elif command in RUNS and command != "analyze":

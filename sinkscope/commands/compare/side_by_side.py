@@ -25,7 +25,7 @@ from sinkscope.options.register import records
 from sinkscope.output.comparison import compared
 from sinkscope.output.result import Result, written
 from sinkscope.results.folders import own_folder
-from sinkscope.results.manifest import RUNS, folder_of, read_manifest
+from sinkscope.results.manifest import CALLBACK_TRAINING, RUNS, folder_of, read_manifest
 from sinkscope.results.tables import blaming_tables
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def compare(
 
     Args:
         *runs: Runs of `analyze`, of `intervene`, two of `quantize`, or scorecards, or their folders, or folders that
-            `SinkCallback` wrote: all of one kind, one by one or in lists.
+            `SinkCallback` wrote: all of one kind, one by one or in lists. One folder of `SinkCallback` is enough.
         out: The folder to write.
         overwrite: Replace an earlier comparison in `out`.
         page: With `out`, also write index.html.
@@ -62,12 +62,13 @@ def compare(
     listed: list[Given] = []
     for one in runs:
         listed += one if isinstance(one, list | tuple) else [one]
-    if len(listed) < 2:
+    commands = list(dict.fromkeys(map(_command, listed)))
+    if len(listed) < 2 and commands != [CALLBACK_TRAINING.name]:
         raise InputError(f"a comparison needs at least two runs; {len(listed) or 'none'} was given")
-    first, *others = dict.fromkeys(map(_command, listed))
-    if others:
-        names = "` and `".join([first, *others])
+    if len(commands) > 1:
+        names = "` and `".join(commands)
         raise InputError(f"runs of `{names}` have nothing in common: compare those of one command")
+    (first,) = commands
     reads = [one.folder if isinstance(one, Result) else one for one in listed]
     # other commands' modules are not imported
     places = [(record, record.compared[first]) for record in records().values() if first in record.compared]
