@@ -92,7 +92,7 @@ def _run() -> Run:
     entry = {"scheme": "static", "bits_weights": 8, "bits_activations": 8, "bits_kv_cache": 8, "kv_cache_per": None}
     entry |= {"activations_per": "tensor", "calibration": 4, "prefix": [5]}
     formats = grid(scheme=["W8A8", "NVFP4"], part=["all", "weights", "inputs"])
-    for column in ("cost", "sink_share", "random_share"):
+    for column in ("cost", "sink_share", "random_share", "ahead"):
         ends = {f"{column}{end}": 0.1 + step for end, step in (("", 0.0), ("_low", -0.05), ("_high", 0.05))}
         formats = formats.assign(**ends)
     split = split_table({"tokens": 0.7, "coordinates": 0.1, "prefix": 0.6}, {"tokens": [0.0, 0.1], "prefix": [0.5]})

@@ -21,7 +21,7 @@ import torch
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.commands.quantize.prefixes import OUTLIER_RATIO, Prefixes, SparingText, outlier_prefix
-from sinkscope.commands.quantize.served import RANDOM_DRAWS, Factors, ServedStudy, StoredInputs
+from sinkscope.commands.quantize.served import AHEAD, RANDOM_DRAWS, Factors, ServedStudy, StoredInputs
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.engine import Setting
@@ -34,7 +34,6 @@ from sinkscope.quantization import settings
 from sinkscope.quantization.formats import Preset
 from sinkscope.quantization.products import Matrix, Product
 from sinkscope.quantization.smoothing import NormOutputs, awq_factors, shuffled, smoothing_factors
-from sinkscope.results.statistics import Estimate
 from sinkscope.results.tables import WHOLE_MODEL, Column, Columns
 from sinkscope.text.batch import Batch
 
@@ -54,9 +53,7 @@ CURE_TABLES: dict[str, Columns] = {
         Column("random_recovered", "the same of the control, mean over draws", "nats per token"),
         Column("random_recovered_low", "the smallest draw", "nats per token"),
         Column("random_recovered_high", "the largest draw", "nats per token"),
-        Column("ahead", "recovered minus the mean of the control's draws", "nats per token"),
-        Column("ahead_low", "lower end of its 95 % interval over texts", "nats per token"),
-        Column("ahead_high", "upper end", "nats per token"),
+        *AHEAD,
     ),
     "formats_modules": (
         Column("scheme", "as in formats", kind="text"),
@@ -135,12 +132,9 @@ class CureStudy:
                     self.absent.setdefault(name, {})[cure] = str(error)
                     continue
                 print_line(self.study.console, f"{name}: {cure} is measured")
-                cost = self.study.cost
-                random = [cost(every, each).value for each in control]
                 row: dict[str, Any] = {"layer": WHOLE_MODEL, "scheme": name, "cure": cure, "setting": setting}
-                row |= cost(every, np.zeros_like(every)).as_columns("cost") | cost(every, rise).as_columns("recovered")
-                row |= Estimate(float(np.mean(random)), min(random), max(random)).as_columns("random_recovered")
-                rows.append(row | cost(np.mean(control, axis=0), rise).as_columns("ahead"))
+                row |= self.study.cost(every, np.zeros_like(every)).as_columns("cost")
+                rows.append(row | self.study.recovery(("recovered", "random_recovered"), every, rise, control))
         tables = {"formats_cures": pd.DataFrame(rows)} if rows else {}
         return tables | ({"formats_modules": pd.DataFrame(self.modules)} if self.modules else {})
 

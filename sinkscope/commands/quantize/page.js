@@ -25,10 +25,10 @@ S.formatCosts = (table) => {
   const { cell, interval } = S.numbersOf(table);
   const columns = [{ label: "Scheme" }, { label: "Quantized" }, { label: "Perplexity ×", number: true },
     { label: "Cost (95 % interval)", number: true }, { label: "Sinks' share (95 % interval)", number: true },
-    { label: "Random tokens' share (range)", number: true }];
+    { label: "Random tokens' share (range)", number: true }, { label: "Difference by text (95 % interval)", number: true }];
   return S.element("div", {}, S.plainTable(columns, table.all.map((row) =>
     [S.visible(table.get("scheme")[row]), S.visible(table.get("part")[row]), cell("ratio", row), interval("cost", row),
-      interval("sink_share", row), interval("random_share", row)]), "Cost in nats per token"));
+      interval("sink_share", row), interval("random_share", row), interval("ahead", row)]), "Cost in nats per token"));
 };
 
 /** What each cure recovers, next to its control. */
@@ -36,10 +36,12 @@ S.cures = (table) => {
   if (!table) return null;
   const { cell, interval } = S.numbersOf(table);
   const columns = [{ label: "Scheme" }, { label: "Cure" }, { label: "Setting" }, { label: "Cost", number: true },
-    { label: "Recovered (95 % interval)", number: true }, { label: "Control (range)", number: true }];
+    { label: "Recovered (95 % interval)", number: true }, { label: "Control (range)", number: true },
+    { label: "Difference by text (95 % interval)", number: true }];
   return S.element("div", {}, S.element("h3", {}, "Cures"), S.plainTable(columns, table.all.map((row) =>
     [S.visible(table.get("scheme")[row]), S.visible(table.get("cure")[row]), S.visible(table.get("setting")[row] || "–"),
-      cell("cost", row), interval("recovered", row), interval("random_recovered", row)]), "Nats per token that each cure recovers"));
+      cell("cost", row), interval("recovered", row), interval("random_recovered", row), interval("ahead", row)]),
+    "Nats per token that each cure recovers"));
 };
 
 /** The modules that are spared under each scheme. */

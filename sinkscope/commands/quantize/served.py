@@ -37,7 +37,7 @@ from sinkscope.quantization.products import Matrix, Product, ProductChange, chan
 from sinkscope.quantization.rounding import snap
 from sinkscope.quantization.spared import random_tokens
 from sinkscope.results.statistics import Estimate, bootstrap
-from sinkscope.results.tables import SEQUENCE, WHOLE_MODEL, Column, Columns
+from sinkscope.results.tables import SEQUENCE, WHOLE_MODEL, Column, Columns, names_of
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
@@ -45,6 +45,11 @@ from sinkscope.text.inputs import TokenInputs
 RANDOM_DRAWS = 3  # draws of a control
 PARTS = ALL, WEIGHTS, INPUTS = "all", "weights", "inputs"
 
+AHEAD: Columns = (
+    Column("ahead", "what is recovered minus the mean of the control's draws, on the same texts", "nats per token"),
+    Column("ahead_low", "lower end of its 95 % interval over texts", "nats per token"),
+    Column("ahead_high", "upper end", "nats per token"),
+)
 FORMAT_TABLES: dict[str, Columns] = {
     "formats": (
         Column("scheme", "a preset of compressed-tensors", kind="text"),
@@ -61,6 +66,7 @@ FORMAT_TABLES: dict[str, Columns] = {
         Column("random_share", "the same for as many random tokens, mean over draws", "nats per token"),
         Column("random_share_low", "the smallest draw", "nats per token"),
         Column("random_share_high", "the largest draw", "nats per token"),
+        *AHEAD,
     ),
     "formats_losses": (
         Column("scheme", "as in formats", kind="text"),
@@ -296,7 +302,8 @@ class ServedStudy:
                 rows.append(labels | self._row(losses[pair]))
                 of_sequences = {"loss": losses[pair][0], "cost": losses[pair][0] - dense}
                 by_sequence.append(pd.DataFrame(labels | sequences | of_sequences))
-        return {"formats": pd.DataFrame(rows), "formats_losses": pd.concat(by_sequence, ignore_index=True)}
+        every = pd.DataFrame(rows, columns=["layer", *names_of(FORMAT_TABLES["formats"])])  # also those that no row has
+        return {"formats": every, "formats_losses": pd.concat(by_sequence, ignore_index=True)}
 
     def _losses(
         self, wanted: Mapping[Encoding | None, Mapping[Encoding | None, Sequence[StoredInputs]]]
@@ -327,7 +334,20 @@ class ServedStudy:
         whole = self.cost(losses[0], self.full.losses.numpy())
         loss = losses[0].sum() / self.subject.inputs.num_predicted
         row = {"loss": loss, "perplexity": perplexity(loss), **whole.as_columns("cost"), "ratio": math.exp(whole.value)}
-        share = self.cost(losses[0], losses[1]) if len(losses) > 1 else Estimate(math.nan, math.nan, math.nan)
-        random = [self.cost(losses[0], each).value for each in losses[2:]] or [math.nan]
-        row |= share.as_columns("sink_share")
-        return row | Estimate(float(np.mean(random)), min(random), max(random)).as_columns("random_share")
+        if len(losses) > 1:
+            row |= self.recovery(("sink_share", "random_share"), losses[0], losses[1], list(losses[2:]))
+        return row
+
+    def recovery(
+        self, names: tuple[str, str], losses: np.ndarray, treated: np.ndarray, control: Sequence[np.ndarray]
+    ) -> dict[str, float]:
+        """Return the columns of what a treatment and its control lower losses by, and of the difference by text.
+
+        Args:
+            names: Of the columns of the treatment, and of its control: the mean over draws, the smallest and largest.
+            losses, treated, control: (N,) of sequences without and with the treatment, and with each draw.
+        """
+        draws = [self.cost(losses, each).value for each in control]
+        columns = self.cost(losses, treated).as_columns(names[0])
+        columns |= Estimate(float(np.mean(draws)), min(draws), max(draws)).as_columns(names[1])
+        return columns | self.cost(np.mean(control, axis=0), treated).as_columns("ahead")

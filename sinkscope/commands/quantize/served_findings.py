@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -142,28 +142,45 @@ CURES: dict[CureName, tuple[str, str]] = {
     "spare": ("full precision for the {} modules that cost most", "as many random modules"),
     "smoothquant": ("SmoothQuant (α {})", "its factors at random channels"),
     "awq": ("AWQ's scales", "the same at random channels"),
-    "rotation": ("a rotation of the residual stream", "a permutation of its coordinates"),
+    "rotation": ("a rotation of the residual stream", "permutations of its coordinates"),
     "prefix": ("a prefix (token ids {})", "prefixes of random tokens"),
 }
 
 
 def _cure(row: pd.Series) -> Finding:
-    recovered, random = estimate(row, "recovered"), estimate(row, "random_recovered")
     what, control = CURES[row["cure"]]
-    outcome, verb = Outcome.UNDECIDED, "is not shown to recover more than its control:"
-    if is_worth(row):
-        outcome, verb = Outcome.PRESENT, "recovers"
+    one = _recovery(row["scheme"], row, ("recovered", "random_recovered"), what.format(row["setting"]), control)
+    ignored = f" The recipe ignores {'them' if is_worth(row) else 'none'}." if row["cure"] == "spare" else ""
+    numbers = {**one.numbers, "cure": row["cure"], "setting": row["setting"]}
+    return replace(one, name="cure", section=CURED, sentence=one.sentence + ignored, numbers=numbers)
+
+
+def _sinks(scheme: str, row: pd.Series, tokens: str) -> Finding:
+    if row["cost_low"] > 0:
+        what = f"full precision for the inputs of {tokens}"
+        return _recovery(scheme, row, ("sink_share", "random_share"), what, "as many random tokens")
+    sentence = f"{scheme}: the cost is not above 0, so that sink tokens have no share of it."
+    return Finding("sink-share", SINKS, Outcome.UNDECIDED, numbers={"scheme": scheme}, sentence=sentence)
+
+
+def _recovery(scheme: str, row: pd.Series, columns: tuple[str, str], what: str, control: str) -> Finding:
+    """Say whether something recovers cost, and more than its control; `columns` name what the two recover."""
+    recovered, random, ahead = (estimate(row, name) for name in (*columns, "ahead"))
+    outcome, verb = Outcome.UNDECIDED, f"is not shown to recover more than {control}:"
+    if min(recovered.low, ahead.low) > 0:
+        outcome, verb = Outcome.PRESENT, f"recovers more than {control}:"
     elif recovered.high < 0:
         outcome, verb = Outcome.ABSENT, "adds cost: it recovers"
-    sentence = f"{row['scheme']}: {what.format(row['setting'])} {verb} {with_interval(recovered, 'z.3f')} of "
-    sentence += f"{NATS(row['cost'])} nats per token; {control} recover{'s' * (row['cure'] == 'rotation')} "
-    sentence += f"{NATS(random.low)} to {NATS(random.high)}."
-    if row["cure"] == "spare":
-        sentence += f" The recipe ignores {'them' if is_worth(row) else 'none'}."
-    numbers = {name: row[name] for name in ("scheme", "cure", "setting")}
-    numbers |= {"random_low": random.low, "random_high": random.high}
+    elif ahead.high < 0:
+        outcome, verb = Outcome.ABSENT, f"recovers less than {control}:"
+    elif ahead.low > 0:
+        verb = "is not shown to recover cost:"
+    sentence = f"{scheme}: {what} {verb} {with_interval(recovered, 'z.3f')} of {NATS(row['cost'])} nats per token "
+    sentence += f"against {NATS(random.low)} to {NATS(random.high)}; paired by text, the difference is "
+    sentence += f"{with_interval(ahead, 'z.3f')}."
+    numbers = {"scheme": scheme, **random.as_columns("random"), **ahead.as_columns("ahead")}
     about: dict[str, Any] = {"low": recovered.low, "high": recovered.high, "numbers": numbers}
-    return Finding("cure", CURED, outcome, recovered.value, sentence=sentence, **about)
+    return Finding("sink-share", SINKS, outcome, recovered.value, sentence=sentence, **about)
 
 
 def _worth(run: RunData, table: pd.DataFrame) -> Iterator[Finding]:
@@ -172,7 +189,7 @@ def _worth(run: RunData, table: pd.DataFrame) -> Iterator[Finding]:
         worth = [row for _, row in rows.iterrows() if is_worth(row)]
         best = max(worth, key=lambda row: row["recovered"], default=None)
         tried = ", ".join(rows["cure"])
-        sentence = f"{scheme}: of {tried}, none is shown to recover more than its control."
+        sentence = f"{scheme}: of {tried}, none is shown to recover cost, and more than its control."
         if best is not None:
             sentence = f"{scheme}: of {tried}, worth it is {', '.join(row['cure'] for row in worth)}; "
             sentence += f"{best['cure']} recovers most, {with_interval(estimate(best, 'recovered'), 'z.3f')} of "
@@ -182,26 +199,6 @@ def _worth(run: RunData, table: pd.DataFrame) -> Iterator[Finding]:
         outcome = Outcome.UNDECIDED if best is None else Outcome.PRESENT
         numbers = {"scheme": scheme, "worth": tuple(row["cure"] for row in worth)}
         yield Finding("worth", CURED, outcome, is_headline=True, numbers=numbers, sentence=sentence)
-
-
-def _sinks(scheme: str, row: pd.Series, what: str) -> Finding:
-    cost, share, random = (estimate(row, name) for name in ("cost", "sink_share", "random_share"))
-    chance = max(0.0, random.high)
-    if cost.low <= 0:
-        sentence = f"{scheme}: the cost is not above 0, so that sink tokens have no share of it."
-        return Finding("sink-share", SINKS, Outcome.UNDECIDED, numbers={"scheme": scheme}, sentence=sentence)
-    if share.low > chance:
-        outcome, verdict = Outcome.PRESENT, "recovers"
-    elif share.high <= chance:
-        outcome, verdict = Outcome.ABSENT, "does not recover more than random tokens do:"
-    else:
-        outcome, verdict = Outcome.UNDECIDED, "is not shown to recover more than random tokens do:"
-    sentence = f"{scheme}: full precision for the inputs of {what} {verdict} "
-    sentence += f"{with_interval(share, 'z.3f')} of {NATS(row['cost'])} nats per token; as many random tokens recover "
-    sentence += f"{NATS(random.low)} to {NATS(random.high)}."
-    numbers = {"scheme": scheme, "random": random.value, "random_low": random.low, "random_high": random.high}
-    about: dict[str, Any] = {"low": share.low, "high": share.high, "numbers": numbers}
-    return Finding("sink-share", SINKS, outcome, share.value, sentence=sentence, **about)
 
 
 # --- recipes

@@ -4,6 +4,7 @@ import copy
 import re
 from collections import defaultdict
 from dataclasses import asdict, fields
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,16 @@ from sinkscope.commands.card.tables import values_of
 from sinkscope.commands.quantize import served_findings
 from sinkscope.commands.quantize.figures import FORMAT_MARKS, draw_formats_cost
 from sinkscope.commands.quantize.manifest import EncodingEntry, Served
-from sinkscope.commands.quantize.served import ALL, INPUTS, RANDOM_DRAWS, WEIGHTS, Factors, LargestFactors, StoredInputs
+from sinkscope.commands.quantize.served import (
+    ALL,
+    INPUTS,
+    RANDOM_DRAWS,
+    WEIGHTS,
+    Factors,
+    LargestFactors,
+    ServedStudy,
+    StoredInputs,
+)
 from sinkscope.commands.sweep.figures import draw_formats_models
 from sinkscope.commands.sweep.tables import FORMATS, SweepTables
 from sinkscope.errors import InputError
@@ -30,6 +40,7 @@ from sinkscope.quantization.formats import PRESETS, Encoding
 from sinkscope.quantization.products import Matrix, changed_products, matrices_of
 from sinkscope.quantization.rounding import snap
 from sinkscope.results.findings import Finding, Outcome
+from sinkscope.results.statistics import resamplings
 from sinkscope.text.batch import Batch
 
 FITTING = ("W8A8", "FP8", "FP8_DYNAMIC", "NVFP4", "NVFP4A16")  # whose groups divide the inputs of a tiny Llama
@@ -93,6 +104,23 @@ def test_the_sinks_share_is_what_their_inputs_in_full_precision_recover(model: A
         shares.append(plain_loss(model, preset.weights, preset.inputs) - loss)
     assert row["random_share"] == pytest.approx(np.mean(shares), abs=2e-6)
     assert (row["random_share_low"], row["random_share_high"]) == pytest.approx((min(shares), max(shares)), abs=2e-6)
+    assert row["ahead"] == pytest.approx(share - np.mean(shares), abs=2e-6)
+    assert row["ahead_low"] < row["ahead"] < row["ahead_high"]
+
+
+def test_what_is_recovered_is_compared_with_the_mean_of_random_draws_text_by_text() -> None:
+    study, noise = object.__new__(ServedStudy), np.array([9.0, -40.0, 300.0, 2.0])  # by text: it affects all settings
+    inputs = SimpleNamespace(predicted=np.full(4, 10), texts=[0, 1, 2, 3])
+    vars(study).update(subject=SimpleNamespace(inputs=inputs))
+    draws = [noise + each for each in (6.0, 7.0, 11.0)]
+    row = study.recovery(("gain", "chance"), np.full(4, 9.0) + noise, np.full(4, 3.0) + noise, draws)
+    assert {name: row[name] for name in ("gain", "chance", "chance_low", "chance_high")} == pytest.approx(
+        {"gain": 0.6, "chance": 0.1, "chance_low": -0.2, "chance_high": 0.3}
+    )
+    assert [row["ahead"], row["ahead_low"], row["ahead_high"]] == pytest.approx([0.5] * 3)
+    uneven = study.recovery(("gain", "chance"), noise, noise, [noise + np.array([8.0, 4.0, -6.0, -2.0])])
+    spread = np.quantile(resamplings(4)[1:] @ [0.2, 0.1, -0.15, -0.05], [0.025, 0.975])
+    assert [uneven["ahead"], uneven["ahead_low"], uneven["ahead_high"]] == pytest.approx([0.1, *spread])
 
 
 def test_a_static_range_leaves_out_spared_tokens() -> None:
@@ -233,8 +261,10 @@ def test_the_model_is_as_before(model: Any) -> None:
 
 def run_of(cost: tuple[float, ...], share: tuple[float, ...] = (), recovered: tuple[float, ...] = ()) -> Run:
     """Make a run of W8A8: its cost and the sinks' share with their intervals, and what spared modules recover."""
-    share = share or (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    names = [f"{name}{end}" for name in ("cost", "sink_share", "random_share") for end in ("", "_low", "_high")]
+    share = share or (0.0,) * 9
+    names = [
+        f"{name}{end}" for name in ("cost", "sink_share", "random_share", "ahead") for end in ("", "_low", "_high")
+    ]
     rows = [dict(zip(names, (*cost, *share), strict=True)) | {"scheme": "W8A8", "part": part, "ratio": np.exp(cost[0])}
             for part in (ALL, WEIGHTS, INPUTS)]  # fmt: skip
     tables = {"formats": pd.DataFrame(rows)}
@@ -279,18 +309,25 @@ def test_a_cost_is_decided_by_its_interval(cost: tuple[float, ...], outcome: Out
 
 
 @pytest.mark.parametrize(
-    ("share", "outcome"),
+    ("share", "ahead", "outcome", "words"),
     [
-        ((0.02, 0.011, 0.03, 0.0, -0.01, 0.01), Outcome.PRESENT),
-        ((0.02, 0.010, 0.03, 0.0, -0.01, 0.01), Outcome.UNDECIDED),
-        ((0.00, -0.01, 0.01, 0.0, -0.01, 0.01), Outcome.ABSENT),
-        ((0.01, 0.001, 0.02, -0.02, -0.03, -0.01), Outcome.PRESENT),
-        ((-0.01, -0.02, 0.0, -0.02, -0.03, -0.01), Outcome.ABSENT),
+        ((0.02, 0.001, 0.03), (0.01, 0.001, 0.02), Outcome.PRESENT, "recovers more than as many random tokens: 0.020"),
+        ((0.02, 0.001, 0.03), (0.01, 0.000, 0.02), Outcome.UNDECIDED, "not shown to recover more than as many random"),
+        ((0.01, 0.000, 0.02), (0.02, 0.010, 0.03), Outcome.UNDECIDED, "is not shown to recover cost: 0.010"),
+        ((0.02, 0.010, 0.03), (-0.02, -0.03, -0.01), Outcome.ABSENT, "recovers less than as many random tokens: 0.020"),
+        ((0.02, 0.010, 0.03), (-0.02, -0.03, 0.0), Outcome.UNDECIDED, "not shown to recover more than as many random"),
+        ((-0.01, -0.02, -0.001), (0.02, 0.01, 0.03), Outcome.ABSENT, "adds cost: it recovers -0.010"),
     ],
 )
-def test_sinks_have_a_share_if_they_recover_more_than_random_tokens(share: tuple[float, ...], outcome: Outcome) -> None:
-    assert finding(run_of((0.1, 0.05, 0.2), share), "sink-share").outcome == outcome
-    nothing = finding(run_of((0.1, 0.0, 0.2), share), "sink-share")
+def test_sinks_have_a_share_if_they_recover_more_than_random_tokens_of_the_same_texts(
+    share: tuple[float, ...], ahead: tuple[float, ...], outcome: Outcome, words: str
+) -> None:
+    numbers = (*share, 0.0, -0.5, 0.5, *ahead)  # the range of draws decides nothing
+    one = finding(run_of((0.1, 0.05, 0.2), numbers), "sink-share")
+    assert (one.outcome, words in one.sentence) == (outcome, True)
+    assert f"against -0.500 to 0.500; paired by text, the difference is {ahead[0]:.3f} (" in one.sentence
+    assert (one.numbers["ahead_low"], one.low) == (ahead[1], share[1])
+    nothing = finding(run_of((0.1, 0.0, 0.2), numbers), "sink-share")
     assert (nothing.outcome, "not above 0" in nothing.sentence) == (Outcome.UNDECIDED, True)
 
 
@@ -333,7 +370,7 @@ def test_a_cure_adds_cost_only_if_its_interval_is_below_0(high: float, outcome: 
 
 
 def test_marks_of_spared_tokens_are_at_the_cost_that_is_left() -> None:
-    figure = draw_formats_cost(run_of((0.1, 0.05, 0.2), (0.03, 0.02, 0.05, 0.01, -0.01, 0.04)))
+    figure = draw_formats_cost(run_of((0.1, 0.05, 0.2), (0.03, 0.02, 0.05, 0.01, -0.01, 0.04, 0.02, 0.01, 0.03)))
     drawn: dict[tuple, set[tuple]] = defaultdict(set)
     for line in figure.axes[0].lines:
         drawn[line.get_marker(), line.get_color()].add(tuple(np.round(line.get_xdata(), 12)))
