@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from sinkscope.commands.quantize.study import calibrate_ranges as calibrate_ranges
     from sinkscope.commands.run.command import run_recipe as run  # noqa: F401
     from sinkscope.commands.run.command import run_recipe as run_recipe
+    from sinkscope.commands.scan.command import scan as scan
     from sinkscope.commands.show.command import page as page
     from sinkscope.commands.show.command import show as show
     from sinkscope.commands.steps.series import Series as Series

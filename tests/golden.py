@@ -60,6 +60,7 @@ def cases() -> dict[str, tuple[str, ...]]:
             f"doctor-{model}": ("doctor", model),
             f"analyze-{model}": ("analyze", model, *TEXT),
             f"intervene-{model}": ("intervene", model, "--do", "all", "--draws", "2", *TEXT),
+            f"scan-{model}": ("scan", model),
             f"quantize-{model}": ("quantize", model, *TEXT),
             f"quantize-static-{model}": ("quantize", model, "--scheme", "static", *TEXT),
             f"kv-plan-{model}": (

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from base64 import b64decode
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -68,6 +68,8 @@ class Hub:
     def __init__(self, repos: Mapping[str, Repo] | None = None) -> None:
         self.repos: dict[str, Repo] = dict(repos or {})
         self.requests: deque[str] = deque(maxlen=1000)  # "GET /path", oldest first
+        self.sent: Counter[str] = Counter()  # name of a file → bytes of it that were sent
+        self.sends_parts = True  # whether a range of bytes is sent alone
         self.faults: dict[str, list[int]] = {}
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._server.daemon_threads = True
@@ -193,7 +195,11 @@ class _Handler(BaseHTTPRequestHandler):
         fault = faults.pop(0) if faults else None
         if fault:
             raise _Refused(fault, "InternalServerError", "Something went wrong")
-        self._send(200, content, headers | {"ETag": f'"{hashlib.sha1(content).hexdigest()}"'}, cut=fault == CUT)
+        etag = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"'}
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", "")) if self.hub.sends_parts else None
+        part = content[int(asked[1]) : int(asked[2]) + 1] if asked else content
+        self.hub.sent[name] += len(part) * (self.command == "GET")
+        self._send(206 if asked else 200, part, headers | etag, cut=fault == CUT)
 
     def _repo(self, repo_id: str) -> Repo:
         repo = self.hub.repos.get(repo_id)

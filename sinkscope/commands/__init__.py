@@ -24,6 +24,7 @@ FOLDERS = (
     "card",
     "show",
     "doctor",
+    "scan",
     "list",
     "steps",
 )

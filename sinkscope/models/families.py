@@ -170,6 +170,10 @@ BUILT_AS = {
     "qwen3_vl_moe_text": "qwen3_moe",
 }
 
+# types whose checkpoints store the gains of norms as their difference from 1, and gate and up of a neuron side by side
+CENTERED_GAINS = {"gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next", "recurrent_gemma"}
+INTERLEAVED_GATES = {"gpt_oss"}
+
 
 def find_family(model: Any) -> Family:
     """Return the row of FAMILIES for a loaded model, by its type or its text tower's; raise InputError if none fits."""

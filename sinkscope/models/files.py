@@ -94,8 +94,13 @@ def quiet() -> Iterator[None]:
                 logger.set_verbosity(level)
 
 
-def find_files(model: str | None, revision: str | None, gguf_file: str | None, allow_pickle: bool) -> ModelFiles:
-    """Find the files of a model in an existing folder or file, or else in a hub repository. Raises as `fetch` does."""
+def find_files(
+    model: str | None, revision: str | None, gguf_file: str | None, allow_pickle: bool, in_part: bool = False
+) -> ModelFiles:
+    """Find the files of a model in an existing folder or file, or else in a hub repository. Raises as `fetch` does.
+
+    With `in_part`, safetensors on the hub are not downloaded.
+    """
     if model is None:
         return _find_demo(revision, gguf_file)
     path = user_path(model)
@@ -107,7 +112,7 @@ def find_files(model: str | None, revision: str | None, gguf_file: str | None, a
         return _find_demo(revision, gguf_file)
     if is_path(model):
         raise InputError(f"{model}: no such file or folder (and a hub id looks like org/name)")
-    return _from_hub(model, revision, gguf_file, allow_pickle)
+    return _from_hub(model, revision, gguf_file, allow_pickle, in_part)
 
 
 def find_settings(
@@ -178,7 +183,9 @@ def _from_disk(path: Path, gguf_file: str | None, allow_pickle: bool) -> ModelFi
     return ModelFiles(path, weights, path.resolve().name, str(path))
 
 
-def _from_hub(repo: str, revision: str | None, gguf_file: str | None, allow_pickle: bool) -> ModelFiles:
+def _from_hub(
+    repo: str, revision: str | None, gguf_file: str | None, allow_pickle: bool, in_part: bool = False
+) -> ModelFiles:
     """Download only the files that the model needs: repositories often hold the weights in several formats."""
     folder, present = fetch(repo, revision, FIRST_FILES)
     notices: tuple[str, ...] = ()
@@ -190,6 +197,8 @@ def _from_hub(repo: str, revision: str | None, gguf_file: str | None, allow_pick
             raise InputError(f"{asked} is in the original Llama layout; {repo} would do, but {error}") from error
         notices = (f"{asked} is in the original Llama layout; using {repo}",)
     weights = _choose_weights(repo, folder, present, gguf_file, allow_pickle)
+    if in_part and all(name.endswith(".safetensors") for name in weights):
+        return ModelFiles(folder, weights, repo, repo, revision, commit=folder.name, notices=notices)
     small = [name for name in present if "/" not in name and name.endswith(SMALL_FILES)]
     sizes, free = _missing_files(repo, folder), free_room()
     needed = sum(sizes.get(name, 0) for name in {*small, *weights})
@@ -220,7 +229,7 @@ def fetch(repo: str, revision: str | None, patterns: list[str], only_cached: boo
             causes = (error, error.__cause__)
             responses = [cause.response for cause in causes if isinstance(cause, errors.HfHubHTTPError)]
             if wait is None or not any(response.status_code >= 500 for response in responses):
-                raise _hub_error(repo, revision, error) from error
+                raise hub_error(repo, revision, error) from error
             time.sleep(wait)
     try:
         return folder, {file.path for file in get_cached_repo_tree(repo, revision=folder.name)}
@@ -228,7 +237,7 @@ def fetch(repo: str, revision: str | None, patterns: list[str], only_cached: boo
         return folder, {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
 
 
-def _hub_error(repo: str, revision: str | None, error: Exception) -> SinkscopeError:
+def hub_error(repo: str, revision: str | None, error: Exception) -> SinkscopeError:
     """Return the error for a failed download, with advice for the user."""
     hub, log_in = constants.ENDPOINT, "log in with `hf auth login` or set HF_TOKEN"
     # the order matters: a gated repository is a RepositoryNotFoundError, and most of these are HfHubHTTPErrors

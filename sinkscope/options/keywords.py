@@ -171,3 +171,7 @@ class DoctorKeywords(RunConfigKeywords, total=False):
     dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2"] | None  # type: ignore[misc]
     images: str | PathLike[str] | None
     compare: str | PathLike[str] | None
+
+
+class ScanKeywords(ModelKeywords, total=False):
+    pass

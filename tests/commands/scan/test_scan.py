@@ -1,0 +1,260 @@
+"""`scan` against planted neurons, the matrices of models as plain transformers holds them, and other formats."""
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGUFWriter
+from hub import Hub, Repo
+from tiny import TINY, edit_json, tiny_model
+from transformers import PreTrainedModel
+
+import sinkscope
+from sinkscope import InputError, SinkscopeError
+from sinkscope.commands.scan.command import Scan
+from sinkscope.commands.scan.networks import KEPT
+from sinkscope.models import checkpoint
+from sinkscope.models.families import find_family
+from sinkscope.models.feed_forward import feed_forwards
+
+LAYER, ROW, COLUMN = 1, 7, 5  # of the planted entry
+# family → the modules that read the norm's output, the norm, and the norm behind the network
+NAMES = {
+    "llama": (("mlp.gate_proj", "mlp.up_proj"), "post_attention_layernorm", ""),
+    "phi3": (("mlp.gate_up_proj",), "post_attention_layernorm", ""),
+    "gemma2": (("mlp.gate_proj", "mlp.up_proj"), "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    "olmo2": (("mlp.gate_proj", "mlp.up_proj"), "", "post_feedforward_layernorm"),
+    "cohere": (("mlp.gate_proj", "mlp.up_proj"), "input_layernorm", ""),
+    "gpt2": (("mlp.c_fc",), "ln_2", ""),
+    "gpt_neox": (("mlp.dense_h_to_4h",), "post_attention_layernorm", ""),
+    "opt": (("fc1",), "final_layer_norm", ""),
+    "opt-post-norm": (("fc1",), "self_attn_layer_norm", ""),
+    "falcon": (("mlp.dense_h_to_4h",), "input_layernorm", ""),
+    "falcon-new": (("mlp.dense_h_to_4h",), "ln_mlp", ""),
+    "gptj": (("mlp.fc_in",), "ln_1", ""),
+}
+
+
+def saved(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def scan(model: Path | str, **options: Any) -> Scan:
+    return sinkscope.scan(str(model), **options)
+
+
+def places(scanned: Scan) -> list[tuple[int, ...]]:
+    """Return layer, expert, coordinate and neuron of all listed neurons, the largest gain first."""
+    table = scanned.tables["scan"].sort_values("gain", ascending=False)
+    return list(table[["layer", "expert", "coordinate", "neuron"]].itertuples(index=False, name=None))
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_a_planted_super_weight_is_first(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name)
+    part = feed_forwards(model, find_family(model))[LAYER]
+    expert = 2 if part.experts else -1
+    part.weight(expert)[ROW, COLUMN] = -1e4
+    scanned = scan(saved(model, tmp_path / "model"))
+    assert places(scanned)[0] == (LAYER, expert, ROW, COLUMN)
+    first = scanned.tables["scan"].set_index(["layer", "rank"]).loc[LAYER, 1]
+    assert first["weight"] == -1e4
+    assert scanned.findings[0].numbers == {"layer": LAYER, "coordinate": ROW, "neuron": COLUMN}
+    assert (scanned.tables["scan"].groupby("layer").size() == KEPT).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gains_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
+    """max_i |m_i W[i,j]| · ‖g_j ∘ n‖ · ‖u_j ∘ n‖, from the modules of plain transformers."""
+    model = tiny_model(name)
+    table = scan(saved(model, tmp_path / "model")).tables["scan"].set_index(["layer", "neuron"])
+    names, before, after = NAMES[name]
+    family = find_family(model)
+
+    def gain(layer: Any, path: str) -> torch.Tensor:
+        if not path:
+            return torch.ones(32)
+        return layer.get_submodule(path).weight + (1.0 if name == "gemma2" else 0.0)
+
+    for number, layer in enumerate(family.layer_modules(model)):
+        weights = [layer.get_submodule(path).weight for path in names]
+        rows = torch.cat([weight.T if name == "gpt2" else weight for weight in weights])
+        down = feed_forwards(model, family)[number].weight()
+        norms = (rows * gain(layer, before)).double().norm(dim=1).view(-1, down.shape[1])
+        written = (down * gain(layer, after)[:, None]).double().abs().amax(0)
+        expected, neurons = (norms.prod(0) * written).sort(descending=True)
+        ours = table.loc[number]
+        assert ours.index.tolist() == neurons[:KEPT].tolist()
+        np.testing.assert_allclose(ours["gain"], expected[:KEPT], rtol=1e-5)
+        np.testing.assert_allclose(ours["bound"], expected[:KEPT] * 32 ** (len(norms) / 2), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_gains_of_experts_are_those_of_their_own_matrices(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name)
+    table = scan(saved(model, tmp_path / "model")).tables["scan"]
+    layers = find_family(model).layer_modules(model)
+    for row in table.itertuples():
+        layer: Any = layers[row.layer]
+        experts, norm = layer.mlp.experts, layer.post_attention_layernorm.weight
+        fused, down = experts.gate_up_proj[row.expert], experts.down_proj[row.expert]
+        if name == "gpt_oss":  # (in, out), with gate and up of a neuron side by side
+            fused, down = torch.cat([fused[:, ::2], fused[:, 1::2]], dim=1).T, down.T
+        gate, up = (fused * norm).norm(dim=1).view(2, -1)[:, row.neuron]
+        assert row.gain == pytest.approx(float(gate * up * down[:, row.neuron].abs().max()), rel=1e-5)
+        assert abs(row.weight) == float(down[:, row.neuron].abs().max())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_oss"])
+def test_no_number_depends_on_how_many_rows_are_read_at_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(tiny_model(name), tmp_path / "model", max_shard_size="20KB")
+    whole = scan(folder).tables["scan"]
+    monkeypatch.setattr(checkpoint, "CHUNK", 100)  # one to three rows
+    cut = scan(folder).tables["scan"]
+    names = ["layer", "expert", "coordinate", "neuron", "rank", "weight"]
+    assert cut[names].equals(whole[names])
+    np.testing.assert_allclose(cut["gain"], whole["gain"], rtol=1e-6)
+
+
+def test_memory_is_that_of_one_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No read is larger than a chunk, and none outside feed-forward networks and their norms."""
+    model = tiny_model("llama", intermediate_size=480)
+    folder, read = saved(model, tmp_path / "model"), []
+    whole = checkpoint._read_file
+    monkeypatch.setattr(checkpoint, "_read_file", lambda *at: read.append(at[2] - at[1]) or whole(*at))
+    monkeypatch.setattr(checkpoint, "CHUNK", 1000)
+    scan(folder)
+    header = read[1]
+    assert max(read[2:]) <= 4 * 1000
+    assert sum(read[2:]) == sum(4 * prod(x.shape) for x in networks_of(model))
+    assert header == int.from_bytes((folder / "model.safetensors").read_bytes()[:8], "little")
+
+
+def networks_of(model: Any) -> list[torch.Tensor]:
+    """Return the weights that a scan needs."""
+    layers = [[*layer.mlp.parameters(), layer.post_attention_layernorm.weight] for layer in model.model.layers]
+    return [weight for weights in layers for weight in weights]
+
+
+GGUF = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+GGUF_NORMS = {
+    "llama": {"post_attention_layernorm": "ffn_norm"},
+    "gemma3": {
+        "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GGUF_NORMS)
+def test_gguf_gives_the_numbers_of_safetensors(name: str, tmp_path: Path) -> None:
+    """GGUF stores the gains of norms, and safetensors of Gemma their difference from 1."""
+    model = tiny_model(name)
+    writer = GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_file_type(0)
+    for number, layer in enumerate(find_family(model).layer_modules(model)):
+        for ours, theirs in (GGUF | GGUF_NORMS[name]).items():
+            weight = layer.get_submodule(ours).weight + (1.0 if name == "gemma3" and "norm" in ours else 0.0)  # type: ignore[operator]
+            writer.add_tensor(f"blk.{number}.{theirs}.weight", weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ours, theirs = (scan(path).tables for path in (tmp_path / "model.gguf", saved(model, tmp_path / "model")))
+    for table in ("scan", "scan_norms"):
+        assert ours[table].drop(columns="model").equals(theirs[table].drop(columns="model"))
+
+
+def test_of_a_hub_id_only_the_needed_bytes_are_read(hub: Hub, tmp_path: Path) -> None:
+    model = tiny_model("llama", vocab_size=5000)
+    folder = saved(model, tmp_path / "model", max_shard_size="100KB")
+    shards = sorted(path.name for path in folder.glob("*.safetensors"))
+    assert len(shards) > 1
+    hub.repos["org/tiny"] = Repo({"main": folder})
+    hub.sent.clear()
+    ours, theirs = scan("org/tiny").tables["scan"], scan(folder).tables["scan"]
+    assert ours.drop(columns="model").equals(theirs.drop(columns="model"))
+    headers = [int.from_bytes((folder / name).read_bytes()[:8], "little") + 8 for name in shards]
+    needed = sum(headers) + sum(4 * prod(x.shape) for x in networks_of(model))
+    assert sum(hub.sent[name] for name in shards) == needed
+    hub.sends_parts = False
+    with pytest.raises(SinkscopeError, match="sends no parts of files: download org/tiny"):
+        scan("org/tiny")
+    hub.sends_parts = True
+
+
+def test_a_tower_for_text_is_found_among_others_and_an_unknown_type_by_its_names(tmp_path: Path) -> None:
+    folder = saved(tiny_model("llama"), tmp_path / "model")
+    expected = places(scan(folder))
+    edit_json(folder / "config.json", model_type="new", auto_map={"AutoConfig": "code.Config"})
+    (folder / "code.py").write_text("raise SystemExit('this code was run')")
+    unknown = scan(folder)
+    assert places(unknown) == expected
+    assert unknown.manifest["family"]["name"] == "llama"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model_type": "gpt2"},
+            r"no layer has the feed-forward network and the norms of a known family \(type gpt2\)",
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, "packed by fp8: scan a checkpoint in full precision"),
+    ],
+)
+def test_what_cannot_be_scanned_is_refused_in_one_line(changes: dict, message: str, tmp_path: Path) -> None:
+    folder = saved(tiny_model("llama"), tmp_path / "model")
+    edit_json(folder / "config.json", **changes)
+    with pytest.raises(InputError, match=message) as caught:
+        scan(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_damaged_files_and_other_dtypes_are_refused(tmp_path: Path) -> None:
+    folder = saved(tiny_model("llama"), tmp_path / "model")
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    for damaged, message in (
+        (content[: len(content) // 2], "cut short"), (b"\x10" + bytes(40), "cut short"),
+        (content.replace(b'"F32"', b'"U32"'), r"packed weights \(U32\)"),
+    ):  # fmt: skip
+        path.write_bytes(damaged)
+        with pytest.raises(InputError, match=message):
+            scan(folder)
+    with pytest.raises(InputError, match="adapter does not apply: merge it into the weights first"):
+        scan(folder, adapter="lora")
+
+
+def test_a_pickle_is_read_if_it_is_allowed(tmp_path: Path) -> None:
+    model = tiny_model("gpt2")
+    folder = saved(model, tmp_path / "model")
+    expected = scan(folder).tables["scan"]
+    (folder / "model.safetensors").unlink()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    with pytest.raises(InputError, match="add --allow-pickle"):
+        scan(folder)
+    assert scan(folder, allow_pickle=True).tables["scan"].equals(expected)
+
+
+def test_the_folder_has_the_figure_and_the_page_its_findings(tmp_path: Path) -> None:
+    scanned = scan(saved(tiny_model("gemma3"), tmp_path / "model"), out=tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "run.json").read_text(encoding="utf-8"))
+    assert manifest["tables"] == ["scan", "scan_norms"]
+    assert (tmp_path / "out" / "figures" / "scan.png").is_file()
+    page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+    assert all(finding.sentence.split(":")[0] in page for finding in scanned.findings)
+    gains = scanned.tables["scan_norms"].groupby("side").size().to_dict()
+    assert gains == {"after": 3, "before": 3}
+    again = sinkscope.show(tmp_path / "out", again=True).read_text(encoding="utf-8")
+    assert all(finding.sentence.split(":")[0] in again for finding in scanned.findings)
