@@ -66,7 +66,7 @@ def cases() -> dict[str, tuple[str, ...]]:
             f"kv-plan-{model}": (
                 "kv-plan", model, "--input", "random", "--seq-len", "128", "--num-seqs", "4", "--calibration", "4",
             ),
-            f"recipe-{model}": ("run", "gradient-sinks-figure-1", "--model", model, "--input", "ids.npy"),
+            f"recipe-{model}": ("run", "gradient-sinks-figure-1", model, "--input", "ids.npy"),
             f"claims-{model}": ("claims", model, "--nulls", "2", "--draws", "2", *TEXT),
             f"retrofit-{model}": (
                 "retrofit", model, "--method", "vga,vscale", "--text", "ids.npy", *TRAINING,

@@ -195,6 +195,30 @@ def test_a_plugin_that_makes_a_wrong_table(made: Any, reason: str, here: Path, m
     assert not list(here.iterdir())
 
 
+def test_an_observable_of_ones_own_is_given_as_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Own(Observable):
+        name, about, sites = "own", "the largest entry", ("layer_out",)
+        columns: ClassVar = {"own": (POSITION, Column("largest", "largest entry", ""))}
+
+        def see(self, layer: int, site: str, reading: Any, batch: Any) -> None:
+            positions = self.settings.positions
+            largest = batch.at_positions(reading.tensor.amax(-1), positions)
+            self.statistics["own"].add({"largest": largest}, batch.present(positions), layer=layer)
+
+    monkeypatch.setitem(OBSERVABLES, "own", Own)
+    del OBSERVABLES["own"]
+    model, options = tiny_model("llama"), {"input": "random", "num_seqs": 2, "seq_len": 8}
+    run = sinkscope.analyze(model, observables=[Own], **options)
+    assert len(run.tables["own"]) == 3 * 8
+    assert run.manifest["config"]["observables"] == ["own"]
+    assert "| --- |" not in run.verdict  # no metric of sinkscope's is measured
+    assert "\ntables own, finding\n" in repr(run)
+    again = type("Own", (Own,), {"sites": ("layer_in",)})  # a notebook's cell runs once more
+    assert not sinkscope.analyze(model, observables=("own", again), **options).tables["own"].equals(run.tables["own"])
+    with pytest.raises(InputError, match="massive is the name of an observable of sinkscope: choose another"):
+        sinkscope.analyze(model, observables=[type("Other", (Own,), {"name": "massive"})], **options)
+
+
 def test_a_plugin_that_raises(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its metrics are named in Python; in a command, so is the package whose code was running, whatever it added."""
     (site / "raising_plugin.py").write_text("def register(plugin): pass\ndef fail(): return 1 / 0\n")

@@ -1,5 +1,6 @@
 """Printing the result of a command: results on stdout, notes and the folder on stderr."""
 
+import os
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
@@ -45,9 +46,9 @@ def print_messages(result: "Printout") -> None:
 
 
 def print_table(rows: "pd.DataFrame", title: str | None = None, numbers: bool = False) -> None:
-    """Print a table as wide as the terminal, or in pipes and files as wide as it needs."""
+    """Print a table as wide as the terminal or COLUMNS, or else in pipes and files as wide as it needs."""
     console = Terminal()
-    if not console.is_terminal:
+    if not console.is_terminal and "COLUMNS" not in os.environ:
         console = Terminal(width=10_000)
     header = [
         Text(str(name), justify="right" if numbers and place else "left") for place, name in enumerate(rows.columns)

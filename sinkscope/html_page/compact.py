@@ -129,9 +129,12 @@ def compact_maps(activations: Activations) -> dict[str, Any] | None:
 
     `codes` are deflated bytes in base64: head by head and query by query, up to the query itself if `causal`.
     """
-    weights = {layer: tensor[0].float().numpy() for layer, tensor in (activations.get(ATTENTION) or {}).items()}
-    if not weights:
+    tensors = activations.get(ATTENTION)
+    if not tensors:
         return None
+    mask = activations.tensors.get("attention_mask")
+    length = None if mask is None else int(mask[0].sum())  # --keep pads weights to the longest sequence
+    weights = {layer: tensor[0, :, :length, :length].float().numpy() for layer, tensor in tensors.items()}
     lengths = {length for maps in weights.values() for length in maps.shape[1:]}
     if len(lengths) > 1:
         raise InputError(f"activations: the tensors {ATTENTION} are not square")

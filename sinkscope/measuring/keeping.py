@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
@@ -20,7 +21,7 @@ from sinkscope.models.family import RESIDUAL_SITES
 from sinkscope.models.files import is_demo
 from sinkscope.models.in_memory import undisturbed
 from sinkscope.models.loading import LoadedModel
-from sinkscope.options.given import Given
+from sinkscope.options.given import OBJECTS, Given
 from sinkscope.options.measuring import PERMISSIONS, CloseUpOptions, RunConfig
 from sinkscope.options.option import MAX_INT, checked
 from sinkscope.results.activations import ATTENTION, KEPT_SITES
@@ -36,11 +37,11 @@ class KeptActivations(Observable):
     """Keeps activations of every sequence (one in each batch), and the attention weights of the first."""
 
     def __init__(self, wanted: Sequence[str], has_maps: bool) -> None:
-        from_attention = has_maps or not set(OF_ATTENTION).isdisjoint(wanted)
+        from_attention = has_maps or not {*OF_ATTENTION, ATTENTION}.isdisjoint(wanted)
         # of this instance, because every site that is read takes time
         self.sites = (*set(RESIDUAL_SITES).intersection(wanted), *(["attention"] if from_attention else []))  # type: ignore[misc]
         self.wanted = wanted
-        self.has_maps = has_maps  # whether the weights are kept
+        self.has_maps = has_maps  # whether the first weights of the first sequence are kept
         self.rows: Lists[tuple[str, int], tuple[int, torch.Tensor]] = Lists(list)  # site, layer → sequence, (T,…)
         self.bytes = 0
 
@@ -51,7 +52,9 @@ class KeptActivations(Observable):
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         for site in set(self.wanted).intersection(OF_ATTENTION):
             self._add(site, layer, getattr(read, site)[0].transpose(0, 1), batch)
-        if self.has_maps and batch.first == 0:
+        if ATTENTION in self.wanted:
+            self._add(ATTENTION, layer, weights_among(read, first_columns(batch, read.length)).half(), batch)
+        elif self.has_maps and batch.first == 0:
             self.rows[ATTENTION, layer].append((0, weights_among(read, first_columns(batch)).half().cpu()))
 
     def _add(self, site: str, layer: int, tensor: torch.Tensor, batch: Batch) -> None:
@@ -83,7 +86,7 @@ def keep(subject: Subject, config: CloseUpOptions) -> dict[str, torch.Tensor]:
     if config.heads and not has_maps:
         raise InputError("--heads needs the observable attention, which this run does not measure")
     unread = family.without_attention
-    absent = family.absent_sites() | ({} if unread is None else dict.fromkeys(OF_ATTENTION, unread))
+    absent = family.absent_sites() | ({} if unread is None else dict.fromkeys((*OF_ATTENTION, ATTENTION), unread))
     for site in config.keep:
         if site in absent:
             raise InputError(f"--keep {site} does not apply to {subject.loaded.name}: {absent[site]}")
@@ -98,11 +101,19 @@ def keep(subject: Subject, config: CloseUpOptions) -> dict[str, torch.Tensor]:
     for layer, head in config.pairs:
         check_head(layer, head, heads)
     tensors = {
-        f"{site}.{layer}": pad_sequence([row for _, row in sorted(rows, key=lambda row: row[0])], batch_first=True)
+        f"{site}.{layer}": _stacked([row for _, row in sorted(rows, key=lambda row: row[0])], site == ATTENTION)
         for (site, layer), rows in observable.rows.items()
     }
     sequences = inputs.whole().with_registers(registers_before(model))
     return tensors | {"token_ids": sequences.token_ids, "attention_mask": sequences.attention_mask}
+
+
+def _stacked(rows: Sequence[torch.Tensor], has_two_lengths: bool) -> torch.Tensor:
+    """Stack sequences, (T,…) or weights (H,T,T), with zeros past the ends of the shorter ones."""
+    if has_two_lengths:
+        longest = max(row.shape[-1] for row in rows)
+        return torch.stack([F.pad(row, 2 * (0, longest - row.shape[-1])) for row in rows])
+    return pad_sequence(list(rows), batch_first=True)
 
 
 def check_head(layer: int, head: int | None, heads: Mapping[int, int]) -> None:
@@ -122,8 +133,9 @@ def attention_of(
     text: str | Sequence[int] | None,
     model: ModelLike,
     tokenizer: PreTrainedTokenizerBase | None,
+    sequence: int = 0,
 ) -> tuple[torch.Tensor, list[str]]:
-    """Run the model of a run on one sequence. Returns the weights of `Run.attention`, (H,T,T), and the tokens."""
+    """Run a run's model on a text or a sequence. Returns the weights of `Run.attention`, (H,T,T), and the tokens."""
     options = {name: value for name, value in manifest["config"].items() if name in RunConfig.model_fields}
     config = checked(RunConfig, options | dict.fromkeys(PERMISSIONS, False))
     if model is None and config.model is None and not is_demo(manifest["model"]["source"]):
@@ -148,11 +160,15 @@ def attention_of(
 
     with undisturbed(network):
         family, _ = family_of(network)
+        if text is None and config.input in OBJECTS:
+            raise InputError("this run's sequences were passed as objects: pass the text as text=…")
         if text is None:
             inputs = inputs_for(loaded, config, family)
             if model is None and inputs.sha256 != manifest["input"]["sha256"]:
                 raise InputError(f"the input {config.input} is not what this run has read: pass the text as text=…")
-            inputs = inputs.part(0, 1)
+            if sequence not in range(len(inputs)):
+                raise InputError(f"there is no sequence {sequence}: this run has 0 to {len(inputs) - 1}")
+            inputs = inputs.part(sequence, sequence + 1)
         else:
             longest = position_limit(network, family) or MAX_INT
             source = {"prompt": text} if isinstance(text, str) else {"prompt": None, "input": Given(text)}

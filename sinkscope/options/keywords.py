@@ -41,7 +41,7 @@ class InputKeywords(SeedKeywords, SequenceKeywords, TextKeywords, total=False):
 
 
 class ObservableKeywords(TypedDict, total=False):
-    observables: str | Sequence[str] | None
+    observables: str | Sequence[type] | Sequence[str] | None
     positions: int
     window: int
     epsilon: float

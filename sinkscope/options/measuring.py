@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -48,7 +49,7 @@ class ModelOptions(Options):
 
     panel: ClassVar = "Model"
 
-    arguments: ClassVar = ("model",)
+    arguments: ClassVar[tuple[str, ...]] = ("model",)
 
     model: str | None = option(
         None,
@@ -149,6 +150,15 @@ class InputOptions(SeedOptions, SequenceOptions, TextOptions):
         return self
 
 
+def _names_of_classes(observables: Any) -> Any:
+    """Register observables that are given as classes, and return their names in their place."""
+    listed = observables if isinstance(observables, list | tuple) else [observables]
+    if not any(isinstance(one, type) for one in listed):
+        return observables
+    register = import_module("sinkscope.measuring.observables")  # it imports torch
+    return tuple(register.registered(one) if isinstance(one, type) else one for one in listed)
+
+
 class ObservableOptions(Options):
     """The observables, and the positions, window and threshold of their tables."""
 
@@ -157,6 +167,7 @@ class ObservableOptions(Options):
     observables: Annotated[
         tuple[str, ...] | None,
         split_at_commas,
+        BeforeValidator(_names_of_classes, json_schema_input_type=Sequence[type]),  # it comes before the one above
         distinct("none was named; `sinkscope list observables` shows the names"),
     ] = option(
         None,

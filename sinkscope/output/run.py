@@ -112,30 +112,33 @@ class Run(RunData, Result):
         text: str | Sequence[int] | None = None,
         model: "torch.nn.Module | LoadedModel | None" = None,
         tokenizer: "PreTrainedTokenizerBase | None" = None,
+        sequence: int = 0,
     ) -> "pd.DataFrame | torch.Tensor":
         """Return the attention weights of a head (query × key, labeled by tokens) or of a layer's heads (H,T,T).
 
         For the first sequence they come from `activations` (float16) if all its tokens are there. Otherwise the model
-        runs again: the one that was passed to the command, or the one that the run names, without permissions.
+        runs again: the one that was passed to the command, or the one that the run names, without permissions. The
+        weights of many sequences are in `activations["attention"]` of a run with `keep="attention"`.
 
         Args:
             layer, head: counted from 0; no head: all of them.
-            text: a text, or token ids; None: the run's first sequence.
+            text: a text, or token ids; None: a sequence of the run.
             model, tokenizer: a loaded model in place of the run's; for many texts, it need not be loaded again.
+            sequence: the number of the run's sequence.
 
         Raises:
             InputError: the head does not exist, or the model or the text cannot be read.
         """
         from sinkscope.measuring.keeping import attention_of, check_head  # imported late, because it runs models
 
-        stored = self.activations.get(ATTENTION) if text is None and model is None else None
+        stored = self.activations.get(ATTENTION) if text is None and model is None and not sequence else None
         if stored and self.manifest["input"]["longest"] <= MAPPED:
             check_head(layer, head, {index: weights.shape[1] for index, weights in stored.items()})
-            weights = stored[layer][0, slice(None) if head is None else [head]].float()
             tokens = self.tables["attention_maps"].drop_duplicates("key").sort_values("key")["token"].tolist()
+            weights = stored[layer][0, slice(None) if head is None else [head], : len(tokens), : len(tokens)].float()
         else:
             model = model if model is not None or self.loaded is None else self.loaded()
-            weights, tokens = attention_of(self.manifest, layer, head, text, model, tokenizer)
+            weights, tokens = attention_of(self.manifest, layer, head, text, model, tokenizer, sequence)
         if head is None:
             return weights
         return pd.DataFrame(weights[0].numpy(), pd.Index(tokens, name="query"), pd.Index(tokens, name="key"))
@@ -200,6 +203,7 @@ class Run(RunData, Result):
             if "summary" in self.tables:
                 texts = {METRICS[name].short: METRICS[name].text(self.metric(name)) for name in SHORT_METRICS}
                 numbers = ", ".join(f"{label} {text}" for label, text in texts.items() if text != MISSING)
+                numbers = numbers or f"tables {', '.join(name for name, table in self.tables.items() if len(table))}"
             elif self._is_arm:
                 numbers = f"tables {', '.join(self.tables)}"
             else:

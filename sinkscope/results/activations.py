@@ -37,9 +37,12 @@ KEPT_SITES = {
     "query": KeptSite("N × T × heads × d", "queries as they attend: after norms and rotation"),
     "key": KeptSite("N × T × key/value heads × d", "keys as they are attended to"),
     "value": KeptSite("N × T × key/value heads × d", "values as they are attended to"),
+    ATTENTION: KeptSite(
+        "N × heads × T × T",
+        f"weights of queries × keys, float16; without --keep among the first {MAPPED} tokens of the first sequence",
+    ),
 }
 ALL_SITES = KEPT_SITES | {
-    ATTENTION: KeptSite("1 × heads × T × T", f"weights among the first {MAPPED} tokens of the first sequence, float16"),
     "token_ids": KeptSite("N × T", "ids of the tokens; one tensor for all layers, like the next one"),
     "attention_mask": KeptSite("N × T", "1 for a token, 0 past the end of a sequence"),
 }

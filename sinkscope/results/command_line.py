@@ -62,7 +62,8 @@ def _replaced_options(recipe: Mapping[str, Any], command: str, config: Mapping[s
     for name in names:
         value = config.get(name)
         if name in fields and value is not None and value != of_recipe.get(name, fields[name].default):
-            words += _as_typed(name, value, is_argument=False)
+            typed = list(_as_typed(name, value, name in kinds["run"].arguments))
+            words = [*typed, *words] if name in kinds["run"].arguments else [*words, *typed]
     return words
 
 

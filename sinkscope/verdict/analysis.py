@@ -84,7 +84,8 @@ def settings(run: RunData, sentence_end: str = "", **more: int | str) -> list[Fi
     numbers = {"sequences": read["sequences"], "lengths": lengths, "condition": run.condition}
     numbers |= {"token_zero": token_zero, "dtype": dtype} | more
     sentence = f"Measured on {counted(read['sequences'], 'sequence')} of {span(lengths)} tokens ({run.condition}), "
-    sentence += f"position 0 being {token_zero}, in {dtype}{sentence_end}."
+    begins = "with different tokens at position 0" if token_zero == "varies" else f"position 0 being {token_zero}"
+    sentence += f"{begins}, in {dtype}{sentence_end}."
     said.append(finding("setting", "", nan, sentence, numbers))
     texts = len(np.unique(run.text_numbers))
     if 1 < texts < read["sequences"]:

@@ -59,7 +59,8 @@ def summary_markdown(report: Report) -> str:
     """Return title, headlines, table and settings."""
     headlines = [f"- **{finding.section}:** {finding.sentence}" for finding in report.findings if finding.is_headline]
     settings = " ".join(finding.sentence for finding in report.settings)
-    parts = (f"## {report.title}", "\n".join(headlines), as_markdown(report.table, numbers=True), settings)
+    table = "" if report.table.empty else as_markdown(report.table, numbers=True)
+    parts = (f"## {report.title}", "\n".join(headlines), table, settings)
     return "\n\n".join(part for part in parts if part)
 
 

@@ -166,13 +166,13 @@ figures: []
 def test_run(bare: Path) -> None:
     Path("recipes").mkdir()
     Path("recipes/small.yaml").write_text(RECIPE)
-    result = succeeded("run", "small", "--model", bare)
+    result = succeeded("run", "small", bare)
     assert result.stdout == Path("runs/small-bare/verdict.md").read_text(encoding="utf-8")
     assert re.sub("begins `.*`", "begins …", result.stderr) == (
         "small: A small one\nread: random tokens, 4 sequences, the first begins …\nwritten to runs/small-bare\n"
     )
     Path("recipes/two.yaml").write_text(RECIPE + "runs: {first: {}, second: {input: repeated}}")
-    result = succeeded("run", "recipes/two.yaml", "--model", bare, "--out", "both")
+    result = succeeded("run", "recipes/two.yaml", bare, "--out", "both")
     assert "sink_rate" in result.stdout
     lines = result.stderr.splitlines()
     assert [line for line in lines if not line.startswith(("read: ", "note: "))][1:] == [
@@ -361,8 +361,8 @@ def test_names_that_are_not_utf8(tiny: Path, finished: tuple[Result, Path], monk
         ("analyze", tiny, "--revision", odd),
         ("analyze", "--from", odd / "run"),
         ("doctor", odd / "model"),
-        ("run", odd / "x.yaml", "--model", tiny),
-        ("run", "link/x.yaml", "--model", tiny),
+        ("run", odd / "x.yaml", tiny),
+        ("run", "link/x.yaml", tiny),
         ("sweep", odd / "x.yaml"),
         ("train", "--config", odd / "model", "--tokenizer", tiny),
         ("show", odd / "run", "--again", "--print"),
@@ -449,7 +449,7 @@ def test_runs_that_fail(bare: Path, failing: Any, where: str, error: BaseExcepti
 def test_series_and_recipes_that_are_interrupted(bare: Path, steps: Path, failing: Any) -> None:
     Path("small.yaml").write_text(RECIPE)
     failing("measuring", KeyboardInterrupt())
-    for command in (("analyze", steps, *SERIES), ("run", "small.yaml", "--model", bare, "--out", "deep/down")):
+    for command in (("analyze", steps, *SERIES), ("run", "small.yaml", bare, "--out", "deep/down")):
         assert refused(1, *command, "--quiet") == "sinkscope: interrupted: nothing was written"
 
 

@@ -81,6 +81,27 @@ def test_any_head_has_its_weights_kept_or_computed_again(model: PreTrainedModel,
     np.testing.assert_allclose(long.attention(1, 3), weights[3], rtol=1e-4, atol=1e-6)
 
 
+def test_all_weights_of_as_many_sequences_as_asked_are_kept(model: PreTrainedModel, tmp_path: Path) -> None:
+    texts = ragged_tokens((7, 70, 13))
+    options = {"observables": "attention", "keep": "attention", "keep_seqs": 2, "seq_len": 70}
+    lines = written(tmp_path / "ragged.jsonl", texts)
+    run = sinkscope.analyze(model, input=lines, out=tmp_path / "run", figures=(), **options)
+    weights = Run.open(tmp_path / "run").activations["attention"]
+    assert weights[0].shape[:1] + weights[0].shape[2:] == (2, 70, 70)
+    for row, ids in enumerate(texts[:2]):
+        for layer, of in enumerate(reference.record(model, ids).layers):
+            expected = torch.zeros(weights[layer].shape[1:])
+            expected[:, : len(ids), : len(ids)] = torch.tensor(of.weights)
+            torch.testing.assert_close(weights[layer][row].float(), expected, rtol=1e-3, atol=1e-3)
+    third = run.attention(1, 0, sequence=2, model=model)
+    np.testing.assert_allclose(third, reference.record(model, texts[2]).layers[1].weights[0], rtol=1e-4, atol=1e-5)
+    with pytest.raises(InputError, match="there is no sequence 3: this run has 0 to 2"):
+        run.attention(1, 0, sequence=3, model=model)
+    of_objects = sinkscope.analyze(model, input=texts, observables="attention")
+    with pytest.raises(InputError, match="this run's sequences were passed as objects: pass the text as text=…"):
+        of_objects.attention(1, 0, sequence=1)
+
+
 def test_a_text_is_read_by_the_model_that_the_run_names(tiny: Path) -> None:
     run = sinkscope.analyze(tiny, input="random", num_seqs=1, seq_len=8, observables="massive")
     weights = run.attention(1, 0, text=words_tokenizer().decode([3, 4, 5, 4]))

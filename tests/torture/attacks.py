@@ -226,7 +226,7 @@ def ways(home: Path) -> dict[str, Way]:
         "JSON lines": file_given("x.jsonl", bad.json_lines, LINES, *texts, "x.jsonl"),
         "lists of ids": file_given("x.jsonl", bad.json_lines, IDS, *ids, "x.jsonl"),
         "arrays": file_given("x.npy", bad.npy_files, array(), *ids, "x.npy"),
-        "recipes": file_given("x.yaml", bad.recipes, RECIPE, "run", "x.yaml", "--model", "tiny", *SMALL),
+        "recipes": file_given("x.yaml", bad.recipes, RECIPE, "run", "x.yaml", "tiny", *SMALL),
         "config.json": of_model("config.json", of_json("config.json")),
         generation: of_model(generation, of_json(generation), "--input", "sampled"),
         "tokenizer.json": of_model("tokenizer.json", of_json("tokenizer.json")),
@@ -428,7 +428,7 @@ def openings(home: Path, kind: str) -> Iterator[tuple[str, str]]:
     yield "--overwrite", outcome_of_command((*again, "--overwrite"))
     shutil.rmtree(home / "run", ignore_errors=True)
     (home / "copy").rename(home / "run")
-    recipe = ("run", "x.yaml", "--model", "tiny", "--out", "run", "--overwrite", "--quiet")
+    recipe = ("run", "x.yaml", "tiny", "--out", "run", "--overwrite", "--quiet")
     yield "run --overwrite", outcome_of_command(recipe)
 
 

@@ -174,7 +174,7 @@ NEED_KINDS = {
         observables=("over-mixing",)),
     "repeated-do": _arms("repeated-do", " --input repeated --bos never",
         input=REPEATED, dataset=None, prompt=None, bos="never"),
-    "streaming": NeedKind("sinkscope run streaming-perplexity --model {model}", _streamed, measure="streamed"),
+    "streaming": NeedKind("sinkscope run streaming-perplexity {model}", _streamed, measure="streamed"),
     "arms": _arms_of_training(),  # arms:none,vga
     "retrofit": _arms_of_training(command="retrofit"),
     "train": _arms_of_training(command="train"),

@@ -12,7 +12,7 @@ class RunOptions(InputOptions, DeviceOptions, ModelOptions):
     Options given here replace the recipe's. Writes what the recipe's command writes, with the recipe's
     figures, and prints the verdict, or a comparison of its runs."""
 
-    arguments: ClassVar = ("recipe",)
+    arguments: ClassVar = ("recipe", "model")
     writes: ClassVar = "runs/RECIPE-MODEL"
     resumable: ClassVar = True
     shown: ClassVar = dict.fromkeys(

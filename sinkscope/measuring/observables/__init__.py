@@ -28,6 +28,17 @@ OBSERVABLES: dict[str, type[Observable]] = {
 }  # fmt: skip
 
 
+def registered(kind: type[Observable]) -> str:
+    """Register an observable that a program has defined, in place of an earlier one of that name, and return its name.
+
+    Raises InputError if the name is one of sinkscope's own.
+    """
+    if OBSERVABLES.get(kind.name, kind).__module__.startswith(f"{__package__}."):
+        raise InputError(f"observables: {kind.name} is the name of an observable of sinkscope: choose another")
+    OBSERVABLES[kind.name] = kind
+    return kind.name
+
+
 def check_names(names: Iterable[str] | None, option: str = "--observables") -> None:
     """Raise InputError if the name of an observable is unknown."""
     for name in names or ():

@@ -263,7 +263,7 @@ def test_an_arm_that_fails_ends_the_command_with_status_1(
     failing_at(3, monkeypatch, RuntimeError("broken"))
     recipe = tmp_path / "three.yaml"
     recipe.write_text(f"title: x\ncommand: intervene\noptions: {{arms: {json.dumps(ARMS)}, draws: 0}}\n")
-    done = command_line("run", recipe, "--model", models / "gpt2", *OPTIONS, "--out", tmp_path / "run")
+    done = command_line("run", recipe, models / "gpt2", *OPTIONS, "--out", tmp_path / "run")
     assert done.exit_code == 1
     assert done.stderr.splitlines()[-2:] == [
         f"written to {tmp_path / 'run'}",
