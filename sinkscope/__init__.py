@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sinkscope.commands.analyze.command import analyze as analyze
     from sinkscope.commands.analyze.command import analyze_steps as analyze_steps
+    from sinkscope.commands.analyze.command import spike_filter as spike_filter
     from sinkscope.commands.analyze.command import spike_mask as spike_mask
     from sinkscope.commands.benchmark.command import benchmark as benchmark
     from sinkscope.commands.card.command import card as card

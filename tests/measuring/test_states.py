@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import reference
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from support.attention_reads import EACH_KIND, make_read
 from support.retrofit_command import words_tokenizer
@@ -198,6 +199,54 @@ def test_the_mask_of_given_texts_has_no_bos_before_them() -> None:
     assert mask.tokens.shape == (3, 1, 3)
     named = sinkscope.spike_mask(tiny_model("llama"), input="natural", num_seqs=1, seq_len=8, tokenizer=tokenizer)
     assert named.token_ids[0, 0] == tokenizer.bos_token_id
+
+
+def test_the_filter_has_the_rule_of_the_mask() -> None:
+    """One planted sink direction, at token 1 of each sequence, in the output of layer 1 only."""
+    model = tiny_model("llama")
+    direction = torch.randn(model.config.hidden_size, generator=torch.manual_seed(0))
+
+    def plant(size: float) -> Any:
+        def add(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+            output = output.clone()
+            output[:, 1] += size * direction
+            return output
+
+        return add
+
+    ids = torch.randint(3, 90, (4, 12), generator=torch.manual_seed(1))
+    mlps = [layer.mlp for layer in model.model.layers]
+    with mlps[1].register_forward_hook(plant(100.0)), mlps[2].register_forward_hook(plant(-100.0)):
+        spikes = sinkscope.spike_filter(model, ids)
+        mask = sinkscope.spike_mask(model, ids)
+        states = model(ids, output_hidden_states=True).hidden_states[1:3]
+    assert mask.tokens.sum((1, 2)).tolist() == [0, 4, 0]
+    for layer, output in enumerate(states):
+        assert torch.equal(spikes(output, layer), mask.tokens[layer])
+        assert torch.equal(spikes(output[1, 1].bfloat16(), layer), mask.tokens[layer, 1, 1])
+    assert spikes.least_norm.isinf().tolist() == [True, False, True]
+    norms = torch.linalg.vector_norm(states[1].detach(), dim=-1)
+    torch.testing.assert_close(spikes.least_norm[1], 3 * norms.median(1).values.mean())
+    sink = states[1][0, 1].detach()
+    smallest = sink * spikes.least_norm[1] / sink.norm()
+    assert spikes(torch.stack([1.01 * smallest, 0.99 * smallest, -1.01 * smallest]), 1).tolist() == [True, False, True]
+    across = F.normalize(torch.randn(len(sink), generator=torch.manual_seed(2)), dim=0)
+    across = F.normalize(across - (across @ spikes.direction[1]) * spikes.direction[1], dim=0)
+    for cosine, expected in ((0.91, True), (0.89, False)):
+        turned = cosine * spikes.direction[1] + (1 - cosine**2) ** 0.5 * across
+        assert bool(spikes(1e4 * turned, 1)) == expected
+    with pytest.raises(sinkscope.SinkscopeError, match="has no sink token in these 4 sequences"):
+        sinkscope.spike_filter(tiny_model("llama"), ids)
+
+
+@pytest.mark.real_model
+def test_the_filter_of_a_real_model_is_the_mask_on_other_text(smollm: LoadedModel) -> None:
+    spikes = sinkscope.spike_filter(smollm, num_seqs=4, seq_len=32)
+    mask = sinkscope.spike_mask(smollm, input="code", num_seqs=4, seq_len=32)
+    with torch.no_grad():  # the last of `hidden_states` is behind the norm, and no layer of a sink
+        states = smollm.model(mask.token_ids, output_hidden_states=True).hidden_states[1:-1]
+    assert mask.tokens.sum() == 4 * 17
+    assert torch.equal(torch.stack([spikes(x, layer) for layer, x in enumerate(states)]), mask.tokens[:-1])
 
 
 @pytest.mark.real_model

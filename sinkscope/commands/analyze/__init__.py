@@ -11,6 +11,7 @@ COMMANDS = (
         public={
             "analyze": ".command:analyze",
             "analyze_steps": ".command:analyze_steps",
+            "spike_filter": ".command:spike_filter",
             "spike_mask": ".command:spike_mask",
         },
         manifest="sinkscope.results.schema:RunManifest",

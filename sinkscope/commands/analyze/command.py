@@ -18,7 +18,7 @@ from sinkscope.measuring.keeping import ModelReference, check_sites, keep
 from sinkscope.measuring.measure import Facts, measure, run_manifest
 from sinkscope.measuring.pictures import PICTURES_CONDITION, measure_encoder, measure_pictures, processor_for
 from sinkscope.measuring.processes import together
-from sinkscope.measuring.spike_mask import SpikeMask, measured_mask
+from sinkscope.measuring.spike_mask import SpikeFilter, SpikeMask, calibrated_filter, measured_mask
 from sinkscope.measuring.subject import ModelLike, check_config, is_in_memory, options_of
 from sinkscope.measuring.tables import publish
 from sinkscope.models.in_memory import text_of
@@ -209,3 +209,30 @@ def spike_mask(
     config = options_of(AnalyzeOptions, model, options if ids is None else {"bos": "never", "input": ids} | options)
     with opened(model, tokenizer, config, None, False, quiet) as (subject, _, _):
         return measured_mask(subject, config)
+
+
+@with_options(AnalyzeOptions)
+def spike_filter(
+    model: ModelLike = None,
+    ids: Any = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    quiet: bool = True,
+    **options: Unpack[AnalyzeKeywords],
+) -> SpikeFilter:
+    """Return a filter that recognizes the model's sink tokens in states of batches of your own.
+
+        spikes = sinkscope.spike_filter(model, tokenizer=tokenizer)
+        states = model(**batch, output_hidden_states=True).hidden_states[layer + 1]
+        others = states[~spikes(states, layer)]
+
+    Args:
+        model, ids, tokenizer, quiet, **options: as for `spike_mask`; the input is what the filter is calibrated on.
+
+    Raises:
+        InputError: an option or the input is wrong.
+        SinkscopeError: the measurement failed, or the model has no sink token.
+    """
+    config = options_of(AnalyzeOptions, model, options if ids is None else {"bos": "never", "input": ids} | options)
+    with opened(model, tokenizer, config, None, False, quiet) as (subject, _, _):
+        return calibrated_filter(subject, config)
