@@ -49,6 +49,7 @@ PICTURES = "sinkscope.measuring.pictures"
 SPARED = "sinkscope.quantization.spared"
 SUMMARY = "sinkscope.measuring.summary"
 OF_RUN = "sinkscope.measuring.estimates"
+OF_METRICS, OF_HEADS = "sinkscope.results.metric_estimates", "sinkscope.results.head_differences"
 CALLBACK = "sinkscope.measuring.callback"
 ESTIMATES = "sinkscope.results.statistics"
 EFFECT_INTERVALS = "sinkscope.commands.intervene.findings"
@@ -81,6 +82,7 @@ ESTIMATE_TESTS = (
     "tests/commands/intervene/test_effects.py",
 )
 SEQUENCE_TESTS = ("tests/results/test_sequences.py",)
+METRIC_ESTIMATE_TESTS = ("tests/results/test_metric_estimates.py",)
 SMOOTHING_TESTS = ("tests/quantization/test_smoothing.py",)
 ROUNDING_TESTS = ("tests/quantization/test_rounding.py",)
 METRIC_TESTS = ("tests/results/test_metrics.py",)
@@ -219,7 +221,7 @@ MUTATIONS = [
     ),
     *_mutations(
         ESTIMATE_TESTS,
-        ("bootstrap: half as many units", ESTIMATES, "resamplings", "multinomial(units *", "multinomial(units // 2 *"),
+        ("bootstrap: half as many units", ESTIMATES, "resamplings", "multinomial(size,", "multinomial(size // 2 + 1,"),
         ("bootstrap: its level", ESTIMATES, "bootstrap", "[(1 - LEVEL) / 2, (1 + LEVEL) / 2]", "[1 - LEVEL, LEVEL]"),
         ("jackknife: its factor", ESTIMATES, "jackknife", "(groups - 1) / groups", "1 / groups"),
         ("difference: the other end", ESTIMATES, "Estimate.__sub__",
@@ -396,11 +398,37 @@ MUTATIONS = [
          "queries >= FEWEST_QUERIES", "queries > FEWEST_QUERIES"),
     ),
     *_mutations(
+        METRIC_ESTIMATE_TESTS,
+        ("metrics: as many draws as texts", ESTIMATES, "resamplings", "* narrower**2", ""),
+        ("metrics: equal texts have no interval", OF_METRICS, "estimate_of", 'unit == "share"', 'unit == "none"'),
+        ("metrics: unseen values of any share", ESTIMATES, "with_unseen_values", "** (1 / units)", "** units"),
+        ("metrics: the threshold of the run", OF_METRICS, "Source.values", "sequences.epsilon if epsilon is None else",
+         "sequences.epsilon if epsilon is not None else"),
+        ("metrics: a rate where uniform attention has one", OF_METRICS, "Source.values",
+         "& ~lacks_rate(uniform, epsilon)", ""),
+        ("metrics: layers of unfiltered rows", OF_METRICS, "Source.values", "self.by, **self.where", "self.by"),
+        ("metrics: the mean of all layers", OF_METRICS, "replicates", 'METRICS[metric].whole, "mean"', '"", "mean"'),
+        ("metrics: the null of a rate", OF_METRICS, "estimate_table", "0.0 if source.rate else nan", "nan"),
+        ("metrics: sequences of one head", OF_METRICS, "estimate_table", ".any(axis=", ".all(axis="),
+        ("metrics: pairs of other texts", OF_METRICS, "reads_the_same", "len(hashes) == 1", "len(hashes) >= 1"),
+        ("metrics: no pairs", OF_METRICS, "reads_the_same", "len(hashes) == 1", "len(hashes) == 3"),
+        ("metrics: first − second", OF_METRICS, "difference_of", "differences(before, after)",
+         "differences(after, before)"),
+        ("heads: p without correction", OF_HEADS, "_named", "stats.false_discovery_control(p)", "p"),
+        ("heads: copies are texts", OF_HEADS, "head_differences", "np.unique(numbers)[:, None]",
+         "np.arange(len(numbers))[:, None]"),
+        ("heads: overlapping halves", OF_HEADS, "differing_halves", "split[half:]", "split[half // 2:] + 0.05"),
+        ("heads: ranks without signs", ESTIMATES, "p_values", "np.sign(first) *", "1.0 *"),
+        ("heads: one-sided", ESTIMATES, "p_values", "2 * stats.norm.sf", "stats.norm.sf"),
+        ("latex: ends swapped", "sinkscope.verdict.table_formats", "EstimateTable.to_latex",
+         """[{text(row['low'])}, {text(row['high'])}]""", """[{text(row['high'])}, {text(row['low'])}]"""),
+        ("run: the value of another head", "sinkscope.output.run", "Run.metric", "values[layer, head]",
+         "values[layer, 0]"),
+    ),
+    *_mutations(
         OF_RUN_TESTS,
         ("estimate: the mean over sink heads", OF_RUN, "in_sink_heads",
          "np.median((first / later)[:, chosen], axis=1)", "np.mean((first / later)[:, chosen], axis=1)"),
-        ("estimate: heads that a layer lacks", OF_RUN, "clear_sink_rate", "np.isfinite(rates).sum(2)",
-         "rates.shape[2]"),
         ("estimate: massive anywhere", OF_RUN, "massive_layers", ' & (table["position"] == 0)', ""),
         ("estimate: massive in more than half", OF_RUN, "massive_layers", "share >= USUAL", "share > USUAL"),
         ("estimate: massive in all layers", OF_RUN, "massive_count", ".max(1))", ".sum(1))"),

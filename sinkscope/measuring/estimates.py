@@ -14,6 +14,7 @@ from sinkscope.measuring.observables.reductions import ALL_HEADS, LATER
 from sinkscope.measuring.summary import pathway_norms
 from sinkscope.results.findings import AFTER_LAYER, HIGH_NORM, OUTLIER, PHI, SINK, USUAL
 from sinkscope.results.judgment import NotDefined, Number, above, at_least, at_most, below, between
+from sinkscope.results.metric_estimates import replicates
 from sinkscope.results.metrics import is_clear, is_sink, lacks_rate, reason_without_rate
 from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Lacks, Sequences
@@ -35,10 +36,6 @@ def sink_rates(sequences: Sequences, position: int = 0) -> np.ndarray:
     return 100 * sequences.means("attention_by_sequence", "sink_rate", position=position).mean(1)
 
 
-def epsilon_of(sequences: Sequences) -> float:
-    return sequences.run.manifest["config"]["epsilon"]
-
-
 def sink_rate(sequences: Sequences) -> Estimate:
     """Estimate the sink rate at position 0 in percent. Raises NotDefined if there is none, at this ε and length."""
     rate = bootstrap(sink_rates(sequences))
@@ -49,20 +46,12 @@ def sink_rate(sequences: Sequences) -> Estimate:
 
 def without_rate(sequences: Sequences) -> str:
     uniform_mass = float(attention(sequences, "uniform_mass")[0, :, 0].mean())
-    return f"position 0 has no sink rate: {reason_without_rate(uniform_mass, epsilon_of(sequences))}"
+    return f"position 0 has no sink rate: {reason_without_rate(uniform_mass, sequences.epsilon)}"
 
 
 def clear_sink_rate(sequences: Sequences) -> Estimate:
     """Estimate the share of heads in percent in which position 0 is a sink and clear of uniform attention."""
-    mass, uniform = (
-        sequences.values("attention_heads_by_sequence", column, ("layer", "head"))
-        for column in ("window_mass", "uniform_mass")
-    )
-    epsilon = epsilon_of(sequences)
-    has_rate = np.isfinite(mass) & ~lacks_rate(uniform, epsilon)
-    sinks = np.where(has_rate, is_sink(mass, epsilon) & is_clear(mass, uniform), np.nan)
-    rates = weighted_means(sinks, sequences.weights)  # NaN where a layer has fewer heads
-    return bootstrap(100 * (np.nansum(rates, 2) / np.isfinite(rates).sum(2)).mean(1))
+    return bootstrap(100 * replicates(sequences, "sink_rate_clear"))
 
 
 def by_head(sequences: Sequences, table: str, column: str) -> np.ndarray:
@@ -80,7 +69,7 @@ def layers_of_heads(sequences: Sequences) -> np.ndarray:
 def _head_sinks(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
     """Return whether each head's mean window mass makes position 0 a sink, (R, heads), and which heads are measured."""
     mass, uniform = (by_head(sequences, "attention_heads_by_sequence", x) for x in ("window_mass", "uniform_mass"))
-    epsilon, is_measured = epsilon_of(sequences), np.isfinite(mass[0])
+    epsilon, is_measured = sequences.epsilon, np.isfinite(mass[0])
     if lacks_rate(uniform[0, is_measured], epsilon).all():
         raise NotDefined(without_rate(sequences))
     return is_sink(mass, epsilon) & is_clear(mass, uniform), is_measured

@@ -1,19 +1,34 @@
-"""Runs of `analyze` side by side, and the settings in which runs differ."""
+"""Runs of `analyze` side by side, by metrics or by heads, and the settings in which runs differ."""
 
 import html
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import pandas as pd
 
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, counted
 from sinkscope.figures import KINDS
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result
 from sinkscope.output.run import Run
-from sinkscope.results.side_by_side import comparison_manifest, differing_lines, differing_settings, labels, metrics_of
-from sinkscope.results.tables import WHOLE_MODEL
+from sinkscope.results.findings import Finding
+from sinkscope.results.head_differences import FALSE_DISCOVERIES, head_differences
+from sinkscope.results.metrics import METRICS
+from sinkscope.results.side_by_side import (
+    comparison_manifest,
+    differing_lines,
+    differing_settings,
+    labels,
+    metrics_of,
+    pairing_lines,
+)
+from sinkscope.results.tables import LEADING, WHOLE_MODEL
+from sinkscope.verdict.report import finding
+
+BY_HEAD, COUNTS = "comparison_by_head", "differing_heads"
+HEAD_METRICS = ("sink_rate", "window_mass")  # those that are compared by head unless others are named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +40,7 @@ class Comparison(Result):
 
     @property
     def table(self) -> pd.DataFrame:
-        """Metrics of the whole model by run; for two runs also `difference` (second − first) and `ratio`."""
+        """Metrics of the whole model by run; for two runs also `difference` (second − first), its ends, and `ratio`."""
         return self.tables["comparison"].set_index("metric")
 
     @property
@@ -34,7 +49,15 @@ class Comparison(Result):
         return self.tables["comparison_by_layer"]
 
     @property
+    def findings(self) -> Sequence[Finding]:
+        """How many heads differ, for each metric of a comparison by head."""
+        return head_findings(self.tables, [run["label"] for run in self.manifest["runs"]])
+
+    @property
     def summary_tables(self) -> dict[str, pd.DataFrame]:
+        if BY_HEAD in self.tables:
+            heads = self.tables[BY_HEAD]
+            return {"": heads[heads["differs"]].drop(columns=["model", "condition", "differs"])}
         return {"": self.tables["comparison"]}
 
     @property
@@ -51,12 +74,19 @@ class Comparison(Result):
         return differing_lines(self.manifest["differing"])
 
     def _repr_html_(self) -> str:  # for notebooks
-        warned = "".join(f"<li>{html.escape(line)}</li>" for line in self.warnings)
-        return self.table.to_html(float_format="{:.4g}".format, na_rep="–") + (warned and f"<ul>{warned}</ul>")
+        sentences = [finding.sentence for finding in self.findings]
+        lines = [f"<li>{html.escape(line)}</li>" for line in (*sentences, *self.warnings, *pairing_lines(self.runs))]
+        table = self.summary_tables[""].to_html(index=False, float_format="{:.4g}".format, na_rep="–")
+        return table + (f"<ul>{''.join(lines)}</ul>" if lines else "")
 
 
-def compared(chosen: Sequence[Run | str | os.PathLike[str]], start: float) -> Comparison:
-    """Compare runs of `analyze` in memory, for a command that began at `start`."""
+def compared(
+    chosen: Sequence[Run | str | os.PathLike[str]],
+    start: float,
+    metrics: Sequence[str] = (),
+    by: Literal["head"] | None = None,
+) -> Comparison:
+    """Compare runs of `analyze` in memory, for a command that began at `start`; see `compare`."""
     runs = tuple(run if isinstance(run, Run) else Run.open(run) for run in chosen)
     for run in runs:
         if run.command != "analyze":
@@ -64,13 +94,40 @@ def compared(chosen: Sequence[Run | str | os.PathLike[str]], start: float) -> Co
             raise InputError(f"{which}: its own tables hold its comparison")
     names = labels(runs)[0]
     differing = differing_settings([run.manifest for run in runs], names)
-    metrics = metrics_of(runs, names)
+    whole = metrics_of(runs, names, () if by else metrics)
     summaries = {name: run.tables["summary"] for name, run in zip(names, runs, strict=True)}
     layers = [table[table["layer"] != WHOLE_MODEL].assign(run=name) for name, table in summaries.items()]
     columns = ["model", "condition", "layer", "run", "metric", "value"]
-    tables = {"comparison": metrics.reset_index(), "comparison_by_layer": pd.concat(layers, ignore_index=True)[columns]}
+    tables = {"comparison": whole.reset_index(), "comparison_by_layer": pd.concat(layers, ignore_index=True)[columns]}
+    if by == "head":
+        heads, counts = zip(*(head_differences(runs, metric) for metric in metrics or HEAD_METRICS), strict=True)
+        labels_of_all = {"model": runs[-1].model, "condition": runs[-1].condition}
+        tables[BY_HEAD] = pd.concat(heads, ignore_index=True).assign(**labels_of_all)
+        tables[COUNTS] = pd.DataFrame(counts).assign(layer=WHOLE_MODEL, **labels_of_all)
+        for name in (BY_HEAD, COUNTS):
+            tables[name] = tables[name][[*LEADING, *tables[name].columns.difference(LEADING, sort=False)]]
     facts = [
         {"label": name, "folder": run.folder, "model": run.model, "condition": run.condition}
         for name, run in zip(names, runs, strict=True)
     ]
     return Comparison(comparison_manifest(start, tables, facts, differing), tables, runs=runs, differing=differing)
+
+
+def head_findings(tables: Mapping[str, pd.DataFrame], names: Sequence[str]) -> list[Finding]:
+    """Return how many heads differ between two runs, next to the halves of each."""
+    findings = []
+    for counts in tables[COUNTS].to_dict("records") if COUNTS in tables else ():
+        texts, splits = (counts["first_texts"], counts["second_texts"]), counts["splits"]
+        how = f"paired over {texts[0]} texts" if counts["is_paired"] else f"unpaired, {texts[0]} and {texts[1]} texts"
+        halves = " and ".join(
+            f"{counts[f'{run}_halves']:.3g} (at most {counts[f'{run}_halves_most']}) of {name}"
+            for run, name in zip(("first", "second"), names, strict=True)
+        )
+        sentence = (
+            f"{counts['differing']} of {counted(counts['heads'], 'head')} differ in {METRICS[counts['metric']].label} "
+            f"at a false discovery rate of {FALSE_DISCOVERIES:.0%} ({how}); between random halves of one run's texts, "
+            f"in the mean of {splits} splits: {halves}."
+        )
+        about: dict[str, Any] = {"threshold": FALSE_DISCOVERIES, "is_headline": True}
+        findings.append(finding("heads-that-differ", "Heads", counts["differing"], sentence, counts, **about))
+    return findings

@@ -131,17 +131,7 @@ class RunData(FolderData):
         return type(self)(self.manifest | {"command": "analyze", "condition": condition}, tables, self.folder)
 
     def metric(self, name: str, layer: int = -1) -> float:
-        """Return one value of the table `summary`; NaN if this run, or this layer, has not measured the metric.
-
-        A sink rate is NaN where uniform attention alone exceeds ε (`uniform_mass`); a notice of the run says so.
-
-        Args:
-            name: a key of METRICS.
-            layer: counted from 0; −1 for the whole model.
-
-        Raises:
-            InputError: there is no such metric or layer, or the run has no summary.
-        """
+        """Return one value of the table `summary`; see `Run.metric`."""
         summary = self.tables["summary"]
         if name not in METRICS:
             raise InputError(f"metric {unknown(name, METRICS)}")

@@ -35,6 +35,15 @@ class Sequences:
         table = table_of_run(self.run, name)
         return table if self.condition is None else table[table["condition"] == self.condition]
 
+    @property
+    def epsilon(self) -> float:
+        return float(self.run.manifest["config"]["epsilon"])
+
+    @property
+    def texts(self) -> int:
+        """The number of distinct texts."""
+        return len(np.unique(self.run.text_numbers))
+
     @cached_property
     def weights(self) -> np.ndarray:
         """(1 + draws, N): how often each sequence counts."""

@@ -7,9 +7,12 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
-from sinkscope.errors import InputError
+from sinkscope.errors import InputError, unknown
 from sinkscope.results.manifest import make_manifest
+from sinkscope.results.metric_estimates import difference, reads_the_same
 from sinkscope.results.run import RunData, policy_of
+from sinkscope.results.sequences import Sequences
+from sinkscope.results.statistics import differences
 from sinkscope.results.tables import SUMMARY_COLUMNS, WHOLE_MODEL, Columns
 
 ComparedSettings = Mapping[str, Callable[[dict[str, Any]], Any]]  # name of a setting → its value in run.json
@@ -31,6 +34,8 @@ COMPARED_SETTINGS: ComparedSettings = {
     "grids": lambda manifest: [manifest["config"][f"{part}_per"] for part in ("weights", "activations", "kv_cache")],
     "sinkscope": lambda manifest: manifest["sinkscope"],
 }
+# those that name runs of one model on one input
+NAMING_SETTINGS = {name: COMPARED_SETTINGS[name] for name in ("BOS", "seq-len", "window", "epsilon", "dtype", "kernel")}
 
 
 class Summary(RunData):
@@ -39,8 +44,12 @@ class Summary(RunData):
     columns: ClassVar[Mapping[str, Columns]] = {"summary": SUMMARY_COLUMNS}
 
 
-def metrics_of(runs: Sequence[RunData], names: Sequence[str]) -> pd.DataFrame:
-    """Return the metrics of the whole model by run; for two runs also `difference` (second − first) and `ratio`."""
+def metrics_of(runs: Sequence[RunData], names: Sequence[str], metrics: Sequence[str] = ()) -> pd.DataFrame:
+    """Return metrics (all of them by default) of the whole model by run.
+
+    For two runs there are also `difference` (second − first), which is 0 if it is no more than round-off, its interval
+    over texts (NaN if a run has no values by sequence), and `ratio`. Raises InputError for a metric that no run has.
+    """
     whole = []
     for run in runs:
         if "summary" not in run.tables:
@@ -48,15 +57,33 @@ def metrics_of(runs: Sequence[RunData], names: Sequence[str]) -> pd.DataFrame:
         summary = run.tables["summary"]
         whole.append(summary[summary["layer"] == WHOLE_MODEL].set_index("metric")["value"])
     table = pd.concat(whole, axis=1, keys=names, sort=False).rename_axis("metric")
+    if missing := [name for name in metrics if name not in table.index]:
+        raise InputError(f"--metrics: {unknown(missing[0], table.index)}")
+    table = table.loc[[*metrics] or table.index]
     if len(runs) == 2:
         first, second = table.iloc[:, 0], table.iloc[:, 1]
-        table["difference"] = second - first
-        table["ratio"] = second / first.where(first != 0)
+        apart = differences(first.to_numpy(), second.to_numpy())
+        table["difference"] = apart
+        sequences = Sequences(runs[0]), Sequences(runs[1])
+        estimates = [difference(*sequences, metric) for metric in table.index]
+        table["difference_low"], table["difference_high"] = zip(
+            *((each.low, each.high) for each in estimates), strict=True
+        )
+        table["ratio"] = (second / first.where(first != 0)).mask((apart == 0) & (first != 0), 1.0)
     return table
 
 
+def pairing_lines(runs: Sequence[RunData]) -> list[str]:
+    """Return a line that says how two runs are compared; none for more runs."""
+    if len(runs) != 2:
+        return []
+    is_paired = reads_the_same(*map(Sequences, runs))
+    how = "paired: both runs read the same tokens" if is_paired else "unpaired: the runs read other tokens"
+    return [f"differences have 95 % intervals over texts, {how}"]
+
+
 def differing_settings(
-    manifests: Sequence[dict[str, Any]], names: Sequence[str], settings: ComparedSettings = COMPARED_SETTINGS
+    manifests: Sequence[dict[str, Any]], names: Sequence[Any], settings: ComparedSettings = COMPARED_SETTINGS
 ) -> pd.DataFrame:
     """Return a row for each setting of the manifests in which the runs differ, and a column for each run."""
 
@@ -82,17 +109,24 @@ def differing_lines(differing: Mapping[Any, Mapping[Any, object]]) -> list[str]:
 
 
 def labels(runs: Sequence[RunData]) -> tuple[list[str], str]:
-    """Return labels of runs: the parts of model, revision and condition that differ, and the common parts."""
+    """Return labels of runs, the parts of model, revision and condition that differ, and the common parts.
+
+    Runs that have these in common are labeled by the settings that differ, or else by numbers.
+    """
     parts = [(model_name(run.model), run.manifest["model"].get("revision") or "", run.condition) for run in runs]
-    if len(set(parts)) == 1:  # one run, or runs that differ in other options
-        name = " · ".join(part for part in parts[0] if part)
-        return ([name] if len(runs) == 1 else [f"run {place}" for place in range(1, len(runs) + 1)]), name
     differ = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
     names = [" · ".join(part for part, keep in zip(row, differ, strict=True) if keep and part) for row in parts]
     common = " · ".join(part for part, keep in zip(parts[0], differ, strict=True) if part and not keep)
+    if len(runs) == 1:
+        return [common], common
+    if len(set(names)) < len(names):
+        settings = differing_settings([run.manifest for run in runs], range(len(runs)), NAMING_SETTINGS)
+        for place, values in settings.items():
+            named = " · ".join(f"{setting} {value}" for setting, value in values.items())
+            names[place] = " · ".join(part for part in (names[place], named) if part)
     names = [shorten(name, 48) for name in names]
     if len(set(names)) < len(names):
-        names = [f"{name} ({place})" for place, name in enumerate(names, 1)]
+        names = [f"{name} ({place})" if name else f"run {place}" for place, name in enumerate(names, 1)]
     return names, common
 
 

@@ -17,6 +17,7 @@ from scipy import stats
 LEVEL = 0.95
 DRAWS = 1000  # bootstrap replicates
 RHO = np.linspace(-1, 1, 2001)[1:-1]  # correlations that are tested
+ROUND_OFF = 1e-5  # relative: two passes in float32 with batches of different sizes differ by less
 RESAMPLING_SEED = 0  # resampling has a fixed seed: the same runs give the same intervals
 
 
@@ -81,13 +82,19 @@ def exact(value: float) -> Estimate:
 
 
 @cache
-def resamplings(units: int, draws: int = DRAWS, seed: int = RESAMPLING_SEED) -> np.ndarray:
-    """(1 + draws, units): how often each unit counts: once in the first row, drawn with replacement in the others.
+def resamplings(units: int, draws: int = DRAWS, seed: int = RESAMPLING_SEED, size: int | None = None) -> np.ndarray:
+    """(1 + draws, units): the weight of each unit: 1 in the first row, then from `size` draws with replacement.
 
-    A single unit has no spread: its weight is 0 in every draw, so that the interval becomes unbounded.
+    By default fewer are drawn than there are, 13 of 16 or 97 of 100, so that percentiles of a mean are as far apart as
+    the ends of Student's interval. With as many as there are they would miss the mean of 16 normal numbers in 8 %, and
+    of 8 in 11 % of studies (Hesterberg 2015, §5.3). A single unit has no spread: its weight is 0 in every draw, so that
+    the interval becomes unbounded.
     """
-    drawn = np.random.default_rng(seed).multinomial(units * (units > 1), np.full(units, 1 / units), size=draws)
-    weights = np.concatenate([np.ones((1, units)), drawn]).astype(np.float64)
+    if size is None:
+        narrower = stats.norm.ppf((1 + LEVEL) / 2) / stats.t.ppf((1 + LEVEL) / 2, max(units - 1, 1))
+        size = max(1, round((units - 1) * narrower**2))
+    drawn = np.random.default_rng(seed).multinomial(size, np.full(units, 1 / units), size=draws)
+    weights = np.concatenate([np.ones((1, units)), drawn * (units > 1) * (units / size)])
     weights.flags.writeable = False  # the array is cached and shared
     return weights
 
@@ -124,6 +131,37 @@ def bootstrap(replicates: np.ndarray) -> Estimate:
         return Estimate(value, -np.inf, np.inf)
     low, high = np.quantile(finite, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Estimate(value, min(float(low), value), max(float(high), value))
+
+
+def with_unseen_values(estimate: Estimate, units: int, least: float = 0.0, most: float = 1.0) -> Estimate:
+    """Return the estimate of a mean between `least` and `most`, with an interval also if all units are equal.
+
+    Their spread is then unknown. A share p of units could have any value, and none of n units shows it with probability
+    (1 − p)ⁿ: p is at most 1 − 0.05^(1/n), 45 % with five.
+    """
+    if estimate.low != estimate.high or units < 2:
+        return estimate
+    unseen, value = 1 - (1 - LEVEL) ** (1 / units), estimate.value
+    return replace(estimate, low=value - unseen * (value - least), high=value + unseen * (most - value))
+
+
+def differences(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Return second − first, which is 0 if it is no more than round-off."""
+    apart = second - first
+    return np.where(np.abs(apart) <= ROUND_OFF * np.maximum(np.abs(first), np.abs(second)), 0.0, apart)
+
+
+def p_values(first: np.ndarray, second: np.ndarray | None = None) -> np.ndarray:
+    """Return two-sided p-values (K,) of rank tests: that samples (units, K) differ, or differences of pairs from 0.
+
+    They are those of Mann & Whitney (1947), and of Wilcoxon's signed ranks in the normal approximation (Pratt 1959).
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):  # all units are equal
+        if second is not None:
+            return np.nan_to_num(stats.mannwhitneyu(first, second, axis=0).pvalue, nan=1.0)
+        ranks = np.sign(first) * stats.rankdata(np.abs(first), axis=0)
+        z = np.abs(ranks.sum(0)) / np.sqrt((ranks**2).sum(0))
+    return np.nan_to_num(2 * stats.norm.sf(z), nan=1.0)
 
 
 def jackknife(replicates: np.ndarray) -> Estimate:
@@ -228,17 +266,13 @@ def mean_of_rates(values: np.ndarray, least: float = 0.0, most: float = 1.0) -> 
     Rates near an end are skewed, so that Student's interval misses their mean in up to 20 % of studies. Cube roots of
     the distance to the nearer end are close to normal (Wilson & Hilferty 1931), and the mean of a cube of a normal
     variable is m³ + 3 m s²: its generalized interval (Weerahandi 1993) has the level from 3 seeds on. If `most` is
-    infinite, Student's interval is used.
-
-    If all seeds are equal their spread is unknown. A share p of seeds could have any value, and none of n seeds
-    shows it with probability (1 − p)ⁿ: p is at most 1 − 0.05^(1/n), 45 % with five.
+    infinite, Student's interval is used. For seeds that are all equal, see `with_unseen_values`.
     """
     value, seeds = float(np.mean(values)), len(values)
     if seeds < 2:
         return Estimate(value, least, most, seeds=seeds)
     if np.ptp(values) == 0:
-        unseen = 1 - (1 - LEVEL) ** (1 / seeds)
-        return Estimate(value, value - unseen * (value - least), value + unseen * (most - value), seeds=seeds)
+        return with_unseen_values(Estimate(value, value, value, seeds=seeds), seeds, least, most)
     if np.isinf(most):
         return mean_of_runs(values)
     x = (np.asarray(values, float) - least) / (most - least)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from math import isfinite
 from typing import Literal
 
 import pandas as pd
@@ -77,6 +78,29 @@ def _as_latex(table: pd.DataFrame, title: str) -> str:
     lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule", heading, r"\midrule", *body, r"\bottomrule"]
     lines.append(r"\end{tabular}")
     return "\n".join([f"% {' '.join(title.split())}", *lines] if title else lines)
+
+
+class EstimateTable(pd.DataFrame):
+    """Estimates of metrics (`results/metric_estimates.py`)."""
+
+    @property
+    def _constructor(self) -> "type[EstimateTable]":
+        return EstimateTable
+
+    def to_latex(self) -> str:
+        """Return the table as papers print it, with booktabs: a column of values with their intervals for each ε."""
+        labels = ["metric", *(name for name in ("layer", "head") if name in self)]
+        texts = self[labels].assign(sequences=self["sequences"].map(str))
+        texts["heading"] = [f"ε = {epsilon:g}" for epsilon in self["epsilon"]] if "epsilon" in self else "value"
+        for index, row in self.iterrows():
+            text = METRICS[row["metric"]].text
+            ends = f" [{text(row['low'])}, {text(row['high'])}]" if isfinite(row["low"]) else ""
+            texts.loc[index, ["cell", "null"]] = text(row["value"]) + ends, text(row["null"])
+        cells = texts.pivot(index=labels, columns="heading", values="cell")[texts["heading"].unique()]
+        rest = texts.groupby(labels)[["null", "sequences"]].agg(lambda column: ", ".join(dict.fromkeys(column)))
+        table = cells.join(rest).reset_index()
+        table["metric"] = [METRICS[name].short for name in table["metric"]]
+        return formatted(table, "latex", "values [95 % interval over texts]")
 
 
 TABLE_FORMATS: Mapping[str, Callable[[pd.DataFrame, str], str]] = {

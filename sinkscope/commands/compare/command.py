@@ -13,7 +13,14 @@ from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError
 from sinkscope.options.output import OutputOptions
 from sinkscope.results.manifest import CALLBACK_TRAINING, MANIFEST_KINDS, RUNS, folder_of, read_manifest
-from sinkscope.results.side_by_side import Summary, differing_lines, differing_settings, labels, metrics_of
+from sinkscope.results.side_by_side import (
+    Summary,
+    differing_lines,
+    differing_settings,
+    labels,
+    metrics_of,
+    pairing_lines,
+)
 from sinkscope.results.tables import blaming_tables
 
 if TYPE_CHECKING:
@@ -23,12 +30,12 @@ if TYPE_CHECKING:
 @blaming_tables()
 def command(options: CompareOptions, output: OutputOptions) -> Printout:
     manifests = {folder_of(run): read_manifest(folder_of(run), None) for run in options.runs}
-    is_printed = output.out is None and options.format == "text" and len(options.runs) > 1
+    is_printed = output.out is None and options.by is None and options.format == "text" and len(options.runs) > 1
     if is_printed and all(manifest["command"] == "analyze" for manifest in manifests.values()):
         runs = [Summary.open(run) for run in options.runs]
         names = labels(runs)[0]
         notes = differing_lines(differing_settings([run.manifest for run in runs], names).to_dict(orient="index"))
-        return Printout(numbers=metrics_of(runs, names), notes=notes)
+        return Printout(numbers=metrics_of(runs, names, options.metrics), notes=notes + pairing_lines(runs))
     return _compared(options, output, manifests)
 
 
@@ -55,13 +62,19 @@ def _compared(options: CompareOptions, output: OutputOptions, manifests: Mapping
         if tables:
             parts = [formatted(table, options.format, title) for title, table in tables.items()]
             return Printout(tables, text="\n\n".join(parts))
-    result = compare(*options.runs, out=output.out, overwrite=output.overwrite, page=not output.no_page)
+    where: dict[str, Any] = {"out": output.out, "overwrite": output.overwrite, "page": not output.no_page}
+    result = compare(*options.runs, **where, metrics=options.metrics, by=options.by)
     text, markdown, numbers = "", "", None
     if options.format != "text":
         text = result.formatted(options.format)
+    elif isinstance(result, Comparison) and options.by == "head":
+        markdown = "\n".join(f"- {finding.sentence}" for finding in result.findings)
+        heads = result.summary_tables[""].set_index(["metric", "layer", "head"])
+        numbers = heads if len(heads) else None
     elif isinstance(result, Comparison):
         numbers = result.table
     else:
         markdown = result.markdown
     notes, failure = differing_lines(result.manifest["differing"]), figure_failure(result.manifest)
+    notes += pairing_lines(result.runs) if isinstance(result, Comparison) else []
     return Printout(result, markdown, text, numbers, notes=notes, folder=output.out, failure=failure)

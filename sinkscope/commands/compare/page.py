@@ -8,6 +8,7 @@ import pandas as pd
 
 from sinkscope.commands.quantize import compared
 from sinkscope.html_page.contents import Contents, PageParts
+from sinkscope.output.comparison import head_findings
 from sinkscope.results.findings import Finding
 
 
@@ -20,9 +21,10 @@ class ComparePage(PageParts):
         return {run["label"]: Path(run["folder"]) for run in manifest.get("runs", ()) if run.get("folder")}
 
     def findings(self, manifest: Mapping[str, Any], tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
+        names = [run["label"] for run in manifest["runs"]]
         if compared.TABLE not in tables:
-            return ()
-        return compared.findings(tables[compared.TABLE], *(run["label"] for run in manifest["runs"]))
+            return head_findings(tables, names)
+        return compared.findings(tables[compared.TABLE], *names)
 
     def data(self, contents: Contents) -> Mapping[str, Any]:
         return {"first_table": "comparison"}

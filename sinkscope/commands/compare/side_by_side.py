@@ -6,6 +6,8 @@ No model is loaded.
 OUT/run.json                             the names of the runs, and the settings in which they differ
 OUT/tables/comparison.parquet            analyses: a row for each metric of the whole model, a column for each run
 OUT/tables/comparison_by_layer.parquet   the same metrics by layer, a row for each value
+OUT/tables/comparison_by_head.parquet    two analyses with --by head: a row for each head and metric
+OUT/tables/differing_heads.parquet       the same: how many heads differ, and how many between halves of one run's texts
 OUT/tables/comparison_by_scheme.parquet  two runs of `quantize`: a row for each scheme and part
 OUT/tables/route.parquet                 interventions and scorecards: a row for each route of a model
 OUT/tables/claim.parquet                 scorecards: a row for each number of a claim
@@ -18,9 +20,11 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from sinkscope.errors import InputError
+from sinkscope.options.option import split_all_names
 from sinkscope.options.register import records
 from sinkscope.output.comparison import compared
 from sinkscope.output.result import Result, written
@@ -43,6 +47,8 @@ def compare(
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     page: bool = True,
+    metrics: str | Sequence[str] = (),
+    by: Literal["head"] | None = None,
 ) -> "Comparison | FormatComparison | Routes | Scorecard | Curves":
     """Put folders of one kind side by side; with `out`, also write tables and figures there.
 
@@ -52,6 +58,8 @@ def compare(
         out: The folder to write.
         overwrite: Replace an earlier comparison in `out`.
         page: With `out`, also write index.html.
+        metrics: Of runs of `analyze`: the metrics to compare; (): all of them.
+        by: "head": which heads of two runs of `analyze` differ, at a false discovery rate of 5 %.
 
     Raises:
         InputError: There are fewer than two, they are of different kinds, a folder holds none of these, or `out` is
@@ -74,6 +82,10 @@ def compare(
     places = [(record, record.compared[first]) for record in records().values() if first in record.compared]
     ways = [record.imported(place) for record, place in places]
     set_side_by_side: Callable[[Sequence[Any], float], Any] = ways[0] if ways else compared
+    if set_side_by_side is compared:
+        set_side_by_side = partial(compared, metrics=split_all_names(metrics), by=by)
+    elif metrics or by:
+        raise InputError("--metrics and --by are those of runs of `analyze`")
     with blaming_tables(), own_folder(out, overwrite, ("compare",), reads=reads) as folder:
         return written(replace(set_side_by_side(listed, start), folder=folder), page)
 

@@ -1,5 +1,7 @@
 """The command `show`: opens the page of a folder in the browser, and makes a missing page from the folder's tables.
 
+With --metric, it prints a metric of a run with its intervals, without importing torch.
+
 `page` does the same in notebooks, for a folder or for the object that a command's Python function returned.
 """
 
@@ -21,9 +23,31 @@ if TYPE_CHECKING:  # a page that exists is found in a moment; what makes one imp
 
 
 def command(options: ShowOptions, output: OutputOptions) -> Printout:
+    if options.metric is not None:
+        return _estimates(options.metric, options)
     page = show(options.run, again=options.again)
     is_opened = not options.print and webbrowser.open(page.absolute().as_uri())
     return Printout(page, text="" if is_opened else str(page), data={"page": str(page)})
+
+
+def _estimates(metric: str, options: ShowOptions) -> Printout:
+    from sinkscope.results.metric_estimates import estimate_table  # imports scipy, and no torch
+    from sinkscope.results.run import RunData
+    from sinkscope.results.sequences import Sequences
+    from sinkscope.results.tables import blaming_tables
+    from sinkscope.verdict.table_formats import EstimateTable
+
+    with blaming_tables():
+        sequences = Sequences(RunData.open(options.run))
+        table = EstimateTable(estimate_table(sequences, metric, options.by, options.epsilon))
+    match options.format:
+        case "latex":
+            return Printout(text=table.to_latex())
+        case "csv":
+            return Printout(text=table.to_csv(index=False).strip())
+        case "json":
+            return Printout(text=table.to_json(orient="records"))
+    return Printout(numbers=table.set_index([*table.columns[: table.columns.get_loc("value")]]))
 
 
 def show(run: str | os.PathLike[str], *, again: bool = False) -> Path:

@@ -132,7 +132,7 @@ def resampled(values: np.ndarray) -> np.ndarray:
     influence = values[:, 1:].mean(1, keepdims=True) - values[:, 1:]
     student = stats.t.ppf((1 + LEVEL) / 2, groups - 1) / stats.norm.ppf((1 + LEVEL) / 2)
     scale = student * np.sqrt((groups - 1) / groups)
-    return values[:, 0] + scale * (resamplings(groups) - 1) @ influence.T
+    return values[:, 0] + scale * (resamplings(groups, size=groups) - 1) @ influence.T
 
 
 # --- onsets

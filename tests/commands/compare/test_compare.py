@@ -8,10 +8,12 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from scipy import stats
 from support.made_up_runs import made_up, save
 from support.naming import naming
 from support.pages import data_of
 from support.retrofit_command import command_line
+from tiny import tiny_model
 
 import sinkscope
 from sinkscope import InputError, Run, compare
@@ -21,9 +23,10 @@ from sinkscope.results.manifest import FORMAT, read_manifest
 
 def test_two_runs_side_by_side() -> None:
     table = compare(made_up(sink_rate=0.5), made_up("random", sink_rate=0.2)).table
-    assert list(table.columns) == ["natural", "random", "difference", "ratio"]
+    assert list(table.columns) == ["natural", "random", "difference", "difference_low", "difference_high", "ratio"]
     assert list(table.index) == ["sink_rate", "kurtosis"]
-    assert table.loc["sink_rate"].tolist() == pytest.approx([0.5, 0.2, -0.3, 0.4])
+    # these runs have no values by sequence
+    assert table.loc["sink_rate"].tolist() == pytest.approx([0.5, 0.2, -0.3, math.nan, math.nan, 0.4], nan_ok=True)
     assert table.loc["kurtosis", "difference"] == 0.0
     assert math.isnan(table.loc["kurtosis", "ratio"])  # 0 ÷ 0
     runs = [made_up(model={"name": name}) for name in ("a/one", "b/two", "b/three")]
@@ -34,7 +37,98 @@ def test_two_runs_side_by_side() -> None:
     assert by_layer.groupby("run")["layer"].apply(list).to_dict() == {"natural": [0, 1], "random": [0, 1, 2]}
     lacking = made_up("random")
     lacking.tables["summary"].drop(index=lacking.tables["summary"].index[-1], inplace=True)
-    assert compare(made_up(), lacking).table.loc["kurtosis"].isna().tolist() == [False, True, True, True]
+    assert compare(made_up(), lacking).table.loc["kurtosis"].isna().tolist() == [False, *[True] * 5]
+    barely = compare(made_up(sink_rate=0.5), made_up(sink_rate=0.5 + 4e-6)).table.loc["sink_rate"]
+    assert (barely["difference"], barely["ratio"]) == (0.0, 1.0)
+    assert compare(made_up(), made_up(sink_rate=0.50001), metrics="sink_rate").table["difference"].tolist() != [0.0]
+
+
+def test_runs_are_named_by_what_differs() -> None:
+    for changes, names in (
+        ({"dtype": "bfloat16"}, ["dtype float32", "dtype bfloat16"]),
+        ({"config": {"epsilon": 0.2}, "kernel": "eager"}, ["epsilon 0.3 · kernel sdpa", "epsilon 0.2 · kernel eager"]),
+        ({}, ["run 1", "run 2"]),
+    ):
+        assert list(compare(made_up(), made_up(**changes)).table.columns[:2]) == names
+    three = compare(made_up(), made_up(dtype="bfloat16"), made_up("random"))
+    assert list(three.table.columns) == [
+        "natural · dtype float32",
+        "natural · dtype bfloat16",
+        "random · dtype float32",
+    ]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Runs of one model on the same tokens, before and after two of its heads are changed, and on other tokens."""
+    models = [tiny_model("gpt2"), tiny_model("gpt2")]
+    for model in models:
+        model.transformer.wpe.weight[0, 7] = 60.0
+    width = models[0].config.n_embd
+    models[1].transformer.h[1].attn.c_attn.weight[:, : width // 2] *= 0.2  # the queries of half of its heads
+    folder = tmp_path_factory.mktemp("runs")
+    options: dict[str, Any] = {
+        "input": "random",
+        "num_seqs": 16,
+        "seq_len": 20,
+        "observables": "attention",
+        "page": False,
+    }
+    for name, model, seed in (("first", models[0], 0), ("second", models[1], 0), ("other", models[0], 1)):
+        sinkscope.analyze(model, out=folder / name, seed=seed, figures=(), **options)
+    return [folder / name for name in ("first", "second", "other")]
+
+
+def test_differences_are_paired_where_both_runs_read_the_same_tokens(measured: list[Path]) -> None:
+    first, second, other = map(Run.open, measured)
+    paired = compare(first, second, metrics="window_mass").table.loc["window_mass"]
+    means = [
+        run.tables["attention_heads_by_sequence"].groupby("sequence")["window_mass"].mean() for run in (first, second)
+    ]
+    apart = means[1] - means[0]
+    reach = stats.t.ppf(0.975, 15) * apart.std() / 4
+    assert paired["difference"] == pytest.approx(apart.mean())
+    ends = paired["difference_high"] - paired["difference"], paired["difference"] - paired["difference_low"]
+    assert ends == pytest.approx((reach, reach), rel=0.3)
+    unpaired = compare(first, other, metrics="window_mass").table.loc["window_mass"]
+    assert unpaired["difference_low"] < 0 < unpaired["difference_high"]
+    for runs, how in (
+        (measured[:2], "paired: both runs read the same tokens"),
+        (measured[::2], "unpaired: the runs read"),
+    ):
+        done = command_line("compare", *runs, "--metrics", "sink_rate,window_mass")
+        assert [line.split()[1] for line in done.stdout.splitlines() if "│" in line] == ["sink_rate", "window_mass"]
+        assert f"95 % intervals over texts, {how}" in " ".join(done.stderr.split())
+
+
+def test_heads_that_differ_are_those_that_were_changed(measured: list[Path], tmp_path: Path) -> None:
+    comparison = compare(*measured[:2], by="head", metrics="window_mass", out=tmp_path / "heads")
+    heads = comparison.tables["comparison_by_head"]
+    half = heads["head"].nunique() // 2
+    changed = (heads["layer"] == 1) & (heads["head"] < half)
+    assert heads["differs"][changed].all()
+    assert not heads["differs"][heads["layer"] == 0].any()  # nothing differs before the change
+    (counts,) = comparison.tables["differing_heads"].to_dict("records")
+    assert counts["differing"] == heads["differs"].sum()
+    assert counts["is_paired"]
+    (finding,) = comparison.findings
+    assert finding.sentence.startswith(
+        f"{counts['differing']} of {len(heads)} heads differ in mean window mass at posi"
+    )
+    assert "(paired over 16 texts); between random halves of one run's texts, in the mean of 20 spl" in finding.sentence
+    done = command_line("compare", *measured[:2], "--by", "head", "--metrics", "window_mass")
+    assert " ".join(done.stdout.split()).startswith(f"- {finding.sentence}")
+    (shown,) = data_of((tmp_path / "heads" / "index.html").read_text(encoding="utf-8"))["findings"]
+    assert shown["sentence"] == finding.sentence
+    same = compare(measured[0], measured[0], by="head")
+    assert not same.tables["comparison_by_head"]["differs"].any()
+    assert same.tables["comparison_by_head"]["metric"].unique().tolist() == ["sink_rate", "window_mass"]
+    none = command_line("compare", measured[0], measured[0], "--by", "head", "--metrics", "sink_rate")
+    assert none.stdout.startswith("- 0 of")
+    with pytest.raises(InputError, match="heads are compared between two runs; 3 were given"):
+        compare(*measured, by="head")
+    with pytest.raises(InputError, match="--metrics: 'sink_rat' is unknown"):
+        compare(*measured, metrics="sink_rat")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 """`show`: the page of a folder is opened or printed, and made again from the tables alone."""
 
+import io
+import json
 import shutil
 import webbrowser
 from math import nan
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from support.figures import skip_figures
 from support.pages import data_of, table_of
@@ -70,3 +73,16 @@ def test_what_is_no_run_is_refused(tmp_path: Path, run: Path) -> None:
     (run / "tables" / "summary.parquet").write_text("")
     with pytest.raises(sinkscope.InputError, match="is damaged"):
         sinkscope.show(run, again=True)
+
+
+def test_it_prints_a_metric_with_intervals(run: Path) -> None:
+    asked = ("show", run, "--metric", "sink_rate", "--by", "layer", "--epsilon", "0.4,0.5")
+    table = sinkscope.Run.open(run).estimate("sink_rate", by="layer", epsilon=[0.4, 0.5])
+    assert pd.read_csv(io.StringIO(command_line(*asked, "--format", "csv").stdout)).equals(pd.DataFrame(table))
+    assert json.loads(command_line(*asked, "--format", "json").stdout) == json.loads(table.to_json(orient="records"))
+    assert command_line(*asked, "--format", "latex").stdout.strip() == table.to_latex()
+    cells = command_line(*asked).stdout.splitlines()[3].replace("│", " ").split()
+    assert cells[:4] == ["sink_rate", "0", "0.4", f"{table['value'][0]:.4g}"]
+    refused = command_line("show", run, "--format", "csv")
+    assert refused.exit_code == 2
+    assert "those of a metric: name it by --metric" in refused.stderr

@@ -1,0 +1,7 @@
+"""Single errors in `show`, which its tests must notice."""
+
+MUTATIONS = [
+    ("thresholds are not passed on", "command", "_estimates", "options.by, options.epsilon", "options.by"),
+    ("csv with its index", "command", "_estimates", "index=False", "index=True"),
+    ("a format without a metric", "options", "ShowOptions._check_metric", "self.metric is None", "False"),
+]  # fmt: skip
