@@ -170,15 +170,16 @@ S.headNumbers = (layer, head) => {
 };
 
 S.attentionMap = (layer, head, heads) => {
-  const rows = S.mapRows(layer, head), weight = rows.length ? null : S.weights(layer, head);
+  const rows = S.mapRows(layer, head), weight = S.weights(layer, head);
   const about = `Attention of layer ${layer}, head ${head}`;
   const buttons = S.element("div.controls", {}, S.element("span", {}, S.maps ? "Heads of the figure: " : "Heads with a stored map: "),
     ...heads.map((pair) => S.element("button", { type: "button", "aria-pressed": String(pair[0] === layer && pair[1] === head),
       onclick: () => S.openHead(...pair) }, `layer ${pair[0]}, head ${pair[1]}`)));
-  if (weight) {
+  const words = weight ? S.fromToken(weight, S.tokens().get(0) ?? new Map()) : "";
+  if (weight && !rows.length) {
     const places = d3.range(S.maps.tokens);
-    return S.weightMaps(buttons, [S.heatmap({ rows: places, columns: places, rowName: "query", columnName: "key", text: S.number,
-      ...S.ofTokens(S.tokens().get(0) ?? new Map()), value: weight, title: `${about}, sequence 0` })], S.rounding());
+    return S.element("div", {}, S.weightMaps(buttons, [S.heatmap({ rows: places, columns: places, rowName: "query", columnName: "key",
+      text: S.number, ...S.ofTokens(S.tokens().get(0) ?? new Map()), value: weight, title: `${about}, sequence 0` })]), words, S.rounding());
   }
   if (!rows.length)
     return S.layerMaps(layer) ?? S.element("div", {}, S.element("p.note", {}, heads.length
@@ -186,12 +187,37 @@ S.attentionMap = (layer, head, heads) => {
       : "This run keeps no attention maps."), heads.length ? buttons : "");
   const table = S.table("attention_maps"), labels = S.runLabels(table);
   const [key, token, sequence] = ["key", "token", "sequence"].map((name) => table.get(name));
-  return S.weightMaps(buttons, d3.groups(rows, (row) => `${labels[row]} ${sequence[row]}`).slice(0, S.MOST_ARMS).map(([, own]) => {
+  const maps = S.weightMaps(buttons, d3.groups(rows, (row) => `${labels[row]} ${sequence[row]}`).slice(0, S.MOST_ARMS).map(([, own]) => {
     const label = labels[own[0]];
     return S.mapOf(table, own, "query", "key", "weight", { ...S.ofTokens(new Map(own.map((row) => [key[row], token[row]]))),
       title: [`${about}, sequence ${sequence[own[0]]}`, label].filter(Boolean).join(", "),
       caption: label && `${S.visible(label)}, sequence ${sequence[own[0]]}` });
   }), S.leftOut(table));
+  return S.element("div", {}, maps, words);
+};
+
+S.query = null; // position of the token whose attention the text shows
+
+/** The sequence as text: the tokens are shaded by the attention that a chosen one gives them. */
+S.fromToken = (weight, tokens) => {
+  const places = d3.range(S.maps.tokens), note = S.element("p.note", { "aria-live": "polite" });
+  S.query ??= places.length - 1;
+  const words = places.map((key) => {
+    const word = S.element("button.token", { type: "button", onclick: () => choose(key) }, S.visible(tokens.get(key)));
+    S.withTip(word, () => `${S.number(weight(S.query, key) ?? NaN)} from token ${S.query} to token ${key}`);
+    return word;
+  });
+  const choose = (query) => {
+    S.query = query;
+    note.textContent = `Attention that token ${query}, ${S.visible(tokens.get(query))}, gives to each token; choose another one:`;
+    words.forEach((word, key) => {
+      const color = weight(query, key) ? S.weightScale(weight(query, key)) : null;
+      word.setAttribute("aria-pressed", String(key === query));
+      word.style.cssText = color === null ? "" : `background:${d3.rgb(color).formatHex()};color:${S.inkOn(color)}`;
+    });
+  };
+  choose(S.query);
+  return S.element("div", {}, note, S.element("div.text", {}, ...words));
 };
 
 S.weightScale = d3.scaleSequentialLog([S.FAINTEST, 1], S.ramp).clamp(true);
