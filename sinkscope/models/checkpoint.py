@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGUFReader
-from gguf.quants import dequantize
+from gguf.quants import dequantize as unpacked
 from huggingface_hub import hf_hub_url
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
@@ -109,7 +109,7 @@ def _of_gguf(tensor: Any) -> Stored:
     data = tensor.data.reshape(-1, tensor.data.shape[-1])
 
     def rows(first: int, last: int) -> torch.Tensor:
-        return torch.from_numpy(np.array(dequantize(data[first:last], tensor.tensor_type)))
+        return torch.from_numpy(np.array(unpacked(data[first:last], tensor.tensor_type)))
 
     return Stored(tuple(map(int, reversed(tensor.shape))), rows)  # GGUF names the last axis first
 

@@ -8,6 +8,7 @@ import pandas as pd
 from sinkscope.errors import counted
 from sinkscope.html_page.contents import Contents, PageParts
 from sinkscope.interventions.super_weight import EARLY
+from sinkscope.models.feed_forward import NO_EXPERT
 from sinkscope.results.findings import Finding, Outcome
 
 FLOAT16 = 65504.0  # its largest number
@@ -17,7 +18,8 @@ def overview(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """Return the ten candidates with the largest gains, as text."""
     rows = tables["scan"].nlargest(10, "gain")
     rows = rows.assign(**{name: rows[name].map("{:,.4g}".format) for name in ("gain", "weight", "bound")})
-    return rows[["layer", "expert", "coordinate", "neuron", "gain", "weight", "bound"]].astype(str)
+    expert = ["expert"] * bool((rows["expert"] != NO_EXPERT).any())
+    return rows[["layer", *expert, "coordinate", "neuron", "gain", "weight", "bound"]].astype(str)
 
 
 def findings(tables: Mapping[str, pd.DataFrame]) -> list[Finding]:

@@ -44,7 +44,7 @@ SCAN_TABLES = {
         Column("written", "largest |entry of the neuron's column of W|, times the gain of the norm after the network"),
         Column("read", "norm of its row of gate × of its row of up, each times the gains of the norm before"),
         Column("weight", "the entry of W"),
-        Column("bound", "largest |output| at the coordinate for an input of unit root mean square"),
+        Column("bound", "largest |output| there (of the norm after the network) for an input of unit root mean square"),
     ),
     "scan_norms": (
         Column("side", "before or after the feed-forward network", kind="text"),
@@ -105,8 +105,10 @@ class Network:
         read, (written, coordinate, weight) = self.read(), self.written()
         columns = {"coordinate": coordinate.long(), "written": written, "read": read.prod(1), "weight": weight}
         gain, neuron = (columns["read"] * written).topk(min(KEPT, len(written)))
-        bound = gain * len(self.norm) ** (read.shape[1] / 2)  # a unit root mean square is a norm of √D
-        chosen = {"neuron": neuron, "gain": gain, "bound": bound} | {name: x[neuron] for name, x in columns.items()}
+        chosen = {"neuron": neuron, "gain": gain} | {name: x[neuron] for name, x in columns.items()}
+        width = len(self.norm) ** 0.5  # the norm of a unit root mean square
+        after = self.post[chosen["coordinate"]].abs() * width
+        chosen["bound"] = after if self.post.ne(1).any() else gain * width ** read.shape[1]
         return pd.DataFrame({name: x.numpy() for name, x in chosen.items()}).assign(
             layer=self.layer, expert=self.expert
         )
