@@ -161,6 +161,13 @@ report-models: install models  ## of pretrained models: 40 minutes on two cores
 	$(call report,super-weights/smollm2-135m,run super-weights)
 	$(call report,super-weights/gemma3-270m,run super-weights .models/gemma3-270m.gguf)
 	$(call report,super-weights/mgm,run super-weights $(MGM))
+	$(call report,isolate/smollm2-135m,run isolation)
+	$(call report,isolate/gemma3-270m,run isolation .models/gemma3-270m.gguf --num-seqs 16)
+	$(call report,isolate/mgm,run isolation $(MGM))
+	$(BIN)/sinkscope scan --no-page --out reports/scan/smollm2-135m --overwrite
+	$(BIN)/sinkscope scan .models/gemma3-270m.gguf --no-page --out reports/scan/gemma3-270m --overwrite
+	$(BIN)/sinkscope scan .models/mgm --allow-pickle --no-page --out reports/scan/mgm --overwrite
+	$(BIN)/python recipes/scan/agreement.py reports/scan
 	$(call report,dormant-heads/smollm2-135m,run dormant-heads)
 	$(call report,dormant-heads/gemma3-270m,run dormant-heads .models/gemma3-270m.gguf)
 	$(call report,dormant-heads/mgm,run dormant-heads $(MGM))

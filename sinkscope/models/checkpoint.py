@@ -106,12 +106,9 @@ def _of_safetensors(source: str, read: Read) -> dict[str, Stored]:
 
 
 def _of_gguf(tensor: Any) -> Stored:
-    data = tensor.data.reshape(-1, tensor.data.shape[-1])
-
-    def rows(first: int, last: int) -> torch.Tensor:
-        return torch.from_numpy(np.array(unpacked(data[first:last], tensor.tensor_type)))
-
-    return Stored(tuple(map(int, reversed(tensor.shape))), rows)  # GGUF names the last axis first
+    data, kind = tensor.data.reshape(-1, tensor.data.shape[-1]), tensor.tensor_type
+    shape = tuple(map(int, reversed(tensor.shape)))  # GGUF names the last axis first
+    return Stored(shape, lambda first, last: torch.from_numpy(np.array(unpacked(data[first:last], kind))))
 
 
 def _of_tensor(x: torch.Tensor) -> Stored:

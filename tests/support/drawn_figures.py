@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.commands.compare.figures import CURVES
-from sinkscope.commands.scan.command import Scan
 from sinkscope.commands.steps.onsets import RunsByStep
 from sinkscope.commands.sweep.factor_study import STUDY
 from sinkscope.commands.sweep.tables import EPSILON, SCORES, SWEEP, SweepTables
@@ -242,14 +241,6 @@ def _sweep() -> SweepTables:
     return SweepTables(tables, {})
 
 
-def _scan() -> Scan:
-    table = grid(layer=range(30), rank=range(1, 11)).assign(
-        gain=lambda rows: 10.0 ** (rows["layer"] % 7) / rows["rank"]
-    )
-    table["coordinate"] = table["layer"] * table["rank"] % 5 * 1001
-    return Scan({"model": {"name": "org/large_1"}}, {"scan": table})
-
-
 # kind of figures → what they are drawn from
 DATA: dict[str, Callable[[], Any]] = {
     "several runs": lambda: [make_run(model="org/One_1"), make_run(model="org/Two_2")],
@@ -257,5 +248,4 @@ DATA: dict[str, Callable[[], Any]] = {
     "arms of a training": _arms,
     "trainings of your own": _curves,
     "cells of a sweep": _sweep,
-    "scans": _scan,
 }

@@ -10,7 +10,6 @@ COMMANDS = (
         ScanOptions,
         public={"scan": ".command:scan"},
         tables=(".networks:SCAN_TABLES",),
-        figures={"scans": (("scan", "the largest gains of neurons by layer, with their coordinates", "scan"),)},
         page=".findings:ScanPage",
     ),
 )

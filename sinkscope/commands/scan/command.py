@@ -12,14 +12,12 @@ from sinkscope.commands.printout import Printout
 from sinkscope.commands.scan.findings import findings, overview
 from sinkscope.commands.scan.networks import KEPT, SCAN_TABLES, find_networks
 from sinkscope.commands.scan.options import ScanOptions
-from sinkscope.figures import KINDS
 from sinkscope.measuring.console import Messages, print_notices, spinner
 from sinkscope.models.checkpoint import open_checkpoint
 from sinkscope.options.keywords import ScanKeywords
 from sinkscope.options.option import checked
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.signatures import with_options
-from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result, figure_failure, written
 from sinkscope.results.findings import Finding
 from sinkscope.results.folders import own_folder
@@ -41,15 +39,11 @@ class Scan(Result):
     def summary_tables(self) -> Mapping[str, pd.DataFrame]:
         return {"": overview(self.tables)}
 
-    @property
-    def drawings(self) -> Drawings:
-        return drawings_of(KINDS["scans"], self)
-
 
 def command(options: ScanOptions, output: OutputOptions) -> Printout:
     scanned = scan(options.model, config=options, **output.where)
     lines = "\n".join(f"- {finding.sentence}" for finding in scanned.findings)
-    tables, failure = {COMMAND: overview(scanned.tables)}, figure_failure(scanned.manifest)
+    failure, tables = figure_failure(scanned.manifest), {COMMAND: overview(scanned.tables)}
     return Printout(scanned, markdown=lines, tables=tables, folder=output.out, failure=failure)
 
 
@@ -102,4 +96,4 @@ def scan(
         origin = {"name": files.name, "source": files.source, "revision": files.revision, "commit": files.commit}
         facts = {"model": origin, "family": {"name": family}}
         manifest = make_manifest(COMMAND, config.model_dump(mode="json"), start, tables, **facts)
-        return written(Scan(manifest, tables, folder), page)
+        return written(Scan(manifest, tables, folder), page, figures=())

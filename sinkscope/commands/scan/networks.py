@@ -39,10 +39,9 @@ SCAN_TABLES = {
     "scan": (
         EXPERT, COORDINATE,
         Column("neuron", "neuron of the feed-forward network: row of gate and up, column of W", kind="whole"),
-        Column("gain", "written × read: what the neuron can write for an input of norm 1"),
+        Column("gain", "what it can write for an input of norm 1: |weight| × norm of its rows of gate and of up, and "
+            "the gains of the norms before and after the network"),
         Column("rank", "place of the gain among the neurons of the layer, from 1 on", kind="whole"),
-        Column("written", "largest |entry of the neuron's column of W|, times the gain of the norm after the network"),
-        Column("read", "norm of its row of gate × of its row of up, each times the gains of the norm before"),
         Column("weight", "the entry of W"),
         Column("bound", "largest |output| there (of the norm after the network) for an input of unit root mean square"),
     ),
@@ -103,15 +102,13 @@ class Network:
     def table(self) -> pd.DataFrame:
         """Return the KEPT neurons with the largest gains."""
         read, (written, coordinate, weight) = self.read(), self.written()
-        columns = {"coordinate": coordinate.long(), "written": written, "read": read.prod(1), "weight": weight}
-        gain, neuron = (columns["read"] * written).topk(min(KEPT, len(written)))
-        chosen = {"neuron": neuron, "gain": gain} | {name: x[neuron] for name, x in columns.items()}
-        width = len(self.norm) ** 0.5  # the norm of a unit root mean square
-        after = self.post[chosen["coordinate"]].abs() * width
-        chosen["bound"] = after if self.post.ne(1).any() else gain * width ** read.shape[1]
-        return pd.DataFrame({name: x.numpy() for name, x in chosen.items()}).assign(
-            layer=self.layer, expert=self.expert
-        )
+        gain, neuron = (read.prod(1) * written).topk(min(KEPT, len(written)))
+        coordinate, width = coordinate[neuron].long(), len(self.norm) ** 0.5  # the norm of a unit root mean square
+        after = self.post[coordinate].abs() * width
+        bound = after if self.post.ne(1).any() else gain * width ** read.shape[1]
+        columns = {"neuron": neuron, "gain": gain, "coordinate": coordinate, "weight": weight[neuron], "bound": bound}
+        numbers = {name: column.numpy() for name, column in columns.items()}
+        return pd.DataFrame(numbers | {"layer": self.layer, "expert": self.expert})
 
 
 def find_networks(settings: Mapping[str, Any], tensors: Mapping[str, Stored]) -> tuple[str, list[Network]]:
@@ -146,7 +143,12 @@ def _of_layer(layer: int, tensors: Mapping[str, Stored], row: Family, kind: str)
     norms = {site: x for site, path in paths.items() if (x := tensors.get(path)) and len(x.shape) == 1}
     if not norms or not (row is GGUF or {"attn_norm", "mlp_norm"} & row.sites.keys() <= norms.keys()):
         return
-    (width,) = next(iter(norms.values())).shape
+    (width,) = shape = next(iter(norms.values())).shape
+    is_known = row is GGUF or kind in FAMILIES or kind in BUILT_AS
+    if not is_known and any(
+        x.shape == shape and "." not in name and x not in norms.values() for name, x in tensors.items()
+    ):
+        return  # it has a norm that the row does not have
     before = ("mlp_norm", "mid", "attn_norm") if row.wiring == "parallel" else ("mlp_norm", "mid")
     around = next((norms[site] for site in before if site in norms), None), norms.get("mlp_out")
     offset = float(kind in CENTERED_GAINS)
@@ -154,7 +156,7 @@ def _of_layer(layer: int, tensors: Mapping[str, Stored], row: Family, kind: str)
     units: dict[str, dict[str, Stored]] = defaultdict(dict)  # by the module of the matrices, which GGUF's names lack
     for name, stored in tensors.items():
         if len(stored.shape) > 1 and width in stored.shape[-2:]:
-            of_gguf = re.fullmatch(r"(ffn|attn)_\w+?(_exps|_shexp)?", name)
+            of_gguf = re.fullmatch(r"(ffn)_\w+?(_exps|_shexp)?", name)
             units["".join(of_gguf.groups("")) if of_gguf else name.rpartition(".")[0]][name] = stored
     for unit, matrices in units.items():
         for down in (stored for name, stored in matrices.items() if name.rpartition(".")[2] in DOWN):

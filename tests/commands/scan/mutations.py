@@ -14,7 +14,7 @@ MUTATIONS = [
     ("an expert reads the first one's rows", NETWORKS, "Network._rows", "self.part * stored", "0 * stored"),
     ("the bound of a gate alone", NETWORKS, "Network.table", "width ** read.shape[1]", "width"),
     ("a norm's own bound is left out", NETWORKS, "Network.table", "self.post.ne(1).any()", "False"),
-    ("attention is taken for a network", NETWORKS, "_of_layer", '"(ffn|attn)_', '"(ffn)_'),
+    ("attention is taken for a network", NETWORKS, "_of_layer", '"".join(of_gguf.groups(""))', '""'),
     ("gains are the stored numbers", NETWORKS, "_of_layer", "[1][0] + offset", "[1][0]"),
     ("any norm will do", NETWORKS, "_of_layer", 'row.sites.keys() <= norms.keys()', 'row.sites.keys()'),
     ("packed weights are scanned", NETWORKS, "find_networks", "if method := method_of(settings)", "if method := None"),

@@ -300,11 +300,10 @@ def test_a_pickle_is_read_if_it_is_allowed(tmp_path: Path) -> None:
     assert scan(folder, allow_pickle=True).tables["scan"].equals(expected)
 
 
-def test_the_folder_has_the_figure_and_the_page_its_findings(tmp_path: Path) -> None:
+def test_the_page_has_the_findings(tmp_path: Path) -> None:
     scanned = scan(saved(tiny_model("gemma3"), tmp_path / "model"), out=tmp_path / "out")
     manifest = json.loads((tmp_path / "out" / "run.json").read_text(encoding="utf-8"))
     assert manifest["tables"] == ["scan", "scan_norms"]
-    assert (tmp_path / "out" / "figures" / "scan.png").is_file()
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     assert all(finding.sentence.split(":")[0] in page for finding in scanned.findings)
     gains = scanned.tables["scan_norms"].groupby("side").size().to_dict()
