@@ -422,8 +422,8 @@ MUTATIONS = [
         ("heads: one-sided", ESTIMATES, "p_values", "2 * stats.norm.sf", "stats.norm.sf"),
         ("latex: ends swapped", "sinkscope.verdict.table_formats", "EstimateTable.to_latex",
          """[{text(row['low'])}, {text(row['high'])}]""", """[{text(row['high'])}, {text(row['low'])}]"""),
-        ("run: the value of another head", "sinkscope.output.run", "Run.metric", "values[layer, head]",
-         "values[layer, 0]"),
+        ("run: the value of another position", "sinkscope.results.run", "RunData._of_head",
+         ' & (table["position"] == 0)', ' & (table["position"] == 1)'),
     ),
     *_mutations(
         OF_RUN_TESTS,

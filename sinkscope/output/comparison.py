@@ -101,11 +101,10 @@ def compared(
     tables = {"comparison": whole.reset_index(), "comparison_by_layer": pd.concat(layers, ignore_index=True)[columns]}
     if by == "head":
         heads, counts = zip(*(head_differences(runs, metric) for metric in metrics or HEAD_METRICS), strict=True)
-        labels_of_all = {"model": runs[-1].model, "condition": runs[-1].condition}
-        tables[BY_HEAD] = pd.concat(heads, ignore_index=True).assign(**labels_of_all)
-        tables[COUNTS] = pd.DataFrame(counts).assign(layer=WHOLE_MODEL, **labels_of_all)
-        for name in (BY_HEAD, COUNTS):
-            tables[name] = tables[name][[*LEADING, *tables[name].columns.difference(LEADING, sort=False)]]
+        counted_heads = pd.DataFrame(counts).assign(layer=WHOLE_MODEL)
+        for name, table in ((BY_HEAD, pd.concat(heads, ignore_index=True)), (COUNTS, counted_heads)):
+            table = table.assign(model=runs[1].model, condition=runs[1].condition)
+            tables[name] = table[[*LEADING, *table.columns.difference(LEADING, sort=False)]]
     facts = [
         {"label": name, "folder": run.folder, "model": run.model, "condition": run.condition}
         for name, run in zip(names, runs, strict=True)

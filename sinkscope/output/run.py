@@ -25,7 +25,7 @@ from sinkscope.output.result import Result, written
 from sinkscope.results.activations import ATTENTION, FILE, MAPPED, MASK_FILE
 from sinkscope.results.findings import FINDING, Finding
 from sinkscope.results.folders import own_folder
-from sinkscope.results.metric_estimates import BY_HEAD, estimate_table
+from sinkscope.results.metric_estimates import estimate_table
 from sinkscope.results.metrics import METRICS, MISSING, SHORT_METRICS
 from sinkscope.results.papers import paper_tables
 from sinkscope.results.run import RunData
@@ -64,26 +64,6 @@ class Run(RunData, Result):
         with_findings[FINDING] = analysis.finding_table(run, run.report)
         return run
 
-    def metric(self, name: str, layer: int = -1, head: int | None = None) -> float:
-        """Return one value of a metric; NaN if this run, or this layer, has not measured it.
-
-        A sink rate is NaN where uniform attention alone exceeds ε (`uniform_mass`); a notice of the run says so.
-
-        Args:
-            name: a key of METRICS.
-            layer: counted from 0; −1 for the whole model.
-            head: counted from 0, in this layer; None: all heads.
-
-        Raises:
-            InputError: there is no such metric, layer or head, or the run has no summary, or no values by head.
-        """
-        if head is None:
-            return super().metric(name, layer)
-        values = self.estimate(name, by=BY_HEAD).set_index([*BY_HEAD])["value"]
-        if (layer, head) not in values.index:
-            raise InputError(f"there is no head {head} in layer {layer} of this run")
-        return float(values[layer, head])
-
     def estimate(
         self, metric: str, by: str | Sequence[str] = (), epsilon: float | Sequence[float] = ()
     ) -> EstimateTable:
@@ -104,11 +84,7 @@ class Run(RunData, Result):
         """
         epsilons = (epsilon,) if isinstance(epsilon, int | float) else epsilon
         with blaming_tables():
-            return EstimateTable(estimate_table(self._sequences, metric, by, epsilons))
-
-    @cached_property
-    def _sequences(self) -> Sequences:
-        return Sequences(self)
+            return EstimateTable(estimate_table(Sequences(self), metric, by, epsilons))
 
     def figure(self, name: str, *, figsize: tuple[float, float] | None = None, **options: Any) -> Figure:
         """Draw one figure from the tables, as a figure of matplotlib.

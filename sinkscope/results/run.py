@@ -130,11 +130,24 @@ class RunData(FolderData):
             raise InputError(f"arm {unknown(condition, arms)}")
         return type(self)(self.manifest | {"command": "analyze", "condition": condition}, tables, self.folder)
 
-    def metric(self, name: str, layer: int = -1) -> float:
-        """Return one value of the table `summary`; see `Run.metric`."""
-        summary = self.tables["summary"]
+    def metric(self, name: str, layer: int = -1, head: int | None = None) -> float:
+        """Return one value of a metric; NaN if this run, or this layer, has not measured it.
+
+        A sink rate is NaN where uniform attention alone exceeds ε (`uniform_mass`); a notice of the run says so.
+
+        Args:
+            name: a key of METRICS.
+            layer: counted from 0; −1 for the whole model.
+            head: counted from 0, in this layer; None: all heads.
+
+        Raises:
+            InputError: there is no such metric, layer or head, or the run has no summary, or no values by head.
+        """
         if name not in METRICS:
             raise InputError(f"metric {unknown(name, METRICS)}")
+        if head is not None:
+            return self._of_head(name, layer, head)
+        summary = self.tables["summary"]
         kinds = self.manifest.get("family", {}).get("kinds") or ()  # the kind of every layer
         layers, names, values = (summary[column].to_numpy() for column in ("layer", "metric", "value"))
         last = max(int(layers.max(initial=-1)), len(kinds) - 1)
@@ -142,6 +155,16 @@ class RunData(FolderData):
             raise InputError(f"there is no layer {layer}: this run has 0 to {last}, and -1 for the whole model")
         measured = values[(names == name) & (layers == layer)]
         return float(measured[0]) if len(measured) else float("nan")
+
+    def _of_head(self, metric: str, layer: int, head: int) -> float:
+        """Return the value of a head at position 0 from the table that has a column of this name."""
+        table = next((self.tables[of] for of in ("attention", "geometry") if metric in self.tables.get(of, ())), None)
+        if table is None or self.is_experiment:  # the arms of an experiment are runs of their own: `at`
+            raise InputError(f"{metric} has no values by head in this run")
+        row = table[(table["layer"] == layer) & (table["head"] == head) & (table["position"] == 0)]
+        if row.empty:
+            raise InputError(f"there is no head {head} in layer {layer} of this run")
+        return float(row[metric].iloc[0])
 
 
 @dataclass(eq=False, repr=False)

@@ -62,7 +62,12 @@ def test_values_by_head_are_those_of_the_table_of_heads(metric: str, run: Run) -
     first = run.tables["attention"].query("position == 0").set_index(["layer", "head"])[metric].sort_index()
     by_head = run.estimate(metric, by=["layer", "head"]).set_index(["layer", "head"])["value"]
     pd.testing.assert_series_equal(by_head, first, rtol=1e-12, check_names=False)
-    assert run.metric(metric, layer=1, head=2) == by_head[1, 2]
+    assert run.metric(metric, layer=1, head=2) == pytest.approx(by_head[1, 2], rel=1e-12)
+    assert run.metric("qk_cosine", 1, 2) == run.tables["geometry"].query("layer == 1 & head == 2")["qk_cosine"].iloc[0]
+    with pytest.raises(InputError, match="there is no head 99 in layer 1 of this run"):
+        run.metric(metric, 1, 99)
+    with pytest.raises(InputError, match="first_norm has no values by head in this run"):
+        run.metric("first_norm", 1, 2)
 
 
 def test_rates_at_another_threshold_are_those_of_a_run_with_it(run: Run) -> None:
@@ -83,6 +88,11 @@ def test_a_position_that_uniform_attention_makes_a_sink_has_no_rate() -> None:
     table = run_of(np.full((1, 2, 4), 0.9), uniform=0.5).estimate("sink_rate", by="head", epsilon=[0.4, 0.6])
     assert table["value"].tolist() == pytest.approx([np.nan, np.nan, 1, 1], nan_ok=True)
     assert table["sequences"].tolist() == [0, 0, 4, 4]
+    made = run_of(np.stack([np.full((2, 4), 0.9), np.full((2, 4), 0.1)]))
+    made.tables[MASS].drop(index=made.tables[MASS].query("layer == 1 and head == 1").index, inplace=True)
+    lacking = made.estimate("sink_rate", by="layer")  # the second layer has one head
+    assert lacking[["value", "sequences"]].to_numpy().tolist() == [[1.0, 4], [0.0, 4]]
+    assert len(made.estimate("sink_rate", by=BY_HEAD)) == 3
 
 
 # --- intervals
@@ -209,8 +219,6 @@ def test_refusals(metric: str, options: dict[str, Any], message: str) -> None:
     made = run_of(np.full((1, 2, 4), 0.5))
     with pytest.raises(InputError, match=message):
         made.estimate(metric, **options)
-    with pytest.raises(InputError, match="no head 2 in layer 0"):
-        made.metric("sink_rate", 0, 2)
     with pytest.raises(InputError, match="has several arms"):
         Run(made.manifest | {"command": "intervene"}, made.tables).estimate("sink_rate")
     with pytest.raises(InputError, match="the same layers and heads"):

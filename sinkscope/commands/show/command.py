@@ -40,14 +40,10 @@ def _estimates(metric: str, options: ShowOptions) -> Printout:
     with blaming_tables():
         sequences = Sequences(RunData.open(options.run))
         table = EstimateTable(estimate_table(sequences, metric, options.by, options.epsilon))
-    match options.format:
-        case "latex":
-            return Printout(text=table.to_latex())
-        case "csv":
-            return Printout(text=table.to_csv(index=False).strip())
-        case "json":
-            return Printout(text=table.to_json(orient="records"))
-    return Printout(numbers=table.set_index([*table.columns[: table.columns.get_loc("value")]]))
+    if options.format == "text":
+        return Printout(numbers=table.set_index([*table.columns[: table.columns.get_loc("value")]]))
+    as_text = table.to_latex() if options.format == "latex" else table.to_csv(index=False).strip()
+    return Printout(text=table.to_json(orient="records") if options.format == "json" else as_text)
 
 
 def show(run: str | os.PathLike[str], *, again: bool = False) -> Path:
