@@ -46,7 +46,7 @@ FIGURE_ROWS = (
         "heads with a sink by layer, and later sinks by position and token", "sink_positions", "attention"),
     ("sink-tokens", "states", "tokens that join the direction of the first sink (secondary sinks)", "parallel_tokens"),
     ("sinks-by-layer", "runs",
-        "sinks and norms by layer: token 0 and other early tokens (GS fig. 1)", "attention", "activation"),
+        "sinks and norms by layer: position 0 and other early tokens (GS fig. 1)", "attention", "activation"),
     ("super-weights", "states",
         "the largest entry that each feed-forward network adds, and the weight that writes it", "super_weights"),
     ("visual-sinks", "pictures",

@@ -147,7 +147,10 @@ def draw_gradient_reshaping(run: RunData) -> Figure:
         axes["change"].axhline(1, **GUIDE)
         plot.log_axis(axes["change"], "y", 10**-1, 10**1)
     by_group = [
-        (f"token {start}" if start == end else f"tokens {start}–{end}", {"color": color, "marker": marker} | POINT)
+        (
+            f"position {start}" if start == end else f"positions {start}–{end}",
+            {"color": color, "marker": marker} | POINT,
+        )
         for (start, end), (color, marker) in zip(spans, GROUP_LOOKS, strict=False)
     ]
     signs = [("first layer", {"color": "0.3", "marker": "o"} | POINT | HOLLOW), *[("fit", FIT)] * fitted]

@@ -68,7 +68,7 @@ def draw_sink_map(run: RunData, position: int = 0) -> Figure:
 
 
 # --- Sinks and massive activations occur together (GS figure 1).
-# Sink mass, sink rate, norm of the layer's output and norm of the MLP's output: token 0, and the mean and
+# Sink mass, sink rate, norm of the layer's output and norm of the MLP's output: position 0, and the mean and
 # maximum over the other early tokens. All are means over sequences, as in the paper. The panel of the sink rate also
 # has the rate of sinks outside the text, in models with keys there. Layers count from 0. A site that a family lacks
 # has no panel.
@@ -91,7 +91,7 @@ def draw_sinks_by_layer(run: RunData) -> Figure:
         means = table.groupby(["layer", "position"])[[column]].mean().reset_index()
         later = means[means["position"] > 0]
         first = means[means["position"] == 0].set_index("layer")[column]
-        plot.line_by_layer(ax, first, label="token 0", **SINK)
+        plot.line_by_layer(ax, first, label="position 0", **SINK)
         if len(later):
             others = places(1, int(later["position"].max()))
             by_layer = later.groupby("layer")[column]

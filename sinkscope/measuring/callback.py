@@ -104,7 +104,7 @@ class SinkCallback(TrainerCallback):
         texts: The texts to measure: strings, sequences of token ids, a dataset with `input_ids` or `text`, or as
             `--input` of the command line. None: the Trainer's eval_dataset or, without one, the first rows of its
             train_dataset, which is not used up. If these have no texts, a warning says so, and the text that comes
-            with sinkscope is measured. run.json records what was read, with token 0.
+            with sinkscope is measured. run.json records what was read, with position 0.
         num_seqs: The number of texts.
         seq_len: Tokens of each.
         epsilon: A sink has a window mass above this.

@@ -31,7 +31,7 @@ BOS_OPTIONS = {WITH: "always", WITHOUT: "never"}  # the value of --bos that has 
 def policy_of(token_zero: str) -> str:
     """Return WITH or WITHOUT: whether sequences begin with a BOS, or with the [CLS] of encoders.
 
-    Only runs of the same policy are comparable. `token_zero` is the description of token 0 in run.json, for example
+    Only runs of the same policy are comparable. `token_zero` is the description of position 0 in run.json, for example
     "bos <s> (id 1)" or "first text token".
     """
     return WITH if token_zero.startswith(("bos", "special token")) else WITHOUT

@@ -22,7 +22,7 @@ COMPARED_SETTINGS: ComparedSettings = {
     "input": lambda manifest: manifest["input"].get("text", manifest["condition"]),
     "input tokens": lambda manifest: str(manifest["input"]["sha256"])[:12],
     "BOS": lambda manifest: policy_of(manifest["input"]["token_zero"]),
-    "token 0": lambda manifest: manifest["input"]["token_zero"],
+    "position 0": lambda manifest: manifest["input"]["token_zero"],
     "sequences": lambda manifest: manifest["input"]["sequences"],
     "seq-len": lambda manifest: span((manifest["input"]["shortest"], manifest["input"]["longest"])),
     "window": lambda manifest: manifest["config"]["window"],

@@ -54,7 +54,7 @@ def test_sinks_by_layer_draws_token_0_the_mean_and_the_maximum(run: Run) -> None
         if column.endswith("out"):
             table, value = run.tables["activation"].query(f"site == '{column}'"), "norm_mean"
         means = table.pivot_table(index="layer", columns="position", values=value)  # over heads
-        np.testing.assert_allclose(ydata(ax, "token 0"), means[0])
+        np.testing.assert_allclose(ydata(ax, "position 0"), means[0])
         np.testing.assert_allclose(ydata(ax, "mean"), means.loc[:, 1:].mean(axis=1))
         np.testing.assert_allclose(ydata(ax, "maximum"), means.loc[:, 1:].max(axis=1))
         assert ax.get_yscale() == ("log" if column.endswith("out") else "linear")

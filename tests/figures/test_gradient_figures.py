@@ -52,7 +52,13 @@ def test_reshaping_draws_a_point_for_each_layer_and_position_by_the_papers_token
         np.testing.assert_allclose(points, table[["input_norm", name]].sort_values("input_norm"))
         assert ax.get_title().startswith(name)
         assert (ax.get_xscale(), ax.get_yscale()) == ("log", "log")
-    groups = {"token 0": (0, 0), "token 1": (1, 1), "tokens 2–3": (2, 3), "tokens 4–7": (4, 7), "tokens 8–15": (8, 15)}
+    groups = {
+        "position 0": (0, 0),
+        "position 1": (1, 1),
+        "positions 2–3": (2, 3),
+        "positions 4–7": (4, 7),
+        "positions 8–15": (8, 15),
+    }
     for (first, last), (color, marker) in zip(groups.values(), GROUP_LOOKS, strict=False):
         rows = table[table["position"].between(first, last)]
         later, earliest = [line for line in figure.axes[0].lines if line.get_marker() == marker]

@@ -109,4 +109,4 @@ def register(plugin: Plugin) -> None:
     plugin.add(INTERVENTIONS, HalveFirstEmbedding)
     plugin.add(RETROFITS, HeadScale)
     plugin.add(CLAIMS_PAPERS, "an example", name="D")
-    plugin.add(CLAIMS, Claim("D-1", "§1", "One entry dominates token 0.", (LARGEST,)))
+    plugin.add(CLAIMS, Claim("D-1", "§1", "One entry dominates position 0.", (LARGEST,)))

@@ -48,12 +48,12 @@ def _metrics(*names: str, **labeled: str) -> Curves:
 BY_STEP: tuple[tuple[str, str, Curves, dict[str, bool], float | None], ...] = (
     (METRICS["loss"].short, "nats per token", _metrics("loss"), {}, None),
     (METRICS["sink_rate"].short, "share of heads", _metrics("sink_rate"), {"share": True}, None),
-    ("gradient, token 0 ÷ later", "ratio of L2 norms",
+    ("gradient, position 0 ÷ later", "ratio of L2 norms",
         _metrics(value="value_gradient_ratio", key="key_gradient_ratio"), {"log": True}, 1),
     ("layer output, largest layer", "L2 norm",
-        {"token 0": partial(_largest_norm, of_first=True), "others": partial(_largest_norm, of_first=False)},
+        {"position 0": partial(_largest_norm, of_first=True), "others": partial(_largest_norm, of_first=False)},
         {"log": True}, None),
-    ("token 0 ÷ others, largest layer", "ratio of L2 norms", {"": _largest_ratio}, {"log": True}, 1),
+    ("position 0 ÷ others, largest layer", "ratio of L2 norms", {"": _largest_ratio}, {"log": True}, 1),
     ("compress on ‖h‖, log–log", "slope; correlation", _metrics("compress_slope", "compress_correlation"), {}, -1),
 )  # fmt: skip
 

@@ -37,7 +37,7 @@ S.facts = () => {
   const facts = [
     ["command", `sinkscope ${manifest.command}`], ["condition", manifest.condition],
     ["sequences", input.sequences], ["tokens each", input.shortest === input.longest ? input.shortest : `${input.shortest}–${input.longest}`],
-    ["token 0", input.token_zero], ["dtype", manifest.dtype], ["ε", manifest.config?.epsilon],
+    ["position 0", input.token_zero], ["dtype", manifest.dtype], ["ε", manifest.config?.epsilon],
     ["measured", manifest.started?.slice?.(0, 10)],
   ].filter(([, value]) => value !== undefined && value !== null && value !== "undefined–undefined");
   return S.element("dl.facts", {}, ...facts.flatMap(([name, value]) =>

@@ -271,7 +271,7 @@ def test_a_scorecard_begins_with_what_is_unusual() -> None:
 
     every = sentences()
     assert not any("Sinks are drained" in sentence for sentence in every.values())  # holds, or is inconclusive
-    assert every["GS-4"].startswith("Few MLP blocks write token 0's norm: fails in gemma3-270m; holds in")
+    assert every["GS-4"].startswith("Few MLP blocks write position 0's norm: fails in gemma3-270m; holds in")
     gemma, smollm = sentences("gemma3-270m"), sentences("SmolLM2-135M-Instruct.Q4_1")
     assert gemma["GS-4"].endswith("norm: fails in this model; holds in SmolLM2-135M-Instruct.Q4_1, mgm (GS-4).")
     assert "W-1" not in gemma

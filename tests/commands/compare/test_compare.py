@@ -138,7 +138,7 @@ def test_heads_that_differ_are_those_that_were_changed(measured: list[Path], tmp
         ("window", {"config": {"window": 32}}, ["64", "32"]),
         ("epsilon", {"config": {"epsilon": 0.2}}, ["0.3", "0.2"]),
         ("dtype", {"dtype": "bfloat16"}, ["float32", "bfloat16"]),
-        ("token 0", {"input": {"token_zero": "bos </s> (id 2)"}}, ["bos", "bos </s> (id 2)"]),
+        ("position 0", {"input": {"token_zero": "bos </s> (id 2)"}}, ["bos", "bos </s> (id 2)"]),
         ("input tokens", {"input": {"sha256": "fedcba9876543210"}}, ["0123456789ab", "fedcba987654"]),
         ("input", {"condition": "random", "input": {"sha256": "fedcba"}}, ["natural", "random"]),
     ],
