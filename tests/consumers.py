@@ -5,8 +5,14 @@
 The tools have an environment of their own (.venv/consumers). llm-compressor runs the recipes of `quantize`, scheme by
 scheme. It calibrates each layer with the earlier layers quantized; sinkscope measures static ranges in the model in
 full precision. So the schemes with static ranges (FP8, NVFP4) may differ by TOLERANCE, the others by round-off that
-moves entries to a neighboring number. kvpress runs the plans of `kv-plan` that evict, text by text, and has presses of
-its own for evictions after the prompt; the losses differ by ROUND_OFF.
+moves entries to a neighboring number. Modules that a recipe ignores have to compute with their weights as they were.
+
+The models are SmolLM2 and a mixture of experts made of it, whose calibration is that of the whole model in full
+precision: layer by layer, llm-compressor 0.14 gives a Mixtral no causal mask. It also gives the gate and the up
+projection of an expert a scale each under FP8; transformers and vLLM have one matrix of both.
+
+kvpress runs the plans of `kv-plan` that evict, text by text, and has presses of its own for evictions after the prompt;
+the losses differ by ROUND_OFF.
 """
 
 import json
@@ -16,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import sinkscope
 from sinkscope.commands.quantize.options import QuantizeOptions
@@ -25,29 +33,42 @@ from sinkscope.measuring.subject import open_subject
 PYTHON = Path(".venv/consumers/bin/python")
 WRITTEN: dict[str, Any] = {"overwrite": True, "page": False, "figures": ()}
 TOLERANCE, ROUND_OFF = 0.02, 1e-4  # nats per token
+BASIC = "basic"  # llm-compressor's pipeline that calibrates the whole model in full precision
 PLANS = ("beyond-window", "output-loss", "retrieval")
 
 COMPRESSOR = """
 import json, sys
 import numpy as np
 import torch
+import yaml
 from datasets import Dataset
 from llmcompressor import oneshot
+from llmcompressor.modeling.moe.linearize import linearize_moe
 from transformers import AutoModelForCausalLM
 
-folder, recipe = sys.argv[1:]
+folder, recipe, pipeline = sys.argv[1:]
 ids = torch.tensor(np.load(f"{folder}/ids.npy"))
+evaluated, calibrating = ids.chunk(2)
 model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32)
+linearize_moe(model)  # as oneshot does
 
 def loss():
     with torch.no_grad():
-        logits = model(ids[:16]).logits[:, :-1].double()
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:16, 1:].flatten()).item()
+        logits = model(evaluated).logits[:, :-1].double()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), evaluated[:, 1:].flatten()).item()
 
+(modifier,) = yaml.safe_load(open(recipe))["quant_stage"]["quant_modifiers"].values()
+ignored = {name: model.get_submodule(name) for name in modifier["ignore"]}
+weights = {name: module.weight.clone() for name, module in ignored.items()}
 before = loss()
-mask = torch.ones_like(ids[16:]).tolist()
-texts = Dataset.from_dict({"input_ids": ids[16:].tolist(), "attention_mask": mask})
-oneshot(model=model, recipe=recipe, dataset=texts, num_calibration_samples=16, max_seq_length=64)
+mask = torch.ones_like(calibrating).tolist()
+texts = Dataset.from_dict({"input_ids": calibrating.tolist(), "attention_mask": mask})
+about = {"num_calibration_samples": len(calibrating), "max_seq_length": 64, "pipeline": pipeline}
+oneshot(model=model, recipe=recipe, dataset=texts, **about)
+with torch.no_grad():
+    for name, module in ignored.items():
+        x = torch.randn(3, module.in_features)
+        assert torch.equal(module(x), torch.nn.functional.linear(x, weights[name])), f"{name} is quantized"
 print(json.dumps(loss() - before))
 """
 
@@ -107,23 +128,66 @@ def main(folder: Path) -> None:
     config = QuantizeOptions(num_seqs=32, seq_len=64)
     with open_subject(None, None, config, Messages(quiet=True)) as subject:
         ids = np.stack(subject.inputs.sequences)
-        subject.loaded.model.save_pretrained(folder / "model")
-        subject.loaded.tokenizer.save_pretrained(folder / "model")  # llm-compressor looks for it
-    wrong = [*pressed(folder, ids.reshape(-1, 128)[:3]), *compressed(folder, ids)]
+        models = {folder: subject.loaded.model, folder / "experts": mixture_of(subject.loaded.model)}
+        for place, model in models.items():
+            model.save_pretrained(place / "model")
+            subject.loaded.tokenizer.save_pretrained(place / "model")  # llm-compressor looks for it
+    wrong = pressed(folder, ids.reshape(-1, 128)[:3])
+    wrong += compressed(folder, ids, "sequential")
+    wrong += compressed(folder / "experts", ids[::2], BASIC) + spared(folder / "experts")
     if wrong:
         raise SystemExit(f"not as predicted: {', '.join(wrong)}")
 
 
-def compressed(folder: Path, ids: np.ndarray) -> list[str]:
+def mixture_of(llama: Any) -> MixtralForCausalLM:
+    """Return a Llama as a mixture of experts: four perturbed copies of each MLP, of which a random router takes two."""
+    options = {name: getattr(llama.config, name) for name in MixtralConfig().to_dict() if hasattr(llama.config, name)}
+    ours = {"model_type": "mixtral", "architectures": None, "num_local_experts": 4, "num_experts_per_tok": 2}
+    mixture = MixtralForCausalLM(MixtralConfig(**options | ours)).eval()
+    generator, tensors = torch.Generator().manual_seed(0), dict(llama.state_dict())
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    for layer in range(llama.config.num_hidden_layers):
+        mlp = f"model.layers.{layer}.mlp"
+        gate, up, down = (tensors.pop(f"{mlp}.{name}_proj.weight") for name in ("gate", "up", "down"))
+        for name, weight in (("gate_up_proj", torch.cat([gate, up])), ("down_proj", down)):
+            tensors[f"{mlp}.experts.{name}"] = weight + 0.2 * weight.std() * noise(4, *weight.shape)
+        tensors[f"{mlp}.gate.weight"] = 0.1 * noise(4, llama.config.hidden_size)
+    mixture.load_state_dict(tensors)
+    return mixture
+
+
+def spared(folder: Path) -> list[str]:
+    """Return MXFP4 if its cost is another in llm-compressor with modules, experts among them, in full precision."""
+    ids, scheme = np.load(folder / "ids.npy"), "MXFP4"
+    run = predicted(folder, ids, scheme=scheme, cure="spare", out=folder / "spared")
+    (row,), recipe = run.tables["formats_cures"].to_dict("records"), folder / "spared" / f"llm-compressor-{scheme}.yaml"
+    if ".experts." not in recipe.read_text():
+        return [f"the recipe for {scheme}, which ignores no expert"]
+    cost = np.array(row["cost"] - row["recovered"])
+    return (
+        [f"{scheme} spared"] if differs(f"{scheme} spared", cost, TOLERANCE, COMPRESSOR, folder, recipe, BASIC) else []
+    )
+
+
+def predicted(folder: Path, ids: np.ndarray, **options: Any) -> sinkscope.Run:
+    """Measure schemes on the first half of ids (N,T); the second half calibrates."""
+    half = len(ids) // 2
+    of_text = {"input": list(ids), "num_seqs": half, "calibration": half, "seq_len": ids.shape[1]}
+    return sinkscope.quantize(folder / "model", **WRITTEN | of_text | options)
+
+
+def compressed(folder: Path, ids: np.ndarray, pipeline: str) -> list[str]:
     """Return the schemes of `quantize` whose cost on ids (N,T) is another in llm-compressor."""
     np.save(folder / "ids.npy", ids)
-    where = WRITTEN | {"out": folder / "run"}
-    run = sinkscope.quantize(folder / "model", input=list(ids), num_seqs=16, seq_len=64, calibration=16, **where)
+    run = predicted(folder, ids, out=folder / "run")
     costs = run.tables["formats"].query("part == 'all'").set_index("scheme")["cost"]
     wrong = []
     for recipe in sorted((folder / "run").glob("llm-compressor-*.yaml")):
         scheme = recipe.stem.removeprefix("llm-compressor-")
-        if differs(scheme, np.array(costs[scheme]), TOLERANCE, COMPRESSOR, folder, recipe):
+        if differs(scheme, np.array(costs[scheme]), TOLERANCE, COMPRESSOR, folder, recipe, pipeline):
             wrong.append(scheme)
     return wrong
 

@@ -284,7 +284,8 @@ class Tracer(Reader):
         For an encoder, the observables see the original text, and a second pass over the masked text gives the loss.
         """
         if batch.masked is not None:
-            self.forward(batch, observables)
+            if observables:
+                self.forward(batch, observables)
             batch, observables = batch.masked, ()
         with outside_autocast(), torch.no_grad(), self.traced.trace(**self._inputs(batch)):
             self._read_layers(batch, observables)

@@ -5,7 +5,7 @@ of a parameter. So only one matrix at a time exists a second time, and weights t
 when they are read.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -142,4 +142,23 @@ def changed_products(model: PreTrainedModel, matrices: Collection[Matrix], chang
             if any(expert is not None for _, expert in mine):
                 module.config._experts_implementation = "eager"  # type: ignore[union-attr]  # one expert at a time
             stack.enter_context(wrapped_forward(module, partial(around, module, mine)))
+        yield
+
+
+@contextmanager
+def all_experts_read(model: PreTrainedModel, matrices: Iterable[Matrix]) -> Iterator[None]:
+    """Let each expert read all tokens before those that it is given, and use these outputs alone.
+
+    llm-compressor calibrates so: a range does not depend on the experts to which a few texts happen to be given.
+    """
+
+    def around(experts: int, forward: Any, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> Any:
+        every = torch.arange(experts, device=chosen.device).expand(len(x), -1)
+        forward(x, every, weights.new_ones(every.shape))
+        return forward(x, chosen, weights)
+
+    experts = {matrix.path: matrix.expert + 1 for matrix in matrices if matrix.expert is not None}  # the last one's
+    with ExitStack() as stack:
+        for path, count in experts.items():
+            stack.enter_context(wrapped_forward(model.get_submodule(path), partial(around, count)))
         yield

@@ -27,6 +27,7 @@ def plain_loss(
     spared: torch.Tensor | None = None,
     exact: Collection[str] = (),
     prefix: Collection[int] = (),
+    masked: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> float:
     """Return the loss of the first six texts, predicted tokens being those without a prefix.
 
@@ -35,12 +36,16 @@ def plain_loss(
         spared: Tokens whose inputs stay in full precision (6,24).
         exact: Paths of modules that stay in full precision.
         prefix: Token ids before every text, whose inputs stay in full precision and out of the ranges.
+        masked: For an encoder: the texts with masked tokens, and the tokens to be predicted, -100 elsewhere (9,24).
     """
     texts = torch.cat([torch.tensor([[*prefix]], dtype=torch.long).expand(len(TEXTS), -1), TEXTS], 1)
     if prefix:
         spared = torch.arange(texts.shape[1]).expand(6, -1) < len(prefix)
+    calibrating, labels = texts[6:], F.pad(TEXTS[:, 1:], (0, 1), value=-100)
+    if masked is not None:
+        (texts, labels), calibrating = masked, torch.cat([TEXTS[6:], masked[0][6:]])  # as they are, and masked
     linear = {path: module for path, module in model.named_modules()
-              if isinstance(module, nn.Linear) and path != "lm_head"}  # fmt: skip
+              if isinstance(module, nn.Linear) and module is not model.get_output_embeddings()}  # fmt: skip
     largest: dict[str, float] = {}
 
     def see(path: str, module: nn.Module, args: tuple) -> None:
@@ -53,7 +58,7 @@ def plain_loss(
 
     with torch.no_grad():
         seeing = [module.register_forward_pre_hook(partial(see, path)) for path, module in linear.items()]
-        model(texts[6:])
+        model(calibrating)
         for hook in seeing:
             hook.remove()
         model = copy.deepcopy(model)
@@ -67,5 +72,5 @@ def plain_loss(
                 module.weight.data = snap(weights, module.weight, most if weights.strategy == "tensor_group" else None)
             if inputs is not None:
                 module.register_forward_pre_hook(partial(rounded, path))
-        logits = model(texts[:6]).logits[:, len(prefix) : -1].double()
-    return float(F.cross_entropy(logits.flatten(0, 1), TEXTS[:6, 1:].flatten()))
+        logits = model(texts[:6]).logits[:, len(prefix) :].double()
+    return float(F.cross_entropy(logits.flatten(0, 1), labels[:6].flatten()))

@@ -33,7 +33,14 @@ from sinkscope.models.adapters import check_no_adapter
 from sinkscope.models.edits import Beginning
 from sinkscope.models.packed import check_not_packed
 from sinkscope.quantization.formats import Encoding, Preset
-from sinkscope.quantization.products import Matrix, Product, ProductChange, changed_products, matrices_of
+from sinkscope.quantization.products import (
+    Matrix,
+    Product,
+    ProductChange,
+    all_experts_read,
+    changed_products,
+    matrices_of,
+)
 from sinkscope.quantization.rounding import snap
 from sinkscope.quantization.spared import random_tokens
 from sinkscope.results.statistics import Estimate, bootstrap
@@ -269,7 +276,8 @@ class ServedStudy:
         recorder = LargestFactors(self.registers)
         opened = partial(self.opened, self.matrices, recorder)
         setting = Setting(opened, recorder.read, observables=lambda: [Massive(Settings())])
-        return recorder, self.run([setting], replace(self.subject, inputs=calibration), batch_size=1)[0]
+        with all_experts_read(self.subject.loaded.model, self.matrices):
+            return recorder, self.run([setting], replace(self.subject, inputs=calibration), batch_size=1)[0]
 
     def tables(self, schemes: Mapping[str, Preset], seed: int) -> dict[str, pd.DataFrame]:
         """Measure schemes, each with everything, weights and inputs in its formats."""

@@ -4,6 +4,7 @@ import copy
 import re
 from collections import defaultdict
 from dataclasses import asdict, fields
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+from support.encoders import encoder, word_tokenizer
 from support.made_up_runs import run_manifest
 from support.plain_formats import SMALL, TEXTS, plain_loss
 from tiny import tiny_model
@@ -37,11 +39,12 @@ from sinkscope.commands.sweep.tables import FORMATS, SweepTables
 from sinkscope.errors import InputError
 from sinkscope.models.families import find_family
 from sinkscope.quantization.formats import PRESETS, Encoding
-from sinkscope.quantization.products import Matrix, changed_products, matrices_of
+from sinkscope.quantization.products import Matrix, all_experts_read, changed_products, matrices_of
 from sinkscope.quantization.rounding import snap
 from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.statistics import resamplings
 from sinkscope.text.batch import Batch
+from sinkscope.text.inputs import masked
 
 FITTING = ("W8A8", "FP8", "FP8_DYNAMIC", "NVFP4", "NVFP4A16")  # whose groups divide the inputs of a tiny Llama
 
@@ -155,20 +158,41 @@ def test_results_do_not_depend_on_the_batch_or_on_the_other_schemes(run: Run, sp
     pd.testing.assert_frame_equal(spared_run.tables["formats"], of_all, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("is_encoder", [False, True])
 def test_the_default_table_takes_as_many_passes_as_it_says_beforehand(
-    model: Any, capsys: pytest.CaptureFixture[str]
+    model: Any, capsys: pytest.CaptureFixture[str], is_encoder: bool
 ) -> None:
-    tokens = 0
+    tokens, tokenizer = 0, None
+    if is_encoder:
+        model, tokenizer = encoder("bert", torch.float32), word_tokenizer()
 
     def count(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         nonlocal tokens
         tokens += kwargs["input_ids"].numel()
 
     with model.register_forward_pre_hook(count, with_kwargs=True):
-        quantize(model, quiet=False, **SMALL)
+        quantize(model, tokenizer=tokenizer, quiet=False, **SMALL)
     (announced,) = re.findall(r"(\d+) passes over the texts, at least \d+ s", capsys.readouterr().err)
-    read_before = 4  # the unchanged model and the texts that calibrate, and checks of the first sequences
+    # the unchanged model and the texts that calibrate, and checks of the first sequences; as they are, and masked
+    read_before = 6 if is_encoder else 4
     assert int(announced) <= tokens / TEXTS[:6].numel() <= int(announced) + read_before <= 40
+
+
+@pytest.mark.parametrize("scheme", ["W8A8", "FP8"])
+def test_an_encoders_cost_is_that_of_masked_tokens_in_plain_transformers(scheme: str) -> None:
+    model, tokenizer = encoder("bert", torch.float32, 3.0), word_tokenizer()
+    run, preset = quantize(model, tokenizer=tokenizer, **SMALL), PRESETS[scheme]
+    parts = zip(*masked(list(TEXTS.numpy()), tokenizer, model.config.vocab_size, seed=0), strict=True)
+    hidden, labels = (torch.from_numpy(np.stack(each)) for each in parts)
+    plain = partial(plain_loss, model, masked=(hidden, labels))
+    dense, every = plain(), plain(preset.weights, preset.inputs)
+    row, first = row_of(run, scheme, ALL), torch.arange(24).expand(6, -1) < 4  # the model has no massive activations
+    assert row["cost"] == pytest.approx(every - dense, abs=2e-6)
+    assert row_of(run, scheme, WEIGHTS)["cost"] == pytest.approx(plain(preset.weights) - dense, abs=2e-6)
+    assert run.manifest["served"]["full_precision_modules"] == ["cls.predictions.decoder"]
+    if preset.inputs is not None and preset.inputs.dynamic:
+        assert row["sink_share"] == pytest.approx(every - plain(preset.weights, preset.inputs, first), abs=2e-6)
+    assert min(abs(row["cost"]), abs(row["sink_share"])) > 1e-5
 
 
 # --- experts
@@ -201,6 +225,33 @@ def test_an_experts_products_are_changed_one_by_one() -> None:
                  if matrix.layer == layer and matrix.parameter == "gate_up_proj"]  # fmt: skip
         counts = torch.cat(first).bincount(minlength=TEXTS[:2].numel())
         assert counts.tolist() == [model.config.num_experts_per_tok] * TEXTS[:2].numel()
+
+
+def test_ranges_of_experts_are_those_of_all_tokens_also_of_experts_that_get_none() -> None:
+    model: Any = tiny_model("qwen3_moe", spread=1.0)
+    for layer in model.model.layers:  # all tokens go to the first two experts
+        layer.mlp.gate.register_forward_hook(
+            lambda module, args, output: (*output[:2], torch.tensor([0, 1]).expand_as(output[2]))
+        )
+    recorder, matrices = LargestFactors(registers=0), matrices_of(model, find_family(model))
+    inputs: dict[str, torch.Tensor] = {}
+    experts = {path: module for path, module in model.named_modules() if path.endswith("mlp.experts")}
+    for path, module in experts.items():
+        module.register_forward_pre_hook(lambda module, args, path=path: inputs.update({path: args[0]}))
+    with torch.no_grad():
+        plain = model(TEXTS[:1]).logits
+        with all_experts_read(model, matrices), changed_products(model, matrices, recorder):
+            assert torch.equal(model(TEXTS[:1]).logits, plain)
+    largest = recorder.inputs()
+    for path, module in experts.items():
+        for expert, gate_up in enumerate(module.gate_up_proj):
+            gate, up = F.linear(inputs[path], gate_up).chunk(2, -1)
+            read = {"gate_up_proj": inputs[path], "down_proj": F.silu(gate) * up}
+            for name, x in read.items():
+                (matrix,) = (each for each in matrices if each.module == f"{path}.{expert}.{name}")
+                assert largest[matrix] == pytest.approx(float(x.abs().max()), rel=1e-6)
+    run = quantize(model, scheme="FP8", cure="awq", **SMALL)
+    assert run.manifest["served"]["matrices"] == len(matrices)
 
 
 def test_experts_are_quantized_like_linear_layers_and_the_rest_is_named() -> None:
