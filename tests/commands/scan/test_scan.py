@@ -11,6 +11,7 @@ import pytest
 import torch
 from gguf import GGUFWriter
 from hub import Hub, Repo
+from safetensors.torch import save_file
 from support.forked import forked
 from tiny import TINY, edit_json, tiny_model
 from transformers import PreTrainedModel
@@ -246,14 +247,33 @@ def test_of_a_hub_id_only_the_needed_bytes_are_read(hub: Hub, tmp_path: Path) ->
     hub.sends_parts = True
 
 
-def test_a_tower_for_text_is_found_among_others_and_an_unknown_type_by_its_names(tmp_path: Path) -> None:
-    folder = saved(tiny_model("llama"), tmp_path / "model")
+def test_an_unknown_type_is_scanned_by_the_names_of_a_family_and_its_code_is_not_run(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    folder = saved(model, tmp_path / "model")
     expected = places(scan(folder))
     edit_json(folder / "config.json", model_type="new", auto_map={"AutoConfig": "code.Config"})
     (folder / "code.py").write_text("raise SystemExit('this code was run')")
     unknown = scan(folder)
     assert places(unknown) == expected
     assert unknown.manifest["family"]["name"] == "llama"
+    tensors = model.state_dict() | {"model.layers.0.post_mlp_layernorm.weight": torch.ones(32)}
+    save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors")
+    assert {layer for layer, *_ in places(scan(folder))} == {1, 2}  # layer 0 has a norm that is no Llama's
+
+
+def test_the_text_tower_is_found_beside_another_tower(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    folder = saved(model, tmp_path / "model")
+    expected = places(scan(folder))
+    tensors = {f"model.language_model.{name.removeprefix('model.')}": x for name, x in model.state_dict().items()}
+    for layer in range(2):
+        place = f"model.vision_tower.encoder.layers.{layer}"
+        shapes = {"mlp.fc1": (96, 24), "mlp.fc2": (24, 96), "layer_norm1": (24,), "layer_norm2": (24,)}
+        tensors |= {f"{place}.{name}.weight": torch.full(shape, 1e4) for name, shape in shapes.items()}
+    save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": config}))
+    assert places(scan(folder)) == expected
 
 
 @pytest.mark.parametrize(
