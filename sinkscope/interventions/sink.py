@@ -29,8 +29,6 @@ from sinkscope.interventions.intervention import (
 from sinkscope.interventions.massive import sink_massive
 from sinkscope.interventions.parameters import Chosen, Indices, Open, Real, Reals, chosen
 
-TOKEN = 10  # the position that `isolate` changes, as in 2605.06611
-
 
 def without_equal_heads(target: Target) -> str | None:
     queries = [roles["query"] for roles in target.family.projections.values() if "query" in roles]
@@ -145,35 +143,25 @@ class Isolate(HiddenKeys):
     )
     paper = "2605.06611"
     control_about = "it also sees one random earlier token"
-    opens = ("positions",)
 
-    positions: Open = None  # None: TOKEN, or a third of short sequences
+    positions: Indices = (10,)  # as in the paper
     hidden: Chosen = None  # None: all other tokens
     beside: Open = None  # None: no other token is seen
-
-    def measured(self, known: Known) -> dict[str, Any]:
-        return {"positions": (min(TOKEN, known.length // 3),)}
 
     def check(self, target: Target, length: int | None = None) -> None:
         super().check(target, length)
         if self.hidden is not None and self.beside is not None:
             raise InputError(f"{self.name}: name either the positions that are hidden or those that it sees")
 
-    @property
-    def watched(self) -> tuple[int, ...]:
-        return self.positions or (TOKEN,)
-
     def hides(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         hidden = ~among(key, self.beside or ()) if self.hidden is None else among(key, self.hidden)
-        return among(query, self.positions or ()) & hidden
+        return among(query, self.positions) & hidden
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention | None:
         """Return that the token also sees a random earlier one, except for 0; None if it does not see only itself."""
-        first = min(self.positions or (0,))
-        if (self.hidden, self.beside) != (None, None) or first < 2:
+        if (self.hidden, self.beside) != (None, None) or min(self.positions) < 2:
             return None
-        beside = draw_others(1, first, draw, {0}, "earlier token")
-        return self.model_copy(update={"beside": beside})
+        return self.model_copy(update={"beside": draw_others(1, min(self.positions), draw, {0}, "earlier token")})
 
 
 class StreamingWindow(Intervention):

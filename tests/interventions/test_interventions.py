@@ -551,8 +551,7 @@ def test_a_padded_batch_and_a_cache_isolate_the_same_token() -> None:
 
 def test_the_control_of_isolate_sees_one_random_earlier_token() -> None:
     known = known_of(tiny_model("llama"), length=64)
-    assert str(parse("isolate").resolved(known)) == "isolate:positions=10"
-    assert parse("isolate").resolved(known_of(tiny_model("llama"))).watched == (3,)
+    assert parse("isolate").watched == (10,)
     draws = {str(parse("isolate:positions=3").control(known, torch.Generator().manual_seed(seed))) for seed in range(9)}
     assert draws == {f"isolate:positions=3,beside={position}" for position in (1, 2)}
     for text in ("isolate:positions=1", "isolate:positions=5,hidden=0", "isolate:positions=5,beside=2"):

@@ -71,7 +71,7 @@ def inputs_of(model: PreTrainedModel) -> list[np.ndarray]:
 def test_after_is_what_plain_transformers_give_of_an_edited_copy(gpt2: PreTrainedModel, all_of_gpt2: Run) -> None:
     twin, sequences = edited(gpt2), inputs_of(gpt2)
     recorded = reference.record_each(twin, sequences)
-    expected = reference.attention(recorded, 8, 12, 0.3)
+    expected = reference.attention(recorded, 12, 12, 0.3)  # `isolate` watches positions 10 and 11
     after = all_of_gpt2.at("nullify-query-bias").tables
     tables, keys = (after["attention"], expected), ["layer", "head", "position"]
     for column in ("window_mass", "sink_mass", "sink_rate"):
@@ -111,7 +111,7 @@ def test_the_tables_hold_every_arm(gpt2: PreTrainedModel, all_of_gpt2: Run) -> N
     watched = {0, *(x for arm in arms for x in with_next(all_of_gpt2.manifest["arms"][arm]["watched"]))}
     by_sequence = all_of_gpt2.tables["attention_by_sequence"].groupby("condition")["position"].unique()
     assert all(
-        set(positions) == (watched if arm in controls else {*range(8)}) for arm, positions in by_sequence.items()
+        set(positions) == (watched if arm in controls else {*range(12)}) for arm, positions in by_sequence.items()
     )
     effect = all_of_gpt2.tables["effect"]
     assert list(effect.columns) == [
@@ -121,7 +121,8 @@ def test_the_tables_hold_every_arm(gpt2: PreTrainedModel, all_of_gpt2: Run) -> N
     assert set(all_of_gpt2.tables["streaming"]["keep"]) == {0, 1, 2, 4}
     before = all_of_gpt2.at("before")
     alone = sinkscope.analyze(gpt2, observables=("attention",), **SMALL).tables["attention"].drop(columns="condition")
-    table = before.tables["attention"].drop(columns="condition").reset_index(drop=True)
+    table = before.tables["attention"].query("position < 8")
+    table = table.drop(columns="condition").reset_index(drop=True)
     pd.testing.assert_frame_equal(table, alone)
     with pytest.raises(InputError, match="shows a single arm"):
         all_of_gpt2.figure("sink-map")
@@ -133,7 +134,8 @@ def test_the_tables_hold_every_arm(gpt2: PreTrainedModel, all_of_gpt2: Run) -> N
 
 
 def test_all_skips_what_does_not_apply_or_changes_nothing(llama: PreTrainedModel) -> None:
-    run = intervene(llama, arms="all", draws=0, **SMALL)
+    run = intervene(llama, arms="all", draws=0, **SMALL | {"seq_len": 9, "window": 9})
+    assert run.manifest["skipped"]["isolate"] == "there is no position 10: the sequences have 9, from 0 on"
     assert {"replace-epe", "transplant-epe", "nullify-query-bias"} <= set(run.manifest["skipped"])
     assert "no bias" in run.manifest["skipped"]["nullify-query-bias"]
     assert {"mask-sink", "scale-sink-value", "nullify-first-embedding"} <= set(run.manifest["arms"])
