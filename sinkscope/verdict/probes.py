@@ -127,7 +127,7 @@ def _heads(run: Sequences) -> Iterator[Finding]:
     flagged = [set(dormant(table, by, SHARE)) for by in ("output-norm", "first-mass")]
     both = len(flagged[0] & flagged[1]) / len(flagged[0])
     sentence = "Two scores of dormant heads, a small norm of the output in its layer and much attention to position 0, "
-    sentence += f"have rank correlation {with_interval(correlation, '.2f')} over {len(table)} heads; of "
+    sentence += f"have rank correlation {with_interval(correlation, '.2f')} over {len(table)} heads; of the "
     sentence += (
         f"{counted(len(flagged[0]), 'head')} that each of them flags, {both:.0%} are the same, where chance gives "
     )
