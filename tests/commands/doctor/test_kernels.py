@@ -119,3 +119,38 @@ def test_logits_from_elsewhere_depart_where_a_feature_is_missing() -> None:
     own[1, 5] += torch.linspace(0, 1, own.shape[-1])
     comparison = compare_logits(model, family, ids, own, torch.float32)
     assert (comparison.departing, comparison.sequence, comparison.position, comparison.dropped) == (1, 1, 5, ())
+
+
+def test_differences_of_logits_are_by_token_and_without_a_common_constant() -> None:
+    expected = torch.tensor([[3.0, -3.0, 0.0], [1.0, 2.0, 3.0], [0.0, 4.0, 2.0]])
+    logits = expected.clone()
+    logits[0] += 7.0  # a constant changes no probability
+    logits[1] += torch.tensor([0.5, -0.5, 0.0])
+    differences = compared_kernels._token_differences(logits, expected)
+    torch.testing.assert_close(differences, torch.tensor([0.0, 0.5, 0.0]))
+
+
+def test_tokens_to_compare_reach_beyond_the_window_and_not_beyond_the_positions() -> None:
+    checked = compared_kernels.CHECKED_TOKENS
+    model = tiny_model("mistral")
+    for window, positions, expected in (
+        (checked, 4096, checked + checked // 4),
+        (None, 4096, checked),
+        (compared_kernels.LONGEST_WINDOW, 4096, checked),  # too long
+    ):
+        model.config.sliding_window, model.config.max_position_embeddings = window, positions
+        assert compared_kernels.tokens_to_compare(model, find_family(model)) == expected
+    learned = tiny_model("gpt2")
+    limit = learned.config.n_positions
+    learned.config.sliding_window = 4 * limit
+    wanted = 4 * limit + checked // 4
+    expected = min(limit, wanted if checked <= wanted <= compared_kernels.LONGEST_WINDOW else checked)
+    assert compared_kernels.tokens_to_compare(learned, find_family(learned)) == expected
+
+
+def test_only_an_unusual_scaling_can_be_dropped() -> None:
+    query, mask = torch.zeros(1, 2, 3, 16), torch.ones(1)
+    without = compared_kernels._without_scaling
+    assert without(query, mask, {}) is None
+    assert without(query, mask, {"scaling": 0.25}) is None  # 16 ** -0.5
+    assert without(query, mask, {"scaling": 0.5, "more": 1}) == (mask, {"scaling": 0.25, "more": 1})

@@ -2,7 +2,7 @@
 
 import copy
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -251,3 +251,38 @@ def test_the_smallest_magnitude_that_overflows(name: str) -> None:
 def test_a_model_in_float16_cannot_be_predicted_from() -> None:
     with pytest.raises(InputError, match="float32 or bfloat16"):
         examined(tiny_model("llama", dtype=torch.float16))
+
+
+def test_a_decomposed_norm_has_the_mean_and_the_squares_of_each_token_in_its_dtype() -> None:
+    """In float16 squares above 65,504 are infinite, so that the deviation's inverse, and the output, are 0."""
+    norm = nn.LayerNorm(4).half()
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+        norm.bias.copy_(torch.tensor([0.5, -0.5, 0.25, 0.0]))
+    model = nn.Sequential(norm)
+    x = torch.tensor([[[300.0, -300.0, 0.0, 0.0], [1.0, -2.0, 3.0, 4.0], [1000.0, 1001.0, 1002.0, 1003.0]]]).half()
+    with overflow.decomposed_norms(cast("Any", model), {"0": overflow.NormGain(norm, 4)}):
+        output = model(x)
+    torch.testing.assert_close(output[0, 0], norm.bias)
+    centered = x[0] - x[0].mean(-1, keepdim=True)
+    inverse = (centered.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+    torch.testing.assert_close(output[0, 1:], (centered * inverse * norm.weight + norm.bias)[1:], rtol=3e-3, atol=3e-3)
+    torch.testing.assert_close(model(x), norm(x))
+
+
+def test_a_norm_has_one_gain_a_coordinate() -> None:
+    table = nn.Embedding(3, 4)
+    cast("Any", table).eps = 1e-5
+    assert [overflow._epsilon(module) for module in (nn.LayerNorm(4), table, nn.Linear(2, 2), nn.ReLU())] == [
+        "eps", None, None, None,
+    ]  # fmt: skip
+
+
+def test_weights_that_transformers_keeps_in_float32_are_not_cast() -> None:
+    model = tiny_model("llama")
+    model._keep_in_fp32_modules, model._keep_in_fp32_modules_strict = {"down_proj"}, {"o_proj"}
+    layer = model.model.layers[1]
+    parts = [layer.mlp.down_proj, layer.self_attn.o_proj, layer.mlp.up_proj]
+    for dtype, expected in ((torch.float16, [False, False, True]), (torch.bfloat16, [True, False, True])):
+        edits = {id(module): copied.dtype for module, _, copied in overflow.cast_weights(model, dtype)}
+        assert [edits.get(id(part)) == dtype for part in parts] == expected
