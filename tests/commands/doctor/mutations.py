@@ -3,8 +3,10 @@
 MUTATIONS = [
     ("logits: differences across tokens", "kernels", "_token_differences", "(logits - expected).norm(dim=-1)",
      "(logits - expected).norm(dim=0)"),
-    ("kernels: beyond the positions", "kernels", "tokens_to_compare", "position_limit(model, family) or wanted", "wanted"),
-    ("kernels: the usual scaling is dropped", "kernels", "_without_scaling", "scaling is None or", "scaling is None and"),
+    ("kernels: beyond the positions", "kernels", "tokens_to_compare",
+     "position_limit(model, family) or wanted", "wanted"),
+    ("kernels: the usual scaling is dropped", "kernels", "_without_scaling",
+     "scaling is None or", "scaling is None and"),
     ("norms: squares across tokens", "overflow", "decomposed_norms", "x.square().mean(-1", "x.square().mean(1"),
     ("norms: of matrices", "overflow", "_epsilon", "weight is None or weight.dim() != 1", "weight is None"),
     ("casts: what float16 keeps in float32", "overflow", "cast_weights", "model._keep_in_fp32_modules or ()", "()"),
