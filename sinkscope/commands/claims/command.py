@@ -28,9 +28,9 @@ from sinkscope.commands.claims.table import evidence_of, judged
 from sinkscope.commands.intervene.experiment import Experiment
 from sinkscope.commands.intervene.options import InterveneOptions
 from sinkscope.commands.printout import Printout
-from sinkscope.errors import InputError, SinkscopeError, one_line
+from sinkscope.errors import InputError, SinkscopeError, counted, one_line
 from sinkscope.interventions import Target, parse, parse_all
-from sinkscope.measuring.console import print_line, print_notices, print_part
+from sinkscope.measuring.console import lasting, print_line, print_notices
 from sinkscope.measuring.measure import Facts, measure, run_manifest
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.processes import together
@@ -215,22 +215,33 @@ class ClaimBench:
         for role in dict.fromkeys((*wanted, *nulls, *ROUTE_ROLES)):
             known = evidence.has(role) or evidence.inapplicable(role) or role.name in self.skipped
             if role.record.measure and not known:
-                missing[role.record.run or role.kind].append(role)
-        for number, (kind, named) in enumerate(missing.items(), 1):
-            print_part(self.console, kind, number, len(missing))
-            for roles in [named] if named[0].record.run else [[role] for role in named]:
-                names = [role.name for role in roles]
-                record = roles[0].record
-                try:
-                    runs.append(self._write(getattr(self, record.measure)(roles, **record.options), names[0]))
-                except InputError as error:  # the run does not apply to this model
-                    self._skip(dict.fromkeys(names, one_line(error)))
-                except SinkscopeError as error:  # the other runs are still measured
-                    self.failed |= dict.fromkeys(names, one_line(error))
-                if self.interrupt is not None:
-                    raise self.interrupt
+                missing[role.record.run or role.name].append(role)
+        passes = {label: self._passes(roles) for label, roles in missing.items()}
+        done, seconds = (1, self.analyzed.manifest["wall_seconds"]) if self.analyzed else (0, 0.0)
+        start, left = time.monotonic() - seconds, sum(passes.values())
+        for number, (label, roles) in enumerate(missing.items(), 1):
+            time_left = f" and {lasting((time.monotonic() - start) * left / done)}" if done else ""
+            work = f"about {counted(left, 'pass', 'passes')}{time_left} left"
+            print_line(self.console, f"{label} ({number} of {counted(len(missing), 'run')}; {work})")
+            names = [role.name for role in roles]
+            record = roles[0].record
+            try:
+                runs.append(self._write(getattr(self, record.measure)(roles, **record.options), names[0]))
+                done += passes[label]
+            except InputError as error:  # the run does not apply to this model
+                self._skip(dict.fromkeys(names, one_line(error)))
+            except SinkscopeError as error:  # the other runs are still measured
+                self.failed |= dict.fromkeys(names, one_line(error))
+            if self.interrupt is not None:
+                raise self.interrupt
+            left -= passes[label]
         skipped_here = {**skipped.get(self.subject.loaded.name, {}), **self.skipped}
         return replace(evidence_of(runs, name, {name: skipped_here}), failed=self.failed)
+
+    def _passes(self, roles: Sequence[Need]) -> int:
+        """Return about how often the input is read for a run: an arm with random controls once for each of them."""
+        controlled = {role.of for role in roles if role.has_controls}
+        return len({role.of for role in roles}) + self.config.draws * len(controlled)
 
     def _write(self, run: Run, role: str) -> Run:
         return run if self.target is None else self.target.keep(run, role)

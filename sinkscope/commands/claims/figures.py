@@ -24,6 +24,7 @@ from sinkscope.verdict.report import spans
 
 # --- The claims that were decided on one model: a line for each number, with its interval and the threshold
 
+LETTERS = 98  # of the words and the numbers of a line
 REACH = 4.0  # length of the axis to both sides of the threshold
 OUTCOME_LOOKS: dict[str, Look] = {
     Outcome.HOLDS: DOT | {"color": NAVY, "marker": "o", "markersize": 3.4},
@@ -49,15 +50,16 @@ def draw_scorecard(card: Scorecard) -> Figure:
     ax.axvline(0, **REFERENCE)
     height = 0
     for paper, of_paper in rows.groupby("paper", sort=False):
-        # a title may be longer than the column of the claims, which the layout would narrow
+        # a title may be longer than the column of the claims, which the layout would narrow, and continues in the plot
         text.text(0, height, paper, fontsize=6.5, fontweight="bold", va="center", in_layout=False)
         for line, row in enumerate(of_paper.itertuples(), height + 1):
             first = row.part == 0
             too = NULL_TELLS.get(row.tells, "") * (row.outcome == Outcome.HOLDS)
             words = f"{row.claim}{too}  {row.statement if first else '… ' + row.quantity}"
-            text.text(0, line, escape(textwrap.shorten(words, 62, placeholder=" …")), fontsize=5.6, va="center")
-            value = value_text(row.claim, row.part, row.value, row.low, row.high)
-            text.text(1, line, f"{value}  {row.test}", fontsize=5.6, va="center", ha="right")
+            numbers = f"{value_text(row)}  {row.test}"
+            words = textwrap.shorten(words, LETTERS - len(numbers), placeholder=" …")
+            text.text(0, line, escape(words), fontsize=5.6, va="center")
+            text.text(1, line, numbers, fontsize=5.6, va="center", ha="right")
             look = OUTCOME_LOOKS[Outcome(row.passes)]
             low, middle, high = (_distance(value, row) for value in (row.low, row.value, row.high))
             if np.isfinite(middle):
@@ -74,6 +76,7 @@ def draw_scorecard(card: Scorecard) -> Figure:
     text.set_axis_off()
     ax.set(ylim=(height - 0.3, -0.7), xlim=(-REACH * 1.08, REACH * 1.08))
     hide_y(ax)
+    ax.patch.set_visible(False)
     ax.set_xticks([-REACH, -2, 0, 2, REACH], ["≤ ÷16", "÷4", "threshold", "×4", "≥ ×16"])
     ax.set_xlabel("does not pass  ←  value  →  passes")
     signs = {str(outcome): look for outcome, look in OUTCOME_LOOKS.items() if (rows["passes"] == outcome).any()}

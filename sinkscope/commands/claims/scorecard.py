@@ -4,6 +4,7 @@ Its folder has run.json, figures, scorecard.md, the tables `claim` and `route`, 
 """
 
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from sinkscope.commands.claims.claim import UNSHOWN, Part
@@ -333,7 +335,7 @@ def _printed(rows: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for row in rows.itertuples():
         first = row.part == 0
-        value = value_text(row.claim, row.part, row.value, row.low, row.high)
+        value = value_text(row)
         statement = f"{row.statement} {row.quantity[:1].upper()}{row.quantity[1:]}" if first else f"… {row.quantity}"
         note = f" ({row.note})" if row.note else ""
         test = row.test + "‡" * row.is_ours
@@ -354,13 +356,27 @@ def _by_reason(rows: pd.DataFrame, outcome: Outcome) -> str:
 # --- numbers
 
 
-def value_text(claim: str, part: int, value: float, low: float, high: float) -> str:
-    """Return "0.73 [0.70, 0.76]", or only the value if nothing was resampled."""
-    form = _form(claim, part).format
-    text = MISSING if pd.isna(value) else form(value)
-    if high == inf and low in (-inf, 0):  # one seed, or too few sequences or layers
-        return f"{text} (its interval is not known)"
-    return text if low == high or pd.isna(low) else f"{text} [{form(low)}, {form(high)}]"
+def value_text(row: Any) -> str:
+    """Return "0.73 [0.70, 0.76]", or only the value if nothing was resampled; the note says why an end is missing."""
+    if pd.isna(row.value):
+        return f"{MISSING} (not defined)"
+    text, low, high = (number_text(row, number) for number in (row.value, row.low, row.high))
+    if row.high == inf:
+        return f"{text} (no interval)" if row.low in (-inf, 0) else f"{text} [at least {low}]"
+    if row.low == -inf:
+        return f"{text} [at most {high}]"
+    return text if row.low == row.high or pd.isna(row.low) else f"{text} [{low}, {high}]"
+
+
+def number_text(row: Any, number: float) -> str:
+    """Return a number of a claim, with as many digits as tell it from the thresholds that it is compared with."""
+    form = _form(row.claim, row.part)
+    thresholds = [end for end in (row.least, row.most) if np.isfinite(end) and not np.isclose(end, number, 1e-12)]
+    for _ in range(16):  # digits of a float
+        if form.format(number) not in map(form.format, thresholds):
+            break
+        form = re.sub(r"\.(\d+)", lambda digits: f".{int(digits[1]) + 1}", form)
+    return form.format(number)
 
 
 def null_text(row: Any, with_share: bool) -> str:
@@ -374,7 +390,7 @@ def null_text(row: Any, with_share: bool) -> str:
         share = {"undefined": " (not defined)", "theorem": " (theorem)"}.get(row.tells, "")
     if pd.isna(row.null):
         return MISSING + share
-    mean, least, most = (_form(row.claim, row.part).format(end) for end in (row.null, row.null_low, row.null_high))
+    mean, least, most = (number_text(row, end) for end in (row.null, row.null_low, row.null_high))
     return (mean if pd.isna(row.null_low) or mean == least == most else f"{mean} ({least} to {most})") + share
 
 

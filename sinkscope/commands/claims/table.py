@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 
 from sinkscope.commands.claims.claim import judge
@@ -44,7 +45,16 @@ def judged(evidence: Evidence, name: str | None = None) -> pd.DataFrame:
              estimate.value, estimate.low, estimate.high, estimate.null, estimate.null_low, estimate.null_high,
              part.test.text(part.form), part.test.least, part.test.most, claim.is_ours, published,
              str(outcome), part.test.power(estimate), str(judgment.outcome), str(claim.null), judgment.null_passes,
-             judgment.tells, judgment.reason or estimate.note)
+             judgment.tells, judgment.reason or "; ".join(filter(None, (estimate.note, no_interval(estimate, run)))))
             for number, (part, estimate, outcome) in enumerate(zip(claim.parts, estimates, passes, strict=True))
         ]  # fmt: skip
     return pd.DataFrame(rows, columns=[*LEADING, *names_of(CLAIM_COLUMNS)])
+
+
+def no_interval(estimate: Estimate, run: RunData) -> str:
+    """Return why an interval has no end, on one side or both; "" if it has both, or no value, or its note says it."""
+    if np.isnan(estimate.value) or estimate.seeds or not np.isinf([estimate.low, estimate.high]).any():
+        return ""
+    if run.manifest["input"]["sequences"] < 2:
+        return "no interval: fewer than two sequences"
+    return "the interval has no end: too few units, or a denominator that may be zero"

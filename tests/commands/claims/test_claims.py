@@ -20,7 +20,7 @@ from sinkscope.commands.claims.evidence import MAIN, Evidence, Null
 from sinkscope.commands.claims.figures import OUTCOME_LOOKS, _decided, _distance
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.scorecard import Scorecard, headline, once, scorecard_markdown, unusual, value_text
-from sinkscope.commands.claims.table import evidence_of, judged
+from sinkscope.commands.claims.table import evidence_of, judged, no_interval
 from sinkscope.figures import KINDS
 from sinkscope.measuring.observables.query_bias import NO_QUERY_BIAS
 from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
@@ -205,15 +205,37 @@ def test_claims_on_one_number_are_counted_once() -> None:
 @pytest.mark.parametrize(
     ("ends", "words"),
     [
-        ((-np.inf, np.inf), "1.2 (its interval is not known)"),
-        ((0.0, np.inf), "1.2 (its interval is not known)"),
-        ((1.0, np.inf), "1.2 [1, inf]"),
-        ((1.0, 1.5), "1.2 [1, 1.5]"),
+        ((-np.inf, np.inf), "1.2 (no interval)"),
+        ((0.0, np.inf), "1.2 (no interval)"),
+        ((1.1, np.inf), "1.2 [at least 1.1]"),
+        ((-np.inf, 1.3), "1.2 [at most 1.3]"),
+        ((1.1, 1.5), "1.2 [1.1, 1.5]"),
         ((1.2, 1.2), "1.2"),
+        ((1.0, 1.2), "1.2 [1, 1.2]"),  # exactly at the threshold
+        ((1.00001, 1.2), "1.2 [1.00001, 1.2]"),  # the end that decides is above the threshold
     ],
 )
-def test_an_interval_without_ends_is_said_not_to_be_known(ends: tuple[float, float], words: str) -> None:
-    assert value_text("W-13", 0, 1.2, *ends) == words
+def test_the_number_that_decides_is_printed_and_an_end_that_is_missing_is_not(
+    ends: tuple[float, float], words: str
+) -> None:
+    row = SimpleNamespace(claim="W-13", part=0, value=1.2, low=ends[0], high=ends[1], least=1.0, most=np.inf)
+    assert value_text(row) == words
+
+
+@pytest.mark.parametrize(
+    ("estimate", "sequences", "reason"),
+    [
+        (Estimate(1.0, -np.inf, np.inf), 1, "no interval: fewer than two sequences"),
+        (Estimate(1.0, -np.inf, np.inf, seeds=1), 1, ""),  # `words_for` says so
+        (Estimate(1.0, 0.0, np.inf), 9, "the interval has no end: too few units, or a denominator that may be zero"),
+        (Estimate(1.0, 0.5, 2.0), 1, ""),
+        (Estimate(np.nan, -np.inf, np.inf), 1, ""),
+    ],
+)
+def test_an_interval_without_an_end_is_explained(estimate: Estimate, sequences: int, reason: str) -> None:
+    run = of_text(0.5)
+    run.manifest["input"] = run.manifest["input"] | {"sequences": sequences}
+    assert no_interval(estimate, run) == reason
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,13 @@ def test_an_arm_has_a_loss_or_controls_if_any_of_its_claims_needs_them(monkeypat
     assert asked == {"without_loss": {"mask-sink"}, "without_controls": {"mean-massive"}}
 
 
+def test_an_arm_with_controls_reads_the_input_once_for_each() -> None:
+    nothing: Any = None  # a subject that is not read
+    bench = ClaimBench(nothing, ClaimsOptions(model="made", draws=4), Console(quiet=True), ())
+    needs = {"zero-massive": ("do", "loss-do"), "mask-sink": ("loss-do-alone",)}
+    assert bench._passes([Need(kind, name) for name, of in needs.items() for kind in of]) == (1 + 4) + 1
+
+
 def test_one_model_decides_all_but_what_training_decides(measured: Scorecard) -> None:
     table = measured.table
     unmeasured = table[table["outcome"] == Outcome.NOT_MEASURED]
@@ -142,7 +149,9 @@ def test_what_is_there_is_not_measured_again(measured: Scorecard, text: Path, ca
     with pytest.MonkeyPatch.context() as patch:
         only(patch, "W-1")
         sinkscope.claims(tiny_model("gpt2"), runs=known, quiet=False, nulls=1, **options)
-    assert "note: the given runs are of LlamaForCausalLM, not of GPT2LMHeadModel" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "note: the given runs are of LlamaForCausalLM, not of GPT2LMHeadModel" in printed
+    assert re.search(r"null \(2 of 2 runs; about 1 pass and \d+ s left\)", printed)
 
 
 def test_several_models_stand_side_by_side(measured: Scorecard, text: Path, tmp_path: Path) -> None:
