@@ -95,7 +95,7 @@ def test_commands_within_sentences_exist(page: Path) -> None:
 def test_every_question_of_the_readme_has_a_command() -> None:
     text = (ROOT / "README.md").read_text("utf-8").partition("## What do you want to know?")[2].partition("\n## ")[0]
     rows = [line for line in text.splitlines() if line.startswith("| ")][2:]
-    assert len(rows) == 10
+    assert len(rows) == 11
     assert all("sinkscope" in row.split("|")[2] for row in rows)
 
 
