@@ -26,6 +26,8 @@ if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
     # oneDNN detects the CPU on its own, and PyTorch's attention fails if it packs for AVX-512 that PyTorch must not use
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
+os.environ.pop("COLUMNS", None)  # tables are as wide as they need
+
 pytest.register_assert_rewrite("gradient_reference", "reference", "support", "tiny")
 
 

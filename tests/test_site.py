@@ -145,7 +145,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole: dict[str, str] = {}
     for path in sorted((ROOT / "reports").rglob("run.json")):
         whole.setdefault(json.loads(path.read_text("utf-8"))["command"], path.relative_to(ROOT).parts[1])
-    assert len(whole) == 9
+    assert len(whole) == 10
     furo = import_module("furo")
     out = tmp_path_factory.mktemp("docs") / "docs"
     with pytest.MonkeyPatch.context() as patched:

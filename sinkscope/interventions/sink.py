@@ -89,7 +89,8 @@ class HiddenKeys(Intervention):
 
 def among(positions: torch.Tensor, numbers: tuple[int, ...]) -> torch.Tensor:
     """Return which positions are among the numbers, without a copy to the device, for which it would be waited."""
-    return reduce(torch.logical_or, (positions == number for number in numbers), torch.zeros_like(positions).bool())
+    matches = [positions == number for number in numbers]
+    return reduce(torch.logical_or, matches) if matches else torch.zeros_like(positions, dtype=torch.bool)
 
 
 class MaskSink(HiddenKeys):

@@ -11,5 +11,6 @@ COMMANDS = (
         public={"scan": ".command:scan"},
         tables=(".networks:SCAN_TABLES",),
         page=".findings:ScanPage",
+        summaries=".command:summaries",
     ),
 )

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Unpack
 
 import pandas as pd
@@ -22,7 +23,7 @@ from sinkscope.output.result import Result, figure_failure, written
 from sinkscope.results.findings import Finding
 from sinkscope.results.folders import own_folder
 from sinkscope.results.manifest import make_manifest
-from sinkscope.results.tables import LEADING, names_of
+from sinkscope.results.tables import LEADING, names_of, read_table
 
 COMMAND = "scan"
 
@@ -38,6 +39,11 @@ class Scan(Result):
     @property
     def summary_tables(self) -> Mapping[str, pd.DataFrame]:
         return {"": overview(self.tables)}
+
+
+def summaries(folder: Path) -> Mapping[str, pd.DataFrame]:
+    """Return the table that `compare` prints of the folder of a scan."""
+    return {"": overview({COMMAND: read_table(folder / "tables" / f"{COMMAND}.parquet")})}
 
 
 def command(options: ScanOptions, output: OutputOptions) -> Printout:

@@ -203,7 +203,8 @@ S.fromToken = (weight, tokens) => {
   const places = d3.range(S.maps.tokens), note = S.element("p.note", { "aria-live": "polite" });
   S.query ??= places.length - 1;
   const words = places.map((key) => {
-    const word = S.element("button.token", { type: "button", onclick: () => choose(key) }, S.visible(tokens.get(key)));
+    const word = S.element("button.token", { type: "button", "aria-label": `token ${key}, ${S.visible(tokens.get(key))}`,
+      onclick: () => choose(key) }, S.visible(tokens.get(key)));
     S.withTip(word, () => `${S.number(weight(S.query, key) ?? NaN)} from token ${S.query} to token ${key}`);
     return word;
   });
