@@ -95,6 +95,7 @@ OF_RUN_TESTS = ("tests/measuring/test_estimates.py",)
 CALLBACK_TESTS = ("tests/measuring/test_callback.py",)
 STATE_TESTS = ("tests/measuring/test_states.py",)
 NEURON_TESTS = ("tests/measuring/test_neurons_and_heads.py",)
+SINK_OUTPUT_TESTS = ("tests/measuring/test_sink_output.py",)
 TEXT_TESTS = ("tests/text",)
 SPARED_TESTS = ("tests/quantization/test_spared.py",)
 INTERVENTION_TESTS = ("tests/interventions", "tests/commands/intervene/test_intervene.py")
@@ -335,6 +336,11 @@ MUTATIONS = [
         ("secondary sinks: of every kind", PROBES, "_secondary_sink_findings",
          'table[table["kind"] == SECONDARY]', "table"),
         ("over-mixing: an arm is its own control", PROBES, "_over_mixing", '"{label} control "', '"{label}"'),
+        ("sink output: one query decides", PROBES, "_sink_output", "at_half >= GIVING_HALF", "at_half > 0"),
+        ("sink output: both rules at once", PROBES, "_sink_output", "has_sink |=", "has_sink &="),
+        ("sink output: a broadcast of any rank", PROBES, "_sink_output", " & (rank <= ONE_VECTOR)", ""),
+        ("sink output: the null of all heads", PROBES, "_sink_output", "uniform[0, has_sink[0]]", "uniform[0]"),
+        ("sink output: heads without a sink count", PROBES, "_sink_output", "(has_sink & kind)", "kind"),
         ("dormant heads: the sign of a score", PROBES, "_heads", "rank_correlation(-norm", "rank_correlation(norm"),
         ("outlier patches: after every layer", PROBES, "_outlier_patches",
          'table[table["layer"] == table["layer"].max()]', "table"),
@@ -518,6 +524,31 @@ MUTATIONS = [
          "least = max(experts", "least = min(experts"),
         ("over-mixing: the farthest token before", f"{OBSERVABLES}.over_mixing", "substituted",
          "*reversed(text[1:position])", "*text[1:position]"),
+    ),
+    *_mutations(
+        SINK_OUTPUT_TESTS,
+        ("sink output: position 0 is one of the others", f"{OBSERVABLES}.sink_output", "SinkOutput.see_attention",
+         " & ~is_sink", ""),
+        ("sink output: hidden keys count as uniform", f"{OBSERVABLES}.sink_output", "SinkOutput.see_attention",
+         "read.allowed(rows, keys)", "None"),
+        ("sink output: the share of the others", f"{OBSERVABLES}.sink_output", "SinkOutput.see_attention",
+         "share_of(term, rest)", "share_of(rest, term)"),
+        ("sink output: mean absolute deviation", f"{OBSERVABLES}.sink_output", "SinkOutput.see_attention",
+         ".square(), later).sqrt()", ".abs(), later)"),
+        ("sink output: padding has a value", f"{OBSERVABLES}.sink_output", "SinkOutput.see_attention",
+         "mean_over(norms, later)", "mean_over(norms, None)"),
+        ("sink output: ranks count position 0", f"{OBSERVABLES}.sink_output", "SinkOutput.see_attention",
+         "filled(x.mT, later).mT", "x"),
+        ("sink output: the rank of the term alone", f"{OBSERVABLES}.sink_output", "SinkOutput.see_attention",
+         "(term + rest, rest)", "(term + rest, term)"),
+        ("sink output: the stable rank before the projection", f"{OBSERVABLES}.sink_output",
+         "SinkOutput.see_attention", "outputs @ written.double()", "outputs"),
+        ("sink output: a sequence without a query", f"{OBSERVABLES}.sink_output", "SinkOutput.see_attention",
+         "batch.lengths > 1", "batch.lengths > 0"),
+        ("sink output: heads mixed in the projection", f"{OBSERVABLES}.sink_output", "output_factor",
+         "unflatten(0, (heads, width))", "unflatten(0, (width, heads)).transpose(0, 1)"),
+        ("sink output: a transposed projection", f"{OBSERVABLES}.sink_output", "output_factor",
+         "weight if isinstance(module, Conv1D) else weight.T", "weight"),
     ),
     *_mutations(
         ("tests/measuring/test_gate.py",),

@@ -66,7 +66,7 @@ def layers_of_heads(sequences: Sequences) -> np.ndarray:
     return np.repeat(np.arange(shape[1]), shape[2])
 
 
-def _head_sinks(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
+def head_sinks(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
     """Return whether each head's mean window mass makes position 0 a sink, (R, heads), and which heads are measured."""
     mass, uniform = (by_head(sequences, "attention_heads_by_sequence", x) for x in ("window_mass", "uniform_mass"))
     epsilon, is_measured = sequences.epsilon, np.isfinite(mass[0])
@@ -77,7 +77,7 @@ def _head_sinks(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
 
 def sink_heads(sequences: Sequences) -> tuple[np.ndarray, str]:
     """Return which heads have a sink at position 0, (heads,), with a note; all heads if none has one."""
-    sinks, known = _head_sinks(sequences)
+    sinks, known = head_sinks(sequences)
     if not sinks[0].any():
         return known, "all heads, since none has a sink"
     return sinks[0], f"{sinks[0].sum()} of {known.sum()} heads, those with a sink"
@@ -85,7 +85,7 @@ def sink_heads(sequences: Sequences) -> tuple[np.ndarray, str]:
 
 def share_of_sink_heads(sequences: Sequences) -> Estimate:
     """Estimate the share of heads with a sink at position 0."""
-    sinks, known = _head_sinks(sequences)
+    sinks, known = head_sinks(sequences)
     return bootstrap(sinks[:, known].mean(1))
 
 

@@ -4,6 +4,7 @@ Those on pictures are visual sinks, and patches of an encoder with a large norm.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from math import isnan
 
 import numpy as np
@@ -12,6 +13,8 @@ import pandas as pd
 from sinkscope.errors import counted
 from sinkscope.interventions.heads import AblateHeads, dormant
 from sinkscope.measuring.estimates import (
+    by_head,
+    head_sinks,
     outlier_patches,
     outlier_share,
     super_weight,
@@ -19,7 +22,20 @@ from sinkscope.measuring.estimates import (
     visual_sink_share,
 )
 from sinkscope.measuring.observables.spikes import SECONDARY
-from sinkscope.results.findings import AFTER_LAYER, HIGH_NORM, ON_SINKS, PHI, VISUAL, Finding, Outcome
+from sinkscope.results.findings import (
+    AFTER_LAYER,
+    BROADCAST,
+    GIVING_HALF,
+    HALF,
+    HIGH_NORM,
+    NO_OP,
+    ON_SINKS,
+    ONE_VECTOR,
+    PHI,
+    VISUAL,
+    Finding,
+    Outcome,
+)
 from sinkscope.results.judgment import NotDefined
 from sinkscope.results.run import BEFORE, RunData
 from sinkscope.results.sequences import Lacks, Sequences
@@ -38,6 +54,7 @@ def findings(run: RunData) -> Iterator[Finding]:
         "spikes": _spikes,
         "super_weights": _super_weight,
         "head_scores": _heads,
+        "sink_output_by_sequence": _sink_output,
         "over_mixing_by_sequence": _over_mixing,
         "visual_patch": _visual_sinks,
         "encoder_patch": _outlier_patches,
@@ -134,6 +151,36 @@ def _heads(run: Sequences) -> Iterator[Finding]:
     sentence += f"{SHARE:.0%}."
     numbers = {"heads": len(table), "flagged": len(flagged[0]), "both": both, "chance": SHARE}
     yield finding("dormant-heads", SECTION, correlation, sentence, numbers)
+
+
+def _sink_output(run: Sequences) -> Iterator[Finding]:
+    names = ("share", "uniform_share", "at_half", "value_ratio", "stable_rank")
+    share, uniform, at_half, ratio, rank = (by_head(run, "sink_output_by_sequence", name) for name in names)
+    has_sink = at_half >= GIVING_HALF
+    with suppress(Lacks, NotDefined):  # without a sink rate, only by the weight of position 0
+        has_sink |= head_sinks(run)[0]
+    numbers: dict[str, Estimate | float] = {"heads": int(has_sink[0].sum()), "total": int(np.isfinite(share[0]).sum())}
+    sentence = f"{numbers['heads']} of {counted(numbers['total'], 'head')} have a sink at position 0, or at least "
+    sentence += f"{GIVING_HALF:.0%} of their queries give it {HALF:g} of their attention or more"
+    numbers |= {"queries": GIVING_HALF, "half": HALF}
+    if not has_sink[0].any():
+        yield finding("sink-output", SECTION, np.nan, f"{sentence}.", numbers, outcome=Outcome.ABSENT)
+        return
+    mean, null = bootstrap(share[:, has_sink[0]].mean(1)), float(uniform[0, has_sink[0]].mean())
+    no_op, broadcast = ratio <= NO_OP, (ratio >= BROADCAST) & (rank <= ONE_VECTOR)
+    kinds = {"no_ops": no_op, "broadcasts": broadcast, "neither": ~no_op & ~broadcast}
+    counts = {name: bootstrap((has_sink & kind).sum(1).astype(float)) for name, kind in kinds.items()}
+    no_ops, broadcasts, neither = (with_interval(count, ".0f") for count in counts.values())
+    sentence += f". In these heads its term has {with_interval(mean, '.1%')} of the norm of the output's two parts, it "
+    sentence += (
+        f"and all other keys, and with uniform attention {null:.1%}. {no_ops} are no-ops: its value has at most "
+    )
+    sentence += f"{NO_OP:g} times the others' mean norm. {broadcasts} broadcast: at least {BROADCAST:g} times, and the "
+    sentence += f"outputs have stable rank {ONE_VECTOR:g} or less. {neither} do neither. Whether a gate, a sink logit "
+    sentence += "or a register can replace a no-op, or a learned constant a broadcast, is to be tested by "
+    sentence += "`scale-sink-value`."
+    numbers |= {"no_op": NO_OP, "broadcast": BROADCAST, "rank": ONE_VECTOR, **counts}
+    yield finding("sink-output", SECTION, mean, sentence, numbers, null=null)
 
 
 def _over_mixing(run: Sequences) -> Iterator[Finding]:

@@ -100,7 +100,7 @@ def test_two_halves_are_the_whole(tmp_path: Path) -> None:
             measured |= {each for each, kind in OBSERVABLES.items() if set(kind.columns) & set(whole.tables)}
     # a new observable has to be measured here, too, because merging needs its sums to be accumulators
     elsewhere = {"equal-tokens", "gate", "largest-logit", "mean-maps", *OF_STATES[2:]}  # below, and of means alone
-    elsewhere |= {"super-weight", "head-scores", "over-mixing"}  # below
+    elsewhere |= {"super-weight", "head-scores", "sink-output", "over-mixing"}  # below
     assert set(OBSERVABLES) - measured == elsewhere
 
 
@@ -110,7 +110,7 @@ def test_two_halves_of_repeated_tokens_or_of_one_sequence_are_the_whole(tmp_path
     one = {"input": ids_in(tmp_path, (9,)), **OPTIONS}
     logits = {"input": "random", "num_seqs": 5, "seq_len": 12, **OPTIONS, "observables": ("largest-logit",)}
     states = {"input": ids_in(tmp_path), **OPTIONS, "observables": OF_STATES}
-    names = ("super-weight", "head-scores", "over-mixing")
+    names = ("super-weight", "head-scores", "sink-output", "over-mixing")
     asked_for = {"input": ids_in(tmp_path), **OPTIONS, "observables": names}
     families = ("bloom", "llama", "llama", "llama", "gpt_oss")
     for name, options in zip(families, (repeated, one, logits, states, asked_for), strict=True):

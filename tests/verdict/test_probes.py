@@ -103,6 +103,65 @@ def test_scores_of_dormant_heads_agree_if_a_small_norm_goes_with_much_attention_
     assert "of the 3 heads that each of them flags, 67% are the same" in finding.sentence
 
 
+# heads: a no-op, a broadcast, outputs of a higher rank, a no-op by its attention alone, and one without a sink
+SINK_OUTPUT = {
+    "at_half": [0.5, 0.95, 0.5, 0.95, 0.85],
+    "value_ratio": [0.1, 0.6, 0.6, 0.15, 0.1],
+    "stable_rank": [1.1, 1.4, 1.6, 3.0, 1.0],
+    "share": [0.1, 0.9, 0.8, 0.2, 0.6],
+    "uniform_share": [0.01, 0.02, 0.03, 0.04, 0.5],
+}
+
+
+def sink_outputs(**changed: list[float]) -> Run:
+    """Return a run in which the first three heads have a sink by the run's rule."""
+    heads = grid(layer=[0], head=range(5), sequence=range(100))
+    columns = {name: np.array(values)[heads["head"]] for name, values in (SINK_OUTPUT | changed).items()}
+    mass = np.array([0.5, 0.5, 0.5, 0.2, 0.2])[heads["head"]]
+    tables = {
+        "sink_output_by_sequence": heads.assign(**columns),
+        "attention_heads_by_sequence": heads.assign(window_mass=mass, uniform_mass=0.05),
+    }
+    return Run(run_manifest(), tables)
+
+
+def test_heads_with_a_sink_are_no_ops_or_broadcasts_by_the_norm_of_its_value_and_the_rank_of_their_outputs() -> None:
+    run = sink_outputs()
+    finding = by_name(run)["sink-output"]
+    assert (finding.value, finding.null) == (pytest.approx(0.5), pytest.approx(0.025))
+    counts = {name: finding.numbers[name] for name in ("heads", "total", "no_ops", "broadcasts", "neither")}
+    assert counts == {"heads": 4, "total": 5, "no_ops": 2, "broadcasts": 1, "neither": 1}
+    assert "In these heads its term has 50.0% of the norm" in finding.sentence
+    assert "2 are no-ops" in finding.sentence
+    assert "1 broadcast: at least 0.5 times, and the outputs have stable rank 1.5 or less. 1 do neither." in (
+        finding.sentence
+    )
+    # without the run's rule, a head has a sink by its attention alone
+    del run.tables["attention_heads_by_sequence"]
+    assert by_name(run)["sink-output"].numbers["heads"] == 2
+
+
+def test_without_a_sink_no_head_is_a_no_op_or_a_broadcast() -> None:
+    run = sink_outputs(at_half=[0.0] * 5)
+    del run.tables["attention_heads_by_sequence"]
+    finding = by_name(run)["sink-output"]
+    assert finding.outcome == Outcome.ABSENT
+    assert finding.sentence.startswith("0 of 5 heads have a sink at position 0")
+    assert "no-op" not in finding.sentence
+
+
+def test_a_count_of_heads_has_the_interval_of_resampled_sequences() -> None:
+    run = sink_outputs()
+    table = run.tables["sink_output_by_sequence"]
+    is_large = (table["head"] == 0) & (table["sequence"] % 2 == 0)
+    table["value_ratio"] = table["value_ratio"].where(~is_large, 0.29)  # a mean of 0.195: a no-op in some draws
+    counts = by_name(run)["sink-output"].numbers
+    ratios = table[table["head"] == 0].sort_values("sequence")["value_ratio"].to_numpy()
+    drawn = (resamplings(100) @ ratios / resamplings(100).sum(1) <= 0.2) + 1  # another head is one in every draw
+    assert counts["no_ops"] == 2
+    assert (counts["no_ops_low"], counts["no_ops_high"]) == tuple(np.quantile(drawn[1:], [0.025, 0.975])) == (1, 2)
+
+
 def patches(*norms: float, layer: int = 1, sequence: int = 0) -> pd.DataFrame:
     """Return the patches with these norms, in a row of their picture, and a CLS token."""
     table = pd.DataFrame({"layer": layer, "sequence": sequence, "row": 0, "column": range(len(norms)), "norm": norms})

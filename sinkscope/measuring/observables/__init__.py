@@ -14,6 +14,7 @@ from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Observable
 from sinkscope.measuring.observables.over_mixing import OverMixing
 from sinkscope.measuring.observables.query_bias import Epe, LogitTerms, QueryBias
+from sinkscope.measuring.observables.sink_output import SinkOutput
 from sinkscope.measuring.observables.spikes import ResidualSinks, SinkTokens
 from sinkscope.measuring.observables.super_weight import SuperWeight
 
@@ -22,8 +23,8 @@ OBSERVABLES: dict[str, type[Observable]] = {
     observable.name: observable
     for observable in (
         Activation, Attention, EqualTokens, Gate, Geometry, LargestLogit, Gradient, Massive, Outlier, QueryBias,
-        LogitTerms, Epe, WindowEdge, Entropy, SinkTokens, ResidualSinks, SuperWeight, HeadScores, OverMixing,
-        AttentionMaps, MassiveMap, MeanMaps,
+        LogitTerms, Epe, WindowEdge, Entropy, SinkTokens, ResidualSinks, SuperWeight, HeadScores, SinkOutput,
+        OverMixing, AttentionMaps, MassiveMap, MeanMaps,
     )
 }  # fmt: skip
 
