@@ -142,6 +142,7 @@ class ArmKeywords(TrainingConfigKeywords, SequenceKeywords, ObservableKeywords, 
     random_tokens: int
     fixed_position: int | None
     probe: str | Sequence[str]
+    save_models: Literal["all", "none"]
 
 
 class RetrofitKeywords(ArmKeywords, ModelKeywords, total=False):

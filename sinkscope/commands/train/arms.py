@@ -3,6 +3,7 @@
 OUT/run.json                      all options, and the arms
 OUT/held-out.npy                  the held-out blocks
 OUT/vga/model/                    the trained model, which AutoModelForCausalLM loads after `import sinkscope.retrofits`
+                                  (with `--save-models none` until it is measured)
 OUT/vga/run/                      its run folder
 OUT/vga/tables/training.parquet   loss and gates by step
 OUT/vga/tables/gates.parquet      how far each head's gate has moved
@@ -206,7 +207,7 @@ class TrainingArms:
             loaded.model.to("cpu")  # type: ignore[arg-type]
         for place, arm in enumerate(arms, 1):
             print_part(self.console, arm, place, len(arms))
-            if not (self.folder / arm / "model" / "config.json").exists():
+            if not (self._is_measured(arm) or (self.folder / arm / "model" / "config.json").exists()):
                 self._train(arm)
             self.state.wait_for_everyone()
             if self.is_main:
@@ -262,10 +263,15 @@ class TrainingArms:
 
     def _manifest(self, tables: Iterable[str] = ()) -> dict[str, Any]:
         facts = self.options | self.read | {"text_blocks": len(self.blocks.train), "text_read": self.text_read}
-        facts |= {"arms": self.arms, "files": self.files.names}
+        facts |= {"arms": self.arms, "files": self.files.names, "sequences": self.sequences}
         if self.record is not None:
             facts |= {"recipe": self.record}
         return make_manifest(self.command, start=self.start, tables=tables, **facts)
+
+    @property
+    def sequences(self) -> int:
+        """The number of held-out blocks on which every arm is measured."""
+        return min(self.measuring.num_seqs, len(self.blocks.held_out))
 
     def _is_measured(self, arm: str) -> bool:
         return (self.folder / arm / "run" / MANIFEST).exists()
@@ -282,12 +288,13 @@ class TrainingArms:
     # ------------------------------------------------------------------------------------------- arm by arm
 
     def _train(self, arm: str) -> None:
-        folder, keeps_all = self.folder / arm, self.command == "train"  # `analyze` can then measure the steps
+        folder, is_fresh = self.folder / arm, self.command == "train"
         record, asked = self.arms[arm], self.asked
         seed = record["seed"]
         model = self._build(self.begin(seed), record["method"], record["parameters"], seed)
         if self.is_main:
             self.files.add(f"{arm}/training/")
+        keeps_all = is_fresh and asked.save_models == "all"  # `analyze` can then measure the steps
         if keeps_all and self.is_main:
             with failures(folder), hide_bars():
                 self._save(model, folder / "checkpoints" / "checkpoint-0")
@@ -311,7 +318,7 @@ class TrainingArms:
             keep_all=keeps_all,
             cpu=self.measuring.device_map == "cpu",
             console=self.console,
-            probe=probe if can_probe and (keeps_all or asked.probe) else None,
+            probe=probe if can_probe and (is_fresh or asked.probe) else None,
         )
         seconds = time.perf_counter() - start
         if not self.is_main:
@@ -339,7 +346,9 @@ class TrainingArms:
                 named = replace(subject, loaded=replace(subject.loaded, name=self.loaded.name))
                 self._measure(named, config, arm)
         self._draw(arm)
-        if self.command == "train":
+        if self.asked.save_models == "none":
+            shutil.rmtree(folder / "model", ignore_errors=True)
+        elif self.command == "train":
             for checkpoint in (folder / "training").glob("checkpoint-*"):
                 self._save_tokenizer(checkpoint)
                 target = f"{arm}/checkpoints/{checkpoint.name}"
@@ -354,8 +363,7 @@ class TrainingArms:
         """
         held_out = {"input": str(self.held_out), "bos": "auto", "force": True}
         options = self.measuring.model_dump() | {"model": model} | held_out
-        count = min(self.measuring.num_seqs, len(self.blocks.held_out))
-        return make_config(**options | others | {"num_seqs": count, "dataset": None})
+        return make_config(**options | others | {"num_seqs": self.sequences, "dataset": None})
 
     def _measure(self, subject: Subject, config: RunConfig, arm: str) -> None:
         start = time.time()

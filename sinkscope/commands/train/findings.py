@@ -63,12 +63,15 @@ def without_start(runs: Iterable[RunData]) -> str:
     return "" if begin_with_it else "the first token takes the place of <s>"
 
 
-def findings(tables: Mapping[str, pd.DataFrame], arms: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+def findings(tables: Mapping[str, pd.DataFrame], manifest: Mapping[str, Any]) -> list[Finding]:
     """Return each method against plain training, and how far its new parameters have moved."""
-    return methods_compared(tables["retrofit"], arms) + gates_moved(tables["gates"])
+    compared = methods_compared(tables["retrofit"], manifest["arms"], manifest.get("sequences"))
+    return compared + gates_moved(tables["gates"])
 
 
-def methods_compared(retrofit: pd.DataFrame, arms: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+def methods_compared(
+    retrofit: pd.DataFrame, arms: Mapping[str, Mapping[str, Any]], sequences: int | None = None
+) -> list[Finding]:
     """Compare the sink rate and perplexities of each method with those of plain training, seed by seed.
 
     A command without plain training compares with the untouched model.
@@ -76,6 +79,7 @@ def methods_compared(retrofit: pd.DataFrame, arms: Mapping[str, Mapping[str, Any
     Args:
         retrofit: the table `retrofit`.
         arms: the entry of run.json: label of an arm → its method, seed and label in tables.
+        sequences: the number of held-out sequences on which all arms were measured.
     """
     plain = next((arm["label"] for arm in arms.values() if arm["method"] == "none"), UNTOUCHED)
     wide = retrofit.pivot_table(index=["condition", "seed"], columns="metric", values="value", sort=False)
@@ -90,8 +94,9 @@ def methods_compared(retrofit: pd.DataFrame, arms: Mapping[str, Mapping[str, Any
         points = mean_of_runs(rates.to_numpy())
         rate = f"sink rate {with_interval(points, '+.1f', ' points')}"
         rate = "no sink rate, as uniform attention exceeds ε" if isnan(points.value) else rate
-        sentence = f"{method}, compared with {against}: {rate}"
-        numbers: dict[str, Any] = {"method": method, "seeds": len(ours)}
+        measured_on = f" on {measured_sequences(sequences)}" if sequences else ""
+        sentence = f"{method}, compared with {against}{measured_on}: {rate}"
+        numbers: dict[str, Any] = {"method": method, "seeds": len(ours), "sequences": sequences}
         for name, what in (("perplexity", "perplexity"), (PERPLEXITY_IN_W8A8, "in W8A8")):
             ratios = np.log(ours[name] / others[name]) if name in wide else pd.Series(dtype=float)
             if not len(ratios) or not np.isfinite(ratios).all():
@@ -104,6 +109,11 @@ def methods_compared(retrofit: pd.DataFrame, arms: Mapping[str, Mapping[str, Any
         about: dict[str, Any] = {"numbers": numbers, "sentence": sentence, "is_headline": True, **interval(points)}
         compared.append(Finding("method", "Methods", value=points.value, **about))
     return compared
+
+
+def measured_sequences(count: int) -> str:
+    """Return the words for held-out sequences, with a mark for a single one, whose choice no interval covers."""
+    return f"{count} held-out sequences" if count > 1 else "one held-out sequence, which may not stand for others"
 
 
 def gates_moved(gates: pd.DataFrame) -> list[Finding]:
@@ -132,9 +142,10 @@ def retrofit_summaries(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
     return {heading: table_with_spread(wide, spread, metrics) for heading, metrics in known.items() if metrics}
 
 
-def retrofit_markdown(table: pd.DataFrame, findings: Iterable[Finding] = ()) -> str:
+def retrofit_markdown(table: pd.DataFrame, findings: Iterable[Finding] = (), sequences: int | None = None) -> str:
     parts = [f"# {model}" for model in table["model"].unique()]
     parts += ["\n".join(f"- {finding.sentence}" for finding in findings if finding.is_headline)]
+    parts += [f"All arms were measured on {measured_sequences(sequences)}."] if sequences else []
     for heading, summary in retrofit_summaries(table).items():
         parts += [f"## {heading}", as_markdown(summary, numbers=True)]
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -113,6 +113,9 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
         metavar="a,b",
         shown="none",
     )
+    save_models: Literal["all", "none"] = option(
+        "all", "Trained models to keep once they are measured; none: also no checkpoints.", metavar="WHICH"
+    )
 
     @model_validator(mode="before")
     @classmethod

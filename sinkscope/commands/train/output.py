@@ -52,7 +52,7 @@ class Trained(Result):
     @property
     def verdict(self) -> str:
         """The methods compared, the table `retrofit`, and the metrics of a task, as Markdown."""
-        parts = [words.retrofit_markdown(self.tables["retrofit"], self.findings)]
+        parts = [words.retrofit_markdown(self.tables["retrofit"], self.findings, self.manifest.get("sequences"))]
         if UNTOUCHED in self.runs:
             parts += [f"{finding.sentence}\n" for finding in packed_source(self.runs[UNTOUCHED], "W8A8")]
         if equal := words.equal_loss_markdown(self.tables["training"]):
@@ -69,7 +69,7 @@ class Trained(Result):
     @property
     def findings(self) -> list[Finding]:
         """Each method against plain training, and how far its new parameters have moved."""
-        return words.findings(self.tables, self.manifest["arms"])
+        return words.findings(self.tables, self.manifest)
 
     @property
     def parts(self) -> Mapping[str, Run]:
@@ -96,9 +96,11 @@ class Trained(Result):
         return [finding.sentence for finding in self.findings] + (self.comparison.warnings if self.comparison else [])
 
     def model(self, label: str) -> Path:
-        """Return the folder of a trained model; InputError for an unknown arm."""
+        """Return the folder of a trained model; InputError for an unknown arm, or one that was not kept."""
         if label not in self.manifest["arms"]:
             raise InputError(f"arm {unknown(label, self.manifest['arms'])}")
+        if not (self.folder / label / "model").exists():
+            raise InputError(f"{label} was trained with --save-models none: its model was not kept")
         return self.folder / label / "model"
 
     def _repr_markdown_(self) -> str:  # for notebooks

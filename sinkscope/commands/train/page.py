@@ -18,7 +18,7 @@ class TrainPage(PageParts):
         return {label: place for label in labels if (place := folder / label / "run").is_dir()}
 
     def findings(self, manifest: Mapping[str, Any], tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
-        return findings(tables, manifest["arms"]) if {"training", "gates", "retrofit"} <= tables.keys() else ()
+        return findings(tables, manifest) if {"training", "gates", "retrofit"} <= tables.keys() else ()
 
     def overviews(self, contents: Contents) -> Mapping[str, pd.DataFrame]:
         if "retrofit" not in contents.tables:

@@ -29,6 +29,7 @@ from sinkscope.commands.train.history import Probe, Recorder, TrainingBar, histo
 from sinkscope.commands.train.options import TrainingConfig
 from sinkscope.commands.train.sharding import is_sharded, launched
 from sinkscope.errors import InputError, SinkscopeError, is_out_of_memory, one_line
+from sinkscope.measuring.console import print_line
 from sinkscope.measuring.processes import TIMEOUT
 from sinkscope.models.adapters import check_no_adapter
 from sinkscope.models.family import is_retrofitted, vocabulary
@@ -149,6 +150,8 @@ def train_model(
                 how = "without" if is_sharded() else "with"
                 raise InputError(f"{folder} was begun {how} FSDP: launch it so to resume it, or name another folder")
             _load(model, last)
+            if console is not None:
+                print_line(console, f"resumed at step {step_of(last.name)}")
         network = copy.deepcopy(model) if is_sharded() else model  # FSDP does not reassemble a sharded model
         ignored = max(1, getattr(model.config, "prefix_length", 0))  # a prefix LM does not predict its prefix
         tokenizer, known, wanted = blocks.masked_by, vocabulary(model), config.blocks_wanted(state.num_processes)

@@ -45,7 +45,6 @@ MUTATIONS = [
     ("value: the number that decides is rounded", "scorecard", "number_text", "+ 1", "+ 0 or form"),
     ("interval: two sequences are too few", "table", "no_interval", '< 2', '< 20'),
     ("progress: controls are not counted", "command", "ClaimBench._passes", "* len(controlled)", "* 0"),
-    ("progress: the time that has passed", "command", "ClaimBench.evidence", "* left / done", "* done / left"),
     ("figure: the farther threshold", "figures", "_distance", "min(distances)", "max(distances)"),
     ("arms: no loss if one claim needs none", "command", "ClaimBench._experiment",
      "if all(role.record.table != LOSS", "if any(role.record.table != LOSS"),

@@ -35,6 +35,11 @@ MUTATIONS = [
     ("resume: from a half-written one", "trainer", "checkpoints",
         "TrainerState.load_from_json(str(path / TRAINER_STATE_NAME))", "pass"),
     ("resume: without the weights", "trainer", "train_model", "_load(model, last)", "None"),
+    ("resume: nothing is said", "trainer", "train_model", "if console is not None:\n", "if False:\n"),
+    ("arms: a model that was not kept is trained again", "arms", "TrainingArms.finish",
+        "self._is_measured(arm) or", ""),
+    ("arms: no model is kept", "arms", "TrainingArms._measure_arm", 'save_models == "none"', 'save_models == "all"'),
+    ("compared: one sequence is as good as many", "findings", "measured_sequences", "count > 1", "count > 0"),
     ("log: not at a checkpoint", "history", "Recorder.on_step_end", "|= control", "&= control"),
     # the text
     ("text: the beginning is held out", "blocks", "read_blocks", "Blocks(blocks[:-held_out], blocks[-held_out:]",

@@ -1,5 +1,6 @@
 """Encoders are trained to predict masked tokens: their loss, masks and gates, and a training that is resumed."""
 
+import io
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -9,6 +10,7 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from support.changed_by_hand import changed_by_hand
 from support.encoders import encoder, word_tokenizer
 from support.training import config, random_blocks, same
@@ -109,7 +111,9 @@ def test_a_resumed_training_ends_with_the_weights_of_an_unbroken_one(method: str
     expected = train_model(unbroken, blocks(), config(), tmp_path / "unbroken")
     train_model(fresh(), blocks(), config(), tmp_path / "resumed")
     shutil.rmtree(tmp_path / "resumed" / "checkpoint-12")
-    history = train_model(resumed, blocks(), config(), tmp_path / "resumed")  # from step 8
+    console = Console(record=True, file=io.StringIO())
+    history = train_model(resumed, blocks(), config(), tmp_path / "resumed", console=console)
+    assert console.export_text() == "resumed at step 8\n"
     pd.testing.assert_frame_equal(history, expected, check_exact=True)
     assert same(unbroken, resumed)
     assert not same(unbroken, fresh())

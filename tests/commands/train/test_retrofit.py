@@ -139,11 +139,26 @@ def test_it_goes_on_where_it_was_broken_off(
     done = retrofit(str(tiny), "iga", text=text, out=tmp_path / "out", **SMALL)  # one more arm
     assert trained == ["vga", "none", "iga"]
     assert list(done.runs) == ["untouched", "vga", "none", "iga"]
-    compared = [f"{method}, compared with plain training" for method in ("vga", "iga")]
+    assert done.runs["vga"].manifest["input"]["sequences"] == 1
+    measured_on = "one held-out sequence, which may not stand for others"
+    assert f"All arms were measured on {measured_on}." in done.verdict
+    compared = [f"{method}, compared with plain training on {measured_on}" for method in ("vga", "iga")]
     assert [note.partition(":")[0] for note in done.notes] == [*compared, "vga", "iga"]
     assert (tmp_path / "out" / "iga" / "run" / "run.json").is_file()
     assert len(calibrated) == 4
     assert all(np.array_equal(ids, read[0].train[:CALIBRATION]) for ids in calibrated)
+
+
+def test_models_that_are_not_kept_are_not_trained_again(
+    tiny: Path, text: Path, tmp_path: Path, no_figures: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = SMALL | {"text": text, "out": tmp_path / "out", "save_models": "none"}
+    done = retrofit(str(tiny), "vga,none", **options)
+    assert {path.name for path in (tmp_path / "out" / "vga").iterdir()} == {"run", "tables"}
+    with pytest.raises(InputError, match="its model was not kept"):
+        done.model("vga")
+    monkeypatch.setattr(sinkscope.commands.train.arms, "train_model", lambda *_, **__: pytest.fail("trained again"))
+    assert retrofit(str(tiny), "vga,none", **options).verdict == done.verdict
 
 
 def test_blocks_are_the_text_with_a_bos_each_and_its_end_held_out() -> None:

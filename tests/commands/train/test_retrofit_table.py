@@ -80,14 +80,15 @@ def test_methods_are_compared_with_plain_training_seed_by_seed() -> None:
         "perplexity": 23.0, "sink_rate": 0.4, "gate_displacement_max": 2.0,
     }  # fmt: skip
     assert values(table[table["seed"] == 2], "vga") == {"perplexity": 24.0, "sink_rate": 0.2}
-    (finding,) = methods_compared(table, arms)
+    (finding,) = methods_compared(table, arms, sequences=32)
     changes = np.array([-40, -30, -40])
     reach = stats.t.ppf(0.975, 2) * changes.std(ddof=1) / np.sqrt(3)
     assert (finding.value, finding.low, finding.high) == pytest.approx(changes.mean() + np.array([0, -reach, reach]))
     assert finding.numbers["perplexity_ratio"] == pytest.approx((22 / 20 * 23 / 21 * 24 / 22) ** (1 / 3))
-    words = "vga, compared with plain training: sink rate -36.7 points (95 % interval -51.0 to"
+    words = "vga, compared with plain training on 32 held-out sequences: sink rate -36.7 points (95 % interval -51.0 to"
     assert finding.sentence.startswith(words)
-    assert retrofit_markdown(table, [finding]).startswith(f"# org/model\n\n- {finding.sentence}\n\n## ")
+    start = f"# org/model\n\n- {finding.sentence}\n\nAll arms were measured on 32 held-out sequences.\n\n## "
+    assert retrofit_markdown(table, [finding], 32).startswith(start)
 
 
 def test_methods_are_compared_where_sink_rates_or_plain_training_are_missing() -> None:
