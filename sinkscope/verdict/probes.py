@@ -171,14 +171,12 @@ def _sink_output(run: Sequences) -> Iterator[Finding]:
     kinds = {"no_ops": no_op, "broadcasts": broadcast, "neither": ~no_op & ~broadcast}
     counts = {name: bootstrap((has_sink & kind).sum(1).astype(float)) for name, kind in kinds.items()}
     no_ops, broadcasts, neither = (with_interval(count, ".0f") for count in counts.values())
-    sentence += f". In these heads its term has {with_interval(mean, '.1%')} of the norm of the output's two parts, it "
-    sentence += (
-        f"and all other keys, and with uniform attention {null:.1%}. {no_ops} are no-ops: its value has at most "
-    )
-    sentence += f"{NO_OP:g} times the others' mean norm. {broadcasts} broadcast: at least {BROADCAST:g} times, and the "
-    sentence += f"outputs have stable rank {ONE_VECTOR:g} or less. {neither} do neither. Whether a gate, a sink logit "
-    sentence += "or a register can replace a no-op, or a learned constant a broadcast, is to be tested by "
-    sentence += "`scale-sink-value`."
+    sentence += f". In these heads its term has {with_interval(mean, '.1%')} of the norms of the output's two parts, "
+    sentence += f"it and all other keys, and with uniform attention {null:.1%}. The number of no-ops, where its value "
+    sentence += f"has at most {NO_OP:g} times the others' mean norm, is {no_ops}; of broadcasts, with at least "
+    sentence += f"{BROADCAST:g} times and outputs of stable rank {ONE_VECTOR:g} or less, {broadcasts}; of neither, "
+    sentence += f"{neither}. Whether a gate, a sink logit or a register can replace a no-op, or a learned constant a "
+    sentence += "broadcast, is to be tested by `scale-sink-value`."
     numbers |= {"no_op": NO_OP, "broadcast": BROADCAST, "rank": ONE_VECTOR, **counts}
     yield finding("sink-output", SECTION, mean, sentence, numbers, null=null)
 

@@ -131,11 +131,12 @@ def test_heads_with_a_sink_are_no_ops_or_broadcasts_by_the_norm_of_its_value_and
     assert (finding.value, finding.null) == (pytest.approx(0.5), pytest.approx(0.025))
     counts = {name: finding.numbers[name] for name in ("heads", "total", "no_ops", "broadcasts", "neither")}
     assert counts == {"heads": 4, "total": 5, "no_ops": 2, "broadcasts": 1, "neither": 1}
-    assert "In these heads its term has 50.0% of the norm" in finding.sentence
-    assert "2 are no-ops" in finding.sentence
-    assert "1 broadcast: at least 0.5 times, and the outputs have stable rank 1.5 or less. 1 do neither." in (
-        finding.sentence
+    assert "In these heads its term has 50.0% of the norms" in finding.sentence
+    assert "with uniform attention 2.5%" in finding.sentence
+    counts_said = (
+        "is 2; of broadcasts, with at least 0.5 times and outputs of stable rank 1.5 or less, 1; of neither, 1."
     )
+    assert counts_said in finding.sentence
     # without the run's rule, a head has a sink by its attention alone
     del run.tables["attention_heads_by_sequence"]
     assert by_name(run)["sink-output"].numbers["heads"] == 2
