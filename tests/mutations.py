@@ -285,6 +285,8 @@ MUTATIONS = [
         ("smoothing: one reader's weights", SMOOTHING, "smoothing_factors",
          "for each in readers]).amax(0)", "for each in readers])[0]"),
         ("smoothing: AWQ's last exponent", SMOOTHING, "awq_factors", "if total < least", "if True"),
+        ("smoothing: AWQ without exponent 0", SMOOTHING, "awq_factors",
+         "(step / AWQ_STEPS)", "((step + 1) / AWQ_STEPS)"),
         ("norms: Gemma's gain", NORMS, "scaled_inputs", "(1.0 - neutral)", "0.0"),
         ("norms: a bias is not divided", NORMS, "scaled_inputs",
          "norm.bias.double() / factor", "norm.bias.double()"),

@@ -45,6 +45,8 @@ def test_awqs_exponent_is_the_one_that_changes_outputs_least() -> None:
     best = awq_factors(mean, rows, [linear(weight)], encoding)
     assert error(best) == pytest.approx(min(errors), rel=1e-4)
     assert min(errors) < 0.9 * errors[0]
+    exact = linear(torch.tensor([[6.0, -4.0, 1.5, 0.5]]).repeat(1, 32))  # numbers of the format
+    assert torch.equal(awq_factors(mean, rows, [exact], PRESETS["MXFP4A16"].weights), torch.ones(128))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "gpt_neox", "opt"])

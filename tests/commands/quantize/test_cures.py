@@ -1,5 +1,6 @@
 """Cures of number formats: against plain PyTorch, and their controls."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from sinkscope.models.norms import ModuleEnds, reparametrized, scaled_inputs
 from sinkscope.models.rotation import random_rotation, rotated
 from sinkscope.quantization import settings
 from sinkscope.quantization.formats import PRESETS
+from sinkscope.quantization.products import Matrix
 from sinkscope.quantization.smoothing import NormOutputs, awq_factors, shuffled, smoothing_factors
 
 W8A8 = PRESETS["W8A8"].weights, PRESETS["W8A8"].inputs
@@ -112,6 +114,58 @@ def test_predicted_rises_are_per_token_of_the_sequences_that_are_probed(
     runs = [quantize(model, scheme="W8A8", cure="spare", **SMALL | each) for each in inputs]
     of_six, of_two = (run.tables["formats_modules"].set_index("module")["predicted"] for run in runs)
     assert of_six.to_dict() == pytest.approx(of_two.to_dict(), rel=1e-4)
+
+
+@dataclass
+class Texts:
+    """As many texts as a study reads, with ten predicted tokens each."""
+
+    inputs: Any = None
+    count: int = 4
+
+    def __len__(self) -> int:
+        return self.count
+
+    def part(self, first: int, last: int) -> "Texts":
+        return Texts(count=last - first)
+
+    @property
+    def num_predicted(self) -> int:
+        return 10 * self.count
+
+
+@pytest.mark.parametrize(
+    ("remaining", "count"),
+    [
+        ({16: 1.0, 15: 0.5, 14: 0.05}, 2),
+        ({16: 1.0, 15: 0.5, 14: 0.2, 12: 0.2}, 4),  # a quarter of the modules at most
+        ({16: 1.0, 15: 0.1}, 1),
+    ],
+)
+def test_modules_are_spared_until_a_tenth_of_the_cost_of_the_probed_texts_remains(
+    monkeypatch: pytest.MonkeyPatch, remaining: dict[int, float], count: int
+) -> None:
+    monkeypatch.setattr(settings, "PROBED", 2)
+    matrices = [Matrix(f"m{layer}", layer, "m") for layer in range(16)]
+
+    def losses(quantized: int) -> torch.Tensor:  # the texts that are not probed lose much more
+        return torch.tensor([7 + remaining[quantized]] * 2 + [90.0] * 2)
+
+    def run(measured: list[Any], subject: Any = None, backward: bool = False, **how: Any) -> list[Any]:
+        if backward:  # later layers cost more
+            measured[0].open.args[1].rise.update({matrix: matrix.layer + 1.0 for matrix in matrices})
+        texts = 4 if subject is None else len(subject.inputs)
+        return [SimpleNamespace(losses=losses(len(each.open.args[0]))[:texts, None]) for each in measured]
+
+    study, preset = object.__new__(cures.CureStudy), PRESETS["W8A8"]
+    served = SimpleNamespace(subject=Texts(Texts()), matrices=matrices, largest_inputs={}, largest_weights={}, run=run)
+    vars(served).update(registers=0, opened=print)
+    served.losses = {(preset.weights, preset.inputs): losses(16)[None].numpy()}
+    vars(study).update(study=served, dense=np.full(4, 7.0), seed=0, modules=[])
+    cured = study.spare("W8A8", preset)
+    assert int(cured.setting) == count
+    assert [row["module"] for row in study.modules if row["is_spared"]] == [f"m{15 - each}" for each in range(count)]
+    assert cured.rise[0] == pytest.approx(remaining[16 - count], abs=1e-6)
 
 
 def test_a_prefix_has_the_tokens_beyond_64_times_the_median_of_their_sequence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from tiny import tiny_model
 
 from sinkscope import Run, quantize
 from sinkscope.commands.quantize import findings as quantization
+from sinkscope.commands.quantize.figures import _sites_in_layers
 from sinkscope.commands.quantize.findings import (
     JSON,
     PREFIXES,
@@ -83,6 +84,10 @@ def test_costly_kinds_and_sites_are_findings_of_their_own() -> None:
     assert (site.value, site.numbers["layer"], site.numbers["largest"]) == (0.3, 2, 693.0)
     assert (kept.value, kept.numbers["before"]) == (0.6, 1.4)
     assert "`down_proj output` of layer 2" in site.sentence
+    table = run.tables["quantization"]
+    worse = table[table["setting"] == KEPT].assign(site="up_proj", cost=1.2)
+    (kept,) = found(Run(run.manifest, {**run.tables, "quantization": pd.concat([table, worse])}), "kept")
+    assert (kept.value, kept.numbers["kind"]) == (0.6, "down_proj output")
 
 
 @pytest.mark.parametrize(
@@ -101,6 +106,23 @@ def test_the_share_of_the_cost_that_sparing_sites_recovers(cost: float, outcome:
     (costliest,) = found(run, "costliest")
     assert costliest.numbers == {"count": 2, "total": 2, "massive": 1, "sites": (("down_proj output", (2, 3)),)}
     assert "1 of which hold massive activations: `down_proj output` of layers 2–3" in costliest.sentence
+
+
+def test_a_site_outside_the_layers_is_named_without_a_layer() -> None:
+    run = run_of(SETTINGS)
+    outside = pd.DataFrame({"layer": [-1], "site": ["embed"], "part": ["output"], "is_massive": [True]})
+    sites = pd.concat([run.tables["quantization_sites"], outside])
+    (massive,) = found(Run(run.manifest, {**run.tables, "quantization_sites": sites}), "massive-sites")
+    assert massive.numbers["sites"] == (("down_proj output", (2,)), ("embed output", ()))
+    assert massive.sentence == "Massive activations are in `down_proj output` of layer 2, `embed output`."
+
+
+def test_a_panel_has_the_widest_of_a_layers_experts_and_no_site_outside_the_layers() -> None:
+    columns = ["layer", "site", "part", "path", "max_abs"]
+    rows = [(0, "up", "input", "a", 3.0), (0, "up", "input", "b", 9.0), (0, "up", "input", "c", 5.0)]
+    rows += [(0, "up", "weight", "a", 99.0), (-1, "embed", "output", "embed", 99.0), (1, "up", "input", "d", 1.0)]
+    run = Run(run_manifest(command="quantize"), {"quantization_sites": pd.DataFrame(rows, columns=columns)})
+    assert _sites_in_layers(run)["path"].tolist() == ["b", "d"]
 
 
 # --- with --prefix
@@ -245,13 +267,22 @@ def test_the_search_is_among_the_coarsest_sites_of_the_costliest_kinds() -> None
     assert all(len(row.ranges) == 20 and row.site not in row.ranges for row in kept)
 
 
+def test_the_search_on_all_texts_ends_with_its_last_choice() -> None:
+    run = run_of(SETTINGS, costliest=0.7)
+    more = run.tables["quantization"].iloc[[-1]].assign(kept="layer 2 down_proj output", cost=0.1)
+    table = pd.concat([run.tables["quantization"], more])
+    both = Run(run.manifest, {**run.tables, "quantization": table})
+    assert whole(both).loc[COSTLIEST_KEPT, ["kept", "cost"]].tolist() == ["layer 2 down_proj output", 0.1]
+
+
 def test_twice_as_many_sites_are_kept_until_little_of_the_cost_remains() -> None:
     sites = [Site(f"layers.{layer}.a", INPUT, layer, "a") for layer in range(20)]
     study, kept = object.__new__(QuantizationStudy), list[tuple[int, int]]()
 
     def measure(rows: list[Row], inputs: Any) -> list[float]:
         kept.append((len(rows[0].kept), len(inputs)))
-        assert len(rows[0].ranges) == 20 - len(rows[0].kept)
+        costliest = sites[: len(rows[0].kept)]
+        assert (list(rows[0].kept), list(rows[0].ranges)) == (costliest, sites[len(costliest) :])
         return [1.0 - 0.2 * len(rows[0].kept)]
 
     study.ranges = {site: Range(-1.0, 1.0, 0.5, False) for site in sites}

@@ -145,6 +145,10 @@ def test_weights_next_to_each_other_that_read_the_same_input_share_a_scale() -> 
     assert {matrix.path: size for matrix, size in recorder.fused_weights().items()} == {
         "a.q": 2.0, "a.k": 2.0, "b.gate": 3.0, "a.o": 4.0,
     }  # fmt: skip
+    experts = [Matrix("a.experts", 0, "a.experts", "up", number) for number in range(2)]
+    for size, expert in enumerate(experts, 5):
+        recorder(expert, F.linear, x, torch.full((1, 1), float(size)), torch.arange(2))
+    assert [recorder.fused_weights()[expert] for expert in experts] == [5.0, 6.0]
 
 
 def test_spared_tokens_are_counted_behind_registers() -> None:
@@ -252,6 +256,9 @@ def test_ranges_of_experts_are_those_of_all_tokens_also_of_experts_that_get_none
                 assert largest[matrix] == pytest.approx(float(x.abs().max()), rel=1e-6)
     run = quantize(model, scheme="FP8", cure="awq", **SMALL)
     assert run.manifest["served"]["matrices"] == len(matrices)
+    sizes = {path: parameter.numel() for path, parameter in model.named_parameters()}
+    paths = {matrix.parameter_path for matrix in matrices}
+    assert run.manifest["served"]["share"] == sum(sizes[path] for path in paths) / sum(sizes.values())
 
 
 def test_experts_are_quantized_like_linear_layers_and_the_rest_is_named() -> None:

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from sinkscope.quantization.formats import Precision
 from sinkscope.quantization.grids import asymmetric_grid
 from sinkscope.quantization.prefix_cache import CACHE, HOW, prefix_cache, write_prefix
 from sinkscope.quantization.simulation import quantized_sites
-from sinkscope.quantization.sites import INPUT, OUTPUT, WEIGHT, sites_of
+from sinkscope.quantization.sites import INPUT, OUTPUT, SUM, WEIGHT, Site, sites_of
 from sinkscope.quantization.spared import Spared
 from sinkscope.text.batch import Batch
 
@@ -134,6 +135,7 @@ def test_the_rule_of_prefixquant() -> None:
     rare = [np.zeros((1, 5), bool) for _ in range(11)]
     rare[0][0, 1] = True
     assert outlier_prefix(rare, sequences[:1] * 11) == ()
+    assert outlier_prefix(rare[:10], sequences[:1] * 10) == (8,)  # in a tenth of them
 
 
 def test_the_best_prefix_and_the_largest_coordinates() -> None:
@@ -153,6 +155,41 @@ def test_the_best_prefix_and_the_largest_coordinates() -> None:
     for losses, is_rule in (([1.0, 2.0], True), ([2.0, 1.0], False)):
         vars(split)["_measure"] = lambda arms, losses=losses: [np.array([loss]) for loss in losses]
         assert (split._best_prefix(outliers) == rule) == is_rule
+
+
+def test_frequent_tokens_of_a_prefix_are_counted_behind_position_0() -> None:
+    simulation, held_out = simulated(tiny_model("llama"))
+    split = Split(simulation, replace(held_out, sequences=(np.array([9, 9, 4, 4, 7]),) * 2), 0)
+    vars(split)["_measure"] = lambda arms: [np.array([2.0]), np.array([1.0])]
+    assert split._best_prefix([np.array([[False] * 4 + [True]])] * 2)[0] == 4  # the rule's token is 7
+
+
+def test_outliers_of_a_token_are_beyond_64_times_the_median_or_massive(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = torch.tensor([1.0, 1.0, 1.0, 1.0, 65.0, 64.0])[:, None].expand(-1, 8)
+    stream = torch.ones(6, 8)
+    stream[2, 5] = 1500.0
+    seen = {Site("a", INPUT, 0, "down"): peaks, Site("b", SUM, 0, "layer_out"): stream}
+
+    def read(tracer: Any, sites: Any, sequences: Any, see: Any) -> None:
+        for site, x in seen.items():
+            see(site, x)
+
+    monkeypatch.setattr(quantization_split, "read", read)
+    masks = quantization_split._outliers_of(None, (), np.arange(6))  # type: ignore[arg-type]
+    assert [np.flatnonzero(mask.any(0)).tolist() for mask in masks] == [[4], [2]]
+    split = Split(*simulated(tiny_model("llama"), seq_len=6), 0)
+    vars(split)["_peaks"] = lambda text: {}
+    arm = split._sparing_arms([masks] * 3, [masks] * 2)[0]
+    assert [np.flatnonzero(mask).tolist() for mask in arm.text.spared] == [[0, 2, 4]] * 3
+
+
+def test_the_loss_of_a_rotated_model_in_full_precision_is_measured_in_it() -> None:
+    split = Split(*simulated(tiny_model("llama")), 0)
+    measured = {"_losses": lambda run: [np.full(3, 95.0)], "_measure": lambda arms, weights: [np.full(3, 190.0)]}
+    vars(split).update(full=np.full(3, 19.0), everything=np.full(3, 209.0), weights={}, **measured)
+    split._rotate()
+    row = split.rows[0]
+    assert [row["full_loss"], row["loss"], row["cost"], row["share"]] == pytest.approx([5.0, 10.0, 9.0, 0.1])
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
