@@ -189,10 +189,15 @@ def recorded_taps(seams: Mapping[int, Seam]) -> Iterator[dict[int, dict[str, tor
         yield seen
 
 
-def why_unread(seam: Seam, seen: Mapping[str, torch.Tensor], tokens: torch.Size) -> str | None:
-    """Return why a layer's attention cannot be read from its taps after a run on tokens (B,T); None if it can."""
+def why_unread(
+    seam: Seam, seen: Mapping[str, torch.Tensor], tokens: torch.Size, is_whole: bool = True
+) -> str | None:
+    """Return why a layer's attention cannot be read from its taps after a run on tokens (B,T); None if it can.
+
+    The tokens are complete sequences if `is_whole`; otherwise a KV cache has further keys.
+    """
     keys = seen["key"].shape[2] if "key" in seen else tokens[1]
-    if seam.call is not None and keys != tokens[1]:
+    if is_whole and seam.call is not None and keys != tokens[1]:
         return f"it attends to {keys} keys for {tokens[1]} tokens: keys that belong to no token are not measured"
     is_complete = {"query", "key", "value", "lse"} <= seen.keys() and seam.call is not None
     if not is_complete or seen["lse"].shape != (tokens[0], seen["query"].shape[1], tokens[1]):

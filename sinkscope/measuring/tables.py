@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from sinkscope.measuring.decoding import Decoding
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.passes import LOSS_TABLES
 from sinkscope.measuring.pictures import PICTURE_TABLES
@@ -17,7 +18,8 @@ from sinkscope.text.tokens import token_texts
 
 def all_tables() -> Mapping[str, Columns]:
     """Return the columns of every table, without the leading columns that all tables have."""
-    of_observables = {name: columns for kind in OBSERVABLES.values() for name, columns in kind.columns.items()}
+    kinds = (*OBSERVABLES.values(), Decoding)
+    of_observables = {name: columns for kind in kinds for name, columns in kind.columns.items()}
     shared = of_observables | LOSS_TABLES | {"summary": SUMMARY_COLUMNS} | PICTURE_TABLES | TRAINING_TABLES
     of_commands = [record.imported(place) for record in records().values() for place in record.tables]
     return {**shared, **FINDING_TABLES, **{name: columns for tables in of_commands for name, columns in tables.items()}}

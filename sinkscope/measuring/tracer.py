@@ -177,10 +177,10 @@ class Reader:
             for name in seam.order:
                 if name != "mix":
                     seen[name] = yield self._tap(layer, name)
-        length = batch.token_ids.shape[1]
-        if seam.call is not None and {"key", "value"} <= seen.keys() and seen["key"].shape[2] > length:
+        length, is_whole = batch.token_ids.shape[1], batch.before is None
+        if is_whole and seam.call is not None and {"key", "value"} <= seen.keys() and seen["key"].shape[2] > length:
             seam.call = _without_empty_slots(seam.call, seen, length)
-        if reason := why_unread(seam, seen, batch.token_ids.shape):
+        if reason := why_unread(seam, seen, batch.token_ids.shape, is_whole):
             raise SinkscopeError(f"layer {layer}: {reason}")
         assert seam.call is not None
         tensors = {name: getattr(seam.call, name) for name in ("mask", "sink_logits", "scores")}

@@ -31,6 +31,7 @@ from sinkscope.attention.kernels import is_visible
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.taps import NAME
 from sinkscope.errors import InputError, SinkscopeError, counted, described, was_interrupted
+from sinkscope.measuring.decoding import Decoding, ends_of, thought_of
 from sinkscope.measuring.measure import attention_facts
 from sinkscope.measuring.nnsight import OutOfOrderError
 from sinkscope.measuring.observables import OBSERVABLES, check_names
@@ -76,8 +77,10 @@ class NotMeasured(Exception):
 class Watched:
     """The measurements of all calls in a block of `watch` so far."""
 
-    def __init__(self, loaded: LoadedModel, family: Family, settings: ObservableOptions) -> None:
-        self.loaded, self.family, self.settings = loaded, family, settings
+    def __init__(
+        self, loaded: LoadedModel, family: Family, settings: ObservableOptions, decoding: bool = False
+    ) -> None:
+        self.loaded, self.family, self.settings, self.decoding = loaded, family, settings, decoding
         self.skipped: Counter[str] = Counter()  # reason → the number of calls that are not measured for it
         self._names = _observables(loaded, family, settings.observables)
         self._sequences: dict[int, np.ndarray] = {}  # number → token ids
@@ -85,9 +88,11 @@ class Watched:
         self._added = 0  # measured calls whose numbers are in `_observables`
         self._next = 0  # number of the next sequence
         # calls with a KV cache, which the next call may continue: then this one had only the first chunk of a prompt
-        self._open: list[tuple[weakref.ref[Any], _Call]] = []
+        self._open: list[tuple[weakref.ref[Any], _Hooks]] = []
         self._attended: tuple[tuple[float, ...], dict[str, list[int]]] = (), {}
-        self._call: _Call | None = None  # the one that is being measured
+        self._call: _Hooks | None = None  # the one that is being measured
+        self._in_steps: _Hooks | None = None  # stay in the model until the end of the block
+        self._decoded: list[tuple[weakref.ref[Any], Decoding]] = []  # by the KV cache
         self._lock = threading.Lock()  # several threads may call the model
 
     def __repr__(self) -> str:
@@ -103,6 +108,11 @@ class Watched:
     def calls(self) -> int:
         """The number of measured calls."""
         return self._added + len(self._open)
+
+    @property
+    def steps(self) -> int:
+        """The number of measured decoding steps."""
+        return sum(decoding.steps for _, decoding in self._decoded)
 
     @property
     def sink_rate(self) -> float:
@@ -122,9 +132,12 @@ class Watched:
 
     @property
     def tables(self) -> Mapping[str, pd.DataFrame]:
-        """The tables of `analyze` on the sequences of all measured calls. Raises SinkscopeError before the first."""
+        """The tables of `analyze` on the sequences of all measured calls. Raises SinkscopeError before the first.
+
+        With `decoding` also the tables `decoding` and `decoding_sinks` on the steps.
+        """
         self._add_open_calls()
-        if not self._observables:
+        if not self._observables and not self.steps:
             reasons = "; ".join(f"{reason} ({count} ×)" for reason, count in self.skipped.items())
             raise SinkscopeError(f"no call of the model was measured{reasons and ': '}{reasons}")
         return self._tables
@@ -132,14 +145,22 @@ class Watched:
     @cached_property
     def _tables(self) -> dict[str, pd.DataFrame]:
         numbers = sorted(self._sequences)
-        inputs = TokenInputs(CONDITION, tuple(self._sequences[number] for number in numbers), "", "")
-        places = {number: place for place, number in enumerate(numbers)}
+        made = [decoding.tables() for _, decoding in self._decoded if decoding.steps]
+        decoded = {name: pd.concat([tables[name] for tables in made], ignore_index=True) for name in (made or [{}])[0]}
+        # sequences whose prompt was not measured come last
+        others = set(decoded["decoding"]["sequence"]) - set(numbers) if decoded else ()
+        places = {number: place for place, number in enumerate([*numbers, *sorted(others)])}
         raw = tables_of(self._observables)
-        for name, table in raw.items():
-            if "position" in table:
-                table = table[table["position"] < inputs.longest]
-            raw[name] = table.assign(sequence=table["sequence"].map(places)) if "sequence" in table else table
+        if raw:
+            inputs = TokenInputs(CONDITION, tuple(self._sequences[number] for number in numbers), "", "")
+            within = {name: table for name, table in raw.items() if "position" in table}
+            raw |= {name: table[table["position"] < inputs.longest] for name, table in within.items()}
+        raw |= decoded
+        in_order = {name: table for name, table in raw.items() if "sequence" in table}
+        raw |= {name: table.assign(sequence=table["sequence"].map(places)) for name, table in in_order.items()}
         tables = publish(raw, self.loaded, CONDITION)
+        if not numbers:
+            return tables
         scaling, outside = self._attended
         summary = summarize(MeasuredTables(tables, inputs, self.family, scaling, outside, self.settings))
         if notice := notice_without_rate(of_whole_model(summary), self.settings.epsilon):
@@ -158,6 +179,8 @@ class Watched:
                 yield
             finally:
                 self._end(network, (), None)  # after an interrupt in a call, torch does not run the hook
+                if self._in_steps is not None:
+                    self._in_steps.close()
                 self._add_open_calls()
 
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -169,9 +192,17 @@ class Watched:
             arguments = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
             arguments |= arguments.pop("kwargs", {})
             self._continue(arguments)
+            if self.decoding and (step := _step(arguments)) is not None:
+                decoding = self._continued(arguments["past_key_values"], step)
+                decoding.begin(step)
+                self._in_steps = self._in_steps or _Hooks(self.loaded, self.family)
+                self._in_steps.begin(step, [decoding])
+                self._call = self._in_steps
+                return
             batch = _batch(arguments, self._next)
             observables = [OBSERVABLES[name](self.settings) for name in self._names]
-            self._call = _Call(self.loaded, self.family, batch, observables)
+            self._call = _Hooks(self.loaded, self.family)
+            self._call.begin(batch, observables)
         except Exception as error:
             self._skip(error)
             self._lock.release()
@@ -183,7 +214,12 @@ class Watched:
             return
         self._call = None
         try:
-            call.close()
+            if call is not self._in_steps:
+                call.close()
+            call.end()
+            if call is self._in_steps:
+                vars(self).pop("_tables", None)
+                return
             self._next += len(call.batch.token_ids)
             cache = getattr(output, "past_key_values", None)
             if hasattr(cache, "get_seq_length"):
@@ -211,16 +247,34 @@ class Watched:
                 still_open.append((reference, call))
             elif isinstance(ids, torch.Tensor) and ids.shape[1] == 1:
                 self._add(call)
+                if self.decoding:
+                    self._decoded.append((reference, self._decoding(call.batch)))
             else:
                 self.skipped[CHUNKED] += 1
         self._open = still_open
+        for reference, decoding in self._decoded:
+            if reference() is None:
+                decoding.release()
+
+    def _continued(self, cache: Any, step: Batch) -> Decoding:
+        """Return the decoding that this step of a cache continues, or begins where the prompt was not measured."""
+        for reference, decoding in self._decoded:
+            if reference() is cache:
+                return decoding
+        decoding = self._decoding(Batch(step.token_ids[:, :0], step.attention_mask[:, :0], self._next))
+        self._next += len(step.token_ids)
+        self._decoded.append((weakref.ref(cache), decoding))
+        return decoding
+
+    def _decoding(self, prompt: Batch) -> Decoding:
+        return Decoding(self.settings, prompt, ends_of(self.loaded.model), thought_of(self.loaded.tokenizer))
 
     def _add_open_calls(self) -> None:
         """Add all open calls."""
         while self._open:
             self._add(self._open.pop(0)[1])
 
-    def _add(self, call: "_Call") -> None:
+    def _add(self, call: "_Hooks") -> None:
         batch = call.batch
         try:
             for observable, new in zip(self._observables, call.observables, strict=False):  # none before the first call
@@ -243,14 +297,14 @@ class Watched:
         self.skipped[str(error) if known else described(error)] += 1
 
 
-class _Call:
-    """One call of the model while it runs: the modules' hooks send the values that the reader seeks."""
+class _Hooks:
+    """The hooks and taps in a model, which send the values of a call to its reader while one is read."""
 
-    def __init__(self, loaded: LoadedModel, family: Family, batch: Batch, observables: list[Observable]) -> None:
-        self.batch, self.observables = batch, observables
-        self.thread = threading.get_ident()
+    def __init__(self, loaded: LoadedModel, family: Family) -> None:
+        self.batch, self.observables = Batch(torch.empty(0, 0), torch.empty(0, 0)), list[Observable]()
+        self.thread = 0
         self.failure: Exception | None = None
-        self._hooks = ExitStack()
+        self._awaited: tuple[nn.Module | None, str] = None, ""
         with ExitStack() as stack:
             attentions = family.attentions(loaded.model)
             seams = {layer: seam for layer, part in attentions.items() if (seam := getattr(part, NAME, None))}
@@ -258,20 +312,24 @@ class _Call:
             seams = seams or stack.enter_context(open_seam(loaded.model, family, aside=True))
             self.reader = Reader(loaded.model, family, seams)
             self._layers = family.layer_modules(loaded.model)
-            self._sought: Sought = self.reader.requests(batch, observables)
-            self._awaited: tuple[nn.Module | None, str] = None, ""
             read = {self._layers[layer].get_submodule(path) for layer, path, _ in self.reader.addresses()}
             for module in read:
                 stack.enter_context(module.register_forward_pre_hook(self._before, with_kwargs=True))
                 stack.enter_context(module.register_forward_hook(self._after))
-            self._advance(partial(self._sought.send, None))
-            self._hooks = stack.pop_all()
+            self.close = stack.pop_all().close
 
-    def close(self) -> None:
-        """Restore the model. Raises the exception that ended the reading, or SinkscopeError for an incomplete one."""
-        self._hooks.close()
+    def begin(self, batch: Batch, observables: list[Observable]) -> None:
+        """Read the next call into the observables."""
+        self.batch, self.observables = batch, observables
+        self.thread, self.failure = threading.get_ident(), None
+        self._sought: Sought = self.reader.requests(batch, observables)
+        self._advance(partial(self._sought.send, None))
+
+    def end(self) -> None:
+        """End the call. Raises the exception that ended the reading, or SinkscopeError for an incomplete one."""
         if self.failure is None and self._awaited[0] is not None:
             self._advance(partial(self._sought.throw, OutOfOrderError("the call ended before its last layer")))
+        self._awaited = None, ""
         if self.failure is not None:
             raise self.failure
         self.reader.check_finite()
@@ -328,6 +386,22 @@ def _batch(arguments: Mapping[str, Any], first: int) -> Batch:
     return Batch(ids.detach().cpu(), mask.long().detach().cpu(), first)
 
 
+def _step(arguments: Mapping[str, Any]) -> Batch | None:
+    """Return the tokens of a decoding step, one for each sequence; None for another call."""
+    ids, mask, cache = (arguments.get(name) for name in ("input_ids", "attention_mask", "past_key_values"))
+    if not isinstance(ids, torch.Tensor) or ids.shape[1] != 1 or not hasattr(cache, "get_seq_length"):
+        return None
+    before, positions = cache.get_seq_length(), arguments.get("position_ids")
+    if not before:
+        return None
+    places = torch.full(ids.shape[:1], int(before))
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] > 1:
+        places = mask.sum(1) - 1  # without padding
+    elif isinstance(positions, torch.Tensor) and positions.dim() == 2:
+        places = positions[:, -1].expand(len(ids))
+    return Batch(ids.cpu(), torch.ones_like(ids, device="cpu"), before=places.cpu().long())
+
+
 def _tokens_seen(mask: torch.Tensor) -> torch.Tensor | None:
     """Return which tokens are real (B,T) according to a mask (B,1,T,S); None if it is not causal over one sequence.
 
@@ -357,7 +431,9 @@ def _observables(loaded: LoadedModel, family: Family, named: tuple[str, ...] | N
 
 
 @contextmanager
-def watch(model: nn.Module, *, tokenizer: PreTrainedTokenizerBase | None = None, **options: Any) -> Iterator[Watched]:
+def watch(
+    model: nn.Module, *, tokenizer: PreTrainedTokenizerBase | None = None, decoding: bool = False, **options: Any
+) -> Iterator[Watched]:
     """Measure a loaded model while your own code calls it, as `analyze` does, in the same forward pass.
 
         for batch in data:
@@ -391,6 +467,6 @@ def watch(model: nn.Module, *, tokenizer: PreTrainedTokenizerBase | None = None,
     with undisturbed(network):
         family, notices = row_or_calibrated(network)
     check_beforehand(network, family, is_calibrated=bool(notices))
-    seen = Watched(loaded, family, settings)
+    seen = Watched(loaded, family, settings, decoding)
     with called_uncompiled(network), seen.watching():
         yield seen

@@ -36,6 +36,8 @@ class Batch:
     first_predicted: int = 1  # the first position that is predicted; for a prefix LM the first one after its prefix
     pictures: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the model's arguments for the pictures in it
     texts: tuple[int, ...] | None = None  # the number of each sequence's text; None: there are no copies of a text
+    # (B,), in a decoding step: the number of tokens of each sequence before this one; None: complete sequences
+    before: torch.Tensor | None = None
 
     @property
     def numbers(self) -> list[int]:
@@ -120,7 +122,7 @@ class Batch:
 
     def with_registers(self, registers: int) -> "Batch":
         """Return the sequences with `registers` register tokens before each, as the model's layers see them."""
-        if not registers:
+        if not registers or self.before is not None:
             return self
         ids = insert_before(self.token_ids, self.token_ids.new_full((registers,), REGISTER), self.start)
         mask = insert_before(self.attention_mask, self.attention_mask.new_ones(registers), self.start)
