@@ -48,6 +48,7 @@ FIGURES = "sinkscope.figures"
 PICTURES = "sinkscope.measuring.pictures"
 SPARED = "sinkscope.quantization.spared"
 SUMMARY = "sinkscope.measuring.summary"
+DECODING, WATCHING = "sinkscope.measuring.decoding", "sinkscope.measuring.watching"
 OF_RUN = "sinkscope.measuring.estimates"
 OF_METRICS, OF_HEADS = "sinkscope.results.metric_estimates", "sinkscope.results.head_differences"
 CALLBACK = "sinkscope.measuring.callback"
@@ -95,6 +96,7 @@ OF_RUN_TESTS = ("tests/measuring/test_estimates.py",)
 CALLBACK_TESTS = ("tests/measuring/test_callback.py",)
 STATE_TESTS = ("tests/measuring/test_states.py",)
 NEURON_TESTS = ("tests/measuring/test_neurons_and_heads.py",)
+DECODING_TESTS = ("tests/measuring/test_decoding.py",)
 SINK_OUTPUT_TESTS = ("tests/measuring/test_sink_output.py",)
 TEXT_TESTS = ("tests/text",)
 SPARED_TESTS = ("tests/quantization/test_spared.py",)
@@ -571,6 +573,30 @@ MUTATIONS = [
         ("spared: weights", SPARED, "Spared._mask", " or site.part == WEIGHT", ""),
         ("spared: tokens of the first batch", SPARED, "Spared.read",
          "batch.first : batch.first + len", "0 : len"),
+    ),
+    *_mutations(
+        DECODING_TESTS,
+        ("decoding: the row of the previous key", DECODING, "newest_weights", "amax(-1)", "amax(-1) - 1"),
+        ("decoding: position 0 of the padded row", DECODING, "Decoding.see_attention",
+         '- batch.on(device, "before")[:, None]', "- newest[:, None]"),
+        ("decoding: keys before the window are the first of it", DECODING, "Decoding.see_attention",
+         "(place < 0)[:, None], 0.0", "(place < 0)[:, None], 1.0"),
+        ("decoding: an ended sequence gives attention", DECODING, "Decoding.see_attention",
+         "to_decoded * goes_on", "to_decoded"),
+        ("decoding: a sequence that ended goes on", DECODING, "Decoding.begin", "(self._steps == done) & ", ""),
+        ("decoding: all steps are queries of a token", DECODING, "Decoding._sinks",
+         "torch.arange(tokens.shape[1])", "torch.zeros(tokens.shape[1])"),
+        ("decoding: the last position", DECODING, "Decoding.tables", "[sequence] + step", "[sequence] - step"),
+        ("decoding: tokens of the first sequence", DECODING, "Decoding.tables",
+         "tokens[sequence, step]", "tokens[0, step]"),
+        ("decoding: a thought without an end", DECODING, "tokens_of_thought", "opened > closed", "opened > 0"),
+        ("decoding: the mask counts the new token", WATCHING, "_step", "mask.sum(1) - 1", "mask.sum(1)"),
+        ("decoding: caches are mixed up", WATCHING, "Watched._continued", "reference() is cache", "True"),
+        ("decoding: the limit of positions", WATCHING, "check_decoding", "longest + count > limit", "count > limit"),
+        ("decoding: the change from the last to the first", PROBES, "_decoding",
+         '"change": bootstrap(last - first)', '"change": bootstrap(first - last)'),
+        ("decoding: each token counts", PROBES, "_decoding",
+         '.drop_duplicates(["layer", "head", "sequence"])', ""),
     ),
 ]  # fmt: skip
 

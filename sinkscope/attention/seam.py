@@ -189,9 +189,7 @@ def recorded_taps(seams: Mapping[int, Seam]) -> Iterator[dict[int, dict[str, tor
         yield seen
 
 
-def why_unread(
-    seam: Seam, seen: Mapping[str, torch.Tensor], tokens: torch.Size, is_whole: bool = True
-) -> str | None:
+def why_unread(seam: Seam, seen: Mapping[str, torch.Tensor], tokens: torch.Size, is_whole: bool = True) -> str | None:
     """Return why a layer's attention cannot be read from its taps after a run on tokens (B,T); None if it can.
 
     The tokens are complete sequences if `is_whole`; otherwise a KV cache has further keys.

@@ -19,6 +19,7 @@ from sinkscope.results.run import RunData
 # of one run of `analyze`: name, file with its function, description, tables
 FIGURE_ROWS = (
     ("attention-maps", "runs", "attention weights of selected heads on the first sequence", "attention_maps"),
+    ("decoding", "decoding", "attention to position 0, later sinks and activations of each decoded token", "decoding"),
     ("entropy-by-layer", "states",
         "entropy of each layer's states with and without position 0 (compression valleys)", "entropy"),
     ("epe-coordinates", "query_bias", "EPE₀ by coordinate, with names of massive coordinates (NU fig. 6)", "gamma"),

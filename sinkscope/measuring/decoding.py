@@ -57,7 +57,7 @@ class Decoding(Observable):
         ends: Collection[int] = (),
         thought: tuple[int, int] | None = None,
     ) -> None:
-        """`prompt` may have no tokens, where it is not known; `ends` and `thought` are as `ends_of` and `thought_of`."""
+        """`prompt` may have no tokens, where it is not known; for `ends` and `thought` see the functions below."""
         super().__init__(settings)
         self.prompt, self.thought = prompt, thought
         self.attended, self.states = Rows(list), Rows(list)
@@ -81,7 +81,8 @@ class Decoding(Observable):
         """Begin a step. A sequence ends with its first token of `ends`, which itself is not measured."""
         self.pending = type(self.pending)()  # of a step that failed
         done = len(self._tokens)
-        self._first = self._first if done else step.before
+        if not done and step.before is not None:
+            self._first = step.before
         goes_on = (self._steps == done) & ~torch.isin(step.token_ids[:, 0], self._ends)
         self._steps += goes_on
         self._tokens.append(step.token_ids[:, 0])

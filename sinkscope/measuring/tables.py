@@ -7,6 +7,7 @@ import pandas as pd
 
 from sinkscope.measuring.decoding import Decoding
 from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.observables.observable import Observable
 from sinkscope.measuring.passes import LOSS_TABLES
 from sinkscope.measuring.pictures import PICTURE_TABLES
 from sinkscope.models.loading import LoadedModel
@@ -18,7 +19,7 @@ from sinkscope.text.tokens import token_texts
 
 def all_tables() -> Mapping[str, Columns]:
     """Return the columns of every table, without the leading columns that all tables have."""
-    kinds = (*OBSERVABLES.values(), Decoding)
+    kinds: tuple[type[Observable], ...] = (*OBSERVABLES.values(), Decoding)
     of_observables = {name: columns for kind in kinds for name, columns in kind.columns.items()}
     shared = of_observables | LOSS_TABLES | {"summary": SUMMARY_COLUMNS} | PICTURE_TABLES | TRAINING_TABLES
     of_commands = [record.imported(place) for record in records().values() for place in record.tables]

@@ -18,14 +18,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from sinkscope.attention.kernels import is_visible
 from sinkscope.attention.seam import open_seam
@@ -38,12 +38,12 @@ from sinkscope.measuring.observables import OBSERVABLES, check_names
 from sinkscope.measuring.observables.observable import Observable, accumulated
 from sinkscope.measuring.parity import check_beforehand
 from sinkscope.measuring.passes import tables_of
-from sinkscope.measuring.subject import load_model, row_or_calibrated
+from sinkscope.measuring.subject import Subject, load_model, row_or_calibrated
 from sinkscope.measuring.summary import MeasuredTables, summarize
 from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import Address, Reader, Sought
 from sinkscope.models.edits import first_argument
-from sinkscope.models.family import Family
+from sinkscope.models.family import Family, input_device, number_of_positions
 from sinkscope.models.in_memory import called_uncompiled, on_cpu_by_default, outside_autocast, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import ObservableOptions, make_config
@@ -78,11 +78,11 @@ class Watched:
     """The measurements of all calls in a block of `watch` so far."""
 
     def __init__(
-        self, loaded: LoadedModel, family: Family, settings: ObservableOptions, decoding: bool = False
+        self, loaded: LoadedModel, family: Family, settings: ObservableOptions, decoding: bool | Literal["only"] = False
     ) -> None:
         self.loaded, self.family, self.settings, self.decoding = loaded, family, settings, decoding
         self.skipped: Counter[str] = Counter()  # reason → the number of calls that are not measured for it
-        self._names = _observables(loaded, family, settings.observables)
+        self._names = [] if decoding == "only" else _observables(loaded, family, settings.observables)
         self._sequences: dict[int, np.ndarray] = {}  # number → token ids
         self._observables: list[Observable] = []
         self._added = 0  # measured calls whose numbers are in `_observables`
@@ -102,7 +102,8 @@ class Watched:
             texts = {METRICS[name].short: METRICS[name].text(self.metric(name)) for name in SHORT_METRICS}
             numbers = "".join(f", {label} {text}" for label, text in texts.items() if text != MISSING)
         reasons = "".join(f"\nnot measured: {reason} ({count} ×)" for reason, count in self.skipped.items())
-        return f"Watched {self.loaded.name}: {counted(self.calls, 'measured call')}{numbers}{reasons}"
+        steps = f", {counted(self.steps, 'decoding step')}" if self.decoding else ""
+        return f"Watched {self.loaded.name}: {counted(self.calls, 'measured call')}{steps}{numbers}{reasons}"
 
     @property
     def calls(self) -> int:
@@ -142,11 +143,15 @@ class Watched:
             raise SinkscopeError(f"no call of the model was measured{reasons and ': '}{reasons}")
         return self._tables
 
+    def decoded(self) -> dict[str, pd.DataFrame]:
+        """Return the raw tables of the decoding steps, by number of sequence; none before the first step."""
+        made = [decoding.tables() for _, decoding in self._decoded if decoding.steps]
+        return {name: pd.concat([tables[name] for tables in made], ignore_index=True) for name in (made or [{}])[0]}
+
     @cached_property
     def _tables(self) -> dict[str, pd.DataFrame]:
         numbers = sorted(self._sequences)
-        made = [decoding.tables() for _, decoding in self._decoded if decoding.steps]
-        decoded = {name: pd.concat([tables[name] for tables in made], ignore_index=True) for name in (made or [{}])[0]}
+        decoded = self.decoded()
         # sequences whose prompt was not measured come last
         others = set(decoded["decoding"]["sequence"]) - set(numbers) if decoded else ()
         places = {number: place for place, number in enumerate([*numbers, *sorted(others)])}
@@ -389,11 +394,10 @@ def _batch(arguments: Mapping[str, Any], first: int) -> Batch:
 def _step(arguments: Mapping[str, Any]) -> Batch | None:
     """Return the tokens of a decoding step, one for each sequence; None for another call."""
     ids, mask, cache = (arguments.get(name) for name in ("input_ids", "attention_mask", "past_key_values"))
-    if not isinstance(ids, torch.Tensor) or ids.shape[1] != 1 or not hasattr(cache, "get_seq_length"):
+    before = cache.get_seq_length() if cache is not None and hasattr(cache, "get_seq_length") else 0
+    if not before or not isinstance(ids, torch.Tensor) or ids.shape[1] != 1:
         return None
-    before, positions = cache.get_seq_length(), arguments.get("position_ids")
-    if not before:
-        return None
+    positions = arguments.get("position_ids")
     places = torch.full(ids.shape[:1], int(before))
     if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] > 1:
         places = mask.sum(1) - 1  # without padding
@@ -446,13 +450,18 @@ def watch(
     uncompiled in the block. Of `generate` and of serving with a KV cache, the pass over each prompt is measured;
     decoding steps, and prompts that are read in several chunks, are not, nor are those of assisted generation, whose
     checks of several tokens look like chunks. `seen.calls` counts the measured calls, `seen.skipped` the others by
-    their reason: a decoding step, packed sequences, inputs other than token ids, attention that is not recognized, NaN.
+    their reason: a decoding step (without `decoding`), packed sequences, inputs other than token ids, attention that is
+    not recognized, NaN.
     A block keeps the ids and the tables of all its calls: a server opens one for some of its calls, or for a while.
 
     Args:
         model: A transformers model, also wrapped by torch.compile, PEFT, DistributedDataParallel, or DataParallel on
             one device.
         tokenizer: For the texts of tokens.
+        decoding: Whether steps of decoding are measured, too: one new token for each sequence of a KV cache, dynamic,
+            static or sliding. `seen.tables` then has `decoding` and `decoding_sinks`, whose rows equal those of one
+            full pass. A sequence ends with the model's end token; beams that change places are not followed. The hooks
+            stay in the model from the first step to the end of the block.
         **options: `observables` (by default all of one forward pass), `positions`, `window` and `epsilon`, as for
             `analyze`.
 
@@ -470,3 +479,37 @@ def watch(
     seen = Watched(loaded, family, settings, decoding)
     with called_uncompiled(network), seen.watching():
         yield seen
+
+
+def check_decoding(subject: Subject, count: int) -> None:
+    """Raise InputError if a model cannot decode `count` tokens after its text."""
+    model, family, longest = subject.loaded.model, subject.family, subject.inputs.longest
+    if not (family.causal and model.can_generate()):
+        raise InputError(f"--generate {count}: {subject.loaded.name} does not generate text")
+    limit = number_of_positions(model, family)
+    if limit is not None and longest + count > limit:
+        raise InputError(f"--generate {count}: {subject.loaded.name} has {limit} positions, and the text {longest}")
+
+
+@torch.no_grad()
+def decode(subject: Subject, settings: ObservableOptions, count: int, batch_size: int) -> dict[str, pd.DataFrame]:
+    """Continue each sequence greedily by `count` tokens or to its end, and return the raw tables of their steps.
+
+    Raises:
+        SinkscopeError: A step cannot be measured.
+    """
+    model = subject.loaded.model
+    network: Any = model  # typed as a module
+    ends = sorted(ends_of(model))
+    # the token after the last measured one is not read
+    how = GenerationConfig(
+        do_sample=False, max_new_tokens=count + 1, eos_token_id=ends or None, pad_token_id=(ends or [0])[0]
+    )
+    seen = Watched(subject.loaded, subject.family, settings, decoding="only")
+    with called_uncompiled(model), seen.watching():
+        for batch in subject.inputs.batches(batch_size, padding_side="left"):
+            ids, mask = (x.to(input_device(model)) for x in (batch.token_ids, batch.attention_mask))
+            network.generate(ids, attention_mask=mask, generation_config=how)
+    if seen.skipped:
+        raise SinkscopeError(f"--generate {count}: {next(iter(seen.skipped))}")
+    return seen.decoded()

@@ -25,6 +25,7 @@ from sinkscope.measuring.observables.spikes import SECONDARY
 from sinkscope.results.findings import (
     AFTER_LAYER,
     BROADCAST,
+    FEWEST_QUERIES,
     GIVING_HALF,
     HALF,
     HIGH_NORM,
@@ -43,6 +44,7 @@ from sinkscope.results.statistics import Estimate, bootstrap, exact, rank_correl
 from sinkscope.verdict.report import coordinates_text, finding, with_interval
 
 SECTION, STATES, PICTURES = "Neurons and heads", "States of the residual stream", "Pictures"
+DECODING = "Decoding"
 SHARE = AblateHeads().share
 
 
@@ -56,6 +58,7 @@ def findings(run: RunData) -> Iterator[Finding]:
         "head_scores": _heads,
         "sink_output_by_sequence": _sink_output,
         "over_mixing_by_sequence": _over_mixing,
+        "decoding": _decoding,
         "visual_patch": _visual_sinks,
         "encoder_patch": _outlier_patches,
     }
@@ -179,6 +182,34 @@ def _sink_output(run: Sequences) -> Iterator[Finding]:
     sentence += "broadcast, is to be tested by `scale-sink-value`."
     numbers |= {"no_op": NO_OP, "broadcast": BROADCAST, "rank": ONE_VECTOR, **counts}
     yield finding("sink-output", SECTION, mean, sentence, numbers, null=null)
+
+
+def _decoding(run: Sequences) -> Iterator[Finding]:
+    table = run.table("decoding")
+    mass = np.nanmean(run.means("decoding", "sink_mass", ("layer", "step")), axis=1)  # (1 + draws, steps)
+    share, null, steps = bootstrap(np.nanmean(mass, 1)), float(table["uniform"].mean()), mass.shape[1]
+    sentence = f"Decoded tokens, up to {steps} after each sequence, give position 0 {with_interval(share, '.1%')} of "
+    sentence += "their attention, mean over heads, layers and steps; "
+    sentence += f"uniform attention gives {null:.1%}"
+    numbers: dict[str, Estimate | float] = {"steps": steps}
+    if steps >= 2 * FEWEST_QUERIES:
+        first, last = mass[:, :FEWEST_QUERIES].mean(1), mass[:, -FEWEST_QUERIES:].mean(1)
+        numbers |= {"first": bootstrap(first), "last": bootstrap(last), "change": bootstrap(last - first)}
+        sentence += f". From the first {FEWEST_QUERIES} steps to the last it changes by "
+        sentence += with_interval(bootstrap(100 * (last - first)), "+.1f", " points")
+    if steps >= FEWEST_QUERIES and "attention" in run.run.tables:
+        sinks = run.table("decoding_sinks").drop_duplicates(["layer", "head", "sequence"]).groupby("sequence").size()
+        heads = len(run.table("attention")[["layer", "head"]].drop_duplicates())
+        rates = sinks.reindex(range(run.weights.shape[1]), fill_value=0).to_numpy() / heads
+        new = bootstrap(run.weights @ rates / run.weights.sum(1))
+        numbers["new_sinks"] = new
+        sentence += f". In {with_interval(new, '.2%')} of heads and sequences a decoded token becomes a sink, for at "
+        sentence += f"least {FEWEST_QUERIES} decoded queries"
+    largest = table.loc[table["largest"].idxmax()]
+    numbers |= {"largest": float(largest["largest"]), "headroom": float(largest["headroom"])}
+    sentence += f". The largest activation at a decoded token is {largest['largest']:.4g}, after layer "
+    sentence += f"{largest['layer']}, where float16's limit is {largest['headroom']:.3g} × as large."
+    yield finding("decoding", DECODING, share, sentence, numbers, null=null)
 
 
 def _over_mixing(run: Sequences) -> Iterator[Finding]:

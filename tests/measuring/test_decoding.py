@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,17 +10,18 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import tiny_model, tiny_tokens
+from tiny import ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 import sinkscope
+from sinkscope.errors import InputError
 from sinkscope.measuring.decoding import tokens_of_thought
 from sinkscope.measuring.watching import Watched
 from sinkscope.models.families import find_family
 from sinkscope.results.findings import FEWEST_QUERIES
 
-IDS, PADDED, STEPS, EPSILON = tiny_tokens(2), 5, 24, 0.02
+IDS, PADDED, STEPS, EPSILON, END = tiny_tokens(2), 5, 24, 0.02, 2
 CACHES = {"dynamic": {}, "static": {"cache_implementation": "static", "disable_compile": True}}
 # attention functions of transformers and code of their own; learned, rotary and ALiBi positions; sink logits. The last
 # three have sliding windows, whose caches drop position 0.
@@ -63,12 +65,15 @@ def test_each_step_is_the_row_of_a_full_pass(name: str, cache: str) -> None:
     # in float64, BLOOM itself gives NaN where a query is padding
     seen, tokens = generated(model, PADDED * (name != "bloom"), **CACHES[cache])
     assert (seen.steps, dict(seen.skipped)) == (STEPS, {})
-    sinks = seen.tables["decoding_sinks"]
+
+    def of_sequence(table: str, number: int) -> pd.DataFrame:
+        return seen.tables[table].query(f"sequence == {number}")
+
     assert_near = partial(np.testing.assert_allclose, rtol=1e-6 if name in IN_FLOAT32 else 1e-10)
-    for sequence, ids in enumerate(tokens):
+    for number, ids in enumerate(tokens):
         attention, outputs = full_pass(model, ids)
         length = ids.shape[1] - STEPS
-        table = seen.tables["decoding"].query("sequence == @sequence").sort_values(["layer", "step"])
+        table = of_sequence("decoding", number).sort_values(["layer", "step"])
         assert table["position"].tolist() == list(range(length, length + STEPS)) * len(attention)
         assert table["token_id"].tolist() == ids[0, length:].tolist() * len(attention)
         assert_near(table["uniform"], 1 / (table["position"] + 1))
@@ -87,7 +92,7 @@ def test_each_step_is_the_row_of_a_full_pass(name: str, cache: str) -> None:
             if key >= length and (received := attention[layer, head, key:, key].mean()) > EPSILON
         ]
         names = ["layer", "head", "position", "token_id", "queries", "received"]
-        rows = sinks.query("sequence == @sequence")[names].sort_values(names, ignore_index=True)
+        rows = of_sequence("decoding_sinks", number)[names].sort_values(names, ignore_index=True)
         assert len(expected)
         pd.testing.assert_frame_equal(rows, pd.DataFrame(expected, columns=names), check_dtype=False, rtol=1e-6)
 
@@ -97,3 +102,79 @@ def test_a_thought_reaches_from_its_opening_token_to_the_closing_one() -> None:
     within = [[0, 1, 1, 1, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1, 0, 0]]
     assert tokens_of_thought(ids, (1, 2)).long().tolist() == within
     assert not tokens_of_thought(ids, None).any()
+
+
+def decoded(model: PreTrainedModel, cache: DynamicCache, ids: torch.Tensor) -> None:
+    for token in ids.T:
+        model(token[:, None], past_key_values=cache)
+
+
+def test_steps_of_several_caches_are_told_apart_and_follow_their_prompts() -> None:
+    """The second cache has a prompt from before the block: its sequences come last."""
+    model = tiny_model("llama")
+    caches = [DynamicCache(config=model.config) for _ in range(3)]
+    model(IDS[:1, :9], past_key_values=caches[1])
+    with sinkscope.watch(model, decoding=True) as seen:
+        model(IDS[:1], past_key_values=caches[0])
+        decoded(model, caches[1], IDS[1:, :3])
+        model(IDS, past_key_values=caches[2])
+        decoded(model, caches[0], IDS[1:, 3:7])
+        assert repr(seen) == "Watched LlamaForCausalLM: 2 measured calls, 7 decoding steps"
+        decoded(model, caches[2], IDS[:, :2])
+    assert (seen.calls, seen.steps, dict(seen.skipped)) == (2, 9, {})
+    first_layer = seen.tables["decoding"].query("layer == 0")
+    positions = first_layer.groupby("sequence")["position"].agg(list).to_dict()
+    assert positions == {0: [24, 25, 26, 27], 1: [24, 25], 2: [24, 25], 3: [9, 10, 11]}
+    tokens = first_layer.groupby("sequence")["token_id"].agg(list)
+    assert (tokens[0], tokens[1], tokens[2]) == (IDS[1, 3:7].tolist(), IDS[0, :2].tolist(), IDS[1, :2].tolist())
+    assert seen.tables["massive"]["sequence"].nunique() == 3
+    with sinkscope.watch(model, decoding=True) as steps_alone:
+        decoded(model, caches[1], IDS[1:, :3])
+    assert list(steps_alone.tables) == ["decoding", "decoding_sinks"]
+
+
+def test_a_sequence_ends_with_its_end_token_while_others_go_on() -> None:
+    model, text = tiny_model("llama"), torch.cat([IDS, IDS[:, :6]], 1)
+    end = FEWEST_QUERIES + 2
+    text[1, end] = END
+
+    def watched(tokens: torch.Tensor) -> Watched:
+        with sinkscope.watch(model, decoding=True, epsilon=0.0) as seen:
+            cache = DynamicCache(config=model.config)
+            model(IDS, past_key_values=cache)
+            decoded(model, cache, tokens)
+        return seen
+
+    seen = watched(text)
+    table = seen.tables["decoding"].query("layer == 1")
+    assert table.groupby("sequence")["step"].max().to_dict() == {0: 29, 1: end - 1}
+    of_second = [one.tables["decoding_sinks"].query("sequence == 1") for one in (seen, watched(text[:, :end]))]
+    assert of_second[0].query("layer == 1 and head == 0")["queries"].tolist() == [end, end - 1, end - 2]
+    pd.testing.assert_frame_equal(*(rows.reset_index(drop=True) for rows in of_second))
+
+
+def test_analyze_decodes_after_its_text_and_says_what_it_saw(tmp_path: Path) -> None:
+    model = tiny_model("llama", spread=3.0)
+    text = {"input": [ids.tolist() for ids in ragged_tokens((12, 9, 12))], "seq_len": 12, "quiet": True}
+    run = sinkscope.analyze(
+        model, generate=40, epsilon=0.03, figures=["decoding"], page=False, out=tmp_path / "run", **text
+    )
+    table = run.tables["decoding"]
+    model.generation_config.eos_token_id = None
+    continued = model.generate(torch.tensor(text["input"][1])[None], max_new_tokens=40, do_sample=False)
+    tokens = table.query("sequence == 1 and layer == 0")["token_id"].tolist()
+    assert tokens == continued[0, 9 : 9 + len(tokens)].tolist()
+    (finding,) = (one for one in run.findings if one.name == "decoding")
+    by_sequence = table.groupby(["sequence", "layer", "step"])["sink_mass"].mean()
+    by_step = by_sequence.groupby(["layer", "step"]).mean().groupby("step").mean()
+    assert finding.value == pytest.approx(by_step.mean())
+    change = by_step[-FEWEST_QUERIES:].mean() - by_step[:FEWEST_QUERIES].mean()
+    assert finding.numbers["change"] == pytest.approx(change)
+    pairs = run.tables["decoding_sinks"].drop_duplicates(["layer", "head", "sequence"])
+    assert 0 < len(pairs) < len(run.tables["decoding_sinks"])
+    assert finding.numbers["new_sinks"] == pytest.approx(len(pairs) / (3 * 4 * 3))
+    assert finding.numbers["largest"] == table["largest"].max()
+    assert finding.null == pytest.approx((1 / (table["position"] + 1)).mean())
+    assert (tmp_path / "run" / "figures" / "decoding.png").exists()
+    with pytest.raises(InputError, match="has 256 positions, and the text 12"):
+        sinkscope.analyze(model, generate=245, **text)

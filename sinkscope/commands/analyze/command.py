@@ -15,12 +15,13 @@ from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.console import Messages, print_line, print_notices, print_part
 from sinkscope.measuring.keeping import ModelReference, check_sites, keep
-from sinkscope.measuring.measure import Facts, measure, run_manifest
+from sinkscope.measuring.measure import Facts, measure, run_manifest, settings_of
 from sinkscope.measuring.pictures import PICTURES_CONDITION, measure_encoder, measure_pictures, processor_for
 from sinkscope.measuring.processes import together
 from sinkscope.measuring.spike_mask import SpikeFilter, SpikeMask, calibrated_filter, measured_mask
 from sinkscope.measuring.subject import ModelLike, check_config, is_in_memory, options_of
 from sinkscope.measuring.tables import publish
+from sinkscope.measuring.watching import check_decoding, decode
 from sinkscope.models.in_memory import text_of
 from sinkscope.models.loading import load_encoder
 from sinkscope.models.steps import find_checkpoints
@@ -102,8 +103,13 @@ def analyze(
             return finished(Run.of_analysis(manifest, tables, folder), Messages(quiet), figures, page)
     with opened(model, tokenizer, config, out, overwrite, quiet) as (subject, folder, console):
         processor = None if pictures is None else processor_for(subject, config)
+        if config.generate is not None:
+            check_decoding(subject, config.generate)
         activations = Activations(keep(subject, config))
         tables, facts = measure(subject, config, console, config.pairs)
+        if config.generate is not None:
+            decoded = decode(subject, settings_of(subject, config), config.generate, facts.batch_size)
+            tables |= publish(decoded, subject.loaded, subject.inputs.condition)
         if pictures is not None:
             pictured, facts.pictures = measure_pictures(subject, config, pictures, processor, tables["massive"])
             tables |= publish(pictured, subject.loaded, subject.inputs.condition)

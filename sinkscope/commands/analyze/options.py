@@ -27,6 +27,14 @@ class AnalyzeOptions(CloseUpOptions):
         "Also write which tokens are sinks in which layers, and the massive coordinates, as spike_mask.safetensors: "
         "for sparse autoencoders, steering and probes.",
     )
+    generate: int | None = option(
+        None,
+        "Also continue each sequence greedily by N tokens, and measure each step: attention to position 0, decoded "
+        "tokens that become sinks, and the largest activations.",
+        metavar="N",
+        shown="none",
+        ge=1,
+    )
     images: UserPath | None = option(
         None,
         "A folder of pictures. A model that reads them is also measured on each with a question; a vision transformer "
