@@ -64,7 +64,7 @@ def _spec(module: str, command: str, name: str, about: str, *tables: str) -> Fig
 def _registers() -> dict[str, dict[str, FigureSpec[Any]]]:
     """Return the registers of figures by the data that they show, from FIGURE_ROWS and the records of the commands."""
     of_run = [
-        _spec(f"{__name__}.{file}", IMAGES if file == "pictures" else "analyze", name, *about)
+        _spec(f"{__name__}.{file}", WITH_OPTION.get(file, "analyze"), name, *about)
         for name, file, *about in FIGURE_ROWS
     ]
     kinds = {"one run": of_run, "several runs": [_spec(f"{__name__}.runs", "compare", *BY_LAYER)]}
@@ -75,7 +75,7 @@ def _registers() -> dict[str, dict[str, FigureSpec[Any]]]:
     return {data: {spec.name: spec for spec in specs} for data, specs in kinds.items()}
 
 
-IMAGES = "analyze --images"
+WITH_OPTION = {"decoding": "analyze --generate", "pictures": "analyze --images"}
 KINDS = _registers()
 FIGURES: dict[str, FigureSpec[RunData]] = KINDS["one run"]
 

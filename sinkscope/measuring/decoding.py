@@ -15,6 +15,7 @@ from sinkscope.attention.kernels import MASKED, masked_logits, raw_logits, upcas
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.measuring.observables.observable import Observable, Reading, Rows, Settings
 from sinkscope.results.findings import FEWEST_QUERIES, LARGEST_FLOAT16
+from sinkscope.results.metrics import is_sink
 from sinkscope.results.tables import COORDINATE, HEAD, TOKEN_PLACE, Column, names_of
 from sinkscope.text.batch import Batch
 
@@ -106,7 +107,7 @@ class Decoding(Observable):
         received[..., :steps] += to_decoded * goes_on
         self._received[layer] = received
         mass = to_first[..., 0]
-        heads = (mass > self.settings.epsilon).to(mass)
+        heads = is_sink(mass, self.settings.epsilon).to(mass)
         self.pending.add({"sink_mass": mass.mean(1), "sink_heads": heads.mean(1)}, "attended", layer=layer)
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
@@ -157,8 +158,8 @@ class Decoding(Observable):
         for layer, received in sorted(self._received.items()):
             queries = (self._steps[:, None] - torch.arange(tokens.shape[1])).clamp(min=0)  # (B,steps)
             mean = received[..., : tokens.shape[1]].cpu() / queries.clamp(min=1)[:, None]
-            is_sink = (mean > self.settings.epsilon) & (queries >= FEWEST_QUERIES)[:, None]
-            sequence, head, step = is_sink.nonzero().numpy().T
+            is_listed = is_sink(mean, self.settings.epsilon) & (queries >= FEWEST_QUERIES)[:, None]
+            sequence, head, step = is_listed.nonzero().numpy().T
             columns: dict[str, Any] = {"head": head, "sequence": sequence, "token_id": tokens[sequence, step]}
             columns |= {"position": self._first.numpy()[sequence] + step, "queries": queries.numpy()[sequence, step]}
             frames.append(pd.DataFrame(columns | {"layer": layer, "received": mean.numpy()[sequence, head, step]}))

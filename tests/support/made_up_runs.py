@@ -99,7 +99,11 @@ def state_tables(layers: int, sequences: int) -> dict[str, pd.DataFrame]:
     coordinates["kind"] = coordinates["coordinate"].map({7: "residual sink", 38: "spike"})
     spikes = grid(layer=range(layers)).assign(norm_ratio=10 ** random.uniform(0, 2, layers), rotated_share=0.0)
     spikes = spikes.assign(cosine=1.0, cosine_of_others=random.uniform(0, 1, layers), step=["up"] + [""] * (layers - 1))
-    named = {"entropy": entropy, "parallel_tokens": parallel, "sink_tokens": sinks}
+    steps = grid(layer=range(layers), sequence=range(sequences), step=range(6))
+    drawn = {name: random.uniform(0, 1, len(steps)) for name in ("sink_mass", "sink_heads", "ratio", "headroom")}
+    steps = steps.assign(**drawn, largest=10 ** random.uniform(0, 3, len(steps)), uniform=0.05, coordinate=7)
+    steps = steps.assign(position=24 + steps["step"], token_id=5, token="漢字", is_thought=steps["step"].between(1, 3))
+    named = {"entropy": entropy, "parallel_tokens": parallel, "sink_tokens": sinks, "decoding": steps}
     return named | {"residual_sinks": coordinates, "spikes": spikes}
 
 
