@@ -98,16 +98,12 @@ def plugin_of(error: BaseException) -> str:
     return next(filter(None, reversed(ran)), "")
 
 
-def failure_of(error: BaseException, dashes: str = "--") -> tuple[str, str]:
-    """Return what made a command fail, and what is to be added on a command line ("": nothing).
-
-    `dashes` are in front of the options that it names.
-    """
+def failure_of(error: BaseException) -> tuple[str, str]:
+    """Return what made a command fail, and what is to be added on a command line ("": nothing)."""
     if isinstance(error, SinkscopeError):
         return str(error), ""
     if is_out_of_memory(error):
-        options = (f"{dashes}{option}" for option in ("seq-len", "dtype bfloat16", "device-map auto"))
-        return "memory ran out: take a shorter {}, {} or {}".format(*options), ""
+        return "memory ran out: take a shorter --seq-len, --dtype bfloat16 or --device-map auto", ""
     gist, kind = one_line(error, 300), type(error).__name__
     if package := plugin_of(error):
         return f"the plugin {package} failed [{kind}: {gist}]", f"--debug shows where; {WITHOUT}"

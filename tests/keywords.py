@@ -28,7 +28,8 @@ from sinkscope.options.given import Given
 
 def written() -> str:
     """Return the module's text: a TypedDict for each class of options, with the options that the class adds."""
-    functions = {name: getattr(sinkscope, name.replace("-", "_")).__code__ for name in options_by_command()}
+    names = {name: name.replace("-", "_") for name in options_by_command()}
+    functions = {name: inspect.unwrap(getattr(sinkscope, public)).__code__ for name, public in names.items()}
     codes = {name: code for name, code in functions.items() if code.co_flags & inspect.CO_VARKEYWORDS}
     # names that a function has as parameters of its own
     named = {name for code in codes.values() for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}

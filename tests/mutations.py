@@ -249,6 +249,12 @@ MUTATIONS = [
     ),
     *_mutations(
         INTERVENTION_TESTS,
+        ("positions: the last is -0", f"{INTERVENTIONS}.intervention", "Intervention.from_the_start",
+         "value + length if value < 0", "value + length - 1 if value < 0"),
+        ("positions: the end of the longest sequence", f"{INTERVENTIONS}.intervention", "Intervention.from_the_start",
+         "len(set(lengths)) != 1", "not lengths"),
+        ("positions: registers are no tokens", "sinkscope.commands.intervene.experiment", "Experiment.resolved",
+         "len(ids) + registers_before(model)", "len(ids)"),
         ("massive: added to what is there", f"{INTERVENTIONS}.massive", "MassiveEdits.applied",
          "x[:, coordinates] = values", "x[:, coordinates] += values"),
         ("massive: negative ones elsewhere", f"{INTERVENTIONS}.massive", "replace_large",
@@ -296,6 +302,15 @@ MUTATIONS = [
          " / before.abs().max()", ""),
         ("norms: another function is kept", NORMS, "reparametrized",
          "not error < MOST_CHANGED", "False"),
+    ),
+    *_mutations(
+        ("tests/options/test_signatures.py",),
+        ("errors: flags in Python", "sinkscope.options.signatures", "spelled_for_python",
+         "if not is_typed.get()", "if is_typed.get()"),
+        ("errors: a flag has a value", "sinkscope.options.signatures", "as_keywords",
+         "fields[name].annotation is bool", "False"),
+        ("errors: command lines in Python's spelling", "sinkscope.options.signatures", "as_keywords",
+         "if name not in fields", "if not name"),
     ),
     *_mutations(
         ROUNDING_TESTS,

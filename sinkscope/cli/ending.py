@@ -9,6 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,6 +18,7 @@ from typer.core import TyperGroup
 from sinkscope.errors import InputError, SinkscopeError, one_line, was_interrupted
 from sinkscope.measuring.console import PrintableStream
 from sinkscope.options.option import Options
+from sinkscope.options.signatures import is_typed
 from sinkscope.plugins import failure_of
 
 DONE, FAILED, WRONG_INPUT = 0, 1, 2  # exit status
@@ -59,7 +61,8 @@ class Commands(TyperGroup):
         debug = "--debug" in args  # before arguments are parsed, since wrong ones end the command
         try:
             with contextlib.nullcontext() if debug else _silent_libraries():
-                status = super().main(args, *rest, **extra | {"standalone_mode": False})
+                (context := copy_context()).run(is_typed.set, True)
+                status = context.run(super().main, args, *rest, **extra | {"standalone_mode": False})
                 with printing():  # flush the buffer, also after the text of --help
                     pass
         except Exception as raised:

@@ -3,7 +3,7 @@
 import inspect
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -160,6 +160,8 @@ class Expectation(StrEnum):
     PERPLEXITY_UNHARMED = "perplexity-unharmed"
 
 
+POSITIONS = ("positions", "source", "target", "hidden", "beside")  # parameters that are positions
+
 # returns why an intervention does not apply to a model; None if it applies
 Requirement = Callable[[Target], str | None]
 
@@ -200,13 +202,35 @@ class Intervention(BaseModel, ABC):
             "coordinates": ("coordinate", lambda: target.width),
         }
         if length is not None:
-            counts |= dict.fromkeys(("positions", "source", "target"), ("position", lambda: length))
+            counts |= dict.fromkeys(POSITIONS, ("position", lambda: length))
         for name, (what, count) in counts.items():
             value = getattr(self, name, None)
             largest = max(value, default=None) if isinstance(value, tuple) else value
             if largest is not None and largest >= count():
                 whose = "the sequences have" if what == "position" else "this model has"
                 raise InputError(f"{self.name}: there is no {what} {largest}: {whose} {count()}, from 0 on")
+
+    def from_the_start(self, lengths: Collection[int]) -> Self:
+        """Return the intervention with positions below 0, which count from the end of sequences, counted from 0 on.
+
+        Raises InputError if the numbers of tokens of the sequences, `lengths`, differ or are not known.
+        """
+        named = {name: value for name in POSITIONS if (value := getattr(self, name, None)) is not None}
+        least = min((min(value) if isinstance(value, tuple) else value for value in named.values()), default=0)
+        if least < 0 and len(set(lengths)) != 1:
+            why = (
+                f"the sequences have {min(lengths)} to {max(lengths)} tokens" if lengths else "no length is known here"
+            )
+            raise InputError(f"{self.name}: position {least} counts from the end, and {why}: count from 0 on")
+        if least < -max(lengths, default=0):
+            raise InputError(f"{self.name}: there is no position {least}: the sequences have {max(lengths)}")
+
+        def counted_up(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(dict.fromkeys(map(counted_up, value)))
+            return value + max(lengths) if value < 0 else value
+
+        return self.model_copy(update={name: counted_up(value) for name, value in named.items()})
 
     def resolved(self, known: Known) -> Self:
         """Return the intervention with all open parameters decided; raise InputError if one cannot be decided."""
@@ -269,7 +293,7 @@ def applied(target: Target, interventions: Iterable[Intervention]) -> Iterator[N
             reason = intervention.inapplicable(target)
             if reason is not None:
                 raise InputError(f"{intervention.name} does not apply to this model: {reason}")
-            intervention.check(target)
+            intervention.from_the_start(()).check(target)
             if any(getattr(intervention, name) is None for name in intervention.opens):
                 wanted = intervention.asks_for or f"the {' and the '.join(intervention.opens)}"
                 raise InputError(f"{intervention.name}: name {wanted}")

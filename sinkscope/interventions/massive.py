@@ -13,7 +13,7 @@ from torch import nn
 
 from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import Expectation, Intervention, Known, Target, edited_positions
-from sinkscope.interventions.parameters import Indices, Open, Real, Reals
+from sinkscope.interventions.parameters import Open, Places, Real, Reals
 from sinkscope.models.edits import edited_input, edited_output
 
 ELSEWHERE = 0.25  # a coordinate of the sink is massive at no more than this share of the other tokens
@@ -35,7 +35,7 @@ class MassiveEdits(Intervention):
     puts_mean: ClassVar[bool] = False  # whether massive activations of other tokens are set to their mean, or else to 0
 
     layers: Open = None  # None: all layers at whose output a coordinate is massive
-    positions: Indices = (0,)
+    positions: Places = (0,)
     coordinates: Open = None  # None: coordinates that are massive at the sink and at few other tokens
     # massive activations of other tokens, such as delimiters: groups of layer, coordinate, smallest magnitude and mean
     elsewhere: Reals | None = None
@@ -184,7 +184,7 @@ class RescaleNorm(Intervention):
     )
 
     layers: Open = None  # None: the layer after the first at whose output the position has massive activations
-    positions: Indices = (0,)
+    positions: Places = (0,)
     factor: Annotated[Real, Field(gt=0)] = 0.5
 
     def measured(self, known: Known) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import Expectation, Intervention, Known, Target, WeightEdits, edited_positions
 from sinkscope.interventions.massive import sink_massive
-from sinkscope.interventions.parameters import Chosen, Index, Indices, Open, chosen
+from sinkscope.interventions.parameters import Chosen, Index, Open, Place, Places, chosen
 from sinkscope.models.edits import Edit, check_changes, replaced
 from sinkscope.models.projections import effective_positions, massive_coordinates
 
@@ -134,8 +134,8 @@ class ReplaceEpe(PositionVectors):
     control_about = "the same at another position"
     expects = Expectation.SINK_FALLS
 
-    positions: Indices = (0,)
-    source: Index = 1
+    positions: Places = (0,)
+    source: Place = 1
 
     def vector_sources(self) -> dict[int, int]:
         return dict.fromkeys(self.positions, self.source)
@@ -156,8 +156,8 @@ class TransplantEpe(PositionVectors):
     control_about = "the target and a random position exchange their vectors"
     expects = Expectation.SINK_MOVES
 
-    source: Index = 0
-    target: Index = 1
+    source: Place = 0
+    target: Place = 1
 
     def vector_sources(self) -> dict[int, int]:
         return {self.source: self.target, self.target: self.source}
@@ -179,7 +179,7 @@ class NullifyFirstEmbedding(Intervention):
     redraws = "positions"
     expects = Expectation.SINK_STAYS
 
-    positions: Indices = (0,)
+    positions: Places = (0,)
 
     def applied(self, target: Target) -> AbstractContextManager[None]:
         embedding = target.model.get_input_embeddings()

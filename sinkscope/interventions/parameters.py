@@ -20,10 +20,11 @@ def _parse_numbers(value: Any) -> Any:
         return None
     numbers: list[int] = []
     for part in value.replace("+", ",").split(","):
-        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", part)
+        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*|\s*(-\d+)\s*", part)
         if not match:
             raise ValueError(f"'{part.strip()}' is neither a number, nor a range such as 1-3, nor all")
-        first, last = int(match[1]), int(match[2] or match[1])
+        first = int(match[1] or match[3])
+        last = int(match[2] or first)
         if last < first:
             raise ValueError(f"the range {part.strip()} is empty")
         if last - first >= MOST_NUMBERS:
@@ -50,6 +51,10 @@ Indices = Annotated[tuple[Index, ...], BeforeValidator(_parse_named_numbers), Fi
 _Some = Annotated[tuple[Index, ...], Field(min_length=1)] | None
 Chosen = Annotated[_Some, BeforeValidator(_parse_numbers)]  # None: all
 Open = Annotated[_Some, BeforeValidator(_parse_named_numbers)]  # None: to be decided by `resolved`
+Place = Annotated[int, Field(ge=-(2**62), lt=2**62)]  # a position; below 0: counted from the end of each sequence
+_Places = Annotated[tuple[Place, ...], Field(min_length=1)]
+Places = Annotated[_Places, BeforeValidator(_parse_named_numbers)]
+ChosenPlaces = Annotated[_Places | None, BeforeValidator(_parse_numbers)]
 Real = Annotated[float, Field(allow_inf_nan=False)]
 Reals = Annotated[tuple[Real, ...], BeforeValidator(_parse_reals)]
 

@@ -27,7 +27,7 @@ from sinkscope.interventions.intervention import (
     must_change,
 )
 from sinkscope.interventions.massive import sink_massive
-from sinkscope.interventions.parameters import Chosen, Indices, Open, Real, Reals, chosen
+from sinkscope.interventions.parameters import Chosen, ChosenPlaces, Indices, Places, Real, Reals, chosen
 
 
 def without_equal_heads(target: Target) -> str | None:
@@ -111,7 +111,7 @@ class MaskSink(HiddenKeys):
     redraws = "positions"
     whole_columns = True
 
-    positions: Indices = (0,)
+    positions: Places = (0,)
     begin: Literal["first", "massive"] = "first"
 
     @property
@@ -145,9 +145,9 @@ class Isolate(HiddenKeys):
     paper = "2605.06611"
     control_about = "it also sees one random earlier token"
 
-    positions: Indices = (10,)  # as in the paper
-    hidden: Chosen = None  # None: all other tokens
-    beside: Open = None  # None: no other token is seen
+    positions: Places = (10,)  # as in the paper
+    hidden: ChosenPlaces = None  # None: all other tokens
+    beside: ChosenPlaces = None  # None: no other token is seen
 
     def check(self, target: Target, length: int | None = None) -> None:
         super().check(target, length)
@@ -215,7 +215,7 @@ class ChangedValues(Intervention):
 
     layers: Chosen = None
     heads: Chosen = None
-    positions: Indices = (0,)
+    positions: Places = (0,)
     where: Literal["all", "sinks"] = "all"
     _sinks: frozenset[tuple[int, int]] | None = PrivateAttr(None)  # measured (layer, key/value head) pairs
 

@@ -39,6 +39,7 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.options.given import Given
 from sinkscope.options.measuring import SEQ_LEN, ObservableOptions, RunConfig, make_config
 from sinkscope.options.records import ENTRIES
+from sinkscope.options.signatures import spelled_for_python
 from sinkscope.results.findings import SINK, USUAL
 from sinkscope.results.manifest import CALLBACK_TRAINING, make_manifest, write_manifest
 from sinkscope.results.metrics import notice_without_rate
@@ -127,7 +128,8 @@ class SinkCallback(TrainerCallback):
             raise InputError(f"every={every}: at least 1 step is needed from one measurement to the next")
         self.every, self.texts, self.on_onset = every, texts, on_onset
         self.options: dict[str, Any] = {"num_seqs": num_seqs, "seq_len": seq_len, "epsilon": epsilon}
-        make_config(**self.options)
+        with spelled_for_python(RunConfig):
+            make_config(**self.options)
         self.tables: Tables = {}  # tables over all measured steps
         self._subject: Subject | None = None  # None: nothing is measured
         self._trainer: Trainer | None = None

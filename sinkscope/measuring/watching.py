@@ -48,6 +48,7 @@ from sinkscope.models.in_memory import called_uncompiled, on_cpu_by_default, out
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import ObservableOptions, make_config
 from sinkscope.options.option import checked
+from sinkscope.options.signatures import spelled_for_python
 from sinkscope.results.metrics import METRICS, MISSING, SHORT_METRICS, notice_without_rate
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import of_whole_model
@@ -470,7 +471,8 @@ def watch(
         SinkscopeError: The model's attention differs from sinkscope's computation. Within the block nothing is raised
             in the model's calls; numbers raise it if no call was measured.
     """
-    settings = checked(ObservableOptions, options)
+    with spelled_for_python(ObservableOptions):
+        settings = checked(ObservableOptions, options)
     loaded = load_model(unwrapped(model, changed=True), tokenizer, make_config())
     network = loaded.model
     with undisturbed(network):

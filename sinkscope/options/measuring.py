@@ -176,8 +176,8 @@ class ObservableOptions(Options):
         shown="all that apply",
         names="sinkscope.measuring.observables:OBSERVABLES",
     )
-    positions: int = option(
-        POSITIONS, "Report the first P positions.", metavar="P", shown=f"{POSITIONS}, or T if less", ge=1
+    positions: Annotated[int, from_one("it is how many positions are reported, from position 0 on")] = option(
+        POSITIONS, "Report the first P positions, 0 to P - 1.", metavar="P", shown=f"{POSITIONS}, or T if less"
     )
     window: int = option(
         WINDOW,

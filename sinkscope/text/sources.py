@@ -589,5 +589,5 @@ def _existing_file(source: str) -> Path:
         problem = "no such file"
     close = closest(word, known)
     hint = "" if close is None else f"; did you mean {close}?"
-    own = "; a text of your own is --prompt TEXT, in Python prompt=… or a list, input=[…]" if close is None else ""
+    own = "; a text of your own is --prompt TEXT, or in Python a list, input=[…]" if close is None else ""
     raise InputError(f"--input {source or repr(source)}: {problem}{hint}{own}")

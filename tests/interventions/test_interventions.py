@@ -733,11 +733,11 @@ def test_two_interventions_at_one_position(name: str) -> None:
 WRONG = [
     ("llama", "mask-snk", "'mask-snk' is unknown; did you mean 'mask-sink'"),
     ("llama", "mask-sink:layers=1,layers=2", "'layers' is given twice"),
-    ("llama", "mask-sink:layers=-1", "layers: '-1' is neither a number"),
+    ("llama", "mask-sink:layers=-1", "layers: input should be greater than or equal to 0"),
     ("llama", "mask-sink:layers=0-1000000", "the range 0-1000000 has more than 1000000 numbers"),
     ("llama", "mask-sink:positions=all", "positions: all cannot be used here"),
     ("llama", "mean-massive:layers=0,coordinates=3,means=inf", "means: input should be a finite number"),
-    ("gpt2", "transplant-epe:target=-1", "target: input should be greater than or equal to 0"),
+    ("gpt2", "transplant-epe:target=-1", "counts from the end, and no length is known here"),
     ("gpt2", "replace-epe:at=layer", "at: input should be 'embedding' or 'epe'"),
     ("opt-post-norm", "replace-epe:at=epe", "replace-epe: at=epe: the first layer's output is not a sum"),
     ("llama", "mask-sink:layers=0,3", "no layer 3: this model has 3, from 0 on"),
@@ -809,6 +809,28 @@ def test_text_is_read_and_the_name_of_an_intervention_is_read_as_the_same() -> N
                 made = kind(**parameters)
                 assert all(getattr(made, key) != kind.model_fields[key].default for key in parameters)
                 assert parse(str(made)) == made
+
+
+@pytest.mark.parametrize(
+    ("text", "counted"),
+    [
+        ("mask-sink:positions=-1,3", "mask-sink:positions=9+3"),
+        ("isolate:positions=-2,8,hidden=-10,0", "isolate:positions=8,hidden=0"),
+        ("isolate:positions=2,beside=-9", "isolate:positions=2,beside=1"),
+        ("transplant-epe:source=-1,target=-3", "transplant-epe:source=9,target=7"),
+    ],
+)
+def test_positions_below_0_count_from_the_end_of_sequences_of_one_length(text: str, counted: str) -> None:
+    assert str(parse(text).from_the_start([10, 10])) == counted
+    assert parse(counted).from_the_start([8, 10]) == parse(counted)
+    with pytest.raises(InputError, match=r"counts from the end, and the sequences have 9 to 12 tokens: count"):
+        parse(text).from_the_start([12, 9])
+    model = tiny_model("gpt2")
+    with (
+        pytest.raises(InputError, match=r"counts from the end, and no length is known here: count from 0 on"),
+        intervening(model, text),
+    ):
+        pass
 
 
 def test_what_is_left_open_is_what_is_massive_in_half_of_the_sequences() -> None:

@@ -141,12 +141,12 @@ def test_a_head_or_a_text_that_cannot_be_read_is_one_line(options: dict, message
     ("options", "message"),
     [
         ({"keep": "layerout"}, "did you mean 'layer_out'"),
-        ({"keep": "mlp_norm", "model": "falcon"}, "--keep mlp_norm does not apply to .*: the MLP has no norm"),
+        ({"keep": "mlp_norm", "model": "falcon"}, "keep=mlp_norm does not apply to .*: the MLP has no norm"),
         ({"heads": "3-1"}, "a head is LAYER.HEAD"),
         ({"heads": (3.1,)}, "write heads as text"),
         ({"heads": "1.4"}, "layer 1 has no head 4"),
-        ({"heads": [(0, 1)], "observables": "massive"}, "--heads needs the observable attention"),
-        ({"keep": "query"}, "--keep query takes more than .* GB: name fewer sites"),
+        ({"heads": [(0, 1)], "observables": "massive"}, "heads=… needs the observable attention"),
+        ({"keep": "query"}, "keep=query takes more than .* GB: name fewer sites"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(options: dict, message: str, monkeypatch: pytest.MonkeyPatch) -> None:

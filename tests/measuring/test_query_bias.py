@@ -262,7 +262,7 @@ def test_an_observable_that_does_not_apply_is_left_out_with_the_reason_and_rejec
     assert run.manifest["not_measured"] == {"query-bias": NO_BIAS}
     assert not {"query_bias", "gamma", "delta_distribution"} & set(run.tables)
     assert f"query-bias ({NO_BIAS})" in run.verdict
-    with pytest.raises(InputError, match=f"--observables query-bias does not apply to .*: {NO_BIAS}"):
+    with pytest.raises(InputError, match=f"observables=query-bias does not apply to .*: {NO_BIAS}"):
         run_of(model, observables=("attention", "query-bias"))
     with pytest.raises(InputError, match=f"figure 'gamma': query-bias does not apply to .*: {NO_BIAS}"):
         run.figure("gamma")

@@ -34,6 +34,7 @@ def test_refusals() -> None:
     for options, message in (
         ({"seq_len": 24, "window": 25}, "--window 25 is beyond the sequence of 24 tokens"),
         ({"positions": 65}, "--positions 65 is beyond the sequence of 64 tokens"),
+        ({"positions": -1}, "--positions -1: it is how many positions are reported, from position 0 on"),
         ({"epsilon": math.nan}, "--epsilon nan: it must be a number"),
         ({"epsilon": 1.5}, "--epsilon 1.5: it must be at most 1"),
         ({"seq_len": 1}, "--seq-len 1: it must be at least 2"),

@@ -407,7 +407,7 @@ def test_sources_and_lengths_that_do_not_exist(tmp_path, monkeypatch):
     write(tmp_path / "tokens.bin", b"123")
     os.mkfifo("pipe.txt")
     refused("did you mean random", "ramdom")
-    refused(r"neither an input.*; a text of your own is --prompt TEXT, in Python prompt=… or a list", "wholly-other")
+    refused(r"neither an input.*; a text of your own is --prompt TEXT, or in Python a list", "wholly-other")
     refused("no such file; did you mean shakespeare.txt", "shakspeare.txt")
     refused("is a folder", tmp_path)
     refused("must end in one of", "tokens.bin")

@@ -23,9 +23,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from sinkscope.commands.compare.options import CompareOptions
 from sinkscope.errors import InputError
 from sinkscope.options.option import split_all_names
 from sinkscope.options.register import records
+from sinkscope.options.signatures import spelled_for_python
 from sinkscope.output.comparison import compared
 from sinkscope.output.result import Result, written
 from sinkscope.results.folders import own_folder
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 Given = Result | str | os.PathLike[str]
 
 
+@spelled_for_python(CompareOptions)
 def compare(
     *runs: Given | list[Given] | tuple[Given, ...],
     out: str | os.PathLike[str] | None = None,

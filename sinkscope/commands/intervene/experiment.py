@@ -29,6 +29,7 @@ from sinkscope.measuring.summary import arm_metrics, with_next
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.options.measuring import ALWAYS, RunConfig
 from sinkscope.results.run import BEFORE, RunData
+from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.batch import Batch
 
 MEAN_MAPS = "mean-maps"  # measured for every arm, and for the first draw of its controls
@@ -126,8 +127,9 @@ class Experiment:
         Raises InputError if an arm does not apply or names something that the model does not have.
         """
         subject, model, family = self.subject, self.subject.loaded.model, self.subject.family
-        length = min(len(ids) for ids in subject.inputs.sequences)
-        known = self.known = Known(Target(model, family, seams={}), length)
+        lengths = [len(ids) + registers_before(model) for ids in subject.inputs.sequences]
+        self.wanted = {arm: tuple(one.from_the_start(lengths) for one in stack) for arm, stack in self.wanted.items()}
+        known = self.known = Known(Target(model, family, seams={}), min(lengths))
         if unread := family.without_attention:
             name = subject.loaded.name
             raise InputError(f"the effect of interventions on sinks cannot be measured on {name}: {unread}")

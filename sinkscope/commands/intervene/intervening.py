@@ -23,7 +23,7 @@ from sinkscope.models.in_memory import called_uncompiled, on_cpu_by_default, unw
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.keywords import InputKeywords
 from sinkscope.options.measuring import InputOptions, make_config
-from sinkscope.options.signatures import with_options
+from sinkscope.options.signatures import spelled_for_python, with_options
 from sinkscope.results.run import BEFORE
 
 
@@ -55,7 +55,7 @@ def intervening(
             no forward pass contained the position to change.
     """
     network = unwrapped(model.model if isinstance(model, LoadedModel) else model, changed=True)
-    parts = tuple(part for each in do for part in parse_all(each))
+    parts = tuple(part.from_the_start(()) for each in do for part in parse_all(each))
     family, notices = row_or_calibrated(network)
     check_beforehand(network, family, is_calibrated=bool(notices))
     for notice in unread_notice(family):
@@ -65,9 +65,11 @@ def intervening(
         parts = tuple(part if part.inapplicable(known.target) else part.resolved(known) for part in parts)
     except InputError as left_open:
         # what it misses is decided by measuring the unchanged model
-        config, console, label = make_config(observables=("attention", "massive"), **options), Console(quiet=True), "do"
+        console, label = Console(quiet=True), "do"
+        with spelled_for_python(InputOptions):
+            config = make_config(observables=("attention", "massive"), **options)
         try:
-            with open_subject(model, tokenizer, config, console) as subject:
+            with spelled_for_python(InputOptions), open_subject(model, tokenizer, config, console) as subject:
                 experiment = Experiment(subject, config, {label: parts}, 0, False, console, without_loss=(BEFORE,))
                 parts = experiment.resolved()[label]
         except InputError as error:

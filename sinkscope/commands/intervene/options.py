@@ -15,9 +15,9 @@ class InterveneOptions(ControlOptions, RunConfig):
     under random controls.
 
     An intervention is NAME or NAME:key=value,… as in zero-massive:layers=11,coordinates=138,447 (lists) or
-    nullify-query-bias:layers=1-3 (ranges). Several --do are one change: they are stacked in their order.
-    Several --arm are separate changes, each with its own controls; --do all tries each intervention by itself.
-    `sinkscope list interventions` shows their names and parameters."""
+    nullify-query-bias:layers=1-3 (ranges); positions below 0 count from the end of sequences of one length. Several
+    --do are one change, stacked in their order; several --arm are separate changes, each with its own controls;
+    --do all tries each intervention by itself. `sinkscope list interventions` shows their names and parameters."""
 
     panel: ClassVar = "Intervening"
 

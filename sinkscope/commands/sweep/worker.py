@@ -114,7 +114,7 @@ def measured(group: Group) -> Iterator[Event]:
         except Exception as error:  # also unexpected errors: the other cells are still measured
             if was_interrupted(error):
                 raise KeyboardInterrupt from None
-            state, message = State.FAILED, one_line(failure_of(error, dashes="")[0], LONGEST_LINE)
+            state, message = State.FAILED, one_line(failure_of(error)[0], LONGEST_LINE)
         yield Event(task.name, state, message, time.monotonic() - start)
 
 

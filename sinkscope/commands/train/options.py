@@ -103,7 +103,7 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
     )
     random_tokens: int = option(0, "Draw the first N tokens of each block at random (WSE §5).", metavar="N", ge=0)
     fixed_position: int | None = option(
-        None, "Put the same token at position K of each block (WSE §5).", metavar="K", shown="none",
+        None, "Put the same token at position K of each block, from 0 on (WSE §5).", metavar="K", shown="none",
         ge=0, le=MAX_INT,
     )  # fmt: skip
 

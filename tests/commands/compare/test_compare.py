@@ -127,7 +127,7 @@ def test_heads_that_differ_are_those_that_were_changed(measured: list[Path], tmp
     assert none.stdout.startswith("- 0 of")
     with pytest.raises(InputError, match="heads are compared between two runs; 3 were given"):
         compare(*measured, by="head")
-    with pytest.raises(InputError, match="--metrics: 'sink_rat' is unknown"):
+    with pytest.raises(InputError, match="metrics=…: 'sink_rat' is unknown"):
         compare(*measured, metrics="sink_rat")
 
 

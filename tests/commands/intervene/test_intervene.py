@@ -17,7 +17,7 @@ from tiny import ragged_tokens, tiny_model, tiny_tokens, written
 from transformers import PreTrainedModel
 
 import sinkscope
-from sinkscope import InputError, Run, intervene
+from sinkscope import InputError, Run, intervene, retrofit_model
 from sinkscope.commands.intervene.findings import effect_of
 from sinkscope.measuring.subject import inputs_for, load_model
 from sinkscope.measuring.summary import with_next
@@ -203,6 +203,16 @@ def test_controls_are_drawn_by_the_seed(gpt2: PreTrainedModel) -> None:
     assert sorted(few) == [["mask-sink:positions=1"], ["mask-sink:positions=2"]]
 
 
+@pytest.mark.parametrize("registers", [0, 2])
+def test_a_position_below_0_is_counted_from_the_end_of_the_sequences(llama: PreTrainedModel, registers: int) -> None:
+    model = retrofit_model(copy.deepcopy(llama), None, "register-tokens", count=registers) if registers else llama
+    length, settings = 12 + registers, SMALL | {"input": "random", "seq_len": 12, "draws": 1}
+    last, same = (intervene(model, do=f"mask-sink:positions={position}", **settings) for position in (-3, length - 3))
+    assert last.manifest["arms"]["mask-sink"]["watched"] == [length - 3, length - 2]
+    for name, table in last.tables.items():
+        pd.testing.assert_frame_equal(table, same.tables[name])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -213,7 +223,12 @@ def test_controls_are_drawn_by_the_seed(gpt2: PreTrainedModel) -> None:
         ({"arms": {"before": "mask-sink"}}, "cannot be called 'before'"),
         ({"arms": {"x": []}}, "does nothing"),
         ({"do": ["mask-sink", "streaming-window"]}, "needs an arm of its own"),
-        ({"do": "mask-sink", "observables": ("query-bias",)}, "--observables query-bias does not apply"),
+        (
+            {"do": "mask-sink:positions=-1", "input": ragged_tokens([9, 12])},
+            "from the end, and the sequences have 9 to 12 tokens",
+        ),
+        ({"do": "mask-sink:positions=-14", "input": ragged_tokens([12])}, "no position -14: the sequences have 12"),
+        ({"do": "mask-sink", "observables": ("query-bias",)}, "observables=query-bias does not apply"),
     ],
 )
 def test_wrong_experiments(gpt2: PreTrainedModel, llama: PreTrainedModel, options: dict, message: str) -> None:
@@ -304,7 +319,7 @@ def test_arms_of_the_command_line_are_separate_and_named_with_their_parameters(
     settings: dict[str, Any] = {"draws": 1, "input": "random", "num_seqs": 3, "seq_len": 16}
     for arms in ({"arms": stacks}, {"arm": [*stacks]}):
         assert_same_tables(run.tables, intervene(models / "gpt2", **arms, **settings).tables, check_exact=True)
-    with pytest.raises(InputError, match="--do is one stack of interventions, and --arm a stack of its own each"):
+    with pytest.raises(InputError, match="do=… is one stack of interventions, and arm=… a stack of its own each"):
         intervene(models / "gpt2", "mask-sink", arm="mask-sink")
 
 

@@ -494,11 +494,11 @@ def test_press_and_table_measure_one_condition(
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        ("llama", {"budget": 0}, "--budget 0: it must be more than 0"),
-        ("llama", {"budget": 2}, "--budget 2: it must be less than 1"),
-        ("mistral", {"budget": 0.1}, "--budget 0.1 leaves no token for a window"),
-        ("llama", {"seq_len": 250}, "beyond the model's 256 positions: take a --seq-len of at most 227"),
-        ("llama", {"seq_len": 512}, "--seq-len 512 is beyond the model's 256 positions"),
+        ("llama", {"budget": 0}, "budget=0: it must be more than 0"),
+        ("llama", {"budget": 2}, "budget=2: it must be less than 1"),
+        ("mistral", {"budget": 0.1}, "budget=0.1 leaves no token for a window"),
+        ("llama", {"seq_len": 250}, "beyond the model's 256 positions: take a seq_len=… of at most 227"),
+        ("llama", {"seq_len": 512}, "seq_len=512 is beyond the model's 256 positions"),
         ("deepseek_v3", {}, "engines cache one latent of each token for all heads"),
         ("mamba", {}, "it has no attention"),
         ("bert", {}, "its tokens see later ones"),
@@ -519,9 +519,9 @@ def test_refused(model: str, options: dict[str, Any], message: str, ids: Path) -
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget": 0.039}, "--budget 0.039: a plan keeps at least 5 of 128 tokens, 3.91%: take"),
-        ({"budget": (0.5, 0.01)}, "--budget 0.01: a plan keeps at least 5"),
-        ({"seq_len": 127}, "--seq-len 127: a plan needs texts of at least 128 tokens"),
+        ({"budget": 0.039}, "budget=0.039: a plan keeps at least 5 of 128 tokens, 3.91%: take"),
+        ({"budget": (0.5, 0.01)}, "budget=0.01: a plan keeps at least 5"),
+        ({"seq_len": 127}, "seq_len=127: a plan needs texts of at least 128 tokens"),
     ],
 )
 def test_refused_before_the_model_is_loaded(options: dict[str, Any], message: str, ids: Path) -> None:

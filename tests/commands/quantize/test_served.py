@@ -498,9 +498,9 @@ def test_a_layer_that_multiplies_by_its_transposed_weight_is_quantized() -> None
     ("options", "message"),
     [
         ({"scheme": "W8A8,static"}, "measured alone"),
-        ({"scheme": "W8A8", "bits_weights": 4}, "--bits-weights is a setting of --scheme static or full"),
-        ({"prefix": "auto"}, "--prefix is a setting of --scheme static or full"),
-        ({"scheme": "W8A9"}, "--scheme"),
+        ({"scheme": "W8A8", "bits_weights": 4}, "bits_weights=… is a setting of scheme=static or full"),
+        ({"prefix": "auto"}, "prefix=… is a setting of scheme=static or full"),
+        ({"scheme": "W8A9"}, "scheme="),
         ({"scheme": "MXFP4"}, "groups of 32 do not divide inputs of 32, 48"),
     ],
 )

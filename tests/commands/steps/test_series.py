@@ -188,7 +188,7 @@ def test_wrong_steps_and_options(trained: Path, series: Series, tmp_path: Path) 
         (("org/name", "step5,step5"), "'step5' is named twice: name each step once"),
         (("org/name", ["step5", "checkpoint-5"]), "'step5' and 'checkpoint-5' are both step 5"),
         (("org/name", "step5,main"), "'main' does not end in the number of a step"),
-        ((mixed,), "leave it out, as in --revision checkpoint-40,checkpoint-5"),
+        ((mixed,), "leave it out, as in revision=checkpoint-40,checkpoint-5"),
         (("org/name",), "name two or more steps of org/name"),
         ((None, "step5,step6"), "no model to take them from"),
         ((one,), f"to analyze it alone, name {one / 'checkpoint-5'}"),
@@ -197,5 +197,5 @@ def test_wrong_steps_and_options(trained: Path, series: Series, tmp_path: Path) 
         ((trained, "checkpoint-5,checkpoint-41"), "'checkpoint-41' is unknown; did you mean 'checkpoint-40'?"),
     ):
         assert message in refused(*arguments)
-    assert refused(trained, seq_len=1) == "--seq-len 1: it must be at least 2"
-    assert "at step 5: --seq-len 257 is beyond the model's 256 positions" in refused(trained, seq_len=257)
+    assert refused(trained, seq_len=1) == "seq_len=1: it must be at least 2"
+    assert "at step 5: seq_len=257 is beyond the model's 256 positions" in refused(trained, seq_len=257)

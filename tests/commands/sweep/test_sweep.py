@@ -160,7 +160,10 @@ def replay(whole: SweepRun, task: Task) -> None:
     [
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "its process was ended by signal 9: memory may have run out"),
         (partial(os._exit, 3), "its process ended with status 3"),
-        (partial(torch.empty, 1 << 60), "memory ran out: take a shorter seq-len, dtype bfloat16 or device-map auto"),
+        (
+            partial(torch.empty, 1 << 60),
+            "memory ran out: take a shorter --seq-len, --dtype bfloat16 or --device-map auto",
+        ),
         (partial(int, "x"), "unexpected ValueError: invalid literal for int() with base 10: 'x'"),
     ],
 )
@@ -286,12 +289,12 @@ def test_on_the_command_line(models: Path, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ({"shard": "3/2"}, "--shard 3/2: the parts are 1/2 to 2/2"),
-        ({"address": "auto"}, "--address names a Ray cluster"),
-        ({"model": "a/b"}, "--model does not apply: the file names the models"),
-        ({"shard": "1/2", "overwrite": True}, "--overwrite removes the cells of all shards"),
-        ({"engine": "ray"}, r"--engine ray needs Ray: pip install 'sinkscope\[ray\]'"),
-        ({"engine": "ray", "team": 2}, "--engine ray: under `accelerate launch`"),
+        ({"shard": "3/2"}, "shard=3/2: the parts are 1/2 to 2/2"),
+        ({"address": "auto"}, "address=… names a Ray cluster"),
+        ({"model": "a/b"}, "model=… does not apply: the file names the models"),
+        ({"shard": "1/2", "overwrite": True}, "overwrite=True removes the cells of all shards"),
+        ({"engine": "ray"}, r"engine=ray needs Ray: pip install 'sinkscope\[ray\]'"),
+        ({"engine": "ray", "team": 2}, "engine=ray: under `accelerate launch`"),
     ],
 )
 def test_options_that_do_not_fit(

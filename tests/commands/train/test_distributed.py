@@ -132,6 +132,6 @@ def test_a_probe_is_refused_with_shards(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sinkscope.commands.train.sharding, "check_sharding", lambda: None)
     with pytest.raises(InputError, match="a probe needs the whole model"):
         train_model(model(), random_blocks(4), config(), tmp_path / "out", probe=lambda model: pd.DataFrame())
-    with pytest.raises(InputError, match="--probe needs the whole model"):
+    with pytest.raises(InputError, match="probe=… needs the whole model"):
         retrofit("no/such-model", "vga", out=tmp_path / "out", probe="attention")
     assert not (tmp_path / "out").exists()
