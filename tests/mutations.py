@@ -250,7 +250,7 @@ MUTATIONS = [
     *_mutations(
         INTERVENTION_TESTS,
         ("positions: the last is -0", f"{INTERVENTIONS}.intervention", "Intervention.from_the_start",
-         "value + length if value < 0", "value + length - 1 if value < 0"),
+         "value + max(lengths) if", "value + max(lengths) - 1 if"),
         ("positions: the end of the longest sequence", f"{INTERVENTIONS}.intervention", "Intervention.from_the_start",
          "len(set(lengths)) != 1", "not lengths"),
         ("positions: registers are no tokens", "sinkscope.commands.intervene.experiment", "Experiment.resolved",
