@@ -178,8 +178,8 @@ def _sink_output(run: Sequences) -> Iterator[Finding]:
     sentence += f"it and all other keys, and with uniform attention {null:.1%}. The number of no-ops, where its value "
     sentence += f"has at most {NO_OP:g} times the others' mean norm, is {no_ops}; of broadcasts, with at least "
     sentence += f"{BROADCAST:g} times and outputs of stable rank {ONE_VECTOR:g} or less, {broadcasts}; of neither, "
-    sentence += f"{neither}. Whether a gate, a sink logit or a register can replace a no-op, or a learned constant a "
-    sentence += "broadcast, is to be tested by `scale-sink-value`."
+    sentence += f"{neither}. Whether zero (a gate, a sink logit) or a constant can take its place: `intervene --arm "
+    sentence += "scale-sink-value --arm mean-sink-value`."
     numbers |= {"no_op": NO_OP, "broadcast": BROADCAST, "rank": ONE_VECTOR, **counts}
     yield finding("sink-output", SECTION, mean, sentence, numbers, null=null)
 
