@@ -78,7 +78,7 @@ def test_a_model_that_reads_padded_texts_differently_is_noticed_after_the_first_
 ) -> None:
     monkeypatch.setattr(subject, "rotary_limits", lambda config: {})
     options: dict[str, Any] = {"input": [ids.tolist() for ids in ragged_tokens(RAGGED)], "bos": "never"}
-    with pytest.raises(SinkscopeError, match=r"in a padded batch .*beside a longer text .*--batch-size 1"):
+    with pytest.raises(SinkscopeError, match=r"in a padded batch .*beside a longer text .*batch_size=1"):
         sinkscope.analyze(with_rope("longrope"), observables="massive", batch_size=3, **options)
     plain = sinkscope.analyze(tiny_model("llama"), observables="massive", batch_size=3, **options)
     assert plain.manifest["parity"] < 1e-5

@@ -208,7 +208,7 @@ def test_all_take_half_the_batch_where_one_has_no_memory(two: Path) -> None:
 
 def test_what_fails_in_one_process_fails_in_both(two: Path) -> None:
     first, second = (json.loads((two / f"found-{rank}.json").read_text()) for rank in (0, 1))
-    there = f"InputError: --out {two / 'two'} already holds a run: --overwrite replaces it, or name another folder"
+    there = f"InputError: out={two / 'two'} already holds a run: overwrite=True replaces it, or name another folder"
     nan, unforeseen = "SinkscopeError: layer 1: NaN", "SinkscopeError: unexpected KeyError: 'what nobody has foreseen'"
     expected = {
         "written": "done", "there already": there,

@@ -102,6 +102,6 @@ def test_a_model_that_padding_changes_is_measured_without(tmp_path: Path) -> Non
     """The sparse attention of deepseek_v32 chooses other keys if a longer sequence is in the batch."""
     path = written(tmp_path / "ids.jsonl", [range(3, 23), range(3, 16)])
     options = {"input": str(path), "bos": "never", "observables": ("attention",)}
-    with pytest.raises(SinkscopeError, match=r"in a padded batch .* --batch-size 1"):
+    with pytest.raises(SinkscopeError, match=r"in a padded batch .* batch_size=1"):
         sinkscope.analyze(tiny_of("deepseek_v32"), **options)
     assert sinkscope.analyze(tiny_of("deepseek_v32"), batch_size=1, **options).manifest["parity"] < 1e-4

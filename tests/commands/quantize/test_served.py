@@ -196,7 +196,7 @@ def test_an_encoders_cost_is_that_of_masked_tokens_in_plain_transformers(scheme:
     assert run.manifest["served"]["full_precision_modules"] == ["cls.predictions.decoder"]
     if preset.inputs is not None and preset.inputs.dynamic:
         assert row["sink_share"] == pytest.approx(every - plain(preset.weights, preset.inputs, first), abs=2e-6)
-    assert min(abs(row["cost"]), abs(row["sink_share"])) > 1e-5
+    assert min(abs(row["cost"]), abs(row["sink_share"])) > 5e-6  # more than twice the tolerance
 
 
 # --- experts

@@ -155,7 +155,7 @@ def test_a_recipe_is_a_run_folder(tiny: Path) -> None:
     plain = sinkscope.analyze(tiny, **{name.replace("-", "_"): value for name, value in options.items()})
     assert set(run.tables) == set(done.runs[""].tables)
     assert_same_tables(run.tables, plain.tables, check_exact=True)
-    with pytest.raises(InputError, match="already holds a run: --overwrite replaces it"):
+    with pytest.raises(InputError, match="already holds a run: overwrite=True replaces it"):
         run_recipe("small", tiny)
     with pytest.raises(InputError, match="holds what `analyze` wrote, and is not replaced"):
         run_recipe(written(TWO, "recipes/two.yaml"), tiny, out=done.folder, overwrite=True)
