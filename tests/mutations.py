@@ -491,8 +491,6 @@ MUTATIONS = [
          "state.global_step >= state.max_steps", "state.global_step > state.max_steps"),
         ("callback: the mean of layers", CALLBACK, "SinkCallback._tables_of",
          "massive.max() / len", "massive.mean() / len"),
-        ("callback: the smallest logit", CALLBACK, "SinkCallback._measure",
-         'logits["largest"].idxmax()', 'logits["largest"].idxmin()'),
     ),
     *_mutations(
         TEXT_TESTS,
