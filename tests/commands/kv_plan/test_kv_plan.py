@@ -478,7 +478,7 @@ def test_press_and_table_measure_one_condition(
     press_of = runpy.run_path(str(of_model.folder / "plan_press.py"))["PlanPress"].of
     AttentionInterface.register("hiding", hiding_attention)
     model.set_attn_implementation("hiding")
-    losses = of_model.tables["kv_plan_by_sequence"].set_index(["plan", "sequence"])["loss"]
+    losses = of_model.tables["kv_plan_by_sequence"].set_index(["plan", "sequence"])["loss"].to_dict()
     for plan in ("beyond-window", "retrieval"):
         press = press_of(of_model.folder / "plan.json", 0.5, plan)
         assert {type(window) for windows in press.windows for window in windows} == {int, type(None)}
