@@ -18,14 +18,13 @@ def draw_decoding(run: RunData) -> Figure:
     table = run.tables["decoding"]
     by_layer = table.groupby(["layer", "step"])[["sink_mass", "largest"]].mean()
     by_step = table.groupby("step").agg(uniform=("uniform", "mean"), thought=("is_thought", "mean"))
-    layers = table["layer"].unique()
-    shown = np.unique(np.linspace(0, len(layers) - 1, LAYERS).round().astype(int))
+    layers = np.unique(table["layer"])
+    spread = np.unique(np.linspace(0, len(layers) - 1, LAYERS).round().astype(int))
     figure = new_figure(COLUMN, 3.4)
     axes = figure.subplots(2, 1, sharex=True)
     for ax, column in zip(axes, ("sink_mass", "largest"), strict=True):
-        for place in shown:
-            layer = np.sort(layers)[place]
-            color = GRADUAL(place / max(1, len(layers) - 1))
+        for place in spread:
+            color, layer = GRADUAL(place / max(1, len(layers) - 1)), layers[place]
             plot.curve(ax, by_layer.loc[layer, column], color=color, linewidth=0.7, label=f"layer {layer}")
         plot.curve(ax, by_layer[column].groupby("step").mean(), **MEAN_LINE, label="mean over layers")
         for step in by_step.index[by_step["thought"] > 0.5]:

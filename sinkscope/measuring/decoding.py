@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from sinkscope.attention.kernels import MASKED, masked_logits, raw_logits, upcast
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.measuring.observables.observable import Observable, Reading, Rows, Settings
+from sinkscope.measuring.observables.observable import Observable, Pending, Reading, Rows, Settings
 from sinkscope.results.findings import FEWEST_QUERIES, LARGEST_FLOAT16
 from sinkscope.results.metrics import is_sink
 from sinkscope.results.tables import COORDINATE, HEAD, TOKEN_PLACE, Column, names_of
@@ -80,27 +80,20 @@ class Decoding(Observable):
 
     def begin(self, step: Batch) -> None:
         """Begin a step. A sequence ends with its first token of `ends`, which itself is not measured."""
-        self.pending = type(self.pending)()  # of a step that failed
-        done = len(self._tokens)
-        if not done and step.before is not None:
+        assert step.before is not None
+        self.pending = Pending()  # without what a step that failed has left
+        if not self._tokens:
             self._first = step.before
-        goes_on = (self._steps == done) & ~torch.isin(step.token_ids[:, 0], self._ends)
-        self._steps += goes_on
+        self._steps += (self._steps == self.steps) & ~torch.isin(step.token_ids[:, 0], self._ends)
         self._tokens.append(step.token_ids[:, 0])
 
     def see_attention(self, layer: int, read: AttentionRead, batch: Batch) -> None:
         weights, newest = newest_weights(read)
         device, steps = weights.device, self.steps
         goes_on = (self._steps == steps).to(device)[:, None, None]
-        # the columns of the decoded tokens are the last ones up to the newest, of which a sliding window holds fewer
-        columns = newest[:, None] - torch.arange(steps - 1, -1, -1, device=device)
-        first = newest[:, None] - batch.on(device, "before")[:, None]
-        to_decoded, to_first = (
-            weights.gather(2, place.clamp(min=0)[:, None].expand(-1, weights.shape[1], -1)).masked_fill(
-                (place < 0)[:, None], 0.0
-            )
-            for place in (columns, first)
-        )
+        # up to the newest token, the decoded ones have the last columns; a sliding window may hold fewer of them
+        to_decoded = weights_at(weights, newest[:, None] - torch.arange(steps - 1, -1, -1, device=device))
+        to_first = weights_at(weights, newest[:, None] - batch.on(device, "before")[:, None])
         received = self._received.get(layer, weights.new_zeros(*weights.shape[:2], 1))
         if received.shape[2] < steps:
             received = F.pad(received, (0, received.shape[2]))
@@ -124,7 +117,7 @@ class Decoding(Observable):
 
     def _list(self, rows: Rows, layers: Sequence[int], names: Sequence[str], *statistics: torch.Tensor) -> None:
         """List the statistics (B,L) of the step for the sequences that go on."""
-        step = len(self._tokens) - 1
+        step = self.steps - 1
         (going_on,) = np.nonzero(self._steps.numpy() > step)
         sequence, layer = (x.ravel() for x in np.meshgrid(going_on, layers, indexing="ij"))
         columns = {name: x.numpy()[going_on].ravel() for name, x in zip(names, statistics, strict=True)}
@@ -189,6 +182,12 @@ def newest_weights(read: AttentionRead) -> tuple[torch.Tensor, torch.Tensor]:
     weights = (log_sim[:, :, 0] - read.lse).clamp(max=0.0).exp() * visible
     newest = (visible.any(1) * torch.arange(logits.shape[-1], device=logits.device)).amax(-1)
     return weights, newest
+
+
+def weights_at(weights: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """Return the weights (B,H,S) at columns (B,n) as (B,H,n); 0 at columns below 0, which a cache no longer holds."""
+    columns = columns[:, None].expand(-1, weights.shape[1], -1)
+    return weights.gather(2, columns.clamp(min=0)).masked_fill(columns < 0, 0.0)
 
 
 def tokens_of_thought(token_ids: torch.Tensor, thought: tuple[int, int] | None) -> torch.Tensor:

@@ -146,7 +146,7 @@ class Watched:
 
     def decoded(self) -> dict[str, pd.DataFrame]:
         """Return the raw tables of the decoding steps, by number of sequence; none before the first step."""
-        made = [decoding.tables() for _, decoding in self._decoded if decoding.steps]
+        made = [tables for _, decoding in self._decoded if (tables := decoding.tables())]
         return {name: pd.concat([tables[name] for tables in made], ignore_index=True) for name in (made or [{}])[0]}
 
     @cached_property
@@ -488,6 +488,8 @@ def check_decoding(subject: Subject, count: int) -> None:
     model, family, longest = subject.loaded.model, subject.family, subject.inputs.longest
     if not (family.causal and model.can_generate()):
         raise InputError(f"--generate {count}: {subject.loaded.name} does not generate text")
+    if family.without_attention:
+        raise InputError(f"--generate {count}: {subject.loaded.name}: {family.without_attention}")
     limit = number_of_positions(model, family)
     if limit is not None and longest + count > limit:
         raise InputError(f"--generate {count}: {subject.loaded.name} has {limit} positions, and the text {longest}")

@@ -195,7 +195,7 @@ def _decoding(run: Sequences) -> Iterator[Finding]:
     if steps >= 2 * FEWEST_QUERIES:
         first, last = mass[:, :FEWEST_QUERIES].mean(1), mass[:, -FEWEST_QUERIES:].mean(1)
         numbers |= {"first": bootstrap(first), "last": bootstrap(last), "change": bootstrap(last - first)}
-        sentence += f". From the first {FEWEST_QUERIES} steps to the last it changes by "
+        sentence += f". From the first {FEWEST_QUERIES} steps to the last {FEWEST_QUERIES} this share changes by "
         sentence += with_interval(bootstrap(100 * (last - first)), "+.1f", " points")
     if steps >= FEWEST_QUERIES and "attention" in run.run.tables:
         sinks = run.table("decoding_sinks").drop_duplicates(["layer", "head", "sequence"]).groupby("sequence").size()

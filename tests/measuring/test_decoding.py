@@ -10,9 +10,10 @@ import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
+from support.encoders import encoder
 from tiny import ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 import sinkscope
 from sinkscope.errors import InputError
@@ -178,3 +179,10 @@ def test_analyze_decodes_after_its_text_and_says_what_it_saw(tmp_path: Path) -> 
     assert (tmp_path / "run" / "figures" / "decoding.png").exists()
     with pytest.raises(InputError, match="has 256 positions, and the text 12"):
         sinkscope.analyze(model, generate=245, **text)
+
+
+def test_models_that_cannot_be_measured_while_they_decode_are_refused_beforehand() -> None:
+    config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, state_size=4, vocab_size=96)
+    for model in (AutoModelForCausalLM.from_config(config), encoder("bert", torch.float32, 1.0)):
+        with pytest.raises(InputError, match=r"^generate=4: "):
+            sinkscope.analyze(model, input=IDS.tolist(), seq_len=24, generate=4)
