@@ -38,12 +38,12 @@ from sinkscope.measuring.observables import OBSERVABLES, check_names
 from sinkscope.measuring.observables.observable import Observable, accumulated
 from sinkscope.measuring.parity import check_beforehand
 from sinkscope.measuring.passes import tables_of
-from sinkscope.measuring.subject import Subject, load_model, row_or_calibrated
+from sinkscope.measuring.subject import Subject, load_model, position_limit, row_or_calibrated
 from sinkscope.measuring.summary import MeasuredTables, summarize
 from sinkscope.measuring.tables import publish
 from sinkscope.measuring.tracer import Address, Reader, Sought
 from sinkscope.models.edits import first_argument
-from sinkscope.models.family import Family, input_device, number_of_positions
+from sinkscope.models.family import Family, input_device
 from sinkscope.models.in_memory import called_uncompiled, on_cpu_by_default, outside_autocast, undisturbed, unwrapped
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import ObservableOptions, make_config
@@ -52,6 +52,7 @@ from sinkscope.options.signatures import spelled_for_python
 from sinkscope.results.metrics import METRICS, MISSING, SHORT_METRICS, notice_without_rate
 from sinkscope.results.run import RunData
 from sinkscope.results.tables import of_whole_model
+from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
 
@@ -198,7 +199,7 @@ class Watched:
             arguments = inspect.signature(module.forward).bind_partial(*args, **kwargs).arguments
             arguments |= arguments.pop("kwargs", {})
             self._continue(arguments)
-            if self.decoding and (step := _step(arguments)) is not None:
+            if self.decoding and (step := _step(arguments, registers_before(module))) is not None:
                 decoding = self._continued(arguments["past_key_values"], step)
                 decoding.begin(step)
                 self._in_steps = self._in_steps or _Hooks(self.loaded, self.family)
@@ -392,8 +393,11 @@ def _batch(arguments: Mapping[str, Any], first: int) -> Batch:
     return Batch(ids.detach().cpu(), mask.long().detach().cpu(), first)
 
 
-def _step(arguments: Mapping[str, Any]) -> Batch | None:
-    """Return the tokens of a decoding step, one for each sequence; None for another call."""
+def _step(arguments: Mapping[str, Any], registers: int) -> Batch | None:
+    """Return the tokens of a decoding step, one for each sequence; None for another call.
+
+    The register tokens are in the cache, and not in the mask or the positions.
+    """
     ids, mask, cache = (arguments.get(name) for name in ("input_ids", "attention_mask", "past_key_values"))
     before = cache.get_seq_length() if cache is not None and hasattr(cache, "get_seq_length") else 0
     if not before or not isinstance(ids, torch.Tensor) or ids.shape[1] != 1:
@@ -401,9 +405,9 @@ def _step(arguments: Mapping[str, Any]) -> Batch | None:
     positions = arguments.get("position_ids")
     places = torch.full(ids.shape[:1], int(before))
     if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] > 1:
-        places = mask.sum(1) - 1  # without padding
+        places = mask.sum(1) - 1 + registers  # without padding
     elif isinstance(positions, torch.Tensor) and positions.dim() == 2:
-        places = positions[:, -1].expand(len(ids))
+        places = positions[:, -1].expand(len(ids)) + registers
     return Batch(ids.cpu(), torch.ones_like(ids, device="cpu"), before=places.cpu().long())
 
 
@@ -490,9 +494,19 @@ def check_decoding(subject: Subject, count: int) -> None:
         raise InputError(f"--generate {count}: {subject.loaded.name} does not generate text")
     if family.without_attention:
         raise InputError(f"--generate {count}: {subject.loaded.name}: {family.without_attention}")
-    limit = number_of_positions(model, family)
+    limit = position_limit(model, family)
     if limit is not None and longest + count > limit:
         raise InputError(f"--generate {count}: {subject.loaded.name} has {limit} positions, and the text {longest}")
+
+
+@contextmanager
+def _generating(model: Any, how: GenerationConfig) -> Iterator[None]:
+    """Give a model this configuration: from its own, `generate` would take what `how` leaves open, as penalties."""
+    own, model.generation_config = model.generation_config, how
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 @torch.no_grad()
@@ -510,7 +524,7 @@ def decode(subject: Subject, settings: ObservableOptions, count: int, batch_size
         do_sample=False, max_new_tokens=count + 1, eos_token_id=ends or None, pad_token_id=(ends or [0])[0]
     )
     seen = Watched(subject.loaded, subject.family, settings, decoding="only")
-    with called_uncompiled(model), seen.watching():
+    with called_uncompiled(model), _generating(model, how), seen.watching():
         for batch in subject.inputs.batches(batch_size, padding_side="left"):
             ids, mask = (x.to(input_device(model)) for x in (batch.token_ids, batch.attention_mask))
             network.generate(ids, attention_mask=mask, generation_config=how)

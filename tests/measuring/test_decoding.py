@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from support.encoders import encoder
 from tiny import ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel
 
 import sinkscope
 from sinkscope.errors import InputError
@@ -21,6 +21,7 @@ from sinkscope.measuring.decoding import tokens_of_thought
 from sinkscope.measuring.watching import Watched
 from sinkscope.models.families import find_family
 from sinkscope.results.findings import FEWEST_QUERIES
+from sinkscope.retrofits import retrofit_model
 
 IDS, PADDED, STEPS, EPSILON, END = tiny_tokens(2), 5, 24, 0.02, 2
 CACHES = {"dynamic": {}, "static": {"cache_implementation": "static", "disable_compile": True}}
@@ -105,6 +106,19 @@ def test_a_thought_reaches_from_its_opening_token_to_the_closing_one() -> None:
     assert not tokens_of_thought(ids, None).any()
 
 
+def test_a_thought_that_the_prompt_has_begun_goes_on_until_a_decoded_token_closes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, (opens, closes) = tiny_model("llama"), (90, 91)
+    monkeypatch.setattr("sinkscope.measuring.watching.thought_of", lambda tokenizer: (opens, closes))
+    cache = DynamicCache(config=model.config)
+    with sinkscope.watch(model, decoding=True) as seen:
+        model(torch.tensor([[5, closes, 6, opens], [opens, 5, closes, 6]]), past_key_values=cache)
+        decoded(model, cache, torch.tensor([[7, 8, closes, 9], [7, opens, 8, 9]]))
+    within = seen.tables["decoding"].query("layer == 1").groupby("sequence")["is_thought"].agg(list)
+    assert within.tolist() == [[True, True, False, False], [False, True, True, True]]
+
+
 def decoded(model: PreTrainedModel, cache: DynamicCache, ids: torch.Tensor) -> None:
     for token in ids.T:
         model(token[:, None], past_key_values=cache)
@@ -166,10 +180,9 @@ def test_analyze_decodes_after_its_text_and_says_what_it_saw(tmp_path: Path) -> 
     tokens = table.query("sequence == 1 and layer == 0")["token_id"].tolist()
     assert tokens == continued[0, 9 : 9 + len(tokens)].tolist()
     (finding,) = (one for one in run.findings if one.name == "decoding")
-    by_sequence = table.groupby(["sequence", "layer", "step"])["sink_mass"].mean()
-    by_step = by_sequence.groupby(["layer", "step"]).mean().groupby("step").mean()
-    assert finding.value == pytest.approx(by_step.mean())
-    change = by_step[-FEWEST_QUERIES:].mean() - by_step[:FEWEST_QUERIES].mean()
+    assert finding.value == pytest.approx(table["sink_mass"].mean())
+    by_step = table.groupby(["sequence", "step"])["sink_mass"].mean().unstack().dropna()  # those that go on
+    change = (by_step.iloc[:, -FEWEST_QUERIES:].mean(axis=1) - by_step.iloc[:, :FEWEST_QUERIES].mean(axis=1)).mean()
     assert finding.numbers["change"] == pytest.approx(change)
     pairs = run.tables["decoding_sinks"].drop_duplicates(["layer", "head", "sequence"])
     assert 0 < len(pairs) < len(run.tables["decoding_sinks"])
@@ -179,6 +192,46 @@ def test_analyze_decodes_after_its_text_and_says_what_it_saw(tmp_path: Path) -> 
     assert (tmp_path / "run" / "figures" / "decoding.png").exists()
     with pytest.raises(InputError, match="has 256 positions, and the text 12"):
         sinkscope.analyze(model, generate=245, **text)
+
+
+def test_analyze_decodes_greedily_whatever_the_model_says_of_its_generation() -> None:
+    model = tiny_model("llama", spread=3.0)
+    text = ragged_tokens((12, 12))
+    options = {"eos_token_id": None, "do_sample": False, "max_new_tokens": 12}
+    expected = model.generate(torch.from_numpy(np.stack(text)), **options)[:, 12:]
+    own = GenerationConfig(
+        repetition_penalty=1.9, num_beams=3, use_cache=False, no_repeat_ngram_size=2, do_sample=True, temperature=9.0
+    )
+    model.generation_config = own
+    run = sinkscope.analyze(model, input=[ids.tolist() for ids in text], seq_len=12, generate=12)
+    tokens = run.tables["decoding"].query("layer == 0").groupby("sequence")["token_id"].agg(list)
+    assert tokens.tolist() == expected.tolist()
+    assert model.generation_config is own
+    assert len(np.unique(expected)) < expected.numel()  # the penalty would have changed them
+
+
+@pytest.mark.parametrize("padded", [0, PADDED])
+def test_registers_are_the_first_positions_of_decoding_too(padded: int) -> None:
+    plain = tiny_model("llama", dtype=torch.float64)
+    model = retrofit_model(plain, None, "register-tokens", count=2, deviation=1.0).requires_grad_(False)
+    seen, tokens = generated(model, padded)
+    assert (seen.steps, dict(seen.skipped)) == (STEPS, {})
+    cache = DynamicCache(config=model.config)
+    with sinkscope.watch(model, decoding=True) as without_mask:
+        model(tokens[0][:, :-STEPS], past_key_values=cache)
+        decoded(model, cache, tokens[0][:, -STEPS:])
+    for number, ids in enumerate(tokens):
+        attention, _ = full_pass(model, ids)
+        length = ids.shape[1] - STEPS + 2
+        table = seen.tables["decoding"].query(f"sequence == {number}").sort_values(["layer", "step"])
+        assert table["position"].tolist() == list(range(length, length + STEPS)) * len(attention)
+        np.testing.assert_allclose(table["sink_mass"], attention[:, :, length:, 0].mean(1).ravel(), rtol=1e-10)
+        assert table["token_id"].tolist() == ids[0, -STEPS:].tolist() * len(attention)
+    same = ["position", "sink_mass", "largest"]
+    first = seen.tables["decoding"].query("sequence == 0")[same].reset_index(drop=True)
+    pd.testing.assert_frame_equal(first, without_mask.tables["decoding"][same], rtol=1e-10)
+    with pytest.raises(InputError, match="has 254 positions, and the text 12"):
+        sinkscope.analyze(model, input=IDS[:, :12].tolist(), seq_len=12, generate=243)
 
 
 def test_models_that_cannot_be_measured_while_they_decode_are_refused_beforehand() -> None:
