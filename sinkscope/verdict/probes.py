@@ -186,17 +186,25 @@ def _sink_output(run: Sequences) -> Iterator[Finding]:
 
 def _decoding(run: Sequences) -> Iterator[Finding]:
     table = run.table("decoding")
-    mass = np.nanmean(run.means("decoding", "sink_mass", ("layer", "step")), axis=1)  # (1 + draws, steps)
-    share, null, steps = bootstrap(np.nanmean(mass, 1)), float(table["uniform"].mean()), mass.shape[1]
+    by_step = table.groupby(["sequence", "step"])["sink_mass"].mean().unstack()
+    mass = by_step.reindex(range(run.weights.shape[1])).to_numpy()  # (N, steps); NaN after a sequence's end
+    steps, sums, tokens = mass.shape[1], np.nansum(mass, axis=1), np.isfinite(mass).sum(1)
+    with np.errstate(invalid="ignore"):
+        share = bootstrap((run.weights @ sums) / (run.weights @ tokens))
+    null = float(table["uniform"].mean())
     sentence = f"Decoded tokens, up to {steps} after each sequence, give position 0 {with_interval(share, '.1%')} of "
-    sentence += "their attention, mean over heads, layers and steps; "
+    sentence += "their attention, mean over heads, layers and decoded tokens; "
     sentence += f"uniform attention gives {null:.1%}"
     numbers: dict[str, Estimate | float] = {"steps": steps}
     if steps >= 2 * FEWEST_QUERIES:
-        first, last = mass[:, :FEWEST_QUERIES].mean(1), mass[:, -FEWEST_QUERIES:].mean(1)
+        goes_on = np.isfinite(mass[:, -1:])  # a change is one within the same sequences
+        ends = (mass[:, :FEWEST_QUERIES], mass[:, -FEWEST_QUERIES:])
+        first, last = (weighted_means(np.where(goes_on, x, np.nan).mean(1), run.weights) for x in ends)
         numbers |= {"first": bootstrap(first), "last": bootstrap(last), "change": bootstrap(last - first)}
         sentence += f". From the first {FEWEST_QUERIES} steps to the last {FEWEST_QUERIES} this share changes by "
         sentence += with_interval(bootstrap(100 * (last - first)), "+.1f", " points")
+        if not goes_on.all():
+            sentence += f" in the {goes_on.sum()} of {counted(len(goes_on), 'sequence')} that go on so long"
     if steps >= FEWEST_QUERIES and "attention" in run.run.tables:
         sinks = run.table("decoding_sinks").drop_duplicates(["layer", "head", "sequence"]).groupby("sequence").size()
         heads = len(run.table("attention")[["layer", "head"]].drop_duplicates())

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from matplotlib.axes import Axes
 from support.figures import check_all_draw, edges_at, legend_of, rough_figures
-from support.made_up_runs import make_run, picture_tables
+from support.made_up_runs import grid, make_run, picture_tables
 
 from sinkscope import InputError, Run
 from sinkscope.figures import FIGURES as ALL_FIGURES
@@ -193,6 +193,31 @@ def test_residual_sinks_are_drawn_without_spikes(run: Run) -> None:
     np.testing.assert_allclose(norms.lines[0].get_ydata(), run.tables["spikes"]["norm_ratio"])
     assert [line.get_label() for line in norms.lines[1:]] == ["step up: layer 0"]
     np.testing.assert_allclose(ydata(cosines, "tokens"), run.tables["spikes"]["cosine_of_others"])
+
+
+def test_decoding_draws_means_over_sequences_of_some_layers_and_shades_thoughts() -> None:
+    random = np.random.default_rng(0)
+    table = grid(layer=range(7), sequence=range(3), step=range(5))
+    table = table.assign(position=10 * (1 + table["sequence"]) + table["step"])
+    columns = {"sink_mass": random.random(len(table)), "largest": 1 + random.random(len(table))}
+    table = table.assign(**columns, uniform=1 / (table["position"] + 1))
+    table["is_thought"] = (table["step"] == 1) & (table["sequence"] < 2) | (table["step"] == 3) & (
+        table["sequence"] < 1
+    )
+    figure = draw("decoding", make_run(layers=7, decoding=table))
+    for ax, column in zip(figure.axes, columns, strict=True):
+        means = table.groupby(["step", "layer"])[column].mean().unstack()
+        assert [line.get_label() for line in ax.lines[:5]] == [
+            *(f"layer {x}" for x in (0, 2, 4, 6)),
+            "mean over layers",
+        ]
+        for layer in (0, 2, 4, 6):
+            np.testing.assert_allclose(ydata(ax, f"layer {layer}"), means[layer])
+        np.testing.assert_allclose(ydata(ax, "mean over layers"), means.mean(axis=1))
+        assert ax.lines[4].get_xdata().tolist() == [0, 1, 2, 3, 4]
+        (shade,) = ax.patches  # most sequences think at step 1
+        assert (shade.get_x(), shade.get_x() + shade.get_width()) == (0.5, 1.5)
+    np.testing.assert_allclose(ydata(figure.axes[0], "uniform"), table.groupby("step")["uniform"].mean())
 
 
 def test_the_super_weight_is_the_largest_of_the_early_layers() -> None:

@@ -1,5 +1,7 @@
 """Findings on states, super weights, over-mixing and pictures: their intervals are over sequences."""
 
+import warnings
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -161,6 +163,59 @@ def test_a_count_of_heads_has_the_interval_of_resampled_sequences() -> None:
     drawn = (resamplings(100) @ ratios / resamplings(100).sum(1) <= 0.2) + 1  # another head is one in every draw
     assert counts["no_ops"] == 2
     assert (counts["no_ops_low"], counts["no_ops_high"]) == tuple(np.quantile(drawn[1:], [0.025, 0.975])) == (1, 2)
+
+
+def test_a_head_that_has_a_sink_in_some_draws_counts_in_these() -> None:
+    run = sink_outputs()
+    table = run.tables["sink_output_by_sequence"]
+    table["at_half"] = table["at_half"].where(table["head"] != 4, np.where(table["sequence"] % 2, 0.81, 1.0))
+    counts = by_name(run)["sink-output"].numbers
+    queries = table[table["head"] == 4].sort_values("sequence")["at_half"].to_numpy()
+    drawn = (resamplings(100) @ queries / resamplings(100).sum(1) >= 0.9) + 2  # two others are no-ops in every draw
+    assert counts["no_ops"] == 3
+    assert (counts["no_ops_low"], counts["no_ops_high"]) == tuple(np.quantile(drawn[1:], [0.025, 0.975])) == (2, 3)
+
+
+def decodings(steps: int, ends: dict[int, int], **columns: np.ndarray) -> Run:
+    """Return a run whose 100 sequences decode this many tokens, or less: sequence → its number."""
+    table = grid(layer=[0, 1], sequence=range(100), step=range(steps))
+    table = table.assign(position=10 + table["sequence"] + table["step"], largest=1.0, headroom=9.0, sink_mass=0.0)
+    table = table.assign(uniform=1 / (table["position"] + 1))
+    for name, values in columns.items():  # (sequences, steps)
+        table[name] = values[table["sequence"], table["step"]]
+    return Run(run_manifest(), {"decoding": table[table["step"] < table["sequence"].map(ends).fillna(steps)]})
+
+
+def test_the_change_while_decoding_has_the_interval_of_changes_within_sequences() -> None:
+    random, steps = np.random.default_rng(0), 40
+    level, change = random.random((100, 1)), random.normal(0.1, 0.02, (100, 1))
+    mass = level + change * (np.arange(steps) >= steps // 2)
+    finding = by_name(decodings(steps, {}, sink_mass=mass))["decoding"]
+    drawn = resamplings(100) @ change[:, 0] / resamplings(100).sum(1)
+    low, high = np.quantile(drawn[1:], [0.025, 0.975])
+    assert [finding.numbers[name] for name in ("change", "change_low", "change_high")] == pytest.approx(
+        [change.mean(), low, high]
+    )
+    said = f"changes by {100 * change.mean():+.1f} points (95 % interval {100 * low:+.1f} to {100 * high:+.1f})"
+    assert said in finding.sentence
+    assert high - low < 0.01 < level.std() / 10
+
+
+def test_a_sequence_that_ends_early_counts_by_its_tokens_and_changes_nothing() -> None:
+    """All sequences but five end after four steps, and give position 0 less."""
+    steps, ends = 40, dict.fromkeys(range(5, 100), 4)
+    mass = np.where(np.arange(100)[:, None] < 5, 0.6, 0.1) + 0.002 * np.arange(100)[:, None] + np.zeros(steps)
+    mass[:5, 20:] += np.linspace(0.05, 0.06, 5)[:, None]
+    run = decodings(steps, ends, sink_mass=mass)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no draw has an empty step
+        finding = by_name(run)["decoding"]
+    one_layer = run.tables["decoding"].query("layer == 0")
+    assert finding.value == pytest.approx(one_layer["sink_mass"].mean())
+    assert finding.null == pytest.approx(one_layer["uniform"].mean())
+    assert finding.numbers["change"] == pytest.approx(0.055)
+    assert (finding.numbers["change_low"], finding.numbers["change_high"]) == pytest.approx((0.05, 0.06), abs=0.003)
+    assert ") in the 5 of 100 sequences that go on so long. The" in finding.sentence
 
 
 def patches(*norms: float, layer: int = 1, sequence: int = 0) -> pd.DataFrame:
