@@ -24,7 +24,8 @@ def head_differences(runs: Sequence[RunData], metric: str) -> tuple[pd.DataFrame
 
     Returns:
         A row for each head (layer, head, metric, first, second, difference with its ends, p, q, differs); and how many
-        heads differ, next to the mean and the most of SPLITS random halves of each run, which differ by texts alone.
+        heads differ over how many texts, those in which every head has a value, next to the mean and the most of SPLITS
+        random halves of each run, which differ by texts alone.
 
     Raises:
         InputError: a run has no values by head of the metric, or the runs have different heads.
@@ -47,14 +48,15 @@ def head_differences(runs: Sequence[RunData], metric: str) -> tuple[pd.DataFrame
     if not heads[0].equals(heads[1]):
         raise InputError("heads are compared between runs of models with the same layers and heads")
     is_paired = reads_the_same(first, second)
-    p = p_values(*map(_complete, [differences(*values)] if is_paired else values))
+    tested = list(map(_complete, [differences(*values)] if is_paired else values))
+    p = p_values(*tested)
     estimates = [difference_of(*each, metric, first, second) for each in zip(drawn[0].T, drawn[1].T, strict=True)]
     table = heads[0].assign(metric=metric, first=drawn[0][0], second=drawn[1][0])
     table = table.join(pd.DataFrame([each.as_columns("difference") for each in estimates]))
     table = table.assign(p=p, q=stats.false_discovery_control(p), differs=_named(p))
     counts = {"metric": metric, "heads": len(p), "differing": _named(p).sum(), "is_paired": is_paired, "splits": SPLITS}
-    for name, x in zip(("first", "second"), values, strict=True):
-        halves = differing_halves(_complete(x))
+    for name, x, of_run in zip(("first", "second"), tested * (1 + is_paired), values, strict=True):
+        halves = differing_halves(_complete(of_run))
         counts |= {f"{name}_texts": len(x), f"{name}_halves": np.mean(halves), f"{name}_halves_most": max(halves)}
     return table, counts
 

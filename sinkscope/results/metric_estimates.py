@@ -124,8 +124,15 @@ def replicates(sequences: Sequences, metric: str, by: Sequence[str] = (), epsilo
     return x if by else getattr(pd.DataFrame(x), REDUCTIONS.get(METRICS[metric].whole, "mean"))(axis=1).to_numpy()
 
 
+def texts_of(sequences: Sequences, has_value: np.ndarray) -> np.ndarray:
+    """(N, …) → (…): the number of distinct texts of which a sequence has a value."""
+    numbers = sequences.run.text_numbers
+    copies = (np.unique(numbers)[:, None] == numbers).astype(float)
+    return np.asarray((np.tensordot(copies, has_value, axes=1) > 0).sum(axis=0))
+
+
 def estimate_of(drawn: np.ndarray, metric: str, texts: int) -> Estimate:
-    """Return a metric with its interval, from its replicates."""
+    """Return a metric with its interval, from its replicates and the number of texts that have a value."""
     if metric in OF_LOSS:
         return positive_jackknife(drawn)
     estimate = bootstrap(drawn)
@@ -154,15 +161,17 @@ def estimate_table(
         labels, index = (labels, index) if level else (pd.DataFrame(index=[0]), (None,))
         for epsilon in epsilons or [sequences.epsilon]:
             drawn = replicates(sequences, metric, level, epsilon)[(slice(None), *index)]
-            estimates = [estimate_of(column, metric, sequences.texts) for column in drawn.T]
             has_value = np.isfinite(source.values(sequences, epsilon))
+            has_value = has_value.any(axis=tuple(range(1 + len(level), has_value.ndim)))  # (N, *level)
+            texts = np.broadcast_to(texts_of(sequences, has_value)[index], len(drawn.T))
+            estimates = [estimate_of(column, metric, count) for column, count in zip(drawn.T, texts, strict=True)]
             rows = labels.assign(metric=metric, **({} if source.rate is None else {"epsilon": epsilon}))
             rows = rows.assign(
                 **{name: [getattr(each, name) for each in estimates] for name in ("value", "low", "high")}
             )
             null = 0.0 if source.rate else nan
             rows["null"] = replicates(sequences, source.null, level)[(0, *index)] if source.null else null
-            rows["sequences"] = has_value.any(axis=tuple(range(1 + len(level), has_value.ndim))).sum(axis=0)[index]
+            rows["sequences"] = has_value.sum(axis=0)[index]
             tables.append(rows)
     except Lacks as lack:
         raise InputError(f"{metric} has no values by sequence in this run: {lack}") from lack

@@ -161,7 +161,50 @@ def test_equal_texts_bound_a_rate_and_copies_of_a_text_narrow_nothing() -> None:
     assert numbers == [8, 8]
 
 
+def test_texts_without_a_value_bound_no_rate() -> None:
+    sinks = np.full((1, 1, 16), 0.9)
+    sinks[..., 5:] = np.nan
+    (row,) = run_of(sinks).estimate("sink_rate", by="head").itertuples()
+    assert (row.low, row.high, row.sequences) == pytest.approx((0.05 ** (1 / 5), 1.0, 5))
+    copies = run_of(np.repeat(sinks, 2, axis=2), texts=np.repeat(range(16), 2).tolist()).estimate("sink_rate")
+    assert copies[["low", "high", "sequences"]].to_numpy().tolist() == [[pytest.approx(0.05 ** (1 / 5)), 1.0, 10]]
+
+
+def test_each_run_of_a_difference_has_its_own_threshold() -> None:
+    masses = np.random.default_rng(0).random((1, 4, 40))
+    runs = [run_of(masses) for _ in range(2)]
+    for run, epsilon in zip(runs, (0.25, 0.5), strict=True):
+        run.manifest["config"] = run.manifest["config"] | {"epsilon": epsilon}
+    apart = difference(*map(Sequences, runs), "sink_rate")
+    assert apart.value == pytest.approx(-((masses > 0.25) & (masses <= 0.5)).mean())
+    assert apart.low < apart.value < apart.high < 0
+
+
 # --- heads that differ
+
+
+def test_texts_in_which_a_head_has_no_value_are_not_counted() -> None:
+    masses = np.random.default_rng(0).random((2, 1, 3, 24))
+    masses[0, 0, 0, :4] = np.nan
+    masses[1, 0, 2, 10:] = np.nan
+    for sha, texts in (("a", [6, 6]), ("b", [20, 10])):
+        counts = head_differences([run_of(masses[0]), run_of(masses[1], sha)], "window_mass")[1]
+        assert [counts["first_texts"], counts["second_texts"]] == texts
+
+
+def test_the_halves_of_each_run_are_of_its_own_texts() -> None:
+    """All heads of a run are alike: in some halves of random texts all of them differ."""
+    alike = np.broadcast_to(np.random.default_rng(0).random(40), (1, 6, 40))
+    runs = [run_of(np.full((1, 6, 40), 0.5)), run_of(alike, "b")]
+    order = [np.random.default_rng(0)] * 20
+    halves = [np.split(alike[0, 0, random.permutation(40)], 2) for random in order]
+    named = [6 * (stats.mannwhitneyu(*each).pvalue <= 0.05) for each in halves]
+    assert max(named) == 6
+    for first, second in (("first", "second"), ("second", "first")):
+        counts = head_differences(runs, "window_mass")[1]
+        assert (counts[f"{first}_halves"], counts[f"{first}_halves_most"]) == (0, 0)
+        assert (counts[f"{second}_halves"], counts[f"{second}_halves_most"]) == (np.mean(named), 6)
+        runs = runs[::-1]
 
 
 def test_few_of_the_named_heads_are_named_falsely() -> None:
