@@ -28,7 +28,7 @@ from sinkscope.results.folders import own_folder
 from sinkscope.results.metric_estimates import estimate_table
 from sinkscope.results.metrics import METRICS, MISSING, SHORT_METRICS
 from sinkscope.results.papers import paper_tables
-from sinkscope.results.run import RunData
+from sinkscope.results.run import BEFORE, RunData
 from sinkscope.results.sequences import Sequences
 from sinkscope.results.side_by_side import span
 from sinkscope.results.tables import Columns, blaming_tables
@@ -151,8 +151,11 @@ class Run(RunData, Result):
             sequence: the number of the run's sequence.
 
         Raises:
-            InputError: the head does not exist, or the model or the text cannot be read.
+            InputError: the head does not exist, the model or the text cannot be read, or this is a changed arm of an
+                experiment.
         """
+        if "arms" in self.manifest and self.command == "analyze" and self.condition != BEFORE:
+            raise InputError(f"{self.condition} is an arm of an experiment: analyze its model within `intervening`")
         from sinkscope.measuring.keeping import attention_of, check_head  # imported late, because it runs models
 
         stored = self.activations.get(ATTENTION) if text is None and model is None and not sequence else None

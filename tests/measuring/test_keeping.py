@@ -110,6 +110,12 @@ def test_a_text_is_read_by_the_model_that_the_run_names(tiny: Path) -> None:
     np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-5)
 
 
+def test_another_model_takes_the_place_of_the_weights_that_a_run_keeps(run: Run) -> None:
+    other, ids = tiny_model("gpt2"), ragged_tokens(LENGTHS)[0]
+    weights = reference.record(other, ids).layers[2].weights
+    np.testing.assert_allclose(run.attention(2, 1, model=other), weights[1], rtol=1e-4, atol=1e-6)
+
+
 def test_a_run_forgets_a_model_that_its_user_drops(run: Run) -> None:
     own = tiny_model("gpt2")
     of_own = sinkscope.analyze(own, input="random", num_seqs=1, seq_len=8, observables="massive")

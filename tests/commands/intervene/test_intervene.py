@@ -103,6 +103,17 @@ def test_a_stack_on_sequences_of_different_lengths(gpt2: PreTrainedModel, tmp_pa
     run.verdict  # noqa: B018
 
 
+def test_a_stack_watches_the_positions_of_all_its_parts(llama: PreTrainedModel) -> None:
+    run = intervene(llama, ["isolate:positions=2", "isolate:positions=5+2"], draws=0, **SMALL)
+    ((label, arm),) = run.manifest["arms"].items()
+    assert arm["watched"] == [2, 5]
+    positions = run.tables["effect"].query("metric == 'sink_rate'")["position"]
+    assert {2, 5} <= set(positions)
+    with pytest.raises(InputError, match="is an arm of an experiment: analyze its model within `intervening`"):
+        run.at(label).attention(0)
+    torch.testing.assert_close(run.at("before").attention(0, model=llama), run.attention(0, model=llama))
+
+
 def test_the_tables_hold_every_arm(gpt2: PreTrainedModel, all_of_gpt2: Run) -> None:
     arms = set(all_of_gpt2.manifest["arms"]) - {"streaming-window"}
     assert "perturb-query-bias" not in arms  # it is a control
