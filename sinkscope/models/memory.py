@@ -29,7 +29,7 @@ def available_memory() -> int:
         try:
             most, now = (int(Path("/sys/fs/cgroup", name).read_text(encoding="utf-8")) for name in (limit, used))
             file = Path("/sys/fs/cgroup", used).with_name("memory.stat")
-            statistics = dict(line.split() for line in file.open(encoding="utf-8"))
+            statistics = dict(line.split() for line in file.read_text(encoding="utf-8").splitlines())
         except (OSError, ValueError):  # no container of this version, or one without a limit («max»)
             continue
         free = min(free, max(0, most - now + int(statistics.get(cached, 0))))

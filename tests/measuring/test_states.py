@@ -239,6 +239,34 @@ def test_the_filter_has_the_rule_of_the_mask() -> None:
         sinkscope.spike_filter(tiny_model("llama"), ids)
 
 
+def test_the_filter_has_the_mean_direction_of_all_sinks_and_the_mean_median_of_all_sequences() -> None:
+    """Sinks at different positions, in batches of two; the third sequence has none."""
+    model, ids = tiny_model("llama"), torch.randint(3, 90, (5, 12), generator=torch.manual_seed(1))
+    draw, sinks = torch.manual_seed(0), {0: 0, 1: 2, 3: 1, 4: 0}
+    direction, seen = torch.randn(model.config.hidden_size, generator=draw), dict[str, torch.Tensor]()
+    off = 0.1 * torch.randn(5, model.config.hidden_size, generator=draw)
+    for row, position in sinks.items():
+        ids[row, position] = 90 + row
+
+    def plant(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        which = (seen["ids"] - 90).clamp(min=-1)
+        return output + 100 * (which >= 0)[..., None] * (direction + off[which])
+
+    layers = model.model.layers
+    with (
+        model.model.embed_tokens.register_forward_pre_hook(lambda module, args: seen.update(ids=args[0])),
+        layers[1].mlp.register_forward_hook(plant),
+    ):
+        spikes = sinkscope.spike_filter(model, ids, batch_size=2)
+        with torch.no_grad():
+            states = model(ids, output_hidden_states=True).hidden_states[2]
+    of_sinks = torch.stack([F.normalize(states[row, position], dim=-1) for row, position in sinks.items()])
+    torch.testing.assert_close(spikes.direction[1], F.normalize(of_sinks.sum(0), dim=-1))
+    norms = torch.linalg.vector_norm(states, dim=-1)
+    torch.testing.assert_close(spikes.least_norm[1], 3 * norms.median(1).values.mean())
+    assert [tuple(place) for place in spikes(states, 1).nonzero().tolist()] == list(sinks.items())
+
+
 @pytest.mark.real_model
 def test_the_filter_of_a_real_model_is_the_mask_on_other_text(smollm: LoadedModel) -> None:
     spikes = sinkscope.spike_filter(smollm, num_seqs=4, seq_len=32)
