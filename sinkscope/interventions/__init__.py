@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from sinkscope.errors import InputError, unknown
-from sinkscope.interventions.heads import AblateHeads
+from sinkscope.interventions.heads import AblateHeads, ScaleHeadOutputs
 from sinkscope.interventions.intervention import Intervention, Known, Target, applied
 from sinkscope.interventions.massive import MeanMassive, RescaleNorm, ZeroMassive
 from sinkscope.interventions.nu import (
@@ -26,7 +26,7 @@ INTERVENTIONS: dict[str, type[Intervention]] = {
     for intervention in (
         NullifyFirstEmbedding, ZeroKeyColumns, ZeroMassive, MeanMassive, ReplaceEpe, TransplantEpe, NullifyQueryBias,
         PerturbQueryBias, MaskSink, Isolate, ScaleSinkValue, MeanSinkValue, RescaleNorm, ZeroSuperWeight,
-        ZeroSuperExpert, AblateHeads, StreamingWindow,
+        ZeroSuperExpert, AblateHeads, ScaleHeadOutputs, StreamingWindow,
     )
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from sinkscope.errors import InputError
 from sinkscope.interventions.intervention import Intervention, Known, Target, must_change
-from sinkscope.interventions.parameters import Open
+from sinkscope.interventions.parameters import Chosen, Open, Places, Real, chosen
 from sinkscope.interventions.sink import MaskSink
 from sinkscope.models.edits import edited_input
 
@@ -88,6 +88,65 @@ class AblateHeads(Intervention):
                 if layer in by_layer:
                     module = attention.get_submodule(target.family.output)
                     stack.enter_context(edited_input(module, partial(zeroed, by_layer[layer])))
+            yield
+
+
+class ScaleHeadOutputs(Intervention):
+    """Scales the outputs o of heads at a token before the output projection: around=mean, μ + λ(o − μ), else λ·o.
+
+    μ is the mean of the head's outputs over the sequence's tokens up to that one. A token that attends to few others
+    averages few values, so that its outputs deviate more from the mean: around=mean makes them do so with the
+    attention as it is.
+    """
+
+    name = "scale-head-outputs"
+    about = (
+        "outputs of heads at a token deviate from their mean over tokens by a factor more (factor: 5; positions: 10; "
+        "layers, query heads), or with around=zero are scaled as a whole"
+    )
+    paper = "2605.06611"
+    control_about = "another position"
+    redraws = "positions"
+    requires = (MaskSink.inapplicable, without_separate_heads)
+
+    layers: Chosen = None
+    heads: Chosen = None
+    positions: Places = (10,)  # as in the paper
+    factor: Real = 5.0
+    around: Literal["mean", "zero"] = "mean"
+
+    @contextmanager
+    def applied(self, target: Target) -> Iterator[None]:
+        layout, heads = target.layout, chosen(self.heads, target.query_heads)
+        if self.factor == 1.0:
+            raise InputError(f"{self.name} would change nothing: its factor is 1")
+
+        def scaled(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            x = x.clone()
+            outputs = x.unflatten(-1, (target.query_heads, -1))  # (B,T,H,d)
+            for position in self.positions:
+                rows, columns = layout.once(layout.locate, x.device, *x.shape[:2], position)
+                if not len(rows):
+                    continue
+                center = torch.zeros_like(outputs[rows, columns])
+                if self.around == "mean":
+                    if layout.past:
+                        raise InputError(
+                            f"{self.name}: around=mean needs all tokens up to position {position} in one pass"
+                        )
+                    column = torch.arange(x.shape[1], device=x.device)
+                    is_before = (column <= columns[:, None]) & (column >= columns[:, None] - position)
+                    center = (is_before[:, :, None, None] * outputs[rows]).sum(1) / (position + 1)
+                changed = center + self.factor * (outputs[rows, columns] - center)
+                outputs[rows[:, None], columns[:, None], torch.tensor(heads, device=x.device)] = changed[:, heads]
+                touch()
+            return x
+
+        missing = f"position {', '.join(map(str, self.positions))}"
+        with must_change(self.name, missing) as touch, ExitStack() as stack:
+            for layer in target.attending(self.layers):
+                module = target.family.attentions(target.model)[layer].get_submodule(target.family.output)
+                stack.enter_context(edited_input(module, scaled))
             yield
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial, reduce
 from itertools import product
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import PrivateAttr
+from pydantic import Field, PrivateAttr
 from torch import nn
 
 from sinkscope.attention.kernels import ForbiddenKeys, head_mask
@@ -139,8 +139,8 @@ class Isolate(HiddenKeys):
 
     name = "isolate"
     about = (
-        "a token sees only itself (positions: 10; layers, query heads), or besides itself the positions `beside`; "
-        "hidden: the positions that it does not see, instead of all"
+        "a token sees only itself (positions: 10; layers, query heads), or besides itself the positions `beside`, or "
+        "the last tokens (last: 2 for itself and the one before); hidden: the positions that it does not see"
     )
     paper = "2605.06611"
     control_about = "it also sees one random earlier token"
@@ -148,19 +148,20 @@ class Isolate(HiddenKeys):
     positions: Places = (10,)  # as in the paper
     hidden: ChosenPlaces = None  # None: all other tokens
     beside: ChosenPlaces = None  # None: no other token is seen
+    last: Annotated[int, Field(ge=1)] = 1  # it sees this many tokens, up to itself
 
     def check(self, target: Target, length: int | None = None) -> None:
         super().check(target, length)
-        if self.hidden is not None and self.beside is not None:
+        if self.hidden is not None and (self.beside, self.last) != (None, 1):
             raise InputError(f"{self.name}: name either the positions that are hidden or those that it sees")
 
     def hides(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        hidden = ~among(key, self.beside or ()) if self.hidden is None else among(key, self.hidden)
-        return among(query, self.positions) & hidden
+        is_seen = among(key, self.beside or ()) | (query - key < self.last)
+        return among(query, self.positions) & (~is_seen if self.hidden is None else among(key, self.hidden))
 
     def control(self, known: Known, draw: torch.Generator) -> Intervention | None:
         """Return that the token also sees a random earlier one, except for 0; None if it does not see only itself."""
-        if (self.hidden, self.beside) != (None, None) or min(self.positions) < 2:
+        if (self.hidden, self.beside, self.last) != (None, None, 1) or min(self.positions) < 2:
             return None
         return self.model_copy(update={"beside": draw_others(1, min(self.positions), draw, {0}, "earlier token")})
 

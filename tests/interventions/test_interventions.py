@@ -41,7 +41,8 @@ TEXT_OF_EACH = (
     "nullify-first-embedding", "zero-key-columns:coordinates=3,17", "zero-massive:layers=0,coordinates=3,17",
     "mean-massive:layers=1,coordinates=3,17,means=5,-7", "scale-sink-value:factor=3", "mean-sink-value:means=3",
     "mask-sink", "isolate:positions=4", "rescale-norm:layers=1", "zero-super-weight:layer=1,rows=3,column=5",
-    "zero-super-expert:layer=1,expert=1", "ablate-heads:numbers=1,6", "streaming-window:window=4,keep=1",
+    "zero-super-expert:layer=1,expert=1", "ablate-heads:numbers=1,6", "scale-head-outputs:positions=4",
+    "streaming-window:window=4,keep=1",
 )  # fmt: skip
 EACH = {text.partition(":")[0]: text for text in TEXT_OF_EACH}
 BIASED = ("gpt2", "gpt_neox", "gpt_neox-sequential", "bloom", "opt", "opt-post-norm", "qwen2", "phi", "gpt_oss")
@@ -236,6 +237,48 @@ def test_an_ablated_head_is_one_that_the_output_projection_does_not_read(name: s
     columns = [*range(width), *range(2 * width, 3 * width)]  # heads 0 and 2 of layer 1
     edited = without_entries(model, {paths[0]: (1, ROWS, columns)})
     assert_close(under(model, "ablate-heads:numbers=4,6"), logits(edited), 1e-5)
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+@pytest.mark.parametrize("around", ["mean", "zero"])
+def test_scaled_head_outputs_are_those_that_the_output_projection_reads_in_plain_transformers(
+    name: str, around: str
+) -> None:
+    """The hook of the reference scales columns of heads 0 and 2 at position 4 by 3, around the mean of 5 tokens."""
+    model, twin = (tiny_model(name, dtype=torch.float64) for _ in range(2))
+    (path,) = [path for path in OUT if path in dict(layers_of(twin)[1].named_modules())]
+
+    def scale(module: nn.Module, args: tuple) -> tuple:
+        x = args[0].clone()
+        width = x.shape[-1] // 4
+        for column in [*range(width), *range(2 * width, 3 * width)]:
+            center = x[:, :5, column].sum(1) / 5 if around == "mean" else 0.0
+            x[:, 4, column] = center + 3 * (x[:, 4, column] - center)
+        return (x, *args[1:])
+
+    layers_of(twin)[1].get_submodule(path).register_forward_pre_hook(scale)
+    text = f"scale-head-outputs:positions=4,layers=1,heads=0+2,factor=3,around={around}"
+    assert_close(under(model, text), logits(twin), 1e-5)  # the softmax of some families is in float32
+
+
+def test_the_mean_of_head_outputs_leaves_out_padding_and_needs_all_tokens_in_one_pass() -> None:
+    model = tiny_model("llama", dtype=torch.float64)
+    sequences = [IDS[0, :9].numpy(), IDS[1, :7].numpy()]
+    with intervening(model, "scale-head-outputs:positions=4+5"):
+        batch = padded(sequences)
+        together = logits(model, **inputs_of(model, batch))
+        for number, ids in enumerate(sequences):
+            alone = logits(model, torch.from_numpy(ids)[None])[0]
+            assert_close(together[number][batch.attention_mask[number].bool()], alone, 1e-12)
+        prompt = model(IDS[:, :5], use_cache=True)
+        with pytest.raises(InputError, match="around=mean needs all tokens up to position 5 in one pass"):
+            model(IDS[:, 5:6], past_key_values=prompt.past_key_values)
+    with intervening(model, "scale-head-outputs:positions=4,around=zero"):
+        prompt = model(IDS[:, :4], use_cache=True)
+        decoded = model(IDS[:, 4:5], past_key_values=prompt.past_key_values, use_cache=True).logits[:, 0]
+    assert_close(decoded, under(model, "scale-head-outputs:positions=4,around=zero")[:, 4], 1e-12)
+    with pytest.raises(InputError, match="would change nothing: its factor is 1"):
+        under(model, "scale-head-outputs:positions=4,factor=1")
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -489,6 +532,8 @@ def test_an_isolated_token_is_plain_transformers_with_another_mask(name: str) ->
         ("isolate:positions=4", [4], [4]),
         ("isolate:positions=4,beside=2", [4], [2, 4]),
         ("isolate:positions=4,hidden=0", [4], [1, 2, 3, 4]),
+        ("isolate:positions=4,last=2", [4], [3, 4]),
+        ("isolate:positions=4,last=2,beside=1", [4], [1, 3, 4]),
         ("isolate:positions=3+8,hidden=0-3", [3, 8], None),
     ):
         mask = ahead.clone()
@@ -554,10 +599,17 @@ def test_the_control_of_isolate_sees_one_random_earlier_token() -> None:
     assert parse("isolate").watched == (10,)
     draws = {str(parse("isolate:positions=3").control(known, torch.Generator().manual_seed(seed))) for seed in range(9)}
     assert draws == {f"isolate:positions=3,beside={position}" for position in (1, 2)}
-    for text in ("isolate:positions=1", "isolate:positions=5,hidden=0", "isolate:positions=5,beside=2"):
+    for text in (
+        "isolate:positions=1",
+        "isolate:positions=5,hidden=0",
+        "isolate:positions=5,beside=2",
+        "isolate:positions=5,last=2",
+    ):
         assert parse(text).control(known, torch.Generator()) is None
     with pytest.raises(InputError, match="either the positions that are hidden or those that it sees"):
         under(tiny_model("llama"), "isolate:positions=4,hidden=0,beside=1")
+    with pytest.raises(InputError, match="either the positions that are hidden or those that it sees"):
+        under(tiny_model("llama"), "isolate:positions=4,hidden=0,last=2")
 
 
 def traced(model: PreTrainedModel, batch: Batch, *do: str) -> tuple[Rows, torch.Tensor]:
@@ -793,7 +845,7 @@ AWKWARD = {
     **{"coordinates": (138, 1234567), "means": (1 / 3, -123456.789, 1e22, -1e-22), "factor": 1 / 3, "keep": (0, 3)},
     **{"elsewhere": (11.0, 507.0, 9388.058, -9515.98), "source": 1234567, "target": 7654321, "window": (64, 1234567)},
     **{"layer": 11, "expert": 3, "rows": (0, 1234567), "column": 1229, "which": "largest", "by": "first-mass"},
-    **{"begin": "massive", "hidden": (0, 5), "beside": (3,)},
+    **{"begin": "massive", "hidden": (0, 5), "beside": (3,), "last": 7, "around": "zero"},
     **{"share": 1 / 3, "numbers": (0, 1234567)},
 }
 

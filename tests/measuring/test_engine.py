@@ -39,6 +39,7 @@ LATE = (  # interventions on later layers alone, in the order of layers; in the 
     "mean-sink-value:layers=1,means=0.5",
     "zero-super-weight:layer=1,rows=3,column=5",
     "ablate-heads:numbers=5",
+    "scale-head-outputs:layers=1,positions=4",
     "rescale-norm:layers=2",
 )
 EARLY = ("zero-super-expert", "replace-epe", "transplant-epe", "nullify-first-embedding", "streaming-window")

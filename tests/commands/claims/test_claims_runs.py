@@ -1,6 +1,7 @@
 """Claims on runs of one model, with hand-made tables for which a claim is known to hold or to fail."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -290,15 +291,19 @@ def mixing(after: float, *controls: float, before: float = 0.1) -> RunData:
     return RunData(manifest("natural", "intervene", arms=arms), {"over_mixing_by_sequence": pd.concat(parts)})
 
 
-def isolating(alone: float, without_first: float, controls: float = 0.1) -> RunData:
-    """Make sink rates of 60 % at position 0, and at position 1, from which others are hidden, 0 % before."""
+def editing(do: str, milder: str, alone: float, mild: float, controls: float = 0.1) -> RunData:
+    """Make sink rates of 60 % at position 0, and at position 1, which two arms change, 0 % before."""
     rates = {"before": 0.0, "after": alone} | {f"control {draw}": controls + 0.002 * draw for draw in range(3)}
-    run = experiment({label: [0.6, rate] for label, rate in rates.items()}, "isolate")
-    other = experiment({"after": [0.6, without_first]}, "isolate:hidden=0")
+    run = experiment({label: [0.6, rate] for label, rate in rates.items()}, do)
+    other = experiment({"after": [0.6, mild]}, milder)
     arms = {name: arm | {"watched": [1]} for name, arm in (run.manifest["arms"] | other.manifest["arms"]).items()}
     table = pd.concat([one.tables["attention_by_sequence"] for one in (run, other)])
     losses = by_sequence({"loss": 2.0, "predicted": 63}).assign(condition="before")
     return RunData(run.manifest | {"arms": arms}, {"attention_by_sequence": table, "loss_by_sequence": losses})
+
+
+isolating = partial(editing, "isolate", "isolate:hidden=0")
+deviating = partial(editing, "scale-head-outputs", "scale-head-outputs:around=zero")
 
 
 def of_tokens(*places: tuple[int, str]) -> RunData:
@@ -480,6 +485,10 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     ("SO-1", [isolating(0.35, 0.3)], (HOLDS, HOLDS, FAILS, HOLDS), None, ""),
     ("SO-1", [isolating(0.05, 0.01)], FAILS, None, ""),
     ("SO-1", [isolating(0.35, 0.01, controls=0.4)], (HOLDS, FAILS, HOLDS, HOLDS), None, ""),
+    ("SO-2", [deviating(0.15, 0.01)], HOLDS, None, ""),
+    ("SO-2", [deviating(0.15, 0.12)], (HOLDS, HOLDS, FAILS, HOLDS), None, ""),
+    ("SO-2", [deviating(0.02, 0.01)], FAILS, None, ""),
+    ("SO-2", [deviating(0.15, 0.01, controls=0.2)], (HOLDS, FAILS, HOLDS, HOLDS), None, ""),
     # a model without massive activations has none that appear or end
     *((claim, [peaks([1, 1, 5000, 5000, 20], least)], outcome, None, "") for claim in ("S-7", "S-8")
         for least, outcome in ((1000, HOLDS), (9000, FAILS))),

@@ -179,16 +179,17 @@ def _more_mixing(evidence: Evidence, beyond: bool) -> Estimate:
 # --- a token that sees only itself
 
 ALONE, WITHOUT_FIRST = Need("do", "isolate"), Need("loss-do-alone", "isolate:hidden=0")
+DEVIATING, SCALED = Need("do", "scale-head-outputs"), Need("loss-do-alone", "scale-head-outputs:around=zero")
 
 
-def _isolated(evidence: Evidence, role: Need) -> int:
-    """Return the position of the token from which an arm hides others."""
+def _edited_position(evidence: Evidence, role: Need) -> int:
+    """Return the position of the token that an arm isolates, or whose heads' outputs it scales."""
     run = evidence.run(role)
     return run.manifest["arms"][label_of(run, role.of)]["watched"][0]
 
 
-def _rate_where_isolated(role: Need, evidence: Evidence) -> Estimate:
-    return bootstrap(sink_rates(evidence.sequences(role), _isolated(evidence, role)))
+def _rate_where_edited(role: Need, evidence: Evidence) -> Estimate:
+    return bootstrap(sink_rates(evidence.sequences(role), _edited_position(evidence, role)))
 
 
 # --- visual sinks, on runs with pictures
@@ -270,12 +271,22 @@ CLAIMS = (
          Part("beyond another masked token's", partial(_more_mixing, beyond=True), above(0.0))),
         (SINK_MASKED,), (causal,)),
     Claim("SO-1", "§4", "A token that sees nothing but itself becomes a sink, as position 0 does.",
-        (Part("sink rate at a later token that sees only itself, in %", partial(_rate_where_isolated, ALONE),
+        (Part("sink rate at a later token that sees only itself, in %", partial(_rate_where_edited, ALONE),
             above(SINK)),
          Part("its change, in points, beyond that at a token that also sees a random earlier one",
-            lambda e: beyond_controls(e, ALONE, _isolated(e, ALONE)), above(0.0)),
+            lambda e: beyond_controls(e, ALONE, _edited_position(e, ALONE)), above(0.0)),
          Part("sink rate at a token from which only position 0 is hidden, in %",
-            partial(_rate_where_isolated, WITHOUT_FIRST), below(SINK)),
+            partial(_rate_where_edited, WITHOUT_FIRST), below(SINK)),
          had_a_sink(ALONE)),
         (ALONE, WITHOUT_FIRST), (causal,)),
+    Claim("SO-2", "§4", "A token whose heads' outputs deviate more from their mean becomes a sink; if the outputs are "
+        "scaled as a whole, it does not.",
+        (Part("sink rate at a later token whose heads' outputs deviate 5 times as much from their mean, in %",
+            partial(_rate_where_edited, DEVIATING), above(SINK)),
+         Part("its change, in points, beyond that when another token's outputs deviate",
+            lambda e: beyond_controls(e, DEVIATING, _edited_position(e, DEVIATING)), above(0.0)),
+         Part("sink rate at the token if its heads' outputs are 5 times as large, in %",
+            partial(_rate_where_edited, SCALED), below(SINK)),
+         had_a_sink(DEVIATING)),
+        (DEVIATING, SCALED), (causal,)),
 )  # fmt: skip
