@@ -8,7 +8,7 @@ NU is "Attention Sink Mechanisms Are Not Universal".
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,25 +118,30 @@ def _named(model: PreTrainedModel, family: Family, layer: int) -> dict[Role, Pro
         raise InputError(
             f"layer {layer} attends by {kind.__module__}.{kind.__qualname__}, which has no {' and '.join(family.qkv)}"
         ) from None
+    places = head_places(family, config, [_outputs(module) for module in modules])
+    return {role: Projection(modules[number], rows, family.qkv[number]) for role, (number, rows) in places.items()}
+
+
+def head_places(family: Family, config: Any, outputs: Sequence[int]) -> dict[Role, tuple[int, torch.Tensor]]:
+    """Return where q, k and v are in modules with these numbers of outputs: the module's number, and places (heads,d).
+
+    The modules are those of `family.qkv`, three or one, and `config` is that of the text model.
+    """
     heads = config.num_attention_heads
     if not family.fused:
-        width = _outputs(modules[0]) // heads
-        return {
-            role: Projection(module, torch.arange(_outputs(module)).view(-1, width), path)
-            for role, module, path in zip(ROLES, modules, family.qkv, strict=True)
-        }
+        width = outputs[0] // heads
+        every = enumerate(torch.arange(count).view(-1, width) for count in outputs)
+        return dict(zip(ROLES, every, strict=True))
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
-    key_heads = (_outputs(modules[0]) // width - heads) // 2
-    places = torch.arange(_outputs(modules[0])).view(-1, width)
+    key_heads = (outputs[0] // width - heads) // 2
+    places = torch.arange(outputs[0]).view(-1, width)
     rows = torch.arange(heads + 2 * key_heads)
     if family.fused == "blocks":  # all query heads, then all key heads, then all value heads
         by_role = rows.split([heads, key_heads, key_heads])
     else:  # "groups": a key head's query heads, the key head, its value head; then the same for the next key head
         grouped = rows.view(key_heads, -1)
         by_role = (grouped[:, :-2].flatten(), grouped[:, -2], grouped[:, -1])
-    return {
-        role: Projection(modules[0], places[rows], family.qkv[0]) for role, rows in zip(ROLES, by_role, strict=True)
-    }
+    return {role: (0, places[rows]) for role, rows in zip(ROLES, by_role, strict=True)}
 
 
 def _outputs(module: Any) -> int:

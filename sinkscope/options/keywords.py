@@ -176,4 +176,4 @@ class DoctorKeywords(RunConfigKeywords, total=False):
 
 
 class ScanKeywords(ModelKeywords, total=False):
-    pass
+    matrices: bool

@@ -9,7 +9,7 @@ COMMANDS = (
         __name__,
         ScanOptions,
         public={"scan": ".command:scan"},
-        tables=(".networks:SCAN_TABLES",),
+        tables=(".networks:SCAN_TABLES", ".matrices:MATRIX_TABLES"),
         page=".findings:ScanPage",
         summaries=".command:summaries",
     ),

@@ -11,6 +11,7 @@ import pandas as pd
 
 from sinkscope.commands.printout import Printout
 from sinkscope.commands.scan.findings import findings, overview
+from sinkscope.commands.scan.matrices import MATRIX_TABLES, are_tied, biases, built_config, every_matrix, find_ends
 from sinkscope.commands.scan.networks import KEPT, SCAN_TABLES, find_networks
 from sinkscope.commands.scan.options import ScanOptions
 from sinkscope.measuring.console import Messages, print_notices, spinner
@@ -26,6 +27,7 @@ from sinkscope.results.manifest import make_manifest
 from sinkscope.results.tables import LEADING, names_of, read_table
 
 COMMAND = "scan"
+ALL_TABLES = SCAN_TABLES | MATRIX_TABLES
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Scan(Result):
 
     @property
     def findings(self) -> Sequence[Finding]:
-        return findings(self.tables)
+        return findings(self.manifest, self.tables)
 
     @property
     def summary_tables(self) -> Mapping[str, pd.DataFrame]:
@@ -80,7 +82,7 @@ def scan(
         places = model, config.revision, config.gguf_file, config.allow_pickle
         files, settings, tensors = open_checkpoint(*places)
         print_notices(console, files.notices)
-        family, networks = find_networks(settings, tensors)
+        family, networks, layers = find_networks(settings, tensors)
         rows, of_norms = [], {}
         for network in networks:
             with spinner(console, f"layer {network.layer} of {networks[-1].layer + 1}"):
@@ -92,14 +94,17 @@ def scan(
         table = pd.concat(rows)
         table["rank"] = table.groupby("layer")["gain"].rank(ascending=False, method="first").astype(int)
         norms = [{"layer": layer, "side": side, **row} for (layer, side), row in of_norms.items()]
-        tables = {
-            COMMAND: table[table["rank"] <= KEPT].sort_values(["layer", "rank"], ignore_index=True),
-            "scan_norms": pd.DataFrame(norms, columns=["layer", *names_of(SCAN_TABLES["scan_norms"])]),
-        }
+        built, ends = built_config(settings), find_ends(tensors, len(networks[0].norm))
+        rows_of = {"scan_norms": norms, "scan_biases": list(biases(family, built, layers))}
+        if config.matrices:
+            with spinner(console, "every matrix"):
+                rows_of["scan_matrices"] = list(every_matrix(layers, ends))
+        tables = {COMMAND: table[table["rank"] <= KEPT].sort_values(["layer", "rank"], ignore_index=True)}
+        tables |= {name: pd.DataFrame(raw) for name, raw in rows_of.items() if raw}
         for name, raw in tables.items():
             raw = raw.assign(model=files.name, condition="weights")
-            tables[name] = raw[[*LEADING, *names_of(SCAN_TABLES[name])]]
+            tables[name] = raw[[*LEADING, *names_of(ALL_TABLES[name])]]
         origin = {"name": files.name, "source": files.source, "revision": files.revision, "commit": files.commit}
-        facts = {"model": origin, "family": {"name": family}}
+        facts = {"model": origin, "family": {"name": family.name}, "tied_embeddings": are_tied(built, ends)}
         manifest = make_manifest(COMMAND, config.model_dump(mode="json"), start, tables, **facts)
         return written(Scan(manifest, tables, folder), page, figures=())

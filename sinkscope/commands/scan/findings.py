@@ -10,6 +10,7 @@ from sinkscope.html_page.contents import Contents, PageParts
 from sinkscope.interventions.super_weight import EARLY
 from sinkscope.models.feed_forward import NO_EXPERT
 from sinkscope.results.findings import Finding, Outcome
+from sinkscope.results.tables import WHOLE_MODEL
 
 FLOAT16 = 65504.0  # its largest number
 
@@ -22,8 +23,8 @@ def overview(tables: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     return rows[["layer", *expert, "coordinate", "neuron", "gain", "weight", "bound"]].astype(str)
 
 
-def findings(tables: Mapping[str, pd.DataFrame]) -> list[Finding]:
-    table, norms = tables["scan"], tables["scan_norms"]
+def findings(manifest: Mapping[str, Any], tables: Mapping[str, pd.DataFrame]) -> list[Finding]:
+    table = tables["scan"]
     first = table[table["rank"] == 1]
     best = first.loc[first[first["layer"] < EARLY * (first["layer"].max() + 1)]["gain"].idxmax()]
     numbers: dict[str, Any] = {name: int(best[name]) for name in ("layer", "coordinate", "neuron")}
@@ -43,7 +44,7 @@ def findings(tables: Mapping[str, pd.DataFrame]) -> list[Finding]:
     about: dict[str, Any] = {"threshold": FLOAT16, "numbers": numbers, "sentence": sentence}
     outcome = Outcome.WEAK if len(above) else Outcome.ABSENT
     rows.append(Finding("float16-bound", "float16", outcome, float(len(above)), **about))
-    if len(norms):
+    if (norms := tables.get("scan_norms")) is not None:
         norm = norms.loc[norms["largest"].idxmax()]
         numbers = {"layer": int(norm["layer"]), "coordinate": int(norm["coordinate"]), "median": float(norm["median"])}
         sentence = (
@@ -52,12 +53,40 @@ def findings(tables: Mapping[str, pd.DataFrame]) -> list[Finding]:
         sentence += f"{norm['coordinate']} {norm['side']} that of layer {norm['layer']}, and its median "
         sentence += f"{norm['median']:,.3g}."
         rows.append(Finding("norm-gain", "Norms", value=float(norm["largest"]), numbers=numbers, sentence=sentence))
+    if (biases := tables.get("scan_biases")) is not None:
+        head = biases.loc[biases["logit"].idxmax()]
+        numbers = {"layer": int(head["layer"]), "head": int(head["head"]), "bound": float(biases["bound"].max())}
+        sentence = (
+            f"Query and key biases alone give a logit of at most {head['logit']:.3g} (head {head['head']} of layer "
+        )
+        sentence += (
+            f"{head['layer']}) without a rotation by positions, the same for all keys, which moves no attention; "
+        )
+        sentence += f"rotated, they give at most {numbers['bound']:.3g}, which differs by distance."
+        rows.append(Finding("biases", "Biases", value=float(head["logit"]), numbers=numbers, sentence=sentence))
+    if (matrices := tables.get("scan_matrices")) is not None:
+        ratios = matrices["largest_norm"] / matrices["median_norm"]
+        matrix, entry = matrices.loc[ratios.idxmax()], matrices.loc[matrices["largest"].idxmax()]
+        numbers = {"layer": int(entry["layer"]), "ratio": float(ratios.max()), "layer_of_ratio": int(matrix["layer"])}
+        sentence = (
+            f"The largest weight is {entry['largest']:.4g}, in {_place(entry)}. The norm of a row is most outlying "
+        )
+        sentence += f"in {_place(matrix)}: {ratios.max():.3g} × the median of its rows."
+        rows.append(Finding("matrices", "Matrices", value=float(entry["largest"]), numbers=numbers, sentence=sentence))
+    sentence = "The output embedding is the input embedding, so that what is changed in one is changed in the other."
+    if not manifest["tied_embeddings"]:
+        sentence = "The output embedding is a matrix of its own."
+    rows.append(Finding("tied", "Embeddings", value=float(manifest["tied_embeddings"]), sentence=sentence))
     return rows
+
+
+def _place(row: pd.Series) -> str:
+    return f"`{row['tensor']}`" + (f" of layer {row['layer']}" if row["layer"] != WHOLE_MODEL else "")
 
 
 class ScanPage(PageParts):
     def findings(self, manifest: Mapping[str, Any], tables: Mapping[str, pd.DataFrame]) -> Sequence[Finding]:
-        return findings(tables)
+        return findings(manifest, tables)
 
     def overviews(self, contents: Contents) -> Mapping[str, pd.DataFrame]:
         return {"": overview(contents.tables)}

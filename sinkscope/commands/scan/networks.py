@@ -111,8 +111,12 @@ class Network:
         return pd.DataFrame(numbers | {"layer": self.layer, "expert": self.expert})
 
 
-def find_networks(settings: Mapping[str, Any], tensors: Mapping[str, Stored]) -> tuple[str, list[Network]]:
-    """Return the family by whose names they are found, and the networks of all layers; `settings` is {} for GGUF.
+def find_networks(
+    settings: Mapping[str, Any], tensors: Mapping[str, Stored]
+) -> tuple[Family, list[Network], dict[int, dict[str, Stored]]]:
+    """Return the family by whose names they are found, the networks of all layers, and these layers' tensors by name.
+
+    `settings` is {} for GGUF. Names are those within the layer, without `.weight`.
 
     Raises:
         InputError: weights are packed, or no family has these names.
@@ -128,12 +132,16 @@ def find_networks(settings: Mapping[str, Any], tensors: Mapping[str, Stored]) ->
             for match, stored in ((pattern.fullmatch(name), stored) for name, stored in tensors.items()):
                 if match:
                     towers[match[1]][int(match[2])][match[3]] = stored
-            found = [
-                [network for layer in sorted(layers) for network in _of_layer(layer, layers[layer], row, kind)]
+            by_tower = [
+                (
+                    [network for layer in sorted(layers) for network in _of_layer(layer, layers[layer], row, kind)],
+                    layers,
+                )
                 for layers in towers.values()
             ]
-            if any(found):
-                return row.name, max(found, key=len)
+            networks, layers = max(by_tower, key=lambda tower: len(tower[0]), default=([], {}))
+            if networks:
+                return row, networks, layers
     raise InputError(f"no layer has the feed-forward network and the norms of a known family (type {kind or 'GGUF'})")
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from sinkscope.options.measuring import ModelOptions
-from sinkscope.options.option import as_folder_name
+from sinkscope.options.option import as_folder_name, option
 
 
 class ScanOptions(ModelOptions):
@@ -14,6 +14,11 @@ class ScanOptions(ModelOptions):
     float16. Reads a few rows at a time, so that any size fits into 2 GB, and from the hub only the tensors that it
     needs. A rank is a candidate, never a finding."""
 
+    matrices: bool = option(
+        False, "Also the largest entry and row of every matrix, for which all of the checkpoint is read."
+    )
+
+    panel: ClassVar = "Measuring"
     writes: ClassVar = "runs/MODEL-scan"
     refused: ClassVar = {
         "adapter": "merge it into the weights first",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gguf import GGUFWriter
 from hub import Hub, Repo
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.forked import forked
 from tiny import TINY, edit_json, tiny_model
 from transformers import PreTrainedModel
@@ -23,6 +23,7 @@ from sinkscope.commands.scan.networks import KEPT
 from sinkscope.models import checkpoint
 from sinkscope.models.families import find_family
 from sinkscope.models.feed_forward import feed_forwards
+from sinkscope.models.projections import projections
 
 LAYER, ROW, COLUMN = 1, 7, 5  # of the planted entry
 # family → the modules that read the norm's output, the norm, and the norm behind the network
@@ -127,6 +128,74 @@ def test_no_number_depends_on_how_many_rows_are_read_at_once(
     names = ["layer", "expert", "coordinate", "neuron", "rank", "weight"]
     assert cut[names].equals(whole[names])
     np.testing.assert_allclose(cut["gain"], whole["gain"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_neox", "qwen2", "opt", "bloom", "phi"])
+def test_logits_of_biases_are_those_of_a_model_whose_queries_and_keys_are_its_biases(name: str, tmp_path: Path) -> None:
+    """Biases are drawn, and heads of q and k are taken from the projections that plain transformers holds."""
+    model, draw = tiny_model(name, dtype=torch.float64), torch.Generator().manual_seed(3)
+    family = find_family(model)
+    for path, weight in model.named_parameters():
+        if path.endswith("bias"):
+            weight.normal_(generator=draw)
+    table = scan(saved(model, tmp_path / "model")).tables["scan_biases"].set_index(["layer", "head"])
+    for layer in range(3):
+        query, key = (projections(model, family, layer)[role].bias.double() for role in ("query", "key"))
+        for head in range(len(query)):
+            ours, kv_head = table.loc[layer, head], head // (len(query) // len(key))
+            assert ours["kv_head"] == kv_head
+            q, k, root = query[head], key[kv_head], query.shape[1] ** 0.5
+            expected = q @ k / root, q.norm() * k.norm() / root, q.norm(), k.norm()
+            numbers = ours[["logit", "bound", "query_norm", "key_norm"]].astype(float)
+            np.testing.assert_allclose(numbers, expected, rtol=1e-5, atol=1e-6)
+    assert len(table) == 3 * len(query)
+
+
+def test_a_model_without_one_of_the_biases_has_no_table_of_them(tmp_path: Path) -> None:
+    assert "scan_biases" not in scan(saved(tiny_model("llama"), tmp_path / "model")).tables
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_statistics_of_every_matrix_are_those_of_the_stored_tensors(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(name)
+    folder = saved(model, tmp_path / "model")
+    monkeypatch.setattr(checkpoint, "CHUNK", 200)  # several chunks of a matrix
+    scanned = scan(folder, matrices=True)
+    table = scanned.tables["scan_matrices"]
+    stored = {path: x for path, x in load_file(folder / "model.safetensors").items() if x.dim() > 1}
+    assert len(table) == len(stored)
+    for row in table.itertuples():
+        inside = f".{row.layer}.{row.tensor}"
+        (x,) = (x for path, x in stored.items() if path == row.tensor or path.removesuffix(".weight").endswith(inside))
+        rows = x.flatten(0, -2)
+        assert row.largest == float(rows.abs().max()) == float(rows[row.row, row.column].abs())
+        np.testing.assert_allclose((row.largest_norm, row.median_norm), (
+            rows.norm(dim=1).max(), rows.norm(dim=1).median()), rtol=1e-6)  # fmt: skip
+    sentence = next(finding.sentence for finding in scanned.findings if finding.name == "matrices")
+    first = table.loc[table["largest"].idxmax()]
+    assert f"The largest weight is {first['largest']:.4g}, in `{first['tensor']}`" in sentence
+    ratios = table["largest_norm"] / table["median_norm"]
+    assert f"most outlying in `{table['tensor'][ratios.idxmax()]}`" in sentence
+    assert f"{ratios.max():.3g} × the median of its rows" in sentence
+
+
+@pytest.mark.parametrize(("settings", "stored", "tied"), [
+    ({}, False, True), ({"tie_word_embeddings": False}, True, False), ({"tie_word_embeddings": True}, True, True),
+])  # fmt: skip
+def test_ends_are_tied_if_one_is_stored_or_the_settings_say_so(
+    settings: dict, stored: bool, tied: bool, tmp_path: Path
+) -> None:
+    model = tiny_model("llama")
+    folder = saved(model, tmp_path / "model")
+    tensors = {path: x.clone() for path, x in model.state_dict().items() if stored or path != "lm_head.weight"}
+    save_file(tensors, folder / "model.safetensors")
+    edit_json(folder / "config.json", **settings)
+    scanned = scan(folder)
+    assert scanned.manifest["tied_embeddings"] is tied
+    sentence = scanned.findings[-1].sentence
+    assert ("is the input embedding" in sentence, "a matrix of its own" in sentence) == (tied, not tied)
 
 
 def test_memory_is_that_of_one_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
