@@ -450,6 +450,8 @@ MUTATIONS = [
         ("metrics: layers of unfiltered rows", OF_METRICS, "Source.values", "self.by, **self.where", "self.by"),
         ("metrics: the mean of all layers", OF_METRICS, "replicates", 'METRICS[metric].whole, "mean"', '"", "mean"'),
         ("metrics: the null of a rate", OF_METRICS, "estimate_table", "0.0 if source.rate else nan", "nan"),
+        ("metrics: a null at the run's own threshold", OF_METRICS, "estimate_table",
+         "replicates(null, metric, level, epsilon)", "replicates(null, metric, level)"),
         ("metrics: sequences of one head", OF_METRICS, "estimate_table", ".any(axis=", ".all(axis="),
         ("metrics: pairs of other texts", OF_METRICS, "reads_the_same", "len(hashes) == 1", "len(hashes) >= 1"),
         ("metrics: no pairs", OF_METRICS, "reads_the_same", "len(hashes) == 1", "len(hashes) == 3"),

@@ -15,6 +15,7 @@ from sinkscope.errors import InputError, unknown
 from sinkscope.measuring.measure import choose
 from sinkscope.measuring.observables.close_ups import AttentionMaps, first_columns, weights_among
 from sinkscope.measuring.observables.observable import Lists, Observable, Reading
+from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
 from sinkscope.measuring.subject import ModelLike, Subject, family_of, inputs_for, load_model, position_limit
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.family import RESIDUAL_SITES
@@ -138,6 +139,8 @@ def attention_of(
     """Run a run's model on a text or a sequence. Returns the weights of `Run.attention`, (H,T,T), and the tokens."""
     options = {name: value for name, value in manifest["config"].items() if name in RunConfig.model_fields}
     config = checked(RunConfig, options | dict.fromkeys(PERMISSIONS, False))
+    if model is None and manifest["model"].get("weights") == WEIGHTS_AT_RANDOM:
+        raise InputError("the weights of this run are random, and are not stored: pass the model as model=…")
     if model is None and config.model is None and not is_demo(manifest["model"]["source"]):
         raise InputError("this run's model was passed as an object and is gone: pass it again as model=…, tokenizer=…")
     loaded = load_model(model, tokenizer, config)

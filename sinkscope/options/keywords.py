@@ -61,6 +61,7 @@ class CloseUpKeywords(RunConfigKeywords, total=False):
 
 class AnalyzeKeywords(CloseUpKeywords, total=False):
     export_mask: bool
+    random_weights: bool
     generate: int | None
     images: str | PathLike[str] | None
 

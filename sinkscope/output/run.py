@@ -65,7 +65,11 @@ class Run(RunData, Result):
         return run
 
     def estimate(
-        self, metric: str, by: str | Sequence[str] = (), epsilon: float | Sequence[float] = ()
+        self,
+        metric: str,
+        by: str | Sequence[str] = (),
+        epsilon: float | Sequence[float] = (),
+        null: RunData | None = None,
     ) -> EstimateTable:
         """Return a metric with 95 % intervals over texts, from the tables of the run: nothing is measured again.
 
@@ -73,18 +77,21 @@ class Run(RunData, Result):
             metric: a key of METRICS of which the run has values by sequence.
             by: "layer", or "layer" and "head"; (): the whole model.
             epsilon: thresholds of a rate; (): that of the run.
+            null: a run whose values are the column `null`, such as `analyze(…, random_weights=True)`; None: uniform
+                attention on the same lengths.
 
         Returns:
-            A DataFrame with a row for each layer, head and ε: metric, `by`, epsilon, value, low, high, null (under
-            uniform attention on the same lengths), sequences. Its `to_latex()` needs no further package.
+            A DataFrame with a row for each layer, head and ε: metric, `by`, epsilon, value, low, high, null,
+            sequences. Its `to_latex()` needs no further package.
 
         Raises:
-            InputError: there is no such metric, the run has no values by sequence of it or several arms, or the metric
-                does not depend on ε.
+            InputError: there is no such metric, a run has no values by sequence of it or several arms, the metric does
+                not depend on ε, or `null` has other layers or heads.
         """
         epsilons = (epsilon,) if isinstance(epsilon, int | float) else epsilon
         with blaming_tables():
-            return EstimateTable(estimate_table(Sequences(self), metric, by, epsilons))
+            of_null = None if null is None else Sequences(null)
+            return EstimateTable(estimate_table(Sequences(self), metric, by, epsilons, of_null))
 
     def figure(self, name: str, *, figsize: tuple[float, float] | None = None, **options: Any) -> Figure:
         """Draw one figure from the tables, as a figure of matplotlib.

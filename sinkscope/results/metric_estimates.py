@@ -140,15 +140,21 @@ def estimate_of(drawn: np.ndarray, metric: str, texts: int) -> Estimate:
 
 
 def estimate_table(
-    sequences: Sequences, metric: str, by: str | Sequence[str] = (), epsilons: Sequence[float] = ()
+    sequences: Sequences,
+    metric: str,
+    by: str | Sequence[str] = (),
+    epsilons: Sequence[float] = (),
+    null: Sequences | None = None,
 ) -> pd.DataFrame:
     """Return a row for each layer, head and ε: metric, `by`, epsilon, value, low, high, null, sequences.
 
-    `epsilon` is a column of rates alone. `null` is the value under uniform attention on the same lengths, NaN for a
-    metric of which that says nothing; `sequences` are those that the mean is over.
+    `epsilon` is a column of rates alone. The column `null` is the value in the run `null`, such as one of random
+    weights; without such a run, the value under uniform attention on the same lengths, NaN for a metric of which that
+    says nothing. `sequences` are those that the mean is over.
 
     Raises:
-        InputError: there is no such metric, the run has no values by sequence of it, or it does not depend on ε.
+        InputError: there is no such metric, a run has no values by sequence of it, it does not depend on ε, or `null`
+            has other layers or heads.
     """
     level, source = level_of(metric, by), SOURCES.get(metric, Source("loss_by_sequence", "loss", by=_BY_LAYER))
     if epsilons and source.rate is None:
@@ -159,6 +165,8 @@ def estimate_table(
     try:
         labels, index = source.labels(sequences, level or _BY_LAYER)
         labels, index = (labels, index) if level else (pd.DataFrame(index=[0]), (None,))
+        if null is not None and level and not source.labels(null, level)[0].equals(labels):
+            raise InputError("the run of the null has other layers or heads")
         for epsilon in epsilons or [sequences.epsilon]:
             drawn = replicates(sequences, metric, level, epsilon)[(slice(None), *index)]
             has_value = np.isfinite(source.values(sequences, epsilon))
@@ -169,8 +177,12 @@ def estimate_table(
             rows = rows.assign(
                 **{name: [getattr(each, name) for each in estimates] for name in ("value", "low", "high")}
             )
-            null = 0.0 if source.rate else nan
-            rows["null"] = replicates(sequences, source.null, level)[(0, *index)] if source.null else null
+            if null is not None:
+                rows["null"] = replicates(null, metric, level, epsilon)[(0, *index)]
+            elif source.null:
+                rows["null"] = replicates(sequences, source.null, level)[(0, *index)]
+            else:
+                rows["null"] = 0.0 if source.rate else nan
             rows["sequences"] = has_value.sum(axis=0)[index]
             tables.append(rows)
     except Lacks as lack:

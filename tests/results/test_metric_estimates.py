@@ -84,6 +84,27 @@ def test_rates_at_another_threshold_are_those_of_a_run_with_it(run: Run) -> None
     assert run.estimate("window_mass")["null"].tolist() == [pytest.approx(run.metric("uniform_mass"), rel=1e-12)]
 
 
+def test_the_null_of_another_run_is_its_values_at_the_same_threshold_layers_and_heads(run: Run) -> None:
+    null = sinkscope.analyze(
+        tiny_model("gpt2"), observables=OBSERVABLES, epsilon=0.3, random_weights=True, seed=3, **SMALL
+    )
+    for metric, by, epsilon in (
+        ("sink_rate", "layer", [0.2, 0.3]), ("window_mass", BY_HEAD, ()), ("first_norm", "layer", ()),
+        ("loss", (), ()), ("massive_count", (), ()),
+    ):  # fmt: skip
+        values, plain = null.estimate(metric, by, epsilon)["value"], run.estimate(metric, by, epsilon)
+        estimated = run.estimate(metric, by, epsilon, null=null)
+        pd.testing.assert_series_equal(estimated["null"], values, check_names=False)
+        assert estimated.drop(columns="null").equals(plain.drop(columns="null"))
+        assert metric == "sink_rate" or not estimated["null"].equals(plain["null"])
+    to_itself = run.estimate("sink_rate", "layer", [0.2, 0.4], null=run)
+    assert to_itself["value"].nunique() > 2
+    pd.testing.assert_series_equal(to_itself["null"], to_itself["value"], check_names=False)
+    other = sinkscope.analyze(tiny_model("llama", num_hidden_layers=2), observables=OBSERVABLES[:1], **SMALL)
+    with pytest.raises(InputError, match="the run of the null has other layers or heads"):
+        run.estimate("sink_rate", "layer", null=other)
+
+
 def test_a_position_that_uniform_attention_makes_a_sink_has_no_rate() -> None:
     table = run_of(np.full((1, 2, 4), 0.9), uniform=0.5).estimate("sink_rate", by="head", epsilon=[0.4, 0.6])
     assert table["value"].tolist() == pytest.approx([np.nan, np.nan, 1, 1], nan_ok=True)

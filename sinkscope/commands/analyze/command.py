@@ -18,6 +18,7 @@ from sinkscope.measuring.keeping import ModelReference, check_sites, keep
 from sinkscope.measuring.measure import Facts, measure, run_manifest, settings_of
 from sinkscope.measuring.pictures import PICTURES_CONDITION, measure_encoder, measure_pictures, processor_for
 from sinkscope.measuring.processes import together
+from sinkscope.measuring.random_weights import random_weights
 from sinkscope.measuring.spike_mask import SpikeFilter, SpikeMask, calibrated_filter, measured_mask
 from sinkscope.measuring.subject import ModelLike, check_config, is_in_memory, options_of
 from sinkscope.measuring.tables import publish
@@ -95,13 +96,18 @@ def analyze(
     check_sites(config.keep)
     pictures = None if config.images is None else read_pictures(config.images, config.num_seqs)
     if pictures is not None and not is_in_memory(model) and (encoder := load_encoder(config)) is not None:
+        if config.random_weights:
+            raise InputError("--random-weights is not possible for a vision transformer, which is measured by itself")
         with own_folder(out, overwrite, reads=(config.model, str(config.images))) as folder:
             raw, subject = measure_encoder(encoder, pictures)
             print_line(Messages(quiet), f"read: {subject.inputs.said}")
             tables, facts = publish(raw, encoder, PICTURES_CONDITION), Facts(batch_size=1)
             manifest = run_manifest(subject, config, facts, list(tables), start)
             return finished(Run.of_analysis(manifest, tables, folder), Messages(quiet), figures, page)
-    with opened(model, tokenizer, config, out, overwrite, quiet) as (subject, folder, console):
+    with (
+        opened(model, tokenizer, config, out, overwrite, quiet) as (learned, folder, console),
+        random_weights(learned, config.seed) if config.random_weights else nullcontext(learned) as subject,
+    ):
         processor = None if pictures is None else processor_for(subject, config)
         if config.generate is not None:
             check_decoding(subject, config.generate)

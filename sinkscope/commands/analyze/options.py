@@ -27,6 +27,12 @@ class AnalyzeOptions(CloseUpOptions):
         "Also write which tokens are sinks in which layers, and the massive coordinates, as spike_mask.safetensors: "
         "for sparse autoencoders, steering and probes.",
     )
+    random_weights: bool = option(
+        False,
+        "Measure the model with random weights, each tensor drawn from --seed with its own mean and spread: what the "
+        "architecture shows before it has learned.",
+        panel="Model",
+    )
     generate: int | None = option(
         None,
         "Also continue each sequence greedily by N tokens, and measure each step: attention to position 0, decoded "
@@ -58,4 +64,4 @@ class AnalyzeOptions(CloseUpOptions):
 
     def folder(self) -> Path:
         named = self.model_copy(update={"revision": "steps"}) if self.has_steps else self
-        return Path("runs", named.run_name)
+        return Path("runs", named.run_name + "-random-weights" * self.random_weights)

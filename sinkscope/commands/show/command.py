@@ -39,7 +39,8 @@ def _estimates(metric: str, options: ShowOptions) -> Printout:
 
     with blaming_tables():
         sequences = Sequences(RunData.open(options.run))
-        table = EstimateTable(estimate_table(sequences, metric, options.by, options.epsilon))
+        null = None if options.null is None else Sequences(RunData.open(options.null))
+        table = EstimateTable(estimate_table(sequences, metric, options.by, options.epsilon, null))
     if options.format == "text":
         return Printout(numbers=table.set_index([*table.columns[: table.columns.get_loc("value")]]))
     as_text = table.to_latex() if options.format == "latex" else table.to_csv(index=False).strip()

@@ -27,6 +27,13 @@ class ShowOptions(Options):
     epsilon: Annotated[tuple[float, ...], one_as_tuple, split_at_commas] = option(
         (), "Thresholds of a sink rate, as in 0.2,0.3.", metavar="E,…", shown="that of the run", panel="Numbers"
     )
+    null: UserPath | None = option(
+        None,
+        "The run whose values are the null, such as one of `analyze --random-weights`.",
+        metavar="RUN",
+        shown="uniform attention",
+        panel="Numbers",
+    )
     format: Literal["text", "latex", "csv", "json"] = option(
         "text", "How the metric is printed; latex: with booktabs.", metavar="FORMAT", panel="Numbers"
     )
@@ -34,6 +41,6 @@ class ShowOptions(Options):
 
     @model_validator(mode="after")
     def _check_metric(self) -> "ShowOptions":
-        if self.metric is None and (self.by or self.epsilon or self.format != "text"):
-            raise ValueError("--by, --epsilon and --format are those of a metric: name it by --metric")
+        if self.metric is None and (self.by or self.epsilon or self.null or self.format != "text"):
+            raise ValueError("--by, --epsilon, --null and --format are those of a metric: name it by --metric")
         return self

@@ -1,10 +1,12 @@
 """Runs from end to end on tiny models: their tables, their manifest, and the behavior when memory runs out."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import reference
 import torch
@@ -13,9 +15,11 @@ from tiny import ragged_tokens, tiny_model, written
 from transformers import PreTrainedModel
 
 import sinkscope
+from sinkscope import InputError
 from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.measuring.observables.activation import Outlier
 from sinkscope.measuring.observables.close_ups import OTHER_COORDINATES, TOP_COORDINATES
+from sinkscope.measuring.random_weights import randomized
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.output.run import Run
 
@@ -62,6 +66,23 @@ def test_neither_kernel_nor_repetition_changes_a_table(model: PreTrainedModel, l
     assert fused.manifest["input"] == again.manifest["input"]
     hashes = {forward_of(model, seed=seed).manifest["input"]["sha256"] for seed in (0, 1)}
     assert len(hashes) == 2
+
+
+def test_random_weights_are_those_that_the_seed_draws(model: PreTrainedModel) -> None:
+    at_random = forward_of(model, random_weights=True, seed=3)
+    expected = forward_of(randomized(model, 3), seed=3)
+    assert at_random.manifest["model"]["name"] == f"{expected.manifest['model']['name']} (random weights)"
+    assert at_random.manifest["model"]["weights"] == "random"
+    for name, table in expected.tables.items():
+        if name != "finding":  # a sentence names what is compared
+            pd.testing.assert_frame_equal(at_random.tables[name].assign(model=""), table.assign(model=""))
+    assert not at_random.tables["attention"]["sink_mass"].equals(
+        forward_of(model, seed=3).tables["attention"]["sink_mass"]
+    )
+    folder = AnalyzeOptions(model="org/name", random_weights=True).folder()
+    assert folder == Path("runs/name-natural-random-weights")
+    with pytest.raises(InputError, match="the weights of this run are random, and are not stored: pass the model"):
+        dataclasses.replace(at_random, loaded=None).attention(0, text=[1, 2, 3])
 
 
 def test_only_the_chosen_observables_are_measured(model: PreTrainedModel) -> None:
