@@ -94,7 +94,7 @@ class Watched:
         self._attended: tuple[tuple[float, ...], dict[str, list[int]]] = (), {}
         self._call: _Hooks | None = None  # the one that is being measured
         self._in_steps: _Hooks | None = None  # stay in the model until the end of the block
-        self._decoded: list[tuple[weakref.ref[Any], Decoding]] = []  # by the KV cache
+        self._decoded: list[tuple[Callable[[], Any], Decoding]] = []  # by the KV cache, until it is emptied
         self._lock = threading.Lock()  # several threads may call the model
 
     def __repr__(self) -> str:
@@ -259,9 +259,11 @@ class Watched:
             else:
                 self.skipped[CHUNKED] += 1
         self._open = still_open
-        for reference, decoding in self._decoded:
-            if reference() is None:
+        for place, (reference, decoding) in enumerate(self._decoded):
+            held = reference()
+            if held is None or (held is cache and not cache.get_seq_length()):
                 decoding.release()
+                self._decoded[place] = _no_cache, decoding
 
     def _continued(self, cache: Any, step: Batch) -> Decoding:
         """Return the decoding that this step of a cache continues, or begins where the prompt was not measured."""
@@ -302,6 +304,10 @@ class Watched:
             raise error
         known = isinstance(error, NotMeasured | InputError | SinkscopeError)
         self.skipped[str(error) if known else described(error)] += 1
+
+
+def _no_cache() -> None:
+    """Take the place of a reference to a cache that another text may fill again."""
 
 
 class _Hooks:

@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,11 @@ import torch.nn.functional as F
 from support.encoders import encoder
 from tiny import ragged_tokens, tiny_model, tiny_tokens
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
 
 import sinkscope
 from sinkscope.errors import InputError
-from sinkscope.measuring.decoding import tokens_of_thought
+from sinkscope.measuring.decoding import ends_of, thought_of, tokens_of_thought
 from sinkscope.measuring.watching import Watched
 from sinkscope.models.families import find_family
 from sinkscope.results.findings import FEWEST_QUERIES
@@ -148,6 +149,20 @@ def test_steps_of_several_caches_are_told_apart_and_follow_their_prompts() -> No
     assert list(steps_alone.tables) == ["decoding", "decoding_sinks"]
 
 
+def test_a_cache_that_was_emptied_begins_other_sequences() -> None:
+    """Also where the next prompt is a single token, whose call is not measured."""
+    model = tiny_model("llama")
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    with sinkscope.watch(model, decoding=True) as seen:
+        for prompt, steps in ((IDS[:1], IDS[:1, :3]), (IDS[1:], IDS[:1, 3:5]), (IDS[:1, :1], IDS[:1, 1:5])):
+            cache.reset()
+            model(prompt, past_key_values=cache)
+            decoded(model, cache, steps)
+    assert dict(seen.skipped) == {"a single token": 1}
+    table = seen.tables["decoding"].query("layer == 0").groupby("sequence")["position"].agg(list)
+    assert table.tolist() == [[24, 25, 26], [24, 25], [1, 2, 3, 4]]
+
+
 def test_a_sequence_ends_with_its_end_token_while_others_go_on() -> None:
     model, text = tiny_model("llama"), torch.cat([IDS, IDS[:, :6]], 1)
     end = FEWEST_QUERIES + 2
@@ -232,6 +247,33 @@ def test_registers_are_the_first_positions_of_decoding_too(padded: int) -> None:
     pd.testing.assert_frame_equal(first, without_mask.tables["decoding"][same], rtol=1e-10)
     with pytest.raises(InputError, match="has 254 positions, and the text 12"):
         sinkscope.analyze(model, input=IDS[:, :12].tolist(), seq_len=12, generate=243)
+
+
+def test_a_sequence_ends_with_any_of_several_end_tokens() -> None:
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = [END, 90]
+    assert ends_of(model) == {END, 90}
+    with sinkscope.watch(model, decoding=True) as seen:
+        cache = DynamicCache(config=model.config)
+        model(IDS, past_key_values=cache)
+        decoded(model, cache, torch.tensor([[5, 6, 7, 8], [5, 90, 7, 8]]))
+    assert seen.tables["decoding"].query("layer == 0")["sequence"].tolist() == [0] * 4 + [1]
+
+
+@pytest.mark.parametrize(
+    ("template", "added", "expected"),
+    [
+        ("… <think> …", {"<think>": 7, "</think>": 8}, (7, 8)),
+        ("no thoughts", {"<think>": 7, "</think>": 8}, None),  # tokens of the vocabulary that nothing writes
+        ("… <think> …", {"<think>": 7}, None),
+        ("[THINK]", {"<think>": 7, "</think>": 8, "[THINK]": 5, "[/THINK]": 6}, (5, 6)),
+        (None, {"<think>": 7, "</think>": 8}, None),
+    ],
+)
+def test_thoughts_are_those_of_the_chat_template(
+    template: str | None, added: dict[str, int], expected: tuple[int, int] | None
+) -> None:
+    assert thought_of(SimpleNamespace(chat_template=template, get_added_vocab=lambda: added)) == expected
 
 
 def test_models_that_cannot_be_measured_while_they_decode_are_refused_beforehand() -> None:
