@@ -166,10 +166,13 @@ class Run(RunData, Result):
         from sinkscope.measuring.keeping import attention_of, check_head  # imported late, because it runs models
 
         stored = self.activations.get(ATTENTION) if text is None and model is None and not sequence else None
-        if stored and self.manifest["input"]["longest"] <= MAPPED:
+        length = int(self.activations.attention_mask[0].sum()) if stored else 0  # with register tokens
+        is_named = "attention_maps" in self.tables and length <= MAPPED  # the table that has its tokens
+        if stored and length <= next(iter(stored.values())).shape[-1] and (is_named or head is None):
             check_head(layer, head, {index: weights.shape[1] for index, weights in stored.items()})
-            tokens = self.tables["attention_maps"].drop_duplicates("key").sort_values("key")["token"].tolist()
-            weights = stored[layer][0, slice(None) if head is None else [head], : len(tokens), : len(tokens)].float()
+            weights = stored[layer][0, slice(None) if head is None else [head], :length, :length].float()
+            if head is not None:
+                tokens = self.tables["attention_maps"].drop_duplicates("key").sort_values("key")["token"].tolist()
         else:
             model = model if model is not None or self.loaded is None else self.loaded()
             weights, tokens = attention_of(self.manifest, layer, head, text, model, tokenizer, sequence)

@@ -18,6 +18,7 @@ from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.measuring import keeping
 from sinkscope.options.option import checked
 from sinkscope.results.activations import FILE
+from sinkscope.retrofits import retrofit_model
 
 LENGTHS = (20, 7, 13)
 SITES = ("layer_in", "mid", "layer_out", "query", "key", "value")
@@ -108,6 +109,43 @@ def test_a_text_is_read_by_the_model_that_the_run_names(tiny: Path) -> None:
     expected = run.attention(1, 0, text=[1, 3, 4, 5, 4])  # with the tokenizer's BOS
     assert weights.equals(expected)
     np.testing.assert_allclose(weights.sum(1), 1, rtol=1e-5)
+
+
+def test_texts_longer_than_those_of_the_run_and_than_the_weights_that_it_keeps_are_read_whole(
+    model: PreTrainedModel, run: Run, tmp_path: Path
+) -> None:
+    long, short = ragged_tokens((70, 13))
+    weights = reference.record(model, long).layers[1].weights
+    np.testing.assert_allclose(run.attention(1, 3, text=long), weights[3], rtol=1e-4, atol=1e-6)
+    lines = written(tmp_path / "two.jsonl", [long, short])
+    both = sinkscope.analyze(model, input=lines, seq_len=70, observables="attention")
+    np.testing.assert_allclose(both.attention(1, 3), weights[3], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(both.attention(1), weights, rtol=1e-4, atol=1e-6)
+
+
+def test_the_weights_of_registers_and_without_maps_are_complete(tmp_path: Path) -> None:
+    model = retrofit_model(tiny_model("llama"), None, "register-tokens", count=2).requires_grad_(False)
+    for length in (62, 63):  # with the registers, as many as the run keeps, and more
+        lines = written(tmp_path / "one.jsonl", ragged_tokens((length,)))
+        run = sinkscope.analyze(model, input=lines, observables="attention")
+        weights = run.attention(1, 0)
+        assert weights.shape == (length + 2, length + 2)
+        assert weights.index[:2].tolist() == ["<register>"] * 2
+        np.testing.assert_allclose(weights.sum(1), 1, atol=2e-3)
+    kept = sinkscope.analyze(
+        model, input=[ragged_tokens((12,))[0].tolist()], seq_len=12, observables="massive", keep="attention"
+    )
+    np.testing.assert_allclose(kept.attention(1), kept.activations["attention"][1][0], atol=1e-3)
+
+
+def test_an_input_that_has_changed_is_not_taken_for_that_of_the_run(tiny: Path, tmp_path: Path) -> None:
+    lines = written(tmp_path / "two.jsonl", ragged_tokens((9, 12)))
+    run = sinkscope.analyze(tiny, input=lines, seq_len=12, observables="attention", out=tmp_path / "run", figures=())
+    opened = Run.open(run.folder)
+    assert opened.attention(1, 0, sequence=1).shape == (12, 12)
+    written(tmp_path / "two.jsonl", ragged_tokens((9, 11)))
+    with pytest.raises(InputError, match=r"two\.jsonl is not what this run has read: pass the text as text="):
+        opened.attention(1, 0, sequence=1)
 
 
 def test_another_model_takes_the_place_of_the_weights_that_a_run_keeps(run: Run) -> None:
