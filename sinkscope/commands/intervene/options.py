@@ -1,6 +1,7 @@
 """The options of `intervene`."""
 
 import re
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -8,6 +9,8 @@ from pydantic import field_validator, model_validator
 
 from sinkscope.options.measuring import ALWAYS, ControlOptions, RunConfig
 from sinkscope.options.option import as_folder_name, option, text_as_tuple
+
+LONGEST = 100  # characters of the arms in the name of a run folder
 
 
 class InterveneOptions(ControlOptions, RunConfig):
@@ -72,4 +75,6 @@ class InterveneOptions(ControlOptions, RunConfig):
 
     def folder(self) -> Path:
         arms = "all" if self.stacks == "all" else "-and-".join(self.stacks)
+        if len(arms) > LONGEST:  # a file system takes 255 bytes
+            arms = f"{len(self.stacks)}-arms-{sha256(arms.encode()).hexdigest()[:6]}"
         return Path("runs", as_folder_name(self.folder_name, arms))

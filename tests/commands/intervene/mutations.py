@@ -76,6 +76,8 @@ MUTATIONS = [
         "for part in stack for position in part.watched", "for position in stack[0].watched"),
     ("attention: an arm has that of the unchanged model", "sinkscope.output.run", "Run.attention",
         'self.command == "analyze"', "False"),
+    ("options: a folder of the first arm", "options", "InterveneOptions.folder", '"-and-".join(self.stacks)',
+        "next(iter(self.stacks))"),
     ("options: an arm is split at numbers", "options", "InterveneOptions.stacks", r"(?=\s*[a-z])", ""),
     ("options: an arm without its stack", "options", "InterveneOptions.stacks", "re.split(", "re.findall("),
     ("page: controls of every layer", "page", "IntervenePage.data", '(table["layer"] == WHOLE_MODEL) & ', ""),

@@ -19,10 +19,12 @@ from transformers import PreTrainedModel
 import sinkscope
 from sinkscope import InputError, Run, intervene, retrofit_model
 from sinkscope.commands.intervene.findings import effect_of
+from sinkscope.commands.intervene.options import InterveneOptions
 from sinkscope.measuring.subject import inputs_for, load_model
 from sinkscope.measuring.summary import with_next
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.options.measuring import make_config
+from sinkscope.options.option import checked
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 20, "positions": 8, "window": 12}
 
@@ -313,6 +315,18 @@ def test_the_command_writes_a_run_and_repeats_it(models: Path, tmp_path: Path, m
     skip_figures(monkeypatch)
     succeeded("intervene", "--from", tmp_path / "run", "--out", tmp_path / "again")
     assert_same_tables(Run.open(tmp_path / "again").tables, run.tables)
+
+
+def test_a_run_folder_is_named_by_all_arms_or_by_their_number() -> None:
+    def folder(*arms: str) -> str:
+        return checked(InterveneOptions, {"model": "org/m", "arm": arms}).folder().as_posix()
+
+    assert folder("mask-sink") == "runs/m-mask-sink"
+    assert folder("mask-sink", "isolate:positions=2+3") == "runs/m-mask-sink-and-isolate-positions=2+3"
+    many = [f"zero-key-columns:coordinates={number}" for number in range(30)]
+    assert folder(*many).startswith("runs/m-30-arms-")
+    assert folder(*many) != folder(*many[::-1])
+    assert len(folder(*many)) < 50
 
 
 def test_arms_of_the_command_line_are_separate_and_named_with_their_parameters(
