@@ -100,6 +100,13 @@ def test_without_a_plain_projection_the_values_themselves_are_compared() -> None
         assert row.value_ratio == pytest.approx(norms[0] / norms[1:].mean(), rel=1e-6)
 
 
+def test_values_are_not_projected_where_a_projection_does_more_than_its_matrix() -> None:
+    model, observable = tiny_model("llama"), SinkOutput(Settings())
+    model.model.layers[1].self_attn.o_proj.register_forward_hook(lambda module, args, output: 2 * output)
+    observable.prepare(model, find_family(model), 0)
+    assert set(observable.projections) == {0, 2}
+
+
 def test_a_planted_no_op_and_a_planted_broadcast() -> None:
     """Every query gives position 0 nearly all of its attention; its value is tiny in one key head, large in another."""
     read = make_read("causal")

@@ -26,6 +26,8 @@ from sinkscope.measuring.observables.spikes import (
 )
 from sinkscope.measuring.spike_mask import MASK_OBSERVABLES
 from sinkscope.models.loading import LoadedModel
+from sinkscope.retrofits import retrofit_model
+from sinkscope.text.batch import REGISTER
 
 SETTINGS = Settings(positions=4, window=4)
 
@@ -190,6 +192,24 @@ def test_a_run_with_its_observables_needs_no_second_pass(tmp_path: Any, monkeypa
     assert all(torch.equal(mask[name], tensor) for name, tensor in vars(expected).items())
     with pytest.raises(TypeError):  # without them, there is one
         sinkscope.analyze(model, observables=["massive"], export_mask=True, figures=(), page=False, **options)
+
+
+def test_the_mask_has_the_models_registers_and_only_coordinates_that_are_large_at_most_tokens() -> None:
+    model = retrofit_model(tiny_model("llama"), None, "register-tokens", count=2)
+
+    def plant(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        output = output.clone()
+        output[..., 7] += 900.0
+        output[:, 4, 9] += 1500.0
+        return output
+
+    ids = torch.randint(3, 90, (2, 10), generator=torch.manual_seed(1))
+    with model.model.layers[2].mlp.register_forward_hook(plant):
+        mask = sinkscope.spike_mask(model, ids)
+    assert torch.equal(mask.token_ids, F.pad(ids, (2, 0), value=REGISTER))
+    assert mask.attention_mask.all()
+    assert mask.tokens.shape == (3, 2, 12)
+    assert mask.residual_coordinates[2].nonzero().flatten().tolist() == [7]
 
 
 def test_the_mask_of_given_texts_has_no_bos_before_them() -> None:

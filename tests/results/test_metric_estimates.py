@@ -12,7 +12,7 @@ from tiny import tiny_model
 import sinkscope
 from sinkscope import InputError, Run
 from sinkscope.results.head_differences import head_differences
-from sinkscope.results.metric_estimates import BY_HEAD, OF_LOSS, SOURCES, difference
+from sinkscope.results.metric_estimates import BY_HEAD, OF_LOSS, SOURCES, difference, reads_the_same
 from sinkscope.results.sequences import Sequences
 from sinkscope.results.tables import WHOLE_MODEL
 
@@ -116,6 +116,15 @@ def test_a_position_that_uniform_attention_makes_a_sink_has_no_rate() -> None:
     assert len(made.estimate("sink_rate", by=BY_HEAD)) == 3
 
 
+def test_a_sequence_without_massive_activations_counts_as_none() -> None:
+    made = run_of(np.full((2, 1, 4), 0.5))
+    rows = {"layer": [0, 0, 0, 1], "sequence": [0, 0, 2, 2], "is_massive": [True, True, True, False]}
+    made = Run(made.manifest, {**made.tables, "massive": pd.DataFrame(rows)})
+    assert made.estimate("massive_count")["value"].tolist() == [0.75]
+    by_layer = made.estimate("massive_count", by="layer")
+    assert by_layer[["value", "sequences"]].to_numpy().tolist() == [[0.75, 4], [0.0, 4]]
+
+
 # --- intervals
 
 
@@ -204,6 +213,14 @@ def test_each_run_of_a_difference_has_its_own_threshold() -> None:
 # --- heads that differ
 
 
+def test_runs_of_which_one_knows_copies_of_a_text_are_not_paired() -> None:
+    masses = np.random.default_rng(0).random((1, 2, 8))
+    runs = [run_of(masses), run_of(masses, texts=np.repeat(range(4), 2).tolist())]
+    assert not reads_the_same(*map(Sequences, runs))
+    counts = head_differences(runs, "window_mass")[1]
+    assert (counts["is_paired"], counts["first_texts"], counts["second_texts"]) == (False, 8, 4)
+
+
 def test_texts_in_which_a_head_has_no_value_are_not_counted() -> None:
     masses = np.random.default_rng(0).random((2, 1, 3, 24))
     masses[0, 0, 0, :4] = np.nan
@@ -287,6 +304,13 @@ def test_refusals(metric: str, options: dict[str, Any], message: str) -> None:
         Run(made.manifest | {"command": "intervene"}, made.tables).estimate("sink_rate")
     with pytest.raises(InputError, match="the same layers and heads"):
         head_differences([made, run_of(np.full((1, 3, 4), 0.5))], "sink_rate")
+
+
+def test_latex_has_no_interval_of_a_single_text() -> None:
+    table = run_of(np.full((1, 1, 1), 0.25)).estimate("window_mass")
+    assert np.isinf(table["low"]).all()
+    row = table.to_latex().splitlines()[5]
+    assert row == r"window mass & 0.250 & 0.050 & 1 \\"
 
 
 def test_latex_has_a_column_for_each_threshold() -> None:

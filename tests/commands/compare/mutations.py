@@ -15,5 +15,9 @@ MUTATIONS = [
      'heads["differs"]', '~heads["differs"]'),
     ("heads: the halves of one run", "sinkscope.output.comparison", "head_findings", '("first", "second")',
      '("first", "first")'),
+    ("heads: the first run's name", "sinkscope.output.comparison", "compared",
+     "model=runs[1].model", "model=runs[0].model"),
+    ("heads: texts of the other run", "sinkscope.output.comparison", "head_findings",
+     "{texts[0]} and {texts[1]} texts", "{texts[1]} and {texts[0]} texts"),
     ("pairing: always said", "sinkscope.results.side_by_side", "pairing_lines", "if is_paired", "if True"),
 ]  # fmt: skip

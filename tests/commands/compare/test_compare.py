@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from scipy import stats
-from support.made_up_runs import made_up, save
+from support.made_up_runs import by_sequence, made_up, save
 from support.naming import naming
 from support.pages import data_of
 from support.retrofit_command import command_line
@@ -129,6 +129,19 @@ def test_heads_that_differ_are_those_that_were_changed(measured: list[Path], tmp
         compare(*measured, by="head")
     with pytest.raises(InputError, match="metrics=…: 'sink_rat' is unknown"):
         compare(*measured, metrics="sink_rat")
+
+
+def test_heads_have_the_second_runs_name_and_each_run_its_texts() -> None:
+    def run(name: str, texts: int) -> Run:
+        made = made_up(model={"name": f"org/{name}"}, input={"sequences": texts, "sha256": name})
+        table = by_sequence({"window_mass": 0.2, "uniform_mass": 0.05}, 1, 0.1, texts, head=range(3))
+        return Run(made.manifest, {**made.tables, "attention_heads_by_sequence": table})
+
+    comparison = compare(run("one", 10), run("two", 14), by="head", metrics="window_mass")
+    for name in ("comparison_by_head", "differing_heads"):
+        assert comparison.tables[name]["model"].unique() == ["org/two"]
+    (finding,) = comparison.findings
+    assert "(unpaired, 10 and 14 texts)" in finding.sentence
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def test_it_prints_a_metric_with_intervals(run: Path) -> None:
     assert cells[:4] == ["sink_rate", "0", "0.4", f"{table['value'][0]:.4g}"]
     to_itself = command_line(*asked, "--null", run, "--format", "csv").stdout
     assert (pd.read_csv(io.StringIO(to_itself))["null"] == table["value"]).all()
-    refused = command_line("show", run, "--format", "csv")
-    assert refused.exit_code == 2
-    assert "those of a metric: name it by --metric" in refused.stderr
+    for without_metric in (("--format", "csv"), ("--by", "layer"), ("--epsilon", "0.2")):
+        refused = command_line("show", run, *without_metric)
+        assert refused.exit_code == 2
+        assert "those of a metric: name it by --metric" in refused.stderr
