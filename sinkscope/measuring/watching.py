@@ -259,8 +259,8 @@ class Watched:
             else:
                 self.skipped[CHUNKED] += 1
         self._open = still_open
-        for place, (reference, decoding) in enumerate(self._decoded):
-            held = reference()
+        for place, (kept, decoding) in enumerate(self._decoded):
+            held = kept()
             if held is None or (held is cache and not cache.get_seq_length()):
                 decoding.release()
                 self._decoded[place] = _no_cache, decoding

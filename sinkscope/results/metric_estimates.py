@@ -159,7 +159,7 @@ def estimate_table(
     level, source = level_of(metric, by), SOURCES.get(metric, Source("loss_by_sequence", "loss", by=_BY_LAYER))
     if epsilons and source.rate is None:
         raise InputError(f"{metric} does not depend on ε")
-    if sequences.run.is_experiment:
+    if sequences.run.is_experiment or (null is not None and null.run.is_experiment):
         raise InputError("a run of `intervene` has several arms: choose one by run.at(ARM)")
     tables = []
     try:

@@ -302,6 +302,8 @@ def test_refusals(metric: str, options: dict[str, Any], message: str) -> None:
         made.estimate(metric, **options)
     with pytest.raises(InputError, match="has several arms"):
         Run(made.manifest | {"command": "intervene"}, made.tables).estimate("sink_rate")
+    with pytest.raises(InputError, match="has several arms"):
+        made.estimate("sink_rate", null=Run(made.manifest | {"command": "intervene"}, made.tables))
     with pytest.raises(InputError, match="the same layers and heads"):
         head_differences([made, run_of(np.full((1, 3, 4), 0.5))], "sink_rate")
 
