@@ -164,6 +164,7 @@ report-models: install models  ## of pretrained models: 40 minutes on two cores
 	$(call report,isolate/smollm2-135m,run isolation)
 	$(call report,isolate/gemma3-270m,run isolation .models/gemma3-270m.gguf --num-seqs 16)
 	$(call report,isolate/mgm,run isolation $(MGM))
+	$(call report,isolate/claims,claims $(MODELS_OF_CLAIMS:%=--from runs/report/isolate/%))
 	$(BIN)/sinkscope scan --no-page --out reports/scan/smollm2-135m --overwrite
 	$(BIN)/sinkscope scan .models/gemma3-270m.gguf --no-page --out reports/scan/gemma3-270m --overwrite
 	$(BIN)/sinkscope scan .models/mgm --allow-pickle --no-page --out reports/scan/mgm --overwrite

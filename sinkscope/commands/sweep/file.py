@@ -2,7 +2,9 @@
 
 Each combination is a cell: an ordinary command with its options. More specific options override others, in this order:
 those of the file, the command, the model, the input, the setting, and the command line. Options under `quick` replace
-all others with --quick, and equal cells are merged.
+all others with --quick, and equal cells are merged; fields of a `config` are added to those that a cell has.
+
+A file that `extends` another has its options and quick form, as far as it does not name others.
 
 `retrofit`, `train` and `benchmark` do not read the inputs, use only their own settings, and ignore shared options that
 they do not have. `train` begins without a model: its cells are not repeated for each model.
@@ -26,6 +28,7 @@ from sinkscope.options.recipe import find_recipe, known_recipes, named
 from sinkscope.options.register import options_by_command, records
 
 TRAINING = ("retrofit", "train")
+TOGETHER = "together"  # the key of settings whose values are several options each
 LONGEST_CELL_NAME = 120  # characters in front of its checksum
 CHECKSUM = 10  # characters of the checksum
 MOST_CELLS = 100_000
@@ -80,6 +83,7 @@ class SweepContent(FilePart):
 
     title: str
     reproduces: str | None = None
+    extends: str | None = None  # another sweep
     models: tuple[ModelEntry, ...] = ()
     inputs: dict[str, dict[str, Any]] = {"natural": {}}  # names of --input, or a name with options each
     settings: dict[str, list[Any]] = {}  # option → its values; all combinations
@@ -197,6 +201,16 @@ def read_sweep(file: str, overrides: Mapping[str, Any], quick: bool = False) -> 
     content = read_yaml(path, SweepContent, "sweep", options)
     cells: dict[str, Cell] = {}  # by their checksums
     with named_file(path):
+        if content.extends is not None:
+            base = read_yaml(find_recipe(content.extends, "sweep"), SweepContent, "sweep", options)
+            commands = {
+                name: entry.model_copy(
+                    update={"options": base.commands.get(name, CommandEntry()).options | entry.options}
+                )
+                for name, entry in content.commands.items()
+            }
+            shared = {"options": base.options | content.options, "quick": base.quick | content.quick}
+            content = content.model_copy(update={"commands": commands, **shared})
         if quick and not content.quick:
             raise InputError("it has no small form for --quick")
         overrides = (named(content.quick) if quick else {}) | dict(overrides)
@@ -212,10 +226,14 @@ def read_sweep(file: str, overrides: Mapping[str, Any], quick: bool = False) -> 
             for option, values in settings.items():
                 if not values:
                     raise InputError(f"`settings.{option}`: it has no values")
+                if option == TOGETHER and not all(isinstance(value, dict) for value in values):
+                    raise InputError(f"`settings.{option}`: a value is several options, as {{seed: 1, steps: 10}}")
             for reads, values in product(inputs, product(*settings.values())):
                 if reads is None:  # left out for this model
                     continue
-                setting = dict(zip(settings, values, strict=True))
+                setting: dict[str, Any] = {}
+                for option, value in zip(settings, values, strict=True):
+                    setting |= value if option == TOGETHER else {option: value}
                 cell = _cell(content, entry, revision, command, reads, setting, overrides)
                 first = cells.setdefault(cell.name[-CHECKSUM:], cell)
                 if first is not cell and not quick:  # with `quick`, cells may have differed only in a replaced option
@@ -256,7 +274,11 @@ def _cell(
     options |= applicable(named(model.options)) | named(reads) | named(setting)
     if reads_inputs and "seq_len" in named(setting):
         options.setdefault("window", options["seq_len"])  # WSE figure 3
-    options |= applicable(overrides)
+    replaced = dict(overrides)
+    if isinstance(replaced.get("config"), dict):
+        fields = ",".join(f"{field}={value}" for field, value in replaced.pop("config").items())
+        options["config"] += ("," if ":" in options["config"] else ":") + fields
+    options |= applicable(replaced)
 
     called = {option: "+".join(value) if isinstance(value, dict) else value for option, value in setting.items()}
     label = ",".join(f"{option}={value}" for option, value in called.items())

@@ -370,7 +370,8 @@ class TrainingArms:
         subject = replace(subject, inputs=replace(subject.inputs, condition=arm))
         tables, facts = measure(subject, config, self.console)
         with spinner(self.console, "measuring in W8A8"):
-            of_training = replace(subject.inputs, sequences=tuple(self.blocks.train), masked=None).part(0, CALIBRATION)
+            first = tuple(self.blocks.train[:CALIBRATION].astype(np.int64))
+            of_training = replace(subject.inputs, sequences=first, masked=None).part(0, CALIBRATION)
             calibration = with_masked(of_training, subject.loaded, subject.family, config.seed)
             costs = w8a8(subject, calibration, kernel=config.attn, batch_size=facts.batch_size)
         manifest = run_manifest(subject, config, facts, list(tables), start) | {"w8a8": costs}

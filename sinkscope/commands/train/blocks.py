@@ -1,4 +1,6 @@
-"""The text that a model is trained on, packed into blocks of one length; the last blocks are held out for measuring.
+"""The text that a model is trained on, packed into blocks of one length.
+
+The last blocks are held out for measuring; the first ones of a dataset, which is read no further than needed.
 
 Documents follow one another with the end-of-sequence token between them. Every block begins like a measured sequence,
 with the tokens that the tokenizer puts before a text, and for an encoder ends with those after it; its first tokens can
@@ -25,6 +27,7 @@ from sinkscope.options.measuring import make_config
 from sinkscope.text.sources import check_source, documents
 from sinkscope.text.tokens import check_ids, encode, own_frame, special_token_ids
 
+ROWS = 1 << 12  # blocks that are hashed at a time
 PIECE = 1 << 20  # characters that are tokenized in one call
 DOCUMENTS = (".txt", ".jsonl", ".json")
 NO_TEXT = ("random", "repeated")
@@ -33,7 +36,7 @@ MANY_PASSES = 4  # fewer are about as good as new text (Muennighoff et al. 2023,
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Token ids `train` and `held_out`, (N,T) int64, and the `name` of the text."""
+    """Token ids `train` and `held_out`, (N,T) of whole numbers, and the `name` of the text."""
 
     train: np.ndarray
     held_out: np.ndarray
@@ -43,8 +46,10 @@ class Blocks:
     @property
     def sha256(self) -> str:
         digest = hashlib.sha256()
-        for part in (np.array(self.train.shape), self.train, np.array(self.held_out.shape), self.held_out):
-            digest.update(part.astype("<i8").tobytes())
+        for part in (self.train, self.held_out):
+            digest.update(np.array(part.shape).astype("<i8").tobytes())
+            for start in range(0, len(part), ROWS):  # a copy of all tokens may be larger than the memory
+                digest.update(part[start : start + ROWS].astype("<i8").tobytes())
         return digest.hexdigest()
 
     def notices(self, wanted: int) -> list[str]:
@@ -89,24 +94,28 @@ def read_blocks(loaded: LoadedModel, options: ArmOptions, wanted: int, family: F
     Without a family, the model is taken as causal.
     """
     is_causal, length = family is None or family.causal, options.block_length
-    needed = wanted + max(1, math.ceil(wanted * options.eval_share / (1 - options.eval_share)))
+    measured = max(1, math.ceil(wanted * options.eval_share / (1 - options.eval_share)))
+    limit = options.tokens // length if options.dataset and options.tokens else wanted
+    needed = min(wanted, limit) + measured
     if is_written(options.text, options.dataset):
         tokenizer = loaded.tokenizer
         if tokenizer is None:
             raise InputError("training on text needs a tokenizer, and this model has none: give token ids (.npy)")
-        limit = position_limit(loaded.model, family)
-        if limit and length > limit:
-            raise InputError(f"--block-length {length} is beyond the model's {limit} positions: take at most {limit}")
+        most = position_limit(loaded.model, family)
+        if most and length > most:
+            raise InputError(f"--block-length {length} is beyond the model's {most} positions: take at most {most}")
         prefix, suffix = ((), ()) if options.bos == "never" else own_frame(tokenizer)
         suffix = () if is_causal else suffix
         step = length - len(prefix) - len(suffix)
         if step < 1:
             raise InputError(f"--block-length {length}: {length - step} tokens of every block are not the text's")
         name, texts = documents(options.text, options.dataset)
-        stream = _tokens_of(tokenizer, name, texts, prefix, vocabulary(loaded.model))
-        parts = (np.fromiter(islice(stream, step), dtype=np.int64) for _ in range(needed))
+        known = vocabulary(loaded.model)
+        small = np.min_scalar_type(known)  # billions of tokens fit into memory in 16 bits each
+        stream = _tokens_of(tokenizer, name, texts, prefix, known)
+        parts = (np.fromiter(islice(stream, step), dtype=small) for _ in range(needed))
         complete = takewhile(lambda part: len(part) == step, parts)
-        rows = [np.array((*prefix, *part, *suffix), dtype=np.int64) for part in complete]
+        rows = [np.array((*prefix, *part, *suffix), dtype=small) for part in complete]
     else:
         sizes = {"seq_len": length, "num_seqs": needed, "seed": options.seed, "bos": options.bos}
         inputs = inputs_for(loaded, make_config(input=options.text, **sizes), family)
@@ -118,8 +127,13 @@ def read_blocks(loaded: LoadedModel, options: ArmOptions, wanted: int, family: F
             "on and one to measure: give a longer text or a smaller --block-length"
         )
     blocks = np.stack(rows)
-    held_out = min(len(blocks) - 1, max(1, round(len(blocks) * options.eval_share)))
-    return Blocks(blocks[:-held_out], blocks[-held_out:], name, None if is_causal else loaded.tokenizer)
+    if options.dataset:  # the first ones are the same for every --tokens
+        measured = min(len(blocks) - 1, measured)
+        train, held_out = blocks[measured:], blocks[:measured]
+    else:
+        measured = min(len(blocks) - 1, max(1, round(len(blocks) * options.eval_share)))
+        train, held_out = blocks[:-measured], blocks[-measured:]
+    return Blocks(train, held_out.astype(np.int64), name, None if is_causal else loaded.tokenizer)
 
 
 def _tokens_of(

@@ -96,7 +96,7 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
     )
 
     tokens: int | None = option(
-        None, "Train on at most N tokens of the text, repeatedly.", metavar="N", shown="all", ge=1, le=MAX_INT
+        None, "Train on at most N tokens of the text, repeatedly.", metavar="N", shown="all", ge=1, le=10**13
     )
     bos: Literal["auto", "never"] = option(
         "auto", "BOS before each block: never, or where the tokenizer puts one.", metavar="B"

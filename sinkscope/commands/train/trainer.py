@@ -361,11 +361,11 @@ class _TrainingBlocks(Dataset):
         return len(self.order)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        block = self.blocks[self.order[index]]
+        block = self.blocks[self.order[index]].astype(np.int64)
         if self.mask is not None:
             ((hidden, targets),) = self.mask([block], reading=index)
             return {"input_ids": torch.from_numpy(hidden), "labels": torch.from_numpy(targets)}
-        ids = torch.from_numpy(block.copy())
+        ids = torch.from_numpy(block)
         labels = ids.clone()
         labels[: self.ignored] = IGNORED  # the Trainer divides by the number of labels
         return {"input_ids": ids, "labels": labels}

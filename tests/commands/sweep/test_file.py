@@ -87,9 +87,104 @@ def test_small_forms_and_names_of_methods() -> None:
     assert (options.dtype, options.steps) == ("float32", 200)
 
 
+def test_a_file_has_the_options_and_the_small_form_of_the_one_that_it_extends(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("""
+title: Base
+commands: {train: {options: {config: "tiny-llama:vocab_size=300", steps: 100, seeds: 2}, settings: {seed: [5, 6]}}}
+options: {num-seqs: 9, seq-len: 32}
+quick: {steps: 3, config: {hidden_size: 32, num_attention_heads: 2}, num-seqs: 4}
+""")
+    path = written(tmp_path, f"""
+extends: {tmp_path / "base.yaml"}
+commands:
+  train:
+    options: {{steps: 50}}
+    settings: {{together: [{{config: tiny-llama, learning-rate: 0.1}}, {{learning-rate: 0.2, weight-decay: 0.3}}]}}
+options: {{num-seqs: 8}}
+quick: {{num-seqs: 2}}
+""")  # fmt: skip
+    names = ("config", "steps", "seeds", "learning_rate", "weight_decay", "num_seqs", "seed")
+    rows = [
+        [getattr(cell.options, name) for name in names]
+        for quick in (False, True) for cell in read_sweep(str(path), {}, quick).cells
+    ]  # fmt: skip
+    named, fields = "tiny-llama:vocab_size=300", "hidden_size=32,num_attention_heads=2"
+    assert rows == [
+        ["tiny-llama", 50, 2, 0.1, 0.1, 8, 0],
+        [named, 50, 2, 0.2, 0.3, 8, 0],
+        [f"tiny-llama:{fields}", 3, 2, 0.1, 0.1, 2, 0],
+        [f"{named},{fields}", 3, 2, 0.2, 0.3, 2, 0],
+    ]
+    settings = [cell.setting for cell in read_sweep(str(path), {}).cells]
+    assert settings == ["config=tiny-llama,learning-rate=0.1", "learning-rate=0.2,weight-decay=0.3"]
+
+
+# what the paper says of its default model, and the rows of each table: the options that vary, level by level
+DEFAULT_OF_WSE = {
+    "block_length": 2048, "steps": 20_000, "learning_rate": 4e-4, "schedule": "cosine", "warmup": 100 / 20_000,
+    "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "clip": 1.0, "tokens": 5 * 10**9, "num_seqs": 100, "window": 64,
+    "bos": "never", "random_tokens": 0, "fixed_position": None, "batch_size": 8,
+}  # fmt: skip
+SIZE_OF_WSE = {"hidden_size": 768, "intermediate_size": 1536, "num_hidden_layers": 10, "num_attention_heads": 8}
+ROWS_OF_WSE: dict[str, list[dict]] = {
+    "60m": [{}],
+    "60m-weight-decay": [{"weight_decay": x} for x in (0, 0.001, 0.01, 0.1, 0.5, 1, 2, 5)],
+    "60m-positions": [
+        {"position_scheme": x} for x in ("none", "absolute", "learned", "relative", "alibi", "rotary")
+    ],
+    "60m-learning-rate": [
+        {"learning_rate": rate, "steps": 1000 * steps}
+        for rate, steps in ((8e-4, 10), (8e-4, 20), (4e-4, 20), (2e-4, 20), (2e-4, 40), (1e-4, 20), (1e-4, 80))
+    ],
+    "60m-batches": [{"batch_size": x} for x in (2, 4, 8, 16)],  # 0.25 to 2 million tokens
+    "60m-fixed-token": [{"fixed_position": x} for x in (0, 1, 2)],
+    "60m-random-tokens": [{"random_tokens": x} for x in (0, 1, 2)],
+    "60m-blocks": [
+        {}, *({"feed_forward": x} for x in ("geglu", "reglu", "swish", "gelu", "relu")), {"norm_placement": "post"},
+        {"head_mix": "summed"}, *({"num_attention_heads": x} for x in (1, 2, 4)), {"prefix_length": 5},
+    ],
+    "60m-windows": [*({"sliding_window": x} for x in (64, 128, 256, 512, 1024)), {}],
+    "60m-data": [{"tokens": 10**6 * x} for x in (50, 100, 200, 500, 1000, 5000)],
+    "60m-sigmoid": [
+        {"learning_rate": rate, "weight_decay": decay}
+        for rate, decay in ((4e-4, 0.1), (1e-3, 0.1), (1e-4, 0.1), (4e-4, 0), (4e-4, 0.5), (4e-4, 1))
+    ],
+    "60m-biases": [{"max_position_embeddings": 2049}],
+    "60m-operations": [{}],
+}  # fmt: skip
+ARMS_OF_WSE = {
+    "60m-biases": ["none", "register-tokens", "key-bias", "key-bias", "value-bias", *["key-bias"] * 3],
+    "60m-operations": ["none", *["operation"] * 9],
+    "60m-sigmoid": ["operation"],
+}
+
+
+@pytest.mark.parametrize("name", ROWS_OF_WSE)
+def test_the_sweeps_of_the_60m_model_are_the_papers_but_for_one_factor(name: str) -> None:
+    cells = read_sweep(f"when-sinks-emerge-{name}", {}).cells
+    assert len(cells) == len(ROWS_OF_WSE[name])
+    for cell, row in zip(cells, ROWS_OF_WSE[name], strict=True):
+        config = architecture(cell.options.config).to_dict()
+        default = architecture("llama-60m").to_dict()
+        expected = DEFAULT_OF_WSE | {key: value for key, value in row.items() if key in DEFAULT_OF_WSE}
+        assert {key: getattr(cell.options, key) for key in expected} == expected
+        derived = {"num_key_value_heads", "head_dim", "hidden_act", "layer_types"}
+        differs = {key for key in default if config[key] != default[key]} - derived
+        of_model = {key: value for key, value in row.items() if key not in DEFAULT_OF_WSE and default[key] != value}
+        assert differs == of_model.keys()
+        assert {key: config[key] for key in of_model} == of_model
+        assert {key: default[key] for key in SIZE_OF_WSE} == SIZE_OF_WSE
+        if name != "60m-batches":
+            assert cell.options.batch_size * cell.options.accumulation * cell.options.block_length == 2**20
+        methods = [method for method, _ in parse_methods(cell.options.method).values()]
+        assert methods == ARMS_OF_WSE.get(name, ["none"])
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        ("models: [a/b]\nsettings: {together: [5]}", "`settings.together`: a value is several options"),
+        ("extends: nothing\nmodels: [a/b]", "sweep 'nothing' is unknown"),
         ("models: [a/b]\ninput: [random]", "key 'input' is unknown; did you mean 'inputs'?"),
         ("inputs: [random]", "it has no `models`"),
         ("models: [a/b, c/b]", "two models are called b: give one of them another `name`"),

@@ -178,10 +178,41 @@ def test_blocks_are_the_text_with_a_bos_each_and_its_end_held_out() -> None:
     assert blocks_of("lines.jsonl", "\n".join(lines)).train[0].tolist() == [1, *([4, 7, 2, 5, 2] * 3)]
 
 
-def blocks_of(file: str, text: str | None = None) -> Blocks:
+def test_of_a_dataset_the_first_blocks_are_held_out_and_no_more_is_read_than_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The held-out blocks are the same for every --tokens; 100 blocks to train on and 25 to measure are wanted."""
+    (tmp_path / "stories").mkdir()
+    picked = np.random.default_rng(0).integers(4, 8, 2000).tolist()
+    lines = [
+        json.dumps({"text": " ".join(WORDS[at] for at in picked[start : start + 14])}) for start in range(0, 2000, 14)
+    ]
+    (tmp_path / "stories" / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    read: list[str] = []
+    whole = sinkscope.commands.train.blocks.documents
+
+    def counted(*source: Any) -> Any:
+        name, texts = whole(*source)
+        return name, (read.append(text) or text for text in texts)
+
+    monkeypatch.setattr(sinkscope.commands.train.blocks, "documents", counted)
+    every = blocks_of("natural", dataset=str(tmp_path / "stories"))
+    assert (len(every.train), len(every.held_out), len(read)) == (100, 25, 125)  # a document, its end and a BOS each
+    read.clear()
+    few = blocks_of("natural", dataset=str(tmp_path / "stories"), tokens=16 * 10)
+    assert len(read) == 35
+    assert few.held_out.tolist() == every.held_out.tolist()
+    assert few.train.tolist() == every.train[:10].tolist()
+    rows = np.concatenate([every.held_out, every.train])
+    assert rows[0].tolist() == [1, *picked[:14], 2]
+    assert rows[:, 1:-1].flatten().tolist() == picked[: 125 * 14]
+    assert every.train.dtype.itemsize == 1  # a vocabulary below 256
+
+
+def blocks_of(file: str, text: str | None = None, **more: Any) -> Blocks:
     if text is not None:
         Path(file).write_text(text, encoding="utf-8")
-    options = checked(RetrofitOptions, {"text": file, "block_length": 16, "eval_share": 0.2})
+    options = checked(RetrofitOptions, {"text": file, "block_length": 16, "eval_share": 0.2, **more})
     loaded = LoadedModel(tiny_model("llama"), words_tokenizer(), "tiny", "tiny", None, None, ())
     return read_blocks(loaded, options, wanted=100)
 
