@@ -5,7 +5,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 MGM := .models/mgm --allow-pickle --input sampled
 
-.PHONY: install models gpu-wheels demo test fast oldest oldest-short torture golden mutations check docs consumers format report report-models report-claims report-sweep report-training \
+.PHONY: install models gpu-wheels demo test fast oldest oldest-short torture golden mutations check docs consumers rehearse format report report-models report-claims report-sweep report-training \
 	report-hybrids report-normalization report-formats report-from-scratch report-when-sinks-emerge \
 	report-types corpus clean
 
@@ -107,6 +107,9 @@ check: install
 docs: install  ## the documentation site, build/docs/html: guides, reference, gallery and reports
 	OMP_NUM_THREADS=1 $(BIN)/python recipes/docs/make_site.py build/docs
 	@echo build/docs/html/index.html
+
+rehearse: install  ## sweeps that need a GPU or the hub, at a thousandth of their size, killed and resumed
+	$(BIN)/python tests/rehearse.py build/rehearse
 
 consumers: .venv/consumers/installed  ## what quantize and kv-plan export, run by llm-compressor and kvpress
 	OMP_NUM_THREADS=2 $(BIN)/python tests/consumers.py build/consumers

@@ -162,6 +162,7 @@ class RunKeywords(InputKeywords, DeviceKeywords, ModelKeywords, total=False):
 class SweepKeywords(DeviceKeywords, ModelKeywords, total=False):
     quick: bool
     dry_run: bool
+    gpu: Literal["H100", "H200", "A100", "L40S", "RTX4090"]
     engine: Literal["local", "ray"]
     address: str | None
     workers: int | Literal["auto"]

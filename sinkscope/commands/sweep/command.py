@@ -48,7 +48,7 @@ from sinkscope.results.papers import WSE_TABLE_1
 from sinkscope.results.tables import blaming_tables
 
 # options that do not affect results
-IGNORED_OPTIONS = {"file", "quick", "dry_run", "engine", "address", "workers", "shard", "retry", "evict"}
+IGNORED_OPTIONS = {"file", "quick", "dry_run", "gpu", "engine", "address", "workers", "shard", "retry", "evict"}
 MOST_FAILURES = 5  # failures that the final message names
 
 
@@ -106,13 +106,34 @@ def command(options: SweepOptions, output: OutputOptions) -> Printout:
             download = gigabytes(size.download) if size.download else ""
             note = each.message or size.reason
             rows.append((cell.name, cell.model, parameters, memory, download, str(each.state), note))
-        return Printout(done, tables={"cells": pd.DataFrame(rows, columns=columns)})
+        tables = {"cells": pd.DataFrame(rows, columns=columns), "trainings": costs_of(done.plan, options.gpu)}
+        return Printout(done, tables={name: table for name, table in tables.items() if not table.empty})
     tables = {"cells": done.summary, METRICS["sink_rate"].short: done.tables.overview}
     trainings = done.tables.tables.get(factor_study.STUDY, pd.DataFrame())
     if not trainings.empty:
         tables["trainings at their last step"] = factor_study.at_a_glance(trainings)
     printed = {name: table for name, table in tables.items() if not table.empty}
     return Printout(done, tables=printed, folder=done.folder, failure=done.failure)
+
+
+def costs_of(plan: Iterable[Planned], gpu: str) -> pd.DataFrame:
+    """Return what the trainings of a plan take, all arms and seeds of a cell together, and the hours of all."""
+    trainings = [each for each in plan if each.cell.command in TRAINING and each.size.model is not None]
+    if not trainings:
+        return pd.DataFrame()
+    from sinkscope.commands.train.arms import parse_methods  # most sweeps need no training
+    from sinkscope.commands.train.cost import GPUS, Cost
+
+    rows, hours = [], []
+    for each in trainings:
+        options, cost = each.cell.options, Cost(each.size.model, each.cell.options)  # type: ignore[arg-type]
+        arms = len(parse_methods(options.method)) * options.seeds
+        hours.append(arms * cost.hours(GPUS[gpu]))
+        sizes = gigabytes(int(cost.memory)), gigabytes(arms * cost.disk)
+        rows.append((each.cell.setting, arms, f"{options.steps:,}", f"{cost.tokens / 1e9:.3g} B", *sizes, hours[-1]))
+    rows.append(("all", "", "", "", "", "", sum(hours)))
+    columns = ["setting", "arms", "steps", "tokens of an arm", "memory", "disk", f"hours on one {gpu}"]
+    return pd.DataFrame(rows, columns=columns).assign(**{columns[-1]: lambda t: t[columns[-1]].map("{:,.1f}".format)})
 
 
 def check(sweep: Sweep) -> None:

@@ -36,6 +36,9 @@ class SweepOptions(DeviceOptions, ModelOptions):
     dry_run: bool = option(
         False, "Only show the combinations, with the memory that each needs, and which of them are done."
     )
+    gpu: Literal["H100", "H200", "A100", "L40S", "RTX4090"] = option(
+        "H100", "The GPU whose hours --dry-run estimates for trainings.", metavar="GPU"
+    )
     engine: Literal["local", "ray"] = option(
         "local", "local: processes on this machine; ray: tasks on a Ray cluster.", metavar="E"
     )

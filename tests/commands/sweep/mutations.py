@@ -5,6 +5,7 @@ MUTATIONS = [
      "for reads, values in product(inputs, product(*settings.values()))",
      "for values, reads in product(product(*settings.values()), inputs)"),
     ("any command is a cell", "file", "cell_kinds", " if records()[name].of_cells", ""),
+    ("cost: of one seed", "command", "costs_of", "* options.seeds", ""),
     ("extends: the base comes first", "file", "read_sweep", "CommandEntry()).options | entry.options",
      "CommandEntry()).options or entry.options"),
     ("extends: without its small form", "file", "read_sweep", "base.quick | content.quick", "content.quick"),

@@ -1,22 +1,26 @@
 """The file of a sweep: its cells, their options and states, and what is refused in one line."""
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 
 import pytest
+from rehearse import TRAININGS
 from support.made_up_runs import made_up, save
 from support.naming import naming
 
 import sinkscope
 from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.commands.sweep.cells import CellFolders, Failure, planned
-from sinkscope.commands.sweep.command import check
-from sinkscope.commands.sweep.file import read_sweep
+from sinkscope.commands.sweep.command import check, costs_of
+from sinkscope.commands.sweep.file import known_sweeps, read_sweep
 from sinkscope.commands.sweep.worker import Reads, State, changes
 from sinkscope.commands.train.architectures import architecture
 from sinkscope.commands.train.arms import parse_methods
+from sinkscope.commands.train.cost import GPUS, Cost
 from sinkscope.errors import InputError
+from sinkscope.models.loading import on_meta
 from sinkscope.options.recipe import shipped
 
 
@@ -119,6 +123,19 @@ quick: {{num-seqs: 2}}
     assert settings == ["config=tiny-llama,learning-rate=0.1", "learning-rate=0.2,weight-decay=0.3"]
 
 
+def test_a_dry_run_says_what_trainings_take(tmp_path: Path) -> None:
+    content = "commands: {train: {options: {method: [none, vga], seeds: 3}, settings: {steps: [100, 200]}}}"
+    done = sinkscope.sweep(written(tmp_path, content), out=tmp_path / "out", dry_run=True)
+    table = costs_of(done.plan, "A100")
+    costs = [Cost(on_meta(architecture("tiny-llama")), cell.options) for cell in done.sweep.cells]
+    hours = [6 * cost.hours(GPUS["A100"]) for cost in costs]
+    assert table["arms"].tolist() == [6, 6, ""]
+    assert table["steps"].tolist() == ["100", "200", ""]
+    assert table["hours on one A100"].tolist() == [f"{x:,.1f}" for x in (*hours, sum(hours))]
+    assert table["tokens of an arm"].tolist() == ["0.000205 B", "0.00041 B", ""]
+    assert costs_of([], "H100").empty
+
+
 # what the paper says of its default model, and the rows of each table: the options that vary, level by level
 DEFAULT_OF_WSE = {
     "block_length": 2048, "steps": 20_000, "learning_rate": 4e-4, "schedule": "cosine", "warmup": 100 / 20_000,
@@ -154,8 +171,8 @@ ROWS_OF_WSE: dict[str, list[dict]] = {
 }  # fmt: skip
 ARMS_OF_WSE = {
     "60m-biases": ["none", "register-tokens", "key-bias", "key-bias", "value-bias", *["key-bias"] * 3],
-    "60m-operations": ["none", *["operation"] * 9],
-    "60m-sigmoid": ["operation"],
+    "60m-operations": ["none", *["operation"] * 13],
+    "60m-sigmoid": ["none", "operation"],
 }
 
 
@@ -178,6 +195,20 @@ def test_the_sweeps_of_the_60m_model_are_the_papers_but_for_one_factor(name: str
             assert cell.options.batch_size * cell.options.accumulation * cell.options.block_length == 2**20
         methods = [method for method, _ in parse_methods(cell.options.method).values()]
         assert methods == ARMS_OF_WSE.get(name, ["none"])
+
+
+def test_the_register_has_the_trainings_and_hours_of_dry_runs_and_what_is_rehearsed() -> None:
+    text = (shipped("recipes").parent / "reports" / "papers.md").read_text(encoding="utf-8")
+    rows = re.findall(r"\| `(when-sinks-emerge-\S+)` \| (\d+) \| (\d+) \| .+ \| (yes|no) \|\n", text)
+    assert {name for name, *_ in rows} == {name for name in known_sweeps() if re.search("60m|1b", name)}
+    shape = cache(lambda config: on_meta(architecture(config)))
+    for name, trainings, hours, rehearsed in rows:
+        cells = [cell.options for cell in read_sweep(name, {}).cells]
+        arms = [len(parse_methods(options.method)) * options.seeds for options in cells]
+        of_arms = [Cost(shape(options.config), options).hours(GPUS["H100"]) for options in cells]
+        every = sum(number * one for number, one in zip(arms, of_arms, strict=True))
+        assert (int(trainings), int(hours)) == (sum(arms), round(every)), name
+        assert (rehearsed == "yes") == (name in TRAININGS)
 
 
 @pytest.mark.parametrize(

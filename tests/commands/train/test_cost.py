@@ -1,0 +1,48 @@
+"""What a training takes, counted by hand for a small Llama with embeddings of its own and with tied ones."""
+
+import pytest
+from torch import nn
+
+from sinkscope.commands.train.architectures import architecture, fresh_model
+from sinkscope.commands.train.cost import Cost, Device
+from sinkscope.commands.train.options import TrainOptions
+from sinkscope.options.option import checked
+
+SHAPE = "llama-1m:hidden_size=32,intermediate_size=48,num_hidden_layers=3,num_attention_heads=2,vocab_size=100"
+LAYER = 4 * 32 * 32 + 3 * 32 * 48  # q, k, v and o; gate, up and down
+TRAINING = {"block_length": 16, "batch_size": 4, "accumulation": 2, "steps": 1000, "save_every": 300}
+
+
+def cost_of(shape: str, **options: object) -> Cost:
+    return Cost(fresh_model(architecture(shape), 0), checked(TrainOptions, {"config": shape, **TRAINING, **options}))
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_operations_are_those_of_linear_layers_the_head_and_causal_attention(tied: str) -> None:
+    cost = cost_of(f"{SHAPE},tie_word_embeddings={tied}")
+    matrices, norms = 3 * LAYER, 7 * 32
+    assert cost.parameters == matrices + norms + 100 * 32 * (1 if tied == "true" else 2)
+    assert cost.operations_of_token == 6 * (matrices + norms + 100 * 32 + 3 * 16 * 32)
+    assert (cost.tokens_of_step, cost.tokens) == (128, 128_000)
+
+
+def test_seconds_are_operations_and_traffic_on_a_device() -> None:
+    cost = cost_of(SHAPE)
+    widths = sum(module.in_features + module.out_features for module in cost.model.model.modules()
+                 if isinstance(module, nn.Linear))  # fmt: skip
+    kept = 1.5 * widths + 2 * 100  # numbers of a token: of the layers, and logits with their gradient
+    device = Device(half=8e6, single=1e6, bandwidth=1e5)
+    computing, moving = 128 * cost.operations_of_token, 128 * 4 * kept
+    expected = computing / (0.4 * 1e6) + (4 * moving + 28 * cost.parameters) / 1e5
+    assert cost.seconds_of_step(device) == pytest.approx(expected, rel=1e-12)
+    assert cost.hours(device) == pytest.approx(1000 * expected / 3600, rel=1e-12)
+    half = cost_of(SHAPE, bf16=True)
+    expected = computing / (0.4 * 8e6) + (2 * moving + 28 * cost.parameters) / 1e5
+    assert half.seconds_of_step(device) == pytest.approx(expected, rel=1e-12)
+    assert cost.memory == pytest.approx(16 * cost.parameters + 4 * 16 * 4 * kept)
+
+
+def test_the_disk_holds_checkpoints_with_moments_and_models_that_are_kept() -> None:
+    cost = cost_of(SHAPE)
+    assert cost.disk == 4 * cost.parameters * (1 + 1 + 3) + 3 * 12 * cost.parameters
+    assert cost_of(SHAPE, save_models="none").disk == 3 * 12 * cost.parameters
