@@ -16,12 +16,15 @@ import time
 from pathlib import Path
 
 import pandas as pd
+import yaml
 from hub import Hub, Repo
 from tiny import tiny_model
 
 from sinkscope.commands.sweep.factor_study import STUDY, at_a_glance
-from sinkscope.commands.sweep.file import Sweep, read_sweep
+from sinkscope.commands.sweep.file import Sweep, known_sweeps, read_sweep
+from sinkscope.commands.train.architectures import tokenizer_of
 from sinkscope.commands.train.arms import parse_methods
+from sinkscope.text.sources import documents
 
 # sweep → claims that its folder decides, as far as a training without a sink does; not W-32 and W-34, because all cells
 # have the same number of steps and of tokens here
@@ -42,7 +45,7 @@ TRAININGS = {
     "when-sinks-emerge-1b": ("W-56",),
 }
 OF_THE_HUB = {"when-sinks-emerge-table-1": (), "pythia-training": (), "atlas": ()}
-SMALL = {"num_seqs": 4, "seq_len": 16, "window": 16}  # of sweeps of the hub, which have no small form
+SMALL = {"num-seqs": 4, "seq-len": 16, "window": 16}  # of sweeps of the hub, which have no small form
 BEGUN = ("cells/*/*/training/checkpoint-*/trainer_state.json", "cells/*/run.json")
 
 
@@ -97,21 +100,25 @@ def wrong_with(folder: Path, sweep: Sweep, claims: tuple[str, ...]) -> list[str]
 def rehearse(name: str, folder: Path, hub: Hub) -> list[str]:
     """Run one sweep, and return what is wrong with it."""
     if name in TRAININGS:
-        sweep, claims, small = read_sweep(name, {}, quick=True), TRAININGS[name], ("--quick",)
+        file, claims, small = name, TRAININGS[name], ("--quick",)
     else:
-        sweep, claims = read_sweep(name, SMALL), OF_THE_HUB[name]
-        small = tuple(part for option, value in SMALL.items() for part in (f"--{option.replace('_', '-')}", str(value)))
-        for model, revision in {cell.source for cell in sweep.cells}:
-            before = hub.repos.get(model, Repo({})).revisions
-            hub.repos[model] = Repo({**before, revision or "main": folder.parent / "tiny"})
+        file, claims, small = f"{folder}.yaml", OF_THE_HUB[name], ()
+        content = yaml.safe_load(known_sweeps()[name].read_text(encoding="utf-8"))
+        Path(file).write_text(yaml.safe_dump(content | {"options": content["options"] | SMALL}), encoding="utf-8")
+    sweep = read_sweep(file, {}, quick=bool(small))
+    for model, revision in {cell.source for cell in sweep.cells if cell.command != "train"}:
+        before = hub.repos.get(model, Repo({})).revisions
+        hub.repos[model] = Repo({**before, revision or "main": folder.parent / "tiny"})
     shutil.rmtree(folder, ignore_errors=True)
-    wrong = killed_and_resumed(folder, "sweep", name, *small, "--out", folder, hub=hub.url)
+    wrong = killed_and_resumed(folder, "sweep", file, *small, "--out", folder, hub=hub.url)
     return [wrong] if wrong else wrong_with(folder, sweep, claims)
 
 
 def main(place: Path, names: list[str]) -> int:
     place.mkdir(parents=True, exist_ok=True)
-    tiny_model("llama").save_pretrained(place / "tiny")
+    tokenizer = tokenizer_of(documents("natural", None)[1], 512)
+    tokenizer.save_pretrained(place / "tiny")
+    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(place / "tiny")
     failures = 0
     with Hub() as hub:
         for name in names or [*TRAININGS, *OF_THE_HUB]:
