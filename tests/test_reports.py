@@ -23,7 +23,7 @@ OTHERWISE = {
     "gemma3-270m-float16": {24024: "of the other report that it names"},
     "gradient-sinks-from-scratch": dict.fromkeys((0.801, 0.715, 0.897, 0.614, 1.312), "below"),
     "gradient-valves": dict.fromkeys((1.003, 1.329, 0.845), "below"),
-    "isolate": dict.fromkeys((23483, 23624, 8556, 6626, 1316, 1477), "of the table of norms, which is too large, or a mean of it"),
+    "isolate": dict.fromkeys((23483, 23624, 8556, 6626, 1316, 1477), "of the table of norms, or a mean of it"),
     "normalization-on-text": dict.fromkeys((4.22, 20.8, 4.13, 35.8), "read from its curves"),
     "quantization-prefix": {409000: "the end of an interval, rounded"},
     "residual-stream": {2510.06477: "a paper", 2512.22213: "a paper", 2601.22966: "a paper", 2603.05498: "a paper",
