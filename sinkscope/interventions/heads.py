@@ -136,7 +136,7 @@ class ScaleHeadOutputs(Intervention):
                         )
                     column = torch.arange(x.shape[1], device=x.device)
                     is_before = (column <= columns[:, None]) & (column >= columns[:, None] - position)
-                    center = (is_before[:, :, None, None] * outputs[rows]).sum(1) / (position + 1)
+                    center = torch.einsum("nt,nthd->nhd", is_before.to(x), outputs[rows]) / (position + 1)
                 changed = center + self.factor * (outputs[rows, columns] - center)
                 outputs[rows[:, None], columns[:, None], torch.tensor(heads, device=x.device)] = changed[:, heads]
                 touch()
