@@ -259,8 +259,8 @@ class Watched:
             else:
                 self.skipped[CHUNKED] += 1
         self._open = still_open
-        for place, (kept, decoding) in enumerate(self._decoded):
-            held = kept()
+        for place, (followed, decoding) in enumerate(self._decoded):
+            held = followed()
             if held is None or (held is cache and not cache.get_seq_length()):
                 decoding.release()
                 self._decoded[place] = _no_cache, decoding
@@ -508,11 +508,11 @@ def check_decoding(subject: Subject, count: int) -> None:
 @contextmanager
 def _generating(model: Any, how: GenerationConfig) -> Iterator[None]:
     """Give a model this configuration: from its own, `generate` would take what `how` leaves open, as penalties."""
-    own, model.generation_config = model.generation_config, how
+    before, model.generation_config = model.generation_config, how
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = before
 
 
 @torch.no_grad()

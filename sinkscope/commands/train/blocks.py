@@ -95,27 +95,27 @@ def read_blocks(loaded: LoadedModel, options: ArmOptions, wanted: int, family: F
     """
     is_causal, length = family is None or family.causal, options.block_length
     measured = max(1, math.ceil(wanted * options.eval_share / (1 - options.eval_share)))
-    limit = options.tokens // length if options.dataset and options.tokens else wanted
-    needed = min(wanted, limit) + measured
+    trained = min(wanted, options.tokens // length) if options.dataset and options.tokens else wanted
+    needed = trained + measured
     if is_written(options.text, options.dataset):
         tokenizer = loaded.tokenizer
         if tokenizer is None:
             raise InputError("training on text needs a tokenizer, and this model has none: give token ids (.npy)")
-        most = position_limit(loaded.model, family)
-        if most and length > most:
-            raise InputError(f"--block-length {length} is beyond the model's {most} positions: take at most {most}")
+        limit = position_limit(loaded.model, family)
+        if limit and length > limit:
+            raise InputError(f"--block-length {length} is beyond the model's {limit} positions: take at most {limit}")
         prefix, suffix = ((), ()) if options.bos == "never" else own_frame(tokenizer)
         suffix = () if is_causal else suffix
         step = length - len(prefix) - len(suffix)
         if step < 1:
             raise InputError(f"--block-length {length}: {length - step} tokens of every block are not the text's")
         name, texts = documents(options.text, options.dataset)
-        known = vocabulary(loaded.model)
-        small = np.min_scalar_type(known)  # billions of tokens fit into memory in 16 bits each
-        stream = _tokens_of(tokenizer, name, texts, prefix, known)
-        parts = (np.fromiter(islice(stream, step), dtype=small) for _ in range(needed))
+        vocab_size = vocabulary(loaded.model)
+        dtype = np.min_scalar_type(vocab_size)  # billions of tokens fit into memory in 16 bits each
+        stream = _tokens_of(tokenizer, name, texts, prefix, vocab_size)
+        parts = (np.fromiter(islice(stream, step), dtype=dtype) for _ in range(needed))
         complete = takewhile(lambda part: len(part) == step, parts)
-        rows = [np.array((*prefix, *part, *suffix), dtype=small) for part in complete]
+        rows = [np.array((*prefix, *part, *suffix), dtype=dtype) for part in complete]
     else:
         sizes = {"seq_len": length, "num_seqs": needed, "seed": options.seed, "bos": options.bos}
         inputs = inputs_for(loaded, make_config(input=options.text, **sizes), family)

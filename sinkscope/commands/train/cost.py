@@ -73,12 +73,13 @@ class Cost:
         return 6.0 * (multiplied + attention)
 
     @property
-    def traffic_of_token(self) -> float:
-        return TRAFFIC * bytes_per_token(self.model, backward=True, size=2 if self.options.bf16 else 4)
+    def bytes_of_token(self) -> float:
+        """Bytes that a backward pass keeps of a token."""
+        return bytes_per_token(self.model, backward=True, size=2 if self.options.bf16 else 4)
 
     def seconds_of_step(self, device: Device, utilization: float = UTILIZATION) -> float:
         peak = device.half if self.options.bf16 else device.single
-        traffic = self.tokens_of_step * self.traffic_of_token + OPTIMIZER_TRAFFIC * self.parameters
+        traffic = self.tokens_of_step * TRAFFIC * self.bytes_of_token + OPTIMIZER_TRAFFIC * self.parameters
         computing = self.tokens_of_step * self.operations_of_token / (utilization * peak)
         return computing + traffic / device.bandwidth
 
@@ -88,12 +89,12 @@ class Cost:
     @property
     def memory(self) -> float:
         """Bytes on each GPU."""
-        kept = bytes_per_token(self.model, backward=True, size=2 if self.options.bf16 else 4)
-        return STATE * self.parameters + self.options.batch_size * self.options.block_length * kept
+        tokens = self.options.batch_size * self.options.block_length
+        return STATE * self.parameters + tokens * self.bytes_of_token
 
     @property
     def disk(self) -> int:
         """Bytes of its checkpoints and of the trained model, at most."""
-        steps, kept = self.options.steps, self.options.save_models == "all"
-        models = 2 + steps // self.options.save_every if kept else 0
+        checkpoints = self.options.steps // self.options.save_every
+        models = 2 + checkpoints if self.options.save_models == "all" else 0
         return 4 * self.parameters * models + 3 * 12 * self.parameters  # three checkpoints with moments at a time

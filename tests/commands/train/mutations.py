@@ -44,7 +44,7 @@ MUTATIONS = [
     # the text
     ("text: the beginning is held out", "blocks", "read_blocks", "blocks[:-measured], blocks[-measured:]",
         "blocks[measured:], blocks[:measured]"),
-    ("text: a dataset is read to all steps", "blocks", "read_blocks", "min(wanted, limit) + measured",
+    ("text: a dataset is read to all steps", "blocks", "read_blocks", "trained + measured",
         "wanted + measured"),
     ("text: the last blocks of a dataset are held out", "blocks", "read_blocks",
         "blocks[measured:], blocks[:measured]", "blocks[:-measured], blocks[-measured:]"),
