@@ -123,7 +123,9 @@ class Family:
     door: str = "interface"  # transformers' AttentionInterface, or "interceptor" if the model does not use that
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # in the attention module: three projections, or one fused
     fused: str = ""  # layout of a fused one: "blocks" (all of q, of k, of v) or "groups" (a key head's q, k and v)
-    output: str = "o_proj"  # in the attention module: the projection that reads every head's output, heads in order
+    # in the attention module: the projection that reads every head's output, heads in order; "" if it is outside the
+    # module, which returns the heads' outputs
+    output: str = "o_proj"
     mlp: tuple[str, ...] = ("mlp",)  # the modules that make up the feed-forward network, in order
     down: str = "mlp.down_proj"  # the last projection of the feed-forward network
     experts: str = "mlp.experts"  # replaces `down` in a mixture: the module with the projections of all experts

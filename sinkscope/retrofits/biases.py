@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import AttentionCall, upcast, without_autocast
 from sinkscope.models.family import Family
-from sinkscope.retrofits.retrofit import DenominatorPart, Layer, Part, PlacedHook, Retrofit
+from sinkscope.retrofits.retrofit import DenominatorPart, Layer, Part, Retrofit, change_mix
 
 
 class KeyBias(DenominatorPart):
@@ -100,8 +100,7 @@ class ValueBias(Part):
         self.draw_start(layer, method.deviation)
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
-        hook = PlacedHook(layer.output, lambda part, args, output: (part(args[0]), *args[1:]), before=True)
-        hook.watch(layer.attention)
+        change_mix(layer, lambda part, mix: part(mix))
 
     def forward(self, mix: torch.Tensor) -> torch.Tensor:
         """Add each head's bias to its mix, (B,T,H·d)."""
@@ -116,10 +115,6 @@ class ValueBiases(Retrofit):
 
     shared: bool = False
     deviation: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-
-    @property
-    def acts_on_output(self) -> bool:
-        return True
 
 
 class SinkLogit(DenominatorPart):

@@ -44,7 +44,7 @@ class OutputGate(_Gates, OutputPart):
 
 
 def _gate_of(layer: Layer, method: "Gated") -> ValueGate | OutputGate:
-    return OutputGate(layer, method) if method.acts_on_output else ValueGate(layer, method)
+    return OutputGate(layer, method) if method.placement == "output" else ValueGate(layer, method)
 
 
 class Gated(Retrofit):
@@ -55,10 +55,6 @@ class Gated(Retrofit):
 
     placement: Literal["value", "output"] = "value"
     scale: float = Field(default=2.0, gt=0, allow_inf_nan=False)
-
-    @property
-    def acts_on_output(self) -> bool:
-        return self.placement == "output"
 
 
 class VGA(Gated):

@@ -87,7 +87,7 @@ class Layer:
 
     attention: nn.Module
     value: Projection
-    output: str  # path of the output projection in the attention module; its input is every head's mix, (B,T,H·d)
+    output: str  # as in Family: path of the output projection, whose input is every head's mix, (B,T,H·d)
     heads: int  # H, number of query heads
     value_heads: int  # K, number of key/value heads
     head_dim: int
@@ -207,6 +207,17 @@ class ValuePart(GatePart):
         return gated(value, factor)
 
 
+def change_mix(layer: Layer, change: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    """Replace every head's mix (B,T,H·d) by `change(part, mix)` before the output projection reads it."""
+    if layer.output:
+        hook = PlacedHook(layer.output, lambda part, args, output: (change(part, args[0]), *args[1:]), before=True)
+        hook.watch(layer.attention)
+    else:  # the attention module returns the mix, and the output projection is outside
+        layer.attention.register_forward_hook(
+            lambda attention, args, output: (change(getattr(attention, RETROFIT), output[0]), *output[1:])
+        )
+
+
 class OutputPart(GatePart):
     """Multiplies each query head's mix by its factor, at the query's own position."""
 
@@ -216,16 +227,16 @@ class OutputPart(GatePart):
 
     def attach(self, layer: Layer, model: PreTrainedModel, family: Family) -> None:
         PlacedHook(layer.value.path, OutputPart.compute_factors).watch(layer.attention)
-        PlacedHook(layer.output, OutputPart.scale_heads, before=True).watch(layer.attention)
+        change_mix(layer, OutputPart.scale_heads)
         layer.attention.register_forward_hook(_check_applied)
 
     def compute_factors(self, args: tuple, output: torch.Tensor) -> None:
         self.awaited = self(args[0], output[..., self.places_on(output.device)])
 
-    def scale_heads(self, args: tuple, output: None) -> tuple:
+    def scale_heads(self, mix: torch.Tensor) -> torch.Tensor:
         factor, self.awaited = self.awaited, None
         assert factor is not None
-        return (gated(args[0].unflatten(-1, (factor.shape[-1], -1)), factor).flatten(-2), *args[1:])
+        return gated(mix.unflatten(-1, (factor.shape[-1], -1)), factor).flatten(-2)
 
 
 def _check_applied(attention: nn.Module, args: tuple, output: Any) -> None:
@@ -261,15 +272,8 @@ class Retrofit(BaseModel):
     paper: ClassVar[str]  # the paper that describes it
     part: ClassVar[Any]  # (layer, method) → its new module: a class of Part; unused by methods with their own `install`
 
-    @property
-    def acts_on_output(self) -> bool:
-        """Whether the method acts at the output projection."""
-        return False
-
     def inapplicable(self, model: PreTrainedModel, family: Family) -> str | None:
         """Return why the method does not apply to this model; None if it applies."""
-        if self.acts_on_output and not family.output:
-            return f"'{family.name}' has no projection of its heads' outputs in its attention module"
         if not family.qkv:
             return f"how '{family.name}' keeps q, k and v is not known: its row needs `qkv`"
         try:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from support.changed_by_hand import changed_by_hand
 from support.encoders import encoder, word_tokenizer
+from support.retrofitted import METHODS
 from support.training import config, random_blocks, same
 from tiny import VOCAB
 from torch import nn
@@ -121,11 +122,12 @@ def test_a_resumed_training_ends_with_the_weights_of_an_unbroken_one(method: str
     assert torch.equal(again(input_ids=IDS).logits, resumed(input_ids=IDS).logits)
 
 
-@pytest.mark.parametrize("method", ["none", "vga", "iga", "vscale", "learnable-sink"])
-def test_logits_are_the_formulas(method: str) -> None:
+@pytest.mark.parametrize("label", ["none", "vga", "vga-output", "iga", "iga-output", "vscale", "learnable-sink"])
+def test_logits_are_the_formulas(label: str) -> None:
     """Alone, padded, and in the tracer. Without a mask, attention must still be to both sides."""
-    model, plain = bert(method), encoder("bert")
-    with torch.no_grad(), changed_by_hand(plain, method, model) if method != "none" else nullcontext():
+    method, parameters = METHODS.get(label, ("none", {}))
+    model, plain = bert(method, **parameters), encoder("bert")
+    with torch.no_grad(), changed_by_hand(plain, label, model) if method != "none" else nullcontext():
         expected = plain(input_ids=IDS).logits
     with torch.no_grad():
         alone = model(input_ids=IDS).logits
@@ -137,7 +139,7 @@ def test_logits_are_the_formulas(method: str) -> None:
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10 * float(expected.abs().max()))
     if method != "none":
         assert (alone - encoder("bert")(input_ids=IDS).logits).abs().max() > 1e-4
-        start = bert(method, moved=False)(input_ids=IDS).logits
+        start = bert(method, moved=False, **parameters)(input_ids=IDS).logits
         assert method in ("vscale", "learnable-sink") or torch.equal(start, encoder("bert")(input_ids=IDS).logits)
 
 
@@ -155,8 +157,11 @@ def test_registers_stand_before_the_text_and_the_first_token_may_be_masked() -> 
         model(input_ids=torch.zeros(1, 126, dtype=torch.long))
 
 
-@pytest.mark.parametrize("method", ["vga", "value-bias"])
-def test_a_method_at_the_output_projection_is_refused(method: str) -> None:
-    parameters = {"placement": "output"} if method == "vga" else {}
-    with pytest.raises(InputError, match="'bert' has no projection of its heads' outputs in its attention module"):
-        bert(method, **parameters)
+def test_value_biases_are_added_before_the_output_projection() -> None:
+    """With shares that sum to 1, a bias of a head's mix is one of its values (WSE §7.3)."""
+    model, plain = bert("value-bias"), encoder("bert")
+    with torch.no_grad():
+        for index, layer in enumerate(plain.bert.encoder.layer):
+            own = model.bert.encoder.layer[index].attention.self
+            layer.attention.self.value.bias += own.retrofit.bias.flatten()
+    torch.testing.assert_close(model(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=0, atol=1e-10)
