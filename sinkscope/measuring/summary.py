@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 
 from sinkscope.measuring.losses import perplexity
-from sinkscope.measuring.observables.activation import BONDARENKO_SITES
 from sinkscope.measuring.observables.reductions import ALL_HEADS, LATER
 from sinkscope.measuring.observables.spikes import SECONDARY
 from sinkscope.models.family import NO_POSITIONS, Family
@@ -145,10 +144,23 @@ def _repeated_bound(measured: MeasuredTables) -> pd.Series | None:
 
 
 def _kurtosis_with_norms(measured: MeasuredTables) -> pd.Series | None:
+    """Average over the sites that Bondarenko et al.'s code reads in models with norms before branches, or after them.
+    """
     table, norms = measured.tables["outlier"], measured.tables.get("outlier_norms")
-    if norms is None or norms.empty:  # a model may have no norms before its branches
+    if "out_sum" in set(table["site"]):
+        rows = table[table["site"].isin(["mlp_out", "layer_out"])]
+    elif norms is None or norms.empty:  # a model may have no norms
         return None
-    return pd.concat([table[table["site"].isin(BONDARENKO_SITES)], norms]).groupby("layer")["kurtosis"].mean()
+    else:
+        rows = pd.concat([table[table["site"].isin(["attn_out", "mlp_out", "layer_out"])], norms])
+    return rows.groupby("layer")["kurtosis"].mean()
+
+
+def _layer_inf_norm(measured: MeasuredTables) -> pd.Series:
+    """Read the sum of the feed-forward network's input and output, wherever the layer's norms are."""
+    table = measured.tables["outlier"]
+    sums = table[table["site"].isin(["out_sum", "layer_out"])]
+    return sums.groupby("layer")["max_inf_norm"].first()  # out_sum comes before layer_out
 
 
 def _secondary_sinks_per_text(measured: MeasuredTables) -> pd.Series:
@@ -195,7 +207,7 @@ METRICS_OF: dict[str, dict[str, LayerMetric]] = {
     },
     "outlier": {
         "max_inf_norm": layerwise("outlier", "max_inf_norm", "max"),
-        "layer_inf_norm": layerwise("outlier", "max_inf_norm", "max", "site == 'layer_out'"),  # one row per layer
+        "layer_inf_norm": _layer_inf_norm,
         "kurtosis": layerwise("outlier", "kurtosis"),
         "kurtosis_with_norms": _kurtosis_with_norms,
     },

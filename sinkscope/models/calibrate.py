@@ -562,7 +562,7 @@ class _Layer:
 
     def block(self) -> Block | None:
         """Return how this layer is built; None if none of the known sums fits."""
-        wiring, attention, mid, mlp = self._branches()
+        wiring, attention, mid, mlp, out_sum = self._branches()
         if not wiring:
             return None
         # a single branch needs no check: only it can contain the attention module
@@ -577,6 +577,7 @@ class _Layer:
             "mid": mid and mid.address,
             "mlp_norm": None if wiring == "parallel" and mlp_norm == norm else mlp_norm,
             "mlp_out": mlp and mlp.last.address,
+            "out_sum": out_sum and out_sum.address,
             "layer_out": "output",
         }
         branches = {site: branch for site, branch in (("attn_out", attention), ("mlp_out", mlp)) if branch}
@@ -597,8 +598,9 @@ class _Layer:
             },
         )
 
-    def _branches(self) -> tuple[str, _Branch | None, Event | None, _Branch | None]:
-        """Find wiring, attention branch, mid and MLP branch; the wiring is "" if none of the known sums fits."""
+    def _branches(self) -> tuple[str, _Branch | None, Event | None, _Branch | None, Event | None]:
+        """Find wiring, attention branch, mid, MLP branch and out_sum; the wiring is "" if none of the known sums fits.
+        """
         for mid in self.inputs:  # two sequential branches, where a norm that ends the layer may follow the second
             if self._is(mid.x, self.h.x):
                 continue
@@ -607,24 +609,25 @@ class _Layer:
                 continue
             mlp = self._branch(mid.x, self.out.x, after=mid.order)
             if mlp is not None:
-                return "sequential", attention, mid, mlp
-            mlp = self._normed_branch(mid)
+                return "sequential", attention, mid, mlp, None
+            mlp, out_sum = self._normed_branch(mid)
             if mlp is not None:
-                return "post-norm", attention, mid, mlp
+                return "post-norm", attention, mid, mlp, out_sum
         single = self._terms(self.h.x, self.out.x, self.outputs, 1)
         if single is not None:
-            return ("single", None, None, single) if self.kind in FEED_FORWARD else ("single", single, None, None)
+            attention, mlp = (None, single) if self.kind in FEED_FORWARD else (single, None)
+            return "single", attention, None, mlp, None
         both = self._terms(self.h.x, self.out.x, self.outputs, 2)
         if both is None:
-            return "", None, None, None
+            return "", None, None, None, None
         # attention's branch is the one with the attention module, or else the first
         attention, mlp = (_Branch((event,), (scale,)) for event, scale in zip(both.events, both.scales, strict=True))
         if not attention.covers(self.attention) and mlp.covers(self.attention):
             attention, mlp = mlp, attention
-        return "parallel", attention, None, mlp
+        return "parallel", attention, None, mlp, None
 
-    def _normed_branch(self, mid: Event) -> _Branch | None:
-        """Find the second branch of a post-norm layer: the modules whose output is added to norm(mid)."""
+    def _normed_branch(self, mid: Event) -> tuple[_Branch | None, Event | None]:
+        """Find the second branch of a post-norm layer, whose output is added to norm(mid), and the sum of both."""
         normed = [self._output_of(taken) for taken in self.inputs if self._is(taken.x, mid.x)]
         for end in (event for event in self.inner if event.end == "input"):
             if end.order < mid.order or self._is(end.x, mid.x):
@@ -635,8 +638,8 @@ class _Layer:
             for stream in filter(None, normed):
                 branch = self._branch(stream.x, end.x, after=stream.order, before=end.order)
                 if branch is not None:
-                    return branch
-        return None
+                    return branch, end
+        return None, None
 
     def _output_of(self, taken: Event) -> Event | None:
         """Return the output of the module that reads this input."""

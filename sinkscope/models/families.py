@@ -93,7 +93,7 @@ _BERT_ROW = Family(
     when={"is_decoder": False},
     sites=_sites(
         attn_out="attention.output.dense.output", mid="attention.output.LayerNorm.input",
-        mlp_out="output.dense.output",
+        mlp_out="output.dense.output", out_sum="output.LayerNorm.input",
     ),
     positions="learned", position_embedding="bert.embeddings.position_embeddings",
     qkv=("query", "key", "value"), output="",  # the output projection is outside the attention module
@@ -133,6 +133,7 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
         _OPT_ROW,
         replace(_OPT_ROW, wiring="post-norm", when={"do_layer_norm_before": False}, sites=_sites(  # OPT-350M
             attn_out="self_attn.output", mid="self_attn_layer_norm.input", mlp_out="fc2.output",
+            out_sum="final_layer_norm.input",
         )),
     ),
     "bloom": (_BLOOM,),
@@ -156,6 +157,7 @@ FAMILIES: dict[str, tuple[Family, ...]] = {
         _VARIED,
         replace(_VARIED, wiring="post-norm", when={"norm_placement": "post"}, sites=_sites(
             attn_out="self_attn.output", mid="attention_norm.input", mlp_out="mlp.output",
+            out_sum="mlp_norm.input",
         )),
     ),
 }  # fmt: skip

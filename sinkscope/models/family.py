@@ -5,7 +5,7 @@ A site is written as `module.path.input` or `module.path.output`, relative to on
 
     sequential   mid = layer_in + attn_out     layer_out = mid + mlp_out
     parallel     (no mid)                      layer_out = layer_in + attn_out + mlp_out
-    post-norm    mid = layer_in + attn_out     layer_out = norm(norm(mid) + mlp_out)
+    post-norm    mid = layer_in + attn_out     out_sum = norm(mid) + mlp_out     layer_out = norm(out_sum)
     single       (no mid)                      layer_out = layer_in + the output of one branch
     unknown      no such sum was found: layer_in and layer_out are read, and branches only where they are added
 
@@ -61,7 +61,7 @@ def find_copies(x: torch.Tensor, tokens: torch.Size, width: int) -> Copies | Non
 
 
 # In the order of a forward pass. The sites within attention are in attention/seam.py.
-RESIDUAL_SITES = ("layer_in", "attn_norm", "attn_out", "mid", "mlp_norm", "mlp_out", "layer_out")
+RESIDUAL_SITES = ("layer_in", "attn_norm", "attn_out", "mid", "mlp_norm", "mlp_out", "out_sum", "layer_out")
 
 # Kinds of layers: with attention that is read, or in a form whose weights are not read; without a softmax over tokens;
 # that return their input; and that do not run on text
@@ -204,6 +204,7 @@ class Family:
             else "attention and MLP read the same input (parallel residual), so h+½ does not exist",
             "attn_norm": "attention reads the residual stream without a norm before it",
             "mlp_norm": "the MLP has no norm of its own before it",
+            "out_sum": "no norm follows a layer's last sum, which is its output",
         }
         if self.wiring == "unknown":
             reasons = dict.fromkeys(reasons, "it is not known which sum a layer adds to the residual stream")

@@ -33,6 +33,7 @@ KEPT_SITES = {
     "mid": KeptSite("N × T × D", "the residual stream between the branches"),
     "mlp_norm": KeptSite("N × T × D", "the output of the norm before the MLP"),
     "mlp_out": KeptSite("N × T × D", "the output of the MLP, as it is added to the residual stream"),
+    "out_sum": KeptSite("N × T × D", "in post-norm models, the sum before the norm that ends the layer"),
     "layer_out": KeptSite("N × T × D", "the layer's output"),
     "query": KeptSite("N × T × heads × d", "queries as they attend: after norms and rotation"),
     "key": KeptSite("N × T × key/value heads × d", "keys as they are attended to"),

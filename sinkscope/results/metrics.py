@@ -201,21 +201,22 @@ _MEASURED = (
         form="{:,.0f}", source="Sun et al. 2024", whole="largest", tables=(EFFECT,)),
     Metric("max_inf_norm", "max infinity norm (mean over sequences, largest site and layer)", "max infinity norm",
         "largest |entry| of each sequence, averaged over sequences, at the site where it is largest: layer_in, "
-        "attn_out, mid, mlp_out or layer_out (VGA table 1 has other sites)",
+        "attn_out, mid, mlp_out, out_sum or layer_out (VGA table 1 has layer_inf_norm)",
         form="{:,.2f}", source="Bondarenko et al. 2023", whole="largest", lower_is_better=True,
         tables=(SUMMARY, QUANTIZATION)),
-    Metric("layer_inf_norm", "infinity norm of a layer's output (mean over sequences, largest layer)",
-        "infinity norm of layer_out",
-        "max_inf_norm of layer_out alone: of a pre-norm model the sum of its feed-forward network's input and output",
+    Metric("layer_inf_norm", "infinity norm of the MLP's input + output (mean over sequences, largest layer)",
+        "max I+O norm",
+        "max_inf_norm of out_sum, or where no norm follows that sum of layer_out: Bondarenko et al.'s “FFN input + "
+        "output”, VGA's “Max I+O Norm”",
         form="{:,.2f}", source="Bondarenko et al. 2023", whole="largest", lower_is_better=True),
     Metric("kurtosis_with_norms", "kurtosis with norms (mean over sequences, sites and layers)",
         "mean kurtosis with norms",
-        "kurtosis of attn_norm, attn_out, mlp_norm, mlp_out and layer_out: the sites of Bondarenko et al., except the "
-        "norm after the last layer", form="{:,.2f}", source="Bondarenko et al. 2023",
-        scope="models with norms in front of their branches", lower_is_better=True),
+        "kurtosis of attn_norm, attn_out, mlp_norm, mlp_out and layer_out, of post-norm models of mlp_out and "
+        "layer_out: the sites of Bondarenko et al.'s code, except the norm after the last layer of a pre-norm model",
+        form="{:,.2f}", source="Bondarenko et al. 2023", scope="models with norms", lower_is_better=True),
     Metric("kurtosis", "kurtosis (mean over sequences, sites and layers)", "mean kurtosis",
         "mean((x − μ)⁴) ÷ σ⁴ over all entries of a site and sequence, averaged over sequences and the sites of "
-        "max_inf_norm (VGA table 1 has other sites)", form="{:,.2f}", source="Bondarenko et al. 2023",
+        "max_inf_norm (VGA table 1 has kurtosis_with_norms)", form="{:,.2f}", source="Bondarenko et al. 2023",
         lower_is_better=True, tables=(SUMMARY, QUANTIZATION)),
     Metric("loss", "loss (nats per token)", "loss",
         "cross-entropy of the predicted tokens, of an encoder the masked ones; in the table `training` of the training "

@@ -154,6 +154,19 @@ def test_norms_massive_activations_and_outliers_are_summarized() -> None:
     assert [summary["kurtosis_with_norms", layer] for layer in (0, 1, WHOLE_MODEL)] == [6.0, 30.0, 18.0]
 
 
+def test_outliers_of_post_norm_models_are_read_at_bondarenkos_sites() -> None:
+    """The sum before the last norm, and the kurtosis of the MLP's output and the layer's."""
+    sites = ["attn_out", "mid", "mlp_out", "out_sum", "layer_out"]
+    outlier = pd.DataFrame({
+        "layer": [0] * 5 + [1] * 5, "site": sites * 2, "max_inf_norm": [90.0, 80.0, 3.0, 7.0, 4.0] + [1.0] * 5,
+        "kurtosis": [99.0, 98.0, 10.0, 97.0, 20.0] + [2.0] * 5,
+    })  # fmt: skip
+    summary = metrics({"outlier": outlier, "outlier_norms": outlier[:0]})
+    assert [summary["layer_inf_norm", layer] for layer in (0, 1, WHOLE_MODEL)] == [7.0, 1.0, 7.0]
+    assert [summary["kurtosis_with_norms", layer] for layer in (0, 1, WHOLE_MODEL)] == [15.0, 2.0, 8.5]
+    assert summary["max_inf_norm", WHOLE_MODEL] == 90.0
+
+
 def test_gates_and_the_drain_before_them() -> None:
     """Gates are averaged over heads; the drain is computed for each head first."""
     table = grid(gate=1.0, raw_value_norm=2.0)

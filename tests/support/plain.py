@@ -14,7 +14,7 @@ of two tensors as large as the residual stream is kept. The sums, and norms afte
 input to its output are the stream; the added tensors are the branches:
 
     mid = layer_in + attn_out       if the code of a later branch reads the sum
-    layer_out = mid + mlp_out
+    layer_out = mid + mlp_out       or a norm of that sum, out_sum
 
 Among branches that read the same state, attention's (or that of a module in its place) is the one that depends on other
 tokens. A norm belongs to a branch if it is the only one that reads the branch's input. No module is identified by its
@@ -86,7 +86,10 @@ class Sums:
                 "mlp_out": [part for part, mixes in zip(alone, mixing, strict=True) if not mixes],
             }
         else:
-            parts = {"attn_out": added[:later], "mid": [steps[later - 1][1]], "mlp_out": added[later:]}
+            last_sum = [steps[-1][1]] if self.out.key in self.normed else []
+            parts = {
+                "attn_out": added[:later], "mid": [steps[later - 1][1]], "mlp_out": added[later:], "out_sum": last_sum
+            }  # fmt: skip
         return {"layer_in": [self.taken], **parts}
 
     def norms_of_branches(self, mid: Kept | None) -> dict[str, tuple[nn.Module, Kept]]:

@@ -16,14 +16,13 @@ from sinkscope.measuring.observables.reductions import LATER, filled, later_mean
 from sinkscope.results.tables import POSITION, SEQUENCE, SITE, Column
 from sinkscope.text.batch import Batch
 
-STREAM_SITES = ("layer_in", "attn_out", "mid", "mlp_out", "layer_out")
+STREAM_SITES = ("layer_in", "attn_out", "mid", "mlp_out", "out_sum", "layer_out")
 SITE_OR_VALUE = Column(
     "site",
     f"{SITE.about}, the mean if a model keeps copies of its residual stream; or value: the values of all heads",
     kind="text",
 )
 NORM_SITES = ("attn_norm", "mlp_norm")
-BONDARENKO_SITES = ("attn_out", "mlp_out", "layer_out")  # with norms, the sites of Bondarenko et al.'s kurtosis
 OUTLIERS = (
     Column("max_inf_norm", "largest absolute entry of a sequence, mean over sequences"),
     Column("kurtosis", "mean((x-μ)⁴) ÷ σ⁴ over a sequence's entries, mean over sequences"),
