@@ -144,8 +144,7 @@ def _repeated_bound(measured: MeasuredTables) -> pd.Series | None:
 
 
 def _kurtosis_with_norms(measured: MeasuredTables) -> pd.Series | None:
-    """Average over the sites that Bondarenko et al.'s code reads in models with norms before branches, or after them.
-    """
+    """Average over the sites that Bondarenko et al.'s code reads, in pre-norm and in post-norm models."""
     table, norms = measured.tables["outlier"], measured.tables.get("outlier_norms")
     if "out_sum" in set(table["site"]):
         rows = table[table["site"].isin(["mlp_out", "layer_out"])]

@@ -98,9 +98,9 @@ class Reader:
             for site, index in _reading_order(block, wanted, self.family.gated):
                 watching = [observable for observable in observables if site in observable.sites]
                 if site == "raw_value":
-                    (_, value), _ = yield self._inside(layer, RETROFIT, "inputs")
+                    (x, value), _ = yield self._inside(layer, RETROFIT, "inputs")
                     for observable in watching:
-                        observable.watch_raw_value(layer, value, batch)
+                        observable.watch_raw_value(layer, x, value, batch)
                     continue
                 if site == NEURONS:
                     if part := self._feed_forwards.get(layer):

@@ -599,8 +599,7 @@ class _Layer:
         )
 
     def _branches(self) -> tuple[str, _Branch | None, Event | None, _Branch | None, Event | None]:
-        """Find wiring, attention branch, mid, MLP branch and out_sum; the wiring is "" if none of the known sums fits.
-        """
+        """Find wiring, attention branch, mid, MLP branch, out_sum; the wiring is "" if none of the known sums fits."""
         for mid in self.inputs:  # two sequential branches, where a norm that ends the layer may follow the second
             if self._is(mid.x, self.h.x):
                 continue

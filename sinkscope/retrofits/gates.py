@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from torch import nn
 
 from sinkscope.attention.kernels import upcast
-from sinkscope.retrofits.retrofit import GatePart, Layer, OutputPart, Retrofit, ValuePart
+from sinkscope.retrofits.retrofit import GatePart, Layer, OutputPart, Retrofit, ValuePart, gated
 
 
 class _Gates(GatePart):
@@ -37,6 +37,17 @@ class _Gates(GatePart):
 
 class ValueGate(_Gates, ValuePart):
     """Gate v̂_j = g_j v_j at key position j, one for each key/value head (VGA eq. 4 and 10)."""
+
+    def pullback(self, x: torch.Tensor, value: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor:
+        """VGA eq. 8 and 15, (g I + g (1 − g) W V) u, for gates scale · σ(·) that read all heads; IGA's g u (eq. 5)."""
+        weight, scale = upcast(self.weight.detach()), self.method.scale
+        features = x if self.method.reads == "input" else value.flatten(-2)
+        gate = scale * torch.sigmoid(features @ weight)
+        content = gated(upstream, gate)
+        if self.method.reads == "input":
+            return content
+        slope = gate * (1 - gate / scale) * (value * upstream).sum(-1)
+        return content + (slope @ weight.T).unflatten(-1, value.shape[-2:])
 
 
 class OutputGate(_Gates, OutputPart):
@@ -98,6 +109,12 @@ class ValueScale(ValuePart):
 
     def forward(self, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return shrink(value, self.c())
+
+    def pullback(self, x: torch.Tensor, value: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor:
+        """GS §5.1: the Jacobian φ(r) I + 2C ÷ (r + C)² v vᵀ."""
+        c, r = torch.as_tensor(self.c(), device=value.device).detach(), value.square().sum(-1)
+        along = 2 * c / (r + c).square() * (value * upstream).sum(-1)
+        return gated(upstream, shrink(value, c)) + along[..., None] * value
 
 
 class VScale(Retrofit):

@@ -206,6 +206,11 @@ class ValuePart(GatePart):
         """Return the changed values (B,T,K,d)."""
         return gated(value, factor)
 
+    def pullback(self, x: torch.Tensor, value: torch.Tensor, upstream: torch.Tensor) -> torch.Tensor | None:
+        """Return the gradient of the values (B,T,K,d) from that of the changed values, by the equation of the method's
+        paper; None if the paper states none. Arguments as in `forward`, and `upstream` as the values."""
+        return None
+
 
 def change_mix(layer: Layer, change: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
     """Replace every head's mix (B,T,H·d) by `change(part, mix)` before the output projection reads it."""

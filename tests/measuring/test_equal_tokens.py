@@ -10,12 +10,13 @@ import torch
 from gradient_reference import in_double
 from support.every_model import tiny_of
 from tiny import batched, measured, tiny_model
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import sinkscope
 from sinkscope.errors import InputError
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.subject import family_of
+from sinkscope.models.varied_llama import VariedLlamaConfig
 
 LENGTH, HEADS = 12, 4
 SEQUENCES = [np.full(LENGTH, token) for token in (7, 30, 61)]
@@ -122,3 +123,20 @@ def test_only_repeated_tokens_are_measured() -> None:
         assert "equal-tokens" not in run.manifest["not_measured"]
         with pytest.raises(InputError, match=r"equal-tokens does not apply .* not one and the same"):
             sinkscope.analyze(model, num_seqs=2, seq_len=8, observables=("equal-tokens",), **{"bos": "never"} | options)
+
+
+def test_with_relative_positions_attention_depends_on_distances_alone() -> None:
+    """T5's buckets, with a bias of each that is drawn; ragged copies of one token, and texts that differ."""
+    torch.manual_seed(0)
+    fields = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+    config = VariedLlamaConfig(**fields, vocab_size=64, position_scheme="relative")
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
+    model.model.positions.by_bucket.weight.data.normal_(std=2.0)
+    table = table_of(model, [*SEQUENCES, np.full(LENGTH - 4, 9)])
+    assert set(table["positions"]) == {"relative"}
+    assert table["weight_difference"].max() < 1e-10
+    for place, layer in plain(model, SEQUENCES).items():
+        uniform = causal_softmax(np.zeros((LENGTH, LENGTH)))
+        assert np.abs(layer.weights - uniform).max() > 0.1
+        assert table.loc[place, "state_difference"] < 1e-10
+    assert table_of(model, [np.arange(3, 3 + LENGTH)])["weight_difference"].min() > 1e-3

@@ -78,10 +78,10 @@ def arm_run(
     return RunData(described, {"summary": summary, **tables}, folder)
 
 
-def norms(**by_site: Sequence[float]) -> pd.DataFrame:
-    """Return the table `activation`: site → norms at position 0, by layer; 1 at other positions."""
+def norms(others: float = 1.0, **by_site: Sequence[float]) -> pd.DataFrame:
+    """Return the table `activation`: site → norms at position 0, by layer; `others` at other positions."""
     rows = [
-        (layer, site, position, norm if position == 0 else 1.0)
+        (layer, site, position, norm if position == 0 else others)
         for site, by_layer in by_site.items()
         for layer, norm in enumerate(by_layer)
         for position in range(3)

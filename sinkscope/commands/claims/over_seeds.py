@@ -20,7 +20,7 @@ from sinkscope.commands.claims.studies import PLAIN, ClaimStudy, Level, StudyArm
 from sinkscope.results import trainings as training_tables
 from sinkscope.results.findings import SINK
 from sinkscope.results.judgment import NotDefined, Test
-from sinkscope.results.sequences import Lacks
+from sinkscope.results.sequences import Lacks, table_of_run
 from sinkscope.results.statistics import Estimate, largest_of, mean_of_rates, mean_of_runs, range_of
 from sinkscope.results.trainings import HELD_OUT, LOGGED
 
@@ -28,6 +28,7 @@ OfStudy = Callable[[ClaimStudy], Estimate]
 OfArm = Callable[[StudyArm], float]
 Ends = tuple[float, float] | None  # the smallest and the largest possible value, if they are finite
 Where = tuple[str, OfArm, float] | None  # what plain training must have: its name, its number and the least value
+LARGEST_RESIDUAL = 1e-3  # of identities of gradients in float32, with differences of nearly equal numbers
 PERCENT, CORRELATION = (0.0, 100.0), (-1.0, 1.0)
 P = ParamSpec("P")
 
@@ -85,6 +86,14 @@ def metric(name: str, scale: float = 1.0) -> OfArm:
         return scale * value
 
     return of
+
+
+def raw_residual(arm: StudyArm) -> float:
+    """Return the largest residual of the equation for the gradient before an arm's gate or scale on values."""
+    largest = float(table_of_run(arm.run, "gradient_check")["raw_residual"].max())
+    if np.isnan(largest):
+        raise NotDefined(f"{arm.label} has no gate or scale on values")
+    return largest
 
 
 def _read(study: ClaimStudy, of: OfArm, *methods: str, where: Where = None) -> np.ndarray:

@@ -1,11 +1,14 @@
-"""Repeated tokens: differences of their states, and attention and its closed forms (WSE propositions 1, 3 and 4).
+"""Repeated tokens: differences of their states, and attention and its closed forms (WSE propositions 1 to 4).
 
 If positions enter only relatively, equal tokens stay equal in every layer, because each sees only copies of itself. All
 logits of a head are then one number plus a term of the position, so attention has a closed form:
 
     no positions   a[t,s] = 1 ÷ (keys that query t sees)                     proposition 1
+    relative       a[t,s] = e^{g(t-s)} ÷ Σ_j e^{g(t-j)}, g any bias          proposition 2
     ALiBi          a[t,s] = e^{g(t-s)} ÷ Σ_j e^{g(t-j)}, g linear            proposition 3
     rotary         a[t,0] ≤ e^{2ξ} ÷ (e^{2ξ} + t), ξ = scaling · ‖q‖‖k‖       proposition 4, t from 0 on
+
+g is read from the logits of the last query, which sees all distances that any other query sees.
 
 An extra term in the softmax's denominator (a learned sink logit, a key bias) breaks all three: it takes more weight
 from queries that see few keys, so states differ after the first layer.
@@ -26,7 +29,7 @@ from sinkscope.results.tables import SEQUENCE, Column
 from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.batch import Batch
 
-CLOSED_FORMS = (NO_POSITIONS, "alibi")  # kinds of positions for which attention does not depend on the queries
+CLOSED_FORMS = (NO_POSITIONS, "relative", "alibi")  # kinds of positions for which attention depends on no query
 ROUNDING = 1e-5  # relative tolerance of the bound on weights
 
 
@@ -66,9 +69,10 @@ class EqualTokens(Observable):
         kind = self.family.positions_at(layer)
         if read.call.sink_logits is not None or read.call.operation is not None:
             return  # not a softmax over the keys only
+        if kind == "relative" and read.call.looks_ahead:
+            return  # the last query sees no distance to later keys
         if kind in CLOSED_FORMS:
-            slope = linear_slope(read, batch) if kind == "alibi" else read.lse.new_zeros(read.lse.shape[:2])
-            self.attention["weight_difference"] = closed_form_difference(read, slope)
+            self.attention["weight_difference"] = closed_form_difference(read, bias_of_distance(read, batch, kind))
         if kind == "rotary":
             ratios = bound_ratios(read, batch)  # NaN for queries that see no other key
             known = ratios.isfinite()
@@ -96,34 +100,36 @@ def state_difference(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
     return largest / torch.linalg.vector_norm(first, dim=-1)[:, 0]
 
 
-def linear_slope(read: AttentionRead, batch: Batch) -> torch.Tensor:
-    """Return ALiBi's slope, (B,H): by how much a logit falls with each step away from the last query."""
-    # for equal tokens, from the logits of the nearest and farthest key that the query sees, because models differ in
-    # their slopes, and some compute logits in their own code
-    last = (batch.start + batch.lengths - 1).tolist()
-    slopes = []
-    for index, column in enumerate(last):
+def bias_of_distance(read: AttentionRead, batch: Batch, kind: str) -> torch.Tensor:
+    """Return g, (B,H,T): the bias of each distance |t − s| of query and key, up to a constant; 0 without positions."""
+    # for equal tokens, from the logits of the last query, because models differ in their biases, and some compute
+    # logits in their own code
+    bias = read.lse.new_zeros(*read.lse.shape[:2], read.length)
+    distances = torch.arange(read.length, device=bias.device)
+    for index, column in enumerate((batch.start + batch.lengths - 1).tolist() if kind != NO_POSITIONS else ()):
         row = slice(column, column + 1)
         cols = read.keys(row)
-        logits = read.logits(row, cols)[index, :, 0]  # (H,C)
-        allowed = read.allowed(row, cols)
-        seen = torch.arange(logits.shape[-1], device=logits.device)
+        logits, allowed = read.logits(row, cols)[index, :, 0], read.allowed(row, cols)  # (H,C)
+        seen = distances[: logits.shape[-1]]
         if allowed is not None:
             seen = seen[allowed[min(index, len(allowed) - 1)].flatten(0, -2)[0]]
-        near, far = int(seen[-1]), int(seen[0])
-        slopes.append((logits[:, near] - logits[:, far]) / max(1, near - far))
-    return torch.stack(slopes)
+        if kind == "alibi":  # linear
+            near, far = int(seen[-1]), int(seen[0])
+            slope = (logits[:, near] - logits[:, far]) / max(1, near - far)
+            bias[index] = -slope[:, None] * distances
+        else:
+            bias[index] = bias[index].index_copy(-1, column - seen, logits[:, seen].to(bias.dtype))
+    return bias
 
 
-def closed_form_difference(read: AttentionRead, slope: torch.Tensor) -> torch.Tensor:
-    """Return the largest |a[t,s] − e^{−slope·|t−s|} ÷ Σ_j e^{−slope·|t−j|}| over heads, queries and keys, (B,)."""
-    # `slope` is (B,H); 0 means uniform attention
+def closed_form_difference(read: AttentionRead, bias: torch.Tensor) -> torch.Tensor:
+    """Return the largest |a[t,s] − e^{g(|t−s|)} ÷ Σ_j e^{g(|t−j|)}| over heads, queries and keys, (B,); g (B,H,T)."""
     largest = read.lse.new_zeros(len(read.lse))
     for rows in row_chunks(read.length):
         cols = read.keys(rows)
         weights, _ = read.weights(rows, cols)
-        row, column = (torch.arange(part.start, part.stop, device=slope.device) for part in (rows, cols))
-        logits = -slope[..., None, None] * (row[:, None] - column).abs()
+        row, column = (torch.arange(part.start, part.stop, device=bias.device) for part in (rows, cols))
+        logits = bias[..., (row[:, None] - column).abs()]
         allowed = read.allowed(rows, cols)
         if allowed is not None:
             logits = logits.masked_fill(~allowed, -torch.inf)

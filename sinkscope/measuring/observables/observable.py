@@ -258,8 +258,11 @@ class Observable:
     def watch_attention(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
         """Register hooks on one layer's attention and its heads' outputs `mix` (B,T,H,d), with their graph."""
 
-    def watch_raw_value(self, layer: int, value: torch.Tensor, batch: Batch) -> None:
-        """Register hooks on one layer's values (B,T,K,d) before a retrofit's gate or scale, with their graph."""
+    def watch_raw_value(self, layer: int, x: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:
+        """Register hooks on one layer's values (B,T,K,d) before a retrofit's gate or scale, with their graph.
+
+        x (B,T,D) is the input of the attention.
+        """
 
     def finish(self, batch: Batch) -> None:
         """Reduce what was kept of the batch's layers: after the forward pass, or earlier if that is much."""

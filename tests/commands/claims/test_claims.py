@@ -333,7 +333,7 @@ def test_an_intervention_is_compared_with_its_random_controls() -> None:
 
 def test_a_method_is_compared_with_plain_training_of_another_seed() -> None:
     numbers = {"none": {"sink_rate": (0.5, 0.51, 0.49)}, "vscale": {"sink_rate": (0.5, 0.5, 0.5)}}
-    norms = {"none": {"max_inf_norm": (5.0, 5.2, 4.8)}, "vga": {"max_inf_norm": (1.0, 1.1, 0.9)}}
+    norms = {"none": {"layer_inf_norm": (5.0, 5.2, 4.8)}, "vga": {"layer_inf_norm": (1.0, 1.1, 0.9)}}
     keeps, falls = (judged_trainings(claim, training(arms)) for claim, arms in (("GS-21", numbers), ("V-15", norms)))
     assert (keeps.claim.null, keeps.outcome, keeps.tells) == (Null.PLAIN, HOLDS, "no")
     assert (falls.outcome, falls.tells) == (HOLDS, "yes")

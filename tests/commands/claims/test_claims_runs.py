@@ -391,7 +391,8 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     *((claim, [repeated(kind, {column: value} if value else None)], FAILS if value else HOLDS, value or None, "")
         for claim, kind, column, wrong in (
             ("W-5", "rotary", "state_difference", 2e-3), ("W-7", "none", "weight_difference", 2e-4),
-            ("W-8", "alibi", "weight_difference", 2e-4), ("W-9", "rotary", "bound_share", 0.99))
+            ("W-8", "alibi", "weight_difference", 2e-4), ("W-61", "relative", "weight_difference", 2e-4),
+            ("W-9", "rotary", "bound_share", 0.99))
         for value in (0.0, wrong)),
     ("W-7", [analysis({"equal_tokens": equal("none", weight_difference=np.nan)}, "repeated", family=family("none"))],
         NOT_APPLIES, None, "denominator"),
@@ -503,6 +504,11 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     # without the second part, the claim would hold for any weight of any model, with random weights, too
     ("SW-2", [no_op("zero-super-weight", 2.0, 4.5, 2.0), LARGEST_ZEROED], HOLDS, None, ""),
     ("SW-2", [no_op("zero-super-weight", 2.0, 2.0, 2.0), LARGEST_ZEROED], (HOLDS, FAILS), None, ""),
+    *((claim, [analysis({"gradient_check": pd.DataFrame({column: [1e-5, value, np.nan]})})], outcome, None, "")
+      for claim, column in (("GS-33", "key_residual"), ("GS-34", "query_residual"))
+      for value, outcome in ((5e-4, HOLDS), (5e-3, FAILS))),
+    ("GS-33", [analysis({"gradient_check": pd.DataFrame({"key_residual": [np.nan]})})], NOT_APPLIES, None,
+        "the model computes its logits in its own code, or has no softmax"),
     ("GS-19", [analysis({"norm_bound": BOUND})], NOT_APPLIES, None, "the bound applies to no layer of this model"),
     # streaming
     *((claim, streams(otherwise), FAILS if otherwise else HOLDS, None, "")

@@ -27,14 +27,15 @@ from sinkscope.results.run import RunData
 
 LOW, HIGH, WIDE = (1.0, 1.1, 0.9), (5.0, 5.2, 4.8), (0.1, 9.0, 1.0)
 AROUND = (1.0, 1.01, 0.99, 1.02, 0.98)
-# claim → arm, metric and command; whether it holds if the arm has a lower value than the plain arm
+# claim → arm, metrics and command; whether it holds if the arm has a lower value than the plain arm
 COMPARED = {
     "GS-25": ("vscale", "loss", "train", True),
-    "GS-26": ("vscale", "value_gradient_norm", "train", True),
+    "GS-26": ("vscale", "value_gradient_norm value_gradient_ratio", "train", True),
+    "GS-35": ("vscale", "loss", "train", True),
     "V-14": ("vga", "perplexity", "train", True),
-    "V-15": ("vga", "max_inf_norm", "train", True),
-    "V-16": ("vga", "kurtosis", "train", True),
-    "V-17": ("register-tokens", "kurtosis", "train", False),
+    "V-15": ("vga", "layer_inf_norm", "train", True),
+    "V-16": ("vga", "kurtosis_with_norms", "train", True),
+    "V-17": ("register-tokens", "kurtosis_with_norms", "train", False),
     "V-18": ("vga", "perplexity_increase", "train", True),
     "V-19": ("register-tokens", "perplexity_increase", "train", False),
     "V-22": ("vga", "perplexity", "retrofit", True),
@@ -43,11 +44,14 @@ COMPARED = {
 
 @pytest.mark.parametrize("claim", COMPARED)
 def test_an_arm_is_compared_with_the_plain_one(claim: str) -> None:
-    arm, metric, command, low_holds = COMPARED[claim]
+    arm, metrics, command, low_holds = COMPARED[claim]
+
+    def all_of(values: Sequence[float]) -> Numbers:
+        return dict.fromkeys(metrics.split(), values)
 
     def made(own: Sequence[float], plain: Sequence[float], command: str = command) -> Training:
-        untouched = {"untouched": {metric: HIGH[: len(own)]}} if command == "retrofit" else {}
-        return training({**untouched, "none": {metric: plain}, arm: {metric: own}}, command)
+        untouched = {"untouched": all_of(HIGH[: len(own)])} if command == "retrofit" else {}
+        return training({**untouched, "none": all_of(plain), arm: all_of(own)}, command)
 
     assert judged(claim, made(LOW, HIGH)).outcome == (HOLDS if low_holds else FAILS)
     assert judged(claim, made(HIGH, LOW)).outcome == (FAILS if low_holds else HOLDS)
@@ -80,7 +84,9 @@ def test_the_interval_is_students_over_the_seeds() -> None:
         (expected[0], (own - plain).mean(), expected[1])
     )
     assert estimate.note == "register-tokens 1.23, none 2.23; 2000 steps, 3 seeds, Student's t"
-    estimate = judged("V-16", training({"none": {"kurtosis": plain}, "vga": {"kurtosis": own}})).estimates[0]
+    estimate = judged(
+        "V-16", training({"none": {"kurtosis_with_norms": plain}, "vga": {"kurtosis_with_norms": own}})
+    ).estimates[0]
     logs = np.log(plain / own)
     expected = np.exp(stats.t.interval(0.95, 2, logs.mean(), stats.sem(logs)))
     assert (estimate.low, estimate.value, estimate.high) == pytest.approx(
@@ -136,14 +142,26 @@ def kept(own: float, plain: float) -> Training:
     return training(arms)
 
 
-def scaled(layer_out: Sequence[float], mlp_out: Sequence[float], attn_out: Sequence[float]) -> Training:
-    """Make norms of V-scale by site and layer; those of the plain arm are largest at 10, 4 and 4."""
+def scaled(
+    layer_out: Sequence[float], mlp_out: Sequence[float], attn_out: Sequence[float], others: float = 1.0
+) -> Training:
+    """Make norms of V-scale by site and layer; those of the plain arm are largest at 10, 4 and 4.
+
+    `others` is V-scale's norm of later positions, which is 1 in the plain arm.
+    """
     sites = {
         "none": {"layer_out": (10, 2), "mlp_out": (1, 4), "attn_out": (2, 4)},
         "vscale": {"layer_out": layer_out, "mlp_out": mlp_out, "attn_out": attn_out},
     }
     tables = {
-        arm: [{"activation": norms(**{site: np.array(x) * factor for site, x in of.items()})} for factor in (1, 1.01)]
+        arm: [
+            {
+                "activation": norms(
+                    others if arm == "vscale" else 1.0, **{site: np.array(x) * factor for site, x in of.items()}
+                )
+            }
+            for factor in (1, 1.01)
+        ]
         for arm, of in sites.items()
     }
     return training({arm: {"loss": LOW[:2]} for arm in sites}, tables=tables)
@@ -151,9 +169,9 @@ def scaled(layer_out: Sequence[float], mlp_out: Sequence[float], attn_out: Seque
 
 def tuned(norm: float, kurtosis: float, has_plain: bool = True) -> Training:
     around = np.array(AROUND[:3])
-    plain = {"max_inf_norm": around * 150, "kurtosis": around} if has_plain else {}
-    untouched = {"max_inf_norm": around * 100, "kurtosis": around * 100}
-    vga = {"max_inf_norm": around * norm, "kurtosis": around * kurtosis}
+    plain = {"layer_inf_norm": around * 150, "kurtosis_with_norms": around} if has_plain else {}
+    untouched = {"layer_inf_norm": around * 100, "kurtosis_with_norms": around * 100}
+    vga = {"layer_inf_norm": around * norm, "kurtosis_with_norms": around * kurtosis}
     return training({"untouched": untouched, "none": plain, "vga": vga}, "retrofit")
 
 
@@ -168,6 +186,25 @@ def valved(**growth: float) -> Training:
     factor = {name: growth.get(name, 1.2) for name in arms}
     courses = {arm: {"first_norm": [(2.0, 2 * factor[name] * x) for x in AROUND]} for name, arm in arms.items()}
     return training({arm: {"loss": AROUND} for arm in arms.values()}, "retrofit", courses=courses)
+
+
+def scaled_gradient(residual: float, arm: str) -> Training:
+    check = pd.DataFrame({"layer": 0, "head": [0, 0], "position": [0, 1], "raw_residual": [residual / 2, residual]})
+    numbers = {label: {"loss": LOW} for label in ("none", arm)}
+    return training(numbers, tables={"none": [{}] * 3, arm: [{"gradient_check": check}] * 3})
+
+
+def compared(falls: bool) -> Training:
+    """Make VGA's methods with outliers and costs that fall from register tokens to VGA if `falls`, or rise."""
+    names = ("layer_inf_norm", "kurtosis_with_norms", "perplexity_increase", "kurtosis_quantized")
+    arms = ["register-tokens:deviation=0.02", "none", "learnable-sink", "iga:placement=output,scale=1", "vga"]
+    levels = np.linspace(5.0, 1.0, 5)[:: 1 if falls else -1]
+    around = np.array([1.0, 1.01, 0.99, 1.02, 0.98])
+    numbers = {arm: dict.fromkeys(names, level * around) for arm, level in zip(arms, levels, strict=True)}
+    # in 8 bits the paper's plain model has a larger norm than register tokens
+    for arm, level in zip([arms[1], arms[0], *arms[2:]], levels, strict=True):
+        numbers[arm]["max_inf_norm_quantized"] = level * around
+    return training(numbers)
 
 
 FOLLOWS, AGAINST, GATES = (0.1, 0.8, 0.9, 0.7), (1.2, 0.8, 0.7, 0.9), (0.1, 0.8, 0.9, 0.7)
@@ -284,7 +321,17 @@ CASES: list[tuple[str, Training, Any, str]] = [
     ("GS-21", kept(0.01, 0.015), FAILS, ""),  # there was no sink to keep
     ("GS-22", scaled((1, 5), (9, 9), (1, 1)), HOLDS, ""),
     ("GS-22", scaled((20, 1), (1, 1), (1, 1)), FAILS, ""),
+    ("GS-22", scaled((1, 5), (9, 9), (1, 1), others=0.4), (HOLDS, FAILS), ""),  # others fell more
     ("GS-23", scaled((9, 9), (1, 2), (1, 1)), HOLDS, ""),
+    ("GS-23", scaled((9, 9), (1, 2), (1, 1), others=0.4), (HOLDS, FAILS), ""),
+    ("GS-36", scaled_gradient(1e-5, "vscale"), HOLDS, ""),
+    ("GS-36", scaled_gradient(1e-2, "vscale"), FAILS, ""),
+    ("V-25", scaled_gradient(1e-5, "vga"), HOLDS, ""),
+    ("V-25", scaled_gradient(np.nan, "vga"), NOT_APPLIES, "vga has no gate or scale on values"),
+    ("V-26", compared(True), HOLDS, ""),
+    ("V-26", compared(False), FAILS, ""),
+    ("V-27", compared(True), HOLDS, ""),
+    ("V-27", compared(False), FAILS, ""),
     ("GS-24", scaled((9, 9), (1, 2), (3, 3)), HOLDS, ""),
     ("GS-24", scaled((9, 9), (4, 4), (1, 1)), FAILS, ""),
     ("GS-30", valved(valve=1.0), HOLDS, "gradient-valve:position=0 1, none 1.2"),

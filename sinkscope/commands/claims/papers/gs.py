@@ -10,7 +10,17 @@ from sinkscope.commands.claims import over_seeds
 from sinkscope.commands.claims.arms import NO_COST, onset, perplexity_ratio, rates_over_steps
 from sinkscope.commands.claims.claim import Claim, Part, run_claim
 from sinkscope.commands.claims.evidence import MAIN, NULL, Evidence, Need, Null
-from sinkscope.commands.claims.over_seeds import PERCENT, difference, metric, of_one, of_several, ratio, study_claim
+from sinkscope.commands.claims.over_seeds import (
+    LARGEST_RESIDUAL,
+    PERCENT,
+    difference,
+    metric,
+    of_one,
+    of_several,
+    ratio,
+    raw_residual,
+    study_claim,
+)  # fmt: skip
 from sinkscope.commands.claims.scopes import causal, in_float32
 from sinkscope.commands.claims.studies import PLAIN, StudyArm
 from sinkscope.measuring import estimates
@@ -122,6 +132,13 @@ def _column_strength(evidence: Evidence) -> Estimate:
     return rank_correlation(both["sink_mass"].to_numpy(), both["ratio"].to_numpy(), layers)
 
 
+def _residual(column: str, evidence: Evidence) -> Estimate:
+    largest = float(evidence.natural.table("gradient_check")[column].max())
+    if np.isnan(largest):
+        raise NotDefined("the model computes its logits in its own code, or has no softmax")
+    return exact(largest)
+
+
 # --- how a branch reshapes gradients (figure 3)
 
 
@@ -190,6 +207,19 @@ def _largest_norm(site: str, arm: StudyArm) -> float:
     return float(table[(table["site"] == site) & (table["position"] == 0)]["norm_mean"].max())
 
 
+def _beside_others(site: str, arm: StudyArm) -> float:
+    """Return the largest norm of position 0 ÷ the mean norm of positions 1–15 of that layer (GS figure 5)."""
+    table = table_of_run(arm.run, "activation").query("site == @site")
+    by_position = table.pivot(index="layer", columns="position", values="norm_mean")
+    largest = by_position.loc[by_position[0].idxmax()]
+    return float(largest[0] / largest.iloc[AFTER_FIRST].mean())
+
+
+def _gradient_beside_others(arm: StudyArm) -> float:
+    raw = arm.metric("raw_value_gradient_ratio")
+    return metric("value_gradient_ratio")(arm) if np.isnan(raw) else raw
+
+
 def _falls_more(arms: Mapping[str, StudyArm]) -> float:
     left = [_largest_norm(site, arms[VALVE]) / _largest_norm(site, arms[PLAIN]) for site in ("mlp_out", "attn_out")]
     return (1 - left[0]) - (1 - left[1])
@@ -256,6 +286,7 @@ def _least_spike(evidence: Evidence) -> Estimate:
 
 
 _BOTH = (MAIN, NULL)
+_OTHERS = "÷ that of positions 1–15"
 _RATIO = "‖∇{0}₀‖ ÷ mean of positions 5–15 of all sequences together, ÷ the same on random weights{1}"
 _OR_UNIFORM = " or under uniform attention, whichever is larger"
 
@@ -293,6 +324,12 @@ CLAIMS = (
         (Part("largest relative residual",
             lambda e: exact(e.natural.table("gradient_check")["identity_residual"].max()), at_most(1e-5), "{:.1e}"),),
         scope=(in_float32,), is_ours=False, set_against=Null.THEOREM),
+    Claim("GS-33", "§3.2", "∇k_s = scaling · Σ_t a[t,s] g_t·(v_s − y_t) q_t.",
+        (Part("largest relative residual", partial(_residual, "key_residual"), at_most(LARGEST_RESIDUAL), "{:.1e}"),),
+        scope=(in_float32,), is_ours=False, set_against=Null.THEOREM),
+    Claim("GS-34", "§3.2", "∇q_t = scaling · Σ_s a[t,s] g_t·(v_s − y_t) k_s.",
+        (Part("largest relative residual", partial(_residual, "query_residual"), at_most(LARGEST_RESIDUAL), "{:.1e}"),),
+        scope=(in_float32,), is_ours=False, set_against=Null.THEOREM),
     Claim("GS-13", "theorem 1", "The value gradient at position 0 is within theorem 1's bounds.",
         (Part("share of heads", _theorem_one, at_least(0.95)),), set_against=Null.THEOREM),
     Claim("GS-14", "theorem 1", "The stronger the sink column, the larger its value gradient.",
@@ -322,19 +359,26 @@ CLAIMS = (
     study_claim("GS-21", "fig. 5", "V-scale keeps the sink.", WITH_VSCALE,
         ("sink rate, V-scale − plain", difference(metric("sink_rate"), VALVE), at_least(-0.05)),
         ("sink rate of plain training in %", of_one(metric("sink_rate", 100), PLAIN, ends=PERCENT), above(SINK))),
-    study_claim("GS-22", "fig. 5", "V-scale lowers position 0's norm.", WITH_VSCALE,
+    study_claim("GS-22", "fig. 5", "V-scale lowers position 0's norm, more than others'.", WITH_VSCALE,
         ("largest ‖h_out,0‖, V-scale ÷ plain", ratio(partial(_largest_norm, "layer_out"), VALVE), below(1.0)),
+        (f"the same of ‖h_out,0‖ {_OTHERS}", ratio(partial(_beside_others, "layer_out"), VALVE), below(1.0)),
         is_ours=False),
-    study_claim("GS-23", "fig. 5", "V-scale lowers position 0's MLP outputs.", WITH_VSCALE,
+    study_claim("GS-23", "fig. 5", "V-scale lowers position 0's MLP outputs, more than others'.", WITH_VSCALE,
         ("largest ‖mlp_out₀‖, V-scale ÷ plain", ratio(partial(_largest_norm, "mlp_out"), VALVE), below(1.0)),
+        (f"the same of ‖mlp_out₀‖ {_OTHERS}", ratio(partial(_beside_others, "mlp_out"), VALVE), below(1.0)),
         is_ours=False),
     study_claim("GS-24", "§5.2", "MLP outputs fall more than attention outputs.", WITH_VSCALE,
         ("(1 − ratio) of mlp_out − of attn_out", of_several(_falls_more, PLAIN, VALVE), above(0.0)), is_ours=False),
     study_claim("GS-25", "§5.2", "V-scale costs nothing.", WITH_VSCALE,
         ("held-out loss, V-scale − plain", difference(metric("loss"), VALVE), at_most(NO_COST))),
-    study_claim("GS-26", "§5.1", "V-scale lowers the value gradient of position 0.", WITH_VSCALE,
+    study_claim("GS-35", "§5.2", "V-scale's validation loss is slightly lower.", WITH_VSCALE,
+        ("held-out loss, V-scale − plain", difference(metric("loss"), VALVE), below(0.0)), is_ours=False),
+    study_claim("GS-36", "§5.1", "The gradient before V-scale is φ(r) u + 2C ÷ (r + C)² (v·u) v.", WITH_VSCALE,
+        ("largest relative residual", of_one(raw_residual, VALVE), at_most(LARGEST_RESIDUAL)),
+        is_ours=False, set_against=Null.THEOREM),
+    study_claim("GS-26", "§5.1", "V-scale lowers the value gradient of position 0, more than others'.", WITH_VSCALE,
         ("raw value gradient at 0, V-scale ÷ plain", ratio(metric("value_gradient_norm"), VALVE), below(1.0)),
-        is_ours=False),
+        ("the same ÷ that of positions 5–15", ratio(_gradient_beside_others, VALVE), below(1.0)), is_ours=False),
     _grows("GS-30", "title", "Less gradient at position 0's values makes its norm grow less.",
         Need("arms", f"{PLAIN},{AT_FIRST},{AT_FIRST + AS_CONTROL}"), below(1 - EFFECT), AT_FIRST,
         {"valve on the gradient ÷ plain": PLAIN, "the same ÷ its control": AT_FIRST + AS_CONTROL}),

@@ -10,12 +10,24 @@ from sinkscope.commands.claims import over_seeds
 from sinkscope.commands.claims.arms import NO_COST, perplexity_of_controls, perplexity_ratio
 from sinkscope.commands.claims.claim import HAS_SINK_HEADS, Claim, Part, of_sink_heads
 from sinkscope.commands.claims.evidence import MAIN, Evidence, Need, Null
-from sinkscope.commands.claims.over_seeds import CORRELATION, OfArm, difference, metric, of_one, ratio, study_claim
+from sinkscope.commands.claims.over_seeds import (
+    CORRELATION,
+    LARGEST_RESIDUAL,
+    OfArm,
+    OfStudy,
+    difference,
+    metric,
+    of_one,
+    ranked,
+    ratio,
+    raw_residual,
+    study_claim,
+)  # fmt: skip
 from sinkscope.commands.claims.scopes import causal, gated
 from sinkscope.commands.claims.studies import PLAIN, ClaimStudy, StudyArm
 from sinkscope.measuring import estimates
 from sinkscope.measuring.observables.reductions import LATER
-from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below
+from sinkscope.results.judgment import NotDefined, Test, above, at_least, at_most, below
 from sinkscope.results.papers import published
 from sinkscope.results.run import WITH
 from sinkscope.results.sequences import Lacks, table_of_run
@@ -78,6 +90,18 @@ FROM_SCRATCH, WITH_REGISTERS = Need("train", f"{PLAIN},{GATE}"), Need("train", f
 TRAINED = "trained from scratch"
 
 
+# the methods of tables 1 and 2, of which the last two differ only in what their gates read (§3.2)
+IGA_OF_TABLES = "iga:placement=output,scale=1"
+METHODS = (PLAIN, REGISTERS, "learnable-sink", IGA_OF_TABLES, GATE)
+ALL_METHODS = Need("train", ",".join(METHODS))
+
+
+def _in_order(words: str, of: OfArm, published_values: tuple[float, ...]) -> tuple[str, OfStudy, Test]:
+    """Return the rank correlation of the numbers of METHODS with those of the paper's BERT, as a number of a claim."""
+    levels = dict(zip(published_values, METHODS, strict=True))
+    return f"rank correlation of the methods' {words} with those of the paper's BERT", ranked(of, levels), above(0.0)
+
+
 # --- the gradient before the gate
 
 
@@ -97,6 +121,11 @@ def _follows_gate(arm: StudyArm) -> float:
 
 
 # --- quantization and cost
+
+# at the sites of Bondarenko et al.'s code, which the paper follows; in W8A8 at those of the trainings' tables
+NORM, KURTOSIS, LOSS_IN_W8A8 = (
+    metric(name) for name in ("layer_inf_norm", "kurtosis_with_norms", "perplexity_increase")
+)
 
 
 def _against_best(study: ClaimStudy) -> Estimate:
@@ -134,7 +163,6 @@ def _new_parameters(study: ClaimStudy) -> Estimate:
 
 TUNED = Need("retrofit", f"{PLAIN},{UNTOUCHED}")
 GATED = Need("retrofit", f"{PLAIN},{GATE},{UNTOUCHED}")
-NORM, KURTOSIS, LOSS_IN_W8A8 = (metric(name) for name in ("max_inf_norm", "kurtosis", "perplexity_increase"))
 
 
 # --- the Bigram-Backcopy lab: plain, VGA and IGA, by step (figures 4 to 6). All numbers are for queries that are
@@ -176,7 +204,7 @@ def _correlated(x: pd.Series | pd.Index, y: pd.Series) -> float:
 
 # --- Qiu et al. 2025: gates on heads' outputs or on values
 
-ON_OUTPUTS, ON_VALUES = "iga:placement=output,scale=1", "iga:placement=value,scale=1"
+ON_OUTPUTS, ON_VALUES = IGA_OF_TABLES, "iga:placement=value,scale=1"
 OUTPUTS, VALUES = Need("train", f"{PLAIN},{ON_OUTPUTS}"), Need("train", f"{PLAIN},{ON_VALUES}")
 MIXTURE = "15B mixture of experts"  # its tables are known from its abstract and reviews
 FIRST_MASS = metric("sink_mass")
@@ -203,12 +231,15 @@ CLAIMS = (
         ("value gradient at 0 before the gate ÷ after it, median over heads",
             of_one(lambda arm: float(_gated_gradients(arm).xs(0, level="position")["left"].median()), GATE),
             below(1.0)), set_against=Null.THEOREM),
+    study_claim("V-25", "eq. 8, 15", "The value's gradient has a content and a self-regulatory path.", WITH_GATE,
+        ("largest relative residual of (g I + g (1 − g) W V) u", of_one(raw_residual, GATE), at_most(LARGEST_RESIDUAL)),
+        is_ours=False, set_against=Null.THEOREM),
     study_claim("V-14", "table 1", "Perplexity is no worse.", FROM_SCRATCH,
         ("perplexity, VGA ÷ plain", ratio(metric("perplexity"), GATE), at_most(1 + NO_COST)),
         published=published("VGA table 1", {"BERT": 4.52 / 4.52, "OPT": 15.49 / 15.95, "GPT-2": 16.52 / 17.03},
             TRAINED)),
     study_claim("V-15", "table 1", "The largest norm falls.", FROM_SCRATCH,
-        ("max infinity norm, plain ÷ VGA", ratio(NORM, PLAIN, GATE), above(1.0)), is_ours=False,
+        ("max I+O norm, plain ÷ VGA", ratio(NORM, PLAIN, GATE), above(1.0)), is_ours=False,
         published=published("VGA table 1", {"BERT": 24.5, "OPT": 2.2, "GPT-2": 20.8}, TRAINED)),
     study_claim("V-16", "table 1", "Kurtosis falls.", FROM_SCRATCH,
         ("kurtosis, plain ÷ VGA", ratio(KURTOSIS, PLAIN, GATE), above(1.0)), is_ours=False,
@@ -216,6 +247,14 @@ CLAIMS = (
     study_claim("V-17", "table 1", "Register tokens worsen kurtosis.", WITH_REGISTERS,
         ("kurtosis, registers ÷ plain", ratio(KURTOSIS, REGISTERS), above(1.0)), is_ours=False,
         published=published("VGA table 1", {"BERT": 2.6, "OPT": 3.8, "GPT-2": 0.36}, TRAINED)),
+    study_claim("V-26", "table 1", "The methods' outliers have the paper's order.", ALL_METHODS,
+        _in_order("max I+O norm", NORM, (812.39, 1205.91, 41.65, 38.71, 33.19)),
+        _in_order("kurtosis", KURTOSIS, (2987.23, 7812.73, 225.88, 90.65, 84.55)),
+        is_ours=False),
+    study_claim("V-27", "table 2", "In 8 bits the methods have the paper's order.", ALL_METHODS,
+        _in_order("Δ perplexity", LOSS_IN_W8A8, (612.80, 909.14, 0.26, 0.15, 0.12)),
+        _in_order("max norm", metric("max_inf_norm_quantized"), (486.19, 415.27, 42.82, 45.06, 37.1)),
+        _in_order("kurtosis", metric("kurtosis_quantized"), (2508.21, 7284.18, 153.47, 91.27, 78.32)), is_ours=False),
     study_claim("V-18", "table 2", "VGA loses least in 8 bits.", FROM_SCRATCH,
         ("Δ perplexity in W8A8, VGA − best other arm", _against_best, below(0.0)), is_ours=False,
         published=published("VGA table 2", {"BERT": 0.12 - 0.15, "OPT": 0.93 - 1.12}, "VGA − IGA")),
@@ -226,10 +265,10 @@ CLAIMS = (
         ("new ÷ all parameters", _new_parameters, below(0.01)),
         ("seconds a step of training, VGA ÷ plain", ratio(_step_seconds, GATE), below(1.05))),
     study_claim("V-20", "table 3", "A plain fine-tuning increases the largest norm.", TUNED,
-        ("max infinity norm, after ÷ before", ratio(NORM, PLAIN, UNTOUCHED), above(1.0)), is_ours=False,
+        ("max I+O norm, after ÷ before", ratio(NORM, PLAIN, UNTOUCHED), above(1.0)), is_ours=False,
         published=published("VGA table 3", {"GPT-2": 1.55}, "fine-tuned")),
     study_claim("V-21", "table 3", "The retrofit removes the outliers.", GATED,
-        ("max infinity norm, VGA ÷ before", ratio(NORM, GATE, UNTOUCHED), below(0.2)),
+        ("max I+O norm, VGA ÷ before", ratio(NORM, GATE, UNTOUCHED), below(0.2)),
         ("kurtosis, VGA ÷ before", ratio(KURTOSIS, GATE, UNTOUCHED), below(0.05)),
         published=published("VGA table 3", {"GPT-2": 0.094}, "fine-tuned")),
     study_claim("V-22", "table 3", "The retrofit has the best perplexity.", GATED,
@@ -263,7 +302,8 @@ CLAIMS = (
         ("attention to position 0, gated ÷ plain", ratio(FIRST_MASS, ON_OUTPUTS), at_most(0.25)),
         published=published("Qiu et al.", {"elementwise": 0.048 / 0.467, "headwise": 0.073 / 0.467}, MIXTURE)),
     study_claim("GA-2", "§4.2", "The gate removes massive activations.", OUTPUTS,
-        ("max infinity norm, gated ÷ plain", ratio(NORM, ON_OUTPUTS, where=MASSIVE_COUNT), below(0.5)),
+        ("max infinity norm, gated ÷ plain",
+            ratio(metric("max_inf_norm"), ON_OUTPUTS, where=MASSIVE_COUNT), below(0.5)),
         published=published("Qiu et al.", {"elementwise": 94 / 1053, "headwise": 98 / 1053}, MIXTURE)),
     study_claim("GA-3", "§4.2", "Gates are sparse, and depend on the query.", OUTPUTS,
         ("mean gate", of_one(metric("gate_mean"), ON_OUTPUTS, ends=(0.0, 1.0)), below(0.5)),

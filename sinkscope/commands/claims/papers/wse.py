@@ -149,7 +149,7 @@ def _steeper(evidence: Evidence) -> Estimate:
 
 # --- repeated tokens: the propositions, and table 7
 
-NO_POSITIONS, ALIBI = CLOSED_FORMS
+NO_POSITIONS, RELATIVE, ALIBI = CLOSED_FORMS
 REPLACED, EXCHANGED = Need("repeated-do", "replace-epe"), Need("repeated-do", "transplant-epe")
 TEXT, ALONE = _policy_roles((NATURAL, REPEATED), (WITHOUT,))  # equal tokens must not have a BOS before them
 REPEATED_TOKENS = "T = 64 and ε = 0.3, repeated tokens"
@@ -468,6 +468,10 @@ CLAIMS = (
         (Part(_DIFFERENCE.format("1/(t + 1)"), partial(_largest_of, "weight_difference", kind=NO_POSITIONS),
             below(1e-4), "{:.1e}"),),
         (ALONE,), (equal_tokens_stay_equal, some_positions(NO_POSITIONS)), set_against=Null.THEOREM),
+    Claim("W-61", "proposition 2", "With relative positions, attention on repeated tokens depends on distances alone.",
+        (Part(_DIFFERENCE.format("e^g ÷ Σ e^g"), partial(_largest_of, "weight_difference", kind=RELATIVE),
+            below(1e-4), "{:.1e}"),),
+        (ALONE,), (equal_tokens_stay_equal, some_positions(RELATIVE)), set_against=Null.THEOREM),
     Claim("W-8", "proposition 3", "With ALiBi, attention on repeated tokens is that of its biases alone.",
         (Part(_DIFFERENCE.format("e^g ÷ Σ e^g"), partial(_largest_of, "weight_difference", kind=ALIBI),
             below(1e-4), "{:.1e}"),),
