@@ -20,9 +20,6 @@ from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import Estimate, bootstrap, exact, positive_jackknife, resamplings_of, weighted_means
 
-AFTER_FIRST = slice(1, LATER.stop)  # positions that position 0 is compared with in claims about all later positions
-
-
 # --- attention, by sequences
 
 

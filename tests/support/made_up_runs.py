@@ -74,8 +74,6 @@ def gradient_tables(layers: int = 4, heads: int = 4, kv_heads: int = 2, position
 
     check = grid(layer=range(layers), head=range(heads), position=range(positions))
     check["identity_residual"] = random.uniform(1e-7, 5e-7, len(check))
-    for name in ("key_residual", "query_residual", "raw_residual"):
-        check[name] = random.uniform(1e-7, 5e-7, len(check))
     check["measured"] = 10 ** random.uniform(-3, 3, len(check))
     check["lower_bound"] = check["measured"] * random.uniform(0.1, 1.02, len(check))
     check["upper_bound"] = check["measured"] * random.uniform(0.95, 9, len(check))

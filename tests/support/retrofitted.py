@@ -141,4 +141,5 @@ def assert_close(ours: torch.Tensor, expected: torch.Tensor, tolerance: float = 
 
 def gradient_tables(model: PreTrainedModel, sequences: Sequence[np.ndarray]) -> dict[str, pd.DataFrame]:
     with in_double(model):
-        return measured(model, batched(sequences, 2), SETTINGS, ("gradient",), backward=True)
+        names = ("gradient", "gradient-identities")
+        return measured(model, batched(sequences, 2), SETTINGS, names, backward=True)

@@ -23,6 +23,7 @@ LOSS = "loss_by_sequence"
 ATTENTION = ("attention",)
 OF_EQUAL_TOKENS = ("attention", "geometry", "activation", "equal-tokens")
 OF_STATES = ("attention", "massive", "entropy", "sink-tokens", "residual-sinks")
+OF_IDENTITIES = ("gradient-identities",)
 OF_RANDOM_WEIGHTS = (
     "activation", "attention", "gate", "geometry", "gradient", "massive", "query-bias", "logit-terms", "epe",
     "window-edge", "super-weight", *OF_STATES[2:],
@@ -58,6 +59,7 @@ class Need:
 
 MAIN, NULL = Need("natural"), Need("null")  # unchanged model; random weights (further draws: null_need)
 STATES = Need("states")  # the unchanged model, with OF_STATES
+IDENTITIES = Need("identities")  # the unchanged model, with OF_IDENTITIES
 
 
 def null_need(draw: int) -> Need:
@@ -159,6 +161,9 @@ NEED_KINDS = {
     "states": NeedKind(f"sinkscope analyze {{model}} --observables {','.join(OF_STATES)}",
         lambda run, _: _analyzed(run, NATURAL, tables=("entropy", "sink_tokens", "spikes")),
         measure="states", options={"observables": OF_STATES}),
+    "identities": NeedKind(f"sinkscope analyze {{model}} --observables {','.join(OF_IDENTITIES)}",
+        lambda run, _: _analyzed(run, NATURAL, tables=("gradient_identity",)),
+        measure="states", options={"observables": OF_IDENTITIES}),
     "with-bos": _with_bos(WITH),
     "without-bos": _with_bos(WITHOUT),
     "domain": NeedKind("sinkscope claims {model}", _analyzed, measure="domain", options={"observables": ATTENTION}),

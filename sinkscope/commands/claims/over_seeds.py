@@ -28,7 +28,7 @@ OfStudy = Callable[[ClaimStudy], Estimate]
 OfArm = Callable[[StudyArm], float]
 Ends = tuple[float, float] | None  # the smallest and the largest possible value, if they are finite
 Where = tuple[str, OfArm, float] | None  # what plain training must have: its name, its number and the least value
-LARGEST_RESIDUAL = 1e-3  # of identities of gradients in float32, with differences of nearly equal numbers
+RESIDUAL = 1e-4  # of identities of gradients, the difference of the sides ÷ the gradient in float32
 PERCENT, CORRELATION = (0.0, 100.0), (-1.0, 1.0)
 P = ParamSpec("P")
 
@@ -89,11 +89,11 @@ def metric(name: str, scale: float = 1.0) -> OfArm:
 
 
 def raw_residual(arm: StudyArm) -> float:
-    """Return the largest residual of the equation for the gradient before an arm's gate or scale on values."""
-    largest = float(table_of_run(arm.run, "gradient_check")["raw_residual"].max())
-    if np.isnan(largest):
+    """Return the median residual of the equation for the gradient before an arm's gate or scale on values."""
+    table = table_of_run(arm.run, "gradient_identity")
+    if "raw_value" not in set(table["pathway"]):
         raise NotDefined(f"{arm.label} has no gate or scale on values")
-    return largest
+    return float(table[table["pathway"] == "raw_value"]["residual"].median())
 
 
 def _read(study: ClaimStudy, of: OfArm, *methods: str, where: Where = None) -> np.ndarray:

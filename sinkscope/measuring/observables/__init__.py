@@ -10,6 +10,7 @@ from sinkscope.measuring.observables.entropy import Entropy
 from sinkscope.measuring.observables.equal_tokens import EqualTokens
 from sinkscope.measuring.observables.geometry import Gate, Geometry, LargestLogit
 from sinkscope.measuring.observables.gradient import Gradient
+from sinkscope.measuring.observables.gradient_identities import GradientIdentities
 from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Observable
 from sinkscope.measuring.observables.over_mixing import OverMixing
@@ -22,9 +23,9 @@ from sinkscope.measuring.observables.super_weight import SuperWeight
 OBSERVABLES: dict[str, type[Observable]] = {
     observable.name: observable
     for observable in (
-        Activation, Attention, EqualTokens, Gate, Geometry, LargestLogit, Gradient, Massive, Outlier, QueryBias,
-        LogitTerms, Epe, WindowEdge, Entropy, SinkTokens, ResidualSinks, SuperWeight, HeadScores, SinkOutput,
-        OverMixing, AttentionMaps, MassiveMap, MeanMaps,
+        Activation, Attention, EqualTokens, Gate, Geometry, LargestLogit, Gradient, GradientIdentities, Massive,
+        Outlier, QueryBias, LogitTerms, Epe, WindowEdge, Entropy, SinkTokens, ResidualSinks, SuperWeight, HeadScores,
+        SinkOutput, OverMixing, AttentionMaps, MassiveMap, MeanMaps,
     )
 }  # fmt: skip
 

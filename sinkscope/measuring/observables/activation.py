@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.measuring.observables.observable import Maxima, Observable, Settings, SiteStack
-from sinkscope.measuring.observables.reductions import LATER, filled, later_mean
+from sinkscope.measuring.observables.reductions import AFTER_FIRST, LATER, filled, later_mean
 from sinkscope.results.tables import POSITION, SEQUENCE, SITE, Column
 from sinkscope.text.batch import Batch
 
@@ -46,6 +46,7 @@ class Activation(Observable):
             SITE_OR_VALUE, SEQUENCE,
             Column("norm", "L2 norm at position 0 of this sequence"),
             Column("norm_later", "mean over positions 5 to 15"),
+            Column("norm_after_first", "mean over positions 1 to 15, as in GS's figures"),
             Column("norm_smallest", "smallest of all the sequence's tokens"),
         ),
     }  # fmt: skip
@@ -68,9 +69,11 @@ class Activation(Observable):
             norms = by_layer["norm"]  # (B,L,T)
             present = batch.on(norms.device, "present", positions)
             at_positions = batch.at_positions(norms, LATER.stop)
+            first_present = batch.on(norms.device, "present", LATER.stop)
             statistics = {
                 "norm": at_positions[..., 0],
-                "norm_later": later_mean(at_positions, batch.on(norms.device, "present", LATER.stop)),
+                "norm_later": later_mean(at_positions, first_present),
+                "norm_after_first": later_mean(at_positions, first_present, AFTER_FIRST),
                 "norm_smallest": filled(norms, batch.on(norms.device, "valid"), torch.inf).amin(-1),
             }
             self.statistics["activation_by_sequence"].add_layers(batch, rows, statistics)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.attention.kernels import repeat_heads, upcast
+from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.observables.observable import Accumulator, Accumulators, Observable, Settings, Sums
@@ -30,7 +30,6 @@ from sinkscope.measuring.observables.reductions import ALL_HEADS, GROUPS, filled
 from sinkscope.models.family import RESIDUAL_SITES, Block, Family
 from sinkscope.models.packed import without_gradients
 from sinkscope.results.tables import HEAD, POSITION, SEQUENCE, Column, names_of
-from sinkscope.retrofits.retrofit import RETROFIT, ValuePart
 from sinkscope.text.batch import IGNORED, Batch
 
 GRAM_QUERIES = 64  # evenly spaced queries on which theorem 1's μ, σ² and ρ are measured
@@ -130,12 +129,6 @@ class NormGain:
 class TheoremOne(Accumulator):
     """Checks ∇v_s = Σ_t a[t,s] g_t and its bounds for g_t = μ + ε_t (GS theorem 1), per layer and query head.
 
-    The same derivation (GS §3.2) gives the gradients of queries and keys, from those of the logits:
-
-        ∇l[t,s] = a[t,s] g_t·(v_s - y_t)        y_t = Σ_s a[t,s] v_s
-        ∇q_t = scaling Σ_s ∇l[t,s] k_s          of one row t
-        ∇k_s = scaling Σ_t ∇l[t,s] q_t          of a column s, as ∇v_s
-
     With grouped queries, ∇v_s is the sum over a group's heads; the bounds are those of one query head's part of it.
     μ is the mean of g over sequences and queries, σ² the largest mean ‖g_t - μ‖² of any query t, and ρ the largest
     |mean (g_t - μ)·(g_t' - μ)| of any two. They use only the run's longest sequences, because shorter ones have no g at
@@ -144,7 +137,7 @@ class TheoremOne(Accumulator):
 
     def __init__(self, positions: int) -> None:
         self.positions = positions
-        self.identity: Sums[tuple[int, str, str]] = Sums()  # by layer, pathway, `error` and `size`, (heads,P)
+        self.identity: Sums[tuple[int, str]] = Sums()  # by layer, `error` and `size`, (K,P)
         self.moments: Accumulators[int] = Accumulators()  # sums for the bounds, by layer
         self.longest: dict[int, int] = {}  # the length of the sequences in `moments`
 
@@ -182,14 +175,12 @@ class TheoremOne(Accumulator):
             self.longest[layer], self.moments[layer] = length, Sums()
         return length == self.longest[layer]
 
-    def add_gradient(
-        self, layer: int, pathway: str, gradient: torch.Tensor, expected: torch.Tensor, batch: Batch
-    ) -> None:
-        """Compare autograd's ∇q (B,H,P,d), ∇k or ∇v (B,K,P,d) with what is expected, summed over a group's heads."""
-        summed = expected.unflatten(1, (gradient.shape[1], -1)).sum(2)
+    def add_value_gradient(self, layer: int, gradient: torch.Tensor, routed: torch.Tensor, batch: Batch) -> None:
+        """Compare autograd's ∇v (B,K,P,d) with the sum of `routed` over the query heads of each group."""
+        summed = routed.unflatten(1, (gradient.shape[1], -1)).sum(2)
         for name, x in (("error", gradient - summed), ("size", gradient)):
             square = filled(x.double().square().sum(-1), batch.on(x.device, "present", self.positions))
-            self.identity.add((layer, pathway, name), square.sum(0))
+            self.identity.add((layer, name), square.sum(0))
 
     def merge(self, other: Self) -> None:
         self.identity.merge(other.identity)
@@ -202,59 +193,14 @@ class TheoremOne(Accumulator):
         for layer, sums in sorted(self.moments.items()):
             bounds = _bounds(sums)
             heads, positions = bounds["measured"].shape
-            columns = {}
-            for pathway, column in IDENTITIES.items():
-                nothing = torch.full_like(bounds["measured"], torch.nan)
-                error, size = (self.identity.get((layer, pathway, name), nothing) for name in ("error", "size"))
-                distance = (error / size).sqrt().masked_fill(size == 0, torch.nan)  # query 0 has no gradient
-                columns[column] = distance.repeat_interleave(heads // len(distance), dim=0)
-            columns |= bounds
+            residual = (self.identity[layer, "error"] / self.identity[layer, "size"]).sqrt()
+            columns = {"identity_residual": residual.repeat_interleave(heads // len(residual), dim=0)} | bounds
             axes = {"layer": layer, "head": range(heads), "position": range(positions)}
             parts.append((axes, {name: value.cpu().numpy() for name, value in columns.items()}))
         table = long_table(parts)
         lower, measured, upper = table["lower_bound"], table["measured"], table["upper_bound"]
         low, high = (1 - BOUND_TOLERANCE) * lower, (1 + BOUND_TOLERANCE) * upper
         return table.assign(holds=(low <= measured) & (measured <= high))
-
-
-# pathway → the column for its identity
-IDENTITIES = {
-    "value": "identity_residual", "key": "key_residual", "query": "query_residual", "raw_value": "raw_residual"
-}  # fmt: skip
-
-
-def gradients_through_logits(
-    read: AttentionRead, mix: torch.Tensor, upstream: torch.Tensor, positions: int
-) -> dict[str, torch.Tensor]:
-    """Return ∇q and ∇k of the first positions by the softmax's derivative, for each query head, (B,H,P,d).
-
-    Args:
-        read: the attention of one batch, a softmax.
-        mix: y, the heads' outputs (B,T,H,d).
-        upstream: g = ∇y, (B,H,T,d).
-        positions: P.
-    """
-    query, key, value = (upcast(repeat_heads(x, upstream.shape[1])) for x in (read.query, read.key, read.value))
-    outside = (upstream * upcast(mix).transpose(1, 2)).sum(-1)  # g_t·y_t, (B,H,T)
-
-    def of_logits(rows: slice, cols: slice) -> torch.Tensor:
-        through_values = upstream[:, :, rows] @ value[:, :, cols].transpose(-1, -2)
-        gradient = read.mix_weights(rows, cols).to(upstream.dtype) * (through_values - outside[:, :, rows, None])
-        cap = read.call.softcap
-        return gradient if cap is None else gradient * (1 - (read.logits(rows, cols) / cap).square())
-
-    columns = read.batch.columns(positions)
-    of_keys = torch.zeros_like(key[:, :, :columns])
-    for rows in row_chunks(read.length):
-        cols = read.keys(rows, columns)
-        of_keys[:, :, cols] += of_logits(rows, cols).transpose(-1, -2) @ query[:, :, rows]
-    first = slice(0, min(columns, read.length))
-    seen = read.keys(first)
-    gradients = {"query": of_logits(first, seen) @ key[:, :, seen], "key": of_keys}
-    return {
-        pathway: read.batch.tokens_at(read.call.scaling * x.transpose(1, 2), positions).transpose(1, 2)
-        for pathway, x in gradients.items()
-    }
 
 
 @cache  # because each copy waits for the device
@@ -368,10 +314,6 @@ class Gradient(Observable):
         "gradient_check": (
             HEAD, POSITION,
             Column("identity_residual", "relative distance of ∇v_s from Σ_t a[t,s] g_t"),
-            Column("key_residual", "of ∇k_s from scaling · Σ_t a[t,s] g_t·(v_s − y_t) q_t; NaN if it is no softmax"),
-            Column("query_residual", "of ∇q_t from scaling · Σ_s a[t,s] g_t·(v_s − y_t) k_s; NaN if it is no softmax"),
-            Column("raw_residual", "of the gradient before a gate or scale on values from that after it by its paper's "
-                "equation (VGA eq. 8, GS §5.1); NaN without one"),
             Column("lower_bound", "of the squared gradient (GS theorem 1)"),
             Column("measured", "the head's squared gradient, mean over sequences"),
             Column("upper_bound", "of the squared gradient (GS theorem 1)"),
@@ -409,17 +351,11 @@ class Gradient(Observable):
         self._seen: dict[tuple[int, str], torch.Tensor] = {}  # gradients by layer and site
         self._norms: dict[tuple[int, str], torch.Tensor] = {}  # ‖x‖ of the branches' inputs, (B,T)
         self._bounds: dict[tuple[int, str], torch.Tensor] = {}  # theorem 2's bounds, (B,T)
-        self._raw: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # x (B,P,D) and raw values (B,P,K,d) by layer
-        self._expected: dict[tuple[int, str], torch.Tensor] = {}  # gradients by the identities, by layer and pathway
+        self._routed: dict[int, torch.Tensor] = {}  # Σ_t a[t,s] g_t by layer
 
     def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
         self.loss_scale = 1.0 / predicted
         self.copies = family.copies
-        self.value_parts = {
-            layer: part
-            for layer, attention in family.attentions(model).items()
-            if isinstance(part := attention._modules.get(RETROFIT), ValuePart)
-        }
         for layer, module in enumerate(family.layer_modules(model)):
             block = family.block(layer)
             self.branches[layer] = branches_of(block)
@@ -445,22 +381,15 @@ class Gradient(Observable):
             # gives round-off instead.
             constant = pathway == "query" and read.call.one_key_has_weight_one and not read.call.looks_ahead
             _hook(getattr(read, pathway), partial(self._on_pathway, layer, pathway, batch, constant))
-        detached, output = read.detached(), mix.detach()
+        detached = read.detached()
 
         def on_mix(gradient: torch.Tensor) -> None:
             """Add g = ∇y (B,T,H,d), the gradient of each head's mix."""
-            upstream = upcast(gradient).transpose(1, 2)
-            self._expected[layer, "value"] = self.theorem.add_upstream(layer, detached, upstream)
-            if read.call.scores is None and read.call.operation is None:
-                by_pathway = gradients_through_logits(detached, output, upstream, self.settings.positions)
-                self._expected |= {(layer, pathway): expected for pathway, expected in by_pathway.items()}
+            self._routed[layer] = self.theorem.add_upstream(layer, detached, upcast(gradient).transpose(1, 2))
 
         _hook(mix, on_mix)
 
     def watch_raw_value(self, layer: int, x: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:
-        if layer in self.value_parts:
-            states = (batch.tokens_at(upcast(each.detach()), self.settings.positions) for each in (x, value))
-            self._raw[layer] = (next(states), next(states))
         value.register_hook(lambda grad: self._on_pathway(layer, "raw_value", batch, False, grad.transpose(1, 2)))
 
     # --- the backward pass: last layer first
@@ -475,12 +404,8 @@ class Gradient(Observable):
         beside_sums = self.groups.near((layer, pathway), gradient)
         self._add_pathway(layer, pathway, beside_sums)
         self.groups.add((layer, pathway), beside_sums, batch)
-        if (expected := self._expected.pop((layer, pathway), None)) is not None:
-            self.theorem.add_gradient(layer, pathway, gradient.transpose(1, 2), expected, batch)
-        if pathway == "value" and layer in self._raw:
-            before = self.value_parts[layer].pullback(*self._raw.pop(layer), gradient)
-            if before is not None:
-                self._expected[layer, "raw_value"] = before.transpose(1, 2)
+        if pathway == "value":
+            self.theorem.add_value_gradient(layer, gradient.transpose(1, 2), self._routed.pop(layer), batch)
 
     def _add_pathway(self, layer: int, pathway: str, gradient: torch.Tensor) -> None:
         """Add the gradients (B,P,heads,d) of one batch."""

@@ -11,6 +11,7 @@ import torch
 ALL_HEADS = -1  # the head of rows for all heads together
 GROUPS = 20  # maximum number of groups of sequences for a jackknife; text i of a run is in group i modulo GROUPS
 LATER = slice(5, 16)  # positions that position 0 is compared with, independent of --positions
+AFTER_FIRST = slice(1, LATER.stop)  # the same for GS's figures, and for claims about all later positions
 
 
 def filled(x: torch.Tensor, present: torch.Tensor | None, entry: float = 0.0) -> torch.Tensor:
@@ -30,9 +31,9 @@ def mean_over(x: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
     return filled(x, present).sum(-1) / count.view(-1, *[1] * (x.dim() - 2))
 
 
-def later_mean(x: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
-    """Average statistics by position (B,…,P) over the positions LATER that a sequence has."""
-    return mean_over(x[..., LATER], None if present is None else present[:, LATER])
+def later_mean(x: torch.Tensor, present: torch.Tensor | None, positions: slice = LATER) -> torch.Tensor:
+    """Average statistics by position (B,…,P) over those of the `positions` that a sequence has."""
+    return mean_over(x[..., positions], None if present is None else present[:, positions])
 
 
 def long_table(parts: Iterable[tuple[dict[str, Any], dict[str, np.ndarray]]]) -> pd.DataFrame:

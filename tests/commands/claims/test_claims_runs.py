@@ -332,6 +332,11 @@ def streams(otherwise: Mapping[int | None, float], registers: int = 0) -> list[R
     return [run, RunData(streamed.manifest | {"command": "intervene", "arms": {}}, tables)]
 
 
+def identities(pathway: str, *residuals: float) -> RunData:
+    table = pd.DataFrame({"layer": 0, "pathway": pathway, "residual": residuals})
+    return analysis({"gradient_identity": table})
+
+
 LARGEST_ZEROED = no_op("zero-super-weight:which=largest", 2.0, 2.0)
 LIKE_GEMMA = of_both(natural=(0.80, 0.0), random=(0.79, 0.0), repeated=(0.61, 0.0))
 OUTSIDE = repeated("rotary", outside={"the model's own sink logits": [0]})
@@ -504,10 +509,10 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     # without the second part, the claim would hold for any weight of any model, with random weights, too
     ("SW-2", [no_op("zero-super-weight", 2.0, 4.5, 2.0), LARGEST_ZEROED], HOLDS, None, ""),
     ("SW-2", [no_op("zero-super-weight", 2.0, 2.0, 2.0), LARGEST_ZEROED], (HOLDS, FAILS), None, ""),
-    *((claim, [analysis({"gradient_check": pd.DataFrame({column: [1e-5, value, np.nan]})})], outcome, None, "")
-      for claim, column in (("GS-33", "key_residual"), ("GS-34", "query_residual"))
-      for value, outcome in ((5e-4, HOLDS), (5e-3, FAILS))),
-    ("GS-33", [analysis({"gradient_check": pd.DataFrame({"key_residual": [np.nan]})})], NOT_APPLIES, None,
+    *((claim, [identities(pathway, 1e-7, value, 1.0, np.nan)], outcome, None, "largest 1.0e+00")
+      for claim, pathway in (("GS-33", "key"), ("GS-34", "query"))
+      for value, outcome in ((5e-5, HOLDS), (5e-4, FAILS))),
+    ("GS-33", [identities("raw_value", 1e-7)], NOT_APPLIES, None,
         "the model computes its logits in its own code, or has no softmax"),
     ("GS-19", [analysis({"norm_bound": BOUND})], NOT_APPLIES, None, "the bound applies to no layer of this model"),
     # streaming

@@ -189,9 +189,10 @@ def valved(**growth: float) -> Training:
 
 
 def scaled_gradient(residual: float, arm: str) -> Training:
-    check = pd.DataFrame({"layer": 0, "head": [0, 0], "position": [0, 1], "raw_residual": [residual / 2, residual]})
+    pathway = "key" if np.isnan(residual) else "raw_value"
+    table = pd.DataFrame({"layer": 0, "pathway": pathway, "residual": [residual, residual, 1.0]})
     numbers = {label: {"loss": LOW} for label in ("none", arm)}
-    return training(numbers, tables={"none": [{}] * 3, arm: [{"gradient_check": check}] * 3})
+    return training(numbers, tables={"none": [{}] * 3, arm: [{"gradient_identity": table}] * 3})
 
 
 def compared(falls: bool) -> Training:

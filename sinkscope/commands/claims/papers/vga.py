@@ -12,7 +12,7 @@ from sinkscope.commands.claims.claim import HAS_SINK_HEADS, Claim, Part, of_sink
 from sinkscope.commands.claims.evidence import MAIN, Evidence, Need, Null
 from sinkscope.commands.claims.over_seeds import (
     CORRELATION,
-    LARGEST_RESIDUAL,
+    RESIDUAL,
     OfArm,
     OfStudy,
     difference,
@@ -232,7 +232,7 @@ CLAIMS = (
             of_one(lambda arm: float(_gated_gradients(arm).xs(0, level="position")["left"].median()), GATE),
             below(1.0)), set_against=Null.THEOREM),
     study_claim("V-25", "eq. 8, 15", "The value's gradient has a content and a self-regulatory path.", WITH_GATE,
-        ("largest relative residual of (g I + g (1 − g) W V) u", of_one(raw_residual, GATE), at_most(LARGEST_RESIDUAL)),
+        ("relative residual of (g I + g (1 − g) W V) u, median", of_one(raw_residual, GATE), at_most(RESIDUAL)),
         is_ours=False, set_against=Null.THEOREM),
     study_claim("V-14", "table 1", "Perplexity is no worse.", FROM_SCRATCH,
         ("perplexity, VGA ÷ plain", ratio(metric("perplexity"), GATE), at_most(1 + NO_COST)),
