@@ -88,6 +88,10 @@ def metric(name: str, scale: float = 1.0) -> OfArm:
     return of
 
 
+SINK_RATE = metric("sink_rate", 100)
+HAS_SINK: Where = ("sink: its sink rate in %", SINK_RATE, SINK)
+
+
 def raw_residual(arm: StudyArm) -> float:
     """Return the median residual of the equation for the gradient before an arm's gate or scale on values."""
     table = table_of_run(arm.run, "gradient_identity")

@@ -82,10 +82,32 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     # For comparison: attention of the same size in every layer, with Qwen3-Next's gates and without
     "tiny-gated-attention": ("qwen3_next", {**_QWEN3_NEXT, "layer_types": ["full_attention"] * 4}),
     "tiny-qwen3": ("qwen3", _QWEN3),
-    # about the smaller size of GS, which gives no more details
+    # about the two sizes of GS, which gives no more details
     "llama-0.1b": (
         "llama",
         _TINY_LLAMA | _size(768, 2048, 12, 12, num_key_value_heads=12, vocab_size=32000, tie_word_embeddings=True),
+    ),
+    "llama-0.3b": (
+        "llama",
+        _TINY_LLAMA | _size(1024, 2816, 20, 16, num_key_value_heads=16, vocab_size=32000, tie_word_embeddings=True),
+    ),
+    # the models of VGA: BERT-base, OPT-125m as Bondarenko et al. (2023) train it, and GPT-2 with rotary positions
+    "bert-base": ("bert", {}),
+    "opt-125m": ("opt", {"max_position_embeddings": 512, "init_std": 0.006}),
+    "gpt2-rotary": (
+        "gpt_neox",
+        _size(
+            768,
+            3072,
+            12,
+            12,
+            vocab_size=50304,
+            max_position_embeddings=1024,
+            rotary_pct=1.0,
+            layer_norm_eps=1e-5,
+            use_parallel_residual=False,
+            tie_word_embeddings=True,
+        ),
     ),
     # the models of WSE §4 to §7: 60M parameters without the embeddings, and the smallest of its released code
     "llama-60m": (VARIED_LLAMA, _size(768, 1536, 10, 8, **_WSE) | {"vocab_size": 50432}),

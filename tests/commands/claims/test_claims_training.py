@@ -137,6 +137,12 @@ def costing(seconds: float | None, share: float) -> Training:
     return made
 
 
+def on_outputs(mass: float, plain: float) -> Training:
+    around = np.array([1.0, 1.02, 0.98])
+    arms = {"none": plain, "iga:placement=output,scale=1": mass}
+    return training({arm: {"sink_mass": x * around, "sink_rate": x * around} for arm, x in arms.items()})
+
+
 def kept(own: float, plain: float) -> Training:
     arms = {name: {"sink_rate": [rate, 1.02 * rate, 0.98 * rate]} for name, rate in (("none", plain), ("vscale", own))}
     return training(arms)
@@ -313,6 +319,9 @@ def lab(**by_method: Mapping[str, Sequence[float]]) -> Training:
 
 # claim, training, outcome of the claim or of each of its numbers, and words of the first note or the reason
 CASES: list[tuple[str, Training, Any, str]] = [
+    ("GA-1", on_outputs(0.05, plain=0.5), HOLDS, ""),
+    ("GA-1", on_outputs(0.4, plain=0.5), FAILS, ""),
+    ("GA-1", on_outputs(0.05, plain=0.05), NOT_APPLIES, "plain training has no sink"),
     ("V-23", costing(0.51, 1e-3), (HOLDS, HOLDS), "of 1,001"),
     ("V-23", costing(0.6, 1e-3), (HOLDS, FAILS), ""),
     ("V-23", costing(0.51, 0.1), (FAILS, HOLDS), ""),

@@ -12,6 +12,7 @@ from sinkscope.commands.claims.claim import HAS_SINK_HEADS, Claim, Part, of_sink
 from sinkscope.commands.claims.evidence import MAIN, Evidence, Need, Null
 from sinkscope.commands.claims.over_seeds import (
     CORRELATION,
+    HAS_SINK,
     RESIDUAL,
     OfArm,
     OfStudy,
@@ -299,7 +300,7 @@ CLAIMS = (
         (f"{BEFORE_TRIGGERS}, plain − IGA", difference(_at_end(_start_mass), PLAIN, INPUT_GATE), above(0.0)),
         ("IGA − VGA", difference(_at_end(_start_mass), INPUT_GATE, GATE), above(0.0))),
     study_claim("GA-1", "§4.2", "A gate on heads' outputs removes the sink.", OUTPUTS,
-        ("attention to position 0, gated ÷ plain", ratio(FIRST_MASS, ON_OUTPUTS), at_most(0.25)),
+        ("attention to position 0, gated ÷ plain", ratio(FIRST_MASS, ON_OUTPUTS, where=HAS_SINK), at_most(0.25)),
         published=published("Qiu et al.", {"elementwise": 0.048 / 0.467, "headwise": 0.073 / 0.467}, MIXTURE)),
     study_claim("GA-2", "§4.2", "The gate removes massive activations.", OUTPUTS,
         ("max infinity norm, gated ÷ plain",
@@ -311,6 +312,6 @@ CLAIMS = (
             of_one(lambda arm: metric("gate_deviation")(arm) / metric("gate_mean")(arm), ON_OUTPUTS), above(0.5)),
         published=published("Qiu et al.", {"elementwise": 0.116, "headwise": 0.172}, MIXTURE)),
     study_claim("GA-4", "§4.2", "A gate on values leaves the sink.", VALUES,
-        ("attention to position 0, gated ÷ plain", ratio(FIRST_MASS, ON_VALUES), at_least(0.5)),
+        ("attention to position 0, gated ÷ plain", ratio(FIRST_MASS, ON_VALUES, where=HAS_SINK), at_least(0.5)),
         published=published("Qiu et al.", {"on values": 0.297 / 0.467}, MIXTURE)),
 )  # fmt: skip

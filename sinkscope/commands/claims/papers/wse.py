@@ -11,7 +11,17 @@ from sinkscope.commands.claims import arms, over_seeds, scopes, studies
 from sinkscope.commands.claims.arms import LARGE_NORM, NO_COST, falls, had_a_sink, leaves
 from sinkscope.commands.claims.claim import HAS_SINK_HEADS, Claim, Part, of_run, of_sink_heads, run_claim
 from sinkscope.commands.claims.evidence import MAIN, NATURAL, POLICY_KINDS, RANDOM, REPEATED, Evidence, Need, Null
-from sinkscope.commands.claims.over_seeds import PERCENT, difference, metric, of_one, of_study, over_levels, study_claim
+from sinkscope.commands.claims.over_seeds import (
+    HAS_SINK,
+    PERCENT,
+    SINK_RATE,
+    difference,
+    metric,
+    of_one,
+    of_study,
+    over_levels,
+    study_claim,
+)
 from sinkscope.commands.claims.scopes import causal, equal_tokens_stay_equal, requires, some_positions
 from sinkscope.commands.claims.studies import PLAIN, ClaimStudy, StudyArm
 from sinkscope.errors import counted
@@ -389,9 +399,7 @@ def norm_ratio(arm: StudyArm) -> float:
     return float(table[(table["metric"] == "norm_ratio") & (table["layer"] >= 0)]["value"].max())
 
 
-SINK_RATE = metric("sink_rate", 100)
 # properties of plain training that an arm can prevent or take over
-HAS_SINK = ("sink: its sink rate in %", SINK_RATE, SINK)
 LARGE_NORMS = ("token of a large norm: that of position 0 ÷ others", norm_ratio, LARGE_NORM)
 _takes_sink = partial(of_one, of=_points_moved, null=PLAIN, where=HAS_SINK)
 
