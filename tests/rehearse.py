@@ -1,19 +1,25 @@
-"""Runs the sweeps that need a GPU or weights from the hub to the end, at about a thousandth of their size.
+"""Runs the recipes and sweeps that need a GPU or weights from the hub to the end, at about a thousandth of their size.
 
-    make rehearse    # or tests/rehearse.py FOLDER NAME…
+    make rehearse    # or tests/rehearse.py FOLDER [--record] NAME…
 
-Each sweep is killed once it has begun to measure or train, and resumed. Then all its cells have to be done, the figures
-of its comparison drawn, its tables to have a row for each level, and the claims named here to be judged. Trainings have
-a tiny configuration (`quick`). Models of the hub are tiny ones of the same repositories on a loopback hub.
+Each is killed once it has begun to measure or train, and resumed. Then all cells of a sweep have to be done, with a row
+for each level, and its figures and the numbers of its claims have to be those of `rehearsed.json`, up to round-off
+(`--record` writes that file). Trainings have a tiny configuration (`quick`). Models of the hub are tiny ones of the
+same repositories on a loopback hub.
 """
 
+import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pandas as pd
 import yaml
@@ -24,11 +30,18 @@ from sinkscope.commands.sweep.factor_study import STUDY, at_a_glance
 from sinkscope.commands.sweep.file import Sweep, known_sweeps, read_sweep
 from sinkscope.commands.train.architectures import tokenizer_of
 from sinkscope.commands.train.arms import parse_methods
+from sinkscope.options.recipe import known_recipes
 from sinkscope.text.sources import documents
+
+RECORD = Path(__file__).with_name("rehearsed.json")
+CLOSE = {"rel_tol": 0.05, "abs_tol": 1e-3}  # of numbers of 20 steps on another machine
+BEGUN = ("**/training/checkpoint-*/trainer_state.json", "cells/*/run.json")
+ORDERS_OF_VGA = ("V-14", "V-15", "V-16", "V-17", "V-18", "V-19", "V-26", "V-27")
+V_SCALE = ("GS-21", "GS-22", "GS-23", "GS-24", "GS-25", "GS-26", "GS-30", "GS-35", "GS-36")
 
 # sweep → claims that its folder decides, as far as a training without a sink does; not W-32 and W-34, because all cells
 # have the same number of steps and of tokens here
-TRAININGS = {
+SWEEPS: dict[str, tuple[str, ...]] = {
     "when-sinks-emerge-60m": ("W-30",),
     "when-sinks-emerge-60m-weight-decay": ("W-38",),
     "when-sinks-emerge-60m-positions": ("W-42",),
@@ -43,91 +56,182 @@ TRAININGS = {
     "when-sinks-emerge-60m-data": ("W-30",),
     "when-sinks-emerge-60m-sigmoid": ("W-58",),
     "when-sinks-emerge-1b": ("W-56",),
+    "gradient-sinks-100m": V_SCALE,
+    "gradient-sinks-300m": V_SCALE,
+    "value-state-gated-attention-bert-base": ORDERS_OF_VGA,
+    "value-state-gated-attention-opt-125m": ORDERS_OF_VGA,
+    "value-state-gated-attention-gpt2": ORDERS_OF_VGA,
+    "when-sinks-emerge-table-1": (),
+    "pythia-training": (),
+    "atlas": (),
 }
-OF_THE_HUB = {"when-sinks-emerge-table-1": (), "pythia-training": (), "atlas": ()}
-SMALL = {"num-seqs": 4, "seq-len": 16, "window": 16}  # of sweeps of the hub, which have no small form
-BEGUN = ("cells/*/*/training/checkpoint-*/trainer_state.json", "cells/*/run.json")
+
+
+class Rehearsal(NamedTuple):
+    """A recipe: the tiny model in place of its own, options that make it small, and claims that its folder decides."""
+
+    kind: str
+    options: dict[str, Any]
+    claims: tuple[str, ...] = ()
+
+
+READING = {"num-seqs": 4, "seq-len": 20, "window": 16}
+RECIPES = {
+    "value-state-gated-attention-table-3": Rehearsal(
+        "gpt2",
+        {"steps": 8, "save-every": 4, "log-every": 4, "block-length": 32, "batch-size": 2, "bf16": False, "seeds": 2,
+         "num-seqs": 4},
+        ("V-20", "V-21", "V-22"),
+    ),
+    "gradient-sinks-checkpoints": Rehearsal("gpt_neox", READING | {"positions": 16}),
+    "not-universal-interventions": Rehearsal("gpt2", READING | {"draws": 2}, ("N-6", "N-7", "N-8", "N-9", "N-10")),
+    "not-universal-figures-1-and-4": Rehearsal("gpt2", READING),
+    "not-universal-figures-2-and-5": Rehearsal("gpt2", READING),
+    "not-universal-figure-6": Rehearsal("gpt2", READING),
+    "not-universal-tables-1-and-2": Rehearsal("gpt2", READING),
+}  # fmt: skip
 
 
 def sinkscope(*arguments: str | Path, hub: str = "") -> subprocess.Popen:
     """Start the command line in a process group of its own."""
     command = [sys.executable, "-m", "sinkscope.cli", *map(str, arguments)]
-    places = {"HF_ENDPOINT": hub, "HF_HUB_CACHE": "build/rehearse/hub", "HF_HUB_DISABLE_XET": "1"} if hub else {}
+    cache = f"build/rehearse/hub-{hub.rpartition(':')[2]}"
+    places = {"HF_ENDPOINT": hub, "HF_HUB_CACHE": cache, "HF_HUB_DISABLE_XET": "1"} if hub else {}
+    places["OMP_NUM_THREADS"] = "1"  # a rehearsal on each core
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, env=os.environ | places, start_new_session=True, **pipes)  # type: ignore[call-overload]
 
 
-def killed_and_resumed(folder: Path, *arguments: str | Path, hub: str = "") -> str:
-    """Run a command, kill it once something in its folder is begun, and run it again; return what is wrong."""
-    process = sinkscope(*arguments, hub=hub)
-    while process.poll() is None and not any(any(folder.glob(pattern)) for pattern in BEGUN):
-        time.sleep(0.02)
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    elif process.returncode:
-        return f"status {process.returncode}: {process.communicate()[1].strip().splitlines()[-1:]}"
-    process.communicate()
-    process = sinkscope(*arguments, hub=hub)
+def ended(process: subprocess.Popen) -> str:
+    """Wait for a process, and return how it failed; "" if it did not."""
     _, errors = process.communicate()
     return f"status {process.returncode}: {errors.strip().splitlines()[-1:]}" if process.returncode else ""
 
 
-def wrong_with(folder: Path, sweep: Sweep, claims: tuple[str, ...]) -> list[str]:
-    """Return what a finished sweep lacks: cells, figures, rows of its tables, or claims."""
-    tables = folder / "comparison" / "tables"
+def killed_and_resumed(folder: Path, *arguments: str | Path, hub: str = "") -> str:
+    """Run a command, kill it once something in its folder is begun, and run it again; return what is wrong.
+
+    A command that only writes its folder at the end is neither killed nor resumed.
+    """
+    process = sinkscope(*arguments, hub=hub)
+    while process.poll() is None and not any(any(folder.glob(pattern)) for pattern in BEGUN):
+        time.sleep(0.02)
+    if process.poll() is not None:
+        return ended(process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    return ended(sinkscope(*arguments, hub=hub))
+
+
+def lacking_cells(folder: Path, sweep: Sweep) -> list[str]:
     done = {path.parent.name for path in folder.glob("cells/*/run.json")}
     lacking = [f"cell {cell.name}" for cell in sweep.cells if cell.name not in done]
-    if not any((folder / "comparison" / "figures").glob("*.png")):
-        lacking.append("figures")
     if sweep.content.commands.keys() == {"train"}:
-        levels = len(at_a_glance(pd.read_parquet(tables / f"{STUDY}.parquet")))
+        table = pd.read_parquet(folder / "comparison" / "tables" / f"{STUDY}.parquet")
         wanted = sum(len(parse_methods(cell.options.method)) for cell in sweep.cells)
-        if levels != wanted:
-            lacking.append(f"{wanted} levels: there are {levels}")
-    if claims:
-        process = sinkscope(
-            "claims", "--from", folder, "--out", folder.with_name(f"{folder.name}-claims"), "--overwrite"
-        )
-        _, errors = process.communicate()
-        if process.returncode:
-            return [*lacking, f"claims: status {process.returncode}: {errors.strip().splitlines()[-1:]}"]
-        judged = pd.read_parquet(folder.with_name(f"{folder.name}-claims") / "tables" / "claim.parquet")
-        measured = set(judged.loc[judged["outcome"] != "not measured", "claim"])
-        lacking += [f"claim {claim}" for claim in claims if claim not in measured]
+        if len(at_a_glance(table)) != wanted:
+            lacking.append(f"{wanted} levels: there are {len(at_a_glance(table))}")
     return lacking
 
 
-def rehearse(name: str, folder: Path, hub: Hub) -> list[str]:
-    """Run one sweep, and return what is wrong with it."""
-    if name in TRAININGS:
-        file, claims, small = name, TRAININGS[name], ("--quick",)
+def results_of(folder: Path, claims: Collection[str]) -> dict[str, Any]:
+    """Return the figures of a finished folder, and the outcomes and numbers of its claims."""
+    figures = sorted({path.stem for path in folder.glob("**/figures/*.png")})
+    results: dict[str, Any] = {"figures": figures}
+    if claims:
+        out = folder.with_name(f"{folder.name}-claims")
+        if failed := ended(sinkscope("claims", "--from", folder, "--out", out, "--overwrite")):
+            return results | {"claims": failed}
+        judged = pd.read_parquet(out / "tables" / "claim.parquet").query("claim in @claims")
+        judged = judged[judged["outcome"] != "not measured"]
+        keys = judged[["condition", "claim", "part"]].astype(str).agg(" ".join, axis=1)
+        results["claims"] = dict(zip(keys, judged["value"].astype(float).round(6), strict=True))
+    return results
+
+
+def differences(results: dict[str, Any], recorded: dict[str, Any], claims: Collection[str]) -> list[str]:
+    """Return in what the results of a rehearsal are not those on record."""
+    figures = set(recorded["figures"]) ^ set(results["figures"])
+    wrong = [f"figure {name}" for name in sorted(figures)]
+    numbers, expected = results.get("claims", {}), recorded.get("claims", {})
+    if isinstance(numbers, str):
+        return [*wrong, f"claims: {numbers}"]
+    decided = {key.split()[-2] for key in numbers}
+    wrong += [f"claim {claim} is not measured" for claim in claims if claim not in decided]
+    for key in sorted(expected.keys() | numbers.keys()):
+        before, now = (each.get(key, math.nan) for each in (expected, numbers))
+        same = math.isclose(before, now, **CLOSE) or (math.isnan(before) and math.isnan(now))
+        if not same or (key in expected) != (key in numbers):
+            wrong.append(f"claim {key}: {now:g}, not {before:g}")
+    return wrong
+
+
+def small_copy(name: str, folder: Path, hub: Hub) -> tuple[str, str | Path]:
+    """Write the small copy of a recipe, or of a sweep of models on the hub. Return the command and the file."""
+    tiny, file = folder.parent / "tiny", Path(f"{folder}.yaml")
+    path = known_recipes()[name] if name in RECIPES else known_sweeps()[name]
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if name in SWEEPS and (content.get("quick") or content.get("extends")):
+        return "sweep", name
+    small = RECIPES[name].options if name in RECIPES else READING
+    file.write_text(yaml.safe_dump(content | {"options": content["options"] | small}), encoding="utf-8")
+    if name in RECIPES:
+        revisions = str(content["options"].get("revision", "main")).split(",")
+        wanted = {(content.get("model", "openai-community/gpt2"), revision) for revision in revisions}
+        tiny = folder.parent / RECIPES[name].kind
     else:
-        file, claims, small = f"{folder}.yaml", OF_THE_HUB[name], ()
-        content = yaml.safe_load(known_sweeps()[name].read_text(encoding="utf-8"))
-        Path(file).write_text(yaml.safe_dump(content | {"options": content["options"] | SMALL}), encoding="utf-8")
-    sweep = read_sweep(file, {}, quick=bool(small))
-    for model, revision in {cell.source for cell in sweep.cells if cell.command != "train"}:
-        before = hub.repos.get(model, Repo({})).revisions
-        hub.repos[model] = Repo({**before, revision or "main": folder.parent / "tiny"})
+        sweep = read_sweep(str(file), {})
+        wanted = {(cell.source[0], cell.source[1] or "main") for cell in sweep.cells}
+    for model, revision in wanted:
+        hub.repos[model] = Repo({**hub.repos.get(model, Repo({})).revisions, revision: tiny})
+    return ("run" if name in RECIPES else "sweep"), file
+
+
+def rehearse(name: str, folder: Path, recorded: dict[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
+    """Run one recipe or sweep. Return its results, and what is wrong; None on record: only that it ran."""
+    claims = RECIPES[name].claims if name in RECIPES else SWEEPS[name]
     shutil.rmtree(folder, ignore_errors=True)
-    wrong = killed_and_resumed(folder, "sweep", file, *small, "--out", folder, hub=hub.url)
-    return [wrong] if wrong else wrong_with(folder, sweep, claims)
+    model = ["openai-community/gpt2"] if name == "value-state-gated-attention-table-3" else []
+    with Hub() as hub:
+        command, file = small_copy(name, folder, hub)
+        is_quick = file == name
+        arguments = (command, file, *model, *["--quick"] * is_quick, "--out", folder)
+        if failed := killed_and_resumed(folder, *arguments, hub=hub.url):
+            return {}, [failed]
+    lacking = lacking_cells(folder, read_sweep(str(file), {}, quick=is_quick)) if command == "sweep" else []
+    results = results_of(folder, claims)
+    return results, [*lacking, *differences(results, results if recorded is None else recorded, claims)]
 
 
-def main(place: Path, names: list[str]) -> int:
+def main(place: Path, names: list[str], record: bool) -> int:
     place.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizer_of(documents("natural", None)[1], 512)
-    tokenizer.save_pretrained(place / "tiny")
-    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(place / "tiny")
-    failures = 0
-    with Hub() as hub:
-        for name in names or [*TRAININGS, *OF_THE_HUB]:
-            start = time.perf_counter()
-            wrong = rehearse(name, place / name, hub)
-            failures += bool(wrong)
-            print(f"{name}: {'; '.join(wrong) or 'done'} ({time.perf_counter() - start:.0f} s)", flush=True)
+    for kind in ("llama", *{rehearsal.kind for rehearsal in RECIPES.values()}):
+        folder = place / ("tiny" if kind == "llama" else kind)
+        tokenizer.save_pretrained(folder)
+        model = tiny_model(kind, vocab_size=len(tokenizer))
+        if kind == "gpt2":  # EPE_0 gets massive coordinates, which one of the interventions edits
+            first = model.transformer.h[0]
+            for projection in (first.attn.c_proj, first.mlp.c_proj):
+                projection.weight.data *= 0.01
+            model.transformer.wpe.weight.data[0, :2] += 30.0
+        model.save_pretrained(folder)
+    on_record = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+
+    def one(name: str) -> int:
+        start = time.perf_counter()
+        results, wrong = rehearse(name, place / name, None if record else on_record[name])
+        on_record[name] = results if record and not wrong else on_record.get(name, {})
+        print(f"{name}: {'; '.join(wrong) or 'done'} ({time.perf_counter() - start:.0f} s)", flush=True)
+        return bool(wrong)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        failures = sum(pool.map(one, names or [*SWEEPS, *RECIPES]))
+    if record:
+        RECORD.write_text(json.dumps(dict(sorted(on_record.items())), indent=1) + "\n", encoding="utf-8")
     return failures
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    given = [argument for argument in sys.argv[2:] if argument != "--record"]
+    sys.exit(main(Path(sys.argv[1]), given, record="--record" in sys.argv))

@@ -30,7 +30,7 @@ from sinkscope.commands.sweep.pools import follow, open_pool, run_groups, split
 from sinkscope.commands.sweep.tables import SweepTables, sweep_tables
 from sinkscope.commands.sweep.worker import Event, Group, Reads, State, Task, devices_for, load_key
 from sinkscope.errors import InputError, counted, unknown
-from sinkscope.figures import FIGURES
+from sinkscope.figures import FIGURES, KINDS
 from sinkscope.html_page import Contents
 from sinkscope.measuring.console import lasting, print_line
 from sinkscope.measuring.processes import team, together
@@ -49,6 +49,8 @@ from sinkscope.results.tables import blaming_tables
 
 # options that do not affect results
 IGNORED_OPTIONS = {"file", "quick", "dry_run", "gpu", "engine", "address", "workers", "shard", "retry", "evict"}
+OF_TRAININGS = KINDS["arms of a training"]
+OF_CELLS = FIGURES | OF_TRAININGS
 MOST_FAILURES = 5  # failures that the final message names
 
 
@@ -141,9 +143,9 @@ def check(sweep: Sweep) -> None:
     commands = sweep.content.commands
     with named_file(sweep.path):
         for name in sweep.content.figures:
-            if name not in FIGURES:
-                raise InputError(f"figure {unknown(name, FIGURES)}")
-            if FIGURES[name].command not in commands:
+            if name not in OF_CELLS:
+                raise InputError(f"figure {unknown(name, OF_CELLS)}")
+            if not any(name in _figures(sweep, command) for command in commands):
                 raise InputError(f"figure '{name}' is of none of these commands: {', '.join(commands)}")
         for entry in sweep.content.models:
             if entry.paper is not None and entry.paper not in WSE_TABLE_1:
@@ -151,7 +153,8 @@ def check(sweep: Sweep) -> None:
     for cell in sweep.cells:
         with named_file(sweep.path, f"{cell.description}: "):
             records()[cell.command].imported().check(cell.options)  # every command of a cell has this check
-            check_figures(_figures(sweep, cell.command), cell.command, getattr(cell.options, "observables", None))
+            if cell.command not in TRAINING:
+                check_figures(_figures(sweep, cell.command), cell.command, getattr(cell.options, "observables", None))
 
 
 @with_options(SweepOptions)
@@ -300,7 +303,9 @@ def _measure_cells(
 
 def _figures(sweep: Sweep, command: str) -> tuple[str, ...]:
     """Return the figures that the cells of a command draw."""
-    return tuple(name for name in sweep.content.figures if FIGURES[name].command == command)
+    if command in TRAINING:
+        return tuple(name for name in sweep.content.figures if name in OF_TRAININGS)
+    return tuple(name for name in sweep.content.figures if name in FIGURES and FIGURES[name].command == command)
 
 
 def check_disk(todo: Iterable[Planned], at_once: int | None) -> None:

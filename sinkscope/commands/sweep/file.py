@@ -4,7 +4,7 @@ Each combination is a cell: an ordinary command with its options. More specific 
 those of the file, the command, the model, the input, the setting, and the command line. Options under `quick` replace
 all others with --quick, and equal cells are merged; fields of a `config` are added to those that a cell has.
 
-A file that `extends` another has its options and quick form, as far as it does not name others.
+A file that `extends` another has its options, quick form and figures, as far as it does not name others.
 
 `retrofit`, `train` and `benchmark` do not read the inputs, use only their own settings, and ignore shared options that
 they do not have. `train` begins without a model: its cells are not repeated for each model.
@@ -209,7 +209,8 @@ def read_sweep(file: str, overrides: Mapping[str, Any], quick: bool = False) -> 
                 )
                 for name, entry in content.commands.items()
             }
-            shared = {"options": base.options | content.options, "quick": base.quick | content.quick}
+            shared: dict[str, Any] = {"options": base.options | content.options, "quick": base.quick | content.quick}
+            shared["figures"] = content.figures or base.figures
             content = content.model_copy(update={"commands": commands, **shared})
         if quick and not content.quick:
             raise InputError("it has no small form for --quick")

@@ -125,9 +125,9 @@ def _measure(task: Task, models: dict[str, Any]) -> None:
     # a sweep may have hundreds of cells: `show` makes the page of one when it is needed
     where = {"out": task.folder, "overwrite": not can_resume(task), "page": False}
     if task.command == "train":
-        function(options=task.options, figures=False, **where)
+        function(options=task.options, figures=task.figures, **where)
     elif task.command == "retrofit":
-        function(task.options.model, config=task.options, figures=False, **where)
+        function(task.options.model, config=task.options, figures=task.figures, **where)
     elif task.command in ("claims", "benchmark"):
         function(_loaded(task.options, models), config=task.options, **where)
     else:

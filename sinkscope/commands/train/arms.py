@@ -137,7 +137,7 @@ class TrainingArms:
         quiet: bool,
         record: Mapping[str, Any] | None,
         page: bool,
-        figures: bool,
+        figures: bool | Iterable[str],
         **facts: Any,
     ) -> None:
         self.start = time.time()
@@ -385,7 +385,7 @@ class TrainingArms:
         with spinner(self.console, "drawing the figures"):
             run = Run.open(self.folder / arm / "run")
             if is_undrawn(run.manifest):
-                draw(run, None if self.figures else (), self.page)
+                draw(run, None if self.figures is True else (), self.page)
 
     # ------------------------------------------------------------------------------------------- all arms together
 
@@ -427,4 +427,4 @@ class TrainingArms:
             write_manifest(self.folder, done.manifest | {"drawn": False, "files": self.files.names})
             if comparison is not None:
                 done = replace(done, comparison=draw(comparison, page=self.page))
-            return draw(done, None if self.figures else (), self.page, self.files)
+            return draw(done, None if self.figures is True else self.figures or (), self.page, self.files)

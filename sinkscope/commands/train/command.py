@@ -6,7 +6,7 @@ none-seed0, none-seed1, …; all methods start from the same weights of each see
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Unpack
 
 from transformers import PreTrainedTokenizerBase
@@ -68,7 +68,7 @@ def retrofit(
     config: RetrofitOptions | None = None,
     record: Mapping[str, Any] | None = None,
     page: bool = True,
-    figures: bool = True,
+    figures: bool | Iterable[str] = True,
     **options: Unpack[RetrofitKeywords],
 ) -> Trained:
     """Retrofit and train a model with each method, and measure the results and the unchanged model on held-out text.
@@ -86,7 +86,7 @@ def retrofit(
         config: all options at once, in place of `options`.
         record: the content of a recipe, for run.json.
         page: also write index.html.
-        figures: also draw figures of each arm and of all arms together.
+        figures: whether to draw figures of each arm and of all arms together; or the names of those of all arms.
         **options: those of the command line, which are listed below.
 
     Returns:
@@ -123,7 +123,7 @@ def train(
     options: TrainOptions | None = None,
     record: Mapping[str, Any] | None = None,
     page: bool = True,
-    figures: bool = True,
+    figures: bool | Iterable[str] = True,
     **given: Unpack[TrainKeywords],
 ) -> Trained:
     """Train a model from random weights with each method, and measure all of them on held-out text.
@@ -139,7 +139,7 @@ def train(
         options: all options at once, in place of `given`.
         record: the content of a recipe, for run.json.
         page: also write index.html.
-        figures: also draw figures of each arm and of all arms together.
+        figures: whether to draw figures of each arm and of all arms together; or the names of those of all arms.
         **given: those of the command line, which are listed below.
 
     Raises:
