@@ -135,12 +135,18 @@ class StudyArm:
         All parameters that `typed` lacks must have their defaults; if it has none, `variant_of` has the method's.
         """
         method, parameters = parse_spec(typed, "--method")
-        if self.method != method:
-            return False
-        if not parameters:
+        if self.method == method and not parameters:
             return method == PLAIN or variant_of.get(method) == self.variant
-        ours, asked = (make_retrofit(method, each) for each in (self.parameters, parameters))
-        return ours.model_dump(exclude=START_PARAMETERS) == asked.model_dump(exclude=START_PARAMETERS)
+        return is_variant(typed, self.method, self.parameters)
+
+
+def is_variant(typed: str, method: str, parameters: Mapping[str, Any]) -> bool:
+    """Return whether a method with parameters is one that a claim reads; without parameters a claim reads all."""
+    named, asked = parse_spec(typed, "--method")
+    if named != method or not asked:
+        return named == method
+    ours, theirs = (make_retrofit(method, each).model_dump(exclude=START_PARAMETERS) for each in (parameters, asked))
+    return ours == theirs
 
 
 def variants(trainings: Iterable[Training]) -> dict[str, list[str]]:
@@ -329,6 +335,7 @@ FACTORS = {
     "window": Factor(("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
         f"{IN_A_CONFIG} sliding_window",
         lambda training: training.settings.get("sliding_window") or inf),  # ∞: all earlier tokens are seen
+    "optimizer": Factor(("optimizer",), "--optimizer O, with adamw and muon"),
     "feed-forward": Factor(("feed_forward", "hidden_act", "activation_function"), f"{IN_A_CONFIG} hidden_act"),
     "heads": Factor(("num_attention_heads", "num_key_value_heads", "n_head", "head_dim"),
         f"{IN_A_CONFIG} num_attention_heads",

@@ -109,6 +109,7 @@ def command(options: SweepOptions, output: OutputOptions) -> Printout:
             note = each.message or size.reason
             rows.append((cell.name, cell.model, parameters, memory, download, str(each.state), note))
         tables = {"cells": pd.DataFrame(rows, columns=columns), "trainings": costs_of(done.plan, options.gpu)}
+        tables["arms"] = arms_of(done.plan)
         return Printout(done, tables={name: table for name, table in tables.items() if not table.empty})
     tables = {"cells": done.summary, METRICS["sink_rate"].short: done.tables.overview}
     trainings = done.tables.tables.get(factor_study.STUDY, pd.DataFrame())
@@ -136,6 +137,31 @@ def costs_of(plan: Iterable[Planned], gpu: str) -> pd.DataFrame:
     rows.append(("all", "", "", "", "", "", sum(hours)))
     columns = ["setting", "arms", "steps", "tokens of an arm", "memory", "disk", f"hours on one {gpu}"]
     return pd.DataFrame(rows, columns=columns).assign(**{columns[-1]: lambda t: t[columns[-1]].map("{:,.1f}".format)})
+
+
+def arms_of(plan: Iterable[Planned]) -> pd.DataFrame:
+    """Return the arms of a plan's trainings: their methods, and the claims that read each of them."""
+    trainings = [each.cell.options for each in plan if each.cell.command in TRAINING]
+    if not trainings:
+        return pd.DataFrame()
+    from sinkscope.commands.claims.register import CLAIMS  # most sweeps need no claims
+    from sinkscope.commands.claims.studies import PLAIN, is_variant, split_arms
+    from sinkscope.commands.train.arms import parse_methods
+
+    arms = {label: method for options in trainings for label, method in parse_methods(options.method).items()}
+    rows = []
+    for label, (method, parameters) in arms.items():
+        reads = [
+            claim.id
+            for claim in CLAIMS.values()
+            for need in claim.needs
+            if need.kind in ("arms", *TRAINING)
+            and any(is_variant(arm, method, parameters) for arm in split_arms(need.of) if arm != PLAIN)
+        ]
+        typed = ",".join(f"{name}={value}" for name, value in parameters.items())
+        answers = "what the other arms are compared with" if method == PLAIN else ", ".join(dict.fromkeys(reads))
+        rows.append((label, f"{method}:{typed}" if typed else method, answers))
+    return pd.DataFrame(rows, columns=["arm", "method", "claims that read it"])
 
 
 def check(sweep: Sweep) -> None:

@@ -4,16 +4,17 @@ import json
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
-from rehearse import TRAININGS
+from rehearse import SWEEPS
 from support.made_up_runs import made_up, save
 from support.naming import naming
 
 import sinkscope
 from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.commands.sweep.cells import CellFolders, Failure, planned
-from sinkscope.commands.sweep.command import check, costs_of
+from sinkscope.commands.sweep.command import arms_of, check, costs_of
 from sinkscope.commands.sweep.file import known_sweeps, read_sweep
 from sinkscope.commands.sweep.worker import Reads, State, changes
 from sinkscope.commands.train.architectures import architecture
@@ -136,6 +137,26 @@ def test_a_dry_run_says_what_trainings_take(tmp_path: Path) -> None:
     assert costs_of([], "H100").empty
 
 
+def test_a_dry_run_says_what_each_arm_answers(tmp_path: Path) -> None:
+    methods = (
+        "{plain: none, scaled: vscale, fixed: 'vscale:learned=false', gate: 'vga:placement=output', bias: key-bias}"
+    )
+    done = sinkscope.sweep(written(tmp_path, f"commands: {{train: {{options: {{method: {methods}}}}}}}"),
+        out=tmp_path / "out", dry_run=True)  # fmt: skip
+    table = arms_of(done.plan).set_index("arm")
+    answers = table["claims that read it"].str.split(", ").to_dict()
+    assert table["method"].to_dict() == {
+        "plain": "none", "scaled": "vscale", "fixed": "vscale:learned=false", "gate": "vga:placement=output",
+        "bias": "key-bias",
+    }  # fmt: skip
+    assert {"GS-21", "GS-35"} <= {*answers["scaled"]}
+    assert "GS-32" in answers["fixed"]  # of all claims on V-scale the one that reads its fixed form by name
+    assert "GS-32" not in answers["scaled"]
+    assert {"V-14", "V-26"} <= {*answers["gate"]}
+    assert "V-6" not in answers["gate"]  # of another text
+    assert arms_of([]).empty
+
+
 # what the paper says of its default model, and the rows of each table: the options that vary, level by level
 DEFAULT_OF_WSE = {
     "block_length": 2048, "steps": 20_000, "learning_rate": 4e-4, "schedule": "cosine", "warmup": 100 / 20_000,
@@ -170,7 +191,7 @@ ROWS_OF_WSE: dict[str, list[dict]] = {
     "60m-operations": [{}],
 }  # fmt: skip
 ARMS_OF_WSE = {
-    "60m-biases": ["none", "register-tokens", "key-bias", "key-bias", "value-bias", *["key-bias"] * 3],
+    "60m-biases": ["none", "register-tokens", "key-bias", "key-bias", "value-bias", *["key-bias"] * 15],
     "60m-operations": ["none", *["operation"] * 13],
     "60m-sigmoid": ["none", "operation"],
 }
@@ -197,10 +218,54 @@ def test_the_sweeps_of_the_60m_model_are_the_papers_but_for_one_factor(name: str
         assert methods == ARMS_OF_WSE.get(name, ["none"])
 
 
+# VGA's tables: blocks in a step, and warm-up in steps; of BERT and OPT in the published scripts of Bondarenko et al.
+# (2023), which the paper follows, and of GPT-2 in Karpathy's nanoGPT with the paper's number of iterations
+OF_VGA: dict[str, dict[str, Any]] = {
+    "bert-base": {"steps": 10**6, "learning_rate": 1e-4, "block_length": 128, "blocks": 48, "warmup": 10_000,
+        "weight_decay": 0.01, "beta2": 0.999, "schedule": "linear"},
+    "opt-125m": {"steps": 125_000, "learning_rate": 4e-4, "block_length": 512, "blocks": 48 * 4, "warmup": 2_000,
+        "weight_decay": 0.1, "beta2": 0.95, "schedule": "linear"},
+    "gpt2": {"steps": 600_000, "learning_rate": 6e-4, "block_length": 1024, "blocks": 12 * 40, "warmup": 2_000,
+        "weight_decay": 0.1, "beta2": 0.95, "schedule": "cosine"},
+}  # fmt: skip
+METHODS_OF_VGA = [
+    "none", "register-tokens:deviation=0.02", "learnable-sink", "iga:placement=output,scale=1",
+    "vga:placement=output,scale=1", "vga:placement=value,scale=1",
+]  # fmt: skip
+SIZES_OF_VGA = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+
+
+@pytest.mark.parametrize("name", OF_VGA)
+def test_the_sweeps_of_vga_are_the_papers(name: str) -> None:
+    (cell,) = read_sweep(f"value-state-gated-attention-{name}", {}).cells
+    options, expected = cell.options, OF_VGA[name]
+    settings = {key: getattr(options, key) for key in expected.keys() - {"blocks", "warmup"}}
+    settings["blocks"] = options.batch_size * options.accumulation
+    settings["warmup"] = round(options.warmup * options.steps)
+    assert settings == expected
+    assert options.new_learning_rate == options.learning_rate  # one rate for all parameters
+    assert list(options.method.values()) == METHODS_OF_VGA
+    config = architecture(options.config)
+    assert {key: getattr(config, key) for key in SIZES_OF_VGA} == SIZES_OF_VGA
+
+
+@pytest.mark.parametrize(("name", "millions"), [("100m", (90, 150)), ("300m", (250, 350))])
+def test_the_sweeps_of_gs_are_what_the_paper_says(name: str, millions: tuple[int, int]) -> None:
+    """It gives data, optimizer, sizes and checkpoints; arms have equal settings, and decide GS-21 to GS-36."""
+    (cell,) = read_sweep(f"gradient-sinks-{name}", {}).cells
+    options = cell.options
+    assert (options.dataset, options.optimizer, options.save_every) == ("allenai/c4:en", "adamw", 1000)
+    size = sum(p.numel() for p in on_meta(architecture(options.config)).parameters()) / 1e6
+    assert millions[0] < size < millions[1]
+    assert parse_methods(options.method)["V-scale"] == ("vscale", {})  # learned, as in the paper
+    assert {"attention", "activation", "gradient", "gradient-identities"} <= {*options.observables}
+
+
 def test_the_register_has_the_trainings_and_hours_of_dry_runs_and_what_is_rehearsed() -> None:
     text = (shipped("recipes").parent / "reports" / "papers.md").read_text(encoding="utf-8")
-    rows = re.findall(r"\| `(when-sinks-emerge-\S+)` \| (\d+) \| (\d+) \| .+ \| (yes|no) \|\n", text)
-    assert {name for name, *_ in rows} == {name for name in known_sweeps() if re.search("60m|1b", name)}
+    rows = re.findall(r"\| `(\S+)` \| (\d+) \| (\d+) \| .+ \| (yes|no) \|\n", text)
+    at_size = "60m|1b$|gradient-sinks|value-state"
+    assert {name for name, *_ in rows} == {name for name in known_sweeps() if re.search(at_size, name)}
     shape = cache(lambda config: on_meta(architecture(config)))
     for name, trainings, hours, rehearsed in rows:
         cells = [cell.options for cell in read_sweep(name, {}).cells]
@@ -208,7 +273,7 @@ def test_the_register_has_the_trainings_and_hours_of_dry_runs_and_what_is_rehear
         of_arms = [Cost(shape(options.config), options).hours(GPUS["H100"]) for options in cells]
         every = sum(number * one for number, one in zip(arms, of_arms, strict=True))
         assert (int(trainings), int(hours)) == (sum(arms), round(every)), name
-        assert (rehearsed == "yes") == (name in TRAININGS)
+        assert (rehearsed == "yes") == (name in SWEEPS)
 
 
 @pytest.mark.parametrize(
