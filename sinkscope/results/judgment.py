@@ -13,6 +13,7 @@ from sinkscope.results.statistics import LEVEL, Estimate
 
 Read = TypeVar("Read")
 ENOUGH_POWER = 0.5  # power; with less power, a claim that is not shown may well be true
+WANTED_POWER, MOST_SEEDS = 0.8, 1000  # the power with which a study would decide; the most seeds that are tried
 
 
 class NotDefined(Exception):
@@ -67,6 +68,28 @@ class Test:
             sides *= 2
         misses = [stats.norm.sf(reach * (room / side - 1)) for room, side in sides if isfinite(room) and side]
         return float(max(0.0, 1 - sum(misses)))
+
+    def seeds_to_decide(self, estimate: Estimate) -> float:
+        """Return the number of seeds that decide the test with WANTED_POWER, if effect and spread are those seen.
+
+        The interval then is inside if the value is, and outside if it is outside. The number is NaN if the estimate has
+        no spread over seeds, and ∞ if MOST_SEEDS are too few.
+        """
+        truth = estimate.value
+        if estimate.seeds < 2 or not (isfinite(estimate.low) and isfinite(estimate.high) and isfinite(truth)):
+            return nan
+        below, above = truth - estimate.low, estimate.high - truth
+        if self._above(truth) and self._below(truth):
+            sides = [(truth - self.least, below), (self.most - truth, above)]
+        else:
+            sides = [(self.least - truth, above)] if not self._above(truth) else [(truth - self.most, below)]
+        sides = [(room, side) for room, side in sides if isfinite(room) and side]
+        seeds = np.arange(2, MOST_SEEDS + 1)
+        reach, known = (stats.t.ppf((1 + LEVEL) / 2, number - 1) for number in (seeds, estimate.seeds))
+        narrower = reach / np.sqrt(seeds) / (known / np.sqrt(estimate.seeds))
+        misses = sum(stats.norm.sf(reach * (room / (side * narrower) - 1)) for room, side in sides)
+        enough = np.flatnonzero(1 - misses >= WANTED_POWER) if sides else np.array([0])
+        return float(seeds[enough[0]]) if len(enough) else inf
 
     def separates(self, estimate: Estimate) -> bool:
         """Return whether every draw of the null is outside, or less far inside than the value; True without draws."""

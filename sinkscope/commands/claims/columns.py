@@ -24,6 +24,7 @@ CLAIM_COLUMNS = (
     Column("published", "the value of the paper, with its settings", kind="text"),
     Column("passes", "outcome of this number", kind="text"),
     Column("power", "probability that this number of seeds shows the claim if it is true; NaN: not over seeds"),
+    Column("seeds_wanted", "seeds that decide the test in 80 % of studies, if effect and spread are those seen"),
     Column("outcome",
         "outcome of the claim: holds, fails, inconclusive, not enough seeds, does not apply or not measured",
         kind="text"),

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
-from math import inf
+from math import inf, isnan
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from sinkscope.options.recipe import shipped
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result
 from sinkscope.results.findings import Finding, Outcome
+from sinkscope.results.judgment import MOST_SEEDS
 from sinkscope.results.manifest import folder_of, read_manifest
 from sinkscope.results.metrics import MISSING
 from sinkscope.results.papers import NEEDS_GPT2, gamma_table, printed_gamma
@@ -342,6 +343,9 @@ def _printed(rows: pd.DataFrame) -> pd.DataFrame:
         outcome = f"**{row.outcome}**" if row.outcome == Outcome.FAILS else row.outcome
         if row.passes == Outcome.NOT_ENOUGH_SEEDS:
             test += f" (power {row.power:.0%})"
+        if row.passes in (Outcome.NOT_ENOUGH_SEEDS, Outcome.INCONCLUSIVE) and not isnan(row.seeds_wanted):
+            many = f"more than {MOST_SEEDS}" if row.seeds_wanted > MOST_SEEDS else f"{row.seeds_wanted:.0f}"
+            test += f"; {many} seeds would decide"
         cells = (statement + note, value, null_text(row, with_share=first), test)
         lines.append((row.claim if first else "", *cells, outcome if first else ""))
     columns = ["claim", "what it says, and what is measured", "value [95 %]", "null", "test", "outcome"]

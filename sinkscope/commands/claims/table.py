@@ -44,7 +44,8 @@ def judged(evidence: Evidence, name: str | None = None) -> pd.DataFrame:
              claim.id, paper_of(claim.id), claim.reference, claim.statement, number, part.quantity,
              estimate.value, estimate.low, estimate.high, estimate.null, estimate.null_low, estimate.null_high,
              part.test.text(part.form), part.test.least, part.test.most, claim.is_ours, published,
-             str(outcome), part.test.power(estimate), str(judgment.outcome), str(claim.null), judgment.null_passes,
+             str(outcome), part.test.power(estimate), part.test.seeds_to_decide(estimate),
+             str(judgment.outcome), str(claim.null), judgment.null_passes,
              judgment.tells, judgment.reason or "; ".join(filter(None, (estimate.note, no_interval(estimate, run)))))
             for number, (part, estimate, outcome) in enumerate(zip(claim.parts, estimates, passes, strict=True))
         ]  # fmt: skip

@@ -5,12 +5,14 @@ decided, 2.5 % hold falsely. For studies without a spread the bound is one-sided
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 from scipy.signal import lfilter
 from support.hand_made_runs import FAILS, FEW_SEEDS, HOLDS, INCONCLUSIVE
 
@@ -248,3 +250,20 @@ def test_too_few_seeds_are_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
     enough = mean_of_runs(np.array([1.0, 4.0, 5.0]))
     monkeypatch.setattr("sinkscope.results.judgment.ENOUGH_POWER", above(0.0).power(enough))
     assert above(0.0).outcome(enough) == INCONCLUSIVE  # at exactly enough power
+
+
+@pytest.mark.parametrize(("effect", "threshold"), [(0.6, 0.0), (-0.5, 0.0), (1.2, 0.5)])
+def test_the_number_of_seeds_that_decide(effect: float, threshold: float) -> None:
+    """With so many seeds, four of five studies decide the test in the direction of the effect; with half fewer do."""
+    pilot = Estimate(effect, effect - stats.t.ppf(0.975, 4) / np.sqrt(5), effect + stats.t.ppf(0.975, 4) / np.sqrt(5))
+    seeds = int(above(threshold).seeds_to_decide(replace(pilot, seeds=5)))  # a standard deviation of 1
+    random = np.random.default_rng(0)
+    decided = []
+    for number in (seeds, seeds // 2):
+        means = [mean_of_runs(random.normal(effect, 1, number)) for _ in range(2000)]
+        wanted = HOLDS if effect > threshold else FAILS
+        decided.append(np.mean([above(threshold).outcome(mean) == wanted for mean in means]))
+    assert 0.76 < decided[0] < 0.88
+    assert decided[1] < 0.6
+    assert above(0.0).seeds_to_decide(replace(pilot, value=0.0, low=-1.0, high=1.0, seeds=5)) == np.inf
+    assert np.isnan(above(0.0).seeds_to_decide(pilot))
