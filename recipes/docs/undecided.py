@@ -1,0 +1,79 @@
+"""Lists what the trainings of reports/ do not decide, and the seeds that would decide it, in reports/undecided.md.
+
+    python recipes/docs/undecided.py
+
+The numbers are those of each report's claims.md; the time of a seed is that of its steps, on the machine of the report.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from sinkscope.results.findings import Outcome
+from sinkscope.results.judgment import MOST_SEEDS, Test
+from sinkscope.results.statistics import Estimate
+
+REPORTS = Path(__file__).parents[2] / "reports"
+UNDECIDED = {Outcome.NOT_ENOUGH_SEEDS, Outcome.INCONCLUSIVE}
+NUMBER = r"-?[\d.]+(?:e[-+]\d+)?"
+CORE_HOURS = 8  # four hours of two cores
+HEAD = """# What the trainings do not decide
+
+`python recipes/docs/undecided.py` → this list. A claim is undecided if a number's 95 % interval contains its threshold.
+*Would decide*: the seeds with which the interval excludes it in 80 % of studies, if effect and spread are as seen. The
+direction is the one seen, so that many claims would then fail. *Hours*: of the steps alone on one core. *Fits*: whether
+these seeds take at most four hours of two cores.
+
+| report | claim | number | value [95 %] | test | seeds | would decide | hours | fits |
+| --- | --- | --- | ---: | --- | ---: | ---: | ---: | --- |
+"""
+
+
+def test_of(words: str) -> Test:
+    sign, value = re.match(rf"([<>≤≥]) ({NUMBER})", words).groups()  # type: ignore[union-attr]
+    limit = {"least": float(value)} if sign in ">≥" else {"most": float(value)}
+    return Test(**limit, strict=sign in "<>")
+
+
+def minutes_of_seed(report: Path) -> float:
+    manifest = json.loads((report / "run.json").read_text(encoding="utf-8"))
+    arms = manifest["arms"].values()
+    seconds = sum(arm.get("step_seconds") or float("nan") for arm in arms) * manifest["config"]["steps"]
+    return seconds / 60 / len({arm["seed"] for arm in arms})
+
+
+def rows_of(report: Path) -> list[str]:
+    rows, claim, minutes = [], "", minutes_of_seed(report)
+    for line in (report / "claims.md").read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        interval = re.match(rf"({NUMBER}) \[({NUMBER}), ({NUMBER})\]", cells[2]) if len(cells) == 6 else None
+        if interval is None:
+            continue
+        claim = cells[0] or claim
+        seeds = re.search(r"(\d+) seeds", cells[1])
+        limits = re.match(rf"[<>≤≥] {NUMBER}", cells[4])
+        if not (seeds and limits):
+            continue
+        value, low, high = map(float, interval.groups())
+        estimate, test = Estimate(value, low, high, seeds=int(seeds[1])), test_of(cells[4])
+        if test.outcome(estimate) not in UNDECIDED:
+            continue
+        wanted = test.seeds_to_decide(estimate)
+        hours = wanted * minutes / 60
+        quantity = re.sub(r" \([^()]*seeds[^()]*\)$", "", cells[1].removeprefix("… "))
+        many = f"> {MOST_SEEDS:,}" if wanted > MOST_SEEDS else f"{wanted:.0f}"
+        time = f"{hours:.1f}" if hours < 1e4 else "–"
+        fits = "yes" if hours <= CORE_HOURS else "no"
+        numbers = (cells[2], limits[0], seeds[1], many, time, fits)
+        rows.append(f"| {' | '.join((report.name, claim, quantity, *numbers))} |")
+    return rows
+
+
+def main() -> None:
+    reports = sorted(path.parent for path in REPORTS.glob("*/claims.md") if (path.parent / "run.json").exists())
+    rows = [row for report in reports for row in rows_of(report)]
+    (REPORTS / "undecided.md").write_text(HEAD + "\n".join(rows) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
