@@ -142,13 +142,6 @@ class Memory:
         )
 
 
-def training_memory(model: PreTrainedModel, options: Any) -> int:
-    """Return the bytes of a training in float32: weights, their copy, gradients, AdamW's two moments, and logits."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    logits = 3 * options.batch_size * options.block_length * vocabulary(model)
-    return LIBRARY_BYTES + torch.float32.itemsize * (5 * parameters + logits)
-
-
 def room(device_map: str | None) -> int:
     """Return the free bytes of the devices over which a device map spreads a model; of None, those of auto."""
     named = (device_map or "").partition(":")[0]

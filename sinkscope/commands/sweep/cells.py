@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from sinkscope.commands.sweep.file import Cell
 from sinkscope.commands.sweep.worker import Reads, State, changes, load_key
 from sinkscope.errors import InputError, SinkscopeError, described, one_line
-from sinkscope.measuring.memory import training_memory
+from sinkscope.measuring.memory import LIBRARY_BYTES
 from sinkscope.measuring.subject import memory_of
 from sinkscope.models.files import AWAY, HubUnreachable, find_settings, is_on_hub, missing_weights, quiet
 from sinkscope.models.loading import meta_model, on_meta, read_config, read_once
@@ -157,7 +157,12 @@ class Planned:
         model, options = self.size.model, self.cell.options
         if model is None:
             return 0
-        needed = training_memory(model, options) if options.trains else memory_of(model, options).peak(model.dtype)
+        if options.trains:
+            from sinkscope.commands.train.cost import Cost  # most sweeps need no training
+
+            needed = LIBRARY_BYTES + int(Cost(model, options).memory)
+        else:
+            needed = memory_of(model, options).peak(model.dtype)
         return int(MEMORY_MARGIN * needed)
 
 

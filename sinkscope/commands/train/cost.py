@@ -21,7 +21,7 @@ from sinkscope.measuring.memory import bytes_per_token
 UTILIZATION = 0.4
 TRAFFIC = 4
 OPTIMIZER_TRAFFIC = 28  # bytes a weight: AdamW reads weight, gradient and two moments, and writes all but the gradient
-STATE = 16  # bytes a weight in memory: weight, gradient and two moments in float32
+STATE = 20  # bytes a weight in memory: weight, the copy that arms start from, gradient and two moments in float32
 
 
 class Device(NamedTuple):
