@@ -435,7 +435,7 @@ BACKCOPY: dict[str, Metric] = {
 # fmt: on
 # heading of a table of trained arms in Markdown → its metrics; all of them make up the table `retrofit`, in this order
 ARM_TABLES: dict[str, tuple[str, ...]] = {
-    "In full precision": ("perplexity", "max_inf_norm", "kurtosis"),
+    "In full precision": ("perplexity", "layer_inf_norm", "kurtosis_with_norms", "max_inf_norm", "kurtosis"),
     "In W8A8": ("perplexity_quantized", "perplexity_increase", "max_inf_norm_quantized", "kurtosis_quantized"),
     "Position 0 against the others": (
         "sink_rate",

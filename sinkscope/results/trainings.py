@@ -1,6 +1,6 @@
 """The table `retrofit` of all trained arms, and the layer with the most attention to <s>.
 
-VGA's tables 1 to 3 have the columns of `retrofit`, but their norms and kurtosis are those of other sites.
+VGA's tables 1 to 3 have the columns of `retrofit`; their norms and kurtosis are layer_inf_norm and kurtosis_with_norms.
 """
 
 from collections.abc import Mapping

@@ -200,7 +200,9 @@ def backcopy_maps(arms: int = 2, layers: int = 1, heads: int = 1) -> tuple[pd.Da
 
 
 def _arms() -> TrainedArms:
-    metrics = ["perplexity", "perplexity_quantized", "max_inf_norm", "kurtosis", "sink_rate", "massive_count"]
+    metrics = [
+        "perplexity", "perplexity_quantized", "layer_inf_norm", "kurtosis_with_norms", "sink_rate", "massive_count",
+    ]  # fmt: skip
     of_model = {"model": ["tiny"], "condition": [f"arm {arm}" for arm in range(3)], "layer": [-1], "seed": SEEDS}
     logged = ["loss", "gate_displacement_mean", "held_out_loss", "sink_rate_by_weight"]
     course = _values(grid(**of_model, step=STEPS, metric=logged))

@@ -63,6 +63,10 @@ _TINY_BERT = _size(
     **_SMALL_VOCABULARY,
 )  # fmt: skip
 _TINY_LLAMA = _size(256, 688, 6, 4, num_key_value_heads=4, max_position_embeddings=2048, **_SMALL_VOCABULARY)
+_GPT2_ROTARY = _size(
+    768, 3072, 12, 12, vocab_size=50304, max_position_embeddings=1024, rotary_pct=1.0, layer_norm_eps=1e-5,
+    use_parallel_residual=False, tie_word_embeddings=True, classifier_dropout=0.0,
+)  # fmt: skip
 _WSE = {"rms_norm_eps": 1e-5, **_SMALL_VOCABULARY}
 
 # name → (model type, fields that differ from its defaults)
@@ -92,23 +96,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         _TINY_LLAMA | _size(1024, 2816, 20, 16, num_key_value_heads=16, vocab_size=32000, tie_word_embeddings=True),
     ),
     # the models of VGA: BERT-base, OPT-125m as Bondarenko et al. (2023) train it, and GPT-2 with rotary positions
-    "bert-base": ("bert", {}),
-    "opt-125m": ("opt", {"max_position_embeddings": 512, "init_std": 0.006}),
-    "gpt2-rotary": (
-        "gpt_neox",
-        _size(
-            768,
-            3072,
-            12,
-            12,
-            vocab_size=50304,
-            max_position_embeddings=1024,
-            rotary_pct=1.0,
-            layer_norm_eps=1e-5,
-            use_parallel_residual=False,
-            tie_word_embeddings=True,
-        ),
-    ),
+    "bert-base": ("bert", {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
+    "opt-125m": ("opt", {"max_position_embeddings": 512, "init_std": 0.006, "dropout": 0.0}),
+    "gpt2-rotary": ("gpt_neox", _GPT2_ROTARY),
     # the models of WSE §4 to §7: 60M parameters without the embeddings, and the smallest of its released code
     "llama-60m": (VARIED_LLAMA, _size(768, 1536, 10, 8, **_WSE) | {"vocab_size": 50432}),
     "llama-1m": (VARIED_LLAMA, _size(256, 512, 2, 8, **_WSE)),

@@ -67,7 +67,9 @@ class TrainedArms:
 # arm: the unchanged model, or the plain training. A metric that is 0 in every arm, or was not measured, has no panel.
 
 # metrics of the table `retrofit`
-BAR_METRICS = ("perplexity", PERPLEXITY_IN_W8A8, "max_inf_norm", "kurtosis", "sink_rate", "massive_count")
+BAR_METRICS = (
+    "perplexity", PERPLEXITY_IN_W8A8, "layer_inf_norm", "kurtosis_with_norms", "sink_rate", "massive_count",
+)  # fmt: skip
 NAME_LETTERS = 18  # characters in a line of an arm's name
 ONE_SEED: Look = {"color": "black", "linestyle": "none", "marker": "o", "markersize": 2.4, "mfc": "white", "mew": 0.6}
 WHISKER: Look = {"color": "black", "linestyle": "none", "elinewidth": 0.8, "capsize": 2, "capthick": 0.8}
