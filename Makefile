@@ -108,7 +108,7 @@ docs: install  ## the documentation site, build/docs/html: guides, reference, ga
 	OMP_NUM_THREADS=1 $(BIN)/python recipes/docs/make_site.py build/docs
 	@echo build/docs/html/index.html
 
-rehearse: install  ## sweeps that need a GPU or the hub, at a thousandth of their size, killed and resumed
+rehearse: install  ## recipes and sweeps that need a GPU or the hub, at a thousandth of their size, killed and resumed
 	$(BIN)/python tests/rehearse.py build/rehearse
 
 consumers: .venv/consumers/installed  ## what quantize and kv-plan export, run by llm-compressor and kvpress

@@ -96,6 +96,9 @@ OF_RUN_TESTS = ("tests/measuring/test_estimates.py",)
 CALLBACK_TESTS = ("tests/measuring/test_callback.py",)
 STATE_TESTS = ("tests/measuring/test_states.py",)
 NEURON_TESTS = ("tests/measuring/test_neurons_and_heads.py",)
+IDENTITY_TESTS = ("tests/measuring/test_gradient_identities.py",)
+EQUAL_TOKEN_TESTS = ("tests/measuring/test_equal_tokens.py",)
+MASKED_TESTS = ("tests/commands/train/test_masked.py",)
 DECODING_TESTS = ("tests/measuring/test_decoding.py",)
 SINK_OUTPUT_TESTS = ("tests/measuring/test_sink_output.py",)
 TEXT_TESTS = ("tests/text",)
@@ -678,6 +681,45 @@ MUTATIONS = [
          '"change": bootstrap(last - first)', '"change": bootstrap(first - last)'),
         ("decoding: each token counts", PROBES, "_decoding",
          '.drop_duplicates(["layer", "head", "sequence"])', ""),
+    ),
+    *_mutations(
+        IDENTITY_TESTS,
+        ("identities: without the output", f"{OBSERVABLES}.gradient_identities", "gradients_through_logits",
+         "(through_values - outside[:, :, rows, None])", "through_values"),
+        ("identities: the softcap's derivative", f"{OBSERVABLES}.gradient_identities", "gradients_through_logits",
+         "(1 - (read.logits(rows, cols) / cap).square())", "(read.logits(rows, cols) / cap).square()"),
+        ("identities: one chunk of queries", f"{OBSERVABLES}.gradient_identities", "gradients_through_logits",
+         "of_keys[:, :, cols] +=", "of_keys[:, :, cols] ="),
+        ("identities: only the first head of a group", f"{OBSERVABLES}.gradient_identities",
+         "GradientIdentities._compare", ".sum(2)", "[:, :, 0]"),
+        ("identities: the gradient of padding", f"{OBSERVABLES}.gradient_identities",
+         "GradientIdentities._compare", "batch.tokens_at(upcast(gradient).transpose(1, 2), self.settings.positions)",
+         "upcast(gradient).transpose(1, 2)[:, : self.settings.positions]"),
+        ("identities: the query that sees one key", f"{OBSERVABLES}.gradient_identities",
+         "GradientIdentities.tables", 'if pathway == "query":', "if False:"),
+        ("pullback: the gate's own path", "sinkscope.retrofits.gates", "ValueGate.pullback",
+         "gate * (1 - gate / scale)", "gate * (1 - gate)"),
+        ("pullback: V-scale along the value", "sinkscope.retrofits.gates", "ValueScale.pullback", "2 * c", "c"),
+    ),
+    *_mutations(
+        EQUAL_TOKEN_TESTS,
+        ("relative: distances the other way round", f"{OBSERVABLES}.equal_tokens", "bias_of_distance",
+         "column - seen", "seen"),
+        ("alibi: the slope's sign", f"{OBSERVABLES}.equal_tokens", "bias_of_distance", "-slope[:, None]",
+         "slope[:, None]"),
+        ("closed form: of the keys' places", f"{OBSERVABLES}.equal_tokens", "closed_form_difference",
+         "(row[:, None] - column).abs()", "column.expand(len(row), -1)"),
+    ),
+    *_mutations(
+        SUMMARY_TESTS,
+        ("summary: the sum after the norm", SUMMARY, "_layer_inf_norm", ".first()", ".last()"),
+        ("summary: kurtosis of all sites of a post-norm model", SUMMARY, "_kurtosis_with_norms",
+         '["mlp_out", "layer_out"])]', '["mid", "mlp_out", "out_sum", "layer_out"])]'),
+    ),
+    *_mutations(
+        MASKED_TESTS,
+        ("mix: a projection outside is not reached", "sinkscope.retrofits.retrofit", "change_mix",
+         "(change(getattr(attention, RETROFIT), output[0]), *output[1:])", "output"),
     ),
 ]  # fmt: skip
 

@@ -144,7 +144,7 @@ def results_of(folder: Path, claims: Collection[str]) -> dict[str, Any]:
             return results | {"claims": failed}
         judged = pd.read_parquet(out / "tables" / "claim.parquet").query("claim in @claims")
         judged = judged[judged["outcome"] != "not measured"]
-        keys = judged[["condition", "claim", "part"]].astype(str).agg(" ".join, axis=1)
+        keys = judged[["model", "claim", "part"]].astype(str).agg(" ".join, axis=1)
         results["claims"] = dict(zip(keys, judged["value"].astype(float).round(6), strict=True))
     return results
 
@@ -188,7 +188,7 @@ def small_copy(name: str, folder: Path, hub: Hub) -> tuple[str, str | Path]:
 
 
 def rehearse(name: str, folder: Path, recorded: dict[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
-    """Run one recipe or sweep. Return its results, and what is wrong; None on record: only that it ran."""
+    """Run one recipe or sweep. Return its results, and what is wrong; with nothing on record only whether it ended."""
     claims = RECIPES[name].claims if name in RECIPES else SWEEPS[name]
     shutil.rmtree(folder, ignore_errors=True)
     model = ["openai-community/gpt2"] if name == "value-state-gated-attention-table-3" else []
@@ -200,7 +200,9 @@ def rehearse(name: str, folder: Path, recorded: dict[str, Any] | None) -> tuple[
             return {}, [failed]
     lacking = lacking_cells(folder, read_sweep(str(file), {}, quick=is_quick)) if command == "sweep" else []
     results = results_of(folder, claims)
-    return results, [*lacking, *differences(results, results if recorded is None else recorded, claims)]
+    if recorded is None:
+        return results, lacking
+    return results, [*lacking, *differences(results, recorded, claims)]
 
 
 def main(place: Path, names: list[str], record: bool) -> int:
@@ -220,8 +222,11 @@ def main(place: Path, names: list[str], record: bool) -> int:
 
     def one(name: str) -> int:
         start = time.perf_counter()
-        results, wrong = rehearse(name, place / name, None if record else on_record[name])
-        on_record[name] = results if record and not wrong else on_record.get(name, {})
+        results, wrong = rehearse(name, place / name, None if record else on_record.get(name))
+        if record and not wrong:
+            on_record[name] = results
+        elif name not in on_record:
+            wrong.append("it is not on record")
         print(f"{name}: {'; '.join(wrong) or 'done'} ({time.perf_counter() - start:.0f} s)", flush=True)
         return bool(wrong)
 

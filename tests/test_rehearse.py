@@ -11,8 +11,8 @@ ON_RECORD = json.loads(RECORD.read_text(encoding="utf-8"))
 SMALL = ("when-sinks-emerge-60m", "not-universal-figure-6")  # a training that is killed and resumed; a model of the hub
 
 
-def test_every_rehearsal_is_on_record() -> None:
-    assert ON_RECORD.keys() == {*SWEEPS, *RECIPES}
+def test_what_is_on_record_has_all_claims() -> None:
+    assert {*SMALL} <= ON_RECORD.keys() <= {*SWEEPS, *RECIPES}
     for name, results in ON_RECORD.items():
         claims = RECIPES[name].claims if name in RECIPES else SWEEPS[name]
         assert differences(results, results, claims) == []

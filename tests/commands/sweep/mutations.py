@@ -63,4 +63,10 @@ MUTATIONS = [
     ("a rate that uniform attention has", "tables", "_by_epsilon", ".mask(lacks_rate(uniform, epsilon))", ""),
     ("published rates are percentages among shares", "page", "SweepPage.data", "rate.value / 100", "rate.value"),
     ("a permission makes another cell", "file", "_cell", ", exclude=set(PERMISSIONS)", ""),
+    ("a sweep that extends another has no figures", "file", "read_sweep", "content.figures or base.figures",
+     "content.figures"),
+    ("arms: a claim on plain training", "command", "arms_of", "if arm != PLAIN)", ")"),
+    ("figures of trainings in cells of runs", "command", "_figures", "if command in TRAINING:", "if True:"),
+    ("the memory of a training without its activations", "cells", "Planned.memory",
+     "int(Cost(model, options).memory)", "20 * Cost(model, options).parameters"),
 ]  # fmt: skip
