@@ -1,11 +1,11 @@
 """All claims by id, paper after paper."""
 
 from sinkscope.commands.claims.claim import Claim
-from sinkscope.commands.claims.papers import found_since, gs, nu, others, s2m, vga, wse
+from sinkscope.commands.claims.papers import gs, nu, others, recent, s2m, vga, wse
 from sinkscope.plugins import package_of
 from sinkscope.results.papers import CLAIMS_PAPERS, paper_of
 
-_CLAIMS: list[Claim] = [claim for paper in (gs, wse, s2m, nu, vga, others, found_since) for claim in paper.CLAIMS]
+_CLAIMS: list[Claim] = [claim for paper in (gs, wse, s2m, nu, vga, others, recent) for claim in paper.CLAIMS]
 _CLAIMS.sort(key=lambda claim: int(claim.id.partition("-")[2]))
 CLAIMS = {claim.id: claim for paper in CLAIMS_PAPERS for claim in _CLAIMS if claim.id.startswith(f"{paper}-")}
 

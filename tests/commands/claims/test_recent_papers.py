@@ -1,4 +1,4 @@
-"""Claims that were found since: on optimizers, on the emergence of massive activations, and on hybrid models."""
+"""Claims of recent papers: on optimizers, on the emergence of massive activations, and on hybrid models."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from support.hand_made_trainings import judged, training
 
 from sinkscope.commands.claims.claim import judge
 from sinkscope.commands.claims.collection import Collection
-from sinkscope.commands.claims.papers.found_since import _follows_curve, emergence, fit_of_emergence
+from sinkscope.commands.claims.papers.recent import _follows_curve, emergence, fit_of_emergence
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.studies import ClaimStudy, Training
 from sinkscope.results.findings import Outcome
