@@ -511,7 +511,7 @@ def test_shells_complete_commands_choices_and_names() -> None:
         ("sinkscope analyze --keep attention_", "attention_mask"),
         ("sinkscope train --config tiny-o", "tiny-opt"),
         ("sinkscope intervene --do zero-m", "zero-massive"),
-        ("sinkscope analyze --observables attention,gr", "attention,gradient"),
+        ("sinkscope analyze --observables attention,out", "attention,outlier"),
         ("sinkscope retrofit --method none,vs", "none,vscale"),
     ):
         asked = {"COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" ")), "_SINKSCOPE_COMPLETE": "complete_bash"}
