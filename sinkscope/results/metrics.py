@@ -322,6 +322,7 @@ _MEASURED = (
 )
 
 PERPLEXITY_IN_W8A8 = "perplexity_quantized"
+NORM_IN_W8A8, KURTOSIS_IN_W8A8, LOSS_IN_W8A8 = "max_inf_norm_quantized", "kurtosis_quantized", "loss_quantized"
 _QUANTIZED = (
     Metric("cost", "cost of quantization (nats per token)", "cost",
         "loss − loss in full precision on the same sequences",
@@ -331,10 +332,10 @@ _QUANTIZED = (
         form="{:,.2f}", source="VGA table 2", whole="", lower_is_better=True, tables=()),
     Metric("perplexity_increase", "increase of perplexity in W8A8", "Δ perplexity", "perplexity_quantized − perplexity",
         form="{:+,.2f}", source="VGA table 2", whole="", lower_is_better=True, tables=()),
-    Metric("max_inf_norm_quantized", "max infinity norm in W8A8 (largest site and layer)", "max infinity norm in W8A8",
+    Metric(NORM_IN_W8A8, "max infinity norm in W8A8 (largest site and layer)", "max infinity norm in W8A8",
         "max_inf_norm with every linear layer but the LM head in simulated W8A8",
         form="{:,.2f}", source="VGA table 2", whole="", lower_is_better=True, tables=()),
-    Metric("kurtosis_quantized", "kurtosis in W8A8 (mean over sites and layers)", "mean kurtosis in W8A8",
+    Metric(KURTOSIS_IN_W8A8, "kurtosis in W8A8 (mean over sites and layers)", "mean kurtosis in W8A8",
         "kurtosis with every linear layer but the LM head in simulated W8A8",
         form="{:,.2f}", source="VGA table 2", whole="", lower_is_better=True, tables=()),
 )
@@ -436,7 +437,7 @@ BACKCOPY: dict[str, Metric] = {
 # heading of a table of trained arms in Markdown → its metrics; all of them make up the table `retrofit`, in this order
 ARM_TABLES: dict[str, tuple[str, ...]] = {
     "In full precision": ("perplexity", "layer_inf_norm", "kurtosis_with_norms", "max_inf_norm", "kurtosis"),
-    "In W8A8": ("perplexity_quantized", "perplexity_increase", "max_inf_norm_quantized", "kurtosis_quantized"),
+    "In W8A8": (PERPLEXITY_IN_W8A8, "perplexity_increase", NORM_IN_W8A8, KURTOSIS_IN_W8A8),
     "Position 0 against the others": (
         "sink_rate",
         "sink_rate_outside",

@@ -25,7 +25,7 @@ CLAIMS_PAPERS = {  # first part of a claim's id → title of the paper
     "IH": "Identifying and Evaluating Inactive Heads in Pretrained LLMs",
     "FT": "Why do LLMs attend to the first token?",
     "SO": "The Structural Origin of Attention Sink (2605.06611)",
-    "OQ": "Beyond Outliers: A Study of Optimizers Under Quantization (2509.23500)",
+    "OQ": "Beyond Outliers, a study of optimizers (2509.23500)",
     "MD": "Hidden Dynamics of Massive Activations in Transformer Training (2508.03616)",
     "HY": "Sinks and spikes in hybrid models (2608.12149)",
     "GA": "Gated Attention for Large Language Models (Qiu et al. 2025)",

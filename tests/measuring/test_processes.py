@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from support.encoders import encoder
 from support.naming import naming
 from support.ranks import on_two_ranks
@@ -20,7 +21,7 @@ import sinkscope
 from sinkscope import Run, SinkscopeError
 from sinkscope.commands.claims.evidence import OF_STATES
 from sinkscope.measuring import processes
-from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.observables import OBSERVABLES, gradient_identities
 from sinkscope.measuring.processes import Team
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.results.tables import read_table
@@ -84,6 +85,19 @@ def assert_same(ours: Any, expected: Any) -> None:
         pd.testing.assert_frame_equal(ours[name], table, check_exact=exact, **({} if exact else ROUND_OFF))
 
 
+def test_identities_of_two_halves_are_those_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an equation that is wrong, because residuals of a right one are round-off, whatever is summed."""
+    right = gradient_identities.gradients_through_logits
+    monkeypatch.setattr(
+        gradient_identities, "gradients_through_logits",
+        lambda read, mix, *others: right(read, torch.zeros_like(mix), *others),
+    )  # fmt: skip
+    options = {"input": ids_in(tmp_path), **OPTIONS, "observables": ("gradient-identities",)}
+    whole, halves = sinkscope.analyze(tiny_model("llama"), **options), by_halves(tiny_model("llama"), **options)
+    assert whole.tables["gradient_identity"]["residual"].median() > 0.1
+    assert_same(halves.tables, whole.tables)
+
+
 def test_two_halves_are_the_whole(tmp_path: Path) -> None:
     """All observables are measured, on models of several kinds and sequences of several lengths."""
     measured: set[str] = set()
@@ -99,7 +113,14 @@ def test_two_halves_are_the_whole(tmp_path: Path) -> None:
             assert (halves.manifest["processes"], whole.manifest["processes"]) == (2, 1)
             measured |= {each for each, kind in OBSERVABLES.items() if set(kind.columns) & set(whole.tables)}
     # a new observable has to be measured here, too, because merging needs its sums to be accumulators
-    elsewhere = {"equal-tokens", "gate", "largest-logit", "mean-maps", *OF_STATES[2:]}  # below, and of means alone
+    elsewhere = {
+        "equal-tokens",
+        "gate",
+        "gradient-identities",
+        "largest-logit",
+        "mean-maps",
+        *OF_STATES[2:],
+    }  # below, and of means alone
     elsewhere |= {"super-weight", "head-scores", "sink-output", "over-mixing"}  # below
     assert set(OBSERVABLES) - measured == elsewhere
 

@@ -83,7 +83,7 @@ MUTATIONS = [
     ("optimizers: the correlation of costs with themselves", "papers.recent", "_predicts",
      "zip(outliers, costs, strict=True)]", "zip(costs, costs, strict=True)]"),
     ("optimizers: the cost without its base", "papers.recent", "_cost",
-     'costs["loss_quantized"] - costs["loss"]', 'costs["loss"]'),
+     'costs[LOSS_IN_W8A8] - costs["loss"]', 'costs["loss"]'),
     ("hybrids: a layer between two is enough", "papers.recent", "_aligned", "> 2:", "> 1:"),
     ("hybrids: the first layer of the group", "papers.recent", "_aligned", "== layer - 1", "== before + 1"),
     ("hybrids: the null has the sink", "papers.recent", "_aligned", "is_last.drop(sink)", "is_last"),

@@ -19,6 +19,7 @@ from sinkscope.commands.claims.studies import ClaimStudy
 from sinkscope.models.family import ATTENTION
 from sinkscope.results import statistics
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most
+from sinkscope.results.metrics import LOSS_IN_W8A8
 from sinkscope.results.papers import published
 from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Lacks, table_of_run
@@ -31,9 +32,9 @@ OPTIMIZERS = Need("factor", "optimizer")
 
 def _cost(run: RunData) -> float:
     costs = run.manifest.get("w8a8") or {}
-    if "loss_quantized" not in costs:
+    if LOSS_IN_W8A8 not in costs:
         raise Lacks(f"the run of {run.condition} has no loss in W8A8")
-    return float(costs["loss_quantized"] - costs["loss"])
+    return float(costs[LOSS_IN_W8A8] - costs["loss"])
 
 
 @of_study
@@ -152,7 +153,7 @@ def _aligned(evidence: Evidence) -> Estimate:
 
 
 CLAIMS = (
-    study_claim("OQ-1", "abstract", "Outliers do not predict the cost of quantization across optimizers.", OPTIMIZERS,
+    study_claim("OQ-1", "abstract", "Outliers do not predict the cost of 8 bits across optimizers.", OPTIMIZERS,
         ("rank correlation over optimizers of the max infinity norm and Δ loss in W8A8", _predicts("max_inf_norm"),
             at_most(0.0)),
         ("the same of the kurtosis", _predicts("kurtosis"), at_most(0.0)), set_against=Null.NONE),
