@@ -225,16 +225,14 @@ def main(place: Path, names: list[str], record: bool) -> int:
         results, wrong = rehearse(name, place / name, None if record else on_record.get(name))
         if record and not wrong:
             on_record[name] = results
+            RECORD.write_text(json.dumps(dict(sorted(on_record.items())), indent=1) + "\n", encoding="utf-8")
         elif name not in on_record:
             wrong.append("it is not on record")
         print(f"{name}: {'; '.join(wrong) or 'done'} ({time.perf_counter() - start:.0f} s)", flush=True)
         return bool(wrong)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        failures = sum(pool.map(one, names or [*SWEEPS, *RECIPES]))
-    if record:
-        RECORD.write_text(json.dumps(dict(sorted(on_record.items())), indent=1) + "\n", encoding="utf-8")
-    return failures
+        return sum(pool.map(one, names or [*SWEEPS, *RECIPES]))
 
 
 if __name__ == "__main__":
