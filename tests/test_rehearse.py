@@ -34,7 +34,7 @@ RESULTS: dict[str, Any] = {"figures": ["by-layer", "retrofit-layers"], "claims":
     ("changed", "expected"),
     [
         ({}, []),
-        ({"claims": {CLAIM: 0.51, "made GS-22 0": 2.0}}, []),  # another machine
+        ({"claims": {CLAIM: 0.5001, "made GS-22 0": 2.0}}, []),  # another machine
         ({"claims": {CLAIM: -0.5, "made GS-22 0": 2.0}}, [f"claim {CLAIM}: -0.5, not 0.5"]),
         ({"claims": {CLAIM: float("nan"), "made GS-22 0": 2.0}}, [f"claim {CLAIM}: nan, not 0.5"]),
         ({"claims": {CLAIM: 0.5}}, ["claim GS-22 is not measured", "claim made GS-22 0: nan, not 2"]),
