@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,13 +109,19 @@ def ended(process: subprocess.Popen) -> str:
     return f"status {process.returncode}: {errors.strip().splitlines()[-1:]}" if process.returncode else ""
 
 
+def has_begun(folder: Path) -> bool:
+    with suppress(FileNotFoundError):  # a folder is renamed while it is searched
+        return any(any(folder.glob(pattern)) for pattern in BEGUN)
+    return False
+
+
 def killed_and_resumed(folder: Path, *arguments: str | Path, hub: str = "") -> str:
     """Run a command, kill it once something in its folder is begun, and run it again; return what is wrong.
 
     A command that only writes its folder at the end is neither killed nor resumed.
     """
     process = sinkscope(*arguments, hub=hub)
-    while process.poll() is None and not any(any(folder.glob(pattern)) for pattern in BEGUN):
+    while process.poll() is None and not has_begun(folder):
         time.sleep(0.02)
     if process.poll() is not None:
         return ended(process)
