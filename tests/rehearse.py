@@ -3,7 +3,7 @@
     make rehearse    # or tests/rehearse.py FOLDER [--record] NAME…
 
 Each is killed once it has begun to measure or train, and resumed. Then all cells of a sweep have to be done, with a row
-for each level, and its figures and the numbers of its claims have to be those of `rehearsed.json`, up to round-off
+for each level, and its figures and the numbers of its claims have to be those of `rehearsed.json`, within `CLOSE`
 (`--record` writes that file). Trainings have a tiny configuration (`quick`). Models of the hub are tiny ones of the
 same repositories on a loopback hub.
 """
@@ -181,10 +181,11 @@ def small_copy(name: str, folder: Path, hub: Hub) -> tuple[str, str | Path]:
     if name in SWEEPS and (content.get("quick") or content.get("extends")):
         return "sweep", name
     small = RECIPES[name].options if name in RECIPES else READING
+    content = {"model": "openai-community/gpt2"} | content if name in RECIPES else content  # some are for any model
     file.write_text(yaml.safe_dump(content | {"options": content["options"] | small}), encoding="utf-8")
     if name in RECIPES:
         revisions = str(content["options"].get("revision", "main")).split(",")
-        wanted = {(content.get("model", "openai-community/gpt2"), revision) for revision in revisions}
+        wanted = {(content["model"], revision) for revision in revisions}
         tiny = folder.parent / RECIPES[name].kind
     else:
         sweep = read_sweep(str(file), {})
@@ -198,11 +199,10 @@ def rehearse(name: str, folder: Path, recorded: dict[str, Any] | None) -> tuple[
     """Run one recipe or sweep. Return its results, and what is wrong; with nothing on record only whether it ended."""
     claims = RECIPES[name].claims if name in RECIPES else SWEEPS[name]
     shutil.rmtree(folder, ignore_errors=True)
-    model = ["openai-community/gpt2"] if name == "value-state-gated-attention-table-3" else []
     with Hub() as hub:
         command, file = small_copy(name, folder, hub)
         is_quick = file == name
-        arguments = (command, file, *model, *["--quick"] * is_quick, "--out", folder)
+        arguments = (command, file, *["--quick"] * is_quick, "--out", folder)
         if failed := killed_and_resumed(folder, *arguments, hub=hub.url):
             return {}, [failed]
     lacking = lacking_cells(folder, read_sweep(str(file), {}, quick=is_quick)) if command == "sweep" else []
@@ -243,5 +243,5 @@ def main(place: Path, names: list[str], record: bool) -> int:
 
 
 if __name__ == "__main__":
-    given = [argument for argument in sys.argv[2:] if argument != "--record"]
-    sys.exit(main(Path(sys.argv[1]), given, record="--record" in sys.argv))
+    names = [argument for argument in sys.argv[2:] if argument != "--record"]
+    sys.exit(main(Path(sys.argv[1]), names, record="--record" in sys.argv))

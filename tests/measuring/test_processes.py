@@ -86,7 +86,7 @@ def assert_same(ours: Any, expected: Any) -> None:
 
 
 def test_identities_of_two_halves_are_those_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an equation that is wrong, because residuals of a right one are round-off, whatever is summed."""
+    """The equation is made wrong here: the residuals of the right one are round-off, whatever is summed."""
     right = gradient_identities.gradients_through_logits
     monkeypatch.setattr(
         gradient_identities, "gradients_through_logits",

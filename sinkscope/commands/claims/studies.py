@@ -134,9 +134,8 @@ class StudyArm:
 
         All parameters that `typed` lacks must have their defaults; if it has none, `variant_of` has the method's.
         """
-        method, parameters = parse_spec(typed, "--method")
-        if self.method == method and not parameters:
-            return method == PLAIN or variant_of.get(method) == self.variant
+        if typed == self.method != PLAIN:
+            return variant_of.get(typed) == self.variant
         return is_variant(typed, self.method, self.parameters)
 
 

@@ -13,6 +13,7 @@ from sinkscope.commands.claims.evidence import IDENTITIES, MAIN, NULL, Evidence,
 from sinkscope.commands.claims.over_seeds import (
     PERCENT,
     RESIDUAL,
+    SINK_RATE,
     difference,
     metric,
     of_one,
@@ -24,7 +25,7 @@ from sinkscope.commands.claims.over_seeds import (
 from sinkscope.commands.claims.scopes import causal, in_float32
 from sinkscope.commands.claims.studies import PLAIN, StudyArm
 from sinkscope.measuring import estimates
-from sinkscope.measuring.estimates import SPIKE, before_valves, branch_ratios, gradients, later_positions, norms
+from sinkscope.measuring.estimates import SPIKE, before_valves, branch_ratios, gradients, later_positions
 from sinkscope.measuring.observables.reductions import AFTER_FIRST, ALL_HEADS, LATER
 from sinkscope.measuring.summary import uniform_mass
 from sinkscope.results import statistics
@@ -54,7 +55,7 @@ def _more_mass(evidence: Evidence) -> Estimate:
 
 
 def _elevated(evidence: Evidence) -> Estimate:
-    first, others = (norms(evidence.natural, "layer_in", column) for column in ("norm", "norm_after_first"))
+    first, others = (estimates.norms(evidence.natural, "layer_in", column) for column in ("norm", "norm_after_first"))
     return bootstrap((first > others).mean(1))
 
 
@@ -367,7 +368,7 @@ CLAIMS = (
          Part("perplexity ÷ before", lambda e: perplexity_ratio(e, RESCALED), between(0.95, 1.05))), (MAIN, RESCALED)),
     study_claim("GS-21", "fig. 5", "V-scale keeps the sink.", WITH_VSCALE,
         ("sink rate, V-scale − plain", difference(metric("sink_rate"), VALVE), at_least(-0.05)),
-        ("sink rate of plain training in %", of_one(metric("sink_rate", 100), PLAIN, ends=PERCENT), above(SINK))),
+        ("sink rate of plain training in %", of_one(SINK_RATE, PLAIN, ends=PERCENT), above(SINK))),
     study_claim("GS-22", "fig. 5", "V-scale lowers position 0's norm, more than others'.", WITH_VSCALE,
         ("largest ‖h_out,0‖, V-scale ÷ plain", ratio(partial(_largest_norm, "layer_out"), VALVE), below(1.0)),
         (f"the same of ‖h_out,0‖ {_OTHERS}", ratio(partial(_beside_others, "layer_out"), VALVE), below(1.0)),

@@ -92,7 +92,7 @@ FROM_SCRATCH, WITH_REGISTERS = Need("train", f"{PLAIN},{GATE}"), Need("train", f
 TRAINED = "trained from scratch"
 
 
-# the methods of tables 1 and 2, of which the last two differ only in what their gates read (§3.2)
+# the methods of tables 1 and 2; the gates of the last two differ only in what they read (§3.2)
 IGA_OF_TABLES = "iga:placement=output,scale=1"
 METHODS = (PLAIN, REGISTERS, "learnable-sink", IGA_OF_TABLES, GATE)
 ALL_METHODS = Need("train", ",".join(METHODS))

@@ -399,7 +399,6 @@ def norm_ratio(arm: StudyArm) -> float:
     return float(table[(table["metric"] == "norm_ratio") & (table["layer"] >= 0)]["value"].max())
 
 
-# properties of plain training that an arm can prevent or take over
 LARGE_NORMS = ("token of a large norm: that of position 0 ÷ others", norm_ratio, LARGE_NORM)
 _takes_sink = partial(of_one, of=_points_moved, null=PLAIN, where=HAS_SINK)
 
