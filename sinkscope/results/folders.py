@@ -1,6 +1,6 @@
 """Folders that a command writes: checked beforehand, locked against other processes, and renamed when complete.
 
-An interrupted folder can be resumed only with identical options.
+An interrupted folder can be resumed only with identical options, but for numbers that its command allows to grow.
 """
 
 import json
@@ -161,17 +161,24 @@ def new_folder(folder: Path, inside: Path | None = None) -> Iterator[Path]:
 # --------------------------------------------------------------------------------------------------------- resuming
 
 
-def resumable(folder: Path, command: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
+def resumable(
+    folder: Path, command: str, options: Mapping[str, Any], may_grow: Collection[str] = ()
+) -> dict[str, Any] | None:
     """Return the manifest of an interrupted folder that can be resumed; None if the folder has no manifest yet.
 
-    `options` are the entries of the manifest, single values or mappings of names to values, that must be equal. Raises
-    InputError if the folder belongs to another command, its manifest is damaged, or the options differ.
+    `options` are the entries of the manifest, single values or mappings of names to values, that must be equal;
+    numbers of `may_grow` may be larger than before, unless they were 1. Raises InputError if the folder belongs to
+    another command, its manifest is damaged, or the options differ.
     """
     if not (folder / MANIFEST).exists():
         return None
     manifest = read_manifest(folder, (command,))
     before = _flat({name: manifest[name] for name in options if name in manifest})
     after = _flat(json.loads(json.dumps(options)))
+    for key in before.keys() & after.keys():
+        are_numbers = isinstance(before[key], int) and isinstance(after[key], int)
+        if key[-1] in may_grow and are_numbers and 1 < before[key] < after[key]:
+            before[key] = after[key]
     changed = [key for key in after | before if before.get(key) != after.get(key)]
     differing = [
         f"{key[-1]} was {one_line(before.get(key), 40)}, now {one_line(after.get(key), 40)}" for key in changed
@@ -197,12 +204,14 @@ def check_resumable(
     overwrite: bool,
     reads: Sources = (),
     renewed: Collection[str] = (),
+    may_grow: Collection[str] = (),
 ) -> None:
     """Check, before anything is computed, that a command can start in a folder (`check_output`) or resume in it.
 
     `renewed` are folders in it that are replaced whenever the command resumes: they may contain no other files.
+    `may_grow` as for `resumable`.
     """
-    if overwrite or resumable(folder, command, options) is None:
+    if overwrite or resumable(folder, command, options, may_grow) is None:
         check_output(folder, overwrite, (command,), reads)
         return
     check_no_link(folder)

@@ -210,7 +210,7 @@ def test_a_page_begins_with_five_numbers_folds_what_experts_read_and_fits_into_a
         assert page.evaluate("document.documentElement.scrollHeight") <= 4 * 900
         assert page.locator("#tables select").first.is_hidden()
         page.get_by_role("link", name="Tables").click()
-        assert page.locator("#tables select").first.is_visible()
+        page.locator("#tables select").first.wait_for(state="visible")
         page.set_viewport_size({"width": 390, "height": 844})
         page.reload()
         page.locator("body[data-ready]").wait_for()

@@ -268,6 +268,21 @@ def test_only_the_same_options_resume(tmp_path: Path) -> None:
         check_resumable(out, "retrofit", OPTIONS | changes, overwrite=True)
 
 
+def test_a_number_that_may_grow_resumes_if_it_is_larger(tmp_path: Path) -> None:
+    def with_steps(steps: Any) -> dict[str, Any]:
+        return {"config": {"steps": steps, "names": ("a", "b")}}
+
+    begun(tmp_path)
+    assert resumable(tmp_path, "retrofit", OPTIONS | with_steps(4), may_grow=("steps",)) is not None
+    for steps in (2, None, "4"):
+        with pytest.raises(InputError, match=f"steps was 3, now {steps}"):
+            resumable(tmp_path, "retrofit", OPTIONS | with_steps(steps), may_grow=("steps",))
+    for damaged in (1, None, "3"):
+        claim(tmp_path, json.loads((tmp_path / "run.json").read_text()) | with_steps(damaged))
+        with pytest.raises(InputError, match=f"steps was {damaged}, now 4"):
+            resumable(tmp_path, "retrofit", OPTIONS | with_steps(4), may_grow=("steps",))
+
+
 def test_another_commands_folder_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

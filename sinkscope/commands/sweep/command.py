@@ -156,7 +156,7 @@ def arms_of(plan: Iterable[Planned]) -> pd.DataFrame:
             for claim in CLAIMS.values()
             for need in claim.needs
             if need.kind in ("arms", *TRAINING)
-            and any(is_variant(arm, method, parameters) for arm in split_arms(need.of) if arm != PLAIN)
+            and any(is_variant(arm, method, parameters) for arm in split_arms(need.of))
         ]
         typed = ",".join(f"{name}={value}" for name, value in parameters.items())
         answers = "what the other arms are compared with" if method == PLAIN else ", ".join(dict.fromkeys(reads))
@@ -171,7 +171,7 @@ def check(sweep: Sweep) -> None:
         for name in sweep.content.figures:
             if name not in OF_CELLS:
                 raise InputError(f"figure {unknown(name, OF_CELLS)}")
-            if not any(name in _figures(sweep, command) for command in commands):
+            if not any(name in figures_of(sweep, command) for command in commands):
                 raise InputError(f"figure '{name}' is of none of these commands: {', '.join(commands)}")
         for entry in sweep.content.models:
             if entry.paper is not None and entry.paper not in WSE_TABLE_1:
@@ -180,7 +180,7 @@ def check(sweep: Sweep) -> None:
         with named_file(sweep.path, f"{cell.description}: "):
             records()[cell.command].imported().check(cell.options)  # every command of a cell has this check
             if cell.command not in TRAINING:
-                check_figures(_figures(sweep, cell.command), cell.command, getattr(cell.options, "observables", None))
+                check_figures(figures_of(sweep, cell.command), cell.command, getattr(cell.options, "observables", None))
 
 
 @with_options(SweepOptions)
@@ -274,7 +274,7 @@ def _measure_cells(
         groups = []
         for load in by_load.values():
             tasks = [
-                Task(cell.name, cell.command, cell.options, folder.absolute(), _figures(sweep, cell.command), read)
+                Task(cell.name, cell.command, cell.options, folder.absolute(), figures_of(sweep, cell.command), read)
                 for cell, folder, read in ((each.cell, each.folder, reads.of(each.cell.options)) for each in load)
             ]
             memory, device_map = max(each.memory for each in load), load[0].cell.options.device_map
@@ -327,7 +327,7 @@ def _measure_cells(
     return SweepRun(sweep, plan, tables, folders.folder, comparison.manifest.get("failed_figures", {}))
 
 
-def _figures(sweep: Sweep, command: str) -> tuple[str, ...]:
+def figures_of(sweep: Sweep, command: str) -> tuple[str, ...]:
     """Return the figures that the cells of a command draw."""
     if command in TRAINING:
         return tuple(name for name in sweep.content.figures if name in OF_TRAININGS)

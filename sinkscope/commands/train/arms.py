@@ -71,6 +71,7 @@ from sinkscope.text.inputs import beginning
 
 Methods = str | Iterable[str] | Mapping[str, str]
 NOT_LABELS = ("untouched", "comparison", "figures", "tables")  # folders next to the folders of the arms
+MAY_GROW = ("seeds",)  # of the options, when the command resumes; the arms of one seed have other names
 RENEWED = ("figures", "comparison")  # folders of all arms together, written again whenever the command resumes
 OF_EVERY_ARM = ("training", "gates")  # tables of every arm and seed; those of a task are of the first seed
 CALIBRATION = 16  # training blocks that the ranges of W8A8 come from, the same for all arms
@@ -125,7 +126,8 @@ class TrainingArms:
     """One call of `retrofit` or `train`, which finishes what its folder lacks.
 
     The command enters `locked_folder`, loads its model, and then calls `finish`. The folder is resumed only with
-    identical options and `facts` (further entries of run.json that affect results); methods may be added later.
+    identical options and `facts` (further entries of run.json that affect results); methods and, from two on, seeds
+    may be added later.
     """
 
     def __init__(
@@ -159,7 +161,7 @@ class TrainingArms:
 
             def take() -> None:
                 stack.enter_context(alone_in(self.folder))
-                check_resumable(self.folder, self.command, self.options, self.overwrite, reads=reads, renewed=RENEWED)
+                check_resumable(self.folder, self.command, self.options, self.overwrite, reads, RENEWED, MAY_GROW)
 
             Team(self.state.process_index, self.state.num_processes).of_the_first(take)
             yield
@@ -244,7 +246,8 @@ class TrainingArms:
     def _claim(self, arms: Mapping[str, dict[str, Any]]) -> None:
         """Claim the folder, and record its arms."""
         self.read = {"text_sha256": self.blocks.sha256, "weights_sha256": fingerprint(self.loaded.model)}
-        earlier = None if self.overwrite else resumable(self.folder, self.command, self.options | self.read)
+        options = self.options | self.read
+        earlier = None if self.overwrite else resumable(self.folder, self.command, options, MAY_GROW)
         if earlier is not None:
             self.arms, self.files.names = earlier["arms"], earlier["files"]
         for name, record in arms.items():

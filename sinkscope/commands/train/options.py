@@ -79,7 +79,8 @@ class ArmOptions(TrainingConfig, SequenceOptions, ObservableOptions, DeviceOptio
     trains: ClassVar[bool] = True
 
     seeds: int = option(
-        1, "Trainings of each arm, from --seed on: each has its own order of the text and random weights.",
+        1, "Trainings of each arm, from --seed on: each has its own order of the text and random weights. "
+        "From two on, the same command with more of them adds these to its folder.",
         metavar="N", ge=1,
     )  # fmt: skip
     method: Annotated[tuple[str, ...] | dict[str, str], text_as_tuple] = option(

@@ -65,8 +65,9 @@ MUTATIONS = [
     ("a permission makes another cell", "file", "_cell", ", exclude=set(PERMISSIONS)", ""),
     ("a sweep that extends another has no figures", "file", "read_sweep", "content.figures or base.figures",
      "content.figures"),
-    ("arms: a claim on plain training", "command", "arms_of", "if arm != PLAIN)", ")"),
-    ("figures of trainings in cells of runs", "command", "_figures", "if command in TRAINING:", "if True:"),
+    ("arms: claims on another form of a method", "command", "arms_of",
+     "is_variant(arm, method, parameters)", 'arm.partition(":")[0] == method'),
+    ("figures of trainings in cells of runs", "command", "figures_of", "if command in TRAINING:", "if True:"),
     ("the memory of a training without its activations", "cells", "Planned.memory",
      "int(Cost(model, options).memory)", "20 * Cost(model, options).parameters"),
 ]  # fmt: skip

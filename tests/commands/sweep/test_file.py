@@ -13,14 +13,15 @@ from support.naming import naming
 
 import sinkscope
 from sinkscope.commands.analyze.options import AnalyzeOptions
-from sinkscope.commands.sweep.cells import CellFolders, Failure, planned
-from sinkscope.commands.sweep.command import arms_of, check, costs_of
+from sinkscope.commands.sweep.cells import MEMORY_MARGIN, CellFolders, Failure, planned
+from sinkscope.commands.sweep.command import arms_of, check, costs_of, figures_of
 from sinkscope.commands.sweep.file import known_sweeps, read_sweep
 from sinkscope.commands.sweep.worker import Reads, State, changes
 from sinkscope.commands.train.architectures import architecture
 from sinkscope.commands.train.arms import parse_methods
 from sinkscope.commands.train.cost import GPUS, Cost
 from sinkscope.errors import InputError
+from sinkscope.measuring.memory import LIBRARY_BYTES
 from sinkscope.models.loading import on_meta
 from sinkscope.options.recipe import shipped
 
@@ -98,8 +99,9 @@ title: Base
 commands: {train: {options: {config: "tiny-llama:vocab_size=300", steps: 100, seeds: 2}, settings: {seed: [5, 6]}}}
 options: {num-seqs: 9, seq-len: 32}
 quick: {steps: 3, config: {hidden_size: 32, num_attention_heads: 2}, num-seqs: 4}
+figures: [retrofit-bars]
 """)
-    path = written(tmp_path, f"""
+    content = f"""
 extends: {tmp_path / "base.yaml"}
 commands:
   train:
@@ -107,7 +109,8 @@ commands:
     settings: {{together: [{{config: tiny-llama, learning-rate: 0.1}}, {{learning-rate: 0.2, weight-decay: 0.3}}]}}
 options: {{num-seqs: 8}}
 quick: {{num-seqs: 2}}
-""")  # fmt: skip
+"""
+    path = written(tmp_path, content)
     names = ("config", "steps", "seeds", "learning_rate", "weight_decay", "num_seqs", "seed")
     rows = [
         [getattr(cell.options, name) for name in names]
@@ -122,6 +125,9 @@ quick: {{num-seqs: 2}}
     ]
     settings = [cell.setting for cell in read_sweep(str(path), {}).cells]
     assert settings == ["config=tiny-llama,learning-rate=0.1", "learning-rate=0.2,weight-decay=0.3"]
+    assert read_sweep(str(path), {}).content.figures == ("retrofit-bars",)
+    path = written(tmp_path, f"{content}figures: [retrofit-values]")
+    assert read_sweep(str(path), {}).content.figures == ("retrofit-values",)
 
 
 def test_a_dry_run_says_what_trainings_take(tmp_path: Path) -> None:
@@ -134,6 +140,11 @@ def test_a_dry_run_says_what_trainings_take(tmp_path: Path) -> None:
     assert table["steps"].tolist() == ["100", "200", ""]
     assert table["hours on one A100"].tolist() == [f"{x:,.1f}" for x in (*hours, sum(hours))]
     assert table["tokens of an arm"].tolist() == ["0.000205 B", "0.00041 B", ""]
+    # weights, activations and the libraries; the margin of the plan is for what is freed late
+    assert [each.memory for each in done.plan] == [
+        int(MEMORY_MARGIN * (LIBRARY_BYTES + int(cost.memory))) for cost in costs
+    ]
+    assert costs[0].memory > 20 * costs[0].parameters
     assert costs_of([], "H100").empty
 
 
@@ -309,6 +320,14 @@ def test_a_faulty_file_is_refused_in_one_line(content: str, message: str, tmp_pa
     assert "\n" not in told
     assert all(part in told for part in message.split(".*"))
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_cells_draw_the_figures_of_their_command(tmp_path: Path) -> None:
+    content = "models: [a/b]\ninputs: [random]\ncommands: {analyze: , intervene: {options: {do: mask-sink}}, train: }"
+    sweep = read_sweep(str(written(tmp_path, f"{content}\nfigures: [sink-map, effects, retrofit-bars]")), {})
+    drawn = {command: figures_of(sweep, command) for command in sweep.content.commands}
+    assert drawn == {"analyze": ("sink-map",), "intervene": ("effects",), "train": ("retrofit-bars",)}
+    check(sweep)
 
 
 def test_sweeps_that_come_with_sinkscope(monkeypatch: pytest.MonkeyPatch) -> None:

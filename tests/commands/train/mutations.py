@@ -100,5 +100,9 @@ MUTATIONS = [
         "later.quantile(0.5,"),
     ("task: the ratio upside down", "findings", "backcopy_markdown",
         'wide["start_value_norm"] / wide["other_value_norm"]', 'wide["other_value_norm"] / wide["start_value_norm"]'),
+    ("resuming: fewer seeds are more", "sinkscope.results.folders", "resumable", "1 < before[key] < after[key]",
+        "1 < before[key]"),
+    ("resuming: one seed has the arms of several", "sinkscope.results.folders", "resumable", "1 < before[key] <",
+        "before[key] <"),
     ("last step: the first one", TRAININGS, "sinking_layer", '["step"].max()', '["step"].min()'),
 ]  # fmt: skip

@@ -19,6 +19,7 @@ from typer.testing import Result
 import sinkscope.commands.train.arms
 from sinkscope import Run, train
 from sinkscope.commands.train.architectures import ARCHITECTURES, architecture, fresh_model, tokenizer_of
+from sinkscope.errors import InputError
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.families import FAMILIES, find_family
 from sinkscope.text.inputs import masked
@@ -78,6 +79,25 @@ def test_methods_start_from_the_same_weights_and_seeds_from_others(finished: tup
     config = AutoConfig.from_pretrained(finished[1] / "none-seed0" / "model")
     torch.manual_seed(0)  # the weights are those of transformers
     assert torch.equal(plain["lm_head.weight"], AutoModelForCausalLM.from_config(config).lm_head.weight)
+
+
+def test_more_seeds_are_added_to_those_that_are_there(tmp_path: Path) -> None:
+    """The arms that are there stay, and the new ones are those of a call that begins with their seed."""
+    few: dict[str, Any] = SMALL | FEW | {"config": "tiny-llama:hidden_size=32,num_hidden_layers=1,vocab_size=300"}
+    train(method="none", seeds=2, out="out", **few)
+    before = {path: path.stat().st_mtime_ns for path in Path("out").glob("none-seed[01]/model/*")}
+    with pytest.raises(InputError, match=r"seeds was 2, now 1"):
+        train(method="none", seeds=1, out="out", **few)
+    done = train(method="none", seeds=3, out="out", **few)
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert list(done.runs) == ["none-seed0", "none-seed1", "none-seed2"]
+    assert set(done.tables["training"]["seed"]) == {0, 1, 2}
+    alone = train(method="none", seed=2, out="alone", **few)
+    weights, expected = (AutoModelForCausalLM.from_pretrained(run.model(arm)).state_dict()
+                         for run, arm in ((done, "none-seed2"), (alone, "none")))  # fmt: skip
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    with pytest.raises(InputError, match=r"seeds was 1, now 2"):  # its arm has no seed in its name
+        train(method="none", seed=2, seeds=2, out="alone", **few)
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
