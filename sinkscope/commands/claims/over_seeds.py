@@ -6,7 +6,7 @@ With a single seed the spread is not known, so that a claim has not enough seeds
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from itertools import combinations
 from math import exp, nan
 from typing import Any, Concatenate, ParamSpec
@@ -35,7 +35,12 @@ P = ParamSpec("P")
 
 def of_study(estimate: Callable[Concatenate[ClaimStudy, P], Estimate]) -> Callable[P, OfStudy]:
     """Bind the further arguments of an estimate: the result is a function of the study alone."""
-    return lambda *args, **options: lambda study: estimate(study, *args, **options)
+
+    @wraps(estimate)
+    def bound(*args: P.args, **options: P.kwargs) -> OfStudy:
+        return lambda study: estimate(study, *args, **options)
+
+    return bound
 
 
 def study_part(role: Need, quantity: str, estimate: OfStudy, test: Test) -> Part:

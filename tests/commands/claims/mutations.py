@@ -101,8 +101,6 @@ MUTATIONS = [
     ("identity: the largest residual", "papers.gs", "_residual", "residuals.median()", "residuals.max()"),
     ("identity: of another pathway", "papers.gs", "_residual", '== pathway]', '!= pathway]'),
     ("identity of gates: the largest residual", "over_seeds", "raw_residual", ".median()", ".max()"),
-    ("order of methods: the other way round", "papers.vga", "_in_order", "zip(published_values,",
-     "zip(published_values[::-1],"),
     ("gate: an arm without a sink counts", "over_seeds", "_read", "if plain <= least:", "if plain < least - 99:"),
     ("variant: any method", "studies", "is_variant", "return named == method", "return True"),
     ("variant: any parameters", "studies", "is_variant", "return ours == theirs", "return True"),

@@ -62,6 +62,12 @@ def test_an_arm_is_compared_with_the_plain_one(claim: str) -> None:
         assert (tuned.outcome, tuned.reason.split()[:2]) == (UNMEASURED, ["sinkscope", "train"])
 
 
+def test_the_gradient_of_scaled_values_is_that_before_the_scale() -> None:
+    scaled = {"value_gradient_norm": LOW, "value_gradient_ratio": HIGH, "raw_value_gradient_ratio": LOW}
+    plain = {"value_gradient_norm": HIGH, "value_gradient_ratio": HIGH}
+    assert judged("GS-26", training({"none": plain, "vscale": scaled})).outcome == HOLDS
+
+
 @pytest.mark.parametrize(
     ("claim", "arm", "metric", "plain", "margin"),
     [("GS-25", "vscale", "loss", 3.0, 0.02), ("V-14", "vga", "perplexity", 4.52, 4.52 * 0.02)],

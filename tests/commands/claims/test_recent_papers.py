@@ -46,6 +46,15 @@ def test_outliers_and_the_cost_of_quantization(
     assert judged("OQ-1", *made).outcome == expected
 
 
+def test_what_costs_vary_by_over_seeds_is_not_predicted() -> None:
+    first, second = optimized("adamw", 3.0, 0.3), optimized("muon", 9.0, 0.35)
+    for run, factor in zip(second.runs.values(), (0.2, 1.8) * 4, strict=True):
+        run.manifest["w8a8"]["loss_quantized"] = 2.0 + 0.35 * factor
+    verdict = judged("OQ-1", first, second)
+    assert verdict.outcome == NOT_APPLIES
+    assert "the optimizers do not differ in the cost of 8 bits" in str(verdict)
+
+
 STEPS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000.0])
 
 
@@ -61,7 +70,7 @@ def measured(ratios: np.ndarray) -> Any:
     runs = {}
     for place, step in enumerate(STEPS[: ratios.shape[1]]):
         rows = [(layer, sequence, ratios[layer, place] * factor) for layer in range(len(ratios))
-                for sequence in (0, 1) for factor in (1.0, 0.1)]  # fmt: skip
+                for sequence in (0, 1) for factor in (1.0, 0.1 + 0.8 * (place % 2))]  # fmt: skip
         runs[int(step)] = analysis({"massive": pd.DataFrame(rows, columns=["layer", "sequence", "ratio"])})
     evidence = Collection(runs=[runs[0]]).evidence({})["made"]
     (need,) = CLAIMS["MD-1"].needs
