@@ -257,6 +257,8 @@ def test_the_number_of_seeds_that_decide(effect: float, threshold: float) -> Non
     """With so many seeds, four of five studies decide the test in the direction of the effect; with half fewer do."""
     pilot = Estimate(effect, effect - stats.t.ppf(0.975, 4) / np.sqrt(5), effect + stats.t.ppf(0.975, 4) / np.sqrt(5))
     seeds = int(above(threshold).seeds_to_decide(replace(pilot, seeds=5)))  # a standard deviation of 1
+    other_end = {"high": 9.0} if effect > threshold else {"low": -9.0}  # away from the threshold
+    assert above(threshold).seeds_to_decide(replace(pilot, seeds=5, **other_end)) == seeds
     random = np.random.default_rng(0)
     decided = []
     for number in (seeds, seeds // 2):
