@@ -3,9 +3,9 @@
     make rehearse    # or tests/rehearse.py FOLDER [--record] NAME…
 
 Each is killed once it has begun to measure or train, and resumed. Then all cells of a sweep have to be done, with a row
-for each level, and its figures and the numbers of its claims have to be those of `rehearsed.json`, within `CLOSE`
-(`--record` writes that file). Trainings have a tiny configuration (`quick`). Models of the hub are tiny ones of the
-same repositories on a loopback hub, the first few of a sweep.
+for each level, and its figures and the numbers of its claims have to be those of `rehearsed.json`, up to what machines
+differ by (`--record` writes that file). Trainings have a tiny configuration (`quick`). Models of the hub are tiny ones
+of the same repositories on a loopback hub, the first few of a sweep.
 """
 
 import json
@@ -35,7 +35,10 @@ from sinkscope.options.recipe import known_recipes
 from sinkscope.text.sources import documents
 
 RECORD = Path(__file__).with_name("rehearsed.json")
-CLOSE = {"rel_tol": 2e-3, "abs_tol": 1e-4}  # of numbers of 20 steps on another machine
+RELATIVE, ABSOLUTE = 2e-3, 1e-4  # differences of numbers of 20 steps on another machine
+# the same of costs of 8 bits, which are small differences, and of ranks of near equals: twice what another kind of
+# kernels gave (ATEN_CPU_CAPABILITY=default)
+COARSE = {"V-18": 0.03, "V-19": 0.03, "V-26": 0.4, "V-27": 0.4}
 FEW = 4  # models of a sweep, and revisions of a model
 BEGUN = ("**/training/checkpoint-*/trainer_state.json", "cells/*/run.json")
 ORDERS_OF_VGA = ("V-14", "V-15", "V-16", "V-17", "V-18", "V-19", "V-26", "V-27")
@@ -168,7 +171,8 @@ def differences(results: dict[str, Any], recorded: dict[str, Any], claims: Colle
     wrong += [f"claim {claim} is not measured" for claim in claims if claim not in decided]
     for key in sorted(expected.keys() | numbers.keys()):
         before, now = (each.get(key, math.nan) for each in (expected, numbers))
-        same = math.isclose(before, now, **CLOSE) or (math.isnan(before) and math.isnan(now))
+        absolute = COARSE.get(key.split()[-2], ABSOLUTE)
+        same = math.isclose(before, now, rel_tol=RELATIVE, abs_tol=absolute) or (math.isnan(before) and math.isnan(now))
         if not same or (key in expected) != (key in numbers):
             wrong.append(f"claim {key}: {now:g}, not {before:g}")
     return wrong
