@@ -6,6 +6,7 @@ The numbers are those of each report's claims.md; the time of a seed is that of 
 """
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -58,7 +59,9 @@ def rows_of(report: Path) -> list[str]:
         estimate, test = Estimate(value, low, high, seeds=int(seeds[1])), test_of(cells[4])
         if test.outcome(estimate) not in UNDECIDED:
             continue
-        wanted = test.seeds_to_decide(estimate)
+        # recent reports state it; from the rounded numbers of the others it follows only roughly
+        stated = re.search(r"(more than )?(\d+) seeds would decide", cells[4])
+        wanted = math.inf if stated and stated[1] else float(stated[2]) if stated else test.seeds_to_decide(estimate)
         hours = wanted * minutes / 60
         quantity = re.sub(r" \([^()]*seeds[^()]*\)$", "", cells[1].removeprefix("… "))
         many = f"> {MOST_SEEDS:,}" if wanted > MOST_SEEDS else f"{wanted:.0f}"

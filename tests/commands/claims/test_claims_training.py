@@ -107,7 +107,14 @@ def test_the_gate_is_compared_with_the_best_of_all_arms_that_were_trained_with_i
     numbers = {"none": (1.0, 1.1, 1.2), "register-tokens": (0.1, 0.12, 0.11), "vga": (0.5, 0.52, 0.51)}
     (best,) = judged("V-18", training({arm: {"perplexity_increase": each} for arm, each in numbers.items()})).estimates
     assert best.value == pytest.approx(0.4)
-    assert best.note.startswith("others: none, register-tokens; ")
+    assert best.note.startswith("register-tokens, the best of none, register-tokens; ")
+
+
+def test_the_best_of_all_arms_is_that_of_all_seeds() -> None:
+    """No arm is compared with whichever is best in a seed by chance."""
+    numbers = {"none": (1.0, 3.0, 1.0, 3.0), "register-tokens": (3.1, 1.1, 3.1, 1.1), "vga": (2.0, 2.0, 2.0, 2.0)}
+    (best,) = judged("V-18", training({arm: {"perplexity_increase": each} for arm, each in numbers.items()})).estimates
+    assert best.value == pytest.approx(0.0)
 
 
 def test_seeds_and_arms_are_pooled_over_folders_that_differ_in_nothing_else() -> None:
