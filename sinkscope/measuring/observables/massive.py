@@ -187,11 +187,17 @@ def median_magnitude(x: torch.Tensor) -> torch.Tensor:
     The CPU uses numpy's selection on the bits as integers, which is far faster: floats ≥ 0 sort like their bits.
     """
     if x.device.type != "cpu":
-        return selected_by_digits(x.abs().flatten(), torch.tensor([(x.numel() - 1) // 2], device=x.device))
+        return row_medians(x.abs().flatten())
     magnitude = upcast(x.abs()).flatten()
     bits = magnitude.view(torch.int64 if magnitude.dtype == torch.float64 else torch.int32)
     median = selected(bits.numpy(), (len(bits) - 1) // 2)
     return torch.from_numpy(median).view(magnitude.dtype)[0]
+
+
+def row_medians(magnitudes: torch.Tensor) -> torch.Tensor:
+    """Return the (lower) median of each row of magnitudes (…,N), (…), in float32 or better, on an accelerator."""
+    index = torch.full((1,), (magnitudes.shape[-1] - 1) // 2, device=magnitudes.device)
+    return selected_by_digits(magnitudes, index)
 
 
 def selected_by_digits(magnitudes: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.measuring.observables.reductions import filled, long_table, with_kv_head
+from sinkscope.measuring.observables.reductions import filled, long_table, on_cpu, with_kv_head
 from sinkscope.models.family import Family
 from sinkscope.models.feed_forward import FeedForward
 from sinkscope.options.measuring import ObservableOptions
@@ -109,18 +109,7 @@ def accumulated(holder: object) -> dict[str, Accumulator]:
 def deliver(holders: Iterable[object]) -> None:
     """Copy the tensors for which accumulators wait to the CPU, those of a device together, and pass them on."""
     waiting = [each for holder in holders for each in _waiting_in(holder)]
-    results = [x for tensors, _ in waiting for x in tensors]
-    indices = defaultdict(list)  # by device
-    for index, x in enumerate(results):
-        if x.device.type != "cpu":
-            indices[x.device].append(index)
-    for device, chosen in indices.items():
-        chosen.sort(key=lambda index: -results[index].itemsize)  # so that each part is aligned
-        packed = torch.cat([results[index].detach().reshape(-1).view(torch.uint8) for index in chosen])
-        on_cpu = torch.empty(len(packed), dtype=torch.uint8, pin_memory=device.type == "cuda").copy_(packed)
-        for index, part in zip(chosen, on_cpu.split([results[index].nbytes for index in chosen]), strict=True):
-            results[index] = part.view(results[index].dtype).view(results[index].shape)
-    parts = iter(results)
+    parts = iter(on_cpu(x for tensors, _ in waiting for x in tensors))
     for tensors, by in waiting:
         by(*(next(parts) for _ in tensors))
 
