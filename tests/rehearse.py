@@ -3,9 +3,9 @@
     make rehearse    # or tests/rehearse.py FOLDER [--record] NAME…
 
 Each is killed once it has begun to measure or train, and resumed. Then all cells of a sweep have to be done, with a row
-for each level, and its figures and the numbers of its claims have to be those of `rehearsed.json`, within `CLOSE`
-(`--record` writes that file). Trainings have a tiny configuration (`quick`). Models of the hub are tiny ones of the
-same repositories on a loopback hub.
+for each level, and its figures and the numbers of its claims have to be those of `rehearsed.json`, up to what machines
+differ by (`--record` writes that file). Trainings have a tiny configuration (`quick`). Models of the hub are tiny ones
+of the same repositories on a loopback hub, the first few of a sweep.
 """
 
 import json
@@ -35,7 +35,11 @@ from sinkscope.options.recipe import known_recipes
 from sinkscope.text.sources import documents
 
 RECORD = Path(__file__).with_name("rehearsed.json")
-CLOSE = {"rel_tol": 2e-3, "abs_tol": 1e-4}  # of numbers of 20 steps on another machine
+RELATIVE, ABSOLUTE = 2e-3, 1e-4  # differences of numbers of 20 steps on another machine
+# the same of costs of 8 bits, which are small differences, and of ranks of near equals: twice what another kind of
+# kernels gave (ATEN_CPU_CAPABILITY=default)
+COARSE = {"V-18": 0.03, "V-19": 0.03, "V-26": 0.4, "V-27": 0.4}
+FEW = 4  # models of a sweep, and revisions of a model
 BEGUN = ("**/training/checkpoint-*/trainer_state.json", "cells/*/run.json")
 ORDERS_OF_VGA = ("V-14", "V-15", "V-16", "V-17", "V-18", "V-19", "V-26", "V-27")
 V_SCALE = ("GS-21", "GS-22", "GS-23", "GS-24", "GS-25", "GS-26", "GS-30", "GS-32", "GS-35", "GS-36")
@@ -167,7 +171,8 @@ def differences(results: dict[str, Any], recorded: dict[str, Any], claims: Colle
     wrong += [f"claim {claim} is not measured" for claim in claims if claim not in decided]
     for key in sorted(expected.keys() | numbers.keys()):
         before, now = (each.get(key, math.nan) for each in (expected, numbers))
-        same = math.isclose(before, now, **CLOSE) or (math.isnan(before) and math.isnan(now))
+        absolute = COARSE.get(key.split()[-2], ABSOLUTE)
+        same = math.isclose(before, now, rel_tol=RELATIVE, abs_tol=absolute) or (math.isnan(before) and math.isnan(now))
         if not same or (key in expected) != (key in numbers):
             wrong.append(f"claim {key}: {now:g}, not {before:g}")
     return wrong
@@ -178,8 +183,13 @@ def small_copy(name: str, folder: Path, hub: Hub) -> tuple[str, str | Path]:
     tiny, file = folder.parent / "tiny", Path(f"{folder}.yaml")
     path = known_recipes()[name] if name in RECIPES else known_sweeps()[name]
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if name in SWEEPS and (content.get("quick") or content.get("extends")):
+    if name in SWEEPS and not content.get("models"):  # trainings, with their own quick form
         return "sweep", name
+    if name in SWEEPS:  # all go the same way
+        content["models"] = [
+            entry | {"revisions": entry["revisions"][:FEW]} if "revisions" in entry else entry
+            for entry in content["models"][:FEW]
+        ]
     small = RECIPES[name].options if name in RECIPES else READING
     content = {"model": "openai-community/gpt2"} | content if name in RECIPES else content  # some are for any model
     file.write_text(yaml.safe_dump(content | {"options": content["options"] | small}), encoding="utf-8")
