@@ -23,7 +23,6 @@ from sinkscope.interventions.intervention import Intervention, Target, applied
 from sinkscope.measuring.losses import loss_and_gradient, loss_in_chunks
 from sinkscope.measuring.memory import tokens_that_fit
 from sinkscope.measuring.nnsight import OutOfOrderError, Traced, part_of, save, serving
-from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import (
     ATTENTION_SITES,
     COPIED_ENTRIES,
@@ -149,7 +148,7 @@ class Reader:
     def _see_stack(self, observables: Sequence[Observable], batch: Batch, stack: SiteStack) -> None:
         for layer, site, index in stack.sites:
             if site == "layer_out":
-                self._sums.add({"sums": stack.reading.once(token_norms)[:, index]}, layer=layer)
+                self._sums.add({"sums": stack.reading.norms[:, index]}, layer=layer)
         for observable in observables:
             sites = [each for each in stack.sites if each[1] in observable.sites]
             if sites:

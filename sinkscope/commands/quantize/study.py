@@ -133,7 +133,7 @@ class Summaries(Accumulator):
             alike[len(entries), entries.dtype, entries.device].append((entries, by))
         for some in alike.values():
             rows = torch.stack([entries for entries, _ in some])
-            numbers = *rows.aminmax(dim=-1), row_medians(rows.abs_())
+            numbers = *rows.aminmax(dim=-1), row_medians(rows)
             for (_, by), *mine in zip(some, *(each.unbind() for each in numbers), strict=True):
                 self.receive(by, *mine)
         self.kept.clear()

@@ -1,0 +1,99 @@
+"""Reductions in one pass over a tensor equal those in float64, also by Triton's kernels in its interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import padded, ragged_tokens
+
+from sinkscope.measuring import one_pass
+from sinkscope.measuring.observables.activation import kurtosis, powers, powers_of
+from sinkscope.measuring.observables.massive import row_medians
+from sinkscope.measuring.one_pass import TokenSums, digit_counts, token_norms, token_peaks, token_sums
+
+TRITON = Path(__file__).parents[2] / ".models" / "triton"
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def states(dtype: torch.dtype, width: int, offset: float = 0.0) -> torch.Tensor:
+    """Make residual-stream states (3,2,17,D) with massive activations."""
+    x = torch.randn(3, 2, 17, width, generator=torch.Generator().manual_seed(width), dtype=torch.float64) + offset
+    x[:, 1, 0, width // 2] = -2500.0
+    return x.to(dtype)
+
+
+def expected_sums(x: torch.Tensor) -> TokenSums:
+    x = x.double()
+    mean = x.mean(-1, keepdim=True)
+    central = [(x - mean).pow(power).sum(-1) for power in (2, 3, 4)]
+    return TokenSums(mean[..., 0], *central, x.abs().amax(-1))
+
+
+def check_sums(x: torch.Tensor, sums: TokenSums) -> None:
+    tolerance = 1e-12 if x.dtype == torch.float64 else 2e-5
+    for name, actual, expected in zip(TokenSums._fields, sums, expected_sums(x), strict=True):
+        size = expected.abs() if name != "third" else expected_sums(x).second ** 1.5  # which may cancel out
+        assert ((actual.double() - expected).abs() <= tolerance * size.clamp(min=1)).all(), name
+
+
+def check_counts(x: torch.Tensor) -> None:
+    """The counts of the first digit, and of the second among numbers with a prefix, are those of numpy's integers."""
+    bits = x.abs().view(one_pass.INTEGERS[x.itemsize]).to(torch.int64)
+    top = 8 * x.itemsize - 16
+    counts = digit_counts(x, torch.zeros(len(x), 1, dtype=torch.int64), top)
+    for row, numbers in enumerate(bits >> top):
+        assert torch.equal(counts[row].long(), numbers.bincount(minlength=one_pass.DIGITS))
+    if top:
+        prefix = (bits >> top)[:, :1]
+        counts = digit_counts(x, prefix, top - 16)
+        for row, numbers in enumerate(bits):
+            alike = numbers[numbers >> top == prefix[row]]
+            assert torch.equal(counts[row].long(), (alike >> top - 16 & 0xFFFF).bincount(minlength=one_pass.DIGITS))
+
+
+CASES = [(dtype, width) for dtype in (*HALVES, torch.float32, torch.float64) for width in (1, 48, 576)]
+
+
+@pytest.mark.parametrize(("dtype", "width"), CASES)
+def test_sums_and_counts(dtype: torch.dtype, width: int) -> None:
+    x = states(dtype, width)
+    check_sums(x, token_sums(x))
+    check_counts(x.flatten(0, 2))
+
+
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64])
+def test_one_pass_has_the_norms_and_the_kurtosis_of_several(dtype: torch.dtype, offset: float) -> None:
+    """Also if the mean over a sequence is far from 0, and with padding."""
+    x, batch = states(dtype, 96, offset), padded(ragged_tokens((17, 9, 13)))
+    sums = token_sums(x)
+    torch.testing.assert_close(sums.norms(96), token_norms(x), rtol=1e-5, atol=0)
+    assert torch.equal(sums.peak, token_peaks(x))
+    actual, expected = (kurtosis(each, 96, batch) for each in (powers_of(sums, 96, batch), powers(x, batch)))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32, torch.float64])
+@pytest.mark.parametrize("entries", [1, 2, 999])
+def test_medians(dtype: torch.dtype, entries: int) -> None:
+    x = states(dtype, 999).flatten(0, -2)[:, :entries]
+    assert torch.equal(row_medians(x).double(), x.double().abs().median(-1).values)
+
+
+@pytest.mark.skipif(not TRITON.is_dir(), reason="needs `make models`")
+def test_kernels_of_triton() -> None:
+    """In its interpreter, since there is no GPU. tests/gpu.sh runs the tests above with the compiled kernels."""
+    places = [str(TRITON), str(Path(one_pass.__file__).parents[2]), str(Path(__file__).parents[1])]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(places)}
+    subprocess.run([sys.executable, __file__], env=environment, check=True)
+
+
+if __name__ == "__main__":  # of the test above
+    for dtype, width in CASES:
+        x = states(dtype, width)
+        check_sums(x, TokenSums(*one_pass.token_sums_by_triton(x)))
+        one_pass._digit_counts.register_kernel("cpu")(one_pass.digit_counts_by_triton)
+        check_counts(x.flatten(0, 2))
