@@ -3,21 +3,25 @@
 They are operators of torch: a simulated device counts each as one launch that reads its input once.
 """
 
+from functools import cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 
 from sinkscope.attention.kernels import upcast
 
-try:  # torch's builds for GPUs bring it
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
-
 DIGITS = 2**16  # values of 16 bits
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-ENTRIES_OF_PROGRAM = 4096  # of a program of Triton that counts digits
+
+
+@cache
+def _kernels() -> Any:
+    """Return the module of Triton's kernels, or None if there is no Triton, which torch's builds for GPUs bring."""
+    try:
+        return import_module("sinkscope.measuring.triton_kernels")
+    except ImportError:
+        return None
 
 
 def token_norms(x: torch.Tensor, dim: int | tuple[int, ...] = -1) -> torch.Tensor:
@@ -57,6 +61,8 @@ def token_sums(x: torch.Tensor) -> TokenSums:
 
 @torch.library.custom_op("sinkscope::token_sums", mutates_args=())
 def _token_sums(x: torch.Tensor) -> torch.Tensor:
+    if x.device.type == "cuda" and (kernels := _kernels()) is not None:
+        return kernels.token_sums(x)
     x = upcast(x)
     mean = x.mean(-1, keepdim=True)
     centered = x - mean
@@ -80,6 +86,8 @@ def digit_counts(x: torch.Tensor, prefix: torch.Tensor, shift: int) -> torch.Ten
 
 @torch.library.custom_op("sinkscope::digit_counts", mutates_args=())
 def _digit_counts(bits: torch.Tensor, prefix: torch.Tensor, shift: int) -> torch.Tensor:
+    if bits.device.type == "cuda" and (kernels := _kernels()) is not None:
+        return kernels.digit_counts(bits, prefix, shift)
     bits = bits & torch.iinfo(bits.dtype).max  # without the sign
     alike = bits >> (shift + 16) == prefix if shift + 16 < 8 * bits.itemsize else torch.ones_like(bits)
     digits = (bits >> shift).to(torch.int64) & (DIGITS - 1)
@@ -90,55 +98,3 @@ def _digit_counts(bits: torch.Tensor, prefix: torch.Tensor, shift: int) -> torch
 @_digit_counts.register_fake
 def _(bits: torch.Tensor, prefix: torch.Tensor, shift: int) -> torch.Tensor:
     return bits.new_empty((len(bits), DIGITS), dtype=torch.int32)
-
-
-# --- on GPUs
-
-if triton is not None:
-
-    @triton.jit
-    def _reduce_token(x: Any, sums: Any, tokens: Any, width: Any, BLOCK: tl.constexpr) -> None:
-        token = tl.program_id(0).to(tl.int64)
-        column = tl.arange(0, BLOCK)
-        entries = tl.load(x + token * width + column, mask=column < width, other=0.0).to(sums.dtype.element_ty)
-        mean = tl.sum(entries, 0) / width
-        centered = tl.where(column < width, entries - mean, 0.0)
-        squares = centered * centered
-        tl.store(sums + token, mean)
-        tl.store(sums + tokens + token, tl.sum(squares, 0))
-        tl.store(sums + 2 * tokens + token, tl.sum(squares * centered, 0))
-        tl.store(sums + 3 * tokens + token, tl.sum(squares * squares, 0))
-        tl.store(sums + 4 * tokens + token, tl.max(tl.abs(entries), 0))
-
-    @_token_sums.register_kernel("cuda")
-    def token_sums_by_triton(x: torch.Tensor) -> torch.Tensor:
-        sums = x.new_empty((5, *x.shape[:-1]), dtype=torch.promote_types(x.dtype, torch.float32))
-        block = triton.next_power_of_2(x.shape[-1])
-        warps = min(16, max(1, block // 512))
-        if tokens := sums[0].numel():
-            _reduce_token[(tokens,)](x.contiguous(), sums, tokens, x.shape[-1], BLOCK=block, num_warps=warps)
-        return sums
-
-    @triton.jit
-    def _count_digits(
-        bits: Any, prefix: Any, counts: Any, entries: Any, shift: Any, magnitude: tl.constexpr,
-        is_first: tl.constexpr, digits: tl.constexpr, BLOCK: tl.constexpr,
-    ) -> None:  # fmt: skip
-        row = tl.program_id(0).to(tl.int64)
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        counted = column < entries
-        numbers = tl.load(bits + row * entries + column, mask=counted, other=0).to(tl.int64) & magnitude
-        if not is_first:
-            counted = counted & (numbers >> (shift + 16) == tl.load(prefix + row))
-        digit = (numbers >> shift) & (digits - 1)
-        tl.atomic_add(counts + row * digits + digit, 1, mask=counted)
-
-    @_digit_counts.register_kernel("cuda")
-    def digit_counts_by_triton(bits: torch.Tensor, prefix: torch.Tensor, shift: int) -> torch.Tensor:
-        counts = torch.zeros(len(bits), DIGITS, dtype=torch.int32, device=bits.device)
-        programs = len(bits), triton.cdiv(bits.shape[1], ENTRIES_OF_PROGRAM)
-        _count_digits[programs](
-            bits, prefix.expand(len(bits), 1).contiguous(), counts, bits.shape[1], shift, torch.iinfo(bits.dtype).max,
-            shift + 16 == 8 * bits.itemsize, DIGITS, BLOCK=ENTRIES_OF_PROGRAM,
-        )  # fmt: skip
-        return counts

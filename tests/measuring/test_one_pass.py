@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.accelerators import IS_REAL
 from tiny import padded, ragged_tokens
 
 from sinkscope.measuring import one_pass
@@ -14,6 +15,7 @@ from sinkscope.measuring.observables.activation import kurtosis, powers, powers_
 from sinkscope.measuring.observables.massive import row_medians
 from sinkscope.measuring.one_pass import TokenSums, digit_counts, token_norms, token_peaks, token_sums
 
+DEVICE = "cuda" if IS_REAL else "cpu"
 TRITON = Path(__file__).parents[2] / ".models" / "triton"
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -34,7 +36,7 @@ def expected_sums(x: torch.Tensor) -> TokenSums:
 
 def check_sums(x: torch.Tensor, sums: TokenSums) -> None:
     tolerance = 1e-12 if x.dtype == torch.float64 else 2e-5
-    for name, actual, expected in zip(TokenSums._fields, sums, expected_sums(x), strict=True):
+    for name, actual, expected in zip(TokenSums._fields, (each.cpu() for each in sums), expected_sums(x), strict=True):
         size = expected.abs() if name != "third" else expected_sums(x).second ** 1.5  # which may cancel out
         assert ((actual.double() - expected).abs() <= tolerance * size.clamp(min=1)).all(), name
 
@@ -43,12 +45,13 @@ def check_counts(x: torch.Tensor) -> None:
     """The counts of the first digit, and of the second among numbers with a prefix, are those of numpy's integers."""
     bits = x.abs().view(one_pass.INTEGERS[x.itemsize]).to(torch.int64)
     top = 8 * x.itemsize - 16
-    counts = digit_counts(x, torch.zeros(len(x), 1, dtype=torch.int64), top)
+    there = x.to(DEVICE)
+    counts = digit_counts(there, torch.zeros(len(x), 1, dtype=torch.int64, device=DEVICE), top).cpu()
     for row, numbers in enumerate(bits >> top):
         assert torch.equal(counts[row].long(), numbers.bincount(minlength=one_pass.DIGITS))
     if top:
         prefix = (bits >> top)[:, :1]
-        counts = digit_counts(x, prefix, top - 16)
+        counts = digit_counts(there, prefix.to(DEVICE), top - 16).cpu()
         for row, numbers in enumerate(bits):
             alike = numbers[numbers >> top == prefix[row]]
             assert torch.equal(counts[row].long(), (alike >> top - 16 & 0xFFFF).bincount(minlength=one_pass.DIGITS))
@@ -60,7 +63,7 @@ CASES = [(dtype, width) for dtype in (*HALVES, torch.float32, torch.float64) for
 @pytest.mark.parametrize(("dtype", "width"), CASES)
 def test_sums_and_counts(dtype: torch.dtype, width: int) -> None:
     x = states(dtype, width)
-    check_sums(x, token_sums(x))
+    check_sums(x, token_sums(x.to(DEVICE)))
     check_counts(x.flatten(0, 2))
 
 
@@ -80,10 +83,10 @@ def test_one_pass_has_the_norms_and_the_kurtosis_of_several(dtype: torch.dtype, 
 @pytest.mark.parametrize("entries", [1, 2, 999])
 def test_medians(dtype: torch.dtype, entries: int) -> None:
     x = states(dtype, 999).flatten(0, -2)[:, :entries]
-    assert torch.equal(row_medians(x).double(), x.double().abs().median(-1).values)
+    assert torch.equal(row_medians(x.to(DEVICE)).cpu().double(), x.double().abs().median(-1).values)
 
 
-@pytest.mark.skipif(not TRITON.is_dir(), reason="needs `make models`")
+@pytest.mark.skipif(IS_REAL or not TRITON.is_dir(), reason="needs `make triton`")
 def test_kernels_of_triton() -> None:
     """In its interpreter, since there is no GPU. tests/gpu.sh runs the tests above with the compiled kernels."""
     places = [str(TRITON), str(Path(one_pass.__file__).parents[2]), str(Path(__file__).parents[1])]
@@ -92,8 +95,10 @@ def test_kernels_of_triton() -> None:
 
 
 if __name__ == "__main__":  # of the test above
+    from sinkscope.measuring import triton_kernels
+
+    one_pass._digit_counts.register_kernel("cpu")(triton_kernels.digit_counts)
     for dtype, width in CASES:
         x = states(dtype, width)
-        check_sums(x, TokenSums(*one_pass.token_sums_by_triton(x)))
-        one_pass._digit_counts.register_kernel("cpu")(one_pass.digit_counts_by_triton)
+        check_sums(x, TokenSums(*triton_kernels.token_sums(x)))
         check_counts(x.flatten(0, 2))
