@@ -41,7 +41,6 @@ class TokenSums(NamedTuple):
     second: torch.Tensor  # Σ(x - mean)²
     third: torch.Tensor
     fourth: torch.Tensor
-    peak: torch.Tensor  # max |x|
 
     def norms(self, width: int) -> torch.Tensor:
         """Return the L2 norms of tokens with D = `width` entries."""
@@ -54,9 +53,10 @@ class TokenSums(NamedTuple):
         return second + width * square, fourth + 4 * shift * third + 6 * square * second + width * square.square()
 
 
-def token_sums(x: torch.Tensor) -> TokenSums:
-    """Reduce the entries of each token, (…,D) → (…)."""
-    return TokenSums(*_token_sums(x.detach()).unbind())
+def token_sums(x: torch.Tensor) -> tuple[TokenSums, torch.Tensor]:
+    """Return the sums over the entries of each token and its largest magnitude, (…,D) → (…)."""
+    *sums, peak = _token_sums(x.detach()).unbind()
+    return TokenSums(*sums), peak
 
 
 @torch.library.custom_op("sinkscope::token_sums", mutates_args=())

@@ -106,7 +106,7 @@ class Outlier(Observable):
 
     def see_stack(self, stack: SiteStack, batch: Batch) -> None:
         reading = stack.reading
-        of_tokens = powers(reading.tensor, batch) if reading.is_on_cpu else reading.sums._asdict()
+        of_tokens = powers(reading.tensor, batch) if reading.is_on_cpu else reading.sums_and_peaks[0]._asdict()
         of_tokens |= {"peak": reading.peaks}
         for layer, site, index in stack.sites:
             of_site = {name: x[:, index] for name, x in of_tokens.items()}
@@ -114,7 +114,7 @@ class Outlier(Observable):
 
     def finish(self, batch: Batch) -> None:
         for (width,), rows, by_site in self.pending.take():
-            largest = filled(by_site["peak"], batch.valid).amax(-1)
+            largest = filled(by_site.pop("peak"), batch.valid).amax(-1)
             if "mean" in by_site:
                 by_site = powers_of(TokenSums(**by_site), width, batch)
             statistics = {"max_inf_norm": largest, "kurtosis": kurtosis(by_site, width, batch)}

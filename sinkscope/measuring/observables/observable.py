@@ -142,16 +142,16 @@ class Reading:
         self.is_on_cpu = tensor.device.type == "cpu"
 
     @cached_property
-    def sums(self) -> TokenSums:
+    def sums_and_peaks(self) -> tuple[TokenSums, torch.Tensor]:
         return token_sums(self.tensor)
 
     @cached_property
     def norms(self) -> torch.Tensor:
-        return token_norms(self.tensor) if self.is_on_cpu else self.sums.norms(self.tensor.shape[-1])
+        return token_norms(self.tensor) if self.is_on_cpu else self.sums_and_peaks[0].norms(self.tensor.shape[-1])
 
     @cached_property
     def peaks(self) -> torch.Tensor:
-        return token_peaks(self.tensor) if self.is_on_cpu else self.sums.peak
+        return token_peaks(self.tensor) if self.is_on_cpu else self.sums_and_peaks[1]
 
 
 @dataclass(frozen=True)
