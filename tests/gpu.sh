@@ -33,6 +33,6 @@ rm -f "$out"/{machine,tests,costs}.txt
 limited 20 machine.txt "$python" tests/benchmarks/gpu.py --machine
 # kernels, tables against the CPU's, interventions, quantization, steps of retrofits, launches, parity at depth 32
 limited 140 tests.txt "$python" -m pytest -p no:cacheprovider -q -rs -n $((processes < 8 ? processes : 8)) \
-	tests/measuring/simulated_devices.py tests/attention/test_kernels.py
+	tests/measuring/simulated_devices.py tests/measuring/test_one_pass.py tests/attention/test_kernels.py
 limited 330 costs.txt "$python" tests/benchmarks/gpu.py "${@:3}"
 exit $status

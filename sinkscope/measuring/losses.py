@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from sinkscope.attention.kernels import upcast
-from sinkscope.text.batch import IGNORED, Batch
+from sinkscope.text.batch import IGNORED, Batch, sent
 
 # tokens per chunk: on a CPU few enough for their logits to stay in its cache
 CHUNK, CHUNK_ELSEWHERE = {"cpu": 8}, 1024
@@ -21,7 +21,7 @@ def perplexity(loss: float) -> float:
 
 def cross_entropies(logits: torch.Tensor, targets: torch.Tensor, chunk: int | None = None) -> torch.Tensor:
     """Return the cross-entropies (N,) of logits (N,V) and targets (N,) in nats, with 0 where the target is IGNORED."""
-    targets = targets.to(logits.device)
+    targets = sent(targets, logits.device)
     parts = [
         F.cross_entropy(upcast(logits[part]), targets[part], ignore_index=IGNORED, reduction="none")
         for part in _chunks(logits, chunk)
@@ -31,7 +31,7 @@ def cross_entropies(logits: torch.Tensor, targets: torch.Tensor, chunk: int | No
 
 def loss_in_chunks(logits: torch.Tensor, batch: Batch, chunk: int | None = None) -> torch.Tensor:
     """Return the cross-entropy summed over the predicted tokens of each sequence: (B,T,V) → (B,), in nats."""
-    losses = cross_entropies(logits.flatten(0, 1), batch.targets.flatten(), chunk)
+    losses = cross_entropies(logits.flatten(0, 1), batch.on(logits.device, "targets").flatten(), chunk)
     return losses.view(batch.targets.shape).sum(1, dtype=torch.float64)
 
 
@@ -42,7 +42,7 @@ def loss_and_gradient(
 
     The gradient is the softmax minus 1 at the target. Autograd would need two more tensors as large as the logits.
     """
-    targets = batch.targets.to(logits.device).flatten()
+    targets = batch.on(logits.device, "targets").flatten()
     ignored = (targets == IGNORED)[:, None]
     indices = targets[:, None].masked_fill(ignored, 0)
     tokens, losses = logits.flatten(0, 1), []

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from sinkscope.attention.kernels import upcast
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.measure import measure
-from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings, Sums
 from sinkscope.measuring.observables.spikes import FIRST_SINK, PARALLEL, RESIDUAL_SINK, SINK_NORM
+from sinkscope.measuring.one_pass import token_norms
 from sinkscope.measuring.passes import first_size
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import open_tracer
@@ -105,7 +105,7 @@ class FirstSinks(Observable):
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         hidden = upcast(reading.tensor)
-        norms = token_norms(hidden, batch)
+        norms = token_norms(hidden)
         for row, (start, length) in enumerate(zip(batch.start.tolist(), batch.lengths.tolist(), strict=True)):
             self.sums.add((layer, "median"), norms[row, start : start + length].median().double().cpu())
             if (position := self.positions.get(batch.first + row)) is not None:

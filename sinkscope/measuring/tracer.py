@@ -23,7 +23,6 @@ from sinkscope.interventions.intervention import Intervention, Target, applied
 from sinkscope.measuring.losses import loss_and_gradient, loss_in_chunks
 from sinkscope.measuring.memory import tokens_that_fit
 from sinkscope.measuring.nnsight import OutOfOrderError, Traced, part_of, save, serving
-from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import (
     ATTENTION_SITES,
     COPIED_ENTRIES,
@@ -149,7 +148,7 @@ class Reader:
     def _see_stack(self, observables: Sequence[Observable], batch: Batch, stack: SiteStack) -> None:
         for layer, site, index in stack.sites:
             if site == "layer_out":
-                self._sums.add({"sums": stack.reading.once(token_norms)[:, index]}, layer=layer)
+                self._sums.add({"sums": stack.reading.norms[:, index]}, layer=layer)
         for observable in observables:
             sites = [each for each in stack.sites if each[1] in observable.sites]
             if sites:
@@ -417,12 +416,12 @@ def model_inputs(
 ) -> dict[str, Any]:
     """Return the arguments of a call of the model on a batch, for all logits or, if it has that option, the last."""
     device, parameters = input_device(model), inspect.signature(model.forward).parameters
-    inputs: dict[str, Any] = {"input_ids": batch.token_ids.to(device), "use_cache": False}
+    inputs: dict[str, Any] = {"input_ids": batch.on(device, "token_ids"), "use_cache": False}
     if batch.valid is not None:
-        inputs["attention_mask"] = batch.attention_mask.to(device)
+        inputs["attention_mask"] = batch.on(device, "attention_mask")
         # only with padding on the left; otherwise the model's own are right, which may not start at 0
         if "position_ids" in parameters and first_position is not None and bool(batch.start.any()):
-            inputs["position_ids"] = batch.position_ids.to(device) + first_position
+            inputs["position_ids"] = batch.on(device, "position_ids") + first_position
     for name, x in batch.pictures.items():
         inputs[name] = x.to(device, model.dtype if x.is_floating_point() else x.dtype)
     if not with_logits and "logits_to_keep" in parameters:
@@ -431,7 +430,7 @@ def model_inputs(
         # model on several devices would move a tensor to the first of them, and not to that of the last layer.
         spread_by_accelerate = len(set(getattr(model, "hf_device_map", {}).values())) > 1  # it may offload weights
         is_spread = spread_by_accelerate or len({parameter.device for parameter in model.parameters()}) > 1
-        inputs["logits_to_keep"] = 1 if is_spread else torch.tensor([-1], device=device)
+        inputs["logits_to_keep"] = 1 if is_spread else torch.full((1,), -1, device=device)
     return inputs
 
 

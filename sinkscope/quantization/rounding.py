@@ -43,7 +43,10 @@ def snap(
         if x.shape[-1] % encoding.group_size:
             raise InputError(f"{x.shape[-1]} entries are not divided by groups of {encoding.group_size}")
         entries = entries.unflatten(-1, (-1, encoding.group_size))
-    whole = entries.abs().max() if largest is None else torch.as_tensor(largest).to(entries)
+    if largest is None:
+        whole = entries.abs().max()
+    else:
+        whole = largest.to(entries) if isinstance(largest, torch.Tensor) else entries.new_full((), largest)
     scale = scales(encoding, whole if encoding.strategy == "tensor" else entries.abs().amax(-1, keepdim=True), whole)
     if encoding.type == "int":
         half = 2 ** (encoding.num_bits - 1)

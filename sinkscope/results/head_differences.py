@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy import stats
+import scipy
 
 from sinkscope.errors import InputError
 from sinkscope.results.metric_estimates import BY_HEAD, SOURCES, difference_of, level_of, reads_the_same, replicates
@@ -53,7 +53,7 @@ def head_differences(runs: Sequence[RunData], metric: str) -> tuple[pd.DataFrame
     estimates = [difference_of(*each, metric, first, second) for each in zip(drawn[0].T, drawn[1].T, strict=True)]
     table = heads[0].assign(metric=metric, first=drawn[0][0], second=drawn[1][0])
     table = table.join(pd.DataFrame([each.as_columns("difference") for each in estimates]))
-    table = table.assign(p=p, q=stats.false_discovery_control(p), differs=_named(p))
+    table = table.assign(p=p, q=scipy.stats.false_discovery_control(p), differs=_named(p))
     counts = {"metric": metric, "heads": len(p), "differing": _named(p).sum(), "is_paired": is_paired, "splits": SPLITS}
     for name, x, of_run in zip(("first", "second"), tested * (1 + is_paired), values, strict=True):
         halves = differing_halves(_complete(of_run))
@@ -67,7 +67,7 @@ def _complete(values: np.ndarray) -> np.ndarray:
 
 
 def _named(p: np.ndarray) -> np.ndarray:
-    return stats.false_discovery_control(p) <= FALSE_DISCOVERIES
+    return scipy.stats.false_discovery_control(p) <= FALSE_DISCOVERIES
 
 
 def differing_halves(values: np.ndarray) -> list[int]:

@@ -6,7 +6,7 @@ from math import inf, isfinite, isnan, nan
 from typing import Generic, TypeVar
 
 import numpy as np
-from scipy import stats
+from scipy.special import ndtr, stdtrit
 
 from sinkscope.results.findings import Outcome
 from sinkscope.results.statistics import LEVEL, Estimate
@@ -61,12 +61,12 @@ class Test:
         if not (self._above(truth) and self._below(truth)):
             return nan
         freedom = estimate.seeds - 1
-        reach = stats.t.ppf((1 + LEVEL) / 2, freedom)
+        reach = stdtrit(freedom, (1 + LEVEL) / 2)
         below, above = estimate.value - estimate.low, estimate.high - estimate.value
         sides = [(truth - self.least, below), (self.most - truth, above)]
         if not isnan(estimate.truest):  # a range is the size of a difference that may have either sign
             sides *= 2
-        misses = [stats.norm.sf(reach * (room / side - 1)) for room, side in sides if isfinite(room) and side]
+        misses = [ndtr(-reach * (room / side - 1)) for room, side in sides if isfinite(room) and side]
         return float(max(0.0, 1 - sum(misses)))
 
     def seeds_to_decide(self, estimate: Estimate) -> float:
@@ -85,9 +85,9 @@ class Test:
             sides = [(self.least - truth, above)] if not self._above(truth) else [(truth - self.most, below)]
         sides = [(room, side) for room, side in sides if isfinite(room) and side]
         seeds = np.arange(2, MOST_SEEDS + 1)
-        reach, known = (stats.t.ppf((1 + LEVEL) / 2, number - 1) for number in (seeds, estimate.seeds))
+        reach, known = (stdtrit(number - 1, (1 + LEVEL) / 2) for number in (seeds, estimate.seeds))
         narrower = reach / np.sqrt(seeds) / (known / np.sqrt(estimate.seeds))
-        misses = sum(stats.norm.sf(reach * (room / (side * narrower) - 1)) for room, side in sides)
+        misses = sum(ndtr(-reach * (room / (side * narrower) - 1)) for room, side in sides)
         enough = np.flatnonzero(1 - misses >= WANTED_POWER) if sides else np.array([0])
         return float(seeds[enough[0]]) if len(enough) else inf
 

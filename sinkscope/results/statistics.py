@@ -12,7 +12,8 @@ from math import exp, log, nan
 from typing import Any
 
 import numpy as np
-from scipy import stats
+import scipy
+from scipy.special import ndtr, ndtri, stdtrit
 
 LEVEL = 0.95
 DRAWS = 1000  # bootstrap replicates
@@ -91,7 +92,7 @@ def resamplings(units: int, draws: int = DRAWS, seed: int = RESAMPLING_SEED, siz
     the interval becomes unbounded.
     """
     if size is None:
-        narrower = stats.norm.ppf((1 + LEVEL) / 2) / stats.t.ppf((1 + LEVEL) / 2, max(units - 1, 1))
+        narrower = ndtri((1 + LEVEL) / 2) / stdtrit(max(units - 1, 1), (1 + LEVEL) / 2)
         size = max(1, round((units - 1) * narrower**2))
     drawn = np.random.default_rng(seed).multinomial(size, np.full(units, 1 / units), size=draws)
     weights = np.concatenate([np.ones((1, units)), drawn * (units > 1) * (units / size)])
@@ -158,10 +159,10 @@ def p_values(first: np.ndarray, second: np.ndarray | None = None) -> np.ndarray:
     """
     with np.errstate(invalid="ignore", divide="ignore"):  # all units are equal
         if second is not None:
-            return np.nan_to_num(stats.mannwhitneyu(first, second, axis=0).pvalue, nan=1.0)
-        ranks = np.sign(first) * stats.rankdata(np.abs(first), axis=0)
+            return np.nan_to_num(scipy.stats.mannwhitneyu(first, second, axis=0).pvalue, nan=1.0)
+        ranks = np.sign(first) * scipy.stats.rankdata(np.abs(first), axis=0)
         z = np.abs(ranks.sum(0)) / np.sqrt((ranks**2).sum(0))
-    return np.nan_to_num(2 * stats.norm.sf(z), nan=1.0)
+    return np.nan_to_num(2 * ndtr(-z), nan=1.0)
 
 
 def jackknife(replicates: np.ndarray) -> Estimate:
@@ -175,7 +176,7 @@ def jackknife(replicates: np.ndarray) -> Estimate:
     if groups < 2 or not np.isfinite(replicates).all():
         return Estimate(value, -np.inf, np.inf)
     error = np.sqrt((groups - 1) / groups * ((without - without.mean()) ** 2).sum())
-    reach = float(stats.t.ppf((1 + LEVEL) / 2, groups - 1) * error)
+    reach = float(stdtrit(groups - 1, (1 + LEVEL) / 2) * error)
     return Estimate(value, value - reach, value + reach)
 
 
@@ -199,14 +200,14 @@ def rank_correlation(x: np.ndarray, y: np.ndarray, layers: np.ndarray | None = N
         layers: (units,) the layer of each unit; None: the units are independent.
     """
     is_finite = np.isfinite(x) & np.isfinite(y)
-    x, y = stats.rankdata(x[is_finite]), stats.rankdata(y[is_finite])
+    x, y = scipy.stats.rankdata(x[is_finite]), scipy.stats.rankdata(y[is_finite])
     units = len(x)
     if units < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return Estimate(nan, -np.inf, np.inf)
     value = float(np.corrcoef(x, y)[0, 1])
     size = units if layers is None else effective_size(x, y, layers[is_finite])
     freedom = max(size - 2, 1.0)
-    critical = stats.t.ppf((1 + LEVEL) / 2, freedom)
+    critical = stdtrit(freedom, (1 + LEVEL) / 2)
     reach = np.arctanh(critical / np.hypot(critical, np.sqrt(freedom)))
     largest = 1 - 6 / (units**3 - units)  # half a step from 1 to the next smaller value: 1 itself has no artanh
     off = np.abs(np.arctanh(np.clip(value, -largest, largest)) - np.arctanh(RHO))
@@ -251,7 +252,7 @@ def mean_of_runs(values: np.ndarray) -> Estimate:
     value, seeds = float(np.mean(values)), len(values)
     if seeds < 2:
         return Estimate(value, -np.inf, np.inf, seeds=seeds)
-    reach = float(stats.t.ppf((1 + LEVEL) / 2, seeds - 1) * np.std(values, ddof=1) / np.sqrt(seeds))
+    reach = float(stdtrit(seeds - 1, (1 + LEVEL) / 2) * np.std(values, ddof=1) / np.sqrt(seeds))
     return Estimate(value, value - reach, value + reach, seeds=seeds)
 
 
@@ -300,7 +301,7 @@ def one_more_run(values: np.ndarray) -> Estimate:
     if len(values) < 2:
         return Estimate(value, -np.inf, np.inf)
     spread = float(np.std(values, ddof=1) * np.sqrt(1 + 1 / len(values)))
-    reach = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1)) * spread
+    reach = float(stdtrit(len(values) - 1, (1 + LEVEL) / 2)) * spread
     return Estimate(value, value - reach, value + reach)
 
 
@@ -346,7 +347,7 @@ def range_of(differences: Sequence[Estimate]) -> Estimate:
 def _widened(estimate: Estimate, among: int) -> Estimate:
     """Widen an interval to one of `among` intervals that together miss the truth with 5 % (Bonferroni)."""
     wanted = [1 - (1 - LEVEL) / 2 / among, (1 + LEVEL) / 2]
-    wide, usual = stats.t.ppf(wanted, estimate.seeds - 1) if estimate.seeds > 1 else stats.norm.ppf(wanted)
+    wide, usual = stdtrit(estimate.seeds - 1, wanted) if estimate.seeds > 1 else ndtri(wanted)
     factor = wide / usual
     low, high = (estimate.value + factor * (end - estimate.value) for end in (estimate.low, estimate.high))
     return replace(estimate, low=low, high=high)

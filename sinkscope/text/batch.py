@@ -12,6 +12,11 @@ REGISTER = -1000  # token id of a learned embedding before the text
 IGNORED = -100  # the label of a token that is not predicted
 
 
+def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor of the CPU to a device without waiting for its earlier kernels, which on Apple's is not safe."""
+    return x.to(device, non_blocking=device.type != "mps")
+
+
 def insert_before(x: torch.Tensor, prefix: torch.Tensor, start: torch.Tensor | None) -> torch.Tensor:
     """Insert prefix (n,…) into each row of x (B,T,…) before column `start` (B,), None: 0; returns (B,T+n,…)."""
     rows, columns = x.shape[:2]
@@ -61,12 +66,12 @@ class Batch:
     def on(self, device: torch.device, name: str, *arguments: Any) -> Any:
         """Return the attribute `name`, or what the method `name` returns, on a device.
 
-        It is computed and copied once for all layers: each copy waits until the device has run all earlier kernels.
+        It is computed and copied once for all layers and passes, without waiting for the device's earlier kernels.
         """
         key = device, name, *arguments
         if key not in self._copies:
             tensor = getattr(self, name)(*arguments) if arguments else getattr(self, name)
-            self._copies[key] = None if tensor is None else tensor.to(device)
+            self._copies[key] = None if tensor is None else sent(tensor, device)
         return self._copies[key]
 
     @cached_property

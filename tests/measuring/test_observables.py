@@ -13,7 +13,7 @@ from tiny import batched, measured, padded, ragged_tokens, tiny_model
 from sinkscope.attention.kernels import AttentionCall, chunked_attention
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.measuring.observables import OBSERVABLES
-from sinkscope.measuring.observables.activation import kurtosis, powers, token_norms, value_norms
+from sinkscope.measuring.observables.activation import kurtosis, powers, value_norms
 from sinkscope.measuring.observables.geometry import causal_pair_means, causal_pair_sums, masked_pair_means
 from sinkscope.measuring.observables.massive import (
     SAMPLED,
@@ -24,6 +24,7 @@ from sinkscope.measuring.observables.massive import (
     selected_by_digits,
 )
 from sinkscope.measuring.observables.observable import Means, Reading, Settings, SiteStack
+from sinkscope.measuring.one_pass import token_norms
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch
 
@@ -112,7 +113,7 @@ def test_means_over_pairs_lose_nothing_at_the_last_positions() -> None:
 def test_norms_whose_squares_overflow_are_computed_in_float32() -> None:
     half = torch.tensor([[[3e4, 4e4]]], dtype=torch.float16)
     batch = Batch(torch.zeros(1, 1), torch.ones(1, 1))
-    assert token_norms(half, batch).item() == pytest.approx(5e4, rel=1e-3)
+    assert token_norms(half).item() == pytest.approx(5e4, rel=1e-3)
     assert value_norms(half[:, None]).item() == pytest.approx(5e4, rel=1e-3)
     assert kurtosis(powers(half[:, None], batch), 2, batch).isfinite().all()
 

@@ -10,8 +10,10 @@ scores (`EVICTIONS`), as in the presses of kvpress 0.5.2. While decoding, these 
 every step, by the weights of each query, and SnapKV's protects fewer last tokens and pools by the maximum.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,15 +27,20 @@ OBSERVED, POOLED = 64, 5  # SnapKV: the prompt's last queries, at most half of w
 FUTURE = 512  # expected attention: positions after the prompt, at most as many as the text has
 
 
+@lru_cache(maxsize=64)  # because each copy to a device waits for it
+def positions_on(device: torch.device, positions: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(positions, dtype=torch.long, device=device)
+
+
 def evicting_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     call: AttentionCall,
     windows: Sequence[int],
-    sinks: torch.Tensor,
+    sinks: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute mix (B,H,T,d) and log-sum-exp (B,H,T); `windows` is (K,) in tokens, `sinks` (S,) positions, ascending.
+    """Compute mix (B,H,T,d) and log-sum-exp (B,H,T); `windows` is (K,) in tokens, `sinks` positions, ascending.
 
     A window of T tokens or more evicts nothing.
     """
@@ -60,17 +67,18 @@ def _of_heads(call: AttentionCall, heads: slice) -> AttentionCall:
 
 
 def _over_window(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, window: int, sinks: torch.Tensor
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, window: int, sinks: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     mixes, lses = [], []
     length, device, row = query.shape[2], query.device, query[:, :, 0, 0].numel()
+    kept = positions_on(device, tuple(sinks))
     block = max(1, rows_at_once(numbers_at_once(device, row * length**2) // row, window + len(sinks)))
     for start in range(0, length, block):
         rows = slice(start, min(start + block, length))
         band = max(0, rows.start - window + 1)  # the first token that is in the window of any of these queries
-        seen_keys = torch.cat([sinks[sinks < band], torch.arange(band, rows.stop, device=device)])
+        seen_keys = torch.cat([kept[: bisect_left(sinks, band)], torch.arange(band, rows.stop, device=device)])
         tokens = torch.arange(rows.start, rows.stop, device=device)[:, None]
-        seen = ((seen_keys <= tokens) & ((tokens - seen_keys < window) | torch.isin(seen_keys, sinks)))[None, None]
+        seen = ((seen_keys <= tokens) & ((tokens - seen_keys < window) | torch.isin(seen_keys, kept)))[None, None]
         block_call = seeing(call, seen, rows, seen_keys)
         mix, lse = fused_attention(query[:, :, rows], key[:, :, seen_keys], value[:, :, seen_keys], block_call)
         mixes.append(mix)

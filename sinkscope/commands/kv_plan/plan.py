@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -39,6 +39,7 @@ from sinkscope.commands.kv_plan.eviction import (
     after_eviction,
     evicting_attention,
     mean_rotation,
+    positions_on,
 )
 from sinkscope.commands.kv_plan.options import SHORTEST_TEXT
 from sinkscope.errors import InputError, SinkscopeError
@@ -46,7 +47,7 @@ from sinkscope.measuring.console import print_line
 from sinkscope.measuring.engine import Setting, logits_on, resampled_cost, run_settings
 from sinkscope.measuring.losses import perplexity
 from sinkscope.measuring.observables.massive import Massive
-from sinkscope.measuring.observables.observable import Observable, Settings
+from sinkscope.measuring.observables.observable import Accumulator, Observable, Settings, deliver
 from sinkscope.measuring.parity import Parity
 from sinkscope.measuring.processes import team
 from sinkscope.measuring.sink_rule import FIRST_TOKENS, SinkRule
@@ -264,9 +265,14 @@ RANKINGS: dict[str, type[Ranking]] = {
 # --- formats
 
 
+@cache
+def _rotation(width: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return random_rotation(width, 0).to(device, dtype)
+
+
 def snap_rotated(bits: int, x: torch.Tensor) -> torch.Tensor:
     """Round each row of x (…,d) to a grid of its own, after a rotation that spreads channels that are large in all."""
-    rotation = random_rotation(x.shape[-1], 0).to(upcast(x))
+    rotation = _rotation(x.shape[-1], upcast(x).dtype, x.device)
     return RowGrids(bits, is_symmetric=False).snap(upcast(x) @ rotation) @ rotation.T
 
 
@@ -392,7 +398,7 @@ def rounded_cache(
     """
     if bits == FULL_BITS:
         return x
-    exact = torch.tensor(sinks, dtype=torch.long, device=x.device)
+    exact = positions_on(x.device, tuple(sinks))
     snapped = SERVED[served].snap(x) if served else snap_rotated(bits, upcast(x) - center) + center
     return snapped.to(x.dtype).index_copy(2, exact, x[:, :, exact])
 
@@ -410,8 +416,7 @@ def attending_with_plan(
         means = centers[layer] if centers else (0.0, 0.0)
         parts = zip(bits, cached, means, strict=True)
         key, value = (rounded_cache(b, sinks, x, mean, plan.served) for b, x, mean in parts)
-        tokens = torch.tensor(sinks, dtype=torch.long, device=key.device)
-        return evicting_attention(query, key, value, attention_call, windows, tokens)
+        return evicting_attention(query, key, value, attention_call, windows, sinks)
 
     rows = zip(sorted(seams), plan.windows.tolist(), plan.bits.tolist(), strict=True)
     return attending_by_kernels(seams, {row[0]: partial(attend, *row) for row in rows})
@@ -585,16 +590,20 @@ class PlanStudy:
     def scores(self, rankings: Mapping[str, Ranking], window: int) -> dict[str, np.ndarray]:
         """Return the scores (L,K) of each ranking, mean over texts; a key/value head gets its query heads' largest."""
         scores = {name: np.zeros(self.sizes.dense.shape) for name in rankings}
+        waiting = Accumulator()
 
         def see(text: CopiedText, index: int, query: Any, key: Any, value: Any, call: Any, whole: Attended) -> None:
-            sinks = torch.tensor(text.sinks, dtype=torch.long, device=key.device)
-            streamed = evicting_attention(query, key, value, call, [window] * key.shape[1], sinks)
+            streamed = evicting_attention(query, key, value, call, [window] * key.shape[1], text.sinks)
             read = HeadsOnText(query, key, call, *whole, *streamed, text)
             for name, ranking in rankings.items():
                 of_heads = ranking.score(read).unflatten(0, (key.shape[1], -1)).amax(-1)
-                scores[name][index] += of_heads.double().cpu().numpy() / len(self.calibration)
+                waiting.receive(partial(add, name, index), of_heads)
+
+        def add(name: str, index: int, of_heads: torch.Tensor) -> None:
+            scores[name][index] += of_heads.double().numpy() / len(self.calibration)
 
         self._attend(see)
+        deliver([waiting])
         return team().of_the_first(lambda: scores)  # equal plans in all processes
 
     def rounding_losses(self, bits: int, served: str = "") -> np.ndarray:
@@ -603,6 +612,7 @@ class PlanStudy:
         Sinks are in full precision, except in a format that is served.
         """
         losses = np.zeros((len(self.layers), 2))
+        waiting = Accumulator()
 
         def see(text: CopiedText, index: int, query: Any, key: Any, value: Any, call: Any, whole: Attended) -> None:
             means, exact = self.centers[self.layers[index]], () if served else text.sinks
@@ -610,9 +620,13 @@ class PlanStudy:
             rounded = [rounded_cache(bits, exact, x, mean, served) for x, mean in pairs]
             for which, pair in enumerate(((rounded[0], value), (key, rounded[1]))):
                 read = HeadsOnText(query, key, call, *whole, *fused_attention(query, *pair, call), text)
-                losses[index, which] += float(OutputLoss().score(read).mean()) / len(self.calibration)
+                waiting.receive(partial(add, index, which), OutputLoss().score(read).mean())
+
+        def add(index: int, which: int, loss: torch.Tensor) -> None:
+            losses[index, which] += float(loss) / len(self.calibration)
 
         self._attend(see)
+        deliver([waiting])
         return team().of_the_first(lambda: losses)
 
     # --- plans
@@ -724,17 +738,18 @@ class PlanStudy:
         modules = self.subject.family.attentions(self.subject.loaded.model)
 
         def read_batch(plan: Plan, opened: None, batch: Batch, observables: Any) -> torch.Tensor:
-            text, ids = texts[batch.first], batch.token_ids
+            text = texts[batch.first]
             cache = attending_with_plan(self.seams, plan, plan.sinks_of(text), self.centers)
             if plan.evicts:
                 prompt = len(text.ids) - text.copied
                 cache = attending_after_eviction(modules, self.seams, plan, batch, prompt, self.sizes)
             with cache:
                 logits = logits_on(self.subject, batch)
-            losses, hits = token_losses(logits, ids)[0].cpu(), logits[0, :-1].argmax(-1).cpu() == ids[0, 1:]
+            ids = batch.on(logits.device, "token_ids")
+            losses, hits = token_losses(logits, ids)[0], logits[0, :-1].argmax(-1) == ids[0, 1:]
             of_text, of_copy, before = text.parts
             parts = (losses[of_text], losses[of_copy], hits[of_copy], hits[before])
-            return torch.stack([part.double().mean() for part in parts])[None]
+            return torch.stack([part.double().mean() for part in parts])[None].cpu()
 
         keys = []
         for plan in plans:

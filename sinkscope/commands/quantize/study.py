@@ -25,8 +25,8 @@ from sinkscope.measuring.console import print_line
 from sinkscope.measuring.engine import Setting, resampled_cost, run_settings
 from sinkscope.measuring.losses import perplexity
 from sinkscope.measuring.observables.activation import Outlier
-from sinkscope.measuring.observables.massive import is_massive, median_magnitude
-from sinkscope.measuring.observables.observable import Observable, Settings
+from sinkscope.measuring.observables.massive import ENTRIES_AT_ONCE, is_massive, median_magnitude, row_medians
+from sinkscope.measuring.observables.observable import Accumulator, Observable, Settings, Sums, deliver
 from sinkscope.measuring.parity import Parity, check_beforehand
 from sinkscope.measuring.passes import Pass
 from sinkscope.measuring.subject import Subject, family_of
@@ -81,19 +81,22 @@ def measured_ranges(
     if not (sequences := list(sequences)):
         raise InputError("static ranges need at least one sequence to calibrate by")
     seen: dict[Site, list[Range]] = defaultdict(list)
+    summaries = Summaries()
 
     def see(site: Site, x: torch.Tensor) -> None:
-        low, high = (float(end) for end in x.aminmax())
-        if not (math.isfinite(low) and math.isfinite(high)):
-            raise SinkscopeError(f"{site}: the model itself gives NaN or infinite numbers; try --dtype float32")
-        median = median_magnitude(x)
-        is_hidden_state = site.part not in (WEIGHT, *IN_ATTENTION)  # others cannot have massive activations
-        massive = is_hidden_state and bool(is_massive(median.new_tensor(max(-low, high)), median))
         # keys and values are (B,Hkv,T,D)
         channels = (x.amin((0, 2), keepdim=True), x.amax((0, 2), keepdim=True)) if site.part in CACHED else None
-        seen[site].append(Range(low, high, float(median), massive, channels))
+        summaries.add(x, partial(keep, site, channels))
+
+    def keep(site: Site, channels: Any, low: torch.Tensor, high: torch.Tensor, median: torch.Tensor) -> None:
+        if not (low.isfinite() and high.isfinite()):
+            raise SinkscopeError(f"{site}: the model itself gives NaN or infinite numbers; try --dtype float32")
+        is_hidden_state = site.part not in (WEIGHT, *IN_ATTENTION)  # others cannot have massive activations
+        massive = is_hidden_state and bool(is_massive(torch.maximum(-low, high), median))
+        seen[site].append(Range(float(low), float(high), float(median), massive, channels))
 
     read(tracer, sites, sequences, see, spared)
+    summaries.finish()
     ranges: dict[Site, Range] = {}
     for site in (site for site in sites if site in seen):
         parts, channels = seen[site], None
@@ -106,31 +109,67 @@ def measured_ranges(
     return ranges
 
 
+class Summaries(Accumulator):
+    """Passes on the smallest and the largest entry and the median magnitude of tensors, as tensors of the CPU.
+
+    On an accelerator, tensors with equally many entries are reduced together, and all numbers copied together.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[torch.Tensor, Callable[..., None]]] = []
+
+    def add(self, x: torch.Tensor, by: Callable[..., None]) -> None:
+        """Call `by` with the three numbers of x (any shape): at once, or in `finish`."""
+        if x.device.type == "cpu":
+            by(*x.aminmax(), median_magnitude(x))
+            return
+        self.kept.append((x.flatten().clone(), by))  # the model may change x in place
+        if sum(len(entries) for entries, _ in self.kept) > ENTRIES_AT_ONCE:
+            self._reduce()
+
+    def _reduce(self) -> None:
+        alike = defaultdict(list)
+        for entries, by in self.kept:
+            alike[len(entries), entries.dtype, entries.device].append((entries, by))
+        for some in alike.values():
+            rows = torch.stack([entries for entries, _ in some])
+            numbers = *rows.aminmax(dim=-1), row_medians(rows)
+            for (_, by), *mine in zip(some, *(each.unbind() for each in numbers), strict=True):
+                self.receive(by, *mine)
+        self.kept.clear()
+
+    def finish(self) -> None:
+        self._reduce()
+        deliver([self])
+
+
 def measured_roundings(
     tracer: Tracer, sequences: Iterable[Any], ranges: Mapping[Site, Range], precision: Precision
 ) -> dict[Site, Rounding]:
     """Measure the effect of rounding on each site separately, in the model in full precision."""
     grids = {site: site_grid(precision, site, known) for site, known in ranges.items()}
-    # numbers of nonzero entries and of entries that become 0, energies of signal and noise, sum and number of steps
-    sums: dict[Site, np.ndarray] = defaultdict(lambda: np.zeros(6))
+    # numbers of nonzero entries before and after rounding, energies of signal and noise, sum and number of steps
+    sums: Sums[Site] = Sums()
 
     def see(site: Site, x: torch.Tensor) -> None:
         grid = grids[site].of(x)
         snapped = grid.snap(x)
-        nonzero = x != 0
-        zeroed = nonzero & (snapped == 0)
-        noise = snapped.sub_(x)
         steps = torch.as_tensor(grid.step, dtype=torch.float64)
-        energies = x.double().square().sum(), noise.double().square().sum()
-        totals = (nonzero.sum(), zeroed.sum(), *energies, float(steps.mean()) * steps.numel(), steps.numel())
-        sums[site] += np.array([float(total) for total in totals])
+        nonzero = x.count_nonzero(), snapped.count_nonzero()
+        norms = (torch.linalg.vector_norm(each, dtype=torch.float64) for each in (x, snapped.sub_(x)))
+        sums.receive(partial(add, site, steps.numel()), *nonzero, *norms, steps.sum())
+
+    def add(site: Site, count: int, before: Any, after: Any, signal: Any, noise: Any, steps: Any) -> None:
+        sums.add(site, np.array([before, after, signal**2, noise**2, steps, count], float))
 
     read(tracer, ranges, sequences, see)
+    deliver([sums])
     roundings: dict[Site, Rounding] = {}
     for site in ranges:
-        nonzero, zeroed, signal, noise, step, count = map(float, sums[site])
+        before, after, signal, noise, step, count = map(float, sums.get(site, np.zeros(6)))
         sqnr = 10 * math.log10(signal / noise) if signal and noise else math.inf
-        roundings[site] = Rounding(zeroed / nonzero if nonzero else 0.0, sqnr, step / count if count else math.nan)
+        # 0 stays exact, so that each entry that is lost was rounded to 0
+        roundings[site] = Rounding(1 - after / before if before else 0.0, sqnr, step / count if count else math.nan)
     return roundings
 
 

@@ -13,6 +13,7 @@ from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.measuring.observables.observable import Maxima, Observable, Settings, SiteStack
 from sinkscope.measuring.observables.reductions import AFTER_FIRST, LATER, filled, later_mean
+from sinkscope.measuring.one_pass import TokenSums, token_norms
 from sinkscope.results.tables import POSITION, SEQUENCE, SITE, Column
 from sinkscope.text.batch import Batch
 
@@ -56,7 +57,7 @@ class Activation(Observable):
         self.maximum: Maxima[tuple[int, str]] = Maxima()  # by layer and site
 
     def see_stack(self, stack: SiteStack, batch: Batch) -> None:
-        norms = stack.reading.once(token_norms)
+        norms = stack.reading.norms
         for layer, site, index in stack.sites:
             self.pending.add({"norm": norms[:, index]}, layer=layer, site=site)
 
@@ -104,7 +105,9 @@ class Outlier(Observable):
     }
 
     def see_stack(self, stack: SiteStack, batch: Batch) -> None:
-        of_tokens = stack.reading.once(powers) | {"peak": stack.reading.once(token_peaks)}
+        reading = stack.reading
+        of_tokens = powers(reading.tensor, batch) if reading.is_on_cpu else reading.sums_and_peaks[0]._asdict()
+        of_tokens |= {"peak": reading.peaks}
         for layer, site, index in stack.sites:
             of_site = {name: x[:, index] for name, x in of_tokens.items()}
             self.pending.add(of_site, stack.reading.tensor.shape[-1], layer=layer, site=site)
@@ -112,6 +115,8 @@ class Outlier(Observable):
     def finish(self, batch: Batch) -> None:
         for (width,), rows, by_site in self.pending.take():
             largest = filled(by_site.pop("peak"), batch.valid).amax(-1)
+            if "mean" in by_site:
+                by_site = powers_of(TokenSums(**by_site), width, batch)
             statistics = {"max_inf_norm": largest, "kurtosis": kurtosis(by_site, width, batch)}
             self.statistics["outlier"].add_layers(rows, statistics)
 
@@ -122,19 +127,9 @@ class Outlier(Observable):
         return {name: rows.reset_index(drop=True) for name, rows in tables.items()}
 
 
-def token_norms(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return the L2 norm of each token, (…,D) → (…), in float32 or better."""
-    return torch.linalg.vector_norm(upcast(x), dim=-1)
-
-
-def token_peaks(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return each token's largest absolute entry, (…,D) → (…), in float32 or better."""
-    return upcast(torch.maximum(x.amax(-1), -x.amin(-1)))  # faster than a copy of all absolute entries
-
-
 def value_norms(value: torch.Tensor) -> torch.Tensor:
     """Return the norm of all heads' value states together, (B,K,T,d) → (B,T)."""
-    return torch.linalg.vector_norm(upcast(value), dim=(1, 3))
+    return token_norms(value, dim=(1, 3))
 
 
 def powers(x: torch.Tensor, batch: Batch) -> dict[str, torch.Tensor]:
@@ -145,6 +140,14 @@ def powers(x: torch.Tensor, batch: Batch) -> dict[str, torch.Tensor]:
     # (x-μ)² in one operation, without a copy of x-μ
     squares = F.mse_loss(x, mean.to(x.dtype)[..., None, None].expand_as(x), reduction="none")
     return {"second": squares.sum(-1), "root_of_fourth": torch.linalg.vector_norm(squares, dim=-1)}
+
+
+def powers_of(sums: TokenSums, width: int, batch: Batch) -> dict[str, torch.Tensor]:
+    """Return the same as `powers` from sums about each token's own mean, (B,S,T)."""
+    of_tokens = filled(width * sums.mean, batch.on(sums.mean.device, "valid"))
+    mean = of_tokens.sum(-1, dtype=torch.float64) / entries_of(width, batch, sums.mean.device)
+    second, fourth = sums.about(mean[..., None], width)
+    return {"second": second, "root_of_fourth": fourth.sqrt()}
 
 
 def kurtosis(powers: Mapping[str, torch.Tensor], width: int, batch: Batch) -> torch.Tensor:

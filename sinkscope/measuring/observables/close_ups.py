@@ -55,7 +55,7 @@ class AttentionMaps(Observable):
         weights = weights_among(read, shown, chosen)
         positions = range(shown.stop - shown.start)
         axes = {"layer": layer, "head": chosen, "sequence": batch.first, "query": positions, "key": positions}
-        frame = long_table([(axes, {"weight": weights.cpu().numpy()})])
+        frame = long_table([(axes, {"weight": weights})])
         if not read.call.looks_ahead:
             frame = frame[frame["key"] <= frame["query"]]
         self.frames.append(frame.assign(token_id=batch.token_ids[0].numpy()[shown.start + frame["key"]]))
@@ -135,7 +135,7 @@ class MassiveMap(Observable):
         coordinates = top + [coordinate for coordinate in even if coordinate not in top]
         positions = range(shown.stop - shown.start)
         axes = {"layer": layer, "sequence": batch.first, "position": positions, "coordinate": coordinates}
-        frame = long_table([(axes, {"magnitude": magnitude[:, coordinates].cpu().numpy()})])
+        frame = long_table([(axes, {"magnitude": magnitude[:, coordinates]})])
         token_ids = batch.token_ids[0].numpy()[shown.start + frame["position"]]
         self.frame = frame.assign(token_id=token_ids, is_top=frame["coordinate"].isin(top))
 

@@ -14,6 +14,7 @@ from sinkscope.attention.kernels import grouped_matmul, repeat_heads, upcast
 from sinkscope.attention.weights import AttentionRead, row_chunks
 from sinkscope.measuring.observables.observable import Maxima, Observable, Settings, Sums
 from sinkscope.measuring.observables.reductions import LATER, filled, later_mean, long_table, with_kv_head
+from sinkscope.measuring.one_pass import token_norms
 from sinkscope.models.family import Family
 from sinkscope.results.findings import CLOSED
 from sinkscope.results.tables import HEAD, KV_HEAD, POSITION, SEQUENCE, Column
@@ -55,7 +56,7 @@ class Geometry(Observable):
         heads = read.query.shape[1]
         group = heads // read.key.shape[1]
         norms = {
-            f"{name}_norm": repeat_heads(torch.linalg.vector_norm(upcast(x), dim=-1, keepdim=True), heads).squeeze(-1)
+            f"{name}_norm": repeat_heads(token_norms(x)[..., None], heads).squeeze(-1)
             for name, x in (("query", read.query), ("key", read.key), ("value", read.value))
         }
         columns = batch.columns(max(self.settings.positions, LATER.stop))

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ClassVar, Self
 
-import numpy as np
 import pandas as pd
 import psutil
 import torch
@@ -30,7 +29,7 @@ from sinkscope.measuring.observables.reductions import ALL_HEADS, GROUPS, filled
 from sinkscope.models.family import RESIDUAL_SITES, Block, Family
 from sinkscope.models.packed import without_gradients
 from sinkscope.results.tables import HEAD, POSITION, SEQUENCE, Column, names_of
-from sinkscope.text.batch import IGNORED, Batch
+from sinkscope.text.batch import IGNORED, Batch, sent
 
 GRAM_QUERIES = 64  # evenly spaced queries on which theorem 1's μ, σ² and ρ are measured
 ON_DEVICE = 2**30  # bytes of an accelerator's memory for sums of gradients by group
@@ -80,24 +79,26 @@ class GroupSums(Accumulator):
         whole = sum(self.predicted.values())
         of_group = [sum(n for (_, text), n in self.predicted.items() if text % GROUPS == g) for g in range(groups)]
         others = [whole - count for count in of_group]
-        scales = torch.tensor([1 / count if count else math.nan for count in others], dtype=torch.float64)
+        scales = torch.tensor([1 / count if count else math.nan for count in others], dtype=torch.float64).view(
+            -1, 1, 1
+        )
         parts = []
         for key, sums in sorted(self.sums.items()):
             without = totals[key] - sums[:groups].transpose(1, 2)
-            norms = torch.linalg.vector_norm(without, dim=-1) * scales.to(without.device)[:, None, None]
+            norms = torch.linalg.vector_norm(without, dim=-1) * sent(scales, without.device)
             parts.append(_rows_of_norms(key, norms, sums.dtype, by_head=key[1] == "value", group=range(groups)))
         return long_table(parts)
 
 
 def _rows_of_norms(
     key: tuple[int, str], norms: torch.Tensor, dtype: torch.dtype, by_head: bool = True, **axes: Any
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Return a layer's and pathway's rows for `long_table`: of all heads together, and of each; norms (…,heads,P)."""
     columns = norms.square().sum(-2, keepdim=True).sqrt()
     if by_head:
         columns = torch.cat([columns, norms], dim=-2)
     axes |= {"head": [ALL_HEADS, *range(columns.shape[-2] - 1)], "position": range(columns.shape[-1])}
-    return dict(zip(("layer", "pathway"), key, strict=True)) | axes, {"grad_norm": columns.to(dtype).cpu().numpy()}
+    return dict(zip(("layer", "pathway"), key, strict=True)) | axes, {"grad_norm": columns.to(dtype)}
 
 
 class NormGain:
@@ -196,7 +197,7 @@ class TheoremOne(Accumulator):
             residual = (self.identity[layer, "error"] / self.identity[layer, "size"]).sqrt()
             columns = {"identity_residual": residual.repeat_interleave(heads // len(residual), dim=0)} | bounds
             axes = {"layer": layer, "head": range(heads), "position": range(positions)}
-            parts.append((axes, {name: value.cpu().numpy() for name, value in columns.items()}))
+            parts.append((axes, columns))
         table = long_table(parts)
         lower, measured, upper = table["lower_bound"], table["measured"], table["upper_bound"]
         low, high = (1 - BOUND_TOLERANCE) * lower, (1 + BOUND_TOLERANCE) * upper

@@ -110,7 +110,7 @@ class GradientIdentities(Observable):
                     residual[:, 0] = torch.nan  # query 0 sees one key: its gradient is 0 but for round-off
                 axes = {"layer": layer, "pathway": pathway, "head": range(len(residual))}
                 axes |= {"position": range(residual.shape[1])}
-                parts.append((axes, {"residual": residual.cpu().numpy()}))
+                parts.append((axes, {"residual": residual}))
         return {"gradient_identity": long_table(parts)} if parts else {}
 
 

@@ -9,9 +9,9 @@ import pandas as pd
 import torch
 
 from sinkscope.attention.kernels import upcast
-from sinkscope.measuring.observables.activation import token_peaks
 from sinkscope.measuring.observables.observable import COPIED_ENTRIES, Observable, Rows, Settings, SiteStack
 from sinkscope.measuring.observables.reductions import filled
+from sinkscope.measuring.one_pass import INTEGERS, digit_counts
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
 from sinkscope.text.batch import Batch
 
@@ -19,7 +19,6 @@ THRESHOLD = 100.0  # a massive entry is above this …
 RATIO = 1000.0  # … and at least this many times the median
 TOP = 3  # entries listed for every sequence and layer, massive or not
 ENTRIES_AT_ONCE = 2**24  # entries whose histogram is made at once on an accelerator
-DIGIT_VALUES = 2**16  # values of the 16 bits by which a number is selected at a time
 SAMPLED = 61  # every 61st entry is sampled to locate the median; 61 divides no usual width
 
 
@@ -52,7 +51,7 @@ class Massive(Observable):
 
     def see_stack(self, stack: SiteStack, batch: Batch) -> None:
         layers, _, places = zip(*stack.sites, strict=True)
-        hidden, peaks = stack.reading.tensor, stack.reading.once(token_peaks)
+        hidden, peaks = stack.reading.tensor, stack.reading.peaks
         is_copy = hidden.shape[1] > len(places)  # the stack also has other sites
         if is_copy:
             hidden, peaks = (torch.stack([x[:, index] for index in places], dim=1) for x in (hidden, peaks))
@@ -173,11 +172,10 @@ def median_magnitudes(hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         ends = zip(hidden, batch.start.tolist(), (batch.start + batch.lengths).tolist(), strict=True)
         medians = [[median_magnitude(entries) for entries in states[:, start:stop]] for states, start, stop in ends]
         return torch.tensor(medians, dtype=medians[0][0].dtype)
-    magnitudes = hidden.abs()
     if batch.valid is not None:  # above all numbers
-        magnitudes = magnitudes.masked_fill(~batch.on(hidden.device, "valid")[:, None, :, None], torch.inf)
+        hidden = hidden.masked_fill(~batch.on(hidden.device, "valid")[:, None, :, None], torch.inf)
     index = (batch.on(hidden.device, "lengths") * hidden.shape[-1] - 1)[:, None, None] // 2
-    parts = magnitudes.flatten(2).split(max(1, ENTRIES_AT_ONCE // magnitudes[:, 0].numel()), dim=1)
+    parts = hidden.flatten(2).split(max(1, ENTRIES_AT_ONCE // hidden[:, 0].numel()), dim=1)
     return torch.cat([selected_by_digits(part, index) for part in parts], dim=1)
 
 
@@ -187,33 +185,32 @@ def median_magnitude(x: torch.Tensor) -> torch.Tensor:
     The CPU uses numpy's selection on the bits as integers, which is far faster: floats ≥ 0 sort like their bits.
     """
     if x.device.type != "cpu":
-        return selected_by_digits(x.abs().flatten(), torch.tensor([(x.numel() - 1) // 2], device=x.device))
+        return row_medians(x.flatten()[None])[0]
     magnitude = upcast(x.abs()).flatten()
     bits = magnitude.view(torch.int64 if magnitude.dtype == torch.float64 else torch.int32)
     median = selected(bits.numpy(), (len(bits) - 1) // 2)
     return torch.from_numpy(median).view(magnitude.dtype)[0]
 
 
-def selected_by_digits(magnitudes: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Return the number at an index (…,1) in ascending order of magnitudes (…,N), (…), in float32 or better.
+def row_medians(x: torch.Tensor) -> torch.Tensor:
+    """Return the (lower) median magnitude of each row of x (N,E), (N,), in float32 or better, on an accelerator."""
+    return selected_by_digits(x, torch.full((1,), (x.shape[-1] - 1) // 2, device=x.device))
+
+
+def selected_by_digits(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return the number at an index (…,1) in ascending order of magnitudes of x (…,N), (…), in float32 or better.
 
     Floats ≥ 0 sort like their bits. Their first 16 bits are found in a histogram of these, the next 16 in a histogram
     of the numbers with the same first bits.
     """
-    width = 8 * magnitudes.itemsize
-    bits = magnitudes.contiguous().view({16: torch.int16, 32: torch.int32, 64: torch.int64}[width])
-    index, prefix = index.expand(*bits.shape[:-1], 1), index.new_zeros(1)
-    alike = torch.ones(1, dtype=torch.int32, device=bits.device).expand_as(bits)
-    for shift in range(width - 16, -1, -16):
-        digits = (bits >> shift).to(torch.int64) & (DIGIT_VALUES - 1)
-        counts = torch.zeros(*bits.shape[:-1], DIGIT_VALUES, dtype=torch.int32, device=bits.device)
-        upto = counts.scatter_add_(-1, digits, alike).cumsum(-1)
+    rows = x.flatten(0, -2)
+    index, prefix = index.expand(*x.shape[:-1], 1).reshape(len(rows), 1), index.new_zeros(len(rows), 1)
+    for shift in range(8 * x.itemsize - 16, -1, -16):
+        upto = digit_counts(rows, prefix, shift).cumsum(-1)
         digit = torch.searchsorted(upto, index + 1)
         index = index - torch.where(digit > 0, upto.gather(-1, (digit - 1).clamp(min=0)), 0)
         prefix = prefix << 16 | digit
-        if shift:
-            alike = (bits >> shift == prefix).to(torch.int32)
-    return upcast(prefix.to(bits.dtype).view(magnitudes.dtype))[..., 0]
+    return upcast(prefix.to(INTEGERS[x.itemsize]).view(x.dtype)).view(x.shape[:-1])
 
 
 def selected(numbers: np.ndarray, index: int) -> np.ndarray:

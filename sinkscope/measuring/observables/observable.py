@@ -8,6 +8,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import repeat
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -17,7 +18,8 @@ import torch
 from transformers import PreTrainedModel
 
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.measuring.observables.reductions import filled, long_table, with_kv_head
+from sinkscope.measuring.observables.reductions import filled, long_table, on_cpu, with_kv_head
+from sinkscope.measuring.one_pass import TokenSums, token_norms, token_peaks, token_sums
 from sinkscope.models.family import Family
 from sinkscope.models.feed_forward import FeedForward
 from sinkscope.options.measuring import ObservableOptions
@@ -109,18 +111,7 @@ def accumulated(holder: object) -> dict[str, Accumulator]:
 def deliver(holders: Iterable[object]) -> None:
     """Copy the tensors for which accumulators wait to the CPU, those of a device together, and pass them on."""
     waiting = [each for holder in holders for each in _waiting_in(holder)]
-    results = [x for tensors, _ in waiting for x in tensors]
-    indices = defaultdict(list)  # by device
-    for index, x in enumerate(results):
-        if x.device.type != "cpu":
-            indices[x.device].append(index)
-    for device, chosen in indices.items():
-        chosen.sort(key=lambda index: -results[index].itemsize)  # so that each part is aligned
-        packed = torch.cat([results[index].detach().reshape(-1).view(torch.uint8) for index in chosen])
-        on_cpu = torch.empty(len(packed), dtype=torch.uint8, pin_memory=device.type == "cuda").copy_(packed)
-        for index, part in zip(chosen, on_cpu.split([results[index].nbytes for index in chosen]), strict=True):
-            results[index] = part.view(results[index].dtype).view(results[index].shape)
-    parts = iter(results)
+    parts = iter(on_cpu(x for tensors, _ in waiting for x in tensors))
     for tensors, by in waiting:
         by(*(next(parts) for _ in tensors))
 
@@ -140,18 +131,27 @@ COPIED_ENTRIES = 2**26  # numbers in copies of residual-stream sites on an accel
 
 
 class Reading:
-    """The tensor (B,T,D) of a site or (B,S,T,D) of several, with a cache of statistics that observables share."""
+    """The tensor (B,T,D) of a site or (B,S,T,D) of several, with statistics of its tokens that observables share.
+
+    On an accelerator all of them come from one pass over the tensor; on a CPU each is faster by itself.
+    """
 
     def __init__(self, tensor: torch.Tensor, batch: Batch) -> None:
         self.tensor = tensor
         self.batch = batch
-        self._known: dict[Callable, Any] = {}
+        self.is_on_cpu = tensor.device.type == "cpu"
 
-    def once(self, statistic: Callable[[torch.Tensor, Batch], Any]) -> Any:
-        """Return statistic(tensor, batch), which is computed at the first call and then cached."""
-        if statistic not in self._known:
-            self._known[statistic] = statistic(self.tensor, self.batch)
-        return self._known[statistic]
+    @cached_property
+    def sums_and_peaks(self) -> tuple[TokenSums, torch.Tensor]:
+        return token_sums(self.tensor)
+
+    @cached_property
+    def norms(self) -> torch.Tensor:
+        return token_norms(self.tensor) if self.is_on_cpu else self.sums_and_peaks[0].norms(self.tensor.shape[-1])
+
+    @cached_property
+    def peaks(self) -> torch.Tensor:
+        return token_peaks(self.tensor) if self.is_on_cpu else self.sums_and_peaks[1]
 
 
 @dataclass(frozen=True)

@@ -301,7 +301,7 @@ class Epe(Observable):
                 means[group] = without[0] / without[1][:, None]
         cosines = [torch.cosine_similarity(mean, self.epe.to(total), dim=-1, eps=0.0) for mean in means.values()]
         axes = {"layer": 0, "group": list(means), "position": range(len(self.epe))}
-        table = long_table([(axes, {"cosine": torch.stack(cosines).cpu().numpy()})])
+        table = long_table([(axes, {"cosine": torch.stack(cosines)})])
         return super().tables() | {"epe_by_group": table}
 
 

@@ -1,7 +1,8 @@
 """Reductions that observables share: means over the positions that a sequence has, and tables made of arrays."""
 
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -36,13 +37,33 @@ def later_mean(x: torch.Tensor, present: torch.Tensor | None, positions: slice =
     return mean_over(x[..., positions], None if present is None else present[:, positions])
 
 
-def long_table(parts: Iterable[tuple[dict[str, Any], dict[str, np.ndarray]]]) -> pd.DataFrame:
+def on_cpu(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors of any devices on the CPU; those of a device are copied together, because each copy waits."""
+    copied = list(tensors)
+    places = defaultdict(list)  # by device
+    for place, x in enumerate(copied):
+        if x.device.type != "cpu":
+            places[x.device].append(place)
+    for device, chosen in places.items():
+        chosen.sort(key=lambda place: -copied[place].itemsize)  # so that each part is aligned
+        packed = torch.cat([copied[place].detach().reshape(-1).view(torch.uint8) for place in chosen])
+        there = torch.empty(len(packed), dtype=torch.uint8, pin_memory=device.type == "cuda").copy_(packed)
+        for place, part in zip(chosen, there.split([copied[place].nbytes for place in chosen]), strict=True):
+            copied[place] = part.view(copied[place].dtype).view(copied[place].shape)
+    return copied
+
+
+Columns = Mapping[str, np.ndarray | torch.Tensor]
+
+
+def long_table(parts: Iterable[tuple[dict[str, Any], Columns]]) -> pd.DataFrame:
     """Make a table in long format from `axes` and `columns` of several parts, with one row per entry of the arrays.
 
-    The columns of a part are arrays of one shape. Its axes are a label for all rows (a scalar), or the labels of an
-    axis, in the order of the arrays' axes. This is faster than `pd.concat` of many tables.
+    The columns of a part are arrays or tensors of one shape. Its axes are a label for all rows (a scalar), or the
+    labels of an axis, in the order of the arrays' axes. This is faster than `pd.concat` of many tables.
     """
-    tables = []
+    tables, parts = [], list(parts)
+    copied = iter(on_cpu(x for _, columns in parts for x in columns.values() if isinstance(x, torch.Tensor)))
     for axes, columns in parts:
         shape = next(iter(columns.values())).shape
         indices = iter(np.indices(shape))
@@ -50,7 +71,8 @@ def long_table(parts: Iterable[tuple[dict[str, Any], dict[str, np.ndarray]]]) ->
             name: np.full(math.prod(shape), label) if np.isscalar(label) else np.asarray(label)[next(indices).ravel()]
             for name, label in axes.items()
         }
-        tables.append(labels | {name: array.ravel() for name, array in columns.items()})
+        arrays = {name: next(copied).numpy() if isinstance(x, torch.Tensor) else x for name, x in columns.items()}
+        tables.append(labels | {name: array.ravel() for name, array in arrays.items()})
     return pd.DataFrame({name: np.concatenate([table[name] for table in tables]) for name in tables[0]})
 
 

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.attention.weights import AttentionRead, keys_seen, row_chunks
-from sinkscope.measuring.observables.activation import token_norms
 from sinkscope.measuring.observables.observable import Maxima, Observable, Reading, Rows, Settings, Sums
 from sinkscope.measuring.observables.reductions import filled
+from sinkscope.measuring.one_pass import token_norms
 from sinkscope.models.family import Family
 from sinkscope.models.rotation import random_rotation
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
@@ -91,7 +91,7 @@ class SinkTokens(Observable):
 
     def see(self, layer: int, site: str, reading: Reading, batch: Batch) -> None:
         if site == "layer_in":
-            self.states.setdefault(-1, {"norm": token_norms(reading.tensor, batch).cpu()})
+            self.states.setdefault(-1, {"norm": token_norms(reading.tensor).cpu()})
         elif site == "mlp_out":
             self.written = reading.tensor.clone()  # because models may change the tensor in place
         else:
@@ -99,7 +99,7 @@ class SinkTokens(Observable):
             first = F.normalize(batch.tokens_at(hidden, FIRST_SINK_WITHIN), dim=-1).mT  # (B,D,FIRST_SINK_WITHIN)
             written, self.written = hidden * torch.nan if self.written is None else upcast(self.written), None
             cosines = [F.normalize(x, dim=-1) @ first for x in (hidden, written)]  # (B,T,FIRST_SINK_WITHIN)
-            states = {"norm": token_norms(hidden, batch), "cosine": cosines[0], "written": cosines[1]}
+            states = {"norm": token_norms(hidden), "cosine": cosines[0], "written": cosines[1]}
             self.states[layer] = {name: x.cpu() for name, x in states.items()}
 
     def finish(self, batch: Batch) -> None:

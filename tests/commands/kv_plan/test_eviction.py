@@ -47,11 +47,11 @@ def test_nothing_is_evicted_from_whole_heads() -> None:
 
 def test_blocks_of_queries_agree() -> None:
     query, key, value = (torch.randn(1, heads, 900, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    call, sinks = AttentionCall(None, 0.3), torch.tensor([0, 5, 700])
+    call, sinks = AttentionCall(None, 0.3), (0, 5, 700)
     mix, lse = evicting_attention(query, key, value, call, [40, 900], sinks)
     tokens = torch.arange(900)
     apart = tokens[:, None] - tokens
-    seen = (apart >= 0) & ((apart < 40) | torch.isin(tokens, sinks))
+    seen = (apart >= 0) & ((apart < 40) | torch.isin(tokens, torch.tensor(sinks)))
     logits = (0.3 * query[:, :2] @ key[:, :1].mT).masked_fill(~seen, -torch.inf)
     torch.testing.assert_close(lse[:, :2], logits.logsumexp(-1))
     torch.testing.assert_close(mix[:, :2], logits.softmax(-1) @ value[:, :1])

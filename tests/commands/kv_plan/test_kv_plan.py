@@ -148,7 +148,7 @@ def test_planted_retrieval_head_is_first() -> None:
     query, key, value = (torch.randn(1, heads, 72, 16) for heads in (4, 2, 2))
     for t in range(64, 72):  # head 2 attends to the token after the first occurrence of its own
         query[0, 2, t] = 8 * key[0, 1, text.ids[t] + 1]
-    call, sinks = AttentionCall(None, 0.25), torch.tensor([0])
+    call, sinks = AttentionCall(None, 0.25), (0,)
     whole = fused_attention(query, key, value, call)
     streamed = evicting_attention(query, key, value, call, [8, 8], sinks)
     read = HeadsOnText(query, key, call, *whole, *streamed, text)
