@@ -346,7 +346,7 @@ COMMANDS: dict[str, tuple[Callable[[PreTrainedModel], Any], tuple[int, int, int]
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_budget_of_a_command(command: str) -> None:
-    """A command costs no more than its budget, most of which is the model's own: lower it with a saving."""
+    """A command costs no more than its budget, which is to be lowered with every saving."""
     run, budget = COMMANDS[command]
     with simulated():
         model = moved(tiny_model("llama", num_hidden_layers=4))

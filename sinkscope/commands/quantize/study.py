@@ -26,7 +26,7 @@ from sinkscope.measuring.engine import Setting, resampled_cost, run_settings
 from sinkscope.measuring.losses import perplexity
 from sinkscope.measuring.observables.activation import Outlier
 from sinkscope.measuring.observables.massive import ENTRIES_AT_ONCE, is_massive, median_magnitude, row_medians
-from sinkscope.measuring.observables.observable import Accumulator, Observable, Settings, Sums, deliver
+from sinkscope.measuring.observables.observable import Accumulator, Observable, Pending, Settings, Sums, deliver
 from sinkscope.measuring.parity import Parity, check_beforehand
 from sinkscope.measuring.passes import Pass
 from sinkscope.measuring.subject import Subject, family_of
@@ -116,27 +116,25 @@ class Summaries(Accumulator):
     """
 
     def __init__(self) -> None:
-        self.kept: list[tuple[torch.Tensor, Callable[..., None]]] = []
+        self.pending, self.entries = Pending(), 0
 
     def add(self, x: torch.Tensor, by: Callable[..., None]) -> None:
         """Call `by` with the three numbers of x (any shape): at once, or in `finish`."""
         if x.device.type == "cpu":
             by(*x.aminmax(), median_magnitude(x))
             return
-        self.kept.append((x.flatten().clone(), by))  # the model may change x in place
-        if sum(len(entries) for entries, _ in self.kept) > ENTRIES_AT_ONCE:
+        self.pending.add({"entries": x.reshape(1, -1).clone()}, by=by)  # the model may change x in place
+        self.entries += x.numel()
+        if self.entries > ENTRIES_AT_ONCE:
             self._reduce()
 
     def _reduce(self) -> None:
-        alike = defaultdict(list)
-        for entries, by in self.kept:
-            alike[len(entries), entries.dtype, entries.device].append((entries, by))
-        for some in alike.values():
-            rows = torch.stack([entries for entries, _ in some])
-            numbers = *rows.aminmax(dim=-1), row_medians(rows)
-            for (_, by), *mine in zip(some, *(each.unbind() for each in numbers), strict=True):
-                self.receive(by, *mine)
-        self.kept.clear()
+        for _, rows, columns in self.pending.take():
+            entries = columns["entries"][0]  # (N,E)
+            numbers = *entries.aminmax(dim=-1), row_medians(entries)
+            for row, *mine in zip(rows, *(each.unbind() for each in numbers), strict=True):
+                self.receive(row["by"], *mine)
+        self.entries = 0
 
     def finish(self) -> None:
         self._reduce()

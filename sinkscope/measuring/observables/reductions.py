@@ -53,10 +53,7 @@ def on_cpu(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return copied
 
 
-Columns = Mapping[str, np.ndarray | torch.Tensor]
-
-
-def long_table(parts: Iterable[tuple[dict[str, Any], Columns]]) -> pd.DataFrame:
+def long_table(parts: Iterable[tuple[dict[str, Any], Mapping[str, np.ndarray | torch.Tensor]]]) -> pd.DataFrame:
     """Make a table in long format from `axes` and `columns` of several parts, with one row per entry of the arrays.
 
     The columns of a part are arrays or tensors of one shape. Its axes are a label for all rows (a scalar), or the
