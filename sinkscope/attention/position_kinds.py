@@ -33,6 +33,7 @@ from sinkscope.models.family import (
 )
 from sinkscope.models.in_memory import weight_in_memory
 from sinkscope.models.wiring import first_floats, record_ends
+from sinkscope.text.batch import on_cpu
 
 EQUAL_TOKENS = 24  # T5's buckets have a width of one token up to a distance of 15
 EQUAL_VECTORS = 1e-3  # vectors are equal up to this relative difference …
@@ -53,13 +54,18 @@ def with_positions(model: PreTrainedModel, family: Family) -> Family:
             hooks.enter_context(attention.register_forward_pre_hook(_repeat_last_state, with_kwargs=True))
         model(input_ids=one, use_cache=False)
     by_layer = [""] * len(family.layer_modules(model))
-    for layer, seen in attended.items():  # on equal inputs
+    read = {  # by layer, on equal inputs
+        layer: torch.stack([_direction_changes(seen[name]) for name in ("query", "key")])
+        for layer, seen in attended.items()
+        if {"query", "key", "lse"} <= seen.keys()
+    }
+    turns = dict(zip(read, on_cpu(read.values()), strict=True))
+    for layer in attended:
         within, call = UNKNOWN_POSITIONS, seams[layer].call
-        if {"query", "key", "lse"} <= seen.keys() and call is not None:
-            turns = [_direction_changes(seen["query"]), _direction_changes(seen["key"])]
-            if any(bool(turned.all()) for turned in turns):
+        if layer in turns and call is not None:
+            if turns[layer].all(1).any():
                 within = "rotary"
-            elif not any(bool(turned.any()) for turned in turns):
+            elif not turns[layer].any():
                 within = bias_kind(call)
         both = [kind for kind in (added, within) if kind and kind != NO_POSITIONS]
         by_layer[layer] = family.positions if UNKNOWN_POSITIONS in both else " + ".join(both) or NO_POSITIONS
@@ -82,7 +88,8 @@ def _repeat_last_state(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -
     repeated = state[:, -1:].expand_as(state).contiguous()
 
     def replaced(value: Any) -> Any:  # some modules take the state several times, as query, key and value
-        return repeated if isinstance(value, torch.Tensor) and torch.equal(value, state) else value
+        is_like_state = isinstance(value, torch.Tensor) and value.shape == state.shape
+        return repeated if value is state or (is_like_state and torch.equal(value, state)) else value
 
     return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
 

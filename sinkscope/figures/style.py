@@ -123,7 +123,7 @@ class Figure(MatplotlibFigure):
             image = Image.open(drawn)
             opaque = image.mode != "RGBA" or image.getchannel("A").getextrema() == (255, 255)
             drawn = io.BytesIO()
-            (image.convert("RGB") if opaque else image).save(drawn, "PNG", dpi=image.info["dpi"], optimize=True)
+            (image.convert("RGB") if opaque else image).save(drawn, "PNG", dpi=image.info["dpi"])
         Path(fname).write_bytes(drawn.getvalue())
 
     def _repr_png_(self) -> bytes:

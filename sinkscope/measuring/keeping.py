@@ -27,7 +27,7 @@ from sinkscope.options.measuring import PERMISSIONS, CloseUpOptions, RunConfig
 from sinkscope.options.option import MAX_INT, checked
 from sinkscope.results.activations import ATTENTION, KEPT_SITES
 from sinkscope.retrofits.retrofit import registers_before
-from sinkscope.text.batch import Batch
+from sinkscope.text.batch import Batch, on_cpu
 from sinkscope.text.tokens import token_texts
 
 MOST_BYTES = 4 * 10**9  # size limit of the tensors that --keep names
@@ -56,7 +56,7 @@ class KeptActivations(Observable):
         if ATTENTION in self.wanted:
             self._add(ATTENTION, layer, weights_among(read, first_columns(batch, read.length)).half(), batch)
         elif self.has_maps and batch.first == 0:
-            self.rows[ATTENTION, layer].append((0, weights_among(read, first_columns(batch)).half().cpu()))
+            self.rows[ATTENTION, layer].append((0, weights_among(read, first_columns(batch)).half()))
 
     def _add(self, site: str, layer: int, tensor: torch.Tensor, batch: Batch) -> None:
         self.bytes += tensor.nbytes
@@ -105,6 +105,7 @@ def keep(subject: Subject, config: CloseUpOptions) -> dict[str, torch.Tensor]:
         f"{site}.{layer}": _stacked([row for _, row in sorted(rows, key=lambda row: row[0])], site == ATTENTION)
         for (site, layer), rows in observable.rows.items()
     }
+    tensors = dict(zip(tensors, on_cpu(tensors.values()), strict=True))
     sequences = inputs.whole().with_registers(registers_before(model))
     return tensors | {"token_ids": sequences.token_ids, "attention_mask": sequences.attention_mask}
 

@@ -3,6 +3,7 @@
 They are operators of torch: a simulated device counts each as one launch that reads its input once.
 """
 
+import warnings
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sinkscope.attention.kernels import upcast
+from sinkscope.errors import described
 
 DIGITS = 2**16  # values of 16 bits
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -17,11 +19,22 @@ INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 @cache
 def _kernels() -> Any:
-    """Return the module of Triton's kernels, or None if there is no Triton, which torch's builds for GPUs bring."""
+    """Return the module of Triton's kernels if they run; None without Triton, which torch's builds for GPUs bring.
+
+    Triton compiles at their first use, for which it needs a C compiler, and may not know the GPU.
+    """
     try:
-        return import_module("sinkscope.measuring.triton_kernels")
+        kernels = import_module("sinkscope.measuring.triton_kernels")
     except ImportError:
         return None
+    try:
+        kernels.token_sums(torch.zeros(1, 1, device="cuda"))
+    except Exception as error:
+        warnings.warn(
+            f"operations of torch replace Triton's kernels, which do not run: {described(error)}", stacklevel=2
+        )
+        return None
+    return kernels
 
 
 def token_norms(x: torch.Tensor, dim: int | tuple[int, ...] = -1) -> torch.Tensor:

@@ -39,7 +39,7 @@ from sinkscope.models.packed import packed_tolerance
 from sinkscope.models.wiring import output_of
 from sinkscope.options.measuring import RunConfig
 from sinkscope.retrofits.retrofit import registers_before
-from sinkscope.text.batch import Batch
+from sinkscope.text.batch import Batch, on_cpu
 
 DEVIATIONS = 4.0  # λ: a sum's error is larger than λ √n u with a probability of 2 exp(-λ²/2)
 UNIT_ROUNDOFF = {"highest": 2.0**-24, "high": 2.0**-11, "medium": 2.0**-8}  # u by torch.get_float32_matmul_precision()
@@ -64,11 +64,13 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
     """Compare every layer's attention with the model's own function when the caller runs the model on this batch.
 
     The batch has no padding. Layers with attention code of their own are skipped, because it has no function to call
-    twice, and so are layers changed by a retrofit.
+    twice, and so are layers changed by a retrofit. The list is filled when the block ends.
     """
     layers = {attention: layer for layer, attention in family.attentions(model).items()}
     batch = batch.with_registers(registers_before(model))
     comparisons: list[AttentionComparison] = []
+    compared_layers: list[int] = []
+    differences: list[torch.Tensor] = []
 
     def compared(attend: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if module not in layers:
@@ -88,7 +90,8 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
             ours = attend(module, *values, **named)[0]
         read = AttentionRead(**seen[layer], call=seam.call, batch=batch)
         seam.call = None
-        comparisons.append(AttentionComparison(layer, *_difference(theirs[0], ours, read)))
+        compared_layers.append(layer)
+        differences.append(_difference(theirs[0], ours, read))
         return _converted(args[0].dtype, theirs)
 
     if family.door != "interface":
@@ -97,6 +100,8 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
     # `attend` calls the seam if the module has one, else the model's own function
     with open_seam(model, family), attending_by(model, compared):
         yield comparisons
+    rows = zip(compared_layers, on_cpu(differences), strict=True)
+    comparisons.extend(AttentionComparison(layer, *difference.tolist()) for layer, difference in rows)
 
 
 def _converted(dtype: torch.dtype, values: Any) -> Any:
@@ -109,8 +114,8 @@ def _converted(dtype: torch.dtype, values: Any) -> Any:
     return values.to(dtype) if is_converted else values
 
 
-def _difference(theirs: torch.Tensor, ours: torch.Tensor, read: AttentionRead) -> tuple[float, float]:
-    """Return the largest difference relative to the values, and the largest relative to the round-off bound."""
+def _difference(theirs: torch.Tensor, ours: torch.Tensor, read: AttentionRead) -> torch.Tensor:
+    """Return the largest difference relative to the values, and the largest relative to the round-off bound, (2,)."""
     theirs, ours = upcast(theirs).transpose(1, 2), upcast(ours).transpose(1, 2)  # (B,H,T,d)
     value = upcast(read.value)
     sizes = repeat_heads(value, theirs.shape[1]).norm(dim=-1).amax(-1, keepdim=True)  # (B,H,1)
@@ -121,7 +126,7 @@ def _difference(theirs: torch.Tensor, ours: torch.Tensor, read: AttentionRead) -
             mix = grouped_matmul(read.mix_weights(rows, keys).to(value.dtype), value[:, :, keys])
             error[:, :, rows] = error[:, :, rows].maximum((mix - theirs[:, :, rows]).norm(dim=-1))
     relative = error / sizes.clamp(min=torch.finfo(error.dtype).tiny)
-    return float(relative.max()), float((relative / attention_round_off(read)).max())
+    return torch.stack([relative.max(), (relative / attention_round_off(read)).max()])
 
 
 def attention_round_off(read: AttentionRead) -> torch.Tensor:
@@ -147,9 +152,9 @@ def attention_round_off(read: AttentionRead) -> torch.Tensor:
     logits = abs(read.call.scaling) * query.norm(dim=-1) * largest
     mask, sinks = read.call.mask, read.call.sink_logits
     if mask is not None and mask.dtype != torch.bool:
-        logits = logits + float(mask.masked_fill(mask <= MASKED, 0.0).abs().max())
+        logits = logits + mask.masked_fill(mask <= MASKED, 0.0).abs().max()
     if sinks is not None:
-        logits = logits + float(sinks.abs().max())
+        logits = logits + sinks.abs().max()
     return 2 * (torch.expm1(2 * g * logits) + g)
 
 

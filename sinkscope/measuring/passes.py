@@ -26,7 +26,7 @@ from sinkscope.measuring.observables.reductions import long_table
 from sinkscope.measuring.processes import team
 from sinkscope.plugins import naming_plugin, package_of
 from sinkscope.results.tables import SEQUENCE, WHOLE_MODEL, Column, Columns, check_made
-from sinkscope.text.batch import Batch
+from sinkscope.text.batch import Batch, on_cpu
 from sinkscope.text.inputs import TokenInputs
 
 # returns the loss of each sequence, (B,), summed over its predicted tokens; None if the step computes none
@@ -131,7 +131,7 @@ def pass_over(
                 vars(observable).update(state)
             losses = total[1]
         in_order = [loss for _, part in sorted(losses.items()) for loss in part]
-        return Pass(observables, torch.cat([torch.zeros(0, dtype=torch.float64), *in_order]), size)
+        return Pass(observables, torch.cat([torch.zeros(0, dtype=torch.float64), *on_cpu(in_order)]), size)
 
     with members.sharing_errors():  # a process that has failed exchanges nothing but its error
         size = first_size(inputs, model, batch_size, backward)

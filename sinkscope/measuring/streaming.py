@@ -63,7 +63,7 @@ def measure_streaming(
         methods += [("sinks kept" if first else "window", window, first) for first in first_tokens]
 
     def read_batch(opened: None, batch: Batch, observables: Any) -> torch.Tensor:
-        return token_losses(logits_on(subject, batch), batch.token_ids).double().cpu()
+        return token_losses(logits_on(subject, batch), batch.token_ids).double()
 
     with open_seam(model, family) as seams, torch.no_grad():
         settings = [

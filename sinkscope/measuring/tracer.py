@@ -25,13 +25,13 @@ from sinkscope.measuring.memory import tokens_that_fit
 from sinkscope.measuring.nnsight import OutOfOrderError, Traced, part_of, save, serving
 from sinkscope.measuring.observables.observable import (
     ATTENTION_SITES,
-    COPIED_ENTRIES,
     NEURONS,
     Observable,
     Pending,
     Reading,
     SiteStack,
     Sums,
+    copied_entries,
     deliver,
 )
 from sinkscope.measuring.observables.reductions import filled
@@ -291,7 +291,7 @@ class Tracer(Reader):
             losses = save(loss_in_chunks(self.traced.after_hooks.logits, batch))
         self.check_finite()
         self._read_again(batch, observables)
-        return losses.cpu()
+        return losses
 
     def forward_backward(self, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
         """Run one forward and backward pass and return the summed cross-entropy of each sequence, (B,).
@@ -319,7 +319,7 @@ class Tracer(Reader):
         self._finish(observables, batch.with_registers(self.registers))
         self.check_finite()
         self._read_again(batch, observables)
-        return losses.cpu()
+        return losses
 
     def logits(self, batch: Batch) -> torch.Tensor:
         """Return `logits_of` the model's output in a trace with the seams in place, for checks of parity."""
@@ -454,7 +454,7 @@ class _Stacks:
         kind = x.shape, x.dtype, x.device
         if is_new:
             self.last = reading, Reading(x.unsqueeze(1), self.batch)
-        room = min(self.most, 0 if x.device.type == "cpu" else COPIED_ENTRIES // x.numel())
+        room = min(self.most, copied_entries(x.device) // x.numel())
         if room < 2:
             self.see(SiteStack([(layer, site, 0)], self.last[1]))
             return

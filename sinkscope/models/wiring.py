@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 
 from sinkscope.models.edits import edited_output
 from sinkscope.models.family import RESIDUAL_SITES, Block, Family
+from sinkscope.text.batch import on_cpu
 
 
 class Event(NamedTuple):
@@ -30,21 +30,22 @@ def record_ends(
     model: nn.Module, modules: Iterable[nn.Module], inputs: Mapping[str, Any]
 ) -> dict[nn.Module, list[Event]]:
     """Run the model, and return CPU copies of the inputs and outputs of these modules, as far as they run."""
-    ends: dict[nn.Module, list[Event]] = {}
-    order = count()
+    events: list[tuple[nn.Module, str, torch.Tensor]] = []
 
     def keep(module: nn.Module, args: tuple, kwargs: dict, *output: Any) -> None:
         x = first_floats(output[0] if output else (*args, *kwargs.values()))
         if x is not None:
             # a clone, because Falcon adds to its MLP's output in place
-            copied = x.detach().clone().cpu()
-            ends.setdefault(module, []).append(Event(next(order), "output" if output else "input", copied))
+            events.append((module, "output" if output else "input", x.detach().clone()))
 
     with ExitStack() as hooks:
         for module in set(modules):
             hooks.enter_context(module.register_forward_pre_hook(keep, with_kwargs=True))
             hooks.enter_context(module.register_forward_hook(keep, with_kwargs=True))
         model(**inputs)
+    ends: dict[nn.Module, list[Event]] = {}
+    for order, ((module, end, _), x) in enumerate(zip(events, on_cpu(x for *_, x in events), strict=True)):
+        ends.setdefault(module, []).append(Event(order, end, x))
     return ends
 
 

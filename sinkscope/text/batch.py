@@ -1,6 +1,7 @@
 """A batch of token sequences with the start and end of each, and padding on either side."""
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +16,22 @@ IGNORED = -100  # the label of a token that is not predicted
 def sent(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor of the CPU to a device without waiting for its earlier kernels, which on Apple's is not safe."""
     return x.to(device, non_blocking=device.type != "mps")
+
+
+def on_cpu(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors of any devices on the CPU; those of a device are copied together, because each copy waits."""
+    copied = list(tensors)
+    places = defaultdict(list)  # by device
+    for place, x in enumerate(copied):
+        if x.device.type != "cpu":
+            places[x.device].append(place)
+    for device, chosen in places.items():
+        chosen.sort(key=lambda place: -copied[place].itemsize)  # so that each part is aligned
+        packed = torch.cat([copied[place].detach().reshape(-1).view(torch.uint8) for place in chosen])
+        there = torch.empty(len(packed), dtype=torch.uint8, pin_memory=device.type == "cuda").copy_(packed)
+        for place, part in zip(chosen, there.split([copied[place].nbytes for place in chosen]), strict=True):
+            copied[place] = part.view(copied[place].dtype).view(copied[place].shape)
+    return copied
 
 
 def insert_before(x: torch.Tensor, prefix: torch.Tensor, start: torch.Tensor | None) -> torch.Tensor:

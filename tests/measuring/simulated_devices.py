@@ -31,7 +31,7 @@ from sinkscope.interventions import parse
 from sinkscope.measuring import tracer
 from sinkscope.measuring.memory import USABLE, bytes_per_token
 from sinkscope.measuring.observables import OBSERVABLES, gradient, massive
-from sinkscope.measuring.observables.observable import Settings
+from sinkscope.measuring.observables.observable import Settings, copied_entries
 from sinkscope.measuring.observables.reductions import GROUPS
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.calibrate import calibrate
@@ -288,8 +288,8 @@ BUDGETS = {
     (): ((37, 1, 1), (38, 2, 2)),
     ("attention",): ((66, 3, 5), (69, 6, 12)),
     FORWARD: ((106, 5, 6), (140, 9, 15)),
-    ("gradient",): ((224, 4, 7), (248, 5, 13)),
-    (*FORWARD, "gradient"): ((290, 7, 11), (347, 11, 21)),
+    ("gradient",): ((224, 3, 6), (248, 4, 12)),
+    (*FORWARD, "gradient"): ((290, 6, 10), (347, 10, 20)),
     ("attention", "massive", "mask-sink"): ((104, 7, 7), (105, 10, 14)),
 }
 DEPTH = 32
@@ -301,7 +301,7 @@ def spent_on_a_batch(
 ) -> tuple[float, float, float]:
     """Return the launches by layer, the waits and the copies of a batch; names are of observables or interventions."""
     for module in (tracer, massive):  # as many copies of sites as at Llama-2-7B's width
-        monkeypatch.setattr(module, "COPIED_ENTRIES", module.COPIED_ENTRIES * 32 // 4096)
+        monkeypatch.setattr(module, "copied_entries", lambda device: copied_entries(device) * 32 // 4096)
     monkeypatch.setattr(massive, "ENTRIES_AT_ONCE", massive.ENTRIES_AT_ONCE * 32 // 4096)
     lengths = range(64, 64 - 8 * 3 * is_padded, -3) if is_padded else [64] * 8
     settings = Settings(positions=16, window=64)
@@ -332,14 +332,18 @@ def test_budget_of_a_batch(names: tuple[str, ...], is_padded: bool, monkeypatch:
 # kernel launches, waits for the device and copies of a whole command with 4 layers
 ON_TEXTS: dict[str, Any] = {"input": "random", "num_seqs": 8, "seq_len": 64}
 COMMANDS: dict[str, tuple[Callable[[PreTrainedModel], Any], tuple[int, int, int]]] = {
-    "analyze": (lambda model: sinkscope.analyze(model, **ON_TEXTS), (3_810, 90, 65)),
+    "analyze": (lambda model: sinkscope.analyze(model, **ON_TEXTS), (3_860, 42, 55)),
     "quantize": (
         lambda model: sinkscope.quantize(model, scheme="static", calibration=8, **ON_TEXTS),
-        (14_500, 115, 120),
+        (14_490, 86, 108),
+    ),
+    "formats": (
+        lambda model: sinkscope.quantize(model, scheme="W8A8", calibration=8, **ON_TEXTS),
+        (96_100, 792, 816),
     ),
     "kv-plan": (
         lambda model: sinkscope.kv_plan(model, **ON_TEXTS | {"seq_len": 128, "num_seqs": 1}),
-        (23_210, 195, 110),
+        (22_160, 128, 65),
     ),
 }
 

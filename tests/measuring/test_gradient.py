@@ -37,11 +37,12 @@ from sinkscope.measuring.observables.gradient import (
     GROUPS,
     RATIO_COLUMNS,
     Gradient,
-    NormGain,
     TheoremOne,
+    norm_gains,
     undefined_ratios,
 )
 from sinkscope.measuring.observables.observable import Observable, Settings
+from sinkscope.measuring.one_pass import token_norms
 from sinkscope.measuring.subject import family_of, inputs_for, load_model
 from sinkscope.measuring.summary import gradient_summary
 from sinkscope.measuring.tables import column_names
@@ -253,7 +254,7 @@ def test_a_norms_gain_is_found_by_probing_it(kind: str) -> None:
         (768, torch.bfloat16, 0.01), (768, torch.float16, 0.01),
     ):  # fmt: skip
         norm = random_norm(kind, width, dtype)
-        gain = NormGain(norm, width)
+        gain = norm_gains({"norm": (norm, width)})["norm"]
         assert gain.largest == pytest.approx(np.abs(reference.gain_of(norm)).max(), rel=tolerance), (width, dtype)
         assert gain.centered == kind.startswith("layer"), (width, dtype)
         assert gain.epsilon == {"llama": 1e-5, "layer": 1e-5, "layer without bias": 1e-12}.get(kind, 1e-6)
@@ -269,8 +270,8 @@ def test_a_norm_amplifies_no_gradient_beyond_its_bound(kind: str) -> None:
     x[0, 16:24] *= 1e-4  # smaller than ε
     x[0, 24:32] += 50.0  # LayerNorm subtracts it
     with in_double(norm if "transformers" in type(norm).__module__ else random_norm("llama", 2)):
-        gain = NormGain(norm, width)
-        bound = gain.bound(x)[0]
+        gain = norm_gains({"norm": (norm, width)})["norm"]
+        bound = gain.bound(x, token_norms(x))[0]
         jacobians = torch.stack([torch.autograd.functional.jacobian(norm, token) for token in x[0]])
     operator_norms = torch.linalg.matrix_norm(jacobians, ord=2)
     assert (operator_norms <= bound * (1 + 1e-9)).all()

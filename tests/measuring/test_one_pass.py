@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -85,6 +86,21 @@ def test_one_pass_has_the_norms_and_the_kurtosis_of_several(dtype: torch.dtype, 
 def test_medians(dtype: torch.dtype, entries: int) -> None:
     x = states(dtype, 999).flatten(0, -2)[:, :entries]
     assert torch.equal(row_medians(x.to(DEVICE)).cpu().double(), x.double().abs().median(-1).values)
+
+
+def test_kernels_that_do_not_run_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton needs a C compiler, for example, which many images for serving do not have."""
+
+    def failing(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("Failed to find C compiler")
+
+    module = SimpleNamespace(token_sums=failing)
+    monkeypatch.setattr(one_pass, "import_module", lambda name: module)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: torch.ones(shape))  # there may be no GPU
+    with pytest.warns(UserWarning, match="Failed to find C compiler"):
+        assert one_pass._kernels.__wrapped__() is None
+    module.token_sums = lambda x: x
+    assert one_pass._kernels.__wrapped__() is module
 
 
 @pytest.mark.skipif(DEVICE == "cuda" or not TRITON.is_dir(), reason="needs `make triton`")

@@ -31,7 +31,7 @@ from sinkscope.attention.weights import row_chunks
 from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.engine import Setting, logits_on, resampled_cost, run_settings
 from sinkscope.measuring.losses import loss_in_chunks
-from sinkscope.measuring.observables.gradient import NormGain
+from sinkscope.measuring.observables.gradient import NormGain, norm_gains
 from sinkscope.measuring.parity import LARGEST_TOLERANCES, largest_difference
 from sinkscope.measuring.subject import Subject
 from sinkscope.models.edits import Edit, edited_input, edited_output, replaced, wrapped_forward
@@ -152,7 +152,7 @@ class Prediction:
         self.magnitudes: dict[str, Magnitude] = {}  # by the tensor's first address; inside a kernel, its part follows
         self.first_address: dict[str, str] = {}  # address → the first address of the tensor that is there
         norms = [(path, module) for path, module in self.model.named_modules() if _epsilon(module) is not None]
-        self.norms = {path: NormGain(module, len(module.weight)) for path, module in norms}
+        self.norms = norm_gains({path: (module, len(module.weight)) for path, module in norms})
         # address → layer and site, for the sites of the residual stream and the mix of values
         self._names: dict[str, tuple[int, str]] = {}
         for layer in range(len(self.family.layer_modules(self.model))):

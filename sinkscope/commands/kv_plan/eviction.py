@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -27,7 +28,7 @@ OBSERVED, POOLED = 64, 5  # SnapKV: the prompt's last queries, at most half of w
 FUTURE = 512  # expected attention: positions after the prompt, at most as many as the text has
 
 
-@lru_cache(maxsize=64)  # because each copy to a device waits for it
+@lru_cache(maxsize=256)  # because each copy to a device waits for it
 def positions_on(device: torch.device, positions: tuple[int, ...]) -> torch.Tensor:
     return torch.tensor(positions, dtype=torch.long, device=device)
 
@@ -42,22 +43,27 @@ def evicting_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute mix (B,H,T,d) and log-sum-exp (B,H,T); `windows` is (K,) in tokens, `sinks` positions, ascending.
 
-    A window of T tokens or more evicts nothing.
+    A window of T tokens or more evicts nothing. Heads with equal windows are computed together.
     """
     length, group = query.shape[2], query.shape[1] // key.shape[1]
-    if min(windows) >= length:
-        return fused_attention(query, key, value, call)
-    parts = []
-    for head, window in enumerate(windows):
-        heads = slice(head * group, (head + 1) * group)
-        arguments = (query[:, heads], key[:, head : head + 1], value[:, head : head + 1], _of_heads(call, heads))
-        parts.append(fused_attention(*arguments) if window >= length else _over_window(*arguments, window, sinks))
-    mixes, lses = zip(*parts, strict=True)
-    return torch.cat(mixes, dim=1), torch.cat(lses, dim=1)
+    lengths = [min(window, length) for window in windows]
+    if len(set(lengths)) == 1:
+        return _over_window(query, key, value, call, lengths[0], sinks)
+    by_window = [[head for head, mine in enumerate(lengths) if mine == window] for window in sorted(set(lengths))]
+    order, parts = [], []
+    for kv_heads in by_window:
+        query_heads = [head * group + member for head in kv_heads for member in range(group)]
+        kv, heads = (positions_on(key.device, tuple(chosen)) for chosen in (kv_heads, query_heads))
+        arguments = query[:, heads], key[:, kv], value[:, kv], _of_heads(call, heads)
+        parts.append(_over_window(*arguments, lengths[kv_heads[0]], sinks))
+        order += query_heads
+    back = positions_on(key.device, tuple(np.argsort(order).tolist()))
+    mix, lse = (torch.cat(each, dim=1)[:, back] for each in zip(*parts, strict=True))
+    return mix, lse
 
 
-def _of_heads(call: AttentionCall, heads: slice) -> AttentionCall:
-    """Return the call of some query heads."""
+def _of_heads(call: AttentionCall, heads: torch.Tensor) -> AttentionCall:
+    """Return the call of some query heads, (n,) indices."""
     mask, sinks = call.mask, call.sink_logits
     if mask is not None and mask.shape[1] > 1:
         mask = mask[:, heads]
@@ -69,6 +75,8 @@ def _of_heads(call: AttentionCall, heads: slice) -> AttentionCall:
 def _over_window(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, window: int, sinks: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if window >= query.shape[2]:
+        return fused_attention(query, key, value, call)
     mixes, lses = [], []
     length, device, row = query.shape[2], query.device, query[:, :, 0, 0].numel()
     kept = positions_on(device, tuple(sinks))

@@ -749,7 +749,7 @@ class PlanStudy:
             losses, hits = token_losses(logits, ids)[0], logits[0, :-1].argmax(-1) == ids[0, 1:]
             of_text, of_copy, before = text.parts
             parts = (losses[of_text], losses[of_copy], hits[of_copy], hits[before])
-            return torch.stack([part.double().mean() for part in parts])[None].cpu()
+            return torch.stack([part.double().mean() for part in parts])[None]
 
         keys = []
         for plan in plans:

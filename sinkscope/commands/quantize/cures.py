@@ -25,7 +25,7 @@ from sinkscope.commands.quantize.served import AHEAD, RANDOM_DRAWS, Factors, Ser
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.engine import Setting
-from sinkscope.measuring.observables.observable import Observable
+from sinkscope.measuring.observables.observable import Observable, Sums, deliver
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.models.family import embedding_weight
 from sinkscope.models.norms import ModuleEnds, reparametrized, scaled_inputs
@@ -74,11 +74,13 @@ class OutputErrors:
     def __init__(self, factors: Factors) -> None:
         """`factors` have one setting."""
         self.factors = factors
-        self.rise: dict[Matrix, float] = defaultdict(float)  # in nats, summed over the text
+        self.rise: Sums[Matrix] = Sums()  # in nats, summed over the text
 
     def read(self, tracer: Tracer, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
         self.factors.begin(batch)
-        return tracer.forward_backward(batch, observables)
+        losses = tracer.forward_backward(batch, observables)
+        deliver([self.rise])
+        return losses
 
     def __call__(
         self, matrix: Matrix, product: Product, x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor | None
@@ -88,7 +90,8 @@ class OutputErrors:
             error = self.factors(matrix, product, x, weight, tokens) - y
 
         def see(gradient: torch.Tensor) -> None:
-            self.rise[matrix] += float((upcast(gradient) * upcast(error)).sum(-1).square().sum()) / 2
+            rise = (upcast(gradient) * upcast(error)).sum(-1).square().sum() / 2
+            self.rise.receive(lambda nats: self.rise.add(matrix, float(nats)), rise)
 
         if y.requires_grad:
             y.register_hook(see)

@@ -23,7 +23,7 @@ from sinkscope.measuring.console import lasting, print_line
 from sinkscope.measuring.engine import Setting, resampled_cost, run_settings
 from sinkscope.measuring.losses import perplexity
 from sinkscope.measuring.observables.massive import Massive
-from sinkscope.measuring.observables.observable import Observable, Settings
+from sinkscope.measuring.observables.observable import Accumulator, Lists, Observable, Settings, deliver
 from sinkscope.measuring.parity import Parity
 from sinkscope.measuring.passes import Pass
 from sinkscope.measuring.sink_rule import SinkRule
@@ -46,7 +46,7 @@ from sinkscope.quantization.spared import random_tokens
 from sinkscope.results.statistics import Estimate, bootstrap
 from sinkscope.results.tables import SEQUENCE, WHOLE_MODEL, Column, Columns, names_of
 from sinkscope.retrofits.retrofit import registers_before
-from sinkscope.text.batch import Batch
+from sinkscope.text.batch import Batch, sent
 from sinkscope.text.inputs import TokenInputs
 
 RANDOM_DRAWS = 3  # draws of a control
@@ -110,7 +110,9 @@ class Factors:
     ) -> None:
         self.weights, self.settings, self.largest_weights = weights, settings, largest_weights
         self.registers = registers  # tokens that the model puts before each sequence
-        self.spared = torch.zeros(0, dtype=torch.bool)  # (settings · B · T,), of the batch that is read
+        # (settings · B · T,), of the batch that is read, by device
+        self.spared: dict[torch.device, torch.Tensor] = {}
+        self.rows = 0  # settings · B · T
 
     def begin(self, batch: Batch) -> None:
         """Take the spared tokens of a batch, which the model reads once for each setting."""
@@ -119,7 +121,12 @@ class Factors:
         for of_setting, setting in zip(spared, self.settings, strict=True):
             for row, mask in zip(of_setting, setting.spared[batch.first : batch.first + size], strict=False):
                 row[self.registers : self.registers + len(mask)] = torch.from_numpy(mask)
-        self.spared = spared.flatten()
+        self.spared, self.rows = {spared.device: spared.flatten()}, spared.numel()
+
+    def spared_on(self, device: torch.device) -> torch.Tensor:
+        if device not in self.spared:
+            self.spared[device] = sent(self.spared[torch.device("cpu")], device)
+        return self.spared[device]
 
     def read(self, tracer: Tracer, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
         """Return the loss of each sequence under each setting, (B,settings)."""
@@ -136,8 +143,8 @@ class Factors:
         if not any(setting.encoding for setting in self.settings):
             return product(x, weight)
         rows = x.reshape(-1, x.shape[-1])
-        is_by_token = tokens is not None or len(rows) == len(self.spared)  # the text's tokens, not a picture's patches
-        count = len(self.spared if is_by_token else rows) // len(self.settings)  # rows of a setting
+        is_by_token = tokens is not None or len(rows) == self.rows  # the text's tokens, not a picture's patches
+        count = (self.rows if is_by_token else len(rows)) // len(self.settings)  # rows of a setting
         rounded = rows.clone()
         for number, setting in enumerate(self.settings):
             if setting.encoding is None:
@@ -146,14 +153,16 @@ class Factors:
             own: Any = slice(first, last) if tokens is None else (tokens >= first) & (tokens < last)
             if not (entries := rows[own]).numel():  # an expert may be given no token of this setting
                 continue
-            exact = self.spared[own if tokens is None else tokens[own].cpu()] if is_by_token else torch.tensor(False)
-            exact = exact.to(x.device).view(-1, 1)
-            snapped = snap(setting.encoding, entries.masked_fill(exact, 0.0), setting.largest.get(matrix))
-            rounded[own] = torch.where(exact, entries, snapped)
+            snapped = partial(snap, setting.encoding, largest=setting.largest.get(matrix))
+            if setting.spared and is_by_token:
+                exact = self.spared_on(x.device)[own if tokens is None else tokens[own]][:, None]
+                rounded[own] = torch.where(exact, entries, snapped(entries.masked_fill(exact, 0.0)))
+            else:
+                rounded[own] = snapped(entries)
         return product(rounded.view_as(x), weight)
 
 
-class LargestFactors:
+class LargestFactors(Accumulator):
     """Records the largest magnitudes of all weights, and of inputs token by token; sequences are read one by one."""
 
     def __init__(self, registers: int) -> None:
@@ -161,21 +170,27 @@ class LargestFactors:
         self.of_weights: dict[Matrix, float] = {}
         self.widths: dict[Matrix, int] = {}  # of inputs
         # matrix → sequence, its tokens that the matrix reads (None: all), and the largest magnitude of each
-        self.of_inputs: dict[Matrix, list[tuple[int, np.ndarray | None, np.ndarray]]] = {}
+        self.of_inputs: Lists[Matrix, tuple[int, np.ndarray | None, np.ndarray]] = Lists(list)
         self.sequence = 0
 
     def read(self, tracer: Tracer, batch: Batch, observables: Sequence[Observable]) -> torch.Tensor:
         self.sequence = batch.first
-        return tracer.forward_with_loss(batch, observables)
+        losses = tracer.forward_with_loss(batch, observables)
+        deliver([self])
+        return losses
 
     def __call__(
         self, matrix: Matrix, product: Product, x: torch.Tensor, weight: torch.Tensor, tokens: torch.Tensor | None
     ) -> torch.Tensor:
-        self.of_weights[matrix], self.widths[matrix] = float(weight.abs().max()), weight.shape[1]
-        largest = x.reshape(-1, x.shape[-1]).abs().amax(-1).float().cpu().numpy()
-        read = None if tokens is None else tokens.cpu().numpy()
-        self.of_inputs.setdefault(matrix, []).append((self.sequence, read, largest))
+        if matrix not in self.widths:
+            self.widths[matrix] = weight.shape[1]
+            self.receive(lambda most: self.of_weights.update({matrix: float(most)}), weight.abs().max())
+        largest = x.reshape(-1, x.shape[-1]).abs().amax(-1).float()
+        self.receive(partial(self._add, matrix, self.sequence), largest, *([] if tokens is None else [tokens]))
         return product(x, weight)
+
+    def _add(self, matrix: Matrix, sequence: int, largest: torch.Tensor, tokens: torch.Tensor | None = None) -> None:
+        self.of_inputs[matrix].append((sequence, None if tokens is None else tokens.numpy(), largest.numpy()))
 
     def fused_weights(self) -> dict[Matrix, float]:
         """Return the largest magnitude of each weight and of those next to it that read the same input.

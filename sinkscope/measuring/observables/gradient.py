@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import pandas as pd
 import psutil
@@ -26,11 +26,13 @@ from sinkscope.attention.weights import AttentionRead, row_chunks
 from sinkscope.errors import SinkscopeError
 from sinkscope.measuring.observables.observable import Accumulator, Accumulators, Observable, Settings, Sums
 from sinkscope.measuring.observables.reductions import ALL_HEADS, GROUPS, filled, long_table
+from sinkscope.measuring.one_pass import token_norms
 from sinkscope.models.family import RESIDUAL_SITES, Block, Family
 from sinkscope.models.packed import without_gradients
 from sinkscope.results.tables import HEAD, POSITION, SEQUENCE, Column, names_of
-from sinkscope.text.batch import IGNORED, Batch, sent
+from sinkscope.text.batch import IGNORED, Batch, on_cpu, sent
 
+Key = TypeVar("Key")
 GRAM_QUERIES = 64  # evenly spaced queries on which theorem 1's μ, σ² and ρ are measured
 ON_DEVICE = 2**30  # bytes of an accelerator's memory for sums of gradients by group
 BOUND_TOLERANCE = 1e-5  # relative tolerance of theorem 1: its bounds are equalities if all g are equal
@@ -101,30 +103,45 @@ def _rows_of_norms(
     return dict(zip(("layer", "pathway"), key, strict=True)) | axes, {"grad_norm": columns.to(dtype)}
 
 
+@dataclass(frozen=True)
 class NormGain:
-    """The bound of a norm layer's Jacobian: ‖J‖ ≤ ‖γ‖∞ ÷ rms(x) for RMSNorm (GS theorem 2), ÷ std(x) for LayerNorm.
+    """The bound of a norm layer's Jacobian: ‖J‖ ≤ ‖γ‖∞ ÷ rms(x) for RMSNorm (GS theorem 2), ÷ std(x) for LayerNorm."""
 
-    A norm's gain is found by probing it, because families store γ differently (Gemma as 1 + weight).
+    largest: float  # ‖γ‖∞
+    epsilon: float
+    centered: bool  # as LayerNorm is
+
+    def bound(self, x: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
+        """Return ‖γ‖∞ ÷ √(mean square + ε) of tokens x (B,T,D) with `norms` (B,T); for LayerNorm, they are centered."""
+        if self.centered:
+            entries = upcast(x)
+            norms = torch.linalg.vector_norm(entries - entries.mean(-1, keepdim=True), dim=-1)
+        return self.largest / (norms.square() / x.shape[-1] + self.epsilon).sqrt()
+
+
+@torch.no_grad()
+def norm_gains(norms: Mapping[Key, tuple[nn.Module, int]]) -> dict[Key, NormGain]:
+    """Return the gains of norms, each given with its width.
+
+    The norms are probed, because families store γ differently (Gemma as 1 + weight). Alternating ±1 has mean 0 and mean
+    square 1: half the difference of the outputs for it and for its negative is γ without bias. LayerNorm maps a
+    constant input to its bias; RMSNorm does not.
     """
-
-    @torch.no_grad()
-    def __init__(self, module: nn.Module, width: int) -> None:
-        # Alternating ±1 has mean 0 and mean square 1: half the difference of the outputs for it and for its negative is
-        # γ without bias. LayerNorm maps a constant input to its bias; RMSNorm does not.
+    differences = []  # of the outputs for an input and its negative, the largest: for ones and for alternating signs
+    for module, width in norms.values():
         weight = next(module.parameters(), torch.zeros(1))
         device = "cpu" if weight.is_meta else weight.device  # if offloaded, accelerate moves the input
-        signs = torch.ones(1, 1, width, dtype=weight.dtype, device=device)
-        self.centered = torch.equal(module(signs.clone()), module(-signs))  # LayerNorm
-        signs[..., 1::2] = -1
-        gain = float(upcast(module(signs) - module(-signs)).abs().max()) / 2
-        self.epsilon = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or 0.0
-        self.largest = gain * (1 + self.epsilon) ** 0.5  # ‖γ‖∞
-
-    def bound(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ‖γ‖∞ ÷ √(mean square + ε), (B,T,D) → (B,T), of the centered entries for LayerNorm."""
-        if self.centered:
-            x = x - x.mean(-1, keepdim=True)
-        return self.largest / (x.square().mean(-1) + self.epsilon).sqrt()
+        ones = torch.ones(1, 1, width, dtype=weight.dtype, device=device)
+        alternating = ones.clone()
+        alternating[..., 1::2].neg_()
+        pairs = [upcast(module(x.clone()) - module(-x)).abs().max() for x in (ones, alternating)]
+        differences.append(torch.stack(pairs))
+    gains = {}
+    for (key, (module, _)), both in zip(norms.items(), on_cpu(differences), strict=True):
+        constant, largest = both.tolist()
+        epsilon = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or 0.0
+        gains[key] = NormGain(largest / 2 * (1 + epsilon) ** 0.5, epsilon, centered=constant == 0)
+    return gains
 
 
 class TheoremOne(Accumulator):
@@ -357,23 +374,25 @@ class Gradient(Observable):
     def prepare(self, model: PreTrainedModel, family: Family, predicted: int) -> None:
         self.loss_scale = 1.0 / predicted
         self.copies = family.copies
+        norms: dict[tuple[int, str], tuple[nn.Module, int]] = {}
         for layer, module in enumerate(family.layer_modules(model)):
             block = family.block(layer)
             self.branches[layer] = branches_of(block)
             for name, branch in self.branches[layer].items():
                 if branch.y is not None and branch.z is not None:
                     norm = module.get_submodule(block.sites[branch.y].removesuffix(".output"))
-                    self.gains[layer, name] = NormGain(norm, model.config.get_text_config().hidden_size)
+                    norms[layer, name] = norm, model.config.get_text_config().hidden_size
+        self.gains = norm_gains(norms)
 
     # --- the forward pass: register hooks
 
     def watch(self, layer: int, site: str, tensor: torch.Tensor, batch: Batch, scale: float) -> None:
         for name, branch in self.branches[layer].items():
             if site == branch.x:
-                entries = upcast(tensor.detach()).view(*batch.token_ids.shape, -1)
-                self._norms[layer, name] = torch.linalg.vector_norm(entries, dim=-1)
+                entries = tensor.detach().view(*batch.token_ids.shape, -1)
+                self._norms[layer, name] = norms = token_norms(entries)
                 if (layer, name) in self.gains:
-                    self._bounds[layer, name] = self.gains[layer, name].bound(entries)
+                    self._bounds[layer, name] = self.gains[layer, name].bound(entries, norms)
         _hook(tensor, partial(self._on_stream, layer, site, batch, scale))
 
     def watch_attention(self, layer: int, read: AttentionRead, mix: torch.Tensor, batch: Batch) -> None:
@@ -397,7 +416,7 @@ class Gradient(Observable):
 
     def _on_pathway(self, layer: int, pathway: str, batch: Batch, first_is_zero: bool, gradient: torch.Tensor) -> None:
         """Add the gradients of queries (B,H,T,d), keys or values (B,K,T,d), summed over the batch as in training."""
-        gradient = batch.tokens_at(upcast(gradient).transpose(1, 2), self.settings.positions)
+        gradient = upcast(batch.tokens_at(gradient.transpose(1, 2), self.settings.positions))
         if pathway == "query":
             self._add_pathway(layer, "query_measured", gradient[:, :1])
         if first_is_zero:
@@ -414,10 +433,9 @@ class Gradient(Observable):
 
     def _on_stream(self, layer: int, site: str, batch: Batch, scale: float, gradient: torch.Tensor) -> None:
         """Store the gradient at a residual-stream site (B,T,D) of the sum's term, which is `scale` · tensor."""
-        gradient = upcast(gradient)
         gradient = gradient if self.copies is None else self.copies.split(gradient)
         gradient = gradient.reshape(*batch.token_ids.shape, -1)
-        self._seen[layer, site] = gradient if scale == 1.0 else gradient / scale
+        self._seen[layer, site] = gradient if scale == 1.0 else upcast(gradient) / scale
         for name, branch in self.branches[layer].items():
             # x is the last of a branch's gradients; without r, the branch's output does not depend on the tokens
             if site != branch.x or (layer, branch.r) not in self._seen:
@@ -426,20 +444,19 @@ class Gradient(Observable):
             # accelerate moves the input of a layer on another device only after it has been read
             x = self._seen[layer, branch.x].to(r.device)
             y, z = (None if site is None else self._seen[layer, site].to(r.device) for site in (branch.y, branch.z))
-            norm = partial(torch.linalg.vector_norm, dim=-1)
             input_norm = self._norms.pop((layer, name)).to(r.device)
             undefined = torch.full_like(input_norm, torch.nan)  # for ratios that the wiring does not define
             ratios = {  # GS eq. 3
                 "input_norm": input_norm,
-                "bloat": undefined if y is None else norm(y) / norm(r),
-                "compress": undefined if y is None or z is None else norm(x - z) / norm(y),
-                "change": undefined if z is None else norm(x) / norm(z),
+                "bloat": undefined if y is None else token_norms(y) / token_norms(r),
+                "compress": undefined if y is None or z is None else token_norms(upcast(x) - z) / token_norms(y),
+                "change": undefined if z is None else token_norms(x) / token_norms(z),
             }
             if (layer, name) in self.gains:
                 ratios["bound"] = self._bounds.pop((layer, name)).to(r.device)
             self.pending.add(ratios, layer=layer, branch=name)
         if site == "layer_in":
-            norms = torch.linalg.vector_norm(self._seen[layer, site], dim=-1)
+            norms = token_norms(self._seen[layer, site])
             in_loss = batch.on(norms.device, "in_loss")
             counts = torch.stack([(norms == 0) & in_loss, in_loss, ~norms.isfinite()]).sum((1, 2))
             self.counts.receive(partial(self.counts.add, "tokens"), counts)

@@ -9,7 +9,7 @@ import pandas as pd
 import torch
 
 from sinkscope.attention.kernels import upcast
-from sinkscope.measuring.observables.observable import COPIED_ENTRIES, Observable, Rows, Settings, SiteStack
+from sinkscope.measuring.observables.observable import Observable, Rows, Settings, SiteStack, copied_entries
 from sinkscope.measuring.observables.reductions import filled
 from sinkscope.measuring.one_pass import INTEGERS, digit_counts
 from sinkscope.results.tables import COORDINATE, POSITION, SEQUENCE, TOKEN, TOKEN_ID, Column
@@ -58,7 +58,7 @@ class Massive(Observable):
         if self.states and self.states[-1][1].device != hidden.device:  # the model is spread over several
             self._reduce(batch)
         self.states.append((layers, hidden, peaks))
-        if not is_copy or sum(states.numel() for _, states, _ in self.states) > COPIED_ENTRIES:
+        if not is_copy or sum(states.numel() for _, states, _ in self.states) > copied_entries(hidden.device):
             self._reduce(batch)
 
     def _reduce(self, batch: Batch) -> None:

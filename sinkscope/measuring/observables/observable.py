@@ -18,13 +18,13 @@ import torch
 from transformers import PreTrainedModel
 
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.measuring.observables.reductions import filled, long_table, on_cpu, with_kv_head
+from sinkscope.measuring.observables.reductions import filled, long_table, with_kv_head
 from sinkscope.measuring.one_pass import TokenSums, token_norms, token_peaks, token_sums
 from sinkscope.models.family import Family
 from sinkscope.models.feed_forward import FeedForward
 from sinkscope.options.measuring import ObservableOptions
 from sinkscope.results.tables import KV_HEAD, Columns, names_of
-from sinkscope.text.batch import Batch
+from sinkscope.text.batch import Batch, on_cpu
 
 SumKey = TypeVar("SumKey")
 Item = TypeVar("Item")
@@ -127,7 +127,11 @@ Settings = ObservableOptions  # in a run, `positions` and `window` are limited t
 
 ATTENTION_SITES = ("raw_value", "gate", "attention")  # in the order in which a forward pass reaches them
 NEURONS = "neurons"  # the site of the last projection of the feed-forward network
-COPIED_ENTRIES = 2**26  # numbers in copies of residual-stream sites on an accelerator
+
+
+def copied_entries(device: torch.device) -> int:
+    """Return how many numbers copies of residual-stream sites hold: on a CPU few enough to stay in its cache."""
+    return 2**16 if device.type == "cpu" else 2**26
 
 
 class Reading:

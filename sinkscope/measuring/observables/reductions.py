@@ -1,13 +1,14 @@
 """Reductions that observables share: means over the positions that a sequence has, and tables made of arrays."""
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+
+from sinkscope.text.batch import on_cpu
 
 ALL_HEADS = -1  # the head of rows for all heads together
 GROUPS = 20  # maximum number of groups of sequences for a jackknife; text i of a run is in group i modulo GROUPS
@@ -35,22 +36,6 @@ def mean_over(x: torch.Tensor, present: torch.Tensor | None) -> torch.Tensor:
 def later_mean(x: torch.Tensor, present: torch.Tensor | None, positions: slice = LATER) -> torch.Tensor:
     """Average statistics by position (B,…,P) over those of the `positions` that a sequence has."""
     return mean_over(x[..., positions], None if present is None else present[:, positions])
-
-
-def on_cpu(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of any devices on the CPU; those of a device are copied together, because each copy waits."""
-    copied = list(tensors)
-    places = defaultdict(list)  # by device
-    for place, x in enumerate(copied):
-        if x.device.type != "cpu":
-            places[x.device].append(place)
-    for device, chosen in places.items():
-        chosen.sort(key=lambda place: -copied[place].itemsize)  # so that each part is aligned
-        packed = torch.cat([copied[place].detach().reshape(-1).view(torch.uint8) for place in chosen])
-        there = torch.empty(len(packed), dtype=torch.uint8, pin_memory=device.type == "cuda").copy_(packed)
-        for place, part in zip(chosen, there.split([copied[place].nbytes for place in chosen]), strict=True):
-            copied[place] = part.view(copied[place].dtype).view(copied[place].shape)
-    return copied
 
 
 def long_table(parts: Iterable[tuple[dict[str, Any], Mapping[str, np.ndarray | torch.Tensor]]]) -> pd.DataFrame:

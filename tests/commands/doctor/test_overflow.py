@@ -17,6 +17,7 @@ from sinkscope.attention.kernels import ROW_CHUNK
 from sinkscope.commands.doctor import overflow
 from sinkscope.commands.doctor.overflow import CLIPPED, DECOMPOSED, FULL, RESCALED, SCALED, OverflowCheck, Prediction
 from sinkscope.errors import InputError
+from sinkscope.measuring.observables.gradient import norm_gains
 from sinkscope.measuring.subject import Subject, family_of, inputs_for, load_model, options_of
 from sinkscope.models.edits import attending_by, edited_output
 from sinkscope.models.loading import LoadedModel
@@ -261,7 +262,7 @@ def test_a_decomposed_norm_has_the_mean_and_the_squares_of_each_token_in_its_dty
         norm.bias.copy_(torch.tensor([0.5, -0.5, 0.25, 0.0]))
     model = nn.Sequential(norm)
     x = torch.tensor([[[300.0, -300.0, 0.0, 0.0], [1.0, -2.0, 3.0, 4.0], [1000.0, 1001.0, 1002.0, 1003.0]]]).half()
-    with overflow.decomposed_norms(cast("Any", model), {"0": overflow.NormGain(norm, 4)}):
+    with overflow.decomposed_norms(cast("Any", model), norm_gains({"0": (norm, 4)})):
         output = model(x)
     torch.testing.assert_close(output[0, 0], norm.bias)
     centered = x[0] - x[0].mean(-1, keepdim=True)

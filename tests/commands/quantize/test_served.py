@@ -151,10 +151,10 @@ def test_weights_next_to_each_other_that_read_the_same_input_share_a_scale() -> 
     assert [recorder.fused_weights()[expert] for expert in experts] == [5.0, 6.0]
 
 
-def test_spared_tokens_are_counted_behind_registers() -> None:
+def test_spared_tokens_are_counted_after_registers() -> None:
     factors = Factors(None, [StoredInputs(), StoredInputs(None, [np.array([True, False, True])])], {}, registers=2)
     factors.begin(Batch(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long)))
-    assert factors.spared.view(2, 6).int().tolist() == [[0] * 6, [0, 0, 1, 0, 1, 0]]
+    assert factors.spared_on(torch.device("cpu")).view(2, 6).int().tolist() == [[0] * 6, [0, 0, 1, 0, 1, 0]]
 
 
 def test_results_do_not_depend_on_the_batch_or_on_the_other_schemes(run: Run, spared_run: Run) -> None:
