@@ -41,6 +41,7 @@ WEIGHTS = "sinkscope.attention.weights"
 OPERATIONS = "sinkscope.attention.kernels"
 STREAMING = "sinkscope.attention.streaming"
 TAPS = "sinkscope.attention.taps"
+POSITIONS = "sinkscope.attention.position_kinds"
 TRACER = "sinkscope.measuring.tracer"
 LOSSES = "sinkscope.measuring.losses"
 OBSERVABLES = "sinkscope.measuring.observables"
@@ -175,8 +176,10 @@ MUTATIONS = [
         TRACER_TESTS,
         ("gate: what it is divided by", TRACER, "share_of_gate", "/ before.square()", "/ after.square()"),
         ("gate: tokens in reverse", TRACER, "Reader._see_gate", '"output")).detach()', '"output")).detach().flip(1)'),
-        ("positions: their offset", TRACER, "model_inputs", "batch.position_ids.to(device) + first_position",
-         "batch.position_ids.to(device) + first_position + 1"),
+        ("positions: their offset", TRACER, "model_inputs", "\"position_ids\") + first_position",
+         "\"position_ids\") + first_position + 1"),
+        ("stacks: a site is written over the one before", TRACER, "_Stacks.add", "(index + 1) % room", "max(index, 0)"),
+        ("stacks: without the last site", TRACER, "_Stacks._see", "sites[-1][2] + 1]", "sites[-1][2]]"),
         ("registers: counted as text", TRACER, "Reader.requests",
          "batch = batch.with_registers(self.registers)", "pass"),
         ("loss: sign of its gradient", LOSSES, "loss_and_gradient", "-torch.ones_like(", "torch.ones_like("),
@@ -194,7 +197,7 @@ MUTATIONS = [
          "mass + torch.cat", "mass - torch.cat"),
         ("activation: the value norm's axes", f"{OBSERVABLES}.activation", "value_norms",
          "dim=(1, 3))", "dim=3).mean(1)"),
-        ("activation: the largest negative entry", f"{OBSERVABLES}.activation", "token_peaks", "-x.amin", "x.amin"),
+        ("activation: the largest negative entry", "sinkscope.measuring.one_pass", "token_peaks", "-x.amin", "x.amin"),
         ("geometry: keys that a query sees", f"{OBSERVABLES}.geometry", "keys_seen_by",
          "torch.arange(1, length + 1,", "torch.arange(0, length,"),
         ("geometry: other keys under a mask", f"{OBSERVABLES}.geometry", "masked_pair_means",
@@ -212,13 +215,23 @@ MUTATIONS = [
     ),
     *_mutations(
         GRADIENT_TESTS,
-        ("gradient: compress", f"{OBSERVABLES}.gradient", "Gradient._on_stream", "norm(x - z)", "norm(x + z)"),
+        ("gradient: compress", f"{OBSERVABLES}.gradient", "Gradient._on_stream",
+         "upcast(x) - z", "upcast(x) + z"),
         ("gradient: upper bound", f"{OBSERVABLES}.gradient", "_bounds",
          "(mass_squared - second)", "(mass_squared + second)"),
         ("gradient: groups of heads", f"{OBSERVABLES}.gradient", "TheoremOne.add_value_gradient",
          "unflatten(1, (gradient.shape[1], -1)).sum(2)", "unflatten(1, (-1, gradient.shape[1])).sum(1)"),
         ("gradient: a scaled branch", f"{OBSERVABLES}.gradient", "Gradient._on_stream",
-         "gradient / scale", "gradient * scale"),
+         "upcast(gradient) / scale", "upcast(gradient) * scale"),
+        ("gradient: the gain of both signs", f"{OBSERVABLES}.gradient", "norm_gains", "largest / 2", "largest"),
+        ("gradient: every norm is centered", f"{OBSERVABLES}.gradient", "norm_gains", "constant == 0", "True"),
+        ("gradient: gains of other norms", f"{OBSERVABLES}.gradient", "norm_gains",
+         "on_cpu(differences)", "on_cpu(differences[::-1])"),
+        ("gradient: LayerNorm's mean", f"{OBSERVABLES}.gradient", "NormGain.bound",
+         " - entries.mean(-1, keepdim=True)", ""),
+        ("gradient: the sum of squares", f"{OBSERVABLES}.gradient", "NormGain.bound", " / x.shape[-1]", ""),
+        ("gradient: a norm for the change", f"{OBSERVABLES}.gradient", "Gradient._on_stream",
+         "token_norms(x) / token_norms(z)", "token_norms(z) / token_norms(x)"),
     ),
     *_mutations(
         BRANCH_TESTS,
@@ -509,9 +522,29 @@ MUTATIONS = [
          'table[table["layer"] == table["layer"].max()]', "table"),
     ),
     *_mutations(
+        ("tests/attention/test_position_kinds.py",),
+        ("positions: rotary only with turned queries and keys", POSITIONS, "with_positions",
+         ".all(1).any()", ".all()"),
+        ("positions: keys alone", POSITIONS, "with_positions",
+         'for name in ("query", "key")]', 'for name in ("key",)]'),
+        ("positions: every tensor of the state's shape", POSITIONS, "_repeat_last_state",
+         "torch.equal(value, state)", "True"),
+    ),
+    *_mutations(
+        ("tests/models/test_calibrate.py",),
+        ("wiring: the ends of other modules", "sinkscope.models.wiring", "record_ends",
+         "on_cpu(x for *_, x in events)", "on_cpu(x for *_, x in events[::-1])"),
+    ),
+    *_mutations(
         ("tests/measuring/test_parity.py",),
         ("parity: the layer that differs least", "sinkscope.measuring.parity", "RoundOff.check_attention",
          "worst = max(", "worst = min("),
+        ("parity: differences of other layers", "sinkscope.measuring.parity", "comparing",
+         "on_cpu(differences)", "on_cpu(differences[::-1])"),
+        ("parity: the bound without the mask", "sinkscope.measuring.parity", "attention_round_off",
+         "logits + mask.masked_fill(mask <= MASKED, 0.0).abs().max()", "logits"),
+        ("parity: the bound without sink logits", "sinkscope.measuring.parity", "attention_round_off",
+         "logits + sinks.abs().max()", "logits"),
     ),
     *_mutations(
         STREAMING_TESTS,

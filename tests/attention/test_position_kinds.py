@@ -1,16 +1,21 @@
 """The kinds of positions of models, found layer by layer from the results of their attention."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.every_model import tiny_of
 from support.hooked import calls_of
 from support.naming import naming
 from tiny import TINY, tiny_model
+from torch import nn
 
+from sinkscope.attention import position_kinds
 from sinkscope.attention.kernels import AttentionCall
 from sinkscope.attention.position_kinds import bias_kind
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.families import find_family
+from sinkscope.models.family import NO_POSITIONS, UNKNOWN_POSITIONS
 from sinkscope.models.projections import position_vectors
 
 NOPE_LAST = ("rotary", "rotary", "rotary", "none")
@@ -49,6 +54,38 @@ def test_learned_vectors_are_those_that_are_added(model_type: str) -> None:
     calls = calls_of(model, {"table": model.get_submodule(family.position_embedding)}, torch.arange(3, 9)[None])
     ((_, added),) = calls["table"]
     assert torch.equal(position_vectors(model, family)[:6], added.flatten(0, -2)[-6:])
+
+
+TURNED, SAME, SOME = torch.tensor([True, True]), torch.tensor([False, False]), torch.tensor([True, False])
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "kind"),
+    [
+        (TURNED, SAME, "rotary"),
+        (SAME, TURNED, "rotary"),
+        (SAME, SAME, NO_POSITIONS),
+        (SOME, SAME, UNKNOWN_POSITIONS),
+        (SAME, SOME, UNKNOWN_POSITIONS),
+    ],
+)
+def test_queries_or_keys_that_turn(
+    query: torch.Tensor, key: torch.Tensor, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama", num_hidden_layers=1)
+    turns = iter((query, key))
+    monkeypatch.setattr(position_kinds, "_direction_changes", lambda x: next(turns))
+    row = replace(find_family(model), positions=UNKNOWN_POSITIONS)
+    assert position_kinds.with_positions(model, row).layer_positions == (kind,)
+
+
+def test_only_the_state_is_repeated() -> None:
+    """Attention may also take other tensors of the state's shape, such as the embeddings."""
+    state, other = torch.arange(6.0).view(1, 3, 2), torch.ones(1, 3, 2)
+    (repeated, again), kwargs = position_kinds._repeat_last_state(nn.Identity(), (state, state.clone()), {"x": other})
+    assert torch.equal(repeated, torch.tensor([[[4.0, 5.0]] * 3]))
+    assert torch.equal(again, repeated)
+    assert kwargs["x"] is other
 
 
 def test_a_bias_that_is_not_linear_is_relative() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from sinkscope.attention.kernels import AttentionCall
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.commands.doctor.command import doctor
 from sinkscope.errors import SinkscopeError
-from sinkscope.measuring import subject
+from sinkscope.measuring import parity, subject
 from sinkscope.measuring.parity import AttentionComparison, RoundOff, attention_round_off, largest_difference
 from sinkscope.measuring.subject import inputs_for
+from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
 
@@ -204,6 +206,35 @@ def test_round_off_is_within_its_bound_and_no_fault_is(bias: float) -> None:
     at_another_scale = (mix(torch.float32, 0.25 / 1.1) - exact).norm(dim=-1) / largest / attention_round_off(read)
     assert rounded.max() < 0.5
     assert at_another_scale.max() > 5
+
+
+def test_the_bound_grows_with_the_largest_bias_and_sink_logit() -> None:
+    """A bias that hides a key does not count."""
+    query, key, value = torch.randn(3, 1, 2, 4, 8, generator=torch.Generator().manual_seed(0))
+
+    def bound(**of_call: Any) -> torch.Tensor:
+        call = AttentionCall(scaling=0.25, **of_call)
+        return attention_round_off(
+            AttentionRead(query, key, value, torch.zeros(1, 2, 4), call, padded(ragged_tokens((4,))))
+        )
+
+    bias = torch.zeros(1, 1, 4, 4)
+    hidden, large = bias.clone(), bias.clone()
+    hidden[..., 0, 1:] = torch.finfo(torch.float32).min
+    large[..., 3, 0] = -50.0
+    plain = bound(mask=None)
+    torch.testing.assert_close(bound(mask=hidden), plain)
+    assert (bound(mask=large) > 5 * plain).all()
+    assert (bound(mask=None, sink_logits=torch.tensor([0.0, 50.0])) > 5 * plain).all()
+
+
+def test_differences_are_of_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = count()
+    monkeypatch.setattr(parity, "_difference", lambda *_: torch.tensor([next(numbers), 0.5]))
+    model, batch = tiny_model("llama", num_hidden_layers=3), padded(ragged_tokens((4,)))
+    with torch.no_grad(), parity.comparing(model, find_family(model), batch) as comparisons:
+        model(batch.token_ids)
+    assert comparisons == [AttentionComparison(layer, float(layer), 0.5) for layer in range(3)]
 
 
 def test_the_difference_is_the_largest_of_any_real_token() -> None:

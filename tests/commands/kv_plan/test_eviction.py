@@ -10,7 +10,7 @@ from sinkscope.commands.kv_plan.eviction import evicting_attention
 from sinkscope.commands.kv_plan.plan import NO_SINKS, Plan, attending_with_plan
 from sinkscope.models.families import find_family
 
-WINDOWS = {"llama": [3, 24], "mistral": [2, 6], "gemma2": [2, 24], "gpt_oss": [1, 5], "gpt2": [1, 4, 9, 24]}
+WINDOWS = {"llama": [3, 24], "mistral": [2, 6], "gemma2": [2, 24], "gpt_oss": [1, 5], "gpt2": [9, 9, 1, 24]}
 SINKS = [0, 11]
 
 
