@@ -279,7 +279,7 @@ report-hybrids: install  ## of small hybrids and what they are compared with, th
 	$(call hybrid,control-gated)
 	$(call hybrid,control-plain)
 
-report-normalization: install  ## other operations than softmax, on a checkpoint and on text: an hour on one core
+report-normalization: install  ## other operations than softmax, on a checkpoint and on text: two hours on one core
 	$(call trained,softmax-to-sigmoid)
 	$(call trained,normalization-on-text)
 

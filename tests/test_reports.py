@@ -24,7 +24,7 @@ OTHERWISE = {
     "gradient-sinks-from-scratch": dict.fromkeys((0.801, 0.715, 0.897, 0.614, 1.312), "below"),
     "gradient-valves": dict.fromkeys((1.003, 1.329, 0.845), "below"),
     "isolate": dict.fromkeys((23483, 23624, 8556, 6626, 1316, 1477), "of the table of norms, or a mean of it"),
-    "normalization-on-text": dict.fromkeys((4.22, 20.8, 4.13, 35.8), "read from its curves"),
+    "normalization-on-text": dict.fromkeys((11.1, 32.3, 28.6), "read from its curves"),
     "quantization-prefix": {409000: "the end of an interval, rounded"},
     "residual-stream": {2510.06477: "a paper", 2512.22213: "a paper", 2601.22966: "a paper", 2603.05498: "a paper",
                         6300: "a rounded ratio"},

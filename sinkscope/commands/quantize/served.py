@@ -112,7 +112,7 @@ class Factors:
         self.registers = registers  # tokens that the model puts before each sequence
         # (settings · B · T,), of the batch that is read, by device
         self.spared: dict[torch.device, torch.Tensor] = {}
-        self.rows = 0  # settings · B · T
+        self.number_of_tokens = 0  # settings · B · T
 
     def begin(self, batch: Batch) -> None:
         """Take the spared tokens of a batch, which the model reads once for each setting."""
@@ -121,7 +121,7 @@ class Factors:
         for of_setting, setting in zip(spared, self.settings, strict=True):
             for row, mask in zip(of_setting, setting.spared[batch.first : batch.first + size], strict=False):
                 row[self.registers : self.registers + len(mask)] = torch.from_numpy(mask)
-        self.spared, self.rows = {spared.device: spared.flatten()}, spared.numel()
+        self.spared, self.number_of_tokens = {spared.device: spared.flatten()}, spared.numel()
 
     def spared_on(self, device: torch.device) -> torch.Tensor:
         if device not in self.spared:
@@ -143,8 +143,9 @@ class Factors:
         if not any(setting.encoding for setting in self.settings):
             return product(x, weight)
         rows = x.reshape(-1, x.shape[-1])
-        is_by_token = tokens is not None or len(rows) == self.rows  # the text's tokens, not a picture's patches
-        count = (self.rows if is_by_token else len(rows)) // len(self.settings)  # rows of a setting
+        # the text's tokens, not a picture's patches
+        is_by_token = tokens is not None or len(rows) == self.number_of_tokens
+        count = (self.number_of_tokens if is_by_token else len(rows)) // len(self.settings)  # rows of a setting
         rounded = rows.clone()
         for number, setting in enumerate(self.settings):
             if setting.encoding is None:

@@ -193,7 +193,9 @@ def draw_retrofit_training(arms: TrainedArms) -> Figure:
 
 
 # --- The sink rate against the held-out loss that an arm has reached, a line for each seed. Arms are compared at equal
-# loss, because one that learns more slowly also has its sink later.
+# loss, because one that learns more slowly also has its sink later. Many seeds are pale, beside their mean by step.
+
+MANY_SEEDS = 8
 
 
 @needs(lambda arms: arms.courses, "no arm has a held-out loss by step: train with --probe attention")
@@ -201,14 +203,21 @@ def draw_retrofit_equal_loss(arms: TrainedArms) -> Figure:
     looks = arm_looks(dict.fromkeys(arm for arm, _ in arms.courses), UNTOUCHED)
     figure = new_figure(style.TEXT, 3.0)
     ax = figure.subplots()
-    for (arm, _), course in arms.courses.items():
-        ax.plot(course["loss"], 100 * course["rate"], **looks[arm] | {"marker": "", "linewidth": 0.9})
-        ax.plot(course["loss"].iloc[-1:], 100 * course["rate"].iloc[-1:], **looks[arm] | {"label": None})
+    has_means = arms.seeds > MANY_SEEDS
+    single: Look = {"linewidth": 0.4, "alpha": 0.35, "markersize": 2.5} if has_means else {"linewidth": 0.9}
+    lines = [(arm, course, single) for (arm, _), course in arms.courses.items()]
+    for arm in looks if has_means else ():
+        of_seeds = [course for (name, _), course in arms.courses.items() if name == arm]
+        lines.append((arm, pd.concat(of_seeds).groupby(level=0).mean(), {}))
+    for arm, course, how in lines:
+        ax.plot(course["loss"], 100 * course["rate"], **looks[arm] | how | {"marker": ""})
+        ax.plot(course["loss"].iloc[-1:], 100 * course["rate"].iloc[-1:], **looks[arm] | how | {"label": None})
     plot.value_axis(ax, f"{METRICS[HELD_OUT[1]].short} in %")
     ax.axhline(SINK_RATE, **style.REFERENCE)
     ax.invert_xaxis()  # training goes to the right
     ax.set_xlabel(METRICS[HELD_OUT[0]].label)
-    title = arms.title(arms.seeds_text(), "marks: the end of training", width=style.TEXT)
+    marks = "thick: mean by step · marks: the end of training" if has_means else "marks: the end of training"
+    title = arms.title(arms.seeds_text(), marks, width=style.TEXT)
     return figure.finish(title, signs_of(looks), ncols=4)
 
 

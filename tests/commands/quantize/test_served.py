@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import asdict, fields
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -149,6 +149,18 @@ def test_weights_next_to_each_other_that_read_the_same_input_share_a_scale() -> 
     for size, expert in enumerate(experts, 5):
         recorder(expert, F.linear, x, torch.full((1, 1), float(size)), torch.arange(2))
     assert [recorder.fused_weights()[expert] for expert in experts] == [5.0, 6.0]
+
+
+def test_inputs_are_those_of_their_sequence() -> None:
+    recorder, matrix = LargestFactors(registers=0), Matrix("a", 0, "a")
+
+    def forward(batch: Batch, observables: Any) -> torch.Tensor:
+        return recorder(matrix, F.linear, batch.token_ids[0, :, None].float(), torch.ones(1, 1), None)
+
+    for number, ids in enumerate(([1, 9], [8, 2])):
+        batch = Batch(torch.tensor([ids]), torch.ones(1, 2, dtype=torch.long), first=number)
+        recorder.read(cast("Any", SimpleNamespace(forward_with_loss=forward)), batch, [])
+    assert recorder.inputs([np.array([False, True]), np.array([True, False])]) == {matrix: 2.0}
 
 
 def test_spared_tokens_are_counted_after_registers() -> None:

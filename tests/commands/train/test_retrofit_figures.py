@@ -164,6 +164,22 @@ def test_sinks_are_drawn_against_the_loss() -> None:
         DRAW["retrofit-equal-loss"](TrainedArms({"training": table[table["step"] < 0]}, RUNS))
 
 
+def test_many_seeds_are_pale_beside_their_mean() -> None:
+    rows = [
+        ("org/m", ARMS[1], -1, seed, step, metric, value)
+        for seed in range(9)
+        for metric, values in (("held_out_loss", (5.0 + seed, 4.0)), ("sink_rate_by_weight", (0.0, 0.1 * seed)))
+        for step, value in enumerate(values)
+    ]
+    table = pd.DataFrame(rows, columns=["model", "condition", "layer", "seed", "step", "metric", "value"])
+    figure = DRAW["retrofit-equal-loss"](TrainedArms({"training": table}, RUNS))
+    *seeds, mean = (line for line in figure.axes[0].lines if len(line.get_xdata()) == 2 and line.get_linestyle() == "-")
+    assert [line.get_alpha() for line in seeds] == [0.35] * 9
+    assert mean.get_alpha() is None
+    assert list(mean.get_xdata()) == [9.0, 4.0]
+    assert mean.get_ydata() == pytest.approx([0.0, 40.0])
+
+
 TASK_RUNS = {"arm 0": RunData({"model": {"name": "tiny"}, "input": {"token_zero": "bos <s> (id 0)"}}, {})}
 
 

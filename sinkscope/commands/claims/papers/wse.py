@@ -1,5 +1,6 @@
 """Claims of When Attention Sink Emerges in Language Models (WSE)."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -366,7 +367,8 @@ def _over_steps(study: ClaimStudy, of: OfSteps, ends: over_seeds.Ends = None) ->
     """Return a number over seeds, or over sequences if a single training was measured, as for any model."""
     numbers = [of(*arms.rates_over_steps(runs)) for runs in study.steps]
     numbers += [of(list(rates), np.array([list(rates.values())])) for rates in study.logged]
-    words = ", ".join(dict.fromkeys(words for _, words in numbers))
+    counts = Counter(words for _, words in numbers)
+    words = ", ".join(f"{each} ({n} of {len(numbers)})" if len(counts) > 1 else each for each, n in counts.items())
     if len(study.steps) == 1:
         return bootstrap(numbers[0][0]).over(f"{words}; one training, interval over its sequences")
     seeds = over_seeds.with_setting(study, over_seeds.words_for(len(numbers)))
