@@ -524,9 +524,9 @@ MUTATIONS = [
     *_mutations(
         ("tests/attention/test_position_kinds.py",),
         ("positions: rotary only with turned queries and keys", POSITIONS, "with_positions",
-         ".all(1).any()", ".all()"),
+         "any(each.all()", "all(each.all()"),
         ("positions: keys alone", POSITIONS, "with_positions",
-         'for name in ("query", "key")]', 'for name in ("key",)]'),
+         'for name in ("query", "key")', 'for name in ("key", "key")'),
         ("positions: every tensor of the state's shape", POSITIONS, "_repeat_last_state",
          "torch.equal(value, state)", "True"),
     ),

@@ -54,18 +54,15 @@ def with_positions(model: PreTrainedModel, family: Family) -> Family:
             hooks.enter_context(attention.register_forward_pre_hook(_repeat_last_state, with_kwargs=True))
         model(input_ids=one, use_cache=False)
     by_layer = [""] * len(family.layer_modules(model))
-    read = {  # by layer, on equal inputs
-        layer: torch.stack([_direction_changes(seen[name]) for name in ("query", "key")])
-        for layer, seen in attended.items()
-        if {"query", "key", "lse"} <= seen.keys()
-    }
-    turns = dict(zip(read, on_cpu(read.values()), strict=True))
+    read = [layer for layer, seen in attended.items() if {"query", "key", "lse"} <= seen.keys()]  # on equal inputs
+    turned = on_cpu(_direction_changes(attended[layer][name]) for layer in read for name in ("query", "key"))
+    turns = dict(zip(read, zip(turned[::2], turned[1::2], strict=True), strict=True))
     for layer in attended:
         within, call = UNKNOWN_POSITIONS, seams[layer].call
         if layer in turns and call is not None:
-            if turns[layer].all(1).any():
+            if any(each.all() for each in turns[layer]):
                 within = "rotary"
-            elif not turns[layer].any():
+            elif not any(each.any() for each in turns[layer]):
                 within = bias_kind(call)
         both = [kind for kind in (added, within) if kind and kind != NO_POSITIONS]
         by_layer[layer] = family.positions if UNKNOWN_POSITIONS in both else " + ".join(both) or NO_POSITIONS

@@ -73,8 +73,8 @@ def test_queries_or_keys_that_turn(
     query: torch.Tensor, key: torch.Tensor, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model("llama", num_hidden_layers=1)
-    turns = iter((query, key))
-    monkeypatch.setattr(position_kinds, "_direction_changes", lambda x: next(turns))
+    turns = {model.config.num_attention_heads: query, model.config.num_key_value_heads: key}
+    monkeypatch.setattr(position_kinds, "_direction_changes", lambda x: turns[x.shape[1]])
     row = replace(find_family(model), positions=UNKNOWN_POSITIONS)
     assert position_kinds.with_positions(model, row).layer_positions == (kind,)
 
