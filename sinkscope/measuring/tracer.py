@@ -437,7 +437,7 @@ def model_inputs(
 class _Stacks:
     """Collects copies of sites in one tensor until it is full: a kernel then reduces many of them in one launch.
 
-    Where copies do not pay, on a CPU or for large tensors, each site is seen at once. Models may change a tensor in
+    Where copies do not pay, for large tensors, each site is seen at once. Models may change a tensor in
     place after it has been read, so that it cannot be kept without a copy.
     """
 

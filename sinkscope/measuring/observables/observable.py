@@ -160,7 +160,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class SiteStack:
-    """Sites of a batch in one tensor: one site on a CPU, on a GPU as many as are worth one kernel launch."""
+    """Sites of a batch in one tensor: as many as `copied_entries` allows, or a single one."""
 
     sites: Sequence[tuple[int, str, int]]  # layer, site, and the index of its tensor in `reading`, (B,S,T,D)
     reading: Reading
