@@ -540,7 +540,7 @@ MUTATIONS = [
         ("parity: the layer that differs least", "sinkscope.measuring.parity", "RoundOff.check_attention",
          "worst = max(", "worst = min("),
         ("parity: differences of other layers", "sinkscope.measuring.parity", "comparing",
-         "on_cpu(differences)", "on_cpu(differences[::-1])"),
+         "on_cpu(x for _, x in differences)", "on_cpu(x for _, x in differences[::-1])"),
         ("parity: the bound without the mask", "sinkscope.measuring.parity", "attention_round_off",
          "logits + mask.masked_fill(mask <= MASKED, 0.0).abs().max()", "logits"),
         ("parity: the bound without sink logits", "sinkscope.measuring.parity", "attention_round_off",

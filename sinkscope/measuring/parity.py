@@ -69,8 +69,7 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
     layers = {attention: layer for layer, attention in family.attentions(model).items()}
     batch = batch.with_registers(registers_before(model))
     comparisons: list[AttentionComparison] = []
-    compared_layers: list[int] = []
-    differences: list[torch.Tensor] = []
+    differences: list[tuple[int, torch.Tensor]] = []  # by layer, on their device
 
     def compared(attend: Attend, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if module not in layers:
@@ -90,8 +89,7 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
             ours = attend(module, *values, **named)[0]
         read = AttentionRead(**seen[layer], call=seam.call, batch=batch)
         seam.call = None
-        compared_layers.append(layer)
-        differences.append(_difference(theirs[0], ours, read))
+        differences.append((layer, _difference(theirs[0], ours, read)))
         return _converted(args[0].dtype, theirs)
 
     if family.door != "interface":
@@ -100,8 +98,8 @@ def comparing(model: PreTrainedModel, family: Family, batch: Batch) -> Iterator[
     # `attend` calls the seam if the module has one, else the model's own function
     with open_seam(model, family), attending_by(model, compared):
         yield comparisons
-    rows = zip(compared_layers, on_cpu(differences), strict=True)
-    comparisons.extend(AttentionComparison(layer, *difference.tolist()) for layer, difference in rows)
+    for (layer, _), difference in zip(differences, on_cpu(x for _, x in differences), strict=True):
+        comparisons.append(AttentionComparison(layer, *difference.tolist()))
 
 
 def _converted(dtype: torch.dtype, values: Any) -> Any:

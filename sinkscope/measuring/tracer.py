@@ -437,8 +437,8 @@ def model_inputs(
 class _Stacks:
     """Collects copies of sites in one tensor until it is full: a kernel then reduces many of them in one launch.
 
-    Where copies do not pay, for large tensors, each site is seen at once. Models may change a tensor in
-    place after it has been read, so that it cannot be kept without a copy.
+    Where copies do not pay, for large tensors, each site is seen at once. Models may change a tensor in place after it
+    has been read, so that it cannot be kept without a copy.
     """
 
     def __init__(self, batch: Batch, most: int, see: Callable[[SiteStack], None]) -> None:

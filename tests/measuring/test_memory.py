@@ -57,7 +57,7 @@ def peak(name: str, layers: int, backward: bool, dtype: torch.dtype) -> tuple[in
 
 @each_pair(["llama", "gpt2", "gemma2", "mixtral"], [torch.bfloat16, torch.float32], ("name", "dtype"))
 def test_layers_keep_less_than_the_estimate(name: str, dtype: torch.dtype) -> None:
-    """Except for statistics of tokens, of which these narrow models have as many as channels."""
+    """These narrow models have as many statistics of a token as channels, which the estimate leaves out."""
     few, more = (peak(name, layers, True, dtype) for layers in (6, 12))
     kept, estimated = (more[at] - few[at] for at in (0, 1))
     statistics = 6 * TOKENS * 64 * torch.float32.itemsize

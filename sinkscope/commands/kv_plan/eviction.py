@@ -49,13 +49,13 @@ def evicting_attention(
     lengths = [min(window, length) for window in windows]
     if len(set(lengths)) == 1:
         return _over_window(query, key, value, call, lengths[0], sinks)
-    by_window = [[head for head, mine in enumerate(lengths) if mine == window] for window in sorted(set(lengths))]
     order, parts = [], []
-    for kv_heads in by_window:
+    for window in sorted(set(lengths)):
+        kv_heads = [head for head, length_of_head in enumerate(lengths) if length_of_head == window]
         query_heads = [head * group + member for head in kv_heads for member in range(group)]
         kv, heads = (positions_on(key.device, tuple(chosen)) for chosen in (kv_heads, query_heads))
         arguments = query[:, heads], key[:, kv], value[:, kv], _of_heads(call, heads)
-        parts.append(_over_window(*arguments, lengths[kv_heads[0]], sinks))
+        parts.append(_over_window(*arguments, window, sinks))
         order += query_heads
     back = positions_on(key.device, tuple(np.argsort(order).tolist()))
     mix, lse = (torch.cat(each, dim=1)[:, back] for each in zip(*parts, strict=True))

@@ -115,7 +115,7 @@ class NormGain:
         """Return ‖γ‖∞ ÷ √(mean square + ε) of tokens x (B,T,D) with `norms` (B,T); for LayerNorm, they are centered."""
         if self.centered:
             entries = upcast(x)
-            norms = torch.linalg.vector_norm(entries - entries.mean(-1, keepdim=True), dim=-1)
+            norms = token_norms(entries - entries.mean(-1, keepdim=True))
         return self.largest / (norms.square() / x.shape[-1] + self.epsilon).sqrt()
 
 
