@@ -240,8 +240,10 @@ class ClaimBench:
 
     def _passes(self, roles: Sequence[Need]) -> int:
         """Return about how often the input is read for a run: an arm with random controls once for each of them."""
+        record = roles[0].record
         controlled = {role.of for role in roles if role.has_controls}
-        return len({role.of for role in roles}) + self.config.draws * len(controlled)
+        draws = record.options.get("draws", self.config.draws)
+        return record.readings * (len({role.of for role in roles}) + draws * len(controlled))
 
     def _write(self, run: Run, role: str) -> Run:
         return run if self.target is None else self.target.keep(run, role)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from sinkscope.commands.claims import studies
 from sinkscope.commands.claims.studies import ClaimStudy, StudySources
+from sinkscope.measuring.observables.over_mixing import SUBSTITUTIONS
 from sinkscope.measuring.random_weights import RANDOM_SUFFIX, WEIGHTS_AT_RANDOM
 from sinkscope.results.run import BOS_OPTIONS, WITH, WITHOUT, RunData
 from sinkscope.results.sequences import Lacks, Sequences
@@ -85,6 +86,7 @@ class NeedKind(NamedTuple):
     measure: str = ""  # the method of `ClaimBench` (command.py) that measures it; "": users make the runs
     options: Mapping[str, Any] = {}  # arguments of that method
     run: str = ""  # needs of all kinds with this name are measured in one run; "": a run for each need
+    readings: int = 1  # how often each arm reads the input
     table: str = ""  # the table that its run must have
     is_intervention: bool = False
     # of a study: how it is found among all folders, and the command that makes it, both for `Need.of`
@@ -121,11 +123,14 @@ def label_of(run: RunData, name: str) -> str | None:
     return next((label for label, arm in run.manifest["arms"].items() if arm["asked"] == [name]), None)
 
 
-def _arms(run: str, flags: str = "", table: str = "", alone: bool = False, **options: Any) -> NeedKind:
+def _arms(
+    run: str, flags: str = "", table: str = "", alone: bool = False, readings: int = 1, **options: Any
+) -> NeedKind:
     """Return a kind of interventions, which have random controls unless they are `alone`."""
     fits = partial(_has_arm, table=table, repeated=options.get("input") == REPEATED)
     null = Null.NONE if alone else Null.CONTROLS
-    return NeedKind(f"sinkscope intervene {{model}} --do {{of}}{flags}", fits, null, "arms", options, run, table, True)
+    command = f"sinkscope intervene {{model}} --do {{of}}{flags}"
+    return NeedKind(command, fits, null, "arms", options, run, readings, table, is_intervention=True)
 
 
 def _with_bos(policy: str) -> NeedKind:
@@ -176,7 +181,7 @@ NEED_KINDS = {
     "gradient-do": _arms("gradient-do", **_GRADIENT),
     "gradient-do-alone": _arms("gradient-do", alone=True, **_GRADIENT),
     "mixing-do": _arms("mixing-do", " --observables over-mixing", "over_mixing_by_sequence",
-        observables=("over-mixing",)),
+        readings=1 + SUBSTITUTIONS, observables=("over-mixing",)),
     "repeated-do": _arms("repeated-do", " --input repeated --bos never",
         input=REPEATED, dataset=None, prompt=None, bos="never"),
     "streaming": NeedKind("sinkscope run streaming-perplexity {model}", _streamed, measure="streamed"),

@@ -39,11 +39,25 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def measured(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Scorecard:
+def counted(text: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Scorecard, float, int]:
+    """A scorecard, how often the layers read the text for it, in the mean, and how often it expected that."""
     out = tmp_path_factory.mktemp("claims") / "llama"
+    loaded = tiny_model("llama", spread=1.0)
+    tokens: list[int] = []
+    expected: list[int] = []
+    for layer in loaded.model.layers:
+        layer.register_forward_pre_hook(lambda _, args: tokens.append(args[0].shape[:2].numel()))
+    passes = ClaimBench._passes
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ClaimBench, "_passes", lambda *args: expected.append(passes(*args)) or expected[-1])
         skip_figures(patch)  # drawn below for several models
-        return sinkscope.claims(tiny_model("llama", spread=1.0), input=str(text), bos="never", draws=2, out=out)
+        card = sinkscope.claims(loaded, input=str(text), num_seqs=6, bos="never", draws=2, out=out)
+    return card, sum(tokens) / len(loaded.model.layers) / (6 * 64), 1 + sum(expected)
+
+
+@pytest.fixture(scope="module")
+def measured(counted: tuple[Scorecard, float, int]) -> Scorecard:
+    return counted[0]
 
 
 def test_an_arm_has_a_loss_or_controls_if_any_of_its_claims_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +81,14 @@ def test_an_arm_with_controls_reads_the_input_once_for_each() -> None:
     bench = ClaimBench(nothing, ClaimsOptions(model="made", draws=4), Console(quiet=True), ())
     needs = {"zero-massive": ("do", "loss-do"), "mask-sink": ("loss-do-alone",)}
     assert bench._passes([Need(kind, name) for name, of in needs.items() for kind in of]) == (1 + 4) + 1
+    assert bench._passes([Need("gradient-do", "mask-sink")]) == 1 + 2  # its own number of controls
+    assert bench._passes([Need("mixing-do", "mask-sink")]) == (1 + 4) * (1 + 4)  # with four substitutions
+
+
+def test_the_text_is_read_as_often_as_the_tables_need(counted: tuple[Scorecard, float, int]) -> None:
+    card, readings, expected = counted
+    assert not card.manifest["failed"]
+    assert 0.6 < readings / expected < 1.0  # arms begin at the layer that they change
 
 
 def test_one_model_decides_all_but_what_training_decides(measured: Scorecard) -> None:
@@ -175,7 +197,7 @@ def test_several_models_stand_side_by_side(measured: Scorecard, text: Path, tmp_
     written = tmp_path / "both"
     pd.testing.assert_frame_equal(pd.read_parquet(written / "tables" / "route.parquet"), compared.routes)
     assert {path.stem for path in (written / "figures").iterdir()} == {"scorecard-by-model", "routes"}
-    assert compared.manifest["differing"]["num_seqs"] == {measured.models[0]: "100", gpt2.model: "7"}
+    assert compared.manifest["differing"]["num_seqs"] == {measured.models[0]: "6", gpt2.model: "7"}
 
 
 def test_a_folder_is_gone_on_with_by_the_same_model_text_and_options(tmp_path: Path) -> None:
