@@ -335,7 +335,7 @@ COMMANDS: dict[str, tuple[Callable[[PreTrainedModel], Any], tuple[int, int, int]
     "analyze": (lambda model: sinkscope.analyze(model, **ON_TEXTS), (3_860, 42, 55)),
     "quantize": (
         lambda model: sinkscope.quantize(model, scheme="static", calibration=8, **ON_TEXTS),
-        (14_490, 86, 108),
+        (12_620, 86, 108),
     ),
     "formats": (
         lambda model: sinkscope.quantize(model, scheme="W8A8", calibration=8, **ON_TEXTS),

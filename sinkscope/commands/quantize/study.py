@@ -81,12 +81,12 @@ def measured_ranges(
     if not (sequences := list(sequences)):
         raise InputError("static ranges need at least one sequence to calibrate by")
     seen: dict[Site, list[Range]] = defaultdict(list)
-    summaries = Summaries()
+    reductions = StackedReductions(_ends_and_median)
 
     def see(site: Site, x: torch.Tensor) -> None:
         # keys and values are (B,Hkv,T,D)
         channels = (x.amin((0, 2), keepdim=True), x.amax((0, 2), keepdim=True)) if site.part in CACHED else None
-        summaries.add(x, partial(keep, site, channels))
+        reductions.add(partial(keep, site, channels), x)
 
     def keep(site: Site, channels: Any, low: torch.Tensor, high: torch.Tensor, median: torch.Tensor) -> None:
         if not (low.isfinite() and high.isfinite()):
@@ -96,7 +96,7 @@ def measured_ranges(
         seen[site].append(Range(float(low), float(high), float(median), massive, channels))
 
     read(tracer, sites, sequences, see, spared)
-    summaries.finish()
+    reductions.finish()
     ranges: dict[Site, Range] = {}
     for site in (site for site in sites if site in seen):
         parts, channels = seen[site], None
@@ -109,29 +109,34 @@ def measured_ranges(
     return ranges
 
 
-class Summaries(Accumulator):
-    """Passes on the smallest and the largest entry and the median magnitude of tensors, as tensors of the CPU.
+class StackedReductions(Accumulator):
+    """Reduces tensors to numbers, which it passes on as tensors of the CPU.
 
     On an accelerator, tensors with equally many entries are reduced together, and all numbers copied together.
+
+    Args:
+        reduce: (dim, *tensors) → the numbers of one tensor of any shape if `dim` is None, or of rows (N,E) if it is -1.
     """
 
-    def __init__(self) -> None:
-        self.pending, self.entries = Pending(), 0
+    def __init__(self, reduce: Callable[..., Iterable[torch.Tensor]]) -> None:
+        self.reduce, self.pending, self.entries = reduce, Pending(), 0
 
-    def add(self, x: torch.Tensor, by: Callable[..., None]) -> None:
-        """Call `by` with the three numbers of x (any shape): at once, or in `finish`."""
+    def add(self, by: Callable[..., None], x: torch.Tensor, *own: torch.Tensor) -> None:
+        """Call `by` with the numbers of x, which the model may change later, and of others of its shape, at once or in
+        `finish`.
+        """
         if x.device.type == "cpu":
-            by(*x.aminmax(), median_magnitude(x))
+            by(*self.reduce(None, x, *own))
             return
-        self.pending.add({"entries": x.reshape(1, -1).clone()}, by=by)  # the model may change x in place
-        self.entries += x.numel()
+        rows = {str(nth): each.reshape(1, -1) for nth, each in enumerate((x.clone(), *own))}
+        self.pending.add(rows, by=by)
+        self.entries += x.numel() * len(rows)
         if self.entries > ENTRIES_AT_ONCE:
             self._reduce()
 
     def _reduce(self) -> None:
         for _, rows, columns in self.pending.take():
-            entries = columns["entries"][0]  # (N,E)
-            numbers = *entries.aminmax(dim=-1), row_medians(entries)
+            numbers = self.reduce(-1, *(entries[0] for entries in columns.values()))
             for row, *mine in zip(rows, *(each.unbind() for each in numbers), strict=True):
                 self.receive(row["by"], *mine)
         self.entries = 0
@@ -141,6 +146,16 @@ class Summaries(Accumulator):
         deliver([self])
 
 
+def _ends_and_median(dim: int | None, x: torch.Tensor) -> Iterable[torch.Tensor]:
+    return *x.aminmax(dim=dim), median_magnitude(x) if dim is None else row_medians(x)
+
+
+def _counts_and_norms(dim: int | None, x: torch.Tensor, rounded: torch.Tensor) -> Iterable[torch.Tensor]:
+    """Return the numbers of entries that are not 0, before and after rounding, and the norms of signal and noise."""
+    counts = [each.count_nonzero(dim=dim) for each in (x, rounded)]
+    return *counts, *(torch.linalg.vector_norm(e, dim=dim, dtype=torch.float64) for e in (x, rounded.sub_(x)))
+
+
 def measured_roundings(
     tracer: Tracer, sequences: Iterable[Any], ranges: Mapping[Site, Range], precision: Precision
 ) -> dict[Site, Rounding]:
@@ -148,19 +163,19 @@ def measured_roundings(
     grids = {site: site_grid(precision, site, known) for site, known in ranges.items()}
     # numbers of nonzero entries before and after rounding, energies of signal and noise, sum and number of steps
     sums: Sums[Site] = Sums()
+    reductions = StackedReductions(_counts_and_norms)
 
     def see(site: Site, x: torch.Tensor) -> None:
         grid = grids[site].of(x)
-        snapped = grid.snap(x)
+        reductions.add(partial(add, site), x, grid.snap(x))
         steps = torch.as_tensor(grid.step, dtype=torch.float64)
-        nonzero = x.count_nonzero(), snapped.count_nonzero()
-        norms = (torch.linalg.vector_norm(each, dtype=torch.float64) for each in (x, snapped.sub_(x)))
-        sums.receive(partial(add, site, steps.numel()), *nonzero, *norms, steps.sum())
+        sums.receive(lambda total: sums.add(site, np.array([0, 0, 0, 0, total, steps.numel()])), steps.sum())
 
-    def add(site: Site, count: int, before: Any, after: Any, signal: Any, noise: Any, steps: Any) -> None:
-        sums.add(site, np.array([before, after, signal**2, noise**2, steps, count], float))
+    def add(site: Site, before: Any, after: Any, signal: Any, noise: Any) -> None:
+        sums.add(site, np.array([before, after, signal**2, noise**2, 0, 0], float))
 
     read(tracer, ranges, sequences, see)
+    reductions.finish()
     deliver([sums])
     roundings: dict[Site, Rounding] = {}
     for site in ranges:

@@ -157,4 +157,10 @@ MUTATIONS = [
      "same if matrix.expert is None else (matrix,)", "same"),
     ("served: each expert has its layer's share", "served", "ServedStudy.share",
      "in {each.parameter_path for each in self.matrices}", "in [each.parameter_path for each in self.matrices]"),
+    ("roundings: entries after rounding, before it", "study", "_counts_and_norms",
+     "in (x, rounded)]", "in (rounded, x)]"),
+    ("roundings: the noise is the rounded numbers", "study", "_counts_and_norms", "rounded.sub_(x)", "rounded"),
+    ("roundings: steps are not added", "study", "measured_roundings", "0, 0, 0, 0, total", "0, 0, 0, 0, 0"),
+    ("ranges: smallest and largest", "study", "_ends_and_median", "*x.aminmax(dim=dim)",
+     "*x.aminmax(dim=dim)[::-1]"),
 ]  # fmt: skip
