@@ -343,7 +343,7 @@ COMMANDS: dict[str, tuple[Callable[[PreTrainedModel], Any], tuple[int, int, int]
     ),
     "kv-plan": (
         lambda model: sinkscope.kv_plan(model, **ON_TEXTS | {"seq_len": 128, "num_seqs": 1}),
-        (22_160, 128, 65),
+        (15_560, 92, 71),
     ),
 }
 

@@ -72,6 +72,14 @@ def _of_heads(call: AttentionCall, heads: torch.Tensor) -> AttentionCall:
     return replace(call, mask=mask, sink_logits=sinks)
 
 
+def of_sequences(call: AttentionCall, sequences: slice) -> AttentionCall:
+    """Return the call of some sequences of the batch."""
+    mask, sinks = call.mask, call.sink_logits
+    if mask is not None and len(mask) > 1:
+        mask = mask[sequences]
+    return replace(call, mask=mask, sink_logits=sinks[sequences] if sinks is not None and sinks.dim() == 3 else sinks)
+
+
 def _over_window(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, window: int, sinks: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -39,6 +39,7 @@ from sinkscope.commands.kv_plan.eviction import (
     after_eviction,
     evicting_attention,
     mean_rotation,
+    of_sequences,
     positions_on,
 )
 from sinkscope.commands.kv_plan.options import SHORTEST_TEXT
@@ -46,6 +47,7 @@ from sinkscope.errors import InputError, SinkscopeError
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.engine import Setting, logits_on, resampled_cost, run_settings
 from sinkscope.measuring.losses import perplexity
+from sinkscope.measuring.memory import sequences_that_fit
 from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Accumulator, Observable, Settings, deliver
 from sinkscope.measuring.parity import Parity
@@ -80,6 +82,7 @@ COSTLIEST_SPARED, RANDOM_SPARED = "costliest layers spared", "random layers spar
 COPY = "copy"
 PAIRS = {"needle": 1, "keys": 8}  # task → number of pairs of a key and a value in the first half of a text
 KEY = VALUE = 4  # tokens
+PLANS_AT_ONCE = 8  # plans with which the model reads a text in one batch, if they fit into memory
 ABLE = 0.5  # share that the dense cache has to retrieve, or else a task says nothing about plans
 
 RETRIEVED = (
@@ -406,45 +409,75 @@ def rounded_cache(
 Centers = Mapping[int, Sequence[torch.Tensor | float]]  # layer → means of keys and values
 
 
-def attending_with_plan(
-    seams: Mapping[int, Seam], plan: Plan, sinks: Sequence[int], centers: Centers | None = None
+def attending_with_plans(
+    seams: Mapping[int, Seam],
+    plans: Sequence[Plan],
+    sinks: Sequence[Sequence[int]],
+    centers: Centers | None = None,
 ) -> AbstractContextManager[None]:
-    """Let the model read one text with the cache of a plan, of which the tokens in `sinks` are in full precision."""
+    """Let the model read one text once for each plan, in a batch, with the cache of this plan.
 
-    def attend(layer: int, windows: list[int], bits: list[int], *call: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        query, *cached, attention_call = call
+    Args:
+        sinks: Of each plan, the positions of the tokens that stay in full precision.
+    """
+
+    def attend(
+        index: int, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> Attended:
         means = centers[layer] if centers else (0.0, 0.0)
-        parts = zip(bits, cached, means, strict=True)
-        key, value = (rounded_cache(b, sinks, x, mean, plan.served) for b, x, mean in parts)
-        return evicting_attention(query, key, value, attention_call, windows, sinks)
+        mixes, lses = [], []
+        for row, (plan, exact) in enumerate(zip(plans, sinks, strict=True)):
+            each = slice(row, row + 1)
+            parts = zip(plan.bits[index].tolist(), (key[each], value[each]), means, strict=True)
+            cached_key, cached_value = (rounded_cache(bits, exact, x, mean, plan.served) for bits, x, mean in parts)
+            windows, own_call = plan.windows[index].tolist(), of_sequences(call, each)
+            mix, lse = evicting_attention(query[each], cached_key, cached_value, own_call, windows, exact)
+            mixes.append(mix)
+            lses.append(lse)
+        return torch.cat(mixes), torch.cat(lses)
 
-    rows = zip(sorted(seams), plan.windows.tolist(), plan.bits.tolist(), strict=True)
-    return attending_by_kernels(seams, {row[0]: partial(attend, *row) for row in rows})
+    kernels = {layer: partial(attend, index, layer) for index, layer in enumerate(sorted(seams))}
+    return attending_by_kernels(seams, kernels)
 
 
 @contextmanager
-def attending_after_eviction(
-    modules: Mapping[int, nn.Module], seams: Mapping[int, Seam], plan: Plan, batch: Batch, prompt: int, sizes: Sizes
+def attending_after_evictions(
+    modules: Mapping[int, nn.Module],
+    seams: Mapping[int, Seam],
+    plans: Sequence[Plan],
+    batch: Batch,
+    prompt: int,
+    sizes: Sizes,
 ) -> Iterator[None]:
-    """Let the model read one text, of whose prompt the heads of each layer keep what the eviction of a plan scores."""
+    """Let the model read the text of a batch once for each plan, in a batch.
+
+    The heads of each layer keep the tokens of the prompt that the eviction of the plan scores highest.
+    """
     ahead: dict[int, torch.Tensor] = {}
 
     def look_ahead(layer: int, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if (tables := kwargs.get("position_embeddings")) is not None:
             ahead[layer] = query_at(mean_rotation(tables, prompt), seams[layer], module, args, kwargs).query
 
-    def attend(layer: int, count: int, reach: int, *call: Any) -> Attended:
-        query, key, value, attention_call = call
-        mix, lse = fused_attention(*call)
-        attention = AttentionRead(query, key, value, lse, attention_call, batch)
-        scores = EVICTIONS[plan.evicts](PromptRead(attention, prompt, count, ahead.pop(layer, query)))
-        return torch.cat([mix[:, :, :prompt], after_eviction(attention, scores, count, reach)], dim=2), lse
+    def attend(
+        index: int, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
+    ) -> Attended:
+        queries, (mix, lse) = ahead.pop(layer, query), fused_attention(query, key, value, call)
+        reach, mixes = int(sizes.tokens[index]), []
+        for row, plan in enumerate(plans):
+            each, count = slice(row, row + 1), int(plan.windows[index, 0])
+            own_call = of_sequences(call, each)
+            attention = AttentionRead(query[each], key[each], value[each], lse[each], own_call, batch)
+            scores = EVICTIONS[plan.evicts](PromptRead(attention, prompt, count, queries[each]))
+            mixes.append(torch.cat([mix[each, :, :prompt], after_eviction(attention, scores, count, reach)], dim=2))
+        return torch.cat(mixes), lse
 
+    looks_ahead = any(plan.evicts == EXPECTED for plan in plans)
     with ExitStack() as stack:
-        for layer, module in modules.items() if plan.evicts == EXPECTED else ():
+        for layer, module in modules.items() if looks_ahead else ():
             stack.callback(module.register_forward_pre_hook(partial(look_ahead, layer), with_kwargs=True).remove)
-        rows = zip(sorted(seams), plan.windows[:, 0].tolist(), sizes.tokens.tolist(), strict=True)
-        stack.enter_context(attending_by_kernels(seams, {row[0]: partial(attend, *row) for row in rows}))
+        kernels = {layer: partial(attend, index, layer) for index, layer in enumerate(sorted(seams))}
+        stack.enter_context(attending_by_kernels(seams, kernels))
         yield
 
 
@@ -735,21 +768,24 @@ class PlanStudy:
 
     def _read(self, plans: Sequence[Plan], texts: Sequence[CopiedText]) -> list[PlanCost]:
         """Return the cost of each plan. Raises SinkscopeError if a loss is not finite."""
-        modules = self.subject.family.attentions(self.subject.loaded.model)
+        model = self.subject.loaded.model
+        modules = self.subject.family.attentions(model)
 
-        def read_batch(plan: Plan, opened: None, batch: Batch, observables: Any) -> torch.Tensor:
+        def read_batch(plans: Sequence[Plan], opened: None, batch: Batch, observables: Any) -> torch.Tensor:
             text = texts[batch.first]
-            cache = attending_with_plan(self.seams, plan, plan.sinks_of(text), self.centers)
-            if plan.evicts:
+            sinks = [plan.sinks_of(text) for plan in plans]
+            cache = attending_with_plans(self.seams, plans, sinks, self.centers)
+            if plans[0].evicts:
                 prompt = len(text.ids) - text.copied
-                cache = attending_after_eviction(modules, self.seams, plan, batch, prompt, self.sizes)
+                cache = attending_after_evictions(modules, self.seams, plans, batch, prompt, self.sizes)
+            rows = batch.repeated(len(plans))
             with cache:
-                logits = logits_on(self.subject, batch)
-            ids = batch.on(logits.device, "token_ids")
-            losses, hits = token_losses(logits, ids)[0], logits[0, :-1].argmax(-1) == ids[0, 1:]
+                logits = logits_on(self.subject, rows)
+            ids = rows.on(logits.device, "token_ids")
+            losses, hits = token_losses(logits, ids), logits[:, :-1].argmax(-1) == ids[:, 1:]
             of_text, of_copy, before = text.parts
-            parts = (losses[of_text], losses[of_copy], hits[of_copy], hits[before])
-            return torch.stack([part.double().mean() for part in parts])[None]
+            parts = (losses[:, of_text], losses[:, of_copy], hits[:, of_copy], hits[:, before])
+            return torch.stack([part.double().mean(1) for part in parts], dim=1)[None]
 
         keys = []
         for plan in plans:
@@ -757,13 +793,20 @@ class PlanStudy:
             sizes = plan.windows.tobytes(), plan.bits.tobytes()
             keys.append((id(texts), *sizes, plan.served, plan.evicts, sinks))
         unread = {key: plan for key, plan in zip(keys, plans, strict=True) if key not in self.costs}
-        settings = [Setting(nullcontext, partial(read_batch, plan)) for plan in unread.values()]
         subject = replace(self.subject, inputs=self._inputs(texts))
-        passes = run_settings(subject, settings, batch_size=1, console=self.console, by_batch=True)
-        for key, done in zip(unread, passes, strict=True):
+        fitting = sequences_that_fit(model, len(texts[0].ids), False, on_cpu=model.device.type == "cpu")
+        size = min(PLANS_AT_ONCE, fitting)
+        batches = []
+        for evicts in (False, True):
+            alike = [key for key, plan in unread.items() if bool(plan.evicts) is evicts]
+            batches += [alike[start : start + size] for start in range(0, len(alike), size)]
+        settings = [Setting(nullcontext, partial(read_batch, [unread[key] for key in each])) for each in batches]
+        passes = run_settings(subject, settings, batch_size=1, console=self.console, by_batch=False)
+        for each, done in zip(batches, passes, strict=True):
             if not done.losses.isfinite().all():
                 raise SinkscopeError("the model gives NaN or infinite losses; try --dtype float32")
-            self.costs[key] = PlanCost(*done.losses.numpy().T)
+            by_plan = zip(each, done.losses.numpy().transpose(1, 2, 0), strict=True)  # (N,plans,4)
+            self.costs |= {key: PlanCost(*numbers) for key, numbers in by_plan}
         return [self.costs[key] for key in keys]
 
     def _added(self, plan: Plan) -> float:

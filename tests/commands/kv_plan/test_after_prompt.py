@@ -20,7 +20,7 @@ from sinkscope.commands.kv_plan.plan import (
     Plan,
     PlanCost,
     Sizes,
-    attending_after_eviction,
+    attending_after_evictions,
     questions_of,
 )
 from sinkscope.models.families import find_family
@@ -91,7 +91,7 @@ def test_equals_a_masked_model(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     counts = np.full((layers, 1), reach // 2)
     plan = Plan("even", counts, np.full((layers, 2), 16), evicts="even")
     sizes, batch = Sizes(np.full(layers, reach), 1, 1, 0), Batch(ids, torch.ones_like(ids))
-    with open_seam(model, find_family(model)) as seams, attending_after_eviction({}, seams, plan, batch, 20, sizes):
+    with open_seam(model, find_family(model)) as seams, attending_after_evictions({}, seams, [plan], batch, 20, sizes):
         mine = model(ids, use_cache=False).logits
     query, key = torch.arange(ids.shape[1])[:, None], torch.arange(ids.shape[1])
     seen = (key <= query) & ((query < 20) | (key >= 20) | (key % 2 == 0))
@@ -100,6 +100,25 @@ def test_equals_a_masked_model(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     model.set_attn_implementation("eager")
     expected = model(ids, attention_mask=hidden[None, None], use_cache=False).logits
     assert float((mine - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+@torch.no_grad()
+def test_evictions_in_one_batch_are_those_of_a_batch_each() -> None:
+    model, ids = tiny_model("llama", dtype=torch.float64, spread=6.0), tiny_tokens(1)
+    layers = model.config.num_hidden_layers
+    counts, bits = np.arange(4, 4 + layers)[:, None], np.full((layers, 2), 16)
+    plans = [Plan(name, counts + nth, bits, evicts=name) for nth, name in enumerate(EVICTIONS)]
+    sizes, batch, family = Sizes(np.full(layers, 20), 1, 1, 0), Batch(ids, torch.ones_like(ids)), find_family(model)
+    modules = family.attentions(model)
+    with open_seam(model, family) as seams:
+        with attending_after_evictions(modules, seams, plans, batch, 20, sizes):
+            together = model(ids.repeat(len(plans), 1), use_cache=False).logits
+        alone = []
+        for plan in plans:
+            with attending_after_evictions(modules, seams, [plan], batch, 20, sizes):
+                alone.append(model(ids, use_cache=False).logits)
+    torch.testing.assert_close(together, torch.cat(alone))
+    assert all(float((together[0] - row).abs().max()) > 1e-3 for row in together[1:])
 
 
 @torch.no_grad()
@@ -118,7 +137,7 @@ def test_expected_attention_of_a_model_rotates_its_queries_to_later_positions(mo
     )
     sizes = Sizes(np.full(layers, 20), 1, 1, 0)
     modules = family.attentions(model)
-    with open_seam(model, family) as seams, attending_after_eviction(modules, seams, plan, batch, 20, sizes):
+    with open_seam(model, family) as seams, attending_after_evictions(modules, seams, [plan], batch, 20, sizes):
         model(ids, use_cache=False)
     unrotated = attention.q_proj(inputs[0]).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
     length = ids.shape[1]

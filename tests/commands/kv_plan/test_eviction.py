@@ -6,8 +6,8 @@ from tiny import tiny_model, tiny_tokens
 
 from sinkscope.attention.kernels import AttentionCall
 from sinkscope.attention.seam import open_seam
-from sinkscope.commands.kv_plan.eviction import evicting_attention
-from sinkscope.commands.kv_plan.plan import NO_SINKS, Plan, attending_with_plan
+from sinkscope.commands.kv_plan.eviction import evicting_attention, of_sequences
+from sinkscope.commands.kv_plan.plan import NO_SINKS, Plan, attending_with_plans
 from sinkscope.models.families import find_family
 
 WINDOWS = {"llama": [3, 24], "mistral": [2, 6], "gemma2": [2, 24], "gpt_oss": [1, 5], "gpt2": [9, 9, 1, 24]}
@@ -22,7 +22,7 @@ def test_equals_a_masked_model(name: str) -> None:
         model.config.sliding_window = 64  # one mask for all layers
     layers, heads = model.config.num_hidden_layers, model.config.num_attention_heads
     plan = Plan("", torch.tensor(windows).expand(layers, -1).numpy(), torch.full((layers, 2), 16).numpy())
-    with open_seam(model, find_family(model)) as seams, attending_with_plan(seams, plan, SINKS):
+    with open_seam(model, find_family(model)) as seams, attending_with_plans(seams, [plan], [SINKS]):
         mine = model(ids, use_cache=False).logits
     query, key = torch.arange(ids.shape[1])[:, None], torch.arange(ids.shape[1])
     is_near = query - key < torch.tensor(windows)[:, None, None]
@@ -36,12 +36,40 @@ def test_equals_a_masked_model(name: str) -> None:
     assert float((mine - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])  # a mask, and sink logits of each sequence
+def test_plans_in_one_batch_are_those_of_a_batch_each(name: str) -> None:
+    model, ids = tiny_model(name, dtype=torch.float64, spread=6.0), tiny_tokens(1)
+    shape = model.config.num_hidden_layers, model.config.num_key_value_heads
+    plans = [
+        Plan("", torch.full(shape, window).numpy(), torch.full((shape[0], 2), bits).numpy(), served=served)
+        for window, bits, served in ((24, 16, ""), (3, 4, ""), (9, 8, "fp8"))
+    ]
+    sinks = [(), (0, 2), (5,)]
+    with open_seam(model, find_family(model)) as seams:
+        with attending_with_plans(seams, plans, sinks):
+            together = model(ids.repeat(3, 1), use_cache=False).logits
+        for row, plan, exact in zip(together, plans, sinks, strict=True):
+            with attending_with_plans(seams, [plan], [exact]):
+                torch.testing.assert_close(row[None], model(ids, use_cache=False).logits)
+    assert float((together[0] - together[1]).abs().max()) > 1e-3
+    assert float((together[0] - together[2]).abs().max()) > 1e-3
+
+
+def test_the_call_of_one_sequence() -> None:
+    masks, sinks, shared = torch.rand(3, 1, 5, 5), torch.rand(3, 2, 5), torch.rand(2)
+    call = of_sequences(AttentionCall(masks, 1.0, sink_logits=sinks), slice(1, 2))
+    assert torch.equal(call.mask, masks[1:2]) and torch.equal(call.sink_logits, sinks[1:2])
+    call = of_sequences(AttentionCall(masks[:1], 1.0, sink_logits=shared), slice(1, 2))
+    assert torch.equal(call.mask, masks[:1]) and call.sink_logits is shared
+
+
 def test_nothing_is_evicted_from_whole_heads() -> None:
     model, ids = tiny_model("llama"), tiny_tokens(1)
     plan = Plan("", torch.full((3, 2), 24).numpy(), torch.full((3, 2), 16).numpy(), NO_SINKS)
     with open_seam(model, find_family(model)) as seams, torch.no_grad():
         dense = model(ids, use_cache=False).logits
-        with attending_with_plan(seams, plan, ()):
+        with attending_with_plans(seams, [plan], [()]):
             assert torch.equal(model(ids, use_cache=False).logits, dense)
 
 

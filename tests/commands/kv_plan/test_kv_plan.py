@@ -363,7 +363,7 @@ def test_retrieval_is_of_the_copy_and_guesses_are_before_it(monkeypatch: pytest.
 
     def knowing_the_copy(subject: Subject, batch: Batch) -> torch.Tensor:
         logits = torch.zeros_like(read(subject, batch))
-        logits[0, range(127, logits.shape[1] - 1), batch.token_ids[0, 128:]] = 9.0
+        logits[:, range(127, logits.shape[1] - 1), batch.token_ids[0, 128:]] = 9.0
         return logits
 
     monkeypatch.setattr(plans_of_caches, "logits_on", knowing_the_copy)
