@@ -59,9 +59,11 @@ def test_plans_in_one_batch_are_those_of_a_batch_each(name: str) -> None:
 def test_the_call_of_one_sequence() -> None:
     masks, sinks, shared = torch.rand(3, 1, 5, 5), torch.rand(3, 2, 5), torch.rand(2)
     call = of_sequences(AttentionCall(masks, 1.0, sink_logits=sinks), slice(1, 2))
-    assert torch.equal(call.mask, masks[1:2]) and torch.equal(call.sink_logits, sinks[1:2])
+    assert torch.equal(call.mask, masks[1:2])
+    assert torch.equal(call.sink_logits, sinks[1:2])
     call = of_sequences(AttentionCall(masks[:1], 1.0, sink_logits=shared), slice(1, 2))
-    assert torch.equal(call.mask, masks[:1]) and call.sink_logits is shared
+    assert torch.equal(call.mask, masks[:1])
+    assert call.sink_logits is shared
 
 
 def test_nothing_is_evicted_from_whole_heads() -> None:
