@@ -229,6 +229,18 @@ def test_the_sweeps_of_the_60m_model_are_the_papers_but_for_one_factor(name: str
         assert methods == ARMS_OF_WSE.get(name, ["none"])
 
 
+def test_the_sweep_of_1b_is_that_of_the_released_code() -> None:
+    """Its configuration tinyllama_1_1b, as its configs/tinyllama_1b.yaml and tinyllama_1b_sigmoid.yaml train it."""
+    (cell,) = read_sweep("when-sinks-emerge-1b", {}).cells
+    options, config = cell.options, architecture(cell.options.config)
+    assert (config.num_hidden_layers, config.num_attention_heads) == (22, 16)
+    assert (config.hidden_size, config.intermediate_size, config.vocab_size) == (2048, 5632, 50432)
+    assert (options.steps, options.steps * options.warmup) == (40_000, 100)
+    assert options.batch_size * options.accumulation * options.block_length == 2**20
+    assert options.learning_rate == 4e-4
+    assert [method for method, _ in parse_methods(options.method).values()] == ["none", "operation"]
+
+
 # VGA's tables: blocks in a step, and warm-up in steps; of BERT and OPT in the published scripts of Bondarenko et al.
 # (2023), which the paper follows, and of GPT-2 in Karpathy's nanoGPT with the paper's number of iterations
 OF_VGA: dict[str, dict[str, Any]] = {
