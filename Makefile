@@ -239,7 +239,7 @@ define trained
 	$(SHRINK) reports/$(1)
 endef
 
-report-training: install report-from-scratch  ## of trainings: six hours on two cores
+report-training: install report-from-scratch  ## of trainings: eight hours on two cores
 	$(call trained,gradient-valves)
 	$(call trained,value-state-gated-attention-bert)
 	$(call report,smollm2-135m-retrofit,run retrofit-in-an-hour)
@@ -247,9 +247,9 @@ report-training: install report-from-scratch  ## of trainings: six hours on two 
 	$(call report,bigram-backcopy-equal-rate,run bigram-backcopy-equal-rate)
 
 SCRATCH := runs/report/gradient-sinks-from-scratch
-SEEDS := 0 1 2 3 4
+SEEDS := 0 1 2 3 4 5 6 7 8
 
-report-from-scratch: install  ## V-scale and its parts from the first step on: an hour and a half on one core
+report-from-scratch: install  ## V-scale and its parts from the first step on, nine seeds: four hours on one core
 	$(BIN)/sinkscope run gradient-sinks-from-scratch --out $(SCRATCH)
 	$(foreach seed,$(SEEDS),$(BIN)/sinkscope analyze $(SCRATCH)/plain-seed$(seed)/checkpoints --input $(SCRATCH)/held-out.npy \
 		--num-seqs 64 --observables attention,activation,gradient --out $(SCRATCH)-steps-$(seed) --overwrite &&) true

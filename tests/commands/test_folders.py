@@ -38,6 +38,8 @@ def commands(copy):
     sys.path.insert(0, copy)
     os.chdir(copy)
     from sinkscope.cli.app import app
+    from sinkscope.figures.style import Figure
+    Figure.lay_out = Figure.savefig = lambda *_, **__: None  # drawn, but not saved, which takes longest
     small = ["--num-seqs", "2", "--seq-len", "8", "--observables", "attention,massive"]
     analyze = ["analyze", sys.argv[1], *small, "--out", "run"]
     for line in (["--help"], ["list"], ["list", "all"], analyze, ["show", "run", "--print", "--again"]):

@@ -215,7 +215,13 @@ def draw_retrofit_equal_loss(arms: TrainedArms) -> Figure:
     plot.value_axis(ax, f"{METRICS[HELD_OUT[1]].short} in %")
     ax.axhline(SINK_RATE, **style.REFERENCE)
     ax.invert_xaxis()  # training goes to the right
-    ax.set_xlabel(METRICS[HELD_OUT[0]].label)
+    label = METRICS[HELD_OUT[0]].label
+    later = pd.concat([course["loss"].iloc[1:] for course in arms.courses.values()])
+    if len(later) > len(arms.courses):  # the loss of random weights would take most of the axis
+        margin = 0.05 * (later.max() - later.min())
+        ax.set_xlim(later.max() + margin, later.min() - margin)
+        label += ", from the second log on"
+    ax.set_xlabel(label)
     marks = "thick: mean by step · marks: the end of training" if has_means else "marks: the end of training"
     title = arms.title(arms.seeds_text(), marks, width=style.TEXT)
     return figure.finish(title, signs_of(looks), ncols=4)
