@@ -573,7 +573,9 @@ class PlanStudy:
         ]
         tables = {"kv_plan": self.rows, "kv_plan_by_sequence": self.sequences, "kv_heads": self.heads}
         tables["kv_tasks"] = self.retrievals
-        return {name: pd.DataFrame(rows) for name, rows in tables.items()} | {"kv_layers": pd.concat(layers)}
+        return {name: pd.DataFrame(rows) for name, rows in tables.items()} | {
+            "kv_layers": pd.concat(layers, ignore_index=True)
+        }
 
     # --- what the calibration texts show
 

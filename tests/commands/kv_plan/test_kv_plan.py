@@ -1,5 +1,6 @@
 """Plans for the KV cache: sizes, splits, sinks and rankings on exact small cases, and the command on a tiny model."""
 
+import json
 import runpy
 import sys
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 import torch
 from rich.console import Console
 from support.every_model import tiny_of
-from tiny import tiny_model
+from support.ranks import on_two_ranks
+from tiny import ragged_tokens, tiny_model, written
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from transformers import (
     AttentionInterface,
@@ -60,6 +62,7 @@ from sinkscope.models.rotation import random_rotation
 from sinkscope.output.run import Run
 from sinkscope.quantization.grids import RowGrids
 from sinkscope.results.findings import Outcome
+from sinkscope.results.tables import read_table
 from sinkscope.text.batch import Batch
 
 SIZES = Sizes(tokens=np.array([100, 40]), kv_heads=2, width=16, sinks=2)  # the second layer sees 40 tokens
@@ -528,3 +531,17 @@ def test_refused_before_the_model_is_loaded(options: dict[str, Any], message: st
     assert LEAST_KEPT == FIRST_TOKENS + 1
     with pytest.raises(InputError, match=message):
         sinkscope.kv_plan("no/such-model", input=ids, **SMALL | options)
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_two_processes_measure_the_same_plans(tiny: Path, tmp_path: Path) -> None:
+    """Batches of several plans are shared by their text."""
+    text = written(tmp_path / "ids.jsonl", ragged_tokens((128,) * 5))
+    options: dict[str, Any] = {"input": text, "seq_len": 128, "calibration": 2, "budget": (0.5,), "page": False}
+    one, out = sinkscope.kv_plan(tiny, **options), tmp_path / "two"
+    ended = on_two_ranks(lambda: sinkscope.kv_plan(tiny, out=out, **options), tmp_path / "log")
+    assert ended == [0, 0], (tmp_path / "log").read_text()[-4000:]
+    assert json.loads((out / "run.json").read_text())["processes"] == 2
+    for name, table in one.tables.items():
+        both = read_table(out / "tables" / f"{name}.parquet")
+        pd.testing.assert_frame_equal(both, table, rtol=1e-6, atol=1e-8)
