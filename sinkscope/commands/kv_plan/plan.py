@@ -573,9 +573,8 @@ class PlanStudy:
         ]
         tables = {"kv_plan": self.rows, "kv_plan_by_sequence": self.sequences, "kv_heads": self.heads}
         tables["kv_tasks"] = self.retrievals
-        return {name: pd.DataFrame(rows) for name, rows in tables.items()} | {
-            "kv_layers": pd.concat(layers, ignore_index=True)
-        }
+        of_layers = pd.concat(layers, ignore_index=True)
+        return {name: pd.DataFrame(rows) for name, rows in tables.items()} | {"kv_layers": of_layers}
 
     # --- what the calibration texts show
 
@@ -797,9 +796,8 @@ class PlanStudy:
         unread = {key: plan for key, plan in zip(keys, plans, strict=True) if key not in self.costs}
         subject = replace(self.subject, inputs=self._inputs(texts))
         fitting = sequences_that_fit(model, len(texts[0].ids), False, on_cpu=model.device.type == "cpu")
-        size = min(PLANS_AT_ONCE, fitting)
-        batches = []
-        for evicts in (False, True):
+        size, batches = min(PLANS_AT_ONCE, fitting), []
+        for evicts in (False, True):  # the two attend in different ways
             alike = [key for key, plan in unread.items() if bool(plan.evicts) is evicts]
             batches += [alike[start : start + size] for start in range(0, len(alike), size)]
         settings = [Setting(nullcontext, partial(read_batch, [unread[key] for key in each])) for each in batches]
