@@ -425,16 +425,15 @@ def attending_with_plans(
         index: int, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> Attended:
         means = centers[layer] if centers else (0.0, 0.0)
-        mixes, lses = [], []
+        attended = []
         for row, (plan, exact) in enumerate(zip(plans, sinks, strict=True)):
             each = slice(row, row + 1)
             parts = zip(plan.bits[index].tolist(), (key[each], value[each]), means, strict=True)
             cached_key, cached_value = (rounded_cache(bits, exact, x, mean, plan.served) for bits, x, mean in parts)
             windows, own_call = plan.windows[index].tolist(), of_sequences(call, each)
-            mix, lse = evicting_attention(query[each], cached_key, cached_value, own_call, windows, exact)
-            mixes.append(mix)
-            lses.append(lse)
-        return torch.cat(mixes), torch.cat(lses)
+            attended.append(evicting_attention(query[each], cached_key, cached_value, own_call, windows, exact))
+        mix, lse = (torch.cat(parts) for parts in zip(*attended, strict=True))
+        return mix, lse
 
     kernels = {layer: partial(attend, index, layer) for index, layer in enumerate(sorted(seams))}
     return attending_by_kernels(seams, kernels)
