@@ -343,6 +343,8 @@ MUTATIONS = [
          " + (mantissa >= 0.875)", ""),
         ("rounding: NVFP4 without the tensor's scale", ROUNDING, "scales",
          "E4M3 * E2M1 / whole", "E4M3 / whole"),
+        ("rounding: every group has the range of the first row", ROUNDING, "scales",
+         "largest)[..., None]", "largest).flatten()[:1]"),
         ("rounding: ties of e2m1 away from zero", ROUNDING, "round_to_e2m1",
          "(magnitude / step).round_()", "(magnitude / step + 0.5).floor_()"),
         ("preset: the smallest group", FORMATS, "Preset.fitted",

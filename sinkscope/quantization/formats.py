@@ -83,6 +83,11 @@ class Preset:
     weights: Encoding
     inputs: Encoding | None = None
 
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether scales depend on a text that calibrates, or on weights that read the same inputs."""
+        return self.weights.strategy == "tensor_group" or (self.inputs is not None and self.inputs.dynamic is not True)
+
     def fitted(self, widths: Collection[int]) -> "Preset":
         """Return the preset for inputs of these widths: groups of integers are smaller if they do not divide all.
 

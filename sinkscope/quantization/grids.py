@@ -21,12 +21,12 @@ from sinkscope.quantization.formats import Precision
 from sinkscope.quantization.sites import CACHED, SCORES, SOFTMAX, WEIGHT, Site
 
 FEWEST_BITS, MOST_BITS = 2, 16
-SMALLEST_STEP = torch.finfo(torch.float32).tiny  # a smaller step has no reciprocal
+SMALLEST_STEP = torch.finfo(torch.float32).tiny  # a smaller step has no reciprocal; for tensors that are 0 throughout
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The numbers step · k for the integers k from `lowest` ≤ 0 to `highest` ≥ 0; only 0 if the step is 0.
+    """The numbers step · k for the integers k from `lowest` ≤ 0 to `highest` ≥ 0.
 
     Tensors instead of numbers hold many grids, and broadcast to the input of `snap`.
     """
@@ -43,9 +43,8 @@ class Grid:
 
         Numbers beyond an end of the grid, including infinities, are clamped to that end; NaN stays NaN.
         """
-        divisor = self.step.where(self.step != 0, 1) if isinstance(self.step, torch.Tensor) else self.step or 1.0
         ends: Any = (self.lowest, self.highest)  # torch has separate signatures for numbers and tensors
-        wholes = (upcast(x) / divisor).round_().clamp_(*ends)
+        wholes = (upcast(x) / self.step).round_().clamp_(*ends)
         return wholes.mul_(self.step).to(x.dtype)
 
 
@@ -78,7 +77,7 @@ def symmetric_grid(largest: float | torch.Tensor, bits: int) -> Grid:
 
 
 def asymmetric_grid(low: Any, high: Any, bits: int) -> Grid:
-    """Return the grid for low … high, widened to hold 0; round(-low ÷ step) of its 2^bits - 1 steps are below 0.
+    """Return the grid for low … high, widened to hold 0, with 2^bits - 1 steps from round(low ÷ step) on.
 
     For two tensors instead of numbers, there is a grid for each entry.
     """
@@ -87,20 +86,20 @@ def asymmetric_grid(low: Any, high: Any, bits: int) -> Grid:
     if isinstance(low, torch.Tensor):
         low, high = low.clamp_max(0), high.clamp_min(0)
         step: Any = _step_of(high - low, most)
-        below = (-low / step.where(step != 0, 1)).round()
+        lowest = (low / step).round_()
     else:
         if not (math.isfinite(low) and math.isfinite(high) and low <= high):
             raise InputError(f"{low} … {high} is not a range that can be quantized")
         low, high = min(low, 0.0), max(high, 0.0)
         step = _step_of(high - low, most)
-        below = round(-low / step) if step else 0
-    return Grid(step, -below, most - below)
+        lowest = round(low / step)
+    return Grid(step, lowest, lowest + most)
 
 
 def _step_of(width: Any, steps: int) -> Any:
     if isinstance(width, torch.Tensor):
-        return (width / steps).clamp_min(SMALLEST_STEP).where(width > 0, width)
-    return max(width / steps, SMALLEST_STEP) if width > 0 else 0.0
+        return (width / steps).clamp_min(SMALLEST_STEP)
+    return max(width / steps, SMALLEST_STEP)
 
 
 def check_bits(bits: int) -> None:

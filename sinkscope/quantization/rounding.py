@@ -32,7 +32,8 @@ def snap(
     """Round x (…,D) to the nearest numbers of a format, in float32 or better; returns x's dtype.
 
     Args:
-        largest: The largest magnitude of the tensor, if it is not that of x. Larger entries are clamped.
+        largest: The largest magnitude of the tensor, if it is not that of x, or of the tensor of each row, (…,1).
+            Larger entries are clamped.
         float8: The floats of 8 bits. The largest of e5m2 is 448 · 2⁷, so that the scale of e4m3 serves it, too.
 
     Raises:
@@ -43,11 +44,7 @@ def snap(
         if x.shape[-1] % encoding.group_size:
             raise InputError(f"{x.shape[-1]} entries are not divided by groups of {encoding.group_size}")
         entries = entries.unflatten(-1, (-1, encoding.group_size))
-    if largest is None:
-        whole = entries.abs().max()
-    else:
-        whole = largest.to(entries) if isinstance(largest, torch.Tensor) else entries.new_full((), largest)
-    scale = scales(encoding, whole if encoding.strategy == "tensor" else entries.abs().amax(-1, keepdim=True), whole)
+    scale = scales(encoding, entries, largest)
     if encoding.type == "int":
         half = 2 ** (encoding.num_bits - 1)
         snapped = (entries / scale).clamp_(-half, half - 1).round_()
@@ -58,18 +55,28 @@ def snap(
     return snapped.mul_(scale).reshape(x.shape).to(x.dtype)
 
 
-def scales(encoding: Encoding, largest: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """Return the scale of entries whose largest magnitude is `largest`, in a tensor with the magnitude `whole`."""
+def scales(encoding: Encoding, entries: torch.Tensor, largest: float | torch.Tensor | None) -> torch.Tensor:
+    """Return the scale of entries (…,D), or of each row or group (…,1); `largest` as in `snap`."""
+    is_of_tensor = encoding.strategy == "tensor"
+    most = _of_tensor(entries, largest) if is_of_tensor else entries.abs().amax(-1, keepdim=True)
     if encoding.is_mx:
-        mantissa, exponent = torch.frexp(largest)  # largest = mantissa · 2^exponent, with 0.5 ≤ mantissa < 1
-        scale = torch.ldexp(torch.ones_like(largest), exponent - 3 + (mantissa >= 0.875))
+        mantissa, exponent = torch.frexp(most)  # most = mantissa · 2^exponent, with 0.5 ≤ mantissa < 1
+        scale = torch.ldexp(torch.ones_like(most), exponent - 3 + (mantissa >= 0.875))
     elif encoding.strategy == "tensor_group":
-        of_tensor = E4M3 * E2M1 / whole.clamp_min(torch.finfo(whole.dtype).tiny)
-        local = (largest / E2M1 * of_tensor).clamp_max(E4M3).to(torch.float8_e4m3fn).to(largest.dtype)
-        scale = torch.where(local == 0, 0.125, local) / of_tensor
+        whole = _of_tensor(entries, largest)[..., None].clamp_min(torch.finfo(entries.dtype).tiny)
+        of_tensor = E4M3 * E2M1 / whole
+        local = (most / E2M1 * of_tensor).clamp_max(E4M3).to(torch.float8_e4m3fn).to(most.dtype)
+        scale = local.masked_fill_(local == 0, 0.125) / of_tensor
     else:
-        scale = largest / (E4M3 if encoding.type == "float" else (2**encoding.num_bits - 1) / 2)
-    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+        scale = most / (E4M3 if encoding.type == "float" else (2**encoding.num_bits - 1) / 2)
+    return scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
+
+
+def _of_tensor(entries: torch.Tensor, largest: float | torch.Tensor | None) -> torch.Tensor:
+    """Return the largest magnitude of the tensor of entries."""
+    if largest is None:
+        return entries.abs().max()
+    return largest.to(entries) if isinstance(largest, torch.Tensor) else entries.new_full((), largest)
 
 
 def round_to_e2m1(x: torch.Tensor) -> torch.Tensor:

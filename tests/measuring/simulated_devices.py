@@ -339,11 +339,11 @@ COMMANDS: dict[str, tuple[Callable[[PreTrainedModel], Any], tuple[int, int, int]
     ),
     "formats": (
         lambda model: sinkscope.quantize(model, scheme="W8A8", calibration=8, **ON_TEXTS),
-        (96_100, 792, 816),
+        (46_600, 300, 323),
     ),
     "kv-plan": (
         lambda model: sinkscope.kv_plan(model, **ON_TEXTS | {"seq_len": 128, "num_seqs": 1}),
-        (15_560, 92, 71),
+        (12_700, 92, 71),
     ),
 }
 

@@ -98,6 +98,15 @@ def test_numbers_are_those_of_compressed_tensors_bit_for_bit(encoding: Encoding,
         assert torch.equal(snap(encoding, x, half) + 0.0, theirs(x, encoding, half) + 0.0)
 
 
+@pytest.mark.parametrize("name", ["FP8", "NVFP4"])
+def test_a_row_is_rounded_in_the_range_of_its_tensor(name: str) -> None:
+    encoding = PRESETS[name].inputs
+    assert encoding is not None
+    x, largest = torch.randn(5, 64), [3.0, 0.5, 3.0, 9.0, 1.0]
+    one_by_one = [snap(encoding, row[None], most) for row, most in zip(x, largest, strict=True)]
+    assert torch.equal(snap(encoding, x, torch.tensor(largest)[:, None]), torch.cat(one_by_one))
+
+
 def test_eight_bit_floats_are_torchs() -> None:
     every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     every = every[every.isfinite()]

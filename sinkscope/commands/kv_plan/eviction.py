@@ -86,20 +86,29 @@ def _over_window(
     if window >= query.shape[2]:
         return fused_attention(query, key, value, call)
     mixes, lses = [], []
-    length, device, row = query.shape[2], query.device, query[:, :, 0, 0].numel()
-    kept = positions_on(device, tuple(sinks))
-    block = max(1, rows_at_once(numbers_at_once(device, row * length**2) // row, window + len(sinks)))
+    length, row = query.shape[2], query[:, :, 0, 0].numel()
+    block = max(1, rows_at_once(numbers_at_once(query.device, row * length**2) // row, window + len(sinks)))
     for start in range(0, length, block):
         rows = slice(start, min(start + block, length))
-        band = max(0, rows.start - window + 1)  # the first token that is in the window of any of these queries
-        seen_keys = torch.cat([kept[: bisect_left(sinks, band)], torch.arange(band, rows.stop, device=device)])
-        tokens = torch.arange(rows.start, rows.stop, device=device)[:, None]
-        seen = ((seen_keys <= tokens) & ((tokens - seen_keys < window) | torch.isin(seen_keys, kept)))[None, None]
+        seen_keys, seen = _keys_of_block(query.device, rows.start, rows.stop, window, tuple(sinks))
         block_call = seeing(call, seen, rows, seen_keys)
         mix, lse = fused_attention(query[:, :, rows], key[:, :, seen_keys], value[:, :, seen_keys], block_call)
         mixes.append(mix)
         lses.append(lse)
     return torch.cat(mixes, dim=2), torch.cat(lses, dim=2)
+
+
+@lru_cache(maxsize=64)  # the same in all layers and texts; kernels keep their bias of a mask as long as the mask
+def _keys_of_block(
+    device: torch.device, start: int, stop: int, window: int, sinks: tuple[int, ...]
+) -> tuple[torch.Tensor | slice, torch.Tensor]:
+    """Return the keys (C) that some of the queries from `start` to `stop` see, and which each sees, (1,1,R,C)."""
+    kept = positions_on(device, sinks)
+    band = max(0, start - window + 1)  # the first token that is in the window of any of these queries
+    keys = torch.cat([kept[: bisect_left(sinks, band)], torch.arange(band, stop, device=device)])
+    tokens = torch.arange(start, stop, device=device)[:, None]
+    seen = ((keys <= tokens) & ((tokens - keys < window) | torch.isin(keys, kept)))[None, None]
+    return keys if band else slice(0, stop), seen
 
 
 def seeing(call: AttentionCall, seen: torch.Tensor, rows: slice, keys: torch.Tensor | slice) -> AttentionCall:

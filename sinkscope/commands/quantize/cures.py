@@ -21,7 +21,7 @@ import torch
 
 from sinkscope.attention.kernels import upcast
 from sinkscope.commands.quantize.prefixes import OUTLIER_RATIO, Prefixes, SparingText, outlier_prefix
-from sinkscope.commands.quantize.served import AHEAD, RANDOM_DRAWS, Factors, ServedStudy, StoredInputs
+from sinkscope.commands.quantize.served import AHEAD, RANDOM_DRAWS, Factors, LargestFactors, ServedStudy, StoredInputs
 from sinkscope.errors import InputError
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.engine import Setting
@@ -255,7 +255,9 @@ class CureStudy:
         study = self.study
         text, calibration = text or SparingText(study.subject.inputs), calibration or SparingText(study.calibration)
         with changed:
-            recorder, _ = study.calibrated(calibration.inputs)
+            recorder = LargestFactors(study.registers)  # of nothing
+            if preset.is_calibrated:
+                recorder, _ = study.calibrated(calibration.inputs)
             inputs = StoredInputs(preset.inputs, text.spared, recorder.inputs(calibration.spared))
             factors = Factors(preset.weights, [inputs], recorder.fused_weights(), study.registers)
             quantized = Setting(partial(study.opened, study.matrices, factors), factors.read, inputs=text.inputs)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -109,6 +110,10 @@ class Factors:
         registers: int,
     ) -> None:
         self.weights, self.settings, self.largest_weights = weights, settings, largest_weights
+        # the numbers of settings that follow each other and store inputs in one format, which are rounded together
+        numbers = range(len(settings))
+        self.alike = [list(each) for _, each in groupby(numbers, key=lambda number: settings[number].encoding)]
+        self.largest: dict[tuple[Matrix, int, torch.device], torch.Tensor] = {}  # of static ranges, by first setting
         self.registers = registers  # tokens that the model puts before each sequence
         # (settings · B · T,), of the batch that is read, by device
         self.spared: dict[torch.device, torch.Tensor] = {}
@@ -147,20 +152,34 @@ class Factors:
         is_by_token = tokens is not None or len(rows) == self.number_of_tokens
         count = (self.number_of_tokens if is_by_token else len(rows)) // len(self.settings)  # rows of a setting
         rounded = rows.clone()
-        for number, setting in enumerate(self.settings):
-            if setting.encoding is None:
+        for numbers in self.alike:
+            encoding = self.settings[numbers[0]].encoding
+            first, end = numbers[0] * count, (numbers[-1] + 1) * count
+            own: Any = slice(first, end) if tokens is None else (tokens >= first) & (tokens < end)
+            # an expert may be given no token of these settings
+            if encoding is None or not (entries := rows[own]).numel():
                 continue
-            first, last = number * count, (number + 1) * count
-            own: Any = slice(first, last) if tokens is None else (tokens >= first) & (tokens < last)
-            if not (entries := rows[own]).numel():  # an expert may be given no token of this setting
-                continue
-            snapped = partial(snap, setting.encoding, largest=setting.largest.get(matrix))
-            if setting.spared and is_by_token:
+            largest = None if encoding.dynamic is True else self._largest(matrix, numbers, x)
+            if isinstance(largest, torch.Tensor):
+                places = torch.arange(first, end, device=x.device) if tokens is None else tokens[own]
+                largest = largest[places // count - numbers[0]]
+            snapped = snap(encoding, entries, largest)
+            if is_by_token and any(self.settings[number].spared for number in numbers):
                 exact = self.spared_on(x.device)[own if tokens is None else tokens[own]][:, None]
-                rounded[own] = torch.where(exact, entries, snapped(entries.masked_fill(exact, 0.0)))
-            else:
-                rounded[own] = snapped(entries)
+                snapped = torch.where(exact, entries, snapped)
+            rounded[own] = snapped
         return product(rounded.view_as(x), weight)
+
+    def _largest(self, matrix: Matrix, numbers: Sequence[int], x: torch.Tensor) -> float | torch.Tensor | None:
+        """Return the largest magnitude of the inputs of a matrix under some settings, (settings,1) if they differ."""
+        largest = [self.settings[number].largest.get(matrix) for number in numbers]
+        if len(set(largest)) == 1:
+            return largest[0]
+        key = matrix, numbers[0], x.device
+        if key not in self.largest:
+            of_settings = torch.tensor(largest, dtype=torch.promote_types(x.dtype, torch.float32))
+            self.largest[key] = sent(of_settings[:, None], x.device)
+        return self.largest[key]
 
 
 class LargestFactors(Accumulator):

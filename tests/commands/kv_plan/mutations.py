@@ -36,7 +36,7 @@ MUTATIONS = [
      "head * group + member", "head + member * len(windows)"),
     ("eviction: the first group's window", "eviction", "evicting_attention",
      "window, sinks))", "min(lengths), sinks))"),
-    ("eviction: a window is one longer", "eviction", "_over_window", "< window)", "<= window)"),
+    ("eviction: a window is one longer", "eviction", "_keys_of_block", "< window)", "<= window)"),
     ("finding: what is not kept", "findings", "_at_budget",
      'row["kept"] >= KEPT_RETRIEVAL', 'row["kept"] < KEPT_RETRIEVAL'),
     ("losses: keys and values exchanged", "plan", "PlanStudy.rounding_losses",

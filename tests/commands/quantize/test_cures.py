@@ -14,6 +14,7 @@ from tiny import tiny_model
 from sinkscope import Run, quantize
 from sinkscope.commands.quantize import cures
 from sinkscope.commands.quantize.prefixes import SparingText
+from sinkscope.commands.quantize.served import RANDOM_DRAWS, ServedStudy
 from sinkscope.models.families import find_family
 from sinkscope.models.norms import ModuleEnds, reparametrized, scaled_inputs
 from sinkscope.models.rotation import random_rotation, rotated
@@ -21,6 +22,7 @@ from sinkscope.quantization import settings
 from sinkscope.quantization.formats import PRESETS
 from sinkscope.quantization.products import Matrix
 from sinkscope.quantization.smoothing import NormOutputs, awq_factors, shuffled, smoothing_factors
+from sinkscope.text.inputs import TokenInputs
 
 W8A8 = PRESETS["W8A8"].weights, PRESETS["W8A8"].inputs
 
@@ -92,6 +94,24 @@ def test_a_rotation_recovers_what_it_does_in_plain_pytorch_next_to_folded_gains(
     ends = [row["random_recovered_low"], row["random_recovered_high"]]
     assert ends == pytest.approx([shares[1]] * 2, abs=5e-5)  # sums in another order
     assert shares[1] > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("scheme", "count"), [("FP8_DYNAMIC", 1), ("W8A8", 1), ("FP8", 2 + RANDOM_DRAWS), ("NVFP4A16", 2 + RANDOM_DRAWS)]
+)
+def test_ranges_are_measured_if_a_scale_uses_them(
+    model: Any, scheme: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calibrations: list[TokenInputs] = []
+    calibrated = ServedStudy.calibrated
+
+    def counted(self: ServedStudy, calibration: TokenInputs) -> Any:
+        calibrations.append(calibration)
+        return calibrated(self, calibration)
+
+    monkeypatch.setattr(ServedStudy, "calibrated", counted)
+    quantize(model, scheme=scheme, cure="rotation", **SMALL)
+    assert len(calibrations) == count
 
 
 def test_a_prefix_is_held_against_full_precision_with_the_same_prefix(model: Any, run: Run) -> None:

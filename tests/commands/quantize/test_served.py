@@ -169,6 +169,34 @@ def test_spared_tokens_are_counted_after_registers() -> None:
     assert factors.spared_on(torch.device("cpu")).view(2, 6).int().tolist() == [[0] * 6, [0, 0, 1, 0, 1, 0]]
 
 
+@pytest.mark.parametrize("tokens", [None, torch.tensor([11, 2, 4, 15, 8, 9])], ids=["all", "an expert's"])
+@pytest.mark.parametrize("scheme", ["W8A8", "FP8", "NVFP4"])
+def test_settings_side_by_side_are_rounded_as_each_alone(scheme: str, tokens: torch.Tensor | None) -> None:
+    torch.manual_seed(0)
+    matrix, encoding = Matrix("a", 0, "a"), PRESETS[scheme].inputs
+    spared = [np.array([True, False, False, True])]
+    settings = [
+        StoredInputs(encoding, (), {matrix: 9.0}),
+        StoredInputs(encoding, spared, {matrix: 1.5}),
+        StoredInputs(encoding, spared, {matrix: 0.7}),
+        StoredInputs(),
+    ]
+    batch = Batch(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long))
+    places = torch.arange(16) if tokens is None else tokens
+    x = torch.randn(16, 32)[places]
+
+    def rounded(settings: list[StoredInputs], x: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+        factors = Factors(None, settings, {}, registers=0)
+        factors.begin(batch)
+        return factors(matrix, lambda x, weight: x, x, torch.eye(32), tokens)
+
+    for number, setting in enumerate(settings):
+        own = places // 4 == number
+        alone = rounded([setting], x[own], None if tokens is None else places[own] - 4 * number)
+        assert own.any()
+        assert torch.equal(rounded(settings, x, tokens)[own], alone)
+
+
 def test_results_do_not_depend_on_the_batch_or_on_the_other_schemes(run: Run, spared_run: Run) -> None:
     of_all = run.tables["formats"].query("scheme == 'W8A8'").reset_index(drop=True)
     pd.testing.assert_frame_equal(spared_run.tables["formats"], of_all, atol=1e-5, rtol=1e-5)
