@@ -458,6 +458,8 @@ MUTATIONS = [
     ),
     *_mutations(
         METRIC_ESTIMATE_TESTS,
+        ("estimates: a difference of losses by the bootstrap", OF_METRICS, "difference_of",
+         "(jackknife if metric in OF_LOSS else bootstrap)", "bootstrap"),
         ("metrics: as many draws as texts", ESTIMATES, "resamplings", "* narrower**2", ""),
         ("metrics: equal texts have no interval", OF_METRICS, "estimate_of", 'unit == "share"', 'unit == "none"'),
         ("metrics: unseen values of any share", ESTIMATES, "with_unseen_values", "** (1 / units)", "** units"),

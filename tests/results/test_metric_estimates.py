@@ -178,6 +178,17 @@ def test_a_difference_of_nothing_has_an_interval_with_zero(is_paired: bool, text
     assert apart.high - apart.low > 2 * 1.96 * 0.1 / np.sqrt(texts)
 
 
+def test_a_difference_of_losses_has_students_interval() -> None:
+    """The jackknife of a mean is Student's interval, here of paired differences."""
+    runs = [sinkscope.analyze(tiny_model("llama", rms_norm_eps=each), **SMALL) for each in (1e-6, 0.5)]
+    before, after = (run.tables["loss_by_sequence"]["loss"].to_numpy(float) for run in runs)
+    changes, count = after - before, len(before)
+    reach = stats.t.ppf(0.975, count - 1) * changes.std(ddof=1) / np.sqrt(count)
+    estimate = difference(*map(Sequences, runs), "loss")
+    ends = changes.mean() - reach, changes.mean() + reach
+    assert (estimate.low, estimate.high) == pytest.approx(ends, rel=1e-4)
+
+
 def test_equal_texts_bound_a_rate_and_copies_of_a_text_narrow_nothing() -> None:
     sinks = np.full((1, 1, 16), 0.9)
     (row,) = run_of(sinks).estimate("sink_rate", by="head").itertuples()

@@ -181,12 +181,13 @@ def rates_at_equal_loss(study: ClaimStudy, method: str, against: str = PLAIN) ->
             break
     else:
         raise Lacks(f"the trainings of {pairs[0][0].label} and {pairs[0][1].label} have no sink rates by step")
+    kind = "held-out loss" if names == HELD_OUT else "training loss"
     read = np.stack([training_tables.at_equal_loss(*pair).to_numpy() for pair in courses])  # (seeds, arms, 3)
     if np.isnan(read).any():
-        raise NotDefined("these arms have no held-out loss in common")
+        raise NotDefined(f"these arms have no {kind} in common")
     (_, level, _), rates = read.mean((0, 1)), 100 * read[..., 2]
     means = ", ".join(f"{arm.label} {rate:.1f}" for arm, rate in zip(pairs[0], rates.mean(0), strict=True))
-    return mean_of_runs(rates[:, 0] - rates[:, 1]).over(_words(study, [f"{means} % at {names[0]} {level:.3f}"]))
+    return mean_of_runs(rates[:, 0] - rates[:, 1]).over(_words(study, [f"{means} % at a {kind} of {level:.3f}"]))
 
 
 # --- plain trainings that differ in one setting

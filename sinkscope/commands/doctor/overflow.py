@@ -71,7 +71,11 @@ OVERFLOW_TABLES: dict[str, Columns] = {
             "their sum",
             kind="text",
         ),
-        Column("path", "where the tensor first appears: a module's path, .input or .output", kind="text"),
+        Column(
+            "path",
+            "where the tensor first appears: a module's path, .input or .output; inside a kernel also what it is",
+            kind="text",
+        ),
         Column("largest", "largest magnitude over all sequences, in the model's own precision"),
         Column("headroom", "the largest finite number of the dtype ÷ largest"),
         Column("is_inside", "whether it is inside a kernel, where it overflows only if decomposed", kind="truth"),
@@ -212,7 +216,7 @@ class Prediction:
             x, (layer, site) = upcast(x), layer_and_kind(path, self.family)
             squares = (x - x.mean(-1, keepdim=True) if self.norms[path].centered else x).square()
             kind = CENTERED if self.norms[path].centered else SQUARE
-            self._note(f"{address} {SQUARE}", squares, layer, f"{site} {kind}", is_inside=True)
+            self._note(f"{address} {kind}", squares, layer, f"{site} {kind}", is_inside=True)
             total = squares.sum(-1, keepdim=True)
             self._note(f"{address} {TOTAL}", total, layer, f"{site} {TOTAL}", is_inside=True)
 

@@ -89,7 +89,7 @@ RETRIEVED = (
     Column("retrieval", "share of the repeated tokens that are predicted"),
     Column("guessed", "share of the same tokens that are predicted where they occur first"),
     Column("kept", f"retrieval ÷ that of the dense cache; NaN if that is below {ABLE}"),
-    Column("kept_low", "lower end of its 95 % interval, over sequences"),
+    Column("kept_low", "lower end of its 95 % interval over texts"),
     Column("kept_high", "upper end"),
 )
 KV_PLAN_TABLES: dict[str, Columns] = {
@@ -105,7 +105,7 @@ KV_PLAN_TABLES: dict[str, Columns] = {
         Column("loss", "mean cross-entropy on the text", "nats per token"),
         Column("perplexity", "exp(loss)"),
         Column("ratio", "perplexity ÷ that of the dense cache"),
-        Column("ratio_low", "lower end of its 95 % interval, over sequences"),
+        Column("ratio_low", "lower end of its 95 % interval over texts"),
         Column("ratio_high", "upper end"),
         *RETRIEVED,
     ),

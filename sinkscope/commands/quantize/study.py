@@ -348,7 +348,7 @@ QUANTIZATION_TABLES: dict[str, Columns] = {
         Column("loss", "mean cross-entropy", "nats per token"),
         Column("perplexity", "exp(loss)"),
         Column("cost", "loss minus the loss in full precision on the same sequences", "nats per token"),
-        Column("cost_low", "lower end of its 95 % interval over sequences", "nats per token"),
+        Column("cost_low", "lower end of its 95 % interval over texts", "nats per token"),
         Column("cost_high", "upper end", "nats per token"),
         Column("max_inf_norm", "largest absolute entry over sites and layers; NaN where it was not measured"),
         Column("kurtosis", "mean over sites and layers; NaN where it was not measured"),

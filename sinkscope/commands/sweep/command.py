@@ -132,7 +132,7 @@ def costs_of(plan: Iterable[Planned], gpu: str) -> pd.DataFrame:
         options, cost = each.cell.options, Cost(each.size.model, each.cell.options)  # type: ignore[arg-type]
         arms = len(parse_methods(options.method)) * options.seeds
         hours.append(arms * cost.hours(GPUS[gpu]))
-        sizes = gigabytes(int(cost.memory)), gigabytes(arms * cost.disk)
+        sizes = gigabytes(int(cost.memory)), gigabytes(cost.disk(arms))
         rows.append((each.cell.setting, arms, f"{options.steps:,}", f"{cost.tokens / 1e9:.3g} B", *sizes, hours[-1]))
     rows.append(("all", "", "", "", "", "", sum(hours)))
     columns = ["setting", "arms", "steps", "tokens of an arm", "memory", "disk", f"hours on one {gpu}"]

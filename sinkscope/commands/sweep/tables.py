@@ -49,7 +49,7 @@ SWEEP_TABLES = {
     EPSILON: (
         *COORDINATES,
         Column("sink_rate", "at this ε, from the stored window masses; NaN where uniform attention has one", "share"),
-        Column("low", "lower end of its 95 % interval over sequences", "share"),
+        Column("low", "lower end of its 95 % interval over texts", "share"),
         Column("high", "upper end", "share"),
     ),
 }

@@ -9,13 +9,14 @@ training_cost.py). UTILIZATION is what trainings of small models usually reach o
 attention: operations without one take longer. The text has to be read and tokenized besides.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from sinkscope.commands.train.options import ArmOptions
+from sinkscope.commands.train.options import KEPT_CHECKPOINTS, ArmOptions, TrainOptions
 from sinkscope.measuring.memory import bytes_per_token
 
 UTILIZATION = 0.4
@@ -92,9 +93,16 @@ class Cost:
         tokens = self.options.batch_size * self.options.block_length
         return STATE * self.parameters + tokens * self.bytes_of_token
 
-    @property
-    def disk(self) -> int:
-        """Bytes of its checkpoints and of the trained model, at most."""
-        checkpoints = self.options.steps // self.options.save_every
-        models = 2 + checkpoints if self.options.save_models == "all" else 0
-        return 4 * self.parameters * models + 3 * 12 * self.parameters  # three checkpoints with moments at a time
+    def disk(self, arms: int) -> int:
+        """Bytes of checkpoints and trained models of arms that are trained one after the other, at most.
+
+        Checkpoints have two moments until their arm is measured.
+        """
+        keeps_models = self.options.save_models == "all"
+        keeps_steps = keeps_models and isinstance(self.options, TrainOptions)  # and step 0
+        checkpoints = math.ceil(self.options.steps / self.options.save_every)
+        if not keeps_steps:
+            checkpoints = min(checkpoints, KEPT_CHECKPOINTS + 1)  # one is written before an old one is deleted
+        weights, models = 4 * self.parameters, 2 if keeps_steps else 1
+        kept = models + (checkpoints if keeps_steps else 0) if keeps_models else 0
+        return weights * ((arms - 1) * kept + models + 3 * checkpoints)

@@ -24,6 +24,8 @@ from sinkscope.options.option import (
     text_as_tuple,
 )
 
+KEPT_CHECKPOINTS = 2  # of an arm whose steps are not measured, while it is trained
+
 
 class TrainingConfig(SeedOptions):
     """The options of the trainer. VGA trains for 6,000 steps (appendix C).

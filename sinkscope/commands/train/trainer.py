@@ -26,7 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from sinkscope.commands.train.blocks import Blocks
 from sinkscope.commands.train.history import Probe, Recorder, TrainingBar, history
-from sinkscope.commands.train.options import TrainingConfig
+from sinkscope.commands.train.options import KEPT_CHECKPOINTS, TrainingConfig
 from sinkscope.commands.train.sharding import is_sharded, launched
 from sinkscope.errors import InputError, SinkscopeError, is_out_of_memory, one_line
 from sinkscope.measuring.console import print_line
@@ -39,7 +39,6 @@ from sinkscope.retrofits import new_parameters
 from sinkscope.text.batch import IGNORED
 from sinkscope.text.inputs import masked
 
-KEPT_CHECKPOINTS = 2
 # the files of a checkpoint other than the model, for one process, several processes and FSDP
 _RESUMED_FROM = ("*.pt", "*.pth", "*.bin", TRAINER_STATE_NAME)
 # texts of errors of torch's and safetensors' writers which mean that writing to the disk failed

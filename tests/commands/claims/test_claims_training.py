@@ -434,17 +434,18 @@ def slow(name: str, rate: str) -> Training:
 
 def test_arms_are_compared_at_the_loss_that_both_reach() -> None:
     """At its end sigmoid has 0.5 where softmax ends with 0.9, but softmax had 0.5 at the same loss."""
-    for names in (("held_out_loss", "sink_rate_by_weight"), ("loss", "sink_rate")):
+    kinds = {("held_out_loss", "sink_rate_by_weight"): "held-out loss", ("loss", "sink_rate"): "training loss"}
+    for names, kind in kinds.items():
         estimate = judged("W-54", slow(*names)).estimates[-1]
         assert (estimate.value, estimate.low, estimate.high) == pytest.approx((0.0, 0.0, 0.0), abs=1e-9)
         assert estimate.note.startswith(
-            f"operation:kind=sigmoid 50.0, none 50.0 % at {names[0]} 3.000; 2000 steps, 5 seeds"
+            f"operation:kind=sigmoid 50.0, none 50.0 % at a {kind} of 3.000; 2000 steps, 5 seeds"
         )
     assert "no sink rates by step" in judged("W-54", slow("held_out_loss", "sink_rate")).reason
     probed, logged = slow("held_out_loss", "sink_rate_by_weight"), slow("loss", "sink_rate").tables["training"]
     both = pd.concat([logged.assign(value=logged["value"] / 2), probed.tables["training"]], ignore_index=True)
     read = judged("W-54", replace(probed, tables={**probed.tables, "training": both})).estimates[-1]
-    assert "% at held_out_loss 3.000" in read.note  # the probe's, where there is one
+    assert "% at a held-out loss of 3.000" in read.note  # the probe's, where there is one
 
 
 SIZES = "with runs of 4 or more sizes of its family"

@@ -80,4 +80,6 @@ MUTATIONS = [
      "list(differences.values())[-1]", "list(differences.values())[0]"),
     ("facts: the usual positions", "command", "_facts",
      "key=lambda kind: len(where[kind]))[:-1]", "key=lambda kind: len(where[kind]))[1:]"),
+    ("norms: a centered square is called a square", "overflow", "Prediction._see",
+     'f"{address} {kind}"', 'f"{address} {SQUARE}"'),
 ]  # fmt: skip

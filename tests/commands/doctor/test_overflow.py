@@ -194,6 +194,7 @@ def test_a_layer_norm_decomposed_in_float16_is_finite_and_wrong() -> None:
     assert runs.loc[DECOMPOSED, "site"] == ""
     assert runs.loc[DECOMPOSED, "difference"] > 0.5
     assert first(table[table["overflows"]]) == (2, "ln_1 (x − mean)²")
+    assert table[table["overflows"]]["path"].iloc[0].endswith("ln_1.input (x − mean)²")
 
 
 def scaled(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -113,4 +113,8 @@ MUTATIONS = [
     ("evictions: tokens of the first plan", "plan", "attending_after_evictions", "plan.windows[index, 0]",
      "plans[0].windows[index, 0]"),
     ("costs: plans in another order", "plan", "PlanStudy._read", "transpose(1, 2, 0)", "transpose(1, 2, 0)[::-1]"),
+    ("a cost is that of another format of as many bits", "plan", "PlanStudy._read",
+     "plan.served, plan.evicts", "plan.evicts"),
+    ("rule: more than half as many texts", "sinkscope.measuring.sink_rule", "SinkRule.of",
+     ">= texts.max() / 2", "> texts.max() / 2"),
 ]  # fmt: skip

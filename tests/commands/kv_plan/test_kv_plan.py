@@ -203,6 +203,7 @@ def test_sinks_have_half_of_the_smallest_massive_activation_in_the_first_layer_o
     massive = pd.DataFrame(rows, columns=["layer", "sequence", "coordinate", "value"])
     rule = SinkRule.of(massive)
     assert rule == (2, (3, 9), 30.0)
+    assert SinkRule.of(massive[:3]).layer == 1  # in half of the texts that the most have
     entries = pd.DataFrame([(2, 0, 3, 29.0), (2, 5, 9, -31.0), (2, 6, 8, 99.0), (1, 7, 3, 99.0)])
     assert rule.sinks(entries.set_axis(["layer", "position", "coordinate", "value"], axis=1)) == (5,)
     assert SinkRule.of(massive[:0]).sinks(entries) == (0, 1, 2, 3)
@@ -245,6 +246,9 @@ def test_command(run: Run) -> None:
         assert tasks.loc["copy", name]["retrieval"] == at_budget.loc[name]["retrieval"]
     assert tasks.loc["copy"].loc[[*EVICTIONS]]["loss"].nunique() == len(EVICTIONS)
     assert not np.allclose(*(tasks.loc[task].loc[[*EVICTIONS]]["loss"] for task in PAIRS))
+    whole = table.loc[1.0].query("sinks == 'none'")["loss"]
+    for bits, served in (("8 bits", ["fp8", INT8]), ("4 bits", [INT4])):  # formats of as many bits are read apart
+        assert whole[[bits, *served]].nunique() == 1 + len(served)
     assert "% of the memory (" in run.verdict
     assert run.manifest["kv_plan"]["documents"] == 2
     assert "The measured texts are from 2 documents, which are few for an interval." in run.verdict

@@ -169,4 +169,5 @@ MUTATIONS = [
     ("roundings: steps are not added", "study", "measured_roundings", "0, 0, 0, 0, total", "0, 0, 0, 0, 0"),
     ("ranges: smallest and largest", "study", "_ends_and_median", "*x.aminmax(dim=dim)",
      "*x.aminmax(dim=dim)[::-1]"),
+    ("split: coordinates of spared tokens", "split", "Split._peaks", "Spared(calibration.spared)", "Spared(())"),
 ]  # fmt: skip

@@ -145,6 +145,12 @@ def test_the_best_prefix_and_the_largest_coordinates() -> None:
     alone = [split._peaks(SparingText(inputs.part(index, index + 1))) for index in range(3)]
     for site, peaks in together.items():
         torch.testing.assert_close(peaks, torch.stack([each[site] for each in alone]).amax(0), rtol=1e-4, atol=1e-6)
+    first = inputs.part(0, 1)
+    mask = np.arange(first.longest) % 2 == 0
+    spared = [split._peaks(SparingText(first, [tokens])) for tokens in (mask, ~mask)]
+    for site, peaks in alone[0].items():  # tokens that are spared choose no coordinate
+        torch.testing.assert_close(torch.maximum(*(each[site] for each in spared)), peaks)
+        assert not any(torch.equal(each[site], peaks) for each in spared)
     largest = quantization_split._top_entries(torch.arange(12).view(3, 4))
     assert largest.tolist() == [[False] * 4, [True] * 4, [True] * 4]
     outliers = [np.zeros((1, 20), bool) for _ in held_out.sequences]

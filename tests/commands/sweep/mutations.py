@@ -70,4 +70,8 @@ MUTATIONS = [
     ("figures of trainings in cells of runs", "command", "figures_of", "if command in TRAINING:", "if True:"),
     ("the memory of a training without its activations", "cells", "Planned.memory",
      "int(Cost(model, options).memory)", "20 * Cost(model, options).parameters"),
+    ("copies of a text count again", "tables", "_by_epsilon",
+     "resamplings_of(texts)", "resamplings_of(by_sequence.index)"),
+    ("files of tasks are not watched", "worker", "Reads.of",
+     "for name in READ_OPTIONS", "for name in READ_OPTIONS[:-1]"),
 ]  # fmt: skip

@@ -152,6 +152,23 @@ def test_a_threshold_that_uniform_attention_exceeds_has_no_rate(tmp_path: Path) 
     assert 0.33 in rates.index
 
 
+def test_a_text_that_is_read_twice_narrows_no_interval(tmp_path: Path) -> None:
+    masses, texts = np.random.default_rng(0).random((2, 2, 6)), np.arange(6)  # by layer, head and text
+    rates = []
+    for times in (1, 2):
+        table = pd.Series(np.concatenate([masses] * times, axis=2).ravel(), name="window_mass").to_frame()
+        places = pd.MultiIndex.from_product([range(2), range(2), range(6 * times)], names=["layer", "head", "sequence"])
+        (tmp_path / str(times) / "tables").mkdir(parents=True)
+        table.set_index(places).reset_index().assign(uniform_mass=0.1).to_parquet(
+            tmp_path / str(times) / "tables" / f"{ALPHA}.parquet"
+        )
+        read = {"sequences": 6 * times, "texts": [*texts] * times}
+        manifest = {"config": {"epsilon": 0.3}, "condition": "natural", "input": read}
+        rates.append(_by_epsilon(SimpleNamespace(folder=tmp_path / str(times), manifest=manifest)))
+    pd.testing.assert_frame_equal(*rates)
+    assert (rates[0]["low"] < rates[0]["high"]).any()
+
+
 def test_scores_are_drawn_against_sink_rates() -> None:
     """Each task has a panel, with a family's models by size and other models by name, on the first input."""
     of_models: dict[str, dict[str, Any]] = {"a": {"family": "F", "parameters": 2 * 10**6}, "b": {"family": "F"}}

@@ -105,4 +105,8 @@ MUTATIONS = [
     ("resuming: one seed has the arms of several", "sinkscope.results.folders", "resumable", "1 < before[key] <",
         "before[key] <"),
     ("last step: the first one", TRAININGS, "sinking_layer", '["step"].max()', '["step"].min()'),
+    ("probe: the rate by weight is the first token's", "history", "TotalWeight.see_attention",
+        "chosen, sinks[..., self.index]", "chosen, sinks[..., 0]"),
+    ("disk: moments are dropped at once", "cost", "Cost.disk", "3 * checkpoints", "checkpoints"),
+    ("disk: no arm is kept", "cost", "Cost.disk", "(arms - 1) * kept + ", ""),
 ]  # fmt: skip

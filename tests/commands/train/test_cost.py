@@ -1,11 +1,17 @@
 """What a training takes, counted by hand for a small Llama with embeddings of its own and with tied ones."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from torch import nn
+from transformers import PreTrainedModel
 
+from sinkscope import train
 from sinkscope.commands.train.architectures import architecture, fresh_model
+from sinkscope.commands.train.arms import TrainingArms
 from sinkscope.commands.train.cost import Cost, Device
-from sinkscope.commands.train.options import TrainOptions
+from sinkscope.commands.train.options import RetrofitOptions, TrainOptions
 from sinkscope.options.option import checked
 
 SHAPE = "llama-1m:hidden_size=32,intermediate_size=48,num_hidden_layers=3,num_attention_heads=2,vocab_size=100"
@@ -44,5 +50,28 @@ def test_seconds_are_operations_and_traffic_on_a_device() -> None:
 
 def test_the_disk_holds_checkpoints_with_moments_and_models_that_are_kept() -> None:
     cost = cost_of(SHAPE)
-    assert cost.disk == 4 * cost.parameters * (1 + 1 + 3) + 3 * 12 * cost.parameters
-    assert cost_of(SHAPE, save_models="none").disk == 3 * 12 * cost.parameters
+    # steps 300, 600, 900 and 1,000, step 0, and the trained model
+    assert cost.disk(arms=1) == (4 * 12 + 4 + 4) * cost.parameters
+    assert cost.disk(arms=3) == cost.disk(arms=1) + 2 * 6 * 4 * cost.parameters
+    none = cost_of(SHAPE, save_models="none")
+    assert none.disk(arms=1) == none.disk(arms=3) == (3 * 12 + 4) * cost.parameters
+    pretrained = Cost(cost.model, checked(RetrofitOptions, {"model": "m", **TRAINING}))
+    assert pretrained.disk(arms=3) == (3 * 12 + 3 * 4) * cost.parameters
+
+
+@pytest.mark.usefixtures("here", "no_figures")
+@pytest.mark.parametrize(("save_models", "most"), [("all", 1.1), ("none", 1.5)])  # none: a third one is written briefly
+def test_a_training_takes_the_disk_that_is_said(save_models: str, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    save = TrainingArms._save
+
+    def watched(self: TrainingArms, model: PreTrainedModel, folder: Path) -> None:
+        save(self, model, folder)
+        taken.append(sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file()))
+
+    monkeypatch.setattr(TrainingArms, "_save", watched)
+    wide = SHAPE.replace("hidden_size=32", "hidden_size=128")
+    options: dict[str, Any] = {"block_length": 16, "batch_size": 2, "steps": 10, "save_every": 2}
+    options |= {"num_seqs": 2, "observables": "attention", "save_models": save_models}
+    train(wide, method="none", text="bigram-backcopy", out="out", page=False, **options)
+    assert 0.95 < cost_of(wide, **options).disk(arms=1) / max(taken) < most

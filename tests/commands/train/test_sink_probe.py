@@ -92,6 +92,7 @@ def test_the_sink_rate_is_that_of_a_position_of_the_text(method: str, before: in
         tracer.forward(Batch(IDS, torch.ones_like(IDS)), [attention])
     by_position = attention.tables()["attention"].groupby("position")["sink_rate"].mean()
     assert later[-1, "sink_rate"] == pytest.approx(by_position[before + 3])
+    assert later[-1, "sink_rate_by_weight"] == pytest.approx(by_position[before + 3])  # all weights are softmax's
     assert first[-1, "sink_rate"] == pytest.approx(by_position[before])
     assert first[-1, "total_weight"] == pytest.approx(1)
     assert by_position[before + 3] != by_position[before] > 0
