@@ -88,7 +88,7 @@ class Memory:
         return stays_on_cpu(self.options.device_map) if kind == "meta" else kind == "cpu"
 
     def __str__(self) -> str:
-        """Return for example «7.8 GB; 10.8 GB in float32»."""
+        """Return for example «7.8 GiB; 10.8 GiB in float32»."""
         dtype = self.model.dtype
         other = torch.float32 if dtype.itemsize < 4 else torch.bfloat16
         return f"{gigabytes(self.peak(dtype))}; {gigabytes(self.peak(other))} in {dtype_name(other)}"

@@ -363,7 +363,7 @@ def missing_weights(repo: str, folder: Path) -> int:
 
 
 def gigabytes(count: int) -> str:
-    return f"{count / 2**30:.1f} GB"
+    return f"{count / 2**30:.1f} GiB"
 
 
 def evict(repo: str, revision: str | None) -> int:

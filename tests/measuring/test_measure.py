@@ -34,6 +34,6 @@ def test_the_bar_moves_at_every_layer_and_changes_no_number(monkeypatch: pytest.
     assert [left for _, left in moves[: 2 * layers]] == [""] * (2 * layers)
     assert moves[2 * layers + 1][1] == "0 s left"
     assert_same_tables(watched.tables, plain.tables, check_exact=True)
-    assert "about 0 s, 0.5 GB; 0.5 GB in bfloat16" in screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "about 0 s, 0.5 GiB; 0.5 GiB in bfloat16" in screen.file.getvalue()  # type: ignore[attr-defined]
     assert watched.manifest["expected"]["seconds"] > 0
     assert watched.manifest["expected"]["memory_mb"] > 500

@@ -115,8 +115,8 @@ def test_the_peak_of_a_run_is_estimated() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "bfloat16"}, "(5.2 GB of weights in bfloat16), and 4.5 GB are free: no other dtype=…, seq_len=…"),
-        ({"dtype": "float32"}, "org/huge needs 10.4 GB of memory (10.4 GB of weights in float32)"),
+        ({"dtype": "bfloat16"}, "(5.2 GiB of weights in bfloat16), and 4.5 GiB are free: no other dtype=…, seq_len=…"),
+        ({"dtype": "float32"}, "org/huge needs 10.4 GiB of memory (10.4 GiB of weights in float32)"),
         ({"dtype": "bfloat16", "free": 5.5, "seq_len": 8192}, "are free: seq_len="),
         ({"dtype": "float32", "free": 5.5}, "are free: dtype=bfloat16 would fit; force=True goes on"),
         ({"dtype": "bfloat16", "free": 5.5, "batch_size": 20, "seq_len": 512}, "batch_size=1 or seq_len="),

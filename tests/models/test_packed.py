@@ -171,7 +171,7 @@ def test_weights_that_fit_only_packed_stay_packed(plain: Path, tmp_path: Path, m
 
 
 def test_what_to_do_is_said_before_packed_weights_are_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gpt-oss-120b takes 61 GB packed and 218 unpacked: its checkpoint's size, and two bytes a parameter."""
+    """gpt-oss-120b takes 61 GiB packed and 218 unpacked: its checkpoint's size, and two bytes a parameter."""
     modules = ["model.layers.*.self_attn", "model.layers.*.mlp.router"]
     packing = {"quant_method": "mxfp4", "modules_to_not_convert": modules}
     config = AutoConfig.for_model("gpt_oss", dtype="bfloat16", quantization_config=packing)
@@ -189,7 +189,7 @@ def test_what_to_do_is_said_before_packed_weights_are_downloaded(monkeypatch: py
         loading._check_meta_model(checked.append, files, config, None, device_map, trust)
         return len(checked)
 
-    message = r"217.6 GB unpacked, and the GPU has .*--trust-remote-code .*--device-map auto"
+    message = r"217.6 GiB unpacked, and the GPU has .*--trust-remote-code .*--device-map auto"
     with pytest.raises(InputError, match=message):
         check(80)
     assert check(80, trust=True) == 0  # its size is not that of the sketch

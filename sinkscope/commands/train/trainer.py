@@ -33,6 +33,7 @@ from sinkscope.measuring.console import print_line
 from sinkscope.measuring.processes import TIMEOUT
 from sinkscope.models.adapters import check_no_adapter
 from sinkscope.models.family import is_retrofitted, vocabulary
+from sinkscope.models.files import gigabytes
 from sinkscope.models.packed import check_not_packed
 from sinkscope.models.steps import step_of
 from sinkscope.retrofits import new_parameters
@@ -140,7 +141,7 @@ def train_model(
         free = shutil.disk_usage(folder).free + held
         if free < needed:
             raise InputError(
-                f"{folder} has {free / 2**30:.1f} GB left on its disk and its checkpoints need {needed / 2**30:.1f}: "
+                f"{folder} has {gigabytes(free)} left on its disk and its checkpoints need {gigabytes(needed)}: "
                 "make room, or name another folder"
             )
         last = next(reversed(checkpoints(folder)), None)

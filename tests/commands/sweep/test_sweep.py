@@ -277,7 +277,7 @@ def test_on_the_command_line(models: Path, tmp_path: Path, monkeypatch: pytest.M
     path = written(tmp_path, f"models: [{models / 'llama'}, {tmp_path / 'gone'}]\ninputs: [random]\n{SMALL}")
     dry = succeeded("sweep", path, "--dry-run")
     assert list(tmp_path.iterdir()) == [path]
-    words = ("llama-random-", "29,408", "0.6 GB", "to do", "gone-random-", "no such file or folder")
+    words = ("llama-random-", "29,408", "0.6 GiB", "to do", "gone-random-", "no such file or folder")
     assert [word for word in words if word not in " ".join(dry.stdout.split())] == []
     done = command_line("sweep", path)
     assert done.exit_code == 1

@@ -141,10 +141,10 @@ def test_a_disk_without_room_for_all_models(stocked: Hub, tmp_path: Path, monkey
     monkeypatch.setattr("sinkscope.commands.sweep.command.free_room", lambda: size + 10)
     monkeypatch.setattr(files, "free_room", lambda: size + 100_000)
     asked = "models: [org/one, {model: org/two, revisions: [main, step1]}]"
-    with pytest.raises(InputError, match=r"are still on the hub take 0.0 GB, and the disk .* evict=True removes each"):
+    with pytest.raises(InputError, match=r"are still on the hub take 0.0 GiB, and the disk .* evict=True removes each"):
         swept(tmp_path, asked, workers=1)
     assert fetched(stocked) == 0
-    with pytest.raises(InputError, match=r"GB left: make room"):
+    with pytest.raises(InputError, match=r"GiB left: make room"):
         swept(tmp_path, asked, workers=2, evict=True)
     assert swept(tmp_path, asked, workers=1, evict=True).failure == ""
 
