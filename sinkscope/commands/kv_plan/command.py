@@ -53,7 +53,8 @@ def kv_plan(
         **options: those of the command line, which are listed below.
 
     Returns:
-        A Run with the tables `kv_plan` (every plan and control), `kv_heads` (the plan of every head) and `kv_layers`.
+        A Run with the tables `kv_plan` (every plan and control), `kv_heads` (the plan of every head), `kv_layers`,
+        `kv_tasks` (what plans retrieve) and `kv_plan_by_sequence`.
 
     Raises:
         InputError: an option is wrong, the model has no such cache, or the input is too short; nothing was written.

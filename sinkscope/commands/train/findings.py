@@ -89,7 +89,9 @@ def methods_compared(
     against = "the untouched model" if plain == UNTOUCHED else "plain training"
     compared = []
     for method in methods:
-        ours, others = wide.loc[method], wide.loc[plain]
+        ours, others = wide.loc[method].align(wide.loc[plain], join="inner", axis=0)  # seeds may be added to one arm
+        if ours.empty:
+            continue
         rates = 100 * (ours["sink_rate"] - others["sink_rate"]) if "sink_rate" in wide else pd.Series(nan, ours.index)
         points = mean_of_runs(rates.to_numpy())
         rate = f"sink rate {with_interval(points, '+.1f', ' points')}"

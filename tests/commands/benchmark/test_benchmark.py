@@ -3,7 +3,9 @@
 import importlib.util
 import json
 import random
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,8 @@ import torch
 from support.retrofit_command import WORDS, words_tokenizer
 
 import sinkscope
-from sinkscope.commands.benchmark.command import scores_table
+from sinkscope.commands.benchmark.command import _evaluated, scores_table
+from sinkscope.commands.benchmark.options import BenchmarkOptions
 from sinkscope.errors import InputError
 from sinkscope.results.scores import SCORE_COLUMNS, main_scores
 from sinkscope.results.tables import LEADING, names_of, read_table
@@ -113,3 +116,21 @@ def test_a_score_is_what_plain_transformers_give(name: str, models: Path, tasks:
         sinkscope.benchmark(models / name, tasks="drains,drain", task_path=str(tasks))
     some = sinkscope.benchmark(models / name, tasks="drains", task_path=str(tasks), limit=2)
     assert set(some.table["questions"]) == {2}
+
+
+@pytest.mark.parametrize("shots", [None, 0, 3])
+def test_the_harness_is_asked_for_the_shots_that_are_named(shots: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0 is no task's default. The harness is replaced, because it may not be installed."""
+    asked: dict[str, Any] = {}
+    harness: dict[str, Any] = {
+        "lm_eval": {"simple_evaluate": lambda **named: asked.update(named) or {}},
+        "lm_eval.models": {},
+        "lm_eval.models.huggingface": {"HFLM": lambda **named: None},
+    }
+    for name, content in harness.items():
+        module = ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    loaded: Any = SimpleNamespace(model=None, tokenizer=object(), name="m")
+    _evaluated(loaded, BenchmarkOptions(model="m", shots=shots), None)
+    assert asked["num_fewshot"] == shots

@@ -5,4 +5,6 @@ MUTATIONS = [
      ' & effect["position"].isin((0, NO_POSITION))', ""),
     ("any run has a card", "output", "opened", "if record.whole_model", "if record.report"),
     ("digits after the point", "output", "_rounded", "{DIGITS}g", "{DIGITS}f"),
+    ("results of an encoder are of generated text", "output", "_results_of_run",
+     '"text-generation" if run.is_causal else "fill-mask"', '"text-generation"'),
 ]  # fmt: skip

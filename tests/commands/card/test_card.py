@@ -9,11 +9,12 @@ from hub import Hub, Repo
 from huggingface_hub import ModelCard, metadata_load, snapshot_download
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from support.figures import quick_sweeps
+from support.made_up_runs import made_up
 
 import sinkscope
 from sinkscope import InputError, Run, SinkscopeError
 from sinkscope.commands.card.command import upload
-from sinkscope.commands.card.output import Card, _rounded
+from sinkscope.commands.card.output import Card, _results_of_run, _rounded
 from sinkscope.commands.card.tables import values_of
 from sinkscope.options.option import as_folder_name
 from sinkscope.results.metrics import HEADLINE_METRICS
@@ -138,3 +139,8 @@ def test_an_atlas_of_two_models(
     assert rows["sink_rate"].tolist() == sweep[rows["model"]].tolist()
     assert rows["commit"].str.len().tolist() == [40, 40]
     assert list(made.model_cards) == rows["model"].tolist()
+
+
+def test_an_encoders_results_are_of_masked_tokens() -> None:
+    for is_causal, task in ((True, "text-generation"), (False, "fill-mask")):
+        assert {result.task_type for result in _results_of_run(made_up(family={"causal": is_causal}))} == {task}

@@ -113,4 +113,5 @@ MUTATIONS = [
     ("seeds: the wrong end", JUDGMENT, "Test.seeds_to_decide", "[(self.least - truth, above)]",
      "[(self.least - truth, below)]"),
     ("seeds: one is enough", JUDGMENT, "Test.seeds_to_decide", "estimate.seeds < 2", "estimate.seeds < 0"),
+    ("every null has the same weights", "command", "ClaimBench.null", "self.config.seed + draw", "self.config.seed"),
 ]  # fmt: skip

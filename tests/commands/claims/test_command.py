@@ -240,3 +240,11 @@ def test_arms_are_compared_with_the_model_as_it_was_analyzed(tmp_path: Path, mon
             table[table["name"] == label] if name == "effect" else table[table["condition"].isin(expected["condition"])]
         )
         pd.testing.assert_frame_equal(own.reset_index(drop=True), expected, rtol=1e-6)
+
+
+def test_every_null_has_weights_of_its_own(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only(monkeypatch, "W-1")
+    card = sinkscope.claims(tiny_model("llama"), input=text, nulls=2)
+    (runs,) = card.runs.values()
+    first, second = (runs[name].tables["attention"]["window_mass"] for name in ("null", "null:1"))
+    assert not np.allclose(first, second)

@@ -20,4 +20,5 @@ MUTATIONS = [
     ("heads: texts of the other run", "sinkscope.output.comparison", "head_findings",
      "{texts[0]} and {texts[1]} texts", "{texts[1]} and {texts[0]} texts"),
     ("pairing: always said", "sinkscope.results.side_by_side", "pairing_lines", "if is_paired", "if True"),
+    ("levels of runs that have none", "side_by_side", "compare", "elif metrics or by:", "elif metrics:"),
 ]  # fmt: skip

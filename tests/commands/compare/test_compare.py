@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from scipy import stats
+from support.hand_made_runs import experiment
 from support.made_up_runs import by_sequence, made_up, save
 from support.naming import naming
 from support.pages import data_of
@@ -252,3 +253,11 @@ def test_a_folder_of_another_format_is_refused(number: int | None, tmp_path: Pat
     told = rf"run.json is of {which} sinkscope \(format {number}, this one reads {FORMAT}\): {advice}"
     with pytest.raises(InputError, match=told):
         Run.open(tmp_path / "run")
+
+
+@pytest.mark.parametrize("option", [{"by": "head"}, {"metrics": "sink_rate"}])
+def test_options_of_analyses_are_refused_for_experiments(option: dict[str, Any]) -> None:
+    run = experiment({"before": [0.6, 0.05], "after": [0.4, 0.05]}, "nullify-query-bias")
+    pair = [Run(run.manifest | {"model": run.manifest["model"] | {"name": name}}, run.tables) for name in "ab"]
+    with pytest.raises(InputError, match="those of runs of `analyze`"):
+        compare(*pair, **option)

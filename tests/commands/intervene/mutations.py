@@ -84,4 +84,8 @@ MUTATIONS = [
     ("figure: a single arm decides the layer", "figures", "draw_arm_maps", "np.median(changes", "np.max(changes"),
     ("figure: the fewest first tokens", "figures", "draw_streaming_perplexity", 'buckets["keep"].max()',
         'buckets["keep"].min()'),
+    ("layers that change against the model are named", "findings", "_change_of_rate",
+     "(by_layer * np.sign(by_layer.sum()))", "by_layer.abs()"),
+    ("means of outputs are those of values", "experiment", "Experiment._mean",
+     "if (position, of_values) not in self._means", "if position not in [key[0] for key in self._means]"),
 ]  # fmt: skip

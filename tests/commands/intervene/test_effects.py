@@ -335,3 +335,19 @@ def test_changes_that_differ_between_sequences_are_resampled(arm: Run) -> None:
     for layer in range(LAYERS):
         ends = before[:, layer].mean() + np.quantile(means[1:, layer], [0.025, 0.975])
         assert by_layer.loc[layer].tolist() == pytest.approx(ends)
+
+
+def test_the_layers_that_are_named_change_as_the_model_does() -> None:
+    """The rate falls in layers 1 to 3 by less than it rises in layer 0, which the sentence leaves out."""
+    before, after = [0.05, 0.8, 0.8, 0.8, 0.8, 0.8], [0.7, 0.2, 0.3, 0.4, 0.8, 0.8]
+    rows: list[tuple[Any, ...]] = []
+    for layer, (was, becomes) in enumerate([(np.mean(before), np.mean(after)), *zip(before, after, strict=True)], -1):
+        rows += [(layer, "before", -1, "sink_rate", 0, was), (layer, "after", -1, "sink_rate", 0, becomes)]
+        rows += [(layer, "control", draw, "sink_rate", 0, was + 0.001 * draw) for draw in range(2)]
+    for metric, value in (("perplexity", 20.0), ("massive_magnitude", 100.0)):
+        rows += [(-1, arm, -1, metric, -1, value) for arm in ("before", "after")]
+    table = pd.DataFrame(rows, columns=["layer", "arm", "draw", "metric", "position", "value"])
+    arm = {"do": ["x"], "paper": "NU", "expects": "", "watched": [0], "controls": []}
+    manifest = {"model": {"name": "tiny"}, "condition": "natural", "command": "intervene", "arms": {"x": arm}}
+    change = findings_of(Run(manifest, {"effect": table.assign(model="tiny", condition="x", name="x")}), "x")[0]
+    assert (change.outcome, change.numbers["layers"]) == ("falls", (1, 2, 3))

@@ -369,3 +369,12 @@ def test_sinks_at_the_next_position_and_anywhere_are_those_of_each_arm(llama: Pr
     assert [effect.before, effect.after, effect.control] == pytest.approx(expected)
     assert len({round(mass, 4) for mass in expected}) == 3
     assert "Any position is a sink in " in run.verdict
+
+
+def test_means_of_outputs_and_of_values_at_one_position_are_their_own() -> None:
+    arms = {"massive": "mean-massive:layers=1,coordinates=3", "values": "mean-sink-value:layers=1"}
+    options: dict[str, Any] = {"draws": 0, "input": "random", "num_seqs": 2, "seq_len": 12, "page": False}
+    together = intervene(tiny_model("llama"), arms=arms, **options).manifest["arms"]
+    for label, arm in arms.items():
+        alone = intervene(tiny_model("llama"), arms={label: arm}, **options).manifest["arms"]
+        assert together[label]["do"] == alone[label]["do"]

@@ -30,4 +30,5 @@ MUTATIONS = [
     ("the first tensor's place", CHECKPOINT, "_of_safetensors", "start + data_offsets[0]", "start"),
     ("all of a file is taken for a part", CHECKPOINT, "_read_remote", "!= 206", "== 404"),
     ("one byte too much", CHECKPOINT, "_read_remote", "{last - 1}", "{last}"),
+    ("gains: the mean is called the median", "command", "scan", "gain.median()", "gain.mean()"),
 ]  # fmt: skip

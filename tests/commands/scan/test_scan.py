@@ -399,3 +399,14 @@ def test_the_page_has_the_findings(tmp_path: Path) -> None:
     assert gains == {"after": 3, "before": 3}
     again = sinkscope.show(tmp_path / "out", again=True).read_text(encoding="utf-8")
     assert all(finding.sentence.split(":")[0] in again for finding in scanned.findings)
+
+
+def test_norms_have_their_largest_gain_and_their_median(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with torch.no_grad():
+        gain = model.get_submodule("model.layers.1.post_attention_layernorm").weight
+        gain.copy_(torch.linspace(0.5, 1.5, len(gain)))
+        gain[5] = -40.0
+    model.save_pretrained(tmp_path / "model")
+    row = sinkscope.scan(str(tmp_path / "model")).tables["scan_norms"].set_index(["layer", "side"]).loc[(1, "before")]
+    assert (row["coordinate"], row["largest"], row["median"]) == (5, 40.0, float(gain.abs().median()))

@@ -26,4 +26,6 @@ MUTATIONS = [
      "(row.low > 0 and row.value > row.null_high)", "(row.low > 0)"),
     ("a lead backwards is compared with the upper end of its null", "onsets", "_lead",
      "row.value < row.null_low)", "row.value < row.null_high)"),
+    ("null of a lead: orders of their own", "onsets", "lead_of",
+     "y[0][orders]", "y[0][random.permuted(orders, axis=1)]"),
 ]  # fmt: skip

@@ -251,3 +251,10 @@ def without(tables: Mapping[str, pd.DataFrame], name: str) -> dict[str, pd.DataF
 def changed(pair: tuple[int, RunData], **read: Any) -> tuple[int, RunData]:
     step, run = pair
     return step, replace(run, manifest=run.manifest | {"input": run.manifest["input"] | read})
+
+
+def test_the_null_of_a_lead_keeps_the_changes_of_a_step_together() -> None:
+    """Whatever the order of its changes, a course does not lead itself."""
+    course = np.tile(np.random.default_rng(0).normal(size=20).cumsum(), (3, 1))
+    same = lead_of(course, course)
+    assert (same.value, same.null_low, same.null_high) == pytest.approx((0, 0, 0), abs=1e-9)

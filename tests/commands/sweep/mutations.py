@@ -74,4 +74,6 @@ MUTATIONS = [
      "resamplings_of(texts)", "resamplings_of(by_sequence.index)"),
     ("files of tasks are not watched", "worker", "Reads.of",
      "for name in READ_OPTIONS", "for name in READ_OPTIONS[:-1]"),
+    ("all trainings end at one step", "factor_study", "at_the_end",
+     'table.groupby(KEYS)["step"].transform("max")', 'table["step"].max()'),
 ]  # fmt: skip

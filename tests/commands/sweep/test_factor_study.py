@@ -134,3 +134,15 @@ def test_the_page_has_the_mean_and_spread_of_the_last_step_of_each_level() -> No
     assert published_shares == pytest.approx({"position_scheme=alibi": 0.2078, "position_scheme=none": 0.2035})
     empty = SweepPage().data(Contents({"command": "sweep"}, {}))
     assert (empty["levels"], empty["last_steps"]) == ([], [])
+
+
+def test_each_training_ends_at_its_own_last_step() -> None:
+    rows = [
+        ("m", "none", -1, f"steps={last}", 0, step, 32 * step, "sink_rate", step / 1000)
+        for last in (100, 200)
+        for step in (0, 100, 200)
+        if step <= last
+    ]
+    columns = ["model", "condition", "layer", "settings", "seed", "step", "tokens", "metric", "value"]
+    end = at_the_end(with_levels(pd.DataFrame(rows, columns=columns)))["sink_rate"]
+    assert end.to_dict() == pytest.approx({("steps=100", 0): 10, ("steps=200", 0): 20})

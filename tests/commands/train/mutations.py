@@ -109,4 +109,7 @@ MUTATIONS = [
         "chosen, sinks[..., self.index]", "chosen, sinks[..., 0]"),
     ("disk: moments are dropped at once", "cost", "Cost.disk", "3 * checkpoints", "checkpoints"),
     ("disk: no arm is kept", "cost", "Cost.disk", "(arms - 1) * kept + ", ""),
+    ("random tokens: not in held-out blocks", "blocks", "with_first_tokens",
+        "if count:", "if count and part is train:"),
+    ("compared: seeds of one arm", "findings", "methods_compared", 'join="inner"', 'join="outer"'),
 ]  # fmt: skip

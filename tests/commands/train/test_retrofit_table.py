@@ -85,6 +85,10 @@ def test_methods_are_compared_with_plain_training_seed_by_seed() -> None:
     reach = stats.t.ppf(0.975, 2) * changes.std(ddof=1) / np.sqrt(3)
     assert (finding.value, finding.low, finding.high) == pytest.approx(changes.mean() + np.array([0, -reach, reach]))
     assert finding.numbers["perplexity_ratio"] == pytest.approx((22 / 20 * 23 / 21 * 24 / 22) ** (1 / 3))
+    for seed in (3, 4):  # seeds that were added to plain training alone
+        arms[f"plain-seed{seed}"] = {"method": "none", "label": "plain", "seed": seed}
+        runs[f"plain-seed{seed}"] = run_of("plain", sink_rate=0.9, perplexity=30.0)
+    assert methods_compared(retrofit_table(arms, runs, GATES), arms, sequences=32) == [finding]
     words = "vga, compared with plain training on 32 held-out sequences: sink rate -36.7 points (95 % interval -51.0 to"
     assert finding.sentence.startswith(words)
     start = f"# org/model\n\n- {finding.sentence}\n\nAll arms were measured on 32 held-out sequences.\n\n## "

@@ -263,6 +263,7 @@ def test_random_tokens_are_ordinary_ones_and_the_seeds_and_one_token_stands_at_a
     two = changed(random_tokens=2)
     for part, before in ((two.train, BLOCKS.train), (two.held_out, BLOCKS.held_out)):
         assert np.array_equal(part[:, 2:], before[:, 2:])
+        assert (part[:, :2] != before[:, :2]).any()
     drawn = two.train[:, :2]
     assert (drawn.min(), drawn.max()) == (3, VOCAB - 1)
     assert len(np.unique(drawn)) > 0.9 * (VOCAB - 3)  # from 400 draws
