@@ -155,19 +155,19 @@ class Factors:
         for numbers in self.alike:
             encoding = self.settings[numbers[0]].encoding
             first, end = numbers[0] * count, (numbers[-1] + 1) * count
-            own: Any = slice(first, end) if tokens is None else (tokens >= first) & (tokens < end)
+            selected: Any = slice(first, end) if tokens is None else (tokens >= first) & (tokens < end)
             # an expert may be given no token of these settings
-            if encoding is None or not (entries := rows[own]).numel():
+            if encoding is None or not (entries := rows[selected]).numel():
                 continue
             largest = None if encoding.dynamic is True else self._largest(matrix, numbers, x)
             if isinstance(largest, torch.Tensor):
-                places = torch.arange(first, end, device=x.device) if tokens is None else tokens[own]
+                places = torch.arange(first, end, device=x.device) if tokens is None else tokens[selected]
                 largest = largest[places // count - numbers[0]]
             snapped = snap(encoding, entries, largest)
             if is_by_token and any(self.settings[number].spared for number in numbers):
-                exact = self.spared_on(x.device)[own if tokens is None else tokens[own]][:, None]
+                exact = self.spared_on(x.device)[selected if tokens is None else tokens[selected]][:, None]
                 snapped = torch.where(exact, entries, snapped)
-            rounded[own] = snapped
+            rounded[selected] = snapped
         return product(rounded.view_as(x), weight)
 
     def _largest(self, matrix: Matrix, numbers: Sequence[int], x: torch.Tensor) -> float | torch.Tensor | None:
