@@ -21,7 +21,7 @@ from sinkscope.quantization.formats import Precision
 from sinkscope.quantization.sites import CACHED, SCORES, SOFTMAX, WEIGHT, Site
 
 FEWEST_BITS, MOST_BITS = 2, 16
-SMALLEST_STEP = torch.finfo(torch.float32).tiny  # a smaller step has no reciprocal; for tensors that are 0 throughout
+SMALLEST_STEP = torch.finfo(torch.float32).tiny  # a smaller step has no reciprocal; it is that of zeros
 
 
 @dataclass(frozen=True)

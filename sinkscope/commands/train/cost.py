@@ -99,10 +99,11 @@ class Cost:
         Checkpoints have two moments until their arm is measured.
         """
         keeps_models = self.options.save_models == "all"
-        keeps_steps = keeps_models and isinstance(self.options, TrainOptions)  # and step 0
         checkpoints = math.ceil(self.options.steps / self.options.save_every)
-        if not keeps_steps:
+        if keeps_models and isinstance(self.options, TrainOptions):
+            models = 2  # of step 0, and trained
+            kept = models + checkpoints
+        else:
+            models, kept = 1, int(keeps_models)
             checkpoints = min(checkpoints, KEPT_CHECKPOINTS + 1)  # one is written before an old one is deleted
-        weights, models = 4 * self.parameters, 2 if keeps_steps else 1
-        kept = models + (checkpoints if keeps_steps else 0) if keeps_models else 0
-        return weights * ((arms - 1) * kept + models + 3 * checkpoints)
+        return 4 * self.parameters * ((arms - 1) * kept + models + 3 * checkpoints)
