@@ -11,7 +11,13 @@ import pytest
 from support.printed_numbers import Printed, all_numbers, numbers_of, stands_in
 
 from sinkscope.commands.claims.over_seeds import mean_of_ratios
+from sinkscope.commands.claims.scorecard import Scorecard
+from sinkscope.commands.sweep.output import words
+from sinkscope.commands.sweep.tables import SweepTables
+from sinkscope.commands.train.output import Trained
 from sinkscope.measuring.summary import compress_fits
+from sinkscope.output.run import Run
+from sinkscope.results.manifest import read_manifest
 
 REPORTS = Path(__file__).parents[1] / "reports"
 # the table of the spike masks has single seeds, the text their means
@@ -39,6 +45,20 @@ OTHERWISE = {
         **dict.fromkeys((2320, 2640, 13.3, 46.9, 28.9), "of runs whose tables are not kept"),
     },
 }  # fmt: skip
+
+MADE = sorted(
+    path
+    for name in ("verdict.md", "retrofit.md", "scorecard.md", "sweep.md")
+    for path in REPORTS.rglob(name)
+    if (path.parent / "run.json").exists() and read_manifest(path.parent, None)["command"] != "analyze"
+)
+# what is said from tables that are too large to be kept, such as those by sequence, about the runs of arms, and files
+NOT_FROM_THE_KEPT_TABLES = re.compile(
+    r" \(95 % interval [^)]*\)|; (\d+% of the sinks at other positions|the largest massive activation is ).*(?=\.$)"
+    r"|^The weights are those of .*|^- \*\*`.*Published: .*|^### Files(.|\n)*",
+    flags=re.MULTILINE,
+)
+WITH_LARGER_TABLES = ("claims", "intervene", "train")  # commands whose texts have further lines
 
 
 def without_markup(text: str) -> str:
@@ -98,6 +118,28 @@ def test_the_numbers_of_the_index_are_those_of_the_reports() -> None:
         known = np.array([abs(number.value) for number in numbers_of(without_markup(told))])
         known = np.concatenate([known, measured(REPORTS / folder)])
         assert unfounded(precise(text), known, folder) == [], folder
+
+
+def written(path: Path) -> str:
+    """Return the text that the code writes today from the tables of a report."""
+    folder = path.parent
+    manifest = read_manifest(folder, None)
+    if path.name in ("verdict.md", "scorecard.md"):
+        return (Run if path.name == "verdict.md" else Scorecard).open(folder).texts[path.name]
+    tables = {table.stem: pd.read_parquet(table) for table in folder.glob("tables/*.parquet")}
+    if path.name == "sweep.md":
+        return words(SweepTables(tables, {}), manifest["config"])
+    return Trained(manifest, tables, folder=folder, runs={}).verdict
+
+
+@pytest.mark.parametrize("path", MADE, ids=lambda path: str(path.parent.relative_to(REPORTS)))
+def test_a_report_says_what_the_code_says_of_its_tables(path: Path) -> None:
+    report, now = (
+        NOT_FROM_THE_KEPT_TABLES.sub("", text).split("\n") for text in (path.read_text("utf-8"), written(path))
+    )
+    assert [line for line in now if line not in report] == []
+    if read_manifest(path.parent, None)["command"] not in WITH_LARGER_TABLES:
+        assert [line for line in report if line not in now] == []
 
 
 def with_interval(ratios: pd.Series) -> str:

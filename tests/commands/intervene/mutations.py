@@ -88,4 +88,8 @@ MUTATIONS = [
      "(by_layer * np.sign(by_layer.sum()))", "by_layer.abs()"),
     ("means of outputs are those of values", "experiment", "Experiment._mean",
      "if (position, of_values) not in self._means", "if position not in [key[0] for key in self._means]"),
+    ("reused run: without the positions that are watched", "experiment", "Experiment.resolved",
+     " and max(self._watched()) < self.config.positions", ""),
+    ("reused run: without the tables that are asked for", "experiment", "Experiment.resolved",
+     "LOSS_TABLES.keys() | {", "LOSS_TABLES.keys() & {"),
 ]  # fmt: skip

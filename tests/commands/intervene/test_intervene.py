@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 import reference
 import torch
+from rich.console import Console
 from support.figures import skip_figures
 from support.retrofit_command import command_line, succeeded
 from support.tables import assert_same_tables
@@ -18,9 +19,11 @@ from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope import InputError, Run, intervene, retrofit_model
+from sinkscope.commands.intervene.experiment import Experiment
 from sinkscope.commands.intervene.findings import effect_of
 from sinkscope.commands.intervene.options import InterveneOptions
-from sinkscope.measuring.subject import inputs_for, load_model
+from sinkscope.interventions import parse_all
+from sinkscope.measuring.subject import inputs_for, load_model, open_subject
 from sinkscope.measuring.summary import with_next
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.options.measuring import make_config
@@ -369,6 +372,29 @@ def test_sinks_at_the_next_position_and_anywhere_are_those_of_each_arm(llama: Pr
     assert [effect.before, effect.after, effect.control] == pytest.approx(expected)
     assert len({round(mass, 4) for mass in expected}) == 3
     assert "Any position is a sink in " in run.verdict
+
+
+@pytest.mark.parametrize(
+    ("do", "observables", "without", "is_reused"),
+    [
+        ("mask-sink", None, "", True),
+        ("mask-sink", None, "loss_by_sequence", False),
+        ("mask-sink", ("attention", "entropy"), "", False),
+        ("mask-sink:positions=6", None, "", True),
+        ("mask-sink:positions=7", None, "", False),  # the next position is not in the run's tables
+    ],
+)
+def test_a_run_replaces_the_unchanged_model_if_it_has_all_that_is_asked(
+    llama: PreTrainedModel, do: str, observables: Any, without: str, is_reused: bool
+) -> None:
+    run = sinkscope.analyze(llama, **SMALL)
+    tables = {name: table for name, table in run.tables.items() if name != without}
+    config = checked(InterveneOptions, {"model": "", "do": (do,), "observables": observables, **SMALL})
+    with open_subject(llama, None, config, console := Console(quiet=True)) as subject:
+        analyzed = Run(run.manifest, tables)
+        experiment = Experiment(subject, config, {do: parse_all([do])}, 0, False, console, analyzed=analyzed)
+        experiment.resolved()
+    assert (experiment.analyzed is analyzed) == is_reused
 
 
 def test_means_of_outputs_and_of_values_at_one_position_are_their_own() -> None:

@@ -117,4 +117,5 @@ MUTATIONS = [
      "plan.served, plan.evicts", "plan.evicts"),
     ("rule: more than half as many texts", "sinkscope.measuring.sink_rule", "SinkRule.of",
      ">= texts.max() / 2", "> texts.max() / 2"),
+    ("figure: looks of plans exchanged", "figures", "_kind_of_plan", "combined if plan", "plain if plan"),
 ]  # fmt: skip

@@ -35,11 +35,14 @@ from sinkscope.commands.kv_plan.findings import findings, plans, vllm_options
 from sinkscope.commands.kv_plan.options import LEAST_KEPT
 from sinkscope.commands.kv_plan.plan import (
     ALL_TOKENS,
+    COMBINED,
     COSTLIEST_SPARED,
+    FIRST_AND_LAST,
     FIRST_FOUR,
     FIRST_TOKENS,
     NO_SINKS,
     PAIRS,
+    RANDOM,
     RANDOM_SPARED,
     RANKINGS,
     SERVED,
@@ -362,6 +365,10 @@ def test_files_and_figure_have_the_numbers_of_the_tables(run: Run) -> None:
         for bar in ax.containers:
             (segment,) = bar.lines[2][0].get_segments()
             assert segment[:, 0].tolist() == pytest.approx(ends)
+    names = [label.get_text().split(" (")[0] for label in left.get_yticklabels()]
+    kinds = {COMBINED: "*", "8 bits": "o", RANDOM: "D", FIRST_AND_LAST: "D", "fp8": "s"}
+    marker = {names[round(float(bar.lines[0].get_ydata()[0]))]: bar.lines[0].get_marker() for bar in left.containers}
+    assert {name: marker[name] for name in kinds} == kinds
 
 
 def test_retrieval_is_of_the_copy_and_guesses_are_before_it(monkeypatch: pytest.MonkeyPatch, ids: Path) -> None:

@@ -170,4 +170,10 @@ MUTATIONS = [
     ("ranges: smallest and largest", "study", "_ends_and_median", "*x.aminmax(dim=dim)",
      "*x.aminmax(dim=dim)[::-1]"),
     ("split: coordinates of spared tokens", "split", "Split._peaks", "Spared(calibration.spared)", "Spared(())"),
+    ("inputs: two settings share the first one's range", "served", "Factors._largest", "== 1:", "<= 2:"),
+    ("costliest: searched where little is lost", "study", "QuantizationStudy._keep_costliest",
+     "not costliest or full_cost < settings.COSTLY", "not costliest"),
+    ("massive sites kept: a setting of another name", "study", "QuantizationStudy._whole_model",
+     "Row(settings.MASSIVE_KEPT,", "Row(settings.ALL,"),
+    ("coordinates: heads of the cache without their axes", "split", "Split._peaks", "keepdim=True", "keepdim=False"),
 ]  # fmt: skip

@@ -28,9 +28,20 @@ from sinkscope.commands.quantize.options import QuantizeOptions
 from sinkscope.commands.quantize.study import QuantizationStudy, Row
 from sinkscope.quantization.formats import Precision
 from sinkscope.quantization.grids import Range, Rounding
-from sinkscope.quantization.settings import ALL, ALONE, COSTLIEST_KEPT, COSTLY, KEPT
+from sinkscope.quantization.settings import (
+    ACTIVATIONS,
+    ALL,
+    ALONE,
+    COSTLIEST_KEPT,
+    COSTLY,
+    FULL,
+    KEPT,
+    KV_CACHE,
+    MASSIVE_KEPT,
+    WEIGHTS,
+)
 from sinkscope.quantization.simulation import quantized
-from sinkscope.quantization.sites import INPUT, Site
+from sinkscope.quantization.sites import INPUT, KEYS, WEIGHT, Site
 from sinkscope.results.findings import Finding, Outcome
 from sinkscope.verdict.report import report_markdown
 
@@ -290,3 +301,23 @@ def test_twice_as_many_sites_are_kept_until_little_of_the_cost_remains() -> None
     vars(study).update(probes=range(2), inputs=range(5), _measure=measure)
     study._keep_costliest(sites)
     assert kept == [(1, 2), (2, 2), (4, 2), (8, 2), (8, 5)]
+    study.rows[1]["cost"] = 0.9 * COSTLY
+    study._keep_costliest(sites)  # nothing has to be restored
+    assert len(kept) == 5
+
+
+@pytest.mark.parametrize("probes", [2, 5])
+def test_parts_are_measured_on_all_texts_and_the_cost_of_probes_on_these(probes: int) -> None:
+    kinds = {"weight": (WEIGHT, False), "key": (KEYS, False), "in": (INPUT, True)}
+    sites = {name: Site(name, part, 0, name) for name, (part, _) in kinds.items()}
+    study, measured = object.__new__(QuantizationStudy), list[tuple[str, str, int]]()
+
+    def measure(rows: list[Row], inputs: Any) -> None:
+        measured.extend((row.setting, " ".join(site.kind for site in row.ranges), len(inputs)) for row in rows)
+
+    study.ranges = {sites[name]: Range(-1.0, 1.0, 0.5, is_massive) for name, (_, is_massive) in kinds.items()}
+    vars(study).update(probes=range(probes), inputs=range(5), _measure=measure)
+    study._whole_model()
+    base = [(FULL, ""), (ALL, "weight key in")]
+    parts = [(WEIGHTS, "weight"), (ACTIVATIONS, "key in"), (KV_CACHE, "key"), (MASSIVE_KEPT, "weight key")]
+    assert measured == [(*one, 5) for one in base + parts] + [(*one, 2) for one in base if probes < 5]

@@ -182,19 +182,22 @@ def test_settings_side_by_side_are_rounded_as_each_alone(scheme: str, tokens: to
         StoredInputs(),
     ]
     batch = Batch(torch.zeros(1, 4, dtype=torch.long), torch.ones(1, 4, dtype=torch.long))
-    places = torch.arange(16) if tokens is None else tokens
-    x = torch.randn(16, 32)[places]
+    every_x = torch.randn(16, 32)
 
     def rounded(settings: list[StoredInputs], x: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
         factors = Factors(None, settings, {}, registers=0)
         factors.begin(batch)
         return factors(matrix, lambda x, weight: x, x, torch.eye(32), tokens)
 
-    for number, setting in enumerate(settings):
-        own = places // 4 == number
-        alone = rounded([setting], x[own], None if tokens is None else places[own] - 4 * number)
-        assert own.any()
-        assert torch.equal(rounded(settings, x, tokens)[own], alone)
+    for count in (2, len(settings)):
+        places = torch.arange(4 * count) if tokens is None else tokens[tokens < 4 * count]
+        x = every_x[places]
+        together = rounded(settings[:count], x, None if tokens is None else places)
+        for number, setting in enumerate(settings[:count]):
+            own = places // 4 == number
+            alone = rounded([setting], x[own], None if tokens is None else places[own] - 4 * number)
+            assert own.any()
+            assert torch.equal(together[own], alone)
 
 
 def test_results_do_not_depend_on_the_batch_or_on_the_other_schemes(run: Run, spared_run: Run) -> None:

@@ -31,7 +31,7 @@ from sinkscope.quantization.formats import Precision
 from sinkscope.quantization.grids import asymmetric_grid
 from sinkscope.quantization.prefix_cache import CACHE, HOW, prefix_cache, write_prefix
 from sinkscope.quantization.simulation import quantized_sites
-from sinkscope.quantization.sites import INPUT, OUTPUT, SUM, WEIGHT, Site, sites_of
+from sinkscope.quantization.sites import CACHED, INPUT, OUTPUT, SUM, WEIGHT, Site, sites_of
 from sinkscope.quantization.spared import Spared
 from sinkscope.text.batch import Batch
 
@@ -139,9 +139,11 @@ def test_the_rule_of_prefixquant() -> None:
 
 
 def test_the_best_prefix_and_the_largest_coordinates() -> None:
-    simulation, held_out = simulated(tiny_model("llama"))
+    simulation, held_out = simulated(tiny_model("llama"), cache="tensor")
     split, inputs = Split(simulation, held_out, 0), simulation.subject.inputs
     together = split._peaks(SparingText(inputs))
+    for site, peaks in together.items():  # they are compared with (B,Hkv,T,D) and (…,D)
+        assert peaks.shape[:-1] == ((1, 2, 1) if site.part in CACHED else ())
     alone = [split._peaks(SparingText(inputs.part(index, index + 1))) for index in range(3)]
     for site, peaks in together.items():
         torch.testing.assert_close(peaks, torch.stack([each[site] for each in alone]).amax(0), rtol=1e-4, atol=1e-6)
