@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sinkscope.results.findings import Finding
+from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.metrics import ARM_TABLES, METRICS, PERPLEXITY_IN_W8A8
 from sinkscope.results.run import RunData
 from sinkscope.results.statistics import Estimate, mean_of_runs
@@ -88,9 +88,13 @@ def methods_compared(
         return []
     against = "the untouched model" if plain == UNTOUCHED else "plain training"
     compared = []
+    numbers: dict[str, Any]
     for method in methods:
         ours, others = wide.loc[method].align(wide.loc[plain], join="inner", axis=0)  # seeds may be added to one arm
         if ours.empty:
+            sentence = f"{method} has no seed in common with {against}, with which it would be compared."
+            numbers = {"method": method, "seeds": 0, "sequences": sequences}
+            compared.append(Finding("method", "Methods", Outcome.UNDEFINED, numbers=numbers, sentence=sentence))
             continue
         rates = 100 * (ours["sink_rate"] - others["sink_rate"]) if "sink_rate" in wide else pd.Series(nan, ours.index)
         points = mean_of_runs(rates.to_numpy())
@@ -98,7 +102,7 @@ def methods_compared(
         rate = "no sink rate, as uniform attention exceeds ε" if isnan(points.value) else rate
         measured_on = f" on {measured_sequences(sequences)}" if sequences else ""
         sentence = f"{method}, compared with {against}{measured_on}: {rate}"
-        numbers: dict[str, Any] = {"method": method, "seeds": len(ours), "sequences": sequences}
+        numbers = {"method": method, "seeds": len(ours), "sequences": sequences}
         for name, what in (("perplexity", "perplexity"), (PERPLEXITY_IN_W8A8, "in W8A8")):
             ratios = np.log(ours[name] / others[name]) if name in wide else pd.Series(dtype=float)
             if not len(ratios) or not np.isfinite(ratios).all():

@@ -17,6 +17,7 @@ from sinkscope.commands.train.findings import (
     retrofit_markdown,
 )
 from sinkscope.measuring.tables import column_names
+from sinkscope.results.findings import Outcome
 from sinkscope.results.metrics import ARM_METRICS
 from sinkscope.results.tables import LEADING
 from sinkscope.results.trainings import UNTOUCHED, retrofit_table, tokens_a_step
@@ -89,6 +90,10 @@ def test_methods_are_compared_with_plain_training_seed_by_seed() -> None:
         arms[f"plain-seed{seed}"] = {"method": "none", "label": "plain", "seed": seed}
         runs[f"plain-seed{seed}"] = run_of("plain", sink_rate=0.9, perplexity=30.0)
     assert methods_compared(retrofit_table(arms, runs, GATES), arms, sequences=32) == [finding]
+    later = {label: arm for label, arm in arms.items() if arm["label"] == "vga" or arm["seed"] > 2}
+    (uncompared,) = methods_compared(retrofit_table(later, {label: runs[label] for label in later}, GATES), later)
+    assert uncompared.outcome == Outcome.UNDEFINED
+    assert uncompared.sentence.startswith("vga has no seed in common with plain training")
     words = "vga, compared with plain training on 32 held-out sequences: sink rate -36.7 points (95 % interval -51.0 to"
     assert finding.sentence.startswith(words)
     start = f"# org/model\n\n- {finding.sentence}\n\nAll arms were measured on 32 held-out sequences.\n\n## "
