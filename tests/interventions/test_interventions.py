@@ -926,6 +926,9 @@ def test_what_is_massive_at_most_tokens_is_not_the_sinks() -> None:
         assert (resolved.layers, resolved.coordinates) == (tuple(range(3, 14)), (163,))
         assert resolved.elsewhere[:8] == (3, 163, 3000.0, 3001.5, 4, 163, 4000.0, 4001.5)  # at the delimiter
         assert len(resolved.elsewhere) == 4 * 11
+    massive["value"] *= -1.0
+    resolved = parse("zero-massive").resolved(known)
+    assert resolved.elsewhere[:4] == (3, 163, 3000.0, -3001.5)  # a magnitude, whatever the sign
     assert parse("rescale-norm:factor=2").resolved(known) == parse("rescale-norm:layers=4,factor=2")
     assert parse("rescale-norm:layers=0").resolved(known) == parse("rescale-norm:layers=0")
     with pytest.raises(InputError, match="no massive activations"):

@@ -212,6 +212,15 @@ def test_sinks_have_half_of_the_smallest_massive_activation_in_the_first_layer_o
     assert SinkRule.of(massive[:0]).sinks(entries) == (0, 1, 2, 3)
 
 
+@pytest.mark.parametrize("most", [0, 4])
+def test_plans_have_room_for_the_sinks_of_every_text(most: int) -> None:
+    model = tiny_model("llama")
+    texts = [CopiedText(np.full(24, 7), 3, sinks=tuple(range(1 + 4 * (nth == most)))) for nth in range(5)]
+    with open_seam(model, find_family(model)) as seams:
+        study = PlanStudy(subject(model, [text.ids for text in texts]), seams, texts, 1, Console(quiet=True), 0)
+    assert study.sizes.sinks == 5
+
+
 SMALL: dict[str, Any] = {"seq_len": 128, "num_seqs": 2}
 
 

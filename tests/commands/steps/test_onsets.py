@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from support.made_up_steps import UNIFORM, made_up_steps, sigmoid
+from support.made_up_steps import GROUPS, SEQUENCES, UNIFORM, made_up_steps, sigmoid
 
 from sinkscope.commands.steps.onsets import (
     ONSET_COLUMNS,
     QUANTITIES,
+    _LeftOut,
     delay,
     findings,
     lag_correlation,
@@ -242,6 +243,18 @@ def test_steps_that_cannot_be_resampled_together_have_no_table() -> None:
     only = [(step, replace(run, tables=without(run.tables, "attention_by_sequence"))) for step, run in only]
     assert len(onset_table(only)) == 0
     assert rows_of(onset_table(runs[-5:]), "lead") == {}
+
+
+def test_copies_of_a_text_are_left_out_together() -> None:
+    texts = [nth // 2 for nth in range(SEQUENCES)]
+    _, run = changed(
+        made_up_steps(STEPS[:1], training(value_gradient=EARLY, norm=EARLY, sink_rate=LATE))[0], texts=texts
+    )
+    everything, *others = _LeftOut(run).weights
+    assert everything.all()
+    assert len(others) == min(GROUPS, SEQUENCES // 2)
+    for group, kept in enumerate(others):
+        assert (kept == [text % GROUPS != group for text in texts]).all()
 
 
 def without(tables: Mapping[str, pd.DataFrame], name: str) -> dict[str, pd.DataFrame]:
