@@ -273,6 +273,8 @@ MUTATIONS = [
          "len(ids) + registers_before(model)", "len(ids)"),
         ("massive: added to what is there", f"{INTERVENTIONS}.massive", "MassiveEdits.applied",
          "x[:, coordinates] = values", "x[:, coordinates] += values"),
+        ("massive: the smallest value elsewhere", f"{INTERVENTIONS}.massive", "MassiveEdits.measured",
+         "x.abs().min()", "x.min()"),
         ("massive: negative ones elsewhere", f"{INTERVENTIONS}.massive", "replace_large",
          "entries.abs() >= least", "entries >= least"),
         ("epe: exchanged the wrong way", f"{INTERVENTIONS}.nu", "PositionVectors.applied",

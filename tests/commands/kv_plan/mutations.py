@@ -118,4 +118,6 @@ MUTATIONS = [
     ("rule: more than half as many texts", "sinkscope.measuring.sink_rule", "SinkRule.of",
      ">= texts.max() / 2", "> texts.max() / 2"),
     ("figure: looks of plans exchanged", "figures", "_kind_of_plan", "combined if plan", "plain if plan"),
+    ("sinks: most of a calibration text", "plan", "PlanStudy.__init__",
+     "len(text.sinks) for text in texts", "len(text.sinks) for text in self.calibration"),
 ]  # fmt: skip

@@ -28,4 +28,6 @@ MUTATIONS = [
      "row.value < row.null_low)", "row.value < row.null_high)"),
     ("null of a lead: orders of their own", "onsets", "lead_of",
      "y[0][orders]", "y[0][random.permuted(orders, axis=1)]"),
+    ("groups: of sequences in place of texts", "onsets", "_LeftOut.weights",
+     "!= texts % GROUPS", "!= np.arange(len(texts)) % GROUPS"),
 ]  # fmt: skip

@@ -76,4 +76,6 @@ MUTATIONS = [
      "for name in READ_OPTIONS", "for name in READ_OPTIONS[:-1]"),
     ("all trainings end at one step", "factor_study", "at_the_end",
      'table.groupby(KEYS)["step"].transform("max")', 'table["step"].max()'),
+    ("load: the memory of its first cell", "command", "_measure_cells",
+     "max(each.memory for each in load)", "load[0].memory"),
 ]  # fmt: skip
