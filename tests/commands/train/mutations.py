@@ -112,4 +112,6 @@ MUTATIONS = [
     ("random tokens: not in held-out blocks", "blocks", "with_first_tokens",
         "if count:", "if count and part is train:"),
     ("compared: seeds of one arm", "findings", "methods_compared", 'join="inner"', 'join="outer"'),
+    ("disk: as many moments as weights", "trainer", "train_model", "2 * trained) + weights", "2 * weights) + weights"),
+    ("disk: one checkpoint less", "trainer", "train_model", "(limit + 1) * (model_files", "limit * (model_files"),
 ]  # fmt: skip

@@ -4,6 +4,7 @@ import math
 import shutil
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -316,3 +317,19 @@ def test_a_checkpoint_whose_move_was_broken_off_is_moved(tmp_path: Path) -> None
     (checkpoint / "model.safetensors").touch()
     keep_models(tmp_path / "training", target)
     assert (target / "checkpoint-2" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("only_new", [True, False])
+@pytest.mark.parametrize("keep_all", [True, False])
+def test_a_training_begins_only_if_its_checkpoints_fit_on_the_disk(
+    only_new: bool, keep_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = model()
+    weights = 4 * sum(p.numel() for p in changed.parameters())
+    moments = 2 * (4 * sum(p.numel() for p in new_parameters(changed).values()) if only_new else weights)
+    needed = (7 if keep_all else 3) * (weights + moments) + weights  # one more than are kept, and the trained model
+    options = config(steps=11, save_every=2, only_new=only_new)
+    for free in (needed - 1, needed):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        with pytest.raises(InputError, match="make room") if free < needed else nullcontext():
+            train_model(changed, random_blocks(11), options, tmp_path, keep_all=keep_all)
