@@ -78,4 +78,7 @@ MUTATIONS = [
      'table.groupby(KEYS)["step"].transform("max")', 'table["step"].max()'),
     ("load: the memory of its first cell", "command", "_measure_cells",
      "max(each.memory for each in load)", "load[0].memory"),
+    ("sizes: in the configuration's dtype", "cells", "size_of", "options.dtype, options.device_map", "None, None"),
+    ("compared folders: papers by another name", "output", "summaries",
+     "entry.label: entry.paper for", "entry.label: entry.label for"),
 ]  # fmt: skip

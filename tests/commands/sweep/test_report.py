@@ -8,11 +8,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sinkscope.commands.sweep.output import one_cell_per_model, summary_tables, words
+from sinkscope.commands.sweep.output import one_cell_per_model, summaries, summary_tables, words
 from sinkscope.commands.sweep.tables import ALPHA, EPSILON, SCORES, SWEEP, SweepTables, _by_epsilon
 from sinkscope.figures import KINDS
+from sinkscope.results.manifest import make_manifest, write_manifest
 from sinkscope.results.papers import WSE_TABLE_1
 from sinkscope.results.run import policy_of
+from sinkscope.results.tables import write_tables
 
 CELL: dict[str, Any] = {
     "model": "a", "condition": "natural", "layer": -1, "cell": "", "revision": "", "step": -1, "family": "", "base": "",
@@ -128,6 +130,15 @@ def test_published_rates_are_those_of_the_same_setting() -> None:
         cells = [{"window": window}, {"window": window, "model": "b"}]
         (table,) = summary_tables(tables_of(*cells, papers={"a": paper})).values()
         assert table.to_dict("list").get("natural (WSE)") == expected
+
+
+def test_a_folder_has_the_published_rates_of_the_models_that_name_their_paper(tmp_path: Path) -> None:
+    paper, rates = next((paper, rates) for paper, rates in WSE_TABLE_1.items() if "natural" in rates)
+    write_tables(tables_of({}).tables, tmp_path)
+    content = {"title": "One", "models": [{"name": "a", "model": "org/a", "paper": paper}]}
+    write_manifest(tmp_path, make_manifest("sweep", {"content": content}, 0.0, tables=[SWEEP, EPSILON]))
+    (table,) = summaries(tmp_path).values()
+    assert table["natural (WSE)"].tolist() == [f"{rates['natural'].value:.1f}%{rates['natural'].mark}"]
 
 
 def test_claims_are_compared_in_the_last_revision_of_each_model() -> None:

@@ -161,6 +161,10 @@ def test_local_models_are_examined_only_if_their_memory_counts(folder: Path, tmp
     for also_local in (True, False):
         (each,) = with_sizes(planned(read_sweep(str(file), {}).cells, CellFolders(tmp_path / "o"), Reads()), also_local)
         assert (each.size != Size()) == also_local
+    plans = [with_sizes(planned(read_sweep(str(file), {"dtype": dtype}).cells, CellFolders(tmp_path / "o"), Reads()))
+        for dtype in ("float32", "bfloat16")]  # fmt: skip
+    (wide,), (narrow,) = plans
+    assert wide.memory - narrow.memory > narrow.size.parameters
 
 
 def test_a_load_needs_the_memory_of_its_largest_cell(
