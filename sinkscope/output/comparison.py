@@ -13,7 +13,7 @@ from sinkscope.figures import KINDS
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result
 from sinkscope.output.run import Run
-from sinkscope.results.findings import Finding
+from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.head_differences import FALSE_DISCOVERIES, head_differences
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.side_by_side import (
@@ -116,17 +116,23 @@ def head_findings(tables: Mapping[str, pd.DataFrame], names: Sequence[str]) -> l
     """Return how many heads differ between two runs, next to the halves of each."""
     findings = []
     for counts in tables[COUNTS].to_dict("records") if COUNTS in tables else ():
+        label = METRICS[counts["metric"]].label
+        about: dict[str, Any] = {"threshold": FALSE_DISCOVERIES, "is_headline": True}
         texts, splits = (counts["first_texts"], counts["second_texts"]), counts["splits"]
         how = f"paired over {texts[0]} texts" if counts["is_paired"] else f"unpaired, {texts[0]} and {texts[1]} texts"
         halves = " and ".join(
-            f"{counts[f'{run}_halves']:.3g} (at most {counts[f'{run}_halves_most']}) of {name}"
+            f"{counts[f'{run}_halves']:.3g} (at most {counts[f'{run}_halves_most']:g}) of {name}"
             for run, name in zip(("first", "second"), names, strict=True)
         )
         sentence = (
-            f"{counts['differing']} of {counted(counts['heads'], 'head')} differ in {METRICS[counts['metric']].label} "
-            f"at a false discovery rate of {FALSE_DISCOVERIES:.0%} ({how}); between random halves of one run's texts, "
-            f"in the mean of {splits} splits: {halves}."
+            f"{counts['differing']} of {counted(counts['heads'], 'head')} differ in {label} at a false discovery rate "
+            f"of {FALSE_DISCOVERIES:.0%} ({how}); between random halves of one run's texts, in the mean of {splits} "
+            f"splits: {halves}."
         )
-        about: dict[str, Any] = {"threshold": FALSE_DISCOVERIES, "is_headline": True}
+        if counts["untested"]:
+            sentence += f" {counted(counts['untested'], 'head')} without a value in both runs cannot be compared."
+        if not counts["heads"]:
+            about["outcome"] = Outcome.UNDEFINED
+            sentence = f"Which heads differ in {label} is not known: fewer than two texts have a value in both runs."
         findings.append(finding("heads-that-differ", "Heads", counts["differing"], sentence, counts, **about))
     return findings

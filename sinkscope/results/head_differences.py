@@ -22,10 +22,13 @@ def head_differences(runs: Sequence[RunData], metric: str) -> tuple[pd.DataFrame
 
     A rank test over texts gives each head a p-value; Benjamini and Hochberg's procedure (1995) names those that differ.
 
+    Heads without a value in a run, such as a sink rate where uniform attention exceeds ε, are not tested.
+
     Returns:
         A row for each head (layer, head, metric, first, second, difference with its ends, p, q, differs); and how many
-        heads differ over how many texts, those in which every head has a value, next to the mean and the most of SPLITS
-        random halves of each run, which differ by texts alone.
+        of the tested heads differ over how many texts, those in which every one has a value, next to the mean and the
+        most of SPLITS random halves of each run, which differ by texts alone. With fewer than two such texts, no head
+        is tested.
 
     Raises:
         InputError: a run has no values by head of the metric, or the runs have different heads.
@@ -48,15 +51,22 @@ def head_differences(runs: Sequence[RunData], metric: str) -> tuple[pd.DataFrame
     if not heads[0].equals(heads[1]):
         raise InputError("heads are compared between runs of models with the same layers and heads")
     is_paired = reads_the_same(first, second)
+    is_tested = np.logical_and(*(np.isfinite(of_run).any(0) for of_run in values))
+    values = [of_run[:, is_tested] for of_run in values]
     tested = list(map(_complete, [differences(*values)] if is_paired else values))
-    p = p_values(*tested)
+    is_tested &= min(map(len, tested)) > 1
+    p, q = np.full((2, len(is_tested)), np.nan)
+    if is_tested.any():
+        p[is_tested] = p_values(*tested)
+        q[is_tested] = scipy.stats.false_discovery_control(p[is_tested])
     estimates = [difference_of(*each, metric, first, second) for each in zip(drawn[0].T, drawn[1].T, strict=True)]
     table = heads[0].assign(metric=metric, first=drawn[0][0], second=drawn[1][0])
     table = table.join(pd.DataFrame([each.as_columns("difference") for each in estimates]))
-    table = table.assign(p=p, q=scipy.stats.false_discovery_control(p), differs=_named(p))
-    counts = {"metric": metric, "heads": len(p), "differing": _named(p).sum(), "is_paired": is_paired, "splits": SPLITS}
+    table = table.assign(p=p, q=q, differs=q <= FALSE_DISCOVERIES)
+    counts = {"metric": metric, "heads": is_tested.sum(), "untested": (~is_tested).sum()}
+    counts |= {"differing": table["differs"].sum(), "is_paired": is_paired, "splits": SPLITS}
     for name, x, of_run in zip(("first", "second"), tested * (1 + is_paired), values, strict=True):
-        halves = differing_halves(_complete(of_run))
+        halves = differing_halves(_complete(of_run)) if is_tested.any() else [np.nan]
         counts |= {f"{name}_texts": len(x), f"{name}_halves": np.mean(halves), f"{name}_halves_most": max(halves)}
     return table, counts
 
@@ -66,12 +76,9 @@ def _complete(values: np.ndarray) -> np.ndarray:
     return values[np.isfinite(values).all(1)]
 
 
-def _named(p: np.ndarray) -> np.ndarray:
-    return scipy.stats.false_discovery_control(p) <= FALSE_DISCOVERIES
-
-
 def differing_halves(values: np.ndarray) -> list[int]:
     """Return how many heads differ between random halves of the texts, for SPLITS splits of values (texts, heads)."""
     random, half = np.random.default_rng(RESAMPLING_SEED), len(values) // 2
     splits = [values[random.permutation(len(values))] for _ in range(SPLITS)]
-    return [int(_named(p_values(split[:half], split[half:])).sum()) for split in splits]
+    of_splits = [scipy.stats.false_discovery_control(p_values(split[:half], split[half:])) for split in splits]
+    return [int((q <= FALSE_DISCOVERIES).sum()) for q in of_splits]

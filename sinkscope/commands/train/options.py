@@ -1,7 +1,7 @@
 """The options of a training. Nothing here imports torch, because the command line shows their defaults."""
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
@@ -68,6 +68,12 @@ class TrainingConfig(SeedOptions):
     eval_share: float = option(
         0.1, "Share of the text, at its end, that is held out for measuring.", metavar="SHARE", gt=0, lt=1
     )
+
+    @model_validator(mode="after")
+    def _check_optimizer(self) -> Self:
+        if self.only_new and self.optimizer == "muon":
+            raise ValueError("--optimizer muon is for the model's own matrices, which --only-new does not train")
+        return self
 
     def blocks_wanted(self, processes: int = 1) -> int:
         """Return the number of blocks with which training reads no block twice."""

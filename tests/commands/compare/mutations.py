@@ -21,4 +21,8 @@ MUTATIONS = [
      "{texts[0]} and {texts[1]} texts", "{texts[1]} and {texts[0]} texts"),
     ("pairing: always said", "sinkscope.results.side_by_side", "pairing_lines", "if is_paired", "if True"),
     ("levels of runs that have none", "side_by_side", "compare", "elif metrics or by:", "elif metrics:"),
+    ("heads: without a value in one run they are tested", "sinkscope.results.head_differences", "head_differences",
+     "np.logical_and(", "np.logical_or("),
+    ("heads: one text is tested", "sinkscope.results.head_differences", "head_differences",
+     "is_tested &= min(map(len, tested)) > 1", "pass"),
 ]  # fmt: skip

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
@@ -19,6 +20,7 @@ from tiny import tiny_model
 import sinkscope
 from sinkscope import InputError, Run, compare
 from sinkscope.figures import KINDS
+from sinkscope.results.findings import Outcome
 from sinkscope.results.manifest import FORMAT, read_manifest
 
 
@@ -143,6 +145,29 @@ def test_heads_have_the_second_runs_name_and_each_run_its_texts() -> None:
         assert comparison.tables[name]["model"].unique() == ["org/two"]
     (finding,) = comparison.findings
     assert "(unpaired, 10 and 14 texts)" in finding.sentence
+
+
+@pytest.mark.parametrize("texts", [1, 10])
+@pytest.mark.parametrize("sha256", ["same", "other"])
+@pytest.mark.parametrize("without", ["no head", "one head", "every head"])
+def test_heads_without_a_value_are_no_heads_that_do_not_differ(without: str, sha256: str, texts: int) -> None:
+    def run(mass: float, sha256: str) -> Run:
+        made = made_up(input={"sequences": texts, "sha256": sha256})
+        table = by_sequence({"window_mass": mass, "uniform_mass": 0.05}, 1, 0.0, texts, head=range(3))
+        lacking = {"no head": [], "one head": [1], "every head": [0, 1, 2]}[without]
+        if mass < 0.5:  # in the first run alone
+            table.loc[table["head"].isin(lacking), "uniform_mass"] = 0.5  # above ε: no sink rate
+        return Run(made.manifest, {**made.tables, "attention_heads_by_sequence": table})
+
+    comparison = compare(run(0.2, "same"), run(0.9, sha256), by="head", metrics="sink_rate")
+    (finding,), heads = comparison.findings, comparison.tables["comparison_by_head"]
+    tested = {"no head": 3, "one head": 2, "every head": 0}[without] if texts > 1 else 0
+    assert (heads["differs"].sum(), np.isfinite(heads["p"]).sum(), np.isfinite(heads["q"]).sum()) == (tested,) * 3
+    if tested:
+        assert finding.sentence.startswith(f"{tested} of {tested} heads differ in ")
+        assert finding.sentence.endswith("1 head without a value in both runs cannot be compared.") == (tested == 2)
+    else:
+        assert (finding.outcome, "is not known" in finding.sentence) == (Outcome.UNDEFINED, True)
 
 
 @pytest.mark.parametrize(

@@ -226,6 +226,7 @@ RETROFIT_REFUSALS = [
     (("--text", "random"), "--text random: nothing can be learned from it"),
     (("--text", "../short.txt", *TYPED), "--text ../short.txt holds 1 block of 16 tokens, and at least 2 are needed"),
     (("--block-length", "300"), "--block-length 300 is beyond the model's 256 positions"),
+    (("--only-new", "--optimizer", "muon"), "--optimizer muon is for the model's own matrices, which --only-new does"),
     (("--method", "none", "--only-new"), "--method none: --only-new leaves nothing to train"),
     (("--out", "../taken"), "--out ../taken is not empty and holds no run"),
 ]
