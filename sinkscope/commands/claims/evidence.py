@@ -221,11 +221,12 @@ class Evidence:
         skipped: dict[str, str] = {}
         for need in dict.fromkeys(needs):
             fitting = [run for run in runs if need.record.fits(run, need.of)]
+            fitting.sort(key=lambda run: -len(run.tables))
             if need == NULL:
-                by_draw = {null_need(run.manifest.get("draw", 0)): run for run in fitting}
+                by_draw = {null_need(run.manifest.get("draw", 0)): run for run in reversed(fitting)}
                 chosen |= dict(sorted(by_draw.items(), key=lambda item: item[0].name))
             elif fitting:
-                chosen[need] = max(fitting, key=lambda run: len(run.tables))
+                chosen[need] = fitting[0]
             for run in () if fitting or need.is_study else runs:
                 if need.of in run.manifest.get("skipped", {}):
                     skipped[need.name] = run.manifest["skipped"][need.of]

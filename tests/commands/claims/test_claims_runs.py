@@ -24,8 +24,10 @@ from support.hand_made_runs import (
     manifest,
 )
 
+from sinkscope.commands.claims.evidence import MAIN, NULL, Evidence, Need
 from sinkscope.commands.claims.papers.wse import OTHER_DOMAINS
 from sinkscope.measuring.observables.query_bias import NO_QUERY_BIAS
+from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
 from sinkscope.results.run import RunData
 
 LAYERS, WIDTH = 4, 300
@@ -643,3 +645,11 @@ def test_claims_on_states_do_not_apply_without_their_objects() -> None:
     without = RunData(run.manifest, {**run.tables, "sink_tokens": run.tables["sink_tokens"].head(0)})
     for claim in ("CV-1", "CV-2", "CV-3", "SS-1", "SS-2", "SS-3"):
         assert judged(claim, without).outcome == NOT_APPLIES, claim
+
+
+@pytest.mark.parametrize("role", [MAIN, NULL])
+def test_several_runs_for_a_need_give_the_one_with_the_most_tables(role: Need) -> None:
+    model = manifest("natural")["model"] | ({"weights": WEIGHTS_AT_RANDOM} if role == NULL else {})
+    few, many = (analysis(dict.fromkeys(range(count)), model=model) for count in (1, 3))
+    for runs in ([few, many], [many, few]):
+        assert Evidence.of(runs, [role]).runs == {role: many}
