@@ -81,4 +81,5 @@ MUTATIONS = [
     ("sizes: in the configuration's dtype", "cells", "size_of", "options.dtype, options.device_map", "None, None"),
     ("compared folders: papers by another name", "output", "summaries",
      "entry.label: entry.paper for", "entry.label: entry.label for"),
+    ("tables: without the revision", "tables", "_with_coordinates", "cell.revision or \"\"", "\"\""),
 ]  # fmt: skip

@@ -131,7 +131,10 @@ def test_a_hub_that_cannot_be_reached(
     assert done.failure.count("the hub cannot be reached") == 1
     assert capsys.readouterr().err.count("cannot be reached") == 1
     monkeypatch.setattr(constants, "ENDPOINT", stocked.url)
-    assert_right(swept(tmp_path, asked, workers=1), tiny)
+    done = swept(tmp_path, asked, workers=1)
+    assert_right(done, tiny)
+    table = pd.read_parquet(done.folder / "comparison" / "tables" / "sweep.parquet").drop_duplicates("cell")
+    assert list(zip(table["revision"], table["step"], strict=True)) == [("", -1), ("main", -1), ("step1", 1), ("", -1)]
 
 
 def test_a_disk_without_room_for_all_models(stocked: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
