@@ -52,13 +52,13 @@ class Grid:
 class RowGrids:
     """Dynamic grids without calibration, one for every row (…,D) of the input of `snap`."""
 
-    bits: int
+    bits: int | torch.Tensor  # of all rows, or, if not symmetric, of each, which broadcasts to (…,1)
     is_symmetric: bool
 
     def of(self, x: torch.Tensor) -> Grid:
         """Return the grids (…,1) of x (…,D)."""
         low, high = upcast(x).aminmax(dim=-1, keepdim=True)
-        if self.is_symmetric:
+        if self.is_symmetric and isinstance(self.bits, int):
             return symmetric_grid(torch.maximum(-low, high), self.bits)
         return asymmetric_grid(low, high, self.bits)
 
@@ -76,12 +76,14 @@ def symmetric_grid(largest: float | torch.Tensor, bits: int) -> Grid:
     return Grid(_step_of(largest, most), -most, most)
 
 
-def asymmetric_grid(low: Any, high: Any, bits: int) -> Grid:
+def asymmetric_grid(low: Any, high: Any, bits: int | torch.Tensor) -> Grid:
     """Return the grid for low … high, widened to hold 0, with 2^bits - 1 steps from round(low ÷ step) on.
 
-    For two tensors instead of numbers, there is a grid for each entry.
+    For two tensors instead of numbers, there is a grid for each entry. A tensor of bits, which is not checked,
+    broadcasts to these.
     """
-    check_bits(bits)
+    if isinstance(bits, int):
+        check_bits(bits)
     most = 2**bits - 1
     if isinstance(low, torch.Tensor):
         low, high = low.clamp_max(0), high.clamp_min(0)
@@ -96,7 +98,7 @@ def asymmetric_grid(low: Any, high: Any, bits: int) -> Grid:
     return Grid(step, lowest, lowest + most)
 
 
-def _step_of(width: Any, steps: int) -> Any:
+def _step_of(width: Any, steps: Any) -> Any:
     if isinstance(width, torch.Tensor):
         return (width / steps).clamp_min(SMALLEST_STEP)
     return max(width / steps, SMALLEST_STEP)

@@ -27,7 +27,7 @@ def on_cpu(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             places[x.device].append(place)
     for device, chosen in places.items():
         chosen.sort(key=lambda place: -copied[place].itemsize)  # so that each part is aligned
-        packed = torch.cat([copied[place].detach().reshape(-1).view(torch.uint8) for place in chosen])
+        packed = torch.cat([copied[place].detach().contiguous().view(-1).view(torch.uint8) for place in chosen])
         there = torch.empty(len(packed), dtype=torch.uint8, pin_memory=device.type == "cuda").copy_(packed)
         for place, part in zip(chosen, there.split([copied[place].nbytes for place in chosen]), strict=True):
             copied[place] = part.view(copied[place].dtype).view(copied[place].shape)

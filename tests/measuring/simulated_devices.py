@@ -37,6 +37,7 @@ from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.calibrate import calibrate
 from sinkscope.models.families import find_family
 from sinkscope.retrofits import new_parameters, retrofit_model
+from sinkscope.text.batch import on_cpu
 
 OPTIONS: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 20, "positions": 8}
 SETTINGS = Settings(positions=8, window=16)
@@ -343,7 +344,7 @@ COMMANDS: dict[str, tuple[Callable[[PreTrainedModel], Any], tuple[int, int, int]
     ),
     "kv-plan": (
         lambda model: sinkscope.kv_plan(model, **ON_TEXTS | {"seq_len": 128, "num_seqs": 1}),
-        (12_700, 92, 71),
+        (7_340, 53, 96),
     ),
 }
 
@@ -381,6 +382,17 @@ def test_a_mixing_of_devices_ends_the_measurement(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(OBSERVABLES["attention"], "see_attention", mixing)
     with simulated(), pytest.raises(Exception, match="at least two devices"):
         sinkscope.analyze(moved(tiny_model("llama")), **OPTIONS)
+
+
+@needs_simulation
+def test_tensors_of_several_kinds_are_copied_together() -> None:
+    column, number = torch.arange(12.0).view(3, 4)[:, 1], torch.tensor(7, dtype=torch.int16)
+    with simulated():
+        there = [torch.arange(12.0).to(NAME).view(3, 4)[:, 1], number.to(NAME)]  # the first is not contiguous
+        with counting() as counts:
+            here = on_cpu([column, *there])
+    assert counts["synchronizations"] == 1
+    assert all(torch.equal(x, expected) for x, expected in zip(here, (column, column, number), strict=True))
 
 
 def test_a_model_that_is_split_by_hand() -> None:

@@ -10,7 +10,9 @@ scores (`EVICTIONS`), as in the presses of kvpress 0.5.2. While decoding, these 
 every step, by the weights of each query, and SnapKV's protects fewer last tokens and pools by the maximum.
 """
 
+import itertools
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -23,14 +25,15 @@ import torch.nn.functional as F
 from sinkscope.attention.kernels import AttentionCall, fused_attention, numbers_at_once, rows_at_once, upcast
 from sinkscope.attention.weights import AttentionRead
 from sinkscope.measuring.sink_rule import FIRST_TOKENS
+from sinkscope.text.batch import sent
 
 OBSERVED, POOLED = 64, 5  # SnapKV: the prompt's last queries, at most half of what is kept; tokens that are pooled
 FUTURE = 512  # expected attention: positions after the prompt, at most as many as the text has
 
 
-@lru_cache(maxsize=256)  # because each copy to a device waits for it
-def positions_on(device: torch.device, positions: tuple[int, ...]) -> torch.Tensor:
-    return torch.tensor(positions, dtype=torch.long, device=device)
+@lru_cache(maxsize=256)  # each is needed in all layers
+def numbers_on(device: torch.device, numbers: tuple[int, ...]) -> torch.Tensor:
+    return sent(torch.tensor(numbers, dtype=torch.long), device)
 
 
 def evicting_attention(
@@ -38,37 +41,49 @@ def evicting_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     call: AttentionCall,
-    windows: Sequence[int],
-    sinks: Sequence[int],
+    windows: Sequence[Sequence[int]],
+    sinks: Sequence[Sequence[int]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute mix (B,H,T,d) and log-sum-exp (B,H,T); `windows` is (K,) in tokens, `sinks` positions, ascending.
+    """Compute mix (B,H,T,d) and log-sum-exp (B,H,T) of one text in every row, with the cache of each row.
 
-    A window of T tokens or more evicts nothing. Heads with equal windows are computed together.
+    A window of T tokens or more evicts nothing. Heads of all rows with equal windows and sinks are computed together.
+
+    Args:
+        windows: (B,K), in tokens.
+        sinks: Of each row, the positions that its heads keep, ascending.
     """
-    length, group = query.shape[2], query.shape[1] // key.shape[1]
-    lengths = [min(window, length) for window in windows]
-    if len(set(lengths)) == 1:
-        return _over_window(query, key, value, call, lengths[0], sinks)
-    order, parts = [], []
-    for window in sorted(set(lengths)):
-        kv_heads = [head for head, length_of_head in enumerate(lengths) if length_of_head == window]
-        query_heads = [head * group + member for head in kv_heads for member in range(group)]
-        kv, heads = (positions_on(key.device, tuple(chosen)) for chosen in (kv_heads, query_heads))
-        arguments = query[:, heads], key[:, kv], value[:, kv], _of_heads(call, heads)
-        parts.append(_over_window(*arguments, window, sinks))
-        order += query_heads
-    back = positions_on(key.device, tuple(np.argsort(order).tolist()))
-    mix, lse = (torch.cat(each, dim=1)[:, back] for each in zip(*parts, strict=True))
+    groups, length = key.shape[1], query.shape[2]
+    alike = defaultdict[tuple[int, tuple[int, ...]], list[tuple[int, int]]](list)  # rows and heads by what they keep
+    for row, (of_heads, kept) in enumerate(zip(windows, sinks, strict=True)):
+        for head, window in enumerate(of_heads):
+            alike[(window, tuple(kept)) if window < length else (length, ())].append((row, head))
+    if call.mask is not None:
+        call = replace(call, mask=call.mask[:1])  # that of the text
+    if len(alike) == 1:
+        return _over_window(query, key, value, call, *next(iter(alike)))
+    pairs = list(itertools.chain(*alike.values()))
+    order = np.argsort([row * groups + head for row, head in pairs]).tolist()
+    rows, heads, back = numbers_on(query.device, (*itertools.chain(*zip(*pairs, strict=True)), *order)).view(3, -1)
+    queries = query.unflatten(1, (groups, -1))
+    call = _of_heads(call, queries.shape[:4], rows, heads)
+    tensors = queries[rows, heads], key[rows, heads][:, None], value[rows, heads][:, None]
+    parts, end = [], 0
+    for (window, kept), of_kind in alike.items():
+        each, end = slice(end, end + len(of_kind)), end + len(of_kind)
+        query, key, value = (x[each] for x in tensors)
+        parts.append(_over_window(query, key, value, of_sequences(call, each), window, kept))
+    mix, lse = (torch.cat(each)[back].unflatten(0, (-1, groups)).flatten(1, 2) for each in zip(*parts, strict=True))
     return mix, lse
 
 
-def _of_heads(call: AttentionCall, heads: torch.Tensor) -> AttentionCall:
-    """Return the call of some query heads, (n,) indices."""
-    mask, sinks = call.mask, call.sink_logits
+def _of_heads(call: AttentionCall, shape: torch.Size, rows: torch.Tensor, heads: torch.Tensor) -> AttentionCall:
+    """Return the call of the query heads of some key/value heads, (n,) rows and heads of (B,K,G,T), as n sequences."""
+    mask, sinks, (batch, *groups, length) = call.mask, call.sink_logits, shape
     if mask is not None and mask.shape[1] > 1:
-        mask = mask[:, heads]
+        mask = mask[0].unflatten(0, groups)[heads]
     if sinks is not None:
-        sinks = sinks[:, heads] if sinks.dim() == 3 else sinks[heads]
+        of_all = (sinks if sinks.dim() == 3 else sinks[:, None]).expand(batch, -1, length)
+        sinks = of_all.unflatten(1, groups)[rows, heads]
     return replace(call, mask=mask, sink_logits=sinks)
 
 
@@ -81,7 +96,12 @@ def of_sequences(call: AttentionCall, sequences: slice) -> AttentionCall:
 
 
 def _over_window(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall, window: int, sinks: Sequence[int]
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    call: AttentionCall,
+    window: int,
+    sinks: tuple[int, ...],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if window >= query.shape[2]:
         return fused_attention(query, key, value, call)
@@ -90,7 +110,7 @@ def _over_window(
     block = max(1, rows_at_once(numbers_at_once(query.device, row * length**2) // row, window + len(sinks)))
     for start in range(0, length, block):
         rows = slice(start, min(start + block, length))
-        seen_keys, seen = _keys_of_block(query.device, rows.start, rows.stop, window, tuple(sinks))
+        seen_keys, seen = _keys_of_block(query.device, rows.start, rows.stop, window, sinks)
         block_call = seeing(call, seen, rows, seen_keys)
         mix, lse = fused_attention(query[:, :, rows], key[:, :, seen_keys], value[:, :, seen_keys], block_call)
         mixes.append(mix)
@@ -103,7 +123,7 @@ def _keys_of_block(
     device: torch.device, start: int, stop: int, window: int, sinks: tuple[int, ...]
 ) -> tuple[torch.Tensor | slice, torch.Tensor]:
     """Return the keys (C) that some of the queries from `start` to `stop` see, and which each sees, (1,1,R,C)."""
-    kept = positions_on(device, sinks)
+    kept = numbers_on(device, sinks)
     band = max(0, start - window + 1)  # the first token that is in the window of any of these queries
     keys = torch.cat([kept[: bisect_left(sinks, band)], torch.arange(band, stop, device=device)])
     tokens = torch.arange(start, stop, device=device)[:, None]
@@ -112,7 +132,7 @@ def _keys_of_block(
 
 
 def seeing(call: AttentionCall, seen: torch.Tensor, rows: slice, keys: torch.Tensor | slice) -> AttentionCall:
-    """Return the call of some queries over some keys; `seen` (1,1|H,R,C) bool has the keys that each query sees."""
+    """Return the call of some queries over some keys; `seen` (1|B,1|H,R,C) bool has the keys that each query sees."""
     if call.mask is not None:
         mask = call.mask[:, :, rows][..., keys]
         seen = seen & mask if mask.dtype == torch.bool else mask.masked_fill(~seen, torch.finfo(mask.dtype).min)
@@ -168,17 +188,19 @@ Score = Callable[[PromptRead], torch.Tensor]  # of the prompt's tokens, (K,N)
 EVICTIONS: dict[str, Score] = {"snapkv": snapkv, "tova": tova, EXPECTED: expected_attention}
 
 
-def after_eviction(read: AttentionRead, scores: torch.Tensor, count: int, reach: int) -> torch.Tensor:
-    """Return the mix (1,H,T-N,d) of the tokens after the prompt, which see each other and what its heads keep.
+def after_eviction(read: AttentionRead, scores: torch.Tensor, counts: Sequence[int], reach: int) -> torch.Tensor:
+    """Return the mix (B,H,T-N,d) of the tokens after the prompt, which see each other and what their heads keep.
 
-    These keep `count` of the prompt's last `reach` tokens: those with the highest scores (K,N).
+    The heads of a row keep its number, in `counts`, of the prompt's last `reach` tokens: those with the highest scores
+    (B,K,N).
     """
-    prompt, heads = scores.shape[1], read.query.shape[1]
-    highest = scores[:, prompt - reach :].topk(count).indices + prompt - reach
-    is_kept = torch.zeros_like(scores, dtype=torch.bool).scatter(1, highest, True)
-    seen = is_kept.new_ones(heads, read.length - prompt, read.length).tril(prompt)
-    seen[..., :prompt] = is_kept.repeat_interleave(heads // len(is_kept), 0)[:, None]
-    call = seeing(read.call, seen[None], slice(prompt, None), slice(None))
+    prompt, heads = scores.shape[2], read.query.shape[1]
+    highest = scores[..., prompt - reach :].topk(max(counts)).indices + prompt - reach
+    is_high = torch.arange(max(counts), device=scores.device) < numbers_on(scores.device, tuple(counts))[:, None, None]
+    is_kept = torch.zeros_like(scores, dtype=torch.bool).scatter(2, highest, is_high.expand_as(highest))
+    seen = is_kept.new_ones(len(scores), heads, read.length - prompt, read.length).tril(prompt)
+    seen[..., :prompt] = is_kept.repeat_interleave(heads // is_kept.shape[1], 1)[:, :, None]
+    call = seeing(read.call, seen, slice(prompt, None), slice(None))
     return fused_attention(read.query[:, :, prompt:], read.key, read.value, call)[0]
 
 

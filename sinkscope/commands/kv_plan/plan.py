@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -39,8 +39,8 @@ from sinkscope.commands.kv_plan.eviction import (
     after_eviction,
     evicting_attention,
     mean_rotation,
+    numbers_on,
     of_sequences,
-    positions_on,
 )
 from sinkscope.commands.kv_plan.options import SHORTEST_TEXT
 from sinkscope.errors import InputError, SinkscopeError
@@ -62,7 +62,7 @@ from sinkscope.quantization.grids import RowGrids
 from sinkscope.quantization.rounding import E4M3, snap
 from sinkscope.results.statistics import bootstrap, resamplings_of, weighted_means
 from sinkscope.results.tables import KV_HEAD, SEQUENCE, Column, Columns
-from sinkscope.text.batch import Batch
+from sinkscope.text.batch import Batch, sent
 from sinkscope.text.inputs import TokenInputs
 
 FULL_BITS = 16
@@ -82,7 +82,7 @@ COSTLIEST_SPARED, RANDOM_SPARED = "costliest layers spared", "random layers spar
 COPY = "copy"
 PAIRS = {"needle": 1, "keys": 8}  # task → number of pairs of a key and a value in the first half of a text
 KEY = VALUE = 4  # tokens
-PLANS_AT_ONCE = 8  # plans with which the model reads a text in one batch, if they fit into memory
+PLANS_AT_ONCE = 12  # plans with which the model reads a text in one batch, if they fit into memory
 ABLE = 0.5  # share that the dense cache has to retrieve, or else a task says nothing about plans
 
 RETRIEVED = (
@@ -243,8 +243,7 @@ class OutputLoss(Ranking):
     about = "what the output loses: ‖y − y over sinks and window‖ ÷ ‖y‖ over all tokens"
 
     def score(self, read: HeadsOnText) -> torch.Tensor:
-        lost = (read.mix - read.streamed_mix)[0].float()
-        return lost.flatten(1).norm(dim=1) / read.mix[0].float().flatten(1).norm(dim=1)
+        return lost_output(read.mix, read.streamed_mix)[0]
 
 
 class Retrieval(Ranking):
@@ -256,6 +255,11 @@ class Retrieval(Ranking):
         first = length - len(read.text.ids) + 2  # start of the answers: the copy begins at position 1 of the text
         logits = raw_logits(read.query[:, :, rows], read.key[:, :, first : first + copied - 1], read.call)
         return (logits.diagonal(dim1=-2, dim2=-1) - read.lse[..., rows]).exp()[0].mean(-1)
+
+
+def lost_output(mix: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return ‖mix − other‖ ÷ ‖mix‖ of each head, (B,H), for mix (1,H,T,d) and other (B,H,T,d)."""
+    return (mix - other).float().flatten(2).norm(dim=2) / mix.float().flatten(2).norm(dim=2)
 
 
 RANKINGS: dict[str, type[Ranking]] = {
@@ -273,7 +277,7 @@ def _rotation(width: int, dtype: torch.dtype, device: torch.device) -> torch.Ten
     return random_rotation(width, 0).to(device, dtype)
 
 
-def snap_rotated(bits: int, x: torch.Tensor) -> torch.Tensor:
+def snap_rotated(bits: int | torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Round each row of x (…,d) to a grid of its own, after a rotation that spreads channels that are large in all."""
     rotation = _rotation(x.shape[-1], upcast(x).dtype, x.device)
     return RowGrids(bits, is_symmetric=False).snap(upcast(x) @ rotation) @ rotation.T
@@ -391,22 +395,61 @@ class Sizes:
 # --- measuring
 
 
+Format = tuple[str, int]  # one of SERVED, or "" for `snap_rotated`, and the bits; FULL_BITS: not rounded
+
+
 def rounded_cache(
-    bits: int, sinks: Sequence[int], x: torch.Tensor, center: torch.Tensor | float = 0.0, served: str = ""
+    x: torch.Tensor, formats: Sequence[Format], exact: torch.Tensor, center: torch.Tensor
 ) -> torch.Tensor:
-    """Round keys or values (B,K,T,d) to a format that is served, or to rotated grids, except those of the sinks.
+    """Round the keys or values (B,K,T,d) of each row to its format, except those of exact tokens (B,1,T,1).
 
-    `center` (K,1,d), which is subtracted from what is rotated, is the same for all tokens and texts, so the cache does
-    not store it.
+    `center` (B,K,1,d), which is subtracted from what is rotated, is the same for all tokens and texts, so the cache
+    does not store it.
     """
-    if bits == FULL_BITS:
-        return x
-    exact = positions_on(x.device, tuple(sinks))
-    snapped = SERVED[served].snap(x) if served else snap_rotated(bits, upcast(x) - center) + center
-    return snapped.to(x.dtype).index_copy(2, exact, x[:, :, exact])
+    rounded = x
+    for served in sorted({name for name, bits in formats if bits < FULL_BITS}):
+        rows = [row for row, (name, bits) in enumerate(formats) if name == served and bits < FULL_BITS]
+        chosen = numbers_on(x.device, tuple(rows))
+        part = x[chosen]
+        if served:
+            snapped = SERVED[served].snap(part)
+        else:
+            bits_of_rows = numbers_on(x.device, tuple(formats[row][1] for row in rows))[:, None, None, None]
+            shift = center[chosen]
+            snapped = snap_rotated(bits_of_rows, upcast(part) - shift) + shift
+        rounded = rounded.index_copy(0, chosen, torch.where(exact[chosen], part, snapped.to(x.dtype)))
+    return rounded
 
 
-Centers = Mapping[int, Sequence[torch.Tensor | float]]  # layer → means of keys and values
+def rounded_pair(
+    pair: tuple[torch.Tensor, torch.Tensor],
+    formats: Sequence[Sequence[Format]],
+    exact: torch.Tensor,
+    centers: Sequence[torch.Tensor],
+) -> Sequence[torch.Tensor]:
+    """Round keys and values, each as `rounded_cache` does, in one step if they are equally wide.
+
+    Formats are of keys and of values, and centers, too, (K,1,d).
+    """
+    of_rows = [center.expand(len(exact), -1, -1, -1) for center in centers]
+    if pair[0].shape != pair[1].shape:
+        return [rounded_cache(x, kinds, exact, each) for x, kinds, each in zip(pair, formats, of_rows, strict=True)]
+    kinds = [*formats[0], *formats[1]]
+    if all(bits == FULL_BITS for _, bits in kinds):
+        return pair
+    return rounded_cache(torch.cat(pair), kinds, exact.repeat(2, 1, 1, 1), torch.cat(of_rows)).chunk(2)
+
+
+@lru_cache(maxsize=64)  # the same in all layers
+def exact_tokens(device: torch.device, length: int, sinks: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+    """Return whether a token is one of a row's sinks, (B,1,T,1)."""
+    exact = torch.zeros(len(sinks), 1, length, 1, dtype=torch.bool)
+    for row, positions in enumerate(sinks):
+        exact[row, :, list(positions)] = True
+    return sent(exact, device)
+
+
+Centers = Mapping[int, Sequence[torch.Tensor]]  # layer → means of keys and of values, (K,1,d)
 
 
 def attending_with_plans(
@@ -424,17 +467,13 @@ def attending_with_plans(
     def attend(
         index: int, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> Attended:
-        means = centers[layer] if centers else (0.0, 0.0)
-        attended = []
-        for row, (plan, exact) in enumerate(zip(plans, sinks, strict=True)):
-            each = slice(row, row + 1)
-            parts = zip(plan.bits[index].tolist(), (key[each], value[each]), means, strict=True)
-            cached_key, cached_value = (rounded_cache(bits, exact, x, mean, plan.served) for bits, x, mean in parts)
-            windows, own_call = plan.windows[index].tolist(), of_sequences(call, each)
-            attended.append(evicting_attention(query[each], cached_key, cached_value, own_call, windows, exact))
-        mix, lse = (torch.cat(parts) for parts in zip(*attended, strict=True))
-        return mix, lse
+        exact = exact_tokens(key.device, key.shape[2], kept)
+        center = centers[layer] if centers else [x.new_zeros(x.shape[1], 1, x.shape[3]) for x in (key, value)]
+        formats = [[(plan.served, int(plan.bits[index, part])) for plan in plans] for part in range(2)]
+        key, value = rounded_pair((key, value), formats, exact, center)
+        return evicting_attention(query, key, value, call, [plan.windows[index].tolist() for plan in plans], kept)
 
+    kept = tuple(tuple(positions) for positions in sinks)
     kernels = {layer: partial(attend, index, layer) for index, layer in enumerate(sorted(seams))}
     return attending_by_kernels(seams, kernels)
 
@@ -448,9 +487,10 @@ def attending_after_evictions(
     prompt: int,
     sizes: Sizes,
 ) -> Iterator[None]:
-    """Let the model read the text of a batch once for each plan, in a batch.
+    """Let the model read the text of a batch once for each plan, in the last rows of a larger batch.
 
-    The heads of each layer keep the tokens of the prompt that the eviction of the plan scores highest.
+    The heads of each layer keep the tokens of the prompt that the eviction of the plan scores highest. The other rows
+    attend as they would outside the block.
     """
     ahead: dict[int, torch.Tensor] = {}
 
@@ -461,16 +501,24 @@ def attending_after_evictions(
     def attend(
         index: int, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> Attended:
-        queries, (mix, lse) = ahead.pop(layer, query), fused_attention(query, key, value, call)
-        reach, mixes = int(sizes.tokens[index]), []
+        count = len(query) - len(plans)
+        others, rows = slice(0, count), slice(count, None)
+        before = outside[layer](query[others], key[others], value[others], of_sequences(call, others)) if count else ()
+        query, key, value, queries = (x[rows] for x in (query, key, value, ahead.pop(layer, query)))
+        call = of_sequences(call, rows)
+        mix, lse = fused_attention(query, key, value, call)
+        sizes_kept, scores = [int(plan.windows[index, 0]) for plan in plans], []
         for row, plan in enumerate(plans):
-            each, count = slice(row, row + 1), int(plan.windows[index, 0])
-            own_call = of_sequences(call, each)
-            attention = AttentionRead(query[each], key[each], value[each], lse[each], own_call, batch)
-            scores = EVICTIONS[plan.evicts](PromptRead(attention, prompt, count, queries[each]))
-            mixes.append(torch.cat([mix[each, :, :prompt], after_eviction(attention, scores, count, reach)], dim=2))
-        return torch.cat(mixes), lse
+            each = slice(row, row + 1)
+            tensors = query[each], key[each], value[each], lse[each]
+            attention = AttentionRead(*tensors, of_sequences(call, each), batch)
+            scores.append(EVICTIONS[plan.evicts](PromptRead(attention, prompt, sizes_kept[row], queries[each])))
+        read, reach = AttentionRead(query, key, value, lse, call, batch), int(sizes.tokens[index])
+        after = after_eviction(read, torch.stack(scores), sizes_kept, reach)
+        attended = torch.cat([mix[:, :, :prompt], after], dim=2), lse
+        return (torch.cat([before[0], attended[0]]), torch.cat([before[1], attended[1]])) if before else attended
 
+    outside = {layer: seam.kernel for layer, seam in seams.items()}  # the kernels of other rows
     looks_ahead = any(plan.evicts == EXPECTED for plan in plans)
     with ExitStack() as stack:
         for layer, module in modules.items() if looks_ahead else ():
@@ -559,16 +607,17 @@ class PlanStudy:
     def tables(self, budgets: Sequence[float]) -> dict[str, pd.DataFrame]:
         equal = {budget: self._equal_windows(budget) for budget in budgets}
         self._note(1.0, [self.dense])
-        losses = self.rounding_losses(CACHE_BITS[1])
-        of_served = {name: self.rounding_losses(kind.bits, name) for name, kind in SERVED.items()}
+        plain = f"{CACHE_BITS[1]} bits"
+        formats = {plain: ("", CACHE_BITS[1])} | {name: (name, kind.bits) for name, kind in SERVED.items()}
+        scores, losses = self.calibrate({name: kind() for name, kind in RANKINGS.items()}, budgets, formats)
         for budget in budgets:
             print_line(self.console, f"planning for {budget:.0%} of the memory")
-            self._plan_for(budget, losses, equal[budget])
+            self._plan_for(budget, scores[budget], losses[plain], equal[budget])
         print_line(self.console, f"rounding to {', '.join(map(str, CACHE_BITS))} bits, and as vLLM does")
-        self._note(1.0, [*self._rounded_plans(), *self._served_plans(of_served)])
+        self._note(1.0, [*self._rounded_plans(), *self._served_plans(losses)])
         layers = [
             pd.DataFrame({"layer": self.layers, "format": name, "key_loss": lost[:, 0], "value_loss": lost[:, 1]})
-            for name, lost in ({f"{CACHE_BITS[1]} bits": losses} | of_served).items()
+            for name, lost in losses.items()
         ]
         tables = {"kv_plan": self.rows, "kv_plan_by_sequence": self.sequences, "kv_heads": self.heads}
         tables["kv_tasks"] = self.retrievals
@@ -596,8 +645,7 @@ class PlanStudy:
 
         def see(text: CopiedText, index: int, query: Any, key: torch.Tensor, value: torch.Tensor, *_: Any) -> None:
             shapes[index] = key.shape
-            others = torch.ones(key.shape[2], dtype=torch.bool, device=key.device)
-            others[list(text.sinks)] = False
+            others = numbers_on(key.device, tuple(sorted({*range(key.shape[2])} - {*text.sinks})))
             means = [upcast(x)[0, :, others].mean(1, keepdim=True) / len(self.calibration) for x in (key, value)]
             layer = self.layers[index]
             known = self.centers.get(layer)
@@ -620,47 +668,41 @@ class PlanStudy:
         end = length - self.calibration[0].copied
         return Sizes(np.array([min(end, limit or end) for limit in seen]), heads, width, sinks)
 
-    def scores(self, rankings: Mapping[str, Ranking], window: int) -> dict[str, np.ndarray]:
-        """Return the scores (L,K) of each ranking, mean over texts; a key/value head gets its query heads' largest."""
-        scores = {name: np.zeros(self.sizes.dense.shape) for name in rankings}
-        waiting = Accumulator()
+    def calibrate(
+        self, rankings: Mapping[str, Ranking], budgets: Sequence[float], formats: Mapping[str, Format]
+    ) -> tuple[dict[float, dict[str, np.ndarray]], dict[str, np.ndarray]]:
+        """Return the scores (L,K) by budget and ranking, and the losses (L,2) of each format, means over texts.
 
-        def see(text: CopiedText, index: int, query: Any, key: Any, value: Any, call: Any, whole: Attended) -> None:
-            streamed = evicting_attention(query, key, value, call, [window] * key.shape[1], text.sinks)
-            read = HeadsOnText(query, key, call, *whole, *streamed, text)
-            for name, ranking in rankings.items():
-                of_heads = ranking.score(read).unflatten(0, (key.shape[1], -1)).amax(-1)
-                waiting.receive(partial(add, name, index), of_heads)
-
-        def add(name: str, index: int, of_heads: torch.Tensor) -> None:
-            scores[name][index] += of_heads.double().numpy() / len(self.calibration)
-
-        self._attend(see)
-        deliver([waiting])
-        return team().of_the_first(lambda: scores)  # equal plans in all processes
-
-    def rounding_losses(self, bits: int, served: str = "") -> np.ndarray:
-        """Return what each layer's output loses with keys or values on `bits`, (L,2), mean over heads and texts.
-
+        A head is scored with sinks and a window, as if half of the budget were for heads with all tokens; a key/value
+        head gets its query heads' largest score. A layer loses output with keys or values in a format, mean over heads.
         Sinks are in full precision, except in a format that is served.
         """
-        losses = np.zeros((len(self.layers), 2))
-        waiting = Accumulator()
+        windows = {budget: max(1, int(budget / 2 * self.sizes.tokens.max())) for budget in budgets}
+        scores = {budget: {name: np.zeros(self.sizes.dense.shape) for name in rankings} for budget in budgets}
+        losses, waiting = np.zeros((len(self.layers), 2, len(formats))), Accumulator()
 
         def see(text: CopiedText, index: int, query: Any, key: Any, value: Any, call: Any, whole: Attended) -> None:
-            means, exact = self.centers[self.layers[index]], () if served else text.sinks
-            pairs = zip((key, value), means, strict=True)
-            rounded = [rounded_cache(bits, exact, x, mean, served) for x, mean in pairs]
-            for which, pair in enumerate(((rounded[0], value), (key, rounded[1]))):
-                read = HeadsOnText(query, key, call, *whole, *fused_attention(query, *pair, call), text)
-                waiting.receive(partial(add, index, which), OutputLoss().score(read).mean())
+            for budget, window in windows.items():
+                streamed = evicting_attention(query, key, value, call, [[window] * key.shape[1]], [text.sinks])
+                read = HeadsOnText(query, key, call, *whole, *streamed, text)
+                for name, ranking in rankings.items():
+                    of_heads = ranking.score(read).unflatten(0, (key.shape[1], -1)).amax(-1)
+                    waiting.receive(partial(add, scores[budget][name], index), of_heads)
+            kinds = list(formats.values())
+            exact = exact_tokens(key.device, key.shape[2], tuple(() if served else text.sinks for served, _ in kinds))
+            dense = key.expand(len(kinds), *key.shape[1:]), value.expand(len(kinds), *value.shape[1:])
+            keys, values = rounded_pair(dense, [kinds, kinds], exact, self.centers[self.layers[index]])
+            pairs = torch.cat([keys, dense[0]]), torch.cat([dense[1], values])
+            mix, _ = fused_attention(query.expand(2 * len(kinds), *query.shape[1:]), *pairs, call)
+            waiting.receive(partial(add, losses, index), lost_output(whole[0], mix).mean(1).unflatten(0, (2, -1)))
 
-        def add(index: int, which: int, loss: torch.Tensor) -> None:
-            losses[index, which] += float(loss) / len(self.calibration)
+        def add(sums: np.ndarray, index: int, of_text: torch.Tensor) -> None:
+            sums[index] += of_text.double().numpy() / len(self.calibration)
 
         self._attend(see)
         deliver([waiting])
-        return team().of_the_first(lambda: losses)
+        by_format = dict(zip(formats, np.moveaxis(losses, -1, 0), strict=True))
+        return team().of_the_first(lambda: (scores, by_format))  # equal plans in all processes
 
     # --- plans
 
@@ -675,15 +717,15 @@ class PlanStudy:
             raise InputError(f"--budget {budget:g} leaves no token for a window: take a larger one, or longer texts")
         return first_and_last
 
-    def _plan_for(self, budget: float, losses: np.ndarray, first_and_last: np.ndarray) -> None:
+    def _plan_for(
+        self, budget: float, scores: Mapping[str, np.ndarray], losses: np.ndarray, first_and_last: np.ndarray
+    ) -> None:
         """Measure each ranking's best plan without quantization, the best with it, and the controls.
 
-        `losses` (L,2) are those of each layer's output with keys or values on fewer bits; `first_and_last` (L,K) are
-        windows next to the first tokens.
+        `scores` (L,K) are of each ranking, `losses` (L,2) those of each layer's output with keys or values on fewer
+        bits; `first_and_last` (L,K) are windows next to the first tokens.
         """
         sizes = self.sizes
-        window = max(1, int(budget / 2 * sizes.tokens.max()))  # if half of the budget is for heads with all tokens
-        scores = self.scores({name: kind() for name, kind in RANKINGS.items()}, window)
 
         def made(
             name: str, scores: np.ndarray, losses: np.ndarray, tokens: Iterable[float], shares: Iterable[float]
@@ -698,7 +740,7 @@ class PlanStudy:
             return plans
 
         by_ranking = {name: made(name, scores[name], losses, [budget], WHOLE_SHARES) for name in RANKINGS}
-        self._read([*itertools.chain(*by_ranking.values())], self.calibration)
+        self._read([self.dense, *itertools.chain(*by_ranking.values())], self.calibration)
         best = {name: min(plans, key=self._added) for name, plans in by_ranking.items()}
         ranking = min(best, key=lambda name: self._added(best[name]))
         shares_kept = [budget, *(share for share in KEPT_SHARES if share > budget)]
@@ -773,13 +815,11 @@ class PlanStudy:
 
         def read_batch(plans: Sequence[Plan], opened: None, batch: Batch, observables: Any) -> torch.Tensor:
             text = texts[batch.first]
-            sinks = [plan.sinks_of(text) for plan in plans]
-            cache = attending_with_plans(self.seams, plans, sinks, self.centers)
-            if plans[0].evicts:
-                prompt = len(text.ids) - text.copied
-                cache = attending_after_evictions(modules, self.seams, plans, batch, prompt, self.sizes)
+            plain, evicting = ([plan for plan in plans if bool(plan.evicts) is evicts] for evicts in (False, True))
+            sinks, prompt = [plan.sinks_of(text) for plan in plain], len(text.ids) - text.copied
             rows = batch.repeated(len(plans))
-            with cache:
+            pruned = attending_after_evictions(modules, self.seams, evicting, batch, prompt, self.sizes)
+            with attending_with_plans(self.seams, plain, sinks, self.centers), pruned if evicting else nullcontext():
                 logits = logits_on(self.subject, rows)
             ids = rows.on(logits.device, "token_ids")
             losses, hits = token_losses(logits, ids), logits[:, :-1].argmax(-1) == ids[:, 1:]
@@ -795,10 +835,8 @@ class PlanStudy:
         unread = {key: plan for key, plan in zip(keys, plans, strict=True) if key not in self.costs}
         subject = replace(self.subject, inputs=self._inputs(texts))
         fitting = sequences_that_fit(model, len(texts[0].ids), False, on_cpu=model.device.type == "cpu")
-        size, batches = min(PLANS_AT_ONCE, fitting), []
-        for evicts in (False, True):  # the two attend in different ways
-            alike = [key for key, plan in unread.items() if bool(plan.evicts) is evicts]
-            batches += [alike[start : start + size] for start in range(0, len(alike), size)]
+        size, order = min(PLANS_AT_ONCE, fitting), sorted(unread, key=lambda key: bool(unread[key].evicts))
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
         settings = [Setting(nullcontext, partial(read_batch, [unread[key] for key in each])) for each in batches]
         passes = run_settings(subject, settings, batch_size=1, console=self.console, by_batch=False)
         for each, done in zip(batches, passes, strict=True):

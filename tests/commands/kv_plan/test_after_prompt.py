@@ -21,6 +21,7 @@ from sinkscope.commands.kv_plan.plan import (
     PlanCost,
     Sizes,
     attending_after_evictions,
+    attending_with_plans,
     questions_of,
 )
 from sinkscope.models.families import find_family
@@ -69,7 +70,7 @@ def test_what_follows_sees_what_is_kept() -> None:
     query, key, value = (torch.randn(heads, 9, 4).double() for heads in (4, 2, 2))
     scores = torch.tensor([[9.0, 5, 4, 3, 2, 1], [9.0, 1, 2, 3, 4, 5]])
     read = read_of(query, key, value, prompt=6, kept=2)
-    mix = after_eviction(read.attention, scores, 2, reach=5)  # the first token is out of reach
+    mix = after_eviction(read.attention, scores[None], [2], reach=5)  # the first token is out of reach
     seen = torch.zeros(4, 3, 9, dtype=torch.bool)
     seen[:2, :, [1, 2]] = seen[2:, :, [4, 5]] = True
     seen[:, :, 6:] = torch.ones(3, 3, dtype=torch.bool).tril()
@@ -103,17 +104,27 @@ def test_equals_a_masked_model(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @torch.no_grad()
-def test_evictions_in_one_batch_are_those_of_a_batch_each() -> None:
-    model, ids = tiny_model("llama", dtype=torch.float64, spread=6.0), tiny_tokens(1)
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])  # a mask, and sink logits of each sequence
+def test_evictions_in_one_batch_are_those_of_a_batch_each(name: str) -> None:
+    """Rows before theirs attend with plans that evict by windows."""
+    model, ids = tiny_model(name, dtype=torch.float64, spread=6.0), tiny_tokens(1)
     layers = model.config.num_hidden_layers
     counts, bits = np.arange(4, 4 + layers)[:, None], np.full((layers, 2), 16)
     plans = [Plan(name, counts + nth, bits, evicts=name) for nth, name in enumerate(EVICTIONS)]
     sizes, batch, family = Sizes(np.full(layers, 20), 1, 1, 0), Batch(ids, torch.ones_like(ids)), find_family(model)
     modules = family.attentions(model)
+    heads = model.config.num_key_value_heads
+    windows = [Plan("", np.full((layers, heads), window), bits) for window in (5, 9)]
     with open_seam(model, family) as seams:
-        with attending_after_evictions(modules, seams, plans, batch, 20, sizes):
-            together = model(ids.repeat(len(plans), 1), use_cache=False).logits
+        with (
+            attending_with_plans(seams, windows, [(0,), (2,)]),
+            attending_after_evictions(modules, seams, plans, batch, 20, sizes),
+        ):
+            together = model(ids.repeat(2 + len(plans), 1), use_cache=False).logits
         alone = []
+        for plan, sinks in zip(windows, [(0,), (2,)], strict=True):
+            with attending_with_plans(seams, [plan], [sinks]):
+                alone.append(model(ids, use_cache=False).logits)
         for plan in plans:
             with attending_after_evictions(modules, seams, [plan], batch, 20, sizes):
                 alone.append(model(ids, use_cache=False).logits)
@@ -137,8 +148,16 @@ def test_expected_attention_of_a_model_rotates_its_queries_to_later_positions(mo
     )
     sizes = Sizes(np.full(layers, 20), 1, 1, 0)
     modules = family.attentions(model)
-    with open_seam(model, family) as seams, attending_after_evictions(modules, seams, [plan], batch, 20, sizes):
-        model(ids, use_cache=False)
+    with open_seam(model, family) as seams:
+        with attending_after_evictions(modules, seams, [plan], batch, 20, sizes):
+            model(ids, use_cache=False)
+        nearest = Plan("", np.full((layers, 2), 1), np.full((layers, 2), 16))
+        with (
+            attending_with_plans(seams, [nearest], [()]),
+            attending_after_evictions(modules, seams, [plan], batch, 20, sizes),
+        ):
+            model(ids.repeat(2, 1), use_cache=False)
+    torch.testing.assert_close(ahead[layers:], ahead[:layers])  # those of the plan's row
     unrotated = attention.q_proj(inputs[0]).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
     length = ids.shape[1]
     later = torch.arange(20, 20 + length)[None]  # as many as the text has

@@ -1,5 +1,7 @@
 """Attention over evicting heads equals transformers' own attention under a mask that hides the evicted tokens."""
 
+import itertools
+
 import pytest
 import torch
 from tiny import tiny_model, tiny_tokens
@@ -78,10 +80,31 @@ def test_nothing_is_evicted_from_whole_heads() -> None:
 def test_blocks_of_queries_agree() -> None:
     query, key, value = (torch.randn(1, heads, 900, 8, dtype=torch.float64) for heads in (4, 2, 2))
     call, sinks = AttentionCall(None, 0.3), (0, 5, 700)
-    mix, lse = evicting_attention(query, key, value, call, [40, 900], sinks)
+    mix, lse = evicting_attention(query, key, value, call, [[40, 900]], [sinks])
     tokens = torch.arange(900)
     apart = tokens[:, None] - tokens
     seen = (apart >= 0) & ((apart < 40) | torch.isin(tokens, torch.tensor(sinks)))
     logits = (0.3 * query[:, :2] @ key[:, :1].mT).masked_fill(~seen, -torch.inf)
     torch.testing.assert_close(lse[:, :2], logits.logsumexp(-1))
     torch.testing.assert_close(mix[:, :2], logits.softmax(-1) @ value[:, :1])
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no mask", "a bias of each head"])
+@pytest.mark.parametrize("sinks", [None, torch.randn(4), torch.randn(2, 4, 12)], ids=["none", "of heads", "of rows"])
+def test_rows_and_heads_keep_what_is_theirs(has_bias: bool, sinks: torch.Tensor | None) -> None:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, heads, 12, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    tokens, windows, kept = torch.arange(12), [[3, 12], [5, 3]], [(0, 4), (1,)]
+    bias = torch.randn(1, 4, 12, 12, dtype=torch.float64).masked_fill(tokens[:, None] < tokens, -1e30)
+    call = AttentionCall(bias if has_bias else None, 0.3, sink_logits=None if sinks is None else sinks.double())
+    mix, lse = evicting_attention(query, key, value, call, windows, kept)
+    logits = 0.3 * query @ key.repeat_interleave(2, 1).mT + (bias if has_bias else 0)
+    for row, head in itertools.product(range(2), range(4)):
+        is_near = tokens[:, None] - tokens < windows[row][head // 2]
+        seen = (tokens[:, None] >= tokens) & (is_near | torch.isin(tokens, torch.tensor(kept[row])))
+        expected = logits[row, head].masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            sink = sinks.double()[head].expand(12) if sinks.dim() == 1 else sinks.double()[row, head]
+            expected = torch.cat([expected, sink[:, None]], dim=1)
+        torch.testing.assert_close(lse[row, head], expected.logsumexp(-1))
+        torch.testing.assert_close(mix[row, head], expected.softmax(-1)[:, :12] @ value[row, head // 2])

@@ -3,6 +3,7 @@
 import json
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -52,8 +53,10 @@ from sinkscope.commands.kv_plan.plan import (
     PlanCost,
     PlanStudy,
     Sizes,
+    exact_tokens,
     predicted_sinks,
     rounded_cache,
+    rounded_pair,
 )
 from sinkscope.errors import InputError
 from sinkscope.measuring.sink_rule import SinkRule
@@ -115,36 +118,57 @@ def test_the_next_bit_goes_to_the_largest_loss_that_is_left() -> None:
     assert np.array_equal(SIZES.fitting_bits(losses, 1.0, SIZES.dense), np.full((2, 2), 16))
 
 
+def rounded(keys: torch.Tensor, bits: int, sinks: tuple[int, ...], center: Any = 0.0, served: str = "") -> torch.Tensor:
+    """Round the keys of one text (1,K,T,d); `center` broadcasts to (K,1,d)."""
+    shift = torch.zeros(1, keys.shape[1], 1, keys.shape[3]) + center
+    return rounded_cache(keys, [(served, bits)], exact_tokens(keys.device, keys.shape[2], (sinks,)), shift)
+
+
 def test_rounding_spreads_large_channels_and_keeps_sinks() -> None:
     torch.manual_seed(0)
     keys = torch.randn(1, 2, 50, 32)
     keys[..., 7] += 40
-    rounded = rounded_cache(4, (0, 9), keys)
-    assert torch.equal(rounded[:, :, [0, 9]], keys[:, :, [0, 9]])
+    rotated = rounded(keys, 4, (0, 9))
+    assert torch.equal(rotated[:, :, [0, 9]], keys[:, :, [0, 9]])
     unrotated = RowGrids(4, is_symmetric=False).snap(keys)
-    assert float((rounded - keys).norm()) < 0.5 * float((unrotated - keys).norm())
-    centered = rounded_cache(4, (), keys, keys.mean(2, keepdim=True)[0])
-    assert float((centered - keys).norm()) < 0.5 * float((rounded - keys).norm())
+    assert float((rotated - keys).norm()) < 0.5 * float((unrotated - keys).norm())
+    centered = rounded(keys, 4, (), keys.mean(2, keepdim=True)[0])
+    assert float((centered - keys).norm()) < 0.5 * float((rotated - keys).norm())
+
+
+@pytest.mark.parametrize("width", [32, 16])  # of values: rounded with the keys, or apart
+def test_rows_of_many_formats_are_rounded_as_alone(width: int) -> None:
+    torch.manual_seed(0)
+    pair = torch.randn(4, 2, 50, 32), torch.randn(4, 2, 50, width)
+    centers = [torch.randn(2, 1, x.shape[3]) for x in pair]
+    sinks = ((), (0, 9), (3,), (1,))
+    formats = [("", 4), (INT8, 8), ("", 16), ("", 2)], [("", 16), ("fp8", 8), ("", 3), (INT4, 4)]
+    together = rounded_pair(pair, formats, exact_tokens(pair[0].device, 50, sinks), centers)
+    for x, kinds, center, cache in zip(pair, formats, centers, together, strict=True):
+        for row, (served, bits) in enumerate(kinds):
+            alone = rounded(x[row, None], bits, sinks[row], center, served)
+            torch.testing.assert_close(cache[row, None], alone)
+            assert (bits == 16) == torch.equal(alone, x[row, None])
 
 
 def test_formats_have_the_arithmetic_of_vllm() -> None:
     torch.manual_seed(0)
     keys = torch.randn(1, 2, 50, 32) * torch.logspace(-3, 3, 50)[:, None]
-    rounded = {name: rounded_cache(kind.bits, (0, 9), keys, 5.0, name) for name, kind in SERVED.items()}
-    for cache in rounded.values():
+    caches = {name: rounded(keys, kind.bits, (0, 9), 5.0, name) for name, kind in SERVED.items()}
+    for cache in caches.values():
         assert torch.equal(cache[:, :, [0, 9]], keys[:, :, [0, 9]])
     others = [token for token in range(50) if token not in (0, 9)]
     x = keys[:, :, others]
-    assert torch.equal(rounded["fp8"][:, :, others], x.clamp(-448, 448).to(torch.float8_e4m3fn).float())
+    assert torch.equal(caches["fp8"][:, :, others], x.clamp(-448, 448).to(torch.float8_e4m3fn).float())
     scale = x.abs().amax(-1, keepdim=True) / 127
-    torch.testing.assert_close(rounded[INT8][:, :, others], (x / scale).round() * scale)
+    torch.testing.assert_close(caches[INT8][:, :, others], (x / scale).round() * scale)
     signed = random_rotation(32, 0).float()
     assert torch.equal(signed.abs(), torch.full((32, 32), 32**-0.5))  # a Hadamard matrix, with signs
     low, high = (x @ signed).aminmax(dim=-1, keepdim=True)
     scale = (high - low) / 15
     zero = (-low / scale).round()
     expected = ((x @ signed / scale).round() + zero).clamp(0, 15) - zero
-    torch.testing.assert_close(rounded[INT4][:, :, others], expected * scale @ signed.T)
+    torch.testing.assert_close(caches[INT4][:, :, others], expected * scale @ signed.T)
 
 
 def test_planted_retrieval_head_is_first() -> None:
@@ -156,7 +180,7 @@ def test_planted_retrieval_head_is_first() -> None:
         query[0, 2, t] = 8 * key[0, 1, text.ids[t] + 1]
     call, sinks = AttentionCall(None, 0.25), (0,)
     whole = fused_attention(query, key, value, call)
-    streamed = evicting_attention(query, key, value, call, [8, 8], sinks)
+    streamed = evicting_attention(query, key, value, call, [[8, 8]], [sinks])
     read = HeadsOnText(query, key, call, *whole, *streamed, text)
     for name, kind in RANKINGS.items():
         scores = kind().score(read)
@@ -422,12 +446,12 @@ def test_the_best_plan_of_each_ranking_and_the_best_ranking_are_taken() -> None:
     study, noted = object.__new__(PlanStudy), dict[str, Plan]()
     scores = {name: SCORES + nth for nth, name in enumerate(RANKINGS)}
     vars(study).update(
-        sizes=SIZES, layers=[4, 5], seed=0, heads=[], calibration=(), scores=lambda *_: scores, _read=lambda *_: None,
+        sizes=SIZES, layers=[4, 5], seed=0, heads=[], calibration=(), _read=lambda *_: None,
         _added=lambda plan: (plan.name != "output-loss") + abs(plan.share - 0.5) + (plan.tokens - 0.8) ** 2,
         _evictions=lambda *_: [], dense=None, _note_tasks=lambda *_: None,
         _note=lambda budget, plans: noted.update({plan.name: plan for plan in plans}),
     )  # fmt: skip
-    study._plan_for(0.5, np.ones((2, 2)), SIZES.dense)
+    study._plan_for(0.5, scores, np.ones((2, 2)), SIZES.dense)
     assert {noted[name].share for name in (*RANKINGS, "combined")} == {0.5}
     assert (noted["retrieval"].tokens, noted["combined"].tokens) == (0.5, 0.8)
     rows = pd.DataFrame(study.heads).query("plan == 'combined'")
@@ -444,12 +468,38 @@ def test_what_layers_lose_is_that_of_keys_and_of_values_and_centers_are_without_
     projection.register_forward_hook(lambda module, args, output: values.append(output[0]))
     with open_seam(model, find_family(model)) as seams, torch.no_grad():
         study = PlanStudy(subject(model, list(ids)), seams, texts, 1, Console(quiet=True), 0)
-        losses = study.rounding_losses(4)
+        _, of_formats = study.calibrate({}, [], {"fp8": ("fp8", 8), "4 bits": ("", 4)})
     others = [token for token in range(128) if token not in (0, 5)]
     expected = values[0][others].unflatten(-1, (2, -1)).mean(0)
     torch.testing.assert_close(study.centers[0][1][:, 0], expected)
-    assert losses[0, 0] == 0
-    assert (losses.ravel()[1:] > 0).all()
+    for losses in of_formats.values():
+        assert losses[0, 0] == 0
+        assert (losses.ravel()[1:] > 0).all()
+    assert (of_formats["4 bits"].ravel()[1:] > 1.2 * of_formats["fp8"].ravel()[1:]).all()
+
+
+def test_sinks_are_exact_in_plans_and_rounded_in_what_is_served() -> None:
+    model, ids = tiny_model("llama"), np.random.default_rng(0).integers(3, 96, (2, 128))
+    texts = [CopiedText.of(ids[0]), CopiedText(ids[1], 16, sinks=tuple(range(127)))]  # the last token is its own mean
+    with open_seam(model, find_family(model)) as seams, torch.no_grad():
+        study = PlanStudy(subject(model, list(ids)), seams, texts, 1, Console(quiet=True), 0)
+        _, losses = study.calibrate({}, [], {"plans": ("", 2), INT4: (INT4, 4)})
+    assert losses["plans"].max() < 1e-6
+    assert losses[INT4].min() > 1e-3
+
+
+def test_plans_have_their_own_costs_in_any_order() -> None:
+    model, ids = tiny_model("llama", spread=6.0), np.random.default_rng(0).integers(3, 96, (2, 128))
+    texts = [replace(CopiedText.of(text), sinks=(0,)) for text in ids]
+    with open_seam(model, find_family(model)) as seams, torch.no_grad():
+        study = PlanStudy(subject(model, list(ids)), seams, texts, 1, Console(quiet=True), 0)
+        snapkv, tova, expected = study._evictions(0.25)
+        plans = [tova, study._plan("", study.sizes.dense // 2**28), snapkv, study.dense, expected]
+        together = study._read(plans, texts[:1])
+        for plan, cost in zip(plans, together, strict=True):
+            study.costs.clear()
+            np.testing.assert_allclose(cost, study._read([plan], texts[:1])[0], rtol=1e-5)
+    assert len({float(cost.copy_loss[0]) for cost in together}) == len(plans)
 
 
 def test_heads_and_layers_that_a_plan_keeps() -> None:
@@ -459,8 +509,8 @@ def test_heads_and_layers_that_a_plan_keeps() -> None:
     with open_seam(model, find_family(model)) as seams, torch.no_grad():
         texts = [CopiedText.of(text) for text in ids]
         study = PlanStudy(subject(model, list(ids)), seams, texts, 1, Console(quiet=True), 0)
-        scores = study.scores({"ranking": ranking}, 8)["ranking"]
-    assert scores.tolist() == [[5.0, 2.0]] * 3
+        scores, _ = study.calibrate({"ranking": ranking}, [0.25], {})
+    assert scores[0.25]["ranking"].tolist() == [[5.0, 2.0]] * 3
     losses = {name: np.roll(np.array([[0.2, 0.1], [0.1, 0.5], [0.3, 0.1]]), at, 0) for at, name in enumerate(SERVED)}
     plans = {plan.name: plan for plan in study._served_plans(losses)}
     for at, (name, kind) in enumerate(SERVED.items()):
