@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from sinkscope.attention.seam import open_seam
 from sinkscope.commands.kv_plan.options import KvPlanOptions
-from sinkscope.commands.kv_plan.plan import CopiedText, PlanStudy, check_plan_applies, predicted_sinks, questions_of
+from sinkscope.commands.kv_plan.study import PlanStudy, check_plan_applies
+from sinkscope.commands.kv_plan.texts import CopiedText, predicted_sinks, questions_of
 from sinkscope.commands.measured import opened, shown
 from sinkscope.commands.printout import Printout
 from sinkscope.errors import InputError, counted

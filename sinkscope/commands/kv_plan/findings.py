@@ -19,7 +19,6 @@ from sinkscope.commands.kv_plan.plan import (
     AS_MANY,
     CACHE_BITS,
     COMBINED,
-    COPY,
     COSTLIEST_SPARED,
     DENSE,
     FIRST_AND_LAST,
@@ -32,8 +31,9 @@ from sinkscope.commands.kv_plan.plan import (
     RANDOM_SPARED,
     RANKINGS,
     SERVED,
-    number_spared,
 )
+from sinkscope.commands.kv_plan.study import number_spared
+from sinkscope.commands.kv_plan.texts import COPY
 from sinkscope.errors import counted
 from sinkscope.measuring.sink_rule import FIRST_TOKENS
 from sinkscope.results.findings import KEPT_RETRIEVAL, SMALL_RATIO, Finding, Outcome

@@ -11,19 +11,12 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from sinkscope.attention.kernels import AttentionCall, fused_attention
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.weights import AttentionRead
-from sinkscope.commands.kv_plan import plan as plans_of_caches
+from sinkscope.commands.kv_plan import study as studies
+from sinkscope.commands.kv_plan.caches import attending_after_evictions, attending_with_plans
 from sinkscope.commands.kv_plan.eviction import EVICTIONS, EXPECTED, PromptRead, after_eviction, mean_rotation
-from sinkscope.commands.kv_plan.plan import (
-    KEY,
-    VALUE,
-    CopiedText,
-    Plan,
-    PlanCost,
-    Sizes,
-    attending_after_evictions,
-    attending_with_plans,
-    questions_of,
-)
+from sinkscope.commands.kv_plan.plan import Plan, Sizes
+from sinkscope.commands.kv_plan.study import PlanCost
+from sinkscope.commands.kv_plan.texts import KEY, VALUE, CopiedText, questions_of
 from sinkscope.models.families import find_family
 from sinkscope.text.batch import Batch
 
@@ -197,7 +190,7 @@ def test_questions_are_early_and_the_key_ends_the_prompt() -> None:
 
 
 def test_windows_after_the_prompt_are_of_what_a_layer_sees() -> None:
-    study = object.__new__(plans_of_caches.PlanStudy)
+    study = object.__new__(studies.PlanStudy)
     vars(study).update(sizes=Sizes(np.array([100, 41]), 2, 16, 1))
     for door, positions, names in (
         ("interface", "rotary", [*EVICTIONS]), ("interceptor", "learned", [*EVICTIONS]),
@@ -213,7 +206,7 @@ def test_windows_after_the_prompt_are_of_what_a_layer_sees() -> None:
 
 @pytest.mark.parametrize(("dense", "kept"), [([0.8, 0.6], 0.5), ([0.8, 0.1], float("nan"))])
 def test_what_is_kept_is_a_share_of_what_the_dense_cache_retrieves(dense: list[float], kept: float) -> None:
-    study, plan = object.__new__(plans_of_caches.PlanStudy), Plan("", np.zeros(1), np.zeros(1))
+    study, plan = object.__new__(studies.PlanStudy), Plan("", np.zeros(1), np.zeros(1))
     retrieval = [np.array(x) for x in (dense, [0.4, 0.3], [0.2, 0.1])]
     costs = [PlanCost(*np.full((2, 2), [[9.0], [2.0]]), each, each / 10) for each in retrieval]
     vars(study).update(

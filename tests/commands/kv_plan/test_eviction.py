@@ -8,8 +8,9 @@ from tiny import tiny_model, tiny_tokens
 
 from sinkscope.attention.kernels import AttentionCall
 from sinkscope.attention.seam import open_seam
+from sinkscope.commands.kv_plan.caches import attending_with_plans
 from sinkscope.commands.kv_plan.eviction import evicting_attention, of_sequences
-from sinkscope.commands.kv_plan.plan import NO_SINKS, Plan, attending_with_plans
+from sinkscope.commands.kv_plan.plan import NO_SINKS, Plan
 from sinkscope.models.families import find_family
 
 WINDOWS = {"llama": [3, 24], "mistral": [2, 6], "gemma2": [2, 24], "gpt_oss": [1, 5], "gpt2": [9, 9, 1, 24]}

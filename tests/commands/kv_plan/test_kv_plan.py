@@ -29,7 +29,8 @@ from transformers import (
 import sinkscope
 from sinkscope.attention.kernels import AttentionCall, fused_attention
 from sinkscope.attention.seam import open_seam
-from sinkscope.commands.kv_plan import plan as plans_of_caches
+from sinkscope.commands.kv_plan import study as studies
+from sinkscope.commands.kv_plan.caches import exact_tokens, rounded_cache, rounded_pair
 from sinkscope.commands.kv_plan.eviction import EVICTIONS, evicting_attention
 from sinkscope.commands.kv_plan.figures import draw_kv_plan
 from sinkscope.commands.kv_plan.findings import findings, plans, vllm_options
@@ -42,22 +43,16 @@ from sinkscope.commands.kv_plan.plan import (
     FIRST_FOUR,
     FIRST_TOKENS,
     NO_SINKS,
-    PAIRS,
     RANDOM,
     RANDOM_SPARED,
     RANKINGS,
     SERVED,
-    CopiedText,
     HeadsOnText,
     Plan,
-    PlanCost,
-    PlanStudy,
     Sizes,
-    exact_tokens,
-    predicted_sinks,
-    rounded_cache,
-    rounded_pair,
 )
+from sinkscope.commands.kv_plan.study import PlanCost, PlanStudy
+from sinkscope.commands.kv_plan.texts import PAIRS, CopiedText, predicted_sinks
 from sinkscope.errors import InputError
 from sinkscope.measuring.sink_rule import SinkRule
 from sinkscope.measuring.subject import Subject
@@ -406,14 +401,14 @@ def test_files_and_figure_have_the_numbers_of_the_tables(run: Run) -> None:
 
 def test_retrieval_is_of_the_copy_and_guesses_are_before_it(monkeypatch: pytest.MonkeyPatch, ids: Path) -> None:
     """The logits of a model that knows only what follows prompts replace the model's."""
-    read = plans_of_caches.logits_on
+    read = studies.logits_on
 
     def knowing_the_copy(subject: Subject, batch: Batch) -> torch.Tensor:
         logits = torch.zeros_like(read(subject, batch))
         logits[:, range(127, logits.shape[1] - 1), batch.token_ids[0, 128:]] = 9.0
         return logits
 
-    monkeypatch.setattr(plans_of_caches, "logits_on", knowing_the_copy)
+    monkeypatch.setattr(studies, "logits_on", knowing_the_copy)
     run = sinkscope.kv_plan(tiny_model("llama"), input=ids, page=False, figures=(), **SMALL)
     table = run.tables["kv_plan"]
     assert (table[["retrieval", "guessed", "kept"]] == [1, 0, 1]).all(axis=None)
