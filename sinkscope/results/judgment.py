@@ -92,10 +92,10 @@ class Test:
         return float(seeds[enough[0]]) if len(enough) else inf
 
     def separates(self, estimate: Estimate) -> bool:
-        """Return whether every draw of the null is outside, or less far inside than the value; True without draws."""
+        """Return whether every draw of the null is outside, or less far inside than the value; False without draws."""
         low, high = estimate.null_low, estimate.null_high
         if isnan(low):
-            return True
+            return False
         if isfinite(self.least) and isfinite(self.most):
             return not (self._above(high) and self._below(low))
         if isfinite(self.least):

@@ -55,7 +55,13 @@ def study_claim(
 
 
 def mean_over_seeds(values: np.ndarray, ends: Ends = None) -> Estimate:
-    return mean_of_runs(values) if ends is None else mean_of_rates(values, *ends)
+    """Return the mean over seeds of a number, which is between `ends`.
+
+    A rate or a count that is 0 in all seeds has no width: it is 0 in each of their heads and sequences already. Other
+    numbers that all seeds share, as a rank correlation of a few levels, may do so by chance.
+    """
+    is_zero = len(values) > 1 and ends is not None and ends[0] == 0 and not values.any()
+    return mean_of_runs(values) if ends is None or is_zero else mean_of_rates(values, *ends)
 
 
 def mean_of_ratios(ratios: np.ndarray) -> Estimate:

@@ -20,6 +20,7 @@ from sinkscope.commands.claims.evidence import MAIN, Evidence, Null
 from sinkscope.commands.claims.figures import OUTCOME_LOOKS, _decided, _distance
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.scorecard import Scorecard, headline, once, scorecard_markdown, unusual, value_text
+from sinkscope.commands.claims.studies import PLAIN
 from sinkscope.commands.claims.table import evidence_of, judged, no_interval
 from sinkscope.figures import KINDS
 from sinkscope.measuring.observables.query_bias import NO_QUERY_BIAS
@@ -31,6 +32,7 @@ from sinkscope.results.judgment import Test as Threshold
 from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Lacks, Sequences
 from sinkscope.results.statistics import Estimate, exact
+from sinkscope.results.trainings import UNTOUCHED
 
 
 def as_draw(run: RunData, draw: int | None) -> RunData:
@@ -95,6 +97,29 @@ def test_a_null_without_one_of_the_numbers_is_undefined_whatever_else_was_not_me
     claim = replace(CLAIMS["W-1"], parts=tuple(map(absent_from_draws, errors)))
     judgment = judge(claim, evidence_of([of_text(0.5), of_text(0.0, 0)], "made"))
     assert (judgment.outcome, judgment.tells) == (HOLDS, tells)
+
+
+@pytest.mark.parametrize("error", [Lacks, NotDefined])
+def test_a_number_without_a_null_separates_nothing(error: type[Exception]) -> None:
+    """The draws have a larger sink rate than the model, and fail by their wide interval alone."""
+    draws = []
+    for draw in range(2):
+        table = by_sequence({"sink_rate": [0.2, 0.0]}, noise=0.5, position=[0, 1])
+        draws.append(as_draw(analysis({"attention_by_sequence": table}), draw))
+    runs = [of_text(0.12), *draws]
+    claim = replace(CLAIMS["W-1"], parts=(*CLAIMS["W-1"].parts, absent_from_draws(error)))
+    for each in (CLAIMS["W-1"], claim):
+        judgment = judge(each, evidence_of(runs, "made"))
+        assert judgment.outcome == HOLDS
+        assert judgment.estimates[0].null_low > judgment.estimates[0].value
+        assert judgment.tells != "yes"
+
+
+def test_plain_training_is_a_null_of_other_arms_alone() -> None:
+    for claim in CLAIMS.values():
+        if claim.null == Null.PLAIN:
+            methods = {method for need in claim.needs for method in need.of.split(",")}
+            assert methods - {PLAIN, UNTOUCHED}, claim.id
 
 
 def of_massive(entry: float, draw: int | None = None, coordinates: int = 1) -> RunData:

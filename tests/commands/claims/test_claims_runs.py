@@ -149,12 +149,19 @@ def of_both(kind: str = "rotary", **rates: tuple[float, float]) -> list[RunData]
     ]
 
 
-def by_length(*shares: tuple[float, float, float], windows: Sequence[int] = (16, 32, 64, 128)) -> list[RunData]:
-    """Make a hundred heads of one layer: shares of them with a window mass above 0.2, 0.3 and 0.4 at each length."""
+def by_length(
+    *shares: tuple[float, float, float], windows: Sequence[int] = (16, 32, 64, 128), uniform: float = 1.0
+) -> list[RunData]:
+    """Make a hundred heads of one layer: shares of them with a window mass above 0.2, 0.3 and 0.4 at each length.
+
+    Uniform attention gives position 0 `uniform` ÷ length.
+    """
     runs = []
     for length, window, own in zip((16, 32, 64, 128), windows, shares, strict=True):
         heads = np.array([0.1 + 0.1 * sum(place < 100 * share for share in own) + 0.01 for place in range(100)])
-        table = by_sequence({"window_mass": heads[None]}, 1, 1e-3, head=range(100))
+        table = by_sequence({"window_mass": heads[None]}, 1, 1e-3, head=range(100)).assign(
+            uniform_mass=uniform / length
+        )
         config = {"epsilon": 0.3, "seq_len": length, "window": window}
         tables = {"attention_heads_by_sequence": table} | ({"attention": table} if length == 64 else {})
         runs.append(RunData(manifest() | {"config": config}, tables))
@@ -190,9 +197,15 @@ def prefixed(position: int, late: bool = False, count: int = 40, prefix: int = 3
     return analysis({"sink_positions": sinks}, family=family("rotary", prefix=prefix))
 
 
-def windowed(mass: float, window: int | None = 8) -> RunData:
+def windowed(mass: float, window: int | None = 8, rate: float = 0.5) -> RunData:
     table = {"window_edge_by_sequence": by_sequence({"edge_mass": mass}, noise=0.001)}
+    table["attention_by_sequence"] = by_sequence({"sink_rate": [rate]}, noise=0.001, position=[0])
     return analysis(table, model={"name": "made", "weights": "trained", "sliding_window": window})
+
+
+def without_rates() -> RunData:
+    table = by_sequence({"sink_rate": [np.nan, *[0.0] * 15], "uniform_mass": 0.4}, 4, position=range(16))
+    return analysis({"attention_by_sequence": table}, model={"name": "made", "weights": "trained", "parameters": 10**6})
 
 
 def branch(*names: str, compress: float = 1.0) -> RunData:
@@ -231,7 +244,7 @@ def of_domains(natural: float, elsewhere: float) -> list[RunData]:
     ]
 
 
-def attracting() -> RunData:
+def attracting(longest: int = 64) -> RunData:
     """Return three layers of two heads, in which 3 of 4 heads that read a massive state have a sink there.
 
     Elsewhere there is one sink with enough queries, which 49 of 64 positions have.
@@ -248,7 +261,7 @@ def attracting() -> RunData:
         "sink_positions": sinks.assign(queries=64 - sinks["position"]),
         "attention_heads": heads,
     }
-    return analysis(tables, input={**NO_BOS, "longest": 64})
+    return analysis(tables, input={**NO_BOS, "shortest": 64, "longest": longest})
 
 
 def taking(*later: float) -> RunData:
@@ -449,6 +462,12 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     ("W-20", by_length((0.3, 0.3, 0.3), (0.4, 0.4, 0.35), (0.5, 0.5, 0.4), (0.6, 0.6, 0.5)), FAILS, None, ""),
     ("W-20", by_length((0.9, 0.5, 0.12), (0.8, 0.3, 0.05), (0.7, 0.1, 0.0), (0.6, 0.0, 0.0)), NOT_APPLIES, None,
         "which is a floor"),
+    # at 16 tokens uniform attention has more than 0.2, so that all heads exceed it
+    ("W-20", by_length((1.0, 0.90, 0.60), (0.7, 0.6, 0.45), (0.6, 0.45, 0.3), (0.5, 0.3, 0.2), uniform=3.4),
+        (HOLDS, HOLDS), None, ""),
+    ("W-20", by_length((0.90, 0.78, 0.65), (0.72, 0.58, 0.42), (0.0, 0.0, 0.0), (0.44, 0.31, 0.24),
+        windows=(16, 32, 16, 128)),
+        (HOLDS, HOLDS), None, ""),  # the run's own length has another window, and does not count
     ("W-20", by_length(*[(0.05, 0.0, 0.0)] * 4), NOT_APPLIES, None, "at no length is a sink rate above"),
     ("W-20", by_length(*[(0.9, 0.8, 0.5)] * 4, windows=(8, 32, 64, 128)), UNMEASURED, None, "--seq-len 16 --window 16"),
     # outlier features are looked for in every sequence: the first does not represent the others
@@ -461,6 +480,10 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     ("W-39", [prefixed(2, count=0)], NOT_APPLIES, None, "no sink at any position"),
     ("W-41", [windowed(0.01)], HOLDS, 0.01, ""),
     ("W-41", [windowed(0.2)], FAILS, 0.2, ""),
+    ("W-41", [windowed(0.01, rate=0.02)], (HOLDS, FAILS), 0.01, ""),  # there is no sink at all
+    # uniform attention alone exceeds ε
+    *((claim, [without_rates()], NOT_APPLIES, None, "position 0 has no sink rate")
+        for claim in ("GS-2", "W-1", "W-18", "W-21")),
     ("W-41", [windowed(0.01, None)], NOT_APPLIES, None, "it has no sliding window"),
     # models without the gradient's gain of one branch, without enough points, or without a bound
     ("GS-15", [branch("attn")], NOT_APPLIES, None, "the gradient's gain in the mlp branch is not defined in any layer"),
@@ -472,6 +495,7 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     # the mean of one state is the state
     *((claim, [analysis({}, input=BOS)], NOT_APPLIES, None, "the BOS before all") for claim in ("S-9", "S-12")),
     ("S-13", [attracting()], HOLDS, (3 / 4) / (4 / (4 * 49)), "75% against 2.0%"),
+    ("S-13", [attracting(longest=128)], HOLDS, (3 / 4) / (4 / (4 * 49)), "75% against 2.0%"),  # positions of all
     ("V-3", [taking(0.05, 0.9, 0.9)], HOLDS, 0.05, "1 key/value head"),
     ("V-3", [taking(0.9, 0.05, 0.05)], FAILS, 0.9, ""),
     ("GS-14", [strengthening(range(1, 25))], HOLDS, 1.0, ""),

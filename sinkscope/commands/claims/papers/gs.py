@@ -54,6 +54,11 @@ def _more_mass(evidence: Evidence) -> Estimate:
     return _more_at_first(by_layer / uniform, least=APART)
 
 
+def _higher_rate(evidence: Evidence) -> Estimate:
+    estimates.sink_rate(evidence.natural)  # raises NotDefined
+    return _more_at_first(estimates.attention(evidence.natural, "sink_rate"))
+
+
 def _elevated(evidence: Evidence) -> Estimate:
     first, others = (estimates.norms(evidence.natural, "layer_in", column) for column in ("norm", "norm_after_first"))
     return bootstrap((first > others).mean(1))
@@ -300,11 +305,11 @@ _OR_UNIFORM = " or under uniform attention, whichever is larger"
 
 CLAIMS = (
     Claim("GS-1", "fig. 1", "Position 0 has a distinctly larger sink mass.",
-        (Part("share of layers in which position 0 has at least twice as much, in units of uniform attention, as 1–15",
+        (Part("share of layers with more at position 0 than at any of 1–15, and than twice, ÷ uniform attention",
             _more_mass, at_least(0.5)),), scope=(causal,)),
     Claim("GS-2", "fig. 1", "Position 0 has a distinctly larger sink rate.",
         (Part("share of layers in which position 0 has a higher sink rate than any of 1–15",
-            lambda e: _more_at_first(estimates.attention(e.natural, "sink_rate")), at_least(0.5)),)),
+            _higher_rate, at_least(0.5)),)),
     Claim("GS-3", "fig. 1", "The residual norm of position 0 is elevated.",
         (Part("share of layers whose input has a larger norm at position 0 than at positions 1–15",
             _elevated, at_least(0.5)),)),

@@ -117,23 +117,26 @@ def _at_first_or_delimiter(evidence: Evidence) -> Estimate:
 
 
 def _attracts(evidence: Evidence) -> Estimate:
-    """Return P(sink | massive input) ÷ P(sink), over positions with enough queries in all layers except the first."""
+    """Return P(sink | massive input) ÷ P(sink), over all layers except the first.
+
+    Positions are those that have enough queries in all sequences.
+    """
     massive, sinks = massive_entries(evidence.natural), evidence.natural.table("sink_positions")
     run = evidence.natural.run
-    count, longest = run.manifest["input"]["sequences"], run.manifest["input"]["longest"]
+    count, shortest = run.manifest["input"]["sequences"], run.manifest["input"]["shortest"]
     heads = evidence.natural.table("attention_heads").groupby("layer")["head"].nunique()
     layers = heads.index[heads.index > 0]
-    if longest <= FEWEST_QUERIES or not len(layers):
+    if shortest <= FEWEST_QUERIES or not len(layers):
         raise NotDefined("the sequences are too short, or it has one layer")
     places = massive[["layer", "sequence", "position"]].drop_duplicates()
     places = places.assign(layer=places["layer"] + 1)  # a layer's output is the next one's input
-    places = places[places["layer"].isin(layers) & (places["position"] <= longest - FEWEST_QUERIES)]
-    sinks = sinks[sinks["layer"].isin(layers) & (sinks["queries"] >= FEWEST_QUERIES)]
+    last = shortest - FEWEST_QUERIES
+    places, sinks = (each[each["layer"].isin(layers) & (each["position"] <= last)] for each in (places, sinks))
     sums = pd.DataFrame({
         "hits": sinks.merge(places, on=["layer", "sequence", "position"]).groupby("sequence").size(),
         "of": places["layer"].map(heads).groupby(places["sequence"]).sum(),
         "all_hits": sinks.groupby("sequence").size(),
-    }).reindex(range(count)).fillna(0).assign(of_all=heads[layers].sum() * (longest - FEWEST_QUERIES + 1))  # fmt: skip
+    }).reindex(range(count)).fillna(0).assign(of_all=heads[layers].sum() * (last + 1))  # fmt: skip
     hits, of, all_hits, of_all = _means(evidence, sums).T
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = (hits / of) / (all_hits / of_all)

@@ -35,7 +35,7 @@ from sinkscope.models.varied_llama import MODEL_TYPE
 from sinkscope.results import statistics
 from sinkscope.results.findings import SINK, Published
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
-from sinkscope.results.metrics import is_sink
+from sinkscope.results.metrics import is_sink, lacks_rate
 from sinkscope.results.papers import SINK_RATES, WSE_TABLE_1, published, published_rates
 from sinkscope.results.run import WITH, WITHOUT, RunData
 from sinkscope.results.sequences import Lacks, Sequences, table_of_run
@@ -73,7 +73,7 @@ def _both_policies(evidence: Evidence, *inputs: str) -> str:
 
 _AT_FIRST = replace(
     of_run(RUN_CLAIMS["W-1"].parts[0]),
-    measure=lambda evidence: bootstrap(sink_rates(evidence.natural)).over(_both_policies(evidence, NATURAL)),
+    measure=lambda evidence: estimates.sink_rate(evidence.natural).over(_both_policies(evidence, NATURAL)),
 )
 
 
@@ -87,7 +87,7 @@ def _on_drawn(drawn: str, evidence: Evidence, policy: str = "", as_share: bool =
     for role in (text, other):
         if not evidence.has(role):
             raise NotDefined(reason) if (reason := evidence.inapplicable(role)) else Lacks(evidence.command(role))
-    words, before = _both_policies(evidence, NATURAL, drawn), bootstrap(sink_rates(evidence.sequences(text)))
+    words, before = _both_policies(evidence, NATURAL, drawn), estimates.sink_rate(evidence.sequences(text))
     if before.value <= SINK:
         raise NotDefined(f"its text has no sink {policy} a BOS, which this claim is about ({words})")
     after = bootstrap(sink_rates(evidence.sequences(other)))
@@ -111,6 +111,7 @@ def _angle(evidence: Evidence) -> Estimate:
 
 
 def _early_blocks(evidence: Evidence) -> Estimate:
+    estimates.sink_rate(evidence.natural)  # raises NotDefined
     by_layer = 100 * estimates.attention(evidence.natural, "sink_rate")[..., 0]
     early = max(1, by_layer.shape[1] // 4)
     return bootstrap(by_layer[:, :early].mean(1) - by_layer[:, early:].mean(1))
@@ -128,20 +129,29 @@ def _domains(evidence: Evidence) -> Estimate:
 
 
 def _by_length(evidence: Evidence, *epsilons: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return log₂ T (lengths,), and the sink rate in percent (R, ε, lengths), with windows of T tokens."""
-    roles, rates = {evidence.natural.run.manifest["config"]["seq_len"]: MAIN} | OTHER_LENGTHS, []
+    """Return log₂ T (lengths,), and the sink rate in percent (R, ε, lengths), with windows of T tokens.
+
+    It is NaN where uniform attention alone exceeds ε.
+    """
+    config, rates = evidence.natural.run.manifest["config"], []
+    roles = ({config["seq_len"]: MAIN} if config["window"] == config["seq_len"] else {}) | OTHER_LENGTHS
     for sequences in map(evidence.sequences, roles.values()):
-        mass = sequences.values("attention_heads_by_sequence", "window_mass", ("layer", "head"))
-        sinks = np.stack([np.where(np.isfinite(mass), is_sink(mass, epsilon), np.nan) for epsilon in epsilons], axis=-1)
-        rates.append(100 * statistics.weighted_means(np.nanmean(sinks, axis=(1, 2)), sequences.weights))
+        read = partial(sequences.values, "attention_heads_by_sequence", by=("layer", "head"))
+        mass, uniform = read("window_mass"), read("uniform_mass")
+        has_rate = np.stack([np.isfinite(mass) & ~lacks_rate(uniform, epsilon) for epsilon in epsilons], axis=-1)
+        sinks = np.stack([is_sink(mass, epsilon) for epsilon in epsilons], axis=-1) & has_rate
+        with np.errstate(invalid="ignore"):
+            shares = sinks.sum((1, 2)) / has_rate.sum((1, 2))
+        rates.append(100 * statistics.weighted_means(shares, sequences.weights))
     return np.log2(list(roles)), np.stack(rates, axis=-1)
 
 
 def _slope(evidence: Evidence) -> Estimate:
     x, rates = _by_length(evidence, EPSILON)
-    if rates[0].max() <= SINK:
+    has_rate = np.isfinite(rates[0, 0])
+    if has_rate.sum() < 2 or rates[0, 0, has_rate].max() <= SINK:
         raise NotDefined(f"at no length is a sink rate above {SINK:g} %")
-    return bootstrap(over_seeds.slope_on(x, rates[:, 0]))
+    return bootstrap(over_seeds.slope_on(x[has_rate], rates[:, 0, has_rate]))
 
 
 def _steeper(evidence: Evidence) -> Estimate:
@@ -149,7 +159,7 @@ def _steeper(evidence: Evidence) -> Estimate:
     # The scale is logarithmic because, in points, a smaller rate could lose less only because it is smaller.
     x, rates = _by_length(evidence, *AROUND)
     has_sink = (rates[0] > SINK).all(axis=0)
-    words = "; ".join(f"ε = {epsilon:g}: {', '.join(f'{rate:.1f}' for rate in by_length)} %"
+    words = "; ".join(f"ε = {epsilon:g}: {', '.join('–' if np.isnan(rate) else f'{rate:.1f}' for rate in by_length)} %"
                       for epsilon, by_length in zip(AROUND, rates[0][:, np.argsort(x)], strict=True))  # fmt: skip
     if has_sink.sum() < 2:
         raise NotDefined(f"at fewer than two lengths a sink is left at both ε, which is a floor ({words})")
@@ -523,7 +533,8 @@ CLAIMS = (
         (Part("share of sinks within the prefix", _within_prefix, at_least(0.9)),), scope=(causal, _prefix_lm)),
     Claim("W-41", "fig. 6", "The sink is the first token of the text, not of the window.",
         (Part("mean weight on the window's first token",
-            lambda e: bootstrap(e.natural.means("window_edge_by_sequence", "edge_mass").mean(1)), below(FAR_BELOW)),),
+            lambda e: bootstrap(e.natural.means("window_edge_by_sequence", "edge_mass").mean(1)), below(FAR_BELOW)),
+         replace(_AT_FIRST, is_evidence=False)),
         scope=(causal, _windowed)),
     study_claim("W-42", "table 3", "Every positional scheme has a sink.", Need("factor", "positions"),
         ("sink rate in %, scheme with the least", over_levels(_least_of_all), above(SINK)),
@@ -638,9 +649,11 @@ CLAIMS = (
         (RATES, DECAYS, RATE), published=published("WSE table 14", {"lowest": 0.18, "highest": 0.81})),
     study_claim("W-59", "§7.4", "Sigmoid attention has no sink at 1 B.", ONE,
         ("sink rate of the proxy, sigmoid − softmax, in points", difference(SINK_RATE, SIGMOID), below(-SINK)),
+        ("sink rate of the proxy in %, sigmoid", of_one(SINK_RATE, SIGMOID, PLAIN, PERCENT, HAS_SINK), below(SINK)),
         scope=(scopes.of_a_billion,),
         published=published("WSE §7.4", {"sigmoid": 2.46, "softmax": 45.11}, "1 B model, sink rate in %")),
     study_claim("W-60", "fig. 30", "Fine-tuning stays stable.", Need("retrofit", f"{PLAIN},{UNTOUCHED}"),
         ("held-out loss, after − before", difference(metric("loss"), PLAIN, UNTOUCHED), below(0.0)),
+        set_against=Null.NONE,
         published=published("WSE fig. 30", {"about": 1.8 - 2.6}, "1 B, loss in training")),
 )  # fmt: skip
