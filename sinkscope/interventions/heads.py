@@ -122,13 +122,13 @@ class ScaleHeadOutputs(Intervention):
             raise InputError(f"{self.name} would change nothing: its factor is 1")
 
         def scaled(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            x = x.clone()
-            outputs = x.unflatten(-1, (target.query_heads, -1))  # (B,T,H,d)
+            before, x = x.unflatten(-1, (target.query_heads, -1)), x.clone()  # (B,T,H,d): the means are of no edit
+            outputs = x.unflatten(-1, (target.query_heads, -1))
             for position in self.positions:
                 rows, columns = layout.once(layout.locate, x.device, *x.shape[:2], position)
                 if not len(rows):
                     continue
-                center = torch.zeros_like(outputs[rows, columns])
+                center = torch.zeros_like(before[rows, columns])
                 if self.around == "mean":
                     if layout.past:
                         raise InputError(
@@ -136,8 +136,8 @@ class ScaleHeadOutputs(Intervention):
                         )
                     column = torch.arange(x.shape[1], device=x.device)
                     is_before = (column <= columns[:, None]) & (column >= columns[:, None] - position)
-                    center = torch.einsum("nt,nthd->nhd", is_before.to(x), outputs[rows]) / (position + 1)
-                changed = center + self.factor * (outputs[rows, columns] - center)
+                    center = torch.einsum("nt,nthd->nhd", is_before.to(x), before[rows]) / (position + 1)
+                changed = center + self.factor * (before[rows, columns] - center)
                 outputs[rows[:, None], columns[:, None], torch.tensor(heads, device=x.device)] = changed[:, heads]
                 touch()
             return x

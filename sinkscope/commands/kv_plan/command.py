@@ -66,9 +66,11 @@ def kv_plan(
     enough = config.model_copy(update={"num_seqs": config.num_seqs + config.calibration})
     with opened(model, tokenizer, enough, out, overwrite, quiet) as (whole, folder, console), torch.no_grad():
         check_plan_applies(whole)
-        subject = replace(whole, inputs=whole.inputs.part(0, len(whole.inputs) - config.calibration))
-        if not len(subject.inputs):
-            raise InputError(f"the input holds {counted(len(whole.inputs), 'sequence')}: a plan needs at least 2")
+        measured = len(whole.inputs) - config.calibration
+        if measured < 1:
+            needed = f"a plan needs {config.calibration} for --calibration, and others that are measured"
+            raise InputError(f"the input holds {counted(len(whole.inputs), 'sequence')}: {needed}")
+        subject = replace(whole, inputs=whole.inputs.part(0, measured))
         parity = parity_check(whole, config)
         print_line(console, "looking for sinks")
         texts = [CopiedText.of(ids) for ids in whole.inputs.sequences]

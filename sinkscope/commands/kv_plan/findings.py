@@ -130,7 +130,8 @@ def _ratio_of(row: Any) -> str:
 
 def _cost_text(row: Any) -> str:
     retrieval = _interval(row["kept"], row["kept_low"], row["kept_high"], ".0%")
-    return f"perplexity × {_ratio_of(row)}, retrieval {retrieval} of the dense cache's"
+    compared = "not defined" if math.isnan(row["kept"]) else f"{retrieval} of the dense cache's"
+    return f"perplexity × {_ratio_of(row)}, retrieval {compared}"
 
 
 def _at_budget(run: RunData, budget: float) -> Iterator[Finding]:
@@ -139,13 +140,15 @@ def _at_budget(run: RunData, budget: float) -> Iterator[Finding]:
     rows = table[table["budget"] == budget].set_index("plan")
     row = rows.loc[COMBINED]
     met = int(row["ratio"] <= SMALL_RATIO) + int(row["kept"] >= KEPT_RETRIEVAL)
-    outcome = (Outcome.REFUTED, Outcome.PARTLY, Outcome.CONFIRMED)[met]
+    is_known = not math.isnan(row["kept"])
+    outcome = (Outcome.REFUTED, Outcome.PARTLY, Outcome.CONFIRMED)[met] if is_known else Outcome.UNDEFINED
     heads = f"{counted(int(row['whole_heads']), 'key/value head')} with all tokens"
     heads += f", the others with sinks and the last {row['window']:g}" if row["window"] >= 0 else ""
     bits = "" if row["bits"] == FULL_BITS else f", on {row['bits']:.3g} bits, mean over keys and values of all layers"
     sentence = f"With {row['memory']:.1%} of the memory ({heads}{bits}): {_cost_text(row)}. This is a bound for what "
     sentence += f"engines could do: none runs such a plan, which takes {row['paged_memory']:.1%} where the heads of a "
     sentence += "layer share blocks."
+    sentence += "" if is_known else f" The dense cache retrieves less than {ABLE:.0%}, too few to compare plans."
     numbers = {what: row[what] for what in ("budget", "memory", "paged_memory", "kept", "bits")}
     ends = {"low": row["ratio_low"], "high": row["ratio_high"], "threshold": SMALL_RATIO}
     yield Finding("plan", PLAN, outcome, row["ratio"], numbers=numbers, is_headline=True, sentence=sentence, **ends)
@@ -235,7 +238,9 @@ def plans(run: RunData) -> dict[str, Any]:
         bits = [rows[["key_bits", "value_bits"]].iloc[0].tolist() for rows in by_layer]
         plan = {"budget": budget, "plan": name, "windows": windows, "bits": bits}
         row = measured[budget, name]
-        made.append(plan | {what: float(row[what]) for what in ("memory", "perplexity", "ratio", "retrieval", "kept")})
+        for what in ("memory", "perplexity", "ratio", "retrieval", "kept"):
+            plan[what] = float(row[what]) if math.isfinite(row[what]) else None
+        made.append(plan)
     sinks = {what: entry[f"sink_{what}"] for what in ("layer", "coordinates", "at_least")}
     return {
         "model": run.model,

@@ -67,6 +67,7 @@ from sinkscope.measuring.sink_rule import FIRST_TOKENS
 from sinkscope.measuring.streaming import token_losses
 from sinkscope.measuring.subject import Subject, position_limit
 from sinkscope.results.statistics import bootstrap, resamplings_of, weighted_means
+from sinkscope.retrofits.retrofit import registers_before
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import TokenInputs
 
@@ -364,7 +365,8 @@ class PlanStudy:
         def read_batch(plans: Sequence[Plan], opened: None, batch: Batch, observables: Any) -> torch.Tensor:
             text = texts[batch.first]
             plain, evicting = ([plan for plan in plans if bool(plan.evicts) is evicts] for evicts in (False, True))
-            sinks, prompt = [plan.sinks_of(text) for plan in plain], len(text.ids) - text.copied
+            sinks = [plan.sinks_of(text) for plan in plain]
+            prompt = registers_before(model) + len(text.ids) - text.copied
             rows = batch.repeated(len(plans))
             pruned = attending_after_evictions(modules, self.seams, evicting, batch, prompt, self.sizes)
             with attending_with_plans(self.seams, plain, sinks, self.centers), pruned if evicting else nullcontext():

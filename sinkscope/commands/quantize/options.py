@@ -100,9 +100,19 @@ class QuantizeOptions(RunConfig):
             raise ValueError("--cure is a setting of presets")
         if self.static_scheme is None:
             for name in ("prefix", *(field.name for field in fields(Precision))):
-                if getattr(self, name) != type(self).model_fields[name].default:
+                if self._is_changed(name):
                     raise ValueError(f"{flag(name)} is a setting of --scheme static or full")
+        for name, is_read, setting in (
+            ("alpha", "smoothquant" in self.cures, "the cure smoothquant"),
+            ("bits_kv_cache", self.kv_cache_per is not None, "--kv-cache-per"),
+            ("prefix_draws", self.prefix is not None, "--prefix"),
+        ):
+            if self._is_changed(name) and not is_read:
+                raise ValueError(f"{flag(name)} is a setting of {setting}, which is not measured")
         return self
+
+    def _is_changed(self, name: str) -> bool:
+        return getattr(self, name) != type(self).model_fields[name].default
 
     def folder(self) -> Path:
         if self.static_scheme is None:

@@ -386,6 +386,8 @@ LONGEST_MODEL = 16  # characters
 def draw_formats_models(tables: SweepTables) -> Figure:
     table = tables.tables[FORMATS]
     table = table[table["part"] == "all"]
+    if table["cell"].nunique() > table["model"].nunique():  # several cells of a model
+        table = table.assign(model=table["cell"])
     schemes, models = list(dict.fromkeys(table["scheme"])), list(dict.fromkeys(table["model"]))
     figure = new_figure(1.0 + 0.95 * len(models), 0.33 * len(schemes) + 0.75)
     ax = figure.subplots()

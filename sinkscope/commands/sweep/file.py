@@ -278,7 +278,9 @@ def _cell(
     replaced = dict(overrides)
     if isinstance(replaced.get("config"), dict):
         fields = ",".join(f"{field}={value}" for field, value in replaced.pop("config").items())
-        options["config"] += ("," if ":" in options["config"] else ":") + fields
+        if "config" in kind.model_fields:
+            config = options.get("config", kind.model_fields["config"].default)
+            options["config"] = f"{config}{',' if ':' in config else ':'}{fields}"
     options |= applicable(replaced)
 
     called = {option: "+".join(value) if isinstance(value, dict) else value for option, value in setting.items()}

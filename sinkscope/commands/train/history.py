@@ -186,11 +186,14 @@ class TotalWeight(Observable):
         weights = upcast(read.mix_weights(rows, rows).abs())
         total, received = weights.sum(-1), weights.sum(-2)
         of_queries = total.flip(-1).cumsum(-1).flip(-1)  # the total weight of the queries of each key
+        seen_by_all = read.call.prefix if read.call.causal else read.length  # also by queries before them
+        of_queries[..., :seen_by_all] = total.sum(-1, keepdim=True)
         uniform = batch.uniform(read.length, read.length, read.call.causal, read.call.prefix)[0].to(of_queries)
         tiny = torch.finfo(of_queries.dtype).tiny
         sinks = is_sink(received / of_queries.clamp(min=tiny), self.settings.epsilon).double()
         sinks = sinks.masked_fill(lacks_rate(uniform, self.settings.epsilon), torch.nan)
-        anywhere = sinks[..., : max(self.index + 1, read.length - FEWEST_QUERIES + 1)]
+        with_queries = max(self.index + 1, read.length - FEWEST_QUERIES + 1) if read.call.causal else read.length
+        anywhere = sinks[..., :with_queries]
         anywhere = torch.where(anywhere.isnan().all(-1), torch.nan, anywhere.nan_to_num().amax(-1))
         share = read.weights(rows, slice(self.index, self.index + 1))[0][..., later, 0]
         chosen = is_sink(share, self.settings.epsilon)

@@ -149,4 +149,9 @@ MUTATIONS = [
      "if window < length else (length, ())", "if window < length else (length - 1, ())"),
     ("sinks: most of a calibration text", "study", "PlanStudy.__init__",
      "len(text.sinks) for text in texts", "len(text.sinks) for text in self.calibration"),
+    ("registers: not before the prompt", "study", "PlanStudy._read", "registers_before(model) + ", ""),
+    ("calibration: as many as there are", "command", "kv_plan", "measured < 1", "measured == 0"),
+    ("finding: retrieval that is not defined is lost", "findings", "_at_budget",
+     " if is_known else Outcome.UNDEFINED", ""),
+    ("plan.json: not a number", "findings", "plans", " if math.isfinite(row[what]) else None", ""),
 ]  # fmt: skip

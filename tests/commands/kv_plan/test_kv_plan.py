@@ -64,6 +64,7 @@ from sinkscope.output.run import Run
 from sinkscope.quantization.grids import RowGrids
 from sinkscope.results.findings import Outcome
 from sinkscope.results.tables import read_table
+from sinkscope.retrofits import retrofit_model
 from sinkscope.text.batch import Batch
 
 SIZES = Sizes(tokens=np.array([100, 40]), kv_heads=2, width=16, sinks=2)  # the second layer sees 40 tokens
@@ -418,6 +419,12 @@ def test_retrieval_is_of_the_copy_and_guesses_are_before_it(monkeypatch: pytest.
     outcomes = {finding.name: finding.outcome for finding in run.findings}
     assert outcomes["plan"] == Outcome.CONFIRMED
     assert {outcomes[task] for task in ("copy", *PAIRS)} == {Outcome.MEASURED}
+    lost = changed(run, kept=np.nan)
+    (plan,) = (finding for finding in findings(lost) if finding.name == "plan")
+    assert plan.outcome == Outcome.UNDEFINED
+    assert "retrieval not defined" in plan.sentence
+    assert "The dense cache retrieves less than 50%, too few to compare plans." in plan.sentence
+    assert {each["kept"] for each in plans(lost)["plans"]} == {None}
     half = changed(run, "kv_tasks", retrieval=0.49)
     assert {finding.outcome for finding in findings(half) if finding.name in PAIRS} == {Outcome.UNDEFINED}
     marked = changed(run, "kv_tasks", kept=range(len(tasks)))
@@ -483,8 +490,11 @@ def test_sinks_are_exact_in_plans_and_rounded_in_what_is_served() -> None:
     assert losses[INT4].min() > 1e-3
 
 
-def test_plans_have_their_own_costs_in_any_order() -> None:
+@pytest.mark.parametrize("registers", [0, 3])
+def test_plans_have_their_own_costs_in_any_order(registers: int) -> None:
     model, ids = tiny_model("llama", spread=6.0), np.random.default_rng(0).integers(3, 96, (2, 128))
+    if registers:
+        model = retrofit_model(model, None, "register-tokens", count=registers).requires_grad_(False)
     texts = [replace(CopiedText.of(text), sinks=(0,)) for text in ids]
     with open_seam(model, find_family(model)) as seams, torch.no_grad():
         study = PlanStudy(subject(model, list(ids)), seams, texts, 1, Console(quiet=True), 0)
@@ -565,6 +575,7 @@ def test_press_and_table_measure_one_condition(
         ("llama", {"budget": 0}, "budget=0: it must be more than 0"),
         ("llama", {"budget": 2}, "budget=2: it must be less than 1"),
         ("mistral", {"budget": 0.1}, "budget=0.1 leaves no token for a window"),
+        ("llama", {"calibration": 9}, "the input holds 3 sequences: a plan needs 9 for calibration=…, and others"),
         ("llama", {"seq_len": 250}, "beyond the model's 256 positions: take a seq_len=… of at most 227"),
         ("llama", {"seq_len": 512}, "seq_len=512 is beyond the model's 256 positions"),
         ("deepseek_v3", {}, "engines cache one latent of each token for all heads"),

@@ -176,4 +176,6 @@ MUTATIONS = [
     ("massive sites kept: a setting of another name", "study", "QuantizationStudy._whole_model",
      "Row(settings.MASSIVE_KEPT,", "Row(settings.ALL,"),
     ("coordinates: heads of the cache without their axes", "split", "Split._peaks", "keepdim=True", "keepdim=False"),
+    ("options: an exponent that nothing reads", "options", "QuantizeOptions._check_scheme",
+     '"smoothquant" in self.cures', "True"),
 ]  # fmt: skip

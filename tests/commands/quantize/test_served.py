@@ -523,6 +523,9 @@ def test_costs_of_many_models_are_side_by_side_in_text_and_figure() -> None:
         (1, 0): "+2.0 %\n-7.7 to 24.6", (1, 1): "+10.5 %\n0.0 to 35.0",
     }  # fmt: skip
     assert [each.get_text() for each in ax.get_yticklabels()] == ["W8A8", "FP8", "MXFP4"]
+    (ax,) = draw_formats_models(SweepTables({FORMATS: table.assign(model="a")}, {})).axes  # two cells of one model
+    assert {each.get_position(): each.get_text() for each in ax.texts} == cells
+    assert [each.get_text() for each in ax.get_xticklabels()] == ["a-1", "b-1"]
 
 
 def test_a_card_has_the_cost_of_every_scheme(run: Run) -> None:
@@ -543,6 +546,10 @@ def test_a_layer_that_multiplies_by_its_transposed_weight_is_quantized() -> None
         ({"scheme": "W8A8,static"}, "measured alone"),
         ({"scheme": "W8A8", "bits_weights": 4}, "bits_weights=… is a setting of scheme=static or full"),
         ({"prefix": "auto"}, "prefix=… is a setting of scheme=static or full"),
+        ({"alpha": 0.9}, "alpha=… is a setting of the cure smoothquant, which is not measured"),
+        ({"scheme": "FP8", "cure": "awq", "alpha": 0.9}, "alpha=… is a setting of the cure smoothquant"),
+        ({"scheme": "static", "bits_kv_cache": 4}, "bits_kv_cache=… is a setting of kv_cache_per=…, which is not"),
+        ({"scheme": "static", "prefix_draws": 50}, "prefix_draws=… is a setting of prefix=…, which is not measured"),
         ({"scheme": "W8A9"}, "scheme="),
         ({"scheme": "MXFP4"}, "groups of 32 do not divide inputs of 32, 48"),
     ],

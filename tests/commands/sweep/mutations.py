@@ -9,7 +9,8 @@ MUTATIONS = [
     ("extends: the base comes first", "file", "read_sweep", "CommandEntry()).options | entry.options",
      "CommandEntry()).options or entry.options"),
     ("extends: without its small form", "file", "read_sweep", "base.quick | content.quick", "content.quick"),
-    ("quick: fields replace those of a cell", "file", "_cell", 'options["config"] +=', 'options["config"] ='),
+    ("quick: fields replace those of a cell", "file", "_cell",
+     'f"{config}{\',\' if \':\' in config else \':\'}{fields}"', "fields"),
     ("equal cells are kept twice", "file", "read_sweep", "if first is not cell and not quick", "if False"),
     ("a setting does not replace the input's options", "file", "_cell",
      "| named(reads) | named(setting)", "| named(setting) | named(reads)"),
@@ -82,4 +83,8 @@ MUTATIONS = [
     ("compared folders: papers by another name", "output", "summaries",
      "entry.label: entry.paper for", "entry.label: entry.label for"),
     ("tables: without the revision", "tables", "_with_coordinates", "cell.revision or \"\"", "\"\""),
+    ("formats: two cells of a model are one", "figures", "draw_formats_models",
+     'table.assign(model=table["cell"])', "table"),
+    ("quick: fields of a configuration for all commands", "file", "_cell",
+     'if "config" in kind.model_fields:', "if True:"),
 ]  # fmt: skip

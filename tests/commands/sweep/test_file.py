@@ -131,6 +131,14 @@ quick: {{num-seqs: 2}}
     assert read_sweep(str(path), {}).content.figures == ("retrofit-values",)
 
 
+def test_fields_of_a_small_configuration_are_added_to_the_default_and_left_out_elsewhere(tmp_path: Path) -> None:
+    content = "commands: {train: {options: {steps: 10}}, analyze: {}}\nmodels: [{name: org/model}]\n"
+    path = written(tmp_path, f"{content}quick: {{config: {{num_hidden_layers: 2}}, num-seqs: 3}}")
+    cells = {cell.command: cell.options for cell in read_sweep(str(path), {}, quick=True).cells}
+    assert cells["train"].config == "tiny-llama:num_hidden_layers=2"
+    assert cells["analyze"].num_seqs == 3
+
+
 def test_a_dry_run_says_what_trainings_take(tmp_path: Path) -> None:
     content = "commands: {train: {options: {method: [none, vga], seeds: 3}, settings: {steps: [100, 200]}}}"
     done = sinkscope.sweep(written(tmp_path, content), out=tmp_path / "out", dry_run=True)

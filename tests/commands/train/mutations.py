@@ -114,4 +114,8 @@ MUTATIONS = [
     ("compared: seeds of one arm", "findings", "methods_compared", 'join="inner"', 'join="outer"'),
     ("disk: as many moments as weights", "trainer", "train_model", "2 * trained) + weights", "2 * weights) + weights"),
     ("disk: one checkpoint less", "trainer", "train_model", "(limit + 1) * (model_files", "limit * (model_files"),
+    ("total weight: of later queries alone in an encoder", "history", "TotalWeight.see_attention",
+     "read.call.prefix if read.call.causal else read.length", "read.call.prefix"),
+    ("total weight: of later queries alone in a prefix", "history", "TotalWeight.see_attention",
+     "read.call.prefix if read.call.causal else read.length", "0 if read.call.causal else read.length"),
 ]  # fmt: skip

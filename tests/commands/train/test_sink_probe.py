@@ -14,18 +14,19 @@ from support.retrofitted import plain_model
 from support.training import config as training_config
 from support.training import model as training_model
 from support.training import repetitive, same
-from tiny import VOCAB, tiny_model, tiny_tokens
+from tiny import VOCAB, spread_weights, tiny_model, tiny_tokens
 from torch.nn.functional import layer_norm
 from transformers import PreTrainedModel
 
 import sinkscope
 from sinkscope.commands.train import history
-from sinkscope.commands.train.history import measure_at_log, sinks_and_weights
+from sinkscope.commands.train.history import TotalWeight, measure_at_log, sinks_and_weights
 from sinkscope.commands.train.trainer import train_model
 from sinkscope.measuring.observables.attention import Attention
 from sinkscope.measuring.observables.observable import Settings
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.families import find_family
+from sinkscope.models.varied_llama import VariedLlamaConfig, VariedLlamaForCausalLM
 from sinkscope.retrofits import retrofit_model
 from sinkscope.text.batch import Batch
 from sinkscope.text.inputs import masked
@@ -79,6 +80,29 @@ def test_totals_are_1_where_weights_are_divided_by_their_own_sum_and_less_elsewh
                 assert measured[layer, "sink_rate_by_weight"] == pytest.approx(measured[layer, "sink_rate"])
     assert of(changed("operation", kind="softmax", factor=0.2))[-1, "total_weight"] == pytest.approx(0.2)
     assert of(changed("key-bias"))[-1, "total_weight"] < 0.99
+
+
+@pytest.mark.parametrize("name", ["bert", "prefix LM"])
+def test_rates_by_weight_are_of_all_queries_that_see_a_key(name: str) -> None:
+    """In an encoder and in the prefix of a prefix LM, queries before a key see it, too."""
+    if name == "bert":
+        model, epsilon = encoder("bert"), 0.1
+    else:
+        epsilon = EPSILON
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+        config = VariedLlamaConfig(vocab_size=VOCAB, prefix_length=8, **sizes)
+        model = VariedLlamaForCausalLM(config).double().eval().requires_grad_(False)
+        spread_weights(model, 8.0)
+    weight = Attention(Settings(positions=IDS.shape[1], window=64, epsilon=epsilon))
+    for position in (0, 3, 7):
+        of_weight = TotalWeight(Settings(epsilon=epsilon), position)
+        with open_tracer(model, find_family(model)) as tracer:
+            tracer.forward(Batch(IDS, torch.ones_like(IDS)), [weight, of_weight])
+        measured = {(layer, metric): value for layer, metric, value in of_weight.rows()}
+        rates = weight.tables()["attention"].query("position == @position").groupby("layer")["sink_rate"].mean()
+        assert 0 < rates.mean() < 1 or position == 0
+        for layer, rate in rates.items():
+            assert measured[layer, "sink_rate_by_weight"] == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(("method", "before"), [("none", 0), ("register-tokens", 2)])
