@@ -173,8 +173,12 @@ BUILT_AS = {
 }
 
 # types whose checkpoints store the gains of norms as their difference from 1, and gate and up of a neuron side by side
-CENTERED_GAINS = {"gemma", "gemma2", "gemma3", "gemma3_text", "qwen3_next", "recurrent_gemma"}
+CENTERED_GAINS = {
+    "gemma", "gemma2", "gemma3", "gemma3_text", "minimax_m3_vl_text", "nemotron", "qwen3_5", "qwen3_5_moe",
+    "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "recurrent_gemma", "step3p5", "vaultgemma",
+}  # fmt: skip
 INTERLEAVED_GATES = {"gpt_oss"}
+INPUTS_FIRST = {"gpt2", "gpt_oss"}  # types whose feed-forward matrices are (in, out)
 
 
 def find_family(model: Any) -> Family:

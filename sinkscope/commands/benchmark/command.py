@@ -33,6 +33,7 @@ from sinkscope.results.scores import BENCHMARK, SCORE_COLUMNS, SCORE_TABLE, main
 from sinkscope.results.tables import LEADING, names_of
 
 PACKAGE = "lm_eval"
+KEPT_RESULTS = ("results", "groups", "group_subtasks", "n-shot", "versions", "n-samples")  # without the answers
 DIFFERING = -1  # shots of a group whose tasks differ in them
 
 
@@ -162,13 +163,16 @@ def _evaluated(loaded: LoadedModel, config: BenchmarkOptions, tasks: Any) -> dic
     finally:
         random.setstate(plain)
         np.random.set_state(of_numpy)  # noqa: NPY002
-    return {name: dict(results.get(name) or {}) for name in ("results", "groups", "n-shot", "versions", "n-samples")}
+    return {name: dict(results.get(name) or {}) for name in KEPT_RESULTS}
 
 
 def scores_table(results: Mapping[str, Any], model: str, asked: tuple[str, ...]) -> pd.DataFrame:
     """Return the table `benchmark`; for each task, the harness's `results` have "METRIC,FILTER" → score."""
-    rows = []
-    for task, scores in {**results["results"], **results["groups"]}.items():
+    rows, scored = [], {**results["results"], **results["groups"]}
+    of_groups = {task for group in asked for task in results["group_subtasks"].get(group, ())}
+    has_tags = not scored.keys() >= set(asked)  # the harness reports the tasks of a tag, and not the tag
+    for task, scores in scored.items():
+        is_asked = task in asked or (has_tags and task not in of_groups)
         questions = int(results["n-samples"].get(task, {}).get("effective", 0))
         shots = results["n-shot"].get(task)
         version = str(results["versions"].get(task, ""))
@@ -179,6 +183,6 @@ def scores_table(results: Mapping[str, Any], model: str, asked: tuple[str, ...])
             error = scores.get(f"{metric}_stderr,{kind}")
             standard_error = np.nan if isinstance(error, str) or error is None else float(error)
             count = DIFFERING if shots is None else int(shots)
-            rows.append((task, metric, kind, float(score), standard_error, questions, count, version, task in asked))
+            rows.append((task, metric, kind, float(score), standard_error, questions, count, version, is_asked))
     table = pd.DataFrame(rows, columns=["condition", *names_of(SCORE_COLUMNS)])
     return table.assign(model=model, layer=-1)[[*LEADING, *names_of(SCORE_COLUMNS)]]

@@ -40,6 +40,7 @@ from sinkscope.measuring.subject import (
     inputs_for,
     load_model,
     options_of,
+    position_limit,
     without_head_or_mask,
 )
 from sinkscope.measuring.tables import publish
@@ -50,6 +51,7 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.models.wiring import check_wiring, read_sites
 from sinkscope.options.files import user_path
 from sinkscope.options.keywords import DoctorKeywords
+from sinkscope.options.option import flag
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.signatures import with_options
 from sinkscope.output.run import Run, finished
@@ -61,6 +63,7 @@ from sinkscope.text.tokens import check_ids
 from sinkscope.verdict.report import layers_text
 
 TOKENS = 64
+TEXT_OPTIONS = ("input", "prompt", "dataset", "num_seqs", "seq_len", "bos", "seed")
 # finding of --dtype → the check's name
 ALARMS = {"overflow": "no overflow", "float8": "cost as served", "overflow-norms": "norms decomposed"}
 Check = tuple[str, bool, str]  # the check, whether it passed, a detail
@@ -124,7 +127,15 @@ def doctor(
     check_config(config)
     has_overflow = config.dtype in OVERFLOW_DTYPES and config.compare is None
     if not has_overflow and (out is not None or config.images is not None):
-        raise InputError("--out and --images are for what --dtype measures: name one, such as --dtype float16")
+        raise InputError(
+            "--out and --images need --dtype, because nothing else is measured: name one, such as --dtype float16"
+        )
+    for name in () if has_overflow else TEXT_OPTIONS:
+        is_read = name == "input" and config.compare is not None
+        if getattr(config, name) != DoctorOptions.model_fields[name].default and not is_read:
+            raise InputError(
+                f"{flag(name)} needs --dtype, because nothing else reads a text: name one, such as --dtype float16"
+            )
     # an accelerator may lack the memory for float32
     is_on_cpu = config.device_map == "cpu" or not torch.accelerator.is_available()
     exact_dtype = "float32" if is_on_cpu or config.dtype == "float32" else "bfloat16"
@@ -228,7 +239,7 @@ def _check_model(loaded: LoadedModel, family: Family, notices: Sequence[str]) ->
     report.notes += [f"{name} does not apply: {reason}" for name, reason in reasons.items() if reason]
     if reason := without_head_or_mask(loaded, family):
         report.notes.append(f"no loss and no gradients: {reason}")
-    batch = _random_batch(model, TOKENS)
+    batch = _random_batch(model, min(TOKENS, position_limit(model, family) or TOKENS))
     bare = last_output(model, family, batch)
     noise = round_off(model, family, batch, bare)
     records = read_sites(model, family, batch.token_ids.to(input_device(model)))

@@ -227,7 +227,7 @@ class Prediction:
         layer, _ = layer_and_kind(attention, self.family)
         if tap in ("query", "key", "value"):
             self._inside[tap] = x
-            self._note(f"{attention} {tap}", x, layer, tap)
+            self._note(f"{attention} {tap}", x, layer, tap, first_row=0)  # (1,H,T,d)
         if tap != "lse":
             return
         query, key = self._inside["query"], self._inside["key"]
@@ -538,7 +538,7 @@ class OverflowCheck:
                 scaled = resampled_cost(costs, 0 * costs, self.subject.inputs.predicted, self.subject.inputs.texts)
                 row = {"layer": NO_LAYER, **bootstrap(scaled).as_columns("cost")}
                 self.tables["overflow_scaled"] = pd.DataFrame([row])
-            first = next((self.magnitudes[key] for key in run.broken), None)
+            first = next((one for key, one in self.magnitudes.items() if key in run.broken), None)  # in order of layers
             place = (NO_LAYER, "") if first is None else (first.layer, first.site)
             rows.append((run.setting, run.dtype, run.factor, *numbers, *place))
         columns = ["setting", "dtype", "factor", "difference", "loss", "cost", "divergence", "layer", "site"]

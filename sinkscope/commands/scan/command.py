@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Unpack
 
+import numpy as np
 import pandas as pd
 
 from sinkscope.commands.printout import Printout
@@ -14,6 +15,7 @@ from sinkscope.commands.scan.findings import findings, overview
 from sinkscope.commands.scan.matrices import MATRIX_TABLES, are_tied, biases, built_config, every_matrix, find_ends
 from sinkscope.commands.scan.networks import KEPT, SCAN_TABLES, find_networks
 from sinkscope.commands.scan.options import ScanOptions
+from sinkscope.errors import InputError
 from sinkscope.measuring.console import Messages, print_notices, spinner
 from sinkscope.models.checkpoint import open_checkpoint
 from sinkscope.options.keywords import ScanKeywords
@@ -87,6 +89,8 @@ def scan(
         for network in networks:
             with spinner(console, f"layer {network.layer} of {networks[-1].layer + 1}"):
                 rows.append(network.table())
+            if not np.isfinite(rows[-1]["gain"]).all():
+                raise InputError(f"layer {network.layer} of {files.name} has NaN or infinite weights")
             for side, gain in (("before", network.norm.abs()), ("after", network.post.abs())):
                 if gain.ne(1).any():  # there is such a norm
                     numbers = {"coordinate": int(gain.argmax()), "largest": float(gain.max())}

@@ -21,7 +21,7 @@ import torch
 from sinkscope.errors import InputError
 from sinkscope.measuring.observables.super_weight import EXPERT
 from sinkscope.models.checkpoint import Stored
-from sinkscope.models.families import BUILT_AS, CENTERED_GAINS, FAMILIES, INTERLEAVED_GATES
+from sinkscope.models.families import BUILT_AS, CENTERED_GAINS, FAMILIES, INPUTS_FIRST, INTERLEAVED_GATES
 from sinkscope.models.family import Family, base_type
 from sinkscope.models.feed_forward import NO_EXPERT
 from sinkscope.models.packed import method_of
@@ -64,11 +64,7 @@ class Network:
     post: torch.Tensor  # (D,): m
     part: int  # its number in matrices of several experts, (E,…)
     is_interleaved: bool  # whether a neuron's gate and up are next to each other in one matrix
-
-    @property
-    def is_transposed(self) -> bool:
-        """Whether matrices are stored as (in, out), so that neurons are columns of the inputs and rows of W."""
-        return self.down.shape[-2] != len(self.norm)
+    is_transposed: bool  # whether matrices are (in, out), so that neurons are columns of the inputs and rows of W
 
     def _rows(self, stored: Stored) -> Iterator[tuple[slice, torch.Tensor]]:
         return stored.rows(self.part * stored.shape[-2], stored.shape[-2])
@@ -158,6 +154,8 @@ def _of_layer(layer: int, tensors: Mapping[str, Stored], row: Family, kind: str)
     ):
         return  # it has a norm that the row does not have
     before = ("mlp_norm", "mid", "attn_norm") if row.wiring == "parallel" else ("mlp_norm", "mid")
+    if row is GGUF and not {"mlp_norm", "mlp_out"} & norms.keys() and (between := tensors.get("post_attention_norm")):
+        norms["mlp_norm"] = between  # gpt-oss, Qwen 3.5 and others: the second norm has the name of what is before it
     around = next((norms[site] for site in before if site in norms), None), norms.get("mlp_out")
     offset = float(kind in CENTERED_GAINS)
     norm, post = (torch.ones(width) if one is None else next(one.rows(0, 1))[1][0] + offset for one in around)
@@ -171,6 +169,8 @@ def _of_layer(layer: int, tensors: Mapping[str, Stored], row: Family, kind: str)
             size, number = prod(down.shape[-2:]), re.fullmatch(r".*\.(\d+)", unit)
             inputs = tuple(x for x in matrices.values() if x is not down and prod(x.shape[-2:]) in (size, 2 * size))
             parts = down.shape[0] if len(down.shape) == 3 else 1
+            sides = down.shape[-2:]
+            is_transposed = sides[0] != width if sides[0] != sides[1] else kind in INPUTS_FIRST
             for part in range(parts if inputs else 0):
                 expert = part if parts > 1 else int(number[1]) if number else NO_EXPERT
-                yield Network(layer, expert, down, inputs, norm, post, part, kind in INTERLEAVED_GATES)
+                yield Network(layer, expert, down, inputs, norm, post, part, kind in INTERLEAVED_GATES, is_transposed)

@@ -49,6 +49,7 @@ RESULTS: dict[str, Any] = {
         "other": {"alias": "other", "bleu,none": 3.0, "exact_match,strict": 0.1, "exact_match,flexible": 0.2},
     },
     "groups": {"both": {"alias": "both", "acc,none": 0.5, "acc_stderr,none": 0.1}},
+    "group_subtasks": {"both": ["one", "two"], "other": []},
     "n-shot": {"one": 0, "two": 5, "other": 2},
     "versions": {"one": 1.0, "two": 2, "other": "Yaml"},
     "n-samples": {"one": {"original": 9, "effective": 4}, "two": {"effective": 4}, "other": {"effective": 2}},
@@ -69,6 +70,8 @@ def test_the_table_has_every_score_of_the_harness() -> None:
     assert rows["questions"].tolist() == [0, 4, 4, 4, 2, 2, 2]
     assert rows["shots"].tolist() == [-1, 0, 0, 5, 2, 2, 2]
     assert table["is_asked"].tolist() == [True, False, False, False, True, True, True]
+    of_tag = scores_table(RESULTS, "m", ("both", "tag of other"))
+    assert of_tag["is_asked"].tolist() == [True, False, False, False, True, True, True]
     main = main_scores(table)
     assert main[["condition", "metric", "filter"]].to_numpy().tolist() == [
         ["both", "acc", "none"], ["other", "exact_match", "strict"],

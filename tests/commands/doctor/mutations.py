@@ -82,4 +82,10 @@ MUTATIONS = [
      "key=lambda kind: len(where[kind]))[:-1]", "key=lambda kind: len(where[kind]))[1:]"),
     ("norms: a centered square is called a square", "overflow", "Prediction._see",
      'f"{address} {kind}"', 'f"{address} {SQUARE}"'),
+    ("place of a query: its head", "overflow", "Prediction._see_tap", ", first_row=0)", ")"),
+    ("first that is not finite: in order of time", "overflow", "OverflowCheck._measured",
+     "(one for key, one in self.magnitudes.items() if key in run.broken)",
+     "(self.magnitudes[key] for key in run.broken)"),
+    ("more tokens than positions", "command", "_check_model", " or TOKENS)", " and TOKENS)"),
+    ("a text that nothing reads", "command", "doctor", "and not is_read", "and False"),
 ]  # fmt: skip

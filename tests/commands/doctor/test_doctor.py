@@ -1,6 +1,7 @@
 """`doctor`: the facts, checks and notes of its report, overflow, and logits from elsewhere."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from support.retrofit_command import command_line
 from tiny import tiny_model, tiny_tokens
 
 from sinkscope.commands.doctor.command import doctor
+from sinkscope.errors import InputError
 from sinkscope.interventions import INTERVENTIONS
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.output.run import Run
@@ -24,6 +26,18 @@ def test_the_doctor_lists_what_applies_and_notes_only_what_is_expected() -> None
     observables, interventions = (report.facts[kind].split(", ") for kind in ("observables", "interventions"))
     assert ("attention" in observables, "gate" in observables) == (True, False)
     assert ("mask-sink" in interventions, "nullify-query-bias" in interventions) == (True, False)
+
+
+def test_a_model_with_few_positions_is_examined() -> None:
+    assert doctor(tiny_model("gpt2", n_positions=32)).ok
+
+
+@pytest.mark.parametrize(
+    "option", [{"num_seqs": 3}, {"seq_len": 7}, {"seed": 4}, {"bos": "always"}, {"input": "random"}]
+)
+def test_options_of_a_text_need_a_dtype(option: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match=f"{next(iter(option))}=… needs dtype=…, because nothing else reads a text"):
+        doctor(tiny_model("llama"), **option)
 
 
 def test_layers_with_rare_positions_are_named() -> None:

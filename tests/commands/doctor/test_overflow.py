@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -109,6 +110,36 @@ def test_magnitudes_and_places_are_those_of_plain_transformers() -> None:
         place = [int(at) for at in torch.unravel_index(own.abs().argmax(), own.shape)]
         assert list(row[["sequence", "position", "coordinate"]]) == place
         assert row["token_id"] == int(ids[place[0]][0, place[1]])
+
+
+def test_places_of_queries_are_tokens_where_there_are_as_many_heads() -> None:
+    model = tiny_model("llama", num_attention_heads=8, num_key_value_heads=8, head_dim=4)
+    subject, places = subject_of(model, 1, 8), list[int]()
+
+    def keep(own: Any, module: nn.Module, query: torch.Tensor, *args: Any, **named: Any) -> Any:
+        places.append(int(torch.unravel_index(query.abs().argmax(), query.shape)[2]))
+        return own(module, query, *args, **named)
+
+    rows = [one for one in Prediction(subject).magnitudes.values() if one.site == "query"]
+    with attending_by(model, keep):
+        model(torch.tensor(np.array(subject.inputs.sequences)))
+    assert [one.position for one in rows] == places
+
+
+def test_the_first_that_is_not_finite_is_that_of_the_first_layer_in_any_order_of_the_texts() -> None:
+    model, ids = cast(Any, tiny_model("llama")), list[torch.Tensor]()
+    model.model.embed_tokens.register_forward_pre_hook(lambda module, args: ids.append(args[0]))
+    for layer, token in ((0, 90), (2, 91)):  # the output for this token is larger than float16 can hold
+
+        def enlarge(module: nn.Module, args: tuple, out: torch.Tensor, token: int = token) -> torch.Tensor:
+            return torch.where((ids[-1] == token)[..., None], 1e6 * out.sign(), out)
+
+        model.model.layers[layer].mlp.register_forward_hook(enlarge)
+    for tokens in ((90, 91), (91, 90)):
+        subject = subject_of(model)
+        texts = tuple(np.append(text[:-1], token) for text, token in zip(subject.inputs.sequences, tokens, strict=True))
+        check = OverflowCheck(replace(subject, inputs=replace(subject.inputs, sequences=texts)), "float16")
+        assert check.tables["overflow_runs"]["layer"].iloc[0] == 0, tokens
 
 
 def test_products_of_queries_and_keys_are_those_of_plain_transformers() -> None:

@@ -88,4 +88,7 @@ def test_patches_are_not_tokens_where_they_are_as_many() -> None:
 def test_pictures_need_a_dtype(tmp_path: Path) -> None:
     pictures = draw_pictures(tmp_path / "pictures")
     done = command_line("doctor", save("llava", tmp_path / "llava"), "--images", pictures)
-    assert (done.exit_code, "--out and --images are for what --dtype measures" in done.stderr) == (2, True)
+    assert (done.exit_code, "--out and --images need --dtype, because nothing else is measured" in done.stderr) == (
+        2,
+        True,
+    )

@@ -31,4 +31,8 @@ MUTATIONS = [
     ("all of a file is taken for a part", CHECKPOINT, "_read_remote", "!= 206", "== 404"),
     ("one byte too much", CHECKPOINT, "_read_remote", "{last - 1}", "{last}"),
     ("gains: the mean is called the median", "command", "scan", "gain.median()", "gain.mean()"),
+    ("square matrices: of no family are (in, out)", "networks", "_of_layer", "else kind in INPUTS_FIRST", "else False"),
+    ("GGUF: the norm before attention", "networks", "_of_layer",
+     'if row is GGUF and not {"mlp_norm"', 'if False and not {"mlp_norm"'),
+    ("weights that are not finite", "command", "scan", "np.isfinite", "np.isreal"),
 ]  # fmt: skip

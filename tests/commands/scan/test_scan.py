@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGUFWriter
 from hub import Hub, Repo
 from safetensors.torch import load_file, save_file
@@ -21,7 +22,7 @@ from sinkscope import InputError, SinkscopeError
 from sinkscope.commands.scan.command import Scan
 from sinkscope.commands.scan.networks import KEPT
 from sinkscope.models import checkpoint
-from sinkscope.models.families import find_family
+from sinkscope.models.families import CENTERED_GAINS, find_family
 from sinkscope.models.feed_forward import feed_forwards
 from sinkscope.models.projections import projections
 
@@ -101,9 +102,40 @@ def test_gains_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(ours["bound"], bound, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_gains_of_experts_are_those_of_their_own_matrices(name: str, tmp_path: Path) -> None:
-    model = tiny_model(name)
+def test_gains_that_are_stored_as_their_difference_from_1_are_those_of_transformers_code() -> None:
+    written, kinds = re.compile(r"1(\.0)? \+ self\.weight|self\.weight \+ 1"), set[str]()
+    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        if written.search(path.read_text("utf-8")):
+            for config in path.parent.glob("configuration_*.py"):
+                kinds |= {*re.findall(r'model_type = "(\w+)"', config.read_text("utf-8"))}
+    # no language models alone; Muse has norms of several kinds
+    others = re.compile("t5_?gemma|videoprism|muse|vision|audio|_vl$|qwen4_exp$|step3p7$")
+    assert {kind for kind in kinds if not others.search(kind)} == CENTERED_GAINS
+
+
+@pytest.mark.parametrize(("name", "changes"), [("gpt2", {"n_inner": 32}), ("gpt_oss", {"intermediate_size": 32})])
+def test_square_matrices_are_read_in_the_direction_of_their_family(
+    name: str, changes: dict[str, int], tmp_path: Path
+) -> None:
+    model = tiny_model(name, **changes)
+    part = feed_forwards(model, find_family(model))[LAYER]
+    expert = 2 if part.experts else -1
+    part.weight(expert)[ROW, COLUMN] = -1e4
+    assert places(scan(saved(model, tmp_path / "model")))[0] == (LAYER, expert, ROW, COLUMN)
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    model: Any = tiny_model("llama")
+    model.model.layers[1].mlp.up_proj.weight[3, 4] = torch.nan
+    with pytest.raises(InputError, match=r"layer 1 of .* has NaN or infinite weights"):
+        scan(saved(model, tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("mixtral", {}), ("gpt_oss", {}), ("gpt_oss", {"intermediate_size": 32})]
+)
+def test_gains_of_experts_are_those_of_their_own_matrices(name: str, changes: dict[str, int], tmp_path: Path) -> None:
+    model = tiny_model(name, **changes)
     table = scan(saved(model, tmp_path / "model")).tables["scan"]
     layers = find_family(model).layer_modules(model)
     for row in table.itertuples():
@@ -280,16 +312,18 @@ def test_gguf_gives_the_numbers_of_safetensors(name: str, tmp_path: Path) -> Non
         assert ours[table].drop(columns="model").equals(theirs[table].drop(columns="model"))
 
 
-def test_experts_of_gguf_are_the_parts_of_their_tensors(tmp_path: Path) -> None:
+@pytest.mark.parametrize("second", ["ffn_norm", "post_attention_norm"])  # the latter in gpt-oss and Qwen 3.5
+def test_experts_of_gguf_are_the_parts_of_their_tensors(second: str, tmp_path: Path) -> None:
     model = tiny_model("mixtral")
     writer = GGUFWriter(tmp_path / "model.gguf", "llama")
     for number, layer in enumerate(find_family(model).layer_modules(model)):
         experts: Any = layer.mlp.experts
         gate, up = experts.gate_up_proj.chunk(2, dim=1)
         tensors = {"gate_exps": gate, "up_exps": up, "down_exps": experts.down_proj}
-        tensors |= {"norm": layer.post_attention_layernorm.weight, "gate_inp": torch.ones(4, 32)}
+        tensors = {f"ffn_{name}": weight for name, weight in tensors.items()} | {"ffn_gate_inp": torch.ones(4, 32)}
+        tensors |= {second: layer.post_attention_layernorm.weight, "attn_norm": torch.full((32,), 3.0)}
         for name, weight in tensors.items():
-            writer.add_tensor(f"blk.{number}.ffn_{name}.weight", weight.contiguous().numpy())
+            writer.add_tensor(f"blk.{number}.{name}.weight", weight.contiguous().numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
