@@ -18,7 +18,15 @@ from sinkscope.results.metric_estimates import replicates
 from sinkscope.results.metrics import is_clear, is_sink, lacks_rate, reason_without_rate
 from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Lacks, Sequences
-from sinkscope.results.statistics import Estimate, bootstrap, exact, positive_jackknife, resamplings_of, weighted_means
+from sinkscope.results.statistics import (
+    Estimate,
+    bootstrap,
+    exact,
+    positive_jackknife,
+    resamplings_of,
+    weighted_means,
+    with_unseen_values,
+)
 
 # --- attention, by sequences
 
@@ -35,7 +43,7 @@ def sink_rates(sequences: Sequences, position: int = 0) -> np.ndarray:
 
 def sink_rate(sequences: Sequences) -> Estimate:
     """Estimate the sink rate at position 0 in percent. Raises NotDefined if there is none, at this ε and length."""
-    rate = bootstrap(sink_rates(sequences))
+    rate = with_unseen_values(bootstrap(sink_rates(sequences)), sequences.texts, most=100.0)
     if np.isnan(rate.value):
         raise NotDefined(without_rate(sequences))
     return rate
@@ -48,7 +56,8 @@ def without_rate(sequences: Sequences) -> str:
 
 def clear_sink_rate(sequences: Sequences) -> Estimate:
     """Estimate the share of heads in percent in which position 0 is a sink and clear of uniform attention."""
-    return bootstrap(100 * replicates(sequences, "sink_rate_clear"))
+    rate = bootstrap(100 * replicates(sequences, "sink_rate_clear"))
+    return with_unseen_values(rate, sequences.texts, most=100.0)
 
 
 def by_head(sequences: Sequences, table: str, column: str) -> np.ndarray:

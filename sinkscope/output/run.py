@@ -228,7 +228,7 @@ class Run(RunData, Result):
     @property
     def _is_arm(self) -> bool:
         """Whether it is one arm of an experiment, which has no findings of its own."""
-        return self.command == "analyze" and "summary" not in self.tables
+        return self.command == "analyze" and "arms" in self.manifest
 
     def __repr__(self) -> str:
         """Return three lines: what was measured, the main numbers, and where the run is."""

@@ -244,9 +244,11 @@ def _sink_at_first(run: RunData, evidence: Sequences, rate: Estimate | None) -> 
     numbers |= {"few": ALMOST_NO_SINK, "weak_layers": weak, "uniform": uniform}
     notes = [f"95 % interval {rate.low:.1f} to {rate.high:.1f}%"] if interval(rate) else []
     notes = ["one text, so no interval"] if _single(run) else notes
-    having = int(np.isfinite(evidence.values("attention_by_sequence", "sink_rate", position=0)).any(1).sum())
+    has_rate = np.isfinite(evidence.values("attention_by_sequence", "sink_rate", position=0))
+    having = int(has_rate.any(1).sum())
     if having < run.manifest["input"]["sequences"]:  # the others are too short
-        numbers["sequences"] = having
+        uniform = float(evidence.values("attention_by_sequence", "uniform_mass", position=0)[has_rate].mean())
+        numbers |= {"sequences": having, "uniform": uniform}
         notes.append(f"in {counted(having, 'sequence')} long enough for it")
     if not isnan(uniform):
         notes.append(f"uniform attention gives it {100 * uniform:.1f}%")
@@ -387,7 +389,8 @@ def _massive_activations(run: RunData, evidence: Sequences) -> Iterator[Finding]
         positions, value = rows["position"].value_counts(normalize=True), float(rows["value"].abs().max())
         is_one = positions.iloc[0] > limits.AT_ONE_POSITION
         position, places = (int(positions.index[0]), None) if is_one else (None, len(positions))
-        where = f"in the output of {layers_text(layers)}" if layers else f"in less than {USUAL:.0%} of the sequences"
+        rarely = f"in each layer in less than {USUAL:.0%} of the sequences"
+        where = f"in the output of {layers_text(layers)}" if layers else rarely
         where += f", at position {position}" if is_one else f", at {places} positions"
         size = "" if value == largest else f"; its largest is {value:,.0f}"  # the headline has the largest of all
         numbers = {"coordinate": coordinate, "layers": layers, "usual": None if layers else USUAL}

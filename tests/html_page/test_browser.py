@@ -16,6 +16,7 @@ import sinkscope
 from sinkscope.html_page import Contents
 from sinkscope.html_page.compact import FAINTEST, STEPS
 from sinkscope.models.loading import LoadedModel
+from sinkscope.results.metrics import METRICS
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,12 @@ def page_of_kind(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.fixture(scope="module")
 def page(page_of_kind: Callable[[str], Any]) -> Any:
     return page_of_kind("analysis")
+
+
+def test_numbers_have_the_formats_of_their_metrics(page: Any) -> None:
+    forms = sorted({metric.form for metric in METRICS.values()})
+    shown = page.evaluate("forms => forms.map((form) => S.formatter(form)(-0.251))", forms)
+    assert [text.replace("−", "-") for text in shown] == [form.format(-0.251) for form in forms]
 
 
 def test_a_map_shows_the_tables_numbers(page: Any) -> None:

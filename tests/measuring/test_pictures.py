@@ -168,6 +168,13 @@ def test_a_run_on_an_encoder(tmp_path: Path) -> None:
     assert (out / "index.html").is_file()
     assert (out / "figures" / "outlier-patches.png").is_file()
     assert "Pictures" in sinkscope.Run.open(out).verdict
+    refused: dict[str, Any] = {"generate": 5, "export_mask": True, "keep": "layer_out", "heads": "0.1", "bos": "always"}
+    for option, value in refused.items():
+        with pytest.raises(InputError, match=f"{option}=.* is not possible for a vision transformer"):
+            sinkscope.analyze(str(tmp_path / "vit"), images=tmp_path / "pictures", **{option: value})
+    in_memory = sinkscope.analyze(str(tmp_path / "vit"), images=tmp_path / "pictures")
+    assert "run.save(folder) writes it" in repr(in_memory)
+    assert (in_memory.save(tmp_path / "saved").folder / "run.json").is_file()
 
 
 def test_pictures_are_read_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,10 +37,14 @@ def test_w1_decides_on_a_sink_and_layers_are_named() -> None:
     assert sink.value == pytest.approx(50)
     assert sink.numbers["layers"] == (1, 2, 3)
     assert sink.numbers["weak_layers"] == (0,)
-    weak = finding(summarized({"sink_rate": [0.1, 0.4]}, ENTROPY, ATTENTION), "sink")
+    weak = finding(summarized({"sink_rate": [0.49, 0.49]}, ENTROPY, ATTENTION), "sink")
     assert weak.outcome == Outcome.PRESENT
     assert weak.sentence.endswith(" In no layer do 50% of the heads.")
-    one_of_ten = finding(summarized({"sink_rate": [0.0] * 9 + [0.9]}, ENTROPY, ATTENTION), "sink")
+    run = summarized({"sink_rate": [0.0] * 9 + [0.9]}, ENTROPY, ATTENTION)
+    assert finding(run, "sink").outcome == Outcome.UNDECIDED  # two texts that agree do not show what others do
+    rows = run.tables["attention_by_sequence"]
+    rows.loc[(rows["layer"] == 9) & (rows["sequence"] == 1), "sink_rate"] = 0.91
+    one_of_ten = finding(run, "sink")
     assert one_of_ten.outcome == Outcome.ABSENT
     assert "; a sink has more than 10%. At least 50% of the heads do in layer 9" in one_of_ten.sentence
 
@@ -114,6 +118,8 @@ def test_sequences_that_are_too_short_have_no_sink_rate(tmp_path: Path) -> None:
     assert both == pytest.approx(alone)
     assert runs[1].metric("sink_rate") == pytest.approx(runs[0].metric("sink_rate"))
     assert "in 3 sequences long enough for it" in finding(runs[1], "sink").sentence
+    uniform = sum(1 / token for token in range(1, 25)) / 24  # of the sequences that have a rate
+    assert finding(runs[1], "sink").numbers["uniform"] == pytest.approx(uniform)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +258,7 @@ def test_a_massive_coordinate_is_in_the_layers_in_which_half_of_the_sequences_ha
     assert {coordinate: one.sentence.removesuffix(".") for coordinate, one in by_coordinate.items()} == {
         7: "Coordinate 7 is massive in the output of layer 1, at 4 positions",  # its largest is the largest of all
         8: "Coordinate 8 is massive in the output of layer 2, at position 3; its largest is 400",
-        9: "Coordinate 9 is massive in less than 50% of the sequences, at position 5; its largest is 300",
+        9: "Coordinate 9 is massive in each layer in less than 50% of the sequences, at position 5; its largest is 300",
     }
 
 

@@ -27,7 +27,7 @@ from sinkscope.models.in_memory import text_of
 from sinkscope.models.loading import load_encoder
 from sinkscope.models.steps import find_checkpoints
 from sinkscope.options.keywords import AnalyzeKeywords
-from sinkscope.options.option import checked
+from sinkscope.options.option import checked, flag
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.signatures import with_options
 from sinkscope.output.result import draw, figure_failure, write_data
@@ -57,6 +57,13 @@ def check(options: AnalyzeOptions) -> None:
         raise InputError("each run or cell measures one model: name a single revision or checkpoint")
     check_config(options)
     check_sites(options.keep)
+
+
+# options of texts, observables and weights that a vision transformer does not have
+NOT_OF_PICTURES = (
+    "input", "dataset", "prompt", "seq_len", "bos", "observables", "heads", "keep", "export_mask", "generate",
+    "random_weights",
+)  # fmt: skip
 
 
 @with_options(AnalyzeOptions)
@@ -96,8 +103,9 @@ def analyze(
     check_sites(config.keep)
     pictures = None if config.images is None else read_pictures(config.images, config.num_seqs)
     if pictures is not None and not is_in_memory(model) and (encoder := load_encoder(config)) is not None:
-        if config.random_weights:
-            raise InputError("--random-weights is not possible for a vision transformer, which is measured by itself")
+        for name in NOT_OF_PICTURES:
+            if getattr(config, name) != AnalyzeOptions.model_fields[name].default:
+                raise InputError(f"{flag(name)} is not possible for a vision transformer, which reads pictures alone")
         with own_folder(out, overwrite, reads=(config.model, str(config.images))) as folder:
             raw, subject = measure_encoder(encoder, pictures)
             print_line(Messages(quiet), f"read: {subject.inputs.said}")

@@ -92,7 +92,8 @@ class Card(Result):
                 result = EvalResult(
                     task_type="text-generation",
                     dataset_type=row.condition,
-                    dataset_name=f"{row.paper}",
+                    dataset_config=row.paper,  # the hub groups numbers by type and config
+                    dataset_name=row.paper,
                     metric_type=row.claim,
                     metric_name=f"{row.statement.removesuffix('.')} ({row.quantity})",
                     metric_value=_rounded(row.value),
@@ -101,7 +102,8 @@ class Card(Result):
                 results.append((row.model, result))
         cards = {}
         for model, findings in self.findings_on.items():
-            data = ModelCardData(model_name=model, eval_results=[result for of, result in results if of == model])
+            measured = [result for of, result in results if of == model]
+            data = ModelCardData(model_name=model, eval_results=measured or None)
             cards[model] = f"---\n{data}\n---\n\n{findings}"
         return cards
 
@@ -142,6 +144,7 @@ def _results_of_run(run: Run) -> list[EvalResult]:
         EvalResult(
             task_type="text-generation" if run.is_causal else "fill-mask",
             dataset_type=run.condition,
+            dataset_config=f"{read['sequences']} x {lengths} tokens, {read['sha256'][:12]}",
             dataset_name=f"{run.condition}: {read['sequences']} sequences of {lengths} tokens",
             dataset_args={"token_zero": read["token_zero"], "sha256": read["sha256"]},
             metric_type=row.metric,

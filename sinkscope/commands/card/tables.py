@@ -48,7 +48,7 @@ def card_tables(runs: Sequence[tuple[RunData, str]]) -> dict[str, pd.DataFrame]:
         place |= {name: config[name] for name in ("window", "epsilon")}
         values = values_of(run)
         parts[VALUES].append(values.assign(layer=WHOLE_MODEL, **place))
-        if run.command == "analyze":
+        if "summary" in run.tables:
             by_name = dict(zip(values["metric"], values["value"], strict=True))
             parts[MODELS].append(pd.DataFrame([{**place, "layer": WHOLE_MODEL, **by_name}]))
             summary = run.tables["summary"]
@@ -65,6 +65,8 @@ def card_tables(runs: Sequence[tuple[RunData, str]]) -> dict[str, pd.DataFrame]:
 def values_of(run: RunData) -> pd.DataFrame:
     """Return setting, metric and value, for every finite metric of the whole model that a run measured."""
     record = records()[run.command]
+    if run.command in ("analyze", "intervene") and not {"summary", "effect"} & run.tables.keys():
+        return pd.DataFrame(columns=[SETTING.name, METRIC.name, VALUE.name])  # of pictures or of a stream alone
     table = record.imported(record.whole_model)(run)[[SETTING.name, METRIC.name, VALUE.name]]
     is_finite_metric = table["metric"].isin(METRICS.keys()) & table["value"].abs().lt(float("inf"))
     return table[is_finite_metric].reset_index(drop=True)

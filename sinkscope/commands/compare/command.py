@@ -57,6 +57,8 @@ def _compared(options: CompareOptions, output: OutputOptions, manifests: Mapping
             tables = MANIFEST_KINDS[command].imported(MANIFEST_KINDS[command].summaries)(folder)
         elif command in RUNS and command != "analyze":
             tables = Run.open(folder).summary_tables
+        if tables and (options.metrics or options.by):
+            raise InputError("--metrics and --by are those of runs of `analyze`, of which there is none")
         if tables and output.out is not None:
             raise InputError(f"--out: {options.runs[0]} has its tables and figures already")
         if tables:

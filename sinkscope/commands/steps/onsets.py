@@ -339,7 +339,10 @@ def _lead(row: Any, lag: float, reverse: float) -> Finding:
     sentence += f": r = {lag:.2f} for {first} first, {reverse:.2f} for {second} first; the difference is "
     sentence += f"{row.value:.2f} [{row.low:.2f}, {row.high:.2f}], and {row.null_low:.2f} to {row.null_high:.2f} "
     sentence += "in a random order of the steps."
+    outcome = Outcome.PRESENT if is_resolved else Outcome.UNDECIDED
+    if isnan(row.value):
+        outcome, sentence = Outcome.UNDEFINED, f"Whether {first} or {second} leads is not known: one does not change."
     return Finding(
-        f"lead-{row.quantity}-{row.other}", SECTION, Outcome.PRESENT if is_resolved else Outcome.UNDECIDED, row.value,
+        f"lead-{row.quantity}-{row.other}", SECTION, outcome, row.value,
         threshold=row.null_high if row.value > 0 else row.null_low, low=row.low, high=row.high, sentence=sentence,
     )  # fmt: skip

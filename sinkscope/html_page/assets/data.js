@@ -179,9 +179,9 @@ S.number = (value) => {
   return size !== 0 && (size < 1e-3 || size >= 1e6) ? S.locale.format(".3~e")(value) : S.plainNumber(value);
 };
 
-/** A format of metrics.py, such as `{:.1%}`, which d3 writes the same way. */
+/** A format of metrics.py, such as `{:.1%}`, which d3 writes the same way, always without the sign of 0 (Python's z). */
 S.formatter = (form) => {
-  const format = S.locale.format(form.slice(2, -1) || ".4~g");
+  const format = S.locale.format(form.slice(2, -1).replace("z", "") || ".4~g");
   return (value) =>
     value === null || value === undefined || !Number.isFinite(value) || Math.abs(value) >= 1e6
       ? S.number(value)

@@ -7,4 +7,8 @@ MUTATIONS = [
     ("digits after the point", "output", "_rounded", "{DIGITS}g", "{DIGITS}f"),
     ("results of an encoder are of generated text", "output", "_results_of_run",
      '"text-generation" if run.is_causal else "fill-mask"', '"text-generation"'),
+    ("card: all texts are one dataset", "output", "_results_of_run",
+     "{read['sequences']} x {lengths} tokens, {read['sha256'][:12]}", "one"),
+    ("card: all papers are one dataset", "output", "Card.model_cards",
+     "dataset_config=row.paper", "dataset_config=None"),
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from sinkscope import InputError, Run, SinkscopeError
 from sinkscope.commands.card.command import upload
 from sinkscope.commands.card.output import Card, _results_of_run, _rounded
 from sinkscope.commands.card.tables import values_of
+from sinkscope.commands.claims.scorecard import Scorecard
 from sinkscope.options.option import as_folder_name
 from sinkscope.results.metrics import HEADLINE_METRICS
 
@@ -41,6 +42,28 @@ def test_the_hubs_parser_reads_the_card_of_a_report(name: str, three: Card) -> N
     expected = {metric: value for metric, value in values.items() if value == value}
     assert {result.metric_type: result.metric_value for result in results} == pytest.approx(expected, rel=1e-5)
     assert {result.dataset_type for result in results} == {run.condition}
+
+
+def test_each_input_and_each_paper_is_a_dataset_of_its_own() -> None:
+    """The hub groups numbers by dataset_type and dataset_config, and names a group after its first number."""
+    names = ("smollm2-135m", "smollm2-135m-interventions", "claims/smollm2-135m")
+    (card,) = sinkscope.card(*(REPORTS / name for name in names)).model_cards.values()
+    _, results = model_index_to_eval_results(ModelCard(card).data.to_dict()["model-index"])
+    by_dataset = {name: {one.metric_type for one in results if one.dataset_name == name} for name in
+        {one.dataset_name for one in results}}  # fmt: skip
+    texts = {name for name in by_dataset if name.startswith("natural: ")}
+    assert len(texts) == 2
+    assert all("sink_rate" in by_dataset[name] for name in texts)
+    papers = {row.paper for row in Scorecard.open(REPORTS / names[2]).table.itertuples()}
+    assert by_dataset.keys() - texts <= papers
+
+
+@pytest.mark.parametrize("name", ["dinov2-small-pictures", "smollm2-135m-streaming"])
+def test_a_run_without_metrics_has_a_card_of_its_findings(name: str) -> None:
+    run = Run.open(REPORTS / name)
+    (text,) = sinkscope.card(REPORTS / name).model_cards.values()
+    assert f"## {run.model}" in text
+    assert "metrics:" not in text
 
 
 def test_a_dataset_is_uploaded_and_read_back(three: Card, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,4 +25,6 @@ MUTATIONS = [
      "np.logical_and(", "np.logical_or("),
     ("heads: one text is tested", "sinkscope.results.head_differences", "head_differences",
      "is_tested &= min(map(len, tested)) > 1", "pass"),
+    ("a single folder: --by is ignored", "command", "_compared",
+     "if tables and (options.metrics or options.by)", "if tables and options.metrics"),
 ]  # fmt: skip

@@ -280,6 +280,13 @@ def test_a_folder_of_another_format_is_refused(number: int | None, tmp_path: Pat
         Run.open(tmp_path / "run")
 
 
+@pytest.mark.parametrize("option", [("--by", "head"), ("--metrics", "sink_rate")])
+def test_options_of_analyses_are_refused_for_a_folder_with_tables_of_its_own(option: tuple[str, str]) -> None:
+    folder = Path(__file__).parents[3] / "reports" / "claims" / "smollm2-135m"
+    done = command_line("compare", folder, *option)
+    assert (done.exit_code, "--metrics and --by are those of runs of `analyze`" in done.stderr) == (2, True)
+
+
 @pytest.mark.parametrize("option", [{"by": "head"}, {"metrics": "sink_rate"}])
 def test_options_of_analyses_are_refused_for_experiments(option: dict[str, Any]) -> None:
     run = experiment({"before": [0.6, 0.05], "after": [0.4, 0.05]}, "nullify-query-bias")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from support.figures import skip_figures
 from support.naming import naming
+from support.retrofit_command import command_line
 from support.tables import assert_same_tables
 from tiny import VOCAB, tiny_model
 
@@ -140,6 +141,9 @@ def test_it_trains(path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_recipe_is_a_run_folder(tiny: Path) -> None:
+    printed = json.loads(command_line("run", written(ONE), tiny, "--out", "printed", "--json").stdout)
+    assert printed["metrics"].keys() >= {"sink_rate", "attention_entropy"}
+    assert printed["findings"]
     done = run_recipe(written(ONE, "recipes/small.yaml"), tiny)
     assert done.folder == Path("runs/small-tiny")
     assert done.comparison is None
@@ -162,6 +166,9 @@ def test_a_recipe_is_a_run_folder(tiny: Path) -> None:
 
 
 def test_several_runs_are_compared(tiny: Path) -> None:
+    printed = json.loads(command_line("run", written(TWO), tiny, "--out", "printed", "--json").stdout)
+    assert {"sink_rate", "attention_entropy"} <= {row["metric"] for row in printed["tables"]["numbers"]}
+    assert any("unpaired" in line for line in printed["warnings"])
     done = run_recipe(written(TWO), tiny, out="both")
     assert list(done.runs) == ["random", "repeated"]
     assert done.comparison is not None

@@ -30,4 +30,5 @@ MUTATIONS = [
      "y[0][orders]", "y[0][random.permuted(orders, axis=1)]"),
     ("groups: of sequences in place of texts", "onsets", "_LeftOut.weights",
      "!= texts % GROUPS", "!= np.arange(len(texts)) % GROUPS"),
+    ("lead: of a quantity that does not change", "onsets", "_lead", "if isnan(row.value):", "if False:"),
 ]  # fmt: skip

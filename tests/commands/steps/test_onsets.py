@@ -230,6 +230,9 @@ def test_a_flat_training_has_no_onsets_and_no_order() -> None:
     assert onsets["sink_rate"] == inf
     assert all("is not resolved: one of them has no onset" in sentence for name, sentence in sentences(runs).items()
         if name.startswith("order"))  # fmt: skip
+    leads = [finding for finding in findings(table) if finding.name.startswith("lead") and isnan(finding.value)]
+    assert {lead.outcome for lead in leads} == {Outcome.UNDEFINED}
+    assert all(lead.sentence.endswith("leads is not known: one does not change.") for lead in leads)
 
 
 def test_steps_that_cannot_be_resampled_together_have_no_table() -> None:
