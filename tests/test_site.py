@@ -47,6 +47,8 @@ def small(line: str, tiny: Path) -> list[str]:
         words[1:1] = [str(tiny)] * (name == "run")
     elif "model" in kind.arguments and "--from" not in words and not (words and not words[0].startswith("-")):
         words.insert(0, str(tiny))
+    if name == "doctor" and "--dtype" not in words:  # it reads no text
+        return [name, *words]
     for option, value in SMALL.items():
         if option in kind.offered() and flag(option) not in words and "--from" not in words and name != "run":
             words += [flag(option), "128" if (name, option) == ("kv-plan", "seq_len") else str(value)]

@@ -238,7 +238,7 @@ def _sweep() -> SweepTables:
     )  # fmt: skip
     studied = _values(trained, 0.1, 0.9)
     formats = grid(model=["org/small_1", "org/large_1"], scheme=["W8A8", "NVFP4"], part=["all", "weights", "inputs"])
-    formats = formats.assign(cost=0.1, cost_low=0.05, cost_high=0.2)
+    formats = formats.assign(cell=formats["model"], cost=0.1, cost_low=0.05, cost_high=0.2)
     tables = {SWEEP: cells, EPSILON: by_epsilon, SCORES: scores, STUDY: studied, "sweep_formats": formats}
     return SweepTables(tables, {})
 

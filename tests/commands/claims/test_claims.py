@@ -385,7 +385,7 @@ ASSERTING = (
 
 
 def analyzed(model: PreTrainedModel, tmp_path, **options) -> Run:
-    ids = np.random.default_rng(0).integers(3, VOCAB, size=(12, 64))
+    ids = np.random.default_rng(0).integers(3, VOCAB, size=(30, 64))  # as many texts as decide that there is no sink
     ids[:, 0] = BOS
     np.save(tmp_path / "text.npy", ids)
     return sinkscope.analyze(model, input=tmp_path / "text.npy", bos="never", **options)

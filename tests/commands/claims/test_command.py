@@ -97,7 +97,7 @@ def test_one_model_decides_all_but_what_training_decides(measured: Scorecard) ->
     assert all(CLAIMS[name].needs[0].is_study for name in unmeasured["claim"])
     reasons = table[table["outcome"] == Outcome.DOES_NOT_APPLY]["note"]
     assert (reasons.str.len() > 0).all()
-    assert measured.outcome("W-1") == Outcome.FAILS
+    assert measured.outcome("W-1") == Outcome.INCONCLUSIVE  # few texts without a sink
     assert measured.outcome("W-3") == Outcome.DOES_NOT_APPLY  # there is no sink that could vanish
     assert measured.outcome("W-5") == Outcome.HOLDS
     effects = measured.routes.set_index("route")["effect"]  # every route is cut, also if no claim applies to the model
