@@ -178,4 +178,7 @@ MUTATIONS = [
     ("coordinates: heads of the cache without their axes", "split", "Split._peaks", "keepdim=True", "keepdim=False"),
     ("options: an exponent that nothing reads", "options", "QuantizeOptions._check_scheme",
      '"smoothquant" in self.cures', "True"),
+    ("formats: two cells of a model are one", "sinkscope.commands.sweep.figures",
+     "draw_formats_models",
+     'table.assign(model=table["cell"])', "table"),
 ]  # fmt: skip

@@ -83,8 +83,6 @@ MUTATIONS = [
     ("compared folders: papers by another name", "output", "summaries",
      "entry.label: entry.paper for", "entry.label: entry.label for"),
     ("tables: without the revision", "tables", "_with_coordinates", "cell.revision or \"\"", "\"\""),
-    ("formats: two cells of a model are one", "figures", "draw_formats_models",
-     'table.assign(model=table["cell"])', "table"),
     ("quick: fields of a configuration for all commands", "file", "_cell",
      'if "config" in kind.model_fields:', "if True:"),
 ]  # fmt: skip
