@@ -122,7 +122,7 @@ class ScaleHeadOutputs(Intervention):
             raise InputError(f"{self.name} would change nothing: its factor is 1")
 
         def scaled(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-            before, x = x.unflatten(-1, (target.query_heads, -1)), x.clone()  # (B,T,H,d): the means are of no edit
+            before, x = x.unflatten(-1, (target.query_heads, -1)), x.clone()  # (B,T,H,d)
             outputs = x.unflatten(-1, (target.query_heads, -1))
             for position in self.positions:
                 rows, columns = layout.once(layout.locate, x.device, *x.shape[:2], position)

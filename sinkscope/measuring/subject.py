@@ -279,6 +279,11 @@ def with_masked(inputs: TokenInputs, loaded: LoadedModel, family: Family | None,
     return replace(inputs, masked=masked(inputs.sequences, tokenizer, vocabulary(loaded.model), seed))
 
 
+def tokens_within_positions(wanted: int, model: PreTrainedModel, family: Family) -> int:
+    """Return a number of tokens, or the model's number of positions if that is smaller."""
+    return min(wanted, position_limit(model, family) or wanted)
+
+
 def position_limit(model: PreTrainedModel, family: Family | None = None) -> int | None:
     """Return the longest sequence that the configuration allows, without registers; None if it sets no limit."""
     limit = number_of_positions(model, family)

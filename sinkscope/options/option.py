@@ -70,6 +70,10 @@ class Options(BaseModel):
                     raise ValueError(f"{flag(name)} {one_line(part)} is not UTF-8: rename the file or folder")
         return self
 
+    def is_changed(self, name: str) -> bool:
+        """Return whether an option has another value than its default."""
+        return bool(getattr(self, name) != type(self).model_fields[name].default)
+
     @classmethod
     def offered(cls) -> dict[str, FieldInfo]:
         """Return the options to show, by name: the command's own, then the shared ones that apply to it."""

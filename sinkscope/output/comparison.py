@@ -73,9 +73,14 @@ class Comparison(Result):
         """A line for each setting in which the runs differ."""
         return differing_lines(self.manifest["differing"])
 
+    @property
+    def notes(self) -> list[str]:
+        """The warnings, and a line for each pair of runs that do not read the same texts."""
+        return [*self.warnings, *pairing_lines(self.runs)]
+
     def _repr_html_(self) -> str:  # for notebooks
         sentences = [finding.sentence for finding in self.findings]
-        lines = [f"<li>{html.escape(line)}</li>" for line in (*sentences, *self.warnings, *pairing_lines(self.runs))]
+        lines = [f"<li>{html.escape(line)}</li>" for line in (*sentences, *self.notes)]
         table = self.summary_tables[""].to_html(index=False, float_format="{:.4g}".format, na_rep="–")
         return table + (f"<ul>{''.join(lines)}</ul>" if lines else "")
 

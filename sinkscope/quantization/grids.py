@@ -52,13 +52,13 @@ class Grid:
 class RowGrids:
     """Dynamic grids without calibration, one for every row (…,D) of the input of `snap`."""
 
-    bits: int | torch.Tensor  # of all rows, or, if not symmetric, of each, which broadcasts to (…,1)
+    bits: int | torch.Tensor  # of all rows, or of each, which broadcasts to (…,1)
     is_symmetric: bool
 
     def of(self, x: torch.Tensor) -> Grid:
         """Return the grids (…,1) of x (…,D)."""
         low, high = upcast(x).aminmax(dim=-1, keepdim=True)
-        if self.is_symmetric and isinstance(self.bits, int):
+        if self.is_symmetric:
             return symmetric_grid(torch.maximum(-low, high), self.bits)
         return asymmetric_grid(low, high, self.bits)
 
@@ -67,7 +67,7 @@ class RowGrids:
         return self.of(x).snap(x)
 
 
-def symmetric_grid(largest: float | torch.Tensor, bits: int) -> Grid:
+def symmetric_grid(largest: float | torch.Tensor, bits: int | torch.Tensor) -> Grid:
     """Return the grid for -largest … largest, with 2^(bits-1) - 1 steps to either side; for a tensor, one per entry."""
     check_bits(bits)
     if not isinstance(largest, torch.Tensor) and not (math.isfinite(largest) and largest >= 0):
@@ -79,11 +79,9 @@ def symmetric_grid(largest: float | torch.Tensor, bits: int) -> Grid:
 def asymmetric_grid(low: Any, high: Any, bits: int | torch.Tensor) -> Grid:
     """Return the grid for low … high, widened to hold 0, with 2^bits - 1 steps from round(low ÷ step) on.
 
-    For two tensors instead of numbers, there is a grid for each entry. A tensor of bits, which is not checked,
-    broadcasts to these.
+    For two tensors instead of numbers, there is a grid for each entry. A tensor of bits broadcasts to these.
     """
-    if isinstance(bits, int):
-        check_bits(bits)
+    check_bits(bits)
     most = 2**bits - 1
     if isinstance(low, torch.Tensor):
         low, high = low.clamp_max(0), high.clamp_min(0)
@@ -104,7 +102,10 @@ def _step_of(width: Any, steps: Any) -> Any:
     return max(width / steps, SMALLEST_STEP)
 
 
-def check_bits(bits: int) -> None:
+def check_bits(bits: int | torch.Tensor) -> None:
+    """Raise InputError unless bits are a possible number. Those of a tensor are not read, which would wait for it."""
+    if isinstance(bits, torch.Tensor):
+        return
     if isinstance(bits, bool) or not isinstance(bits, int) or not FEWEST_BITS <= bits <= MOST_BITS:
         raise InputError(f"bits {bits}: it must be a whole number from {FEWEST_BITS} to {MOST_BITS}")
 

@@ -190,6 +190,11 @@ def check_made(tables: Mapping[str, pd.DataFrame], columns: Mapping[str, Columns
             raise ValueError(f"the table '{name}': {fault}")
 
 
+def models_or_cells(table: pd.DataFrame) -> pd.Series:
+    """Return the name of each row's model in a table of a sweep, or of its cell if a model has several."""
+    return table["model" if table["cell"].nunique() == table["model"].nunique() else "cell"]
+
+
 def of_whole_model(summary: pd.DataFrame) -> dict[str, float]:
     """Return metric → value of the rows of a table like `summary` that are of the whole model."""
     return summary[summary["layer"] == WHOLE_MODEL].set_index("metric")["value"].to_dict()

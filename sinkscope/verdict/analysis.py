@@ -124,7 +124,9 @@ def packed_source(run: RunData, scheme: str = "") -> list[Finding]:
 
 
 def whole_model(run: RunData) -> pd.DataFrame:
-    """Return the metrics of the whole model, for model cards."""
+    """Return the metrics of the whole model, for model cards; none of pictures alone."""
+    if "summary" not in run.tables:
+        return pd.DataFrame(columns=["setting", "metric", "value"])
     return run.tables["summary"].query("layer == @WHOLE_MODEL").assign(setting="")
 
 

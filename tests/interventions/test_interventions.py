@@ -278,7 +278,7 @@ def test_the_mean_of_head_outputs_leaves_out_padding_and_needs_all_tokens_in_one
     assert_close(decoded, under(model, "scale-head-outputs:positions=4,around=zero")[:, 4], 1e-12)
     with pytest.raises(InputError, match="would change nothing: its factor is 1"):
         under(model, "scale-head-outputs:positions=4,factor=1")
-    # means are of the model's own outputs, whatever the order
+    # the means are of unedited outputs, so that the order of the positions does not matter
     both = [under(model, f"scale-head-outputs:layers=1,positions={each}") for each in ("4+6", "6+4")]
     assert_close(*both, 1e-12)
 

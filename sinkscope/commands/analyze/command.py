@@ -104,7 +104,7 @@ def analyze(
     pictures = None if config.images is None else read_pictures(config.images, config.num_seqs)
     if pictures is not None and not is_in_memory(model) and (encoder := load_encoder(config)) is not None:
         for name in NOT_OF_PICTURES:
-            if getattr(config, name) != AnalyzeOptions.model_fields[name].default:
+            if config.is_changed(name):
                 raise InputError(f"{flag(name)} is not possible for a vision transformer, which reads pictures alone")
         with own_folder(out, overwrite, reads=(config.model, str(config.images))) as folder:
             raw, subject = measure_encoder(encoder, pictures)

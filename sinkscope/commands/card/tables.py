@@ -65,8 +65,6 @@ def card_tables(runs: Sequence[tuple[RunData, str]]) -> dict[str, pd.DataFrame]:
 def values_of(run: RunData) -> pd.DataFrame:
     """Return setting, metric and value, for every finite metric of the whole model that a run measured."""
     record = records()[run.command]
-    if run.command in ("analyze", "intervene") and not {"summary", "effect"} & run.tables.keys():
-        return pd.DataFrame(columns=[SETTING.name, METRIC.name, VALUE.name])  # of pictures or of a stream alone
     table = record.imported(record.whole_model)(run)[[SETTING.name, METRIC.name, VALUE.name]]
     is_finite_metric = table["metric"].isin(METRICS.keys()) & table["value"].abs().lt(float("inf"))
     return table[is_finite_metric].reset_index(drop=True)

@@ -43,7 +43,7 @@ from sinkscope.measuring.subject import (
     is_in_memory,
     open_subject,
     options_of,
-    position_limit,
+    tokens_within_positions,
 )
 from sinkscope.models.in_memory import fingerprint
 from sinkscope.options.keywords import ClaimsKeywords
@@ -295,7 +295,7 @@ class ClaimBench:
 
     def streamed(self, roles: Sequence[Need]) -> Run:
         """Measure long texts with a streaming window; InputError if the model cannot read them."""
-        length = min(STREAM_TOKENS, position_limit(self.subject.loaded.model, self.subject.family) or STREAM_TOKENS)
+        length = tokens_within_positions(STREAM_TOKENS, self.subject.loaded.model, self.subject.family)
         if length < LONG_TEXT:
             raise InputError(f"it takes at most {length} tokens, and the streamed text has {LONG_TEXT}")
         registers = registers_before(self.subject.loaded.model)

@@ -77,6 +77,6 @@ def _compared(options: CompareOptions, output: OutputOptions, manifests: Mapping
         numbers = result.table
     else:
         markdown = result.markdown
-    notes, failure = differing_lines(result.manifest["differing"]), figure_failure(result.manifest)
-    notes += pairing_lines(result.runs) if isinstance(result, Comparison) else []
+    notes = result.notes if isinstance(result, Comparison) else differing_lines(result.manifest["differing"])
+    failure = figure_failure(result.manifest)
     return Printout(result, markdown, text, numbers, notes=notes, folder=output.out, failure=failure)

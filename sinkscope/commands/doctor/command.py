@@ -40,7 +40,7 @@ from sinkscope.measuring.subject import (
     inputs_for,
     load_model,
     options_of,
-    position_limit,
+    tokens_within_positions,
     without_head_or_mask,
 )
 from sinkscope.measuring.tables import publish
@@ -132,7 +132,7 @@ def doctor(
         )
     for name in () if has_overflow else TEXT_OPTIONS:
         is_read = name == "input" and config.compare is not None
-        if getattr(config, name) != DoctorOptions.model_fields[name].default and not is_read:
+        if config.is_changed(name) and not is_read:
             raise InputError(
                 f"{flag(name)} needs --dtype, because nothing else reads a text: name one, such as --dtype float16"
             )
@@ -239,7 +239,7 @@ def _check_model(loaded: LoadedModel, family: Family, notices: Sequence[str]) ->
     report.notes += [f"{name} does not apply: {reason}" for name, reason in reasons.items() if reason]
     if reason := without_head_or_mask(loaded, family):
         report.notes.append(f"no loss and no gradients: {reason}")
-    batch = _random_batch(model, min(TOKENS, position_limit(model, family) or TOKENS))
+    batch = _random_batch(model, tokens_within_positions(TOKENS, model, family))
     bare = last_output(model, family, batch)
     noise = round_off(model, family, batch, bare)
     records = read_sites(model, family, batch.token_ids.to(input_device(model)))

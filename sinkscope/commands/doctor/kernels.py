@@ -21,7 +21,7 @@ from sinkscope.attention.kernels import is_visible, upcast
 from sinkscope.attention.seam import attention_implementation, open_seam
 from sinkscope.errors import is_out_of_memory, one_line
 from sinkscope.measuring.parity import CHECKED_TOKENS, ROUNDING_MARGIN, largest_difference, perturbed_layers
-from sinkscope.measuring.subject import position_limit
+from sinkscope.measuring.subject import tokens_within_positions
 from sinkscope.measuring.tracer import model_inputs
 from sinkscope.models.edits import Attend, attending_by
 from sinkscope.models.family import Family, input_device
@@ -109,7 +109,7 @@ def tokens_to_compare(model: PreTrainedModel, family: Family) -> int:
     window = getattr(model.config.get_text_config(), "sliding_window", None) or 0
     wanted = window + CHECKED_TOKENS // 4
     wanted = wanted if CHECKED_TOKENS <= wanted <= LONGEST_WINDOW else CHECKED_TOKENS
-    return min(wanted, position_limit(model, family) or wanted)
+    return tokens_within_positions(wanted, model, family)
 
 
 @torch.no_grad()

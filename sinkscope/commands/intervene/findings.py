@@ -33,7 +33,12 @@ LAYERS_NAMED = 3  # number of the most changed layers that are named
 
 
 def whole_model(run: RunData) -> pd.DataFrame:
-    """Return the metrics before, after each intervention, and under its random controls, on average over them."""
+    """Return the metrics before, after each intervention, and under its random controls, on average over them.
+
+    A run of streaming alone has none.
+    """
+    if "effect" not in run.tables:
+        return pd.DataFrame(columns=["setting", "metric", "value"])
     effect = run.tables["effect"]
     effect = effect[(effect["layer"] == WHOLE_MODEL) & effect["position"].isin((0, NO_POSITION))]
     words = {"before": "", "after": "{}", "control": "{}, random controls"}

@@ -98,13 +98,14 @@ def attending_with_plans(
     def attend(
         index: int, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: AttentionCall
     ) -> Attended:
-        exact = exact_tokens(key.device, key.shape[2], kept)
+        exact = exact_tokens(key.device, key.shape[2], sinks_of_rows)
         center = centers[layer] if centers else [x.new_zeros(x.shape[1], 1, x.shape[3]) for x in (key, value)]
         formats = [[(plan.served, int(plan.bits[index, part])) for plan in plans] for part in range(2)]
         key, value = rounded_pair((key, value), formats, exact, center)
-        return evicting_attention(query, key, value, call, [plan.windows[index].tolist() for plan in plans], kept)
+        windows = [plan.windows[index].tolist() for plan in plans]
+        return evicting_attention(query, key, value, call, windows, sinks_of_rows)
 
-    kept = tuple(tuple(positions) for positions in sinks)
+    sinks_of_rows = tuple(tuple(positions) for positions in sinks)
     kernels = {layer: partial(attend, index, layer) for index, layer in enumerate(sorted(seams))}
     return attending_by_kernels(seams, kernels)
 

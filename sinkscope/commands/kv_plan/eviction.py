@@ -54,9 +54,9 @@ def evicting_attention(
     """
     groups, length = key.shape[1], query.shape[2]
     alike = defaultdict[tuple[int, tuple[int, ...]], list[tuple[int, int]]](list)  # rows and heads by what they keep
-    for row, (of_heads, kept) in enumerate(zip(windows, sinks, strict=True)):
+    for row, (of_heads, positions) in enumerate(zip(windows, sinks, strict=True)):
         for head, window in enumerate(of_heads):
-            alike[(window, tuple(kept)) if window < length else (length, ())].append((row, head))
+            alike[(window, tuple(positions)) if window < length else (length, ())].append((row, head))
     if call.mask is not None:
         call = replace(call, mask=call.mask[:1])  # that of the text
     if len(alike) == 1:
@@ -68,10 +68,10 @@ def evicting_attention(
     call = _of_heads(call, queries.shape[:4], rows, heads)
     tensors = queries[rows, heads], key[rows, heads][:, None], value[rows, heads][:, None]
     parts, end = [], 0
-    for (window, kept), of_kind in alike.items():
+    for (window, positions), of_kind in alike.items():
         each, end = slice(end, end + len(of_kind)), end + len(of_kind)
         query, key, value = (x[each] for x in tensors)
-        parts.append(_over_window(query, key, value, of_sequences(call, each), window, kept))
+        parts.append(_over_window(query, key, value, of_sequences(call, each), window, positions))
     mix, lse = (torch.cat(each)[back].unflatten(0, (-1, groups)).flatten(1, 2) for each in zip(*parts, strict=True))
     return mix, lse
 
@@ -123,11 +123,11 @@ def _keys_of_block(
     device: torch.device, start: int, stop: int, window: int, sinks: tuple[int, ...]
 ) -> tuple[torch.Tensor | slice, torch.Tensor]:
     """Return the keys (C) that some of the queries from `start` to `stop` see, and which each sees, (1,1,R,C)."""
-    kept = numbers_on(device, sinks)
+    sink_keys = numbers_on(device, sinks)
     band = max(0, start - window + 1)  # the first token that is in the window of any of these queries
-    keys = torch.cat([kept[: bisect_left(sinks, band)], torch.arange(band, stop, device=device)])
+    keys = torch.cat([sink_keys[: bisect_left(sinks, band)], torch.arange(band, stop, device=device)])
     tokens = torch.arange(start, stop, device=device)[:, None]
-    seen = ((keys <= tokens) & ((tokens - keys < window) | torch.isin(keys, kept)))[None, None]
+    seen = ((keys <= tokens) & ((tokens - keys < window) | torch.isin(keys, sink_keys)))[None, None]
     return keys if band else slice(0, stop), seen
 
 

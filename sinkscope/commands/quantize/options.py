@@ -90,7 +90,7 @@ class QuantizeOptions(RunConfig):
         """The cures of presets that are measured."""
         if self.cure is not None:
             return self.cure
-        return () if self.scheme == type(self).model_fields["scheme"].default else get_args(CureName)
+        return get_args(CureName) if self.is_changed("scheme") else ()
 
     @model_validator(mode="after")
     def _check_scheme(self) -> Self:
@@ -100,24 +100,20 @@ class QuantizeOptions(RunConfig):
             raise ValueError("--cure is a setting of presets")
         if self.static_scheme is None:
             for name in ("prefix", *(field.name for field in fields(Precision))):
-                if self._is_changed(name):
+                if self.is_changed(name):
                     raise ValueError(f"{flag(name)} is a setting of --scheme static or full")
         for name, is_read, setting in (
             ("alpha", "smoothquant" in self.cures, "the cure smoothquant"),
             ("bits_kv_cache", self.kv_cache_per is not None, "--kv-cache-per"),
             ("prefix_draws", self.prefix is not None, "--prefix"),
         ):
-            if self._is_changed(name) and not is_read:
+            if self.is_changed(name) and not is_read:
                 raise ValueError(f"{flag(name)} is a setting of {setting}, which is not measured")
         return self
 
-    def _is_changed(self, name: str) -> bool:
-        return getattr(self, name) != type(self).model_fields[name].default
-
     def folder(self) -> Path:
         if self.static_scheme is None:
-            every = self.scheme == type(self).model_fields["scheme"].default
-            return Path("runs", f"{self.run_name}-{'formats' if every else '-'.join(self.scheme)}")
+            return Path("runs", f"{self.run_name}-{'-'.join(self.scheme) if self.is_changed('scheme') else 'formats'}")
         cache = "" if self.kv_cache_per is None else f"KV{self.bits_kv_cache}"
         per = {"weights": self.weights_per, "activations": self.activations_per, "cache": self.kv_cache_per}
         parts = [f"{what}-per-{grid}" for what, grid in per.items() if grid not in ("tensor", None)]

@@ -19,6 +19,7 @@ from sinkscope.results.findings import Finding, Outcome
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.run import RunData
 from sinkscope.results.statistics import Estimate
+from sinkscope.results.tables import models_or_cells
 from sinkscope.verdict.analysis import settings
 from sinkscope.verdict.report import Report, with_interval
 
@@ -77,7 +78,7 @@ def cells_as_text(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]
     if (table := tables.get("formats")) is None:
         return {}
     table = table[table["part"] == ALL]
-    names = table["model"] if table["cell"].nunique() == table["model"].nunique() else table["cell"]
+    names = models_or_cells(table)
     costs = [with_interval(estimate(row, "cost"), "z.3f", label="") for _, row in table.iterrows()]
     wide = pd.DataFrame({"scheme": table["scheme"], "cell": names, "cost": costs})
     wide = wide.pivot(index="scheme", columns="cell", values="cost").reindex(table["scheme"].unique())[names.unique()]

@@ -30,7 +30,6 @@ from sinkscope.output.result import both, draw, figure_failure, write_data
 from sinkscope.output.run import Run
 from sinkscope.results.folders import new_folder, own_folder
 from sinkscope.results.manifest import RUNS, make_manifest, write_manifest
-from sinkscope.results.side_by_side import pairing_lines
 
 
 @dataclass(frozen=True)
@@ -57,9 +56,8 @@ def command(options: RunOptions, output: OutputOptions) -> Printout:
     if done.result is not None:
         return done.result
     if done.comparison is not None:
-        notes = (*done.comparison.warnings, *pairing_lines(done.comparison.runs))
-        numbers = done.comparison.table
-        return Printout(done.comparison, numbers=numbers, notes=notes, folder=done.folder, failure=done.failure)
+        shared = {"numbers": done.comparison.table, "notes": done.comparison.notes}
+        return Printout(done.comparison, **shared, folder=done.folder, failure=done.failure)
     run = done.runs[""]
     return Printout(run, markdown=run.verdict, folder=done.folder, failure=done.failure)
 

@@ -22,6 +22,7 @@ from sinkscope.results.findings import SINK as SINK_RATE
 from sinkscope.results.metrics import METRICS
 from sinkscope.results.papers import LENGTH, TRANSCRIBED, WSE_SETTING, WSE_TABLE_1
 from sinkscope.results.side_by_side import shorten
+from sinkscope.results.tables import models_or_cells
 from sinkscope.text.sources import DRAWN
 
 # --- Shared by the figures of sweeps: sink rates as rows of dots and as lines, with their intervals
@@ -386,8 +387,7 @@ LONGEST_MODEL = 16  # characters
 def draw_formats_models(tables: SweepTables) -> Figure:
     table = tables.tables[FORMATS]
     table = table[table["part"] == "all"]
-    if table["cell"].nunique() > table["model"].nunique():  # several cells of a model
-        table = table.assign(model=table["cell"])
+    table = table.assign(model=models_or_cells(table))
     schemes, models = list(dict.fromkeys(table["scheme"])), list(dict.fromkeys(table["model"]))
     figure = new_figure(1.0 + 0.95 * len(models), 0.33 * len(schemes) + 0.75)
     ax = figure.subplots()

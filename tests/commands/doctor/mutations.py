@@ -3,7 +3,7 @@
 MUTATIONS = [
     ("logits: differences across tokens", "kernels", "_token_differences", "(logits - expected).norm(dim=-1)",
      "(logits - expected).norm(dim=0)"),
-    ("kernels: beyond the positions", "kernels", "tokens_to_compare",
+    ("kernels: beyond the positions", "sinkscope.measuring.subject", "tokens_within_positions",
      "position_limit(model, family) or wanted", "wanted"),
     ("kernels: the usual scaling is dropped", "kernels", "_without_scaling",
      "scaling is None or", "scaling is None and"),
@@ -86,6 +86,7 @@ MUTATIONS = [
     ("first that is not finite: in order of time", "overflow", "OverflowCheck._measured",
      "(one for key, one in self.magnitudes.items() if key in run.broken)",
      "(self.magnitudes[key] for key in run.broken)"),
-    ("more tokens than positions", "command", "_check_model", " or TOKENS)", " and TOKENS)"),
+    ("more tokens than positions", "command", "_check_model",
+     "tokens_within_positions(TOKENS, model, family)", "TOKENS"),
     ("a text that nothing reads", "command", "doctor", "and not is_read", "and False"),
 ]  # fmt: skip

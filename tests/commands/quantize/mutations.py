@@ -180,5 +180,5 @@ MUTATIONS = [
      '"smoothquant" in self.cures', "True"),
     ("formats: two cells of a model are one", "sinkscope.commands.sweep.figures",
      "draw_formats_models",
-     'table.assign(model=table["cell"])', "table"),
+     "models_or_cells(table)", 'table["model"]'),
 ]  # fmt: skip
