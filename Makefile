@@ -239,7 +239,7 @@ define trained
 	$(SHRINK) reports/$(1)
 endef
 
-report-training: install report-from-scratch  ## of trainings: nine hours on two cores
+report-training: install report-from-scratch  ## of trainings: twelve hours on two cores
 	$(call trained,gradient-valves)
 	$(call trained,value-state-gated-attention-bert)
 	$(call report,smollm2-135m-retrofit,run retrofit-in-an-hour)

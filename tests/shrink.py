@@ -15,7 +15,7 @@ from sinkscope.results.manifest import files_in
 from sinkscope.results.tables import WHOLE_MODEL
 
 COLORS = 256
-LARGEST = 100_000  # bytes
+LARGEST = 200_000  # bytes
 HARDER = {"compression": "zstd", "compression_level": 19}
 
 
