@@ -17,6 +17,7 @@ from sinkscope.interventions.massive import sink_massive
 from sinkscope.interventions.parameters import Chosen, Index, Open, Place, Places, chosen
 from sinkscope.models.edits import Edit, check_changes, replaced
 from sinkscope.models.projections import effective_positions, massive_coordinates
+from sinkscope.retrofits.retrofit import registers_before
 
 
 class ProjectionEdits(WeightEdits):
@@ -171,8 +172,13 @@ class TransplantEpe(PositionVectors):
         return TransplantEpe(source=other, target=self.target, at=self.at)
 
 
+def begins_with_registers(target: Target) -> str | None:
+    return "its sequences begin with registers, which are not embedded" if registers_before(target.model) else None
+
+
 class NullifyFirstEmbedding(Intervention):
     name = "nullify-first-embedding"
+    requires = (begins_with_registers,)
     about = "token embedding of position 0 = 0, its position kept (positions)"
     paper = "NU intervention 4"
     control_about = "another token's embedding"

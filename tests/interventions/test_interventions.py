@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from sinkscope import InputError, intervening
+from sinkscope import InputError, intervening, retrofit_model
 from sinkscope.attention import weights as attention_weights
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.weights import AttentionRead, column_sums
@@ -348,6 +348,8 @@ def test_what_does_not_apply_says_why_and_is_refused() -> None:
                 with pytest.raises(InputError, match=f"{intervention} does not apply to this model: .+"):
                     under(model, EACH[intervention])
             assert_as_before(model, before)
+    registers = retrofit_model(tiny_model("llama"), None, "register-tokens", count=2)
+    assert EACH.keys() - applicable(registers).keys() >= {"nullify-first-embedding"}
 
 
 def biases(model: PreTrainedModel) -> torch.Tensor:

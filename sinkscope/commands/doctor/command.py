@@ -131,8 +131,9 @@ def doctor(
             "--out and --images need --dtype, because nothing else is measured: name one, such as --dtype float16"
         )
     for name in () if has_overflow else TEXT_OPTIONS:
-        is_read = name == "input" and config.compare is not None
-        if config.is_changed(name) and not is_read:
+        if config.compare is not None and name != "input" and config.is_changed(name):
+            raise InputError(f"{flag(name)} does not go with --compare, which takes all ids of --input as they are")
+        if config.compare is None and config.is_changed(name):
             raise InputError(
                 f"{flag(name)} needs --dtype, because nothing else reads a text: name one, such as --dtype float16"
             )

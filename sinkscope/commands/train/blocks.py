@@ -24,7 +24,7 @@ from sinkscope.measuring.subject import inputs_for, position_limit
 from sinkscope.models.family import Family, vocabulary
 from sinkscope.models.loading import LoadedModel
 from sinkscope.options.measuring import make_config
-from sinkscope.text.sources import check_source, documents
+from sinkscope.text.sources import TEXTS, check_source, documents
 from sinkscope.text.tokens import check_ids, encode, own_frame, special_token_ids
 
 ROWS = 1 << 12  # blocks that are hashed at a time
@@ -85,7 +85,7 @@ def check_options(options: ArmOptions, task: str | None) -> None:
 
 def is_written(text: str, dataset: str | None) -> bool:
     """Return whether a source is text for a tokenizer, rather than token ids or text sampled by the model."""
-    return dataset is not None or text == "natural" or Path(text).suffix.lower() in DOCUMENTS
+    return dataset is not None or text in TEXTS or Path(text).suffix.lower() in DOCUMENTS
 
 
 def read_blocks(loaded: LoadedModel, options: ArmOptions, wanted: int, family: Family | None = None) -> Blocks:
@@ -176,7 +176,7 @@ def with_first_tokens(blocks: Blocks, loaded: LoadedModel, options: ArmOptions) 
     fixed = next((token for token in known if token is not None), 0)
     ordinary = np.setdiff1d(np.arange(vocabulary(loaded.model)), list(special_token_ids(loaded.tokenizer)))
     rng, count = np.random.default_rng([options.seed, options.random_tokens]), options.random_tokens
-    for part in (train, held_out):
+    for part in (held_out, train):  # in this order the held-out tokens do not depend on --tokens
         if count:
             part[:, :count] = rng.choice(ordinary, (len(part), count))
         if options.fixed_position is not None:

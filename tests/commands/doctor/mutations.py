@@ -88,5 +88,7 @@ MUTATIONS = [
      "(self.magnitudes[key] for key in run.broken)"),
     ("more tokens than positions", "command", "_check_model",
      "tokens_within_positions(TOKENS, model, family)", "TOKENS"),
-    ("a text that nothing reads", "command", "doctor", "and not is_read", "and False"),
+    ("a text that nothing reads", "command", "doctor", "config.compare is None and config.is_changed(name)", "False"),
+    ("options that --compare does not read", "command", "doctor",
+     'name != "input" and config.is_changed(name)', "False"),
 ]  # fmt: skip

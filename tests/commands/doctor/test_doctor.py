@@ -96,3 +96,5 @@ def test_logits_from_elsewhere(tmp_path: Path) -> None:
     for wrong in ({"logits": logits[:, :-1]}, {"logits": logits[..., 0]}, {"one": logits, "two": logits}, {"a": nan}):
         status, text = compared(**wrong)
         assert (status, text.count("\n")) == (2, 1)
+    with pytest.raises(InputError, match="num_seqs=… does not go with compare=…"):
+        doctor(tmp_path / "model", compare=tmp_path / "logits.npz", input=tmp_path / "ids.npy", num_seqs=1)

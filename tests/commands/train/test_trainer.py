@@ -5,6 +5,7 @@ import shutil
 import signal
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +15,14 @@ import pandas as pd
 import pytest
 import torch
 from support.forked import forked
+from support.naming import naming
 from support.training import config, model, random_blocks, repetitive, same
 from tiny import VOCAB, tiny_model
 from transformers import AutoModelForCausalLM, Trainer
 
 from sinkscope import InputError, SinkscopeError, gate_displacement, new_parameters
 from sinkscope.commands.train.architectures import architecture
-from sinkscope.commands.train.blocks import check_options, limited, with_first_tokens
+from sinkscope.commands.train.blocks import check_options, limited, read_blocks, with_first_tokens
 from sinkscope.commands.train.history import Recorder
 from sinkscope.commands.train.options import TrainingConfig, TrainOptions
 from sinkscope.commands.train.trainer import (
@@ -36,6 +38,7 @@ from sinkscope.models.families import find_family
 from sinkscope.models.loading import LoadedModel, count_parameters
 from sinkscope.options.option import checked
 from sinkscope.text.batch import Batch
+from sinkscope.text.sources import TEXTS
 
 
 def checkpoints(folder: Path) -> list[str]:
@@ -231,10 +234,12 @@ def options(**fields: Any) -> TrainOptions:
     return checked(TrainOptions, {"block_length": LENGTH} | fields)
 
 
+TOKENIZER: Any = SimpleNamespace(all_special_ids=[0, 1, 2], bos_token_id=1, pad_token_id=0)
+LOADED = LoadedModel(tiny_model("llama"), TOKENIZER, "tiny", "tiny", None, None, ())
+
+
 def changed(**fields: Any) -> Any:
-    tokenizer: Any = SimpleNamespace(all_special_ids=[0, 1, 2], bos_token_id=1, pad_token_id=0)
-    loaded = LoadedModel(tiny_model("llama"), tokenizer, "tiny", "tiny", None, None, ())
-    return limited(with_first_tokens(BLOCKS, loaded, options(**fields)), options(**fields))
+    return limited(with_first_tokens(BLOCKS, LOADED, options(**fields)), options(**fields))
 
 
 def test_every_checkpoint_is_kept_or_the_last_two(tmp_path: Path) -> None:
@@ -252,12 +257,20 @@ def test_more_than_four_passes_over_the_text_are_warned_of() -> None:
     assert len(BLOCKS.notices(4 * once + 1)) == 1
 
 
+def test_shipped_texts_are_text_for_a_tokenizer() -> None:
+    for text in TEXTS:
+        with naming(text), pytest.raises(InputError, match="training on text needs a tokenizer"):
+            read_blocks(replace(LOADED, tokenizer=None), options(text=text), 4)
+
+
 def test_tokens_limit_what_is_trained_on_and_not_what_is_measured() -> None:
     assert changed().sha256 == BLOCKS.sha256
     few = changed(tokens=5 * LENGTH + 3)
     assert np.array_equal(few.train, BLOCKS.train[:5])
     assert np.array_equal(few.held_out, BLOCKS.held_out)
-    assert np.array_equal(changed(random_tokens=2, tokens=5 * LENGTH).held_out, changed(random_tokens=2).held_out)
+    drawn = options(random_tokens=2)
+    few_read = with_first_tokens(replace(BLOCKS, train=BLOCKS.train[:5]), LOADED, drawn)  # of a dataset
+    assert np.array_equal(few_read.held_out, changed(random_tokens=2).held_out)
 
 
 def test_random_tokens_are_ordinary_ones_and_the_seeds_and_one_token_stands_at_a_fixed_position() -> None:
