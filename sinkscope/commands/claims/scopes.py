@@ -38,7 +38,7 @@ with_tokenizer = requires(lambda run: run.condition != "sampled", "it has no tok
 in_float32 = requires(
     lambda run: run.manifest["dtype"], "it computes in {}", lambda dtype: dtype in ("float32", "float64")
 )
-small = requires(_millions, "it has {:,.0f} M parameters, more than 200 M", lambda count: count < 200)
+small = requires(_millions, "it has {:,.0f} M parameters, not below 200 M", lambda count: count < 200)
 of_a_billion = requires(_millions, "it has {:,.0f} M parameters, fewer than a billion", lambda count: count >= 900)
 # with one causal state of the first token, what is measured there is the same in every sequence
 varied_first_token = requires(

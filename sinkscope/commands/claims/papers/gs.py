@@ -305,7 +305,7 @@ _OR_UNIFORM = " or under uniform attention, whichever is larger"
 
 CLAIMS = (
     Claim("GS-1", "fig. 1", "Position 0 has a distinctly larger sink mass.",
-        (Part("share of layers with more at position 0 than at any of 1–15, and than twice, ÷ uniform attention",
+        (Part("share of layers with sink mass ÷ uniform attention > 2 at position 0, and less at each of 1–15",
             _more_mass, at_least(0.5)),), scope=(causal,)),
     Claim("GS-2", "fig. 1", "Position 0 has a distinctly larger sink rate.",
         (Part("share of layers in which position 0 has a higher sink rate than any of 1–15",
