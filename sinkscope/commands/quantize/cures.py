@@ -161,7 +161,7 @@ class CureStudy:
         factors = Factors(preset.weights, [inputs], study.largest_weights, study.registers)
         errors = OutputErrors(factors)
         predicting = Setting(partial(study.opened, study.matrices, errors), errors.read)
-        study.run([predicting], probes, backward=True, batch_size=1)  # gradients take more memory
+        study.run([predicting], probes, backward=True, batch_size=study.batch_size)
         predicted: dict[str, float] = defaultdict(float)
         for matrix, nats in errors.rise.items():
             predicted[matrix.module] += nats / probes.inputs.num_predicted

@@ -23,6 +23,7 @@ from sinkscope.errors import InputError
 from sinkscope.measuring.console import lasting, print_line
 from sinkscope.measuring.engine import Setting, resampled_cost, run_settings
 from sinkscope.measuring.losses import perplexity
+from sinkscope.measuring.memory import sequences_that_fit
 from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Accumulator, Lists, Observable, Settings, deliver
 from sinkscope.measuring.parity import Parity
@@ -251,7 +252,7 @@ class ServedStudy:
         batch_size: int | Literal["auto"],
         console: Console,
     ) -> None:
-        self.subject, self.kernel, self.console = subject, kernel, console
+        self.subject, self.kernel, self.batch_size, self.console = subject, kernel, batch_size, console
         model, family = subject.loaded.model, subject.family
         check_not_packed(model, "simulated quantization")
         check_no_adapter(model, "simulated quantization")
@@ -266,6 +267,10 @@ class ServedStudy:
         start = time.monotonic()
         (self.full,) = self.run([dense], batch_size=batch_size)
         self.seconds = time.monotonic() - start  # of one pass over the texts
+        self.fitting_sequences = self.full.batch_size
+        if batch_size == "auto" and self.full.batch_size == len(subject.inputs):  # more than there are may fit
+            on_cpu = model.device.type == "cpu"
+            self.fitting_sequences = sequences_that_fit(model, subject.inputs.longest, backward=False, on_cpu=on_cpu)
         self.largest_weights, self.largest_inputs = self.recorder.fused_weights(), self.recorder.inputs()
         if not (widths := self.recorder.widths):
             raise InputError("this model has no linear layers that could be quantized")
@@ -357,8 +362,8 @@ class ServedStudy:
             side_by_side = [setting for each in by_inputs.values() for setting in each]
             factors = Factors(weights, side_by_side, self.largest_weights, self.registers)
             run.append(Setting(partial(self.opened, self.matrices, factors), factors.read))
-        size = max(1, self.full.batch_size // max(sum(map(len, by_inputs.values())) for by_inputs in wanted.values()))
-        passes = self.run(run, batch_size=size)
+        most = max(sum(map(len, by_inputs.values())) for by_inputs in wanted.values())
+        passes = self.run(run, batch_size=max(1, self.fitting_sequences // most))
         losses: dict[Pair, np.ndarray] = {}
         for (weights, by_inputs), done in zip(wanted.items(), passes, strict=True):
             columns = iter(done.losses.numpy().T)

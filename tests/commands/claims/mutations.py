@@ -124,4 +124,6 @@ MUTATIONS = [
     ("W-20: rates that uniform attention has", "papers.wse", "_by_length", " & ~lacks_rate(uniform, epsilon)", ""),
     ("GS-2: without a rate", "papers.gs", "_higher_rate", "estimates.sink_rate(evidence.natural)  #", "pass  #"),
     ("W-18: without a rate", "papers.wse", "_early_blocks", "estimates.sink_rate(evidence.natural)  #", "pass  #"),
+    ("settings: most sinks of all arms", "studies", "_with_most",
+     "for arm in arms if arm.method == PLAIN", "for arm in arms"),
 ]  # fmt: skip

@@ -650,6 +650,19 @@ def test_of_several_settings_it_is_judged_in_the_one_with_most_sinks() -> None:
     assert judgment.estimates[0].note == f"first above 10 % at step 1; {words}"
 
 
+def test_the_setting_is_that_with_most_sinks_of_plain_training_whatever_a_method_does() -> None:
+    """In the first setting the method removes the sink; over all arms, the second has more sinks."""
+    rates = {1e-4: ((0.30, 0.31, 0.29), (0.0, 0.01, 0.0)), 2e-4: ((0.20, 0.21, 0.19), (0.195, 0.205, 0.19))}
+    judgment = judged("GS-21", *(
+        training({"none": {"sink_rate": plain}, "vscale": {"sink_rate": scaled}}, learning_rate=rate)
+        for rate, (plain, scaled) in rates.items()
+    ))  # fmt: skip
+    assert judgment.outcome == FAILS
+    assert (
+        "learning_rate=0.0001, of 2 settings the one with most plain sinks: 30.0, 20.0 %" in judgment.estimates[0].note
+    )
+
+
 COUNTS = (14, 70, 160, 410, 1000)
 
 

@@ -181,4 +181,12 @@ MUTATIONS = [
     ("formats: two cells of a model are one", "sinkscope.commands.sweep.figures",
      "draw_formats_models",
      "models_or_cells(table)", 'table["model"]'),
+    ("rotation: ranges of the weights as they were", "split", "Split._measure",
+     "weights or self.weights", "self.weights"),
+    ("figure: kinds of sites around all texts", "figures", "draw_quantization_cost",
+     "_mark(axes[1], row, modules.index(row.site) + NUDGE[part], probes",
+     '_mark(axes[1], row, modules.index(row.site) + NUDGE[part], whole(run)["perplexity"][FULL]'),
+    ("figure: the whole model around the probes", "figures", "draw_quantization_cost",
+     '_mark(axes[0], row, place, whole(run)["perplexity"][FULL]', "_mark(axes[0], row, place, probes"),
+    ("figure: a whole step", "figures", "draw_quantization_ranges", 'table["step"] / 2', 'table["step"]'),
 ]  # fmt: skip

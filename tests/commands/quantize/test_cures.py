@@ -130,10 +130,11 @@ def test_predicted_rises_are_per_token_of_the_sequences_that_are_probed(
 ) -> None:
     monkeypatch.setattr(settings, "PROBED", 2)
     texts = list(TEXTS.numpy())
-    inputs: list[dict[str, Any]] = [{}, {"input": [*texts[:2], *texts[6:]], "num_seqs": 2}]
-    runs = [quantize(model, scheme="W8A8", cure="spare", **SMALL | each) for each in inputs]
-    of_six, of_two = (run.tables["formats_modules"].set_index("module")["predicted"] for run in runs)
+    how: list[dict[str, Any]] = [{}, {"input": [*texts[:2], *texts[6:]], "num_seqs": 2}, {"batch_size": 1}]
+    runs = [quantize(model, scheme="W8A8", cure="spare", **SMALL | each) for each in how]
+    of_six, of_two, one_by_one = (run.tables["formats_modules"].set_index("module")["predicted"] for run in runs)
     assert of_six.to_dict() == pytest.approx(of_two.to_dict(), rel=1e-4)
+    assert of_six.to_dict() == pytest.approx(one_by_one.to_dict(), rel=1e-4)
 
 
 @dataclass
@@ -179,7 +180,7 @@ def test_modules_are_spared_until_a_tenth_of_the_cost_of_the_probed_texts_remain
 
     study, preset = object.__new__(cures.CureStudy), PRESETS["W8A8"]
     served = SimpleNamespace(subject=Texts(Texts()), matrices=matrices, largest_inputs={}, largest_weights={}, run=run)
-    vars(served).update(registers=0, opened=print)
+    vars(served).update(registers=0, opened=print, batch_size="auto")
     served.losses = {(preset.weights, preset.inputs): losses(16)[None].numpy()}
     vars(study).update(study=served, dense=np.full(4, 7.0), seed=0, modules=[])
     cured = study.spare("W8A8", preset)

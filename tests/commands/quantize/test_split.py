@@ -232,6 +232,9 @@ def test_the_split_of_a_llama(bos: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert rows["full_loss"][settings.ROTATION] == pytest.approx(full["loss"], rel=1e-4)
     (quantized,) = simulation.run([simulation.setting(simulation.ranges(held_out))])
     assert everything["loss"] == pytest.approx(quantized.loss / inputs.num_predicted, rel=1e-6)
+    with rotated(model, simulation.subject.family, random_rotation(model.config.hidden_size, 0)):
+        (turned,) = simulation.run([simulation.setting(simulation.ranges(held_out))])
+    assert rows["loss"][settings.ROTATION] == pytest.approx(turned.loss / inputs.num_predicted, rel=1e-6)
     assert rows["cost"].tolist() == pytest.approx((rows["loss"] - full["loss"]).tolist(), abs=1e-5)
     assert rows["cost"].between(rows["cost_low"], rows["cost_high"]).all()
     for setting in (settings.TOKENS, settings.COORDINATES, settings.PREFIX):

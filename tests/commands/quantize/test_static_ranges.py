@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gradient_reference import in_double
+from matplotlib.axes import Axes
 from rich.console import Console
 from support.everything import assert_as_before, state_of
 from support.figures import rough_figures, skip_figures
@@ -25,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 import sinkscope
 from sinkscope import InputError, Run, SinkscopeError, quantize, quantized
-from sinkscope.commands.quantize.figures import draw_quantization_cost as draw
+from sinkscope.commands.quantize.figures import draw_quantization_cost, draw_quantization_ranges
 from sinkscope.commands.quantize.findings import whole
 from sinkscope.commands.quantize.study import Simulation, calibrate_ranges, measured_roundings, w8a8
 from sinkscope.measuring.subject import Subject, open_subject
@@ -596,7 +597,44 @@ def test_the_command_says_what_it_quantized_and_by_which_grids() -> None:
     full = quantize(tiny_model("llama"), scheme="full", bits_activations=4, **ONE_TEXT)
     assert "simulated static W8A4 (full)" in full.verdict
     assert set(full.tables["quantization_sites"]["part"]) == {*SCHEMES["full"][0]}
-    assert len(draw(full).axes) >= 2
+    assert len(draw_quantization_cost(full).axes) >= 2
     plain = quantize(tiny_model("llama"), scheme="static", **ONE_TEXT)
     assert "kv-cache" not in set(plain.tables["quantization"]["setting"])
     assert full.manifest["quantization"]["linear_layers"] == plain.manifest["quantization"]["linear_layers"] == 21
+
+
+def points_at(ax: Axes, points: int) -> dict[float, np.ndarray]:
+    """Return the places of a panel's rows, with the x of the lines there that have so many points."""
+    lines = [line for line in ax.lines if len(line.get_xdata()) == points and len(set(line.get_ydata())) == 1]
+    return {float(line.get_ydata()[0]): np.asarray(line.get_xdata(), float) for line in lines}
+
+
+def test_costs_are_drawn_with_their_intervals_around_full_precision_of_the_same_sequences(coarse: Run) -> None:
+    table = coarse.tables["quantization"]
+    full = table[table["setting"] == FULL].set_index("sequences")["perplexity"]
+    assert len(full) == 2
+    for ax, sequences in zip(draw_quantization_cost(coarse).axes, (20, 16, 16), strict=True):
+        rows, marks, intervals = table[table["sequences"] == sequences], points_at(ax, 1), points_at(ax, 2)
+        assert marks.keys() == intervals.keys()
+        for place, (perplexity,) in marks.items():
+            (row,) = (
+                rows[np.isclose(rows["perplexity"], perplexity, rtol=1e-12)].drop_duplicates("perplexity").itertuples()
+            )
+            ends = full[sequences] * np.exp([row.cost_low, row.cost_high])
+            assert intervals[place] == pytest.approx(ends, rel=1e-9)
+
+
+def test_ranges_are_drawn_with_half_a_step(coarse: Run) -> None:
+    sites = coarse.tables["quantization_sites"]
+    panels = [ax for ax in draw_quantization_ranges(coarse).axes if ax.lines]
+    assert len(panels) > 5
+    for ax in panels:
+        largest, median, half = (np.asarray(line.get_ydata(), float) for line in ax.lines[:3])
+        (kind,) = {  # some linear layers read the same tensor
+            tuple(rows["step"] / 2)
+            for _, rows in sites.groupby(["site", "part"])
+            if len(rows) == len(half)
+            and np.allclose(rows["max_abs"], largest)
+            and np.allclose(rows["median_abs"], median)
+        }
+        assert half == pytest.approx(kind)
