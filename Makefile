@@ -5,7 +5,7 @@ BIN := .venv/bin
 export PYTHONDONTWRITEBYTECODE :=
 MGM := .models/mgm --allow-pickle --input sampled
 
-.PHONY: install models triton gpu-wheels demo test fast oldest oldest-short torture golden mutations check docs consumers rehearse format report report-models report-claims report-sweep report-training \
+.PHONY: install models triton gpu-wheels demo test slow fast oldest oldest-short torture golden mutations check docs consumers rehearse format report report-models report-claims report-sweep report-training \
 	report-hybrids report-normalization report-formats report-from-scratch report-when-sinks-emerge \
 	report-types corpus clean
 
@@ -57,7 +57,10 @@ gpu-wheels: install
 		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform any -d .models/gpu-wheels $(GPU_PACKAGES)
 
 test: install models
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow'
+
+slow: install models  ## the tests that take longer than eight seconds each; CI runs them, too
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 fast: install  ## the tests that need no real model
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not real_model and not slow'

@@ -132,6 +132,7 @@ def test_the_committed_tour_was_executed_without_errors() -> None:
     assert TOUR.stat().st_size < 400_000
 
 
+@pytest.mark.slow
 @pytest.mark.real_model
 def test_the_tour_finds_what_it_says(smollm: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinkscope, "load", lambda: smollm)  # `load` has given the same model

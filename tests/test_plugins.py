@@ -78,6 +78,7 @@ assert sum(type(module).__name__ == "Scale" for module in again.modules()) == le
 """
 
 
+@pytest.mark.slow
 def test_the_example(tiny: Path, here: Path) -> None:
     """Its entries of every kind work as those of sinkscope; run.json and `list` name its package."""
     done = run(COMMANDS, tiny, path=installed(here / "site", "sinkscope-dominance", POINTS))

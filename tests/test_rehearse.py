@@ -18,6 +18,7 @@ def test_what_is_on_record_has_all_claims() -> None:
         assert differences(results, results, claims) == []
 
 
+@pytest.mark.slow
 def test_small_rehearsals_end_as_on_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

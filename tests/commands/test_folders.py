@@ -10,6 +10,8 @@ import sys
 import tokenize
 from pathlib import Path
 
+import pytest
+
 import sinkscope
 from sinkscope.commands import FOLDERS
 
@@ -28,11 +30,14 @@ WORDS = {
     }),
 }  # fmt: skip
 
-# forks a child for each copy of the package, so that torch and the like are imported once
+# forks a child for each copy of the package, so that what it uses is imported once
 SCRIPT = """
 import json, os, sys, traceback
-import accelerate, matplotlib.pyplot, nnsight, torch, transformers, typer
+import accelerate, fontTools.subset, gguf, huggingface_hub, matplotlib.pyplot, nnsight, pandas, pyarrow.parquet
+import pydantic, rich.console, rich.markdown, rich.progress, scipy.ndimage, scipy.stats, torch, transformers, typer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+LlamaForCausalLM.from_pretrained(sys.argv[1])
+matplotlib.pyplot.figure().subplots()
 
 def commands(copy):
     sys.path.insert(0, copy)
@@ -69,7 +74,7 @@ sys.exit(len(failed))
 
 def without(folder: str, target: Path) -> Path:
     """Copy the package without one command."""
-    shutil.copytree(PACKAGE, target / "sinkscope", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, target / "sinkscope")  # also what is compiled
     shutil.rmtree(target / "sinkscope" / "commands" / folder)
     for shipped in ("recipes", "reports"):
         (target / "sinkscope" / shipped).symlink_to(PACKAGE.parent / shipped)
@@ -80,6 +85,7 @@ def without(folder: str, target: Path) -> Path:
     return target
 
 
+@pytest.mark.slow
 def test_each_folder_is_a_command_and_each_can_be_deleted(tiny: Path, tmp_path: Path) -> None:
     """The others are listed, and `analyze` and `show` of a tiny model work."""
     folders = [path.parent.name for path in PACKAGE.glob("commands/*/__init__.py")]

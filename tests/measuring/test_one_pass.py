@@ -103,6 +103,7 @@ def test_kernels_that_do_not_run_are_replaced(monkeypatch: pytest.MonkeyPatch) -
     assert one_pass._kernels.__wrapped__() is module
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda" or not TRITON.is_dir(), reason="needs `make triton`")
 def test_kernels_of_triton() -> None:
     """In its interpreter, since there is no GPU. tests/gpu.sh runs the tests above with the compiled kernels."""

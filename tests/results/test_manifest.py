@@ -84,6 +84,7 @@ def refusal(read: Callable[[], Any]) -> str:
     return message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["analyze", "intervene", "quantize"])
 def test_every_entry_edited_by_hand(command: str, runs: Path, tmp_path: Path) -> None:
     """Entries that all three runs have are edited only once."""

@@ -6,6 +6,7 @@ import pytest
 from torture import kills
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_figures")
 def test_a_handful_of_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MEASURED", "TRAINED"):

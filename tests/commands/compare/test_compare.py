@@ -251,6 +251,7 @@ REPORTS = Path(__file__).parents[3] / "reports"
 FOLDERS = sorted(path.parent.relative_to(REPORTS).as_posix() for path in REPORTS.rglob("run.json"))
 
 
+@pytest.mark.slow
 def test_every_report_opens(tmp_path: Path) -> None:
     for name in FOLDERS:
         with naming(name):

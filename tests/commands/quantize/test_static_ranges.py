@@ -380,6 +380,7 @@ def test_the_command_writes_a_run_folder_and_repeats_it(folder: Path, monkeypatc
         assert message in refused.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.real_model
 def test_what_w8a8_costs_smollm(smollm: LoadedModel) -> None:
     """On sequences of 64 tokens the loss in full precision is 3.949 nats per token; W8A8 adds 1.296, weights 0.052.

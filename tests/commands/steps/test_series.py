@@ -128,6 +128,7 @@ def test_a_recipe_measures_the_steps(trained: Path, series: Series, tmp_path: Pa
     assert {path.stem for path in (done.folder / "figures").iterdir()} == set(again.drawings)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_a_training_give_the_order_of_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_figures(monkeypatch, of_runs_only=True)
     lab, out = tmp_path / "lab", tmp_path / "out"

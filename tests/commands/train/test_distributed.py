@@ -82,6 +82,7 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_retrofit_with_shards_is_retrofit_on_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The training is killed in its second half and resumed; models, losses and gates agree up to round-off.
 
