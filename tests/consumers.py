@@ -177,7 +177,7 @@ def mixture_of(llama: Any) -> MixtralForCausalLM:
 
 
 def spared(folder: Path) -> list[str]:
-    """Return MXFP4 if its cost is another in llm-compressor with modules, experts among them, in full precision."""
+    """Compare the cost of MXFP4 with some modules, experts among them, in full precision; return what differs."""
     ids, scheme = np.load(folder / "ids.npy"), "MXFP4"
     run = predicted(folder, ids, scheme=scheme, cure="spare", out=folder / "spared")
     (row,), recipe = run.tables["formats_cures"].to_dict("records"), folder / "spared" / f"llm-compressor-{scheme}.yaml"

@@ -37,7 +37,7 @@ def prefix_cache(model: PreTrainedModel, ids: tuple[int, ...]) -> dict[str, torc
     """Return the token ids, and each layer's keys and values (1,Hkv,p,d), of a prefix.
 
     Raises:
-        InputError: A layer keeps something else, as those with a state do.
+        InputError: A layer keeps a state instead of keys and values.
     """
     token_ids = torch.tensor(ids, device=input_device(model))
     layers = getattr(model(token_ids[None], use_cache=True).past_key_values, "layers", None)
