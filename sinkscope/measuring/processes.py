@@ -132,6 +132,16 @@ def team() -> Team:
 
 
 @contextmanager
+def alone() -> Iterator[None]:
+    """Let every process read all batches of the passes of this block, for what is collected beside their sums."""
+    token = _TEAM.set(SINGLE_PROCESS)
+    try:
+        yield
+    finally:
+        _TEAM.reset(token)
+
+
+@contextmanager
 def together(device_map: str | None = None, in_memory: bool = False) -> Iterator[Team]:
     """Share the passes of this block among the launched processes, if there are any.
 

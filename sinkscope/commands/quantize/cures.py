@@ -26,6 +26,7 @@ from sinkscope.errors import InputError
 from sinkscope.measuring.console import print_line
 from sinkscope.measuring.engine import Setting
 from sinkscope.measuring.observables.observable import Observable, Sums, deliver
+from sinkscope.measuring.processes import alone
 from sinkscope.measuring.tracer import Tracer
 from sinkscope.models.family import embedding_weight
 from sinkscope.models.norms import ModuleEnds, reparametrized, scaled_inputs
@@ -161,7 +162,8 @@ class CureStudy:
         factors = Factors(preset.weights, [inputs], study.largest_weights, study.registers)
         errors = OutputErrors(factors)
         predicting = Setting(partial(study.opened, study.matrices, errors), errors.read)
-        study.run([predicting], probes, backward=True, batch_size=study.batch_size)
+        with alone():
+            study.run([predicting], probes, backward=True, batch_size=study.batch_size)
         predicted: dict[str, float] = defaultdict(float)
         for matrix, nats in errors.rise.items():
             predicted[matrix.module] += nats / probes.inputs.num_predicted

@@ -28,6 +28,7 @@ from sinkscope.measuring.observables.massive import Massive
 from sinkscope.measuring.observables.observable import Accumulator, Lists, Observable, Settings, deliver
 from sinkscope.measuring.parity import Parity
 from sinkscope.measuring.passes import Pass
+from sinkscope.measuring.processes import alone
 from sinkscope.measuring.sink_rule import SinkRule
 from sinkscope.measuring.subject import Subject
 from sinkscope.measuring.tracer import Tracer, open_tracer
@@ -316,7 +317,7 @@ class ServedStudy:
         recorder = LargestFactors(self.registers)
         opened = partial(self.opened, self.matrices, recorder)
         setting = Setting(opened, recorder.read, observables=lambda: [Massive(Settings())])
-        with all_experts_read(self.subject.loaded.model, self.matrices):
+        with all_experts_read(self.subject.loaded.model, self.matrices), alone():
             return recorder, self.run([setting], replace(self.subject, inputs=calibration), batch_size=1)[0]
 
     def tables(self, schemes: Mapping[str, Preset], seed: int) -> dict[str, pd.DataFrame]:

@@ -189,4 +189,8 @@ MUTATIONS = [
     ("figure: the whole model around the probes", "figures", "draw_quantization_cost",
      '_mark(axes[0], row, place, whole(run)["perplexity"][FULL]', "_mark(axes[0], row, place, probes"),
     ("figure: a whole step", "figures", "draw_quantization_ranges", 'table["step"] / 2', 'table["step"]'),
+    ("processes: ranges of its own share", "served", "ServedStudy.calibrated",
+     "all_experts_read(self.subject.loaded.model, self.matrices), alone()",
+     "all_experts_read(self.subject.loaded.model, self.matrices)"),
+    ("processes: rises of its own share", "cures", "CureStudy.spare", "with alone():", "with nullcontext():"),
 ]  # fmt: skip

@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from dataclasses import asdict, fields
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,6 +17,8 @@ import torch.nn.functional as F
 from support.encoders import encoder, word_tokenizer
 from support.made_up_runs import run_manifest
 from support.plain_formats import SMALL, TEXTS, plain_loss
+from support.ranks import on_two_ranks
+from support.tables import assert_same_tables
 from tiny import tiny_model
 from torch import nn
 
@@ -557,3 +560,18 @@ def test_a_layer_that_multiplies_by_its_transposed_weight_is_quantized() -> None
 def test_wrong_schemes_are_refused(model: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         quantize(model, **SMALL | options)
+
+
+def test_ranges_and_cures_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
+    """What is collected beside the sums of a pass is read by both."""
+    tiny_model("gpt2").save_pretrained(tmp_path / "gpt2")
+
+    def measured(out: Path) -> Run:
+        options: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 12, "calibration": 3}
+        options |= {"scheme": "FP8", "cure": "spare,smoothquant", "page": False, "figures": ()}
+        return quantize(tmp_path / "gpt2", out=out, **options)
+
+    assert on_two_ranks(lambda: measured(tmp_path / "two"), tmp_path / "log") == [0, 0], (tmp_path / "log").read_text()
+    two, one = Run.open(tmp_path / "two"), measured(tmp_path / "one")
+    assert two.manifest["processes"] == 2
+    assert_same_tables(two.tables, one.tables, rtol=1e-6)
