@@ -23,7 +23,8 @@ HEAD = """# What the trainings do not decide
 `python recipes/docs/undecided.py` → this list. A claim is undecided if a number's 95 % interval contains its threshold.
 *Would decide*: the seeds with which the interval excludes it in 80 % of studies, if effect and spread are as seen. The
 direction is the one seen, so that many claims would then fail. *Hours*: of the steps alone on one core. *Fits*: whether
-these seeds take at most four hours of two cores.
+these seeds take at most four hours of two cores. Each training is extended once, to the largest number of the first
+list that fits, and what is still undecided is left: seeds added until a claim is decided would decide too many.
 
 | report | claim | number | value [95 %] | test | seeds | would decide | hours | fits |
 | --- | --- | --- | ---: | --- | ---: | ---: | ---: | --- |
