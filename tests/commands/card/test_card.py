@@ -170,3 +170,10 @@ def test_an_atlas_of_two_models(
 def test_an_encoders_results_are_of_masked_tokens() -> None:
     for is_causal, task in ((True, "text-generation"), (False, "fill-mask")):
         assert {result.task_type for result in _results_of_run(made_up(family={"causal": is_causal}))} == {task}
+
+
+def test_a_dataset_is_named_with_its_shortest_and_longest_sequence() -> None:
+    for ends, lengths in (((64, 64), "64"), ((5, 64), "5 to 64")):
+        results = _results_of_run(made_up(input=dict(zip(("shortest", "longest"), ends, strict=True))))
+        assert {result.dataset_name for result in results} == {f"natural: 100 sequences of {lengths} tokens"}
+        assert {result.dataset_config for result in results} == {f"100 x {lengths} tokens, 0123456789ab"}

@@ -718,3 +718,14 @@ def test_related_models_are_compared_only_if_they_were_measured_alike(option: st
     base = model("org/lm-1b", 0.5, config=config | {option: config[option] / 2})
     evidence = Collection([base, model("org/lm-1b-instruct", 0.5)]).evidence({})
     assert judge(CLAIMS["W-12"], evidence["org/lm-1b-instruct"]).outcome == UNMEASURED
+
+
+def test_the_time_of_a_step_is_that_of_each_seed() -> None:
+    made = training({"none": {"loss": LOW}, "vga": {"loss": LOW}})
+    seconds = {"none": np.array([0.5, 0.4, 0.5]), "vga": np.array([0.51, 0.6, 0.55])}
+    for record in made.manifest["arms"].values():
+        record["step_seconds"] = float(seconds[record["label"]][record["seed"]])
+    overhead = judged("V-23", made).estimates[1]
+    logs = np.log(seconds["vga"] / seconds["none"])
+    expected = np.exp([logs.mean(), *stats.t.interval(0.95, 2, logs.mean(), stats.sem(logs))])
+    assert (overhead.value, overhead.low, overhead.high) == pytest.approx(tuple(expected))

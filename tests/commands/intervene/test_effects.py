@@ -351,3 +351,15 @@ def test_the_layers_that_are_named_change_as_the_model_does() -> None:
     manifest = {"model": {"name": "tiny"}, "condition": "natural", "command": "intervene", "arms": {"x": arm}}
     change = findings_of(Run(manifest, {"effect": table.assign(model="tiny", condition="x", name="x")}), "x")[0]
     assert (change.outcome, change.numbers["layers"]) == ("falls", (1, 2, 3))
+
+
+def test_a_place_that_one_of_two_interventions_changes_is_not_named() -> None:
+    """Each changes a layer of its own; the largest entry is in the second one's, at a position that neither changes."""
+    massive = pd.DataFrame([(0, 0, 0, 7, 10.0), (1, 0, 3, 5, -900.0)])
+    massive.columns = ["layer", "sequence", "position", "coordinate", "value"]
+    arm = run_of({0: (0.7, 0.7, (0.7, 0.7))}, magnitude=(100.0, 900.0, (100.0, 100.0)))
+    arm.manifest["arms"]["x"]["do"] = ["zero-massive:layers=0,coordinates=7", "zero-massive:layers=1,coordinates=5"]
+    run = Run(arm.manifest, {**arm.tables, "massive": massive.assign(condition="x")})
+    (named,) = (finding for finding in findings_of(run, "x") if finding.name == "largest-rises")
+    assert named.numbers["place"] == "position"
+    assert named.sentence.endswith("position 3, a position that `zero-massive and zero-massive` does not change.")

@@ -8,10 +8,11 @@ import pytest
 from matplotlib.axes import Axes
 from support.drawn_figures import ELSEWHERE, MANY, SINGLE, experiment
 from support.figures import check_all_draw, edges_at, legend_of, said
-from support.made_up_runs import make_run
+from support.made_up_runs import grid, make_run
 
 from sinkscope import InputError, Run
 from sinkscope.commands.intervene.figures import FAINTEST_MEAN as FAINTEST
+from sinkscope.commands.intervene.findings import interval_by_layer
 from sinkscope.figures import applicable, draw
 from sinkscope.figures.style import Figure
 
@@ -190,3 +191,19 @@ def test_over_mixing_has_the_range_of_each_arms_own_controls() -> None:
         own = controls[controls["condition"].str.startswith(f"{arm} control ")]
         for layer, means in own.groupby(["layer", "condition"])["change"].mean().groupby("layer"):
             np.testing.assert_allclose(edges_at(left, layer, nth), [means.min(), means.max()])
+
+
+def test_effects_by_layer_has_the_interval_of_each_position() -> None:
+    """The band of the target is that of its own rate, and not of the sink's."""
+    plain = experiment({"transplant-epe": [0, 1]}, draws=0)
+    sequences = grid(condition=["before", "transplant-epe"], layer=range(4), sequence=range(6), position=[0, 1])
+    random = np.random.default_rng(0)
+    sequences = sequences.assign(sink_rate=random.uniform(0, 1, len(sequences)), window_mass=0.5)
+    read = plain.manifest["input"] | {"sequences": 6}
+    run = Run(plain.manifest | {"input": read}, plain.tables | {"attention_by_sequence": sequences})
+    figure = draw("effects-by-layer", run)
+    ax = panel(figure, "transplant-epe")
+    for band, position in enumerate((0, 1)):
+        for layer, ends in interval_by_layer(run, "transplant-epe", "sink_rate", position).iterrows():
+            np.testing.assert_allclose(edges_at(ax, layer, band), ends)
+    assert "change, 95 % over sequences" in legend_of(figure)

@@ -202,3 +202,15 @@ def test_an_encoders_held_out_loss_is_of_masked_tokens() -> None:
         table = measure_at_log(model, find_family(model), rows, EPSILON, observables=names, masked_by=word_tokenizer())
         values = table.set_index(["layer", "metric"])["value"]
         assert values[-1, "held_out_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_probe_measures_sinks_at_its_position() -> None:
+    """Those of `--probe attention` are at position 0, and do not take their place."""
+    model = changed("none")
+    arguments = (model, find_family(model), IDS.numpy(), EPSILON)
+    first, later = (sinks_and_weights(*arguments, position) for position in (0, 3))
+    assert not first.equals(later)
+    for observables in ((), ("attention",)):
+        measured = measure_at_log(*arguments, position=3, observables=observables)
+        pd.testing.assert_frame_equal(measured.head(len(later)), later)
+        assert not measured.duplicated(["layer", "metric"]).any()
