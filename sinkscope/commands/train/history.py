@@ -132,7 +132,8 @@ def measure_at_log(
             with torch.no_grad():
                 loss = float(model(ids, labels=labels, use_cache=False).loss)
             metrics.loc[len(metrics)] = WHOLE_MODEL, "held_out_loss", loss
-        parts.append(metrics[metrics["metric"] != "perplexity"])
+        # the rate of position 0 is not that of another position, also where that one has none
+        parts.append(metrics[~metrics["metric"].isin(["perplexity", *["sink_rate"] * (position > 0)])])
     return pd.concat(parts, ignore_index=True).drop_duplicates(["layer", "metric"])
 
 

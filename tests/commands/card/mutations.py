@@ -11,4 +11,6 @@ MUTATIONS = [
      "{read['sequences']} x {lengths} tokens, {read['sha256'][:12]}", "one"),
     ("card: all papers are one dataset", "output", "Card.model_cards",
      "dataset_config=row.paper", "dataset_config=None"),
+    ("card: the longest of several lengths", "output", "_results_of_run",
+     'span((read["shortest"], read["longest"]))', 'read["longest"]'),
 ]  # fmt: skip

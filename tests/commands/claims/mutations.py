@@ -126,4 +126,6 @@ MUTATIONS = [
     ("W-18: without a rate", "papers.wse", "_early_blocks", "estimates.sink_rate(evidence.natural)  #", "pass  #"),
     ("settings: most sinks of all arms", "studies", "_with_most",
      "for arm in arms if arm.method == PLAIN", "for arm in arms"),
+    ("seconds: of the first seed", "papers.vga", "_step_seconds",
+     '(one["label"], one["seed"]) == (arm.label, arm.seed)', 'one["label"] == arm.label'),
 ]  # fmt: skip

@@ -92,4 +92,8 @@ MUTATIONS = [
      " and max(self._watched()) < self.config.positions", ""),
     ("reused run: without the tables that are asked for", "experiment", "Experiment.resolved",
      "LOSS_TABLES.keys() | {", "LOSS_TABLES.keys() & {"),
+    ("largest: a place that one of two interventions changes", "findings", "_largest_elsewhere",
+     "if not any(", "if not all("),
+    ("figure: the band of the sink", "figures", "draw_effects_by_layer",
+     'interval_by_layer(run, label, "sink_rate", position)', 'interval_by_layer(run, label, "sink_rate", sink)'),
 ]  # fmt: skip

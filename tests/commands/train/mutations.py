@@ -121,4 +121,6 @@ MUTATIONS = [
      "read.call.prefix if read.call.causal else read.length", "read.call.prefix"),
     ("total weight: of later queries alone in a prefix", "history", "TotalWeight.see_attention",
      "read.call.prefix if read.call.causal else read.length", "0 if read.call.causal else read.length"),
+    ("probe: always at position 0", "history", "measure_at_log", "epsilon, position)", "epsilon)"),
+    ("probe: the rate of position 0 for another", "history", "measure_at_log", "(position > 0)", "(position < 0)"),
 ]  # fmt: skip

@@ -214,3 +214,5 @@ def test_a_probe_measures_sinks_at_its_position() -> None:
         measured = measure_at_log(*arguments, position=3, observables=observables)
         pd.testing.assert_frame_equal(measured.head(len(later)), later)
         assert not measured.duplicated(["layer", "metric"]).any()
+    beyond = measure_at_log(*arguments, position=IDS.shape[1], observables=("attention",))
+    assert "sink_rate" not in set(beyond["metric"])
