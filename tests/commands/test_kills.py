@@ -22,7 +22,7 @@ from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.train.output import Trained
 
-pytestmark = pytest.mark.usefixtures("no_figures")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_figures")]
 
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "batch_size": 2}
 

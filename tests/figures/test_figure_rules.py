@@ -74,6 +74,7 @@ def test_every_row_of_the_register_has_its_function_and_is_drawn_here() -> None:
     assert all(callable(spec._draw) for spec in specs)
 
 
+@pytest.mark.slow
 def test_a_run_of_analyze_imports_no_claim_and_no_figure_that_it_does_not_draw(tmp_path: Path) -> None:
     """The verdict and the page show numbers and statements of claims, without importing claims."""
     code = f"""
