@@ -132,6 +132,7 @@ def test_gradients_are_plain_autograds_to_round_off(smollm_on_cpu: LoadedModel) 
     assert truth["grad_norm"].max() < 1e-15
 
 
+@pytest.mark.slow
 def test_mgm_needs_its_query_bias_and_what_its_keys_read_of_the_massive_coordinate(mgm: LoadedModel) -> None:
     """Without the bias it loses the sink most in layers 1 to 3; random coordinates are not needed."""
     recipe = recipes.read_recipe(recipes.find_recipe("not-universal-interventions"))

@@ -77,6 +77,7 @@ def assert_first_is(model: PreTrainedModel, layer: int, plain: OverflowCheck) ->
     assert predicted == first(table[~table["is_finite"]]) == (layer, "mlp_out")
 
 
+@pytest.mark.slow
 @pytest.mark.real_model
 def test_a_late_layer_of_a_real_model(smollm_on_cpu: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Remedies, which are tested on tiny models, are left out: a pass in float16 takes seconds."""
