@@ -31,4 +31,6 @@ MUTATIONS = [
     ("groups: of sequences in place of texts", "onsets", "_LeftOut.weights",
      "!= texts % GROUPS", "!= np.arange(len(texts)) % GROUPS"),
     ("lead: of a quantity that does not change", "onsets", "_lead", "if isnan(row.value):", "if False:"),
+    ("lead: its lower end twice", "onsets", "_lead", "high=row.high", "high=row.low"),
+    ("onset: its upper end twice", "onsets", "_onset", "low=row.low", "low=row.high"),
 ]  # fmt: skip

@@ -200,6 +200,15 @@ def test_no_order_is_claimed_where_there_is_none() -> None:
     assert led <= 2
 
 
+def test_findings_have_the_value_and_the_interval_of_their_rows() -> None:
+    table = onset_table(made_up_steps(STEPS, training(value_gradient=16, norm=64, sink_rate=256), 0.5))
+    said = {finding.name: (finding.value, finding.low, finding.high) for finding in findings(table)}
+    for number, kind in (("onset", "onset"), ("delay", "order"), ("lead", "lead")):
+        for names, row in rows_of(table, number).items():
+            name = "-".join([kind, *filter(None, names)])
+            assert said[name] == (row.value, row.low, row.high), name
+
+
 @pytest.mark.parametrize(
     ("value", "low", "high", "leads"),
     [
