@@ -26,7 +26,7 @@ from sinkscope.commands.steps.onsets import (
 )
 from sinkscope.results.findings import SINK, Outcome
 from sinkscope.results.run import RunData
-from sinkscope.results.statistics import bootstrap, jackknife
+from sinkscope.results.statistics import bootstrap, jackknife, resamplings
 from sinkscope.results.tables import names_of
 
 STEPS = [0, *(2**power for power in range(12))]
@@ -54,6 +54,10 @@ def test_draws_have_the_interval_of_the_jackknife_and_what_all_steps_share_drops
         expected, estimate = jackknife(values[0]), bootstrap(resampled(values)[:, 0])
         assert estimate.value == values[0, 0]
         assert estimate.high - estimate.low == pytest.approx(expected.high - expected.low, rel=0.15)
+    values = np.random.default_rng(4).normal(size=5)
+    scale = 3.182446 / 1.959964 * 0.75**0.5
+    by_hand = values[0] + scale * (resamplings(4, size=4) - 1) @ (values[1:].mean() - values[1:])
+    np.testing.assert_allclose(resampled(values[None])[:, 0], by_hand, atol=1e-5)
     shared = np.random.default_rng(0).normal(size=21)
     drawn = resampled(np.stack([shared, shared + 3]))
     assert drawn[:, 0].std() > 0.1
