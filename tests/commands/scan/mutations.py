@@ -35,4 +35,7 @@ MUTATIONS = [
     ("GGUF: the norm before attention", "networks", "_of_layer",
      'if row is GGUF and not {"mlp_norm"', 'if False and not {"mlp_norm"'),
     ("weights that are not finite", "command", "scan", "np.isfinite", "np.isreal"),
+    ("a gain of 1 is no norm", NETWORKS, "Network.table", "self.post.ne(1).any()", "self.post.ne(1).all()"),
+    ("overview: without experts", "sinkscope.commands.scan.findings", "overview",
+     '["expert"] * bool', '["gain"] * bool'),
 ]  # fmt: skip

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 import sinkscope
 from sinkscope import InputError, SinkscopeError
 from sinkscope.commands.scan.command import Scan
+from sinkscope.commands.scan.findings import overview
 from sinkscope.commands.scan.networks import KEPT
 from sinkscope.models import checkpoint
 from sinkscope.models.families import CENTERED_GAINS, find_family
@@ -70,16 +71,23 @@ def test_a_planted_super_weight_is_first(name: str, tmp_path: Path) -> None:
     first = scanned.tables["scan"].set_index(["layer", "rank"]).loc[LAYER, 1]
     assert first["weight"] == -1e4
     assert scanned.findings[0].numbers == {"layer": LAYER, "coordinate": ROW, "neuron": COLUMN}
+    assert ("expert" in overview(scanned.tables)) == bool(part.experts)
+    if (norms := scanned.tables.get("scan_norms")) is not None:
+        said = next(finding for finding in scanned.findings if finding.name == "norm-gain")
+        row = norms.loc[norms["largest"].idxmax()]
+        place = f"{row['largest']:,.4g}, at coordinate {row['coordinate']} {row['side']} that of layer {row['layer']}"
+        assert said.sentence.endswith(f" is {place}, and its median {row['median']:,.3g}.")
     assert (scanned.tables["scan"].groupby("layer").size() == KEPT).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gains_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
     """max_i |m_i W[i,j]| · ‖g_j ∘ n‖ · ‖u_j ∘ n‖, from the modules of plain transformers."""
-    model = tiny_model(name)
-    table = scan(saved(model, tmp_path / "model")).tables["scan"].set_index(["layer", "neuron"])
-    names, before, after = NAMES[name]
+    model, (names, before, after) = tiny_model(name), NAMES[name]
     family = find_family(model)
+    for layer in family.layer_modules(model) if after else ():  # as a gain in half precision may be
+        layer.get_submodule(after).weight.data[0] = 0.0 if name == "gemma2" else 1.0
+    table = scan(saved(model, tmp_path / "model")).tables["scan"].set_index(["layer", "neuron"])
 
     def gain(layer: Any, path: str) -> torch.Tensor:
         if not path:
