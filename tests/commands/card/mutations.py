@@ -13,4 +13,5 @@ MUTATIONS = [
      "dataset_config=row.paper", "dataset_config=None"),
     ("card: the longest of several lengths", "output", "_results_of_run",
      'span((read["shortest"], read["longest"]))', 'read["longest"]'),
+    ("push: without a folder", "command", "card", "if out is None:", "if out is not None:"),
 ]  # fmt: skip

@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard, metadata_load, snapshot_download
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from support.figures import quick_sweeps
 from support.made_up_runs import made_up
+from support.retrofit_command import command_line
 
 import sinkscope
 from sinkscope import InputError, Run, SinkscopeError
@@ -69,16 +70,22 @@ def test_a_run_without_metrics_has_a_card_of_its_findings(name: str) -> None:
     assert "metrics:" not in text
 
 
-def test_a_dataset_is_uploaded_and_read_back(three: Card, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_is_uploaded_and_read_back(
+    three: Card, hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The second upload replaces the first; without a token, or with a wrong name, one line says what to do."""
-    with pytest.raises(InputError, match=r"--push a/b/c: name a dataset as ORG/NAME"):
-        sinkscope.card(REPORTS / "mgm", push="a/b/c")
+    for push, refused in (("a/b/c", r"--push a/b/c: name a dataset as ORG/NAME"), ("org/mine", "name it with --out")):
+        with pytest.raises(InputError, match=refused):
+            sinkscope.card(REPORTS / "mgm", push=push)
     assert three.folder is not None
     with pytest.raises(SinkscopeError, match=r"^uploading to org/atlas failed .*HF_TOKEN.*; .* is complete$"):
         upload(three.folder, "org/atlas")
     monkeypatch.setenv("HF_TOKEN", "hf_token")
     for _ in range(2):
         upload(three.folder, "org/atlas")
+    pushed = command_line("card", REPORTS / "mgm", "--out", tmp_path / "card", "--push", "org/mine")
+    assert (pushed.exit_code, f"uploaded to {hub.url}/datasets/org/mine" in pushed.stderr) == (0, True)
+    assert (Path(snapshot_download("org/mine", repo_type="dataset")) / "README.md").is_file()
     back = Path(snapshot_download("org/atlas", repo_type="dataset"))
     read = {path.relative_to(back).as_posix() for path in back.rglob("*.*")}
     cards = {f"model-card-{as_folder_name(model)}.md" for model in three.model_cards}
