@@ -53,6 +53,11 @@ def test_a_failed_check_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_
     assert (done.exit_code, done.stderr.startswith("sinkscope: a check failed")) == (1, True)
 
 
+def test_layers_that_slide_a_window_are_counted() -> None:
+    attention = doctor(tiny_model("gemma3")).facts["attention"]
+    assert attention.endswith("; 2 layers slide a window of 6")
+
+
 def test_overflow_fails_and_is_written(tmp_path: Path) -> None:
     model = tiny_model("llama")
     typed = ("--input", "random", "--num-seqs", "2", "--seq-len", "12", "--dtype", "float16")
