@@ -91,5 +91,6 @@ MUTATIONS = [
     ("a text that nothing reads", "command", "doctor", "config.compare is None and config.is_changed(name)", "False"),
     ("options that --compare does not read", "command", "doctor",
      'name != "input" and config.is_changed(name)', "False"),
-    ("facts: layers that do not slide", "command", "_facts", 'kind == "sliding_attention"', 'kind != "sliding_attention"'),
+    ("facts: layers that do not slide", "command", "_facts",
+     'kind == "sliding_attention"', 'kind != "sliding_attention"'),
 ]  # fmt: skip
