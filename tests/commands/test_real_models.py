@@ -52,6 +52,7 @@ def test_smollm_is_measured_as_plain_transformers_measure_it(smollm: LoadedModel
     check_against_reference(smollm, run, sequences)
 
 
+@pytest.mark.slow
 def test_smollm_sinks_stay_on_random_tokens_and_vanish_on_repeated_ones(smollm: LoadedModel) -> None:
     """With sinks, the massive activation is at coordinate 507 from layer 11 on."""
     natural, random, repeated = (
