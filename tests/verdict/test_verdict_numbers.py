@@ -48,7 +48,9 @@ def measured(name: str) -> Run:
 
 
 NAMES = ("gpt2", "vscale", "sink", "gemma3", "real")
-EACH = pytest.mark.parametrize("name", [*NAMES[:-1], pytest.param(NAMES[-1], marks=[pytest.mark.real_model, pytest.mark.slow])])
+EACH = pytest.mark.parametrize(
+    "name", [*NAMES[:-1], pytest.param(NAMES[-1], marks=[pytest.mark.real_model, pytest.mark.slow])]
+)
 
 
 @EACH
