@@ -133,7 +133,7 @@ def team() -> Team:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let every process read all batches of the passes of this block, for what is collected beside their sums."""
+    """Let every process read all batches in this block, because a pass shares only its losses and observables."""
     token = _TEAM.set(SINGLE_PROCESS)
     try:
         yield

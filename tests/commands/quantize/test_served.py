@@ -563,7 +563,7 @@ def test_wrong_schemes_are_refused(model: Any, options: dict[str, Any], message:
 
 
 def test_ranges_and_cures_of_two_processes_are_those_of_one(tmp_path: Path) -> None:
-    """What is collected beside the sums of a pass is read by both."""
+    """Each process reads the calibration texts, and the gradients of the modules, completely."""
     tiny_model("gpt2").save_pretrained(tmp_path / "gpt2")
 
     def measured(out: Path) -> Run:
