@@ -33,9 +33,13 @@ TOKENIZER = 2 << 10  # bytes for each token of a vocabulary, which a tokenizer t
 
 
 def sequences_that_fit(
-    model: PreTrainedModel, longest: int, backward: bool, on_cpu: bool, free: int | None = None
+    model: PreTrainedModel, longest: int, backward: bool, on_cpu: bool | None = None, free: int | None = None
 ) -> int:
-    """Return how many sequences of a length --batch-size auto starts with: as many as are fast and fit, at least 1."""
+    """Return how many sequences of a length --batch-size auto starts with: as many as are fast and fit, at least 1.
+
+    `on_cpu` is where the pass will run; None: where the model is.
+    """
+    on_cpu = model.device.type in ("cpu", "meta") if on_cpu is None else on_cpu
     tokens = TOKENS_ON_CPU[backward] if on_cpu else TOKENS_PER_BATCH
     return max(1, min(tokens, tokens_that_fit(model, backward, free)) // longest)
 

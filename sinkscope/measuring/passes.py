@@ -172,8 +172,7 @@ def first_size(
     most = max(1, len(inputs) // team().count)
     if batch_size != "auto":
         return min(batch_size, most)
-    on_cpu = model.device.type in ("cpu", "meta")
-    return min(sequences_that_fit(model, inputs.longest, backward, on_cpu), most)
+    return min(sequences_that_fit(model, inputs.longest, backward), most)
 
 
 class ProgressBar(Observable):

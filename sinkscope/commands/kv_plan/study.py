@@ -384,7 +384,7 @@ class PlanStudy:
             keys.append((id(texts), *sizes, plan.served, plan.evicts, sinks))
         unread = {key: plan for key, plan in zip(keys, plans, strict=True) if key not in self.costs}
         subject = replace(self.subject, inputs=self._inputs(texts))
-        fitting = sequences_that_fit(model, len(texts[0].ids), False, on_cpu=model.device.type == "cpu")
+        fitting = sequences_that_fit(model, len(texts[0].ids), backward=False)
         size, order = min(PLANS_AT_ONCE, fitting), sorted(unread, key=lambda key: bool(unread[key].evicts))
         batches = [order[start : start + size] for start in range(0, len(order), size)]
         settings = [Setting(nullcontext, partial(read_batch, [unread[key] for key in each])) for each in batches]

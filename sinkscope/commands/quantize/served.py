@@ -270,8 +270,7 @@ class ServedStudy:
         self.seconds = time.monotonic() - start  # of one pass over the texts
         self.fitting_sequences = self.full.batch_size
         if batch_size == "auto" and self.full.batch_size == len(subject.inputs):  # more than there are may fit
-            on_cpu = model.device.type == "cpu"
-            self.fitting_sequences = sequences_that_fit(model, subject.inputs.longest, backward=False, on_cpu=on_cpu)
+            self.fitting_sequences = sequences_that_fit(model, subject.inputs.longest, backward=False)
         self.largest_weights, self.largest_inputs = self.recorder.fused_weights(), self.recorder.inputs()
         if not (widths := self.recorder.widths):
             raise InputError("this model has no linear layers that could be quantized")
