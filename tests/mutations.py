@@ -265,6 +265,10 @@ MUTATIONS = [
     ),
     *_mutations(
         INTERVENTION_TESTS,
+        ("super weight: the most positive entry", "sinkscope.interventions.super_weight", "ZeroSuperWeight.measured",
+         "weight.abs().argmax()", "weight.argmax()"),
+        ("controls: parts without one are dropped", "sinkscope.interventions.intervention", "random_controls",
+         "zip(stack, controls, strict=True)", "zip(stack, controls, strict=True) if control"),
         ("positions: the last is -0", f"{INTERVENTIONS}.intervention", "Intervention.from_the_start",
          "value + max(lengths) if", "value + max(lengths) - 1 if"),
         ("positions: the end of the longest sequence", f"{INTERVENTIONS}.intervention", "Intervention.from_the_start",

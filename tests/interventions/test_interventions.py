@@ -26,7 +26,7 @@ from sinkscope.attention import weights as attention_weights
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.weights import AttentionRead, column_sums
 from sinkscope.interventions import INTERVENTIONS, Intervention, Known, Target, applied, parse
-from sinkscope.interventions.intervention import Expectation
+from sinkscope.interventions.intervention import Expectation, random_controls
 from sinkscope.interventions.super_weight import usual_pairs
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
@@ -1054,7 +1054,9 @@ def test_the_heads_and_the_weight_are_those_of_the_tables() -> None:
     )  # fmt: skip
     experts = pd.DataFrame({"layer": [0, 1, 2], "expert": [1, 2, 3], "largest": [5.0, 4.0, 9.0]})
     supers = {"super_experts": experts.assign(is_super=[True, True, False])}
-    known = known_of(tiny_model("gpt2"), tables={"head_scores": scores, "super_weights": weights} | supers)
+    model = tiny_model("gpt2")
+    layers_of(model)[2].mlp.c_proj.weight.data[5, 7] = -9.0  # columns of inputs, and rows of outputs, the other way
+    known = known_of(model, tables={"head_scores": scores, "super_weights": weights} | supers)
     for text, decided in (
         ("ablate-heads:share=0.5", "ablate-heads:share=0.5,numbers=1+2"),
         ("ablate-heads:by=first-mass,share=0.5", "ablate-heads:by=first-mass,share=0.5,numbers=0+3"),
@@ -1062,14 +1064,20 @@ def test_the_heads_and_the_weight_are_those_of_the_tables() -> None:
         ("ablate-heads", "ablate-heads:numbers=1"),
         ("zero-super-weight", "zero-super-weight:layer=2,rows=1,column=1"),
         ("zero-super-weight:layer=0", "zero-super-weight:layer=0,rows=7,column=9"),  # of most sequences
+        ("zero-super-weight:which=largest", "zero-super-weight:which=largest,layer=2,rows=7,column=5"),
         ("zero-super-expert", "zero-super-expert:layer=0,expert=1"),
     ):
         assert parse(text).resolved(known) == parse(decided)
     without = known_of(tiny_model("gpt2"), tables={"super_experts": experts.assign(is_super=False)})
     assert parse("zero-super-expert").resolved(without) == parse("zero-super-expert:layer=2,expert=3")
-    largest: Any = parse("zero-super-weight:which=largest").resolved(known)
-    matrix = layers_of(tiny_model("gpt2"))[2].mlp.c_proj.weight.T
-    assert matrix[largest.rows[0], largest.column].abs() == matrix.abs().max()
+
+
+def test_a_stack_keeps_the_parts_that_have_no_control() -> None:
+    stack = (parse("mask-sink"), parse("perturb-query-bias:seed=5"))
+    drawn = random_controls(stack, known_of(tiny_model("gpt2")), seed=0, draws=3)
+    assert len({control[0] for control in drawn} - {stack[0]}) == 3
+    assert {control[1:] for control in drawn} == {stack[1:]}
+    assert random_controls(stack[1:], known_of(tiny_model("gpt2")), seed=0, draws=3) == []
 
 
 @pytest.mark.parametrize(("layers", "early"), [(1, 1), (3, 3), (4, 3), (5, 4), (8, 6)])

@@ -46,7 +46,8 @@ RESULTS: dict[str, Any] = {
         "both": {"alias": "both", "acc,none": 0.5, "acc_stderr,none": 0.1},
         "one": {"alias": " - one", "acc,none": 0.25, "acc_stderr,none": 0.2, "acc_norm,none": 0.75},
         "two": {"alias": " - two", "acc,none": 0.75, "acc_stderr,none": "N/A"},
-        "other": {"alias": "other", "bleu,none": 3.0, "exact_match,strict": 0.1, "exact_match,flexible": 0.2},
+        "other": {"alias": "other", "bleu,none": 3.0, "exact_match,strict": 0.1, "exact_match,flexible": 0.2,
+                  "exact_match_stderr,strict": 0.03},
     },
     "groups": {"both": {"alias": "both", "acc,none": 0.5, "acc_stderr,none": 0.1}},
     "group_subtasks": {"both": ["one", "two"], "other": []},
@@ -66,7 +67,8 @@ def test_the_table_has_every_score_of_the_harness() -> None:
         ("other", "exact_match", "flexible"): 0.2,
     }  # fmt: skip
     assert rows["error"].tolist()[:2] == [0.1, 0.2]
-    assert rows["error"].isna().sum() == 5
+    assert rows.loc[("other", "exact_match", "strict"), "error"] == 0.03
+    assert rows["error"].isna().sum() == 4
     assert rows["questions"].tolist() == [0, 4, 4, 4, 2, 2, 2]
     assert rows["shots"].tolist() == [-1, 0, 0, 5, 2, 2, 2]
     assert table["is_asked"].tolist() == [True, False, False, False, True, True, True]

@@ -14,4 +14,6 @@ MUTATIONS = [
     ("card: the longest of several lengths", "output", "_results_of_run",
      'span((read["shortest"], read["longest"]))', 'read["longest"]'),
     ("push: without a folder", "command", "card", "if out is None:", "if out is not None:"),
+    ("layers: rows of the whole model", "tables", "card_tables",
+     'summary[summary["layer"] != WHOLE_MODEL].assign(**place)', "summary.assign(**place)"),
 ]  # fmt: skip

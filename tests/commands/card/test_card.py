@@ -97,6 +97,7 @@ def test_a_dataset_is_uploaded_and_read_back(
     models = tables["models"].set_index("model")
     assert (len(models), models.index.is_unique) == (3, True)
     assert all(models.loc[row.model, row.metric] == row.value for row in tables["metrics"].itertuples())
+    assert (tables["layers"]["layer"] >= 0).all()
 
 
 def test_other_folders(tmp_path: Path) -> None:

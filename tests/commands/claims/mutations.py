@@ -128,4 +128,12 @@ MUTATIONS = [
      "for arm in arms if arm.method == PLAIN", "for arm in arms"),
     ("seconds: of the first seed", "papers.vga", "_step_seconds",
      '(one["label"], one["seed"]) == (arm.label, arm.seed)', 'one["label"] == arm.label'),
+    ("plain training at the bound has what is removed", "over_seeds", "_read",
+     "if plain <= least:", "if plain < least:"),
+    ("levels: seeds of the first folder alone", "studies", "find_levels",
+     "by_level[level] = runs | by_level.get(level, {})", "by_level[level] = runs"),
+    ("streams: the largest window", "papers.s2m", "_perplexities",
+     '["window"].min()', '["window"].max()'),
+    ("steps: a step 0 with a sink is the null", "papers.gs", "_least_spike",
+     "if steps[0] == 0 and first_sink > 0 else", "if steps[0] == 0 else"),
 ]  # fmt: skip

@@ -390,7 +390,7 @@ CASES: list[tuple[str, Training, Any, str]] = [
     ("W-52", of_norms(9, 1.1, 5, 8, 7), FAILS, ""),
     ("W-52", of_norms(9, 1.1, 1.2, 1.3, 7), FAILS, ""),
     ("W-52", of_norms(9, 1.1, 1.2, 8, 1.3), FAILS, ""),
-    ("W-52", of_norms(1.5, 1, 1, 1, 1), NOT_APPLIES, ""),
+    ("W-52", of_norms(2, 1, 1, 1, 1), NOT_APPLIES, "position 0 ÷ others is 2, not above 2"),
     ("W-56", of_norms(5, 1, arms=SIGMOID), HOLDS, ""),
     ("W-56", of_norms(5, 3, arms=SIGMOID), FAILS, ""),
     ("W-56", of_norms(1, 1, arms=SIGMOID), NOT_APPLIES, ""),
@@ -531,6 +531,16 @@ def test_a_setting_decides_both_ways(claim: str) -> None:
     assert outcome(good, 0.0) == FEW_SEEDS
 
 
+def test_seeds_of_a_level_may_be_in_several_folders() -> None:
+    levels = ((3, 1e-4), (11, 2e-4), (18, 4e-4))
+    trainings, later = ([plain(rate, learning_rate=level) for rate, level in levels] for _ in range(2))
+    for added in later:
+        for record in added.manifest["arms"].values():
+            record["seed"] += 3
+    estimate = judged("W-31", *trainings, *later).estimates[0]
+    assert estimate.note == "0.0001: 3.0, 0.0002: 11.0, 0.0004: 18.0 %; 6 seeds, Student's t"
+
+
 def test_a_slope_is_a_regression_for_each_seed() -> None:
     trainings = [
         plain(rate, around, learning_rate=level)
@@ -631,6 +641,7 @@ def test_steps_of_one_training_are_judged_over_its_sequences() -> None:
     assert rise.estimates[0].note == "first above 10 % at step 100; one training, interval over its sequences"
     assert spike.estimates[0].value == pytest.approx(3.0)
     assert outcomes((2.0, 8.0, 2.0), appears)[1].outcome == FAILS
+    assert outcomes((2.0, 8.0, 6.0), dict.fromkeys(appears, 0.5))[1].outcome == UNMEASURED  # step 0 is no null
     flat = outcomes((2.0, 2.0, 2.5), dict.fromkeys(appears, 0.001))
     assert [each.outcome for each in flat] == [FAILS, NOT_APPLIES]
 

@@ -96,4 +96,11 @@ MUTATIONS = [
      "if not any(", "if not all("),
     ("figure: the band of the sink", "figures", "draw_effects_by_layer",
      'interval_by_layer(run, label, "sink_rate", position)', 'interval_by_layer(run, label, "sink_rate", sink)'),
+    ("change: layers against the rise", "findings", "_change_of_rate",
+     "(by_layer * np.sign(by_layer.sum()))", "(-by_layer)"),
+    ("lengths: the longest is known", "experiment", "Experiment.resolved",
+     "min(lengths)", "max(lengths)"),
+    ("reused run: loss per text", "experiment", "Experiment._reuse_run",
+     'by_sequence["loss"] @ by_sequence["predicted"] / self.subject.inputs.num_predicted',
+     'by_sequence["loss"].mean()'),
 ]  # fmt: skip

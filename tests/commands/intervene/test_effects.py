@@ -147,6 +147,11 @@ def test_a_change_is_said_once_as_a_ratio() -> None:
     assert "falls to 0.250 times its value before, most in layers 1–2, 4." in sentences
     three = finding(Run(run.manifest, {"effect": rates[rates["layer"] < 3]}), "x")
     assert "falls to 0.250 times its value before." in three  # all of its layers are not the most changed ones
+    risen = run_of({0: (0.2, 0.4, (0.2, 0.2))})
+    rates = risen.tables["effect"]
+    is_after = (rates["metric"] == "sink_rate") & (rates["arm"] == "after")
+    rates.loc[is_after & rates["layer"].isin([1, 2, 4]), "value"] = 0.9
+    assert "rises to 2.000 times its value before, most in layers 1–2, 4." in finding(risen, "x")
     assert list(overview(run)["sink rate @0"]) == ["80.0%", "20.0%", "80.0% ± 0.0%"]  # before, after, control
     assert list(overview(run)["perplexity"]) == ["20.00", "25.00", "21.50 ± 0.71"]
     assert "Perplexity is 1.250 times its value before, and 1.075 times under the control." in sentences

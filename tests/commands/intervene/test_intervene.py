@@ -243,6 +243,7 @@ def test_a_position_below_0_is_counted_from_the_end_of_the_sequences(llama: PreT
             {"do": "mask-sink:positions=-1", "input": ragged_tokens([9, 12])},
             "from the end, and the sequences have 9 to 12 tokens",
         ),
+        ({"do": "mask-sink:positions=10", "input": ragged_tokens([9, 12])}, "no position 10"),
         ({"do": "mask-sink:positions=-14", "input": ragged_tokens([12])}, "no position -14: the sequences have 12"),
         ({"do": "mask-sink", "observables": ("query-bias",)}, "observables=query-bias does not apply"),
     ],
@@ -395,6 +396,16 @@ def test_a_run_replaces_the_unchanged_model_if_it_has_all_that_is_asked(
         experiment = Experiment(subject, config, {do: parse_all([do])}, 0, False, console, analyzed=analyzed)
         experiment.resolved()
     assert (experiment.analyzed is analyzed) == is_reused
+
+
+def test_the_loss_of_a_run_that_is_reused_is_per_predicted_token(llama: PreTrainedModel) -> None:
+    options = SMALL | {"input": (sequences := ragged_tokens((20, 9, 14))), "num_seqs": 3}
+    config = checked(InterveneOptions, {"model": "", "do": ("mask-sink",), **options})
+    run = sinkscope.analyze(llama, **options)
+    with open_subject(llama, None, config, console := Console(quiet=True)) as subject:
+        experiment = Experiment(subject, config, {"": parse_all(["mask-sink"])}, 0, False, console, analyzed=run)
+        experiment.resolved()
+    assert experiment.before.loss == pytest.approx(np.log(plain_perplexity(llama, sequences)))
 
 
 def test_means_of_outputs_and_of_values_at_one_position_are_their_own() -> None:

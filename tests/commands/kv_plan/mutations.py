@@ -154,4 +154,8 @@ MUTATIONS = [
     ("finding: retrieval that is not defined is lost", "findings", "_at_budget",
      " if is_known else Outcome.UNDEFINED", ""),
     ("plan.json: not a number", "findings", "plans", " if math.isfinite(row[what]) else None", ""),
+    ("plans: values at the bits of keys", "caches", "attending_with_plans",
+     "int(plan.bits[index, part])", "int(plan.bits[index, 0])"),
+    ("split: a head that fits exactly", "plan", "Sizes.split",
+     'side="right"', 'side="left"'),
 ]  # fmt: skip

@@ -1,6 +1,7 @@
 """Attention over evicting heads equals transformers' own attention under a mask that hides the evicted tokens."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from sinkscope.attention.kernels import AttentionCall
 from sinkscope.attention.seam import open_seam
 from sinkscope.commands.kv_plan.caches import attending_with_plans
 from sinkscope.commands.kv_plan.eviction import evicting_attention, of_sequences
-from sinkscope.commands.kv_plan.plan import NO_SINKS, Plan
+from sinkscope.commands.kv_plan.plan import NO_SINKS, Plan, snap_rotated
 from sinkscope.models.families import find_family
 
 WINDOWS = {"llama": [3, 24], "mistral": [2, 6], "gemma2": [2, 24], "gpt_oss": [1, 5], "gpt2": [9, 9, 1, 24]}
@@ -57,6 +58,21 @@ def test_plans_in_one_batch_are_those_of_a_batch_each(name: str) -> None:
                 torch.testing.assert_close(row[None], model(ids, use_cache=False).logits)
     assert float((together[0] - together[1]).abs().max()) > 1e-3
     assert float((together[0] - together[2]).abs().max()) > 1e-3
+
+
+@torch.no_grad()
+def test_values_have_bits_of_their_own() -> None:
+    model, ids = tiny_model("llama", dtype=torch.float64, spread=6.0), tiny_tokens(1)
+    plan = Plan("", torch.full((3, 2), 24).numpy(), torch.tensor([[16, 4]]).expand(3, -1).numpy())
+    with open_seam(model, find_family(model)) as seams, attending_with_plans(seams, [plan], [()]):
+        mine = model(ids, use_cache=False).logits
+
+    def rounded(module: Any, args: tuple, values: torch.Tensor) -> torch.Tensor:
+        return snap_rotated(4, values.unflatten(-1, (2, -1))).flatten(-2)
+
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.register_forward_hook(rounded)
+    torch.testing.assert_close(mine, model(ids, use_cache=False).logits)
 
 
 def test_the_call_of_one_sequence() -> None:

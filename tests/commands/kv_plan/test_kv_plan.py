@@ -73,12 +73,15 @@ INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
 
 
 @pytest.mark.parametrize(
-    ("share", "windows", "kept"),
-    # 40 tokens for three heads with two sinks
-    [(0.0, [[33, 33], [33, 33]], 140), (0.8, [[11, ALL_TOKENS], [11, 11]], 139)],
+    ("budget", "share", "windows", "kept"),
+    [
+        (0.5, 0.0, [[33, 33], [33, 33]], 140),
+        (0.5, 0.8, [[11, ALL_TOKENS], [11, 11]], 139),  # 40 tokens for three heads with two sinks
+        (200 / 280, 0.5, [[31, ALL_TOKENS], [31, 31]], 199),  # the first head takes its share exactly
+    ],
 )
-def test_memory_of_a_split(share: float, windows: list, kept: int) -> None:
-    split = SIZES.split(SCORES, 0.5, share)
+def test_memory_of_a_split(budget: float, share: float, windows: list, kept: int) -> None:
+    split = SIZES.split(SCORES, budget, share)
     assert split is not None
     assert split.tolist() == windows
     assert SIZES.memory(Plan("", split, np.full((2, 2), 16))) == pytest.approx(kept / 280)

@@ -193,4 +193,12 @@ MUTATIONS = [
      "all_experts_read(self.subject.loaded.model, self.matrices), alone()",
      "all_experts_read(self.subject.loaded.model, self.matrices)"),
     ("processes: rises of its own share", "cures", "CureStudy.spare", "with alone():", "with nullcontext():"),
+    ("grids: of many, all below 0, without 0", "sinkscope.quantization.grids", "asymmetric_grid",
+     "high.clamp_min(0)", "high"),
+    ("not quantized: the last layer alone", "sinkscope.quantization.sites", "not_quantized",
+     "shares.get(kind, 0.0) + parameter.numel() / total", "parameter.numel() / total"),
+    ("rotation: one permutation for all draws", "cures", "CureStudy.rotation",
+     "default_rng(self.seed + draw)", "default_rng(self.seed)"),
+    ("recipe: modules spared for another scheme", "served_findings", "ignored",
+     '(modules["scheme"] == scheme) & modules["is_spared"]', 'modules["is_spared"]'),
 ]  # fmt: skip

@@ -96,6 +96,22 @@ def test_a_rotation_recovers_what_it_does_in_plain_pytorch_next_to_folded_gains(
     assert shares[1] > 1e-4
 
 
+def test_the_controls_of_a_rotation_are_different_permutations() -> None:
+    """Groups of 16 have other ranges after each permutation."""
+    model = tiny_model("llama", spread=1.0)
+    width, encodings = model.config.hidden_size, (PRESETS["NVFP4A16"].weights, None)
+    shares = []
+    for seed in range(RANDOM_DRAWS):
+        permutation = torch.eye(width, dtype=torch.float64)[np.random.default_rng(seed).permutation(width)]
+        with rotated(model, find_family(model), permutation):
+            cured = plain_loss(model, *encodings)
+        shares.append(plain_loss(model, *encodings) - cured)
+    row = cure(quantize(model, scheme="NVFP4A16", cure="rotation", **SMALL), "rotation", "NVFP4A16")
+    ends = [row["random_recovered_low"], row["random_recovered_high"]]
+    assert ends == pytest.approx([min(shares), max(shares)], abs=1e-5)
+    assert max(shares) - min(shares) > 1e-4
+
+
 @pytest.mark.parametrize(
     ("scheme", "count"), [("FP8_DYNAMIC", 1), ("W8A8", 1), ("FP8", 2 + RANDOM_DRAWS), ("NVFP4A16", 2 + RANDOM_DRAWS)]
 )

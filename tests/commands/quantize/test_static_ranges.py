@@ -85,6 +85,17 @@ def test_grids_by_hand(x: list[float], grid: Grid, expected: list[float]) -> Non
         torch.testing.assert_close(numbers, torch.tensor(x, dtype=dtype), equal_nan=True)  # not in place
 
 
+def test_a_grid_of_many_is_each_of_them() -> None:
+    """All have one range each: both signs, one sign alone, nothing but 0."""
+    low, high = torch.tensor([-1.0, 1.0, -3.0, 0.0]), torch.tensor([2.0, 3.0, -1.0, 0.0])
+    many = asymmetric_grid(low[:, None], high[:, None], 2)
+    for row, (least, largest) in enumerate(zip(low.tolist(), high.tolist(), strict=True)):
+        one = asymmetric_grid(least, largest, 2)
+        assert (float(many.step[row]), int(many.lowest[row]), int(many.highest[row])) == pytest.approx(
+            (one.step, one.lowest, one.highest)
+        )
+
+
 @each_pair([2, 4, 8, 16], [1e-30, 1e-3, 1.0, 3e4], ("bits", "scale"))
 def test_as_torch_quantizes(bits: int, scale: float) -> None:
     torch.manual_seed(bits)

@@ -85,6 +85,11 @@ def test_it_prints_a_metric_with_intervals(run: Path) -> None:
     assert cells[:4] == ["sink_rate", "0", "0.4", f"{table['value'][0]:.4g}"]
     to_itself = command_line(*asked, "--null", run, "--format", "csv").stdout
     assert (pd.read_csv(io.StringIO(to_itself))["null"] == table["value"]).all()
+    other = sinkscope.analyze(tiny_model("gpt2"), out=run.parent / "null", figures=(), page=False, **ASKED)
+    to_other = command_line(*asked, "--null", other.folder, "--format", "csv").stdout
+    expected = other.estimate("sink_rate", by="layer", epsilon=[0.4, 0.5])["value"]
+    assert pd.read_csv(io.StringIO(to_other))["null"].tolist() == pytest.approx(expected.tolist())
+    assert (expected != table["value"]).any()
     for without_metric in (("--format", "csv"), ("--by", "layer"), ("--epsilon", "0.2")):
         refused = command_line("show", run, *without_metric)
         assert refused.exit_code == 2

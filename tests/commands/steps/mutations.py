@@ -33,4 +33,6 @@ MUTATIONS = [
     ("lead: of a quantity that does not change", "onsets", "_lead", "if isnan(row.value):", "if False:"),
     ("lead: its lower end twice", "onsets", "_lead", "high=row.high", "high=row.low"),
     ("onset: its upper end twice", "onsets", "_onset", "low=row.low", "low=row.high"),
+    ("order: an interval from 0 on", "onsets", "_order",
+     "is_resolved = estimate.low > 0", "is_resolved = estimate.low >= 0"),
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from math import inf, isnan
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from sinkscope.commands.steps.onsets import (
     ONSET_COLUMNS,
     QUANTITIES,
     _LeftOut,
+    _order,
     delay,
     findings,
     lag_correlation,
@@ -231,6 +233,22 @@ def test_a_lead_is_beyond_zero_and_beyond_its_null(value: float, low: float, hig
     words = f"Changes of the {first} precede those of the {second}" if leads else "Neither norm nor sink leads the"
     assert lead.sentence.startswith(words)
     assert lead.outcome == (Outcome.PRESENT if leads else Outcome.UNDECIDED)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [
+        (0.1, 0.5, "The sink has its onset before the norm"),
+        (-0.5, -0.1, "The norm has its onset before the sink"),
+        (0.0, 0.5, "The order of the onsets of sink and norm is not resolved"),
+        (-0.5, 0.0, "The order of the onsets of sink and norm is not resolved"),
+    ],
+)
+def test_an_order_is_that_of_an_interval_without_0(low: float, high: float, words: str) -> None:
+    row = SimpleNamespace(value=(low + high) / 2, low=low, high=high, quantity="a", other="b")
+    finding = _order(row, "sink", "norm")
+    assert finding.sentence.startswith(words)
+    assert (finding.outcome == Outcome.PRESENT) == (low * high > 0)
 
 
 def test_a_flat_training_has_no_onsets_and_no_order() -> None:

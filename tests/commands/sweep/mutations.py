@@ -85,4 +85,11 @@ MUTATIONS = [
     ("tables: without the revision", "tables", "_with_coordinates", "cell.revision or \"\"", "\"\""),
     ("quick: fields of a configuration for all commands", "file", "_cell",
      'if "config" in kind.model_fields:', "if True:"),
+    ("published rates at another length", "output", "_with_published",
+     '{**WSE_SETTING, "seq_len": LENGTH}.items()', "WSE_SETTING.items()"),
+    ("options of a model over those of an input", "file", "_cell",
+     "applicable(named(model.options)) | named(reads) | named(setting)",
+     "named(reads) | applicable(named(model.options)) | named(setting)"),
+    ("digest: weights alone", "worker", "digest_of",
+     "[*small, *(files.folder / name for name in files.weights)]", "[files.folder / name for name in files.weights]"),
 ]  # fmt: skip

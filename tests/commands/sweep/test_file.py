@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,7 +61,7 @@ def test_the_nearest_option_counts(tmp_path: Path) -> None:
         tmp_path,
         """
 models:
-  - {model: a/b, options: {num-seqs: 3, seq-len: 4}}
+  - {model: a/b, options: {num-seqs: 3, seq-len: 4, seed: 5}}
   - {model: c/d, revisions: [step0, 512], instead: {natural: random}}
 inputs: {natural: , long: {input: code, seed: 7, seq-len: 5}}
 settings: {seq-len: [8, 128]}
@@ -423,3 +424,9 @@ def test_what_a_cell_reads(models: Path, tmp_path: Path) -> None:
     first = Reads().of(AnalyzeOptions(model=model, input=str(ids)))
     ids.write_text('{"input_ids": [1, 3]}\n')
     assert changes(first, Reads().of(AnalyzeOptions(model=model, input=str(ids)))) == f"input {ids} changed since"
+    shutil.copytree(models / "llama", copied := tmp_path / "copied")
+    asked = AnalyzeOptions(model=str(copied), input="random")
+    for name in ("config.json", "model.safetensors"):
+        first = Reads().of(asked)
+        (copied / name).write_bytes((copied / name).read_bytes() + b" ")
+        assert changes(first, Reads().of(asked)) == f"model {copied} changed since"

@@ -123,4 +123,13 @@ MUTATIONS = [
      "read.call.prefix if read.call.causal else read.length", "0 if read.call.causal else read.length"),
     ("probe: always at position 0", "history", "measure_at_log", "epsilon, position)", "epsilon)"),
     ("probe: the rate of position 0 for another", "history", "measure_at_log", "(position > 0)", "(position < 0)"),
+    ("text: an end with id 0", "blocks", "_tokens_of",
+     "for end in ends if end is not None", "for end in ends if end"),
+    ("Muon: rates of their own after loading", "trainer", "MuonAndAdamW.load_state_dict",
+     "self._share_groups()", "pass"),
+    ("compared: W8A8 to full precision", "findings", "methods_compared",
+     "np.log(ours[name] / others[name])", 'np.log(ours[name] / others["perplexity"])'),
+    ("architecture: key/value heads are replaced", "architectures", "_with_fields",
+     'changes.setdefault("num_key_value_heads", changes["num_attention_heads"])',
+     'changes["num_key_value_heads"] = changes["num_attention_heads"]'),
 ]  # fmt: skip

@@ -63,9 +63,9 @@ def test_its_state_is_restored_and_the_schedule_sets_all_rates() -> None:
     stepped(part, resumed, 2, seed=2)
     for ours, expected in zip(part.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours, expected, rtol=0, atol=0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
-    schedule.step()
-    assert {group["lr"] for group in (group for part in optimizer.parts for group in part.param_groups)} == {RATE / 2}
+    for one in (optimizer, resumed):
+        torch.optim.lr_scheduler.LambdaLR(one, lambda step: 0.5).step()
+        assert {group["lr"] for part in one.parts for group in part.param_groups} == {RATE / 2}
 
 
 def test_a_single_scale_is_one_number_for_all_channels() -> None:

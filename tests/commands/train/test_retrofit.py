@@ -12,7 +12,16 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from support.figures import skip_figures
-from support.retrofit_command import SMALL, TYPED, WORDS, command_line, refused, succeeded, words_tokenizer
+from support.retrofit_command import (
+    SMALL,
+    TYPED,
+    WORDS,
+    command_line,
+    refused,
+    succeeded,
+    tokenizer_of,
+    words_tokenizer,
+)
 from tiny import VOCAB, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, T5Config, Trainer
 from typer.testing import Result
@@ -22,7 +31,7 @@ import sinkscope.commands.train.arms
 import sinkscope.output.result
 from sinkscope import InputError, Run, compare, new_parameters, retrofit, retrofit_model
 from sinkscope.commands.train.arms import CALIBRATION, parse_methods
-from sinkscope.commands.train.blocks import Blocks, read_blocks
+from sinkscope.commands.train.blocks import Blocks, _tokens_of, read_blocks
 from sinkscope.commands.train.options import RetrofitOptions
 from sinkscope.commands.train.output import Trained
 from sinkscope.measuring.tables import column_names
@@ -176,6 +185,11 @@ def test_blocks_are_the_text_with_a_bos_each_and_its_end_held_out() -> None:
     assert blocks_of("lines.jsonl", "\n".join(lines)).train[0].tolist() == [1, *([4, 7, 2, 5, 2] * 3)]
     lines = [line.replace('"the', f'"{WORDS[1]} the') for line in lines]  # as a template renders them
     assert blocks_of("lines.jsonl", "\n".join(lines)).train[0].tolist() == [1, *([4, 7, 2, 5, 2] * 3)]
+
+
+def test_documents_are_apart_by_their_end_even_if_its_id_is_0() -> None:
+    tokenizer = tokenizer_of(("</s>", "<unk>", "of", "and"), None, unk_token="<unk>", eos_token="</s>")
+    assert [*_tokens_of(tokenizer, "text", ("of and", "and"), (), 4)] == [2, 3, 0, 3, 0]
 
 
 def test_of_a_dataset_the_first_blocks_are_held_out_and_no_more_is_read_than_needed(

@@ -110,6 +110,14 @@ def test_methods_are_compared_where_sink_rates_or_plain_training_are_missing() -
         "vga, compared with the untouched model: sink rate -23.1 points, perplexity × 0.995; one seed has no interval."
     )
     assert methods_compared(retrofit_table(ARMS, {"vga": run_of("vga", sink_rate=0.5)}, GATES), ARMS) == []
+    costs = {"plain": (20.0, 30.0), "vga": (22.0, 60.0)}
+    runs = {
+        arm: run_of(arm, W8A8 | dict(zip(("perplexity", "perplexity_quantized"), pair, strict=True)), sink_rate=0.5)
+        for arm, pair in costs.items()
+    }
+    (finding,) = methods_compared(retrofit_table(arms, runs, GATES), arms)
+    ratios = [finding.numbers[f"{name}_ratio"] for name in ("perplexity", "perplexity_quantized")]
+    assert ratios == pytest.approx([1.1, 2.0])
 
 
 def test_the_gates_that_moved_farthest() -> None:

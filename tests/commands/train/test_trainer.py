@@ -308,6 +308,7 @@ def test_architectures_and_the_fields_behind_their_names() -> None:
     assert (config.position_scheme, config.num_attention_heads, config.tie_word_embeddings) == ("alibi", 4, True)
     assert (config.num_key_value_heads, config.head_dim, config.hidden_size) == (4, 64, 256)
     assert architecture("tiny-llama:num_attention_heads=8").num_key_value_heads == 8
+    assert architecture("tiny-llama:num_attention_heads=8,num_key_value_heads=2").num_key_value_heads == 2
     folders = {str(checked(TrainOptions, {"config": f"llama-1m:rms_norm_eps={eps}"}).folder()) for eps in (0.5, 0.25)}
     assert len(folders) == 2
     assert all(folder.startswith("runs/llama-1m-rms_norm_eps=0.") for folder in folders)
