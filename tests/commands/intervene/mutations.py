@@ -103,4 +103,6 @@ MUTATIONS = [
     ("reused run: loss per text", "experiment", "Experiment._reuse_run",
      'by_sequence["loss"] @ by_sequence["predicted"] / self.subject.inputs.num_predicted',
      'by_sequence["loss"].mean()'),
+    ("a stack: what a paper says of its first", "experiment", "Experiment._measure",
+     'expectation(asked[0], target) if alone else ""', "expectation(asked[0], target)"),
 ]  # fmt: skip

@@ -101,7 +101,8 @@ def test_a_stack_on_sequences_of_different_lengths(gpt2: PreTrainedModel, tmp_pa
     do = ["nullify-query-bias", "zero-key-columns:coordinates=7"]
     run = intervene(gpt2, do, draws=1, **SMALL | {"input": str(path), "num_seqs": 3})
     (label,) = run.manifest["arms"]
-    assert run.manifest["arms"][label]["do"] == do
+    arm = run.manifest["arms"][label]
+    assert (arm["do"], arm["expects"]) == (do, "")  # no paper says what both do
     expected = plain_perplexity(edited(gpt2, columns=True), sequences)
     assert effect_of(run, label, "perplexity").after == pytest.approx(expected, rel=1e-5)
     assert run.tables["arm_maps"].query("condition == 'before'")["query"].max() == 19

@@ -201,4 +201,12 @@ MUTATIONS = [
      "default_rng(self.seed + draw)", "default_rng(self.seed)"),
     ("recipe: modules spared for another scheme", "served_findings", "ignored",
      '(modules["scheme"] == scheme) & modules["is_spared"]', 'modules["is_spared"]'),
+    ("predicted: the square of each output", "cures", "OutputErrors.__call__",
+     ".sum(-1).square().sum() / 2", ".square().sum() / 2"),
+    ("split: beyond the mean of the controls", "findings", "_split",
+     "cost[name] > random[name].max()", "cost[name] > random[name].mean()"),
+    ("spared: the cost of the first expert", "findings", "_spared_sites",
+     "keep=False", 'keep="first"'),
+    ("controls: calibrated as the outlier tokens", "split", "Split._sparing_arms",
+     "random[0], random[1], draw", "random[0], sparing[1], draw"),
 ]  # fmt: skip

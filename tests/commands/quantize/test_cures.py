@@ -13,8 +13,10 @@ from tiny import tiny_model
 
 from sinkscope import Run, quantize
 from sinkscope.commands.quantize import cures
+from sinkscope.commands.quantize.cures import OutputErrors
 from sinkscope.commands.quantize.prefixes import SparingText
 from sinkscope.commands.quantize.served import RANDOM_DRAWS, ServedStudy
+from sinkscope.measuring.observables.observable import deliver
 from sinkscope.models.families import find_family
 from sinkscope.models.norms import ModuleEnds, reparametrized, scaled_inputs
 from sinkscope.models.rotation import random_rotation, rotated
@@ -139,6 +141,17 @@ def test_a_prefix_is_held_against_full_precision_with_the_same_prefix(model: Any
     share = plain_loss(model, *fp8) - plain_loss(model) + plain_loss(model, prefix=prefix)
     share -= plain_loss(model, *fp8, prefix=prefix)
     assert cure(run, "prefix", "FP8")["recovered"] == pytest.approx(share, abs=2e-6)
+
+
+def test_a_predicted_rise_is_half_the_square_of_gradient_times_error_of_each_token() -> None:
+    drawn, matrix = torch.Generator().manual_seed(0), Matrix("up", 0, "up")
+    x, error, gradient = (torch.randn(2, 3, width, generator=drawn, dtype=torch.float64) for width in (4, 5, 5))
+    weight = torch.randn(5, 4, generator=drawn, dtype=torch.float64).requires_grad_()
+    factors: Any = lambda matrix, product, *factors: product(*factors[:2]) + error  # noqa: E731
+    errors = OutputErrors(factors)
+    errors(matrix, torch.nn.functional.linear, x, weight, None).backward(gradient)
+    deliver([errors.rise])
+    assert errors.rise[matrix] == pytest.approx(float((gradient * error).sum(-1).square().sum() / 2))
 
 
 def test_predicted_rises_are_per_token_of_the_sequences_that_are_probed(

@@ -19,6 +19,7 @@ from sinkscope.commands.quantize.findings import (
     PREFIXES,
     ROTATIONS,
     SPLIT,
+    _spared_sites,
     report,
     site_names,
     whole,
@@ -160,6 +161,7 @@ def split_findings(
         ({"tokens": 0.7, "both": 0.8}, {}, Outcome.PRESENT, "is in few tokens."),
         ({"tokens": 0.55, "both": 0.8}, {}, Outcome.PARTLY, "both together"),  # its interval begins at 0.45
         ({"tokens": 0.7, "both": 0.5}, {"tokens": [0.8]}, Outcome.UNDECIDED, "do not decide"),  # as random tokens
+        ({"tokens": 0.7, "both": 0.5}, {"tokens": [0.0, 0.7]}, Outcome.UNDECIDED, "do not decide"),  # as one draw
         ({"coordinates": 0.7}, {}, Outcome.PRESENT, "is in few coordinates."),
         ({"tokens": 0.7, "coordinates": 0.7}, {}, Outcome.PRESENT, "either of them alone"),
     ],
@@ -213,6 +215,15 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Run:
         out=folder,
         **SMALL,
     )
+
+
+def test_experts_that_share_a_name_have_no_cost_of_their_own() -> None:
+    run = run_of(SETTINGS, costliest=0.1)
+    sites = run.tables["quantization_sites"].assign(path=["2.down", "3.down"])
+    experts = pd.concat([sites, sites.iloc[:1].assign(path="2.other")])
+    for table, costs in ((sites, [0.3, np.nan]), (experts, [np.nan] * 3)):
+        spared = _spared_sites(Run(run.manifest, {**run.tables, "quantization_sites": table}))
+        np.testing.assert_equal(spared["cost"].to_numpy(), costs)
 
 
 def test_the_files_hold_the_sites_that_were_kept_last(written: Run) -> None:

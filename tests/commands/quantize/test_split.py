@@ -20,7 +20,7 @@ from tiny import VOCAB, tiny_model, tiny_tokens
 from sinkscope import InputError, quantize
 from sinkscope.commands.quantize import split as quantization_split
 from sinkscope.commands.quantize.prefixes import SparingText, outlier_prefix
-from sinkscope.commands.quantize.split import Split
+from sinkscope.commands.quantize.split import Split, SplitArm
 from sinkscope.commands.quantize.study import Simulation, measured_ranges
 from sinkscope.measuring.subject import Subject, family_of, open_subject
 from sinkscope.measuring.tracer import open_tracer
@@ -220,6 +220,14 @@ def test_the_split_of_a_llama(bos: str, monkeypatch: pytest.MonkeyPatch) -> None
     model = tiny_model("llama")
     simulation, held_out = simulated(model, bos=bos)
     split, inputs = Split(simulation, held_out, 0), simulation.subject.inputs
+    arms: dict[tuple[str, int], SplitArm] = {}
+    note = split._measure_and_note
+
+    def noted(each: list[SplitArm]) -> None:
+        arms.update({(arm.setting, arm.draw): arm for arm in each})
+        note(each)
+
+    monkeypatch.setattr(split, "_measure_and_note", noted)
     table = split.tables(simulation.ranges(held_out), split.prefixes.checked((5, 8)), 1)["quantization_split"]
     assert split.prefix == ((5, 8, 1) if bos == "always" else (5, 8))
     rows = table[table["draw"] == settings.NO_DRAW].set_index("setting")
@@ -242,6 +250,10 @@ def test_the_split_of_a_llama(bos: str, monkeypatch: pytest.MonkeyPatch) -> None
         assert (control[["tokens", "coordinates"]] == rows.loc[setting][["tokens", "coordinates"]]).all()
         assert control["loss"] != rows["loss"][setting]
         assert rows["share"][setting] == pytest.approx(1 - rows["cost"][setting] / everything["cost"])
+    outliers, random = (arms[settings.TOKENS, draw] for draw in (settings.NO_DRAW, 0))
+    for ours, control in zip((outliers.text, outliers.calibration), (random.text, random.calibration), strict=True):
+        assert [mask.sum() for mask in control.spared] == [mask.sum() for mask in ours.spared]
+        assert not np.array_equal(control.spared, ours.spared)
 
 
 def plain_loss(model: Any, sequences: list[np.ndarray], first: int) -> float:

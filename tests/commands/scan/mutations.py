@@ -38,4 +38,6 @@ MUTATIONS = [
     ("a gain of 1 is no norm", NETWORKS, "Network.table", "self.post.ne(1).any()", "self.post.ne(1).all()"),
     ("overview: without experts", "sinkscope.commands.scan.findings", "overview",
      '["expert"] * bool', '["gain"] * bool'),
+    ("ranks: within an expert", "command", "scan",
+     'table.groupby("layer")["gain"]', 'table.groupby(["layer", "expert"])["gain"]'),
 ]  # fmt: skip

@@ -167,6 +167,7 @@ def test_no_number_depends_on_how_many_rows_are_read_at_once(
     cut = scan(folder).tables["scan"]
     names = ["layer", "expert", "coordinate", "neuron", "rank", "weight"]
     assert cut[names].equals(whole[names])
+    assert not whole.duplicated(["layer", "rank"]).any()  # experts of a layer are ranked together
     np.testing.assert_allclose(cut["gain"], whole["gain"], rtol=1e-6)
 
 

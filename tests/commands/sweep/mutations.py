@@ -92,4 +92,6 @@ MUTATIONS = [
      "named(reads) | applicable(named(model.options)) | named(setting)"),
     ("digest: weights alone", "worker", "digest_of",
      "[*small, *(files.folder / name for name in files.weights)]", "[files.folder / name for name in files.weights]"),
+    ("several: cells, not values", "tables", "several",
+     'transform("nunique")', 'transform("count")'),
 ]  # fmt: skip

@@ -44,7 +44,8 @@ RANDOM = {"input": "random", "value": 0.25}
 DRAWN: dict[str, tuple[list[dict[str, Any]], dict[str, list[tuple[float, float]]]]] = {
     "sweep-inputs": ([{}, RANDOM, {"model": "b", "value": 1.0}], {"natural": [(50, 0), (100, 1)], "random": [(25, 0)]}),
     "sweep-sizes": (
-        [{"family": "F"}, {"model": "b", "family": "F", "parameters": 10**7, "value": 0.75}, {"model": "c"}],
+        [{"family": "F"}, {"model": "b", "family": "F", "parameters": 10**7, "value": 0.75}, {"model": "c"},
+         *({"model": name, "family": "of one size"} for name in "de")],
         {"F": [(1e6, 50), (1e7, 75)]}),
     "sweep-steps": (
         [{"revision": "step0", "step": 0, "value": 0.0}, {"revision": "step8", "step": 8}, {"model": "b"}],
