@@ -265,10 +265,12 @@ def test_a_massive_coordinate_is_in_the_layers_in_which_half_of_the_sequences_ha
 def test_the_layers_in_which_the_query_bias_sets_position_0_apart_are_named() -> None:
     gaps = grid(layer=range(4), sequence=range(2)).assign(delta_later=0.0, delta_later_std=1.0)
     gaps["delta"] = gaps["layer"].map({0: 1.0, 1: 2.1, 2: 5.0, 3: 2.0})
+    gaps["delta"] += gaps["layer"].isin([1, 3]) * np.where(gaps["sequence"] == 0, 5.0, -5.0)  # the mean decides
     gaps = gaps.assign(key_alignment=0.5, key_alignment_later=0.1)
     query_bias = finding(summarized(tables={"query_bias_by_sequence": gaps}), "query-bias")
     assert (query_bias.value, query_bias.numbers["layers"]) == (0.5, (1, 2))
-    assert "in 50% of the second half of the layers; among all 4 layers, in layers 1–2." in query_bias.sentence
+    assert query_bias.outcome == Outcome.MEASURED  # whether N-1 holds or not
+    assert "of the second half of the layers; among all 4 layers, in layers 1–2." in query_bias.sentence
 
 
 def test_without_massive_activations_the_entry_with_the_largest_ratio_is_named() -> None:

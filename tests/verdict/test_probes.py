@@ -219,10 +219,11 @@ def test_a_sequence_that_ends_early_counts_by_its_tokens_and_changes_nothing() -
 
 
 def patches(*norms: float, layer: int = 1, sequence: int = 0) -> pd.DataFrame:
-    """Return the patches with these norms, in a row of their picture, and a CLS token."""
+    """Return the patches with these norms, in a row of their picture, and a CLS token and a register."""
     table = pd.DataFrame({"layer": layer, "sequence": sequence, "row": 0, "column": range(len(norms)), "norm": norms})
-    cls = pd.DataFrame({"layer": [layer], "sequence": sequence, "row": -1, "column": 0, "norm": 99.0, "mass": 0.25})
-    return pd.concat([table.assign(mass=np.where(np.array(norms) > 3, 0.2, 0.1)), cls], ignore_index=True)
+    special = pd.DataFrame({"layer": layer, "sequence": sequence, "row": [-1, -2], "column": 0, "norm": 99.0})
+    parts = table.assign(mass=np.where(np.array(norms) > 3, 0.2, 0.1)), special.assign(mass=[0.2, 0.05])
+    return pd.concat(parts, ignore_index=True)
 
 
 def test_outlier_patches_are_those_after_the_last_layer() -> None:

@@ -62,6 +62,15 @@ def test_a_claim_distinguishes_a_model_from_random_weights_if_none_of_them_passe
     assert sink().tells == ""
 
 
+def test_one_number_that_separates_the_model_from_its_null_suffices() -> None:
+    judgment = sink(0.0, 0.01, 0.02)
+    (estimate,), (part,) = judgment.estimates, judgment.claim.parts
+    as_null = replace(estimate, null=estimate.value, null_low=estimate.low, null_high=estimate.high)
+    for estimates, tells in (((estimate, as_null), "yes"), ((as_null, estimate), "yes"), ((as_null, as_null), "no")):
+        claim = replace(judgment.claim, parts=(part, part))
+        assert replace(judgment, claim=claim, estimates=estimates).tells == tells
+
+
 def test_the_table_has_the_numbers_of_the_judgment() -> None:
     runs = [of_text(0.5), *(of_text(rate, draw) for draw, rate in enumerate((0.0, 0.01, 0.02)))]
     (row,) = card_of(*runs, claims=["W-1"]).table.to_dict("records")
@@ -324,6 +333,9 @@ def test_a_scorecard_begins_with_what_is_unusual() -> None:
     assert "W-1" not in gemma
     assert smollm["S-5"].endswith("huge: fails in gemma3-270m, mgm; holds in this model (S-5).")
     assert "GS-4" not in smollm  # it holds here and in one of the others
+    ours = whole.table[whole.table["model"] == "gemma3-270m"]
+    ours = ours.assign(outcome=ours["outcome"].mask(ours["claim"] == "GS-4", HOLDS))  # otherwise than in the report
+    assert "GS-4" not in {finding.numbers["claim"] for finding in unusual(ours)}
 
 
 def test_the_figure_of_several_models_has_each_decided_claim_once_and_those_that_differ_first() -> None:

@@ -83,6 +83,9 @@ def test_the_note_of_a_route_is_the_reason_or_the_command() -> None:
 def test_each_edit_is_its_own_route() -> None:
     """Cutting a part of a route does not count as the route; p₀, which the first attention layer reads, is not EPE₀."""
     assert (routes(cut(0.3, name=f"{NAME}:layers=2"))["effect"] == RouteEffect.NOT_MEASURED).all()
+    together = cut(0.3)
+    together.manifest["arms"][NAME]["asked"].append("mask-sink")
+    assert (routes(together)["effect"] == RouteEffect.NOT_MEASURED).all()
     epe, vector = cut(0.5, name="replace-epe:at=epe"), cut(0.3, name="replace-epe")
     assert routes(epe).loc["position vector", "effect"] == "not measured"
     rates = routes(epe, vector)["after"]
