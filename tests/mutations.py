@@ -160,6 +160,8 @@ MUTATIONS = [
     ),
     *_mutations(
         RETROFIT_TESTS,
+        ("displacement: by row of a gate", "sinkscope.retrofits.retrofit", "Part.displacement",
+         ".movedim(self.head_axis, 0)", ""),
         ("denominator: ALiBi's own bias", TAPS, "Denominator.added_to", "logits + own_bias", "logits - own_bias"),
         ("denominator: the model's own term is lost", TAPS, "Denominator.added_to",
          "logits.logaddexp(call.sink_logits.to(logits.dtype)[:, None])", "logits"),
@@ -368,6 +370,14 @@ MUTATIONS = [
     ),
     *_mutations(
         VERDICT_TESTS,
+        ("uniform gradients: one more query", "sinkscope.measuring.summary", "uniform_gradient_ratio",
+         "[:, None] > queries)", "[:, None] >= queries)"),
+        ("a finding: the outcome of its claim", "sinkscope.verdict.report", "finding",
+         '(judgment_of(fields["claim"], value) if "claim" in fields else {}) | fields | interval(value)', 'fields | (judgment_of(fields["claim"], value) if "claim" in fields else {}) | interval(value)'),
+        ("pictures: the mean of CLS and registers", "sinkscope.verdict.probes", "_outlier_patches",
+         '["mass"].sum().mean()', '["mass"].mean().mean()'),
+        ("query bias: layers of the last resample", "sinkscope.verdict.analysis", "_query_bias",
+         "delta_gaps(evidence)[0] > limits.OUTLIER", "delta_gaps(evidence)[-1] > limits.OUTLIER"),
         ("outside: the layer with the smallest rate", ANALYSIS, "_outside", "rates.max() < NO_SINK",
          "rates.min() < NO_SINK"),
         ("own gates: the layer with the smallest rate", ANALYSIS, "_sink", "rates.max() >=", "rates.min() >="),
@@ -464,6 +474,8 @@ MUTATIONS = [
     ),
     *_mutations(
         METRIC_ESTIMATE_TESTS,
+        ("LaTeX: the null of the first threshold", "sinkscope.verdict.table_formats", "EstimateTable.to_latex",
+         '.agg(lambda column: ", ".join(dict.fromkeys(column)))', '.agg("first")'),
         ("estimates: a difference of losses by the bootstrap", OF_METRICS, "difference_of",
          "(jackknife if metric in OF_LOSS else bootstrap)", "bootstrap"),
         ("metrics: as many draws as texts", ESTIMATES, "resamplings", "* narrower**2", ""),

@@ -341,3 +341,5 @@ def test_latex_has_a_column_for_each_threshold() -> None:
     ]
     assert lines[5] == rf"sink rate & 1 & {cells[0]} & {cells[1]} & 0.0\% & 12 \\"
     assert lines[6:] == [r"\bottomrule", r"\end{tabular}"]
+    nulls = table.query("layer == 1").assign(null=[0.2, 0.1], sequences=[12, 11]).to_latex().splitlines()
+    assert nulls[5] == rf"sink rate & 1 & {cells[0]} & {cells[1]} & 20.0\%, 10.0\% & 12, 11 \\"

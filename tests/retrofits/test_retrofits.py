@@ -31,11 +31,11 @@ from tiny import TINY, VOCAB, batched, measured, padded, ragged_tokens, tiny_mod
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from sinkscope import InputError, SinkscopeError, intervening, new_parameters, retrofit_model
+from sinkscope import InputError, SinkscopeError, gate_displacement, intervening, new_parameters, retrofit_model
 from sinkscope.attention.seam import open_seam
 from sinkscope.models.families import find_family
 from sinkscope.retrofits.gates import ValueScale, shrink
-from sinkscope.retrofits.retrofit import gated
+from sinkscope.retrofits.retrofit import gated, parts_of
 from sinkscope.text.batch import REGISTER
 
 
@@ -403,3 +403,12 @@ def test_models_that_cannot_be_retrofitted_are_refused_and_stay_as_they_were() -
         layer.self_attention.slow_but_exact, layer.self_attention.pretraining_tp = True, 2
     with pytest.raises(SinkscopeError, match="output projection was not called"):
         bloom(IDS)
+
+
+def test_the_displacement_of_a_gate_is_by_head() -> None:
+    model = retrofit_model(tiny_model("llama"), None, "vga")
+    gate: Any = model.get_submodule(next(iter(parts_of(model))))
+    gate.weight.data[:, 1] += 3.0
+    moved = gate_displacement(model).query("displacement > 0")
+    assert moved[["layer", "head"]].to_numpy().tolist() == [[0, 1]]
+    assert moved["displacement"].item() == pytest.approx(3.0 * len(gate.weight) ** 0.5)

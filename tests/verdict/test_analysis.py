@@ -214,6 +214,9 @@ def test_the_gradient_of_uniform_causal_attention() -> None:
     norms = np.linalg.norm(weights.T @ drawn, axis=1)
     assert uniform_gradient_ratio([length - 1]) == pytest.approx(norms[0] / norms[5:16].mean(), rel=0.03)
     assert uniform_gradient_ratio([length - 1] * 3) == pytest.approx(uniform_gradient_ratio([length - 1]))
+    squares = sum(np.pad(1 / np.arange(1, count + 1) ** 2, (0, 40 - count)) for count in (40, 9, 20))
+    norms = np.sqrt(np.cumsum(squares[::-1])[::-1])
+    assert uniform_gradient_ratio([40, 9, 20]) == pytest.approx(norms[0] / norms[5:16].mean())
 
 
 def test_the_value_gradient_of_a_scale_is_read_before_it() -> None:

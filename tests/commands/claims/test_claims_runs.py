@@ -250,7 +250,7 @@ def attracting(longest: int = 64) -> RunData:
     Elsewhere there is one sink with enough queries, which 49 of 64 positions have.
     """
     of_massive = [(0, 0), (1, 0), (2, 0), (0, 60)]
-    of_sinks = [(0, 0, 0), (1, 0, 0), (2, 0, 0), (2, 1, 0), (1, 1, 20), (1, 0, 60)]
+    of_sinks = [(0, 0, 0), (1, 0, 0), (2, 0, 0), (2, 1, 0), (1, 1, 48), (1, 0, 60)]
     massive, sinks = (
         pd.DataFrame(rows, columns=columns).merge(pd.DataFrame({"sequence": range(SEQUENCES)}), how="cross")
         for rows, columns in ((of_massive, ["layer", "position"]), (of_sinks, ["layer", "head", "position"]))

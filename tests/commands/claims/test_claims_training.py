@@ -113,8 +113,18 @@ def test_the_gate_is_compared_with_the_best_of_all_arms_that_were_trained_with_i
 def test_the_best_of_all_arms_is_that_of_all_seeds() -> None:
     """No arm is compared with whichever is best in a seed by chance."""
     numbers = {"none": (1.0, 3.0, 1.0, 3.0), "register-tokens": (3.1, 1.1, 3.1, 1.1), "vga": (2.0, 2.0, 2.0, 2.0)}
-    (best,) = judged("V-18", training({arm: {"perplexity_increase": each} for arm, each in numbers.items()})).estimates
-    assert best.value == pytest.approx(0.0)
+    for turned in (slice(None), slice(None, None, -1)):  # another arm is best in the first seed
+        arms = {arm: {"perplexity_increase": each[turned]} for arm, each in numbers.items()}
+        (best,) = judged("V-18", training(arms)).estimates
+        assert (best.value, best.note.partition(",")[0]) == (pytest.approx(0.0), "none")
+
+
+def test_a_variant_that_a_claim_names_with_its_parameters_is_no_further_variant() -> None:
+    """Gates on values and on outputs are claims of their own for IGA, and variants of one claim for VGA."""
+    for method, variants in (("iga", set()), ("vga", {"made (vga:placement=value)"})):
+        arms = ("none", f"{method}:placement=output,scale=1", f"{method}:placement=value")
+        trained = training({arm: {"sink_rate": LOW} for arm in arms})
+        assert Collection((), (trained,)).evidence({}).keys() == {"made"} | variants
 
 
 def test_seeds_and_arms_are_pooled_over_folders_that_differ_in_nothing_else() -> None:

@@ -132,4 +132,6 @@ MUTATIONS = [
     ("architecture: key/value heads are replaced", "architectures", "_with_fields",
      'changes.setdefault("num_key_value_heads", changes["num_attention_heads"])',
      'changes["num_key_value_heads"] = changes["num_attention_heads"]'),
+    ("claimed: other parameters are the same method", "arms", "TrainingArms._claim",
+     '("method", "parameters")', '("method",)'),
 ]  # fmt: skip

@@ -347,8 +347,9 @@ def test_other_options_weights_and_methods_are_refused(tiny: Path, text: Path, u
     shutil.copytree(unbroken, out)
     told = refused(2, "retrofit", tiny, "--text", text, *TYPED, "--learning-rate", "0.1", "--out", out)
     assert "made with other options (learning_rate was 5e-05, now 0.1): repeat them to resume it" in told
-    with pytest.raises(InputError, match="its vga is another method"):
-        retrofit(str(tiny), {"vga": "iga"}, text=text, out=out, **SMALL)
+    for other in ("iga", "vga:placement=output"):
+        with pytest.raises(InputError, match="its vga is another method"):
+            retrofit(str(tiny), {"vga": other}, text=text, out=out, **SMALL)
     own = Path(shutil.copytree(tiny, tmp_path / "own"))
     model = tiny_model("llama")
     model.model.layers[0].mlp.down_proj.weight.data[1, 1] += 1
