@@ -610,6 +610,8 @@ MUTATIONS = [
          ".numpy() / tokens for", ".numpy() / sequences for"),
         ("residual sinks: the null is not rotated", f"{OBSERVABLES}.spikes", "ResidualSinks.see",
          "hidden @ self.rotation.to(hidden)", "hidden"),
+        ("spike filter: never a BOS before given texts", "sinkscope.commands.analyze.command", "spike_filter",
+         '{"bos": "never", "input": ids} | options', 'options | {"bos": "never", "input": ids}'),
         ("spike mask: a BOS before given texts", "sinkscope.commands.analyze.command", "spike_mask",
          '"bos": "never", ', ""),
         ("spike filter: one direction only", "sinkscope.measuring.spike_mask", "SpikeFilter.__call__",

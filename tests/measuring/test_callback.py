@@ -143,6 +143,8 @@ def test_show_and_compare_open_the_curves(both: Any, tmp_path: Path) -> None:
     assert list(compared.by_step.loc["again"].index) == [0, 50, 100, 150, 200]
     assert (compared.by_step.loc["again"] == compared.by_step.loc["measured"]).all(axis=None)
     assert (tmp_path / "both" / "figures" / "training-curves.png").is_file()
+    renamed = shutil.copytree(folder, tmp_path / "renamed")
+    assert set(sinkscope.compare(folder, renamed).by_step.index.levels[0]) == {"measured", "renamed"}
 
 
 class At(TrainerCallback):

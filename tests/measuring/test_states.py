@@ -212,6 +212,18 @@ def test_the_mask_has_the_models_registers_and_only_coordinates_that_are_large_a
     assert mask.residual_coordinates[2].nonzero().flatten().tolist() == [7]
 
 
+@pytest.mark.parametrize(("named", "begins"), [({}, "the"), ({"bos": "always"}, "<s>")])
+def test_given_texts_calibrate_a_filter_as_they_are_unless_a_bos_is_named(
+    named: dict[str, Any], begins: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command, tokenizer = "sinkscope.commands.analyze.command", words_tokenizer()
+    monkeypatch.setattr(f"{command}.calibrated_filter", lambda subject, config: subject.inputs.sequences)
+    (ids,) = sinkscope.spike_filter(tiny_model("llama"), ["the drain"], tokenizer=tokenizer, **named)
+    assert tokenizer.convert_ids_to_tokens(int(ids[0])) == begins
+    mask = sinkscope.spike_mask(tiny_model("llama"), ["the drain"], tokenizer=tokenizer, **named)
+    assert tokenizer.convert_ids_to_tokens(int(mask.token_ids[0, 0])) == begins
+
+
 def test_the_mask_of_given_texts_has_no_bos_before_them() -> None:
     tokenizer = words_tokenizer()
     mask = sinkscope.spike_mask(tiny_model("llama"), ["w1 w2 w3"], tokenizer=tokenizer)
