@@ -35,4 +35,8 @@ MUTATIONS = [
     ("onset: its upper end twice", "onsets", "_onset", "low=row.low", "low=row.high"),
     ("order: an interval from 0 on", "onsets", "_order",
      "is_resolved = estimate.low > 0", "is_resolved = estimate.low >= 0"),
+    ("left out: a group without a number", "onsets", "left_out",
+     "np.isfinite(values).all()", "np.isfinite(values).any()"),
+    ("intervals of steps: 90 %", "onsets", "_in_order",
+     "(1 - LEVEL) / 2", "1 - LEVEL"),
 ]  # fmt: skip

@@ -14,6 +14,7 @@ from support.made_up_steps import GROUPS, SEQUENCES, UNIFORM, made_up_steps, sig
 from sinkscope.commands.steps.onsets import (
     ONSET_COLUMNS,
     QUANTITIES,
+    _in_order,
     _LeftOut,
     _order,
     delay,
@@ -21,6 +22,7 @@ from sinkscope.commands.steps.onsets import (
     lag_correlation,
     lead,
     lead_of,
+    left_out,
     onset_of,
     onset_table,
     resampled,
@@ -233,6 +235,18 @@ def test_a_lead_is_beyond_zero_and_beyond_its_null(value: float, low: float, hig
     words = f"Changes of the {first} precede those of the {second}" if leads else "Neither norm nor sink leads the"
     assert lead.sentence.startswith(words)
     assert lead.outcome == (Outcome.PRESENT if leads else Outcome.UNDECIDED)
+
+
+def test_an_interval_of_steps_has_95_percent_of_the_draws() -> None:
+    estimate = _in_order(np.append(500.0, np.random.default_rng(0).permutation(1001)))
+    assert (estimate.low, estimate.value, estimate.high) == (25, 500, 975)
+
+
+def test_a_quantity_that_lacks_a_group_of_sequences_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    of = {"norm": [1.0, 2.0, 3.0], "sink_rate": [0.1, 0.2, np.nan]}
+    for name, values in of.items():
+        monkeypatch.setitem(QUANTITIES, name, QUANTITIES[name]._replace(of=lambda _, values=values: np.array(values)))
+    assert left_out(RunData({"input": {"sequences": 2}}, {})).keys() == {"norm"}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import layer_norm
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sinkscope.commands.train.tasks.backcopy import chain_of, example, measure_chain, risks
+from sinkscope.commands.train.tasks.backcopy import _value_norms, chain_of, example, measure_chain, risks
 from sinkscope.models.families import find_family
 from sinkscope.results.metrics import BACKCOPY
 from sinkscope.retrofits import new_parameters, retrofit_model
@@ -174,3 +174,8 @@ def test_one_sequence_seen_closely(arm: str) -> None:
         assert norms[column][triggers].mean() == pytest.approx(all_norms[0, f"trigger_{name}_norm"])
         assert norms[column][~triggers][1:].mean() == pytest.approx(all_norms[0, f"other_{name}_norm"])
     assert np.allclose(norms["norm"], norms["attended_norm"]) == (arm != "vga-value")
+
+
+def test_norms_of_values_are_of_the_tokens_after_the_registers() -> None:
+    value = torch.arange(1.0, 6.0)[None, :, None, None].expand(1, 5, 2, 3)
+    torch.testing.assert_close(_value_norms(value, 3)[0], torch.tensor([3.0, 4.0, 5.0]) * 6**0.5)

@@ -4,6 +4,7 @@ import io
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -165,3 +166,13 @@ def test_value_biases_are_added_before_the_output_projection() -> None:
             own = model.bert.encoder.layer[index].attention.self
             layer.attention.self.value.bias += own.retrofit.bias.flatten()
     torch.testing.assert_close(model(input_ids=IDS).logits, plain(input_ids=IDS).logits, rtol=0, atol=1e-10)
+
+
+def test_batches_of_a_step_share_its_number_of_masked_tokens() -> None:
+    logits, labels = torch.randn(4, 6, VOCAB, dtype=torch.float64), torch.randint(VOCAB, (4, 6))
+    labels[0, :5] = IGNORED  # as many in the first batch as in the second only by chance
+    whole = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    count = (labels != IGNORED).sum()
+    batches = ((logits[:1], labels[:1]), (logits[1:], labels[1:]))
+    losses = [masked_loss(SimpleNamespace(logits=x), targets, count) for x, targets in batches]
+    torch.testing.assert_close(sum(losses), whole)

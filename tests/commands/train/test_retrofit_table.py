@@ -10,15 +10,17 @@ from scipy import stats
 
 from sinkscope import InputError, Run
 from sinkscope.commands.train.findings import (
+    BACKCOPY_COLUMNS,
     backcopy_markdown,
     equal_loss_markdown,
     gates_moved,
     methods_compared,
     retrofit_markdown,
+    retrofit_summaries,
 )
 from sinkscope.measuring.tables import column_names
 from sinkscope.results.findings import Outcome
-from sinkscope.results.metrics import ARM_METRICS
+from sinkscope.results.metrics import ARM_METRICS, BACKCOPY
 from sinkscope.results.tables import LEADING
 from sinkscope.results.trainings import UNTOUCHED, retrofit_table, tokens_a_step
 from sinkscope.verdict.table_formats import formatted
@@ -203,3 +205,20 @@ def test_latex_is_escaped_and_has_rules() -> None:
     mixed = pd.DataFrame({"a": ["b", "c"], "number": ["1", "−2.5"], "some": ["1", "two"]})
     assert r"\begin{tabular}{lrl}" in formatted(mixed, "latex")  # one word makes it a column of words
     assert r"\begin{tabular}{lp{6cm}}" in formatted(pd.DataFrame({"a": ["b"], "c": ["word " * 20]}), "latex")
+
+
+def test_a_table_of_seeds_has_their_mean_and_standard_deviation() -> None:
+    rows = [("vga", seed, "perplexity", value) for seed, value in enumerate((10.0, 12.0, 17.0))]
+    table = pd.DataFrame(rows, columns=["condition", "seed", "metric", "value"])
+    (summary,) = retrofit_summaries(table).values()
+    assert summary.iloc[0].tolist() == ["vga", "13.00 ± 3.61"]
+
+
+def test_a_backcopy_table_has_ratios_of_the_start_to_other_tokens() -> None:
+    numbers = dict.fromkeys(BACKCOPY, 1.0) | {
+        "start_value_norm": 3.0, "other_value_norm": 2.0, "start_attended_norm": 9.0, "other_attended_norm": 4.0,
+    }  # fmt: skip
+    rows = [("vga", 0, layer, 7, metric, value) for layer in (-1, 0) for metric, value in numbers.items()]
+    training = pd.DataFrame(rows, columns=["condition", "seed", "layer", "step", "metric", "value"])
+    cells = [cell.strip() for cell in backcopy_markdown(training).splitlines()[4].split("|")]
+    assert [cells[2 + BACKCOPY_COLUMNS.index(name)] for name in ("value_ratio", "attended_ratio")] == ["1.500", "2.250"]

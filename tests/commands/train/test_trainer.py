@@ -90,7 +90,8 @@ def test_the_rates_follow_their_schedule(schedule: str, shares: list[float], tmp
     history = train_model(model(), repetitive(), config(**options), tmp_path)
     rates = history[history["metric"] == "learning_rate"]["value"] / 1e-3
     assert rates.tolist() == pytest.approx(shares)
-    args = training_arguments(config(beta1=0.8, beta2=0.95), tmp_path, limit=1, cpu=True)
+    args = training_arguments(config(steps=3, warmup=0.1, beta1=0.8, beta2=0.95), tmp_path, limit=1, cpu=True)
+    assert args.warmup_steps == 1  # rounded up
     assert Trainer.get_optimizer_cls_and_kwargs(args)[1]["betas"] == (0.8, 0.95)
 
 
@@ -232,6 +233,15 @@ LENGTH = BLOCKS.train.shape[1]
 
 def options(**fields: Any) -> TrainOptions:
     return checked(TrainOptions, {"block_length": LENGTH} | fields)
+
+
+def test_new_parameters_have_the_learning_rate_of_all_unless_theirs_is_named() -> None:
+    assert options(learning_rate=0.1).new_learning_rate == 0.1
+    assert options(learning_rate=0.1, new_learning_rate=0.2).new_learning_rate == 0.2
+
+
+def test_no_block_is_read_twice_by_accumulated_batches_of_processes() -> None:
+    assert options(steps=5, batch_size=3, accumulation=2).blocks_wanted(4) == 5 * 3 * 2 * 4
 
 
 TOKENIZER: Any = SimpleNamespace(all_special_ids=[0, 1, 2], bos_token_id=1, pad_token_id=0)
