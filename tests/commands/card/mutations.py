@@ -16,4 +16,6 @@ MUTATIONS = [
     ("push: without a folder", "command", "card", "if out is None:", "if out is not None:"),
     ("layers: rows of the whole model", "tables", "card_tables",
      'summary[summary["layer"] != WHOLE_MODEL].assign(**place)', "summary.assign(**place)"),
+    ("values: infinite ones", "tables", "values_of",
+     'table["value"].abs().lt(float("inf"))', 'table["value"].notna()'),
 ]  # fmt: skip

@@ -24,11 +24,16 @@ from support.hand_made_runs import (
     manifest,
 )
 
-from sinkscope.commands.claims.evidence import MAIN, NULL, Evidence, Need
+from sinkscope.commands.claims.arms import sink_left
+from sinkscope.commands.claims.collection import Collection
+from sinkscope.commands.claims.evidence import MAIN, NULL, Evidence, Need, _has_arm
+from sinkscope.commands.claims.papers.s2m import coordinates_of_largest
 from sinkscope.commands.claims.papers.wse import OTHER_DOMAINS
+from sinkscope.commands.claims.table import judged as table_of
 from sinkscope.measuring.observables.query_bias import NO_QUERY_BIAS
 from sinkscope.measuring.random_weights import WEIGHTS_AT_RANDOM
 from sinkscope.results.run import RunData
+from sinkscope.results.sequences import Sequences
 
 LAYERS, WIDTH = 4, 300
 TERMS = ["biases", "content", "delta", "key bias"]
@@ -375,6 +380,7 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     ("N-2", [natural(query_bias=alignment(0.8, -0.5))], (HOLDS, FAILS), 0.8, ""),  # later keys are no parallels either
     ("N-3", [natural(gamma=gamma({}))], (FAILS,), 0.0, ""),
     ("N-4", [natural(gamma=gamma({138: 0.5, 247: -0.4}))], (FAILS,), 0.0, ""),
+    ("N-4", [natural(gamma=gamma({138: -9.0, 247: -8.0}))], HOLDS, 1.0, ""),  # by magnitude
     ("N-4", [natural(gamma=gamma({}))], NOT_APPLIES, None, "EPE_0 has no massive coordinate"),
     ("N-5", [natural(gamma=gamma({138: 0.5, 247: -0.4}))], (FAILS,), None, ""),
     ("N-11", [natural(logit_terms_by_sequence=terms([0.0, 3.0, 1.0, 0.0], 0.0))], (FAILS,), 0.25, ""),
@@ -678,3 +684,28 @@ def test_several_runs_for_a_need_give_the_one_with_the_most_tables(role: Need) -
     few, many = (analysis(dict.fromkeys(range(count)), model=model) for count in (1, 3))
     for runs in ([few, many], [many, few]):
         assert Evidence.of(runs, [role]).runs == {role: many}
+
+
+def test_the_sink_that_is_left_is_that_of_the_position_of_the_claim() -> None:
+    evidence = Evidence.of([isolating(0.3, 0.0)], [Need("do", "isolate")])
+    left = [sink_left(evidence, Need("do", "isolate"), position).value for position in (0, 1)]
+    assert left == pytest.approx([1.0, 0.5], abs=0.05)
+
+
+def test_interventions_on_repeated_tokens_count_without_a_bos_alone() -> None:
+    for condition, begins, counts in (("repeated", NO_BOS, True), ("repeated", BOS, False), ("natural", BOS, False)):
+        run = arm("replace-epe", [0.1, 0.05], QUIET, condition)
+        assert _has_arm(RunData(run.manifest | {"input": begins}, run.tables), "replace-epe", repeated=True) == counts
+
+
+def test_the_largest_massive_activation_may_be_negative() -> None:
+    rows = [(1, 0, 0, 7, 5000.0), (1, 0, 0, 8, -9000.0), (2, 1, 0, 7, 8000.0)]
+    table = pd.DataFrame(rows, columns=["layer", "sequence", "position", "coordinate", "value"])
+    run = analysis({"massive": table.assign(ratio=table["value"].abs(), is_massive=True)})
+    assert coordinates_of_largest(Sequences(run)).to_dict() == {0: 8, 1: 7}
+
+
+def test_the_table_has_the_outcome_of_each_number_and_of_the_claim() -> None:
+    (evidence,) = Collection(runs=[windowed(0.01, rate=0.02)]).evidence({}).values()
+    table = table_of(evidence).query("claim == 'W-41'")
+    assert (table["passes"].tolist(), set(table["outcome"])) == (["holds", "fails"], {"fails"})

@@ -13,17 +13,19 @@ from support.hand_made_runs import FAILS, FEW_SEEDS, HOLDS, INCONCLUSIVE, NOT_AP
 from support.hand_made_trainings import SHAPE, Numbers, Tables, gradients, judged, norms, rates, steps, training
 from support.made_up_runs import made_up, save
 
+from sinkscope.commands.claims.arms import onset
 from sinkscope.commands.claims.claim import Judgment, judge
 from sinkscope.commands.claims.collection import Collection, judged_folders
 from sinkscope.commands.claims.over_seeds import mean_over_seeds, range_of_rates
-from sinkscope.commands.claims.papers.wse import _best_decay
+from sinkscope.commands.claims.papers.wse import _best_decay, _check_windows
 from sinkscope.commands.claims.register import CLAIMS
-from sinkscope.commands.claims.studies import Training
+from sinkscope.commands.claims.studies import ClaimStudy, Training
 from sinkscope.errors import InputError
 from sinkscope.results.findings import Outcome
 from sinkscope.results.judgment import NotDefined
 from sinkscope.results.manifest import make_manifest, write_manifest
 from sinkscope.results.run import RunData
+from sinkscope.results.sequences import Lacks
 
 LOW, HIGH, WIDE = (1.0, 1.1, 0.9), (5.0, 5.2, 4.8), (0.1, 9.0, 1.0)
 AROUND = (1.0, 1.01, 0.99, 1.02, 0.98)
@@ -750,3 +752,16 @@ def test_the_time_of_a_step_is_that_of_each_seed() -> None:
     logs = np.log(seconds["vga"] / seconds["none"])
     expected = np.exp([logs.mean(), *stats.t.interval(0.95, 2, logs.mean(), stats.sem(logs))])
     assert (overhead.value, overhead.low, overhead.high) == pytest.approx(tuple(expected))
+
+
+def test_a_sink_appears_where_the_mean_of_all_sequences_does() -> None:
+    rates = np.array([[0.0, 5.0, 20.0, 30.0], [30.0, 30.0, 30.0, 30.0]])  # the run, and a resample
+    assert onset(rates) == 2
+    assert onset(rates[:, :2]) is None
+
+
+def test_a_window_as_long_as_the_average_is_long_enough() -> None:
+    runs = {0: RunData({"config": {"window": 64}}, {})}
+    _check_windows(ClaimStudy((), "", by_level={64: runs, 128: runs}))
+    with pytest.raises(Lacks, match="--window 32"):
+        _check_windows(ClaimStudy((), "", by_level={32: runs, 128: runs}))
