@@ -43,6 +43,9 @@ def test_awqs_exponent_is_the_one_that_changes_outputs_least() -> None:
 
     errors = [error(scaled(step / 20)) for step in range(20)]
     best = awq_factors(mean, rows, [linear(weight)], encoding)
+    halves = awq_factors(mean, rows, [linear(weight[:1]), linear(weight[1:])], encoding)
+    assert torch.equal(halves, best)  # all readers count
+    assert not torch.equal(awq_factors(mean, rows, [linear(weight[:1])], encoding), best)
     assert error(best) == pytest.approx(min(errors), rel=1e-4)
     assert min(errors) < 0.9 * errors[0]
     exact = linear(torch.tensor([[6.0, -4.0, 1.5, 0.5]]).repeat(1, 32))  # numbers of the format

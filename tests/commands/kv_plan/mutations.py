@@ -158,4 +158,8 @@ MUTATIONS = [
      "int(plan.bits[index, part])", "int(plan.bits[index, 0])"),
     ("split: a head that fits exactly", "plan", "Sizes.split",
      'side="right"', 'side="left"'),
+    ("able: half is too few", "study", "retrieved",
+     "of_dense[0] < ABLE", "of_dense[0] <= ABLE"),
+    ("tasks: of all budgets", "findings", "_retrieved",
+     'tasks.query("budget == @budget").groupby(', "tasks.groupby("),
 ]  # fmt: skip

@@ -51,7 +51,7 @@ from sinkscope.commands.kv_plan.plan import (
     Plan,
     Sizes,
 )
-from sinkscope.commands.kv_plan.study import PlanCost, PlanStudy
+from sinkscope.commands.kv_plan.study import PlanCost, PlanStudy, retrieved
 from sinkscope.commands.kv_plan.texts import PAIRS, CopiedText, predicted_sinks
 from sinkscope.errors import InputError
 from sinkscope.measuring.sink_rule import SinkRule
@@ -436,6 +436,18 @@ def test_retrieval_is_of_the_copy_and_guesses_are_before_it(monkeypatch: pytest.
             expected = marked.tables["kv_tasks"].query("task == @finding.name").set_index("plan")["kept"][1:]
             assert {name: finding.numbers[name] for name in expected.index} == expected.to_dict()
             assert "`tova` " in finding.sentence
+    several = pd.concat([run.tables["kv_tasks"], run.tables["kv_tasks"].assign(budget=0.5, kept=0.2, retrieval=0.1)])
+    again = findings(Run(run.manifest, {**run.tables, "kv_tasks": several}))
+    assert {finding.outcome for finding in again if finding.name in PAIRS} == {Outcome.MEASURED}
+    assert [finding.numbers for finding in again] == [finding.numbers for finding in run.findings]
+
+
+def test_a_dense_cache_that_retrieves_half_is_able() -> None:
+    """Below that, a plan's share of it is not defined."""
+    for half, kept in ((np.array([0.4, 0.6]), 0.5), (np.array([0.4, 0.59]), np.nan)):
+        dense, cost = (PlanCost(half, half, x, half) for x in (half, half / 2))
+        share = retrieved(cost, dense, np.ones((3, 2)))["kept"]
+        np.testing.assert_allclose(share, kept)
 
 
 def test_a_plan_adds_the_losses_of_text_and_copy() -> None:

@@ -504,6 +504,9 @@ def test_recipes_are_those_that_compressed_tensors_reads(run: Run) -> None:
     gpt2 = quantize(tiny_model("gpt2"), scheme="W4A16", cure="smoothquant", **SMALL)
     assert served_findings.files(gpt2) == {}  # its layers are no torch.nn.Linear
     assert gpt2.manifest["served"]["schemes"]["W4A16"]["weights"]["group_size"] == 32
+    llama = quantize(tiny_model("llama", intermediate_size=64), scheme="W4A16", cure="smoothquant", **SMALL)
+    grouped = served_findings.recipe(llama, "W4A16")["quant_stage"]["quant_modifiers"]["QuantizationModifier"]
+    assert grouped["config_groups"]["group_0"]["weights"]["group_size"] == 32
     modifier = served_findings.recipe(run, "FP8")["quant_stage"]["quant_modifiers"]["QuantizationModifier"]
     assert modifier == {"ignore": ["lm_head"], "targets": ["Linear"], "scheme": "FP8"}
 

@@ -283,3 +283,9 @@ def test_a_wrong_prefix_is_refused() -> None:
     ):
         with pytest.raises(InputError, match=message):
             Split(simulation, held_out, 0).prefixes.checked(prefix)
+
+
+def test_a_prefix_ends_with_the_bos_of_the_texts() -> None:
+    prefixes = Split(*simulated(tiny_model("llama"), bos="always"), 0).prefixes
+    for prefix, before in (((5, 8), (5, 8, 1)), ((5, 1), (5, 1)), ((1, 5), (1, 5, 1))):
+        assert prefixes.checked(prefix) == before

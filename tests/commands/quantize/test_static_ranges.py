@@ -38,8 +38,8 @@ from sinkscope.models.loading import LoadedModel
 from sinkscope.models.projections import projections
 from sinkscope.options.measuring import make_config
 from sinkscope.quantization.formats import Precision
-from sinkscope.quantization.grids import Grid, Range, asymmetric_grid, site_grid, symmetric_grid
-from sinkscope.quantization.settings import ALL, ALONE, COSTLIEST_KEPT, FULL, KEPT, MASSIVE_KEPT, WEIGHTS
+from sinkscope.quantization.grids import Grid, Range, RowGrids, asymmetric_grid, site_grid, symmetric_grid
+from sinkscope.quantization.settings import ACTIVATIONS, ALL, ALONE, COSTLIEST_KEPT, FULL, KEPT, MASSIVE_KEPT, WEIGHTS
 from sinkscope.quantization.simulation import quantized_sites
 from sinkscope.quantization.sites import CACHED, INPUT, OUTPUT, PARTS, SCORES, SOFTMAX, SUM, WEIGHT, Site, sites_of
 from sinkscope.results.tables import LEADING
@@ -94,6 +94,26 @@ def test_a_grid_of_many_is_each_of_them() -> None:
         assert (float(many.step[row]), int(many.lowest[row]), int(many.highest[row])) == pytest.approx(
             (one.step, one.lowest, one.highest)
         )
+
+
+def test_scores_and_weights_of_attention_have_one_grid_also_if_tokens_have_their_own() -> None:
+    """They have a row for each query, which static schemes do not know."""
+    precision, known = Precision(8, 8, 8, activations_per="token"), Range(-1.0, 2.0, 0.5, False)
+    kinds = {part: type(site_grid(precision, Site("self_attn", part, 0, ""), known)) for part in
+             (INPUT, SCORES, SOFTMAX)}  # fmt: skip
+    assert kinds == {INPUT: RowGrids, SCORES: Grid, SOFTMAX: Grid}
+
+
+def test_keys_and_values_have_bits_of_their_own(llama: PreTrainedModel) -> None:
+    ids, ranges = tiny_tokens(2, 20), calibrate_ranges(llama, list(tiny_tokens(3, 24, seed=7)), has_cache=True)
+    cached = [site for site in ranges if site.part in CACHED]
+    others = [site for site in ranges if site not in cached]
+    with quantized(llama, ranges, except_sites=others, bits_kv_cache=3):
+        coarse = llama(ids).logits
+    with quantized(llama, {site: ranges[site] for site in cached}, bits_activations=3, bits_kv_cache=3):
+        assert torch.equal(llama(ids).logits, coarse)
+    with quantized(llama, ranges, except_sites=others, bits_activations=3):
+        assert not torch.equal(llama(ids).logits, coarse)
 
 
 @each_pair([2, 4, 8, 16], [1e-30, 1e-3, 1.0, 3e4], ("bits", "scale"))
@@ -312,8 +332,15 @@ def test_full_precision_is_the_model_and_all_is_quantized(llama: PreTrainedModel
 
     settings = whole(coarse)["perplexity"]
     assert settings[FULL] == pytest.approx(perplexity(), rel=1e-5)
-    with quantized(llama, calibrate_ranges(llama, ids[20:]), bits_weights=4, bits_activations=4):
-        assert settings[ALL] == pytest.approx(perplexity(), rel=1e-3)
+    ranges = calibrate_ranges(llama, ids[20:])
+    weights = [site for site in ranges if site.part == WEIGHT]
+    for setting, exact in (
+        (ALL, ()),
+        (ACTIVATIONS, weights),
+        (WEIGHTS, [site for site in ranges if site not in weights]),
+    ):
+        with quantized(llama, ranges, except_sites=exact, bits_weights=4, bits_activations=4):
+            assert settings[setting] == pytest.approx(perplexity(), rel=1e-3)
 
 
 @each_pair(["llama", "gpt2", "falcon-new"], list(METHODS))  # q, k and v apart, and fused in two ways
