@@ -39,7 +39,7 @@ from sinkscope.models.projections import projections
 from sinkscope.options.measuring import make_config
 from sinkscope.quantization.formats import Precision
 from sinkscope.quantization.grids import Grid, Range, RowGrids, asymmetric_grid, site_grid, symmetric_grid
-from sinkscope.quantization.settings import ACTIVATIONS, ALL, ALONE, COSTLIEST_KEPT, FULL, KEPT, MASSIVE_KEPT, WEIGHTS
+from sinkscope.quantization.settings import ALL, ALONE, COSTLIEST_KEPT, FULL, KEPT, MASSIVE_KEPT, WEIGHTS
 from sinkscope.quantization.simulation import quantized_sites
 from sinkscope.quantization.sites import CACHED, INPUT, OUTPUT, PARTS, SCORES, SOFTMAX, SUM, WEIGHT, Site, sites_of
 from sinkscope.results.tables import LEADING
@@ -334,11 +334,8 @@ def test_full_precision_is_the_model_and_all_is_quantized(llama: PreTrainedModel
     assert settings[FULL] == pytest.approx(perplexity(), rel=1e-5)
     ranges = calibrate_ranges(llama, ids[20:])
     weights = [site for site in ranges if site.part == WEIGHT]
-    for setting, exact in (
-        (ALL, ()),
-        (ACTIVATIONS, weights),
-        (WEIGHTS, [site for site in ranges if site not in weights]),
-    ):
+    others = [site for site in ranges if site.part != WEIGHT]
+    for setting, exact in ((ALL, ()), ("activations", weights), (WEIGHTS, others)):
         with quantized(llama, ranges, except_sites=exact, bits_weights=4, bits_activations=4):
             assert settings[setting] == pytest.approx(perplexity(), rel=1e-3)
 
