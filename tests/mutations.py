@@ -267,6 +267,8 @@ MUTATIONS = [
     ),
     *_mutations(
         INTERVENTION_TESTS,
+        ("NU: a query bias suffices", "sinkscope.interventions.intervention", "expectation",
+         "if applies and target.has_query_bias", "if applies or target.has_query_bias"),
         ("super weight: the most positive entry", "sinkscope.interventions.super_weight", "ZeroSuperWeight.measured",
          "weight.abs().argmax()", "weight.argmax()"),
         ("controls: parts without one are dropped", "sinkscope.interventions.intervention", "random_controls",

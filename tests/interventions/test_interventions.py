@@ -26,7 +26,7 @@ from sinkscope.attention import weights as attention_weights
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.weights import AttentionRead, column_sums
 from sinkscope.interventions import INTERVENTIONS, Intervention, Known, Target, applied, parse
-from sinkscope.interventions.intervention import Expectation, random_controls
+from sinkscope.interventions.intervention import Expectation, expectation, random_controls
 from sinkscope.interventions.super_weight import usual_pairs
 from sinkscope.measuring.observables import OBSERVABLES
 from sinkscope.measuring.observables.observable import Observable, Reading, Settings
@@ -1070,6 +1070,14 @@ def test_the_heads_and_the_weight_are_those_of_the_tables() -> None:
         assert parse(text).resolved(known) == parse(decided)
     without = known_of(tiny_model("gpt2"), tables={"super_experts": experts.assign(is_super=False)})
     assert parse("zero-super-expert").resolved(without) == parse("zero-super-expert:layer=2,expert=3")
+
+
+@pytest.mark.parametrize(("name", "applies"), [("gpt2", True), ("qwen2", False), ("llama", False)])
+def test_what_nu_expects_holds_for_learned_positions_with_a_query_bias(name: str, applies: bool) -> None:
+    with target_of(tiny_model(name)) as target:
+        of_nu, of_others = (expectation(parse(text), target) for text in ("nullify-query-bias", "mask-sink"))
+    assert of_nu == (parse("nullify-query-bias").expects if applies else None)
+    assert of_others == parse("mask-sink").expects
 
 
 def test_a_stack_keeps_the_parts_that_have_no_control() -> None:
