@@ -273,7 +273,8 @@ def test_the_layers_in_which_the_query_bias_sets_position_0_apart_are_named() ->
     query_bias = finding(summarized(tables={"query_bias_by_sequence": gaps}), "query-bias")
     assert (query_bias.value, query_bias.numbers["layers"]) == (0.5, (1, 2))
     assert query_bias.outcome == Outcome.MEASURED  # whether N-1 holds or not
-    assert "of the second half of the layers; among all 4 layers, in layers 1–2." in query_bias.sentence
+    share = "in 50% (95 % interval 50% to 100%) of the second half of the layers"
+    assert f"{share}; among all 4 layers, in layers 1–2." in query_bias.sentence
 
 
 def test_without_massive_activations_the_entry_with_the_largest_ratio_is_named() -> None:

@@ -339,7 +339,7 @@ USUAL = {None: 10.0, 0: 90.0, 1: 13.0, 2: 12.0, 4: 10.1}  # first tokens kept (N
 
 
 def streams(otherwise: Mapping[int | None, float], registers: int = 0) -> list[RunData]:
-    """Make a model with eight streamed texts, each about equally hard for every method, and for a wider window none."""
+    """Make a model with eight streamed texts, about as hard for every method; a wider window costs nothing."""
     rows = [
         {"method": "dense" if keep is None else "kept", "window": -1 if keep is None else window, "keep": keep or 0}
         | {"sequence": text, "loss": np.log(perplexity) + 0.5 * np.sin(text) + 0.002 * np.sin((keep or 7) * text)}

@@ -140,17 +140,16 @@ def test_what_papers_expect_is_decided_at_the_thresholds(
 
 def test_a_change_is_said_once_as_a_ratio() -> None:
     run = run_of({0: (0.8, 0.2, (0.8, 0.8))}, perplexity=(20.0, 25.0, (21.0, 22.0)))
+    risen = run_of({0: (0.2, 0.4, (0.2, 0.2))})
+    for one, most in ((run, 0.0), (risen, 0.9)):  # these layers change more than the others
+        rates = one.tables["effect"]
+        is_after = (rates["metric"] == "sink_rate") & (rates["arm"] == "after")
+        rates.loc[is_after & rates["layer"].isin([1, 2, 4]), "value"] = most
     rates = run.tables["effect"]
-    is_after = (rates["metric"] == "sink_rate") & (rates["arm"] == "after")
-    rates.loc[is_after & rates["layer"].isin([1, 2, 4]), "value"] = 0.0
     sentences = finding(run, "x")
     assert "falls to 0.250 times its value before, most in layers 1–2, 4." in sentences
     three = finding(Run(run.manifest, {"effect": rates[rates["layer"] < 3]}), "x")
     assert "falls to 0.250 times its value before." in three  # all of its layers are not the most changed ones
-    risen = run_of({0: (0.2, 0.4, (0.2, 0.2))})
-    rates = risen.tables["effect"]
-    is_after = (rates["metric"] == "sink_rate") & (rates["arm"] == "after")
-    rates.loc[is_after & rates["layer"].isin([1, 2, 4]), "value"] = 0.9
     assert "rises to 2.000 times its value before, most in layers 1–2, 4." in finding(risen, "x")
     assert list(overview(run)["sink rate @0"]) == ["80.0%", "20.0%", "80.0% ± 0.0%"]  # before, after, control
     assert list(overview(run)["perplexity"]) == ["20.00", "25.00", "21.50 ± 0.71"]

@@ -147,7 +147,11 @@ def test_a_predicted_rise_is_half_the_square_of_gradient_times_error_of_each_tok
     drawn, matrix = torch.Generator().manual_seed(0), Matrix("up", 0, "up")
     x, error, gradient = (torch.randn(2, 3, width, generator=drawn, dtype=torch.float64) for width in (4, 5, 5))
     weight = torch.randn(5, 4, generator=drawn, dtype=torch.float64).requires_grad_()
-    factors: Any = lambda matrix, product, *factors: product(*factors[:2]) + error  # noqa: E731
+
+    def off_by_error(matrix: Matrix, product: Any, x: torch.Tensor, weight: torch.Tensor, tokens: None) -> torch.Tensor:
+        return product(x, weight) + error
+
+    factors: Any = off_by_error
     errors = OutputErrors(factors)
     errors(matrix, torch.nn.functional.linear, x, weight, None).backward(gradient)
     deliver([errors.rise])

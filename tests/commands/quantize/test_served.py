@@ -397,6 +397,11 @@ def run_of(cost: tuple[float, ...], share: tuple[float, ...] = (), recovered: tu
     return Run(run_manifest(command="quantize", served=served), tables)
 
 
+def modifier_of(run: Run, scheme: str) -> dict[str, Any]:
+    """Return the only modifier of a recipe of llm-compressor."""
+    return served_findings.recipe(run, scheme)["quant_stage"]["quant_modifiers"]["QuantizationModifier"]
+
+
 def finding(run: Run, name: str) -> Finding:
     return next(each for each in served_findings.findings(run) if each.name == name)
 
@@ -451,8 +456,7 @@ def test_a_recipe_ignores_modules_that_recover_more_than_random_ones(
     run = run_of((0.1, 0.05, 0.2), recovered=recovered)
     of_another = pd.DataFrame({"scheme": "FP8", "module": ["c"], "is_spared": True})
     run.tables["formats_modules"] = pd.concat([run.tables["formats_modules"], of_another])
-    recipe = served_findings.recipe(run, "W8A8")
-    modifier = recipe["quant_stage"]["quant_modifiers"]["QuantizationModifier"]
+    modifier = modifier_of(run, "W8A8")
     assert modifier["ignore"] == ["lm_head", *ignored]
     assert ("ignores none" in finding(run, "cure").sentence) == (not ignored)
 
@@ -505,9 +509,9 @@ def test_recipes_are_those_that_compressed_tensors_reads(run: Run) -> None:
     assert served_findings.files(gpt2) == {}  # its layers are no torch.nn.Linear
     assert gpt2.manifest["served"]["schemes"]["W4A16"]["weights"]["group_size"] == 32
     llama = quantize(tiny_model("llama", intermediate_size=64), scheme="W4A16", cure="smoothquant", **SMALL)
-    grouped = served_findings.recipe(llama, "W4A16")["quant_stage"]["quant_modifiers"]["QuantizationModifier"]
+    grouped = modifier_of(llama, "W4A16")
     assert grouped["config_groups"]["group_0"]["weights"]["group_size"] == 32
-    modifier = served_findings.recipe(run, "FP8")["quant_stage"]["quant_modifiers"]["QuantizationModifier"]
+    modifier = modifier_of(run, "FP8")
     assert modifier == {"ignore": ["lm_head"], "targets": ["Linear"], "scheme": "FP8"}
 
 

@@ -170,7 +170,7 @@ def test_value_biases_are_added_before_the_output_projection() -> None:
 
 def test_batches_of_a_step_share_its_number_of_masked_tokens() -> None:
     logits, labels = torch.randn(4, 6, VOCAB, dtype=torch.float64), torch.randint(VOCAB, (4, 6))
-    labels[0, :5] = IGNORED  # as many in the first batch as in the second only by chance
+    labels[0, :5] = IGNORED  # so that the first batch has fewer than its share
     whole = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
     count = (labels != IGNORED).sum()
     batches = ((logits[:1], labels[:1]), (logits[1:], labels[1:]))
