@@ -49,7 +49,10 @@ def minutes_of_seed(report: Path) -> float:
 
 def rows_of(report: Path) -> list[str]:
     rows, claim, minutes = [], "", minutes_of_seed(report)
+    variant = ""  # what the heading adds to the model: the arms of a method's variant are judged apart
     for line in (report / "claims.md").read_text(encoding="utf-8").splitlines():
+        if line.startswith("### "):
+            variant = (re.search(r" (\([^()]+\))$", line) or ["", ""])[1]
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         interval = re.match(rf"({NUMBER}) \[({NUMBER}), ({NUMBER})\]", cells[2]) if len(cells) == 6 else None
         if interval is None:
@@ -72,7 +75,8 @@ def rows_of(report: Path) -> list[str]:
         time = f"{hours:.1f}" if hours < 1e4 else "–"
         fits = "yes" if hours <= CORE_HOURS else "no"
         numbers = (cells[2], limits[0], seeds[1], many, time, fits)
-        rows.append(f"| {' | '.join((report.name, claim, quantity, *numbers))} |")
+        judged = f"{claim} {variant}".strip()
+        rows.append(f"| {' | '.join((report.name, judged, quantity, *numbers))} |")
     return rows
 
 
