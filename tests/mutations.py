@@ -581,6 +581,8 @@ MUTATIONS = [
     ),
     *_mutations(
         CALLBACK_TESTS,
+        ("curves: the name of a relative folder", "sinkscope.commands.compare.curves", "curves",
+         "[folder.resolve() for folder in folders]", "folders"),
         ("callback: without the last step", CALLBACK, "SinkCallback.on_step_end",
          "state.global_step >= state.max_steps", "state.global_step > state.max_steps"),
         ("callback: the mean of layers", CALLBACK, "SinkCallback._tables_of",

@@ -130,7 +130,7 @@ def test_tensorboards_event_file_has_the_curves(both: Any) -> None:
     assert names <= {*LOGGED, *HEADROOMS, *(f"onset_{metric}" for metric in ONSETS)}  # no coordinates or token ids
 
 
-def test_show_and_compare_open_the_curves(both: Any, tmp_path: Path) -> None:
+def test_show_and_compare_open_the_curves(both: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = both[0] / "measured" / "sinks"
     assert "largest_activations" in sinkscope.show(folder).read_text()
     assert set(curves(both[0] / "measured")) <= METRICS.keys()
@@ -145,6 +145,8 @@ def test_show_and_compare_open_the_curves(both: Any, tmp_path: Path) -> None:
     assert (tmp_path / "both" / "figures" / "training-curves.png").is_file()
     renamed = shutil.copytree(folder, tmp_path / "renamed")
     assert set(sinkscope.compare(folder, renamed).by_step.index.levels[0]) == {"measured", "renamed"}
+    monkeypatch.chdir(folder.parent)
+    assert set(sinkscope.compare("sinks", renamed).by_step.index.levels[0]) == {"measured", "renamed"}
 
 
 class At(TrainerCallback):

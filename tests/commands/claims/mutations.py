@@ -30,6 +30,8 @@ MUTATIONS = [
     ("W-2: another policy than the text's", "papers.wse", "_on_drawn", "evidence.runs[MAIN].bos", "WITHOUT"),
     ("W-38: the decay is chosen on its own seed", "papers.wse", "_best_decay", "part.sum(0) - part", "part"),
     ("GS-6: the smaller null", "papers.gs", "_against_null", "null.value < floor", "null.value > floor"),
+    ("levels: any product of rate and steps", "studies", "find_levels", "factor.settings, factor.fixed)",
+     "factor.settings)"),
     ("studies: the last folder's arm", "studies", "arms_by_seed",
      "arms | of_several.get(seed, {})", "of_several.get(seed, {}) | arms"),
     ("related models: of another ε", "studies", "_measured_alike",

@@ -553,6 +553,13 @@ def test_seeds_of_a_level_may_be_in_several_folders() -> None:
     assert estimate.note == "0.0001: 3.0, 0.0002: 11.0, 0.0004: 18.0 %; 6 seeds, Student's t"
 
 
+def test_learning_rates_are_compared_at_an_equal_product_with_the_steps() -> None:
+    levels = ((6, 1e-4, 400), (12, 2e-4, 200), (18, 4e-4, 100), (90, 8e-4, 400))
+    trainings = [plain(rate, (0.0, 0.01, -0.01), learning_rate=level, steps=steps) for rate, level, steps in levels]
+    estimate = judged("W-32", *trainings).estimates[0]
+    assert estimate.note == "0.0001: 6.0, 0.0002: 12.0, 0.0004: 18.0 %; 3 seeds, Student's t"
+
+
 def test_a_slope_is_a_regression_for_each_seed() -> None:
     trainings = [
         plain(rate, around, learning_rate=level)

@@ -92,6 +92,8 @@ MUTATIONS = [
      "named(reads) | applicable(named(model.options)) | named(setting)"),
     ("digest: weights alone", "worker", "digest_of",
      "[*small, *(files.folder / name for name in files.weights)]", "[files.folder / name for name in files.weights]"),
+    ("digest: files of the folder alone", "worker", "digest_of", "path.rglob", "path.glob"),
+    ("tokens: of one of several processes", "tables", "sweep_tables", ', each.manifest.get("processes", 1))', ")"),
     ("several: cells, not values", "tables", "several",
      'transform("nunique")', 'transform("count")'),
 ]  # fmt: skip

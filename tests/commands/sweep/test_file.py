@@ -415,12 +415,13 @@ def test_what_a_cell_reads(models: Path, tmp_path: Path) -> None:
     for options, read in (({"input": str(ids)}, f"input {ids}"), ({"dataset": str(ids)}, f"dataset {ids}"),
                         ({"input": "random"}, ""), ({"input": "natural"}, "input natural")):  # fmt: skip
         assert list(Reads().of(AnalyzeOptions(model=model, **options))) == list(filter(None, [f"model {model}", read]))
-    (tmp_path / "tasks").mkdir()
-    task, options = tmp_path / "tasks" / "task.yaml", SimpleNamespace(task_path=tmp_path / "tasks")
-    task.write_text("task: a")
-    first = Reads().of(options)
-    task.write_text("task: b")
-    assert changes(first, Reads().of(options)) == f"task_path {task.parent} changed since"
+    (tmp_path / "tasks" / "group").mkdir(parents=True)
+    options = SimpleNamespace(task_path=tmp_path / "tasks")
+    for task in (tmp_path / "tasks" / "task.yaml", tmp_path / "tasks" / "group" / "task.yaml"):
+        task.write_text("task: a")
+        first = Reads().of(options)
+        task.write_text("task: b")
+        assert changes(first, Reads().of(options)) == f"task_path {tmp_path / 'tasks'} changed since"
     first = Reads().of(AnalyzeOptions(model=model, input=str(ids)))
     ids.write_text('{"input_ids": [1, 3]}\n')
     assert changes(first, Reads().of(AnalyzeOptions(model=model, input=str(ids)))) == f"input {ids} changed since"

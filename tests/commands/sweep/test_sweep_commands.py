@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from sinkscope.commands.sweep.cells import CellFolders, Planned, Size, planned, 
 from sinkscope.commands.sweep.command import SweepRun
 from sinkscope.commands.sweep.file import read_sweep
 from sinkscope.commands.sweep.page import SweepPage
+from sinkscope.commands.sweep.tables import sweep_tables
 from sinkscope.commands.sweep.worker import Group, Reads, State, load_key
 from sinkscope.html_page.contents import Contents
 
@@ -122,6 +124,8 @@ def test_the_tables_of_all_commands_stand_together(done: SweepRun) -> None:
     assert set(effects["epsilon"]) == {0.2, 0.3}
     course = tables["tables/sweep_training.parquet"]
     assert (course["tokens"] == course["step"] * TRAINING["batch-size"] * 16).all()
+    on_two = [replace(each, manifest={**each.manifest, "processes": 2}) for each in done.plan]
+    assert (sweep_tables(on_two).tables["sweep_training"]["tokens"] == 2 * course["tokens"]).all()
 
 
 def test_claims_reads_the_cells_of_a_sweep(done: SweepRun) -> None:
