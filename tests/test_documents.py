@@ -84,7 +84,7 @@ def test_the_sink_rate_is_defined_once() -> None:
 # the figures and tables of each paper that the register in reports/papers.md must list
 OF_PAPERS = {
     "GS": {"figure": range(1, 6), "theorem": (1, 2)},
-    "WSE": {"figure": (*range(1, 11), 28, 30), "table": (*range(1, 8), *range(9, 15))},
+    "WSE": {"figure": (*range(1, 11), *range(19, 22), 28, 30), "table": (*range(1, 8), *range(9, 15))},
     "NU": {"figure": range(1, 14), "table": (1, 2)},
     "VGA": {"figure": range(1, 7), "table": (1, 2, 3)},
     "S2M": {"§": (1, 2, 3)},
@@ -95,13 +95,14 @@ def test_the_register_of_figures_is_complete_and_its_commands_exist() -> None:
     text, _ = (ROOT / "reports" / "papers.md").read_text(encoding="utf-8").split("\n## ")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")][2:]
     listed: dict[str, set[tuple[str, int]]] = {paper: set() for paper in OF_PAPERS}
-    for paper, what, _, command, extent, changed, rehearsed in rows:
+    for paper, what, _, command, extent, changed, rehearsed, hours in rows:
         kind = ""
         for word, first, last in re.findall(r"([a-z§]+)? ?(\d+)(?: to (\d+))?", what):
             kind = word.removesuffix("s") or kind
             listed[paper] |= {(kind, number) for number in range(int(first), int(last or first) + 1)}
         assert re.match(r"here|in part|needs|a diagram|see ", extent)
         assert changed
+        assert hours == "below" or re.fullmatch(r"–|not estimated|(< )?[\d.]+( a model)?", hours)
         recipes = {*re.findall(r"`sinkscope (?:run|sweep) (\S+)`", f"{command} {extent}")}
         assert (rehearsed == "yes") == bool(recipes & {*SWEEPS, *RECIPES})
         named = re.findall(r"`sinkscope ([^ `]+)(?: ([^`]+))?`", f"{command} {extent}")

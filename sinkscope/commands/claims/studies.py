@@ -321,7 +321,8 @@ RATES = ("learning_rate", "new_learning_rate")  # the second is for methods, and
 FACTORS = {
     "learning-rate": Factor(RATES, "--learning-rate R, with several R"),
     "learning-rate-and-steps": Factor(
-        (*RATES, "steps"), "--learning-rate R --steps N, with several R and the same R × N",
+        (*RATES, "steps", "warmup"),  # a share of the steps, which differs if all warm up equally long
+        "--learning-rate R --steps N, with several R and the same R × N",
         fixed=lambda training: float(f"{training.settings['learning_rate'] * training.settings['steps']:.6g}")),
     "batch-size": Factor(("batch_size", "accumulation", "processes"), "--batch-size N, with several N",
         lambda training: tokens_a_step(training.settings, training.settings["processes"])),

@@ -140,28 +140,36 @@ def costs_of(plan: Iterable[Planned], gpu: str) -> pd.DataFrame:
 
 
 def arms_of(plan: Iterable[Planned]) -> pd.DataFrame:
-    """Return the arms of a plan's trainings: their methods, and the claims that read each of them."""
-    trainings = [each.cell.options for each in plan if each.cell.command in TRAINING]
-    if not trainings:
+    """Return the arms of a plan's trainings: their methods, seeds, and the claims that read each of them."""
+    cells = [each for each in plan if each.cell.command in TRAINING and each.size.model is not None]
+    if not cells:
         return pd.DataFrame()
-    from sinkscope.commands.claims.register import CLAIMS  # most sweeps need no claims
-    from sinkscope.commands.claims.studies import PLAIN, is_variant, split_arms
+    from sinkscope.commands.claims.planned import claims_of_arms, training_to_come  # most sweeps need no claims
+    from sinkscope.commands.claims.studies import PLAIN
     from sinkscope.commands.train.arms import parse_methods
 
-    arms = {label: method for options in trainings for label, method in parse_methods(options.method).items()}
-    rows = []
-    for label, (method, parameters) in arms.items():
-        reads = [
-            claim.id
-            for claim in CLAIMS.values()
-            for need in claim.needs
-            if need.kind in ("arms", *TRAINING)
-            and any(is_variant(arm, method, parameters) for arm in split_arms(need.of))
-        ]
-        typed = ",".join(f"{name}={value}" for name, value in parameters.items())
-        answers = "what the other arms are compared with" if method == PLAIN else ", ".join(dict.fromkeys(reads))
-        rows.append((label, f"{method}:{typed}" if typed else method, answers))
-    return pd.DataFrame(rows, columns=["arm", "method", "claims that read it"])
+    trainings = [
+        training_to_come(
+            each.cell.command,
+            each.cell.model,
+            each.cell.options.model_dump(mode="json"),
+            each.size.model.config.to_dict(),  # type: ignore[union-attr]
+            parse_methods(each.cell.options.method),
+            each.size.parameters or 0,
+        )
+        for each in cells
+    ]
+    seeds: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for arm in (arm for training in trainings for arm in training.arms):
+        typed = ",".join(f"{name}={value}" for name, value in arm.parameters.items())
+        seeds[arm.label, f"{arm.method}:{typed}" if typed else arm.method].add(arm.seed)
+    claims, rows = claims_of_arms(trainings), []
+    for (label, method), of_arm in seeds.items():
+        answers = ", ".join(claims[label]) + " (one seed decides none)" * (len(of_arm) == 1 and bool(claims[label]))
+        if method == PLAIN and len(seeds) > 1:
+            answers = f"{answers}; the others are compared with it".removeprefix("; ")
+        rows.append((label, method, len(of_arm), answers))
+    return pd.DataFrame(rows, columns=["arm", "method", "seeds", "claims that read it"])
 
 
 def check(sweep: Sweep) -> None:

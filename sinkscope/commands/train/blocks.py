@@ -169,7 +169,7 @@ def with_first_tokens(blocks: Blocks, loaded: LoadedModel, options: ArmOptions) 
     """Replace the first tokens of each block by --random-tokens, or one by --fixed-position; tasks use `Opening`.
 
     Random tokens are drawn uniformly from the vocabulary without special tokens. The fixed token is the BOS, or else
-    the padding token; with `--bos never` it occurs nowhere else.
+    the padding token; with `--bos never` it occurs nowhere else, unless the tokenizer ends documents with it, too.
     """
     train, held_out = blocks.train.copy(), blocks.held_out.copy()
     known = (getattr(loaded.tokenizer, name, None) for name in ("bos_token_id", "pad_token_id"))

@@ -29,6 +29,7 @@ MEASURING = [path for path in SHIPPED if path not in TRAINING]
 SMALL: dict[str, Any] = {"input": "random", "num_seqs": 2, "seq_len": 16, "positions": 16, "window": 16}
 TRAINED: dict[str, Any] = {
     "input": "ids.npy", "steps": 1, "block_length": 16, "batch_size": 2, "num_seqs": 2, "observables": "attention",
+    "dataset": None,
 }  # fmt: skip
 MANY = 2  # methods of a recipe that are trained: its first and its last one
 ONE = """

@@ -165,22 +165,49 @@ def test_a_dry_run_says_what_each_arm_answers(tmp_path: Path) -> None:
     done = sinkscope.sweep(written(tmp_path, f"commands: {{train: {{options: {{method: {methods}}}}}}}"),
         out=tmp_path / "out", dry_run=True)  # fmt: skip
     table = arms_of(done.plan).set_index("arm")
-    answers = table["claims that read it"].str.split(", ").to_dict()
+    answers = table["claims that read it"].str.replace(" (one seed decides none)", "").str.split(", ").to_dict()
     assert table["method"].to_dict() == {
         "plain": "none", "scaled": "vscale", "fixed": "vscale:learned=false", "gate": "vga:placement=output",
         "bias": "key-bias",
     }  # fmt: skip
-    assert {"GS-21", "GS-35"} <= {*answers["scaled"]}
-    assert "GS-32" in answers["fixed"]  # of all claims on V-scale the one that reads its fixed form by name
-    assert "GS-32" not in answers["scaled"]
-    assert {"V-14", "V-26"} <= {*answers["gate"]}
-    assert "V-6" not in answers["gate"]  # of another text
+    assert {"GS-21", "GS-35"} <= {*answers["scaled"]} & {*answers["fixed"]}
+    assert "GS-32" not in {*answers["scaled"]} | {*answers["fixed"]}  # it needs a valve of values, too
+    assert "V-14" in answers["gate"]
+    assert not {"V-26", "V-27"} & {*answers["gate"]}  # they need all methods of the paper
+    assert not {"V-21", "V-22"} & {*answers["gate"]}  # of a retrofit
+    assert not {"V-6", "V-7"} & {*answers["gate"]}  # of another text
+    assert answers["plain"] == ["W-30; the others are compared with it"]
+    assert (table["seeds"] == 1).all()
+    assert table["claims that read it"]["gate"].endswith(" (one seed decides none)")
     assert arms_of([]).empty
+
+
+ANSWERS = {  # of the plain arm
+    "when-sinks-emerge-weight-decay": "W-30, W-38, V-4, V-5, V-8; the others are compared with it",
+    "when-sinks-emerge-batches": "W-30, W-33, V-4, V-5, V-8",
+    "when-sinks-emerge-60m-learning-rate": "W-30, W-31, W-32 (one seed decides none)",
+    "when-sinks-emerge-60m-data": "W-30, W-34 (one seed decides none)",
+    "when-sinks-emerge-60m-positions": "W-30, W-42 (one seed decides none)",
+    "when-sinks-emerge-60m-windows": "W-30, W-40 (one seed decides none)",
+    "when-sinks-emerge-60m-blocks": "W-30, W-45, W-46 (one seed decides none)",
+    "when-sinks-emerge-60m-random-tokens": "W-30, W-35, W-36 (one seed decides none)",
+    "when-sinks-emerge-1b": "W-30 (one seed decides none); the others are compared with it",
+    "outlier-safe": "W-30, V-4, V-5, V-8, OQ-1; the others are compared with it",
+}
+
+
+def test_levels_of_a_factor_are_for_its_claims(tmp_path: Path) -> None:
+    for name, expected in ANSWERS.items():
+        with naming(name):
+            table = arms_of(sinkscope.sweep(name, out=tmp_path / name, dry_run=True).plan)
+            assert table.loc[table["method"] == "none", "claims that read it"].item() == expected
+    both = arms_of(sinkscope.sweep("when-sinks-emerge-60m-sigmoid", out=tmp_path / "out", dry_run=True).plan)
+    assert both["claims that read it"][1] == "W-56, W-58 (one seed decides none)"
 
 
 # what the paper says of its default model, and the rows of each table: the options that vary, level by level
 DEFAULT_OF_WSE = {
-    "block_length": 2048, "steps": 20_000, "learning_rate": 4e-4, "schedule": "cosine", "warmup": 100 / 20_000,
+    "block_length": 2048, "steps": 20_000, "learning_rate": 4e-4, "schedule": "cosine",
     "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "clip": 1.0, "tokens": 5 * 10**9, "num_seqs": 100, "window": 64,
     "bos": "never", "random_tokens": 0, "fixed_position": None, "batch_size": 8,
 }  # fmt: skip
@@ -227,6 +254,7 @@ def test_the_sweeps_of_the_60m_model_are_the_papers_but_for_one_factor(name: str
         default = architecture("llama-60m").to_dict()
         expected = DEFAULT_OF_WSE | {key: value for key, value in row.items() if key in DEFAULT_OF_WSE}
         assert {key: getattr(cell.options, key) for key in expected} == expected
+        assert cell.options.warmup * cell.options.steps == pytest.approx(100)
         derived = {"num_key_value_heads", "head_dim", "hidden_act", "layer_types"}
         differs = {key for key in default if config[key] != default[key]} - derived
         of_model = {key: value for key, value in row.items() if key not in DEFAULT_OF_WSE and default[key] != value}
@@ -254,7 +282,7 @@ def test_the_sweep_of_1b_is_that_of_the_released_code() -> None:
 # VGA's tables: blocks in a step, and warm-up in steps; of BERT and OPT in the published scripts of Bondarenko et al.
 # (2023), which the paper follows, and of GPT-2 in Karpathy's nanoGPT with the paper's number of iterations
 OF_VGA: dict[str, dict[str, Any]] = {
-    "bert-base": {"steps": 10**6, "learning_rate": 1e-4, "block_length": 128, "blocks": 48, "warmup": 10_000,
+    "bert-base": {"steps": 10**6, "learning_rate": 1e-4, "block_length": 128, "blocks": 256, "warmup": 10_000,
         "weight_decay": 0.01, "beta2": 0.999, "schedule": "linear"},
     "opt-125m": {"steps": 125_000, "learning_rate": 4e-4, "block_length": 512, "blocks": 48 * 4, "warmup": 2_000,
         "weight_decay": 0.1, "beta2": 0.95, "schedule": "linear"},
