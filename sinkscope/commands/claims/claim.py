@@ -18,6 +18,7 @@ from sinkscope.results.statistics import Estimate
 from sinkscope.results.trainings import UNTOUCHED
 
 Part = Number[Evidence]
+SHUFFLES = 5  # draws of steps in random order
 UNSHOWN = (Outcome.FAILS, Outcome.INCONCLUSIVE, Outcome.NOT_ENOUGH_SEEDS)  # the worst first
 
 
@@ -53,6 +54,8 @@ class Claim:
         if self.null == Null.CONTROLS:
             counts = [len(evidence.controls(need)) for need in self.needs if need.has_controls and evidence.has(need)]
             return [replace(evidence, control=draw) for draw in range(min(counts, default=0))]
+        if self.null == Null.SHUFFLED:
+            return [_shuffled(evidence, self.needs, seed) for seed in range(SHUFFLES)]
         if self.null != Null.PLAIN:
             return []
         studies = {}
@@ -66,6 +69,16 @@ class Claim:
             ]
             studies[need] = replace(evidence.studies[need], by_seed=tuple(exchanged))
         return [replace(evidence, studies=studies)]
+
+
+def _shuffled(evidence: Evidence, needs: tuple[Need, ...], seed: int) -> Evidence:
+    """Return the evidence with the measured steps of each training in random order."""
+    generator, studies = np.random.default_rng(seed), dict(evidence.studies)
+    for need in needs:
+        orders = [(runs, generator.permutation(list(runs))) for runs in studies[need].steps]
+        shuffled = tuple({step: runs[other] for step, other in zip(runs, order, strict=True)} for runs, order in orders)
+        studies[need] = replace(studies[need], steps=shuffled)
+    return replace(evidence, studies=studies)
 
 
 def of_run(part: Number[Sequences], role: Need = MAIN, **changes: Any) -> Part:

@@ -73,6 +73,7 @@ class Null(StrEnum):
     RANDOM_WEIGHTS = "random weights"  # each draw takes the place of the model, and is judged against the other draws
     CONTROLS = "random controls"  # each random control takes the place of its intervention
     PLAIN = "plain training"  # the plain training of another seed takes the place of the method
+    SHUFFLED = "steps in random order"  # of a training
     THEOREM = "theorem"  # or an identity: the claim holds for any weights, and tests the code
     NONE = "none"  # no measured data could take the place
 
