@@ -91,6 +91,7 @@ READING = {"num-seqs": 4, "seq-len": 20, "window": 16}
 RECIPES = {
     "gradient-sinks-checkpoints": Rehearsal("gpt_neox", READING | {"positions": 16}),
     "not-universal-interventions": Rehearsal("gpt2", READING | {"draws": 2}, ("N-6", "N-7", "N-8", "N-9", "N-10")),
+    "not-universal-position-or-token": Rehearsal("gpt2", READING | {"draws": 2}),
     "not-universal-figures-1-and-4": Rehearsal("gpt2", READING),
     "not-universal-figures-2-and-5": Rehearsal("gpt2", READING),
     "not-universal-figure-6": Rehearsal("gpt2", READING),

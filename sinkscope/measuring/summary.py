@@ -143,9 +143,13 @@ def _repeated_bound(measured: MeasuredTables) -> pd.Series | None:
     return pd.Series(bound.mean(1), index=first["layer"]).groupby("layer").mean()
 
 
-def _kurtosis_with_norms(measured: MeasuredTables) -> pd.Series | None:
-    """Average over the sites that Bondarenko et al.'s code reads, in pre-norm and in post-norm models."""
-    table, norms = measured.tables["outlier"], measured.tables.get("outlier_norms")
+def kurtosis_with_norms(tables: Mapping[str, pd.DataFrame]) -> pd.Series | None:
+    """Average by layer over the sites that Bondarenko et al.'s code reads, in pre-norm and in post-norm models.
+
+    Args:
+        tables: the tables of `Outlier`.
+    """
+    table, norms = tables["outlier"], tables.get("outlier_norms")
     if "out_sum" in set(table["site"]):
         rows = table[table["site"].isin(["mlp_out", "layer_out"])]
     elif norms is None or norms.empty:  # a model may have no norms
@@ -155,9 +159,13 @@ def _kurtosis_with_norms(measured: MeasuredTables) -> pd.Series | None:
     return rows.groupby("layer")["kurtosis"].mean()
 
 
-def _layer_inf_norm(measured: MeasuredTables) -> pd.Series:
-    """Read the sum of the feed-forward network's input and output, wherever the layer's norms are."""
-    table = measured.tables["outlier"]
+def layer_inf_norm(tables: Mapping[str, pd.DataFrame]) -> pd.Series:
+    """Read by layer the sum of the feed-forward network's input and output, wherever the layer's norms are.
+
+    Args:
+        tables: the tables of `Outlier`.
+    """
+    table = tables["outlier"]
     sums = table[table["site"].isin(["out_sum", "layer_out"])]
     return sums.groupby("layer")["max_inf_norm"].first()  # out_sum comes before layer_out
 
@@ -206,9 +214,9 @@ METRICS_OF: dict[str, dict[str, LayerMetric]] = {
     },
     "outlier": {
         "max_inf_norm": layerwise("outlier", "max_inf_norm", "max"),
-        "layer_inf_norm": _layer_inf_norm,
+        "layer_inf_norm": lambda measured: layer_inf_norm(measured.tables),
         "kurtosis": layerwise("outlier", "kurtosis"),
-        "kurtosis_with_norms": _kurtosis_with_norms,
+        "kurtosis_with_norms": lambda measured: kurtosis_with_norms(measured.tables),
     },
     "entropy": {
         "state_entropy": layerwise("entropy", "entropy"),

@@ -30,6 +30,7 @@ from sinkscope.measuring.observables.observable import Accumulator, Observable, 
 from sinkscope.measuring.parity import Parity, check_beforehand
 from sinkscope.measuring.passes import Pass
 from sinkscope.measuring.subject import Subject, family_of
+from sinkscope.measuring.summary import kurtosis_with_norms, layer_inf_norm
 from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.edits import Beginning, first_argument
 from sinkscope.models.family import first_tensor
@@ -322,13 +323,28 @@ def w8a8(
     ranges are measured on other sequences, `calibration`.
 
     Returns:
-        loss, perplexity, max_inf_norm and kurtosis in full precision, and the same names with `_quantized`.
+        loss, perplexity, max_inf_norm, kurtosis, and the norm and kurtosis at Bondarenko et al.'s sites
+        (layer_inf_norm, kurtosis_with_norms) in full precision, and the same names with `_quantized`.
     """
     simulation = Simulation(subject, precision or Precision(), kernel, batch_size)
     arms = {"": {}, "_quantized": simulation.ranges(calibration)}
     passes = simulation.run([simulation.setting(ranges, observables=outliers) for ranges in arms.values()])
-    measured = {ending: numbers_of(done, subject.inputs) for ending, done in zip(arms, passes, strict=True)}
+    measured = {
+        ending: numbers_of(done, subject.inputs) | _at_papers_sites(done)
+        for ending, done in zip(arms, passes, strict=True)
+    }
     return {name + ending: value for ending, numbers in measured.items() for name, value in numbers.items()}
+
+
+def _at_papers_sites(done: Pass) -> dict[str, float]:
+    """Return the largest layer's norm of the MLP's input + output, and the mean kurtosis; NaN without norms."""
+    (observable,) = done.observables
+    tables = observable.tables()
+    kurtosis = kurtosis_with_norms(tables)
+    return {
+        "layer_inf_norm": float(layer_inf_norm(tables).max()),
+        "kurtosis_with_norms": math.nan if kurtosis is None else float(kurtosis.mean()),
+    }
 
 
 SITE_COLUMN = Column("site", "kind of module, as mlp.down_proj, or mid or layer_out of a residual sum", kind="text")

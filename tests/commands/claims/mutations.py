@@ -96,6 +96,8 @@ MUTATIONS = [
     ("hybrids: the sink has the least mass", "papers.recent", "_aligned", ".loc[layer].idxmax()",
      ".loc[layer].idxmin()"),
     ("emergence: layers in which nothing emerges", "papers.recent", "_follows_curve", "> 2 *", "> 0 *"),
+    ("order of methods: always that of the first model", "papers.vga", "_in_order", "if kind in architecture",
+     'if kind == "bert"'),
     ("emergence: the null in the order of the steps", "claim", "_shuffled",
      "generator.permutation(list(runs))", "list(runs)"),
     ("emergence: what is not explained", "papers.recent", "fit_of_emergence", "1 - error /", "error /"),

@@ -24,6 +24,7 @@ from sinkscope.errors import InputError
 from sinkscope.results.findings import Outcome
 from sinkscope.results.judgment import NotDefined
 from sinkscope.results.manifest import make_manifest, write_manifest
+from sinkscope.results.metrics import KURTOSIS_IN_W8A8, NORM_IN_W8A8
 from sinkscope.results.run import RunData
 from sinkscope.results.sequences import Lacks
 
@@ -228,11 +229,36 @@ def scaled_gradient(residual: float, arm: str) -> Training:
 
 def compared(falls: bool) -> Training:
     """Make VGA's methods with outliers and costs that fall from register tokens to VGA if `falls`, or rise."""
-    names = ("layer_inf_norm", "kurtosis_with_norms", "perplexity_increase")
+    names = ("layer_inf_norm", "kurtosis_with_norms", "perplexity_increase", KURTOSIS_IN_W8A8)
     arms = ["register-tokens:deviation=0.02", "none", "learnable-sink", "iga:placement=output,scale=1", "vga"]
     levels = np.linspace(5.0, 1.0, 5)[:: 1 if falls else -1]
     around = np.array([1.0, 1.01, 0.99, 1.02, 0.98])
-    return training({arm: dict.fromkeys(names, level * around) for arm, level in zip(arms, levels, strict=True)})
+    numbers = {arm: dict.fromkeys(names, level * around) for arm, level in zip(arms, levels, strict=True)}
+    # in 8 bits the paper's plain model has a larger norm than register tokens
+    for arm, level in zip([arms[1], arms[0], *arms[2:]], levels, strict=True):
+        numbers[arm][NORM_IN_W8A8] = level * around
+    return training(numbers)
+
+
+@pytest.mark.parametrize("claim", ["V-26", "V-27"])
+def test_the_order_of_methods_is_that_of_the_papers_model_of_the_same_kind(claim: str) -> None:
+    arms = ["none", "register-tokens:deviation=0.02", "learnable-sink", "iga:placement=output,scale=1", "vga"]
+    of_opt = {  # VGA's tables 1 and 2
+        "layer_inf_norm": (1.01, 0.75, 0.77, 0.5, 0.45), "kurtosis_with_norms": (2177, 8322.68, 22.23, 102, 34.77),
+        "perplexity_increase": (27.83, 107.96, 1.39, 1.12, 0.93),
+        NORM_IN_W8A8: (657.77, 835.33, 114.45, 102.15, 100.01),
+        KURTOSIS_IN_W8A8: (6548.18, 6646.24, 26.35, 95.48, 18.34),
+    }  # fmt: skip
+    numbers = {arm: {name: [x[place]] * 3 for name, x in of_opt.items()} for place, arm in enumerate(arms)}
+    trained = training(numbers)
+    is_one = {}
+    for kind in ("OPTForCausalLM", "BertForMaskedLM", None):
+        for run in trained.runs.values():
+            run.manifest["model"] = {**run.manifest["model"], "architecture": kind}
+        values = [estimate.value for estimate in judged(claim, trained).estimates]
+        is_one[kind] = np.isclose(values, 1.0).tolist()
+    assert all(is_one["OPTForCausalLM"])
+    assert is_one["BertForMaskedLM"] == is_one[None] == {"V-26": [False, False], "V-27": [True, False, False]}[claim]
 
 
 FOLLOWS, AGAINST, GATES = (0.1, 0.8, 0.9, 0.7), (1.2, 0.8, 0.7, 0.9), (0.1, 0.8, 0.9, 0.7)

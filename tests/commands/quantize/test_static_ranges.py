@@ -351,8 +351,9 @@ def test_a_retrofitted_model_is_quantized_as_the_plain_one(name: str, label: str
     assert numbers["loss_quantized"] == pytest.approx(numbers["loss"], rel=1e-4)
     assert numbers["loss_quantized"] != numbers["loss"]
     analysed = sinkscope.analyze(model, input="random", num_seqs=6, seq_len=20, observables=("outlier", "gradient"))
-    for metric in ("loss", "max_inf_norm", "kurtosis"):
+    for metric in ("loss", "max_inf_norm", "kurtosis", "layer_inf_norm", "kurtosis_with_norms"):
         assert numbers[metric] == pytest.approx(analysed.metric(metric), rel=1e-5)
+        assert numbers[f"{metric}_quantized"] == pytest.approx(numbers[metric], rel=1e-2)
     assert_as_before(model, before)
 
 
