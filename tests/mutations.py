@@ -775,8 +775,8 @@ MUTATIONS = [
     ),
     *_mutations(
         SUMMARY_TESTS,
-        ("summary: the sum after the norm", SUMMARY, "_layer_inf_norm", ".first()", ".last()"),
-        ("summary: kurtosis of all sites of a post-norm model", SUMMARY, "_kurtosis_with_norms",
+        ("summary: the sum after the norm", SUMMARY, "layer_inf_norm", ".first()", ".last()"),
+        ("summary: kurtosis of all sites of a post-norm model", SUMMARY, "kurtosis_with_norms",
          '["mlp_out", "layer_out"])]', '["mid", "mlp_out", "out_sum", "layer_out"])]'),
     ),
     *_mutations(

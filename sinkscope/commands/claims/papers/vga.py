@@ -1,6 +1,7 @@
 """Claims on gates: Value-State Gated Attention (VGA), and Gated Attention for Large Language Models (GA)."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -98,17 +99,19 @@ METHODS = (PLAIN, REGISTERS, "learnable-sink", IGA_OF_TABLES, GATE)
 ALL_METHODS = Need("train", ",".join(METHODS))
 
 
+def _ranked_as_published(study: ClaimStudy, of: OfArm, of_paper: Mapping[str, tuple[float, ...]]) -> Estimate:
+    architecture = str(study.by_seed[0][PLAIN].run.manifest["model"].get("architecture")).lower()
+    values = next((each for kind, each in of_paper.items() if kind in architecture), next(iter(of_paper.values())))
+    return ranked(of, dict(zip(values, METHODS, strict=True)))(study)
+
+
 def _in_order(words: str, of: OfArm, of_paper: Mapping[str, tuple[float, ...]]) -> tuple[str, OfStudy, Test]:
     """Return the rank correlation of the numbers of METHODS with the paper's, as a number of a claim.
 
     `of_paper` has the numbers of its models by a part of their architecture's name; the first is for all others.
     """
 
-    def measure(study: ClaimStudy) -> Estimate:
-        architecture = str(study.by_seed[0][PLAIN].run.manifest["model"].get("architecture")).lower()
-        values = next((each for kind, each in of_paper.items() if kind in architecture), next(iter(of_paper.values())))
-        return ranked(of, dict(zip(values, METHODS, strict=True)))(study)
-
+    measure = partial(_ranked_as_published, of=of, of_paper=of_paper)
     return f"rank correlation of the methods' {words} with the paper's", measure, above(0.0)
 
 
