@@ -50,14 +50,14 @@ BEGUN = ("**/training/checkpoint-*/trainer_state.json", "cells/*/run.json")
 ORDERS_OF_VGA = ("V-14", "V-15", "V-16", "V-17", "V-18", "V-19", "V-26", "V-27")
 V_SCALE = ("GS-21", "GS-22", "GS-23", "GS-24", "GS-25", "GS-26", "GS-30", "GS-32", "GS-35", "GS-36")
 
-# sweep → claims that its folder decides, as far as a training without a sink does; not W-32 and W-34, because all cells
-# have the same number of steps and of tokens here
+# sweep → claims that its folder gives numbers for; not W-32 and W-34, because all cells have the same number of steps
+# and of tokens here, and not W-52 and W-56, because no model has a massive activation
 SWEEPS: dict[str, tuple[str, ...]] = {
     "when-sinks-emerge-60m": ("W-30",),
     "when-sinks-emerge-60m-weight-decay": ("W-38",),
     "when-sinks-emerge-60m-positions": ("W-42",),
-    "when-sinks-emerge-60m-biases": ("W-47", "W-48", "W-49", "W-50", "W-51", "W-52"),
-    "when-sinks-emerge-60m-operations": ("W-54", "W-55", "W-56", "W-57"),
+    "when-sinks-emerge-60m-biases": ("W-47", "W-48", "W-49", "W-50", "W-51"),
+    "when-sinks-emerge-60m-operations": ("W-54", "W-55", "W-57"),
     "when-sinks-emerge-60m-learning-rate": ("W-31",),
     "when-sinks-emerge-60m-batches": ("W-33",),
     "when-sinks-emerge-60m-fixed-token": ("W-37",),
@@ -219,7 +219,7 @@ def small_copy(name: str, folder: Path, hub: Hub) -> tuple[str, str | Path]:
     tiny, file = folder.parent / "tiny", Path(f"{folder}.yaml")
     path = known_recipes()[name] if name in RECIPES else known_sweeps()[name]
     content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if name in SWEEPS and "quick" in content:  # trainings, with their own quick form
+    if name in SWEEPS and ("quick" in content or not content.get("models")):  # trainings, with a quick form
         for model in content.get("models", ()):
             hub.repos[model] = Repo({"main": folder.parent / "gpt2"})
         return "sweep", name
@@ -244,7 +244,7 @@ def small_copy(name: str, folder: Path, hub: Hub) -> tuple[str, str | Path]:
 
 
 def rehearse(name: str, folder: Path, recorded: dict[str, Any] | None) -> tuple[dict[str, Any], list[str]]:
-    """Run one recipe or sweep. Return its results, and what is wrong; with nothing on record only whether it ended."""
+    """Run one recipe or sweep. Return its results, and what is wrong; with nothing on record only what is missing."""
     claims = RECIPES[name].claims if name in RECIPES else SWEEPS[name]
     shutil.rmtree(folder, ignore_errors=True)
     with Hub() as hub:
@@ -255,9 +255,7 @@ def rehearse(name: str, folder: Path, recorded: dict[str, Any] | None) -> tuple[
             return {}, [failed]
     lacking = lacking_cells(folder, read_sweep(str(file), {}, quick=is_quick)) if command == "sweep" else []
     results = results_of(folder, claims)
-    if recorded is None:
-        return results, lacking
-    return results, [*lacking, *differences(results, recorded, claims)]
+    return results, [*lacking, *differences(results, recorded or results, claims)]
 
 
 def main(place: Path, names: list[str], record: bool) -> int:
