@@ -77,7 +77,7 @@ def mean_of_ratios(ratios: np.ndarray) -> Estimate:
 def words_for(seeds: int, scale: str = "") -> str:
     if seeds == 1:
         return "one seed, so that the spread over seeds is not known: train with --seeds 3"
-    return f"{seeds} seeds, Student's t{scale}"
+    return f"{seeds} seeds{scale}"
 
 
 def with_setting(study: ClaimStudy, words: str) -> str:
@@ -122,7 +122,7 @@ def _read(study: ClaimStudy, of: OfArm, *methods: str, where: Where = None) -> n
 
 
 def _words(study: ClaimStudy, labels: Iterable[str], scale: str = "") -> str:
-    """Return «vga 1.02, none 1.31; 6000 steps, 3 seeds, Student's t»."""
+    """Return «vga 1.02, none 1.31; 6000 steps, 3 seeds»."""
     steps = next(iter(study.by_seed[0].values())).training.settings["steps"]
     return f"{', '.join(labels)}; {with_setting(study, f'{steps} steps, {words_for(len(study.by_seed), scale)}')}"
 
@@ -167,7 +167,7 @@ def difference(
         raise NotDefined(f"it is 0 in {labels[1]}, so that the ratio is not defined")
     estimate = mean_of_ratios(first / second) if as_ratio else mean_of_runs(first - second)
     means = (f"{label} {values.mean():.3g}" for label, values in zip(labels, (first, second), strict=True))
-    return estimate.over(_words(study, means, " of logarithms" if as_ratio else ""))
+    return estimate.over(_words(study, means, ", of logarithms" if as_ratio else ""))
 
 
 ratio = partial(difference, as_ratio=True)
@@ -238,7 +238,7 @@ def range_of_rates(levels: np.ndarray, rates: np.ndarray) -> Estimate:
 
 
 def by_level(study: ClaimStudy, levels: Iterable[Level], rates: np.ndarray) -> str:
-    """Return «0.001: 2.1, 0.01: 18.3 %; 3 seeds, Student's t», after the setting that is read, if there are several."""
+    """Return «0.001: 2.1, 0.01: 18.3 %; 3 seeds», after the setting that is read, if there are several."""
     names = [level if isinstance(level, str) else format(level, ".10g") for level in levels]
     means = ", ".join(f"{name}: {rate:.1f}" for name, rate in zip(names, rates.mean(0), strict=True))
     return with_setting(study, f"{means} %; {words_for(len(rates))}")
