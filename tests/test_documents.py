@@ -92,7 +92,7 @@ OF_PAPERS = {
 
 
 def test_the_register_of_figures_is_complete_and_its_commands_exist() -> None:
-    text, _ = (ROOT / "reports" / "papers.md").read_text(encoding="utf-8").split("\n## ")
+    text, _ = (ROOT / "reports" / "papers.md").read_text(encoding="utf-8").split("\n## ", 1)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")][2:]
     listed: dict[str, set[tuple[str, int]]] = {paper: set() for paper in OF_PAPERS}
     for paper, what, _, command, extent, changed, rehearsed, hours in rows:
