@@ -60,7 +60,7 @@ def test_other_results_are_told(changed: dict[str, Any], expected: list[str]) ->
 
 
 def test_numbers_that_depend_on_few_heads_or_on_rounding_differ_by_more_between_machines() -> None:
-    """Of costs in 8 bits and of sink rates in points."""
+    """Costs in 8 bits are small differences, and one head changes a sink rate by a point."""
     for claim, near, far in (("V-18", 0.02, 0.06), ("W-33", 1.0, 3.0)):
         results = [
             {"figures": {}, "numbers": {}, "claims": {f"made {claim} 0": x}} for x in (2.0, 2.0 + near, 2.0 + far)

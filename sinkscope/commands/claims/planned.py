@@ -1,7 +1,7 @@
 """Which claims the arms of trainings will be read by, before any of them is trained.
 
-Trainings without results stand in for those to come, and the studies of each claim are searched for among them as they
-are among finished folders. So an arm is named only for claims that find all other arms, levels and seeds there, too.
+`claims` searches for the studies of a claim among finished trainings; here it searches among trainings that have no
+results yet. An arm is therefore named only for claims that find all other arms and levels, too.
 """
 
 import math

@@ -293,15 +293,24 @@ class Simulation:
 
 
 def numbers_of(done: Pass, inputs: TokenInputs) -> dict[str, float]:
-    """Return loss per token and perplexity, and largest infinity norm and mean kurtosis, or NaN without `Outlier`."""
+    """Return loss per token, perplexity, and norms and kurtosis, which are NaN without `Outlier`.
+
+    Norms are those of the largest layer, kurtosis is a mean over layers. `layer_inf_norm` and `kurtosis_with_norms` are
+    of Bondarenko et al.'s sites; a model without norms has no `kurtosis_with_norms`.
+    """
     loss = done.loss / inputs.num_predicted
-    numbers = {"loss": loss, "perplexity": perplexity(loss), "max_inf_norm": math.nan, "kurtosis": math.nan}
+    outliers = dict.fromkeys(("max_inf_norm", "kurtosis", "layer_inf_norm", "kurtosis_with_norms"), math.nan)
     for observable in done.observables:
         if isinstance(observable, Outlier):
-            sites = observable.tables()["outlier"]
-            kurtosis = sites.groupby("layer")["kurtosis"].mean().mean()
-            numbers |= {"max_inf_norm": float(sites["max_inf_norm"].max()), "kurtosis": float(kurtosis)}
-    return numbers
+            tables = observable.tables()
+            sites, with_norms = tables["outlier"], kurtosis_with_norms(tables)
+            outliers |= {
+                "max_inf_norm": float(sites["max_inf_norm"].max()),
+                "kurtosis": float(sites.groupby("layer")["kurtosis"].mean().mean()),
+                "layer_inf_norm": float(layer_inf_norm(tables).max()),
+                "kurtosis_with_norms": math.nan if with_norms is None else float(with_norms.mean()),
+            }
+    return {"loss": loss, "perplexity": perplexity(loss)} | outliers
 
 
 def outliers() -> list[Observable]:
@@ -329,22 +338,8 @@ def w8a8(
     simulation = Simulation(subject, precision or Precision(), kernel, batch_size)
     arms = {"": {}, "_quantized": simulation.ranges(calibration)}
     passes = simulation.run([simulation.setting(ranges, observables=outliers) for ranges in arms.values()])
-    measured = {
-        ending: numbers_of(done, subject.inputs) | _at_papers_sites(done)
-        for ending, done in zip(arms, passes, strict=True)
-    }
+    measured = {ending: numbers_of(done, subject.inputs) for ending, done in zip(arms, passes, strict=True)}
     return {name + ending: value for ending, numbers in measured.items() for name, value in numbers.items()}
-
-
-def _at_papers_sites(done: Pass) -> dict[str, float]:
-    """Return the largest layer's norm of the MLP's input + output, and the mean kurtosis; NaN without norms."""
-    (observable,) = done.observables
-    tables = observable.tables()
-    kurtosis = kurtosis_with_norms(tables)
-    return {
-        "layer_inf_norm": float(layer_inf_norm(tables).max()),
-        "kurtosis_with_norms": math.nan if kurtosis is None else float(kurtosis.mean()),
-    }
 
 
 SITE_COLUMN = Column("site", "kind of module, as mlp.down_proj, or mid or layer_out of a residual sum", kind="text")

@@ -220,6 +220,6 @@ MUTATIONS = [
      "asdict(preset.weights)", "asdict(PRESETS[scheme].weights)"),
     ("prefix: a BOS anywhere", "prefixes", "Prefixes.checked",
      "prefix[-1] != self.bos", "self.bos not in prefix"),
-    ("W8A8: the norm of the layer with the least", "study", "_at_papers_sites", "layer_inf_norm(tables).max()",
+    ("W8A8: the norm of the layer with the least", "study", "numbers_of", "layer_inf_norm(tables).max()",
      "layer_inf_norm(tables).min()"),
 ]  # fmt: skip

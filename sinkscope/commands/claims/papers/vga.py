@@ -1,7 +1,6 @@
 """Claims on gates: Value-State Gated Attention (VGA), and Gated Attention for Large Language Models (GA)."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -20,6 +19,7 @@ from sinkscope.commands.claims.over_seeds import (
     difference,
     metric,
     of_one,
+    of_study,
     ranked,
     ratio,
     raw_residual,
@@ -99,6 +99,7 @@ METHODS = (PLAIN, REGISTERS, "learnable-sink", IGA_OF_TABLES, GATE)
 ALL_METHODS = Need("train", ",".join(METHODS))
 
 
+@of_study
 def _ranked_as_published(study: ClaimStudy, of: OfArm, of_paper: Mapping[str, tuple[float, ...]]) -> Estimate:
     architecture = str(study.by_seed[0][PLAIN].run.manifest["model"].get("architecture")).lower()
     values = next((each for kind, each in of_paper.items() if kind in architecture), next(iter(of_paper.values())))
@@ -110,9 +111,8 @@ def _in_order(words: str, of: OfArm, of_paper: Mapping[str, tuple[float, ...]]) 
 
     `of_paper` has the numbers of its models by a part of their architecture's name; the first is for all others.
     """
-
-    measure = partial(_ranked_as_published, of=of, of_paper=of_paper)
-    return f"rank correlation of the methods' {words} with the paper's", measure, above(0.0)
+    quantity = f"rank correlation of the methods' {words} with the paper's"
+    return quantity, _ranked_as_published(of, of_paper), above(0.0)
 
 
 # --- the gradient before the gate
