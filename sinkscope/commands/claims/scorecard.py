@@ -176,12 +176,12 @@ LEGEND = (
     "drawn with the mean and the standard deviation that it has in the model; for an intervention its random "
     "controls; for a trained method a plain training of another seed; for a curve over steps the steps in random "
     "order. Mean (least to most) over draws, and the share of draws that pass, if any does. A null is not defined if "
-    "no draw has what a claim speaks of. Claims joined by = are one number, which is counted once. Intervals are two-sided at 95 %: a claim whose truth is just "
-    "at its threshold is decided in 5 % of studies, and holds falsely in 2.5 %. Over seeds they are Student's, for "
-    "ratios of logarithms; for rates and correlations they stay within the range; for the largest or smallest of "
-    "several numbers they are simultaneous. Power: the probability that this number of seeds shows the claim if it is "
-    "true; below 50 % there are not enough seeds. ‡ the threshold is ours, not the paper's. † taken from public "
-    "transcriptions or the authors' code."
+    "no draw has what a claim speaks of. Claims joined by = are one number, which is counted once. Intervals are "
+    "two-sided at 95 %: a claim whose truth is just at its threshold is decided in 5 % of studies, and holds falsely "
+    "in 2.5 %. Over seeds they are Student's, for ratios of logarithms; for rates and correlations they stay within "
+    "the range; for the largest or smallest of several numbers they are simultaneous. Power: the probability that "
+    "this number of seeds shows the claim if it is true; below 50 % there are not enough seeds. ‡ the threshold is "
+    "ours, not the paper's. † taken from public transcriptions or the authors' code."
 )
 
 
