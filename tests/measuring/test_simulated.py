@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FILE = Path(__file__).with_name("simulated_devices.py")
 
 
+@pytest.mark.slow
 def test_on_simulated_devices() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(FILE)]
     done = subprocess.run(command, capture_output=True, text=True)
