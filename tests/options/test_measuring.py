@@ -11,9 +11,11 @@ from typer.testing import CliRunner
 from sinkscope.cli.app import app
 from sinkscope.commands.train.options import RetrofitOptions, TrainOptions
 from sinkscope.errors import InputError
+from sinkscope.measuring.summary import uniform_mass
 from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.options.option import checked, flag
 from sinkscope.options.register import options_by_command
+from sinkscope.results.metrics import CLEAR, at_odds
 
 
 def test_defaults() -> None:
@@ -21,6 +23,8 @@ def test_defaults() -> None:
     assert (config.num_seqs, config.seq_len, config.positions, config.window) == (100, 64, 16, 64)
     assert (config.epsilon, config.input, config.bos, config.seed) == (0.3, "natural", "auto", 0)
     assert (config.batch_size, config.attn, config.observables) == ("auto", "sdpa", None)
+    uniform = float(uniform_mass(config.seq_len, 1)[0])
+    assert config.epsilon > at_odds(uniform, CLEAR)  # every sink by default is clear of random weights
     for length, positions, window in ((8, 8, 8), ("24", 16, 24), (512, 16, 64)):
         config = make_config(seq_len=length)
         assert (config.positions, config.window) == (positions, window)
