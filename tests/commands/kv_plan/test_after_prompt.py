@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from sinkscope.attention.kernels import AttentionCall, fused_attention
 from sinkscope.attention.seam import open_seam
 from sinkscope.attention.weights import AttentionRead
+from sinkscope.commands.kv_plan import eviction
 from sinkscope.commands.kv_plan import study as studies
 from sinkscope.commands.kv_plan.caches import attending_after_evictions, attending_with_plans
 from sinkscope.commands.kv_plan.eviction import EVICTIONS, EXPECTED, PromptRead, after_eviction, mean_rotation
@@ -47,16 +48,21 @@ def test_scores_of_observed_queries_by_hand() -> None:
     assert last[5] == INF
 
 
+def test_snapkv_observes_a_limited_number_of_queries() -> None:
+    read = read_of(*torch.randn(3, 1, 150, 2), prompt=149, kept=2 * eviction.OBSERVED + 2)
+    assert int(EVICTIONS["snapkv"](read).isinf().sum()) == eviction.OBSERVED
+
+
 def test_expected_attention_by_hand() -> None:
     """Queries of mean 2 and variance 1 give a key k the exponent k + k²/8; each of two heads has half of the mean."""
     queries = torch.tensor([9.0, 9, 9, 9, 1, 3, 1, 3, 9])[None, :, None]
-    key = torch.tensor([9.0, 9, 9, 9, 0, 1, 2, -2, 9])[None, :, None]
-    value = torch.tensor([9.0, 9, 9, 9, 1, -2, 3, 4, 9])[None, :, None]
-    scores = EVICTIONS[EXPECTED](read_of(torch.cat([queries, 0 * queries]), key, value, prompt=8, kept=4))[0]
-    exponents = torch.tensor([0.0, 1 + 1 / 8, 2 + 4 / 8, -2 + 4 / 8]).double()
-    shares = (exponents.softmax(0) + 1 / 4) / 2
-    torch.testing.assert_close(scores[4:], shares * torch.tensor([1.0, 2, 3, 4]).double())
-    assert scores[:4].tolist() == [INF] * 4
+    key = torch.tensor([[9.0, 9, 9, 9, 0, 1, 2, -2, 9], [9.0, 9, 9, 9, 2, 0, -2, 1, 9]])[..., None]
+    value = torch.tensor([9.0, 9, 9, 9, 1, -2, 3, 4, 9])[None, :, None].expand(2, -1, -1)
+    scores = EVICTIONS[EXPECTED](read_of(torch.cat([queries, 0 * queries] * 2), key, value, prompt=8, kept=4))
+    exponents = (key + key**2 / 8)[:, 4:8, 0].double()
+    shares = (exponents.softmax(-1) + 1 / 4) / 2
+    torch.testing.assert_close(scores[:, 4:], shares * torch.tensor([1.0, 2, 3, 4]).double())
+    assert scores[:, :4].tolist() == [[INF] * 4] * 2
 
 
 def test_what_follows_sees_what_is_kept() -> None:
@@ -76,23 +82,27 @@ def test_what_follows_sees_what_is_kept() -> None:
 def test_equals_a_masked_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every even token of a prompt of 20 is kept, of a sliding window of 6 tokens the last ones."""
     model, ids = tiny_model(name, dtype=torch.float64, spread=6.0), tiny_tokens(1)
-    reach = 6 if name == "mistral" else 20
-    model.config.sliding_window = reach if name == "mistral" else 64
+    slides = name in ("mistral", "gemma2")
+    model.config.sliding_window = 6 if slides else 64
     layers = model.config.num_hidden_layers
+    kinds = (name == "gemma2" and model.config.layer_types) or ["sliding_attention"] * layers
+    reach = np.array([6 if slides and kind == "sliding_attention" else 20 for kind in kinds])
     monkeypatch.setitem(
         EVICTIONS, "even", lambda read: 1.0 - torch.arange(20.0).expand(read.attention.key.shape[1], -1) % 2
     )
-    counts = np.full((layers, 1), reach // 2)
-    plan = Plan("even", counts, np.full((layers, 2), 16), evicts="even")
-    sizes, batch = Sizes(np.full(layers, reach), 1, 1, 0), Batch(ids, torch.ones_like(ids))
+    plan = Plan("even", reach[:, None] // 2, np.full((layers, 2), 16), evicts="even")
+    sizes, batch = Sizes(reach, 1, 1, 0), Batch(ids, torch.ones_like(ids))
     with open_seam(model, find_family(model)) as seams, attending_after_evictions({}, seams, [plan], batch, 20, sizes):
         mine = model(ids, use_cache=False).logits
     query, key = torch.arange(ids.shape[1])[:, None], torch.arange(ids.shape[1])
     seen = (key <= query) & ((query < 20) | (key >= 20) | (key % 2 == 0))
-    seen = seen & (query - key < reach) if name == "mistral" else seen
-    hidden = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
+    hidden = {
+        kind: torch.zeros(1, 1, *seen.shape).double().masked_fill(~(seen & (query - key < window)), -torch.inf)
+        for kind, window in (("sliding_attention", model.config.sliding_window), ("full_attention", 64))
+    }
     model.set_attn_implementation("eager")
-    expected = model(ids, attention_mask=hidden[None, None], use_cache=False).logits
+    mask = hidden if name == "gemma2" else hidden["sliding_attention"]
+    expected = model(ids, attention_mask=mask, use_cache=False).logits
     assert float((mine - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
@@ -107,16 +117,20 @@ def test_evictions_in_one_batch_are_those_of_a_batch_each(name: str) -> None:
     sizes, batch, family = Sizes(np.full(layers, 20), 1, 1, 0), Batch(ids, torch.ones_like(ids)), find_family(model)
     modules = family.attentions(model)
     heads = model.config.num_key_value_heads
-    windows = [Plan("", np.full((layers, heads), window), bits) for window in (5, 9)]
+    windows = [
+        Plan("", np.full((layers, heads), window), bits // ratio, served=served)
+        for window, ratio, served in ((5, 1, ""), (9, 4, ""), (24, 2, "fp8"))
+    ]
+    sinks = [(0,), (2,), ()]
     with open_seam(model, family) as seams:
         with (
-            attending_with_plans(seams, windows, [(0,), (2,)]),
+            attending_with_plans(seams, windows, sinks),
             attending_after_evictions(modules, seams, plans, batch, 20, sizes),
         ):
-            together = model(ids.repeat(2 + len(plans), 1), use_cache=False).logits
+            together = model(ids.repeat(3 + len(plans), 1), use_cache=False).logits
         alone = []
-        for plan, sinks in zip(windows, [(0,), (2,)], strict=True):
-            with attending_with_plans(seams, [plan], [sinks]):
+        for plan, exact in zip(windows, sinks, strict=True):
+            with attending_with_plans(seams, [plan], [exact]):
                 alone.append(model(ids, use_cache=False).logits)
         for plan in plans:
             with attending_after_evictions(modules, seams, [plan], batch, 20, sizes):
@@ -159,11 +173,13 @@ def test_expected_attention_of_a_model_rotates_its_queries_to_later_positions(mo
     torch.testing.assert_close(ahead[0], expected, atol=1e-5, rtol=1e-4)
 
 
-def test_mean_rotation_of_complex_tables() -> None:
+@pytest.mark.parametrize("future", [eviction.FUTURE, 4])
+def test_mean_rotation_of_complex_tables(future: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "FUTURE", future)
     angles = torch.arange(12.0)[None, :, None] * torch.tensor([1.0, 0.1])
     pair = mean_rotation((1.5 * angles.cos(), 1.5 * angles.sin()), 8)
     of_complex = mean_rotation(torch.polar(torch.full_like(angles, 1.5), angles), 8)
-    expected = 1.5 * torch.exp(1j * torch.arange(8, 20)[:, None] * torch.tensor([1.0, 0.1])).mean(0)
+    expected = 1.5 * torch.exp(1j * torch.arange(8, 8 + min(12, future))[:, None] * torch.tensor([1.0, 0.1])).mean(0)
     for mean in (torch.complex(*pair), of_complex):
         torch.testing.assert_close(mean, expected.expand(1, 12, 2), atol=1e-6, rtol=1e-5)
 
@@ -184,6 +200,8 @@ def test_questions_are_early_and_the_key_ends_the_prompt() -> None:
         of_prompt, of_value, before = (ids[1:][part] for part in question.parts)
         assert of_prompt.tolist() == ids[1:128].tolist()
         assert of_value.tolist() == before.tolist() == ids[128:].tolist()
+    text = np.array([1, *[7, 8] * 64])  # a BOS is not drawn
+    assert all(set(question.ids[1:]) == {7, 8} for question in questions_of([text], seed=0))
     copy = CopiedText.of(texts[0])
     _, after, before = (copy.ids[1:][part] for part in copy.parts)
     assert after.tolist() == before.tolist() == texts[0][9:17].tolist()
@@ -204,7 +222,7 @@ def test_windows_after_the_prompt_are_of_what_a_layer_sees() -> None:
             assert study.sizes.memory(plan) == pytest.approx(70 / 282)
 
 
-@pytest.mark.parametrize(("dense", "kept"), [([0.8, 0.6], 0.5), ([0.8, 0.1], float("nan"))])
+@pytest.mark.parametrize(("dense", "kept"), [([0.8, 0.6], 0.5), ([0.4, 0.6], 0.7), ([0.4, 0.59], float("nan"))])
 def test_what_is_kept_is_a_share_of_what_the_dense_cache_retrieves(dense: list[float], kept: float) -> None:
     study, plan = object.__new__(studies.PlanStudy), Plan("", np.zeros(1), np.zeros(1))
     retrieval = [np.array(x) for x in (dense, [0.4, 0.3], [0.2, 0.1])]

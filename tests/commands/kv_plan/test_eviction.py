@@ -1,6 +1,7 @@
 """Attention over evicting heads equals transformers' own attention under a mask that hides the evicted tokens."""
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from sinkscope.attention.kernels import AttentionCall
 from sinkscope.attention.seam import open_seam
 from sinkscope.commands.kv_plan.caches import attending_with_plans
 from sinkscope.commands.kv_plan.eviction import evicting_attention, of_sequences
-from sinkscope.commands.kv_plan.plan import NO_SINKS, Plan, snap_rotated
+from sinkscope.commands.kv_plan.plan import Plan, snap_rotated
 from sinkscope.models.families import find_family
 
 WINDOWS = {"llama": [3, 24], "mistral": [2, 6], "gemma2": [2, 24], "gpt_oss": [1, 5], "gpt2": [9, 9, 1, 24]}
@@ -41,37 +42,19 @@ def test_equals_a_masked_model(name: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])  # a mask, and sink logits of each sequence
-def test_plans_in_one_batch_are_those_of_a_batch_each(name: str) -> None:
-    model, ids = tiny_model(name, dtype=torch.float64, spread=6.0), tiny_tokens(1)
-    shape = model.config.num_hidden_layers, model.config.num_key_value_heads
-    plans = [
-        Plan("", torch.full(shape, window).numpy(), torch.full((shape[0], 2), bits).numpy(), served=served)
-        for window, bits, served in ((24, 16, ""), (3, 4, ""), (9, 8, "fp8"))
-    ]
-    sinks = [(), (0, 2), (5,)]
-    with open_seam(model, find_family(model)) as seams:
-        with attending_with_plans(seams, plans, sinks):
-            together = model(ids.repeat(3, 1), use_cache=False).logits
-        for row, plan, exact in zip(together, plans, sinks, strict=True):
-            with attending_with_plans(seams, [plan], [exact]):
-                torch.testing.assert_close(row[None], model(ids, use_cache=False).logits)
-    assert float((together[0] - together[1]).abs().max()) > 1e-3
-    assert float((together[0] - together[2]).abs().max()) > 1e-3
-
-
-@torch.no_grad()
-def test_values_have_bits_of_their_own() -> None:
+def test_values_have_bits_of_their_own_and_each_layer_its_center() -> None:
     model, ids = tiny_model("llama", dtype=torch.float64, spread=6.0), tiny_tokens(1)
     plan = Plan("", torch.full((3, 2), 24).numpy(), torch.tensor([[16, 4]]).expand(3, -1).numpy())
-    with open_seam(model, find_family(model)) as seams, attending_with_plans(seams, [plan], [()]):
+    shifts = torch.randn(3, 2, 8, dtype=torch.float64)
+    centers = {layer: [torch.zeros(2, 1, 8), shift[:, None]] for layer, shift in enumerate(shifts)}
+    with open_seam(model, find_family(model)) as seams, attending_with_plans(seams, [plan], [()], centers):
         mine = model(ids, use_cache=False).logits
 
-    def rounded(module: Any, args: tuple, values: torch.Tensor) -> torch.Tensor:
-        return snap_rotated(4, values.unflatten(-1, (2, -1))).flatten(-2)
+    def rounded(shift: torch.Tensor, module: Any, args: tuple, values: torch.Tensor) -> torch.Tensor:
+        return (snap_rotated(4, values.unflatten(-1, (2, -1)) - shift) + shift).flatten(-2)
 
-    for layer in model.model.layers:
-        layer.self_attn.v_proj.register_forward_hook(rounded)
+    for layer, shift in zip(model.model.layers, shifts, strict=True):
+        layer.self_attn.v_proj.register_forward_hook(partial(rounded, shift))
     torch.testing.assert_close(mine, model(ids, use_cache=False).logits)
 
 
@@ -83,15 +66,6 @@ def test_the_call_of_one_sequence() -> None:
     call = of_sequences(AttentionCall(masks[:1], 1.0, sink_logits=shared), slice(1, 2))
     assert torch.equal(call.mask, masks[:1])
     assert call.sink_logits is shared
-
-
-def test_nothing_is_evicted_from_whole_heads() -> None:
-    model, ids = tiny_model("llama"), tiny_tokens(1)
-    plan = Plan("", torch.full((3, 2), 24).numpy(), torch.full((3, 2), 16).numpy(), NO_SINKS)
-    with open_seam(model, find_family(model)) as seams, torch.no_grad():
-        dense = model(ids, use_cache=False).logits
-        with attending_with_plans(seams, [plan], [()]):
-            assert torch.equal(model(ids, use_cache=False).logits, dense)
 
 
 def test_blocks_of_queries_agree() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
@@ -29,6 +30,7 @@ from transformers import (
 import sinkscope
 from sinkscope.attention.kernels import AttentionCall, fused_attention
 from sinkscope.attention.seam import open_seam
+from sinkscope.commands.kv_plan import findings as findings_of
 from sinkscope.commands.kv_plan import study as studies
 from sinkscope.commands.kv_plan.caches import exact_tokens, rounded_cache, rounded_pair
 from sinkscope.commands.kv_plan.eviction import EVICTIONS, evicting_attention
@@ -37,12 +39,14 @@ from sinkscope.commands.kv_plan.findings import findings, plans, vllm_options
 from sinkscope.commands.kv_plan.options import LEAST_KEPT
 from sinkscope.commands.kv_plan.plan import (
     ALL_TOKENS,
+    AS_MANY,
     COMBINED,
     COSTLIEST_SPARED,
     FIRST_AND_LAST,
     FIRST_FOUR,
     FIRST_TOKENS,
     NO_SINKS,
+    PREDICTED,
     RANDOM,
     RANDOM_SPARED,
     RANKINGS,
@@ -50,9 +54,10 @@ from sinkscope.commands.kv_plan.plan import (
     HeadsOnText,
     Plan,
     Sizes,
+    lost_output,
 )
-from sinkscope.commands.kv_plan.study import PlanCost, PlanStudy, retrieved
-from sinkscope.commands.kv_plan.texts import PAIRS, CopiedText, predicted_sinks
+from sinkscope.commands.kv_plan.study import PlanCost, PlanStudy, check_plan_applies, number_spared
+from sinkscope.commands.kv_plan.texts import PAIRS, CopiedText, predicted_sinks, questions_of
 from sinkscope.errors import InputError
 from sinkscope.measuring.sink_rule import SinkRule
 from sinkscope.measuring.subject import Subject
@@ -78,6 +83,7 @@ INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
         (0.5, 0.0, [[33, 33], [33, 33]], 140),
         (0.5, 0.8, [[11, ALL_TOKENS], [11, 11]], 139),  # 40 tokens for three heads with two sinks
         (200 / 280, 0.5, [[31, ALL_TOKENS], [31, 31]], 199),  # the first head takes its share exactly
+        (165 / 280, 0.0, [[40, 40], [ALL_TOKENS, ALL_TOKENS]], 164),  # all that the second layer sees
     ],
 )
 def test_memory_of_a_split(budget: float, share: float, windows: list, kept: int) -> None:
@@ -99,6 +105,21 @@ def test_memory_of_formats_that_are_served(name: str, share: float) -> None:
     assert SIZES.memory(plan) == pytest.approx((100 + 40 * share) / 140)
 
 
+@pytest.mark.parametrize(
+    ("kind", "positions"), [(PREDICTED, (0, 5)), (AS_MANY, (0, 1)), (FIRST_FOUR, (0, 1, 2, 3)), (NO_SINKS, ())]
+)
+def test_sinks_of_a_plan_and_their_memory(kind: str, positions: tuple[int, ...]) -> None:
+    plan = Plan("", SIZES.dense // ALL_TOKENS * 10, np.full((2, 2), 16), kind)
+    assert plan.sinks_of(CopiedText(np.arange(9), 1, sinks=(0, 5))) == positions
+    assert SIZES.memory(plan) == pytest.approx(4 * (10 + len(positions)) / 280)
+
+
+def test_windows_of_the_control_are_next_to_the_first_tokens() -> None:
+    study = object.__new__(PlanStudy)
+    study.sizes = SIZES
+    assert study._equal_windows(0.5).tolist() == [[31, 31]] * 2  # 4 · (31 + 4) of 280 tokens
+
+
 def test_whole_budget_keeps_everything() -> None:
     assert np.array_equal(SIZES.split(SCORES, 1.0, 0.0), SIZES.dense)
     assert SIZES.split(SCORES, 0.01, 0.0) is None
@@ -110,11 +131,17 @@ def test_the_next_bit_goes_to_the_largest_loss_that_is_left() -> None:
     losses = np.array([[8.0, 1.0], [2.1, 0.4]])
     fewest = SIZES.memory(Plan("", SIZES.dense, np.full((2, 2), 2)))
     assert SIZES.fitting_bits(losses, fewest - 1e-6, SIZES.dense) is None
-    for bits, raises in (([[2, 2], [2, 2]], 0), ([[4, 2], [3, 2]], 2 * 98 + 38), ([[5, 2], [4, 2]], 3 * 98 + 2 * 38)):
+    for bits, raises in (
+        ([[2, 2], [2, 2]], 0), ([[2, 2], [3, 2]], 38), ([[4, 2], [3, 2]], 2 * 98 + 38),
+        ([[5, 2], [4, 2]], 3 * 98 + 2 * 38),
+    ):  # fmt: skip
         fitting = SIZES.fitting_bits(losses, fewest + raises / 32 / 140 + 1e-6, SIZES.dense)
         assert fitting is not None
         assert fitting.tolist() == bits
     assert np.array_equal(SIZES.fitting_bits(losses, 1.0, SIZES.dense), np.full((2, 2), 16))
+    eight = np.full((2, 2), 8)  # is followed by 16
+    budget = SIZES.memory(Plan("", SIZES.dense, eight)) + 98 / 32 / 140 + 1e-6
+    assert np.array_equal(SIZES.fitting_bits(np.ones((2, 2)), budget, SIZES.dense), eight)
 
 
 def rounded(keys: torch.Tensor, bits: int, sinks: tuple[int, ...], center: Any = 0.0, served: str = "") -> torch.Tensor:
@@ -170,13 +197,19 @@ def test_formats_have_the_arithmetic_of_vllm() -> None:
     torch.testing.assert_close(caches[INT4][:, :, others], expected * scale @ signed.T)
 
 
-def test_planted_retrieval_head_is_first() -> None:
+def test_what_an_output_loses_is_a_share_of_it() -> None:
+    lost = lost_output(torch.tensor([[[[3.0, 4.0]]]]), torch.tensor([[[[3.0, 0.0]]], [[[0.0, 0.0]]]]))
+    torch.testing.assert_close(lost, torch.tensor([[0.8], [1.0]]))
+
+
+@pytest.mark.parametrize("registers", [0, 5])
+def test_planted_retrieval_head_is_first(registers: int) -> None:
     text = CopiedText.of(np.arange(64))
     assert text.ids[64:].tolist() == list(range(1, 9))
     torch.manual_seed(0)
-    query, key, value = (torch.randn(1, heads, 72, 16) for heads in (4, 2, 2))
+    query, key, value = (torch.randn(1, heads, registers + 72, 16) for heads in (4, 2, 2))
     for t in range(64, 72):  # head 2 attends to the token after the first occurrence of its own
-        query[0, 2, t] = 8 * key[0, 1, text.ids[t] + 1]
+        query[0, 2, registers + t] = 8 * key[0, 1, registers + text.ids[t] + 1]
     call, sinks = AttentionCall(None, 0.25), (0,)
     whole = fused_attention(query, key, value, call)
     streamed = evicting_attention(query, key, value, call, [[8, 8]], [sinks])
@@ -186,7 +219,7 @@ def test_planted_retrieval_head_is_first() -> None:
         assert scores.shape == (4,)
         if name != "output-loss":  # of all tokens, the copy's are few
             assert int(scores.argmax()) == 2, name
-    tokens = torch.arange(72)
+    tokens = torch.arange(registers + 72)
     logits = (0.25 * query @ key.repeat_interleave(2, 1).mT).masked_fill(tokens > tokens[:, None], -torch.inf)
     beyond = logits.softmax(-1) * ((tokens[:, None] - tokens >= 8) & (tokens > 0))
     expected = beyond.sum(-1).mean(-1)[0]
@@ -200,28 +233,16 @@ def subject(model: Any, sequences: list[np.ndarray]) -> Subject:
     return Subject(LoadedModel(model, None, "tiny", "tiny", None, None, ()), find_family(model), inputs)
 
 
-def test_late_sinks_are_predicted() -> None:
-    model = tiny_model("llama")
-    with torch.no_grad():
-        model.get_input_embeddings().weight[5, 3] = 1e6
-    ids = np.full(24, 7)
-    ids[[0, 9, 17]] = 5
-    texts = [CopiedText(np.full(24, 7), 3), CopiedText(ids, 3), CopiedText(np.roll(ids, 1), 3)]
-    rule, texts = predicted_sinks(subject(model, [ids]), texts, calibration=1)
-    assert (rule.layer, rule.coordinates) == (0, (3,))
-    assert [text.sinks for text in texts] == [(), (0, 9, 17), (1, 10, 18)]
-
-
-def test_the_rule_for_sinks_is_made_on_the_calibration_texts_alone() -> None:
+def test_late_sinks_are_predicted_by_the_rule_of_the_calibration_texts() -> None:
     model = tiny_model("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[5, 3] = model.get_input_embeddings().weight[6, 4] = 1e6
-    measured, calibrating = np.full((2, 24), 7)
-    measured[[0, 9]], calibrating[[0, 4]] = 6, 5
-    texts = [CopiedText(measured, 3), CopiedText(calibrating, 3)]
-    rule, texts = predicted_sinks(subject(model, [measured]), texts, calibration=1)
-    assert rule.coordinates == (3,)
-    assert [text.sinks for text in texts] == [(), (0, 4)]
+    measured, ids = np.full((2, 24), 7)
+    measured[[0, 9]], ids[[0, 9, 17]] = 6, 5
+    texts = [CopiedText(measured, 3), CopiedText(np.roll(ids, 1), 3), CopiedText(ids, 3)]
+    rule, texts = predicted_sinks(subject(model, [ids]), texts, calibration=1)
+    assert (rule.layer, rule.coordinates) == (0, (3,))
+    assert [text.sinks for text in texts] == [(), (1, 10, 18), (0, 9, 17)]
 
 
 def test_sinks_have_half_of_the_smallest_massive_activation_in_the_first_layer_of_most() -> None:
@@ -235,13 +256,37 @@ def test_sinks_have_half_of_the_smallest_massive_activation_in_the_first_layer_o
     assert SinkRule.of(massive[:0]).sinks(entries) == (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("most", [0, 4])
-def test_plans_have_room_for_the_sinks_of_every_text(most: int) -> None:
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({}, [21, 21, 21]), ({"sliding_window": 6}, [6, 6, 6]),
+        ({"layer_types": ["sliding_attention", "full_attention", "chunked_attention"],
+          "sliding_window": 6, "attention_chunk_size": 9}, [6, 21, 9]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("sinks", [[5, 1, 1, 1], [1, 1, 1, 5]])
+def test_sizes_have_the_most_sinks_and_what_a_layer_sees_before_the_copy(
+    settings: dict[str, Any], tokens: list[int], sinks: list[int]
+) -> None:
     model = tiny_model("llama")
-    texts = [CopiedText(np.full(24, 7), 3, sinks=tuple(range(1 + 4 * (nth == most)))) for nth in range(5)]
+    vars(model.config).update(settings)
+    texts = [CopiedText(np.full(24, 7), 3, sinks=tuple(range(most))) for most in sinks]
     with open_seam(model, find_family(model)) as seams:
         study = PlanStudy(subject(model, [text.ids for text in texts]), seams, texts, 1, Console(quiet=True), 0)
-    assert study.sizes.sinks == 5
+    assert (study.sizes.tokens.tolist(), study.sizes.sinks) == (tokens, 5)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "settings", "message"),
+    [
+        ((128, 130), {}, "these have 128 to 130 tokens"), ((127, 127), {}, "a plan needs texts of at least 128 tokens"),
+        ((128, 128), {"prefix": 3}, "its tokens see later ones"),
+    ],
+)  # fmt: skip
+def test_texts_and_models_that_have_no_plan(lengths: tuple[int, ...], settings: dict[str, Any], message: str) -> None:
+    reading = subject(tiny_model("llama"), [np.full(length, 7) for length in lengths])
+    with pytest.raises(InputError, match=message):
+        check_plan_applies(replace(reading, family=replace(reading.family, **settings)))
 
 
 SMALL: dict[str, Any] = {"seq_len": 128, "num_seqs": 2}
@@ -265,6 +310,8 @@ def test_command(run: Run) -> None:
         assert tuple(table.columns[3:]) == column_names(name)
     table = run.tables["kv_plan"].set_index(["budget", "plan"])
     at_budget = table.loc[0.25]
+    np.testing.assert_allclose(table["ratio"], table["perplexity"] / table.loc[(1.0, "dense")]["perplexity"].item())
+    assert (run.manifest["input"]["sequences"], len(run.manifest["kv_plan"]["sinks"])) == (2, 2)
     assert ((at_budget["memory"] <= 0.25) & (at_budget["memory"] > 0.23)).all()
     sizes = Sizes(np.full(3, 128), kv_heads=2, width=8, sinks=4)
     for name, heads in run.tables["kv_heads"].query("key_bits == 16 and value_bits == 16").groupby("plan"):
@@ -298,6 +345,34 @@ def test_command(run: Run) -> None:
     assert (run.folder / "figures" / "kv-plan.png").is_file()
 
 
+def test_the_seed_draws_questions_and_the_last_sequences_calibrate(ids: Path) -> None:
+    stopped = patch.object(PlanStudy, "tables", autospec=True, side_effect=InputError("stopped"))
+    with stopped as tables, pytest.raises(InputError, match="stopped"):
+        sinkscope.kv_plan(tiny_model("llama"), input=ids, seed=3, **SMALL)
+    study, texts = tables.call_args.args[0], [*np.load(ids)[:, :128]]
+    copies, drawn = [CopiedText.of(text) for text in texts], questions_of(texts[:2], 3)
+    expected = {"copy": copies[:2], "needle": drawn[:2], "keys": drawn[2:]}
+    for task, of_task in (expected | {"calibration": copies[2:]}).items():
+        read = study.tasks.get(task, study.calibration)
+        np.testing.assert_array_equal([one.ids for one in read], [one.ids for one in of_task])
+    assert study.seed == 3
+
+
+def test_each_budget_is_planned_by_its_own_scores_and_the_losses_of_plans() -> None:
+    study, planned = object.__new__(PlanStudy), dict[float, tuple]()
+    losses = {"4 bits": np.array([[1.0, 2.0]]), "fp8": np.array([[3.0, 4.0]])}
+    scores = {budget: {"retrieval": np.full((1, 2), budget)} for budget in (0.25, 0.5)}
+    vars(study).update(
+        layers=[5], dense=None, console=Console(quiet=True), rows=[], sequences=[], retrievals=[], heads=[],
+        calibrate=lambda *_: (scores, losses), _equal_windows=lambda budget: 100 * budget, _note=lambda *_: None,
+        _plan_for=lambda budget, *of_budget: planned.update({budget: of_budget}),
+        _rounded_plans=list, _served_plans=lambda _: [],
+    )  # fmt: skip
+    columns = study.tables(list(scores))["kv_layers"].to_dict("list")
+    assert columns == {"layer": [5, 5], "format": [*losses], "key_loss": [1.0, 3.0], "value_loss": [2.0, 4.0]}
+    np.testing.assert_equal(planned, {budget: (scores[budget], losses["4 bits"], 100 * budget) for budget in scores})
+
+
 def changed(run: Run, name: str = "kv_plan", kv_plan: dict[str, Any] | None = None, **columns: Any) -> Run:
     """Return the run with other columns of a table, or with other entries of its manifest."""
     manifest = run.manifest | {"kv_plan": run.manifest["kv_plan"] | (kv_plan or {})}
@@ -307,6 +382,8 @@ def changed(run: Run, name: str = "kv_plan", kv_plan: dict[str, Any] | None = No
 def test_findings_have_the_numbers_of_their_plans(run: Run) -> None:
     count = len(run.tables["kv_plan"])
     marked = changed(run, kv_plan={"sinks": [1, 3], "sink_layer": 2, "sink_coordinates": [7]}, ratio=range(count))
+    ends = {"ratio_low": [row - 0.5 for row in range(count)], "ratio_high": [row + 0.5 for row in range(count)]}
+    marked = changed(marked, kept=[100.0 + row for row in range(count)], **ends)
     ratios = marked.tables["kv_plan"].set_index(["budget", "plan", "sinks"])["ratio"].sort_index()
     of_plans = findings(marked)
     for one in (one for one in of_plans if one.name == "bits"):
@@ -318,7 +395,12 @@ def test_findings_have_the_numbers_of_their_plans(run: Run) -> None:
     for name in ("random", "random combined"):
         draws = [f"{name} {draw}" for draw in (1, 2, 3)]
         assert controls.numbers[name] == tuple(at_budget[[draw for draw in draws if draw in at_budget]])
+        assert controls.numbers[f"{name} kept"] == tuple(100 + ratio for ratio in controls.numbers[name])
         assert f"random {'heads and layers' * ('combined' in name) or 'heads'} in the" in controls.sentence
+    first = at_budget[FIRST_AND_LAST]
+    assert (controls.numbers["first"], controls.numbers["first_kept"]) == (first, 100 + first)
+    (of_plan,) = (one for one in of_plans if one.name == "plan")
+    assert (of_plan.low, of_plan.value, of_plan.high) == tuple(at_budget[COMBINED] + end for end in (-0.5, 0, 0.5))
     assert (rule.value, rule.outcome) == (3, Outcome.PRESENT)
     assert rule.sentence.endswith("at most 3 in a text.")
     paged = changed(run, paged_memory=[0.001 * row for row in range(count)])
@@ -368,7 +450,8 @@ def test_a_format_that_is_served_has_its_numbers_and_options(run: Run) -> None:
     count = len(run.tables["kv_plan"])
     losses = [0.0] * 3 + [1.0, 3.0, 2.0] + [5.0, 4.0, 0.0] + [0.0, 0.0, 1.0]
     of_losses = changed(run, "kv_layers", key_loss=losses, value_loss=[0.0] * 6 + [0.0, 3.0, 6.0] + [0.0] * 3)
-    marked = changed(of_losses, ratio=range(count), memory=[1000.0 + row for row in range(count)])
+    ends = {"ratio_low": [row - 0.5 for row in range(count)], "ratio_high": [row + 0.5 for row in range(count)]}
+    marked = changed(of_losses, ratio=range(count), memory=[1000.0 + row for row in range(count)], **ends)
     rows = marked.tables["kv_plan"].set_index(["plan", "sinks"]).sort_index()
     names = {finding.name: finding for finding in findings(marked)}
     for name, layer in zip(SERVED, (1, 1, 2), strict=True):
@@ -381,6 +464,7 @@ def test_a_format_that_is_served_has_its_numbers_and_options(run: Run) -> None:
             assert row["memory"] == finding.numbers[f"{label} memory".strip()]
         assert finding.numbers["random"] == rows.loc[[(f"{name}, {RANDOM_SPARED}", NO_SINKS)]]["ratio"].item()
         assert finding.numbers["layers"] == (layer,)
+        assert (finding.low, finding.high) == (finding.value - 0.5, finding.value + 0.5)
         assert f"`--kv-cache-dtype {name}`" in finding.sentence
         assert f"`--kv-cache-dtype-skip-layers {layer}`" in finding.sentence
 
@@ -389,18 +473,44 @@ def test_files_and_figure_have_the_numbers_of_the_tables(run: Run) -> None:
     content = plans(changed(run, "kv_heads", key_bits=8, value_bits=4))
     assert content["layers"] == [0, 1, 2]
     assert all(plan["bits"] == [[8, 4]] * 3 for plan in content["plans"])
-    same = changed(run, ratio=1.1, ratio_low=1.05, ratio_high=1.19, kept=0.5, kept_low=0.2, kept_high=0.6)
+    ends = {"ratio_low": 1.05, "ratio_high": 1.19, "kept_low": 1.2, "kept_high": 1.6}
+    same = changed(run, ratio=1.1, kept=1.5, memory=0.2, paged_memory=0.9, **ends)  # beyond the axis of ratios
     left, right = draw_kv_plan(same).axes
     drawn = (run.tables["kv_plan"]["budget"] < 1).sum() + 6  # 8, 4 and 2 bits with predicted sinks, and three formats
-    for ax, ends in ((left, [1.05, 1.19]), (right, [0.2, 0.6])):
+    for ax, ends in ((left, [1.05, 1.19]), (right, [1.2, 1.6])):
         assert len(ax.containers) == drawn
         for bar in ax.containers:
             (segment,) = bar.lines[2][0].get_segments()
             assert segment[:, 0].tolist() == pytest.approx(ends)
-    names = [label.get_text().split(" (")[0] for label in left.get_yticklabels()]
+    names, memory = zip(*(label.get_text().split(" (") for label in left.get_yticklabels()), strict=True)
+    assert set(memory) == {"20% of the memory)"}
     kinds = {COMBINED: "*", "8 bits": "o", RANDOM: "D", FIRST_AND_LAST: "D", "fp8": "s"}
     marker = {names[round(float(bar.lines[0].get_ydata()[0]))]: bar.lines[0].get_marker() for bar in left.containers}
     assert {name: marker[name] for name in kinds} == kinds
+    table = same.tables["kv_plan"]
+    several = pd.concat([table, table[table["budget"] < 1].assign(budget=0.5)])
+    rows = draw_kv_plan(Run(run.manifest, {"kv_plan": several})).axes[0].get_yticklabels()
+    assert len(rows) == 2 * (len(names) - 6) + 6  # a row for each budget
+
+
+def test_a_plan_is_named_with_what_its_heads_keep() -> None:
+    plan = {"plan": COMBINED, "budget": 0.25, "whole_heads": 3, "window": 9, "bits": 4.5}
+    for columns, label in (
+        ({}, "combined: 3 heads whole, others last 9, 4.5 bits"),
+        ({"bits": 16, "window": -1}, "combined: all heads whole"),
+        ({"plan": "8 bits", "budget": 1, "sinks": AS_MANY}, "8 bits, as many first tokens in full precision"),
+    ):
+        assert findings_of.plan_label(SimpleNamespace(**plan | columns)) == label
+
+
+def test_the_overview_has_intervals_and_few_documents_are_said(run: Run) -> None:
+    ends = {"ratio_low": 1.05, "ratio_high": 1.2, "kept_low": 0.7, "kept_high": 0.9}
+    row = findings_of.overview(changed(run, ratio=1.1, retrieval=0.5, guessed=0.1, kept=0.8, **ends)).iloc[0]
+    assert row[["÷ dense", "retrieval", "of dense"]].tolist() == ["1.100 (1.050 to 1.200)", "50.0%", "80% (70% to 90%)"]
+    for documents in (7, 8):
+        of_documents = changed(run, kv_plan={"documents": documents})
+        about = "".join(one.sentence for one in findings_of.report(of_documents).settings)
+        assert ("which are few for an interval" in about) == (documents < findings_of.FEWEST_DOCUMENTS)
 
 
 def test_retrieval_is_of_the_copy_and_guesses_are_before_it(monkeypatch: pytest.MonkeyPatch, ids: Path) -> None:
@@ -416,6 +526,7 @@ def test_retrieval_is_of_the_copy_and_guesses_are_before_it(monkeypatch: pytest.
     run = sinkscope.kv_plan(tiny_model("llama"), input=ids, page=False, figures=(), **SMALL)
     table = run.tables["kv_plan"]
     assert (table[["retrieval", "guessed", "kept"]] == [1, 0, 1]).all(axis=None)
+    assert (run.tables["kv_plan_by_sequence"]["retrieval"] == 1).all()
     tasks = run.tables["kv_tasks"]
     assert (tasks[["retrieval", "kept"]] == 1).all(axis=None)
     assert (tasks["guessed"] == 0).mean() > 0.9
@@ -442,14 +553,6 @@ def test_retrieval_is_of_the_copy_and_guesses_are_before_it(monkeypatch: pytest.
     assert [finding.numbers for finding in again] == [finding.numbers for finding in run.findings]
 
 
-def test_a_dense_cache_that_retrieves_half_is_able() -> None:
-    """Below that, a plan's share of it is not defined."""
-    for half, kept in ((np.array([0.4, 0.6]), 0.5), (np.array([0.4, 0.59]), np.nan)):
-        dense, cost = (PlanCost(half, half, x, half) for x in (half, half / 2))
-        share = retrieved(cost, dense, np.ones((3, 2)))["kept"]
-        np.testing.assert_allclose(share, kept)
-
-
 def test_a_plan_adds_the_losses_of_text_and_copy() -> None:
     study, nothing = object.__new__(PlanStudy), np.zeros(2)
     study.dense, study.calibration = Plan("", nothing, nothing), ()
@@ -462,33 +565,47 @@ def test_a_plan_adds_the_losses_of_text_and_copy() -> None:
 def test_the_best_plan_of_each_ranking_and_the_best_ranking_are_taken() -> None:
     study, noted = object.__new__(PlanStudy), dict[str, Plan]()
     scores = {name: SCORES + nth for nth, name in enumerate(RANKINGS)}
+    losses = np.array([[4.0, 1.0], [2.0, 3.0]])
     vars(study).update(
-        sizes=SIZES, layers=[4, 5], seed=0, heads=[], calibration=(), _read=lambda *_: None,
+        sizes=SIZES, layers=[4, 5], seed=10, heads=[], calibration=(), _read=lambda *_: None,
         _added=lambda plan: (plan.name != "output-loss") + abs(plan.share - 0.5) + (plan.tokens - 0.8) ** 2,
         _evictions=lambda *_: [], dense=None, _note_tasks=lambda *_: None,
         _note=lambda budget, plans: noted.update({plan.name: plan for plan in plans}),
     )  # fmt: skip
-    study._plan_for(0.5, scores, np.ones((2, 2)), SIZES.dense)
+    study._plan_for(0.5, scores, losses, SIZES.dense)
     assert {noted[name].share for name in (*RANKINGS, "combined")} == {0.5}
     assert (noted["retrieval"].tokens, noted["combined"].tokens) == (0.5, 0.8)
     rows = pd.DataFrame(study.heads).query("plan == 'combined'")
     assert rows["score"].tolist() == scores["output-loss"].ravel().tolist()
     assert rows["layer"].tolist() == [4, 4, 5, 5]
+    assert rows[["key_bits", "value_bits"]].values.tolist() == noted["combined"].bits.repeat(2, axis=0).tolist()
+    random = np.random.default_rng(10)
+    heads, layers = (random.permutation(x.ravel()).reshape(2, 2) for x in (scores["output-loss"], losses))
+    for name, plan in (("random 1", noted["output-loss"]), ("random combined 1", noted["combined"])):
+        windows = SIZES.split(heads, plan.tokens, plan.share)
+        assert windows is not None
+        np.testing.assert_array_equal(noted[name].windows, windows)
+        np.testing.assert_array_equal(noted[name].bits, SIZES.fitting_bits(layers, 0.5, windows))
+    assert noted[FIRST_AND_LAST].sinks == FIRST_FOUR
 
 
 def test_what_layers_lose_is_that_of_keys_and_of_values_and_centers_are_without_sinks() -> None:
-    model, ids = tiny_model("llama"), np.random.default_rng(0).integers(3, 96, (2, 128))
+    model, ids = tiny_model("llama"), np.random.default_rng(0).integers(3, 96, (3, 128))
     with torch.no_grad():
         model.get_submodule("model.layers.0.self_attn.k_proj").weight.zero_()
-    texts, values = [CopiedText.of(ids[0]), CopiedText(ids[1], 16, sinks=(0, 5))], list[torch.Tensor]()
+    texts = [CopiedText.of(ids[0]), CopiedText(ids[1], 16, sinks=(0, 5)), CopiedText(ids[2], 16)]
+    values, reading, quiet = list[torch.Tensor](), subject(model, list(ids)), Console(quiet=True)
     projection = model.get_submodule("model.layers.0.self_attn.v_proj")
     projection.register_forward_hook(lambda module, args, output: values.append(output[0]))
     with open_seam(model, find_family(model)) as seams, torch.no_grad():
-        study = PlanStudy(subject(model, list(ids)), seams, texts, 1, Console(quiet=True), 0)
+        study = PlanStudy(reading, seams, texts, 2, quiet, 0)
         _, of_formats = study.calibrate({}, [], {"fp8": ("fp8", 8), "4 bits": ("", 4)})
+        of_each = [PlanStudy(reading, seams, [texts[0], text], 1, quiet, 0) for text in texts[1:]]
+        alone = [of_text.calibrate({}, [], {"fp8": ("fp8", 8)})[1]["fp8"] for of_text in of_each]
     others = [token for token in range(128) if token not in (0, 5)]
-    expected = values[0][others].unflatten(-1, (2, -1)).mean(0)
+    expected = (values[0][others].mean(0) + values[1].mean(0)).unflatten(-1, (2, -1)) / 2
     torch.testing.assert_close(study.centers[0][1][:, 0], expected)
+    np.testing.assert_allclose(of_formats["fp8"], sum(alone) / 2, atol=1e-7)
     for losses in of_formats.values():
         assert losses[0, 0] == 0
         assert (losses.ravel()[1:] > 0).all()
@@ -519,23 +636,34 @@ def test_plans_have_their_own_costs_in_any_order(registers: int) -> None:
         for plan, cost in zip(plans, together, strict=True):
             study.costs.clear()
             np.testing.assert_allclose(cost, study._read([plan], texts[:1])[0], rtol=1e-5)
-    assert len({float(cost.copy_loss[0]) for cost in together}) == len(plans)
+        together += study._read(
+            [study._plan("", study.sizes.dense, 2, sinks) for sinks in (PREDICTED, NO_SINKS)], texts[:1]
+        )
+    assert len({float(cost.copy_loss[0]) for cost in together}) == len(plans) + 2
 
 
 def test_heads_and_layers_that_a_plan_keeps() -> None:
     """A key/value head has the score of its largest query head; the costliest layers are spared."""
     model, ids = tiny_model("llama"), np.random.default_rng(0).integers(3, 96, (2, 128))
-    ranking: Any = SimpleNamespace(score=lambda read: torch.tensor([1.0, 5.0, 2.0, 0.0]))
+    reads, of_heads = list[HeadsOnText](), torch.tensor([1.0, 5.0, 2.0, 0.0])
+    ranking: Any = SimpleNamespace(score=lambda read: reads.append(read) or of_heads)
     with open_seam(model, find_family(model)) as seams, torch.no_grad():
-        texts = [CopiedText.of(text) for text in ids]
-        study = PlanStudy(subject(model, list(ids)), seams, texts, 1, Console(quiet=True), 0)
+        texts = [replace(CopiedText.of(text), sinks=(0, 9)) for text in ids]
+        study = PlanStudy(subject(model, list(ids)), seams, texts, 1, Console(quiet=True), 1)
         scores, _ = study.calibrate({"ranking": ranking}, [0.25], {})
     assert scores[0.25]["ranking"].tolist() == [[5.0, 2.0]] * 3
+    for read in reads:  # an eighth of 128 tokens, and sinks
+        _, expected = evicting_attention(read.query, read.key, read.key, read.call, [[16, 16]], [(0, 9)])
+        torch.testing.assert_close(read.streamed_lse, expected)
+    drawn = np.random.default_rng(1).permutation(3)[0]
+    assert [number_spared(layers) for layers in (3, 17, 30)] == [1, 2, 3]
     losses = {name: np.roll(np.array([[0.2, 0.1], [0.1, 0.5], [0.3, 0.1]]), at, 0) for at, name in enumerate(SERVED)}
     plans = {plan.name: plan for plan in study._served_plans(losses)}
     for at, (name, kind) in enumerate(SERVED.items()):
         bits = plans[f"{name}, {COSTLIEST_SPARED}"].bits
         assert bits.tolist() == [[16 if layer == (1 + at) % 3 else kind.bits] * 2 for layer in range(3)]
+        random = plans[f"{name}, {RANDOM_SPARED}"].bits
+        assert random.tolist() == [[16 if layer == drawn else kind.bits] * 2 for layer in range(3)]
         assert plans[name].served == name
 
 
