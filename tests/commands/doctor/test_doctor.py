@@ -2,17 +2,24 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 from support.every_model import tiny_of
 from support.retrofit_command import command_line
 from tiny import tiny_model, tiny_tokens
 
+from sinkscope.commands.doctor import command as doctors
 from sinkscope.commands.doctor.command import doctor
+from sinkscope.commands.doctor.options import DoctorOptions
 from sinkscope.errors import InputError
 from sinkscope.interventions import INTERVENTIONS
 from sinkscope.measuring.observables import OBSERVABLES
+from sinkscope.measuring.parity import AttentionComparison
+from sinkscope.measuring.subject import load_model, options_of
+from sinkscope.models.families import find_family
 from sinkscope.output.run import Run
 from sinkscope.results.findings import Outcome
 
@@ -45,17 +52,38 @@ def test_layers_with_rare_positions_are_named() -> None:
     assert report.facts["wiring"] == "sequential, positions rotary and none (none in layer 3)"
 
 
-def test_a_failed_check_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    tiny_model("llama").save_pretrained(tmp_path)
-    assert command_line("doctor", tmp_path).exit_code == 0
-    monkeypatch.setattr("sinkscope.commands.doctor.command.Report.ok", False)
-    done = command_line("doctor", tmp_path)
-    assert (done.exit_code, done.stderr.startswith("sinkscope: a check failed")) == (1, True)
-
-
 def test_layers_that_slide_a_window_are_counted() -> None:
     attention = doctor(tiny_model("gemma3")).facts["attention"]
     assert attention.endswith("; 2 layers slide a window of 6")
+
+
+def test_both_kernels_and_all_layers_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors, kernels, opening = [0.0, 1.0, 0.0], list[str](), doctors.open_tracer
+    monkeypatch.setattr(doctors, "check_wiring", lambda *_: errors.pop())
+    monkeypatch.setattr(doctors, "open_tracer", lambda *args: kernels.append(args[-1]) or opening(*args))
+    checks = [passed for what, passed, _ in doctor(tiny_model("llama")).checks if what == "residual stream"]
+    assert (checks, kernels) == ([False], ["sdpa", "eager"])
+
+
+def test_the_attention_that_exceeds_round_off_most_decides() -> None:
+    of_layers = [AttentionComparison(layer, 0.1, excess) for layer, excess in enumerate((0.5, 1.5, 0.1))]
+    assert [doctors._attention_check("", some)[1] for some in (of_layers, of_layers[::2])] == [False, True]
+
+
+@pytest.mark.parametrize(("dtype", "loaded"), [(None, None), ("float16", "float32"), ("float32", "float32")])
+def test_a_model_is_loaded_in_full_precision_to_predict(dtype: str | None, loaded: str | None) -> None:
+    stopped = patch.object(doctors, "load_model", side_effect=InputError("stopped"))
+    with stopped as loading, pytest.raises(InputError, match="stopped"):
+        doctor("model", dtype=dtype, device_map="cpu")
+    assert loading.call_args.args[-1].dtype == loaded
+
+
+def test_norms_that_are_wrong_if_decomposed_fail() -> None:
+    model = tiny_model("gpt2")
+    with torch.no_grad():
+        model.get_submodule("transformer.h.1.mlp.c_proj").weight.mul_(300)
+    report = doctor(model, dtype="float16", input="random", num_seqs=1, seq_len=12)
+    assert [what for what, passed, _ in report.checks if not passed] == ["norms decomposed in float16"]
 
 
 def test_overflow_fails_and_is_written(tmp_path: Path) -> None:
@@ -74,6 +102,22 @@ def test_overflow_fails_and_is_written(tmp_path: Path) -> None:
     assert all(finding.sentence in done.stdout for finding in run.findings)
     assert (tmp_path / "run" / "figures" / "overflow-headroom.png").is_file()
     assert (tmp_path / "run" / "index.html").is_file()
+
+
+def test_logits_are_compared_in_their_dtype(tmp_path: Path) -> None:
+    """One number, added to all logits of a token, changes no probability, but hides that they were in bfloat16."""
+    model, ids = tiny_model("llama"), tiny_tokens(2)
+    logits, path = model(ids).logits, tmp_path / "logits.npz"
+    np.save(tmp_path / "ids.npy", ids.numpy())
+    hidden, half = {"a": logits.bfloat16().float() + 1e-3}, logits.half()
+    for arrays, dtype, passes in (
+        ({"a": torch.zeros_like(logits), "logits": logits}, None, True), (hidden, None, False),
+        (hidden, "bfloat16", True), ({"a": half}, None, True), ({"a": half.float()}, None, False),
+    ):  # fmt: skip
+        np.savez(path, **{name: array.numpy() for name, array in arrays.items()})
+        options = options_of(DoctorOptions, model, {"compare": path, "input": tmp_path / "ids.npy", "dtype": dtype})
+        _, passed, _ = doctors._logits(load_model(model, None, options), find_family(model), options, path)
+        assert passed == passes
 
 
 def test_logits_from_elsewhere(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The findings of `doctor --dtype` and its figure, on a run made by hand."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from sinkscope.commands.doctor import findings as findings_of
 from sinkscope.commands.doctor.figures import draw_overflow_headroom
 from sinkscope.output.run import Run
 from sinkscope.results.findings import Finding, Outcome
+from sinkscope.results.metrics import METRICS
 
 LIMIT = 65504.0
 RUNS = [  # setting, dtype, factor, cost, divergence
@@ -21,13 +23,15 @@ RUNS = [  # setting, dtype, factor, cost, divergence
 ]
 
 
-def run_of(largest: float = 4e4, broken: tuple[int, str] = (-1, "")) -> Run:
+def run_of(largest: float = 4e4, broken: tuple[int, str] = (-1, ""), product: float = 7e4) -> Run:
     """Make a run whose residual stream has this largest entry, in layer 1; squares inside two norms overflow.
 
     `broken` are layer and site of the first numbers that are not finite in float16, as is then layer 1's output.
     """
     sites = [
-        (0, "layer_in", 9.0, False), (0, "ln_1 (x − mean)²", 9e8, True), (0, "mlp_out", 50.0, False),
+        (-1, "embed.output", 80.0, False), (0, "layer_in", 9.0, False), (0, "ln_0 (x − mean)²", 81.0, True),
+        (0, "ln_1 (x − mean)²", 9e8, True), (0, "q·k", 9.0, True), (0, "scaled q·k", 3.0, True),
+        (0, "mlp_out", 50.0, False), (1, "q·k", product, True), (1, "scaled q·k", product / 8, True),
         (1, "ln_2 (x − mean)²", 1.6e9, True), (1, "layer_out", largest, False), (1, "mlp.act.output", 70.0, False),
         (1, "mlp.up.output", 60.0, False), (1, "mlp.down.input", 5.0, False),
     ]  # fmt: skip
@@ -87,6 +91,28 @@ def test_norms_have_their_largest_number_and_its_headroom() -> None:
     assert "moves the next tokens of the text by 0.75" in one.sentence
 
 
+@pytest.mark.parametrize(("product", "outcome"), [(7e4, Outcome.WEAK), (6e4, Outcome.ABSENT)])
+def test_the_largest_product_of_a_query_and_a_key(product: float, outcome: Outcome) -> None:
+    one = found("overflow-qk", product=product)
+    assert (one.outcome, one.value) == (outcome, pytest.approx(LIMIT / product))
+    assert one.numbers == {"largest": product, "scaled": product / 8, "layer": 1}
+
+
+def test_the_overview_has_costs_and_the_first_that_is_not_finite() -> None:
+    table = findings_of.overview(run_of(broken=(1, "layer_out")))
+    costs = [[METRICS["cost"].text(x) for x in (3.0, *row[3:])] for row in RUNS]
+    assert table[["loss", "cost", "divergence"]].values.tolist() == costs
+    assert table["first not finite"].tolist() == ["layer_out of layer 1", "–", "–", "–"]
+
+
+@pytest.mark.parametrize(("difference", "outcome"), [(0.01, Outcome.PRESENT), (np.inf, Outcome.ABSENT)])
+def test_a_remedy_helps_if_its_numbers_are_finite_also_without_a_loss(difference: float, outcome: Outcome) -> None:
+    columns = {"setting": "rescaled", "dtype": "float16", "factor": 8.0, "cost": np.nan, "layer": 1, "site": "mid"}
+    one = findings_of._remedy(SimpleNamespace(difference=difference, **columns), None, [])
+    assert one.outcome == outcome
+    assert one.sentence.endswith("is not finite from mid of layer 1 on.") == (outcome == Outcome.ABSENT)
+
+
 def test_a_remedy_costs_something_in_the_models_own_dtype_and_in_the_other() -> None:
     one = found("overflow-rescaled")
     assert (one.value, one.numbers["own_cost"], one.numbers["factor"]) == (0.25, 0.001, 8.0)
@@ -112,7 +138,7 @@ def test_the_cost_of_scaled_float8_decides(cost: tuple[float, ...], site: str, o
     scaled = pd.DataFrame([cost], columns=["cost", "cost_low", "cost_high"])
     manifest = {**run.manifest, "overflow": {**run.manifest["overflow"], "dtype": "float8_e4m3"}}
     tables = {**run.tables, "overflow_runs": runs, "overflow_scaled": scaled}
-    float8, unscaled = findings_of.findings(Run(manifest, tables))
+    float8, unscaled, _ = findings_of.findings(Run(manifest, tables))
     assert (float8.name, float8.outcome, float8.is_headline) == ("float8", outcome, True)
     assert float8.sentence.endswith(words)
     assert (unscaled.name, unscaled.outcome, unscaled.is_headline) == ("overflow-unscaled", Outcome.PRESENT, False)
