@@ -83,7 +83,6 @@ INT8, INT4 = "int8_per_token_head", "int4_per_token_head"
         (0.5, 0.0, [[33, 33], [33, 33]], 140),
         (0.5, 0.8, [[11, ALL_TOKENS], [11, 11]], 139),  # 40 tokens for three heads with two sinks
         (200 / 280, 0.5, [[31, ALL_TOKENS], [31, 31]], 199),  # the first head takes its share exactly
-        (165 / 280, 0.0, [[40, 40], [ALL_TOKENS, ALL_TOKENS]], 164),  # all that the second layer sees
     ],
 )
 def test_memory_of_a_split(budget: float, share: float, windows: list, kept: int) -> None:
