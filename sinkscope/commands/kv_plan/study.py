@@ -121,7 +121,8 @@ def check_plan_applies(subject: Subject) -> None:
         raise InputError(f"--seq-len {inputs.longest}: a plan needs texts of at least {SHORTEST_TEXT} tokens")
     copied, limit = inputs.longest // TEXTS_PER_COPY, position_limit(subject.loaded.model, family)
     if limit is not None and inputs.longest + copied > limit:
-        most = f"take a --seq-len of at most {limit * TEXTS_PER_COPY // (TEXTS_PER_COPY + 1)}"
+        longest = (TEXTS_PER_COPY * (limit + 1) - 1) // (TEXTS_PER_COPY + 1)  # fits with its copy
+        most = f"take a --seq-len of at most {longest}"
         what = f"a text of {inputs.longest} tokens and the {copied} that follow it once more"
         raise InputError(f"{what} are beyond the model's {limit} positions: {most}")
 

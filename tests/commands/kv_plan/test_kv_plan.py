@@ -718,7 +718,7 @@ def test_press_and_table_measure_one_condition(
         ("llama", {"budget": 2}, "budget=2: it must be less than 1"),
         ("mistral", {"budget": 0.1}, "budget=0.1 leaves no token for a window"),
         ("llama", {"calibration": 9}, "the input holds 3 sequences: a plan needs 9 for calibration=…, and others"),
-        ("llama", {"seq_len": 250}, "beyond the model's 256 positions: take a seq_len=… of at most 227"),
+        ("llama", {"seq_len": 250}, "beyond the model's 256 positions: take a seq_len=… of at most 228"),
         ("llama", {"seq_len": 512}, "seq_len=512 is beyond the model's 256 positions"),
         ("deepseek_v3", {}, "engines cache one latent of each token for all heads"),
         ("mamba", {}, "it has no attention"),
