@@ -30,7 +30,7 @@ from sinkscope.results.findings import Outcome
 from sinkscope.results.judgment import NotDefined, above, at_least, at_most, below, between
 from sinkscope.results.judgment import Test as Threshold
 from sinkscope.results.run import RunData
-from sinkscope.results.sequences import Lacks, Sequences
+from sinkscope.results.sequences import Lacks
 from sinkscope.results.statistics import Estimate, exact
 from sinkscope.results.trainings import UNTOUCHED
 
@@ -77,6 +77,7 @@ def test_the_table_has_the_numbers_of_the_judgment() -> None:
     (estimate,) = judge(CLAIMS["W-1"], evidence_of(runs, "made")).estimates
     assert row["low"] < row["value"] < row["high"]
     assert row["null_low"] < row["null"] < row["null_high"]
+    assert (row["least"], row["most"], row["is_ours"]) == (10.0, np.inf, True)
     for name in ("value", "low", "high", "null", "null_low", "null_high"):
         assert row[name] == getattr(estimate, name)
 
@@ -175,21 +176,39 @@ def test_that_random_weights_have_no_sink_is_no_evidence_for_what_the_sink_is(
     assert (judgment.outcome, judgment.tells, judgment.null_passes) == (HOLDS, tells, share)
 
 
+def spiking(ratio: float, draw: int | None = None) -> RunData:
+    """Return gradients of values and keys, at position 0 `ratio` times the later ones; 4 times by uniform attention."""
+    tables = {name: pd.concat([table, table.assign(pathway="key")]) for name, table in gradients(ratio).items()}
+    uniform = pd.DataFrame({"layer": [-1], "metric": "uniform_gradient_ratio", "value": 4.0})
+    made = as_draw(analysis({**tables, "summary": uniform}), draw)
+    made.manifest["input"] |= {"longest": 64}
+    return made
+
+
 @pytest.mark.parametrize(
     ("null", "value", "words"),
     [(2.0, 2.0, "8.0 against 2.0 on random weights and 4.0 of uniform attention"), (5.0, 1.6, "8.0 against 5.0 on")],
 )
 def test_a_gradient_spike_is_compared_with_the_larger_null(null: float, value: float, words: str) -> None:
-    def run(ratio: float) -> RunData:
-        uniform = pd.DataFrame({"layer": [-1], "metric": "uniform_gradient_ratio", "value": 4.0})
-        made = analysis({**gradients(ratio), "summary": uniform})
-        made.manifest["input"] |= {"longest": 64}
-        return made
-
-    draws = [as_draw(run(null), draw) for draw in range(3)]
-    (estimate,) = judge(CLAIMS["GS-6"], evidence_of([run(8.0), *draws], "made")).estimates
+    evidence = evidence_of([spiking(8.0), *(spiking(null, draw) for draw in range(3))], "made")
+    (estimate,) = judge(CLAIMS["GS-6"], evidence).estimates
     assert estimate.value == pytest.approx(value)
     assert estimate.note.startswith(words)
+    (of_keys,) = judge(CLAIMS["GS-7"], evidence).estimates
+    assert of_keys.value == pytest.approx(8.0 / null)
+
+
+def test_a_spike_is_measured_with_position_0_masked_and_with_another() -> None:
+    run, name = experiment({"control 0": [0.0], "control 1": [0.0]}, "mask-sink"), "mask-sink"
+    ratios = {"before": 16.0, name: 3.0, f"{name} control 0": 8.0, f"{name} control 1": 8.0}
+    tables = {
+        of: pd.concat([gradients(ratio)[of].assign(condition=label) for label, ratio in ratios.items()])
+        for of in ("gradient", "gradient_by_group")
+    }
+    masks = RunData(run.manifest | {"input": spiking(1.0).manifest["input"]}, tables)
+    runs = [spiking(16.0), *(spiking(2.0, draw) for draw in range(3)), masks]
+    values = [estimate.value for estimate in judge(CLAIMS["GS-28"], evidence_of(runs, "made")).estimates]
+    assert values == pytest.approx([3 / 4, 16 / 4, 8 / 16])
 
 
 def card_of(*runs: RunData, claims: Iterable[str]) -> Scorecard:
@@ -214,22 +233,43 @@ def test_several_models_have_numbers_of_the_claims_that_one_of_them_decides() ->
     one, massive = of_text(0.5), of_massive(5000.0)
     both = RunData(massive.manifest, {**of_text(0.4).tables, **massive.tables})
     table = pd.concat([
-        card_of(run, claims=("W-1", "S-9")).table.assign(model=name) for name, run in (("one", one), ("other", both))
+        card_of(run, claims=("W-1", "S-9", "W-41")).table.assign(model=name)
+        for name, run in (("one", one), ("other", both))
     ])  # fmt: skip
+    table = pd.concat([table, table[table["claim"] == "W-1"].assign(claim="V-15")])  # of a study
     card = Scorecard({}, {"claim": table, "route": pd.DataFrame({"effect": [], "model": []})})
     outcomes, heading, numbers = scorecard_markdown(card).partition("### other")
+    assert "Decided by no model: W-41." in outcomes
     assert ("| W-1 |" in outcomes, "| S-9 |" in outcomes, heading) == (True, True, "### other")
-    assert ("| W-1 |" in numbers, "| S-9 |" in numbers) == (False, True)
+    assert ["| W-1 |" in numbers, "| S-9 |" in numbers, "| V-15 |" in numbers] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("passes", "wanted", "words"),
+    [
+        ("not enough seeds", 7.0, "> 10‡ (power 31%); 7 seeds would decide"),
+        ("inconclusive", np.inf, "> 10‡; more than 1000 seeds would decide"),
+        ("fails", 7.0, "> 10‡"),
+    ],
+)
+def test_what_would_decide_is_printed(passes: str, wanted: float, words: str) -> None:
+    card = card_of(of_text(0.5), *(of_text(rate, draw) for draw, rate in enumerate((0.0, 0.0, 0.4))), claims=["W-1"])
+    card.tables["claim"] = card.table.assign(passes=passes, power=0.31, seeds_wanted=wanted)
+    (printed,) = card.summary_tables.values()
+    assert printed["test"].item() == words
+    assert printed["null"].item().endswith("; 33% pass")
 
 
 def test_claims_on_one_number_are_counted_once() -> None:
     runs = [of_text(0.5), of_text(0.0, 0)]
     for run in runs:
         run.manifest["not_measured"] = {"query-bias": NO_QUERY_BIAS}
-    card = card_of(*runs, claims=("W-1", "W-21", "N-12", "W-3"))
+    card = card_of(*runs, claims=("W-1", "W-21", "N-12", "W-3", "CV-5"))
     table = card.table
     assert headline(card.table).startswith("1 claim holds, and its")
     assert "- Hold, and their null does not pass them: 1 (W-1 = W-21 = N-12)." in scorecard_markdown(card)
+    assert "Not measured: CV-5 (sinkscope intervene made --do zero-massive)." in scorecard_markdown(card)
+    assert ", 1 not measured." in scorecard_markdown(card)  # of three numbers
     apart = table.assign(value=table["value"] + table["claim"].eq("N-12"))  # N-12 has another number
     assert once(apart[apart["outcome"] == HOLDS]) == ["W-1 = W-21", "N-12"]
     wider = pd.concat([table, table[table["claim"] == "W-21"].assign(model="other")])
@@ -376,15 +416,6 @@ def test_a_method_is_compared_with_plain_training_of_another_seed() -> None:
     assert (falls.outcome, falls.tells) == (HOLDS, "yes")
     apart = {"loss": (2.0, 3.0, 1.0)}
     assert judged_trainings("GS-25", training({"none": apart, "vscale": apart})).null_passes == 0
-
-
-def test_losses_are_compared_without_each_passage() -> None:
-    """Leaving out single sequences is not sufficient, because sequences of one passage are similar."""
-    loss = np.repeat([2.0, 3.0, 5.0], 4)
-    table = pd.DataFrame({"layer": -1, "sequence": range(12), "predicted": 10, "loss": loss})
-    run = analysis({"loss_by_sequence": table})
-    run.manifest["input"] |= {"sequences": 12, "per_passage": 4}
-    assert Sequences(run).losses == pytest.approx([10 / 3, 4.0, 3.5, 2.5])
 
 
 BOS = 1

@@ -144,6 +144,10 @@ def test_a_null_is_separated_if_no_draw_passes_as_far_inside(test: Test, value: 
     assert not test.separates(Estimate(value))  # without draws, or undefined for all
 
 
+def test_a_test_in_words() -> None:
+    assert [test.text() for test in PASSES] == ["≥ 0", "> 0", "≤ 0", "< 0", "-1 to 1"]
+
+
 STUDIES = 1200  # the standard error of 5 % is 0.6 %
 Draw = np.random.Generator
 
@@ -252,6 +256,17 @@ def test_too_few_seeds_are_called_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert above(0.0).outcome(enough) == INCONCLUSIVE  # at exactly enough power
 
 
+def test_power_is_that_of_normal_errors() -> None:
+    """The standard error is 1 below the value and 2 above it."""
+    reach = stats.t.ppf(0.975, 4)
+    estimate = Estimate(2.0, 2 - reach, 2 + 2 * reach, seeds=5)
+    of_least, of_most = stats.norm.sf(reach - 4 / 1), stats.norm.sf(reach - 10 / 2)
+    powers = [test.power(estimate) for test in (above(-2.0), below(12.0), between(-2.0, 12.0))]
+    assert powers == pytest.approx([of_least, of_most, of_least + of_most - 1])
+    of_range = replace(estimate, truest=0.0)  # the numbers are equal, and either may be the larger one by chance
+    assert at_most(10.0).power(of_range) == pytest.approx(2 * of_most - 1)
+
+
 @pytest.mark.parametrize(("effect", "threshold"), [(0.6, 0.0), (-0.5, 0.0), (1.2, 0.5)])
 def test_the_number_of_seeds_that_decide(effect: float, threshold: float) -> None:
     """With so many seeds, four of five studies decide the test in the direction of the effect; with half fewer do."""
@@ -269,3 +284,6 @@ def test_the_number_of_seeds_that_decide(effect: float, threshold: float) -> Non
     assert decided[1] < 0.6
     assert above(0.0).seeds_to_decide(replace(pilot, value=0.0, low=-1.0, high=1.0, seeds=5)) == np.inf
     assert np.isnan(above(0.0).seeds_to_decide(pilot))
+    mirrored = -replace(pilot, seeds=5, **other_end)
+    assert below(-threshold).seeds_to_decide(mirrored) == between(-99.0, -threshold).seeds_to_decide(mirrored) == seeds
+    assert above(0.0).seeds_to_decide(Estimate(1.0, 1.0, 1.0, seeds=5)) == 2  # the fewest

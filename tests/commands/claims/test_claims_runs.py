@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 from support.hand_made_runs import (
     BOS,
     FAILS,
@@ -26,7 +27,7 @@ from support.hand_made_runs import (
 
 from sinkscope.commands.claims.arms import sink_left
 from sinkscope.commands.claims.collection import Collection
-from sinkscope.commands.claims.evidence import MAIN, NULL, Evidence, Need, _has_arm
+from sinkscope.commands.claims.evidence import LONG_TEXT, MAIN, NULL, STATES, Evidence, Need, _has_arm
 from sinkscope.commands.claims.papers.s2m import coordinates_of_largest
 from sinkscope.commands.claims.papers.wse import OTHER_DOMAINS
 from sinkscope.commands.claims.register import CLAIMS
@@ -63,7 +64,7 @@ def terms(first: Any, others: Any) -> pd.DataFrame:
     return by_sequence({"at_first": first, "at_others": others}, LAYERS, 0.01, term=TERMS)
 
 
-def rests(cosine: float) -> pd.DataFrame:
+def rests(cosine: Any) -> pd.DataFrame:
     return by_sequence({"cosine": cosine, "cosine_whole": 0.7}, LAYERS, 0.01)
 
 
@@ -91,7 +92,7 @@ def elsewhere(positions: str, reason: str | None = None, rate: float = 0.6) -> R
 BEFORE = {"before": [0.6, 0.05]}
 QUIET = {f"control {draw}": [0.6 + 0.002 * draw, 0.05] for draw in range(3)}
 WIDE = {f"control {draw}": [rate, 0.05] for draw, rate in enumerate((0.2, 0.4, 0.6))}
-LOW = {f"control {draw}": [0.2 + 0.001 * draw, 0.05] for draw in range(3)}
+LOW, MIDDLE = ({f"control {draw}": [rate + 0.001 * draw, 0.05] for draw in range(3)} for rate in (0.2, 0.4))
 NO_SINK = {condition: [0.02, 0.02] for condition in ("before", *QUIET)} | {"after": [0.0, 0.02]}
 
 
@@ -114,7 +115,7 @@ def equal(
     return table
 
 
-def repeated(kind: str, wrong: Mapping[str, float] | None = None, smallest: float = 1000.0, **facts: Any) -> RunData:
+def repeated(kind: str, wrong: Mapping[str, float] | None = None, smallest: Any = 1000.0, **facts: Any) -> RunData:
     norms = by_sequence({"norm": 1000.0, "norm_later": 1000.0, "norm_smallest": smallest}, LAYERS, 1.0)
     tables = {"equal_tokens": equal(kind, wrong=wrong), "activation_by_sequence": norms.assign(site="layer_out")}
     return analysis(tables, "repeated", family=family(kind), **facts)
@@ -130,8 +131,8 @@ def mixed() -> RunData:
     return analysis({"equal_tokens": table}, "repeated", family=family("rotary", layer_positions=["rotary", "none"]))
 
 
-def text(massive: bool = True, rate: float = 0.5, **facts: Any) -> RunData:
-    norms = by_sequence({"norm": 1000.0, "norm_later": 10.0, "norm_smallest": 5.0}, LAYERS, 1.0)
+def text(massive: bool = True, rate: float = 0.5, norm: Any = 1000.0, **facts: Any) -> RunData:
+    norms = by_sequence({"norm": norm, "norm_later": 10.0, "norm_smallest": 5.0}, LAYERS, 1.0)
     entries = by_sequence({"position": 0.0}, LAYERS).assign(is_massive=massive)
     entries["is_massive"] &= entries["layer"] > 0
     tables = {"activation_by_sequence": norms.assign(site="layer_out"), "massive": entries}
@@ -214,11 +215,13 @@ def without_rates() -> RunData:
     return analysis({"attention_by_sequence": table}, model={"name": "made", "weights": "trained", "parameters": 10**6})
 
 
-def branch(*names: str, compress: float = 1.0) -> RunData:
+def branch(*names: str, compress: float = 1.0, bloat: Sequence[float] = (1.0, 1.0)) -> RunData:
+    """Return the gains of these branches; `bloat` is that of position 0 in each."""
     gains = {name: np.ones(16) for name in ("bloat", "compress", "change", "input_norm")}
     one = by_sequence(gains, noise=0.01, position=range(16))
     one = one.assign(compress=one["compress"] * compress)
-    parts = [one.assign(branch=name) for name in names]
+    of_first = [np.where(one["position"] == 0, first, 1.0) for first in bloat]
+    parts = [one.assign(branch=name, bloat=one["bloat"] * x) for name, x in zip(names, of_first, strict=False)]
     return analysis({"gradient_ratio_by_sequence": pd.concat(parts, ignore_index=True)})
 
 
@@ -235,8 +238,8 @@ def writing(norms: Sequence[float]) -> RunData:
 
 
 def peaks(values: Sequence[float], least: float) -> RunData:
-    """Return a run whose layers have these largest entries, massive from `least` on."""
-    table = by_sequence({"value": np.array(values)}, len(values)).assign(position=0, coordinate=3)
+    """Return a run whose layers have these largest entries, and others half as large, massive from `least` on."""
+    table = by_sequence({"value": np.outer(values, [1, 0.5])}, len(values), coordinate=[3, 4]).assign(position=0)
     return analysis({"massive": table.assign(ratio=table["value"], is_massive=table["value"] >= least)})
 
 
@@ -291,6 +294,21 @@ def strengthening(by_layer: Sequence[float]) -> RunData:
     gradient = places.assign(pathway="value", head=0)
     gradient["grad_norm"] = np.where(gradient["position"] == 0, np.repeat(by_layer, 16), 1.0)
     return analysis({"attention": attention.assign(sink_mass=attention["layer"] / 10), "gradient": gradient})
+
+
+def backward(**norms: Sequence[float]) -> RunData:
+    """Return norms of gradients by pathway: at position 0, at position 1, and at all others."""
+    rows = [(0, name, -1, at, x[min(at, 2)]) for name, x in norms.items() for at in range(16)]
+    gradient = pd.DataFrame(rows, columns=["layer", "pathway", "head", "position", "grad_norm"])
+    by_group = gradient.merge(pd.DataFrame({"group": range(5)}), how="cross")
+    return analysis({"gradient": gradient, "gradient_by_group": by_group})
+
+
+def heads(mass: np.ndarray, **geometry: Any) -> RunData:
+    """Return heads (layers, heads) with these window masses and columns of `geometry`."""
+    columns = {"attention_heads": {"window_mass": mass, "uniform_mass": 0.05}, "geometry": geometry}
+    tables = {name: by_sequence(each, len(mass), head=range(mass.shape[1])) for name, each in columns.items()}
+    return analysis({f"{name}_by_sequence": table for name, table in tables.items()})
 
 
 def gaining(name: str, by_layer: Any) -> RunData:
@@ -349,7 +367,7 @@ def streams(otherwise: Mapping[int | None, float], registers: int = 0) -> list[R
     ]
     run, streamed = analysis({}), analysis({})
     run.manifest["model"]["registers"] = registers
-    streamed.manifest["input"]["longest"] = 512
+    streamed.manifest["input"]["longest"] = LONG_TEXT
     tables = {"streaming": pd.DataFrame(), "streaming_by_sequence": pd.DataFrame(rows)}
     return [run, RunData(streamed.manifest | {"command": "intervene", "arms": {}}, tables)]
 
@@ -359,7 +377,12 @@ def identities(pathway: str, *residuals: float) -> RunData:
     return analysis({"gradient_identity": table})
 
 
-LARGEST_ZEROED = no_op("zero-super-weight:which=largest", 2.0, 2.0)
+LARGEST = "zero-super-weight:which=largest"
+LARGEST_ZEROED = no_op(LARGEST, 2.0, 2.0)
+MASS = np.random.default_rng(0).permutation(np.linspace(0.05, 0.95, 60)).reshape(30, 2)
+SINK_HEADS = np.where(np.arange(10) < 4, 0.9, 0.05)[None]
+GATES = pd.DataFrame({"position": range(20), "gate": [0.1, *[9.0] * 4, *[0.5] * 11, *[9.0] * 4]})  # 5–15 are later
+CHECK = pd.DataFrame({"position": [0, 1] * 9, "holds": [1.0, 0.0] * 9, "measured": 1.0, "upper_bound": 2.0})
 LIKE_GEMMA = of_both(natural=(0.80, 0.0), random=(0.79, 0.0), repeated=(0.61, 0.0))
 OUTSIDE = repeated("rotary", outside={"the model's own sink logits": [0]})
 BOUND = pd.DataFrame({"layer": [0, 0], "position": [0, 1], "holds": [np.nan] * 2, "tightness": [np.nan] * 2})
@@ -380,15 +403,17 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     ("N-2", [natural(query_bias=alignment(0.4, -0.1))], (FAILS, HOLDS), 0.4, ""),
     ("N-2", [natural(query_bias=alignment(0.8, -0.5))], (HOLDS, FAILS), 0.8, ""),  # later keys are no parallels either
     ("N-3", [natural(gamma=gamma({}))], (FAILS,), 0.0, ""),
-    ("N-4", [natural(gamma=gamma({138: 0.5, 247: -0.4}))], (FAILS,), 0.0, ""),
     ("N-4", [natural(gamma=gamma({138: -9.0, 247: -8.0}))], HOLDS, 1.0, ""),  # by magnitude
     ("N-4", [natural(gamma=gamma({}))], NOT_APPLIES, None, "EPE_0 has no massive coordinate"),
+    ("N-4", [natural(gamma=gamma({138: 1.0, 247: -1.0}))], (FAILS,), 0.0, ""),  # by more than one deviation alone
     ("N-5", [natural(gamma=gamma({138: 0.5, 247: -0.4}))], (FAILS,), None, ""),
+    ("N-5", [natural(gamma=gamma({9: 0.0, 138: 12.0, 247: -18.0}))], HOLDS, 100 * 2 / WIDTH, ""),  # ranks 1, 2, 300
     ("N-11", [natural(logit_terms_by_sequence=terms([0.0, 3.0, 1.0, 0.0], 0.0))], (FAILS,), 0.25, ""),
     ("N-11", [natural(logit_terms_by_sequence=terms([[0] * 4, [0, 1, 1, 0], [0, 0, 3, 0], [0, 2, 8, 0]], 0.0))], HOLDS,
         12 / 15, "by layer, without the first"),  # layers count by their gaps
     ("N-11", [natural(logit_terms_by_sequence=terms(0.0, 1.0))], (INCONCLUSIVE,), None, ""),  # there is no gap
     ("N-14", [natural(epe_rest_by_sequence=rests(0.6))], (FAILS, HOLDS), 0.6, ""),
+    ("N-14", [natural(epe_rest_by_sequence=rests([0.6, 0.6, 0.05, 0.05]))], HOLDS, 0.05, ""),  # the second half
     ("N-14", [natural(query_bias=alignment(0.1, 0.0))], (HOLDS, FAILS), 0.05, ""),  # neither the rest nor EPE
     # interventions: an arm decides if there was a sink, and beyond random changes
     *((claim, [arm(name, after)], outcome, None, "")
@@ -406,6 +431,7 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     *(("N-6", [arm("nullify-query-bias", [0.3, 0.05], controls)], INCONCLUSIVE, None, "")
         for controls in (WIDE, {"control 0": [0.6, 0.05]}, {})),
     ("N-10", [arm("zero-key-columns", [0.0, 0.05], LOW)], (HOLDS, FAILS, HOLDS), None, ""),
+    ("N-10", [arm("zero-key-columns", [0.0, 0.05], MIDDLE)], HOLDS, None, ""),  # random ones leave two thirds
     ("N-7", [natural(), OTHER_LABEL], UNMEASURED, None, ""),
     ("N-9", [NO_BOS_BEFORE], NOT_APPLIES, None, "position 0 is no BOS"),
     # sinks elsewhere count where part of the mechanism is missing
@@ -436,8 +462,10 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     ("W-7", [repeated("none", dict.fromkeys(["weight_difference"], np.nan))], HOLDS, None, "4 layers"),
     # the smallest repeated token is as massive as the sink; a BOS or no massive layers leave nothing to compare
     ("W-6", [text(), repeated("rotary", smallest=990.0)], HOLDS, 0.99, ""),
-    ("W-6", [text(), repeated("rotary", smallest=100.0)], FAILS, 0.1, ""),
+    ("W-6", [text(), repeated("rotary", smallest=[10.0, 990.0, 100.0, 990.0])], FAILS, 0.1, "layer 2"),  # 0 has none
     ("W-6", [text(input=BOS), repeated("rotary")], UNMEASURED, None, ""),
+    ("W-6", [text(input=BOS)], UNMEASURED, None, "sinkscope analyze MODEL --bos never"),  # the first that is missing
+    ("W-13", [text(norm=[10.0, 20.0, 40.0, 1000.0])], HOLDS, 4.0, "3 layers"),
     ("W-5", [repeated("rotary", input=BOS)], UNMEASURED, None, ""),
     ("W-6", [text(massive=False), repeated("rotary")], NOT_APPLIES, None, "no layer has massive activations"),
     ("W-6", [text(rate=0.0), repeated("rotary")], NOT_APPLIES, None, "no sink without a BOS"),
@@ -492,20 +520,33 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     # uniform attention alone exceeds ε
     *((claim, [without_rates()], NOT_APPLIES, None, "position 0 has no sink rate")
         for claim in ("GS-2", "W-1", "W-18", "W-21")),
+    *(("W-21", [analysis(blocks(0.5, 0.5).tables, model={"name": "made", "parameters": count})], outcome, None, "")
+        for count, outcome in ((150e6, HOLDS), (250e6, NOT_APPLIES))),
     ("W-41", [windowed(0.01, None)], NOT_APPLIES, None, "it has no sliding window"),
     # models without the gradient's gain of one branch, without enough points, or without a bound
     ("GS-15", [branch("attn")], NOT_APPLIES, None, "the gradient's gain in the mlp branch is not defined in any layer"),
-    ("GS-15", [branch("attn", "mlp")], FAILS, 1.0, ""),
+    ("GS-15", [branch("attn", "mlp", bloat=(9.0, 3.0))], HOLDS, 3.0, ""),
     ("GS-17", [branch("attn", compress=0.0)], NOT_APPLIES, None, "too few layers"),
     # the bare embeddings are among the points of figure 3
     ("GS-17", [reshaping([1, 1, 1, 1])], (HOLDS, HOLDS), -1.0, ""),
     ("GS-17", [reshaping([9, 1, 1, 1])], FAILS, None, ""),
+    ("GS-9", [backward(query=[9, 1.5, 1])], HOLDS, 1.5, ""),  # without position 0
+    ("GS-10", [backward(query=[0, 1, 1], query_measured=[1e-6] * 3)], HOLDS, None, ""),
+    ("GS-11", [backward(value=[10, 2, 1])], HOLDS, 0.2, ""),
+    ("GS-13", [analysis({"gradient_check": CHECK})], HOLDS, 1.0, "median of measured ÷ upper bound 0.5"),
     # the mean of one state is the state
     *((claim, [analysis({}, input=BOS)], NOT_APPLIES, None, "the BOS before all") for claim in ("S-9", "S-12")),
+    ("S-12", [analysis({}, input=BOS, family=family("learned", causal=False)), no_op("mean-massive", 2.0, 2.01)], HOLDS,
+        np.exp(0.01), ""),  # an encoder's first token sees the others
     ("S-13", [attracting()], HOLDS, (3 / 4) / (4 / (4 * 49)), "75% against 2.0%"),
     ("S-13", [attracting(longest=128)], HOLDS, (3 / 4) / (4 / (4 * 49)), "75% against 2.0%"),  # positions of all
     ("V-3", [taking(0.05, 0.9, 0.9)], HOLDS, 0.05, "1 key/value head"),
     ("V-3", [taking(0.9, 0.05, 0.05)], FAILS, 0.9, ""),
+    ("V-1", [heads(MASS, value_norm=1 - 0.9 * MASS, value_norm_later=1.0)], HOLDS, -1.0, ""),
+    ("V-12", [analysis({"gate": GATES})], HOLDS, 0.2, ""),
+    ("W-16", [heads(SINK_HEADS, qk_cosine=np.where(SINK_HEADS > 0.3, 0.6, 0.4), qk_cosine_later=0.5)], HOLDS, 1.0, ""),
+    *((claim, [heads(SINK_HEADS, **{column: SINK_HEADS, f"{column}_later": 1.0})], HOLDS, 0.9, "4 of 10 heads")
+        for claim, column in (("W-14", "key_norm"), ("W-15", "value_norm"), ("W-17", "qk_norm_product"))),
     ("GS-14", [strengthening(range(1, 25))], HOLDS, 1.0, ""),
     ("GS-14", [strengthening(range(24, 0, -1))], FAILS, -1.0, ""),
     ("GS-16", [gaining("bloat", np.where(np.arange(16) == 0, 9.0, 1.0))], HOLDS, 1.0, ""),
@@ -521,6 +562,7 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     ("FT-1", [mixing(0.2, 0.3, 0.31, 0.29)], (HOLDS, FAILS), np.log(2), ""),
     ("IH-2", [no_op(BY_MASS, 2.0, 2.1, 2.5, 2.51, 2.49, 2.5)], HOLDS, 0.4, ""),
     ("IH-2", [no_op(BY_MASS, 2.0, 2.5, 2.1, 2.11, 2.09, 2.1)], FAILS, -0.4, ""),
+    ("IH-1", [no_op("ablate-heads", 2.0, 2.1, 2.5), no_op(BY_MASS, 2.0, 2.4, 2.5)], HOLDS, 0.3, ""),
     ("SO-1", [isolating(0.35, 0.01)], HOLDS, None, ""),
     ("SO-1", [isolating(0.35, 0.3)], (HOLDS, HOLDS, FAILS, HOLDS), None, ""),
     ("SO-1", [isolating(0.05, 0.01)], FAILS, None, ""),
@@ -532,6 +574,12 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     # a model without massive activations has none that appear or end
     *((claim, [peaks([1, 1, 5000, 5000, 20], least)], outcome, None, "") for claim in ("S-7", "S-8")
         for least, outcome in ((1000, HOLDS), (9000, FAILS))),
+    ("S-5", [peaks([1, 5000, 2e4, 20], 1000)], HOLDS, 2e4, ""),
+    ("S-7", [peaks([1, 6, 36, 216, 1296], 1000)], (FAILS, HOLDS), 6.0, ""),  # in each layer less than tenfold
+    *(("S-11", [analysis({}), no_op("zero-massive", 2.0, 2.0 + harm, *[2.0 + of_controls] * 2)], outcome, np.exp(harm),
+        "") for harm, of_controls, outcome in ((3, 0.05, HOLDS), (1, 0.05, (FAILS, HOLDS)), (3, 0.2, (HOLDS, FAILS)))),
+    ("S-11", [analysis({}), arm("zero-massive", [0.1, 0.05])], UNMEASURED, None,
+        "sinkscope intervene MODEL --do zero-massive"),  # the arm was measured without its loss
     # with four layers, two of them have half of any sum
     ("GS-4", [writing([1, 1, 1, 1])], NOT_APPLIES, None, "two of 4 layers have at least half of any sum"),
     ("GS-4", [writing([5, 1, 5, 1, 1])], HOLDS, 10 / 13, ""),
@@ -543,6 +591,7 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     # without the second part, the claim would hold for any weight of any model, with random weights, too
     ("SW-2", [no_op("zero-super-weight", 2.0, 4.5, 2.0), LARGEST_ZEROED], HOLDS, None, ""),
     ("SW-2", [no_op("zero-super-weight", 2.0, 2.0, 2.0), LARGEST_ZEROED], (HOLDS, FAILS), None, ""),
+    ("SW-2", [no_op("zero-super-weight", 2.0, 4.5, 2.0), no_op(LARGEST, 2.0, 4.5)], (FAILS, FAILS), np.exp(2.5), ""),
     *((claim, [identities(pathway, 1e-7, value, 1.0, np.nan)], outcome, None, "largest 1.0e+00")
       for claim, pathway in (("GS-33", "key"), ("GS-34", "query"))
       for value, outcome in ((5e-5, HOLDS), (5e-4, FAILS))),
@@ -583,13 +632,13 @@ def test_the_spread_of_delta_is_that_of_all_later_tokens() -> None:
 @pytest.mark.parametrize("bos", [True, False])
 def test_a_no_op_is_set_against_a_constant(bos: bool) -> None:
     """If zeros do harm and the mean over sequences does not, the values of the sink are a bias."""
-    zero = no_op("scale-sink-value:where=sinks", 2.0, 2.5, 2.0, 2.0)
+    zero = no_op("scale-sink-value:where=sinks", 2.0, 2.5, 2.2, 2.2)
     mean = no_op("mean-sink-value:where=sinks", 2.0, 2.01)
     mass = by_sequence({"window_mass": [[0.9, 0.9]] * 4}, head=range(2)).assign(uniform_mass=0.05)
     run = analysis({"attention_heads_by_sequence": mass}, input=BOS if bos else NO_BOS)
     judgment = judged("V-24", run, zero, mean)
     assert judgment.outcome == FAILS
-    assert judgment.estimates[0].value == pytest.approx(np.exp(0.5))
+    assert judgment.estimates[0].value == pytest.approx(np.exp(0.5 - 0.2))
     assert "with their mean over sequences in place of zero ×1.01 [1.01, 1.01]" in judgment.estimates[0].note
     assert ("constant anyway" in judgment.estimates[0].note) == bos
 
@@ -601,8 +650,8 @@ VALLEY = range(3, 9)  # layers with massive activations
 
 
 def states(
-    valley: float = 0.02, rescaled: float = 0.5, loose: float = 0.0, written: float = 0.97, attention: float = 3.0,
-    sinks: float = 0.04, residual: float = 0.98, rotated: float = 0.0, others: float = 0.5,
+    valley: float = 0.02, rescaled: float = 0.5, loose: Any = 0.0, written: float = 0.97, attention: float = 3.0,
+    sinks: float = 0.04, residual: Any = 0.98, rotated: float = 0.0, others: float = 0.5,
 ) -> RunData:  # fmt: skip
     """Return a run with a valley, a secondary sink in each sequence, a residual sink, and a spike in layer 3."""
     inside = np.isin(np.arange(DEPTH), VALLEY)
@@ -614,16 +663,17 @@ def states(
         "layer": 4, "sequence": sequence, "position": 9, "kind": "secondary", "lifetime": 2 + sequence % 4,
         "norm": 100.0 + sequence % 4, "written": written, "attention": attention, "attention_elsewhere": 1.0,
     })  # fmt: skip
+    first = {"position": 0, "kind": "first", "lifetime": 9, "norm": 1.0, "written": 0.0, "attention": 99.0}
     massive = by_sequence({"value": inside}, DEPTH).assign(position=0)
     rate = np.isin(np.arange(DEPTH) - 1, VALLEY).astype(float) - 1e-3 * np.arange(DEPTH)
-    spikes = pd.DataFrame({"layer": range(DEPTH), "cosine": 1.0, "cosine_of_others": others, "step": ""})
-    spikes.loc[3, "step"] = "up"
+    spikes = pd.DataFrame({"layer": range(DEPTH), "cosine": 0.5, "cosine_of_others": others, "step": ""})
+    spikes.loc[3, ["cosine", "step"]] = 1.0, "up"
     tables = {
         "entropy_by_sequence": by_sequence(columns, DEPTH, noise=1e-4),
         "entropy": pd.DataFrame({"layer": range(DEPTH), "entropy": entropy}),
         "massive": massive.assign(is_massive=massive["value"] > 0),
         "attention": pd.DataFrame({"layer": range(DEPTH), "head": 0, "position": 0, "sink_rate": rate}),
-        "sink_tokens": secondary,
+        "sink_tokens": pd.concat([secondary.assign(**first), secondary], ignore_index=True),
         "parallel_tokens": by_sequence({"parallel": 0.05 * inside, "sinks": sinks * inside}, DEPTH),
         "spikes_by_sequence": by_sequence({"largest_share": residual, "rotated_share": rotated}, DEPTH),
         "spikes": spikes,
@@ -634,7 +684,7 @@ def states(
 @pytest.mark.parametrize(
     ("claim", "against"),
     [
-        ("CV-1", {"loose": 0.1}),
+        ("CV-1", {"loose": 0.1 * (np.arange(DEPTH) == 5)}),  # one layer of the valley is enough
         ("CV-2", {"valley": 0.5}),
         ("CV-3", {"rescaled": 0.1}),
         ("SS-1", {"written": 0.5}),
@@ -656,6 +706,11 @@ def test_the_numbers_of_claims_on_states() -> None:
     ends = [judged("CV-4", states(valley=entropy)) for entropy in (0.02, 0.9)]
     assert [judgment.outcome == HOLDS for judgment in ends] == [True, False]
     assert ends[0].estimates[0].value < 0 < ends[1].estimates[0].value
+    entropy, rate = states().tables["entropy"]["entropy"], states().tables["attention"]["sink_rate"]
+    expected = stats.spearmanr(entropy[:-1], rate[1:])[0]  # a layer's output is the next one's input
+    assert ends[0].estimates[0].value == pytest.approx(expected)
+    residual = states(residual=np.where(np.arange(DEPTH) == 5, 0.98, 0.1))  # in one layer
+    assert judged("RS-1", residual).estimates[0].value == pytest.approx(0.98)
     assert judged("SS-3", states()).estimates[0].value == pytest.approx(3.0)
     assert judged("SS-2", states()).estimates[0].value == pytest.approx(1.0)
     assert judged("SS-2", states()).outcome in (HOLDS, INCONCLUSIVE)
@@ -677,6 +732,17 @@ def test_claims_on_states_do_not_apply_without_their_objects() -> None:
     without = RunData(run.manifest, {**run.tables, "sink_tokens": run.tables["sink_tokens"].head(0)})
     for claim in ("CV-1", "CV-2", "CV-3", "SS-1", "SS-2", "SS-3"):
         assert judged(claim, without).outcome == NOT_APPLIES, claim
+
+
+def test_states_are_those_of_a_run_with_all_their_tables() -> None:
+    few = analysis(dict.fromkeys(("entropy", *"abc")))
+    every = analysis(dict.fromkeys(("entropy", "sink_tokens", "spikes")))
+    assert Evidence.of([few, every], [MAIN, STATES]).runs == {MAIN: few, STATES: every}
+
+
+def test_an_arm_without_controls_leaves_a_claim_the_null_of_the_others() -> None:
+    judgment = judged("SO-1", isolating(0.35, 0.01))
+    assert (judgment.null_passes, judgment.tells) == (0.0, "yes")
 
 
 @pytest.mark.parametrize("role", [MAIN, NULL])

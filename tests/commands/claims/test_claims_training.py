@@ -16,6 +16,7 @@ from support.made_up_runs import made_up, save
 from sinkscope.commands.claims.arms import onset
 from sinkscope.commands.claims.claim import Judgment, judge
 from sinkscope.commands.claims.collection import Collection, judged_folders
+from sinkscope.commands.claims.evidence import MAIN, Need
 from sinkscope.commands.claims.over_seeds import mean_over_seeds, range_of_rates
 from sinkscope.commands.claims.papers.wse import _best_decay, _check_windows
 from sinkscope.commands.claims.register import CLAIMS
@@ -107,9 +108,9 @@ def test_the_interval_is_students_over_the_seeds() -> None:
 
 
 def test_the_gate_is_compared_with_the_best_of_all_arms_that_were_trained_with_it() -> None:
-    numbers = {"none": (1.0, 1.1, 1.2), "register-tokens": (0.1, 0.12, 0.11), "vga": (0.5, 0.52, 0.51)}
+    numbers = {"none": (1.0, 1.1, 1.2), "register-tokens": (0.1, 0.12, 0.2), "vga": (0.5, 0.52, 0.51)}
     (best,) = judged("V-18", training({arm: {"perplexity_increase": each} for arm, each in numbers.items()})).estimates
-    assert best.value == pytest.approx(0.4)
+    assert best.value == pytest.approx(0.51 - 0.14)
     assert best.note.startswith("register-tokens, the best of none, register-tokens; ")
 
 
@@ -124,10 +125,17 @@ def test_the_best_of_all_arms_is_that_of_all_seeds() -> None:
 
 def test_a_variant_that_a_claim_names_with_its_parameters_is_no_further_variant() -> None:
     """Gates on values and on outputs are claims of their own for IGA, and variants of one claim for VGA."""
-    for method, variants in (("iga", set()), ("vga", {"made (vga:placement=value)"})):
-        arms = ("none", f"{method}:placement=output,scale=1", f"{method}:placement=value")
-        trained = training({arm: {"sink_rate": LOW} for arm in arms})
-        assert Collection((), (trained,)).evidence({}).keys() == {"made"} | variants
+    arms = ("none", "register-tokens", "iga:placement=output,scale=1", "iga:placement=value")
+    trained, other = (training({arm: {"loss": LOW} for arm in arms}, model=name) for name in ("made", "b"))
+    assert Collection((), (trained, other)).evidence({}).keys() == {"made", "b"}
+    trained = training({arm: {"loss": LOW} for arm in (*arms, "vga:placement=output", "vga:placement=value")})
+    evidence = Collection((trained.runs["none-seed0"],), (trained, other)).evidence({})
+    assert evidence.keys() == {"made", "made (vga:placement=value)", "b"}
+    first, second = evidence["made"], evidence["made (vga:placement=value)"]
+    assert (MAIN in first.runs, len(second.runs)) == (True, 0)  # runs do not depend on the variant
+    assert second.studies.keys() == {need for need in first.studies if "vga" in need.of}
+    labels = [each.studies[Need("arms", "none,vga")].by_seed[0]["vga"].label for each in (first, second)]
+    assert labels == ["vga:placement=output", "vga:placement=value"]
 
 
 def test_seeds_and_arms_are_pooled_over_folders_that_differ_in_nothing_else() -> None:
@@ -137,7 +145,7 @@ def test_seeds_and_arms_are_pooled_over_folders_that_differ_in_nothing_else() ->
         tables = {name: table.assign(seed=seed) for name, table in made.tables.items()}
         return Training({**made.manifest, "arms": arms}, made.runs, tables)
 
-    alike = [one(seed, own) for seed, own in enumerate((1.0, 1.1, 1.2))]
+    alike = [one(seed, own, **shaped(transformers_version=str(seed))) for seed, own in enumerate((1.0, 1.1, 1.2))]
     pooled = judged("V-14", *alike)
     assert pooled.estimates[0].note.endswith("3 seeds, of logarithms")
     assert judged("V-14", *alike, alike[0]).estimates == pooled.estimates  # a seed counts once
@@ -163,7 +171,7 @@ def costing(seconds: float | None, share: float) -> Training:
     return made
 
 
-def on_outputs(mass: float, plain: float) -> Training:
+def on_outputs(mass: Any, plain: float) -> Training:
     around = np.array([1.0, 1.02, 0.98])
     arms = {"none": plain, "iga:placement=output,scale=1": mass}
     return training({arm: {"sink_mass": x * around, "sink_rate": x * around} for arm, x in arms.items()})
@@ -308,7 +316,7 @@ def of_norms(*by_arm: float, arms: Sequence[str] = ()) -> Training:
     biases = ("key-bias:value=zero,deviation=0.02", "key-bias:value=learned,deviation=0.02", "value-bias")
     norm_of = dict(zip(("none", *(arms or (*biases, "register-tokens"))), by_arm, strict=True))
     tables = {
-        arm: [{"summary": pd.DataFrame({"metric": "norm_ratio", "layer": [0], "value": [float(norm)]})}] * 3
+        arm: [{"summary": pd.DataFrame({"metric": "norm_ratio", "layer": [-1, 0], "value": [99.0, float(norm)]})}] * 3
         for arm, norm in norm_of.items()
     }
     return training({arm: {"loss": LOW} for arm in norm_of}, tables=tables)
@@ -369,6 +377,9 @@ CASES: list[tuple[str, Training, Any, str]] = [
     ("GA-1", on_outputs(0.05, plain=0.5), HOLDS, ""),
     ("GA-1", on_outputs(0.4, plain=0.5), FAILS, ""),
     ("GA-1", on_outputs(0.05, plain=0.05), NOT_APPLIES, "plain training has no sink"),
+    ("V-14", training({"none": {"perplexity": (0.0, 1.0, 1.0)}, "vga": {"perplexity": LOW}}), NOT_APPLIES,
+        "it is 0 in none, so that the ratio is not defined"),
+    ("GA-1", on_outputs(np.array([0.0, 0.05, 0.05]), plain=0.5), FEW_SEEDS, "3 seeds, of logarithms"),
     ("V-23", costing(0.51, 1e-3), (HOLDS, HOLDS), "of 1,001"),
     ("V-23", costing(0.6, 1e-3), (HOLDS, FAILS), ""),
     ("V-23", costing(0.51, 0.1), (FAILS, HOLDS), ""),
@@ -378,6 +389,7 @@ CASES: list[tuple[str, Training, Any, str]] = [
     ("GS-21", kept(0.01, 0.015), FAILS, ""),  # there was no sink to keep
     ("GS-22", scaled((1, 5), (9, 9), (1, 1)), HOLDS, ""),
     ("GS-22", scaled((20, 1), (1, 1), (1, 1)), FAILS, ""),
+    ("GS-22", scaled((1, 5), (9, 9), (1, 1), others=40.0), HOLDS, ""),  # the norms of other positions do not count
     ("GS-22", scaled((1, 5), (9, 9), (1, 1), others=0.4), (HOLDS, FAILS), ""),  # others fell more
     ("GS-23", scaled((9, 9), (1, 2), (1, 1)), HOLDS, ""),
     ("GS-23", scaled((9, 9), (1, 2), (1, 1), others=0.4), (HOLDS, FAILS), ""),
@@ -439,9 +451,24 @@ CASES: list[tuple[str, Training, Any, str]] = [
     ("W-55", summed(0.02), FAILS, ""),
     ("W-57", normalized(0.1), HOLDS, ""),
     ("W-57", normalized(-0.1), FAILS, ""),
+    ("V-4", training({"none": {"loss": LOW}}), UNMEASURED, "sinkscope run bigram-backcopy"),  # trained on other text
     *((f"V-{number}", lab(none=SINKS, vga=NO_SINK, iga=BETWEEN), HOLDS, "") for number in range(4, 12)),
     *((f"V-{number}", lab(none=NO_SINK, vga=WORSE, iga=BETWEEN), FAILS, "") for number in range(4, 12)),
 ]  # fmt: skip
+
+
+def test_the_null_of_an_arm_is_the_plain_arm() -> None:
+    of_two = training({"none": {"layer_inf_norm": (4.0, 9.0)}, "vga": {"layer_inf_norm": (1.0, 1.0)}})
+    assert judged("V-15", of_two).estimates[0].null == pytest.approx(1.0)  # √(4/9 · 9/4), of the other seed
+    assert judged("V-21", tuned(9, 1)).estimates[0].null == pytest.approx(150 / 100)  # plain ÷ untouched
+
+
+def test_the_layer_of_the_lab_is_that_of_its_plain_model() -> None:
+    courses = {method: {"attention_to_start": [(0.0, mass)] * 3} for method, mass in (("vga", 0.9), ("none", 0.4))}
+    made = training({method: {"loss": LOW} for method in courses}, courses=courses)
+    table = made.tables["training"].query("layer == 0")
+    both = pd.concat([table, table.assign(layer=1, value=1 - table["value"])])
+    assert replace(made, tables={"training": both}).sinking_layer == 1
 
 
 def test_new_parameters_are_a_share_of_all() -> None:
@@ -503,6 +530,28 @@ def test_the_command_that_would_decide_is_named(claim: str, command: str) -> Non
     assert (judgment.outcome, judgment.reason) == (UNMEASURED, command)
 
 
+def test_the_command_that_trains_more_repeats_all_but_what_differs() -> None:
+    others = judged("W-33", plain(18.0, batch_size=4, steps=7)).reason
+    assert ("--steps 7" in others, "--batch-size 4" in others) == (True, False)
+    one_seed = judged("GS-21", training({"none": {"sink_rate": (0.5,)}}, folder=Path("lab"))).reason
+    assert ("--seeds 3" in one_seed, "--out" in one_seed) == (True, False)
+
+
+@pytest.mark.parametrize("relative", ["lab", "series"])
+def test_steps_are_those_of_the_arm_whose_checkpoints_were_measured(
+    relative: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lab, measured = (Path() if each == relative else tmp_path for each in ("lab", "series"))
+    made = training({arm: {"loss": LOW[:1]} for arm in ("none", "vga")}, folder=lab / "lab")
+    series = [steps(f"{measured}/lab/{arm}-seed0/checkpoints", {0: {}}, f"steps of {arm}") for arm in ("none", "vga")]
+    evidence = Collection((), (made,), tuple(series)).evidence({})
+    by_model = {name: each.studies[Need("steps")].folders for name, each in evidence.items()}
+    assert by_model == {"made": (Path("steps of none"),), "made (vga)": (Path("steps of vga"),)}
+    with pytest.raises(InputError, match="steps of vga and other are steps of one training"):
+        Collection((), (made,), (*series, replace(series[1], folder=Path("other")))).evidence({})
+
+
 def test_of_a_sweep_the_cells_are_judged_that_are_finished_and_that_its_comparison_has(tmp_path: Path) -> None:
     names = ("one", "begun", "other")
     for name in names:
@@ -544,7 +593,7 @@ VARIED: dict[str, tuple[list[dict[str, Any]], Sequence[float], Sequence[float]]]
     "W-32": ([{"learning_rate": 1e-4, "steps": 400}, {"learning_rate": 4e-4, "steps": 100}], (6, 18), (18, 6)),
     "W-33": ([{"batch_size": size} for size in (2, 4, 8)], (16, 17, 16), (5, 17, 30)),
     "W-34": ([{"tokens": 640, "blocks": 5}, {"tokens": 64000, "blocks": 500}], (0.3, 40), (40, 40)),
-    "W-38": ([{"weight_decay": decay} for decay in (0, 0.1, 0.5, 5)], (15, 18, 41, 0.3), (41, 18, 15, 20)),
+    "W-38": ([{"weight_decay": decay} for decay in (0, 0.1, 2, 5)], (15, 18, 41, 0.3), (41, 18, 15, 20)),
     "W-40": ([shaped(sliding_window=size) for size in (64, None)], (0.3, 30), (30, 30)),
     "W-45": ([shaped(hidden_act=act) for act in ("silu", "gelu", "relu")], (18, 18, 17), (18, 2, 40)),
     "W-46": ([shaped(num_attention_heads=heads) for heads in (1, 4, 8)], (18, 16, 18), (2, 18, 40)),
@@ -573,6 +622,21 @@ def test_seeds_of_a_level_may_be_in_several_folders() -> None:
             record["seed"] += 3
     estimate = judged("W-31", *trainings, *later).estimates[0]
     assert estimate.note == "0.0001: 3.0, 0.0002: 11.0, 0.0004: 18.0 %; 6 seeds"
+
+
+def test_levels_are_of_trainings_of_the_model_from_random_weights() -> None:
+    others = [plain(rate, model="other", learning_rate=level) for rate, level in ((3, 1e-4), (11, 2e-4))]
+    tuned = [training({"none": {"sink_rate": LOW}}, "retrofit", learning_rate=level) for level in (1e-4, 2e-4)]
+    assert judged("W-31", plain(18, **shaped(hidden_act="relu")), *others).outcome == UNMEASURED
+    assert judged("W-31", *tuned).outcome == UNMEASURED
+
+
+def test_levels_are_tokens() -> None:
+    of_one, of_two = (plain(rate, batch_size=2, block_length=32) for rate in (18, 20))
+    of_two = replace(of_two, manifest=of_two.manifest | {"processes": 2})
+    assert judged("W-33", of_one, of_two).estimates[0].note == "64: 18.0, 128: 20.0 %; 3 seeds"
+    trainings = [plain(rate, tokens=blocks, blocks=blocks, block_length=32) for rate, blocks in ((0.3, 5), (40, 500))]
+    assert judged("W-34", *trainings).estimates[0].note == "160: 0.3, 16000: 40.0 %; 3 seeds"
 
 
 def test_learning_rates_are_compared_at_an_equal_product_with_the_steps() -> None:
@@ -657,7 +721,7 @@ def test_sigmoid_attention_has_no_sink_at_any_rate_decay_and_size() -> None:
     assert judged("W-58", *by_rate, *worse, *softmax(40)).outcome == FAILS
     assert judged("W-58", *by_rate, *by_decay, *softmax(5)).outcome == NOT_APPLIES  # softmax has no sink either
     assert judged("W-58", *by_rate, *softmax(40)).outcome == UNMEASURED
-    for parameters, lower, expected in ((1.1e9, 0.02, HOLDS), (1.1e9, 0.3, FAILS), (6e7, 0.02, NOT_APPLIES)):
+    for parameters, lower, expected in ((1.1e9, 0.02, HOLDS), (1.1e9, 0.3, FAILS), (5e8, 0.02, NOT_APPLIES)):
         of_sigmoid = [lower, lower + 0.01, lower]
         billion = training({"none": {"sink_rate": [0.45, 0.46, 0.44]}, SIGMOID[0]: {"sink_rate": of_sigmoid}})
         for run in billion.runs.values():
@@ -685,6 +749,20 @@ def test_steps_of_one_training_are_judged_over_its_sequences() -> None:
     assert outcomes((2.0, 8.0, 6.0), dict.fromkeys(appears, 0.5))[1].outcome == UNMEASURED  # step 0 is no null
     flat = outcomes((2.0, 2.0, 2.5), dict.fromkeys(appears, 0.001))
     assert [each.outcome for each in flat] == [FAILS, NOT_APPLIES]
+
+
+def test_the_spike_is_judged_at_the_steps_that_all_trainings_have() -> None:
+    ratios = {"a": {0: 2.0, 100: 8.0, 200: 6.0}, "b": {0: 2.0, 200: 10.0}}
+    sinks = {name: dict.fromkeys(each, 0.5) | {0: 0.0} for name, each in ratios.items()}
+    series = [steps(f"{name}/model", by_step(each, sinks[name]), name) for name, each in ratios.items()]
+    (estimate,) = judged("GS-27", *series, name="model").estimates
+    assert estimate.value == pytest.approx((6 / 2 * 10 / 2) ** 0.5)
+
+
+def test_of_several_settings_of_fine_tuning_it_is_judged_in_the_first() -> None:
+    arms = [{"untouched": {"loss": HIGH}, "none": {"loss": LOW, "sink_rate": rates_of}} for rates_of in (LOW, HIGH)]
+    judgment = judged("W-60", *(training(each, "retrofit", steps=count) for count, each in enumerate(arms, 7)))
+    assert "steps=7, of 2 settings the first" in judgment.estimates[0].note
 
 
 def test_of_several_settings_it_is_judged_in_the_one_with_most_sinks() -> None:
@@ -731,7 +809,8 @@ def of_sizes(claim: str, rates: Sequence[float], scores: Sequence[float] = ()) -
     benchmarks = []
     for name, score in zip(names, scores, strict=False):
         row = {"condition": "hellaswag", "metric": "acc_norm", "score": score, "is_asked": True}
-        table = pd.DataFrame([row, row | {"metric": "acc", "score": 0.0}])
+        others = [row | {"condition": "arc_easy", "score": -score}, row | {"metric": "acc", "score": 0.0}]
+        table = pd.DataFrame([others[0], row, others[1]])
         benchmarks.append(RunData({"model": {"name": name}}, {"benchmark": table}))
     evidence = Collection([*runs, model("org/other-9m", 0.9, 9)], scores=tuple(benchmarks)).evidence({})
     assert judge(CLAIMS[claim], evidence["org/other-9m"]).outcome == UNMEASURED
@@ -748,6 +827,14 @@ def test_the_sink_and_hellaswag_by_size() -> None:
     assert of_sizes("W-23", rising, (0.26, 0.27, 0.3, 0.34, 0.4)).outcome == HOLDS
     assert of_sizes("W-23", rising, (0.4, 0.34, 0.3, 0.27, 0.26)).outcomes == (HOLDS, FAILS)
     assert of_sizes("W-23", rising, (0.26, 0.27, 0.3)).outcome == UNMEASURED
+
+
+def test_a_family_has_four_sizes_or_more_which_may_be_words() -> None:
+    runs = [model(f"gpt2{name}", count / 2000, count) for name, count in (("", 124), ("-medium", 355), ("-xl", 1558))]
+    for count, window, expected in ((774, 64, INCONCLUSIVE), (355, 64, UNMEASURED), (774, 16, UNMEASURED)):
+        large = model("gpt2-large", 0.4, count, config=manifest()["config"] | {"window": window})
+        evidence = Collection([*runs, large]).evidence({})["gpt2"]
+        assert judge(CLAIMS["W-22"], evidence).outcome == expected
 
 
 def test_a_chat_model_is_compared_with_its_base() -> None:
@@ -790,7 +877,7 @@ def test_a_sink_appears_where_the_mean_of_all_sequences_does() -> None:
 
 
 def test_a_window_as_long_as_the_average_is_long_enough() -> None:
-    runs = {0: RunData({"config": {"window": 64}}, {})}
+    runs = {seed: RunData({"config": {"window": window}}, {}) for seed, window in enumerate((16, 64))}
     _check_windows(ClaimStudy((), "", by_level={64: runs, 128: runs}))
     with pytest.raises(Lacks, match="--window 32"):
         _check_windows(ClaimStudy((), "", by_level={32: runs, 128: runs}))

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -61,10 +62,10 @@ def measured(counted: tuple[Scorecard, float, int]) -> Scorecard:
 
 
 def test_an_arm_has_a_loss_or_controls_if_any_of_its_claims_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, set[str]] = {}
+    asked: dict[str, Any] = {}
 
-    def experiment(*_: Any, without_loss: set[str], without_controls: set[str], **__: Any) -> None:
-        asked.update(without_loss=without_loss, without_controls=without_controls)
+    def experiment(*args: Any, without_loss: set[str], without_controls: set[str], **__: Any) -> None:
+        asked.update(without_loss=without_loss, without_controls=without_controls, draws=args[3])
         raise InputError("it is not measured")
 
     monkeypatch.setattr("sinkscope.commands.claims.command.Experiment", experiment)
@@ -72,8 +73,25 @@ def test_an_arm_has_a_loss_or_controls_if_any_of_its_claims_needs_them(monkeypat
     kinds = {"zero-massive": ("do", "loss-do"), "mask-sink": ("do",), "mean-massive": ("loss-do-alone",)}
     roles = [Need(kind, name) for name, of in kinds.items() for kind in of]
     with pytest.raises(InputError, match="not measured"):
-        ClaimBench(nothing, ClaimsOptions(model="made"), Console(quiet=True), ()).arms(roles)
-    assert asked == {"without_loss": {"mask-sink"}, "without_controls": {"mean-massive"}}
+        ClaimBench(nothing, ClaimsOptions(model="made"), Console(quiet=True), ()).arms(roles, draws=7)
+    assert asked == {"without_loss": {"mask-sink"}, "without_controls": {"mean-massive"}, "draws": 7}
+
+
+def test_other_inputs_take_the_place_of_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    run = SimpleNamespace(bos="with", manifest={"input": {"token_zero": "a token id"}})
+    monkeypatch.setattr(ClaimBench, "_applying", lambda bench, names: list(names))
+    monkeypatch.setattr(ClaimBench, "_analyzed", lambda bench, options: asked.append(options) or run)
+    nothing: Any = None  # a subject that is not read
+    bench = ClaimBench(nothing, ClaimsOptions(model="made", dataset="org/set"), Console(quiet=True), ())
+    observables = dict.fromkeys(("natural", "random"), ("attention",))
+    bench.domain([Need("domain", "code")], ("attention",))
+    for source in observables:
+        bench.under_policy([Need("with-bos", source)], "with", observables)
+    read = [(each["input"], each["dataset"], each.get("bos")) for each in asked]
+    assert read == [("code", None, None), ("natural", "org/set", "always"), ("random", None, "always")]
+    with pytest.raises(InputError, match="its text is token ids"):
+        bench.under_policy([Need("without-bos", "random")], "without", observables)
 
 
 def test_an_arm_with_controls_reads_the_input_once_for_each() -> None:
