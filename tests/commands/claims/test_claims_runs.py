@@ -298,7 +298,7 @@ def strengthening(by_layer: Sequence[float]) -> RunData:
 
 def backward(**norms: Sequence[float]) -> RunData:
     """Return norms of gradients by pathway: at position 0, at position 1, and at all others."""
-    rows = [(0, name, -1, at, x[min(at, 2)]) for name, x in norms.items() for at in range(16)]
+    rows = [(0, name, -1, place, x[min(place, 2)]) for name, x in norms.items() for place in range(16)]
     gradient = pd.DataFrame(rows, columns=["layer", "pathway", "head", "position", "grad_norm"])
     by_group = gradient.merge(pd.DataFrame({"group": range(5)}), how="cross")
     return analysis({"gradient": gradient, "gradient_by_group": by_group})
