@@ -1,6 +1,7 @@
 """Findings on arms depend on the spread of the controls, and their intervals on the sequences."""
 
 import statistics
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from sinkscope.commands.intervene.findings import (
     interval_by_layer,
     overview,
     report,
+    whole_model,
 )
 from sinkscope.commands.intervene.page import IntervenePage
 from sinkscope.measuring.summary import arm_metrics
@@ -38,9 +40,14 @@ def run_of(
     masses: dict[int, tuple[float, float, tuple[float, ...]]] | None = None,
     perplexity: tuple[float, float, tuple[float, ...]] = (20.0, 21.0, (20.1, 20.2)),
     magnitude: tuple[float, float, tuple[float, ...]] = (100.0, 100.0, (100.0, 100.0)),
+    anywhere: tuple[float, float, tuple[float, ...]] | None = None,
     expects: str = "sink-falls",
+    watched: Sequence[int] = (),
 ) -> Run:
-    """Make a run of one arm `x` from position → (before, after, controls), the same in each of six layers."""
+    """Make a run of one arm `x` from position → (before, after, controls), the same in each of six layers.
+
+    It watches all of these positions, or those named.
+    """
     rows = []
 
     def add(metric: str, position: int, values: tuple[float, float, tuple[float, ...]], layers: int) -> None:
@@ -54,10 +61,12 @@ def run_of(
         add("sink_rate", position, values, 6)
         add("window_mass", position, (masses or {}).get(position, values), 6)
     add("massive_magnitude", -1, magnitude, 6)
+    if anywhere:
+        add("sink_rate_anywhere", -1, anywhere, 6)
     add("perplexity", -1, perplexity, 0)
     table = pd.DataFrame(rows, columns=["layer", "arm", "draw", "metric", "position", "value"])
     table = table.assign(model="tiny", condition="x", name="x")
-    arm = {"do": ["x"], "paper": "NU", "expects": expects, "watched": list(rates), "controls": []}
+    arm = {"do": ["x"], "paper": "NU", "expects": expects, "watched": list(watched or rates), "controls": []}
     manifest = {"model": {"name": "tiny"}, "condition": "natural", "command": "intervene", "arms": {"x": arm}}
     return Run(manifest, {"effect": table})
 
@@ -88,16 +97,18 @@ def test_a_sink_moves_only_if_the_target_gains_beyond_the_control() -> None:
     rates = {0: (0.7, 0.1, (0.7, 0.69, 0.71)), 1: (0.0, 0.4, (0.0, 0.0, 0.0))}
     gains = {1: (0.02, 0.30, (0.02, 0.03, 0.02))}
     moved = run_of(rates, gains, expects="sink-moves")
-    assert "the sink moved to position 1" in finding(moved, "x")
+    assert finding(moved, "x").endswith("Here the sink moved to position 1 (NU).")
     unmoved = run_of(rates, {1: (0.02, 0.05, (0.02, 0.09, 0.04))}, expects="sink-moves")
     assert "moved to" not in finding(unmoved, "x")
     assert "did not move" in finding(unmoved, "x")
     both = run_of({0: (0.7, 0.7, (0.7, 0.69, 0.71)), 1: rates[1]}, gains, expects="sink-moves")
     assert "attention to position 1 rises, but the sink at position 0 does not fall" in finding(both, "x")
+    both.manifest["arms"]["x"]["expects"] = "sink-stays"
+    assert finding(both, "x").endswith("Here it does (NU).")
 
 
 JUST = 1e-6
-FALLEN = (0.7, 0.69, 0.71)  # controls of a rate that was 0.7
+FALLEN = (0.7, 0.68, 0.69)  # controls of a rate that was 0.7
 
 
 @pytest.mark.parametrize(
@@ -112,6 +123,8 @@ FALLEN = (0.7, 0.69, 0.71)  # controls of a rate that was 0.7
         *((expects, 0.01 - JUST, 0.0, (0.0, 0.0), Outcome.ABSENT, "there is no sink before the intervention")
             for expects in ("sink-falls", "sink-stays")),
         ("sink-falls", 0.01 + JUST, 0.0, (0.01, 0.01), Outcome.CONFIRMED, "it does"),
+        ("sink-moves", 0.01 - JUST, 0.0, (0.0, 0.0), Outcome.REFUTED,
+            "it did not move: position 1 gains no attention beyond the control's spread"),
         *((expects, 0.7, 0.0, controls, Outcome.UNDECIDED, "there are too few controls to judge it")
             for expects in ("sink-falls", "sink-stays", "sink-moves") for controls in ((), (0.7,))),
         ("perplexity-collapses", 20.0, 200 + JUST, (), Outcome.CONFIRMED, "it does"),
@@ -132,6 +145,8 @@ def test_what_papers_expect_is_decided_at_the_thresholds(
     change, *_, judged = findings_of(run, "x")
     assert (judged.name, judged.outcome) == (expects, outcome)
     assert judged.sentence.endswith(f"Here {words} (NU).")
+    values = {"perplexity-collapses": after / before, "perplexity-unharmed": after / before - 1}
+    assert judged.value == pytest.approx(values.get(expects, after))
     if outcome == Outcome.ABSENT:
         assert change.sentence == "There is no sink at position 0, before or after."
     if outcome == Outcome.UNDECIDED:
@@ -151,6 +166,7 @@ def test_a_change_is_said_once_as_a_ratio() -> None:
     three = finding(Run(run.manifest, {"effect": rates[rates["layer"] < 3]}), "x")
     assert "falls to 0.250 times its value before." in three  # all of its layers are not the most changed ones
     assert "rises to 2.000 times its value before, most in layers 1–2, 4." in finding(risen, "x")
+    assert "The sink rate at position 0 rises" in finding(run_of({0: (0.0, 0.4, (0.0, 0.0))}), "x")
     assert list(overview(run)["sink rate @0"]) == ["80.0%", "20.0%", "80.0% ± 0.0%"]  # before, after, control
     assert list(overview(run)["perplexity"]) == ["20.00", "25.00", "21.50 ± 0.71"]
     assert "Perplexity is 1.250 times its value before, and 1.075 times under the control." in sentences
@@ -169,7 +185,9 @@ def test_a_change_is_said_once_as_a_ratio() -> None:
 def test_a_largest_activation_that_rises_elsewhere_is_named(do: str, after: float, place: str | None) -> None:
     run = run_of({0: (0.7, 0.7, (0.7, 0.7))}, magnitude=(100.0, after, (100.0, 100.0)))
     run.manifest["arms"]["x"]["do"] = [do]
-    massive = pd.DataFrame([(0, 0, 0, 7, 10.0), (1, 0, 0, 5, -900.0), (1, 0, 3, 6, 20.0)])
+    massive = pd.DataFrame([  # the single largest entry is in layer 0, the largest mean over sequences in layer 1
+        (0, 0, 0, 7, 10.0), (0, 1, 0, 7, 1000.0), (1, 0, 0, 5, -900.0), (1, 0, 3, 6, 20.0), (1, 1, 0, 5, 800.0),
+    ])  # fmt: skip
     massive.columns = ["layer", "sequence", "position", "coordinate", "value"]
     larger = pd.DataFrame({"layer": [2], "sequence": 0, "position": 9, "coordinate": 9, "value": 5000.0})
     massive = pd.concat([massive.assign(condition="x"), larger.assign(condition="before")], ignore_index=True)
@@ -200,27 +218,27 @@ def test_the_metrics_of_an_arm() -> None:
     assert values["perplexity", -1, -1] == pytest.approx(np.exp(2.0))
 
 
-def test_a_sink_that_moves_is_said_to_be_where_it_is() -> None:
-    run = run_of({0: (0.7, 0.0, (0.7, 0.69, 0.71))})
-    table = run.tables["effect"]
-    rates = {"sink_rate": (1, 0.01, 0.55), "sink_rate_anywhere": (-1, 0.72, 0.6)}
-    for metric, (position, before, after) in rates.items():
-        rows = table[(table["metric"] == "sink_rate") & (table["position"] == 0)].assign(metric=metric)
-        value = rows["arm"].map({"before": before, "after": after, "control": before})
-        table = pd.concat([table, rows.assign(position=position, value=value)])
-    sinks = pd.DataFrame({"condition": ["x"] * 5 + ["before"] * 5, "position": [0, 1, 1, 1, *[9] * 6]})
+@pytest.mark.parametrize("sink", [0, 3])
+def test_a_sink_that_moves_is_said_to_be_where_it_is(sink: int) -> None:
+    rates = dict.fromkeys((0, 1, 8), (0.0, 0.0, (0.0, 0.0)))  # not watched, and no sinks if `sink` is 3
+    rates |= {sink: (0.7, 0.0, (0.7, 0.69, 0.71)), sink + 1: (0.01, 0.55, (0.01, 0.01)), 7: (0.1, 0.2, (0.1, 0.1))}
+    run = run_of(rates, anywhere=(0.72, 0.6, (0.72, 0.72)), watched=(sink, 7))
+    sinks = pd.DataFrame({"condition": ["x"] * 5 + ["before"] * 5, "position": [sink, *[sink + 1] * 3, *[9] * 6]})
     sinks = sinks.assign(queries=20, window_mass=0.9, uniform_mass=0.05)
-    run = Run(run.manifest, {"effect": table, "sink_positions": sinks})
+    run = Run(run.manifest, {**run.tables, "sink_positions": sinks})
+    values = [finding.value for finding in findings_of(run, "x")]
+    assert values == [0.0, 0.6, 0.2, 21.0, 0.0]  # sink, anywhere, target, perplexity, and the sink against the paper
     said = finding(run, "x")
     assert "position is a sink in 60.0% (72.0% before, 72.0% under the control) of the heads and sequences, " in said
-    assert "position 1 in 55.0% (1.0% before, 1.0% under the control) of the heads; 75% of the sinks at oth" in said
-    assert "Here it does, and position 1 becomes one in 55.0% (1.0% before" in said
-    assert list(overview(run)["sink rate @1"])[:2] == ["1.0%", "55.0%"]  # before, after
+    assert f"The sink rate at position {sink} falls to 0.000 times its value before" in said
+    assert f"position {sink + 1} in 55.0% (1.0% before, 1.0% under the control) of the heads; 75% of the sinks" in said
+    assert f"Here it does, and position {sink + 1} becomes one in 55.0% (1.0% before" in said
+    assert list(overview(run)[f"sink rate @{sink + 1}"])[:2] == ["1.0%", "55.0%"]  # before, after
     assert list(overview(run)["sinks anywhere"])[:2] == ["72.0%", "60.0%"]
 
 
 def test_without_a_rate_no_change_is_said() -> None:
-    rates = run_of({0: (NAN, NAN, (NAN, NAN))}, {0: (0.3, 0.1, (0.3, 0.31))})
+    rates = run_of({2: (NAN, NAN, (NAN, NAN))}, {2: (0.3, 0.1, (0.3, 0.31))})
     rows = rates.tables["effect"].query("metric == 'window_mass'").assign(metric="uniform_mass", value=0.34)
     run = Run(rates.manifest | {"config": {"epsilon": 0.3}}, {"effect": pd.concat([rates.tables["effect"], rows])})
     change, mass, *_ = findings_of(run, "x")
@@ -238,7 +256,10 @@ def test_each_streaming_arm_has_its_own_windows() -> None:
     arm = {"do": [], "paper": "S2M", "expects": "", "watched": [], "controls": []}
     manifest = run.manifest | {"arms": {"near": arm, "far": arm}}
     run = Run(manifest, {"streaming": pd.DataFrame(rows, columns=columns)})
-    assert list(overview(run)["perplexity"]) == ["20.00", "90.00", "20.00", "40.00", "30.00", "50.00"]
+    table, dense = overview(run), "dense, as streaming measures it"
+    assert list(table["perplexity"]) == ["20.00", "90.00", "20.00", "40.00", "30.00", "50.00"]
+    windows = [dense, "last 8 tokens", dense, "last 32 tokens", "last 16 tokens and the first 4", "last 16 tokens"]
+    assert list(table["arm"]) == windows
     assert finding(run, "far") == " ".join(  # the shortest window first
         f"With the last {kept}, perplexity is {ratio} times that of dense attention."
         for kept, ratio in (("16 tokens", "2.500"), ("16 tokens and the first 4", "1.500"), ("32 tokens", "2.000"))
@@ -246,9 +267,11 @@ def test_each_streaming_arm_has_its_own_windows() -> None:
     assert "the last 8 tokens" not in finding(run, "far")
 
 
-def test_the_page_has_the_controls_of_the_whole_model() -> None:
+def test_the_page_and_the_card_have_the_controls_of_the_whole_model() -> None:
     run = run_of({0: (0.8, 0.2, (0.7, 0.9))}, perplexity=(20.0, 25.0, (21.0, 23.0)))
-    table = run.tables["effect"].copy()
+    card = whole_model(run).set_index(["setting", "metric"])["value"]
+    assert [card[setting, "perplexity"] for setting in ("", "x", "x, random controls")] == [20.0, 25.0, 22.0]
+    table = run.tables["effect"].assign(name="what the arm `x` does")
     table.loc[table["layer"] >= 0, "value"] = 0.0
     contents: Any = SimpleNamespace(all_tables={"effect": table}, manifest=run.manifest)
     controls = {row[:3]: row[3:] for row in IntervenePage().data(contents)["controls"]}
@@ -325,20 +348,21 @@ def test_a_ratio_resamples_both_runs_together(arm: Run) -> None:
 
 
 def test_changes_that_differ_between_sequences_are_resampled(arm: Run) -> None:
-    table = arm.tables["attention_by_sequence"].copy()
+    table = arm.tables["attention_by_sequence"].assign(position=5)
+    table["layer"] *= 2  # the layers between have no attention
     is_arm = table["condition"] == "arm"
     table.loc[is_arm, "sink_rate"] = 0.1
     changed = Run(arm.manifest, {"attention_by_sequence": table})
     before = table[~is_arm].pivot(index="sequence", columns="layer", values="sink_rate").to_numpy()
     means = resamplings(SEQUENCES) @ (0.1 - before) / SEQUENCES
     ends = np.quantile(means[1:].mean(1), [0.025, 0.975])
-    assert interval(changed, "arm", "sink_rate", 0) == pytest.approx(before.mean() + ends)
-    by_layer = interval_by_layer(changed, "arm", "sink_rate", 0)
-    assert interval(changed, "another", "sink_rate", 0) is None  # nor without tables by sequence
-    assert interval_by_layer(Run(arm.manifest, {"effect": arm.tables["effect"]}), "arm", "sink_rate", 0).empty
+    assert interval(changed, "arm", "sink_rate", 5) == pytest.approx(before.mean() + ends)
+    by_layer = interval_by_layer(changed, "arm", "sink_rate", 5)
+    assert interval(changed, "another", "sink_rate", 5) is None  # nor without tables by sequence
+    assert interval_by_layer(Run(arm.manifest, {"effect": arm.tables["effect"]}), "arm", "sink_rate", 5).empty
     for layer in range(LAYERS):
         ends = before[:, layer].mean() + np.quantile(means[1:, layer], [0.025, 0.975])
-        assert by_layer.loc[layer].tolist() == pytest.approx(ends)
+        assert by_layer.loc[2 * layer].tolist() == pytest.approx(ends)
 
 
 def test_the_layers_that_are_named_change_as_the_model_does() -> None:

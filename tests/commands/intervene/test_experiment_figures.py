@@ -12,7 +12,7 @@ from support.made_up_runs import grid, make_run
 
 from sinkscope import InputError, Run
 from sinkscope.commands.intervene.figures import FAINTEST_MEAN as FAINTEST
-from sinkscope.commands.intervene.findings import interval_by_layer
+from sinkscope.commands.intervene.findings import interval, interval_by_layer
 from sinkscope.figures import applicable, draw
 from sinkscope.figures.style import Figure
 
@@ -80,13 +80,12 @@ def test_odd_experiments_are_drawn_without_a_warning(odd: str) -> None:
 
 def test_arm_maps_shows_the_layer_where_the_sink_changes_most() -> None:
     """It is the median over arms that decides, not the one that masks the sink in another layer."""
-    run = experiment({"one": [0], "two": [0], "mask": [0]}, layers=3)
+    run = experiment({"one": [3], "two": [3], "mask": [3]}, layers=3)
     maps = run.tables["arm_maps"]
-    in_layer_2 = (maps["layer"] == 2) & (maps["key"] == 0) & (maps["query"] > 0)
-    maps.loc[(maps["key"] == 0), "weight"] = 0.5
-    maps.loc[in_layer_2 & maps["condition"].isin(["one", "two"]), "weight"] = 0.01
-    in_layer_0 = (maps["layer"] == 0) & (maps["key"] == 0) & (maps["query"] > 0)
-    maps.loc[in_layer_0 & (maps["condition"] == "mask"), "weight"] = 0.001
+    to_sink = (maps["key"] == 3) & (maps["query"] > 3)
+    maps.loc[maps["key"].isin([0, 3]), "weight"] = 0.5
+    maps.loc[to_sink & (maps["layer"] == 2) & maps["condition"].isin(["one", "two"]), "weight"] = 0.01
+    maps.loc[to_sink & (maps["layer"] == 0) & (maps["condition"] == "mask"), "weight"] = 0.001
     figure = draw("arm-maps", run)
     assert "layer 2" in figure.get_suptitle()
     names = [ax.get_title().replace("\n", " ") for ax in figure.axes[:5]]
@@ -95,6 +94,24 @@ def test_arm_maps_shows_the_layer_where_the_sink_changes_most() -> None:
     for ax, condition in zip(figure.axes[:5], conditions, strict=True):
         np.testing.assert_allclose(shown_map(ax), map_of(run, condition, 2))
     assert [said(ax)[0] for ax in figure.axes[:5]] == ["sink 0.50", "sink 0.01", "sink 0.50", "sink 0.01", "sink 0.50"]
+
+
+def test_maps_of_many_arms_are_each_below_or_next_to_their_names() -> None:
+    arms = [f"arm {place}" for place in range(8)]
+    run = experiment({arm: [0] for arm in arms}, layers=1)
+    figure = draw("arm-maps", run)
+    named = [(ax.get_title(), ax) for ax in figure.axes if ax.get_title()]
+    assert [name for name, _ in named if name != "random control"] == ["before", *arms]
+    assert len(named) == 1 + 2 * len(arms)
+    for name, ax in named:
+        if name != "random control":
+            np.testing.assert_allclose(shown_map(ax), map_of(run, name, 0))
+
+
+def test_controls_are_left_out_where_maps_of_all_layers_would_be_too_small() -> None:
+    arms = [f"arm {place}" for place in range(16)]
+    figure = draw("arm-maps-by-layer", experiment({arm: [0] for arm in arms}, layers=1))
+    assert [ax.get_ylabel() for ax in figure.axes[:-1]] == ["before", *arms]
 
 
 @pytest.mark.parametrize("layers", [4, 30])
@@ -143,6 +160,7 @@ def test_effects_draws_before_after_and_every_control(run: Run) -> None:
         ends = values.mean() + 2 * values.std(ddof=1) * np.array([-1, 1])
         np.testing.assert_allclose(bar, np.exp(ends) if is_log else ends)
         assert is_log == (position == -1)
+    assert "random control, 3 draws" in legend_of(figure)
 
 
 def test_effects_by_layer_draws_the_sink_rate_and_the_controls_spread(run: Run) -> None:
@@ -173,6 +191,7 @@ def test_streaming_by_token_is_that_of_the_shortest_window_with_no_and_with_most
     ):
         assert line.get_label() == label
         np.testing.assert_allclose(line.get_ydata(), [by_way[window, keep, bucket] for bucket in (0, 64, 128)])
+        np.testing.assert_allclose(line.get_xdata(), [np.arange(64).mean() + bucket for bucket in (0, 64, 128)])
     assert left.lines[-1].get_xdata() == [32, 32]  # where the window begins to slide
     np.testing.assert_allclose(right.lines[0].get_ydata(), by_way[-1, 0, -1])
     for line, window in zip(right.lines[1:], (32, 64), strict=True):
@@ -186,7 +205,10 @@ def test_over_mixing_has_the_range_of_each_arms_own_controls() -> None:
     table = run.tables["over_mixing_by_sequence"]
     controls = table[table["condition"].str.contains(" control ")]
     assert len(controls["condition"].unique()) > 2
-    left, _ = draw("over-mixing", run).axes
+    left, right = draw("over-mixing", run).axes
+    by_distance = run.tables["over_mixing"].groupby(["condition", "distance"])["change"].mean()  # over layers
+    for line, condition in zip(right.lines, ("before", "one", "one and two"), strict=True):
+        np.testing.assert_allclose(line.get_ydata(), by_distance[condition])
     for nth, arm in enumerate(("one", "one and two")):
         own = controls[controls["condition"].str.startswith(f"{arm} control ")]
         for layer, means in own.groupby(["layer", "condition"])["change"].mean().groupby("layer"):
@@ -198,7 +220,8 @@ def test_effects_by_layer_has_the_interval_of_each_position() -> None:
     plain = experiment({"transplant-epe": [0, 1]}, draws=0)
     sequences = grid(condition=["before", "transplant-epe"], layer=range(4), sequence=range(6), position=[0, 1])
     random = np.random.default_rng(0)
-    sequences = sequences.assign(sink_rate=random.uniform(0, 1, len(sequences)), window_mass=0.5)
+    drawn = {name: random.uniform(0, 1, len(sequences)) for name in ("sink_rate", "window_mass")}
+    sequences = sequences.assign(**drawn)
     read = plain.manifest["input"] | {"sequences": 6}
     run = Run(plain.manifest | {"input": read}, plain.tables | {"attention_by_sequence": sequences})
     figure = draw("effects-by-layer", run)
@@ -207,3 +230,5 @@ def test_effects_by_layer_has_the_interval_of_each_position() -> None:
         for layer, ends in interval_by_layer(run, "transplant-epe", "sink_rate", position).iterrows():
             np.testing.assert_allclose(edges_at(ax, layer, band), ends)
     assert "change, 95 % over sequences" in legend_of(figure)
+    ax = panel(draw("effects", run), "window mass (share of attention) at position 1")
+    np.testing.assert_allclose(ax.lines[0].get_xdata(), interval(run, "transplant-epe", "window_mass", 1))

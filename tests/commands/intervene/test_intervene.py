@@ -18,7 +18,8 @@ from tiny import ragged_tokens, tiny_model, tiny_tokens, written
 from transformers import PreTrainedModel
 
 import sinkscope
-from sinkscope import InputError, Run, intervene, retrofit_model
+from sinkscope import InputError, Run, SinkscopeError, intervene, retrofit_model
+from sinkscope.commands.intervene.command import wanted_arms
 from sinkscope.commands.intervene.experiment import Experiment
 from sinkscope.commands.intervene.findings import effect_of
 from sinkscope.commands.intervene.options import InterveneOptions
@@ -102,7 +103,7 @@ def test_a_stack_on_sequences_of_different_lengths(gpt2: PreTrainedModel, tmp_pa
     run = intervene(gpt2, do, draws=1, **SMALL | {"input": str(path), "num_seqs": 3})
     (label,) = run.manifest["arms"]
     arm = run.manifest["arms"][label]
-    assert (arm["do"], arm["expects"]) == (do, "")  # no paper says what both do
+    assert (arm["do"], arm["expects"], arm["paper"]) == (do, "", "")  # no paper says what both do
     expected = plain_perplexity(edited(gpt2, columns=True), sequences)
     assert effect_of(run, label, "perplexity").after == pytest.approx(expected, rel=1e-5)
     assert run.tables["arm_maps"].query("condition == 'before'")["query"].max() == 19
@@ -126,6 +127,8 @@ def test_the_tables_hold_every_arm(gpt2: PreTrainedModel, all_of_gpt2: Run) -> N
     controls = {f"{arm} control {draw}" for arm in arms for draw in range(2)}
     assert set(all_of_gpt2.tables["attention"]["condition"]) == {"before", *arms, *controls}
     watched = {0, *(x for arm in arms for x in with_next(all_of_gpt2.manifest["arms"][arm]["watched"]))}
+    mapped = {"before", *arms, *(f"{arm} control 0" for arm in arms)}
+    assert set(all_of_gpt2.tables["arm_maps"]["condition"]) == mapped
     by_sequence = all_of_gpt2.tables["attention_by_sequence"].groupby("condition")["position"].unique()
     assert all(
         set(positions) == (watched if arm in controls else {*range(12)}) for arm, positions in by_sequence.items()
@@ -171,6 +174,24 @@ def test_mean_massive_puts_the_mean_over_sequences(llama: PreTrainedModel) -> No
     hidden = llama(torch.as_tensor(np.stack(inputs_of(llama))), output_hidden_states=True).hidden_states[2]
     (said,) = run.manifest["arms"]["mean-massive"]["do"]
     assert float(said.split("means=")[1].split(",")[0]) == pytest.approx(float(hidden[:, 2, 3].mean()), rel=1e-5)
+
+
+def test_a_stack_is_applied_in_its_order(llama: PreTrainedModel) -> None:
+    first, second = (f"mean-massive:layers=1,coordinates=3,means={mean}" for mean in ("10.0", "20.0"))
+    run = intervene(llama, arms={"both": [first, second], "second": second}, draws=0, **SMALL | {"num_seqs": 2})
+    both, last = (effect_of(run, label, "perplexity").after for label in ("both", "second"))
+    assert both == last
+
+
+def test_a_control_in_an_earlier_layer_is_what_it_is_as_an_arm(llama: PreTrainedModel) -> None:
+    options = SMALL | {"num_seqs": 2}
+    last = f"ablate-heads:numbers={llama.config.num_hidden_layers * llama.config.num_attention_heads - 1}"
+    run = intervene(llama, last, draws=2, **options)
+    ((label, arm),) = run.manifest["arms"].items()
+    arms = {str(draw): do for draw, do in enumerate(arm["controls"])}
+    alone = intervene(llama, arms=arms, draws=0, **options)
+    expected = [effect_of(alone, draw, "perplexity").after for draw in arms]
+    assert effect_of(run, label, "perplexity").controls == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("name", "projection"), [("llama", "v_proj"), ("gpt2", "c_attn")])
@@ -292,6 +313,19 @@ def test_an_arm_that_fails_takes_no_other_with_it(
     assert_same_tables(run.tables, others, check_exact=True)
 
 
+def test_an_interrupt_keeps_the_finished_arms_and_names_those_that_would_have_followed(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing_at(3, monkeypatch, KeyboardInterrupt())  # in the second arm
+    with pytest.raises(SinkscopeError, match=r"^interrupted: 1 of \d+ arms are kept in "):
+        intervene(llama, arms="all", draws=0, out=tmp_path / "run", figures=(), page=False, **SMALL)
+    manifest = Run.open(tmp_path / "run").manifest
+    followed = set(wanted_arms("all")) - {*manifest["arms"], *manifest["skipped"]}
+    assert len(manifest["arms"]) == 1
+    assert "nullify-query-bias" in manifest["skipped"]
+    assert manifest["failed"] == dict.fromkeys(followed, "interrupted")
+
+
 def test_an_arm_that_fails_ends_the_command_with_status_1(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_figures: None
 ) -> None:
@@ -355,7 +389,8 @@ def test_arms_of_the_command_line_are_separate_and_named_with_their_parameters(
 
 def test_sinks_at_the_next_position_and_anywhere_are_those_of_each_arm(llama: PreTrainedModel) -> None:
     options: dict[str, Any] = {"input": "random", "num_seqs": 4, "seq_len": 24, "positions": 1, "epsilon": 0.25}
-    run = intervene(llama, "mask-sink", draws=1, **options)
+    run = intervene(llama, "mask-sink", draws=1, observables=("entropy",), **options)
+    assert set(run.tables["entropy"]["condition"]) == {"before", "mask-sink", "mask-sink control 0"}
     sinks = run.tables["sink_positions"]
     sinks = sinks[(sinks["queries"] >= 16) & (sinks["window_mass"] / (1 - sinks["window_mass"])
         > 5 * sinks["uniform_mass"] / (1 - sinks["uniform_mass"]))]  # fmt: skip
@@ -404,8 +439,9 @@ def test_the_loss_of_a_run_that_is_reused_is_per_predicted_token(llama: PreTrain
     config = checked(InterveneOptions, {"model": "", "do": ("mask-sink",), **options})
     run = sinkscope.analyze(llama, **options)
     with open_subject(llama, None, config, console := Console(quiet=True)) as subject:
-        experiment = Experiment(subject, config, {"": parse_all(["mask-sink"])}, 0, False, console, analyzed=run)
-        experiment.resolved()
+        experiment = Experiment(subject, config, {"arm": parse_all(["mask-sink"])}, 0, False, console, analyzed=run)
+        tables = experiment.run()
+    assert set(tables["attention"]["condition"]) == {"before", "arm"}
     assert experiment.before.loss == pytest.approx(np.log(plain_perplexity(llama, sequences)))
 
 

@@ -37,6 +37,13 @@ def under(model: Any, *do: Any, ids: torch.Tensor = IDS, **options: Any) -> torc
         return logits(model, ids)
 
 
+def test_interventions_are_applied_in_the_given_order() -> None:
+    model = tiny_model("llama")
+    first, second = (f"mean-massive:layers=1,coordinates=3,means={mean}" for mean in ("10.0", "20.0"))
+    assert torch.equal(under(model, first, second), under(model, second))
+    assert not torch.equal(under(model, first), under(model, second))
+
+
 def test_layers_that_no_intervention_on_attention_reaches_are_named() -> None:
     model = tiny_model("llama")
     attention = model.model.layers[1].self_attn

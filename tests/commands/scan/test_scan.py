@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import transformers
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 import sinkscope
 from sinkscope import InputError, SinkscopeError
 from sinkscope.commands.scan.command import Scan
-from sinkscope.commands.scan.findings import overview
+from sinkscope.commands.scan.findings import FLOAT16, findings, overview
 from sinkscope.commands.scan.networks import KEPT
 from sinkscope.models import checkpoint
 from sinkscope.models.families import CENTERED_GAINS, find_family
@@ -87,6 +88,7 @@ def test_gains_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
     family = find_family(model)
     for layer in family.layer_modules(model) if after else ():  # as a gain in half precision may be
         layer.get_submodule(after).weight.data[0] = 0.0 if name == "gemma2" else 1.0
+        layer.get_submodule(after).weight.data[1] = -3.0
     table = scan(saved(model, tmp_path / "model")).tables["scan"].set_index(["layer", "neuron"])
 
     def gain(layer: Any, path: str) -> torch.Tensor:
@@ -277,6 +279,7 @@ def test_the_process_stays_far_smaller_than_the_checkpoint(tmp_path: Path) -> No
             patch.setattr(checkpoint, "CHUNK", 1 << 20)
             table = scan(tmp_path).tables["scan"]
         assert (table["gain"] == 0).all()
+        assert table["rank"].tolist() == list(range(1, KEPT + 1))  # although all gains are equal
         assert (max(sizes) - sizes[0]) * 1024 < 100e6 < ends[-1] / 2
 
     with forked(grown) as process:
@@ -444,12 +447,45 @@ def test_the_page_has_the_findings(tmp_path: Path) -> None:
     assert all(finding.sentence.split(":")[0] in again for finding in scanned.findings)
 
 
-def test_norms_have_their_largest_gain_and_their_median(tmp_path: Path) -> None:
-    model = tiny_model("llama")
+@pytest.mark.parametrize(
+    ("name", "norm", "side"),
+    [("llama", "post_attention_layernorm", "before"), ("olmo2", "post_feedforward_layernorm", "after")],
+)
+def test_norms_have_their_largest_gain_and_their_median(name: str, norm: str, side: str, tmp_path: Path) -> None:
+    model = tiny_model(name)
     with torch.no_grad():
-        gain = model.get_submodule("model.layers.1.post_attention_layernorm").weight
+        gain = model.get_submodule(f"model.layers.1.{norm}").weight
         gain.copy_(torch.linspace(0.5, 1.5, len(gain)))
         gain[5] = -40.0
     model.save_pretrained(tmp_path / "model")
-    row = sinkscope.scan(str(tmp_path / "model")).tables["scan_norms"].set_index(["layer", "side"]).loc[(1, "before")]
+    row = sinkscope.scan(str(tmp_path / "model")).tables["scan_norms"].set_index(["layer", "side"]).loc[(1, side)]
     assert (row["coordinate"], row["largest"], row["median"]) == (5, 40.0, float(gain.abs().median()))
+
+
+def test_findings_are_those_of_their_tables() -> None:
+    """Of five layers, 0 to 3 are early; the last one has the largest gain, and others the largest bounds."""
+    rows = [(0, 7, 10.0), (1, 7, 20.0), (2, 3, 30.0), (3, 9, 50.0), (4, 7, 100.0)]  # layer, coordinate, gain
+    rows = [(*row, 1) for row in rows] + [(layer, 9, gain / 2, 2) for layer, _, gain in rows]
+    table = pd.DataFrame(rows, columns=["layer", "coordinate", "gain", "rank"]).assign(expert=-1, weight=1.0, bound=1.0)
+    table["neuron"] = 10 * table["layer"] + table["rank"]
+    table.loc[table["layer"] < 2, "bound"] = [FLOAT16, *[2 * FLOAT16] * 3]  # beyond it: one in layer 0, two in layer 1
+    heads = pd.DataFrame({"layer": [0, 1], "head": [3, 2], "logit": [0.5, 2.0], "bound": [9.0, 3.0]})
+    matrices = pd.DataFrame({"layer": [4, -1], "tensor": ["mlp.up_proj", "wte"], "largest": [5.0, 1.0]})
+    matrices = matrices.assign(largest_norm=[4.0, 30.0], median_norm=[2.0, 3.0])
+    tables = {"scan": table, "scan_biases": heads, "scan_matrices": matrices}
+    said = {finding.name: finding for finding in findings({"tied_embeddings": False}, tables)}
+    assert (said["candidate"].value, said["candidate"].numbers) == (50.0, {"layer": 3, "coordinate": 9, "neuron": 31})
+    assert (said["coordinate"].value, said["coordinate"].numbers) == (3.0, {"coordinate": 7, "layers": 5})
+    beyond = said["float16-bound"]
+    assert (beyond.value, beyond.outcome) == (3.0, "weak")
+    assert beyond.numbers == {"layers": 2, "largest": 2 * FLOAT16, "kept": 10}
+    within = findings({"tied_embeddings": False}, {"scan": table.assign(bound=FLOAT16)})[2]
+    assert (within.name, within.value, within.outcome) == ("float16-bound", 0.0, "absent")
+    assert (said["biases"].value, said["biases"].numbers) == (2.0, {"layer": 1, "head": 2, "bound": 9.0})
+    assert (said["matrices"].value, said["matrices"].numbers) == (
+        5.0,
+        {"layer": 4, "ratio": 10.0, "layer_of_ratio": -1},
+    )
+    places = "The largest weight is 5, in `mlp.up_proj` of layer 4. The norm of a row is most outlying in `wte`: 10 × "
+    assert said["matrices"].sentence.startswith(places)
+    assert overview(tables)["layer"].tolist()[:3] == ["4", "3", "4"]  # by gain

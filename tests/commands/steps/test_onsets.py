@@ -12,6 +12,7 @@ import pytest
 from support.made_up_steps import GROUPS, SEQUENCES, UNIFORM, made_up_steps, sigmoid
 
 from sinkscope.commands.steps.onsets import (
+    FEWEST_STEPS,
     ONSET_COLUMNS,
     QUANTITIES,
     _in_order,
@@ -95,6 +96,12 @@ def test_ends_of_an_onset_are_steps_and_it_needs_a_change_beyond_the_first_inter
     assert (onset.value, onset.low, onset.high) == (100, 10, inf)  # also after the last step
 
 
+def test_each_draw_has_its_own_threshold_and_its_own_direction() -> None:
+    rise = np.array([0.0, 4.0, 6.0, 10.0])
+    rows = np.stack([*[rise] * 100, rise + 20, rise[::-1]])
+    assert (onset_of(rows)[1] == 2).all()
+
+
 def test_a_delay_is_that_of_the_second_onset() -> None:
     first, second = np.full(1001, 1), np.full(1001, 2)
     estimate = delay(first, second, [0, 9, 99, 999])
@@ -102,6 +109,9 @@ def test_a_delay_is_that_of_the_second_onset() -> None:
     assert delay(second, first, [0, 9, 99, 999]).high == -1
     assert isnan(delay(first, np.full(1001, 4), [0, 9, 99, 999]).value)  # not by the last step
     assert isnan(delay(first, np.empty(0), [0, 9, 99, 999]).value)
+    mostly = np.repeat([1, 4], [901, 100])  # in the other draws, both are not by the last step
+    together = delay(mostly, mostly, [0, 9, 99, 999])
+    assert (together.value, together.low, together.high) == (0, 0, 0)
 
 
 def test_lag_correlation_is_pearsons() -> None:
@@ -168,7 +178,12 @@ def test_a_fall_is_said_to_be_one() -> None:
 
 def test_quantities_are_those_of_the_tables() -> None:
     courses = training(value_gradient=EARLY, norm=EARLY, sink_rate=LATE)
-    table = onset_table(made_up_steps(STEPS, courses, noise=1e-6))
+    runs = made_up_steps(STEPS, courses, noise=1e-6)
+    for _, run in runs:
+        norms = run.tables["activation_by_sequence"]
+        norms.loc[norms["layer"] == 0, "norm"] /= 2  # the norm is that of the largest layer
+    table = onset_table(runs)
+    pd.testing.assert_frame_equal(onset_table(runs[::-1]), table)
     shown = table[table["number"] == "course"].pivot(index="step", columns="quantity", values="value")
     np.testing.assert_allclose(shown["value_gradient"], courses["value_gradient"] / UNIFORM, rtol=1e-4)
     np.testing.assert_allclose(shown["norm"], courses["norm"], rtol=1e-4)
@@ -188,6 +203,15 @@ def test_the_null_is_the_value_at_step_0_where_that_is_larger() -> None:
     assert "null: step 0" in sentences(runs)["onset-value_gradient"]
     later = onset_table(runs[1:])  # without step 0
     assert rows_of(later, "uniform")["value_gradient", ""].value == UNIFORM
+
+
+def test_no_interval_of_a_rate_is_below_0() -> None:
+    runs = made_up_steps(STEPS, training(value_gradient=EARLY, norm=EARLY, sink_rate=LATE))
+    for _, run in runs:
+        rates = run.tables["attention_by_sequence"]
+        rates.loc[rates["sequence"] > 0, "sink_rate"] = 0.0  # many draws lack the only sequence with a sink
+    rates = onset_table(runs).query("number == 'course' and quantity == 'sink_rate'")
+    assert rates["low"].eq(0).all()
 
 
 def test_no_order_is_claimed_where_there_is_none() -> None:
@@ -210,7 +234,14 @@ def test_no_order_is_claimed_where_there_is_none() -> None:
 
 def test_findings_have_the_value_and_the_interval_of_their_rows() -> None:
     table = onset_table(made_up_steps(STEPS, training(value_gradient=16, norm=64, sink_rate=256), 0.5))
-    said = {finding.name: (finding.value, finding.low, finding.high) for finding in findings(table)}
+    stated = {finding.name: finding for finding in findings(table)}
+    said = {name: (finding.value, finding.low, finding.high) for name, finding in stated.items()}
+    lags = {names: row.value for names, row in rows_of(table, "lag").items()}
+    for (first, second), row in rows_of(table, "lead").items():
+        assert row.value == pytest.approx(lags[first, second] - lags[second, first])
+    for (name, _), row in rows_of(table, "onset").items():
+        words = f"from step {row.value:.0f} on [{row.low:.0f}, {row.high:.0f}]."
+        assert stated[f"onset-{name}"].sentence.endswith(words)
     for number, kind in (("onset", "onset"), ("delay", "order"), ("lead", "lead")):
         for names, row in rows_of(table, number).items():
             name = "-".join([kind, *filter(None, names)])
@@ -235,6 +266,8 @@ def test_a_lead_is_beyond_zero_and_beyond_its_null(value: float, low: float, hig
     words = f"Changes of the {first} precede those of the {second}" if leads else "Neither norm nor sink leads the"
     assert lead.sentence.startswith(words)
     assert lead.outcome == (Outcome.PRESENT if leads else Outcome.UNDECIDED)
+    assert lead.threshold == (0.6 if value > 0 else -0.6)
+    assert ": r = 0.30 for norm first, 0.20 for sink first; " in lead.sentence
 
 
 def test_an_interval_of_steps_has_95_percent_of_the_draws() -> None:
@@ -273,6 +306,7 @@ def test_a_flat_training_has_no_onsets_and_no_order() -> None:
     assert isnan(onsets["value_gradient"])
     assert isnan(onsets["norm"])
     assert onsets["sink_rate"] == inf
+    assert {finding.outcome for finding in findings(table) if finding.name.startswith("onset")} == {Outcome.ABSENT}
     assert all("is not resolved: one of them has no onset" in sentence for name, sentence in sentences(runs).items()
         if name.startswith("order"))  # fmt: skip
     leads = [finding for finding in findings(table) if finding.name.startswith("lead") and isnan(finding.value)]
@@ -290,7 +324,8 @@ def test_steps_that_cannot_be_resampled_together_have_no_table() -> None:
     assert {name for name, _ in rows_of(onset_table(only), "onset")} == {"norm", "sink_rate"}
     only = [(step, replace(run, tables=without(run.tables, "attention_by_sequence"))) for step, run in only]
     assert len(onset_table(only)) == 0
-    assert rows_of(onset_table(runs[-5:]), "lead") == {}
+    for steps in (FEWEST_STEPS - 1, FEWEST_STEPS):
+        assert bool(rows_of(onset_table(runs[-steps:]), "lead")) == (steps == FEWEST_STEPS)
 
 
 def test_copies_of_a_text_are_left_out_together() -> None:

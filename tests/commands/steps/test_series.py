@@ -98,6 +98,7 @@ def test_the_folder(series: Series) -> None:
     manifest = json.loads((series.folder / "run.json").read_text(encoding="utf-8"))
     assert [at["step"] for at in manifest["steps"]] == list(STEPS)
     assert (manifest["command"], manifest["tables"]) == ("analyze_steps", ["onset", "series"])
+    assert manifest["config"]["revision"] == ",".join(f"checkpoint-{step}" for step in STEPS)
     with pytest.raises(InputError, match=r"is of `sinkscope analyze_steps`.*but holds runs: name one of them"):
         Run.open(series.folder)
     assert [path.name for path in series.folder.parent.iterdir()] == ["out"]
