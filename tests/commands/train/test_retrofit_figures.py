@@ -119,6 +119,7 @@ def test_bars_begin_at_0_and_have_their_numbers_next_to_them() -> None:
     assert [bar.get_width() for bar in axes["perplexity"].patches] == [17.03, 16.94, 17.01]
     assert [bar.get_x() for bar in axes["perplexity"].patches] == [0, 0, 0]
     assert said(axes["perplexity"]) == ["17.03", "16.94", "17.01"]
+    assert axes["perplexity"].lines[0].get_xdata() == [17.03, 17.03]  # the first arm
     assert [bar.get_width() for bar in axes["perplexity_quantized"].patches] == [0, 18.5, 0]
     assert said(axes["perplexity_quantized"]) == ["∞", "18.50", "–"]
     assert said(axes["sink_rate"]) == ["73.1%", "0.0%", "100.0%"]
@@ -130,7 +131,9 @@ def test_bars_begin_at_0_and_have_their_numbers_next_to_them() -> None:
 def test_bars_show_every_seed_and_their_spread() -> None:
     table = grid(model=["org/m"], condition=ARMS, layer=[-1], seed=range(3), metric=["perplexity", "massive_count"])
     table["value"] = (10.0 + 2 * table["seed"]).where(table["metric"] == "perplexity", 0.0)
-    figure = DRAW["retrofit-bars"](TrainedArms({"retrofit": table}, RUNS))
+    arms = TrainedArms({"retrofit": table}, RUNS)
+    assert (arms.seeds_text(), arms.seeds_text(of_runs=True)) == ("3 seeds", "first of 3 seeds")
+    figure = DRAW["retrofit-bars"](arms)
     ax = figure.axes[0]
     assert [bar.get_width() for bar in ax.patches] == [12.0] * 3
     dots = [line for line in ax.lines if len(line.get_xdata()) == 3 and line.get_marker() == "o"]
@@ -142,6 +145,27 @@ def test_bars_show_every_seed_and_their_spread() -> None:
     assert "3 seeds" in figure.get_suptitle()
     assert figure.get_suptitle().endswith("massive activations per sequence: 0")  # a metric that is 0 has no panel
     assert len([ax for ax in figure.axes if ax.get_visible()]) == 1
+
+
+@pytest.mark.parametrize("probed", [(), ("held_out_loss", "sink_rate")])
+def test_a_training_is_drawn_as_means_over_seeds_in_a_band_to_the_extremes(probed: tuple[str, ...]) -> None:
+    """Gates are means over layers, and metrics of a probe those of the whole model; a task logs `sink_rate`, too."""
+    of_arms = {"model": ["org/m"], "condition": ARMS[1:], "seed": range(2), "step": range(3)}
+    gates = ["gate_displacement_mean", "gate_displacement_max", "sink_rate"]
+    parts = [grid(**of_arms, layer=range(2), metric=gates)]
+    parts.append(grid(**of_arms, layer=[-1], metric=["loss", *(probed or ["sink_rate"])]))
+    table = pd.concat(parts, ignore_index=True)
+    table["value"] = np.random.default_rng(0).uniform(size=len(table))
+    figure = DRAW["retrofit-training"](TrainedArms({"training": table}, RUNS))
+    axes = [ax for ax in figure.axes if ax.get_visible()]
+    shown = {"loss": (-1,), "gate_displacement_mean": (0, 1), **dict.fromkeys(probed, (-1,))}
+    for ax, (metric, layers) in zip(axes, shown.items(), strict=True):
+        for nth, arm in enumerate(ARMS[1:]):
+            rows = table[(table["condition"] == arm) & (table["metric"] == metric) & table["layer"].isin(layers)]
+            of_seeds = rows.groupby(["step", "seed"])["value"].mean().unstack()
+            np.testing.assert_allclose(drawn(ax, arm), of_seeds.mean(axis=1))
+            for step, values in of_seeds.iterrows():
+                assert edges_at(ax, step, nth) == pytest.approx((values.min(), values.max()))
 
 
 def test_sinks_are_drawn_against_the_loss() -> None:
@@ -159,6 +183,9 @@ def test_sinks_are_drawn_against_the_loss() -> None:
     lines = [line for line in ax.lines if len(line.get_xdata()) == 3]
     assert [list(line.get_xdata()) for line in lines] == [[5.0, 4.0, 3.0]] * 2 + [[6.0, 5.0, 4.0]] * 2
     assert lines[2].get_ydata() == pytest.approx([100.0, 110.0, 30.0])
+    ends = [(*line.get_xdata(), *line.get_ydata()) for line in ax.lines if len(line.get_xdata()) == 1]
+    assert ends == [(line.get_xdata()[-1], line.get_ydata()[-1]) for line in lines]
+    assert ax.get_xlim() == pytest.approx((5.1, 2.9))  # 5 % beyond the losses from the second log on
     assert ax.xaxis_inverted()
     with pytest.raises(InputError, match="no arm has a held-out loss by step"):
         DRAW["retrofit-equal-loss"](TrainedArms({"training": table[table["step"] < 0]}, RUNS))
@@ -210,19 +237,22 @@ def test_the_layer_with_the_largest_sink_is_drawn() -> None:
 
 
 def test_maps_and_bars_show_the_tables() -> None:
-    weights, norms = backcopy_maps(arms=2, heads=2)
+    weights, norms = backcopy_maps(arms=2, layers=2, heads=2)
     to_start = (weights["key"] == 0) & (weights["query"] > 0)
-    most = {"arm 0": 1, "arm 1": 0}  # the head that attends most to <s> is drawn
-    weights.loc[to_start & (weights["head"] == weights["condition"].map(most)), "weight"] = 0.99
+    most = {"arm 0": 1, "arm 1": 0}  # the layer and the head that attend most to <s> are drawn
+    place = weights["condition"].map(most)
+    weights.loc[to_start & (weights["layer"] == place) & (weights["head"] == place), "weight"] = 0.99
+    norms[["norm", "attended_norm"]] = norms[["norm", "attended_norm"]].mul(1 + norms["layer"], axis=0)
     figure = DRAW["backcopy-maps"](TrainedArms({"attention_maps": weights, "value_norms": norms}, TASK_RUNS))
     above, below = np.array(figure.axes[:4]).reshape(2, 2)
     for column, arm in enumerate(("arm 0", "arm 1")):
         shown = above[column].images[0].get_array()
-        assert above[column].get_title().endswith(f"layer 0, head {most[arm]}")
-        for row in weights[(weights["condition"] == arm) & (weights["head"] == most[arm])].itertuples():
+        assert above[column].get_title().endswith(f"layer {most[arm]}, head {most[arm]}")
+        is_shown = (weights["condition"] == arm) & (weights["layer"] == most[arm]) & (weights["head"] == most[arm])
+        for row in weights[is_shown].itertuples():
             assert shown[row.query, row.key] == row.weight
         assert np.ma.masked_invalid(shown).mask[np.triu_indices(6, 1)].all()
-        assert [bar.get_height() for bar in below[column].patches] == [1, 2, 3, 4, 5, 6]
+        assert [bar.get_height() for bar in below[column].patches] == [n * (1 + most[arm]) for n in range(1, 7)]
     assert not below[0].collections  # there is no gate
     gated = [segment[0, 1] for segment in below[1].collections[0].get_segments()]
     assert gated == [0.5, 1, 1.5, 2, 2.5, 3]

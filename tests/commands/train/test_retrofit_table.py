@@ -10,17 +10,17 @@ from scipy import stats
 
 from sinkscope import InputError, Run
 from sinkscope.commands.train.findings import (
-    BACKCOPY_COLUMNS,
     backcopy_markdown,
     equal_loss_markdown,
     gates_moved,
     methods_compared,
     retrofit_markdown,
     retrofit_summaries,
+    without_start,
 )
 from sinkscope.measuring.tables import column_names
 from sinkscope.results.findings import Outcome
-from sinkscope.results.metrics import ARM_METRICS, BACKCOPY
+from sinkscope.results.metrics import ARM_METRICS
 from sinkscope.results.tables import LEADING
 from sinkscope.results.trainings import UNTOUCHED, retrofit_table, tokens_a_step
 from sinkscope.verdict.table_formats import formatted
@@ -92,6 +92,10 @@ def test_methods_are_compared_with_plain_training_seed_by_seed() -> None:
         arms[f"plain-seed{seed}"] = {"method": "none", "label": "plain", "seed": seed}
         runs[f"plain-seed{seed}"] = run_of("plain", sink_rate=0.9, perplexity=30.0)
     assert methods_compared(retrofit_table(arms, runs, GATES), arms, sequences=32) == [finding]
+    is_first = (table["condition"] == "vga") & (table["metric"] == "perplexity") & (table["seed"] == 0)
+    (ruined,) = methods_compared(table.assign(value=table["value"].mask(is_first, math.inf)), arms)
+    assert ruined.value == finding.value
+    assert "perplexity" not in ruined.sentence
     later = {label: arm for label, arm in arms.items() if arm["label"] == "vga" or arm["seed"] > 2}
     (uncompared,) = methods_compared(retrofit_table(later, {label: runs[label] for label in later}, GATES), later)
     assert uncompared.outcome == Outcome.UNDEFINED
@@ -99,7 +103,7 @@ def test_methods_are_compared_with_plain_training_seed_by_seed() -> None:
     words = "vga, compared with plain training on 32 held-out sequences: sink rate -36.7 points (95 % interval -51.0 to"
     assert finding.sentence.startswith(words)
     start = f"# org/model\n\n- {finding.sentence}\n\nAll arms were measured on 32 held-out sequences.\n\n## "
-    assert retrofit_markdown(table, [finding], 32).startswith(start)
+    assert retrofit_markdown(table, [finding, *gates_moved(GATES)], 32).startswith(start)  # headlines alone
 
 
 def test_methods_are_compared_where_sink_rates_or_plain_training_are_missing() -> None:
@@ -123,7 +127,10 @@ def test_methods_are_compared_where_sink_rates_or_plain_training_are_missing() -
 
 
 def test_the_gates_that_moved_farthest() -> None:
-    (finding,) = gates_moved(GATES)
+    registers = pd.DataFrame({"condition": "registers", "seed": 0, "layer": -1, "displacement": [0.25, 0.75]})
+    finding, without_layer = gates_moved(pd.concat([GATES, registers]))
+    assert without_layer.numbers == {"arm": "registers", "mean": 0.5, "layer": None}
+    assert without_layer.sentence == "registers: new parameters moved by 0.5 on average, by 0.75 at most"
     assert (finding.value, finding.numbers) == (2.0, {"arm": "vga", "mean": 1.0, "layer": 0})
     assert finding.sentence == "vga: new parameters moved by 1 on average, by 2 at most, in layer 0"
 
@@ -161,16 +168,22 @@ def test_arms_side_by_side_at_equal_loss() -> None:
 
 def test_the_task_at_its_last_step_has_ratios_of_norms_seed_by_seed() -> None:
     last = dict.fromkeys(("attention_to_start", "early_attention_to_start", "attention_to_triggers"), 0.5)
-    last |= {"delta_logit": 3.0, "start_attended_norm": 0.5, "other_value_norm": 4.0, "other_attended_norm": 4.0}
-    rows = [("a", seed, 0, 10, metric, value) for seed in (0, 1) for metric, value in last.items()]
-    rows += [("a", seed, 0, 10, "start_value_norm", 1.0 + seed) for seed in (0, 1)]
-    rows += [("a", seed, -1, 10, metric, 0.25) for seed in (0, 1) for metric in ("bigram_risk", "backcopy_risk")]
+    last |= {"delta_logit": 3.0, "start_attended_norm": 0.5, "other_value_norm": 4.0, "other_attended_norm": 2.0}
+    last |= {"bigram_risk": 0.25, "backcopy_risk": 0.25}
+    rows = [
+        (arm, seed, -1 if metric.endswith("risk") else 0, 10, metric, value)
+        for arm, seed in product("ba", (0, 1))
+        for metric, value in (*last.items(), ("start_value_norm", 1.0 + seed))
+    ]
     table = pd.DataFrame(rows, columns=["condition", "seed", "layer", "step", "metric", "value"])
     earlier, elsewhere = table.assign(step=0, value=9.0), table[table["layer"] == 0].assign(layer=1, value=0.1)
-    text = backcopy_markdown(pd.concat([earlier, table, elsewhere], ignore_index=True), "a note")
-    assert text.startswith("## Non-trigger queries at step 10 (VGA figures 4 to 6); a note\n\n| Method | ")
-    numbers = ["0.2500 ± 0.0000"] * 2 + ["0.500 ± 0.000"] * 3 + ["0.375 ± 0.177", "0.125 ± 0.000", "3.00 ± 0.00"]
-    assert text.splitlines()[-1] == f"| a | {' | '.join(numbers)} |"
+    bos, other = (Run({"input": {"token_zero": token}}, {}) for token in ("bos <s> (id 0)", "'h' (id 4)"))
+    assert without_start([bos]) == ""
+    text = backcopy_markdown(pd.concat([earlier, table, elsewhere], ignore_index=True), without_start([other]))
+    note = "the first token takes the place of <s>"
+    assert text.startswith(f"## Non-trigger queries at step 10 (VGA figures 4 to 6); {note}\n\n| Method | ")
+    numbers = ["0.2500 ± 0.0000"] * 2 + ["0.500 ± 0.000"] * 3 + ["0.375 ± 0.177", "0.250 ± 0.000", "3.00 ± 0.00"]
+    assert text.splitlines()[-2:] == [f"| {arm} | {' | '.join(numbers)} |" for arm in "ba"]
 
 
 def test_tokens_a_step_are_those_of_all_batches_and_processes() -> None:
@@ -208,17 +221,7 @@ def test_latex_is_escaped_and_has_rules() -> None:
 
 
 def test_a_table_of_seeds_has_their_mean_and_standard_deviation() -> None:
-    rows = [("vga", seed, "perplexity", value) for seed, value in enumerate((10.0, 12.0, 17.0))]
+    rows = [(arm, seed, "perplexity", x) for arm in ("vga", "none") for seed, x in enumerate((10.0, 12.0, 17.0))]
     table = pd.DataFrame(rows, columns=["condition", "seed", "metric", "value"])
     (summary,) = retrofit_summaries(table).values()
-    assert summary.iloc[0].tolist() == ["vga", "13.00 ± 3.61"]
-
-
-def test_a_backcopy_table_has_ratios_of_the_start_to_other_tokens() -> None:
-    numbers = dict.fromkeys(BACKCOPY, 1.0) | {
-        "start_value_norm": 3.0, "other_value_norm": 2.0, "start_attended_norm": 9.0, "other_attended_norm": 4.0,
-    }  # fmt: skip
-    rows = [("vga", 0, layer, 7, metric, value) for layer in (-1, 0) for metric, value in numbers.items()]
-    training = pd.DataFrame(rows, columns=["condition", "seed", "layer", "step", "metric", "value"])
-    cells = [cell.strip() for cell in backcopy_markdown(training).splitlines()[4].split("|")]
-    assert [cells[2 + BACKCOPY_COLUMNS.index(name)] for name in ("value_ratio", "attended_ratio")] == ["1.500", "2.250"]
+    assert summary.to_numpy().tolist() == [["vga", "13.00 ± 3.61"], ["none", "13.00 ± 3.61"]]
