@@ -35,12 +35,29 @@ IDS = tiny_tokens(5, 12)
 EPSILON = 0.27  # uniform attention over 12 tokens gives the first one 0.259
 
 
-def of(model: PreTrainedModel) -> pd.Series:
-    return sinks_and_weights(model, find_family(model), IDS.numpy(), EPSILON).set_index(["layer", "metric"])["value"]
+def of(model: PreTrainedModel, epsilon: float = EPSILON, position: int = 0) -> pd.Series:
+    table = sinks_and_weights(model, find_family(model), IDS.numpy(), epsilon, position)
+    return table.set_index(["layer", "metric"])["value"]
 
 
 def changed(method: str, **parameters: Any) -> PreTrainedModel:
     return retrofit_model(plain_model("gpt2"), None, method, **parameters).requires_grad_(False)
+
+
+def first_logits(model: Any) -> torch.Tensor:
+    """Return the logits of the first layer of GPT-2 without a mask, from its weights."""
+    block, width = model.transformer.h[0], model.config.n_embd
+    h = model.transformer.wte.weight[IDS] + model.transformer.wpe.weight[: IDS.shape[1]]
+    x = layer_norm(h, (width,), block.ln_1.weight, block.ln_1.bias, model.config.layer_norm_epsilon)
+    query, key, _ = (x @ block.attn.c_attn.weight + block.attn.c_attn.bias).split(width, dim=-1)
+    query, key = (part.unflatten(-1, (model.config.n_head, -1)).transpose(1, 2) for part in (query, key))
+    return query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+
+
+def test_negative_weights_count_like_positive_ones() -> None:
+    model = changed("operation", kind="identity")
+    total = first_logits(model).tril().abs().sum(-1)[..., 1:]
+    assert of(model)[0, "total_weight"] == pytest.approx(np.median(total))
 
 
 def test_the_total_weight_of_sigmoid_attention_is_its_sum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,23 +66,26 @@ def test_the_total_weight_of_sigmoid_attention_is_its_sum(monkeypatch: pytest.Mo
     bias = block.attn.c_attn.bias
     bias[:width] *= 10  # a few keys get much of all weight, so that some are sinks by total weight
     bias[width : 2 * width] -= 0.5 * bias[:width]
-    h = model.transformer.wte.weight[IDS] + model.transformer.wpe.weight[: IDS.shape[1]]
-    x = layer_norm(h, (width,), block.ln_1.weight, block.ln_1.bias, model.config.layer_norm_epsilon)
-    query, key, _ = (x @ block.attn.c_attn.weight + bias).split(width, dim=-1)
-    query, key = (part.unflatten(-1, (model.config.n_head, -1)).transpose(1, 2) for part in (query, key))
-    weights = (query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5).sigmoid().tril()
-    total, share = weights.sum(-1)[..., 1:], (weights[..., 0] / weights.sum(-1))[..., 1:]
-    to_first = share > EPSILON
-    assert 0.1 < to_first.double().mean() < 0.9
-    measured = of(model)
-    assert measured[0, "total_weight"] == pytest.approx(np.median(total))
-    assert measured[0, "total_weight_at_sink"] == pytest.approx(np.median(total[to_first]))
-    by_weight = weights.sum(2) / torch.stack([weights.sum(-1)[..., at:].sum(-1) for at in range(12)], dim=-1) > EPSILON
+    weights = first_logits(model).sigmoid().tril()
+    for position in (3, 0):
+        later = slice(position + 1, None)
+        total, share = weights.sum(-1)[..., later], (weights[..., position] / weights.sum(-1))[..., later]
+        to_token = share > EPSILON
+        assert 0.05 < to_token.double().mean() < 0.9
+        measured = of(model, position=position)
+        assert measured[0, "total_weight"] == pytest.approx(np.median(total))
+        assert measured[0, "total_weight_at_sink"] == pytest.approx(np.median(total[to_token]))
+    shares = weights.sum(2) / torch.stack([weights.sum(-1)[..., at:].sum(-1) for at in range(12)], dim=-1)
+    by_weight = shares > EPSILON
     assert measured[0, "sink_rate_by_weight"] == pytest.approx(by_weight[..., 0].double().mean())
     monkeypatch.setattr(history, "FEWEST_QUERIES", 6)
     anywhere = of(model)[0, "sink_rate_by_weight_anywhere"]
     assert anywhere == pytest.approx(by_weight[..., :7].any(-1).double().mean())
     assert anywhere > measured[0, "sink_rate_by_weight"] > 0
+    low = of(model, epsilon=0.2)  # uniform attention would make the first token a sink, but no other
+    assert np.isnan(low[0, "sink_rate_by_weight"])
+    anywhere = (shares[..., 1:7] > 0.2).any(-1).double().mean()
+    assert low[0, "sink_rate_by_weight_anywhere"] == pytest.approx(anywhere)
     layers = [measured[layer, "total_weight"] for layer in range(model.config.n_layer)]
     assert min(layers) < measured[-1, "total_weight"] < max(layers)
 
@@ -94,7 +114,8 @@ def test_rates_by_weight_are_of_all_queries_that_see_a_key(name: str) -> None:
         model = VariedLlamaForCausalLM(config).double().eval().requires_grad_(False)
         spread_weights(model, 8.0)
     weight = Attention(Settings(positions=IDS.shape[1], window=64, epsilon=epsilon))
-    for position in (0, 3, 7):
+    anywhere = []
+    for position in (0, 3, 7, 11):
         of_weight = TotalWeight(Settings(epsilon=epsilon), position)
         with open_tracer(model, find_family(model)) as tracer:
             tracer.forward(Batch(IDS, torch.ones_like(IDS)), [weight, of_weight])
@@ -102,7 +123,10 @@ def test_rates_by_weight_are_of_all_queries_that_see_a_key(name: str) -> None:
         rates = weight.tables()["attention"].query("position == @position").groupby("layer")["sink_rate"].mean()
         assert 0 < rates.mean() < 1 or position == 0
         for layer, rate in rates.items():
-            assert measured[layer, "sink_rate_by_weight"] == pytest.approx(rate)
+            assert measured[layer, "sink_rate_by_weight"] == pytest.approx(rate, nan_ok=True)
+        anywhere.append(measured[-1, "sink_rate_by_weight_anywhere"])
+    if name == "bert":  # every key has all queries
+        assert len(set(anywhere)) == 1
 
 
 @pytest.mark.parametrize(("method", "before"), [("none", 0), ("register-tokens", 2)])
@@ -119,6 +143,8 @@ def test_the_sink_rate_is_that_of_a_position_of_the_text(method: str, before: in
     assert later[-1, "sink_rate_by_weight"] == pytest.approx(by_position[before + 3])  # all weights are softmax's
     assert first[-1, "sink_rate"] == pytest.approx(by_position[before])
     assert first[-1, "total_weight"] == pytest.approx(1)
+    at_log = measure_at_log(model, find_family(model), IDS.numpy(), EPSILON, observables=("attention",))
+    assert at_log.set_index(["layer", "metric"])["value"][-1, "sink_rate"] == first[-1, "sink_rate"]
     assert by_position[before + 3] != by_position[before] > 0
     for at, has_rate in ((11, True), (12, False)):  # a token after the measured ones has no rate
         table = sinks_and_weights(model, find_family(model), IDS.numpy(), EPSILON, at)
@@ -202,6 +228,20 @@ def test_an_encoders_held_out_loss_is_of_masked_tokens() -> None:
         table = measure_at_log(model, find_family(model), rows, EPSILON, observables=names, masked_by=word_tokenizer())
         values = table.set_index(["layer", "metric"])["value"]
         assert values[-1, "held_out_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_probe_measures_the_beginnings_of_the_first_blocks_with_its_epsilon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "SEQUENCES", 2)
+    monkeypatch.setattr(history, "SEQ_LEN", 8)
+    model = tiny_model("mistral", sliding_window=12)
+    retrofit_model(model, None, "register-tokens", count=2).requires_grad_(False)
+    whole, beginnings, high = (
+        measure_at_log(model, find_family(model), rows, epsilon, observables=("attention",))
+        for rows, epsilon in ((IDS.numpy(), 0.45), (IDS[:2, :8].numpy(), 0.45), (IDS.numpy(), 0.9))
+    )
+    pd.testing.assert_frame_equal(whole, beginnings)
+    low, high = (table.set_index(["layer", "metric"])["value"][-1, "sink_rate_outside"] for table in (whole, high))
+    assert low > high
 
 
 def test_a_probe_measures_sinks_at_its_position() -> None:
