@@ -9,7 +9,8 @@ import torch
 from torch.nn.functional import layer_norm
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from sinkscope.commands.train.tasks.backcopy import _value_norms, chain_of, example, measure_chain, risks
+from sinkscope.commands.train.architectures import architecture, fresh_model
+from sinkscope.commands.train.tasks.backcopy import BackcopyTask, Opening, chain_of, example, measure_chain, risks
 from sinkscope.models.families import find_family
 from sinkscope.results.metrics import BACKCOPY
 from sinkscope.retrofits import new_parameters, retrofit_model
@@ -25,6 +26,7 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "iga-output": ("iga", {"placement": "output"}),
     "vscale": ("vscale", {}),
 }
+REGISTERS: dict[str, tuple[str, dict[str, Any]]] = {"registers": ("register-tokens", {"count": 2})}
 GPT2 = {"n_positions": 12, "n_embd": 16, "n_head": 2, "n_layer": 1}
 LLAMA = {
     "max_position_embeddings": 12, "hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -40,7 +42,7 @@ def built(kind: str, sizes: dict, arm: str) -> Any:
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64, attn_implementation="eager").eval()
     model.requires_grad_(False)
-    method, parameters = ARMS[arm]
+    method, parameters = (ARMS | REGISTERS)[arm]
     retrofit_model(model, None, method, **parameters)
     for parameter in new_parameters(model).values():
         torch.nn.init.normal_(parameter, std=0.3)
@@ -121,20 +123,34 @@ def test_every_metric_is_what_the_weights_give(arm: str, opening: int) -> None:
     assert measured.set_index("metric")["value"].to_dict() == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("arm", ["vanilla", "vga-output"])
+@pytest.mark.parametrize("arm", ["vanilla", "vga-output", "registers"])
 def test_several_layers_with_grouped_heads_and_rotary_positions(arm: str) -> None:
     model = built("llama", LLAMA, arm)
     with torch.no_grad():
-        weights = model(torch.from_numpy(HELD_OUT), output_attentions=True).attentions
+        output = model(torch.from_numpy(HELD_OUT), output_attentions=True)
     measured = as_series(measure_chain(TASK, model, find_family(model), HELD_OUT))
     plain = torch.from_numpy(~TASK.is_trigger(HELD_OUT))
     plain[:, 0] = False
-    for layer, a in enumerate(weights):
+    text = slice(-HELD_OUT.shape[1], None)  # without registers
+    for layer, (weights, cache) in enumerate(zip(output.attentions, output.past_key_values.layers, strict=True)):
+        norms = cache.values[:, :, text].norm(dim=(1, 3))
+        assert measured[layer, "start_value_norm"] == pytest.approx(norms[:, 0].mean().item())
+        a = weights[:, :, text, text]
         # the softmax's denominator falls out of a difference of logarithms
         logs = a.log()
         lead = torch.stack([logs[:, :, t, 0] - logs[:, :, t, 1 : t + 1].mean(-1) for t in range(a.shape[2])], dim=-1)
         assert measured[layer, "attention_to_start"] == pytest.approx(a[..., 0].movedim(1, -1)[plain].mean().item())
-        assert measured[layer, "delta_logit"] == pytest.approx(lead.movedim(1, -1)[plain].mean().item())
+        expected = lead.movedim(1, -1)[plain].mean().item()
+        assert measured[layer, "delta_logit"] == pytest.approx(expected, abs=1e-6)  # Llama's softmax is in float32
+
+
+def test_a_prefix_and_an_opening_are_not_measured_in_the_first_sequences() -> None:
+    prefix_lm = fresh_model(architecture(f"bigram-backcopy-llama:prefix_length=4,vocab_size={len(TASK.tokens)}"), 0)
+    without, explicit = (measure_chain(TASK, prefix_lm, find_family(prefix_lm), HELD_OUT, n) for n in (1, 4))
+    pd.testing.assert_frame_equal(without, explicit)
+    model = built("gpt2", GPT2, "vanilla")
+    probed = BackcopyTask(Opening(fixed_position=3), TASK).probe(model, find_family(model), HELD_OUT)
+    pd.testing.assert_frame_equal(probed, measure_chain(TASK, model, find_family(model), HELD_OUT[:64], 4))
 
 
 def test_the_tasks_own_probabilities_risk_nothing() -> None:
@@ -174,8 +190,3 @@ def test_one_sequence_seen_closely(arm: str) -> None:
         assert norms[column][triggers].mean() == pytest.approx(all_norms[0, f"trigger_{name}_norm"])
         assert norms[column][~triggers][1:].mean() == pytest.approx(all_norms[0, f"other_{name}_norm"])
     assert np.allclose(norms["norm"], norms["attended_norm"]) == (arm != "vga-value")
-
-
-def test_norms_of_values_are_of_the_tokens_after_the_registers() -> None:
-    value = torch.arange(1.0, 6.0)[None, :, None, None].expand(1, 5, 2, 3)
-    torch.testing.assert_close(_value_norms(value, 3)[0], torch.tensor([3.0, 4.0, 5.0]) * 6**0.5)
