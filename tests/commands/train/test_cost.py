@@ -55,6 +55,7 @@ def test_the_disk_holds_checkpoints_with_moments_and_models_that_are_kept() -> N
     assert cost.disk(arms=3) == cost.disk(arms=1) + 2 * 6 * 4 * cost.parameters
     none = cost_of(SHAPE, save_models="none")
     assert none.disk(arms=1) == none.disk(arms=3) == (3 * 12 + 4) * cost.parameters
+    assert cost_of(SHAPE, save_models="none", save_every=1000).disk(arms=1) == (12 + 4) * cost.parameters
     pretrained = Cost(cost.model, checked(RetrofitOptions, {"model": "m", **TRAINING}))
     assert pretrained.disk(arms=3) == (3 * 12 + 3 * 4) * cost.parameters
 

@@ -3,6 +3,7 @@
 import json
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import sinkscope.commands.train.sharding
 import sinkscope.figures
 from sinkscope import InputError, retrofit
-from sinkscope.commands.train.sharding import NEEDED, launched
+from sinkscope.commands.train.sharding import NEEDED, check_sharding, launched
 from sinkscope.commands.train.trainer import shuffled, train_model
 from sinkscope.results.tables import read_table
 
@@ -124,6 +125,20 @@ def test_retrofit_with_shards_is_retrofit_on_one_process(tmp_path: Path, monkeyp
         for name in ("training", "gates"):
             ours, expected = (read_table(folder / arm / "tables" / f"{name}.parquet") for folder in folders)
             pd.testing.assert_frame_equal(ours, expected, rtol=1e-4, atol=2e-6)
+
+
+def test_shards_need_every_entry_of_the_configuration_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ACCELERATE_USE_FSDP": "true", **NEEDED}.items():
+        monkeypatch.setenv(name, value)
+    state = SimpleNamespace(device=torch.device("cpu"))
+    monkeypatch.setattr(sinkscope.commands.train.sharding, "PartialState", lambda: state)
+    with pytest.raises(InputError, match="on GPUs only"):
+        check_sharding()
+    for name in NEEDED:
+        with monkeypatch.context() as patched:
+            patched.delenv(name)
+            with pytest.raises(InputError, match=f"{name.lower()} is not given"):
+                check_sharding()
 
 
 def test_a_probe_is_refused_with_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,28 @@
 """Muon for matrices and AdamW for the rest, and norms with a single scale: the outlier-safe factors of a training."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from sinkscope.commands.train.architectures import architecture, fresh_model
-from sinkscope.commands.train.trainer import MuonAndAdamW, matrices_of
+from sinkscope.commands.train.options import TrainingConfig
+from sinkscope.commands.train.trainer import MuonAndAdamW, _Trainer, matrices_of, training_arguments
+from sinkscope.options.option import checked
+from sinkscope.retrofits import retrofit_model
 
 RATE = 0.01
+MATRICES = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
 def model_of(fields: str = "") -> Any:
     return fresh_model(architecture(f"bigram-backcopy-llama:vocab_size=32{fields}"), 0).requires_grad_(True)
+
+
+def kinds_of(model: Any, parameters: list[nn.Parameter]) -> set[str]:
+    chosen = {id(parameter) for parameter in parameters}
+    return {name.split(".")[-2] for name, parameter in model.named_parameters() if id(parameter) in chosen}
 
 
 def stepped(model: Any, optimizer: torch.optim.Optimizer, steps: int, seed: int = 0) -> None:
@@ -27,9 +37,7 @@ def stepped(model: Any, optimizer: torch.optim.Optimizer, steps: int, seed: int 
 def test_matrices_move_orthogonally_and_the_rest_as_by_adamw() -> None:
     model, plain = model_of(), model_of()
     matrices = matrices_of(model)
-    assert {name.split(".")[-2] for name, p in model.named_parameters() if any(p is own for own in matrices)} == {
-        *("q_proj", "k_proj", "v_proj", "o_proj"), *("gate_proj", "up_proj", "down_proj"),
-    }  # fmt: skip
+    assert kinds_of(model, matrices) == MATRICES
     groups = [{"params": list(model.parameters()), "weight_decay": 0.0}]
     optimizer = MuonAndAdamW(groups, matrices, lr=RATE)
     stepped(model, optimizer, 1)
@@ -46,6 +54,15 @@ def test_matrices_move_orthogonally_and_the_rest_as_by_adamw() -> None:
         assert rank.any()
         assert (sizes < 1.3).all()
         assert 0.6 < float(sizes[rank].mean()) < 1.2
+
+
+def test_a_training_by_muon_gives_it_the_models_own_matrices(tmp_path: Path) -> None:
+    model = retrofit_model(model_of(), None, "vga").requires_grad_(True)
+    config = checked(TrainingConfig, {"optimizer": "muon"})
+    trainer = _Trainer(model=model, args=training_arguments(config, tmp_path, limit=1, cpu=True))
+    trainer.config = config
+    optimizer: Any = trainer.create_optimizer()
+    assert kinds_of(model, [p for group in optimizer.parts[1].param_groups for p in group["params"]]) == MATRICES
 
 
 def test_its_state_is_restored_and_the_schedule_sets_all_rates() -> None:

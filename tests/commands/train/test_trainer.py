@@ -21,7 +21,7 @@ from tiny import VOCAB, tiny_model
 from transformers import AutoModelForCausalLM, Trainer
 
 from sinkscope import InputError, SinkscopeError, gate_displacement, new_parameters
-from sinkscope.commands.train.architectures import architecture
+from sinkscope.commands.train.architectures import architecture, fresh_model
 from sinkscope.commands.train.blocks import check_options, limited, read_blocks, with_first_tokens
 from sinkscope.commands.train.history import Recorder
 from sinkscope.commands.train.options import TrainingConfig, TrainOptions
@@ -90,18 +90,24 @@ def test_the_rates_follow_their_schedule(schedule: str, shares: list[float], tmp
     history = train_model(model(), repetitive(), config(**options), tmp_path)
     rates = history[history["metric"] == "learning_rate"]["value"] / 1e-3
     assert rates.tolist() == pytest.approx(shares)
-    args = training_arguments(config(steps=3, warmup=0.1, beta1=0.8, beta2=0.95), tmp_path, limit=1, cpu=True)
-    assert args.warmup_steps == 1  # rounded up
+    fields = {"steps": 3, "warmup": 0.1, "beta1": 0.8, "beta2": 0.95, "clip": 0.5, "seed": 7}
+    args = training_arguments(config(**fields), tmp_path, limit=1, cpu=True)
+    assert (args.warmup_steps, args.max_grad_norm, args.seed) == (1, 0.5, 7)  # the warmup is rounded up
     assert Trainer.get_optimizer_cls_and_kwargs(args)[1]["betas"] == (0.8, 0.95)
 
 
-def test_a_prefix_is_not_predicted() -> None:
+def test_a_prefix_is_not_predicted(tmp_path: Path) -> None:
     rows = repetitive().train
     full, prefixed = (_TrainingBlocks(rows, 3, 0, ignored)[0] for ignored in (1, 4))
     assert torch.equal(full["input_ids"], prefixed["input_ids"])
     assert (full["labels"][:1] == -100).all()
     assert (prefixed["labels"][:4] == -100).all()
     assert torch.equal(prefixed["labels"][4:], prefixed["input_ids"][4:])
+    prefix_lm = fresh_model(architecture(f"bigram-backcopy-llama:prefix_length=4,vocab_size={VOCAB}"), 0)
+    predicted = _TrainingBlocks(rows, 1, 0, ignored=4)[0]
+    expected = prefix_lm(**{name: ids[None] for name, ids in predicted.items()}).loss
+    history = train_model(prefix_lm, repetitive(), config(steps=1, batch_size=1, log_every=1), tmp_path)
+    assert history.query("metric == 'loss'")["value"].tolist() == pytest.approx([float(expected)])
 
 
 def test_only_new_leaves_every_old_parameter_as_it_was(tmp_path: Path) -> None:
@@ -267,10 +273,25 @@ def test_more_than_four_passes_over_the_text_are_warned_of() -> None:
     assert len(BLOCKS.notices(4 * once + 1)) == 1
 
 
-def test_shipped_texts_are_text_for_a_tokenizer() -> None:
-    for text in TEXTS:
+def test_shipped_texts_and_text_files_are_text_for_a_tokenizer() -> None:
+    for text in (*TEXTS, "BOOK.TXT"):
         with naming(text), pytest.raises(InputError, match="training on text needs a tokenizer"):
             read_blocks(replace(LOADED, tokenizer=None), options(text=text), 4)
+
+
+@pytest.mark.parametrize("part", ["train", "held_out"])
+def test_the_hash_is_of_all_tokens(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sinkscope.commands.train.blocks.ROWS", 1)
+    rows = getattr(BLOCKS, part).copy()
+    rows[-1, -1] += 1
+    assert replace(BLOCKS, **{part: rows}).sha256 != BLOCKS.sha256
+
+
+@pytest.mark.parametrize(("bos", "pad", "expected"), [(None, 2, 2), (0, 2, 0), (None, None, 0)])
+def test_the_fixed_token_is_the_bos_or_else_the_padding_token(bos: int | None, pad: int | None, expected: int) -> None:
+    tokenizer: Any = SimpleNamespace(all_special_ids=[], bos_token_id=bos, pad_token_id=pad)
+    blocks = with_first_tokens(BLOCKS, replace(LOADED, tokenizer=tokenizer), options(fixed_position=0))
+    assert (blocks.train[:, 0] == expected).all()
 
 
 def test_tokens_limit_what_is_trained_on_and_not_what_is_measured() -> None:
@@ -309,6 +330,7 @@ def test_what_cannot_be_is_refused() -> None:
     ):
         with pytest.raises(InputError, match=message):
             check_options(options(**fields), task)
+    check_options(options(tokens=LENGTH, random_tokens=LENGTH - 1, fixed_position=LENGTH - 1), None)
 
 
 def test_architectures_and_the_fields_behind_their_names() -> None:
@@ -319,6 +341,7 @@ def test_architectures_and_the_fields_behind_their_names() -> None:
     assert (config.num_key_value_heads, config.head_dim, config.hidden_size) == (4, 64, 256)
     assert architecture("tiny-llama:num_attention_heads=8").num_key_value_heads == 8
     assert architecture("tiny-llama:num_attention_heads=8,num_key_value_heads=2").num_key_value_heads == 2
+    assert fresh_model(architecture("llama-1m:dtype=bfloat16,vocab_size=64"), 0).dtype == torch.float32
     folders = {str(checked(TrainOptions, {"config": f"llama-1m:rms_norm_eps={eps}"}).folder()) for eps in (0.5, 0.25)}
     assert len(folders) == 2
     assert all(folder.startswith("runs/llama-1m-rms_norm_eps=0.") for folder in folders)
@@ -339,8 +362,9 @@ def test_a_checkpoint_whose_move_was_broken_off_is_moved(tmp_path: Path) -> None
     for folder in (checkpoint, target):
         folder.mkdir(parents=True)
     (checkpoint / "model.safetensors").touch()
+    (checkpoint / "optimizer.pt").touch()
     keep_models(tmp_path / "training", target)
-    assert (target / "checkpoint-2" / "model.safetensors").exists()
+    assert [path.name for path in (target / "checkpoint-2").iterdir()] == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("only_new", [True, False])
@@ -357,3 +381,6 @@ def test_a_training_begins_only_if_its_checkpoints_fit_on_the_disk(
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
         with pytest.raises(InputError, match="make room") if free < needed else nullcontext():
             train_model(changed, random_blocks(11), options, tmp_path, keep_all=keep_all)
+    held = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())  # is replaced
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - held))
+    train_model(changed, random_blocks(11), options, tmp_path, keep_all=keep_all)
