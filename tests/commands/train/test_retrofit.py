@@ -148,6 +148,7 @@ def test_it_goes_on_where_it_was_broken_off(
     done = retrofit(str(tiny), "iga", text=text, out=tmp_path / "out", **SMALL)  # one more arm
     assert trained == ["vga", "none", "iga"]
     assert list(done.runs) == ["untouched", "vga", "none", "iga"]
+    assert all("moved" in arm for arm in done.manifest["arms"].values())
     assert done.runs["vga"].manifest["input"]["sequences"] == 1
     measured_on = "one held-out sequence, which may not stand for others"
     assert f"All arms were measured on {measured_on}." in done.verdict
@@ -187,9 +188,31 @@ def test_blocks_are_the_text_with_a_bos_each_and_its_end_held_out() -> None:
     assert blocks_of("lines.jsonl", "\n".join(lines)).train[0].tolist() == [1, *([4, 7, 2, 5, 2] * 3)]
 
 
-def test_documents_are_apart_by_their_end_even_if_its_id_is_0() -> None:
-    tokenizer = tokenizer_of(("</s>", "<unk>", "of", "and"), None, unk_token="<unk>", eos_token="</s>")
-    assert [*_tokens_of(tokenizer, "text", ("of and", "and"), (), 4)] == [2, 3, 0, 3, 0]
+@pytest.mark.parametrize("name", ["eos_token", "sep_token"])
+def test_documents_are_apart_by_their_end_even_if_its_id_is_0(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are tokenized in pieces are split at the ends of lines, and have one end."""
+    tokenizer = tokenizer_of(("</s>", "<unk>", "of", "and"), None, unk_token="<unk>", **{name: "</s>"})
+    for piece in (100, 9):
+        monkeypatch.setattr("sinkscope.commands.train.blocks.PIECE", piece)
+        assert [*_tokens_of(tokenizer, "text", ("of and\nand of\n", "and"), (), 4)] == [2, 3, 3, 2, 0, 3, 0]
+
+
+def test_blocks_of_a_causal_model_have_no_suffix_and_with_bos_never_no_prefix() -> None:
+    words = np.random.default_rng(0).integers(4, 8, 600)
+    text = " ".join(WORDS[at] for at in words)
+    framed = tokenizer_of(WORDS, "<s> $A </s>", unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    assert blocks_of("words.txt", text).sha256 == blocks_of("words.txt", text, framed).sha256
+    blocks = blocks_of("words.txt", " ".join(text.split()[: 9 * 16]), bos="never")
+    assert np.concatenate([blocks.train, blocks.held_out]).flatten().tolist() == words[: 9 * 16].tolist()
+    assert len(blocks.held_out) == 2  # a fifth of 9 is 1.8
+    assert blocks_of("words.txt", text, block_length=256).train.shape == (1, 256)  # all positions of the model
+
+
+def test_blocks_and_registers_fit_into_the_positions(models: Path, text: Path) -> None:
+    for length, message in ((255, "blocks of 255 tokens and 2 registers are beyond"), (254, "holds 1 block of 254")):
+        options = SMALL | {"text": text, "block_length": length}
+        with pytest.raises(InputError, match=message):
+            retrofit(str(models / "gpt2"), "none,register-tokens:count=2", out="out", **options)
 
 
 def test_of_a_dataset_the_first_blocks_are_held_out_and_no_more_is_read_than_needed(
@@ -217,17 +240,21 @@ def test_of_a_dataset_the_first_blocks_are_held_out_and_no_more_is_read_than_nee
     assert len(read) == 35
     assert few.held_out.tolist() == every.held_out.tolist()
     assert few.train.tolist() == every.train[:10].tolist()
+    read.clear()
+    much = blocks_of("natural", dataset=str(tmp_path / "stories"), tokens=16 * 135)
+    assert (much.sha256, len(read)) == (every.sha256, 125)
+    assert len(blocks_of("natural", dataset=str(tmp_path / "stories"), eval_share=0.25).held_out) == 34  # of 33.3
     rows = np.concatenate([every.held_out, every.train])
     assert rows[0].tolist() == [1, *picked[:14], 2]
     assert rows[:, 1:-1].flatten().tolist() == picked[: 125 * 14]
     assert every.train.dtype.itemsize == 1  # a vocabulary below 256
 
 
-def blocks_of(file: str, text: str | None = None, **more: Any) -> Blocks:
+def blocks_of(file: str, text: str | None = None, tokenizer: Any = None, **more: Any) -> Blocks:
     if text is not None:
         Path(file).write_text(text, encoding="utf-8")
     options = checked(RetrofitOptions, {"text": file, "block_length": 16, "eval_share": 0.2, **more})
-    loaded = LoadedModel(tiny_model("llama"), words_tokenizer(), "tiny", "tiny", None, None, ())
+    loaded = LoadedModel(tiny_model("llama"), tokenizer or words_tokenizer(), "tiny", "tiny", None, None, ())
     return read_blocks(loaded, options, wanted=100)
 
 
@@ -337,6 +364,9 @@ def test_a_full_disk_at_any_stage_says_so_and_loses_nothing(
         assert not list((tmp_path / "out").rglob(".sinkscope-*"))
     result = succeeded(*arguments)
     assert steps == [0, 1, 2] * 2  # steps are repeated only without a checkpoint
+    resumed, whole = (json.loads((out / "run.json").read_text())["arms"] for out in (tmp_path / "out", unbroken))
+    assert resumed["vga"]["step_seconds"] is None  # unknown
+    assert whole["vga"]["step_seconds"] > 0
     folders = [folder / "vga" for folder in (tmp_path / "out", unbroken)]
     assert len({(folder / "model" / "model.safetensors").read_bytes() for folder in folders}) == 1
     assert len({Run.open(folder / "run").metric("loss") for folder in folders}) == 1

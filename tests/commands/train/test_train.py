@@ -2,13 +2,16 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from support.encoders import word_tokenizer
 from support.figures import skip_figures
 from support.naming import naming
 from support.retrofit_command import command_line, typed
@@ -17,11 +20,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM,
 from typer.testing import Result
 
 import sinkscope.commands.train.arms
-from sinkscope import Run, train
+from sinkscope import Run, retrofit, train
 from sinkscope.commands.train.architectures import ARCHITECTURES, architecture, fresh_model, tokenizer_of
+from sinkscope.commands.train.arms import TrainingArms
+from sinkscope.commands.train.blocks import Blocks
+from sinkscope.commands.train.tasks.backcopy import NAME, BackcopyTask, Opening
 from sinkscope.errors import InputError
+from sinkscope.measuring.processes import Team
 from sinkscope.measuring.subject import family_of
 from sinkscope.models.families import FAMILIES, find_family
+from sinkscope.results.manifest import foreign_files
 from sinkscope.text.inputs import masked
 from sinkscope.text.tokens import own_frame
 
@@ -62,6 +70,8 @@ def test_its_folder(finished: tuple[Result, Path]) -> None:
         assert (run.model, run.condition) == ("small", arm)
         table = pd.read_parquet(out / arm / "tables" / "training.parquet")
         assert (set(table["condition"]), set(table["seed"])) == ({arm[:-6]}, {int(arm[-1])})
+    assert AutoTokenizer.from_pretrained(out / "vga-seed1" / "checkpoints" / "checkpoint-2").bos_token == "<s>"
+    assert not list(foreign_files(out))
     assert "note: vga-seed0" not in result.stderr  # notes are by method, over all seeds
     assert "note: vga: new parameters moved by" in result.stderr
     assert json.loads((out / "run.json").read_text())["architecture"]["hidden_size"] == 32
@@ -77,6 +87,7 @@ def test_methods_start_from_the_same_weights_and_seeds_from_others(finished: tup
     assert len(gated) == len(plain) + 2  # a gate per layer
     assert not torch.equal(plain["lm_head.weight"], reseeded["lm_head.weight"])
     config = AutoConfig.from_pretrained(finished[1] / "none-seed0" / "model")
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 0)  # the tokenizer's
     torch.manual_seed(0)  # the weights are those of transformers
     assert torch.equal(plain["lm_head.weight"], AutoModelForCausalLM.from_config(config).lm_head.weight)
 
@@ -101,8 +112,8 @@ def test_more_seeds_are_added_to_those_that_are_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_a_tokenizer_of_the_text(is_causal: bool) -> None:
-    """That of an encoder frames every text, and has a mask."""
+def test_a_tokenizer_of_the_text(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of an encoder frames every text, and has a mask. It reads no more than the beginning of a corpus."""
     text = "the sink drains, the sink attends; " * 50
     tokenizer = tokenizer_of([text], 280, is_causal)
     ids = tokenizer(text)["input_ids"]
@@ -113,7 +124,8 @@ def test_a_tokenizer_of_the_text(is_causal: bool) -> None:
     assert len(tokenizer) <= 280
     assert len(ids) < len(text) / 3  # it has learned words
     assert tokenizer("Ἐν ἀρχῇ")["input_ids"][1:]  # byte-level: no text is unknown
-    assert tokenizer_of([text], 280, is_causal).get_vocab() == tokenizer.get_vocab()
+    monkeypatch.setattr("sinkscope.commands.train.architectures.MOST_CHARACTERS", len(text))
+    assert tokenizer_of([text, "gradients" * 99], 280, is_causal).get_vocab() == tokenizer.get_vocab()
 
 
 def test_a_task(tmp_path: Path) -> None:
@@ -154,8 +166,9 @@ def test_named_architectures_can_be_measured() -> None:
 def test_an_encoder_predicts_masked_tokens() -> None:
     """The perplexity of every arm and seed is that of the same masked tokens of the held-out text."""
     shape = "tiny-bert:hidden_size=32,intermediate_size=48,num_hidden_layers=2,vocab_size=300"
-    done = train(shape, METHODS_OF_BERT, out="out", seeds=2, **SMALL, **FEW)
+    done = train(shape, METHODS_OF_BERT, out="out", seeds=2, eval_share=0.4, **SMALL, **FEW)
     held_out = np.load("out/held-out.npy")
+    assert (done.manifest["text_blocks"], len(held_out), done.manifest["sequences"]) == (8, 6, 2)
     assert (held_out[:, [0, -1]] == (1, 2)).all()
     table = done.tables["retrofit"]
     assert np.isfinite(table["value"]).all()
@@ -176,14 +189,46 @@ def test_an_encoder_predicts_masked_tokens() -> None:
     assert len(predicted) == 1
 
 
-def test_sinks_are_measured_at_the_position_of_the_fixed_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def begun(monkeypatch: pytest.MonkeyPatch, command: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Return the blocks and the probe with which the first training of a command begins."""
+    began = []
+
+    def begins(model: Any, blocks: Blocks, *_: Any, probe: Any, **__: Any) -> None:
+        began.append(SimpleNamespace(blocks=blocks, probe=probe))
+        raise InputError("begun")
+
+    monkeypatch.setattr(sinkscope.commands.train.arms, "train_model", begins)
+    monkeypatch.setattr(TrainingArms, "_measure", lambda *_: None)  # of the untouched model
+    with pytest.raises(InputError, match="begun"):
+        command(*arguments, out="out", overwrite=True, **SMALL, **FEW, **options)
+    return began[0]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_training_is_measured_as_its_options_say(is_causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("words.txt").write_text(" ".join(f"w{n % 80}" for n in range(300)))
+    tokenizer, asked = word_tokenizer(), {"epsilon": 0.2, "probe": "attention,massive", "fixed_position": 3}
+    shape = "tiny-llama" if is_causal else "tiny-bert"
+    shape += ":hidden_size=32,intermediate_size=48,num_hidden_layers=2"
+    training = begun(monkeypatch, train, shape, "none", text="words.txt", tokenizer=tokenizer, **asked)
+    keywords = training.probe.keywords
+    assert (keywords["position"], keywords["epsilon"], keywords["observables"]) == (3, 0.2, ("attention", "massive"))
+    assert keywords["masked_by"] is (None if is_causal else tokenizer)
+    assert (keywords["held_out"][:, 3] == tokenizer.pad_token_id).all()
+
+
+def test_a_fine_tuning_is_measured_if_a_probe_is_named(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.save("ids.npy", np.random.default_rng(0).integers(3, 60, (12, 16)))
+    for name in ("", "attention"):
+        training = begun(monkeypatch, retrofit, tiny, "none", text="ids.npy", probe=name)
+        assert (training.probe is not None) == bool(name)
 
-    def measured(model: Any, **arguments: Any) -> Any:
-        assert (arguments["held_out"][:, 3] == 0).all()
-        raise ValueError(f"at position {arguments['position']}")
 
-    monkeypatch.setattr(sinkscope.commands.train.arms, "measure_at_log", measured)
-    shape = "tiny-llama:hidden_size=32,intermediate_size=48,num_hidden_layers=2,vocab_size=64"
-    with pytest.raises(ValueError, match="at position 3"):
-        train(shape, "none", text="ids.npy", fixed_position=3, out="out", **SMALL, **FEW)
+def test_a_task_draws_what_its_options_say_and_enough_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = SimpleNamespace(num_processes=3, process_index=0, is_main_process=True, wait_for_everyone=lambda: None)
+    monkeypatch.setattr(sinkscope.commands.train.arms, "launched", lambda **_: state)
+    monkeypatch.setattr(sinkscope.commands.train.arms, "Team", lambda *_: Team())
+    opening = {"bos": "never", "fixed_position": 2}
+    blocks = begun(monkeypatch, train, NAME, "none", text=NAME, seed=5, **opening).blocks
+    expected = BackcopyTask(Opening(bos=False, fixed_position=2)).blocks(16, 3 * 4 * 2, held_out=2, seed=5)
+    assert blocks.sha256 == expected.sha256
