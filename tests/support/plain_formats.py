@@ -33,14 +33,14 @@ def plain_loss(
 
     Args:
         weights, inputs: Formats of linear layers; static ranges are those of the last three texts.
-        spared: Tokens whose inputs stay in full precision (6,24).
+        spared: Tokens whose inputs stay in full precision and out of the ranges (9,24).
         exact: Paths of modules that stay in full precision.
-        prefix: Token ids before every text, whose inputs stay in full precision and out of the ranges.
+        prefix: Token ids before every text, which are spared.
         masked: For an encoder: the texts with masked tokens, and the tokens to be predicted, -100 elsewhere (9,24).
     """
     texts = torch.cat([torch.tensor([[*prefix]], dtype=torch.long).expand(len(TEXTS), -1), TEXTS], 1)
-    if prefix:
-        spared = torch.arange(texts.shape[1]).expand(6, -1) < len(prefix)
+    if spared is None:
+        spared = torch.arange(texts.shape[1]).expand(9, -1) < len(prefix)
     calibrating, labels = texts[6:], F.pad(TEXTS[:, 1:], (0, 1), value=-100)
     if masked is not None:
         (texts, labels), calibrating = masked, torch.cat([TEXTS[6:], masked[0][6:]])  # as they are, and masked
@@ -48,13 +48,14 @@ def plain_loss(
               if isinstance(module, nn.Linear) and module is not model.get_output_embeddings()}  # fmt: skip
     largest: dict[str, float] = {}
 
+    quantized, ranging = ~spared[:6, :, None], ~spared[6:].repeat(len(calibrating) // 3, 1).flatten()
+
     def see(path: str, module: nn.Module, args: tuple) -> None:
-        largest[path] = float(args[0][:, len(prefix) :].abs().max())
+        largest[path] = float(args[0].flatten(0, -2)[ranging].abs().max())
 
     def rounded(path: str, module: nn.Module, args: tuple) -> torch.Tensor:
         (x,) = args
-        every = snap(inputs, x, largest[path] if inputs.dynamic is not True else None)
-        return every if spared is None else torch.where(spared[..., None], x, every)
+        return torch.where(quantized, snap(inputs, x, largest[path] if inputs.dynamic is not True else None), x)
 
     with torch.no_grad():
         seeing = [module.register_forward_pre_hook(partial(see, path)) for path, module in linear.items()]

@@ -88,6 +88,7 @@ def test_errors_of_runs_without_losses_on_the_same_tokens_add_in_quadrature(seco
     ends = (expected - np.hypot(0.4, 0.3), expected + np.hypot(0.1, 0.1))
     assert (row.difference, row.difference_low, row.difference_high) == pytest.approx((expected, *ends))
     assert not row.is_paired
+    assert compared.findings(compared.differences(run_of(FIRST), second), "A", "B")[-1].sentence.startswith("Unpaired")
 
 
 def test_texts_of_another_seed_are_no_difference() -> None:
@@ -103,7 +104,10 @@ def test_texts_of_another_seed_are_no_difference() -> None:
 
 def test_schemes_that_both_runs_have_are_compared_else_each_with_each() -> None:
     in_fp8 = run_of(SECOND, "FP8")
+    in_fp8.manifest["condition"] = "code"
     table = compared.differences(run_of(FIRST), in_fp8)
+    assert set(table["condition"]) == {"code"}
+    assert set(compared.overview(table, "A", "B")["scheme"]) == {"FP8 − W8A8"}
     assert table[["scheme", "first_scheme", "part"]].to_numpy().tolist() == [
         ["FP8", "W8A8", "all"], ["FP8", "W8A8", "weights"],
     ]  # fmt: skip
@@ -116,16 +120,18 @@ def test_schemes_that_both_runs_have_are_compared_else_each_with_each() -> None:
 
 
 def test_static_schemes_are_compared_by_the_settings_of_the_whole_model() -> None:
-    costs = {"all": 1.0, "weights": 0.2, "activations": 0.7, "massive-kept": 0.5}
+    costs = {"all": 1.0, "weights": 0.2, "activations": 0.7, "kv-cache": 0.1, "massive-kept": 0.5}
     first, second = static_run(costs), static_run({**costs, "all": 1.5}, weights_per="channel")
     comparison = compare(first, second)
     assert isinstance(comparison, FormatComparison)
     table = comparison.table.set_index("part")
-    assert table["difference"].to_dict() == pytest.approx({"all": 0.5, "weights": 0.0, "activations": 0.0})
+    assert table["difference"].to_dict() == pytest.approx(
+        {"all": 0.5, "weights": 0.0, "activations": 0.0, "kv-cache": 0.0}
+    )
     assert set(table["scheme"]) == {"static W8A8"}
     (whole, *_) = comparison.summary_tables[""].to_dict("records")
     assert (whole["run 1"], whole["run 2"], whole["difference"][:5]) == ("1.000", "1.500", "0.500")
-    assert (table["difference_high"] - table["difference"]).tolist() == pytest.approx([np.hypot(0.1, 0.1)] * 3)
+    assert (table["difference_high"] - table["difference"]).tolist() == pytest.approx([np.hypot(0.1, 0.1)] * 4)
     assert comparison.manifest["differing"] == {
         "grids": {"run 1": "['tensor', 'tensor', None]", "run 2": "['channel', 'tensor', None]"}
     }

@@ -78,6 +78,15 @@ def test_smoothquant_recovers_what_it_does_in_plain_pytorch(model: Any, run: Run
     assert row["ahead"] == pytest.approx(row["recovered"] - row["random_recovered"])
 
 
+def test_another_seed_draws_other_random_tokens_and_another_rotation(model: Any, run: Run) -> None:
+    another = quantize(model, scheme="W8A8", cure="rotation", seed=1, **SMALL)
+    table = pd.concat([each.tables["formats"].query("scheme == 'W8A8' and part == 'all'") for each in (run, another)])
+    assert table["cost"].iloc[0] == pytest.approx(table["cost"].iloc[1], abs=1e-6)
+    draws = table[["random_share_low", "random_share_high"]].to_numpy()
+    assert np.abs(draws[0] - draws[1]).max() > 1e-5
+    assert abs(cure(run, "rotation")["recovered"] - cure(another, "rotation")["recovered"]) > 1e-5
+
+
 def test_ranges_are_those_of_the_cured_model(model: Any, run: Run) -> None:
     encodings = PRESETS["FP8"].weights, PRESETS["FP8"].inputs
     share = plain_loss(model, *encodings) - scaled_loss(model, encodings, "smoothquant")
@@ -135,6 +144,8 @@ def test_ranges_are_measured_if_a_scale_uses_them(
 def test_a_prefix_is_held_against_full_precision_with_the_same_prefix(model: Any, run: Run) -> None:
     row = cure(run, "prefix")
     prefix = tuple(map(int, row["setting"].split()))
+    assert prefix[-1] == model.config.bos_token_id
+    assert row["random_recovered_low"] < row["random_recovered_high"]
     rise = plain_loss(model, *W8A8, prefix=prefix) - plain_loss(model, prefix=prefix)
     assert row["recovered"] == pytest.approx(plain_loss(model, *W8A8) - plain_loss(model) - rise, abs=2e-6)
     fp8 = PRESETS["FP8"].weights, PRESETS["FP8"].inputs
@@ -222,19 +233,31 @@ def test_modules_are_spared_until_a_tenth_of_the_cost_of_the_probed_texts_remain
     assert cured.rise[0] == pytest.approx(remaining[16 - count], abs=1e-6)
 
 
-def test_a_prefix_has_the_tokens_beyond_64_times_the_median_of_their_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    magnitudes, study = [[1, 1, 1, 1, 65, 64], [2, 2, 2, 129, 2, 128]], object.__new__(cures.CureStudy)
-    reads = [(sequence, None, np.array(each, float)) for sequence, each in enumerate(magnitudes)]
+@pytest.mark.parametrize(
+    ("matrices", "prefix"),
+    [
+        ([[[1, 1, 1, 1, 65, 64], [2, 2, 2, 129, 2, 128]]], "5"),
+        ([[[1, 1, 1, 1, 65, 64], [2, 2, 2, 129, 2, 128]], [[1, 99, 99, 1, 1, 1], [1, 99, 1, 99, 1, 1]]], "5 8"),
+        ([[[1] * 6] * 2], "9"),  # no outlier: the first token
+    ],
+)
+def test_a_prefix_has_the_tokens_beyond_64_times_the_median_of_their_sequence_in_any_matrix(
+    monkeypatch: pytest.MonkeyPatch, matrices: list[list[list[int]]], prefix: str
+) -> None:
+    study = object.__new__(cures.CureStudy)
+    reads = [
+        [(sequence, None, np.array(each, float)) for sequence, each in enumerate(of_matrix)] for of_matrix in matrices
+    ]
     calibration = SimpleNamespace(sequences=(np.array([9, 8, 7, 6, 5, 4]), np.array([9, 8, 7, 5, 6, 4])))
     served = SimpleNamespace(subject=SimpleNamespace(inputs=()), calibration=calibration, opened=print)
     served.run = lambda settings: [SimpleNamespace(losses=torch.zeros(1)) for _ in settings]
-    served.recorder = SimpleNamespace(of_inputs={"matrix": reads})
+    served.recorder = SimpleNamespace(of_inputs=dict(enumerate(reads)))
     prefixes = SimpleNamespace(
         bos=None, checked=lambda ids: ids, random=lambda length, drawn: (), before=lambda ids, inputs: SparingText(())
     )
     monkeypatch.setattr(cures, "Prefixes", lambda subject, calibration: prefixes)
     vars(study).update(study=served, seed=0, _losses_under=lambda preset, changed, text, calibration: np.zeros(1))
-    assert study.prefix("W8A8", PRESETS["W8A8"]).setting == "5"
+    assert study.prefix("W8A8", PRESETS["W8A8"]).setting == prefix
 
 
 def test_awq_recovers_what_it_does_in_plain_pytorch(model: Any) -> None:
@@ -245,6 +268,7 @@ def test_awq_recovers_what_it_does_in_plain_pytorch(model: Any) -> None:
     assert run.manifest["served"]["absent_cures"] == {
         "NVFP4A16": dict.fromkeys(["prefix", "smoothquant"], "its inputs are not quantized")
     }
+    assert "Not measured: smoothquant (its inputs are not quantized)." in run.verdict
 
 
 def test_a_cure_that_does_not_apply_says_why() -> None:

@@ -13,7 +13,7 @@ from tiny import tiny_model
 
 from sinkscope import Run, quantize
 from sinkscope.commands.quantize import findings as quantization
-from sinkscope.commands.quantize.figures import _sites_in_layers
+from sinkscope.commands.quantize.figures import _sites_in_layers, draw_quantization_split
 from sinkscope.commands.quantize.findings import (
     JSON,
     PREFIXES,
@@ -29,6 +29,7 @@ from sinkscope.commands.quantize.options import QuantizeOptions
 from sinkscope.commands.quantize.study import QuantizationStudy, Row
 from sinkscope.quantization.formats import Precision
 from sinkscope.quantization.grids import Range, Rounding
+from sinkscope.quantization.prefix_cache import CACHE, HOW
 from sinkscope.quantization.settings import (
     ACTIVATIONS,
     ALL,
@@ -70,6 +71,11 @@ def run_of(costs: dict[str, float], costliest: float | None = None) -> Run:
     return Run(run_manifest(command="quantize", quantization=entry), tables)
 
 
+def with_rows(run: Run, *rows: pd.DataFrame) -> Run:
+    """Return the run with more rows of the table `quantization`."""
+    return Run(run.manifest, run.tables | {"quantization": pd.concat([run.tables["quantization"], *rows])})
+
+
 def found(run: Run, name: str) -> list[Finding]:
     return [finding for finding in quantization.findings(run) if finding.name == name]
 
@@ -84,6 +90,8 @@ def test_a_cost_is_found_from_its_threshold_on() -> None:
     (cost,) = found(Run(run.manifest, {**run.tables, "quantization": table}), "cost")
     assert (cost.low, cost.high) == pytest.approx((4.0, 4.5))
     assert cost.sentence == "Static W8A8 multiplies perplexity by 4.055 (95 % interval 4 to 4.5)."
+    run.manifest["quantization"]["not_quantized"] = {"conv": 0.02, "router": 0.01}
+    assert found(run, "not-quantized")[0].value == pytest.approx(0.03)
     harmless = run_of(SETTINGS | {"all": 0.009})
     assert found(harmless, "cost")[0].outcome == Outcome.ABSENT
     assert {finding.name for finding in quantization.findings(harmless)} == {"cost", "massive-sites"}
@@ -98,8 +106,11 @@ def test_costly_kinds_and_sites_are_findings_of_their_own() -> None:
     assert "`down_proj output` of layer 2" in site.sentence
     table = run.tables["quantization"]
     worse = table[table["setting"] == KEPT].assign(site="up_proj", cost=1.2)
-    (kept,) = found(Run(run.manifest, {**run.tables, "quantization": pd.concat([table, worse])}), "kept")
+    cheap = table[table["setting"] == ALONE].assign(site="up_proj", cost=0.9 * COSTLY)
+    more = with_rows(run, worse, cheap)
+    (kept,) = found(more, "kept")
     assert (kept.value, kept.numbers["kind"]) == (0.6, "down_proj output")
+    assert (found(more, "kind"), found(more, "site")) == ([kind], [site])
 
 
 @pytest.mark.parametrize(
@@ -112,7 +123,8 @@ def test_costly_kinds_and_sites_are_findings_of_their_own() -> None:
 )
 def test_the_share_of_the_cost_that_sparing_sites_recovers(cost: float, outcome: Outcome, words: str) -> None:
     run = run_of(SETTINGS, costliest=cost)
-    restored = found(run, "restored")[-1]
+    massive, restored = found(run, "restored")
+    assert [massive.value, massive.numbers["perplexity"]] == pytest.approx([1 - 0.9 / 1.4, np.exp(3.9)])
     assert restored.outcome == outcome
     assert words in restored.sentence
     (costliest,) = found(run, "costliest")
@@ -143,15 +155,19 @@ SHARES = {"tokens": 0.2, "coordinates": 0.1, "both": 0.3, "prefix": 0.6}
 RANDOM = {"tokens": [0.0, 0.05], "coordinates": [0.0], "prefix": [0.0] * 20}
 
 
-def split_findings(
-    shares: dict[str, float], random: dict[str, list[float]] | None = None, cost: float = 1.0
-) -> list[Finding]:
+def split_run(
+    shares: dict[str, float], random: dict[str, list[float]] | None = None, cost: float = 1.0, without_cache: str = ""
+) -> Run:
     plain = run_of(SETTINGS)
-    entry = {"prefix": [5], "prefix_text": "a", "without_cache": "", "without_rotation": "why not"}
+    entry = {"prefix": [5], "prefix_text": "a", "without_cache": without_cache, "without_rotation": "why not"}
     entry |= plain.manifest["quantization"]
     table = split_table(SHARES | shares, RANDOM | (random or {}), cost)
-    run = Run(plain.manifest | {"quantization": entry}, {**plain.tables, "quantization_split": table})
-    return [finding for finding in quantization.findings(run) if finding.section in (SPLIT, PREFIXES, ROTATIONS)]
+    return Run(plain.manifest | {"quantization": entry}, {**plain.tables, "quantization_split": table})
+
+
+def split_findings(*how: Any) -> list[Finding]:
+    findings = quantization.findings(split_run(*how))
+    return [finding for finding in findings if finding.section in (SPLIT, PREFIXES, ROTATIONS)]
 
 
 @pytest.mark.parametrize(
@@ -162,6 +178,7 @@ def split_findings(
         ({"tokens": 0.55, "both": 0.8}, {}, Outcome.PARTLY, "both together"),  # its interval begins at 0.45
         ({"tokens": 0.7, "both": 0.5}, {"tokens": [0.8]}, Outcome.UNDECIDED, "do not decide"),  # as random tokens
         ({"tokens": 0.7, "both": 0.5}, {"tokens": [0.0, 0.7]}, Outcome.UNDECIDED, "do not decide"),  # as one draw
+        ({"both": 0.45}, {}, Outcome.UNDECIDED, "do not decide"),  # its interval ends at 0.55
         ({"coordinates": 0.7}, {}, Outcome.PRESENT, "is in few coordinates."),
         ({"tokens": 0.7, "coordinates": 0.7}, {}, Outcome.PRESENT, "either of them alone"),
     ],
@@ -178,6 +195,7 @@ def test_where_most_of_the_cost_is(
     ("share", "random", "outcome", "words"),
     [
         (0.6, [0.0] * 20, Outcome.CONFIRMED, "helps, and more than 20 of 20 random ones"),
+        (0.6, [0.0] * 19, Outcome.CONFIRMED, "helps, and more than 19 of 19 random ones"),  # 1 of 20 is as good
         (0.6, [0.7] + [0.0] * 19, Outcome.PARTLY, "random ones may help as much: 1 of 20"),
         (0.6, [0.0] * 10, Outcome.PARTLY, "0 of 10"),  # too few to tell
         (0.05, [0.0] * 20, Outcome.ABSENT, "is not shown to help"),
@@ -190,10 +208,21 @@ def test_a_prefix_against_random_ones(share: float, random: list[float], outcome
 
 
 def test_nothing_is_split_where_nothing_is_lost() -> None:
-    split, *_, rotation = split_findings({}, cost=0.005)
+    split, *_, rotation = split_findings({}, {}, 0.005)
     assert split.outcome == Outcome.ABSENT
     assert split.sentence.endswith("too little to split.")
     assert rotation.sentence == "The residual stream was not rotated: why not."
+
+
+def test_the_split_is_drawn_with_intervals_and_the_random_controls_of_each_setting() -> None:
+    run = split_run({}, {"tokens": [0.0, 0.05]})
+    (ax,), rows = draw_quantization_split(run).axes, quantization.split_settings(run).drop(FULL)
+    assert [bar.get_width() for (bar,) in ax.containers] == rows["cost"].tolist()
+    *lines, _ = ax.lines  # the last one is at a cost of 0
+    ends, controls = lines[::2], lines[1::2]
+    assert [line.get_xdata().tolist() for line in ends] == rows[["cost_low", "cost_high"]].to_numpy().tolist()
+    drawn = {str(setting): line.get_xdata().tolist() for setting, line in zip(rows.index, controls, strict=True)}
+    assert drawn == {name: [1 - share for share in RANDOM.get(name, [])] for name in rows.index}
 
 
 # --- files for other tools
@@ -245,6 +274,16 @@ def test_the_files_hold_the_sites_that_were_kept_last(written: Run) -> None:
     assert not list(written.folder.glob("*.yaml"))  # no server runs a static scheme with quantized outputs
 
 
+@pytest.mark.parametrize("reason", ["", "why not"])
+def test_files_of_the_prefix_are_listed_if_its_keys_and_values_were_saved(reason: str) -> None:
+    assert list(quantization.files(split_run({}, without_cache=reason))) == [JSON, *([] if reason else [CACHE, HOW])]
+
+
+def test_modules_to_spare_are_linear_layers() -> None:
+    parts = {"module": ["0.up", "0.attention", "0.up", "1.down"], "part": [INPUT, KEYS, WEIGHT, WEIGHT]}
+    assert quantization._modules(pd.DataFrame(parts)) == ["0.up", "1.down"]
+
+
 @pytest.mark.parametrize("setting", fields(Precision), ids=lambda field: field.name)
 def test_a_setting_of_the_precision_has_its_option_parameter_record_and_sentence(
     written: Run, setting: Field[Any]
@@ -268,7 +307,8 @@ def test_a_setting_of_the_precision_has_its_option_parameter_record_and_sentence
 
 
 def test_the_search_is_among_the_coarsest_sites_of_the_costliest_kinds() -> None:
-    costs = {"a": 0.5, "b": 2.0, "c": 1.0}  # of a kind; a single site costs this times its layer, minus 4
+    # of a kind; a single site costs this times its layer, minus 4
+    costs = {"a": 0.5, "b": 2.0, "c": 1.0, "d": 0.9 * COSTLY}
     sites = [Site(f"layers.{layer}.{kind}", INPUT, layer, kind) for kind in costs for layer in range(10)]
     study, rows = object.__new__(QuantizationStudy), list[Row]()
 
@@ -286,14 +326,12 @@ def test_the_search_is_among_the_coarsest_sites_of_the_costliest_kinds() -> None
     assert {row.layer for row in rows if row.layer >= 0} == set(range(2, 10))  # of ten, eight round most to zero
     kept = [row for row in rows if row.setting == KEPT]
     assert [row.site.kind for row in kept if row.site] == ["b", "c", "a"]
-    assert all(len(row.ranges) == 20 and row.site not in row.ranges for row in kept)
+    assert all(len(row.ranges) == 30 and row.site not in row.ranges for row in kept)
 
 
 def test_the_search_on_all_texts_ends_with_its_last_choice() -> None:
     run = run_of(SETTINGS, costliest=0.7)
-    more = run.tables["quantization"].iloc[[-1]].assign(kept="layer 2 down_proj output", cost=0.1)
-    table = pd.concat([run.tables["quantization"], more])
-    both = Run(run.manifest, {**run.tables, "quantization": table})
+    both = with_rows(run, run.tables["quantization"].iloc[[-1]].assign(kept="layer 2 down_proj output", cost=0.1))
     assert whole(both).loc[COSTLIEST_KEPT, ["kept", "cost"]].tolist() == ["layer 2 down_proj output", 0.1]
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, get_args
 
 import numpy as np
 import pandas as pd
@@ -18,15 +18,17 @@ from support.encoders import encoder, word_tokenizer
 from support.made_up_runs import run_manifest
 from support.plain_formats import SMALL, TEXTS, plain_loss
 from support.ranks import on_two_ranks
+from support.retrofitted import retrofitted
 from support.tables import assert_same_tables
-from tiny import tiny_model
+from tiny import ragged_tokens, tiny_model
 from torch import nn
 
 from sinkscope import Run, quantize
 from sinkscope.commands.card.tables import values_of
 from sinkscope.commands.quantize import served_findings
-from sinkscope.commands.quantize.figures import FORMAT_MARKS, draw_formats_cost
+from sinkscope.commands.quantize.figures import COST_INTERVAL, FORMAT_MARKS, draw_formats_cost
 from sinkscope.commands.quantize.manifest import EncodingEntry, Served
+from sinkscope.commands.quantize.options import QuantizeOptions
 from sinkscope.commands.quantize.served import (
     ALL,
     INPUTS,
@@ -41,7 +43,8 @@ from sinkscope.commands.sweep.figures import draw_formats_models
 from sinkscope.commands.sweep.tables import FORMATS, SweepTables
 from sinkscope.errors import InputError
 from sinkscope.models.families import find_family
-from sinkscope.quantization.formats import PRESETS, Encoding
+from sinkscope.options.option import checked
+from sinkscope.quantization.formats import PRESETS, CureName, Encoding
 from sinkscope.quantization.products import Matrix, all_experts_read, changed_products, matrices_of
 from sinkscope.quantization.rounding import snap
 from sinkscope.results.findings import Finding, Outcome
@@ -91,27 +94,39 @@ def test_losses_by_sequence_add_up_to_those_of_the_table(model: Any, run: Run) -
     assert (of_row["loss"] - of_row["cost"]).to_dict() == pytest.approx(dict(enumerate(dense.tolist())), abs=1e-4)
     assert set(table["predicted"]) == {23}
     sums = table.groupby(["scheme", "part"], sort=False)[["loss", "cost"]].sum() / (6 * 23)
-    pd.testing.assert_frame_equal(run.tables["formats"].set_index(["scheme", "part"])[["loss", "cost"]], sums)
+    formats = run.tables["formats"].set_index(["scheme", "part"])
+    pd.testing.assert_frame_equal(formats[["loss", "cost"]], sums)
+    np.testing.assert_allclose(formats["ratio"], np.exp(formats["cost"]))
 
 
-def test_the_sinks_share_is_what_their_inputs_in_full_precision_recover(model: Any, run: Run) -> None:
-    preset, spared = PRESETS["W8A8"], torch.zeros(6, 24, dtype=torch.bool)
-    spared[:, :4] = True  # the model has no massive activations
-    share = plain_loss(model, preset.weights, preset.inputs) - plain_loss(model, preset.weights, preset.inputs, spared)
+@pytest.mark.parametrize("scheme", ["W8A8", "FP8"])
+def test_the_sinks_share_is_what_their_inputs_in_full_precision_recover(model: Any, run: Run, scheme: str) -> None:
+    """They are left out of static ranges, too, as are the random tokens of the texts that calibrate."""
+    encodings, first = (PRESETS[scheme].weights, PRESETS[scheme].inputs), torch.arange(24).expand(9, -1) < 4
+    share = plain_loss(model, *encodings) - plain_loss(model, *encodings, first)  # it has no massive activations
     assert run.manifest["served"]["sink_layer"] == -1
-    row = row_of(run, "W8A8", ALL)
+    row = row_of(run, scheme, ALL)
     assert row["sink_share"] == pytest.approx(share, abs=2e-6)
     drawn, shares = np.random.default_rng(0), []
     for _ in range(RANDOM_DRAWS):
-        random = torch.zeros(9, 24, dtype=torch.bool)  # also of the texts that calibrate
+        random = torch.zeros(9, 24, dtype=torch.bool)
         for mask in random:
             mask[drawn.choice(np.arange(4, 24), 4, replace=False)] = True
-        loss = plain_loss(model, preset.weights, preset.inputs, random[:6])
-        shares.append(plain_loss(model, preset.weights, preset.inputs) - loss)
+        shares.append(plain_loss(model, *encodings) - plain_loss(model, *encodings, random))
     assert row["random_share"] == pytest.approx(np.mean(shares), abs=2e-6)
     assert (row["random_share_low"], row["random_share_high"]) == pytest.approx((min(shares), max(shares)), abs=2e-6)
     assert row["ahead"] == pytest.approx(share - np.mean(shares), abs=2e-6)
     assert row["ahead_low"] < row["ahead"] < row["ahead_high"]
+
+
+def test_sinks_are_predicted_by_the_massive_activations_of_the_texts_that_calibrate() -> None:
+    model, texts = tiny_model("llama", spread=1.0), torch.full((9, 24), 7)
+    model.get_input_embeddings().weight[5, 3] = model.get_input_embeddings().weight[6, 4] = 1e6
+    texts[:3, 9] = texts[:, 17] = 5
+    texts[:6, 20] = 6  # massive, but at no coordinate of the texts that calibrate
+    run = quantize(model, scheme="W8A8", cure="awq", **SMALL | {"input": list(texts.numpy())})
+    assert run.manifest["served"]["sink_layer"] == 0
+    assert run.manifest["served"]["sinks"] == 1.5  # two of three texts, one of the others
 
 
 def test_what_is_recovered_is_compared_with_the_mean_of_random_draws_text_by_text() -> None:
@@ -152,18 +167,6 @@ def test_weights_next_to_each_other_that_read_the_same_input_share_a_scale() -> 
     for size, expert in enumerate(experts, 5):
         recorder(expert, F.linear, x, torch.full((1, 1), float(size)), torch.arange(2))
     assert [recorder.fused_weights()[expert] for expert in experts] == [5.0, 6.0]
-
-
-def test_inputs_are_those_of_their_sequence() -> None:
-    recorder, matrix = LargestFactors(registers=0), Matrix("a", 0, "a")
-
-    def forward(batch: Batch, observables: Any) -> torch.Tensor:
-        return recorder(matrix, F.linear, batch.token_ids[0, :, None].float(), torch.ones(1, 1), None)
-
-    for number, ids in enumerate(([1, 9], [8, 2])):
-        batch = Batch(torch.tensor([ids]), torch.ones(1, 2, dtype=torch.long), first=number)
-        recorder.read(cast("Any", SimpleNamespace(forward_with_loss=forward)), batch, [])
-    assert recorder.inputs([np.array([False, True]), np.array([True, False])]) == {matrix: 2.0}
 
 
 def test_spared_tokens_are_counted_after_registers() -> None:
@@ -208,6 +211,23 @@ def test_results_do_not_depend_on_the_batch_or_on_the_other_schemes(run: Run, sp
     pd.testing.assert_frame_equal(spared_run.tables["formats"], of_all, atol=1e-5, rtol=1e-5)
 
 
+def test_texts_of_different_lengths_are_weighed_by_their_tokens_in_any_batch(model: Any) -> None:
+    texts = ragged_tokens((20, 9, 14, 24, 7, 11, 16, 24, 10))
+    options = SMALL | {"input": texts, "scheme": "W8A8", "cure": "awq"}
+    one_by_one, together = (quantize(model, batch_size=size, **options).tables for size in (1, 6))
+    pd.testing.assert_frame_equal(one_by_one["formats"], together["formats"], atol=1e-5, rtol=1e-5)
+    losses = together["formats_losses"].query("part == 'all'")
+    assert losses["predicted"].tolist() == [len(ids) - 1 for ids in texts[:6]]
+    row = together["formats"].query("part == 'all'").iloc[0]
+    assert row["loss"] == pytest.approx(losses["loss"].sum() / losses["predicted"].sum())
+    assert row["perplexity"] == pytest.approx(np.exp(row["loss"]))
+
+
+def test_sink_tokens_behind_registers_are_spared() -> None:
+    model = retrofitted("llama", "register-tokens", torch.float32)
+    assert abs(row_of(quantize(model, scheme="W8A8", cure="awq", **SMALL), "W8A8", ALL)["sink_share"]) > 1e-4
+
+
 @pytest.mark.parametrize("is_encoder", [False, True])
 def test_the_default_table_takes_as_many_passes_as_it_says_beforehand(
     model: Any, capsys: pytest.CaptureFixture[str], is_encoder: bool
@@ -236,12 +256,11 @@ def test_an_encoders_cost_is_that_of_masked_tokens_in_plain_transformers(scheme:
     hidden, labels = (torch.from_numpy(np.stack(each)) for each in parts)
     plain = partial(plain_loss, model, masked=(hidden, labels))
     dense, every = plain(), plain(preset.weights, preset.inputs)
-    row, first = row_of(run, scheme, ALL), torch.arange(24).expand(6, -1) < 4  # the model has no massive activations
+    row, first = row_of(run, scheme, ALL), torch.arange(24).expand(9, -1) < 4  # the model has no massive activations
     assert row["cost"] == pytest.approx(every - dense, abs=2e-6)
     assert row_of(run, scheme, WEIGHTS)["cost"] == pytest.approx(plain(preset.weights) - dense, abs=2e-6)
     assert run.manifest["served"]["full_precision_modules"] == ["cls.predictions.decoder"]
-    if preset.inputs is not None and preset.inputs.dynamic:
-        assert row["sink_share"] == pytest.approx(every - plain(preset.weights, preset.inputs, first), abs=2e-6)
+    assert row["sink_share"] == pytest.approx(every - plain(preset.weights, preset.inputs, first), abs=2e-6)
     assert min(abs(row["cost"]), abs(row["sink_share"])) > 5e-6  # more than twice the tolerance
 
 
@@ -341,6 +360,7 @@ def test_the_predicted_rise_is_of_second_order_in_the_outputs_error(model: Any, 
     table = spared_run.tables["formats_modules"].set_index("module")
     assert table.loc[module, "predicted"] == pytest.approx(rise, rel=1e-3)
     assert table["predicted"].is_monotonic_decreasing
+    assert table["layer"].tolist() == table.index.str.split(".").str[2].astype(int).tolist()
     assert len(table) == 21
     assert table["is_spared"].sum() == spared_run.tables["formats_cures"]["setting"].astype(int).iloc[0]
 
@@ -371,8 +391,9 @@ def run_of(cost: tuple[float, ...], share: tuple[float, ...] = (), recovered: tu
     names = [
         f"{name}{end}" for name in ("cost", "sink_share", "random_share", "ahead") for end in ("", "_low", "_high")
     ]
-    rows = [dict(zip(names, (*cost, *share), strict=True)) | {"scheme": "W8A8", "part": part, "ratio": np.exp(cost[0])}
-            for part in (ALL, WEIGHTS, INPUTS)]  # fmt: skip
+    row = dict(zip(names, (*cost, *share), strict=True)) | {"scheme": "W8A8", "part": ALL, "ratio": np.exp(cost[0])}
+    alone = {name: row[name] for name in ("scheme", "cost_low", "cost_high", "ratio")}
+    rows = [row, alone | {"part": WEIGHTS, "cost": 0.25 * cost[0]}, alone | {"part": INPUTS, "cost": 0.5 * cost[0]}]
     tables = {"formats": pd.DataFrame(rows)}
     if recovered:
         columns = [
@@ -390,7 +411,7 @@ def run_of(cost: tuple[float, ...], share: tuple[float, ...] = (), recovered: tu
     served = {
         "schemes": {"W8A8": asdict(PRESETS["W8A8"])}, "absent": {}, "alpha": 0.5, "absent_cures": {}, "calibration": 3,
         "matrices": 4, "share": 0.8, "not_quantized": {}, "full_precision_modules": ["lm_head"],
-        "sink_layer": 2, "sinks": 1.0,
+        "sink_layer": 0, "sinks": 1.5,
     }  # fmt: skip
     Served.model_validate(served)
     assert list(EncodingEntry.model_fields) == [each.name for each in fields(Encoding)]
@@ -416,7 +437,10 @@ def finding(run: Run, name: str) -> Finding:
     ],
 )
 def test_a_cost_is_decided_by_its_interval(cost: tuple[float, ...], outcome: Outcome) -> None:
-    assert finding(run_of(cost), "cost").outcome == outcome
+    run = run_of(cost)
+    assert finding(run, "cost").outcome == outcome
+    numbers = finding(run, "cost").numbers
+    assert (numbers["weights"], numbers["inputs"]) == (0.25 * cost[0], 0.5 * cost[0])
 
 
 @pytest.mark.parametrize(
@@ -437,6 +461,7 @@ def test_sinks_have_a_share_if_they_recover_more_than_random_tokens_of_the_same_
     one = finding(run_of((0.1, 0.05, 0.2), numbers), "sink-share")
     assert (one.outcome, words in one.sentence) == (outcome, True)
     assert f"against -0.500 to 0.500; paired by text, the difference is {ahead[0]:.3f} (" in one.sentence
+    assert "for the inputs of sink tokens (1.5 of a sequence)" in one.sentence
     assert (one.numbers["ahead_low"], one.low) == (ahead[1], share[1])
     nothing = finding(run_of((0.1, 0.0, 0.2), numbers), "sink-share")
     assert (nothing.outcome, "not above 0" in nothing.sentence) == (Outcome.UNDECIDED, True)
@@ -486,8 +511,20 @@ def test_marks_of_spared_tokens_are_at_the_cost_that_is_left() -> None:
     drawn: dict[tuple, set[tuple]] = defaultdict(set)
     for line in figure.axes[0].lines:
         drawn[line.get_marker(), line.get_color()].add(tuple(np.round(line.get_xdata(), 12)))
-    marks = {name: drawn[look["marker"], look["color"]] for name, look in FORMAT_MARKS.items() if "spared" in name}
-    assert marks == {"sink tokens spared": {(0.07,)}, "random tokens spared": {(0.06, 0.11)}}
+    marks = {name: drawn[look["marker"], look["color"]] for name, look in FORMAT_MARKS.items()}
+    assert marks == {
+        "all": {(0.1,)}, "weights alone": {(0.025,)}, "inputs alone": {(0.05,)},
+        "sink tokens spared": {(0.07,)}, "random tokens spared": {(0.06, 0.11)},
+    }  # fmt: skip
+    assert drawn["None", COST_INTERVAL["color"]] == {(0.05, 0.2)}
+
+
+def test_the_overview_has_costs_of_parts_and_a_finding_the_share_that_is_not_quantized() -> None:
+    run = run_of((0.1, 0.05, 0.2), (0.03, 0.02, 0.05, 0.01, -0.01, 0.04, 0.02, 0.01, 0.03))
+    (row,) = served_findings.overview(run).to_dict("records")
+    assert (row["weights alone"], row["inputs alone"], row["sinks' share"]) == ("0.025", "0.050", "0.030")
+    run.manifest["served"]["not_quantized"] = {"conv": 0.02, "router": 0.01}
+    assert finding(run, "not-quantized").value == pytest.approx(0.03)
 
 
 def test_a_recipe_names_experts_as_llm_compressor_does() -> None:
@@ -505,6 +542,7 @@ def test_a_recipe_names_experts_as_llm_compressor_does() -> None:
 def test_recipes_are_those_that_compressed_tensors_reads(run: Run) -> None:
     texts = served_findings.files(run)
     assert set(texts) == {f"llm-compressor-{scheme}.yaml" for scheme in FITTING}
+    assert set(run.manifest["served"]["absent"]) == {*PRESETS} - {*FITTING}
     gpt2 = quantize(tiny_model("gpt2"), scheme="W4A16", cure="smoothquant", **SMALL)
     assert served_findings.files(gpt2) == {}  # its layers are no torch.nn.Linear
     assert gpt2.manifest["served"]["schemes"]["W4A16"]["weights"]["group_size"] == 32
@@ -558,6 +596,7 @@ def test_a_layer_that_multiplies_by_its_transposed_weight_is_quantized() -> None
     ("options", "message"),
     [
         ({"scheme": "W8A8,static"}, "measured alone"),
+        ({"scheme": "static", "cure": "spare"}, "cure=… is a setting of presets"),
         ({"scheme": "W8A8", "bits_weights": 4}, "bits_weights=… is a setting of scheme=static or full"),
         ({"prefix": "auto"}, "prefix=… is a setting of scheme=static or full"),
         ({"alpha": 0.9}, "alpha=… is a setting of the cure smoothquant, which is not measured"),
@@ -571,6 +610,23 @@ def test_a_layer_that_multiplies_by_its_transposed_weight_is_quantized() -> None
 def test_wrong_schemes_are_refused(model: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         quantize(model, **SMALL | options)
+
+
+def test_cures_are_those_that_are_named_else_all_of_named_schemes() -> None:
+    for options, cures in (({}, ()), ({"scheme": "FP8"}, get_args(CureName)), ({"cure": "awq"}, ("awq",))):
+        assert checked(QuantizeOptions, options).cures == cures
+
+
+def test_a_folder_is_named_by_what_is_measured() -> None:
+    names: dict[str, dict[str, Any]] = {
+        "formats": {},
+        "W8A8-FP8": {"scheme": "W8A8,FP8"},
+        "static-W8A8KV4": {"scheme": "static", "bits_kv_cache": 4, "kv_cache_per": "tensor"},
+        "full-W8A8-weights-per-channel-prefix": {"scheme": "full", "weights_per": "channel", "prefix": "5"},
+    }
+    for name, options in names.items():
+        folder = checked(QuantizeOptions, {"model": "org/m"} | options).folder()
+        assert folder.as_posix() == f"runs/m-natural-{name}"
 
 
 def test_ranges_and_cures_of_two_processes_are_those_of_one(tmp_path: Path) -> None:

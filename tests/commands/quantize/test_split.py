@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,19 +14,23 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from safetensors.torch import load_file
+from support.encoders import word_tokenizer
 from support.everything import assert_as_before, state_of
-from support.retrofitted import each_pair
+from support.retrofitted import each_pair, retrofitted
 from tiny import VOCAB, tiny_model, tiny_tokens
 
 from sinkscope import InputError, quantize
 from sinkscope.commands.quantize import split as quantization_split
-from sinkscope.commands.quantize.prefixes import SparingText, outlier_prefix
+from sinkscope.commands.quantize.command import _named_prefix
+from sinkscope.commands.quantize.options import QuantizeOptions
+from sinkscope.commands.quantize.prefixes import Prefixes, SparingText, outlier_prefix
 from sinkscope.commands.quantize.split import Split, SplitArm
 from sinkscope.commands.quantize.study import Simulation, measured_ranges
 from sinkscope.measuring.subject import Subject, family_of, open_subject
 from sinkscope.measuring.tracer import open_tracer
 from sinkscope.models.rotation import random_rotation, rotated
 from sinkscope.options.measuring import make_config
+from sinkscope.options.option import checked
 from sinkscope.quantization import settings
 from sinkscope.quantization.formats import Precision
 from sinkscope.quantization.grids import asymmetric_grid
@@ -136,6 +141,8 @@ def test_the_rule_of_prefixquant() -> None:
     rare[0][0, 1] = True
     assert outlier_prefix(rare, sequences[:1] * 11) == ()
     assert outlier_prefix(rare[:10], sequences[:1] * 10) == (8,)  # in a tenth of them
+    rare[1][0, 2] = True
+    assert outlier_prefix(rare * 2, sequences[:1] * 22) == (8,)  # two rare ids
 
 
 def test_the_best_prefix_and_the_largest_coordinates() -> None:
@@ -167,9 +174,31 @@ def test_the_best_prefix_and_the_largest_coordinates() -> None:
 
 def test_frequent_tokens_of_a_prefix_are_counted_behind_position_0() -> None:
     simulation, held_out = simulated(tiny_model("llama"))
-    split = Split(simulation, replace(held_out, sequences=(np.array([9, 9, 4, 4, 7]),) * 2), 0)
+    split = Split(simulation, replace(held_out, sequences=(np.array([9, 9, 4, 4, 7, 8]),) * 2), 0)
     vars(split)["_measure"] = lambda arms: [np.array([2.0]), np.array([1.0])]
-    assert split._best_prefix([np.array([[False] * 4 + [True]])] * 2)[0] == 4  # the rule's token is 7
+    outliers = [np.array([[False] * 4 + [True] * 2])] * 2
+    assert split._best_prefix(outliers)[:-1] == (4, 9)  # as many as the rule's tokens, 7 and 8
+
+
+def test_the_prefix_is_found_in_the_outliers_of_the_texts_that_calibrate() -> None:
+    split, arms = Split(*simulated(tiny_model("llama")), 0), list[SplitArm]()
+    vars(split).update(_losses=lambda run: [np.ones(3)] * 3, _rotate=lambda: None, _measure_and_note=arms.extend)
+    vars(split).update(_outliers=lambda inputs: [(len(inputs), "massive")], _sparing_arms=lambda *outliers: [])
+    vars(split)["_best_prefix"] = lambda outliers: (5, *outliers)
+    split.tables({}, None, 3)
+    assert arms[0].prefix == (5, len(split.calibration))
+    assert [(arm.draw, len(arm.prefix)) for arm in arms] == [(-1, 2), (0, 2), (1, 2), (2, 2)]
+    assert len({arm.prefix for arm in arms}) == 4
+
+
+def test_outliers_are_looked_for_in_the_mlps_last_linear_layer_and_in_layers_outputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quantization_split, "_outliers_of", lambda tracer, sites, ids: list(map(str, sites)))
+    for name, last in (("llama", "mlp.down_proj input"), ("gpt2", "mlp.c_proj input")):
+        split = Split(*simulated(tiny_model(name)), 0)
+        expected = [f"layer {layer} {end}" for end in (last, "layer_out residual sum") for layer in range(3)]
+        assert split._outliers(split.calibration) == [expected] * 2
 
 
 def test_outliers_of_a_token_are_beyond_64_times_the_median_or_massive(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,11 +222,14 @@ def test_outliers_of_a_token_are_beyond_64_times_the_median_or_massive(monkeypat
 
 def test_the_loss_of_a_rotated_model_in_full_precision_is_measured_in_it() -> None:
     split = Split(*simulated(tiny_model("llama")), 0)
-    measured = {"_losses": lambda run: [np.full(3, 95.0)], "_measure": lambda arms, weights: [np.full(3, 190.0)]}
-    vars(split).update(full=np.full(3, 19.0), everything=np.full(3, 209.0), weights={}, **measured)
+    sequences = tuple(ids[:length] for ids, length in zip(split.inputs.sequences, (20, 10, 5), strict=True))
+    full, rotated_full, rotated_all, everything = np.array([[19, 9, 4], [95, 9, 8], [190, 18, 16], [218, 19, 19.0]])
+    measured = {"_losses": lambda run: [rotated_full], "_measure": lambda arms, weights: [rotated_all]}
+    inputs = replace(split.inputs, sequences=sequences)
+    vars(split).update(inputs=inputs, full=full, everything=everything, weights={}, **measured)
     split._rotate()
-    row = split.rows[0]
-    assert [row["full_loss"], row["loss"], row["cost"], row["share"]] == pytest.approx([5.0, 10.0, 9.0, 0.1])
+    row = split.rows[0]  # of 32 predicted tokens
+    assert [row["full_loss"], row["loss"], row["cost"], row["share"]] == pytest.approx([3.5, 7.0, 6.0, 1 / 7])
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
@@ -219,7 +251,7 @@ def test_the_split_of_a_llama(bos: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(quantization_split, "RANDOM_DRAWS", 1)
     model = tiny_model("llama")
     simulation, held_out = simulated(model, bos=bos)
-    split, inputs = Split(simulation, held_out, 0), simulation.subject.inputs
+    split, inputs = Split(simulation, held_out, 1), simulation.subject.inputs
     arms: dict[tuple[str, int], SplitArm] = {}
     note = split._measure_and_note
 
@@ -240,7 +272,7 @@ def test_the_split_of_a_llama(bos: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert rows["full_loss"][settings.ROTATION] == pytest.approx(full["loss"], rel=1e-4)
     (quantized,) = simulation.run([simulation.setting(simulation.ranges(held_out))])
     assert everything["loss"] == pytest.approx(quantized.loss / inputs.num_predicted, rel=1e-6)
-    with rotated(model, simulation.subject.family, random_rotation(model.config.hidden_size, 0)):
+    with rotated(model, simulation.subject.family, random_rotation(model.config.hidden_size, 1)):
         (turned,) = simulation.run([simulation.setting(simulation.ranges(held_out))])
     assert rows["loss"][settings.ROTATION] == pytest.approx(turned.loss / inputs.num_predicted, rel=1e-6)
     assert rows["cost"].tolist() == pytest.approx((rows["loss"] - full["loss"]).tolist(), abs=1e-5)
@@ -250,7 +282,20 @@ def test_the_split_of_a_llama(bos: str, monkeypatch: pytest.MonkeyPatch) -> None
         assert (control[["tokens", "coordinates"]] == rows.loc[setting][["tokens", "coordinates"]]).all()
         assert control["loss"] != rows["loss"][setting]
         assert rows["share"][setting] == pytest.approx(1 - rows["cost"][setting] / everything["cost"])
+    for setting in (settings.TOKENS, settings.COORDINATES, settings.PREFIX):
+        arm = arms[setting, settings.NO_DRAW]
+        with simulation.tracer() as tracer:
+            spared = Spared(arm.calibration.spared, arm.coordinates)
+            ranges = measured_ranges(tracer, simulation.sites, arm.calibration.inputs.read, spared)
+        sparing = simulation.setting(ranges, Spared(arm.text.spared, arm.coordinates), inputs=arm.text.inputs)
+        (done,) = simulation.run([sparing])
+        assert rows["loss"][setting] == pytest.approx(done.loss / inputs.num_predicted, rel=1e-6)
     outliers, random = (arms[settings.TOKENS, draw] for draw in (settings.NO_DRAW, 0))
+    both = arms[settings.BOTH, settings.NO_DRAW]
+    assert both.text.spared is outliers.text.spared
+    assert both.calibration.spared is outliers.calibration.spared
+    for site, peaks in split._peaks(both.calibration).items():
+        assert torch.equal(both.coordinates[site], quantization_split._top_entries(peaks))
     for ours, control in zip((outliers.text, outliers.calibration), (random.text, random.calibration), strict=True):
         assert [mask.sum() for mask in control.spared] == [mask.sum() for mask in ours.spared]
         assert not np.array_equal(control.spared, ours.spared)
@@ -264,28 +309,67 @@ def plain_loss(model: Any, sequences: list[np.ndarray], first: int) -> float:
 
 def test_the_command_saves_the_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantization_split, "RANDOM_DRAWS", 0)
-    small = {"input": "random", "num_seqs": 2, "seq_len": 12, "calibration": 1, "prefix_draws": 1}
+    small = {"input": "random", "num_seqs": 2, "seq_len": 12, "calibration": 1, "prefix_draws": 2, "seed": 3}
     small |= {"bits_weights": 16, "bits_activations": 16}
     run = quantize(
-        tiny_model("gemma3"), scheme="static", prefix="5,8", out=tmp_path / "run", figures=(), page=False, **small
+        tiny_model("gemma3"), scheme="static", prefix="5,8,5", out=tmp_path / "run", figures=(), page=False, **small
     )
     assert {CACHE, HOW} <= set(json.loads((tmp_path / "run" / "run.json").read_text())["files"])
     assert run.manifest["quantization"]["prefix"] == load_file(tmp_path / "run" / CACHE)["token_ids"].tolist()
+    assert run.manifest["quantization"]["prefix_text"][:21] == "<id 5><id 8><id 5>"
+    drawn, table = np.random.default_rng(3), run.tables["quantization_split"]
+    random = [" ".join(map(str, drawn.choice(VOCAB, len(run.manifest["quantization"]["prefix"])))) for _ in range(2)]
+    assert table["prefix"][table["draw"] >= 0].tolist() == random
     assert "was not rotated: layer 0 adds the output of post_attention_layernorm" in run.verdict
 
 
 def test_a_wrong_prefix_is_refused() -> None:
-    simulation, held_out = simulated(tiny_model("llama"))
+    prefixes = Split(*simulated(tiny_model("llama")), 0).prefixes
     for prefix, message in (
         ((3, VOCAB), f"token id {VOCAB}"),
         ((), "no token"),
         ((5,) * 240, "240 tokens and the text are beyond the model's 256 positions"),
     ):
         with pytest.raises(InputError, match=message):
-            Split(simulation, held_out, 0).prefixes.checked(prefix)
+            prefixes.checked(prefix)
+    loaded = replace(prefixes.subject.loaded, model=retrofitted("llama", "register-tokens", torch.float32))
+    with pytest.raises(InputError, match="it has registers before the text"):
+        Prefixes(replace(prefixes.subject, loaded=loaded), prefixes.calibration)
+
+
+@pytest.mark.parametrize(("bos", "most"), [("never", 256 - 20), ("always", 256 - 20 + 1)])
+def test_a_prefix_may_fill_the_positions_behind_which_the_longest_text_follows(bos: str, most: int) -> None:
+    """The BOS of the texts is part of the prefix."""
+    simulation, held_out = simulated(tiny_model("llama"), bos=bos)
+    shorter = replace(held_out, sequences=tuple(ids[:9] for ids in held_out.sequences))
+    for texts in ((simulation.subject.inputs, shorter), (shorter, simulation.subject.inputs)):
+        prefixes, prefix = Prefixes(replace(simulation.subject, inputs=texts[0]), texts[1]), (*(5,) * 300, 1)
+        assert prefixes.checked(prefix[-most:]) == prefix[-most:]
+        with pytest.raises(InputError, match=f"{most + 1} tokens and the text are beyond"):
+            prefixes.checked(prefix[-most - 1 :])
 
 
 def test_a_prefix_ends_with_the_bos_of_the_texts() -> None:
     prefixes = Split(*simulated(tiny_model("llama"), bos="always"), 0).prefixes
     for prefix, before in (((5, 8), (5, 8, 1)), ((5, 1), (5, 1)), ((1, 5), (1, 5, 1))):
         assert prefixes.checked(prefix) == before
+    without = replace(prefixes.calibration, sequences=(*prefixes.calibration.sequences, np.array([7, 8])))
+    assert Prefixes(prefixes.subject, without).checked((5, 8)) == (5, 8)  # some of them begin with no BOS
+
+
+def test_random_prefixes_have_no_special_token_of_the_tokenizer_whose_bos_comes_first() -> None:
+    simulation, held_out = simulated(tiny_model("llama"))
+    assert simulation.subject.loaded.model.config.bos_token_id == 1
+    tokenizer = SimpleNamespace(bos_token_id=4, all_special_ids=[4, 5], added_tokens_decoder={})
+    loaded = replace(simulation.subject.loaded, tokenizer=tokenizer)
+    prefixes = Prefixes(replace(simulation.subject, loaded=loaded), held_out)
+    assert prefixes.bos == 4
+    assert {*range(VOCAB)} - {*prefixes.random(20 * VOCAB, np.random.default_rng(0))} == {4, 5}
+
+
+@pytest.mark.parametrize(("named", "prefix"), [("auto", None), ("5,8", (5, 8)), ("w1 w2", (8, 9))])
+def test_a_prefix_is_named_by_ids_or_a_text_without_special_tokens(named: str, prefix: tuple[int, ...] | None) -> None:
+    split = Split(*simulated(tiny_model("llama")), 0)
+    subject = split.simulation.subject
+    split.simulation.subject = replace(subject, loaded=replace(subject.loaded, tokenizer=word_tokenizer()))
+    assert _named_prefix(split, checked(QuantizeOptions, {"scheme": "static", "prefix": named})) == prefix

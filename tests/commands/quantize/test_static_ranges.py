@@ -26,7 +26,8 @@ from transformers.pytorch_utils import Conv1D
 
 import sinkscope
 from sinkscope import InputError, Run, SinkscopeError, quantize, quantized
-from sinkscope.commands.quantize.figures import draw_quantization_cost, draw_quantization_ranges
+from sinkscope.commands.quantize import study
+from sinkscope.commands.quantize.figures import MASSIVE_MARK, RING, draw_quantization_cost, draw_quantization_ranges
 from sinkscope.commands.quantize.findings import whole
 from sinkscope.commands.quantize.study import Simulation, calibrate_ranges, measured_roundings, w8a8
 from sinkscope.measuring.subject import Subject, open_subject
@@ -242,6 +243,38 @@ def test_rounding_as_by_hand(llama: PreTrainedModel) -> None:
     error = symmetric(weight, weight.abs().max(), 4) - weight
     known = roundings[Site(site.path, WEIGHT, 2, "mlp.down_proj")]
     assert known.sqnr == pytest.approx(10 * np.log10(float(weight.square().sum() / error.square().sum())), abs=0.01)
+
+
+def read_as(monkeypatch: pytest.MonkeyPatch, tensors: dict[Site, list[torch.Tensor]]) -> None:
+    """Show these tensors of sites, one for each text, in place of those of a model."""
+
+    def read(tracer: Any, sites: Any, sequences: Any, see: Any, spared: Any = None) -> None:
+        for site, of_texts in tensors.items():
+            for x in of_texts:
+                see(site, x)
+
+    monkeypatch.setattr(study, "read", read)
+
+
+@pytest.mark.parametrize(("part", "is_massive"), [(INPUT, True), (SUM, True), (SCORES, False), (WEIGHT, False)])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_hidden_state_is_massive_if_it_is_in_one_of_the_texts(
+    part: str, is_massive: bool, sign: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, large = Site("a", part, 0, "a"), torch.ones(1, 4, 8)
+    large[0, 0, 0] = sign * 1500.0
+    read_as(monkeypatch, {site: [torch.ones(1, 4, 8), large]})
+    assert study.measured_ranges(None, [site], [0, 1])[site].is_massive == is_massive  # type: ignore[arg-type]
+
+
+def test_roundings_of_few_numbers_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    lossy, exact = Site("a", INPUT, 0, "a"), Site("b", INPUT, 0, "b")
+    read_as(monkeypatch, {lossy: [torch.tensor([[0.0, 0.2], [3.0, 2.1]])], exact: [torch.tensor([[0.0, 1.0]])]})
+    ranges = {site: Range(0.0, 3.0, 1.0, False) for site in (lossy, exact)}  # steps of 1 with two bits
+    roundings = measured_roundings(None, [0], ranges, Precision(2, 2))  # type: ignore[arg-type]
+    energy, noise = 0.2**2 + 3.0**2 + 2.1**2, 0.2**2 + 0.1**2
+    assert (roundings[lossy].zeroed, roundings[lossy].sqnr) == pytest.approx((1 / 3, 10 * np.log10(energy / noise)))
+    assert (roundings[exact].zeroed, roundings[exact].sqnr) == (0.0, INF)
 
 
 def subject_of(model: PreTrainedModel | LoadedModel, **options: Any) -> Subject:
@@ -653,12 +686,30 @@ def test_costs_are_drawn_with_their_intervals_around_full_precision_of_the_same_
     for ax, sequences in zip(draw_quantization_cost(coarse).axes, (20, 16, 16), strict=True):
         rows, marks, intervals = table[table["sequences"] == sequences], points_at(ax, 1), points_at(ax, 2)
         assert marks.keys() == intervals.keys()
+        names = [label.get_text() for label in ax.get_yticklabels()]
+        (reference,) = {x for line in ax.lines if len(set(line.get_ydata())) > 1 for x in line.get_xdata()}
+        assert reference == full[sequences]
         for place, (perplexity,) in marks.items():
             (row,) = (
                 rows[np.isclose(rows["perplexity"], perplexity, rtol=1e-12)].drop_duplicates("perplexity").itertuples()
             )
             ends = full[sequences] * np.exp([row.cost_low, row.cost_high])
             assert intervals[place] == pytest.approx(ends, rel=1e-9)
+            assert names[round(place)].endswith(str(row.site))
+
+
+def test_massive_sites_are_marked_and_have_a_ring_at_their_largest_entry(coarse: Run) -> None:
+    table, sites = coarse.tables["quantization"], coarse.tables["quantization_sites"]
+    activations = table[(table["setting"] == ALONE) & (table["layer"] >= 0) & (table["part"] != WEIGHT)]
+    costliest = activations.loc[activations["cost"].idxmax(), ["layer", "site", "part"]]
+    sites = sites.assign(is_massive=(sites[costliest.index] == costliest).all(axis=1))
+    run = Run(coarse.manifest, coarse.tables | {"quantization_sites": sites})
+    names = [label.get_text() for label in draw_quantization_cost(run).axes[2].get_yticklabels()]
+    marked = f"{costliest['layer']} {costliest['site']} {MASSIVE_MARK}"
+    assert [name for name in names if MASSIVE_MARK in name] == [marked]
+    lines = [line for ax in draw_quantization_ranges(run).axes for line in ax.lines]
+    rings = [line.get_xydata() for line in lines if line.get_markersize() == RING["markersize"]]
+    assert np.concatenate(rings).tolist() == sites.loc[sites["is_massive"], ["layer", "max_abs"]].to_numpy().tolist()
 
 
 def test_ranges_are_drawn_with_half_a_step(coarse: Run) -> None:
