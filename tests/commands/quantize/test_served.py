@@ -484,6 +484,10 @@ def test_a_recipe_ignores_modules_that_recover_more_than_random_ones(
     modifier = modifier_of(run, "W8A8")
     assert modifier["ignore"] == ["lm_head", *ignored]
     assert ("ignores none" in finding(run, "cure").sentence) == (not ignored)
+    ends, spare = dict.fromkeys(["recovered_low", "ahead_low"], -1.0 if ignored else 1.0), run.tables["formats_cures"]
+    others = [spare.assign(**ends, **{name: other}) for name, other in (("scheme", "FP8"), ("cure", "rotation"))]
+    run.tables["formats_cures"] = pd.concat([*others, spare])
+    assert modifier_of(run, "W8A8") == modifier
 
 
 def test_the_cure_that_recovers_most_is_best_and_one_that_adds_cost_is_not_worth_it() -> None:

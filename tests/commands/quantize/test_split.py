@@ -142,7 +142,7 @@ def test_the_rule_of_prefixquant() -> None:
     assert outlier_prefix(rare, sequences[:1] * 11) == ()
     assert outlier_prefix(rare[:10], sequences[:1] * 10) == (8,)  # in a tenth of them
     rare[1][0, 2] = True
-    assert outlier_prefix(rare * 2, sequences[:1] * 22) == (8,)  # two rare ids
+    assert outlier_prefix(rare + rare[5:] * 5, sequences[:1] * 41) == (8,)  # two rare ids
 
 
 def test_the_best_prefix_and_the_largest_coordinates() -> None:
@@ -217,7 +217,12 @@ def test_outliers_of_a_token_are_beyond_64_times_the_median_or_massive(monkeypat
     split = Split(*simulated(tiny_model("llama"), seq_len=6), 0)
     vars(split)["_peaks"] = lambda text: {}
     arm = split._sparing_arms([masks] * 3, [masks] * 2)[0]
-    assert [np.flatnonzero(mask).tolist() for mask in arm.text.spared] == [[0, 2, 4]] * 3
+    spared = (*arm.text.spared, *arm.calibration.spared)
+    assert [np.flatnonzero(mask).tolist() for mask in spared] == [[0, 2, 4]] * 5
+    arm.text.spared[0][1] = True
+    split.full = split.everything = np.ones(3)
+    split._note(arm, np.ones(3), np.ones(3))
+    assert split.rows[0]["tokens"] == pytest.approx(10 / 3)
 
 
 def test_the_loss_of_a_rotated_model_in_full_precision_is_measured_in_it() -> None:

@@ -689,6 +689,7 @@ def test_costs_are_drawn_with_their_intervals_around_full_precision_of_the_same_
         names = [label.get_text() for label in ax.get_yticklabels()]
         (reference,) = {x for line in ax.lines if len(set(line.get_ydata())) > 1 for x in line.get_xdata()}
         assert reference == full[sequences]
+        assert ax.get_xlabel().endswith(f", {sequences} sequences")
         for place, (perplexity,) in marks.items():
             (row,) = (
                 rows[np.isclose(rows["perplexity"], perplexity, rtol=1e-12)].drop_duplicates("perplexity").itertuples()
