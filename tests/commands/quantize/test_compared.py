@@ -125,9 +125,7 @@ def test_static_schemes_are_compared_by_the_settings_of_the_whole_model() -> Non
     comparison = compare(first, second)
     assert isinstance(comparison, FormatComparison)
     table = comparison.table.set_index("part")
-    assert table["difference"].to_dict() == pytest.approx(
-        {"all": 0.5, "weights": 0.0, "activations": 0.0, "kv-cache": 0.0}
-    )
+    assert table["difference"].to_dict() == pytest.approx({"all": 0.5} | dict.fromkeys(compared.PARTS[1:], 0.0))
     assert set(table["scheme"]) == {"static W8A8"}
     (whole, *_) = comparison.summary_tables[""].to_dict("records")
     assert (whole["run 1"], whole["run 2"], whole["difference"][:5]) == ("1.000", "1.500", "0.500")

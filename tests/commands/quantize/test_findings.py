@@ -29,7 +29,6 @@ from sinkscope.commands.quantize.options import QuantizeOptions
 from sinkscope.commands.quantize.study import QuantizationStudy, Row
 from sinkscope.quantization.formats import Precision
 from sinkscope.quantization.grids import Range, Rounding
-from sinkscope.quantization.prefix_cache import CACHE, HOW
 from sinkscope.quantization.settings import (
     ACTIVATIONS,
     ALL,
@@ -71,11 +70,6 @@ def run_of(costs: dict[str, float], costliest: float | None = None) -> Run:
     return Run(run_manifest(command="quantize", quantization=entry), tables)
 
 
-def with_rows(run: Run, *rows: pd.DataFrame) -> Run:
-    """Return the run with more rows of the table `quantization`."""
-    return Run(run.manifest, run.tables | {"quantization": pd.concat([run.tables["quantization"], *rows])})
-
-
 def found(run: Run, name: str) -> list[Finding]:
     return [finding for finding in quantization.findings(run) if finding.name == name]
 
@@ -107,7 +101,7 @@ def test_costly_kinds_and_sites_are_findings_of_their_own() -> None:
     table = run.tables["quantization"]
     worse = table[table["setting"] == KEPT].assign(site="up_proj", cost=1.2)
     cheap = table[table["setting"] == ALONE].assign(site="up_proj", cost=0.9 * COSTLY)
-    more = with_rows(run, worse, cheap)
+    more = Run(run.manifest, {**run.tables, "quantization": pd.concat([table, worse, cheap])})
     (kept,) = found(more, "kept")
     assert (kept.value, kept.numbers["kind"]) == (0.6, "down_proj output")
     assert (found(more, "kind"), found(more, "site")) == ([kind], [site])
@@ -215,14 +209,13 @@ def test_nothing_is_split_where_nothing_is_lost() -> None:
 
 
 def test_the_split_is_drawn_with_intervals_and_the_random_controls_of_each_setting() -> None:
-    run = split_run({}, {"tokens": [0.0, 0.05]})
+    run = split_run({})
     (ax,), rows = draw_quantization_split(run).axes, quantization.split_settings(run).drop(FULL)
     assert [bar.get_width() for (bar,) in ax.containers] == rows["cost"].tolist()
     *lines, _ = ax.lines  # the last one is at a cost of 0
-    ends, controls = lines[::2], lines[1::2]
-    assert [line.get_xdata().tolist() for line in ends] == rows[["cost_low", "cost_high"]].to_numpy().tolist()
-    drawn = {str(setting): line.get_xdata().tolist() for setting, line in zip(rows.index, controls, strict=True)}
-    assert drawn == {name: [1 - share for share in RANDOM.get(name, [])] for name in rows.index}
+    assert [line.get_xdata().tolist() for line in lines[::2]] == rows[["cost_low", "cost_high"]].to_numpy().tolist()
+    controls = [[1 - share for share in RANDOM.get(name, [])] for name in rows.index]
+    assert [line.get_xdata().tolist() for line in lines[1::2]] == controls
 
 
 # --- files for other tools
@@ -274,9 +267,8 @@ def test_the_files_hold_the_sites_that_were_kept_last(written: Run) -> None:
     assert not list(written.folder.glob("*.yaml"))  # no server runs a static scheme with quantized outputs
 
 
-@pytest.mark.parametrize("reason", ["", "why not"])
-def test_files_of_the_prefix_are_listed_if_its_keys_and_values_were_saved(reason: str) -> None:
-    assert list(quantization.files(split_run({}, without_cache=reason))) == [JSON, *([] if reason else [CACHE, HOW])]
+def test_files_of_a_prefix_whose_keys_and_values_were_not_saved_are_not_listed() -> None:
+    assert list(quantization.files(split_run({}, without_cache="why not"))) == [JSON]
 
 
 def test_modules_to_spare_are_linear_layers() -> None:
@@ -331,7 +323,9 @@ def test_the_search_is_among_the_coarsest_sites_of_the_costliest_kinds() -> None
 
 def test_the_search_on_all_texts_ends_with_its_last_choice() -> None:
     run = run_of(SETTINGS, costliest=0.7)
-    both = with_rows(run, run.tables["quantization"].iloc[[-1]].assign(kept="layer 2 down_proj output", cost=0.1))
+    more = run.tables["quantization"].iloc[[-1]].assign(kept="layer 2 down_proj output", cost=0.1)
+    table = pd.concat([run.tables["quantization"], more])
+    both = Run(run.manifest, {**run.tables, "quantization": table})
     assert whole(both).loc[COSTLIEST_KEPT, ["kept", "cost"]].tolist() == ["layer 2 down_proj output", 0.1]
 
 

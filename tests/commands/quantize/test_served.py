@@ -101,7 +101,6 @@ def test_losses_by_sequence_add_up_to_those_of_the_table(model: Any, run: Run) -
 
 @pytest.mark.parametrize("scheme", ["W8A8", "FP8"])
 def test_the_sinks_share_is_what_their_inputs_in_full_precision_recover(model: Any, run: Run, scheme: str) -> None:
-    """They are left out of static ranges, too, as are the random tokens of the texts that calibrate."""
     encodings, first = (PRESETS[scheme].weights, PRESETS[scheme].inputs), torch.arange(24).expand(9, -1) < 4
     share = plain_loss(model, *encodings) - plain_loss(model, *encodings, first)  # it has no massive activations
     assert run.manifest["served"]["sink_layer"] == -1
@@ -125,8 +124,8 @@ def test_sinks_are_predicted_by_the_massive_activations_of_the_texts_that_calibr
     texts[:3, 9] = texts[:, 17] = 5
     texts[:6, 20] = 6  # massive, but at no coordinate of the texts that calibrate
     run = quantize(model, scheme="W8A8", cure="awq", **SMALL | {"input": list(texts.numpy())})
-    assert run.manifest["served"]["sink_layer"] == 0
-    assert run.manifest["served"]["sinks"] == 1.5  # two of three texts, one of the others
+    served = run.manifest["served"]
+    assert (served["sink_layer"], served["sinks"]) == (0, 1.5)  # two of three texts, one of the others
 
 
 def test_what_is_recovered_is_compared_with_the_mean_of_random_draws_text_by_text() -> None:
@@ -220,7 +219,6 @@ def test_texts_of_different_lengths_are_weighed_by_their_tokens_in_any_batch(mod
     assert losses["predicted"].tolist() == [len(ids) - 1 for ids in texts[:6]]
     row = together["formats"].query("part == 'all'").iloc[0]
     assert row["loss"] == pytest.approx(losses["loss"].sum() / losses["predicted"].sum())
-    assert row["perplexity"] == pytest.approx(np.exp(row["loss"]))
 
 
 def test_sink_tokens_behind_registers_are_spared() -> None:
@@ -516,10 +514,8 @@ def test_marks_of_spared_tokens_are_at_the_cost_that_is_left() -> None:
     for line in figure.axes[0].lines:
         drawn[line.get_marker(), line.get_color()].add(tuple(np.round(line.get_xdata(), 12)))
     marks = {name: drawn[look["marker"], look["color"]] for name, look in FORMAT_MARKS.items()}
-    assert marks == {
-        "all": {(0.1,)}, "weights alone": {(0.025,)}, "inputs alone": {(0.05,)},
-        "sink tokens spared": {(0.07,)}, "random tokens spared": {(0.06, 0.11)},
-    }  # fmt: skip
+    places = [(0.1,), (0.025,), (0.05,), (0.07,), (0.06, 0.11)]  # all, weights, inputs, without sinks or random tokens
+    assert marks == {name: {place} for name, place in zip(FORMAT_MARKS, places, strict=True)}
     assert drawn["None", COST_INTERVAL["color"]] == {(0.05, 0.2)}
 
 
@@ -629,8 +625,7 @@ def test_a_folder_is_named_by_what_is_measured() -> None:
         "full-W8A8-weights-per-channel-prefix": {"scheme": "full", "weights_per": "channel", "prefix": "5"},
     }
     for name, options in names.items():
-        folder = checked(QuantizeOptions, {"model": "org/m"} | options).folder()
-        assert folder.as_posix() == f"runs/m-natural-{name}"
+        assert checked(QuantizeOptions, {"model": "org/m"} | options).folder() == Path(f"runs/m-natural-{name}")
 
 
 def test_ranges_and_cures_of_two_processes_are_those_of_one(tmp_path: Path) -> None:

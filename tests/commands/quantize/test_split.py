@@ -191,9 +191,7 @@ def test_the_prefix_is_found_in_the_outliers_of_the_texts_that_calibrate() -> No
     assert len({arm.prefix for arm in arms}) == 4
 
 
-def test_outliers_are_looked_for_in_the_mlps_last_linear_layer_and_in_layers_outputs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_outliers_are_looked_for_where_the_mlp_and_the_layer_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantization_split, "_outliers_of", lambda tracer, sites, ids: list(map(str, sites)))
     for name, last in (("llama", "mlp.down_proj input"), ("gpt2", "mlp.c_proj input")):
         split = Split(*simulated(tiny_model(name)), 0)
@@ -217,12 +215,7 @@ def test_outliers_of_a_token_are_beyond_64_times_the_median_or_massive(monkeypat
     split = Split(*simulated(tiny_model("llama"), seq_len=6), 0)
     vars(split)["_peaks"] = lambda text: {}
     arm = split._sparing_arms([masks] * 3, [masks] * 2)[0]
-    spared = (*arm.text.spared, *arm.calibration.spared)
-    assert [np.flatnonzero(mask).tolist() for mask in spared] == [[0, 2, 4]] * 5
-    arm.text.spared[0][1] = True
-    split.full = split.everything = np.ones(3)
-    split._note(arm, np.ones(3), np.ones(3))
-    assert split.rows[0]["tokens"] == pytest.approx(10 / 3)
+    assert [np.flatnonzero(mask).tolist() for mask in arm.text.spared] == [[0, 2, 4]] * 3
 
 
 def test_the_loss_of_a_rotated_model_in_full_precision_is_measured_in_it() -> None:
@@ -333,7 +326,6 @@ def test_a_wrong_prefix_is_refused() -> None:
     for prefix, message in (
         ((3, VOCAB), f"token id {VOCAB}"),
         ((), "no token"),
-        ((5,) * 240, "240 tokens and the text are beyond the model's 256 positions"),
     ):
         with pytest.raises(InputError, match=message):
             prefixes.checked(prefix)
@@ -344,13 +336,12 @@ def test_a_wrong_prefix_is_refused() -> None:
 
 @pytest.mark.parametrize(("bos", "most"), [("never", 256 - 20), ("always", 256 - 20 + 1)])
 def test_a_prefix_may_fill_the_positions_behind_which_the_longest_text_follows(bos: str, most: int) -> None:
-    """The BOS of the texts is part of the prefix."""
     simulation, held_out = simulated(tiny_model("llama"), bos=bos)
     shorter = replace(held_out, sequences=tuple(ids[:9] for ids in held_out.sequences))
     for texts in ((simulation.subject.inputs, shorter), (shorter, simulation.subject.inputs)):
         prefixes, prefix = Prefixes(replace(simulation.subject, inputs=texts[0]), texts[1]), (*(5,) * 300, 1)
         assert prefixes.checked(prefix[-most:]) == prefix[-most:]
-        with pytest.raises(InputError, match=f"{most + 1} tokens and the text are beyond"):
+        with pytest.raises(InputError, match=f"{most + 1} tokens and the text are beyond the model's 256"):
             prefixes.checked(prefix[-most - 1 :])
 
 
@@ -364,7 +355,6 @@ def test_a_prefix_ends_with_the_bos_of_the_texts() -> None:
 
 def test_random_prefixes_have_no_special_token_of_the_tokenizer_whose_bos_comes_first() -> None:
     simulation, held_out = simulated(tiny_model("llama"))
-    assert simulation.subject.loaded.model.config.bos_token_id == 1
     tokenizer = SimpleNamespace(bos_token_id=4, all_special_ids=[4, 5], added_tokens_decoder={})
     loaded = replace(simulation.subject.loaded, tokenizer=tokenizer)
     prefixes = Prefixes(replace(simulation.subject, loaded=loaded), held_out)

@@ -1,6 +1,7 @@
 """Simulated quantization against cases by hand, torch's fake quantization, plain hooks, and a Llama in plain torch."""
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -245,31 +246,23 @@ def test_rounding_as_by_hand(llama: PreTrainedModel) -> None:
     assert known.sqnr == pytest.approx(10 * np.log10(float(weight.square().sum() / error.square().sum())), abs=0.01)
 
 
-def read_as(monkeypatch: pytest.MonkeyPatch, tensors: dict[Site, list[torch.Tensor]]) -> None:
-    """Show these tensors of sites, one for each text, in place of those of a model."""
-
-    def read(tracer: Any, sites: Any, sequences: Any, see: Any, spared: Any = None) -> None:
-        for site, of_texts in tensors.items():
-            for x in of_texts:
-                see(site, x)
-
-    monkeypatch.setattr(study, "read", read)
+def show(monkeypatch: pytest.MonkeyPatch, tensors: Sequence[tuple[Site, torch.Tensor]]) -> None:
+    """Let a study see these tensors of sites in place of those of a model."""
+    monkeypatch.setattr(study, "read", lambda tracer, sites, sequences, see, *spared: [see(*each) for each in tensors])
 
 
-@pytest.mark.parametrize(("part", "is_massive"), [(INPUT, True), (SUM, True), (SCORES, False), (WEIGHT, False)])
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_a_hidden_state_is_massive_if_it_is_in_one_of_the_texts(
-    part: str, is_massive: bool, sign: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site, large = Site("a", part, 0, "a"), torch.ones(1, 4, 8)
-    large[0, 0, 0] = sign * 1500.0
-    read_as(monkeypatch, {site: [torch.ones(1, 4, 8), large]})
-    assert study.measured_ranges(None, [site], [0, 1])[site].is_massive == is_massive  # type: ignore[arg-type]
+def test_a_hidden_state_is_massive_if_it_is_in_one_of_the_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = torch.ones(4, 8), torch.ones(4, 8)
+    large[0, 0] = 1500.0
+    sites = [Site(f"{sign}", part, 0, "") for part in (INPUT, SUM, SCORES, WEIGHT) for sign in (1, -1)]
+    show(monkeypatch, [(site, int(site.path) * x) for site in sites for x in (small, large)])
+    ranges = study.measured_ranges(None, sites, [0, 1])  # type: ignore[arg-type]
+    assert [site.part for site in sites if ranges[site].is_massive] == [INPUT, INPUT, SUM, SUM]
 
 
 def test_roundings_of_few_numbers_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     lossy, exact = Site("a", INPUT, 0, "a"), Site("b", INPUT, 0, "b")
-    read_as(monkeypatch, {lossy: [torch.tensor([[0.0, 0.2], [3.0, 2.1]])], exact: [torch.tensor([[0.0, 1.0]])]})
+    show(monkeypatch, [(lossy, torch.tensor([[0.0, 0.2], [3.0, 2.1]])), (exact, torch.tensor([[0.0, 1.0]]))])
     ranges = {site: Range(0.0, 3.0, 1.0, False) for site in (lossy, exact)}  # steps of 1 with two bits
     roundings = measured_roundings(None, [0], ranges, Precision(2, 2))  # type: ignore[arg-type]
     energy, noise = 0.2**2 + 3.0**2 + 2.1**2, 0.2**2 + 0.1**2
