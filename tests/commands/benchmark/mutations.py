@@ -3,4 +3,6 @@
 MUTATIONS = [
     ("scores: the error of the filter none", "command", "scores_table",
      'f"{metric}_stderr,{kind}"', 'f"{metric}_stderr,none"'),
+    ("seeds: without that of the examples", "command", "_evaluated", ', "fewshot_random_seed")', ")"),
+    ("seeds: numpy's stays", "command", "_evaluated", "np.random.set_state(of_numpy)", "pass"),
 ]  # fmt: skip

@@ -125,10 +125,16 @@ def test_a_score_is_what_plain_transformers_give(name: str, models: Path, tasks:
 
 @pytest.mark.parametrize("shots", [None, 0, 3])
 def test_the_harness_is_asked_for_the_shots_that_are_named(shots: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """0 is no task's default. The harness is replaced, because it may not be installed."""
+    """0 is no task's default. The harness, which seeds all generators, is replaced: it may not be installed."""
     asked: dict[str, Any] = {}
+
+    def evaluate(**named: Any) -> dict[str, Any]:
+        asked.update(named)
+        np.random.seed(0)  # noqa: NPY002
+        return {}
+
     harness: dict[str, Any] = {
-        "lm_eval": {"simple_evaluate": lambda **named: asked.update(named) or {}},
+        "lm_eval": {"simple_evaluate": evaluate},
         "lm_eval.models": {},
         "lm_eval.models.huggingface": {"HFLM": lambda **named: None},
     }
@@ -137,5 +143,10 @@ def test_the_harness_is_asked_for_the_shots_that_are_named(shots: int | None, mo
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, name, module)
     loaded: Any = SimpleNamespace(model=None, tokenizer=object(), name="m")
-    _evaluated(loaded, BenchmarkOptions(model="m", shots=shots), None)
+    np.random.seed(5)  # noqa: NPY002
+    before = np.random.get_state()  # noqa: NPY002
+    _evaluated(loaded, BenchmarkOptions(model="m", shots=shots, seed=7), None)
+    np.testing.assert_equal(np.random.get_state(), before)  # noqa: NPY002
     assert asked["num_fewshot"] == shots
+    kinds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    assert {asked.get(kind) for kind in kinds} == {7}

@@ -1,5 +1,7 @@
 """`card`: model cards that the hub's own parser reads, and a dataset that is uploaded and read back."""
 
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,7 @@ from hub import Hub, Repo
 from huggingface_hub import ModelCard, metadata_load, snapshot_download
 from huggingface_hub.repocard_data import model_index_to_eval_results
 from support.figures import quick_sweeps
-from support.made_up_runs import made_up
+from support.made_up_runs import made_up, save
 from support.retrofit_command import command_line
 
 import sinkscope
@@ -21,7 +23,9 @@ from sinkscope.commands.card.tables import values_of
 from sinkscope.commands.claims.scorecard import Scorecard
 from sinkscope.commands.claims.table import NOT_JUDGED
 from sinkscope.options.option import as_folder_name
-from sinkscope.results.metrics import HEADLINE_METRICS
+from sinkscope.results.manifest import make_manifest, write_manifest
+from sinkscope.results.metrics import HEADLINE_METRICS, METRICS
+from sinkscope.results.tables import write_tables
 
 REPORTS = Path(__file__).parents[3] / "reports"
 MODELS = ("smollm2-135m", "gemma3-270m", "mgm")
@@ -185,3 +189,49 @@ def test_a_dataset_is_named_with_its_shortest_and_longest_sequence() -> None:
         results = _results_of_run(made_up(input=dict(zip(("shortest", "longest"), ends, strict=True))))
         assert {result.dataset_name for result in results} == {f"natural: 100 sequences of {lengths} tokens"}
         assert {result.dataset_config for result in results} == {f"100 x {lengths} tokens, 0123456789ab"}
+
+
+def test_a_card_has_the_findings_on_all_runs_of_its_model_and_defines_only_their_metrics(tmp_path: Path) -> None:
+    runs = made_up(model={"parameters": 7}), made_up("random")
+    made = sinkscope.card(*runs, out=tmp_path / "card", page=False)
+    ((model, text),) = made.model_cards.items()
+    assert [f"## {model}, {run.condition} input\n" in text for run in runs] == [True, True]
+    assert made.tables["models"]["parameters"].tolist() == [7, 0]
+    metrics = re.findall(r"^\| (\w+) \|", (tmp_path / "card" / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {"sink_rate", "kurtosis"} == {*metrics} & METRICS.keys()
+    assert not (tmp_path / "card" / "index.html").exists()
+
+
+def test_metrics_that_are_not_known_here_have_no_place_in_a_dataset() -> None:
+    """They may be those of a plugin."""
+    run = made_up()
+    run.tables["summary"].replace({"metric": {"kurtosis": "of_a_plugin"}}, inplace=True)
+    assert values_of(run)["metric"].tolist() == ["sink_rate"]
+
+
+def test_claims_of_all_scorecards_are_in_the_dataset_and_only_numbers_in_cards() -> None:
+    cards = [Scorecard.open(REPORTS / "claims" / name) for name in ("mgm", "smollm2-135m")]
+    table = cards[1].table
+    judged = table[~table["outcome"].isin(NOT_JUDGED) & np.isfinite(table["value"])].index
+    table.loc[judged[0], "value"] = np.nan
+    made = sinkscope.card(*cards)
+    assert len(made.tables["claim"]) == sum(len(card.table) for card in cards)
+    text = made.model_cards[cards[1].models[0]]
+    _, results = model_index_to_eval_results(ModelCard(text).data.to_dict()["model-index"])
+    assert len(results) == len(judged) - 1
+
+
+def test_cells_of_a_sweep_have_the_names_of_its_file(tmp_path: Path) -> None:
+    """Cells of different commands are in different tables of the comparison."""
+    comparison = tmp_path / "comparison"
+    comparison.mkdir()
+    save(made_up(), tmp_path / "cells" / "measured")
+    shutil.copytree(REPORTS / "claims" / "mgm", tmp_path / "cells" / "judged")
+    cells = {"sweep": ("measured", "one", "GPT-2"), "sweep_claims": ("judged", "two", "MGM")}
+    tables = {name: pd.DataFrame([cell], columns=["cell", "model", "family"]) for name, cell in cells.items()}
+    write_tables(tables, comparison)
+    for folder, names in ((comparison, tables), (tmp_path, ())):
+        write_manifest(folder, make_manifest("sweep", {}, 0.0, names))
+    made = sinkscope.card(tmp_path)
+    assert list(made.model_cards) == [*made.tables["models"]["model"], "two"] == ["one", "two"]
+    assert set(made.tables["claim"]["model"]) == {"two"}

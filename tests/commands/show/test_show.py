@@ -65,6 +65,23 @@ def test_it_opens_the_browser_or_prints_the_path(run: Path, monkeypatch: pytest.
     printed = command_line("show", run / "run.json", "--print")
     assert printed.output == f"{run / 'index.html'}\n"
     assert len(asked) == 1
+    monkeypatch.setattr(webbrowser, "open", lambda url: False)  # there is none
+    assert command_line("show", run).output == printed.output
+    (run / "index.html").write_text("an older page")
+    command_line("show", run, "--again")
+    assert "an older page" not in (run / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("figures", [["sink-map"], []])
+def test_of_a_recipe_only_its_figures_are_drawn_again(
+    figures: list[str], run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
+    monkeypatch.setattr("sinkscope.output.result.save_figures", lambda drawings, folder: drawn.extend(drawings) or {})
+    content = {"title": "x"} | ({"figures": figures} if figures else {})
+    write_manifest(run, read_manifest(run) | {"drawn": False, "recipe": {"name": "x", "content": content}})
+    sinkscope.show(run)
+    assert drawn == figures
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, run: Path) -> None:
@@ -90,7 +107,7 @@ def test_it_prints_a_metric_with_intervals(run: Path) -> None:
     expected = other.estimate("sink_rate", by="layer", epsilon=[0.4, 0.5])["value"]
     assert pd.read_csv(io.StringIO(to_other))["null"].tolist() == pytest.approx(expected.tolist())
     assert (expected != table["value"]).any()
-    for without_metric in (("--format", "csv"), ("--by", "layer"), ("--epsilon", "0.2")):
+    for without_metric in (("--format", "csv"), ("--by", "layer"), ("--epsilon", "0.2"), ("--null", run)):
         refused = command_line("show", run, *without_metric)
         assert refused.exit_code == 2
         assert "those of a metric: name it by --metric" in refused.stderr
