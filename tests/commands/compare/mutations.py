@@ -27,4 +27,6 @@ MUTATIONS = [
      "is_tested &= min(map(len, tested)) > 1", "pass"),
     ("a single folder: --by is ignored", "command", "_compared",
      "if tables and (options.metrics or options.by)", "if tables and options.metrics"),
+    ("notebook: without the pairing", "sinkscope.output.comparison", "Comparison._repr_html_",
+     "*self.notes", "*self.warnings"),
 ]  # fmt: skip

@@ -143,6 +143,7 @@ def test_heads_have_the_second_runs_name_and_each_run_its_texts() -> None:
     comparison = compare(run("one", 10), run("two", 14), by="head", metrics="window_mass")
     for name in ("comparison_by_head", "differing_heads"):
         assert comparison.tables[name]["model"].unique() == ["org/two"]
+    assert "unpaired: the runs read other tokens" in comparison._repr_html_()
     (finding,) = comparison.findings
     assert "(unpaired, 10 and 14 texts)" in finding.sentence
 

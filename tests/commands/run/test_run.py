@@ -166,11 +166,18 @@ def test_a_recipe_is_a_run_folder(tiny: Path) -> None:
         run_recipe(written(TWO, "recipes/two.yaml"), tiny, out=done.folder, overwrite=True)
 
 
-def test_several_runs_are_compared(tiny: Path) -> None:
+def test_several_runs_are_compared(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     printed = json.loads(command_line("run", written(TWO), tiny, "--out", "printed", "--json").stdout)
     assert {"sink_rate", "attention_entropy"} <= {row["metric"] for row in printed["tables"]["numbers"]}
     assert any("unpaired" in line for line in printed["warnings"])
-    done = run_recipe(written(TWO), tiny, out="both")
+    fails = {"by-layer": "KeyError"}
+    save = "sinkscope.output.result.save_figures"
+    monkeypatch.setattr(save, lambda drawings, folder: fails if "comparison" in folder.parts else {})
+    with pytest.warns(UserWarning, match="by-layer"):
+        done = run_recipe(written(TWO), tiny, out="both", page=False)
+    assert "by-layer (KeyError)" in done.failure
+    assert len([*Path("printed").rglob("index.html")]) == 3
+    assert not [*Path("both").rglob("index.html")]
     assert list(done.runs) == ["random", "repeated"]
     assert done.comparison is not None
     assert list(done.comparison.table.columns[:2]) == ["random", "repeated"]
@@ -184,13 +191,21 @@ def test_several_runs_are_compared(tiny: Path) -> None:
         run_recipe("mine.yaml", tiny, out="both")
 
 
+def test_a_command_with_a_folder_of_its_own_has_the_options_of_output(tiny: Path) -> None:
+    path = written("title: x\ncommand: scan\n")
+    for options in ({}, {"overwrite": True, "page": False}):
+        folder = run_recipe(path, tiny, out="scanned", **options).folder
+        assert (folder / "index.html").exists() == options.get("page", True)
+
+
 def test_given_options_replace_those_of_the_recipe() -> None:
-    content = "title: x\nmodel: org/name\noptions: {revision: r, dtype: float16, seed: 3}"
+    content = "title: x\nmodel: org/name\noptions: {revision: r, gguf-file: f, dtype: float16, seed: 3}"
     recipe = read_recipe(written(content))
     own = recipe.options({})[""]
     assert (own.model, own.revision, own.dtype, own.seed) == ("org/name", "r", "float16", 3)
     replaced = recipe.options({"model": "another", "dtype": "float32"})[""]
     assert (replaced.model, replaced.revision, replaced.dtype, replaced.seed) == ("another", None, "float32", 3)
+    assert (own.gguf_file, replaced.gguf_file) == ("f", None)
     assert recipe.options({"model": "another", "revision": "s"})[""].revision == "s"
     recipe = read_recipe(written("title: x\noptions: {seed: 3}\nruns:\n  as-it-is:\n  other: {seed: 4}\n"))
     assert {name: config.seed for name, config in recipe.options({}).items()} == {"as-it-is": 3, "other": 4}
@@ -231,10 +246,14 @@ def test_a_recipe_writes_only_below_the_working_directory(tiny: Path, tmp_path_f
         ("title: x\noptions: {model: org/name}", "option 'model' belongs next to `options`"),
         ("title: x\ncommand: benchmark\noptions: {task-path: tasks}", "task-path tasks: tasks can run code"),
         ("title: x\nruns: {a: {}, b: {allow_pickle: true}}", "option 'allow_pickle' is for you to give"),
-        ("title: x\nmodel: a/b\nruns: {a: {revision: 'step0,step512'}, b: {}}", "each run or cell measures one model"),
+        ("title: x\nmodel: a/b\nruns: {a: {}, b: {revision: 'step0,step512'}}", "each run or cell measures one model"),
         (
             "title: x\nfigures: [massive-map]\noptions: {observables: [attention]}",
             "figure 'massive-map' needs the observable 'massive', which `observables` leaves out",
+        ),
+        (
+            "title: x\nfigures: [sinks-by-layer]\noptions: {observables: [attention]}",
+            "figure 'sinks-by-layer' needs the observable 'activation'",
         ),
         (
             "title: x\ncommand: retrofit\noptions: {method: [vga]}\nfigures: [sink-map]",

@@ -61,4 +61,12 @@ MUTATIONS = [
      ' | {"model": model, "revision": revisions}', ' | {"model": model}'),
     ("onset: ends swapped in words", "onsets", "_onset",
      "for end in (row.low, row.high)", "for end in (row.high, row.low)"),
+    ("a series: pages of steps that are not wanted", "sinkscope.commands.analyze.command", "analyze_steps",
+     "if record else None, page)", "if record else None)"),
+    ("a series: its page, which is not wanted", "sinkscope.commands.analyze.command", "analyze_steps",
+     "draw(series, page=page)", "draw(series)"),
+    ("checkpoints: all of them are folders", "sinkscope.commands.analyze.options", "AnalyzeOptions.has_steps",
+     "any(kind_of(path)", "all(kind_of(path)"),
+    ("checkpoints: a .gguf file is named", "sinkscope.commands.analyze.options", "AnalyzeOptions.has_steps",
+     "or self.gguf_file is not None ", ""),
 ]  # fmt: skip

@@ -118,7 +118,8 @@ def test_revisions_of_a_hub_repository(hub: Hub, trained: Path, series: Series) 
 def test_a_recipe_measures_the_steps(trained: Path, series: Series, tmp_path: Path) -> None:
     content = {"title": "Steps", "options": OPTIONS, "figures": ["sink-map"]}
     (tmp_path / "steps.yaml").write_text(json.dumps(content))
-    done = run_recipe(tmp_path / "steps.yaml", trained, out=tmp_path / "out")
+    done = run_recipe(tmp_path / "steps.yaml", trained, out=tmp_path / "out", page=False)
+    assert not [*done.folder.rglob("index.html")]
     again = Series.open(done.folder)
     assert_same_tables(again.tables, series.tables)
     assert done.result is not None
@@ -179,6 +180,10 @@ def test_what_counts_as_a_series(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained / "checkpoint-40", finished, dirs_exist_ok=True)
     assert not AnalyzeOptions(model=str(finished)).has_steps  # it holds the final model
     assert [at.step for at in find_checkpoints(str(finished))] == [5, 40]
+    unfinished = copied(trained, tmp_path / "unfinished", 5)
+    (unfinished / "checkpoint-notes.txt").touch()
+    assert AnalyzeOptions(model=str(unfinished)).has_steps
+    assert not AnalyzeOptions(model=str(unfinished), gguf_file="model.gguf").has_steps
 
 
 def test_wrong_steps_and_options(trained: Path, series: Series, tmp_path: Path) -> None:
