@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import zlib
+from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
 
@@ -12,12 +13,19 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from support.made_up_runs import made_up, save
 from support.pages import KINDS, analysis, data_of, expanded, table_of
 
 from sinkscope.html_page import Contents, page_of
 from sinkscope.html_page.compact import FAINTEST, STEPS, as_json, compact_column, compact_maps, compact_tables, cut
+from sinkscope.html_page.contents import spreads
+from sinkscope.html_page.html import page_data
+from sinkscope.measuring.estimates import RUN_CLAIMS
 from sinkscope.results.activations import Activations
 from sinkscope.results.command_line import command_lines
+from sinkscope.results.findings import Finding
+from sinkscope.results.manifest import make_manifest, write_manifest
+from sinkscope.results.run import RunData
 from sinkscope.results.tables import Column
 
 REPORTS = Path(__file__).parents[2] / "reports"
@@ -134,11 +142,15 @@ def test_a_table_is_cut_after_a_complete_sequence_or_position_or_after_its_first
     kept, left_out = cut(by_sequence, 100, 9)
     assert kept["sequence"].value_counts().to_dict() == {0: 4, 1: 4}
     assert left_out == "only the rows of sequence 0 to 1 are here, 2 of 3"
+    assert cut(by_sequence, 100, len(by_sequence))[1] == ""
 
     arms = pd.DataFrame({"run": ["a"] * 3 + ["b"] * 3, "position": [0, 1, 2] * 2, "value": range(6)})
     kept, left_out = cut(arms, 5, 1)
     assert kept["value"].tolist() == [0, 1, 3, 4]
     assert left_out == "only the rows of position 0 to 1 are here, 2 of 3"
+    assert cut(arms, 1, 1)[1] == "only the first 1 rows are here"  # the first position has more
+    kept, left_out = cut(arms.assign(sequence=0), 5, 4)  # all of one sequence
+    assert (kept["position"].tolist(), left_out) == ([0, 1, 0, 1], "only the rows of position 0 to 1 are here, 2 of 3")
 
     kept, left_out = cut(pd.DataFrame({"value": range(2000)}), 1500, 1)
     assert (len(kept), left_out) == (1500, "only the first 1,500 rows are here")
@@ -160,7 +172,10 @@ def test_tables_are_cut_until_they_fit_and_say_so(monkeypatch: pytest.MonkeyPatc
 def test_maps_of_all_heads_are_rounded_and_cut_to_fewer_tokens_until_they_fit(causal: bool, monkeypatch) -> None:
     weights = torch.rand(2, 1, 3, 50, 50, generator=torch.manual_seed(0)) ** 6
     kept = weights.tril() if causal else weights
-    activations = Activations({f"attention.{layer}": one.half() for layer, one in zip((0, 10), kept, strict=True)})
+    kept[0] = kept[0].tril()  # one layer alone does not make a model causal
+    padded = torch.nn.functional.pad(kept, (0, 9, 0, 9), value=0.5).half()
+    mask = {"attention_mask": torch.tensor([[1] * 50 + [0] * 9])}
+    activations = Activations({f"attention.{layer}": one for layer, one in zip((0, 10), padded, strict=True)} | mask)
     assert (compact_maps(activations) or {})["tokens"] == 50
     monkeypatch.setattr("sinkscope.html_page.compact.MAPS", 2_500 if causal else 5_000)
     maps = compact_maps(activations) or {}
@@ -194,3 +209,41 @@ def test_findings_on_states_have_their_nulls() -> None:
     assert valley.numbers["entropy_without_first"] == entropy["entropy_without_first"][valley.numbers["layer"]]
     assert findings["residual-sinks"].numbers["rotated"] == spikes["rotated_share"].max() < 0.1
     assert findings["spike"].numbers["cosine"] > findings["spike"].numbers["cosine_of_others"]
+
+
+def test_a_page_has_the_tables_of_its_runs_with_their_names_and_of_sequences_only_maps() -> None:
+    names = ("attention", "attention_by_sequence", "attention_maps", "comparison")
+    parts = {
+        label: RunData({}, {name: pd.DataFrame({"value": [at]}) for name in names}) for at, label in enumerate("ab")
+    }
+    manifest = {"command": "compare", "config": {}, "tables": []}
+    contents = Contents(manifest, {"comparison": pd.DataFrame({"value": [7]})}, parts)
+    joined = {"run": ["a", "b"], "value": [0, 1]}
+    expected = {"attention": joined, "attention_maps": joined, "comparison": {"value": [7]}}
+    assert {name: table.to_dict("list") for name, table in contents.all_tables.items()} == expected
+
+
+def test_a_page_links_pages_that_exist_and_names_runs_that_do_not(tmp_path: Path) -> None:
+    places = {name: tmp_path / name for name in ("seen", "unseen", "missing")}
+    for name in ("seen", "unseen"):
+        save(made_up(), places[name])
+    (places["seen"] / "index.html").touch()
+    both = tmp_path / "both"
+    both.mkdir()
+    runs = [{"label": name, "folder": str(place)} for name, place in places.items()]
+    write_manifest(both, make_manifest("compare", {}, 0.0, runs=runs, differing={}, activations=["attention.0"]))
+    contents = Contents.of_folder(both)
+    assert (list(contents.parts), contents.absent) == (["seen", "unseen"], ("run missing", "activations.safetensors"))
+    assert json.loads(page_data(contents))["links"] == {"seen": "./../seen/index.html"}
+
+
+def test_a_finding_has_the_statement_of_its_claim() -> None:
+    claims = [*RUN_CLAIMS][:2]
+    findings = [Finding("name", "Section", claim=claim) for claim in claims]
+    shown = json.loads(page_data(replace(analysis(), findings=findings)))["findings"]
+    assert [one["statement"] for one in shown] == [RUN_CLAIMS[claim].statement for claim in claims]
+
+
+def test_a_spread_is_that_of_finite_values() -> None:
+    table = pd.DataFrame({"arm": list("aaabb"), "value": [1.0, inf, 3.0, nan, 5.0]})
+    assert spreads(table, ["arm"]) == [("a", 2.0, 2**0.5, 2), ("b", 5.0, None, 1)]

@@ -12,9 +12,11 @@ from sinkscope.cli.app import app
 from sinkscope.commands.train.options import RetrofitOptions, TrainOptions
 from sinkscope.errors import InputError
 from sinkscope.measuring.summary import uniform_mass
-from sinkscope.options.measuring import RunConfig, make_config
+from sinkscope.options.measuring import CloseUpOptions, RunConfig, make_config
 from sinkscope.options.option import checked, flag
+from sinkscope.options.output import OutputOptions
 from sinkscope.options.register import options_by_command
+from sinkscope.options.spec import parse_spec
 from sinkscope.results.metrics import CLEAR, at_odds
 
 
@@ -29,8 +31,33 @@ def test_defaults() -> None:
         config = make_config(seq_len=length)
         assert (config.positions, config.window) == (positions, window)
     assert make_config(seq_len=24, window=24, positions=3).positions == 3
+    config = make_config(input=["a", "b", "c"], num_seqs=2, seq_len=8)  # what is not named reads all of it
+    assert (config.num_seqs, config.seq_len, config.reads_all) == (2, 8, False)
+    assert make_config(input=["a", "b", "c"]).reads_all
+    for heads in ("3.0,7.10", [(3, 0), (7, 10)]):
+        assert CloseUpOptions(heads=heads).pairs == [(3, 0), (7, 10)]
     with pytest.raises(ValueError, match="frozen"):
         RunConfig().seed = 1  # type: ignore[misc]
+
+
+def test_runs_of_other_revisions_files_and_inputs_have_other_names() -> None:
+    for options, name in (
+        ({"revision": "refs-pr-1"}, "name-refs-pr-1-natural"),
+        ({"gguf_file": "name.Q4_K.gguf"}, "name.Q4_K-natural"),
+        ({"dataset": "org/texts:small:test"}, "name-texts"),
+        ({"prompt": "the drain"}, "name-prompt"),
+    ):
+        assert make_config(model="org/name", **options).run_name == name
+    assert make_config(model="org/name", revision="refs/pr/1").run_name.startswith("name-refs-pr-1-")  # a checksum
+
+
+def test_a_path_from_the_home_folder_is_written_in_full() -> None:
+    assert OutputOptions(out="~/run").out == Path.home() / "run"
+
+
+def test_parameters_have_names_of_fields_and_the_last_one_takes_further_values() -> None:
+    parameters = {"layers": "3", "massive_rows": "138,447", "draws": "2"}
+    assert parse_spec("name:layers=3,massive-rows=138,447,draws=2", "--do") == ("name", parameters)
 
 
 def test_refusals() -> None:

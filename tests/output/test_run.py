@@ -1,5 +1,6 @@
 """A run in Python: saved later, in three lines, in a notebook, and its figures with options."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,13 +8,15 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pytest
 from support.figures import skip_figures
+from support.made_up_runs import made_up
 from support.tables import assert_same_tables
 from tiny import tiny_model
 
 import sinkscope
-from sinkscope import InputError, Run
+from sinkscope import InputError, Run, SinkscopeError
 from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.commands.measured import options_of_run
+from sinkscope.output.result import draw, figure_failure
 from sinkscope.results.command_line import command_lines
 
 REPORTS = Path(__file__).parents[2] / "reports"
@@ -46,6 +49,36 @@ def test_a_saved_run_is_the_folder_that_out_writes(run: Run, tmp_path: Path, mon
     assert not (tmp_path / "other").exists()
     run.save(tmp_path / "saved", overwrite=True, page=False)
     assert "index.html" not in files(tmp_path / "saved")
+    assert all(Path(name).name in saved.verdict for name in files(tmp_path / "out"))
+
+
+def test_of_a_folder_that_is_drawn_again_figures_stay_unless_they_are_named_and_a_page_goes(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_figures(monkeypatch)
+    saved = run.save(tmp_path / "run", figures=["sink-map"])
+    before = files(tmp_path / "run")
+    draw(saved, figures=())
+    assert files(tmp_path / "run") == before
+    draw(saved, figures=(), page=False)
+    assert {*before} - {*files(tmp_path / "run")} == {"index.html"}
+    without = run.save(tmp_path / "without", figures=(), page=False)
+    (tmp_path / "without" / "index.html").write_text("mine")
+    draw(without, figures=(), page=False)
+    with pytest.raises(SinkscopeError, match="another process wrote"):
+        draw(without, figures=())
+    assert (tmp_path / "without" / "index.html").read_text() == "mine"
+
+
+def test_a_recipes_run_lists_only_the_figures_of_the_recipe(run: Run, tmp_path: Path) -> None:
+    recipe = {"recipe": {"content": {"figures": ["sink-map"]}}}
+    verdict = replace(run, manifest=run.manifest | recipe, folder=tmp_path).verdict
+    assert verdict.partition("figures/ (each as .png and .pdf)\n")[2].split() == ["sink-map", "```"]
+
+
+def test_figures_that_failed_are_those_of_all_folders() -> None:
+    failed = [{"failed_figures": {name: "KeyError"}} for name in ("one", "two")]
+    assert figure_failure(failed[0], {}, failed[1]).startswith("2 figures could not be drawn")
 
 
 def test_a_run_on_objects_says_what_they_were_and_is_not_repeated_from_its_file(tiny: Path, tmp_path: Path) -> None:
@@ -68,12 +101,22 @@ def test_a_run_shows_itself_in_three_lines_and_in_a_notebook(run: Run) -> None:
     assert "<b>Sink:</b> " in shown
     assert "of the heads give the first token more than 30% of their attention" in shown
     assert shown.count("data:image/png;base64,") == 1
+    assert shown.count("<li>") == sum(finding.is_headline for finding in run.findings) < len(run.findings)
     arms = sinkscope.intervene(tiny_model("llama"), "mask-sink", draws=2, **SMALL)
     assert repr(arms).split("\n")[1] == f"sink rate @0: before {run.metric('sink_rate'):.1%}, mask-sink 0.0%"
     assert repr(arms.at("mask-sink")).split("\n")[1].startswith("tables attention, ")
     with pytest.raises(InputError, match="mask-sink is one arm of an experiment: save the run of `intervene`"):
         arms.at("mask-sink").save("arm")
     assert all("mask-sink" in one._repr_html_() for one in (arms, arms.at("mask-sink")))
+
+
+def test_three_lines_have_the_span_of_lengths_and_a_few_arms(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "100 sequences of 5 to 64 tokens" in repr(made_up(input={"shortest": 5}))
+    run = Run.open(REPORTS / "over-mixing/smollm2-135m")
+    arms = [f"{name} {value}" for name, value, *_ in run.report.table.to_numpy() if name.strip() != "control"]
+    for most, end in ((len(arms), ""), (len(arms) - 1, ", …")):
+        monkeypatch.setattr("sinkscope.output.run.MOST_ARMS", most)
+        assert repr(run).split("\n")[1] == f"sink rate @0: {', '.join(arms[:most])}{end}"
 
 
 def test_a_notebook_shows_the_first_figure_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

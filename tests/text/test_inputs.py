@@ -488,6 +488,7 @@ OBJECTS: dict[str, tuple[Any, str, list[list[int]]]] = {
     "an array": (np.array([IDS[0], IDS[0]]), "token-ids", [IDS[0], IDS[0]]),
     "a tokenizer's output": (PADDED, "token-ids", IDS),
     "a dataset of ids": (Dataset.from_dict({"input_ids": IDS}).with_format("torch"), "dataset", IDS),
+    "a torch dataset": (torch.utils.data.Subset(IDS, [1, 0]), "dataset", IDS[::-1]),
     "a column": (Dataset.from_dict({"story": TEXTS})["story"], "prompts", [[BOS, *ids_of(text)] for text in TEXTS]),
     "a streamed column of ids": (Dataset.from_dict({"a": IDS}).to_iterable_dataset()["a"], "dataset", IDS),
     "a dataset of chats": (Dataset.from_dict({"messages": [CHAT], "n": [1]}), "dataset", [[BOS, 6, 7, BOS, 8]]),
@@ -554,6 +555,8 @@ LAYOUTS: tuple[tuple[dict[str, Any], Any], ...] = (
     ({"position_ids": [1, 0, 1, 0, 1], "attention_mask": [0, 1, 1, 1, 1]}, [[6, 7], [8, 9]]),
     ({"seq_lengths": [3, 2]}, [[5, 6, 7], [8, 9]]),
     ({"seq_lengths": [2, 2], "attention_mask": [0, 1, 1, 1, 1]}, [[6, 7], [8, 9]]),
+    ({"seq_lengths": [3, 2], "attention_mask": [0, 1, 1, 1, 1]}, [[6, 7], [8, 9]]),  # the first has the padding
+    ({"seq_lengths": [5]}, [[5, 6, 7, 8, 9]]),
     ({"position_ids": None, "messages": None, "text": "w1"}, [[5, 6, 7, 8, 9]]),
     ({"attention_mask": [1, 1]}, "`attention_mask` has 2 numbers for 5 `input_ids`"),
     ({"attention_mask": [1, 1, 0, 1, 1]}, "`attention_mask` hides tokens between others"),
@@ -610,6 +613,8 @@ def test_a_row_without_text_is_left_out_and_never_read_from_another_column(tmp_p
     rows = [{"text": None, "url": words(9)}, {"text": words(9), "url": "w1"}]
     for inputs in (given(pd.DataFrame(rows), seq_len=8), given(Dataset.from_list(rows), seq_len=8)):
         assert lists(inputs) == [[BOS, *ids_of(words(7))]]
+    inputs = given([{"input_ids": None, "messages": None, "text": words(3)}])
+    assert (inputs.condition, lists(inputs)) == ("prompts", [[BOS, *ids_of(words(3))]])
     inputs = made(write_lines(tmp_path / "rows.jsonl", *rows))
     assert lists(inputs) == [ids_of(words(8))]
     assert "1 document of fewer than 2 tokens left out" in inputs.notices[0]
