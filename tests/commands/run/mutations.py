@@ -14,4 +14,6 @@ MUTATIONS = [
      "for table in spec.tables]", "for table in spec.tables[:1]]"),
     ("another model: the recipe's .gguf file", "sinkscope.options.recipe", "Recipe.options",
      'options.pop("gguf_file", None)', "pass"),
+    ("failures: those of the first folder", "sinkscope.output.result", "figure_failure",
+     "for manifest in manifests for", "for manifest in manifests[:1] for"),
 ]  # fmt: skip
