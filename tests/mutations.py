@@ -351,8 +351,6 @@ MUTATIONS = [
          "self.gguf_file or self.model", "self.model or self.gguf_file"),
         ("folder: names that become the same", "sinkscope.options.option", "distinct_folder_name",
          "return name if name == joined else", "return name if True else"),
-        ("heads: pairs the other way round", "sinkscope.options.measuring", "_spelled",
-         '".".join(map(str, head))', '".".join(map(str, reversed(head)))'),
     ),
     *_mutations(
         ("tests/output/test_run.py",),
@@ -668,8 +666,6 @@ MUTATIONS = [
          "range(len(thing))", "range(len(thing) - 1)"),
         ("packed: lengths that include padding", "sinkscope.options.records", "_sequences",
          "before = first if sum(lengths) == len(seen) else 0", "before = first"),
-        ("packed: an empty part at the end", "sinkscope.options.records", "_sequences",
-         "if first < before + total < end", "if first < before + total <= end"),
         ("records: the first entry, though it is null", "sinkscope.options.records", "documents_of",
          "next((name for name in present if record[name] is not None), present[0])", "present[0]"),
     ),

@@ -12,7 +12,7 @@ from sinkscope.cli.app import app
 from sinkscope.commands.train.options import RetrofitOptions, TrainOptions
 from sinkscope.errors import InputError
 from sinkscope.measuring.summary import uniform_mass
-from sinkscope.options.measuring import CloseUpOptions, RunConfig, make_config
+from sinkscope.options.measuring import RunConfig, make_config
 from sinkscope.options.option import checked, flag
 from sinkscope.options.output import OutputOptions
 from sinkscope.options.register import options_by_command
@@ -34,8 +34,6 @@ def test_defaults() -> None:
     config = make_config(input=["a", "b", "c"], num_seqs=2, seq_len=8)  # what is not named reads all of it
     assert (config.num_seqs, config.seq_len, config.reads_all) == (2, 8, False)
     assert make_config(input=["a", "b", "c"]).reads_all
-    for heads in ("3.0,7.10", [(3, 0), (7, 10)]):
-        assert CloseUpOptions(heads=heads).pairs == [(3, 0), (7, 10)]
     with pytest.raises(ValueError, match="frozen"):
         RunConfig().seed = 1  # type: ignore[misc]
 

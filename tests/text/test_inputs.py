@@ -556,7 +556,6 @@ LAYOUTS: tuple[tuple[dict[str, Any], Any], ...] = (
     ({"seq_lengths": [3, 2]}, [[5, 6, 7], [8, 9]]),
     ({"seq_lengths": [2, 2], "attention_mask": [0, 1, 1, 1, 1]}, [[6, 7], [8, 9]]),
     ({"seq_lengths": [3, 2], "attention_mask": [0, 1, 1, 1, 1]}, [[6, 7], [8, 9]]),  # the first has the padding
-    ({"seq_lengths": [5]}, [[5, 6, 7, 8, 9]]),
     ({"position_ids": None, "messages": None, "text": "w1"}, [[5, 6, 7, 8, 9]]),
     ({"attention_mask": [1, 1]}, "`attention_mask` has 2 numbers for 5 `input_ids`"),
     ({"attention_mask": [1, 1, 0, 1, 1]}, "`attention_mask` hides tokens between others"),
