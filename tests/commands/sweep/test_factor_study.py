@@ -1,5 +1,9 @@
 """Trainings of a sweep, grouped by the settings in which they differ, on hand-made tables."""
 
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -13,10 +17,12 @@ from sinkscope.commands.sweep.factor_study import (
     study_rows,
     summary,
     with_levels,
+    without_key,
 )
-from sinkscope.commands.sweep.output import words
+from sinkscope.commands.sweep.output import MARKED, words
 from sinkscope.commands.sweep.page import SweepPage
 from sinkscope.commands.sweep.tables import SweepTables
+from sinkscope.figures import KINDS
 from sinkscope.html_page import Contents
 
 
@@ -42,6 +48,7 @@ DECAYS = table({
     for decay in ("0.5", "5.0")
     for arm, rate in (("softmax", 0.3), ("sigmoid", 0.0))
 })  # fmt: skip
+BIASES = table({("", arm): rates for arm, rates in {"sigmoid": [0.1, 0.3], "KV-bias": [0.5], "none": [0.2]}.items()})
 
 
 def test_levels_consist_of_the_settings_that_differ() -> None:
@@ -51,6 +58,52 @@ def test_levels_consist_of_the_settings_that_differ() -> None:
     }  # fmt: skip
     assert set(with_levels(table({("config=small", "none"): [0.1]}))["level"]) == {"small none"}
     assert set(with_levels(table({("seed=3", "none"): [0.1]}))["level"]) == {"none"}
+    of_one = ["position-scheme=bucket-number,learning-rate=1e-05", "position-scheme=alibi,learning-rate=0.01"]
+    assert list(dict.fromkeys(with_levels(table({(one, "none"): [0.1] for one in of_one}))["level"])) == [
+        "position_scheme=bucket-number learning_rate=1e-05", "position_scheme=alibi learning_rate=0.01",
+    ]  # fmt: skip
+
+
+def test_a_setting_that_all_levels_have_is_named_once() -> None:
+    assert without_key(["a=1 b", "a=2 b"]) == ("a", ["1 b", "2 b"])
+    for levels in (["a=1", "none"], ["a=1 b=2", "a=2 b=1"]):
+        assert without_key(levels) == ("", levels)
+
+
+def figure_of(table: pd.DataFrame, name: str) -> Any:
+    return KINDS["cells of a sweep"][name](SweepTables({STUDY: table}, {}))
+
+
+def test_every_seed_the_means_and_published_rates_are_in_the_row_of_their_level() -> None:
+    (ax,) = figure_of(BIASES, "sweep-factor").axes
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["sigmoid", "KV-bias", "none"]
+    expected = {
+        "each seed": [(10, -0.2), (30, 0.2), (50, 1), (20, 2)],
+        "mean": [(20, 0), (50, 1), (20, 2)],
+        "WSE, 60M": [(0.44, 0), (18.18, 2)],
+        "WSE, 60M, transcribed": [(0.04, 1)],
+    }
+    assert [line.get_label() for line in ax.lines] == list(expected)
+    for line, points in zip(ax.lines, expected.values(), strict=True):
+        np.testing.assert_allclose(line.get_xydata(), points)
+    weights = BIASES[BIASES["metric"] == "loss"].assign(metric="total_weight")
+    for weight, is_proxy in ((0.5, True), (0.95, False)):  # a bias takes a small share
+        (ax,) = figure_of(pd.concat([BIASES, weights.assign(value=weight)]), "sweep-factor").axes
+        assert ax.get_xlabel().startswith("sink rate at position 0 in %")
+        assert ("where attention is not softmax" in ax.get_xlabel()) == is_proxy
+    (ax,) = figure_of(table({("", "none"): [0.2], ("fixed-position=1", "none"): [0.3]}), "sweep-factor").axes
+    assert ax.get_xlabel() == "sink rate at the fixed token in %"
+
+
+def test_each_level_has_a_panel_with_its_mean_by_step() -> None:
+    figure = figure_of(BIASES, "sweep-training-sink")
+    assert {ax.get_title(): ax.lines[0].get_ydata().tolist() for ax in figure.axes} == {
+        "sigmoid": [0, 10, 20], "KV-bias": [0, 25, 50], "none": [0, 10, 20],
+    }  # fmt: skip
+    assert figure.get_suptitle().startswith("mean and range of 1 to 2 seeds")
+    figure = figure_of(SCHEMES, "sweep-training-loss")
+    assert figure.get_suptitle() == "by position_scheme · mean and range of 2 seeds"
+    np.testing.assert_allclose(figure.axes[0].lines[0].get_xydata(), [(0, 2.7), (100, 1.7), (200, 0.7)])
 
 
 def test_cells_for_single_seeds_or_arms_give_the_same_levels() -> None:
@@ -120,8 +173,9 @@ def test_numbers_are_those_of_the_seeds_that_have_them() -> None:
     assert row["loss"] == "2500 ± 2100"  # without an exponent
     others = pd.DataFrame({"layer": [-1, 0, -1], "metric": ["loss", "sink_rate", "learning_rate"], "value": 0.5})
     assert study_rows(others)["metric"].tolist() == ["loss"]
-    said = [words(SweepTables({STUDY: of}, {}), {"content": {"title": ""}}) for of in (whole, SCHEMES)]
-    assert ["Σ|sim ÷ Z|" in each for each in said] == [True, False]
+    said = [words(SweepTables({STUDY: of}, {}), {"content": {"title": ""}}) for of in (whole, SCHEMES, BIASES)]
+    assert ["Σ|sim ÷ Z|" in each for each in said] == [True, False, False]
+    assert [MARKED in each for each in said] == [False, False, True]  # of KV-bias
 
 
 def test_the_page_has_the_mean_and_spread_of_the_last_step_of_each_level() -> None:
@@ -132,8 +186,11 @@ def test_the_page_has_the_mean_and_spread_of_the_last_step_of_each_level() -> No
     assert {level for *_, level, _, _ in data["levels"]} == {level for level, _ in rows}
     published_shares = {level: rate for *_, level, rate, _ in data["levels"]}
     assert published_shares == pytest.approx({"position_scheme=alibi": 0.2078, "position_scheme=none": 0.2035})
+    marks = SweepPage().data(Contents({"command": "sweep"}, {STUDY: BIASES}))["levels"]
+    assert {level: mark for *_, level, _, mark in marks} == {"sigmoid": "", "KV-bias": "†", "none": ""}
     empty = SweepPage().data(Contents({"command": "sweep"}, {}))
-    assert (empty["levels"], empty["last_steps"]) == ([], [])
+    assert (empty["levels"], empty["last_steps"], empty["spread"]) == ([], [], False)
+    assert SweepPage().linked(Path("out", "comparison"), {"cells": ["a"]}) == {"a": Path("out", "cells", "a")}
 
 
 def test_each_training_ends_at_its_own_last_step() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import hypothesis.strategies as st
 import pytest
@@ -37,7 +38,8 @@ def started(monkeypatch: pytest.MonkeyPatch, workers: int, accelerators: int) ->
 
 
 @pytest.mark.parametrize(
-    ("device_map", "devices"), [("cpu", 0), (None, 1), ("cuda", 1), ("auto", ALL), ("balanced", ALL), ("cuda:1", ALL)]
+    ("device_map", "devices"),
+    [("cpu", 0), (None, 1), ("cuda", 1), ("xpu", 1), ("auto", ALL), ("balanced", ALL), ("cuda:1", ALL)],
 )
 def test_accelerators_of_a_cell(device_map: str | None, devices: int) -> None:
     assert devices_for(device_map) == devices
@@ -138,13 +140,28 @@ def test_gpus_of_a_ray_task(devices: int, expected: int, monkeypatch: pytest.Mon
     def remote(function: Any) -> Any:
         return SimpleNamespace(options=lambda **options: asked.update(options) or SimpleNamespace(remote=lambda *_: 0))
 
-    nodes = [{"Alive": True, "Resources": {"GPU": gpus}} for gpus in (4.0, 2.0)]
+    nodes = [{"Alive": gpus < 8, "Resources": {"GPU": gpus}} for gpus in (4.0, 2.0, 8.0)]
+    resources = {"GPU": 6.0, "CPU": 32.0, "memory": 100.0}
     cluster = SimpleNamespace(
-        is_initialized=lambda: True, nodes=lambda: nodes, remote=remote, cluster_resources=lambda: {"GPU": 6.0}
+        is_initialized=lambda: True, nodes=lambda: nodes, remote=remote, cluster_resources=lambda: resources
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "ray", cluster)
-    RayTasks(None).start(Group((), devices=devices))
-    assert asked["num_gpus"] == expected
+    pool = RayTasks(None)
+    pool.start(Group((), devices=devices, memory=200))
+    assert (pool.workers, asked["num_gpus"], asked["memory"]) == (6, expected, 100)
+
+
+@pytest.mark.parametrize(("shown", "expected"), [(None, "0,2"), ("4,5,7", "4,7")])
+def test_a_worker_sees_accelerators_of_those_that_the_sweep_sees(
+    shown: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("signal.signal", "threading.Thread", "prepare_worker", "torch.set_num_threads"):
+        monkeypatch.setattr(f"sinkscope.commands.sweep.pools.{name}", MagicMock())
+    monkeypatch.setattr(pools, "measured", lambda group: [os.environ["CUDA_VISIBLE_DEVICES"]])
+    monkeypatch.setattr(os, "environ", {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown})
+    sent: list[str] = []
+    pools._main(Group(()), SimpleNamespace(send=sent.append), threads=1, devices=[0, 2])  # type: ignore[arg-type]
+    assert sent == [expected]
 
 
 def test_a_worker_outlives_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,21 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sinkscope.commands.sweep.output import one_cell_per_model, summaries, summary_tables, words
-from sinkscope.commands.sweep.tables import ALPHA, EPSILON, SCORES, SWEEP, SweepTables, _by_epsilon
+from sinkscope.commands.sweep.cells import Planned
+from sinkscope.commands.sweep.figures import ROW_SPREAD
+from sinkscope.commands.sweep.file import Cell, ModelEntry
+from sinkscope.commands.sweep.output import SweepComparison, one_cell_per_model, summaries, summary_tables, words
+from sinkscope.commands.sweep.tables import (
+    ALPHA,
+    EPSILON,
+    SCORES,
+    SWEEP,
+    SweepTables,
+    _by_epsilon,
+    _with_coordinates,
+    sweep_tables,
+)
+from sinkscope.commands.sweep.worker import State
 from sinkscope.figures import KINDS
 from sinkscope.results.manifest import make_manifest, write_manifest
 from sinkscope.results.papers import WSE_TABLE_1
@@ -24,9 +37,10 @@ CELL: dict[str, Any] = {
 
 
 def tables_of(*cells: dict[str, Any], papers: dict[str, str] | None = None) -> SweepTables:
-    table = pd.DataFrame([CELL | {"cell": str(place)} | cell for place, cell in enumerate(cells)])
-    table = table.assign(condition=table["input"], bos=table["token_zero"].map(policy_of))
-    shared = table.drop(columns=["metric", "value"])
+    of_input = ({"cell": str(place), "condition": cell.get("input", "natural")} for place, cell in enumerate(cells))
+    table = pd.DataFrame([CELL | common | cell for common, cell in zip(of_input, cells, strict=True)])
+    table = table.assign(bos=table["token_zero"].map(policy_of))
+    shared = table.drop(columns=["metric", "value"]).drop_duplicates("cell")
     by_epsilon = pd.concat([shared.assign(epsilon=epsilon, sink_rate=1 - epsilon) for epsilon in (0.2, 0.3, 0.9)])
     return SweepTables({SWEEP: table, EPSILON: by_epsilon}, papers or {})
 
@@ -45,18 +59,23 @@ DRAWN: dict[str, tuple[list[dict[str, Any]], dict[str, list[tuple[float, float]]
     "sweep-inputs": ([{}, RANDOM, {"model": "b", "value": 1.0}], {"natural": [(50, 0), (100, 1)], "random": [(25, 0)]}),
     "sweep-sizes": (
         [{"family": "F"}, {"model": "b", "family": "F", "parameters": 10**7, "value": 0.75}, {"model": "c"},
-         *({"model": name, "family": "of one size"} for name in "de")],
+         *({"model": name, "family": "of one size"} for name in "de"),
+         {"model": "f", "family": "of one size on each input", "input": "random"},
+         {"model": "g", "family": "of one size on each input", "parameters": 10**7}],
         {"F": [(1e6, 50), (1e7, 75)]}),
     "sweep-steps": (
-        [{"revision": "step0", "step": 0, "value": 0.0}, {"revision": "step8", "step": 8}, {"model": "b"}],
+        [{"revision": "step0", "step": 0, "value": 0.0}, {"revision": "step8", "step": 8}, {"revision": "main"},
+         *({"model": "b", "step": step, "settings": f"seed={step}"} for step in (0, 8))],
         {"a": [(0, 0), (8, 50)]}),
     "sweep-chat": ([{}, {"model": "b", "base": "a", "value": 0.75}], {"base": [(50, 0)], "tuned": [(75, 0)]}),
-    "sweep-epsilon": ([{}], {"a": [(0.2, 80), (0.3, 70), (0.9, 10)]}),
+    "sweep-epsilon": ([{}, {"settings": "seed=1"}], {"a": [(0.2, 80), (0.3, 70), (0.9, 10)]}),
     "sweep-lengths": (
-        [{"settings": "seq-len=64"}, {"settings": "seq-len=16", "seq_len": 16, "window": 16, "value": 0.75}],
+        [{"settings": "seq-len=64"}, {"settings": "seq-len=16", "seq_len": 16, "window": 16, "value": 0.75},
+         {"settings": "seq-len=32", "seq_len": 32}],
         {"a": [(16, 75), (64, 50)]}),
     "sweep-domains": (
-        [{}, {"input": "code", "value": 0.75}, RANDOM, {"model": "b"}], {"natural": [(50, 0)], "code": [(75, 0)]}),
+        [{}, {"input": "code", "value": 0.75}, RANDOM, {"input": "drawn", "condition": "random"}, {"model": "b"}],
+        {"natural": [(50, 0)], "code": [(75, 0)]}),
 }  # fmt: skip
 
 
@@ -77,20 +96,25 @@ def test_a_figure_shows_the_rates_of_the_table(name: str) -> None:
 
 def test_a_tuned_model_is_compared_with_its_base_on_the_same_input() -> None:
     tuned = {"model": "b", "base": "a"}
-    tables = tables_of({}, RANDOM, tuned | {"value": 0.75}, tuned | {"input": "random", "value": 1.0})
+    tables = tables_of(RANDOM, {}, tuned | {"input": "random", "value": 1.0}, tuned | {"value": 0.75})
     figure = KINDS["cells of a sweep"]["sweep-chat"](tables)
-    assert lines(figure) == {"base": [(50, 0), (25, 1)], "tuned": [(75, 0), (100, 1)]}
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["b · natural", "b · random"]
+    assert lines(figure) == {"base": [(25, 0), (50, 1)], "tuned": [(100, 0), (75, 1)]}
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["b · random", "b · natural"]
+    joined = [line.get_xdata().tolist() for line in figure.axes[0].lines if str(line.get_label()).startswith("_")]
+    assert joined == [[25, 100], [50, 75]]
 
 
 def test_the_first_setting_and_the_last_revision_are_compared_by_input() -> None:
     tables = tables_of(
         {"revision": "step0", "settings": "seed=0", "value": 0.1},
         {"revision": "step8", "settings": "seed=0", "value": 0.2},
-        {"revision": "step8", "settings": "seed=1", "value": 0.3},
+        {"revision": "step8", "settings": "seed=1", "value": 0.3, "seq_len": 16},
+        {"cell": "1", "revision": "step8", "settings": "seed=0", "layer": 0, "value": 0.4},
+        {"cell": "1", "revision": "step8", "settings": "seed=0", "metric": "kurtosis", "value": 5.0},
     )
     assert tables.main["sink_rate"].tolist() == [0.2]
     assert tables.overview.to_dict("records") == [{"model": "a", "BOS": "with", "natural": "20.0%"}]
+    assert list(summary_tables(tables)) == ["Sink rate at position 0 (T = 64, ε = 0.3)"]
 
 
 def test_the_score_of_the_last_revision_stands_next_to_its_sink_rate() -> None:
@@ -106,8 +130,8 @@ def test_the_score_of_the_last_revision_stands_next_to_its_sink_rate() -> None:
 
 def test_rates_under_different_bos_policies_are_in_rows_of_their_own() -> None:
     without = {"token_zero": "random token", "value": 0.0}
-    text = words(tables_of({}, RANDOM | without, {"model": "b"}), {"content": {"title": "x"}})
-    rows = ["| a | with | 50.0% | – |", "| a | without | – | 0.0% |"]
+    text = words(tables_of(RANDOM | without, {}, {"model": "b"}), {"content": {"title": "x"}})
+    rows = ["| a | without | 0.0% | – |", "| a | with | – | 50.0% |"]  # in the order of the cells
     assert [line for line in text.splitlines() if line.startswith("| a")] == rows
     text_first = {"token_zero": "first text token", "value": 0.0}
     cells = [
@@ -123,6 +147,19 @@ def test_rates_under_different_bos_policies_are_in_rows_of_their_own() -> None:
     assert tables.main["bos"].tolist() == ["with", "with"]
     names = [text.get_text() for text in KINDS["cells of a sweep"]["sweep-inputs"](tables).axes[0].get_yticklabels()]
     assert names == ["a, with BOS", "a, without BOS"]
+
+
+def test_published_rates_are_rings_in_the_rows_of_their_models_at_their_inputs() -> None:
+    cells, papers = [{}, RANDOM, {"token_zero": "first text token"}, {"model": "b"}], {"a": "GPT2-XL"}
+    figure = KINDS["cells of a sweep"]["sweep-inputs"](tables_of(*cells, papers=papers))
+    rings = [line.get_xydata()[0] for line in figure.axes[0].lines if line.get_fillstyle() == "none"]
+    places = {"natural": -ROW_SPREAD, "random": ROW_SPREAD, "repeated": 0}  # the last one is not measured
+    published = [(rate.value, places[reads]) for reads, rate in WSE_TABLE_1["GPT2-XL"].items()]
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names == ["a, with BOS", "a, without BOS", "b, with BOS"]
+    np.testing.assert_allclose(rings, [(rate, row + place) for row in (0, 1) for rate, place in published])
+    other = KINDS["cells of a sweep"]["sweep-inputs"](tables_of({"window": 32}, papers=papers))
+    assert {line.get_fillstyle() for line in other.axes[0].lines} == {"full"}
 
 
 def test_published_rates_are_those_of_the_same_setting() -> None:
@@ -143,10 +180,30 @@ def test_a_folder_has_the_published_rates_of_the_models_that_name_their_paper(tm
     assert table["natural (WSE)"].tolist() == [f"{rates['natural'].value:.1f}%{rates['natural'].mark}"]
 
 
-def test_claims_are_compared_in_the_last_revision_of_each_model() -> None:
+def test_claims_are_compared_in_the_last_revision_of_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [("a", "step0", "c0"), ("a", "step8", "c1"), ("a", "step8", "c2"), ("b", "", "c3"), ("b", "", "c3")]
     claims = pd.DataFrame(rows, columns=["model", "revision", "cell"])
     assert one_cell_per_model(claims)["cell"].tolist() == ["c1", "c3", "c3"]
+    monkeypatch.setattr("sinkscope.commands.claims.figures.drawings_by_model", lambda tables: tables)
+    drawn = SweepComparison({}, {"claim": claims, "route": claims}, compared=SweepTables({}, {})).drawings
+    assert [drawn[name]["cell"].tolist() for name in ("claim", "route")] == [["c1", "c3", "c3"]] * 2
+
+
+def test_the_table_of_a_cell_has_its_coordinates() -> None:
+    entry = ModelEntry(model="org/a", name="a", family="F", base="b", paper="GPT2-XL")
+    cell = Cell("a-1", entry, "step8", "mine", "seed=3", "analyze", None)
+    manifest = {
+        "config": {"seq_len": 12, "window": 7, "epsilon": 0.2, "seed": 3}, "model": {"parameters": 9}, "tables": [],
+        "dtype": "bfloat16", "input": {"token_zero": "bos <s> (id 1)"},
+    }  # fmt: skip
+    planned = Planned(cell, Path(), State.DONE, manifest=manifest)
+    table = pd.DataFrame({"model": "org/a", "condition": "random", "layer": [1], "epsilon": 0.5, "high": 0.6})
+    assert _with_coordinates(table, planned).to_dict("records") == [{
+        "model": "a", "condition": "random", "layer": 1, "cell": "a-1", "revision": "step8", "step": 8, "family": "F",
+        "base": "b", "parameters": 9, "input": "mine", "settings": "seed=3", "seq_len": 12, "window": 7,
+        "epsilon": 0.5, "seed": 3, "dtype": "bfloat16", "token_zero": "bos <s> (id 1)", "bos": "with", "high": 0.6,
+    }]  # fmt: skip
+    assert sweep_tables([planned]).papers == {"a": "GPT2-XL"}
 
 
 def test_a_threshold_that_uniform_attention_exceeds_has_no_rate(tmp_path: Path) -> None:
@@ -192,14 +249,14 @@ def test_scores_are_drawn_against_sink_rates() -> None:
         CELL | of_models.get(model, {}) | {"model": model, "condition": task, "cell": f"{model}-scores", "input": ""}
         | {"metric": "acc", "filter": "none", "score": score, "error": 0.01, "questions": 9, "is_asked": True}
         for model, task, score in (
-            ("a", "t", 0.4), ("b", "t", 0.3), ("c", "t", 0.2), ("a", "u", 0.9), ("gone", "t", 0.1))
+            ("a", "u", 0.9), ("a", "t", 0.4), ("b", "t", 0.3), ("c", "t", 0.2), ("gone", "t", 0.1))
     ]  # fmt: skip
     tables = SweepTables(plain.tables | {SCORES: pd.DataFrame(scores)}, plain.papers)
     figure = KINDS["cells of a sweep"]["sweep-benchmarks"](tables)
-    assert [ax.get_title() for ax in figure.axes] == ["t (acc)", "u (acc)"]
+    assert [ax.get_title() for ax in figure.axes] == ["u (acc)", "t (acc)"]
     points = {
         bars.get_label(): [tuple(map(float, point)) for point in bars.lines[0].get_xydata()]
-        for bars in figure.axes[0].containers
+        for bars in figure.axes[1].containers
     }
     assert points == {"F": [(75, 0.3), (50, 0.4)], "c": [(10, 0.2)]}
     assert tables.overview.to_dict("list") == {
@@ -210,7 +267,7 @@ def test_scores_are_drawn_against_sink_rates() -> None:
         "t (acc)": ["0.400", "0.300", "0.200", "–", "0.100"],
         "u (acc)": ["0.900", "–", "–", "–", "–"],
     }
-    assert "| gone | – | – | – | 0.100 | – |" in words(tables, {"content": {"title": "Scores"}})
+    assert "| gone | – | – | – | – | 0.100 |" in words(tables, {"content": {"title": "Scores"}})
 
 
 def test_scores_are_drawn_against_sink_rates_under_the_first_setting() -> None:
@@ -227,6 +284,8 @@ def test_scores_are_drawn_against_sink_rates_under_the_first_setting() -> None:
     (ax,) = KINDS["cells of a sweep"]["sweep-benchmarks"](tables).axes
     points = {bars.get_label(): bars.lines[0].get_xydata().tolist() for bars in ax.containers}
     assert points == {"a": [[50, 0.4]], "b": [[75, 0.3]]}
+    errors = [bars.lines[2][0].get_segments()[0].tolist() for bars in ax.containers]
+    np.testing.assert_allclose(errors, [[[50, 0.39], [50, 0.41]], [[75, 0.29], [75, 0.31]]])
 
 
 def test_a_band_goes_from_the_lowest_to_the_highest_of_several_cells() -> None:
@@ -244,7 +303,8 @@ def test_a_band_goes_from_the_lowest_to_the_highest_of_several_cells() -> None:
 def test_intervals_over_sequences_are_drawn(name: str) -> None:
     tables = tables_of({}, RANDOM)
     ends = tables.tables[EPSILON]
-    with_ends = SweepTables(tables.tables | {EPSILON: ends.assign(low=ends["sink_rate"] - 0.1, high=0.9)}, {})
+    of_natural = ends["sink_rate"].where(ends["input"] == "natural")  # the other has no values by sequence
+    with_ends = SweepTables(tables.tables | {EPSILON: ends.assign(low=of_natural - 0.1, high=0.9 + 0 * of_natural)}, {})
     figure = KINDS["cells of a sweep"][name](with_ends)
     assert "95 % over sequences" in [text.get_text() for text in figure.legends[0].get_texts()]
     drawn = np.concatenate([path.vertices for path in figure.axes[0].collections[0].get_paths()])
