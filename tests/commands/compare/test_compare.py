@@ -19,9 +19,13 @@ from tiny import tiny_model
 
 import sinkscope
 from sinkscope import InputError, Run, compare
+from sinkscope.commands.compare.page import ComparePage
+from sinkscope.commands.quantize.compared import TABLE as FORMATS
 from sinkscope.figures import KINDS
+from sinkscope.measuring.callback import FOLDER
 from sinkscope.results.findings import Outcome
-from sinkscope.results.manifest import FORMAT, read_manifest
+from sinkscope.results.manifest import FORMAT, make_manifest, read_manifest, write_manifest
+from sinkscope.results.tables import write_tables
 
 
 def test_two_runs_side_by_side() -> None:
@@ -59,6 +63,8 @@ def test_runs_are_named_by_what_differs() -> None:
         "natural · dtype bfloat16",
         "random · dtype float32",
     ]
+    steps = [made_up(model={"name": "org/model", "revision": revision}) for revision in ("step1", "step2")]
+    assert list(compare(*steps).table.columns[:2]) == ["step1", "step2"]
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +108,9 @@ def test_differences_are_paired_where_both_runs_read_the_same_tokens(measured: l
         done = command_line("compare", *runs, "--metrics", "sink_rate,window_mass")
         assert [line.split()[1] for line in done.stdout.splitlines() if "│" in line] == ["sink_rate", "window_mass"]
         assert f"95 % intervals over texts, {how}" in " ".join(done.stderr.split())
+        assert ("input tokens differs: " in done.stderr) == how.startswith("unpaired")
+    done = command_line("compare", *measured[:2], "--metrics", "window_mass", "--format", "markdown")
+    assert [line.split(" | ")[0] for line in done.stdout.splitlines()[2:]] == ["| window_mass"]
 
 
 def test_heads_that_differ_are_those_that_were_changed(measured: list[Path], tmp_path: Path) -> None:
@@ -203,6 +212,9 @@ def test_it_writes_tables_figures_and_manifest(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "both/run.json").read_text(encoding="utf-8"))
     assert [run["label"] for run in manifest["runs"]] == ["natural", "random"]
     assert manifest["differing"] == {"input": {"natural": "natural", "random": "random"}}
+    side_by_side = ComparePage().places(tmp_path / "both", manifest)
+    assert side_by_side == {"natural": tmp_path / "a", "random": tmp_path / "b"}
+    assert ComparePage().places(tmp_path / "both", manifest | {"tables": [FORMATS]}) == {}  # one run is shown
     with pytest.raises(InputError, match="already holds"):
         compare(*folders, out=tmp_path / "both")
     compare(*folders, out=tmp_path / "both", overwrite=True)
@@ -235,17 +247,32 @@ def test_refusals(tmp_path: Path) -> None:
         compare(run, folder)
 
 
-def test_the_curves_of_trainings_are_those_of_the_whole_model() -> None:
+def test_the_curves_of_trainings_are_those_of_the_whole_model(tmp_path: Path) -> None:
     rows = [
-        ("made", name, layer, step, "sink_rate", (step + place) / 8 - layer)
+        ("made", name, layer, 0, step, metric, scale * ((step + place) / 8 - layer - 1))
         for place, name in enumerate(("plain", "gated"))
         for layer in (-1, 0, 1)
         for step in (0, 2)
+        for metric, scale in (("kurtosis", 100), ("sink_rate", 1))
     ]
-    table = pd.DataFrame(rows, columns=["model", "condition", "layer", "step", "metric", "value"])
-    (axes,) = KINDS["trainings of your own"]["training-curves"](table).axes
-    drawn = [line.get_xydata().tolist() for line in axes.lines]
-    assert drawn == [[[0, 1 + place / 8], [2, 1.25 + place / 8]] for place in range(2)]
+    table = pd.DataFrame(rows, columns=["model", "condition", "layer", "seed", "step", "metric", "value"])
+    axes = KINDS["trainings of your own"]["training-curves"](table).axes
+    drawn = [[line.get_xydata().tolist() for line in ax.lines] for ax in axes]
+    shares = [[[0, place / 8], [2, 0.25 + place / 8]] for place in range(2)]
+    assert drawn == [shares, [[[step, 100 * share] for step, share in line] for line in shares]]
+    folders = [tmp_path / name / FOLDER for name in ("plain", "gated")]  # each in the folder of a Trainer
+    for folder in folders:
+        of_one = table[table["condition"] == folder.parent.name].assign(condition="training")
+        folder.mkdir(parents=True)
+        write_tables({"training": of_one}, folder)
+        write_manifest(folder, make_manifest("training", {}, 0.0, tables=["training"]))
+    both = compare(*folders)
+    assert both.by_step["sink_rate"].to_dict() == {
+        ("plain", 0): 0, ("plain", 2): 0.25, ("gated", 0): 0.125, ("gated", 2): 0.375,
+    }  # fmt: skip
+    assert "| gated | 2 | 37.5% | 37.50 |" in both.markdown
+    assert command_line("compare", folders[0], "--out", tmp_path / "out", "--no-page").exit_code == 0
+    assert "plain" in (tmp_path / "out" / "curves.md").read_text()
 
 
 REPORTS = Path(__file__).parents[3] / "reports"

@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 from rehearse import SWEEPS
+from support.figures import quick_sweeps
 from support.made_up_runs import made_up, save
 from support.naming import naming
 
 import sinkscope
 from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.commands.sweep.cells import MEMORY_MARGIN, CellFolders, Failure, planned
-from sinkscope.commands.sweep.command import arms_of, check, costs_of, figures_of
+from sinkscope.commands.sweep.command import SweepRun, arms_of, check, costs_of, figures_of
 from sinkscope.commands.sweep.file import known_sweeps, read_sweep
-from sinkscope.commands.sweep.worker import Reads, State, changes
+from sinkscope.commands.sweep.tables import SweepTables
+from sinkscope.commands.sweep.worker import Group, Reads, State, changes
 from sinkscope.commands.train.architectures import architecture
 from sinkscope.commands.train.arms import parse_methods
 from sinkscope.commands.train.cost import GPUS, Cost
@@ -26,6 +28,7 @@ from sinkscope.errors import InputError
 from sinkscope.measuring.memory import LIBRARY_BYTES
 from sinkscope.models.loading import on_meta
 from sinkscope.options.recipe import shipped
+from sinkscope.output.run import Run
 
 
 def written(folder: Path, content: str) -> Path:
@@ -63,9 +66,9 @@ def test_the_nearest_option_counts(tmp_path: Path) -> None:
 models:
   - {model: a/b, options: {num-seqs: 3, seq-len: 4, seed: 5}}
   - {model: c/d, revisions: [step0, 512], instead: {natural: random}}
-inputs: {natural: , long: {input: code, seed: 7, seq-len: 5}}
+inputs: {natural: , long: {input: code, seed: 7, seq-len: 5}, narrow: {input: code, window: 3}}
 settings: {seq-len: [8, 128]}
-commands: {analyze: , claims: {inputs: [natural], settings: {}, options: {draws: 2}}}
+commands: {analyze: , claims: {inputs: [natural], settings: {}, options: {draws: 2, seq-len: 128}}}
 options: {num-seqs: 9, seed: 1}
 """,
     )
@@ -73,13 +76,37 @@ options: {num-seqs: 9, seed: 1}
         read_sweep(str(path), {})
     path.write_text(path.read_text().replace("natural: random", "natural: code"))
     cells = {cell.description: cell.options for cell in read_sweep(str(path), {"dtype": "bfloat16"}).cells}
-    assert len(cells) == 2 * 2 + 1 + 2 * (2 * 2 + 1)
+    assert len(cells) == 3 * 2 + 1 + 2 * (3 * 2 + 1)
     assert cells["b × long × seq-len=128 (analyze)"].model_dump(include={"num_seqs", "seed", "window", "input"}) == {
         "num_seqs": 3, "seed": 7, "window": 128, "input": "code",
     }  # fmt: skip
     assert cells["d 512 × code (claims)"].model_dump(include={"draws", "seed", "num_seqs", "dtype", "revision"}) == {
         "draws": 2, "seed": 1, "num_seqs": 9, "dtype": "bfloat16", "revision": "512",
     }  # fmt: skip
+    lengths = {name: (options.seq_len, options.window) for name, options in cells.items()}
+    assert lengths["b × narrow × seq-len=128 (analyze)"] == (128, 3)
+    assert [lengths[name] for name in ("b × natural (claims)", "d 512 × code (claims)")] == [(4, 4), (128, 64)]
+
+
+def test_models_and_inputs_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "steps" / "step1").mkdir(parents=True)
+    content = f"""
+models:
+  - {{model: {tmp_path / "steps"}, revisions: [step1]}}
+  - {{model: org/one-1.4b, instead: {{natural: random}}}}
+  - {{model: {tmp_path / "two.q4.gguf"}, instead: {{natural: , random: }}}}
+inputs: {{natural: , random: , mine: {{dataset: org/data}}}}
+"""
+    cells = read_sweep(str(written(tmp_path, content)), {}).cells
+    by_model: dict[tuple, list[str]] = {(cell.model, *cell.source): [] for cell in cells}
+    for cell in cells:
+        by_model[cell.model, *cell.source].append(cell.input)
+    assert by_model == {
+        ("steps", str(tmp_path / "steps" / "step1"), None): ["natural", "random", "mine"],  # a subfolder
+        ("one-1.4b", "org/one-1.4b", None): ["random", "mine"],  # one of two equal inputs
+        ("two.q4", str(tmp_path / "two.q4.gguf"), None): ["mine"],
+    }
+    assert (cells[-1].options.input, cells[-1].options.dataset) == ("natural", "org/data")
 
 
 def test_small_forms_and_names_of_methods() -> None:
@@ -127,6 +154,7 @@ quick: {{num-seqs: 2}}
     ]
     settings = [cell.setting for cell in read_sweep(str(path), {}).cells]
     assert settings == ["config=tiny-llama,learning-rate=0.1", "learning-rate=0.2,weight-decay=0.3"]
+    assert {cell.options.num_seqs for cell in read_sweep(str(path), {"num_seqs": 7}, quick=True).cells} == {7}
     assert read_sweep(str(path), {}).content.figures == ("retrofit-bars",)
     path = written(tmp_path, f"{content}figures: [retrofit-values]")
     assert read_sweep(str(path), {}).content.figures == ("retrofit-values",)
@@ -355,6 +383,8 @@ def test_the_register_has_the_trainings_and_hours_of_dry_runs_and_what_is_rehear
         ("models: [{model: a/b, revison: x}]", "`models.0.revison`: there is no such key"),
         ("models: [a/b]\ncommands: [kv-plan]", "'kv-plan' is unknown; known: analyze, claims, intervene, quantize"),
         ("models: [a/b]\nfigures: [effects]", "figure 'effects' is of none of these commands: analyze"),
+        ("models: [a/b]\noptions: {observables: [attention]}\nfigures: [gradient-norms]", "needs the observable"),
+        ("models: [{model: a/b, paper: GPT2}]", "the `paper` of b 'GPT2' is unknown"),
         ("models: [a/b]\noptions: {allow-pickle: true}", "option 'allow_pickle' is for you to give"),
         ("models: [a/b]\ncommands: {benchmark: {options: {task-path: tasks}}}", "task-path tasks: tasks can run code"),
         ("models: [a/b]\ninputs: {a: {input: random}, b: {input: random}}", "occurs twice, also as b × a (analyze)"),
@@ -413,7 +443,7 @@ def test_a_cell_is_done_with_its_options_its_tables_and_its_figures(models: Path
 
     for differing, expected in (
         ({}, (State.DONE, "")),
-        ({"failed_figures": {"x": "too small"}}, (State.DONE, "x: too small")),
+        ({"failed": {"arm": "lost"}, "failed_figures": {"x": "too small"}}, (State.DONE, "arm: lost; x: too small")),
         ({"config": manifest["config"] | {"seq_len": 11}}, (State.WAITING, "it was measured with other options")),
         ({"read": {}}, (State.WAITING, changed)),
         ({"read": dict.fromkeys(manifest["read"], "another")}, (State.WAITING, changed)),
@@ -426,6 +456,37 @@ def test_a_cell_is_done_with_its_options_its_tables_and_its_figures(models: Path
         folders.fail(cell.name, "no memory")
         assert folders.failure(cell.name) == Failure(error="no memory", attempts=attempt)
     assert state("{") == (State.FAILED, "no memory")
+
+
+def test_cells_of_which_a_part_failed_are_measured_again_only_with_retry(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def run_groups(groups: list[Group], pool: Any) -> list[Any]:
+        asked.append([task.options.input for group in groups for task in group.tasks])
+        return []
+
+    quick_sweeps(monkeypatch)
+    monkeypatch.setattr("sinkscope.commands.sweep.command.run_groups", run_groups)
+    file, out = written(tmp_path, f"models: [{models / 'llama'}]\ninputs: [random, repeated]"), tmp_path / "out"
+    for cell in sinkscope.sweep(file, out=out, page=False).sweep.cells:
+        run = made_up(config=cell.options.model_dump(mode="json"))
+        failed = {"x": "too small"} if cell.input == "random" else {}
+        more = {"read": Reads().of(cell.options), "failed_figures": failed}
+        save(Run(run.manifest | more, run.tables), out / "cells" / cell.name)
+    for options in ({}, {"retry": True}, {"overwrite": True}):
+        sinkscope.sweep(file, out=out, page=False, **options)
+    assert asked == [["random", "repeated"], [], ["random"], ["random", "repeated"]]
+
+
+def test_a_failure_names_five_causes_and_counts_the_other_cells() -> None:
+    plan: list[Any] = [
+        SimpleNamespace(cell=SimpleNamespace(name=name), state=State.FAILED if cause else State.DONE, message=cause)
+        for name, cause in zip("ABCDEFGHI", ("a", "b", "c", "b", "d", "e", "f", "g", ""), strict=True)
+    ]
+    told = SweepRun(SimpleNamespace(), plan, SweepTables({}, {}), Path()).failure  # type: ignore[arg-type]
+    assert told.startswith("8 of 9 cells failed (--retry tries them again): A: a; B: b; C: c; E: d; F: e; and 3 more")
 
 
 def test_shards_share_the_cells(models: Path, tmp_path: Path) -> None:
@@ -441,15 +502,23 @@ def test_what_a_cell_reads(models: Path, tmp_path: Path) -> None:
     ids, model = tmp_path / "ids.jsonl", str(models / "llama")
     ids.write_text('{"input_ids": [1, 2]}\n')
     for options, read in (({"input": str(ids)}, f"input {ids}"), ({"dataset": str(ids)}, f"dataset {ids}"),
+                        ({"dataset": f"{ids}:en"}, f"dataset {ids}:en"),
                         ({"input": "random"}, ""), ({"input": "natural"}, "input natural")):  # fmt: skip
         assert list(Reads().of(AnalyzeOptions(model=model, **options))) == list(filter(None, [f"model {model}", read]))
-    (tmp_path / "tasks" / "group").mkdir(parents=True)
-    options = SimpleNamespace(task_path=tmp_path / "tasks")
-    for task in (tmp_path / "tasks" / "task.yaml", tmp_path / "tasks" / "group" / "task.yaml"):
-        task.write_text("task: a")
-        first = Reads().of(options)
-        task.write_text("task: b")
-        assert changes(first, Reads().of(options)) == f"task_path {tmp_path / 'tasks'} changed since"
+    for option, names in {
+        "task_path": ("task.yaml", "group/task.yaml"), "adapter": ("adapter_config.json", "adapter_model.bin"),
+        "tokenizer": ("tokenizer.json",), "config": ("config.json",), "from_": ("run.json",),
+    }.items():  # fmt: skip
+        folder = tmp_path / option
+        for name in names:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text("{}")
+        what, value = ("run", [folder]) if option == "from_" else (option, str(folder))
+        options = SimpleNamespace(**{option: value})
+        for name in names:
+            first = Reads().of(options)
+            (folder / name).write_text('{"a": 1}')
+            assert changes(first, Reads().of(options)) == f"{what} {folder} changed since"
     first = Reads().of(AnalyzeOptions(model=model, input=str(ids)))
     ids.write_text('{"input_ids": [1, 3]}\n')
     assert changes(first, Reads().of(AnalyzeOptions(model=model, input=str(ids)))) == f"input {ids} changed since"

@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -23,6 +24,7 @@ from support.retrofit_command import command_line, succeeded
 from support.tables import assert_same_tables, tables_in
 
 import sinkscope
+from sinkscope.commands.analyze.options import AnalyzeOptions
 from sinkscope.commands.sweep import worker
 from sinkscope.commands.sweep.command import Progress, SweepRun
 from sinkscope.commands.sweep.tables import EPSILON, SWEEP, SWEEP_TABLES
@@ -188,6 +190,27 @@ def test_a_worker_that_is_lost_fails_one_cell(
     assert again.failure == done.failure  # a failed cell is tried again only with --retry
     assert sinkscope.sweep(file, out=out, workers=1, retry=True).failure == ""
     assert_same(out, whole)
+    assert not list((out / "failed").iterdir())
+
+
+def test_a_cell_is_measured_with_its_figures_and_its_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter is merged by the command, so that the loaded model is not used; --force skips the check of memory."""
+    measured: list[tuple] = []
+    loads: list[Any] = []
+
+    def analyze(model: Any, *, config: Any, figures: Any, overwrite: bool, **where: Any) -> None:
+        measured.append((model, config.adapter, figures, overwrite))
+
+    record = SimpleNamespace(imported=lambda: SimpleNamespace(analyze=analyze))
+    monkeypatch.setattr(worker, "records", lambda: {"analyze": record})
+    monkeypatch.setattr("sinkscope.commands.load.load", lambda **asked: loads.append(asked["check"]) or "loaded")
+    for options in ({"adapter": "org/adapter"}, {"force": True}, {"force": False}):
+        task = Task("a", "analyze", AnalyzeOptions(model="org/a", **options), tmp_path, figures=("sink-map",))
+        worker._measure(task, {})
+    assert measured == [
+        ("org/a", "org/adapter", ("sink-map",), True), *[("loaded", None, ("sink-map",), True)] * 2,
+    ]  # fmt: skip
+    assert [check is None for check in loads] == [True, False]
 
 
 @pytest.mark.parametrize(("fault", "number"), [("full", 1), ("full", 12), ("kill", 6), ("kill", 18), ("kill", 30)])

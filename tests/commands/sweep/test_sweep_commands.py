@@ -110,7 +110,9 @@ def test_the_tables_of_all_commands_stand_together(done: SweepRun) -> None:
     assert names | {"sweep_retrofit", "sweep_training"} == {Path(name).stem for name in tables}
     text = (done.folder / "comparison" / "sweep.md").read_text(encoding="utf-8")
     assert "Cost of formats in nats per token" in text
-    page = SweepPage().overviews(Contents.of_folder(done.folder / "comparison"))
+    contents = Contents.of_folder(done.folder / "comparison")
+    assert SweepPage().data(contents)["spread"]
+    page = SweepPage().overviews(contents)
     assert [title.split(" in ")[0] for title in page] == [
         "Cost of formats",
         "Sink rate at position 0, by model and input",
