@@ -16,7 +16,7 @@ from support.naming import naming
 
 import sinkscope
 from sinkscope.commands.analyze.options import AnalyzeOptions
-from sinkscope.commands.sweep.cells import MEMORY_MARGIN, CellFolders, Failure, planned
+from sinkscope.commands.sweep.cells import MEMORY_MARGIN, CellFolders, Failure, Planned, planned
 from sinkscope.commands.sweep.command import SweepRun, arms_of, check, costs_of, figures_of
 from sinkscope.commands.sweep.file import known_sweeps, read_sweep
 from sinkscope.commands.sweep.tables import SweepTables
@@ -98,14 +98,11 @@ models:
 inputs: {{natural: , random: , mine: {{dataset: org/data}}}}
 """
     cells = read_sweep(str(written(tmp_path, content)), {}).cells
-    by_model: dict[tuple, list[str]] = {(cell.model, *cell.source): [] for cell in cells}
-    for cell in cells:
-        by_model[cell.model, *cell.source].append(cell.input)
-    assert by_model == {
-        ("steps", str(tmp_path / "steps" / "step1"), None): ["natural", "random", "mine"],  # a subfolder
-        ("one-1.4b", "org/one-1.4b", None): ["random", "mine"],  # one of two equal inputs
-        ("two.q4", str(tmp_path / "two.q4.gguf"), None): ["mine"],
-    }
+    assert {(cell.model, *cell.source) for cell in cells} == {
+        ("steps", str(tmp_path / "steps" / "step1"), None), ("one-1.4b", "org/one-1.4b", None),
+        ("two.q4", str(tmp_path / "two.q4.gguf"), None),
+    }  # fmt: skip
+    assert [cell.input for cell in cells if cell.model == "one-1.4b"] == ["random", "mine"]
     assert (cells[-1].options.input, cells[-1].options.dataset) == ("natural", "org/data")
 
 
@@ -461,23 +458,25 @@ def test_a_cell_is_done_with_its_options_its_tables_and_its_figures(models: Path
 def test_cells_of_which_a_part_failed_are_measured_again_only_with_retry(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[list[str]] = []
+    """A load needs the memory of its largest cell."""
+    asked: list[list[tuple[list[int], int]]] = []
 
     def run_groups(groups: list[Group], pool: Any) -> list[Any]:
-        asked.append([task.options.input for group in groups for task in group.tasks])
+        asked.append([([task.options.seq_len for task in group.tasks], group.memory) for group in groups])
         return []
 
     quick_sweeps(monkeypatch)
     monkeypatch.setattr("sinkscope.commands.sweep.command.run_groups", run_groups)
-    file, out = written(tmp_path, f"models: [{models / 'llama'}]\ninputs: [random, repeated]"), tmp_path / "out"
-    for cell in sinkscope.sweep(file, out=out, page=False).sweep.cells:
+    monkeypatch.setattr(Planned, "memory", property(lambda planned: planned.cell.options.seq_len))
+    path, out = written(tmp_path, f"models: [{models / 'llama'}]\nsettings: {{seq-len: [8, 64, 32]}}"), tmp_path / "out"
+    for cell in sinkscope.sweep(path, out=out, page=False, workers=1).sweep.cells:
         run = made_up(config=cell.options.model_dump(mode="json"))
-        failed = {"x": "too small"} if cell.input == "random" else {}
+        failed = {"x": "too small"} if cell.options.seq_len == 32 else {}
         more = {"read": Reads().of(cell.options), "failed_figures": failed}
         save(Run(run.manifest | more, run.tables), out / "cells" / cell.name)
     for options in ({}, {"retry": True}, {"overwrite": True}):
-        sinkscope.sweep(file, out=out, page=False, **options)
-    assert asked == [["random", "repeated"], [], ["random"], ["random", "repeated"]]
+        sinkscope.sweep(path, out=out, page=False, workers=1, **options)
+    assert asked == [[([8, 64, 32], 64)], [], [([32], 32)], [([8, 64, 32], 64)]]
 
 
 def test_a_failure_names_five_causes_and_counts_the_other_cells() -> None:

@@ -12,16 +12,7 @@ from sinkscope.commands.sweep.cells import Planned
 from sinkscope.commands.sweep.figures import ROW_SPREAD
 from sinkscope.commands.sweep.file import Cell, ModelEntry
 from sinkscope.commands.sweep.output import SweepComparison, one_cell_per_model, summaries, summary_tables, words
-from sinkscope.commands.sweep.tables import (
-    ALPHA,
-    EPSILON,
-    SCORES,
-    SWEEP,
-    SweepTables,
-    _by_epsilon,
-    _with_coordinates,
-    sweep_tables,
-)
+from sinkscope.commands.sweep.tables import ALPHA, EPSILON, SCORES, SWEEP, SweepTables, _by_epsilon, sweep_tables
 from sinkscope.commands.sweep.worker import State
 from sinkscope.figures import KINDS
 from sinkscope.results.manifest import make_manifest, write_manifest
@@ -189,21 +180,22 @@ def test_claims_are_compared_in_the_last_revision_of_each_model(monkeypatch: pyt
     assert [drawn[name]["cell"].tolist() for name in ("claim", "route")] == [["c1", "c3", "c3"]] * 2
 
 
-def test_the_table_of_a_cell_has_its_coordinates() -> None:
+def test_the_table_of_a_cell_has_its_coordinates(tmp_path: Path) -> None:
     entry = ModelEntry(model="org/a", name="a", family="F", base="b", paper="GPT2-XL")
-    cell = Cell("a-1", entry, "step8", "mine", "seed=3", "analyze", None)
     manifest = {
-        "config": {"seq_len": 12, "window": 7, "epsilon": 0.2, "seed": 3}, "model": {"parameters": 9}, "tables": [],
-        "dtype": "bfloat16", "input": {"token_zero": "bos <s> (id 1)"},
+        "config": {"seq_len": 12, "window": 7, "epsilon": 0.2, "seed": 3}, "model": {"parameters": 9},
+        "tables": ["summary"], "dtype": "bfloat16", "input": {"token_zero": "bos <s> (id 1)"},
     }  # fmt: skip
-    planned = Planned(cell, Path(), State.DONE, manifest=manifest)
-    table = pd.DataFrame({"model": "org/a", "condition": "random", "layer": [1], "epsilon": 0.5, "high": 0.6})
-    assert _with_coordinates(table, planned).to_dict("records") == [{
-        "model": "a", "condition": "random", "layer": 1, "cell": "a-1", "revision": "step8", "step": 8, "family": "F",
-        "base": "b", "parameters": 9, "input": "mine", "settings": "seed=3", "seq_len": 12, "window": 7,
-        "epsilon": 0.5, "seed": 3, "dtype": "bfloat16", "token_zero": "bos <s> (id 1)", "bos": "with", "high": 0.6,
+    measured = {"model": "org/a", "condition": "random", "layer": 1, "metric": "sink_rate", "value": 0.5}
+    write_tables({"summary": pd.DataFrame([measured])}, tmp_path)
+    cell = Cell("a-1", entry, "step8", "mine", "seed=3", "analyze", None)
+    tables = sweep_tables([Planned(cell, tmp_path, State.DONE, manifest=manifest)])
+    assert tables.tables[SWEEP].to_dict("records") == [measured | {
+        "model": "a", "cell": "a-1", "revision": "step8", "step": 8, "family": "F", "base": "b", "parameters": 9,
+        "input": "mine", "settings": "seed=3", "seq_len": 12, "window": 7, "epsilon": 0.2, "seed": 3,
+        "dtype": "bfloat16", "token_zero": "bos <s> (id 1)", "bos": "with",
     }]  # fmt: skip
-    assert sweep_tables([planned]).papers == {"a": "GPT2-XL"}
+    assert tables.papers == {"a": "GPT2-XL"}
 
 
 def test_a_threshold_that_uniform_attention_exceeds_has_no_rate(tmp_path: Path) -> None:

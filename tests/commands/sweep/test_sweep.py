@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pandas as pd
 import pytest
@@ -195,22 +196,15 @@ def test_a_worker_that_is_lost_fails_one_cell(
 
 def test_a_cell_is_measured_with_its_figures_and_its_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An adapter is merged by the command, so that the loaded model is not used; --force skips the check of memory."""
-    measured: list[tuple] = []
-    loads: list[Any] = []
-
-    def analyze(model: Any, *, config: Any, figures: Any, overwrite: bool, **where: Any) -> None:
-        measured.append((model, config.adapter, figures, overwrite))
-
+    analyze, load, figures = MagicMock(), MagicMock(return_value="loaded"), ("sink-map",)
     record = SimpleNamespace(imported=lambda: SimpleNamespace(analyze=analyze))
     monkeypatch.setattr(worker, "records", lambda: {"analyze": record})
-    monkeypatch.setattr("sinkscope.commands.load.load", lambda **asked: loads.append(asked["check"]) or "loaded")
+    monkeypatch.setattr("sinkscope.commands.load.load", load)
     for options in ({"adapter": "org/adapter"}, {"force": True}, {"force": False}):
-        task = Task("a", "analyze", AnalyzeOptions(model="org/a", **options), tmp_path, figures=("sink-map",))
-        worker._measure(task, {})
-    assert measured == [
-        ("org/a", "org/adapter", ("sink-map",), True), *[("loaded", None, ("sink-map",), True)] * 2,
-    ]  # fmt: skip
-    assert [check is None for check in loads] == [True, False]
+        worker._measure(Task("a", "analyze", AnalyzeOptions(model="org/a", **options), tmp_path, figures), {})
+    assert [call.args for call in analyze.call_args_list] == [("org/a",), ("loaded",), ("loaded",)]
+    assert [call.kwargs["figures"] for call in analyze.call_args_list] == [figures] * 3
+    assert [call.kwargs["check"] is None for call in load.call_args_list] == [True, False]
 
 
 @pytest.mark.parametrize(("fault", "number"), [("full", 1), ("full", 12), ("kill", 6), ("kill", 18), ("kill", 30)])

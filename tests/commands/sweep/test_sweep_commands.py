@@ -16,12 +16,12 @@ from tiny import tiny_model
 
 import sinkscope
 from sinkscope.commands.claims.register import CLAIMS
-from sinkscope.commands.sweep.cells import CellFolders, Planned, Size, planned, with_sizes
+from sinkscope.commands.sweep.cells import CellFolders, Size, planned, with_sizes
 from sinkscope.commands.sweep.command import SweepRun
 from sinkscope.commands.sweep.file import read_sweep
 from sinkscope.commands.sweep.page import SweepPage
 from sinkscope.commands.sweep.tables import sweep_tables
-from sinkscope.commands.sweep.worker import Group, Reads, State, load_key
+from sinkscope.commands.sweep.worker import Reads, State, load_key
 from sinkscope.html_page.contents import Contents
 
 TRAINING: dict[str, Any] = {"block-length": 16, "batch-size": 2, "steps": 3, "log-every": 1, "save-every": 2}
@@ -171,21 +171,3 @@ def test_local_models_are_examined_only_if_their_memory_counts(folder: Path, tmp
         for dtype in ("float32", "bfloat16")]  # fmt: skip
     (wide,), (narrow,) = plans
     assert wide.memory - narrow.memory > narrow.size.parameters
-
-
-def test_a_load_needs_the_memory_of_its_largest_cell(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Measuring(Exception):
-        pass
-
-    def run_groups(groups: list[Group], pool: Any) -> None:
-        raise Measuring(*groups)
-
-    made = {"title": "One", "models": [str(folder / "llama")], "settings": {"seq-len": [8, 64, 32]}}
-    monkeypatch.setattr(Planned, "memory", property(lambda planned: planned.cell.options.seq_len))
-    monkeypatch.setattr("sinkscope.commands.sweep.command.run_groups", run_groups)
-    with pytest.raises(Measuring) as measuring:
-        sinkscope.sweep(written(tmp_path / "sweep.yaml", made), out=tmp_path / "out", workers=1)
-    (group,) = measuring.value.args
-    assert ([task.options.seq_len for task in group.tasks], group.memory) == ([8, 64, 32], 64)
