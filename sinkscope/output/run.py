@@ -271,7 +271,7 @@ def _files_of_command(run: RunData) -> Mapping[str, Callable[[], str] | None]:
     return record.imported(record.files)(run) if record.files else {}
 
 
-def _file_tree(run: RunData, folder: Path) -> str:
+def _file_tree(run: Run, folder: Path) -> str:
     """Return the run folder as a tree, with names in columns, as `ls` prints them."""
 
     def columns(names: Sequence[str], indent: str) -> list[str]:
@@ -281,12 +281,14 @@ def _file_tree(run: RunData, folder: Path) -> str:
 
     recipe = run.manifest.get("recipe")  # a recipe draws only its own figures
     drawn = recipe["content"].get("figures", []) if recipe else figures.applicable(run)
+    drawn = drawn if run.drawn is None else run.drawn
     tables = [f"{name}.parquet" for name in sorted(run.tables)] + [f"{name}.md" for name in paper_tables(run)]
     first = ["run.json", "verdict.md", "index.html (except with --no-page)", *_files_of_command(run)]
     first += [FILE] if run.activations else []
     first += [MASK_FILE] if run.manifest["config"].get("export_mask") else []
     lines = [f"{folder.name}/", *(f"├── {name}" for name in first), "├── tables/", *columns(tables, "│   ")]
-    return "\n".join([*lines, "└── figures/ (each as .png and .pdf)", *columns(drawn, "    ")])
+    drawings = ["└── figures/ (each as .png and .pdf)", *columns(drawn, "    ")] if drawn else []
+    return "\n".join([*lines, *drawings])
 
 
 # further files of every run folder: name → function that writes one, before run.json
@@ -299,4 +301,4 @@ def finished(run: Run, console: Console, figures: Iterable[str] | None = None, p
     for name in figures or ():
         figure_spec(name)
     with spinner(console, "drawing the figures"):
-        return written(run, page, figures)
+        return written(replace(run, drawn=figures), page, figures)

@@ -59,6 +59,7 @@ class RunData(FolderData):
     activations: Activations = field(default_factory=Activations, repr=False)  # raw tensors of the first sequences
     loaded: Callable[[], Any] | None = field(default=None, repr=False)  # returns the model while it is in memory
     further: Callable[[Path], None] | None = field(default=None, repr=False)  # writes files not made from tables
+    drawn: tuple[str, ...] | None = field(default=None, repr=False)  # the figures in its folder; None: all that apply
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Self:

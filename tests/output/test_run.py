@@ -61,11 +61,13 @@ def test_of_a_folder_that_is_drawn_again_figures_stay_unless_they_are_named_and_
     skip_figures(monkeypatch)
     saved = run.save(tmp_path / "run", figures=["sink-map"])
     before = files(tmp_path / "run")
+    assert (tmp_path / "run" / "verdict.md").read_text().partition(".pdf)")[2].split() == ["sink-map", "```"]
     draw(saved, figures=())
     assert files(tmp_path / "run") == before
     draw(saved, figures=(), page=False)
     assert {*before} - {*files(tmp_path / "run")} == {"index.html"}
     without = run.save(tmp_path / "without", figures=(), page=False)
+    assert "figures/" not in (tmp_path / "without" / "verdict.md").read_text()
     (tmp_path / "without" / "index.html").touch()
     draw(without, figures=(), page=False)
     with pytest.raises(SinkscopeError, match="another process wrote"):

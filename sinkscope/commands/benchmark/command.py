@@ -169,7 +169,9 @@ def _evaluated(loaded: LoadedModel, config: BenchmarkOptions, tasks: Any) -> dic
 def scores_table(results: Mapping[str, Any], model: str, asked: tuple[str, ...]) -> pd.DataFrame:
     """Return the table `benchmark`; for each task, the harness's `results` have "METRIC,FILTER" → score."""
     rows, scored = [], {**results["results"], **results["groups"]}
-    of_groups = {task for group in asked for task in results["group_subtasks"].get(group, ())}
+    of_groups = list(asked)
+    for group in of_groups:  # which grows: a group may have groups
+        of_groups += [task for task in results["group_subtasks"].get(group, ()) if task not in of_groups]
     has_tags = not scored.keys() >= set(asked)  # the harness reports the tasks of a tag, and not the tag
     for task, scores in scored.items():
         is_asked = task in asked or (has_tags and task not in of_groups)

@@ -6,6 +6,7 @@ OUT/tables/*.parquet       the dataset (commands/card/tables.py)
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,7 +21,7 @@ from sinkscope.commands.claims.columns import CLAIM
 from sinkscope.commands.claims.columns import COMMAND as CLAIMS
 from sinkscope.commands.claims.scorecard import Scorecard, scorecard_summary
 from sinkscope.commands.claims.table import NOT_JUDGED
-from sinkscope.options.option import as_folder_name
+from sinkscope.options.option import as_folder_name, distinct_folder_name
 from sinkscope.options.register import records
 from sinkscope.output.result import Result
 from sinkscope.output.run import Run
@@ -131,8 +132,12 @@ class Card(Result):
 
     @property
     def texts(self) -> Mapping[str, str]:
-        cards = {f"model-card-{as_folder_name(model)}.md": f"{text}\n" for model, text in self.model_cards.items()}
-        return {README: f"{self.dataset_card}\n", **cards}
+        models = Counter(map(as_folder_name, self.model_cards))  # by the name of their file
+        texts = {README: f"{self.dataset_card}\n"}
+        for model, text in self.model_cards.items():
+            name = as_folder_name(model)
+            texts[f"model-card-{name if models[name] == 1 else distinct_folder_name(model)}.md"] = f"{text}\n"
+        return texts
 
 
 def _results_of_run(run: Run) -> list[EvalResult]:

@@ -90,7 +90,7 @@ class Collection:
         known: dict[Path, Series] = {}
         for series in self.series:
             path = Path(series.manifest["config"]["model"])
-            before = known.setdefault(path, series)
+            before = known.setdefault(path.resolve(), series)
             if before is not series:
                 raise InputError(f"--from {before.folder} and {series.folder} are steps of one training: name one")
             name = series.manifest["model"]

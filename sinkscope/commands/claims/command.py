@@ -398,8 +398,8 @@ class ScorecardFolder:
 
     def finish(self, card: Scorecard) -> Scorecard:
         """Write the scorecard, and the runs that were passed as objects. run.json comes last."""
-        for role, run in card.measured.items():
-            self.keep(run, role)
+        for name, run in card.measured.items():
+            self.keep(run, name)
         card = replace(card, manifest={**card.manifest, **self._facts}, folder=self.folder)
         self._files.add(*(f"tables/{name}.parquet" for name in card.tables), *card.texts)
         card.write_files(self.folder)

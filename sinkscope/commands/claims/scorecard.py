@@ -24,6 +24,7 @@ from sinkscope.commands.claims.routes import ROUTES_TITLE, models_with_routes, r
 from sinkscope.commands.claims.table import NOT_JUDGED
 from sinkscope.errors import InputError, counted, unknown
 from sinkscope.figures import KINDS
+from sinkscope.options.option import distinct_folder_name
 from sinkscope.options.recipe import shipped
 from sinkscope.output.drawing import Drawings, drawings_of
 from sinkscope.output.result import Result
@@ -89,10 +90,13 @@ class Scorecard(Result):
 
     @property
     def measured(self) -> dict[str, RunData]:
-        """Role → run, for runs without a folder; a run with several roles is listed once."""
-        roles = [(role, run) for runs in self.runs.values() for role, run in runs.items() if run.folder is None]
-        first = {id(run): role for role, run in reversed(roles)}
-        return {role: run for role, run in roles if first[id(run)] == role}
+        """Name → run, for runs without a folder: its first role, after the model's name if there are several models."""
+        runs: dict[str, RunData] = {}
+        for model, by_role in self.runs.items():
+            for role, run in by_role.items():
+                if run.folder is None and all(run is not other for other in runs.values()):
+                    runs[role if len(self.runs) == 1 else distinct_folder_name(model, role)] = run
+        return runs
 
     @property
     def models(self) -> list[str]:

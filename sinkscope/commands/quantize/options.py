@@ -90,7 +90,7 @@ class QuantizeOptions(RunConfig):
         """The cures of presets that are measured."""
         if self.cure is not None:
             return self.cure
-        return get_args(CureName) if self.is_changed("scheme") else ()
+        return get_args(CureName) if self.is_changed("scheme") and self.static_scheme is None else ()
 
     @model_validator(mode="after")
     def _check_scheme(self) -> Self:

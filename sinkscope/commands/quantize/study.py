@@ -35,7 +35,7 @@ from sinkscope.measuring.tracer import Tracer, open_tracer
 from sinkscope.models.edits import Beginning, first_argument
 from sinkscope.models.family import first_tensor
 from sinkscope.models.in_memory import undisturbed, unwrapped
-from sinkscope.models.projections import by_output
+from sinkscope.models.projections import NO_LAYER, by_output
 from sinkscope.quantization import settings
 from sinkscope.quantization.formats import STATIC_SCHEME, Precision
 from sinkscope.quantization.grids import Range, Rounding, site_grid
@@ -449,6 +449,9 @@ class QuantizationStudy:
         self._measure(all_others, self.probes)
         costs: dict[Site, float] = {}
         for role in costly[: settings.BY_LAYER]:
+            if by_role[role][0].layer == NO_LAYER:  # a single site, which has been measured alone
+                costs[by_role[role][0]] = of_roles[role]
+                continue
             coarsest = sorted(by_role[role], key=lambda site: -self.roundings[site].zeroed)[: settings.LAYERS]
             by_layer = sorted(coarsest, key=lambda site: site.layer)
             rows = [Row(settings.ALONE, {site: self.ranges[site]}, site, site.layer) for site in by_layer]

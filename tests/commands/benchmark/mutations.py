@@ -5,4 +5,5 @@ MUTATIONS = [
      'f"{metric}_stderr,{kind}"', 'f"{metric}_stderr,none"'),
     ("seeds: without that of the examples", "command", "_evaluated", ', "fewshot_random_seed")', ")"),
     ("seeds: numpy's stays", "command", "_evaluated", "np.random.set_state(of_numpy)", "pass"),
+    ("groups of groups are named", "command", "scores_table", "for group in of_groups:", "for group in asked:"),
 ]  # fmt: skip

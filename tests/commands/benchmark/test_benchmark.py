@@ -74,6 +74,9 @@ def test_the_table_has_every_score_of_the_harness() -> None:
     assert table["is_asked"].tolist() == [True, False, False, False, True, True, True]
     of_tag = scores_table(RESULTS, "m", ("both", "tag of other"))
     assert of_tag["is_asked"].tolist() == [True, False, False, False, True, True, True]
+    nested = RESULTS | {"group_subtasks": {"all": ["both"], "both": ["one", "two"]}}
+    of_nested = scores_table(nested, "m", ("all", "tag of other"))
+    assert of_nested["is_asked"].tolist() == [False, False, False, False, True, True, True]
     main = main_scores(table)
     assert main[["condition", "metric", "filter"]].to_numpy().tolist() == [
         ["both", "acc", "none"], ["other", "exact_match", "strict"],

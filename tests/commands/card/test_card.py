@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,14 @@ def test_a_dataset_is_uploaded_and_read_back(
     assert (len(models), models.index.is_unique) == (3, True)
     assert all(models.loc[row.model, row.metric] == row.value for row in tables["metrics"].itertuples())
     assert (tables["layers"]["layer"] >= 0).all()
+
+
+def test_models_whose_names_are_alike_have_cards_of_their_own() -> None:
+    run = Run.open(REPORTS / "mgm")
+    alike = [
+        replace(run, manifest=run.manifest | {"model": run.manifest["model"] | {"name": n}}) for n in ("a b", "a-b")
+    ]
+    assert len(sinkscope.card(*alike).texts) == 3
 
 
 def test_other_folders(tmp_path: Path) -> None:

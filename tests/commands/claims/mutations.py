@@ -303,4 +303,8 @@ MUTATIONS = [
     ("W-38: 2 is no good decay", "papers.wse", "_best_decay", "levels <= GOOD", "levels < GOOD"),
     ("W-40: the shortest average", "papers.wse", "_check_windows", "counted = max(", "counted = min("),
     ("W-52: the whole model", "papers.wse", "norm_ratio", ' & (table["layer"] >= 0)', ""),
+    ("memory: a model's runs take the place of another's", "scorecard", "Scorecard.measured",
+     "role if len(self.runs) == 1 else distinct_folder_name(model, role)", "role"),
+    ("steps: a training in another spelling", "collection", "Collection._series_by_model",
+     "known.setdefault(path.resolve(), series)", "known.setdefault(path, series)"),
 ]  # fmt: skip

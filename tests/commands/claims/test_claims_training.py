@@ -550,6 +550,9 @@ def test_steps_are_those_of_the_arm_whose_checkpoints_were_measured(
     assert by_model == {"made": (Path("steps of none"),), "made (vga)": (Path("steps of vga"),)}
     with pytest.raises(InputError, match="steps of vga and other are steps of one training"):
         Collection((), (made,), (*series, replace(series[1], folder=Path("other")))).evidence({})
+    absolute = steps(str(tmp_path / "lab/vga-seed0/checkpoints"), {0: {}}, "absolute")
+    with pytest.raises(InputError, match="are steps of one training"):
+        Collection((), (made,), (*series, absolute)).evidence({})
 
 
 def test_of_a_sweep_the_cells_are_judged_that_are_finished_and_that_its_comparison_has(tmp_path: Path) -> None:

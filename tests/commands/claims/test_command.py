@@ -1,6 +1,7 @@
 """`claims`: a model is measured and judged, judged again from the folder, and compared with other models."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 from support.figures import skip_figures
+from support.made_up_runs import made_up
 from support.printed_numbers import all_numbers, numbers_of, stands_in
 from tiny import VOCAB, ragged_tokens, tiny_model, written
 
@@ -216,6 +218,14 @@ def test_several_models_stand_side_by_side(measured: Scorecard, text: Path, tmp_
     pd.testing.assert_frame_equal(pd.read_parquet(written / "tables" / "route.parquet"), compared.routes)
     assert {path.stem for path in (written / "figures").iterdir()} == {"scorecard-by-model", "routes"}
     assert compared.manifest["differing"]["num_seqs"] == {measured.models[0]: "6", gpt2.model: "7"}
+
+
+def test_runs_in_memory_are_kept_once_each() -> None:
+    shared, other, written = made_up(), made_up(), replace(made_up(), folder=Path("run"))
+    one = Scorecard({}, {}, runs={"a": {"natural": shared, "bos": shared, "steps": written}})
+    assert one.measured == {"natural": shared}
+    two = Scorecard({}, {}, runs={**one.runs, "b": {"natural": other, "bos": written}})
+    assert list(two.measured.values()) == [shared, other]
 
 
 def test_a_folder_is_gone_on_with_by_the_same_model_text_and_options(tmp_path: Path) -> None:

@@ -27,11 +27,13 @@ from sinkscope.commands.quantize.findings import (
 from sinkscope.commands.quantize.manifest import Quantization
 from sinkscope.commands.quantize.options import QuantizeOptions
 from sinkscope.commands.quantize.study import QuantizationStudy, Row
+from sinkscope.models.projections import NO_LAYER
 from sinkscope.quantization.formats import Precision
 from sinkscope.quantization.grids import Range, Rounding
 from sinkscope.quantization.settings import (
     ACTIVATIONS,
     ALL,
+    ALL_LAYERS,
     ALONE,
     COSTLIEST_KEPT,
     COSTLY,
@@ -300,8 +302,9 @@ def test_a_setting_of_the_precision_has_its_option_parameter_record_and_sentence
 
 def test_the_search_is_among_the_coarsest_sites_of_the_costliest_kinds() -> None:
     # of a kind; a single site costs this times its layer, minus 4
-    costs = {"a": 0.5, "b": 2.0, "c": 1.0, "d": 0.9 * COSTLY}
-    sites = [Site(f"layers.{layer}.{kind}", INPUT, layer, kind) for kind in costs for layer in range(10)]
+    costs = {"a": 0.5, "b": 2.0, "c": 1.0, "d": 0.9 * COSTLY, "embed": 3.0}
+    sites = [Site(f"layers.{layer}.{kind}", INPUT, layer, kind) for kind in "abcd" for layer in range(10)]
+    sites.append(Site("embed", INPUT, NO_LAYER, "embed"))
     study, rows = object.__new__(QuantizationStudy), list[Row]()
 
     def measure(measured: list[Row], inputs: Any) -> list[float]:
@@ -314,11 +317,12 @@ def test_the_search_is_among_the_coarsest_sites_of_the_costliest_kinds() -> None
     vars(study)["_measure"] = measure
     costliest = study._costliest_sites()
     names = [f"{site.kind}{site.layer}" for site in costliest]
-    assert names == ["b9", "b8", "b7", "c9", "b6", "c8", "c7", "b5", "c6", "c5"]
+    assert names == ["b9", "b8", "b7", "b6", "embed-1", "b5"]  # embed and b are searched
+    assert [row.layer for row in rows if row.setting == ALONE and row.site == sites[-1]] == [ALL_LAYERS]
     assert {row.layer for row in rows if row.layer >= 0} == set(range(2, 10))  # of ten, eight round most to zero
     kept = [row for row in rows if row.setting == KEPT]
-    assert [row.site.kind for row in kept if row.site] == ["b", "c", "a"]
-    assert all(len(row.ranges) == 30 and row.site not in row.ranges for row in kept)
+    assert [row.site.kind for row in kept if row.site] == ["embed", "b", "c", "a"]
+    assert all(len(row.ranges) == (40 if row.site == sites[-1] else 31) and row.site not in row.ranges for row in kept)
 
 
 def test_the_search_on_all_texts_ends_with_its_last_choice() -> None:

@@ -600,6 +600,7 @@ def test_a_layer_that_multiplies_by_its_transposed_weight_is_quantized() -> None
         ({"scheme": "W8A8", "bits_weights": 4}, "bits_weights=… is a setting of scheme=static or full"),
         ({"prefix": "auto"}, "prefix=… is a setting of scheme=static or full"),
         ({"alpha": 0.9}, "alpha=… is a setting of the cure smoothquant, which is not measured"),
+        ({"scheme": "static", "alpha": 0.9}, "alpha=… is a setting of the cure smoothquant, which is not measured"),
         ({"scheme": "FP8", "cure": "awq", "alpha": 0.9}, "alpha=… is a setting of the cure smoothquant"),
         ({"scheme": "static", "bits_kv_cache": 4}, "bits_kv_cache=… is a setting of kv_cache_per=…, which is not"),
         ({"scheme": "static", "prefix_draws": 50}, "prefix_draws=… is a setting of prefix=…, which is not measured"),
