@@ -35,7 +35,7 @@ it would fit: seeds added until a claim is decided would decide too many.
 # when-sinks-emerge: part → minutes of one core for a seed of all its levels, from what its README says of five seeds;
 # where it says nothing, a training takes 0.2 minutes in one layer and 0.43 in three, as its operations do
 MINUTES = {
-    "batches": 4 * 0.2, "blocks": 11 * 0.2, "learning-rate": 16 / 5, "mixed-operations": 104 / 5,
+    "batches": 4 * 0.2, "blocks": 11 * 0.2, "learning-rate": 6 * 0.2, "mixed-operations": 104 / 5,
     "mixed-positions": 24 / 5, "operations": 21 * 0.63, "positions": 7 * 0.63, "text-data": 80, "text-operations": 80,
     "weight-decay": 74 / 5,
 }  # fmt: skip
