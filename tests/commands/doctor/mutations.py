@@ -135,4 +135,6 @@ MUTATIONS = [
     ("overview: the loss of a run in another column", "findings", "overview",
      "_nats(x) for x in runs[name]", '_nats(x) for x in runs["loss"]'),
     ("figure: outside the layers", "figures", "draw_overflow_headroom", '(table["layer"] != NO_LAYER) & ', ""),
+    ("kernels: NaN does not depart", "kernels", "compare_kernels",
+     "if not difference <= tolerance", "if difference > tolerance"),
 ]  # fmt: skip

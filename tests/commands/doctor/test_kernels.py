@@ -80,6 +80,14 @@ def test_a_kernel_that_drops_two_features_is_explained_by_both() -> None:
     assert compared(model)["without everything"].dropped == ("learned sinks", "sliding window")
 
 
+def test_a_kernel_that_gives_nan_departs_in_its_first_layer() -> None:
+    AttentionInterface.register("nan", lambda *args, **named: (torch.nan * attend(set(), *args, **named)[0], None))
+    AttentionMaskInterface.register("nan", eager_mask)
+    model = tiny_model("llama")
+    model.set_attn_implementation("nan")
+    assert compared(model)["nan"].layer == 0
+
+
 def last_layer(model: PreTrainedModel) -> torch.Tensor:
     outputs: list[torch.Tensor] = []
 
