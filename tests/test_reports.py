@@ -11,6 +11,7 @@ import pytest
 from support.printed_numbers import Printed, all_numbers, numbers_of, stands_in
 
 from sinkscope.commands.claims.over_seeds import mean_of_ratios
+from sinkscope.commands.claims.register import CLAIMS
 from sinkscope.commands.claims.scorecard import Scorecard
 from sinkscope.commands.sweep.output import words
 from sinkscope.commands.sweep.tables import SweepTables
@@ -105,6 +106,10 @@ def test_the_numbers_of_a_report_are_those_of_its_tables(text: Path) -> None:
     assert unfounded(numbers, measured(text.parent), name) == []
     printed = {number.value for number in numbers_of(without_markup(text.read_text(encoding="utf-8")))}
     assert set(OTHERWISE.get(name, {})) <= printed  # the list has nothing that is not said
+
+
+def test_the_report_of_claims_counts_all_of_them() -> None:
+    assert f" of the {len(CLAIMS)} claims;" in (REPORTS / "claims" / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_numbers_of_the_index_are_those_of_the_reports() -> None:
