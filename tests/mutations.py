@@ -364,7 +364,7 @@ MUTATIONS = [
         ("files: all figures, of a recipe", "sinkscope.output.run", "_file_tree",
          'recipe["content"].get("figures", []) if recipe else figures.applicable(run)', "figures.applicable(run)"),
         ("files: all figures, though some are named", "sinkscope.output.run", "_file_tree",
-         "drawn if run.drawn is None else run.drawn", "drawn"),
+         "if drawn is None:", "if True:"),
         ("files: without the last row", "sinkscope.output.run", "_file_tree",
          "range(0, len(names), 4)", "range(0, len(names) - 3, 4)"),
         ("three lines: the longest of several lengths", "sinkscope.output.run", "Run.__repr__",

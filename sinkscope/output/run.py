@@ -279,9 +279,10 @@ def _file_tree(run: Run, folder: Path) -> str:
         rows = [names[first : first + 4] for first in range(0, len(names), 4)]
         return [(indent + "".join(name.ljust(width) for name in row)).rstrip() for row in rows]
 
-    recipe = run.manifest.get("recipe")  # a recipe draws only its own figures
-    drawn = recipe["content"].get("figures", []) if recipe else figures.applicable(run)
-    drawn = drawn if run.drawn is None else run.drawn
+    drawn: Sequence[str] | None = run.drawn
+    if drawn is None:
+        recipe = run.manifest.get("recipe")  # a recipe draws only its own figures
+        drawn = recipe["content"].get("figures", []) if recipe else figures.applicable(run)
     tables = [f"{name}.parquet" for name in sorted(run.tables)] + [f"{name}.md" for name in paper_tables(run)]
     first = ["run.json", "verdict.md", "index.html (except with --no-page)", *_files_of_command(run)]
     first += [FILE] if run.activations else []

@@ -149,8 +149,8 @@ def test_a_table_is_cut_after_a_complete_sequence_or_position_or_after_its_first
     assert kept["value"].tolist() == [0, 1, 3, 4]
     assert left_out == "only the rows of position 0 to 1 are here, 2 of 3"
     assert cut(arms, 1, 1)[1] == "only the first 1 rows are here"  # the first position has more
-    kept, left_out = cut(arms.assign(sequence=0), 5, 4)  # all of one sequence
-    assert (kept["position"].tolist(), left_out) == ([0, 1, 0, 1], "only the rows of position 0 to 1 are here, 2 of 3")
+    rows, left_out = cut(arms.assign(sequence=0), 5, 4)  # all of one sequence
+    assert (rows["position"].tolist(), left_out) == ([0, 1, 0, 1], "only the rows of position 0 to 1 are here, 2 of 3")
 
     kept, left_out = cut(pd.DataFrame({"value": range(2000)}), 1500, 1)
     assert (len(kept), left_out) == (1500, "only the first 1,500 rows are here")

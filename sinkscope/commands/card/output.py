@@ -132,11 +132,13 @@ class Card(Result):
 
     @property
     def texts(self) -> Mapping[str, str]:
-        models = Counter(map(as_folder_name, self.model_cards))  # by the name of their file
+        models_by_name = Counter(map(as_folder_name, self.model_cards))
         texts = {README: f"{self.dataset_card}\n"}
         for model, text in self.model_cards.items():
             name = as_folder_name(model)
-            texts[f"model-card-{name if models[name] == 1 else distinct_folder_name(model)}.md"] = f"{text}\n"
+            if models_by_name[name] > 1:
+                name = distinct_folder_name(model)
+            texts[f"model-card-{name}.md"] = f"{text}\n"
         return texts
 
 

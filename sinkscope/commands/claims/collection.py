@@ -90,13 +90,14 @@ class Collection:
         known: dict[Path, Series] = {}
         for series in self.series:
             path = Path(series.manifest["config"]["model"])
-            before = known.setdefault(path.resolve(), series)
+            place = path.resolve()
+            before = known.setdefault(place, series)
             if before is not series:
                 raise InputError(f"--from {before.folder} and {series.folder} are steps of one training: name one")
             name = series.manifest["model"]
             if path.name == "checkpoints":  # the checkpoints of an arm
                 name = str(path.parent)
-                arm, folder = path.parent.name, path.resolve().parent.parent
+                arm, folder = path.parent.name, place.parent.parent
                 for training in self.trainings:
                     if training.folder is not None and training.folder.resolve() == folder and arm in training.runs:
                         record = training.manifest["arms"][arm]

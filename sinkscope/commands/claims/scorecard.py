@@ -1,6 +1,7 @@
 """The scorecard: the judgment of every claim on the runs of one or several models, and its Markdown.
 
-Its folder has run.json, figures, scorecard.md, the tables `claim` and `route`, and the measured runs in runs/ROLE.
+Its folder has run.json, figures, scorecard.md, the tables `claim` and `route`, and the measured runs in runs/ROLE. Runs
+of several models that were passed as objects are in runs/MODEL-ROLE.
 """
 
 import os
@@ -92,10 +93,11 @@ class Scorecard(Result):
     def measured(self) -> dict[str, RunData]:
         """Name → run, for runs without a folder: its first role, after the model's name if there are several models."""
         runs: dict[str, RunData] = {}
+        several = sum(map(bool, self.runs.values())) > 1  # variants of a model have no runs of their own
         for model, by_role in self.runs.items():
             for role, run in by_role.items():
-                if run.folder is None and all(run is not other for other in runs.values()):
-                    runs[role if len(self.runs) == 1 else distinct_folder_name(model, role)] = run
+                if run.folder is None and all(run is not measured for measured in runs.values()):
+                    runs[distinct_folder_name(model, role) if several else role] = run
         return runs
 
     @property

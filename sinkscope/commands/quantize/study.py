@@ -449,8 +449,9 @@ class QuantizationStudy:
         self._measure(all_others, self.probes)
         costs: dict[Site, float] = {}
         for role in costly[: settings.BY_LAYER]:
-            if by_role[role][0].layer == NO_LAYER:  # a single site, which has been measured alone
-                costs[by_role[role][0]] = of_roles[role]
+            first = by_role[role][0]
+            if first.layer == NO_LAYER:  # the only site of its role, which has been measured alone
+                costs[first] = of_roles[role]
                 continue
             coarsest = sorted(by_role[role], key=lambda site: -self.roundings[site].zeroed)[: settings.LAYERS]
             by_layer = sorted(coarsest, key=lambda site: site.layer)

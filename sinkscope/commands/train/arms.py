@@ -146,6 +146,7 @@ class TrainingArms:
         self.state = launched(cpu=asked.device_map == "cpu")
         self.command, self.asked, self.folder, self.overwrite = command, asked, user_path(out), overwrite
         self.record, self.page, self.figures = record, page, figures
+        self.figures_of_arms = None if figures is True else ()  # all or none
         self.measuring, self.is_main = asked.measuring, self.state.is_main_process
         self.console = Messages(quiet or not self.is_main)
         config = asked.model_dump(mode="json", exclude={"method"})  # each method is recorded with its arm
@@ -381,14 +382,14 @@ class TrainingArms:
         manifest["input"]["text"] = f"{self.blocks.name}, held out"
         target = self.folder / arm / "run"
         with self.files.new_folder(target) as fresh:
-            write_data(Run.of_analysis(manifest, tables, target), fresh)
+            write_data(Run.of_analysis(manifest, tables, target, drawn=self.figures_of_arms), fresh)
 
     def _draw(self, arm: str) -> None:
         """Draw the figures and the page of an arm's run that are not drawn yet."""
         with spinner(self.console, "drawing the figures"):
             run = Run.open(self.folder / arm / "run")
             if is_undrawn(run.manifest):
-                draw(run, None if self.figures is True else (), self.page)
+                draw(run, self.figures_of_arms, self.page)
 
     # ------------------------------------------------------------------------------------------- all arms together
 

@@ -32,5 +32,5 @@ MUTATIONS = [
     ("values: what is no metric", "tables", "values_of", 'table["metric"].isin(METRICS.keys()) & ', ""),
     ("claims: without a value", "output", "Card.model_cards", ' & np.isfinite(card.table["value"])', ""),
     ("sweep: cells of the last table", "output", "opened", "cells |= {", "cells = {"),
-    ("cards of names that are alike", "output", "Card.texts", "name if models[name] == 1 else", "name if True else"),
+    ("cards of names that are alike", "output", "Card.texts", "if models_by_name[name] > 1:", "if False:"),
 ]  # fmt: skip

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -106,11 +105,8 @@ def test_a_dataset_is_uploaded_and_read_back(
 
 
 def test_models_whose_names_are_alike_have_cards_of_their_own() -> None:
-    run = Run.open(REPORTS / "mgm")
-    alike = [
-        replace(run, manifest=run.manifest | {"model": run.manifest["model"] | {"name": n}}) for n in ("a b", "a-b")
-    ]
-    assert len(sinkscope.card(*alike).texts) == 3
+    runs = [made_up(model={"name": name}) for name in ("a b", "a-b")]
+    assert len(sinkscope.card(*runs).texts) == 3
 
 
 def test_other_folders(tmp_path: Path) -> None:

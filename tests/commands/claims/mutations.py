@@ -180,7 +180,7 @@ MUTATIONS = [
     ("series: arms are judged as plain training", "collection", "Collection._series_by_model",
      "\"\" if record[\"method\"] == PLAIN else f\" ({record['label']})\"", '""'),
     ("series: relative checkpoints", "collection", "Collection._series_by_model",
-     "path.resolve().parent.parent", "path.parent.parent"),
+     "place.parent.parent", "path.parent.parent"),
     ("series: relative trainings", "collection", "Collection._series_by_model",
      "training.folder.resolve() == folder", "training.folder == folder"),
     ("series: a training that was measured twice", "collection", "Collection._series_by_model",
@@ -304,7 +304,7 @@ MUTATIONS = [
     ("W-40: the shortest average", "papers.wse", "_check_windows", "counted = max(", "counted = min("),
     ("W-52: the whole model", "papers.wse", "norm_ratio", ' & (table["layer"] >= 0)', ""),
     ("memory: a model's runs take the place of another's", "scorecard", "Scorecard.measured",
-     "role if len(self.runs) == 1 else distinct_folder_name(model, role)", "role"),
+     "distinct_folder_name(model, role) if several else role", "role"),
     ("steps: a training in another spelling", "collection", "Collection._series_by_model",
-     "known.setdefault(path.resolve(), series)", "known.setdefault(path, series)"),
+     "known.setdefault(place, series)", "known.setdefault(path, series)"),
 ]  # fmt: skip

@@ -525,6 +525,7 @@ CASES: list[tuple[str, list[RunData], Any, float | None, str]] = [
     ("W-41", [windowed(0.01, None)], NOT_APPLIES, None, "it has no sliding window"),
     # models without the gradient's gain of one branch, without enough points, or without a bound
     ("GS-15", [branch("attn")], NOT_APPLIES, None, "the gradient's gain in the mlp branch is not defined in any layer"),
+    ("GS-15", [branch("attn", "mlp")], FAILS, 1.0, ""),
     ("GS-15", [branch("attn", "mlp", bloat=(9.0, 3.0))], HOLDS, 3.0, ""),
     ("GS-17", [branch("attn", compress=0.0)], NOT_APPLIES, None, "too few layers"),
     # the bare embeddings are among the points of figure 3

@@ -126,10 +126,10 @@ def test_the_best_of_all_arms_is_that_of_all_seeds() -> None:
 def test_a_variant_that_a_claim_names_with_its_parameters_is_no_further_variant() -> None:
     """Gates on values and on outputs are claims of their own for IGA, and variants of one claim for VGA."""
     arms = ("none", "register-tokens", "iga:placement=output,scale=1", "iga:placement=value")
-    trained, other = (training({arm: {"loss": LOW} for arm in arms}, model=name) for name in ("made", "b"))
-    assert Collection((), (trained, other)).evidence({}).keys() == {"made", "b"}
+    trained, of_b = (training({arm: {"loss": LOW} for arm in arms}, model=name) for name in ("made", "b"))
+    assert Collection((), (trained, of_b)).evidence({}).keys() == {"made", "b"}
     trained = training({arm: {"loss": LOW} for arm in (*arms, "vga:placement=output", "vga:placement=value")})
-    evidence = Collection((trained.runs["none-seed0"],), (trained, other)).evidence({})
+    evidence = Collection((trained.runs["none-seed0"],), (trained, of_b)).evidence({})
     assert evidence.keys() == {"made", "made (vga:placement=value)", "b"}
     first, second = evidence["made"], evidence["made (vga:placement=value)"]
     assert (MAIN in first.runs, len(second.runs)) == (True, 0)  # runs do not depend on the variant

@@ -221,11 +221,11 @@ def test_several_models_stand_side_by_side(measured: Scorecard, text: Path, tmp_
 
 
 def test_runs_in_memory_are_kept_once_each() -> None:
-    shared, other, written = made_up(), made_up(), replace(made_up(), folder=Path("run"))
-    one = Scorecard({}, {}, runs={"a": {"natural": shared, "bos": shared, "steps": written}})
-    assert one.measured == {"natural": shared}
-    two = Scorecard({}, {}, runs={**one.runs, "b": {"natural": other, "bos": written}})
-    assert list(two.measured.values()) == [shared, other]
+    of_a, of_b, on_disk = made_up(), made_up(), replace(made_up(), folder=Path("run"))
+    one = Scorecard({}, {}, runs={"a": {"natural": of_a, "bos": of_a, "steps": on_disk}, "a (variant)": {}})
+    assert one.measured == {"natural": of_a}
+    two = Scorecard({}, {}, runs={**one.runs, "b": {"natural": of_b, "bos": on_disk}})
+    assert two.measured == {"a-natural": of_a, "b-natural": of_b}
 
 
 def test_a_folder_is_gone_on_with_by_the_same_model_text_and_options(tmp_path: Path) -> None:

@@ -52,6 +52,14 @@ def test_layers_with_rare_positions_are_named() -> None:
     assert report.facts["wiring"] == "sequential, positions rotary and none (none in layer 3)"
 
 
+def test_a_failed_check_ends_with_status_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    assert command_line("doctor", tmp_path).exit_code == 0
+    monkeypatch.setattr("sinkscope.commands.doctor.command.Report.ok", False)
+    done = command_line("doctor", tmp_path)
+    assert (done.exit_code, done.stderr.startswith("sinkscope: a check failed")) == (1, True)
+
+
 def test_layers_that_slide_a_window_are_counted() -> None:
     attention = doctor(tiny_model("gemma3")).facts["attention"]
     assert attention.endswith("; 2 layers slide a window of 6")

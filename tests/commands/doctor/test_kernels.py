@@ -99,6 +99,13 @@ def last_layer(model: PreTrainedModel) -> torch.Tensor:
     return outputs[0]
 
 
+@pytest.mark.parametrize(("window", "tokens"), [(None, 64), (100, 116), (240, 256), (2000, 64)])
+def test_the_compared_text_is_longer_than_the_window_if_that_is_possible(window: int | None, tokens: int) -> None:
+    model = tiny_model("mistral")
+    model.config.sliding_window = window
+    assert compared_kernels.tokens_to_compare(model, find_family(model)) == tokens
+
+
 def test_the_kernel_that_torch_compiles_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
     monkeypatch.setattr(compared_kernels, "_why_unavailable", lambda name, device: tried.append(name) or "not here")

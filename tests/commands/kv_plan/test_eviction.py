@@ -12,7 +12,7 @@ from sinkscope.attention.kernels import AttentionCall
 from sinkscope.attention.seam import open_seam
 from sinkscope.commands.kv_plan.caches import attending_with_plans
 from sinkscope.commands.kv_plan.eviction import evicting_attention, of_sequences
-from sinkscope.commands.kv_plan.plan import Plan, snap_rotated
+from sinkscope.commands.kv_plan.plan import NO_SINKS, Plan, snap_rotated
 from sinkscope.models.families import find_family
 
 WINDOWS = {"llama": [3, 24], "mistral": [2, 6], "gemma2": [2, 24], "gpt_oss": [1, 5], "gpt2": [9, 9, 1, 24]}
@@ -66,6 +66,15 @@ def test_the_call_of_one_sequence() -> None:
     call = of_sequences(AttentionCall(masks[:1], 1.0, sink_logits=shared), slice(1, 2))
     assert torch.equal(call.mask, masks[:1])
     assert call.sink_logits is shared
+
+
+def test_nothing_is_evicted_from_whole_heads() -> None:
+    model, ids = tiny_model("llama"), tiny_tokens(1)
+    plan = Plan("", torch.full((3, 2), 24).numpy(), torch.full((3, 2), 16).numpy(), NO_SINKS)
+    with open_seam(model, find_family(model)) as seams, torch.no_grad():
+        dense = model(ids, use_cache=False).logits
+        with attending_with_plans(seams, [plan], [()]):
+            assert torch.equal(model(ids, use_cache=False).logits, dense)
 
 
 def test_blocks_of_queries_agree() -> None:

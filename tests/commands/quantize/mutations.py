@@ -383,6 +383,6 @@ MUTATIONS = [
     ("recipe: whether the first cure is worth it", "served_findings", "ignored",
      '(cures["scheme"] == scheme) & (cures["cure"] == "spare")', '(cures["scheme"] == scheme)'),
     ("search: a site outside the layers twice", "study", "QuantizationStudy._costliest_sites",
-     "if by_role[role][0].layer == NO_LAYER:", "if False:"),
+     "if first.layer == NO_LAYER:", "if False:"),
     ("cures: of a static scheme", "options", "QuantizeOptions.cures", " and self.static_scheme is None", ""),
 ]  # fmt: skip

@@ -104,8 +104,8 @@ def test_costly_kinds_and_sites_are_findings_of_their_own() -> None:
     worse = table[table["setting"] == KEPT].assign(site="up_proj", cost=1.2)
     cheap = table[table["setting"] == ALONE].assign(site="up_proj", cost=0.9 * COSTLY)
     more = Run(run.manifest, {**run.tables, "quantization": pd.concat([table, worse, cheap])})
-    (kept,) = found(more, "kept")
-    assert (kept.value, kept.numbers["kind"]) == (0.6, "down_proj output")
+    (saved,) = found(more, "kept")
+    assert (saved.value, saved.numbers["kind"]) == (0.6, "down_proj output")
     assert (found(more, "kind"), found(more, "site")) == ([kind], [site])
 
 

@@ -221,7 +221,7 @@ def test_texts_of_different_lengths_are_weighed_by_their_tokens_in_any_batch(mod
     assert row["loss"] == pytest.approx(losses["loss"].sum() / losses["predicted"].sum())
 
 
-def test_sink_tokens_behind_registers_are_spared() -> None:
+def test_sink_tokens_after_registers_are_spared() -> None:
     model = retrofitted("llama", "register-tokens", torch.float32)
     assert abs(row_of(quantize(model, scheme="W8A8", cure="awq", **SMALL), "W8A8", ALL)["sink_share"]) > 1e-4
 

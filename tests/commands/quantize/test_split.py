@@ -335,7 +335,7 @@ def test_a_wrong_prefix_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("bos", "most"), [("never", 256 - 20), ("always", 256 - 20 + 1)])
-def test_a_prefix_may_fill_the_positions_behind_which_the_longest_text_follows(bos: str, most: int) -> None:
+def test_a_prefix_and_the_longest_text_fill_the_positions(bos: str, most: int) -> None:
     simulation, held_out = simulated(tiny_model("llama"), bos=bos)
     shorter = replace(held_out, sequences=tuple(ids[:9] for ids in held_out.sequences))
     for texts in ((simulation.subject.inputs, shorter), (shorter, simulation.subject.inputs)):

@@ -58,7 +58,7 @@ MUTATIONS = [
     ("overview: by bound", "findings", "overview", 'nlargest(10, "gain")', 'nlargest(10, "bound")'),
     ("a bound below 0", NETWORKS, "Network.table",
      "self.post[coordinate].abs() * width", "self.post[coordinate] * width"),
-    ("gains behind: signed", "command", "scan", "network.post.abs()", "network.post"),
+    ("gains of the norm after the network: signed", "command", "scan", "network.post.abs()", "network.post"),
     ("ranks: equal gains share one", "command", "scan", 'method="first"', 'method="min"'),
     ("float16: all layers", "findings", "findings", 'above["layer"].nunique()', 'table["layer"].nunique()'),
 ]  # fmt: skip

@@ -463,7 +463,7 @@ def test_norms_have_their_largest_gain_and_their_median(name: str, norm: str, si
 
 
 def test_findings_are_those_of_their_tables() -> None:
-    """Of five layers, 0 to 3 are early; the last one has the largest gain, and others the largest bounds."""
+    """Layers 0 to 3 of five are early. The last one has the largest gain, layers 0 and 1 have the largest bounds."""
     rows = [(0, 7, 10.0), (1, 7, 20.0), (2, 3, 30.0), (3, 9, 50.0), (4, 7, 100.0)]  # layer, coordinate, gain
     rows = [(*row, 1) for row in rows] + [(layer, 9, gain / 2, 2) for layer, _, gain in rows]
     table = pd.DataFrame(rows, columns=["layer", "coordinate", "gain", "rank"]).assign(expert=-1, weight=1.0, bound=1.0)

@@ -149,8 +149,8 @@ def test_published_rates_are_rings_in_the_rows_of_their_models_at_their_inputs()
     names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert names == ["a, with BOS", "a, without BOS", "b, with BOS"]
     np.testing.assert_allclose(rings, [(rate, row + place) for row in (0, 1) for rate, place in published])
-    other = KINDS["cells of a sweep"]["sweep-inputs"](tables_of({"window": 32}, papers=papers))
-    assert {line.get_fillstyle() for line in other.axes[0].lines} == {"full"}
+    of_window = KINDS["cells of a sweep"]["sweep-inputs"](tables_of({"window": 32}, papers=papers))
+    assert {line.get_fillstyle() for line in of_window.axes[0].lines} == {"full"}
 
 
 def test_published_rates_are_those_of_the_same_setting() -> None:

@@ -273,4 +273,5 @@ MUTATIONS = [
     ("maps: the head in another layer", "figures", "draw_backcopy_maps",
      '(maps["layer"] == layer) & (maps["head"] == head)', '(maps["layer"] == 0) & (maps["head"] == head)'),
     ("seeds: all in a figure of runs", "figures", "TrainedArms.seeds_text", "if of_runs else", "if not of_runs else"),
+    ("verdict: figures that are not drawn", "arms", "TrainingArms._measure", ", drawn=self.figures_of_arms", ""),
 ]  # fmt: skip

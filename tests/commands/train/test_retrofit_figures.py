@@ -158,8 +158,8 @@ def test_a_training_is_drawn_as_means_over_seeds_in_a_band_to_the_extremes(probe
     table["value"] = np.random.default_rng(0).uniform(size=len(table))
     figure = DRAW["retrofit-training"](TrainedArms({"training": table}, RUNS))
     axes = [ax for ax in figure.axes if ax.get_visible()]
-    shown = {"loss": (-1,), "gate_displacement_mean": (0, 1), **dict.fromkeys(probed, (-1,))}
-    for ax, (metric, layers) in zip(axes, shown.items(), strict=True):
+    layers_of = {"loss": (-1,), "gate_displacement_mean": (0, 1), **dict.fromkeys(probed, (-1,))}
+    for ax, (metric, layers) in zip(axes, layers_of.items(), strict=True):
         for nth, arm in enumerate(ARMS[1:]):
             rows = table[(table["condition"] == arm) & (table["metric"] == metric) & table["layer"].isin(layers)]
             of_seeds = rows.groupby(["step", "seed"])["value"].mean().unstack()

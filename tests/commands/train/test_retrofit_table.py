@@ -177,9 +177,9 @@ def test_the_task_at_its_last_step_has_ratios_of_norms_seed_by_seed() -> None:
     ]
     table = pd.DataFrame(rows, columns=["condition", "seed", "layer", "step", "metric", "value"])
     earlier, elsewhere = table.assign(step=0, value=9.0), table[table["layer"] == 0].assign(layer=1, value=0.1)
-    bos, other = (Run({"input": {"token_zero": token}}, {}) for token in ("bos <s> (id 0)", "'h' (id 4)"))
-    assert without_start([bos]) == ""
-    text = backcopy_markdown(pd.concat([earlier, table, elsewhere], ignore_index=True), without_start([other]))
+    with_bos, without_bos = (Run({"input": {"token_zero": token}}, {}) for token in ("bos <s> (id 0)", "'h' (id 4)"))
+    assert without_start([with_bos]) == ""
+    text = backcopy_markdown(pd.concat([earlier, table, elsewhere], ignore_index=True), without_start([without_bos]))
     note = "the first token takes the place of <s>"
     assert text.startswith(f"## Non-trigger queries at step 10 (VGA figures 4 to 6); {note}\n\n| Method | ")
     numbers = ["0.2500 ± 0.0000"] * 2 + ["0.500 ± 0.000"] * 3 + ["0.375 ± 0.177", "0.250 ± 0.000", "3.00 ± 0.00"]

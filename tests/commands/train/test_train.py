@@ -163,10 +163,12 @@ def test_named_architectures_can_be_measured() -> None:
             assert not any(dropout.values()), dropout  # trainings are repeated bit by bit
 
 
-def test_an_encoder_predicts_masked_tokens() -> None:
+def test_an_encoder_predicts_masked_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The perplexity of every arm and seed is that of the same masked tokens of the held-out text."""
+    monkeypatch.setattr("sinkscope.figures.applicable", lambda run: ["sink-map"])
     shape = "tiny-bert:hidden_size=32,intermediate_size=48,num_hidden_layers=2,vocab_size=300"
-    done = train(shape, METHODS_OF_BERT, out="out", seeds=2, eval_share=0.4, **SMALL, **FEW)
+    done = train(shape, METHODS_OF_BERT, out="out", seeds=2, eval_share=0.4, figures=(), **SMALL, **FEW)
+    assert all("figures/" not in run.folder.joinpath("verdict.md").read_text("utf-8") for run in done.runs.values())
     held_out = np.load("out/held-out.npy")
     assert (done.manifest["text_blocks"], len(held_out), done.manifest["sequences"]) == (8, 6, 2)
     assert (held_out[:, [0, -1]] == (1, 2)).all()
