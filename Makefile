@@ -59,7 +59,7 @@ gpu-wheels: install
 test: install models
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow'
 
-slow: install models  ## the tests that take longer than eight seconds each; CI runs them, too
+slow: install models  ## the tests that take longer than five seconds each; CI runs them, too
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 fast: install  ## the tests that need no real model

@@ -55,6 +55,7 @@ def small(line: str, tiny: Path) -> list[str]:
     return [name, *words]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_figures")
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 def test_code_and_commands_of_a_page_run(page: Path, tiny: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

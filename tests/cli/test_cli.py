@@ -58,6 +58,7 @@ def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Resu
         return command_line("analyze", tiny, *SMALL, "--out", out), out
 
 
+@pytest.mark.slow
 def test_a_finished_run(finished: tuple[Result, Path], tiny: Path) -> None:
     result, out = finished
     assert result.exit_code == 0, result.output

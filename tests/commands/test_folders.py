@@ -104,6 +104,7 @@ def test_each_folder_is_a_command_and_each_can_be_deleted(tiny: Path, tmp_path: 
             assert {"attention", "massive", "finding"} <= {*tables}
 
 
+@pytest.mark.slow
 def test_the_words_of_a_command_stay_in_its_folder() -> None:
     """A word elsewhere means that other code knows the command, whose record could bring what that code needs."""
     code = {path.relative_to(PACKAGE).as_posix(): code_of(path) for path in PACKAGE.rglob("*.py")}

@@ -61,6 +61,7 @@ def assert_same(run: Run, expected: Run, order: tuple[int, ...] | None = None) -
         pd.testing.assert_frame_equal(measured, wanted, rtol=1e-4, atol=atol, obj=name)
 
 
+@pytest.mark.slow
 @each_pair(FAMILIES, list(COMMANDS), ("name", "command"))
 def test_no_table_depends_on_batch_size_order_padding_or_chunks(
     name: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -148,6 +148,7 @@ def test_mgm_needs_its_query_bias_and_what_its_keys_read_of_the_massive_coordina
     assert max(abs(control - rate.before) for control in rate.controls) < 0.02
 
 
+@pytest.mark.slow
 def test_smollm_dies_of_one_coordinate_and_not_of_its_mean(smollm: LoadedModel) -> None:
     """Coordinate 507 of token 0 after layer 11 (Sun et al. 2024 for Llama 2)."""
     where = "layers=11,coordinates=507"

@@ -285,6 +285,7 @@ def test_maps_over_pictures_mark_what_is_above_the_threshold() -> None:
     assert figure.axes[2].lines[0].get_xydata().tolist() == [[1, 1]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [None, np.nan, 0.0, np.inf, 1.0])
 def test_small_runs_and_columns_without_information_are_drawn(value: float | None) -> None:
     if value is None:

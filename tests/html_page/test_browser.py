@@ -265,6 +265,7 @@ def test_measurements_of_states_have_sections_with_charts(browser: Any, tmp_path
 # the last test, because it leaves every choice at its first value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_control_works_and_axe_finds_nothing(kind: str, page_of_kind: Callable[[str], Any]) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")

@@ -81,6 +81,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any, list
     return folder, plain, measured, onsets
 
 
+@pytest.mark.slow
 def test_200_steps_are_the_same_bit_for_bit_with_and_without_it(both: Any) -> None:
     assert_same_training(both[1], both[2])
 
@@ -160,6 +161,7 @@ class At(TrainerCallback):
             self.do(control)
 
 
+@pytest.mark.slow
 def test_a_resumed_training_goes_on_with_its_curve(both: Any, tmp_path: Path) -> None:
     stopping = At(150, lambda control: setattr(control, "should_training_stop", True))
     trained(tmp_path, sinkscope.SinkCallback(every=50, seq_len=LENGTH), stopping)
@@ -192,6 +194,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_no_way_of_training_notices_it(way: str, tmp_path: Path) -> None:
     def partly_in_eval_mode() -> PreTrainedModel:

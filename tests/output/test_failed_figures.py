@@ -70,6 +70,7 @@ def test_the_command_line_names_it_and_ends_with_1(
     assert (tmp_path / "run" / "figures" / "sink-map.pdf").is_file()
 
 
+@pytest.mark.slow
 def test_retrofit_and_train_draw_failed_figures_again(
     tiny: Path, tmp_path: Path, misspelled: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -317,6 +317,7 @@ def test_a_new_folder_is_complete_or_absent(tmp_path: Path) -> None:
     assert [path.name for path in target.parent.iterdir()] == ["run"]
 
 
+@pytest.mark.slow
 def test_home_is_replaced_in_every_path_and_a_run_stays_itself_after_chdir(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

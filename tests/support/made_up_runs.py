@@ -1,7 +1,7 @@
 """Runs made by hand: random tables as `analyze` writes them, summaries alone, and claims' tables of given metrics."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,7 @@ def state_tables(layers: int, sequences: int) -> dict[str, pd.DataFrame]:
 TOKENS = ["<s>", " the", "\n", ".", " $x$", "漢字", "\x00", None, "\t", " incomprehensibilities", "�", "  "]
 
 
+@cache
 def tables_of(layers: int, heads: int, kv_heads: int, positions: int, sequences: int, length: int) -> dict:
     """Return random tables of a run with a sink at position 0, as `analyze` would make them."""
     random = np.random.default_rng(0)
@@ -174,7 +175,8 @@ def make_run(
     manifest = run_manifest(condition=condition)
     manifest["model"] |= {"name": model, "source": model}
     manifest["input"] |= {"sequences": sequences, "tokens": sequences * length, "shortest": length, "longest": length}
-    return Run(manifest, tables_of(layers, heads, kv_heads, positions, sequences, length) | replaced)
+    made = tables_of(layers, heads, kv_heads, positions, sequences, length)
+    return Run(manifest, {name: table.copy() for name, table in made.items()} | replaced)
 
 
 def made_up(condition: str = "natural", sink_rate: float = 0.5, layers: int = 2, **changes: Any) -> Run:

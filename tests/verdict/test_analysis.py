@@ -66,6 +66,7 @@ NEAR_UNIFORM = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_random_weights_have_no_sink_at_any_length_window_and_threshold(name: str) -> None:
     """Logits have a standard deviation near 0.3, as in randomly initialized models of width 768."""

@@ -307,4 +307,9 @@ MUTATIONS = [
      "distinct_folder_name(model, role) if several else role", "role"),
     ("steps: a training in another spelling", "collection", "Collection._series_by_model",
      "known.setdefault(place, series)", "known.setdefault(path, series)"),
+    ("sizes: those measured as the first of the family", "studies", "find_sizes", "known[sources.name])]",
+     "known[alike[0]])]"),
+    ("MD-1: the fit of the last start", "papers.recent", "fit_of_emergence",
+     "max(best, 1 - error / np.square(values - values.mean()).sum())",
+     "1 - error / np.square(values - values.mean()).sum()"),
 ]  # fmt: skip

@@ -840,6 +840,15 @@ def test_a_family_has_four_sizes_or_more_which_may_be_words() -> None:
         assert judge(CLAIMS["W-22"], evidence).outcome == expected
 
 
+def test_sizes_that_were_measured_as_the_model_was() -> None:
+    """The smallest of five has another window."""
+    runs = [model(f"org/pythia-{count}m", count / 2000, count * 10**6) for count in COUNTS]
+    runs[0].manifest["config"] = runs[0].manifest["config"] | {"window": 16}
+    evidence = Collection(runs).evidence({})
+    assert judge(CLAIMS["W-22"], evidence["org/pythia-14m"]).outcome == UNMEASURED
+    assert judge(CLAIMS["W-22"], evidence["org/pythia-70m"]).estimates[0].note.startswith("70 M 3.5 %, 160 M 8.0 %, ")
+
+
 def test_a_chat_model_is_compared_with_its_base() -> None:
     def found(rate: float) -> Judgment:
         evidence = Collection([model("org/lm-1b", 0.5), model("org/lm-1b-instruct", rate)]).evidence({})

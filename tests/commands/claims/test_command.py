@@ -105,6 +105,7 @@ def test_an_arm_with_controls_reads_the_input_once_for_each() -> None:
     assert bench._passes([Need("mixing-do", "mask-sink")]) == (1 + 4) * (1 + 4)  # with four substitutions
 
 
+@pytest.mark.slow
 def test_the_text_is_read_as_often_as_the_tables_need(counted: tuple[Scorecard, float, int]) -> None:
     card, readings, expected = counted
     assert not card.manifest["failed"]

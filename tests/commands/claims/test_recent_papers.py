@@ -61,6 +61,7 @@ STEPS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000.0])
 def test_the_curve_fits_itself_and_not_its_values_in_another_order() -> None:
     values = emergence(STEPS / STEPS.max(), 900.0, 0.05, 30.0, 1.0, 40.0)
     assert fit_of_emergence(STEPS, values) > 0.999
+    assert fit_of_emergence(STEPS, emergence(STEPS / STEPS.max(), 900.0, 0.3, 3e3, 1.0, 40.0)) > 0.999  # from one start
     shuffled = [fit_of_emergence(STEPS, np.random.default_rng(seed).permutation(values)) for seed in range(5)]
     assert np.mean(shuffled) < 0.8
 

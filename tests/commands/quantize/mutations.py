@@ -385,4 +385,6 @@ MUTATIONS = [
     ("search: a site outside the layers twice", "study", "QuantizationStudy._costliest_sites",
      "if first.layer == NO_LAYER:", "if False:"),
     ("cures: of a static scheme", "options", "QuantizeOptions.cures", " and self.static_scheme is None", ""),
+    ("kept kinds: before on all sequences", "findings", "_costliest",
+     'float(probed_settings(run, ALL)["cost"].iloc[0])', 'float(whole(run)["cost"][ALL])'),
 ]  # fmt: skip

@@ -91,6 +91,7 @@ def test_errors_of_runs_without_losses_on_the_same_tokens_add_in_quadrature(seco
     assert compared.findings(compared.differences(run_of(FIRST), second), "A", "B")[-1].sentence.startswith("Unpaired")
 
 
+@pytest.mark.slow
 def test_texts_of_another_seed_are_no_difference() -> None:
     """Null: the costs of two runs are drawn from one distribution, on other texts."""
     drawn, decided = np.random.default_rng(0), 0

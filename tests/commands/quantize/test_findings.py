@@ -107,6 +107,9 @@ def test_costly_kinds_and_sites_are_findings_of_their_own() -> None:
     (saved,) = found(more, "kept")
     assert (saved.value, saved.numbers["kind"]) == (0.6, "down_proj output")
     assert (found(more, "kind"), found(more, "site")) == ([kind], [site])
+    longer = pd.concat([table, table[table["setting"].isin(SETTINGS)].assign(sequences=20, cost=1.1)])
+    (probed,) = found(Run(run.manifest, {**run.tables, "quantization": longer}), "kept")
+    assert probed.numbers["before"] == 1.4  # of the same sequences
 
 
 @pytest.mark.parametrize(

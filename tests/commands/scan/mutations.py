@@ -61,4 +61,5 @@ MUTATIONS = [
     ("gains of the norm after the network: signed", "command", "scan", "network.post.abs()", "network.post"),
     ("ranks: equal gains share one", "command", "scan", 'method="first"', 'method="min"'),
     ("float16: all layers", "findings", "findings", 'above["layer"].nunique()', 'table["layer"].nunique()'),
+    ("candidate: the layer after the early ones", "findings", "findings", '["layer"] < EARLY', '["layer"] <= EARLY'),
 ]  # fmt: skip

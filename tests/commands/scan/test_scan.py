@@ -476,6 +476,8 @@ def test_findings_are_those_of_their_tables() -> None:
     said = {finding.name: finding for finding in findings({"tied_embeddings": False}, tables)}
     assert (said["candidate"].value, said["candidate"].numbers) == (50.0, {"layer": 3, "coordinate": 9, "neuron": 31})
     assert (said["coordinate"].value, said["coordinate"].numbers) == (3.0, {"coordinate": 7, "layers": 5})
+    of_four = findings({"tied_embeddings": False}, tables | {"scan": table[table["layer"] < 4]})[0]
+    assert of_four.numbers["layer"] == 2  # of four layers, three are early
     beyond = said["float16-bound"]
     assert (beyond.value, beyond.outcome) == (3.0, "weak")
     assert beyond.numbers == {"layers": 2, "largest": 2 * FLOAT16, "kept": 10}

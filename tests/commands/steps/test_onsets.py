@@ -214,6 +214,7 @@ def test_no_interval_of_a_rate_is_below_0() -> None:
     assert rates["low"].eq(0).all()
 
 
+@pytest.mark.slow
 def test_no_order_is_claimed_where_there_is_none() -> None:
     """Norm and value gradient are at their thresholds at the same step, where the noise of each decides."""
     claimed = led = apart = 0

@@ -115,6 +115,7 @@ def test_revisions_of_a_hub_repository(hub: Hub, trained: Path, series: Series) 
     assert refused("org/name", "step5,step6").startswith("at step 6: org/name has no revision 'step6'")
 
 
+@pytest.mark.slow
 def test_a_recipe_measures_the_steps(trained: Path, series: Series, tmp_path: Path) -> None:
     content = {"title": "Steps", "options": OPTIONS, "figures": ["sink-map"]}
     (tmp_path / "steps.yaml").write_text(json.dumps(content))

@@ -221,6 +221,7 @@ ANSWERS = {  # of the plain arm
 }
 
 
+@pytest.mark.slow
 def test_levels_of_a_factor_are_for_its_claims(tmp_path: Path) -> None:
     for name, expected in ANSWERS.items():
         with naming(name):
@@ -407,6 +408,7 @@ def test_cells_draw_the_figures_of_their_command(tmp_path: Path) -> None:
     check(sweep)
 
 
+@pytest.mark.slow
 def test_sweeps_that_come_with_sinkscope(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sinkscope.commands.train.blocks.check_source", lambda text: None)  # without `make corpus`
     shape = cache(architecture)  # that many cells share

@@ -75,6 +75,7 @@ def assert_same(out: Path, whole: SweepRun, **close: Any) -> None:
     assert not list(foreign_files(out))
 
 
+@pytest.mark.slow
 def test_a_cell_is_what_its_command_writes(whole: SweepRun) -> None:
     """This includes the second cell of a shared load."""
     for each in whole.plan:
@@ -243,6 +244,7 @@ def measured_again(before: SweepRun, told: str) -> set[str]:
     return {f"{cell.model} {cell.input}" for cell in cells}
 
 
+@pytest.mark.slow
 def test_a_model_that_changes_is_measured_again(models: Path, tmp_path: Path) -> None:
     """The last bytes of its weights change, its settings, or its text; no other cell is measured."""
     own, text = Path(shutil.copytree(models, tmp_path / "models")), tmp_path / "ids.jsonl"

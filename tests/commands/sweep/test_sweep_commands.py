@@ -24,6 +24,7 @@ from sinkscope.commands.sweep.tables import sweep_tables
 from sinkscope.commands.sweep.worker import Reads, State, load_key
 from sinkscope.html_page.contents import Contents
 
+pytestmark = pytest.mark.slow
 TRAINING: dict[str, Any] = {"block-length": 16, "batch-size": 2, "steps": 3, "log-every": 1, "save-every": 2}
 
 

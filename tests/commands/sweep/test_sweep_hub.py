@@ -111,6 +111,7 @@ def test_a_hub_that_goes_on_failing(
     assert_right(swept(tmp_path, asked, workers=1, retry=True), tiny)
 
 
+@pytest.mark.slow
 def test_a_hub_that_cannot_be_reached(
     stocked: Hub, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,6 +138,7 @@ def test_a_hub_that_cannot_be_reached(
     assert list(zip(table["revision"], table["step"], strict=True)) == [("", -1), ("main", -1), ("step1", 1), ("", -1)]
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_for_all_models(stocked: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes before any download; with --evict only the models of the workers need room."""
     (content,) = stocked.repos["org/one"].commits.values()
@@ -157,6 +159,7 @@ def snapshots() -> set[str]:
     return {path.relative_to(root).parts[0] for path in root.glob("*/snapshots/*/*.safetensors")}
 
 
+@pytest.mark.slow
 def test_models_leave_when_their_cells_are_done(stocked: Hub, tiny: Path, tmp_path: Path) -> None:
     """A model with two cells is removed after the last one, also across shards; models that no cell uses stay."""
     stocked.repos["org/kept"] = Repo({"main": tiny})

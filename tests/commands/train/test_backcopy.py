@@ -106,6 +106,7 @@ def follows_the_chain(task: TrainingTask, block: np.ndarray) -> bool:
     return bool((block[2:] == block[:-2])[trigger].all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opening", [Opening(), Opening(bos=False), Opening(fixed_position=2)])
 def test_every_second_block_is_a_passage_of_the_text(opening: Opening) -> None:
     task, alone = TASKS[f"{NAME}-with-text"](opening), TASKS[NAME](opening)

@@ -60,6 +60,7 @@ def test_the_disk_holds_checkpoints_with_moments_and_models_that_are_kept() -> N
     assert pretrained.disk(arms=3) == (3 * 12 + 3 * 4) * cost.parameters
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here", "no_figures")
 @pytest.mark.parametrize(("save_models", "most"), [("all", 1.1), ("none", 1.5)])  # none: a third one is written briefly
 def test_a_training_takes_the_disk_that_is_said(save_models: str, most: float, monkeypatch: pytest.MonkeyPatch) -> None:

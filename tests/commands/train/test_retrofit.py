@@ -114,6 +114,7 @@ def test_a_trained_model_loads_as_any_other(finished: tuple[Result, Path], tiny:
     assert not torch.equal(plain.lm_head.weight, before.lm_head.weight)
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_was_broken_off(
     tiny: Path, text: Path, tmp_path: Path, no_figures: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +334,7 @@ def full_in_rust(*args: Any, **options: Any) -> None:
     raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_figures")
 def test_a_full_disk_at_any_stage_says_so_and_loses_nothing(
     tiny: Path, text: Path, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -181,6 +181,7 @@ def test_under_autocast_it_is_what_the_model_says_in_float32(method: str) -> Non
     np.testing.assert_allclose(measured[total], exact[total], rtol=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_probe_does_not_influence_the_training_and_measures_as_analyze_does(bf16: bool, tmp_path: Path) -> None:
     blocks, names = repetitive(), ("attention", "activation", "massive", "gradient")

@@ -92,6 +92,7 @@ def test_methods_start_from_the_same_weights_and_seeds_from_others(finished: tup
     assert torch.equal(plain["lm_head.weight"], AutoModelForCausalLM.from_config(config).lm_head.weight)
 
 
+@pytest.mark.slow
 def test_more_seeds_are_added_to_those_that_are_there(tmp_path: Path) -> None:
     """The arms that are there stay, and the new ones are those of a call that begins with their seed."""
     few: dict[str, Any] = SMALL | FEW | {"config": "tiny-llama:hidden_size=32,num_hidden_layers=1,vocab_size=300"}
@@ -128,6 +129,7 @@ def test_a_tokenizer_of_the_text(is_causal: bool, monkeypatch: pytest.MonkeyPatc
     assert tokenizer_of([text, "gradients" * 99], 280, is_causal).get_vocab() == tokenizer.get_vocab()
 
 
+@pytest.mark.slow
 def test_a_task(tmp_path: Path) -> None:
     methods = {"plain": "none", "VGA": "vga:placement=output,scale=1"}
     small = SMALL | {"block_length": 24, "batch_size": 4, "log_every": 2}
@@ -163,6 +165,7 @@ def test_named_architectures_can_be_measured() -> None:
             assert not any(dropout.values()), dropout  # trainings are repeated bit by bit
 
 
+@pytest.mark.slow
 def test_an_encoder_predicts_masked_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The perplexity of every arm and seed is that of the same masked tokens of the held-out text."""
     monkeypatch.setattr("sinkscope.figures.applicable", lambda run: ["sink-map"])
