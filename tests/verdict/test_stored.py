@@ -2,6 +2,11 @@
 
     python tests/verdict/test_stored.py  # writes them again, after a change of sentences that is meant: read the diff
 
+    sinkscope analyze --from tests/verdict/stored/analyze --allow-pickle --out runs/stored
+
+measures a stored run again, after a new column: the table that has it replaces the stored one. `make report` makes
+those of `reports/` again.
+
 The stored runs are of MGM (`analyze` and `intervene` on six and four sequences of 32 tokens); the tables have numbers
 that differ, so that a sentence with another number, or of another outcome, is not the stored one.
 """
