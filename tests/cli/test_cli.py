@@ -83,6 +83,7 @@ def test_a_finished_run(finished: tuple[Result, Path], tiny: Path) -> None:
     assert {"versions", "git_commit", "started", "wall_seconds", "peak_memory_mb", "sinkscope"} <= manifest.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_figures")
 def test_from_repeats_a_run(finished: tuple[Result, Path]) -> None:
     result = succeeded("analyze", "--from", finished[1] / "run.json", "--out", "again")

@@ -117,6 +117,7 @@ def test_known_facts_hold(smollm_on_cpu: LoadedModel) -> None:
 SHORT = {"num_seqs": 2, "seq_len": 20, "positions": 16}
 
 
+@pytest.mark.slow
 def test_gradients_are_plain_autograds_to_round_off(smollm_on_cpu: LoadedModel) -> None:
     """All tables are compared in float64, with trained weights, massive activations and gradient sinks."""
     model = copy.deepcopy(smollm_on_cpu.model)
@@ -162,6 +163,7 @@ def test_smollm_dies_of_one_coordinate_and_not_of_its_mean(smollm: LoadedModel) 
     assert all(torch.equal(tensor, before[name]) for name, tensor in smollm.model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_smollm_streams_with_its_first_token_kept(smollm: LoadedModel) -> None:
     run = sinkscope.intervene(smollm, "streaming-window:window=64,keep=0,1", num_seqs=1, seq_len=384)
     perplexity = run.tables["streaming"].query("bucket == -1").set_index("method")["perplexity"]

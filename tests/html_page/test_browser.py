@@ -204,6 +204,7 @@ def test_the_slider_reads_the_values_at_a_step(page_of_kind: Callable[[str], Any
     assert shown == " / ".join(f"{value:.3f}" for value in rows["value"])
 
 
+@pytest.mark.slow
 def test_a_page_begins_with_five_numbers_folds_what_experts_read_and_fits_into_a_narrow_window(
     browser: Any, tmp_path: Path
 ) -> None:

@@ -86,6 +86,7 @@ def test_200_steps_are_the_same_bit_for_bit_with_and_without_it(both: Any) -> No
     assert_same_training(both[1], both[2])
 
 
+@pytest.mark.slow
 def test_it_measures_what_analyze_measures_on_the_checkpoints(both: Any, tmp_path: Path) -> None:
     folder = both[0] / "measured"
     course, ids = curves(folder), written(tmp_path / "ids.jsonl", [row["input_ids"] for row in HELD_OUT])

@@ -207,6 +207,7 @@ def tables(folder: Path) -> dict[str, pd.DataFrame]:
     return {path.stem: read_table(path) for path in (folder / "tables").glob("*.parquet")}
 
 
+@pytest.mark.slow
 def test_two_processes_write_what_one_writes(two: Path) -> None:
     for name in ("two", "again"):  # also after failures
         assert_same(tables(two / name), tables(two / "one"))

@@ -59,6 +59,7 @@ def test_the_documents_have_them() -> None:
     assert f"{BEGIN}\n{page_text()}\n\n" in PAGE.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow  # a minute together
 @pytest.mark.parametrize(("name", "model_type"), EACH)
 def test_the_result_is_that_of_the_list(name: str, model_type: str) -> None:
     row = vars(row_of(model_type, LISTS[name]))

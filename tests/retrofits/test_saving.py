@@ -144,6 +144,7 @@ note("sinkscope itself", lambda: type(sinkscope.load(folder).model).__name__)
 """
 
 
+@pytest.mark.slow
 def test_plain_transformers_refuses_it_and_importing_the_retrofits_is_enough(folder: Path) -> None:
     """Only `import sinkscope.retrofits` registers the retrofits' model types."""
     program = TRANSFORMERS_FIRST.format(folder=str(folder))

@@ -112,6 +112,7 @@ def test_the_text_is_read_as_often_as_the_tables_need(counted: tuple[Scorecard, 
     assert 0.6 < readings / expected < 1.0  # arms begin at the layer that they change
 
 
+@pytest.mark.slow
 def test_one_model_decides_all_but_what_training_decides(measured: Scorecard) -> None:
     table = measured.table
     unmeasured = table[table["outcome"] == Outcome.NOT_MEASURED]
@@ -134,6 +135,7 @@ def test_a_base_model_has_a_null_and_rows_of_python_other_inputs(monkeypatch: py
     assert {"natural", "null", "without-bos:random"} <= roles.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_figures")
 def test_the_folder_holds_runs_that_give_the_same_scorecard_without_the_model(
     measured: Scorecard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -197,6 +199,7 @@ def test_what_is_there_is_not_measured_again(measured: Scorecard, text: Path, ca
     assert re.search(r"null \(2 of 2 runs; about 1 pass and \d+ s left\)", printed)
 
 
+@pytest.mark.slow
 def test_several_models_stand_side_by_side(measured: Scorecard, text: Path, tmp_path: Path) -> None:
     options = {"input": str(text), "bos": "never", "observables": ("attention",)}
     gpt2 = sinkscope.analyze(tiny_model("gpt2", spread=1.0), **options)

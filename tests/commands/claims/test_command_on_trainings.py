@@ -40,6 +40,7 @@ def row(card: Scorecard, claim: str, part: int = 0) -> pd.Series:
     return card.table.query(f"claim == '{claim}' and part == {part}").iloc[0]
 
 
+@pytest.mark.slow
 def test_a_training_is_judged_by_its_tables(lab: Path, tmp_path: Path) -> None:
     succeeded("claims", "--from", lab, "--out", tmp_path / "card")
     card = Scorecard.open(tmp_path / "card")

@@ -72,6 +72,7 @@ ODD: dict[str, tuple[set[str], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", ODD)
 def test_odd_experiments_are_drawn_without_a_warning(odd: str) -> None:
     names, arguments = ODD[odd]

@@ -414,6 +414,7 @@ def folder(tmp_path: Path, llama: PreTrainedModel, monkeypatch: pytest.MonkeyPat
     return tmp_path / "llama"
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_run_folder_and_repeats_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rough_figures(monkeypatch)
     done = command_line("quantize", folder, "--scheme", "static", *OPTIONS)
