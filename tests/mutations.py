@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 import types
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ import torch
 from _pytest.main import pytest_runtestloop as run_tests
 
 ROOT = Path(__file__).parents[1]
+syntax_tree = cache(ast.parse)
 
 KERNELS = "sinkscope.attention.kernels"
 WEIGHTS = "sinkscope.attention.weights"
@@ -877,7 +879,7 @@ def find_code(code: types.CodeType, function: str) -> types.CodeType | None:
 
 def mutated_source(mutation: Mutation, source: str) -> str:
     """Return the module's source with the mutation applied. Raises ValueError if its text does not occur once."""
-    node: Any = ast.parse(source)
+    node: Any = syntax_tree(source)
     for part in mutation.function.split("."):
         node = next(child for child in node.body if getattr(child, "name", None) == part)
     lines = source.splitlines(keepends=True)

@@ -103,7 +103,7 @@ def unfounded(numbers: list[Printed], known: np.ndarray, name: str) -> list[floa
 def test_the_numbers_of_a_report_are_those_of_its_tables(text: Path) -> None:
     name = text.parent.name
     numbers = precise(text.read_text(encoding="utf-8"))
-    assert unfounded(numbers, measured(text.parent), name) == []
+    assert unfounded(numbers, measured(text.parent), name) == [], "in no table, nor in OTHERWISE above"
     printed = {number.value for number in numbers_of(without_markup(text.read_text(encoding="utf-8")))}
     assert set(OTHERWISE.get(name, {})) <= printed  # the list has nothing that is not said
 

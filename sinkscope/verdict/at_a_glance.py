@@ -1,4 +1,4 @@
-"""Five numbers of a run at a glance: what each means, its value without a sink, and its value in other models."""
+"""Numbers of a run at a glance: what each means, its value without a sink, and its value in other models."""
 
 from collections.abc import Iterator, Mapping
 from functools import cache

@@ -558,5 +558,7 @@ def test_help() -> None:
     assert result.exit_code == 2
     assert "analyze" in result.stdout
     assert command_line("--version").stdout.startswith("sinkscope ")
+    module = subprocess.run([sys.executable, "-m", "sinkscope", "--version"], capture_output=True, text=True)
+    assert module.stdout == command_line("--version").stdout
     assert "'sinkscope[lm-eval]'" in " ".join(command_line("benchmark", "--help").output.split())
     assert all(f"╭─ {panel} ─" in command_line("analyze", "--help").stdout for panel in ("Model", "Input", "Output"))

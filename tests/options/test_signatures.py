@@ -18,9 +18,16 @@ from sinkscope.options.option import Options, flag
 from sinkscope.options.register import options_by_command
 from sinkscope.options.signatures import as_keywords
 
-BY_ARGUMENTS = ("compare", "show", "list", "card")  # commands whose functions name their few options
+
+def takes_options(command: str) -> bool:
+    """Return whether a command's function has `**options`; others name their few options."""
+    code = inspect.unwrap(getattr(sinkscope, command)).__code__
+    return bool(code.co_flags & inspect.CO_VARKEYWORDS)
+
+
+COMMANDS = {name.replace("-", "_"): kind for name, kind in options_by_command().items()}
 TAKE_OPTIONS = {
-    **{name.replace("-", "_"): kind for name, kind in options_by_command().items() if name not in BY_ARGUMENTS},
+    **{name: kind for name, kind in COMMANDS.items() if takes_options(name)},
     "analyze_steps": options_by_command()["analyze"],
     "intervening": InputOptions,
 }

@@ -1,4 +1,4 @@
-"""The five numbers that a reader sees first."""
+"""The numbers that a reader sees first."""
 
 from pathlib import Path
 

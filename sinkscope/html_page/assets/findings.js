@@ -13,7 +13,7 @@ S.interval = (value, low, high, text = S.number) => {
   return `${text(value)}${known ? ` [${text(low)}, ${text(high)}]` : ""}`;
 };
 
-/** Five numbers: what each means, what nothing would give, and where other models are. */
+/** Numbers at a glance: what each means, what nothing would give, and where other models are. */
 S.glances = () => {
   const { glances, metrics } = S.data;
   if (!glances.length) return null;

@@ -289,6 +289,7 @@ def test_a_setting_of_the_precision_has_its_option_parameter_record_and_sentence
     assert (option.default, option.annotation) == (setting.default, get_type_hints(Precision)[name])
     assert name in inspect.signature(quantized).parameters
     Quantization.model_validate(record)
+    assert name in Quantization.model_fields, "it is recorded in run.json: sinkscope/commands/quantize/manifest.py"
     with pytest.raises(ValueError, match="Field required"):
         Quantization.model_validate({key: value for key, value in record.items() if key != name})
     base = {field.name: field.default for field in fields(Precision)} | {"kv_cache_per": "tensor"}
@@ -300,7 +301,11 @@ def test_a_setting_of_the_precision_has_its_option_parameter_record_and_sentence
             report(Run(written.manifest | {"quantization": record | base | changes}, written.tables))
         )
 
-    assert len({described(), *(described(**{name: choice}) for choice in choices)}) == len({base[name], *choices})
+    sentences = {described(), *(described(**{name: choice}) for choice in choices)}
+    assert len(sentences) == len({base[name], *choices}), "sinkscope/commands/quantize/findings.py says the setting"
+    options = {"model": "m", "scheme": "static"} | {"kv_cache_per": "tensor"}
+    folders = {QuantizeOptions(**options | {name: choice}).folder() for choice in (base[name], *choices)}
+    assert len(folders) == len({base[name], *choices}), "QuantizeOptions.folder names the setting"
 
 
 def test_the_search_is_among_the_coarsest_sites_of_the_costliest_kinds() -> None:
