@@ -294,7 +294,8 @@ def test_a_setting_of_the_precision_has_its_option_parameter_record_and_sentence
         Quantization.model_validate({key: value for key, value in record.items() if key != name})
     base = {field.name: field.default for field in fields(Precision)} | {"kv_cache_per": "tensor"}
     literals = (option.annotation, *get_args(option.annotation))
-    choices = [choice for kind in literals for choice in get_args(kind) if isinstance(choice, str)] or [4]
+    choices = [choice for kind in literals for choice in get_args(kind) if isinstance(choice, str)]
+    choices = choices or [type(setting.default)(setting.default / 2)]
 
     def described(**changes: Any) -> str:
         return report_markdown(
