@@ -77,7 +77,7 @@ oldest: .venv/oldest/installed  ## the core of the tests with the oldest version
 	OMP_NUM_THREADS=1 .venv/oldest/bin/python -m pytest -n 2 -m 'not real_model' -k $(THERE) $(CORE:%=tests/%)
 
 oldest-short: .venv/oldest/installed
-	OMP_NUM_THREADS=1 .venv/oldest/bin/python -m pytest -n 2 -m 'not real_model and not slow' $(SHORT:%=tests/%)
+	OMP_NUM_THREADS=1 .venv/oldest/bin/python -m pytest -n 2 -m 'not real_model' $(SHORT:%=tests/%)
 
 # The lowest versions that pyproject.toml allows, but for torch, whose old builds for the CPU are on its own index only.
 .venv/oldest/installed: pyproject.toml | install

@@ -18,16 +18,9 @@ from sinkscope.options.option import Options, flag
 from sinkscope.options.register import options_by_command
 from sinkscope.options.signatures import as_keywords
 
-
-def takes_options(command: str) -> bool:
-    """Return whether a command's function has `**options`; others name their few options."""
-    code = inspect.unwrap(getattr(sinkscope, command)).__code__
-    return bool(code.co_flags & inspect.CO_VARKEYWORDS)
-
-
-COMMANDS = {name.replace("-", "_"): kind for name, kind in options_by_command().items()}
+BY_ARGUMENTS = ("compare", "show", "list", "card")  # commands whose functions name their few options
 TAKE_OPTIONS = {
-    **{name: kind for name, kind in COMMANDS.items() if takes_options(name)},
+    **{name.replace("-", "_"): kind for name, kind in options_by_command().items() if name not in BY_ARGUMENTS},
     "analyze_steps": options_by_command()["analyze"],
     "intervening": InputOptions,
 }
@@ -43,6 +36,7 @@ def test_a_function_lists_its_options_with_default_and_help(name: str) -> None:
     function, kind = getattr(sinkscope, name), TAKE_OPTIONS[name]
     shown, text = inspect.signature(function).parameters, " ".join(inspect.getdoc(function).split())
     listed = {option: field for option, field in kind.offered().items() if f" {option}: {field.description}" in text}
+    assert listed, "`with_options` lists them; BY_ARGUMENTS names the commands whose functions name their options"
     assert {option: shown[option].default for option in listed} == {name: f.default for name, f in listed.items()}
     # all others are parameters of the function itself
     assert kind.offered().keys() - listed <= {"model", "recipe", "file", "do", "config", "tokenizer"} & shown.keys()

@@ -145,8 +145,9 @@ class TrainingArms:
         self.start = time.time()
         self.state = launched(cpu=asked.device_map == "cpu")
         self.command, self.asked, self.folder, self.overwrite = command, asked, user_path(out), overwrite
-        self.record, self.page, self.figures = record, page, figures
-        self.figures_of_arms = None if figures is True else ()  # all or none
+        self.record, self.page = record, page
+        self.figures = None if figures is True else figures or ()  # None: all
+        self.figures_of_arms = None if figures is True else ()
         self.measuring, self.is_main = asked.measuring, self.state.is_main_process
         self.console = Messages(quiet or not self.is_main)
         config = asked.model_dump(mode="json", exclude={"method"})  # each method is recorded with its arm
@@ -431,4 +432,4 @@ class TrainingArms:
             write_manifest(self.folder, done.manifest | {"drawn": False, "files": self.files.names})
             if comparison is not None:
                 done = replace(done, comparison=draw(comparison, page=self.page))
-            return draw(done, None if self.figures is True else self.figures or (), self.page, self.files)
+            return draw(done, self.figures, self.page, self.files)

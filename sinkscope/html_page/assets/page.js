@@ -4,7 +4,7 @@
 S.SECTIONS = () => [S.glances, S.findings, ...S.OF_COMMANDS, S.training, S.text, S.pictures, S.heads,
   S.layers, S.massive, S.gradients, ...S.TOPICS.map((topic) => () => S.topic(topic)), S.explore, S.tablesSection, S.runSection];
 
-// sections that are folded until a click, or their link, opens them: on every page, and where the numbers at a glance come first
+// sections that are folded until a click, or their link, opens them: on every page, and where glances come first
 S.OF_EXPERTS = new Set(["layers", "massive", "gradient", "explore", "tables", "run", ...S.TOPICS.map(({ id }) => id)]);
 S.OF_DETAILS = new Set(["findings"]);
 

@@ -304,8 +304,8 @@ def test_a_setting_of_the_precision_has_its_option_parameter_record_and_sentence
 
     sentences = {described(), *(described(**{name: choice}) for choice in choices)}
     assert len(sentences) == len({base[name], *choices}), "sinkscope/commands/quantize/findings.py says the setting"
-    options = {"model": "m", "scheme": "static"} | {"kv_cache_per": "tensor"}
-    folders = {QuantizeOptions(**options | {name: choice}).folder() for choice in (base[name], *choices)}
+    static = {"model": "m", "scheme": "static"} | base
+    folders = {QuantizeOptions(**static | {name: choice}).folder() for choice in (base[name], *choices)}
     assert len(folders) == len({base[name], *choices}), "QuantizeOptions.folder names the setting"
 
 
